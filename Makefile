@@ -1,0 +1,73 @@
+# Two commands for a fresh machine, `make train` and `make test`: each makes .venv, installs
+# and runs. They need Python 3.10 or later and a package index, nothing else.
+
+PYTHON ?= python3
+CONFIG ?= configs/fedssl_dp.yaml
+# The demo may be repeated: a second plain `make train` replaces the run of the first. With a
+# config or arguments of your own nothing is replaced unless you say so: the trainer refuses a
+# run folder that exists, because it holds results and the record of the privacy spent.
+ARGS ?= $(if $(filter file,$(origin CONFIG)),run.overwrite=true)
+TESTS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+# Agents are trained side by side in processes of one thread each; waiting threads that spin
+# make several processes on a few cores many times slower. Both must be set before torch loads.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-all check format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo '  make train CONFIG=configs/fedmatch.yaml ARGS="algorithm.rounds=5 run.seed=1"'
+	@echo '  make test TESTS=tests/test_config.py'
+	@echo '  PYTHON=python3.12 chooses the Python that .venv is made with'
+
+train: $(VENV)/.installed  ## train CONFIG with ARGS (default: the private demo on bundled digits)
+	$(RUN) -m privssl.train $(CONFIG) $(ARGS)
+
+test: $(VENV)/.installed-dev  ## run the tests that take seconds
+	$(RUN) -m pytest -m "not slow" $(TESTS)
+
+test-all: $(VENV)/.installed-dev  ## run every test
+	$(RUN) -m pytest $(TESTS)
+
+check: $(VENV)/.installed-dev  ## lint, check the format and the types
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(VENV)/.installed-dev  ## mend what ruff can mend
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+clean:  ## remove caches and build files; .venv and runs stay
+	rm -rf build dist ./*.egg-info .coverage htmlcov .hypothesis
+	rm -rf .mypy_cache .ruff_cache .pytest_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# The stamps are written after pip has succeeded, so an interrupted installation is taken up
+# again, and a changed dependency is installed.
+$(VENV)/.installed: setup.cfg pyproject.toml | $(RUN)
+	@echo 'Installing privssl and what it needs: torch is large, the first time takes minutes.'
+	$(RUN) -m pip install --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: setup.cfg pyproject.toml | $(RUN)
+	@echo 'Installing privssl, what it needs and the tools: the first time takes minutes.'
+	$(RUN) -m pip install --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(RUN):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "privssl needs Python 3.10 or later, and $(PYTHON) is not that. Name one that is:" >&2; \
+	  echo "  make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	  echo "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu:" >&2; \
+	  echo "  apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,49 @@
+"""What a run promised about its labelled rows, what it spent, and what it may therefore claim.
+
+Stands alone: imports numpy, scipy, Opacus' accountants and, where installed, dp-accounting.
+
+    events       what was released                 SampledGaussian, PureEpsilon, ...
+    accountants  what it costs                     epsilon, calibrate_noise, max_steps
+    verify       the same from another library     pld_bracket
+    budget       promise and claim, as sentences   Budget, Guarantee, Nominal
+    plan         what one agent promises           AccountPlan
+    ledger       pays before rows are read         Account, read_journal
+"""
+
+from accounting.accountants import calibrate_noise, epsilon, max_steps
+from accounting.budget import NO_GUARANTEE, Budget, Guarantee, Nominal
+from accounting.errors import AccountingError, BudgetExhausted, LedgerError, PlanError
+from accounting.events import (
+    Composed,
+    Event,
+    PureEpsilon,
+    SampledGaussian,
+    Unprotected,
+    same_batch_noise,
+)
+from accounting.ledger import Account, Journal, read_journal
+from accounting.plan import AccountPlan
+
+__all__ = [
+    "NO_GUARANTEE",
+    "Account",
+    "AccountPlan",
+    "AccountingError",
+    "Budget",
+    "BudgetExhausted",
+    "Composed",
+    "Event",
+    "Guarantee",
+    "Journal",
+    "LedgerError",
+    "Nominal",
+    "PlanError",
+    "PureEpsilon",
+    "SampledGaussian",
+    "Unprotected",
+    "calibrate_noise",
+    "epsilon",
+    "max_steps",
+    "read_journal",
+    "same_batch_noise",
+]

@@ -1,0 +1,305 @@
+"""How much epsilon a list of releases costs, and how much noise a budget needs.
+
+Enforcement uses Renyi DP from Opacus (the moments accountant): one vector of orders per event,
+added up, converted once. It stays valid when later releases depend on earlier ones, which is
+what a budget needs (arXiv:1605.08294, arXiv:2103.01379).
+
+    cost                                source
+    Poisson-sampled Gaussian            Opacus compute_rdp; arXiv:1908.10530
+    pure epsilon-DP release             min(order * eps^2 / 2, eps); arXiv:1605.02065, Prop. 1.4
+    RDP -> (epsilon, delta)             arXiv:2004.00010, Prop. 12
+    Gaussian without sampling (q = 1)   exact: arXiv:1905.02383, Corollary 2.13
+
+Opacus' numeric (PRV) accountant is offered as a tighter headline for a plan that was fixed
+beforehand. Its Gaussian-DP accountant is not offered: it is a central limit approximation that
+can report less than a certified lower bound.
+"""
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from opacus.accountants import PRVAccountant
+from opacus.accountants.analysis.rdp import compute_rdp
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
+
+from accounting.errors import PlanError
+from accounting.events import (
+    MAX_COUNT,
+    Event,
+    PureEpsilon,
+    SampledGaussian,
+    Unprotected,
+    check_count,
+    check_delta,
+    check_real,
+    check_sample_rate,
+    leaves,
+)
+
+#: Renyi orders, version "v1" in a ledger's plan line. Opacus' own stop at 63, where epsilon
+#: cannot fall below 0.103 at delta 1e-5; hence the long ones.
+ORDERS: tuple[float, ...] = (
+    *(order / 10 for order in range(11, 110)),
+    *(float(order) for order in (*range(11, 65), 80, 96, 128, 192, 256, 384, 512, 768, 1024)),
+)
+_ORDERS = np.array(ORDERS)
+
+_PRV_LIMIT = 40.0  # above this RDP epsilon the numeric accountant needs gigabytes
+_PRV_MIN_DELTA = 1e-10
+_CALIBRATION_RANGE = (0.3, 1000.0)  # noise multipliers that calibration tries
+
+
+@dataclass(frozen=True, eq=False)
+class Cost:
+    """What a set of releases costs, in a form that adds up.
+
+    Args:
+        rdp: Renyi divergence at each of ``ORDERS``; inf where a read was unprotected.
+        mu_squared: sum of sigma^-2 over full-batch Gaussian steps.
+        pure: sum of epsilon over pure releases.
+        sampled: whether any Gaussian step was on a sample (q < 1) or any read unprotected.
+    """
+
+    rdp: NDArray[np.float64]
+    mu_squared: float
+    pure: float
+    sampled: bool
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.rdp + other.rdp,
+            self.mu_squared + other.mu_squared,
+            self.pure + other.pure,
+            self.sampled or other.sampled,
+        )
+
+    def times(self, count: int) -> "Cost":
+        """The cost of doing all of it ``count`` >= 1 times."""
+        return Cost(count * self.rdp, count * self.mu_squared, count * self.pure, self.sampled)
+
+    def at_most(self, other: "Cost") -> bool:
+        """Whether this costs no more than the other at any order."""
+        slack = 1 + 1e-12  # the same releases added up in another order differ by rounding
+        return bool(np.all(self.rdp <= other.rdp * slack))
+
+    def epsilon(self, delta: float) -> float:
+        """Epsilon at this delta, >= 0; inf when a read was unprotected."""
+        check_delta(delta)
+        if not self.rdp.any():
+            return 0.0
+        by_rdp = rdp_to_epsilon(self.rdp, delta)
+        if self.sampled:
+            return by_rdp
+        if self.mu_squared == 0:
+            return min(by_rdp, self.pure)  # plain sum, delta 0
+        if self.pure == 0:
+            return min(by_rdp, gaussian_epsilon(math.sqrt(self.mu_squared), delta))
+        return by_rdp
+
+
+NOTHING = Cost(np.zeros(len(ORDERS)), 0.0, 0.0, False)
+
+
+def cost_of(events: Iterable[Event]) -> Cost:
+    """The cost of all these events about the same rows."""
+    return sum((_cost(event) for event in events), NOTHING)
+
+
+def epsilon(events: Iterable[Event], delta: float) -> float:
+    """The epsilon that these events cost together, for one row that all of them may have read.
+
+    Args:
+        events: any number, in any order; none costs 0.
+        delta: chance that the bound fails. In (0, 1), well below 1 / rows.
+
+    Returns:
+        Epsilon >= 0, no unit. Infinite when an event is Unprotected.
+
+    Raises:
+        PlanError: delta is out of range.
+
+    >>> round(epsilon([SampledGaussian(noise_multiplier=4.0, sample_rate=1.0, steps=20)], 1e-5), 4)
+    4.9833
+    """
+    return cost_of(events).epsilon(delta)
+
+
+def rdp_epsilon(events: Iterable[Event], delta: float, orders: Sequence[float] = ORDERS) -> float:
+    """Epsilon by Renyi DP alone, at orders of the caller's choice (each > 1).
+
+    The value an independent check can be held against; :func:`epsilon` is never above it.
+    """
+    check_delta(delta)
+    at = tuple(orders)
+    curve = sum((_rdp(leaf, at) for event in events for leaf in leaves(event)), np.zeros(len(at)))
+    return rdp_to_epsilon(curve, delta, at) if curve.any() else 0.0
+
+
+def rdp_to_epsilon(
+    rdp: NDArray[np.float64], delta: float, orders: Sequence[float] = ORDERS
+) -> float:
+    """Convert Renyi divergences at ``orders`` to epsilon. arXiv:2004.00010, Proposition 12."""
+    a = _ORDERS if orders is ORDERS else np.asarray(orders)
+    bounds = rdp + np.log1p(-1 / a) - (math.log(delta) + np.log(a)) / (a - 1)
+    return max(0.0, float(bounds.min()))
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """The exact epsilon of a Gaussian mechanism with sensitivity / noise = mu > 0.
+
+    Solves delta = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu), arXiv:1905.02383,
+    Corollary 2.13; T steps at q = 1 with noise sigma are one mechanism with mu = sqrt(T)/sigma.
+
+    >>> round(gaussian_epsilon(math.sqrt(100) / 8, 1e-5), 6)
+    5.679587
+    """
+
+    def log_delta_excess(eps: float) -> float:
+        first = float(log_ndtr(mu / 2 - eps / mu))
+        second = eps + float(log_ndtr(-mu / 2 - eps / mu))  # < first
+        return first + math.log(-math.expm1(second - first)) - math.log(delta)
+
+    if log_delta_excess(0.0) <= 0:
+        return 0.0
+    highest = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta))  # by the RDP of order best
+    return float(brentq(log_delta_excess, 0.0, highest, xtol=1e-12, rtol=1e-14))
+
+
+def prv_epsilon(events: Iterable[Event], delta: float) -> float | None:
+    """A tighter epsilon by numeric composition (Opacus PRV, arXiv:2106.02848), or None.
+
+    Valid only when every event was fixed before the first one ran. None when there are no
+    events, when one is not a Gaussian on a sample (q < 1; full batches have the exact formula),
+    or when the computation would need gigabytes or does not converge.
+    """
+    check_delta(delta)
+    steps: dict[tuple[float, float], int] = {}
+    for leaf in (leaf for event in events for leaf in leaves(event)):
+        if not isinstance(leaf, SampledGaussian) or leaf.sample_rate == 1:
+            return None
+        key = (leaf.noise_multiplier, leaf.sample_rate)
+        steps[key] = steps.get(key, 0) + leaf.steps
+    total = [SampledGaussian(*key, count) for key, count in steps.items()]
+    if not total or delta < _PRV_MIN_DELTA or rdp_epsilon(total, delta) > _PRV_LIMIT:
+        return None
+    accountant = PRVAccountant()
+    accountant.history = [(sigma, rate, count) for (sigma, rate), count in steps.items()]
+    with warnings.catch_warnings():
+        # It sizes its grid by RDP at few orders and warns that more would give a smaller grid.
+        warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
+        try:
+            return float(accountant.get_epsilon(delta))
+        except (ArithmeticError, RuntimeError, ValueError):  # "discrete mean differs", and kin
+            return None
+
+
+def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
+    """The least noise, to 4 decimals and on the safe side, with which all steps fit the budget.
+
+    Args:
+        epsilon: the budget, > 0.
+        delta: chance that the bound fails. In (0, 1).
+        sample_rate: in (0, 1]. steps: 1 to 10,000,000, over the whole run.
+
+    Returns:
+        noise_multiplier with ``epsilon(events) <= epsilon``.
+
+    Raises:
+        PlanError: a number is out of range, or no noise between 0.3 and 1000 fits.
+
+    >>> calibrate_noise(epsilon=4.9834, delta=1e-5, sample_rate=1.0, steps=20)
+    4.0
+    """
+    check_delta(delta)
+    check_real("epsilon", epsilon)
+    check_sample_rate(sample_rate)
+    check_count("steps", steps)
+
+    def costs(sigma: float) -> float:
+        return _cost(SampledGaussian(sigma, sample_rate, steps)).epsilon(delta)
+
+    def log_excess(log_sigma: float) -> float:  # nearly a straight line: Brent needs ~8 costs
+        return math.log(max(costs(math.exp(log_sigma)), 1e-300) / epsilon)
+
+    least, most = _CALIBRATION_RANGE
+    if epsilon <= 0 or costs(most) > epsilon:
+        raise PlanError(
+            f"epsilon {epsilon:g} at delta {delta:g} cannot pay for {steps} steps at sample rate "
+            f"{sample_rate:g}, even with noise {most:g}. Plan fewer steps or a "
+            f"larger epsilon."
+        )
+    if costs(least) <= epsilon:
+        return least
+    root = math.exp(brentq(log_excess, math.log(least), math.log(most), xtol=1e-7))
+    ticks = math.floor(root * 1e4)
+    while costs(ticks / 1e4) > epsilon:
+        ticks += 1
+    return ticks / 1e4
+
+
+def max_steps(*, epsilon: float, delta: float, sample_rate: float, noise_multiplier: float) -> int:
+    """The largest T with epsilon(T) <= epsilon < epsilon(T + 1); 0 when not one step fits."""
+    once = cost_of([SampledGaussian(noise_multiplier, sample_rate, 1)])
+    return max_repeats(once, budget=epsilon, delta=delta)
+
+
+def max_repeats(once: Cost, *, budget: float, delta: float, spent: Cost = NOTHING) -> int:
+    """How often a cost still fits a budget of which ``spent`` is gone; at most 10,000,000."""
+    check_real("epsilon", budget)
+
+    def fits(count: int) -> bool:
+        return budget > 0 and (spent + once.times(count)).epsilon(delta) <= budget
+
+    if not fits(1):
+        return 0
+    fitting, above = 1, 2
+    while above <= MAX_COUNT and fits(above):
+        fitting, above = above, 2 * above
+    above = min(above, MAX_COUNT + 1)
+    while above - fitting > 1:
+        middle = (fitting + above) // 2
+        fitting, above = (middle, above) if fits(middle) else (fitting, middle)
+    return fitting
+
+
+@lru_cache(maxsize=256)
+def _cost(event: Event) -> Cost:
+    return sum((_leaf_cost(leaf) for leaf in leaves(event)), NOTHING)
+
+
+def _leaf_cost(leaf: SampledGaussian | PureEpsilon | Unprotected) -> Cost:
+    rdp = _rdp(leaf, ORDERS)
+    match leaf:
+        case SampledGaussian(sigma, 1.0, steps):
+            return Cost(rdp, steps / sigma**2, 0.0, sampled=False)
+        case PureEpsilon(each, count):
+            return Cost(rdp, 0.0, each * count, sampled=False)
+        case _:
+            return Cost(rdp, 0.0, 0.0, sampled=True)
+
+
+def _rdp(
+    leaf: SampledGaussian | PureEpsilon | Unprotected, orders: tuple[float, ...]
+) -> NDArray[np.float64]:
+    match leaf:
+        case SampledGaussian(sigma, rate, steps):
+            return steps * _step_rdp(sigma, rate, orders)
+        case PureEpsilon(each, count):
+            return count * np.minimum(np.asarray(orders) * each**2 / 2, each)
+        case Unprotected():
+            return np.full(len(orders), np.inf)
+
+
+@lru_cache(maxsize=256)
+def _step_rdp(sigma: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
+    rdp = np.asarray(
+        compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=list(orders)), dtype=np.float64
+    )
+    # NaN compares false with everything, so it must become "costs everything", never nothing.
+    return np.where(np.isnan(rdp), np.inf, np.maximum(rdp, 0.0))

@@ -1,0 +1,118 @@
+"""What was promised, and what can be claimed: numbers with the sentence that makes them true.
+
+An epsilon without its unit, its neighbours, its observer and its exclusions is not a claim.
+The sentences are those of the privacy specification (section 1.3); each number is rounded up.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from accounting.errors import PlanError
+from accounting.events import check_delta, check_real
+
+Adjacency = Literal["zero_out", "add_remove"]
+
+#: How each relation between neighbouring data sets is said in a sentence.
+ADJACENCY_WORDS: dict[str, str] = {
+    "zero_out": "replacing one labelled {unit} of that agent by an empty one (counts are public)",
+    "add_remove": "adding or removing one labelled {unit} of that agent",
+}
+
+NOT_COVERED = (
+    "data of query agents",
+    "people with more than one record",
+    "timing and other side channels",
+    "files on the agent's own disk",
+)
+
+NO_GUARANTEE = (
+    "NO GUARANTEE: this run is not private. Models trained on the labelled rows left their agents "
+    "without noise; nothing is guaranteed for any record."
+)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What an agent is willing to spend on each of its labelled rows.
+
+    Args:
+        epsilon: >= 0 and finite; 0 means that no labelled row is ever read.
+        delta: chance that the bound fails. In (0, 1), well below 1 / rows.
+    """
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        check_real("epsilon", self.epsilon)
+        if self.epsilon < 0:
+            raise PlanError(f"epsilon is {self.epsilon}; it must be 0 or more")
+        check_delta(self.delta)
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """A claim that holds for every support agent. ``str()`` is the whole claim.
+
+    Args:
+        epsilon, delta: of the agent that spent most.
+        unit: what one neighbour differs in: "record".
+        neighbours: relation between neighbouring data sets.
+        covers: names of everything covered that leaves an agent.
+        rule: why one number speaks for all agents. "largest agent": their records are disjoint.
+    """
+
+    epsilon: float
+    delta: float
+    unit: str
+    neighbours: Adjacency
+    covers: tuple[str, ...]
+    rule: Literal["largest agent"]
+
+    def __str__(self) -> str:
+        return (
+            f"GUARANTEE: for every support agent, all it sends ({', '.join(self.covers)}) is "
+            f"({rounded_up(self.epsilon)}, {self.delta:g})-DP with respect to "
+            f"{ADJACENCY_WORDS[self.neighbours].format(unit=self.unit)}, against an observer of "
+            f"all traffic who also controls the server, all query agents and all other support "
+            f"agents. Each support agent adds its own noise; no trusted aggregator. "
+            f"Not covered: {', '.join(NOT_COVERED)}."
+        )
+
+
+@dataclass(frozen=True)
+class Nominal:
+    """The number of a scheme that guarantees nothing. ``str()`` says so first.
+
+    Args:
+        epsilon: what the protected part alone would cost. delta: as in :class:`Budget`.
+        protect: networks whose gradients got noise. unprotected: networks trained without.
+    """
+
+    epsilon: float
+    delta: float
+    protect: tuple[str, ...]
+    unprotected: tuple[str, ...]
+
+    def __str__(self) -> str:
+        noisy, bare = " and ".join(self.protect), " and ".join(self.unprotected)
+        return (
+            f"NOMINAL epsilon = {rounded_up(self.epsilon)} (delta {self.delta:g}): this counts "
+            f"the noise on the labelled-data gradients of {noisy} as if {bare} were fixed public "
+            f"networks. {bare} are trained on the labelled records without noise and leave the "
+            f"agent; the gradients of {noisy} flow through them. There is no "
+            f"differential-privacy guarantee for any record."
+        )
+
+
+def rounded_up(number: float) -> str:
+    """Four decimals, never less than the number.
+
+    >>> rounded_up(7.61231)
+    '7.6124'
+    """
+    if not math.isfinite(number):
+        return str(number)
+    text = f"{number:.4f}"
+    return text if float(text) >= number else f"{math.nextafter(number + 5e-5, math.inf):.4f}"

@@ -1,0 +1,122 @@
+"""One way to write a record, and a reader that accepts no other.
+
+A ledger must mean the same to every reader, so a record is canonical JSON (sorted keys, no
+spaces, UTF-8, one line) without raw real numbers: a real is an object with its decimal text
+and its exact bits (``float.hex``). The reader refuses what lenient parsers let through: NaN and
+Infinity, keys given twice, integers beyond 53 bits, raw reals, and any text that the writer
+would not have produced.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from accounting.errors import PlanError
+
+Json = dict[str, Any]
+
+MAX_LINE_BYTES = 1 << 16
+_MAX_INTEGER = 1 << 53  # beyond it other JSON readers lose digits
+
+
+def encode(record: Mapping[str, Any]) -> bytes:
+    """The canonical bytes of a record, without a newline."""
+    text = json.dumps(
+        record, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+    return text.encode()
+
+
+def decode(line: bytes) -> Json:
+    """Read one canonical record.
+
+    Raises:
+        PlanError: the bytes are not what :func:`encode` would have written; says why.
+
+    >>> decode(b'{"count":2}')
+    {'count': 2}
+    """
+    if len(line) > MAX_LINE_BYTES:
+        raise PlanError(f"a record of {len(line)} bytes; at most {MAX_LINE_BYTES} are read")
+    record = decode_strictly(line, parse_float=_refuse_real)
+    try:
+        same = encode(record) == line
+    except ValueError:  # half a surrogate pair cannot be written as UTF-8
+        same = False
+    if not same:
+        raise PlanError("not in canonical form: keys sorted, no spaces, plain UTF-8")
+    return record
+
+
+def decode_strictly(text: bytes, *, parse_float: Any = float) -> Json:
+    """Read one JSON object without NaN, Infinity, keys given twice or huge integers.
+
+    Raises:
+        PlanError: the text is not such an object; says why.
+    """
+    try:
+        value = json.loads(
+            text.decode(),
+            object_pairs_hook=_no_key_twice,
+            parse_constant=_refuse_constant,
+            parse_float=parse_float,
+            parse_int=_bounded,
+        )
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"not a JSON record ({error})") from error
+    if not isinstance(value, dict):
+        raise PlanError("not a JSON object")
+    return value
+
+
+def real(number: float) -> Json:
+    """A finite real number as decimal text and exact bits.
+
+    >>> real(0.1)
+    {'decimal': '0.1', 'hex': '0x1.999999999999ap-4'}
+    """
+    return {"decimal": repr(float(number)), "hex": float(number).hex()}
+
+
+def read_real(value: object, where: str) -> float:
+    """The number written by :func:`real`.
+
+    Raises:
+        PlanError: the shape is wrong, the two texts disagree, or the number is not finite.
+    """
+    try:
+        if not isinstance(value, dict) or value != real(number := float.fromhex(value["hex"])):
+            raise PlanError(f"{where}: decimal and hex do not name the same number")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise PlanError(f"{where}: not a number with decimal and hex") from error
+    if not math.isfinite(number):
+        raise PlanError(f"{where}: not a finite number")
+    return number
+
+
+def only_keys(record: Mapping[str, Any], keys: set[str], where: str) -> None:
+    """Raise PlanError unless the record has exactly these keys."""
+    if set(record) != keys:
+        raise PlanError(f"{where}: has keys {sorted(record)}, should have {sorted(keys)}")
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> Json:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        raise PlanError("a key is given twice")
+    return record
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise PlanError(f"{name} is not a number")
+
+
+def _refuse_real(text: str) -> NoReturn:
+    raise PlanError(f"a raw real number ({text[:40]}); reals are written as decimal and hex")
+
+
+def _bounded(text: str) -> int:
+    if len(text) > 17 or abs(int(text)) > _MAX_INTEGER:
+        raise PlanError(f"an integer of {len(text)} digits is out of range")
+    return int(text)

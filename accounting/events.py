@@ -1,0 +1,237 @@
+"""What was released about labelled rows, one value per kind of release.
+
+The kinds and what they mean:
+
+* :class:`SampledGaussian`: ``steps`` noisy sums, each over a fresh Poisson sample of the rows
+  (every row in independently with chance q), clipped to norm C, noise of standard deviation
+  sigma * C. DP-SGD; analysed in arXiv:1908.10530. q = 1 is the plain Gaussian mechanism.
+* :class:`PureEpsilon`: a release that is epsilon-DP with delta 0, such as a noisy histogram.
+* :class:`Composed`: several of them, one after the other, each on fresh randomness.
+* :class:`Unprotected`: rows were read with no mechanism at all. Its epsilon is infinite.
+
+Adding or removing a row and replacing it by a null record cost the same under these kinds
+(arXiv:2103.00039, Definition 1.1); replacing one row by another costs about twice as much and
+is not covered.
+
+Every number is checked when an event is made, because the accountants themselves do not:
+Opacus loops for ever on sigma = NaN, lets epsilon *fall* on negative steps, and its numeric
+accountant fills the memory on sigma = 0.01.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from accounting.canonical import Json, only_keys, read_real, real
+from accounting.errors import PlanError
+
+MIN_NOISE_MULTIPLIER = 0.2  # below it the numeric accountants need gigabytes; epsilon is > 100
+MAX_NOISE_MULTIPLIER = 1e6
+MAX_COUNT = 10_000_000
+MAX_PURE_EPSILON = 1000.0
+_MAX_PARTS = 64
+_MAX_DEPTH = 4
+
+
+@dataclass(frozen=True)
+class SampledGaussian:
+    """Noisy clipped sums over fresh Poisson samples.
+
+    Args:
+        noise_multiplier: noise standard deviation divided by the clip norm. No unit, at least
+            0.2, at most 1e6.
+        sample_rate: chance that a given row is in a batch. In (0, 1].
+        steps: number of releases. 1 to 10,000,000.
+
+    >>> SampledGaussian(noise_multiplier=4.0, sample_rate=0.5, steps=10).steps
+    10
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        check_noise_multiplier(self.noise_multiplier)
+        check_sample_rate(self.sample_rate)
+        check_count("steps", self.steps)
+
+
+@dataclass(frozen=True)
+class PureEpsilon:
+    """``count`` releases, each epsilon-DP with delta 0.
+
+    Args:
+        epsilon: of one release. In (0, 1000].
+        count: number of releases. 1 to 10,000,000.
+    """
+
+    epsilon: float
+    count: int
+
+    def __post_init__(self) -> None:
+        check_real("epsilon of a pure release", self.epsilon)
+        if not 0 < self.epsilon <= MAX_PURE_EPSILON:
+            raise PlanError(
+                f"epsilon of a pure release is {self.epsilon}; it must be above 0 and at most "
+                f"{MAX_PURE_EPSILON:g}"
+            )
+        check_count("count", self.count)
+
+
+@dataclass(frozen=True)
+class Unprotected:
+    """Rows were read with no mechanism. ``reason`` says which networks, in a few words."""
+
+    reason: str
+
+    def __post_init__(self) -> None:
+        text = self.reason
+        if not isinstance(text, str) or not 0 < len(text) <= 200 or not text.isprintable():
+            raise PlanError("an unprotected read needs a reason of 1 to 200 printable characters")
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Several releases about the same rows. ``events``: 1 to 64 of them, nested at most 4 deep."""
+
+    events: tuple["Event", ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.events, tuple) or not 1 <= len(self.events) <= _MAX_PARTS:
+            raise PlanError(f"a composed event needs a tuple of 1 to {_MAX_PARTS} events")
+        for event in self.events:
+            if not isinstance(event, SampledGaussian | PureEpsilon | Unprotected | Composed):
+                raise PlanError(f"{type(event).__name__} is not a kind of event")
+        if _depth(self) > _MAX_DEPTH:
+            raise PlanError(f"composed events are nested more than {_MAX_DEPTH} deep")
+
+
+Event = SampledGaussian | PureEpsilon | Composed | Unprotected
+
+
+def same_batch_noise(noise_multipliers: Sequence[float]) -> float:
+    """The one noise multiplier that costs as much as several releases from one batch.
+
+    Blocks b of a gradient, each clipped to its own norm and given noise sigma_b, and released
+    from the *same* sample are one sampled event with sigma = (sum_b sigma_b^-2)^(-1/2)
+    (arXiv:1812.06210, section 3), not several sampled events.
+
+    >>> round(same_batch_noise([3.0, 3.0, 3.0]), 6)    # 3 / sqrt(3)
+    1.732051
+    """
+    if not noise_multipliers:
+        raise PlanError("no noise multiplier was given")
+    for sigma in noise_multipliers:
+        check_noise_multiplier(sigma)
+    return 1 / math.sqrt(math.fsum(sigma**-2 for sigma in noise_multipliers))
+
+
+def leaves(event: Event) -> tuple[SampledGaussian | PureEpsilon | Unprotected, ...]:
+    """The simple events inside an event, in order."""
+    if isinstance(event, Composed):
+        return tuple(leaf for part in event.events for leaf in leaves(part))
+    return (event,)
+
+
+def event_to_json(event: Event) -> Json:
+    """The event as a canonical record; see :mod:`accounting.canonical`."""
+    match event:
+        case SampledGaussian(sigma, rate, steps):
+            return {
+                "kind": "sampled_gaussian",
+                "noise_multiplier": real(sigma),
+                "sample_rate": real(rate),
+                "steps": steps,
+            }
+        case PureEpsilon(epsilon, count):
+            return {"kind": "pure_epsilon", "epsilon": real(epsilon), "count": count}
+        case Unprotected(reason):
+            return {"kind": "unprotected", "reason": reason}
+        case Composed(events):
+            return {"kind": "composed", "events": [event_to_json(part) for part in events]}
+
+
+def event_from_json(record: object) -> Event:
+    """The event that :func:`event_to_json` wrote. Kinds are a fixed list; nothing is imported.
+
+    Raises:
+        PlanError: unknown kind, missing or extra key, or a number out of range.
+    """
+    if not isinstance(record, dict):
+        raise PlanError("an event is not a JSON object")
+    match record.get("kind"):
+        case "sampled_gaussian":
+            only_keys(record, {"kind", "noise_multiplier", "sample_rate", "steps"}, "event")
+            return SampledGaussian(
+                noise_multiplier=read_real(record["noise_multiplier"], "noise_multiplier"),
+                sample_rate=read_real(record["sample_rate"], "sample_rate"),
+                steps=record["steps"],
+            )
+        case "pure_epsilon":
+            only_keys(record, {"kind", "epsilon", "count"}, "event")
+            return PureEpsilon(read_real(record["epsilon"], "epsilon"), record["count"])
+        case "unprotected":
+            only_keys(record, {"kind", "reason"}, "event")
+            return Unprotected(record["reason"])
+        case "composed":
+            only_keys(record, {"kind", "events"}, "event")
+            if not isinstance(record["events"], list):
+                raise PlanError("events of a composed event are not a list")
+            return Composed(tuple(event_from_json(part) for part in record["events"]))
+        case other:
+            raise PlanError(f"unknown kind of event: {str(other)[:40]!r}")
+
+
+def check_real(name: str, value: object) -> None:
+    """Raise PlanError unless the value is a finite number (a bool or a text is not one)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        hint = " Write 1.0e-3, not 1e-3: YAML reads the latter as text." * isinstance(value, str)
+        raise PlanError(f"{name} is {value!r:.40}; it must be a number.{hint}")
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # an int beyond the floats
+        finite = False
+    if not finite:
+        raise PlanError(f"{name} is {value!r:.40}; it must be finite")
+
+
+def check_noise_multiplier(value: float) -> None:
+    """Raise PlanError unless 0.2 <= value <= 1e6."""
+    check_real("noise_multiplier", value)
+    if not MIN_NOISE_MULTIPLIER <= value <= MAX_NOISE_MULTIPLIER:
+        raise PlanError(
+            f"noise_multiplier is {value}; it must be between {MIN_NOISE_MULTIPLIER} and "
+            f"{MAX_NOISE_MULTIPLIER:g}. With less noise epsilon is beyond any use."
+        )
+
+
+def check_sample_rate(value: float) -> None:
+    """Raise PlanError unless 0 < value <= 1."""
+    check_real("sample_rate", value)
+    if not 0 < value <= 1:
+        raise PlanError(
+            f"sample_rate is {value}; it is the chance that a row is in a batch, in (0, 1]"
+        )
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise PlanError unless the value is an integer from 1 to 10,000,000."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PlanError(f"{name} is {value!r:.40}; it must be a whole number")
+    if not 1 <= value <= MAX_COUNT:
+        raise PlanError(f"{name} is out of range; it must be from 1 to {MAX_COUNT:,}")
+
+
+def check_delta(value: float) -> None:
+    """Raise PlanError unless 0 < value < 1."""
+    check_real("delta", value)
+    if not 0 < value < 1:
+        raise PlanError(
+            f"delta is {value}; it is the chance that the bound fails for a row: above 0, and "
+            f"well below 1 / rows"
+        )
+
+
+def _depth(event: Event) -> int:
+    return 1 + max(map(_depth, event.events)) if isinstance(event, Composed) else 0

@@ -1,0 +1,214 @@
+"""The privacy account of one agent's labelled rows: it pays before it reads.
+
+    account = Account.open(folder / "s0.jsonl", plan, resume=False)
+    if account.affords(event):
+        with account.spend(event, visit="round 3"):
+            ...                      # only here may labelled rows be touched
+
+The account belongs to the owner of the rows, never to the server, and its journal is neither
+in a checkpoint nor restored from one: a run resumed from an old checkpoint still remembers all
+that it spent. A visit is charged in full once its line is on disk; a crash, a kill or an
+exception refunds nothing. Refusal is a normal outcome.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import final
+
+from accounting.accountants import max_repeats
+from accounting.budget import Budget
+from accounting.canonical import Json, real
+from accounting.errors import BudgetExhausted, LedgerError, PlanError
+from accounting.events import Event, event_to_json
+from accounting.journal import JournalFile, read_content, split_lines
+from accounting.plan import AccountPlan, plan_to_json, refuse_change
+from accounting.replay import ACCOUNTANT, SCHEMA, Journal, check_visit_key, read_journal, replay
+
+__all__ = ["Account", "AccountPlan", "Journal", "read_journal"]
+
+
+@final
+class Account:
+    """One agent's budget and journal. Made by :meth:`open`; one process at a time."""
+
+    def __init__(self, file: JournalFile, journal: Journal) -> None:
+        self._file = file
+        self._journal = journal
+
+    @classmethod
+    def open(
+        cls, path: Path, plan: AccountPlan, *, resume: bool, minimum_seq: int = 0
+    ) -> "Account":
+        """Start an account, or go on with one.
+
+        Args:
+            path: the journal, ``AGENT.jsonl``; its directory is made when absent.
+            plan: what is promised. On resume it may differ from the journal's in all but
+                agent, unit, adjacency, scope, record counts, and a smaller delta.
+            resume: False refuses an existing journal; True needs one and keeps its charges.
+            minimum_seq: with resume, the ``seq`` that a checkpoint remembers. A journal that
+                ends before it was rolled back or cut, and is refused.
+
+        Raises:
+            LedgerError: missing, damaged, rolled back, locked or unwritable journal.
+            PlanError: the plan may not replace the journal's.
+        """
+        if path.name != f"{plan.agent}.jsonl":
+            raise LedgerError(f"{path}: the journal of {plan.agent} is named {plan.agent}.jsonl")
+        file = JournalFile(path)
+        try:
+            journal = _resumed(file, minimum_seq) if resume else Journal()
+            account = cls(file, journal)
+            if not journal.plans:
+                file.create(_plan_line(plan))
+                journal.plans.append(plan)
+            elif journal.plan != plan:
+                refuse_change(journal.plan, plan)
+                file.append(_plan_line(plan))
+                journal.plans.append(plan)
+        except BaseException:
+            file.close()
+            raise
+        return account
+
+    @property
+    def agent(self) -> str:
+        return self.plan.agent
+
+    @property
+    def plan(self) -> AccountPlan:
+        """The plan in force."""
+        return self._journal.plan
+
+    @property
+    def budget(self) -> Budget:
+        return self.plan.budget
+
+    @property
+    def head(self) -> str:
+        """SHA-256 of the last line: what a card or a coordinator should remember."""
+        return self._file.head
+
+    @property
+    def seq(self) -> int:
+        """Number of the last line, from 0: what a checkpoint should remember."""
+        return self._file.seq
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Every charge, in order."""
+        return tuple(self._journal.events)
+
+    def visits(self) -> int:
+        """How many visits were charged, unfinished ones included."""
+        return len(self._journal.events)
+
+    def spent(self) -> float:
+        """Epsilon so far, recomputed from the events. Only nominal in scope as_published."""
+        return self._journal.epsilon
+
+    def left(self) -> float:
+        """Budget minus epsilon spent, >= 0. Epsilon does not add up: ask :meth:`affords`."""
+        return max(0.0, self.budget.epsilon - self.spent())
+
+    def visits_left(self) -> int:
+        """How many more visits of the plan's size the budget pays for."""
+        spent, budget = self._journal.cost, self.budget
+        once = self.plan.visit_cost
+        return max_repeats(once, budget=budget.epsilon, delta=budget.delta, spent=spent)
+
+    def affords(self, event: Event) -> bool:
+        """Whether the budget pays for this event on top of everything spent. Never raises."""
+        try:
+            after = self._epsilon_with(event)
+        except Exception:  # whatever cannot be computed cannot be afforded
+            return False
+        return self._within_budget(after)
+
+    @contextmanager
+    def spend(self, event: Event, visit: str) -> Iterator[None]:
+        """Pay for one visit, then enter the block in which its rows may be read.
+
+        Args:
+            event: what the visit releases; at most what the plan says of one visit.
+            visit: names the visit, for example "round 3"; each name is paid for once.
+
+        Raises:
+            BudgetExhausted: the budget does not pay for it. Nothing was written or read.
+            LedgerError: paid for already, dearer than planned, or the journal could not be
+                made durable. The block was not entered.
+        """
+        after = self._admitted(event, visit)
+        reserve = self._file.append(
+            {
+                "type": "reserve",
+                "visit": visit,
+                "event": event_to_json(event),
+                "eps_after": real(after),
+            }
+        )
+        self._journal.visits[visit] = reserve
+        self._journal.charge(event)
+        yield  # an exception in the block leaves the charge as it is: rows may have been read
+        with suppress(LedgerError):  # the charge stands either way; the next visit is refused
+            self._file.append({"type": "settle", "reserve": reserve})
+
+    def close(self) -> None:
+        """Release the lock. Twice is harmless."""
+        self._file.close()
+
+    def _admitted(self, event: Event, visit: str) -> float:
+        """The epsilon after the visit, or why it cannot take place."""
+        try:
+            check_visit_key(visit)
+            after = self._epsilon_with(event)
+        except PlanError as error:
+            raise LedgerError(f"{self.agent}: {error}. Nothing was read.") from error
+        if visit in self._journal.visits:
+            raise LedgerError(f"{self.agent}: already spent for visit {visit!r}; nothing was read.")
+        if not self._within_budget(after):
+            raise BudgetExhausted(
+                f"{self.agent} has spent epsilon {self.spent():.4f} of {self.budget.epsilon:g} "
+                f"(delta {self.budget.delta:g}). This visit would bring it to {after:.4f}. "
+                f"Nothing was read. Plan fewer visits, or more noise, or a larger budget."
+            )
+        return after
+
+    def _epsilon_with(self, event: Event) -> float:
+        cost = self.plan.charge(event)
+        if not cost.at_most(self.plan.visit_cost):
+            raise PlanError("the visit costs more than the plan says one visit costs at most")
+        return (self._journal.cost + cost).epsilon(self.budget.delta)
+
+    def _within_budget(self, after: float) -> bool:
+        # A budget of 0 pays for nothing, even where a tiny event's epsilon rounds to 0.
+        return math.isfinite(after) and self.budget.epsilon > 0 and after <= self.budget.epsilon
+
+
+def _resumed(file: JournalFile, minimum_seq: int) -> Journal:
+    """The journal under a file, verified, its torn tail made a line, open for more."""
+    if not file.path.exists():
+        raise LedgerError(
+            f"{file.path}: missing, though the checkpoint says that it existed. Without it nobody "
+            f"knows what was spent. Put it back, or start a new run."
+        )
+    journal = read_journal(file.path)
+    if journal.problems:
+        raise LedgerError(f"{file.path}: {journal.problems[0]}. Put the true journal back.")
+    if journal.seq < minimum_seq:
+        raise LedgerError(
+            f"{file.path}: ends at entry {journal.seq}, but the checkpoint remembers entry "
+            f"{minimum_seq}: it was cut or rolled back. Put the true journal back."
+        )
+    if journal.torn_tail:
+        lines, _ = split_lines(read_content(file.path))
+        file.replace_torn_tail(lines, {"type": "torn"})
+        journal = replay(split_lines(read_content(file.path))[0])
+    file.extend(journal.head, journal.seq)
+    return journal
+
+
+def _plan_line(plan: AccountPlan) -> Json:
+    return {"type": "plan", "schema": SCHEMA, "accountant": ACCOUNTANT, **plan_to_json(plan)}

@@ -1,0 +1,187 @@
+"""Read a journal back and check every claim in it against its events.
+
+The lines, beside ``seq`` and ``prev``:
+
+    plan      what is promised (``plan.py``); a later plan replaces it, old charges stay
+    reserve   a visit was paid for: its key, its event, and the epsilon afterwards
+    settle    the visit of an earlier reserve ended normally; changes no charge
+    torn      an unfinished last line was found on resume; charged as a whole visit
+
+``eps_after`` is never believed: epsilon is recomputed from the events, and a line that says
+something else is reported, as is everything that an honest writer would not have written.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from accounting.accountants import NOTHING, Cost
+from accounting.canonical import Json, decode, only_keys, read_real
+from accounting.errors import PlanError
+from accounting.events import Event, event_from_json
+from accounting.journal import FIRST_PREV, line_hash, read_content, split_lines
+from accounting.plan import PLAN_KEYS, AccountPlan, plan_from_json, refuse_change
+
+SCHEMA = 1
+ACCOUNTANT = {"enforce": "rdp", "orders": "v1"}
+
+MAX_VISIT_KEY = 200
+_EPSILON_TOLERANCE = 1e-6  # relative: another version of a numeric library may round elsewhere
+
+
+class Problem(NamedTuple):
+    """Something in a journal that an honest writer would not have written."""
+
+    line: int  # counted from 1; 0 is the file as a whole
+    text: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.text}" if self.line else self.text
+
+
+@dataclass
+class Journal:
+    """The verified contents of a journal file.
+
+    Args:
+        plans: in order; the last one is in force. Empty only when there are problems.
+        events: one per charged visit, torn lines included as the plan's largest visit.
+        visits: key of each reserved visit -> number (``seq``) of its line.
+        unsettled: numbers of reserve lines whose visit did not end normally.
+        cost: of all events, as the plan's scope counts. reserved: of all but torn lines.
+        torn_tail: whether the last line is unfinished.
+        hashes: of each complete line, in order. problems: empty when the journal is sound.
+    """
+
+    plans: list[AccountPlan] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    visits: dict[str, int] = field(default_factory=dict)
+    unsettled: set[int] = field(default_factory=set)
+    cost: Cost = NOTHING
+    reserved: Cost = NOTHING
+    torn_tail: bool = False
+    hashes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def plan(self) -> AccountPlan:
+        """The plan in force."""
+        return self.plans[-1]
+
+    @property
+    def head(self) -> str:
+        """Hash of the last complete line."""
+        return self.hashes[-1] if self.hashes else FIRST_PREV
+
+    @property
+    def seq(self) -> int:
+        """Number of the last complete line, counted from 0; -1 when there is none."""
+        return len(self.hashes) - 1
+
+    @property
+    def epsilon(self) -> float:
+        """Recomputed from the events at the delta of the plan in force."""
+        return self.cost.epsilon(self.plan.budget.delta)
+
+    def charge(self, event: Event) -> None:
+        """Count one visit."""
+        self.events.append(event)
+        self.cost = self.cost + self.plan.charge(event)
+
+
+def read_journal(path: Path) -> Journal:
+    """Read and check a journal without taking its lock.
+
+    Raises:
+        LedgerError: the file cannot be read. What is wrong *in* it is in ``problems``.
+    """
+    lines, torn = split_lines(read_content(path))
+    journal = replay(lines)
+    if torn and journal.plans:
+        journal.torn_tail = True
+        journal.charge(journal.plan.event)
+    if not journal.plans and not journal.problems:
+        journal.problems.append(Problem(0, "there is no complete plan line; nothing was spent yet"))
+    return journal
+
+
+def replay(lines: Iterable[bytes]) -> Journal:
+    """Check complete lines in order; stops at the first that breaks the chain or cannot be read."""
+    journal = Journal()
+    for number, line in enumerate(lines, start=1):
+        try:
+            _follow(journal, decode(line))
+        except PlanError as error:
+            journal.problems.append(Problem(number, str(error)))
+            break
+        journal.hashes.append(line_hash(line))
+    return journal
+
+
+def check_visit_key(visit: object) -> str:
+    """The key, or PlanError unless it is 1 to 200 printable characters."""
+    if not isinstance(visit, str) or not 0 < len(visit) <= MAX_VISIT_KEY or not visit.isprintable():
+        raise PlanError(f"a visit key is 1 to {MAX_VISIT_KEY} printable characters")
+    return visit
+
+
+def _follow(journal: Journal, record: Json) -> None:
+    if record.pop("prev", None) != journal.head:
+        raise PlanError("does not continue the line before it: changed, removed or reordered")
+    if record.pop("seq", None) != journal.seq + 1:
+        raise PlanError(f"its number is not {journal.seq + 1}")
+    kind = record.pop("type", None)
+    if not journal.plans and kind != "plan":
+        raise PlanError("the first line is not a plan")
+    match kind:
+        case "plan":
+            _follow_plan(journal, record)
+        case "reserve":
+            _follow_reserve(journal, record)
+        case "settle":
+            _follow_settle(journal, record)
+        case "torn":
+            only_keys(record, set(), "torn")
+            journal.charge(journal.plan.event)
+        case _:
+            raise PlanError(f"unknown type of line: {str(kind)[:40]!r}")
+
+
+def _follow_plan(journal: Journal, record: Json) -> None:
+    only_keys(record, {*PLAN_KEYS, "schema", "accountant"}, "plan")
+    if record.pop("schema") != SCHEMA or record.pop("accountant") != ACCOUNTANT:
+        raise PlanError("written by another version of privssl; read it with that version")
+    plan = plan_from_json(record)
+    if journal.plans:
+        refuse_change(journal.plan, plan)
+    journal.plans.append(plan)
+
+
+def _follow_reserve(journal: Journal, record: Json) -> None:
+    only_keys(record, {"visit", "event", "eps_after"}, "reserve")
+    visit = check_visit_key(record["visit"])
+    if visit in journal.visits:
+        raise PlanError(f"visit {visit!r} is reserved a second time")
+    event = event_from_json(record["event"])
+    plan = journal.plan
+    if not plan.charge(event).at_most(plan.visit_cost):
+        raise PlanError("the visit costs more than the plan says one visit costs at most")
+    journal.visits[visit] = journal.seq + 1
+    journal.unsettled.add(journal.seq + 1)
+    journal.charge(event)
+    journal.reserved = journal.reserved + plan.charge(event)
+    written, true = read_real(record["eps_after"], "eps_after"), journal.epsilon
+    if abs(written - true) > _EPSILON_TOLERANCE * max(1.0, true):
+        raise PlanError(f"says epsilon {written:.6f}, but its events cost {true:.6f}")
+    # A torn line is charged, but may never have been a visit: it cannot break the promise.
+    if (surely := journal.reserved.epsilon(plan.budget.delta)) > plan.budget.epsilon:
+        raise PlanError(f"epsilon {surely:.6f} is above the budget {plan.budget.epsilon:g}")
+
+
+def _follow_settle(journal: Journal, record: Json) -> None:
+    only_keys(record, {"reserve"}, "settle")
+    reserve = record["reserve"]
+    if not isinstance(reserve, int) or reserve not in journal.unsettled:
+        raise PlanError("settles no open visit")
+    journal.unsettled.remove(reserve)

@@ -1,0 +1,150 @@
+"""The same epsilon from an independent library, as a check of ours.
+
+Google's dp-accounting (``pip install privssl[verify]``; optional because it pins old versions
+of other packages) computes privacy loss distributions in both directions: a pessimistic one
+gives an upper bound, an optimistic one a lower bound. A claim below the lower bound is wrong,
+whoever computed it. Numeric composition assumes that every event was fixed beforehand.
+
+A pure epsilon-DP release is represented by the worst mechanism with that promise, randomized
+response, so the lower bound too is about the promise, not about the mechanism that ran.
+"""
+
+import importlib.util
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from accounting.errors import AccountingError, PlanError
+from accounting.events import Event, PureEpsilon, SampledGaussian, Unprotected, check_delta, leaves
+
+#: Integer orders at which two libraries must agree to rounding; fractional ones differ, because
+#: dp-accounting's are an upper bound of the divergence.
+INTEGER_ORDERS: tuple[float, ...] = tuple(float(order) for order in range(2, 257))
+
+_MIN_DELTA = 1e-12  # the tails are cut at e^-50; far below this epsilon becomes infinite
+
+
+class Bracket(NamedTuple):
+    """A lower and an upper bound on the true epsilon of a list of events."""
+
+    lower: float
+    upper: float
+
+
+def available() -> bool:
+    """Whether dp-accounting is installed."""
+    return importlib.util.find_spec("dp_accounting") is not None
+
+
+def rdp_epsilon(events: Iterable[Event], delta: float) -> float | None:
+    """Epsilon by dp-accounting's Renyi accountant at ``INTEGER_ORDERS``; 0 without events.
+
+    None when some event is not a sampled Gaussian: the library has no pure epsilon-DP event.
+
+    Raises:
+        AccountingError: dp-accounting is not installed.
+        PlanError: delta is out of range, or an event is Unprotected.
+    """
+    check_delta(delta)
+    _need_library()
+    import dp_accounting
+
+    counted = _counted(events)
+    accountant = dp_accounting.rdp.RdpAccountant(orders=list(INTEGER_ORDERS))
+    for leaf, count in counted.items():
+        if not isinstance(leaf, SampledGaussian):
+            return None
+        gaussian = dp_accounting.GaussianDpEvent(leaf.noise_multiplier)
+        sampled = dp_accounting.PoissonSampledDpEvent(leaf.sample_rate, gaussian)
+        accountant.compose(sampled, count * leaf.steps)
+    return float(accountant.get_epsilon(delta)) if counted else 0.0
+
+
+def pld_bracket(events: Iterable[Event], delta: float, interval: float = 1e-4) -> Bracket:
+    """A certified lower and upper bound on epsilon by privacy loss distributions.
+
+    Args:
+        events: no Unprotected ones; none give (0, 0).
+        delta: at least 1e-12, below 1.
+        interval: width of the grid. The upper bound hardly depends on it; the lower bound is
+            too low by up to interval / 2 for each step.
+
+    Raises:
+        AccountingError: dp-accounting is not installed.
+        PlanError: delta is out of range or too small, or an event is Unprotected.
+    """
+    check_delta(delta)
+    if delta < _MIN_DELTA:
+        raise PlanError(
+            f"delta {delta:g} is below {_MIN_DELTA:g}, where numeric composition has no digits "
+            f"left. Use the RDP value."
+        )
+    _need_library()
+    counted = _counted(events)
+    if not counted:
+        return Bracket(0.0, 0.0)
+    bounds = [_compose(counted, pessimistic, interval, delta) for pessimistic in (False, True)]
+    if not all(map(math.isfinite, bounds)):
+        raise PlanError(f"numeric composition found no finite epsilon at delta {delta:g}")
+    return Bracket(*bounds)
+
+
+def _compose(
+    counted: Counter[SampledGaussian | PureEpsilon],
+    pessimistic: bool,
+    interval: float,
+    delta: float,
+) -> float:
+    total: Any = None
+    for leaf, count in counted.items():
+        match leaf:
+            case SampledGaussian(_, _, repeats):
+                loss = _gaussian_loss(leaf, pessimistic, interval)
+            case PureEpsilon(each, repeats):
+                loss = _pure_loss(each, pessimistic, interval)
+        loss = loss.self_compose(count * repeats)
+        total = loss if total is None else total.compose(loss)
+    return float(total.get_epsilon_for_delta(delta))
+
+
+def _gaussian_loss(event: SampledGaussian, pessimistic: bool, interval: float) -> Any:
+    from dp_accounting.pld import privacy_loss_distribution
+
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        event.noise_multiplier,
+        sampling_prob=event.sample_rate,
+        pessimistic_estimate=pessimistic,
+        value_discretization_interval=interval,
+        use_connect_dots=pessimistic,  # connect-the-dots exists for upper bounds only
+    )
+
+
+def _pure_loss(each: float, pessimistic: bool, interval: float) -> Any:
+    """Randomized response with epsilon rounded to the grid: up for an upper bound, else down."""
+    from dp_accounting.pld import privacy_loss_distribution
+
+    cell = (math.ceil if pessimistic else math.floor)(each / interval)
+    truth = 1 / (1 + math.exp(-cell * interval))
+    masses = {cell: truth, -cell: 1 - truth} if cell else {0: 1.0}
+    return privacy_loss_distribution.PrivacyLossDistribution.create_from_rounded_probability(
+        masses, 0.0, interval, pessimistic_estimate=pessimistic
+    )
+
+
+def _counted(events: Iterable[Event]) -> Counter[SampledGaussian | PureEpsilon]:
+    counted: Counter[SampledGaussian | PureEpsilon] = Counter()
+    for event in events:
+        for leaf in leaves(event):
+            if isinstance(leaf, Unprotected):
+                raise PlanError(f"an unprotected read ({leaf.reason}) has no finite epsilon")
+            counted[leaf] += 1
+    return counted
+
+
+def _need_library() -> None:
+    if not available():
+        raise AccountingError(
+            "dp-accounting is not installed, so there is no second opinion on epsilon. "
+            "Run: pip install privssl[verify]"
+        )

@@ -1,0 +1,42 @@
+"""What a generator and a discriminator must be, whatever they are made of.
+
+Source: Fan, Hu, Huang, "Private Semi-Supervised Federated Learning", section 3.4. In a
+private run rows must stay independent: no layer may mix rows of a batch.
+"""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+
+
+class ConditionalGenerator(nn.Module, ABC):
+    """G((x1, p1), p2, z, lambda): lambda-likely x1, (1 - lambda)-likely of class p2.
+
+    ``noise_size`` is the length D_n of z.
+    """
+
+    noise_size: int
+
+    @abstractmethod
+    def forward(self, x: Tensor, p: Tensor, p_target: Tensor, z: Tensor, lam: Tensor) -> Tensor:
+        """Mix rows with classes.
+
+        Args:
+            x: rows (B, *shape) in [-1, 1].
+            p: their label distributions (B, C).
+            p_target: the classes to mix in, one-hot (B, C).
+            z: noise (B, noise_size), uniform in [0, 1).
+            lam: blending factors (B, L) in [0, 1], several mixes of one row; 1 rebuilds x,
+                0 never looks at it.
+
+        Returns:
+            Mixed rows (B, L, *shape) in [-1, 1].
+        """
+
+
+class ConditionalDiscriminator(nn.Module, ABC):
+    """D(x, p): how real x looks as a row with label p."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, p: Tensor) -> Tensor:
+        """Rows (B, *shape) in [-1, 1], labels (B, C), which may be mixed -> logits (B,)."""

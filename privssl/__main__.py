@@ -1,0 +1,59 @@
+"""The installed command: ``privssl train ...`` is ``python -m privssl.train ...``, and so on.
+
+A command is imported only when it is asked for, so that ``privssl --help`` answers at once
+and not after torch has loaded.
+"""
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import metadata
+
+COMMANDS = {
+    "train": "train one classifier from a config file",
+    "audit": "check the ledger and the privacy claim of a finished run",
+}
+USAGE = "usage: privssl COMMAND [ARGUMENT ...]\n\ncommands:\n{}\n\n{}".format(
+    "\n".join(f"  {name}  {text}" for name, text in COMMANDS.items()),
+    "`privssl COMMAND --help` says more about one command.",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    Args:
+        arguments: command name and its arguments; absent: those of the process.
+
+    Returns:
+        What the command returns (see ``train`` and ``audit``); 0 for help and version; 2 when
+        the command is missing or unknown.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    match list(arguments):
+        case ["train", *rest]:
+            from privssl.train import main as train
+
+            return train(rest)
+        case ["audit", *rest]:
+            from privssl.audit import main as audit
+
+            return audit(rest)
+        case ["-h" | "--help", *_]:
+            print(USAGE)
+            return 0
+        case ["--version", *_]:
+            print(f"privssl {metadata.version('privssl')}")
+            return 0
+        case [unknown, *_]:
+            near = get_close_matches(unknown, COMMANDS, n=1)
+            advice = f" Did you mean {near[0]}?" if near else ""
+            print(f"privssl: there is no command {unknown!r}.{advice}\n\n{USAGE}", file=sys.stderr)
+            return 2
+        case _:
+            print(USAGE, file=sys.stderr)
+            return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

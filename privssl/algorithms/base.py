@@ -1,0 +1,170 @@
+"""What an algorithm is: a frozen recipe with a script for the server and steps for agents.
+
+``round`` is the script: it speaks to agents only through the world's verbs and returns a new
+state. Methods marked ``@on_agent`` are the steps; they run where the data is, get the agent,
+a message and a context, and return a message or ``Silence``. An algorithm keeps nothing on
+itself between calls. Algorithms are final: a variant is a config field or a new file.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from privssl import seeds
+from privssl.messages import StateDict
+from privssl.privacy import PrivatePlan
+from privssl.settings import Problem
+
+if TYPE_CHECKING:
+    from privssl.world import World
+
+State = TypeVar("State")
+StepT = TypeVar("StepT")
+
+
+def on_agent(step: StepT) -> StepT:
+    """Marks a method that runs where the data is: (self, agent, message, ctx) -> Message."""
+    step.runs_on_agent = True  # type: ignore[attr-defined]
+    return step
+
+
+class LabelMeter(Protocol):
+    """Takes pseudo-labels in, gives nothing back: steps can report but never look."""
+
+    def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None: ...
+
+
+@dataclass
+class Context:
+    """What a step has besides the agent and the message."""
+
+    seed: int
+    round: int
+    agent: str
+    visit_key: str
+    attempt: str  # of this process: a visit that is run again after a crash is paid for again
+    device: torch.device
+    telemetry: bool = True
+    meter: LabelMeter | None = None
+    weight: float = 1.0
+    notes: dict[str, float] = field(default_factory=dict)
+
+    def rng(self, purpose: str) -> torch.Generator:
+        """The generator of one purpose in this visit. Two visits never share numbers."""
+        return seeds.stream(self.seed, self.round, self.agent, f"{self.visit_key}:{purpose}")
+
+    @property
+    def receipt(self) -> str:
+        """The name under which this visit is charged to an account; never the same twice."""
+        return f"{self.visit_key}@{self.attempt}"
+
+    def note(self, name: str, value: float) -> None:
+        """A named number for the tracker, dropped where rows are under a privacy account."""
+        if self.telemetry:
+            self.notes[name] = value
+
+    def pseudo_labels(self, ids: Tensor, probs: Tensor, kept: Tensor | None = None) -> None:
+        """Reports pseudo-labels for coverage and accuracy: ids (B,), probs (B, C), kept (B,)."""
+        if self.telemetry and self.meter is not None:
+            everyone = torch.ones(len(ids), dtype=torch.bool)
+            self.meter.observe(ids, probs.argmax(dim=1).cpu(), everyone if kept is None else kept)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be learned: the shape of a row, the classes, and the classifier's network.
+
+    ``shape`` is (channels, height, width). ``new_classifier`` builds an untrained F whose
+    input is (B, *shape) in [-1, 1] and whose output is (B, classes) logits; its initial
+    weights come from torch's global generator (see ``seeds.seeded``).
+    """
+
+    classes: int
+    shape: tuple[int, int, int]
+    new_classifier: "NetworkFactory"
+
+
+class NetworkFactory(Protocol):
+    """Builds an untrained network."""
+
+    def __call__(self) -> nn.Module: ...
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of rounds with one name."""
+
+    name: str
+    rounds: int
+
+
+class Algorithm(ABC, Generic[State]):
+    """Base of all algorithms. ``State`` is a frozen dataclass of state dicts and numbers."""
+
+    #: The frozen pydantic dataclass of the ``algorithm`` section; has ``name`` and ``rounds``.
+    Config: ClassVar[type[Any]]
+    #: Whether the algorithm can train under a privacy plan.
+    can_be_private: ClassVar[bool] = False
+    #: Class of the state, so that a checkpoint can be read back.
+    StateType: ClassVar[type[Any]]
+
+    def __init__(self, config: Any, task: Task, plan: PrivatePlan | None = None) -> None:
+        """``plan`` makes the run private; only algorithms with ``can_be_private`` get one."""
+        self.cfg = config
+        self.task = task
+        self.plan = plan
+
+    @classmethod
+    def problems(cls, config: Any) -> Iterator[Problem]:
+        """What in the whole config this algorithm cannot run with: dotted key and advice.
+
+        Args:
+            config: the ``privssl.config.Config`` being checked.
+        """
+        return iter(())
+
+    def networks(self) -> Mapping[str, nn.Module]:
+        """The networks by name, for checks before a run; their weights mean nothing."""
+        return {}
+
+    def phases(self) -> tuple[Phase, ...]:
+        """The stretches of a run; one by default."""
+        return (Phase("train", self.cfg.rounds),)
+
+    @abstractmethod
+    def start(self, world: "World") -> State:
+        """The state before the first round."""
+
+    @abstractmethod
+    def round(self, state: State, world: "World") -> State:
+        """One round: talk to agents, return the new state."""
+
+    def finish(self, state: State, world: "World") -> State:
+        """After the last round."""
+        return state
+
+    @abstractmethod
+    def classifier(self, state: State) -> StateDict:
+        """The weights that are evaluated and released."""
+
+    def also_evaluated(self, state: State) -> Mapping[str, StateDict]:
+        """Other classifiers whose accuracy is worth a curve: name -> weights."""
+        return {}
+
+    def metrics(self, state: State) -> Mapping[str, float]:
+        """Numbers of the server's own for the tracker."""
+        return {}
+
+    def pictures(self, state: State, x: Tensor, y: Tensor) -> Mapping[str, np.ndarray]:
+        """Pictures for TensorBoard: tag -> uint8 image.
+
+        Args:
+            x: held-out rows (N, *shape) in [-1, 1]; never rows of an agent.
+            y: their classes (N,).
+        """
+        return {}

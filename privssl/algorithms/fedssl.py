@@ -1,0 +1,509 @@
+"""FedSSL and FedSSL-DP: one global generator mixes every agent's rows with any class.
+
+Fan, Hu, Huang: "Private Semi-Supervised Federated Learning" (IJCAI 2022). F is the classifier,
+G the conditional generator, D the conditional discriminator.
+
+    paper                                        here
+    Alg. 1 l. 1     initialise F, G, D           start
+    Alg. 1 l. 3-5   support agents in parallel   round -> support_pass
+    Alg. 1 l. 6-8   query agents in parallel     round -> query_pass
+    G-Reg, G-MixUp  (l. 4-5, 7-8)                row_losses
+    Alg. 1 l. 9     FedAvg                       round -> federate
+    Alg. 2 l. 2-8   support agents in sequence   round -> support_pass -> _private_pass
+    Alg. 2 l. 9-10  query agents in parallel     round -> query_pass
+    Eq. 2           pseudo-labels                pseudo.guess_labels
+    Eq. 4, 5        cross-entropy of mixes       row_losses, loss_F
+    Eq. 6, 7        realism, reconstruction      generators.objectives, loss_D and loss_G
+
+Differs from the paper: (1) one joint step takes the place of G-Reg and then G-MixUp; the
+gradients are the same up to simultaneity and a third cheaper. (2) F also learns from real
+rows, augmented (``real_rows``); read literally Algorithm 1 trains F on G's images alone.
+(3) Mixes teach F only once F recognises them (``gate``). (4) D judges a mix against its mixed
+label p'; Eq. 6 prints p2, which contradicts Eq. 7 at lambda 1 (``judge``). (5) A moving
+average of F guesses pseudo-labels and is what is released. (6) In Algorithm 2 the budget is
+tested before rows are read; the paper's test comes after and can overshoot. Each is a switch
+but the first and the last; why, with numbers: docs/fedssl.md.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, final
+
+import numpy as np
+import pydantic.dataclasses
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import one_hot as classes_one_hot
+
+from accounting.errors import BudgetExhausted
+from generators import ImageDiscriminator, ImageGenerator
+from generators.objectives import discriminator_loss, realistic_loss, reconstruction_loss
+from privssl import learn, pictures, seeds
+from privssl.agents import QueryAgent, SupportAgent
+from privssl.algorithms.base import Algorithm, Context, Task, on_agent
+from privssl.algorithms.local_ssl import ClassifierTraining, Share, federate, one_hot
+from privssl.losses import soft_cross_entropy
+from privssl.messages import Message, Reply, Silence, StateDict
+from privssl.mixup import mix, sample_mix
+from privssl.privacy import Parameters, PrivatePlan, PrivateTraining, call, frozen
+from privssl.pseudo import guess_labels
+from privssl.settings import Positive, Problem, Rate, strict
+from privssl.world import Roster, World
+
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NETWORKS = ("F", "G", "D")
+
+
+# What travels -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lesson(Message):
+    """Down to an agent: the global networks and the teacher that guesses labels."""
+
+    F: StateDict
+    G: StateDict
+    D: StateDict
+    teacher: StateDict
+    train_F: bool  # not in a query agent's warm-up
+    mixes_teach_F: bool  # the gate is open
+
+
+@dataclass(frozen=True)
+class Networks(Message):
+    """Up from an agent: the networks it trained; None is one it did not train.
+
+    ``agreement`` is the share of mixes that F calls p', None at agents under a claim.
+    """
+
+    F: StateDict | None
+    G: StateDict | None
+    D: StateDict | None
+    agreement: float | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """What the server keeps between rounds."""
+
+    F: StateDict
+    G: StateDict
+    D: StateDict
+    teacher: StateDict  # moving average of F: guesses labels, is evaluated and released
+    agreement: float = 0.0  # of the last round
+    gate_round: int = 0  # the round from which mixes teach F; 0: not yet
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class FedSSLConfig(ClassifierTraining):
+    """Section ``algorithm`` for FedSSL. Numbers are ours unless a source stands beside them."""
+
+    name: Literal["fedssl"] = "fedssl"
+    order: Literal["parallel", "sequential"] = "parallel"  # Alg. 1 or 2; a private run is Alg. 2
+    real_rows: bool = True  # false: Algorithm 1 read literally, F learns from mixes alone
+    mix_every: Positive = 2  # local steps from one with G and D to the next; others train F alone
+    mix_alpha: Rate = 0.5  # alpha of lambda ~ Beta(alpha, alpha), Eq. 3
+    gate: Share = 0.85  # agreement from which mixes teach F; 0: from the start
+    judge: Literal["mixed", "target"] = "mixed"  # the label D sees with a mix: p', or p2 (Eq. 6)
+    weight_mix: Weight = 0.5  # of the cross-entropy of mixes, for F
+    weight_guidance: Weight = 0.3  # of the same, for G
+    weight_real: Weight = 1.0  # of the realistic loss, Eq. 6; 0: ablation, D is not trained
+    weight_reconstruction: Weight = 0.0125  # of the squared error in [-1, 1], Eq. 7; 0: ablation
+    generator_learning_rate: Rate = 2e-3  # Adam
+    discriminator_learning_rate: Rate = 1e-3  # Adam
+    generator_width: Positive = 16
+    noise_size: Positive = 32  # D_n
+    spectral_norm: bool = True  # of D's trunk; off where D is under DP
+
+
+# Rows of one visit --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """A batch with all that is drawn for it. B rows; a private row has K views as its B."""
+
+    strong: Tensor  # (B, *shape) what F learns from
+    mild: Tensor  # (B, *shape) what G mixes and rebuilds
+    p1: Tensor  # (B, C) labels or pseudo-labels
+    p2: Tensor  # (B, C) the class to mix in, one-hot
+    z: Tensor  # (B, noise_size) in [0, 1)
+    lam: Tensor  # (B,) in [0, 1]
+
+
+@dataclass(frozen=True)
+class Callables:
+    """The networks as functions. Through a frozen one gradients flow, but not into it."""
+
+    F: Callable[..., Tensor]
+    G: Callable[..., Tensor]
+    D: Callable[..., Tensor]
+    F_frozen: Callable[..., Tensor]
+    D_frozen: Callable[..., Tensor]
+
+
+# The algorithm ------------------------------------------------------------------------------
+
+
+@final
+class FedSSL(Algorithm[State]):
+    """Algorithm 1, and with a private plan Algorithm 2."""
+
+    Config = FedSSLConfig
+    StateType = State
+    can_be_private = True
+    cfg: FedSSLConfig
+
+    def __init__(self, config: FedSSLConfig, task: Task, plan: PrivatePlan | None = None) -> None:
+        super().__init__(config, task, plan)
+        private_D = plan is not None and "D" in plan.protect
+        self._networks = {
+            "F": task.new_classifier(),
+            "G": ImageGenerator(
+                task.shape, task.classes, width=config.generator_width,
+                noise_size=config.noise_size,
+            ),
+            "D": ImageDiscriminator(
+                task.shape, task.classes, width=config.generator_width,
+                spectral=config.spectral_norm and not private_D,
+            ),
+        }  # fmt: skip
+
+    @classmethod
+    def problems(cls, config: Any) -> Iterator[Problem]:
+        if config.data.labels == "support" and not config.agents.query:
+            yield Problem("agents.query", "0, but fedssl learns from unlabelled rows: give 1 or more")
+
+    def networks(self) -> Mapping[str, nn.Module]:
+        return self._networks
+
+    def start(self, world: World) -> State:
+        F, G, D = (
+            learn.fresh_weights(self._networks[name], world.rng(f"init {name}"))
+            for name in NETWORKS
+        )
+        return State(F, G, D, teacher=F)
+
+    def round(self, state: State, world: World) -> State:
+        taking_part = world.sample(world.query, self.cfg.query_per_round)
+        if self.plan is not None or self.cfg.order == "sequential":
+            support: list[Reply[Networks]] = []
+            handed_on = state
+            for agent in self._in_reach(world):  # Alg. 2 l. 2: in sequence
+                reply = world.ask(agent, self.support_pass, self._lesson(handed_on, world))
+                if not reply.silent:  # silent: l. 3-4, its budget is spent
+                    handed_on = _updated(handed_on, reply.said)
+            query = world.ask_each(taking_part, self.query_pass, self._lesson(handed_on, world, True))
+            state = handed_on
+        else:
+            support = world.ask_each(world.support, self.support_pass, self._lesson(state, world))
+            query = world.ask_each(taking_part, self.query_pass, self._lesson(state, world, True))
+        F, G, D = (
+            federate(self.cfg.weights, support, query, name, getattr(state, name))  # Alg. 1 l. 9
+            for name in NETWORKS
+        )
+        return self._next(state, world, F, G, D, [*support, *query])
+
+    def _in_reach(self, world: World) -> Roster:
+        """Support agents, while the plan has visits left for them."""
+        over = self.plan is not None and world.round.number > self.plan.visits
+        return () if over else world.support
+
+    def _next(
+        self, state: State, world: World, F: StateDict, G: StateDict, D: StateDict,
+        replies: Sequence[Reply[Networks]],
+    ) -> State:  # fmt: skip
+        told = [r.said.agreement for r in replies if not r.silent and r.said.agreement is not None]
+        agreement = sum(told) / len(told) if told else state.agreement
+        opened = state.gate_round
+        if not opened and agreement >= self.cfg.gate:
+            opened = world.round.number + 1
+        decay = self.cfg.decay(world.round.number)
+        return State(F, G, D, learn.moving_average(state.teacher, F, decay), agreement, opened)
+
+    def _lesson(self, state: State, world: World, query: bool = False) -> Lesson:
+        warm = world.round.number <= self.cfg.warm_up and self.cfg.real_rows
+        return Lesson(
+            F=state.F, G=state.G, D=state.D, teacher=state.teacher,
+            train_F=not (query and warm),
+            mixes_teach_F=self.cfg.gate == 0 or state.gate_round > 0,
+        )  # fmt: skip
+
+    def classifier(self, state: State) -> StateDict:
+        return state.teacher
+
+    def also_evaluated(self, state: State) -> Mapping[str, StateDict]:
+        return {"unaveraged": state.F}
+
+    def metrics(self, state: State) -> Mapping[str, float]:
+        return {"train/agreement": state.agreement, "train/gate_open": float(state.gate_round > 0)}
+
+    # Steps: where the data is ---------------------------------------------------------------
+
+    @on_agent
+    def support_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Networks | Silence:
+        """G-Reg and G-MixUp on labelled rows: Alg. 1 l. 4-5; under a plan Alg. 2 l. 3-8."""
+        if self.plan is not None:
+            return self._private_pass(agent, msg, ctx)
+        rows = agent.labelled
+        ctx.weight = float(len(rows))
+        picked = learn.draw_rows(len(rows), self._rows_per_visit, ctx.rng("rows"))
+        labels = one_hot(rows, picked, self.task.classes)
+        mixing = self._mixing(rows.x[picked], labels, ctx)
+        return self._train(NETWORKS, mixing, agent, msg, ctx, "support")
+
+    @on_agent
+    def query_pass(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Networks:
+        """The same on unlabelled rows with pseudo-labels: Alg. 1 l. 7-8, Eq. 2."""
+        rows = agent.unlabelled
+        ctx.weight = float(len(rows))
+        picked = learn.draw_rows(len(rows), self._rows_per_visit, ctx.rng("rows"))
+        teacher = learn.load(self._networks["F"].to(ctx.device), msg.teacher)
+        q1 = guess_labels(
+            teacher, learn.network_input(rows.x[picked], ctx.device), augment=self.cfg.augmentation("weak"),
+            views=self.cfg.views, sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),
+        )  # fmt: skip
+        ctx.pseudo_labels(rows.ids[picked], q1)
+        return self._train(
+            NETWORKS, self._mixing(rows.x[picked], q1, ctx), agent, msg, ctx, "query"
+        )
+
+    def _private_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Networks | Silence:
+        """Alg. 2 l. 3-8 at one support agent: pay, then read."""
+        assert self.plan is not None and agent.account is not None
+        try:
+            with agent.account.spend(self.plan.event, ctx.receipt):  # l. 3, 7
+                private = self._train_privately(agent, msg, ctx)  # l. 6
+                plainly = tuple(n for n in self.plan.update if n not in self.plan.protect)
+                if not plainly:
+                    return private
+                # l. 8, the published scheme only: D and F are trained without protection
+                rows = agent.labelled
+                picked = learn.draw_rows(len(rows), self._rows_per_visit, ctx.rng("rows"))
+                labels = one_hot(rows, picked, self.task.classes)
+                after = dataclasses.replace(msg, G=private.G or msg.G)
+                mixing = self._mixing(rows.x[picked], labels, ctx)
+                normal = self._train(plainly, mixing, agent, after, ctx, "support")
+                return dataclasses.replace(normal, G=private.G, agreement=None)
+        except BudgetExhausted:
+            return Silence("privacy budget is spent")
+
+    # Local training -------------------------------------------------------------------------
+
+    @property
+    def _rows_per_visit(self) -> int:
+        return self.cfg.local_steps * self.cfg.batch_size
+
+    def _mixing(self, x: Tensor, p1: Tensor, ctx: Context) -> Mixing:
+        """Everything drawn for a visit at once. x (N, *shape) as stored, p1 (N, C)."""
+        rows, real = len(x), learn.network_input(x, ctx.device)
+        target = torch.randint(self.task.classes, (rows,), generator=ctx.rng("classes"))
+        return Mixing(
+            strong=self.cfg.augmentation()(real, ctx.rng("augment F")),
+            mild=self.cfg.augmentation("mid" if self.cfg.augment != "none" else "none")(
+                real, ctx.rng("augment G")
+            ),
+            p1=p1.to(ctx.device),
+            p2=classes_one_hot(target, self.task.classes).float().to(ctx.device),
+            z=torch.rand(rows, self.cfg.noise_size, generator=ctx.rng("z")).to(ctx.device),
+            lam=sample_mix(rows, self.cfg.mix_alpha, ctx.rng("lambda")).to(ctx.device),
+        )
+
+    def row_losses(
+        self, nets: Callables, b: Mixing, trained: Sequence[str], mixes_teach_F: bool
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """G-Reg and G-MixUp in one: the loss of every row, by the network that minimises it.
+
+        Args:
+            nets: the networks as functions.
+            b: a batch of B rows.
+            trained: the networks whose losses are wanted; the others' are 0.
+            mixes_teach_F: whether F learns from mixes.
+
+        Returns:
+            {"F", "G", "D"} -> (B,), each with gradient to its network alone (the cross-entropy
+            of mixes, Eq. 4, reaches F and G and stands under F); and whether F calls each mix
+            p' (B,).
+        """
+        cfg, zero = self.cfg, torch.zeros_like(b.lam)
+        learns_real = "F" in trained and cfg.real_rows
+        learns_mixes = "F" in trained and mixes_teach_F and cfg.weight_mix > 0
+        if not learns_mixes and "G" not in trained and "D" not in trained:
+            loss_F = soft_cross_entropy(nets.F(b.strong), b.p1) if learns_real else zero
+            return {"F": loss_F, "G": zero, "D": zero}, zero
+
+        p_mix = mix(b.lam, b.p1, b.p2)  # (B, C) Eq. 4
+        both = torch.stack([b.lam, torch.ones_like(b.lam)], dim=1)  # (B, 2)
+        x_hat, x_rec = nets.G(b.mild, b.p1, b.p2, b.z, both).unbind(dim=1)
+
+        label = p_mix if cfg.judge == "mixed" else b.p2
+        loss_D, loss_G = zero, cfg.weight_reconstruction * reconstruction_loss(x_rec, b.mild)  # Eq. 7
+        if cfg.weight_real:
+            judged = nets.D(torch.cat([b.mild, x_hat.detach()]), torch.cat([b.p1, label]))
+            loss_D = discriminator_loss(*judged.chunk(2), b.lam)  # Eq. 6, max over D
+            fooled = nets.D_frozen(x_hat, label)
+            loss_G = loss_G + cfg.weight_real * realistic_loss(fooled, b.lam)  # Eq. 6, min over G
+
+        if learns_mixes:  # Eq. 4, 5: F and G together
+            guided = _scale_gradient(x_hat, cfg.weight_guidance / cfg.weight_mix)
+            if learns_real:
+                logits, logits_hat = nets.F(torch.cat([b.strong, guided])).chunk(2)
+            else:
+                logits_hat = nets.F(guided)
+            loss_F = cfg.weight_mix * soft_cross_entropy(logits_hat, p_mix)
+        else:  # Eq. 4, 5 for G alone, while F would learn wrong labels from its mixes
+            logits_hat = nets.F_frozen(x_hat)
+            loss_G = loss_G + cfg.weight_guidance * soft_cross_entropy(logits_hat, p_mix)
+            loss_F = zero
+            if learns_real:
+                logits = nets.F(b.strong)
+        if learns_real:
+            loss_F = loss_F + soft_cross_entropy(logits, b.p1)
+        agree = logits_hat.argmax(dim=1) == p_mix.argmax(dim=1)
+        return {"F": loss_F, "G": loss_G, "D": loss_D}, agree
+
+    def _train(
+        self,
+        trained: Sequence[str],
+        mixing: Mixing,
+        agent: SupportAgent | QueryAgent,
+        msg: Lesson,
+        ctx: Context,
+        group: str,
+    ) -> Networks:
+        """Ordinary local training of some of the networks."""
+        trained = [name for name in trained if name != "F" or msg.train_F]
+        nets = self._loaded(msg, ctx)
+        rates = {
+            "F": learn.AdamGroup(nets["F"], self.cfg.learning_rate, (0.9, 0.99)),
+            "G": learn.AdamGroup(nets["G"], self.cfg.generator_learning_rate, (0.5, 0.99)),
+            "D": learn.AdamGroup(nets["D"], self.cfg.discriminator_learning_rate, (0.5, 0.99)),
+        }
+        for name, network in nets.items():
+            network.requires_grad_(name in trained)
+        adam = learn.KeptAdam({name: rates[name] for name in trained}, agent.memory, group)
+        functions = Callables(
+            nets["F"], nets["G"], nets["D"], frozen(nets["F"]), frozen(nets["D"])
+        )
+        losses: dict[str, list[Tensor]] = {name: [] for name in NETWORKS}
+        agreements = []
+        for step, batch in enumerate(_split(mixing, self.cfg.batch_size)):
+            mixes = step % self.cfg.mix_every == 0 or not self.cfg.real_rows
+            now = [name for name in trained if mixes or name == "F"]
+            if not now:
+                continue
+            by_network, agree = self.row_losses(functions, batch, now, mixes and msg.mixes_teach_F)
+            means = {name: by_network[name].mean() for name in NETWORKS}
+            adam.minimise(torch.stack(list(means.values())).sum())
+            for name in now:
+                losses[name].append(means[name].detach())
+            if mixes:
+                agreements.append(agree.float().mean())
+        agent.memory = {**agent.memory, **adam.remember()}
+        for name, value in learn.describe({f"loss_{n}/{group}": v for n, v in losses.items()}).items():
+            ctx.note(name, value)
+        return Networks(
+            **{n: learn.weights_of(nets[n]) if n in trained else None for n in NETWORKS},
+            agreement=learn.mean_of(agreements),
+        )
+
+    def _train_privately(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Networks:
+        """DP-SGD on the protected networks; the others stay as they came."""
+        assert self.plan is not None
+        plan, rows, nets = self.plan, agent.labelled, self._loaded(msg, ctx)
+        for name, network in nets.items():
+            network.requires_grad_(name in plan.protect)
+        protected = {name: nets[name] for name in plan.protect}
+
+        def fields_of(picked: Tensor, step: int) -> Mapping[str, Tensor]:
+            """Rows with their draws: (B, views, ...), the views of a row stay in the row."""
+            repeated = picked.repeat_interleave(plan.views)
+            labels = one_hot(rows, repeated, self.task.classes)
+            mixing = self._mixing(rows.x[repeated], labels, _of_step(ctx, step))
+            return {
+                name: value.unflatten(0, (len(picked), plan.views))
+                for name, value in vars(mixing).items()
+            }
+
+        def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
+            functions = self._functions(nets, parameters)
+            losses, _ = self.row_losses(
+                functions, Mixing(**fields), plan.protect, msg.mixes_teach_F
+            )
+            return torch.stack([loss.mean() for loss in losses.values()]).sum()
+
+        PrivateTraining(plan, protected).run(len(rows), fields_of, row_loss)
+        return Networks(
+            **{n: learn.weights_of(nets[n]) if n in plan.protect else None for n in NETWORKS}
+        )
+
+    def _functions(self, nets: Mapping[str, nn.Module], parameters: Parameters) -> Callables:
+        """The networks as functions of given parameters; those not given are frozen."""
+        given = {
+            name: call(nets[name], parameters[name]) if name in parameters else frozen(nets[name])
+            for name in NETWORKS
+        }
+        fixed = {
+            name: call(nets[name], {k: v.detach() for k, v in parameters[name].items()})
+            if name in parameters
+            else given[name]
+            for name in ("F", "D")
+        }
+        return Callables(given["F"], given["G"], given["D"], fixed["F"], fixed["D"])
+
+    def _loaded(self, msg: Lesson, ctx: Context) -> dict[str, nn.Module]:
+        return {
+            name: learn.load(self._networks[name].to(ctx.device), getattr(msg, name)).to(
+                memory_format=torch.channels_last  # type: ignore[call-overload]
+            )
+            for name in NETWORKS
+        }
+
+    # Pictures -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def pictures(self, state: State, x: Tensor, y: Tensor) -> Mapping[str, np.ndarray]:
+        """images/mixes: held-out rows on top, then lambda from 1 to 0, a column per class."""
+        classes, lambdas = self.task.classes, torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
+        G = learn.load(self._networks["G"].cpu(), state.G).eval()
+        # Column c starts from a row of the class before it, so that lambda 1 and 0 differ.
+        starts = torch.stack([x[y == (c - 1) % classes][0] for c in range(classes)])
+        p1 = torch.eye(classes)[(torch.arange(classes) - 1) % classes]
+        z = torch.rand(classes, self.cfg.noise_size, generator=seeds.stream(0, 0, "pictures", "z"))
+        mixes = G(starts, p1, torch.eye(classes), z, lambdas.expand(classes, -1))
+        several = x[: 2 * classes]
+        lam = torch.ones(len(several), 1)
+        p = torch.eye(classes)[y[: 2 * classes]]
+        rebuilt = G(several, p, p, torch.rand(len(several), self.cfg.noise_size), lam)[:, 0]
+        return {
+            "images/mixes": pictures.mix_grid(starts, mixes.transpose(0, 1), lambdas.tolist()),
+            "images/reconstruction": pictures.reconstruction_grid(several, rebuilt),
+        }
+
+
+# Small maths --------------------------------------------------------------------------------
+
+
+def _scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """x, whose gradient is multiplied by ``factor``."""
+    return factor * x + (1 - factor) * x.detach()
+
+
+def _split(mixing: Mixing, size: int) -> Iterator[Mixing]:
+    return (Mixing(**fields) for fields in learn.batches(vars(mixing), size))
+
+
+def _of_step(ctx: Context, step: int) -> Context:
+    """A context whose generators are those of one private step."""
+    return dataclasses.replace(ctx, visit_key=f"{ctx.visit_key}#{step}")
+
+
+def _updated(state: State, sent: Networks) -> State:
+    """The state with the networks that an agent sent in place of the old ones."""
+    changed = {n: getattr(sent, n) for n in NETWORKS if getattr(sent, n) is not None}
+    return dataclasses.replace(state, **changed)

@@ -1,0 +1,82 @@
+"""What FedSSL and its bounds do alike at an agent: classes as distributions, the settings of
+the classifier's local training, and the server's average over the two groups of agents.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from privssl.agents import LabelledRows
+from privssl.data.augment import AUGMENTATIONS, Augmentation
+from privssl.messages import Reply, StateDict, average
+from privssl.settings import Count, Positive, Rate, strict
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, config=strict)
+class ClassifierTraining:
+    """How F is trained at every agent; the same for FedSSL and for what it is compared with.
+
+    Sources: the paper gives alpha, Z and K as symbols only; numbers are ours, measured in
+    spec/fedssl.md section 2.
+    """
+
+    rounds: Positive = 100  # ours; the paper gives none
+    local_steps: Positive = 20  # of every agent in every round
+    batch_size: Positive = 32
+    learning_rate: Rate = 1e-3  # Adam, of F
+    augment: Literal["none", "weak", "mid", "strong"] = "strong"  # of the rows that F learns from
+    flip: bool = False  # mirror images left to right: objects yes, digits no
+    weights: Literal["half", "rows", "equal"] = "half"  # half: Eq. 1, each group one half
+    sharpness: Annotated[float, Field(gt=1)] = 2.0  # Z of Eq. 2
+    views: Positive = 2  # K: augmented views whose mean prediction is the pseudo-label
+    teacher_decay: Share = 0.8  # of the moving average of F that guesses labels and is released
+    query_per_round: Positive | None = None  # query agents drawn for a round; all when absent
+    warm_up: Count = 2  # rounds in which F learns at support agents only
+
+    def augmentation(self, name: str = "") -> Augmentation:
+        """The named augmentation (default: of F's rows), with mirroring as configured."""
+        return AUGMENTATIONS[name or self.augment].flipping(self.flip)
+
+    def decay(self, round_number: int) -> float:
+        """Of the teacher after a round: short at first, so that it is not the untrained F."""
+        return min(self.teacher_decay, (1 + round_number) / (5 + round_number))
+
+
+def one_hot(rows: LabelledRows, picked: Tensor, classes: int) -> Tensor:
+    """The labels of some rows as distributions (B, C)."""
+    return torch.eye(classes)[rows.y[picked]]
+
+
+def federate(
+    weights: Literal["half", "rows", "equal"],
+    support: Sequence[Reply[Any]],
+    query: Sequence[Reply[Any]],
+    field: str,
+    otherwise: StateDict,
+) -> StateDict:
+    """FedAvg over both groups: line 9 of Fan et al., Algorithm 1.
+
+    Args:
+        weights: half: Eq. 1, each group counts one half whatever its size; rows: section 3.1,
+            n_k / n; equal: every agent counts the same.
+        support, query: replies of the two groups; a silent agent counts nothing.
+        field: which network of the message.
+        otherwise: used when nobody sent it.
+    """
+    sent = {
+        group: [r for r in replies if not r.silent and getattr(r.said, field) is not None]
+        for group, replies in (("support", support), ("query", query))
+    }
+    share = {
+        id(reply): {"half": 1 / len(replies), "rows": reply.weight, "equal": 1.0}[weights]
+        for replies in sent.values()
+        for reply in replies
+    }
+    everyone = [*sent["support"], *sent["query"]]
+    return average(everyone, field, otherwise=otherwise, weight=lambda reply: share[id(reply)])

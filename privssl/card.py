@@ -1,0 +1,296 @@
+"""The privacy card of a run: what is claimed, for whom, why, and what is not claimed.
+
+``privacy.json`` is for machines and for ``privssl.audit``; ``privacy.md`` beside it says the
+same to people. Every number comes from the agents' ledgers, every sentence from the scope.
+
+Under the published scheme (scope ``as_published``) the card has no guarantee: its ``kind`` is
+"nominal" and so is every epsilon in it. Specification: privacy.md, sections 1.2 (S12), 1.3, 1.5.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from accounting import verify
+from accounting.accountants import NOTHING, Cost, max_repeats, prv_epsilon
+from accounting.budget import NO_GUARANTEE, Guarantee, Nominal, rounded_up
+from accounting.errors import AccountingError
+from accounting.events import Event, Unprotected, event_to_json, leaves
+from accounting.plan import AccountPlan, Scope
+from privssl.errors import PrivacyError
+
+#: agent id, its plan, one event per charged visit, hash of its ledger's last line
+AgentSpend = tuple[str, AccountPlan, Sequence[Event], str]
+Status = Literal["covered", "post-processing", "not covered"]
+#: name of a tensor or number that leaves a support agent, whether the claim covers it, why
+Release = tuple[str, Status, str]
+Card = dict[str, Any]
+
+SCHEMA = 1
+
+_BRACKET_LIMIT = 40.0  # above this epsilon numeric composition takes many seconds
+
+_NOT_PROTECTED = (
+    "Unlabelled rows: query agents train on them without noise.",
+    "People with more than one record: the bound is for one record and grows with their number.",
+    "Timing, memory use and other side channels, and files on an agent's own disk.",
+    "Choices made by looking at the labelled rows before the run (settings, classes).",
+    "Rounding: noise is added in floating point; the bound holds up to a relative error of 1e-6.",
+)
+_AS_PUBLISHED = (
+    "Every labelled record: networks trained on it without noise leave its agent in every round.",
+)
+
+
+def privacy_card(
+    accounts: Sequence[AgentSpend],
+    *,
+    scope: Scope,
+    delta: float,
+    releases: Sequence[Release],
+    algorithm: str,
+    dataset: str,
+) -> Card:
+    """The card of a private run, ready for ``privacy.json``.
+
+    Args:
+        accounts: every support agent that has an account, once.
+        scope: "sound" or "as_published". delta: in (0, 1). Both as in each agent's plan.
+        releases: everything that leaves a support agent. Under "sound", nothing that an agent
+            updates may be "not covered"; under "as_published" nothing may be "covered".
+        algorithm, dataset: names for the reader.
+
+    Raises:
+        PrivacyError: the inputs contradict each other, so that no true card exists.
+    """
+    _check(accounts, scope, delta, releases)
+    kind = "guaranteed" if scope == "sound" else "nominal"
+    agents = [_agent_entry(account, kind) for account in accounts]
+    epsilons = [entry["epsilon"]["value"] for entry in agents]
+    overall = max(epsilons)
+    plan, total = accounts[0][1], sum((_cost(p, spent) for _, p, spent, _ in accounts), NOTHING)
+    card: Card = {
+        "schema": SCHEMA,
+        "algorithm": algorithm,
+        "dataset": dataset,
+        "scope": scope,
+        "kind": kind,
+        "guarantee": None,
+        "nominal_epsilon": overall if scope == "as_published" else None,
+        "unit": plan.unit,
+        "adjacency": plan.adjacency,
+        "delta": delta,
+        "record_counts": plan.record_counts,
+        "update": list(plan.update),
+        "protect": list(plan.protect),
+        "agents": agents,
+        "epsilon": {
+            "kind": kind,
+            "overall": overall,
+            "person_across_agents": total.epsilon(delta),
+            "paper_sum": _paper_sum(accounts, delta),
+        },
+        "releases": [{"name": n, "status": status, "why": why} for n, status, why in releases],
+        "not_protected": [*(_AS_PUBLISHED if scope == "as_published" else ()), *_NOT_PROTECTED],
+        "attack_bounds": attack_bounds(overall, delta) if scope == "sound" else None,
+        "versions": {name: _version(name) for name in ("privssl", "opacus", "torch", "scipy")},
+    }
+    if scope == "sound":
+        card["guarantee"] = {
+            "epsilon": overall,
+            "delta": delta,
+            "unit": plan.unit,
+            "neighbours": plan.adjacency,
+            "covers": [name for name, status, _ in releases if status != "not covered"],
+            "rule": "largest agent",
+        }
+    return {**card, "sentence": guarantee_sentence(card)}
+
+
+def guarantee_sentence(card: Card | None) -> str:
+    """What the run may claim, in words made from the card's numbers.
+
+    None stands for a run without a privacy section, about which nothing is guaranteed.
+    """
+    if card is None:
+        return NO_GUARANTEE
+    if card["guarantee"] is None:
+        bare = tuple(name for name in card["update"] if name not in card["protect"])
+        return str(Nominal(card["nominal_epsilon"], card["delta"], tuple(card["protect"]), bare))
+    claim = card["guarantee"]
+    return str(Guarantee(**{**claim, "covers": tuple(claim["covers"])}))
+
+
+def attack_bounds(epsilon: float, delta: float) -> dict[str, float]:
+    """What no attacker can exceed who sees everything and guesses whether a record took part.
+
+    Returns:
+        ``balanced_accuracy`` in [0.5, 1], when half of the guesses are about members, and
+        ``tpr_at_1_percent_fpr`` in [0.01, 1]. Both follow from (epsilon, delta)-DP as a limit on
+        hypothesis tests (arXiv:1311.0776, Theorem 2.1).
+
+    >>> {name: round(bound, 3) for name, bound in attack_bounds(4.0, 1e-5).items()}
+    {'balanced_accuracy': 0.982, 'tpr_at_1_percent_fpr': 0.546}
+    """
+    gain = math.exp(min(epsilon, 700.0))
+    false_positives = 0.01
+    by_ratio = gain * false_positives + delta
+    by_complement = 1 - (1 - delta - false_positives) / gain
+    return {
+        "balanced_accuracy": min(1.0, (gain + delta) / (1 + gain)),
+        "tpr_at_1_percent_fpr": min(by_ratio, by_complement, 1.0),
+    }
+
+
+def render_markdown(card: Card) -> str:
+    """The card as a page for people: ``privacy.md``."""
+    number = "epsilon" if card["kind"] == "guaranteed" else "nominal epsilon"
+    sums = card["epsilon"]
+    lines = [
+        f"# Privacy card: {_cell(card['algorithm'])} on {_cell(card['dataset'])}",
+        "",
+        f"**{card['sentence']}**",
+        "",
+        f"- Scope: {card['scope']}. Trained on labelled rows: {_names(card['update'])}; with "
+        f"noise: {_names(card['protect'])}.",
+        f"- Unit: one {card['unit']}; neighbours: {card['adjacency']}; delta: {card['delta']:g}; "
+        f"row counts: {card['record_counts']}.",
+        f"- Overall, the agent that spent most (records are disjoint): {number} "
+        f"{rounded_up(sums['overall'])}.",
+        f"- Someone with one record at every agent, composed: {number} "
+        f"{rounded_up(sums['person_across_agents'])}.",
+        f"- The paper's running sum, a looser bound: {number} {rounded_up(sums['paper_sum'])}.",
+        "",
+        f"| agent | {number} | budget | numeric bounds | visits | visits left | ledger |",
+        "|---|---|---|---|---|---|---|",
+        *(_agent_row(entry) for entry in card["agents"]),
+        "",
+        "## What leaves a support agent",
+        "",
+        "| what | claim | why |",
+        "|---|---|---|",
+        *(
+            f"| {_cell(entry['name'])} | {entry['status']} | {_cell(entry['why'])} |"
+            for entry in card["releases"]
+        ),
+        "",
+        "## What is not protected",
+        "",
+        *(f"- {sentence}" for sentence in card["not_protected"]),
+        "",
+        *_attack_lines(card["attack_bounds"]),
+        f"Versions: {', '.join(f'{name} {text}' for name, text in card['versions'].items())}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _check(
+    accounts: Sequence[AgentSpend], scope: Scope, delta: float, releases: Sequence[Release]
+) -> None:
+    """Raise PrivacyError where no true card can follow from the inputs."""
+    ids = [agent for agent, _, _, _ in accounts]
+    if not ids or len(set(ids)) != len(ids):
+        raise PrivacyError(f"a card needs every account once; it was given {ids}")
+    for agent, plan, _, _ in accounts:
+        if (plan.agent, plan.scope, plan.budget.delta) != (agent, scope, delta):
+            raise PrivacyError(
+                f"{agent}: the account is {plan.agent}'s, scope {plan.scope}, delta "
+                f"{plan.budget.delta:g}; the card is scope {scope}, delta {delta:g}"
+            )
+    same = {(p.update, p.protect, p.adjacency, p.record_counts) for _, p, _, _ in accounts}
+    if len(same) > 1:
+        raise PrivacyError("agents differ in what they train, protect or publish: one card each")
+    statuses = {name: status for name, status, _ in releases}
+    updated = set(accounts[0][1].update)
+    bare = sorted(name for name in updated if statuses.get(name) == "not covered")
+    if scope == "sound" and (bare or set(statuses.values()) <= {"not covered"}):
+        raise PrivacyError(
+            f"scope sound, but of what leaves an agent {bare or 'all'} is not covered"
+        )
+    if scope == "as_published" and "covered" in statuses.values():
+        raise PrivacyError("scope as_published guarantees nothing, so nothing it sends is covered")
+
+
+def _agent_entry(account: AgentSpend, kind: str) -> Card:
+    agent, plan, events, head = account
+    budget, cost = plan.budget, _cost(plan, events)
+    counted = tuple(
+        leaf for event in events for leaf in leaves(event) if not isinstance(leaf, Unprotected)
+    )
+    value = cost.epsilon(budget.delta)
+    once = plan.visit_cost
+    return {
+        "agent": agent,
+        "epsilon": {"kind": kind, "value": value, **_numeric(counted, budget.delta, value)},
+        "budget": {"epsilon": budget.epsilon, "delta": budget.delta},
+        "visit": event_to_json(plan.event),
+        "visits": len(events),
+        "visits_left": max_repeats(once, budget=budget.epsilon, delta=budget.delta, spent=cost),
+        "rows": plan.n_public,
+        "ledger_head": head,
+    }
+
+
+@lru_cache(maxsize=64)  # agents often spend the same
+def _numeric(events: tuple[Event, ...], delta: float, value: float) -> Card:
+    """Bounds by numeric composition, valid because the plan was fixed beforehand."""
+    none = {"pld_lower": None, "pld_upper": None, "prv": None}
+    if value > _BRACKET_LIMIT:
+        return {**none, "why_no_bounds": f"epsilon above {_BRACKET_LIMIT:g} takes too long"}
+    try:
+        lower, upper = verify.pld_bracket(events, delta)
+    except AccountingError as error:
+        return {**none, "prv": prv_epsilon(events, delta), "why_no_bounds": str(error)}
+    return {**none, "pld_lower": lower, "pld_upper": upper, "why_no_bounds": None}
+
+
+def _cost(plan: AccountPlan, events: Sequence[Event]) -> Cost:
+    return sum((plan.charge(event) for event in events), NOTHING)
+
+
+def _paper_sum(accounts: Sequence[AgentSpend], delta: float) -> float:
+    """Epsilon of each visit on its own, added up over visits and agents: the paper's total."""
+    return math.fsum(
+        plan.charge(event).epsilon(delta) for _, plan, events, _ in accounts for event in events
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _agent_row(entry: Card) -> str:
+    numbers = entry["epsilon"]
+    if numbers["pld_upper"] is not None:
+        bounds = f"{numbers['pld_lower']:.4f} to {rounded_up(numbers['pld_upper'])}"
+    else:
+        bounds = "none" if numbers["prv"] is None else f"at most {rounded_up(numbers['prv'])}"
+    return (
+        f"| {entry['agent']} | {rounded_up(numbers['value'])} | {entry['budget']['epsilon']:g} | "
+        f"{bounds} | {entry['visits']} | {entry['visits_left']} | {entry['ledger_head'][:12]} |"
+    )
+
+
+def _attack_lines(bounds: dict[str, float] | None) -> list[str]:
+    if bounds is None:
+        return []
+    return [
+        f"An attacker who sees everything and guesses whether a record took part is right at most "
+        f"{100 * bounds['balanced_accuracy']:.2f}% of the time, and finds at most "
+        f"{100 * bounds['tpr_at_1_percent_fpr']:.1f}% of the members at 1% false alarms.",
+        "",
+    ]
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"
+
+
+def _cell(text: str) -> str:
+    """Text that cannot break out of a table cell or a heading."""
+    return " ".join(text.replace("|", "/").split())

@@ -1,0 +1,319 @@
+"""Snapshots of a run on disk: tensors as safetensors, all else as strict JSON, never objects.
+
+    checkpoints/round_00010/state.safetensors      tensors of the server's state
+    checkpoints/round_00010/memories.safetensors   tensors that agents remember
+    checkpoints/round_00010/snapshot.json          shape of both trees, numbers, checksums
+    checkpoints/latest, checkpoints/best           text files with the name of a folder
+
+A snapshot is written beside its place and renamed, so a folder ``round_*`` is complete or a
+disk has failed; loading checks size and SHA-256 of each file and falls back to an older
+snapshot. Nothing is unpickled. A tensor's name is the JSON pointer (RFC 6901) of its place.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from privssl import durable
+from privssl.errors import RunFolderError
+
+logger = logging.getLogger(__name__)
+
+Leaf: TypeAlias = Tensor | int | float | str | bool | None
+StateTree: TypeAlias = Mapping[str, "StateTree"] | tuple["StateTree", ...] | Leaf
+
+FORMAT = 1
+TREES = ("state", "memories")
+MAX_JSON_BYTES = 64 * 2**20
+_FOLDER = re.compile(r"round_([0-9]{5,9})")
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """All that a run needs to go on after ``round``, apart from data and privacy journals.
+
+    ``config_digest`` is ``config.digest`` of the run's config. ``extra`` is for the run loop:
+    the best accuracy so far, bytes sent.
+    """
+
+    round: int
+    state: StateTree
+    memories: Mapping[str, Mapping[str, Tensor]]
+    config_digest: str
+    extra: Mapping[str, str | int | float] = field(default_factory=dict)
+
+
+class _Damaged(Exception):  # noqa: N818  (not told as it is: another snapshot may be whole)
+    """A snapshot is incomplete or not what was written."""
+
+
+def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
+    """Write a snapshot, point ``latest`` at it, and delete what is no longer needed.
+
+    Args:
+        folder: ``checkpoints`` of the run; made when absent.
+        keep: how many snapshots stay, >= 1, besides the one that ``best`` names.
+
+    Returns:
+        The folder of this snapshot.
+
+    Raises:
+        RunFolderError: the disk is full or not writable. Older snapshots are as they were.
+    """
+    target = folder / f"round_{snapshot.round:05d}"
+    temporary = folder / f"{durable.TEMPORARY}{target.name}"
+    files = _files(snapshot)
+    with durable.writing(target):
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        try:
+            temporary.mkdir(mode=0o700)
+            for name, data in files.items():
+                durable.write_new(temporary / name, data)
+            durable.sync_folder(temporary)
+            if target.exists():  # a run that went on from an older snapshot comes by again
+                target.rename(folder / f"{durable.TEMPORARY}replaced-{target.name}")
+            temporary.rename(target)
+            durable.sync_folder(folder)
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        mark(folder, "latest", snapshot.round)
+        _prune(folder, snapshot.round, keep)
+    return target
+
+
+def mark(folder: Path, name: Literal["latest", "best"], round_number: int) -> None:
+    """Let ``latest`` or ``best`` name the snapshot of a round; it must have been saved."""
+    path = folder / name
+    with durable.writing(path):
+        durable.replace(path, f"round_{round_number:05d}\n".encode())
+
+
+def load(folder: Path, expected_digest: str) -> Snapshot:
+    """The latest snapshot that is whole; a damaged one is passed over with a warning.
+
+    Args:
+        folder: ``checkpoints`` of the run.
+        expected_digest: ``config.digest`` of the config that wants to go on.
+
+    Raises:
+        RunFolderError: there is none, none is whole, or it belongs to another config.
+    """
+    damage = []
+    for name in _candidates(folder):
+        try:
+            snapshot = _read(folder / name)
+        except _Damaged as error:
+            damage.append(f"{name}: {error}")
+            logger.warning("checkpoint %s is damaged (%s), trying an older one", name, error)
+            continue
+        if snapshot.config_digest != expected_digest:
+            raise RunFolderError(
+                f"{folder / name} belongs to another config. Compare run.seed and the sections "
+                "data, agents, model, algorithm and privacy with config.yaml of that run, or "
+                "give another run.output"
+            )
+        return snapshot
+    if damage:
+        raise RunFolderError(
+            f"{folder}: no checkpoint is whole ({'; '.join(damage)}). Start the run anew with "
+            "another run.output"
+        )
+    raise RunFolderError(f"{folder}: there is no checkpoint to go on from. Start the run anew")
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write a plain state dict, loadable by safetensors alone. Raises RunFolderError."""
+    with durable.writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.replace(path, safetensors.torch.save(_own_copies(weights)))
+
+
+# Writing ------------------------------------------------------------------------------------
+
+
+def _own_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Safetensors refuses tensors that share memory; a state may hold one under two names."""
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def _files(snapshot: Snapshot) -> dict[str, bytes]:
+    """File name -> content of a snapshot's folder."""
+    files: dict[str, bytes] = {}
+    about: dict[str, Any] = {
+        "format": FORMAT,
+        "round": snapshot.round,
+        "config_digest": snapshot.config_digest,
+        "extra": _outline(dict(snapshot.extra), "", {}),
+    }
+    for name in TREES:
+        tensors: dict[str, Tensor] = {}
+        outline = _outline(getattr(snapshot, name), "", tensors)
+        data = safetensors.torch.save(_own_copies(tensors))
+        files[f"{name}.safetensors"] = data
+        checksum = hashlib.sha256(data).hexdigest()
+        about[name] = {"outline": outline, "bytes": len(data), "sha256": checksum}
+    files["snapshot.json"] = json.dumps(about, indent=1, allow_nan=False).encode()
+    return files
+
+
+def _outline(tree: StateTree, pointer: str, tensors: dict[str, Tensor]) -> Any:
+    """A tree as JSON, with its tensors moved to ``tensors`` under their JSON pointers."""
+    if isinstance(tree, Tensor):
+        tensors[pointer or "/"] = tree
+        return {"tensor": pointer or "/"}
+    if isinstance(tree, Mapping):
+        if not all(isinstance(key, str) for key in tree):
+            raise TypeError(f"a key at {pointer or '/'} of a state tree is not text")
+        inner = {k: _outline(v, f"{pointer}/{_escaped(k)}", tensors) for k, v in tree.items()}
+        return {"mapping": inner}
+    if isinstance(tree, tuple):
+        return {"tuple": [_outline(v, f"{pointer}/{i}", tensors) for i, v in enumerate(tree)]}
+    if isinstance(tree, float) and not math.isfinite(tree):
+        return {"float": repr(tree)}  # strict JSON has no infinity
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return tree
+    raise TypeError(f"{pointer or '/'} of a state tree is a {type(tree).__name__}")
+
+
+def _escaped(key: str) -> str:
+    """One step of a JSON pointer: unlike keys never give like pointers.
+
+    >>> _escaped("a/b"), _escaped("a~1b")
+    ('a~1b', 'a~01b')
+    """
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for leftover in folder.glob(f"{durable.TEMPORARY}*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+
+
+def _prune(folder: Path, current: int, keep: int) -> None:
+    """Keep the newest up to ``current``, and the best. Later rounds were of a run undone."""
+    rounds = sorted(_rounds(folder), reverse=True)
+    kept = {number for number in rounds if number <= current}
+    kept = set(sorted(kept, reverse=True)[: max(keep, 1)])
+    best = _named(folder, "best")
+    for number in rounds:
+        name = f"round_{number:05d}"
+        if number not in kept and name != best:
+            shutil.rmtree(folder / name)
+    _remove_leftovers(folder)
+
+
+# Reading ------------------------------------------------------------------------------------
+
+
+def _rounds(folder: Path) -> list[int]:
+    names = os.listdir(folder) if folder.is_dir() else []
+    return [int(match[1]) for match in map(_FOLDER.fullmatch, names) if match]
+
+
+def _named(folder: Path, name: str) -> str | None:
+    """The folder that ``latest`` or ``best`` names, if it names one."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        text = (folder / name).read_text(encoding="ascii").strip()
+        return text if _FOLDER.fullmatch(text) else None
+    return None
+
+
+def _candidates(folder: Path) -> list[str]:
+    """Snapshot folders in the order in which to try them."""
+    names = [f"round_{number:05d}" for number in sorted(_rounds(folder), reverse=True)]
+    latest = _named(folder, "latest")
+    return sorted(names, key=lambda name: name != latest)  # stable: the others stay newest first
+
+
+def _read(folder: Path) -> Snapshot:
+    about = _strict_json(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
+    try:
+        if about["format"] != FORMAT:
+            raise _Damaged(f"format {about['format']!r}, this version reads {FORMAT}")
+        if f"round_{about['round']:05d}" != folder.name:
+            raise _Damaged(f"snapshot.json is of round {about['round']}")
+        trees = {name: _tree(folder / f"{name}.safetensors", about[name]) for name in TREES}
+        return Snapshot(
+            round=about["round"],
+            state=trees["state"],
+            memories=trees["memories"],
+            config_digest=about["config_digest"],
+            extra=_filled(about["extra"], {}),
+        )
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise _Damaged(f"snapshot.json is not as written ({error!r})") from error
+
+
+def _tree(path: Path, about: Mapping[str, Any]) -> Any:
+    data = _bytes(path, about["bytes"])
+    if hashlib.sha256(data).hexdigest() != about["sha256"]:
+        raise _Damaged(f"{path.name} does not match its checksum")
+    try:
+        tensors = safetensors.torch.load(data)
+    except SafetensorError as error:
+        raise _Damaged(f"{path.name} is not safetensors ({error})") from error
+    return _filled(about["outline"], tensors)
+
+
+def _bytes(path: Path, limit: int) -> bytes:
+    """A file's content; never more than it should have, whatever lies there."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise _Damaged(f"{path.name}: {error.strerror}") from error
+    if len(data) > limit:
+        raise _Damaged(f"{path.name} is longer than it was")
+    return data
+
+
+def _filled(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Inverse of ``_outline``."""
+    if not isinstance(outline, dict):
+        if isinstance(outline, list):
+            raise TypeError("a bare list")
+        return outline
+    [(kind, value)] = outline.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "mapping":
+        return {key: _filled(item, tensors) for key, item in value.items()}
+    if kind == "tuple":
+        return tuple(_filled(item, tensors) for item in value)
+    if kind == "float":
+        return float(value)
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def _strict_json(data: bytes) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a key is given twice")
+        return result
+
+    try:
+        return json.loads(data, parse_constant=refuse, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise _Damaged(f"snapshot.json cannot be read ({error})") from error

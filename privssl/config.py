@@ -1,0 +1,177 @@
+"""A config file and the command line, as one checked value: ``load``.
+
+Command line beats file beats default. Everything wrong is collected and reported at once,
+each with its line and what to do about it, in one ``ConfigError``. A check that needs a value
+which is itself wrong is left out, so that no problem is reported that does not exist.
+
+The shapes and ranges live in ``settings.py`` and in the ``Config`` of each algorithm, the rules
+of the text in ``yaml_lines.py``, the collecting in ``draft.py``. Here are the whole, and the
+checks between sections. Delta's limits are those of spec/privacy.md 1.3.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from privssl.algorithms import ALGORITHMS
+from privssl.draft import ORDER, Draft, unless_bad
+from privssl.errors import ConfigError
+from privssl.plain_words import report, show
+from privssl.settings import (
+    AgentSettings,
+    DataSettings,
+    ModelSettings,
+    PrivacySettings,
+    Problem,
+    RunSettings,
+)
+from privssl.yaml_lines import as_yaml_number
+
+LONGEST_NAME = 200
+# Windows cannot hold files of these names, whatever their extension.
+_RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.I)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment. ``algorithm`` is the ``Config`` of the algorithm that it names.
+
+    ``warnings`` are sentences about values that are allowed and still hardly wanted.
+    """
+
+    run: RunSettings
+    data: DataSettings
+    agents: AgentSettings
+    model: ModelSettings
+    algorithm: Any
+    privacy: PrivacySettings | None
+    source: Path = field(compare=False)
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def folder(self) -> Path:
+        """The run folder: ``run.output``, or runs/NAME-SEED."""
+        return Path(self.run.output or f"runs/{self.run.name}-{self.run.seed}")
+
+
+def load(
+    path: Path,
+    overrides: Sequence[str] = (),
+    algorithms: Mapping[str, type[Any]] = ALGORITHMS,
+) -> Config:
+    """Read and check a config file.
+
+    Args:
+        path: the YAML file, at most 1 MiB.
+        overrides: ``section.key=value``, the value as YAML; ``privacy=null`` takes that
+            section away.
+        algorithms: name -> class with a ``Config`` dataclass and ``problems(config)``.
+
+    Raises:
+        ConfigError: with every problem of the file and the arguments, sorted by line.
+    """
+    draft = Draft(path, algorithms)
+    draft.read_file()
+    for override in overrides:
+        draft.override(override)
+    values: dict[str, Any] = {name: draft.section(name) for name in ORDER}
+    values |= {"source": path, "warnings": ()}
+    config = unless_bad(Config, values, {name for name in ORDER if name in draft.bad})
+    draft.check("run.", _name_problems(config))
+    draft.check("", _privacy_problems(config))
+    draft.check("", _algorithm_problems(config, algorithms))
+    if draft.findings:
+        raise ConfigError(report(path, draft.findings))
+    run = dataclasses.replace(config.run, name=_name(config))
+    result: Config = dataclasses.replace(config, run=run, warnings=tuple(_warnings(config)))
+    return result
+
+
+def _name(config: Config) -> str:
+    return config.run.name or config.source.stem
+
+
+def _name_problems(config: Config) -> Iterator[Problem]:
+    """A run's name becomes a folder: it must stay where it is put, on every system."""
+    name = _name(config)
+    plain = name not in (".", "..") and not set(name) & set('/\\:*?"<>|')
+    if not plain or _RESERVED.fullmatch(name) or name != name.strip(" ") or name.endswith("."):
+        yield Problem("name", f"{show(name)} cannot be the name of a folder on every system")
+    for key, text in (("name", name), ("output", config.run.output)):
+        if len(text) > LONGEST_NAME:
+            yield Problem(key, f"has {len(text)} characters: give at most {LONGEST_NAME}")
+
+
+def _labelled_rows(config: Config) -> float:
+    """Labelled rows of an average agent that has any; 0 when nobody has."""
+    holders = {
+        "support": config.agents.support,
+        "labels-at-client": config.agents.mixed,
+        "labels-at-server": 1,
+    }[config.data.labels]
+    return config.data.labelled / holders if holders else 0.0
+
+
+def _privacy_problems(config: Config) -> Iterator[Problem]:
+    """What the other sections do to the claim. spec/privacy.md 1.3."""
+    if config.privacy is None:
+        return
+    if config.model.norm == "batch":
+        yield Problem(
+            "model.norm",
+            "batch norm couples the rows of a batch, so no single row can be clipped. "
+            "Set model.norm: group",
+        )
+    rows = _labelled_rows(config)
+    if rows and 1 / rows <= config.privacy.delta < 1:
+        yield Problem(
+            "privacy.delta",
+            f"{config.privacy.delta} allows a whole row to be published: an agent holds about "
+            f"{rows:.0f} labelled rows. Give less than 1 / {rows:.0f}, better {_delta_for(rows)}",
+        )
+
+
+def _delta_for(rows: float) -> str:
+    """The customary largest delta, rows^-1.1, as text that YAML reads as a number."""
+    return as_yaml_number(f"{rows**-1.1:.1e}") or "0.5"
+
+
+def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
+    yield from algorithms[config.algorithm.name].problems(config)
+
+
+def _warnings(config: Config) -> Iterator[str]:
+    rows = _labelled_rows(config)
+    if config.privacy and rows and config.privacy.delta > rows**-1.1:
+        yield (
+            f"privacy.delta is {config.privacy.delta}, large for about {rows:.0f} labelled rows "
+            f"of an agent. Customary is at most {_delta_for(rows)}"
+        )
+
+
+def to_yaml(config: Config) -> str:
+    """The whole config as YAML, every key with its value; ``load`` reads it back as equal."""
+    sections = {name: _plain(getattr(config, name)) for name in ORDER}
+    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def digest(config: Config) -> str:
+    """SHA-256 of everything that may change a trained bit: of ``run``, the seed alone.
+
+    Two configs with one digest may go on from each other's checkpoints.
+    """
+    parts: dict[str, Any] = {"run": {"seed": config.run.seed}}
+    parts |= {name: _plain(getattr(config, name)) for name in ORDER if name != "run"}
+    text = json.dumps(parts, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(section: Any) -> dict[str, Any] | None:
+    return None if section is None else dataclasses.asdict(section)

@@ -1,0 +1,146 @@
+"""From a config to the parties: data set, split, and each agent with its own copy of its rows.
+
+    federation = build(config.data, config.agents, config.run.seed)
+    federation.agents            # s0, s1, ..., q0, q1, ..., each with its rows
+    federation.manifest.hash     # the same for everybody who has the same split
+
+Unlabelled rows lose their labels here. ``Federation.true_labels`` has them, for
+``evaluate.Oracle`` and for nothing else.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from privssl.agents import Agent, LabelledRows, Seat, UnlabelledRows, natural_order
+from privssl.data import manifest as manifests
+from privssl.data.datasets import Dataset, load
+from privssl.data.draw import SERVER, Holders, draw, holders
+from privssl.data.manifest import Holding, Manifest
+from privssl.errors import DataError
+from privssl.settings import AgentSettings, DataSettings
+
+__all__ = ["Federation", "build", "class_counts"]
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """Everything that a run is given. Accounts are not in it; the run attaches them."""
+
+    dataset: Dataset
+    agents: tuple[Agent, ...]
+    validation: LabelledRows | None  # rows that no agent holds, to choose settings on
+    true_labels: Tensor  # (N,) by row id. For evaluate.Oracle only: steps must never see it
+    manifest: Manifest
+
+
+def build(
+    data: DataSettings, agents: AgentSettings, seed: int, dataset: Dataset | None = None
+) -> Federation:
+    """Load the data, split it, or replay the split of ``data.split``, and set up the agents.
+
+    Args:
+        seed: ``run.seed``; the split follows from it, the settings and the data.
+        dataset: used instead of loading the one that ``data`` names.
+
+    Raises:
+        DataError: the data or the split cannot be had as asked; the text says why.
+    """
+    dataset = dataset or load(data)
+    who = holders(data.labels, agents)
+    split = _replay(data, who, dataset) if data.split else draw(data, who, seed, dataset)
+    names = dict.fromkeys((*who.labelled, *who.unlabelled))  # in an order that no file decides
+    return Federation(
+        dataset=dataset,
+        agents=tuple(_agent(name, split.agents[name], dataset) for name in names),
+        validation=_labelled(split.validation, dataset),
+        true_labels=dataset.y_train.clone(),
+        manifest=split,
+    )
+
+
+def class_counts(
+    federation: Federation,
+) -> tuple[dict[str, NDArray[np.int64]], dict[str, NDArray[np.int64]]]:
+    """How many rows of each class each agent holds: with labels, and without.
+
+    Made from the true labels of all rows, so it is for the owner of the experiment alone.
+
+    Returns:
+        agent -> counts (C,), for the labelled and for the unlabelled rows; agents that hold
+        none of a kind are not in that dict.
+    """
+    labels, classes = federation.true_labels.numpy(), federation.dataset.classes
+    held = federation.manifest.agents.items()
+
+    def count(ids: tuple[int, ...]) -> NDArray[np.int64]:
+        return np.bincount(labels[list(ids)], minlength=classes)
+
+    return (
+        {agent: count(holding.labelled) for agent, holding in held if holding.labelled},
+        {agent: count(holding.unlabelled) for agent, holding in held if holding.unlabelled},
+    )
+
+
+def _agent(name: str, holding: Holding, dataset: Dataset) -> Agent:
+    unlabelled = None
+    if holding.unlabelled:
+        ids = torch.tensor(holding.unlabelled)
+        unlabelled = UnlabelledRows(dataset.x_train[ids], ids)  # indexing by a tensor copies
+    return Agent(
+        id=name,
+        seat=Seat.SERVER if name == SERVER else Seat.EDGE,
+        held_labelled=_labelled(holding.labelled, dataset),
+        held_unlabelled=unlabelled,
+    )
+
+
+def _labelled(rows: tuple[int, ...], dataset: Dataset) -> LabelledRows | None:
+    if not rows:
+        return None
+    ids = torch.tensor(rows)
+    return LabelledRows(dataset.x_train[ids], dataset.y_train[ids], ids)
+
+
+def _replay(data: DataSettings, who: Holders, dataset: Dataset) -> Manifest:
+    """The split of a file, if it is one of this data, these agents and these numbers of rows."""
+    split = manifests.read(Path(data.split).expanduser())
+    split.check(dataset)
+    _check_agents(data, split, "labelled", who.labelled)
+    _check_agents(data, split, "unlabelled", who.unlabelled)
+    counts: dict[str, tuple[int | None, int]] = {
+        "labelled": (data.labelled, sum(len(h.labelled) for h in split.agents.values())),
+        "unlabelled": (data.unlabelled, sum(len(h.unlabelled) for h in split.agents.values())),
+        "validation": (data.validation, len(split.validation)),
+    }
+    for key, (asked, there) in counts.items():
+        if asked is not None and asked != there:
+            raise DataError(
+                f"{data.split} has {there} {key} rows, but data.{key} is {asked}. "
+                f"Set data.{key} to {there}, or leave data.split out"
+            )
+    return split
+
+
+def _check_agents(
+    data: DataSettings, split: Manifest, kind: str, expected: tuple[str, ...]
+) -> None:
+    there = {agent for agent, holding in split.agents.items() if getattr(holding, kind)}
+    if there != set(expected):
+        raise DataError(
+            f"{data.split} gives {kind} rows to {_names(there)}, but the config (data.labels "
+            f"{data.labels}) to {_names(expected)}. Change agents, or leave data.split out"
+        )
+
+
+def _names(agents: set[str] | tuple[str, ...]) -> str:
+    """In words, however many there are.
+
+    >>> _names(("q0", "q1")), _names(())
+    ('q0, q1', 'nobody')
+    """
+    return ", ".join(sorted(agents, key=natural_order)) or "nobody"

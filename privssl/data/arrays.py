@@ -1,0 +1,122 @@
+"""Rows as arrays, as every reader returns them, and the NPZ file that brings them as they are.
+
+An NPZ file has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Images are (N, H, W), one
+channel; (N, H, W, C), the custom of NumPy and Keras; or (N, C, H, W), that of torch. With 1 or 3
+in both places the last axis is taken for the channels. Nothing in the file can run code:
+pickles are refused.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from privssl.errors import DataError
+
+CHANNELS = (1, 3)
+
+
+class Arrays(NamedTuple):
+    """Images (N, C, H, W), uint8 in 0..255 or float32 in [0, 1]; classes (N,) int64."""
+
+    x_train: NDArray[Any]
+    y_train: NDArray[np.int64]
+    x_test: NDArray[Any]
+    y_test: NDArray[np.int64]
+    class_names: tuple[str, ...]
+
+
+def read_npz(path: Path) -> Arrays:
+    """The four arrays of an NPZ file, checked.
+
+    Raises:
+        DataError: no such file, or whatever in it is not as the head of this module says.
+    """
+    found = _open(path)
+    x_train, y_train = _rows(path, found, "train")
+    x_test, y_test = _rows(path, found, "test")
+    if x_train.shape[1:] != x_test.shape[1:] or x_train.dtype != x_test.dtype:
+        raise DataError(
+            f"{path}: x_train has rows {x_train.shape[1:]} of {x_train.dtype} and x_test "
+            f"{x_test.shape[1:]} of {x_test.dtype} (channels, height, width). Make them alike"
+        )
+    classes = int(y_train.max()) + 1
+    if not 2 <= classes <= len(y_train):
+        raise DataError(
+            f"{path}: the largest label of {len(y_train)} rows in y_train is {classes - 1}. "
+            "Number the classes 0, 1, 2, ... and give at least two"
+        )
+    if y_test.max() >= classes:
+        raise DataError(
+            f"{path}: y_test has class {y_test.max()}, but the largest in y_train is "
+            f"{classes - 1}. A class without training rows cannot be learned: leave it out"
+        )
+    return Arrays(x_train, y_train, x_test, y_test, tuple(map(str, range(classes))))
+
+
+def _open(path: Path) -> dict[str, NDArray[Any]]:
+    names = ("x_train", "y_train", "x_test", "y_test")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise DataError(f"{path} is one array. Save four, with numpy.savez_compressed")
+            missing = [name for name in names if name not in file.files]
+            if missing:
+                raise DataError(
+                    f"{path} has no {', '.join(missing)} (it has {', '.join(file.files)}). "
+                    f"Save it with numpy.savez_compressed(path, {', '.join(names)})"
+                )
+            return {name: file[name] for name in names}
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file. data.root names the NPZ file") from None
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise DataError(
+            f"{path} cannot be read as an NPZ file of plain numbers: {error}. "
+            "Save it again with numpy.savez_compressed"
+        ) from None
+
+
+def _rows(path: Path, found: dict[str, NDArray[Any]], part: str) -> tuple[NDArray[Any], Any]:
+    """Images and labels of one part in their final layout and type."""
+    x, y = found[f"x_{part}"], found[f"y_{part}"]
+    x = _channels_first(path, f"x_{part}", x)
+    if y.ndim != 1 or y.dtype.kind not in "iu":
+        raise DataError(
+            f"{path}: y_{part} is {y.dtype} of shape {y.shape}. Give integers of shape (N,), "
+            "the class number of each row"
+        )
+    if len(x) != len(y) or not len(x):
+        raise DataError(
+            f"{path}: x_{part} has {len(x)} rows and y_{part} {len(y)}. Give one label for each "
+            "row, and at least one row"
+        )
+    if y.min() < 0:
+        raise DataError(f"{path}: y_{part} has the label {y.min()}. Classes are 0, 1, 2, ...")
+    return _numbers(path, f"x_{part}", x), y.astype(np.int64)
+
+
+def _channels_first(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
+    if x.ndim == 3:
+        return x[:, None]
+    if x.ndim == 4 and x.shape[3] in CHANNELS:
+        return x.transpose(0, 3, 1, 2)
+    if x.ndim == 4 and x.shape[1] in CHANNELS:
+        return x
+    raise DataError(
+        f"{path}: {name} has the shape {x.shape}. Give (N, H, W), (N, H, W, C) or (N, C, H, W) "
+        "with 1 or 3 channels"
+    )
+
+
+def _numbers(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
+    if x.dtype == np.uint8:
+        return np.ascontiguousarray(x)
+    # Written so that NaN is refused as well: no comparison with it is true.
+    if x.dtype.kind == "f" and x.size and x.min() >= 0 and x.max() <= 1:
+        return np.ascontiguousarray(x, dtype=np.float32)
+    seen = f", from {x.min()} to {x.max()}" if x.dtype.kind in "iuf" and x.size else ""
+    raise DataError(
+        f"{path}: {name} is {x.dtype}{seen}. Give uint8 in 0..255, or floats in [0, 1] without NaN"
+    )

@@ -1,0 +1,193 @@
+"""MNIST, Fashion-MNIST, CIFAR-10 and SVHN: from disk, and through torchvision when absent.
+
+Files lie where torchvision puts them, so a folder that another project filled serves as well.
+torchvision is imported only here and only when one of these sets is asked for.
+
+CIFAR-10 is published as pickles, which can run code. torchvision compares the MD5 of each file
+with that of the published one before it opens it, so no other pickle is ever loaded.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from privssl.data.arrays import Arrays
+from privssl.errors import DataError
+
+SECONDS_TO_ANSWER = 10.0  # that a server may be silent before it is given up
+
+DIGITS = tuple(map(str, range(10)))
+GARMENTS = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+
+log = logging.getLogger("privssl")
+
+
+def default_root() -> Path:
+    """Where data sets are looked for: $PRIVSSL_DATA, else ``~/.cache/privssl/data``."""
+    return Path(os.environ.get("PRIVSSL_DATA") or "~/.cache/privssl/data").expanduser()
+
+
+class _Published(NamedTuple):
+    """One published data set."""
+
+    torchvision_name: str
+    files: tuple[str, ...]  # below the root; any missing one makes it absent
+    shape: tuple[int, int, int]  # channels, height, width
+    read: Callable[[Path], Arrays]
+    test_part: str  # argument with which torchvision gets what the first call did not
+
+
+def read_published(name: str, root: Path) -> Arrays:
+    """One of the four, from ``root`` or from the network.
+
+    Args:
+        name: mnist, fashion_mnist, cifar10 or svhn.
+        root: the folder of all data sets; made when absent.
+
+    Raises:
+        DataError: it is neither there nor to be had, or its files are damaged.
+    """
+    published = PUBLISHED[name]
+    if not all((root / file).is_file() for file in published.files):
+        _download(name, published, root)
+    try:
+        arrays = published.read(root)
+        for x, y in ((arrays.x_train, arrays.y_train), (arrays.x_test, arrays.y_test)):
+            _check(x, y, published.shape)
+    except Exception as error:  # each reader raises what it likes on damaged files
+        raise DataError(
+            f"{name}: a file in {root} is damaged ({error}). Remove "
+            f"{', '.join(published.files)} there, and get them again:\n  {_command(name, root)}"
+        ) from None
+    return arrays
+
+
+def _check(x: NDArray[Any], y: NDArray[Any], shape: tuple[int, int, int]) -> None:
+    if x.shape != (len(y), *shape) or x.dtype != np.uint8 or not len(y):
+        raise ValueError(f"images {x.shape} of {x.dtype} with {len(y)} labels")
+    if y.min() < 0 or y.max() > 9:
+        raise ValueError(f"labels from {y.min()} to {y.max()}, not from 0 to 9")
+
+
+# Getting ------------------------------------------------------------------------------------
+
+
+def _download(name: str, published: _Published, root: Path) -> None:
+    import torchvision
+
+    log.info("%s is not in %s: downloading it", name, root)
+    get = getattr(torchvision.datasets, published.torchvision_name)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _impatient(), contextlib.redirect_stdout(sys.stderr):
+            get(str(root), download=True)
+            if published.test_part:
+                get(str(root), published.test_part, download=True)
+    except (OSError, RuntimeError) as error:
+        raise DataError(
+            f"{name} is not in {root} and could not be downloaded ({error}). It needs "
+            f"{', '.join(published.files)} there. With a network:\n  {_command(name, root)}\n"
+            "or set data.root or PRIVSSL_DATA to the folder that has them; data.name=digits needs "
+            "no download"
+        ) from None
+
+
+def _command(name: str, root: Path) -> str:
+    """A line for a shell that gets the files."""
+    published = PUBLISHED[name]
+    get = f"get = torchvision.datasets.{published.torchvision_name}"
+    calls = [f"get({str(root)!r}, download=True)"]
+    if published.test_part:
+        calls.append(f"get({str(root)!r}, {published.test_part!r}, download=True)")
+    return f'{Path(sys.executable).name} -c "import torchvision; {get}; {"; ".join(calls)}"'
+
+
+@contextlib.contextmanager
+def _impatient() -> Iterator[None]:
+    """Sockets opened inside give up after some seconds of silence; torchvision has no option."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(SECONDS_TO_ANSWER)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+# Reading ------------------------------------------------------------------------------------
+
+
+def _idx(folder: str, class_names: tuple[str, ...]) -> Callable[[Path], Arrays]:
+    """A reader of MNIST's four files below ``folder``."""
+
+    def read(root: Path) -> Arrays:
+        from torchvision.datasets.mnist import read_image_file, read_label_file
+
+        parts = []
+        for part in ("train", "t10k"):
+            parts.append(read_image_file(root / folder / f"{part}-images-idx3-ubyte")[:, None])
+            parts.append(read_label_file(root / folder / f"{part}-labels-idx1-ubyte"))
+        x_train, y_train, x_test, y_test = (tensor.numpy() for tensor in parts)
+        return Arrays(x_train, y_train, x_test, y_test, class_names)
+
+    return read
+
+
+def _cifar10(root: Path) -> Arrays:
+    from torchvision.datasets import CIFAR10
+
+    train, test = (CIFAR10(str(root), train=part) for part in (True, False))
+    (x_train, y_train), (x_test, y_test) = (
+        (np.ascontiguousarray(part.data.transpose(0, 3, 1, 2)), np.array(part.targets, np.int64))
+        for part in (train, test)
+    )
+    return Arrays(x_train, y_train, x_test, y_test, tuple(train.classes))
+
+
+def _svhn(root: Path) -> Arrays:
+    from scipy.io import loadmat
+
+    arrays = []
+    for part in ("train", "test"):
+        found = loadmat(root / f"{part}_32x32.mat", variable_names=("X", "y"))
+        arrays.append(np.ascontiguousarray(found["X"].transpose(3, 2, 0, 1)))
+        labels = found["y"].reshape(-1).astype(np.int64)
+        arrays.append(np.where(labels == 10, 0, labels))  # SVHN writes the digit 0 as 10
+    x_train, y_train, x_test, y_test = arrays
+    return Arrays(x_train, y_train, x_test, y_test, DIGITS)
+
+
+def _idx_files(folder: str) -> tuple[str, ...]:
+    kinds = ("images-idx3", "labels-idx1")
+    return tuple(f"{folder}/{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in kinds)
+
+
+_CIFAR_FILES = tuple(
+    f"cifar-10-batches-py/{file}"
+    for file in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta")
+)
+
+PUBLISHED = {
+    "mnist": _Published(
+        "MNIST", _idx_files("MNIST/raw"), (1, 28, 28), _idx("MNIST/raw", DIGITS), ""
+    ),
+    "fashion_mnist": _Published(
+        "FashionMNIST",
+        _idx_files("FashionMNIST/raw"),
+        (1, 28, 28),
+        _idx("FashionMNIST/raw", GARMENTS),
+        "",
+    ),
+    "cifar10": _Published("CIFAR10", _CIFAR_FILES, (3, 32, 32), _cifar10, ""),
+    "svhn": _Published("SVHN", ("train_32x32.mat", "test_32x32.mat"), (3, 32, 32), _svhn, "test"),
+}

@@ -1,0 +1,178 @@
+"""Drawing a split: which rows keep their labels, which do not, and who gets them.
+
+Labelled rows are drawn first, then validation rows, then unlabelled ones out of the rest; then
+each kind is handed out by its own rule to the agents that hold it. All of it follows from
+(data set, settings, seed).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from privssl import seeds
+from privssl.data.datasets import Dataset
+from privssl.data.manifest import Holding, Manifest
+from privssl.data.partition import Ints, Partition, from_settings
+from privssl.errors import DataError
+from privssl.settings import AgentSettings, DataSettings
+
+SERVER = "server"
+
+
+class Holders(NamedTuple):
+    """Ids of the agents that hold each kind of rows."""
+
+    labelled: tuple[str, ...]
+    unlabelled: tuple[str, ...]
+
+
+def holders(labels: str, agents: AgentSettings) -> Holders:
+    """Who holds what under ``data.labels``.
+
+    Raises:
+        DataError: nobody would hold labels, or agents of a kind that cannot be in this setting.
+    """
+    support, query, mixed = (
+        tuple(f"{letter}{number}" for number in range(count))
+        for letter, count in (("s", agents.support), ("q", agents.query), ("m", agents.mixed))
+    )
+    found, needed, useless = {
+        "support": (Holders(support, query), ("support",), ("mixed",)),
+        "labels-at-server": (Holders((SERVER,), query), (), ("support", "mixed")),
+        "labels-at-client": (Holders(mixed, (*mixed, *query)), ("mixed",), ("support",)),
+    }[labels]
+    for kind in needed:
+        if not getattr(agents, kind):
+            raise DataError(
+                f"data.labels is {labels}, but agents.{kind} is 0, so nobody would hold labels. "
+                f"Set agents.{kind} to at least 1"
+            )
+    for kind in useless:
+        if getattr(agents, kind):
+            raise DataError(
+                f"agents.{kind} is {getattr(agents, kind)}, but with data.labels {labels} there "
+                f"are none of them. Set agents.{kind} to 0"
+            )
+    return found
+
+
+def draw(data: DataSettings, who: Holders, seed: int, dataset: Dataset) -> Manifest:
+    """Draw a split.
+
+    Raises:
+        DataError: more rows are asked for than there are, an agent would get none, or a rule
+            does not fit. See :mod:`privssl.data.partition`.
+    """
+    labels: Ints = dataset.y_train.numpy()
+    labelled, validation, unlabelled = _draw_rows(data, labels, seed, wanted=bool(who.unlabelled))
+    second = (data.partition, data.alpha, data.k)
+    first = second
+    if data.labelled_partition is not None:
+        first = (data.labelled_partition, data.labelled_alpha, data.labelled_k)
+    with_labels = _hand_out("labelled", from_settings(*first), who.labelled, labelled, labels, seed)
+    without = _hand_out(
+        "unlabelled", from_settings(*second), who.unlabelled, unlabelled, labels, seed
+    )
+    everyone = dict.fromkeys((*who.labelled, *who.unlabelled))
+    return Manifest(
+        dataset=dataset.name,
+        checksum=dataset.checksum,
+        rows=len(labels),
+        seed=seed,
+        settings=settings_of_split(data),
+        agents={a: Holding(with_labels.get(a, ()), without.get(a, ())) for a in everyone},
+        validation=tuple(validation.tolist()),
+    )
+
+
+def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool | None]:
+    """What of a config a split follows from: all but the folders of this machine."""
+    settings = dataclasses.asdict(data)
+    return {key: value for key, value in settings.items() if key not in ("root", "split")}
+
+
+def _draw_rows(
+    data: DataSettings, labels: Ints, seed: int, *, wanted: bool
+) -> tuple[Ints, Ints, Ints]:
+    """Labelled, validation and unlabelled row ids, disjoint.
+
+    Args:
+        wanted: whether any agent holds unlabelled rows.
+    """
+    rows = len(labels)
+    asked = data.labelled + data.validation + (data.unlabelled or 0)
+    if asked > rows:
+        raise DataError(
+            f"data.labelled {data.labelled} + data.validation {data.validation} + "
+            f"data.unlabelled {data.unlabelled or 0} = {asked}, but {data.name} has {rows} "
+            "training rows. Ask for fewer"
+        )
+    if data.unlabelled and not wanted:
+        raise DataError(
+            f"data.unlabelled is {data.unlabelled}, but no agent holds unlabelled rows. "
+            "Set agents.query, or leave data.unlabelled out"
+        )
+    everything = np.arange(rows)
+    labelled = _pick(everything, labels, data.labelled, data.stratified, _rng(seed, "labelled"))
+    rest = np.setdiff1d(everything, labelled)
+    validation = _pick(rest, labels, data.validation, data.stratified, _rng(seed, "validation"))
+    rest = np.setdiff1d(rest, validation)
+    if not wanted:
+        unlabelled = rest[:0]
+    elif data.unlabelled is None:
+        unlabelled = rest
+    else:
+        unlabelled = _pick(rest, labels, data.unlabelled, False, _rng(seed, "unlabelled"))
+    return np.sort(labelled), np.sort(validation), unlabelled
+
+
+def _pick(
+    candidates: Ints, labels: Ints, count: int, stratified: bool, rng: np.random.Generator
+) -> Ints:
+    """``count`` of the candidates: at random, or equally many of each class (within one).
+
+    Stratified, a class with too few rows gives all it has and the others make up for it.
+    """
+    rows = rng.permutation(candidates)
+    if not stratified or not count:
+        return rows[:count]
+    classes = labels[rows]
+    turn = rng.permutation(int(classes.max()) + 1)  # which classes give the rows left over
+    rank = np.empty(len(rows), dtype=np.int64)  # of a row among the rows of its class
+    for number in np.unique(classes):
+        mine = classes == number
+        rank[mine] = np.arange(mine.sum())
+    # The first of each class, then the second of each, and so on.
+    return rows[np.lexsort((turn[classes], rank))[:count]]
+
+
+def _hand_out(
+    kind: str, rule: Partition, agents: tuple[str, ...], rows: Ints, labels: Ints, seed: int
+) -> dict[str, tuple[int, ...]]:
+    """Row ids of each agent, sorted.
+
+    Both kinds draw from the same stream: where the rules are the same, the labelled and the
+    unlabelled rows of a mixed agent get the same classes.
+    """
+    if not agents:
+        return {}
+    if len(agents) > len(rows):
+        raise DataError(
+            f"{len(agents)} agents are to share {len(rows)} {kind} rows, and each needs at "
+            f"least one. Change data.{kind}, or have fewer agents"
+        )
+    parts = rule.split(labels[rows], len(agents), _rng(seed, "partition"))
+    for agent, part in zip(agents, parts, strict=True):
+        if not len(part):
+            raise DataError(
+                f"{rule} leaves {agent} without {kind} rows: {len(rows)} rows of "
+                f"{len(np.unique(labels[rows]))} classes among {len(agents)} agents. Raise "
+                f"data.{kind}, have fewer agents, or choose another partition"
+            )
+    return {a: tuple(rows[part].tolist()) for a, part in zip(agents, parts, strict=True)}
+
+
+def _rng(seed: int, purpose: str) -> np.random.Generator:
+    """NumPy's generator for one purpose of the split."""
+    return np.random.default_rng(seeds.stream(seed, 0, "world", f"split {purpose}").initial_seed())

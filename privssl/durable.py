@@ -1,0 +1,57 @@
+"""Files that are either whole or not there, whatever happens while they are written.
+
+Data goes to a temporary name beside its target, is forced to the disk, and takes the target's
+name in one step; the folder is forced too, or the name could be lost with the power. Sources:
+POSIX rename(2) and fsync(2); Pillai et al., "All File Systems Are Not Created Equal" (2014).
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from privssl.errors import RunFolderError
+
+TEMPORARY = ".tmp-"  # names that begin so are leftovers of a killed write
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, an error of the system becomes a RunFolderError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(
+            f"{path}: cannot be written: {error.strerror or error}. Make room or mend the "
+            "permissions, then go on with --resume"
+        ) from error
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file that does not exist yet, readable by its owner alone, down to the disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write a file, or put it in the place of an older one, in one step."""
+    temporary = path.with_name(TEMPORARY + path.name)
+    temporary.unlink(missing_ok=True)
+    try:
+        write_new(temporary, data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Force the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

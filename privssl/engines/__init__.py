@@ -1,0 +1,66 @@
+"""Engines deliver messages to agents and bring replies back; they know no algorithm.
+
+An engine may run agents in this process, in worker processes or at sites across a network. A
+call is one whole visit of one agent, and its key (round, agent, step, visit) seeds all its
+repeatable randomness, so that every engine computes the same bits.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from privssl.agents import AgentRef, Memory
+from privssl.messages import Message, Reply, Silence
+
+M_co = TypeVar("M_co", bound=Message, covariant=True)
+
+
+class Step(Protocol[M_co]):
+    """A bound method of an algorithm, marked ``@on_agent``: it runs where the data is."""
+
+    __name__: str
+
+    def __call__(self, agent: Any, message: Any, ctx: Any, /) -> M_co | Silence: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """One visit: which agent does which step, with what message.
+
+    ``visit`` counts how often this agent was asked for this step in this round, from 1.
+    """
+
+    to: AgentRef
+    step: Step[Message]
+    message: Message
+    round: int
+    visit: int = 1
+
+    @property
+    def key(self) -> str:
+        """Names this visit in the whole run: the same key is never charged or drawn twice."""
+        return f"{self.round}/{self.to.id}/{self.step.__name__}/{self.visit}"
+
+
+class Engine(Protocol):
+    """What a run needs of an engine."""
+
+    def roster(self) -> Sequence[AgentRef]:
+        """All agents in natural order."""
+        ...
+
+    def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        """One reply per call, in the order of the calls."""
+        ...
+
+    def memories(self) -> Mapping[str, Memory]:
+        """What every agent remembers now; later visits leave the returned value as it is."""
+        ...
+
+    def restore(self, memories: Mapping[str, Memory]) -> None:
+        """Put remembered values back, before the first call of a resumed run."""
+        ...
+
+    def close(self) -> None:
+        """End workers and release accounts. May be called twice."""
+        ...

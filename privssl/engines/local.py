@@ -1,0 +1,86 @@
+"""The engine for one machine: every agent lives in this process and works in turn.
+
+Tensors are copied at the border, so that an agent cannot write into the server's state; with
+``check_wire`` each message also goes to bytes and back, as it would across a network.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from privssl.agents import Agent, AgentRef, Memory, natural_order
+from privssl.algorithms.base import Context, LabelMeter
+from privssl.engines import Call
+from privssl.messages import Message, Reply, Silence, pack, unpack
+
+
+class LocalEngine:
+    """Delivers calls one after the other in this process."""
+
+    def __init__(
+        self,
+        agents: Sequence[Agent],
+        *,
+        seed: int,
+        device: torch.device,
+        meter: LabelMeter | None = None,
+        check_wire: bool = False,
+    ) -> None:
+        self._agents = {a.id: a for a in sorted(agents, key=lambda a: natural_order(a.id))}
+        self._seed = seed
+        self._device = device
+        self._meter = meter
+        self._check_wire = check_wire
+        self._attempt = os.urandom(6).hex()
+
+    def roster(self) -> Sequence[AgentRef]:
+        return [agent.ref for agent in self._agents.values()]
+
+    def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        return [self._visit(call) for call in calls]
+
+    def _visit(self, call: Call) -> Reply[Any]:
+        agent = self._agents[call.to.id]
+        ctx = Context(
+            seed=self._seed,
+            round=call.round,
+            agent=agent.id,
+            visit_key=call.key,
+            attempt=self._attempt,
+            device=self._device,
+            # An account means that these rows are under a claim: no curve may leave beside it.
+            telemetry=agent.account is None,
+            meter=self._meter,
+        )
+        content = self._across(call.step(agent, self._across(call.message), ctx))
+        return Reply(agent.ref, content, weight=ctx.weight, notes=dict(ctx.notes))
+
+    def _across(self, message: Message) -> Message:
+        if self._check_wire:
+            return unpack(type(message), pack(message))
+        if isinstance(message, Silence):
+            return message
+        return type(message)(**{name: _copy(value) for name, value in vars(message).items()})
+
+    def memories(self) -> Mapping[str, Memory]:
+        return {agent.id: agent.memory for agent in self._agents.values()}
+
+    def restore(self, memories: Mapping[str, Memory]) -> None:
+        for agent in self._agents.values():
+            agent.memory = memories.get(agent.id, {})
+
+    def close(self) -> None:
+        for agent in self._agents.values():
+            if agent.account is not None:
+                agent.account.close()
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    return value

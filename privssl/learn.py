@@ -1,0 +1,140 @@
+"""Local training at an agent, as far as every algorithm does the same.
+
+Which rows make the batches, an Adam whose moments stay with the agent between visits, and the
+moving average that a server keeps. What is minimised is the algorithm's own business.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from privssl import seeds
+from privssl.agents import Memory
+from privssl.messages import StateDict
+
+
+def network_input(x: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """Rows as stored to rows as networks take them, by a public constant.
+
+    Args:
+        x: (B, channels, height, width), uint8 in 0..255 or float32 in [0, 1].
+
+    Returns:
+        float32 in [-1, 1] on the device, channels last in memory (faster convolutions).
+    """
+    x = x.to(device)
+    scaled = x.float() / 127.5 - 1 if x.dtype == torch.uint8 else 2 * x - 1
+    return scaled.contiguous(memory_format=torch.channels_last)
+
+
+def draw_rows(held: int, count: int, rng: torch.Generator) -> Tensor:
+    """Row numbers for one visit (count,): every row once before any row twice.
+
+    Args:
+        held: rows that the agent has, >= 1.
+        count: rows that the visit uses, steps times batch size.
+    """
+    passes = -(-count // held)
+    return torch.cat([torch.randperm(held, generator=rng) for _ in range(passes)])[:count]
+
+
+@dataclass(frozen=True)
+class AdamGroup:
+    """One network and how its parameters are stepped."""
+
+    network: nn.Module
+    learning_rate: float
+    betas: tuple[float, float]
+
+
+class KeptAdam:
+    """Adam over several networks whose moments an agent remembers from visit to visit.
+
+    That agents keep an optimiser is a cross-silo assumption (few agents, all taking part in
+    every round); with sampled agents moments are merely older.
+    """
+
+    def __init__(self, groups: Mapping[str, AdamGroup], memory: Memory, prefix: str) -> None:
+        """``prefix`` separates this optimiser's memory from others of the same agent."""
+        self._named = {
+            f"{prefix}/{net}/{name}": parameter
+            for net, group in groups.items()
+            for name, parameter in group.network.named_parameters()
+        }
+        self._adam = torch.optim.Adam(
+            [
+                {
+                    "params": list(group.network.parameters()),
+                    "lr": group.learning_rate,
+                    "betas": group.betas,
+                }
+                for group in groups.values()
+            ],
+            fused=True,
+        )
+        for key, parameter in self._named.items():
+            if f"{key}#step" in memory:
+                self._adam.state[parameter] = {
+                    slot: memory[f"{key}#{slot}"].to(parameter.device, copy=True)
+                    for slot in ("step", "exp_avg", "exp_avg_sq")
+                }
+
+    def minimise(self, loss: Tensor) -> None:
+        """One step on a scalar loss. A parameter that the loss does not reach stays put."""
+        self._adam.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._adam.step()
+
+    def remember(self) -> dict[str, Tensor]:
+        """The moments, to be merged into the agent's memory."""
+        kept: dict[str, Tensor] = {}
+        for key, parameter in self._named.items():
+            for slot, value in self._adam.state.get(parameter, {}).items():
+                kept[f"{key}#{slot}"] = value.detach().cpu()
+        return kept
+
+
+def moving_average(kept: StateDict, new: StateDict, decay: float) -> StateDict:
+    """decay * kept + (1 - decay) * new, tensor by tensor (mean teacher, Tarvainen 2017)."""
+    return {key: torch.lerp(new[key], kept[key], decay) for key in new}
+
+
+def load(network: nn.Module, weights: StateDict) -> nn.Module:
+    """Put weights into a network, by copying, and set it to training mode."""
+    network.load_state_dict(dict(weights))
+    return network.train()
+
+
+def fresh_weights(network: nn.Module, rng: torch.Generator) -> dict[str, Tensor]:
+    """Initial weights drawn with a generator, by every layer's own rule."""
+    with seeds.seeded(rng):
+        for layer in network.modules():
+            reset = getattr(layer, "reset_parameters", None)
+            if reset is not None:
+                reset()
+    return weights_of(network)
+
+
+def weights_of(network: nn.Module) -> dict[str, Tensor]:
+    """A network's state dict as plain CPU tensors of their own."""
+    return {key: value.detach().to("cpu", copy=True) for key, value in network.state_dict().items()}
+
+
+def batches(fields: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+    """Split tensors of equal first dimension into batches of ``size`` rows, in order."""
+    length = len(next(iter(fields.values())))
+    for start in range(0, length, size):
+        yield {name: value[start : start + size] for name, value in fields.items()}
+
+
+def mean_of(values: list[Tensor]) -> float:
+    """Mean of scalar tensors; 0.0 of none. One synchronisation, at the end of a visit."""
+    return float(torch.stack(values).mean()) if values else 0.0
+
+
+def describe(losses: Mapping[str, Any]) -> dict[str, float]:
+    """Loss tensors by name, averaged over their steps, as numbers for ``ctx.note``."""
+    return {f"train/{name}": mean_of(steps) for name, steps in losses.items() if steps}

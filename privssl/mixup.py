@@ -1,0 +1,45 @@
+"""Mixing two rows and their labels. Zhang et al. 2018; Fan et al., Eq. 3."""
+
+import torch
+from torch import Tensor
+
+
+def sample_mix(rows: int, alpha: float, rng: torch.Generator) -> Tensor:
+    """Blending factors lambda ~ Beta(alpha, alpha), (rows,) in [0, 1].
+
+    Args:
+        alpha: > 0; below 1 most draws are near 0 or 1.
+    """
+    # Two gamma draws make a beta; torch's Beta takes no generator, its gamma sampler does.
+    gammas = torch._standard_gamma(torch.full((2, rows), alpha), generator=rng)
+    first, second = gammas.clamp_min(torch.finfo(torch.float32).tiny)
+    return first / (first + second)
+
+
+def mix(lam: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """lam * first + (1 - lam) * second, row by row. Eq. 3, for rows and for labels alike.
+
+    Args:
+        lam: (B,) in [0, 1].
+        first, second: (B, ...).
+    """
+    lam = lam.view(-1, *[1] * (first.dim() - 1))
+    return lam * first + (1 - lam) * second
+
+
+def local_mixup(
+    x: Tensor, p: Tensor, alpha: float, rng: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """L-MixUp: every row of a batch mixed with another row of it, labels likewise. Eq. 3.
+
+    Args:
+        x: rows (B, *shape).
+        p: label distributions (B, C).
+        alpha: of the Beta distribution, > 0.
+
+    Returns:
+        Mixed rows (B, *shape) and labels (B, C).
+    """
+    lam = sample_mix(len(x), alpha, rng).to(x.device)
+    partner = torch.randperm(len(x), generator=rng).to(x.device)
+    return mix(lam, x, x[partner]), mix(lam, p, p[partner])

@@ -1,0 +1,302 @@
+"""DP-SGD at a support agent: sampler, clipping, noise and event made from one set of numbers.
+
+Opacus' ``DPOptimizer`` clips the joint gradient of all protected networks and steps them. The
+per-row gradients come from ``torch.func`` (vmap of grad over one per-row loss), because hooks
+break on networks that run through each other, and vmap cannot mix rows. Around it, ours:
+
+* masks and noise come from the operating system. They are never seeded, stored or resumed;
+  torch's CPU generator is not used because it keeps 32 bits of its seed.
+* rows whose gradient is not finite contribute zero, silently: an error would tell of them.
+* the divisor is the public expected batch size, and an empty batch takes a noisy step.
+* batches have a fixed physical shape; rows that were not drawn are masked out.
+
+Specification: spec/privacy.md section 3. Abadi et al. 2016; Mironov et al. 2019.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from opacus.optimizers import DPOptimizer
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from accounting.accountants import calibrate_noise
+from accounting.events import Composed, Event, SampledGaussian, Unprotected
+from privssl.errors import PrivacyError
+from privssl.settings import PrivacySettings
+
+Parameters = Mapping[str, Mapping[str, Tensor]]  # network -> parameter name -> tensor
+#: (parameters of the protected networks, one row's fields without batch dimension) -> scalar
+RowLoss = Callable[[Parameters, Mapping[str, Tensor]], Tensor]
+
+CHUNK = 64  # rows whose gradients are held at once: rows x parameters floats
+
+
+def os_uniform(count: int) -> np.ndarray:
+    """``count`` float64 numbers in [0, 1), 53 bits each, from the operating system."""
+    words = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def os_normal(count: int) -> np.ndarray:
+    """``count`` standard normal float64 numbers from the operating system (Box and Muller)."""
+    half = (count + 1) // 2
+    uniform = os_uniform(2 * half)
+    radius = np.sqrt(-2.0 * np.log1p(-uniform[:half]))  # 1 - u is in (0, 1]
+    angle = 2.0 * math.pi * uniform[half:]
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+
+
+@dataclass(frozen=True)
+class PrivatePlan:
+    """The numbers of one visit's private training, all public and fixed before the run."""
+
+    update: tuple[str, ...]  # networks that a support agent trains
+    protect: tuple[str, ...]  # networks trained privately
+    noise_multiplier: float  # noise std / clip norm, > 0
+    clip_norm: float  # > 0
+    sample_rate: float  # in (0, 1]
+    steps: int  # private steps per visit
+    expected_batch: float  # public divisor: sample_rate x declared rows per agent
+    learning_rate: float
+    momentum: float
+    views: int
+    visits: int  # after so many, support agents are left alone
+
+    @property
+    def event(self) -> Event:
+        """What one visit releases."""
+        protected = SampledGaussian(
+            noise_multiplier=self.noise_multiplier,
+            sample_rate=self.sample_rate,
+            steps=self.steps,
+        )
+        plainly = [name for name in self.update if name not in self.protect]
+        if not plainly:
+            return protected
+        return Composed((protected, Unprotected(f"{', '.join(plainly)} without noise")))
+
+    @property
+    def scope(self) -> Literal["sound", "as_published"]:
+        return "sound" if set(self.update) <= set(self.protect) else "as_published"
+
+    def draw_batch(self, rows: int) -> Tensor:
+        """A Poisson mask (rows,): each row independently with the sample rate."""
+        if self.sample_rate == 1.0:
+            return torch.ones(rows, dtype=torch.bool)
+        return torch.from_numpy(os_uniform(rows) < self.sample_rate)
+
+    def capacity(self, rows: int) -> int:
+        """Physical rows of a batch. Small agents always compute all rows, so that time does
+        not tell the batch size; for others a public bound that a batch rarely exceeds."""
+        if rows <= 256 or self.sample_rate == 1.0:
+            return rows
+        spread = math.sqrt(rows * self.sample_rate * (1 - self.sample_rate))
+        return min(rows, math.ceil(rows * self.sample_rate + 4 * spread))
+
+
+def make_plan(settings: PrivacySettings, *, rounds: int, rows_per_agent: float) -> PrivatePlan:
+    """Fix every number of private training before the run.
+
+    Args:
+        settings: the privacy section.
+        rounds: of the whole run; a support agent is visited at most once in each.
+        rows_per_agent: declared labelled rows of one support agent, public.
+
+    Raises:
+        accounting.errors.PlanError: no noise fits the budget.
+    """
+    visits = min(settings.visits or rounds, rounds) if settings.epsilon > 0 else 0
+    noise = settings.noise_multiplier
+    if noise is None:
+        noise = 1.0 if visits == 0 else calibrate_noise(
+            epsilon=settings.epsilon, delta=settings.delta,
+            sample_rate=settings.sample_rate, steps=visits * settings.steps,
+        )  # fmt: skip
+    return PrivatePlan(
+        update=settings.update_at_support,
+        protect=settings.protect,
+        noise_multiplier=noise,
+        clip_norm=settings.clip_norm,
+        sample_rate=settings.sample_rate,
+        steps=settings.steps,
+        expected_batch=settings.sample_rate * rows_per_agent,
+        learning_rate=settings.learning_rate,
+        momentum=settings.momentum,
+        views=settings.views,
+        visits=visits,
+    )
+
+
+class _OSNoise(DPOptimizer):  # type: ignore[misc]  # opacus carries no types
+    """Opacus' optimiser, with the noise drawn by :func:`os_normal`."""
+
+    def add_noise(self) -> None:
+        scale = self.noise_multiplier * self.max_grad_norm
+        for parameter in self.params:
+            noise = torch.from_numpy(os_normal(parameter.numel()) * scale)
+            # The sum is taken in float64: what is released is rounded after the noise.
+            noisy = parameter.summed_grad.double() + noise.view_as(parameter).to(parameter.device)
+            parameter.grad = noisy.to(parameter.dtype)
+
+
+class PrivateTraining:
+    """Trains networks on an agent's rows under a plan. One object is one visit."""
+
+    def __init__(self, plan: PrivatePlan, networks: Mapping[str, nn.Module]) -> None:
+        """``networks``: the protected ones; frozen ones belong to the row loss."""
+        self._plan = plan
+        self._networks = networks
+        parameters = [p for net in networks.values() for p in net.parameters()]
+        self._optimizer = _OSNoise(
+            # Fresh for every visit, so its momentum has seen this visit's noisy gradients only.
+            torch.optim.SGD(parameters, lr=plan.learning_rate, momentum=plan.momentum),
+            noise_multiplier=plan.noise_multiplier,
+            max_grad_norm=plan.clip_norm,
+            expected_batch_size=None,
+            loss_reduction="sum",
+        )
+
+    def run(
+        self,
+        rows: int,
+        fields_of: Callable[[Tensor, int], Mapping[str, Tensor]],
+        row_loss: RowLoss,
+    ) -> None:
+        """All steps of the visit. The caller has paid for the event before calling.
+
+        Args:
+            rows: how many labelled rows the agent holds; may be 0.
+            fields_of: (row numbers (B,), step) -> tensors (B, ...), one row's fields each.
+            row_loss: the loss of one row.
+        """
+        for step in range(self._plan.steps):
+            mask = self._plan.draw_batch(rows)
+            drawn = mask.nonzero()[:, 0]
+            # Rows that were not drawn fill the batch up to its public size, masked out.
+            others = (~mask).nonzero()[:, 0]
+            order = torch.cat([drawn, others])[: max(self._plan.capacity(rows), len(drawn))]
+            self._zero()
+            for part in order.split(CHUNK):
+                if len(part):
+                    self._add_clipped(fields_of(part, step), mask[part], row_loss)
+            self._step()
+
+    def _zero(self) -> None:
+        self._optimizer.zero_grad()
+        for parameter in self._optimizer.params:
+            parameter.summed_grad = torch.zeros_like(parameter)
+
+    def _add_clipped(
+        self, fields: Mapping[str, Tensor], mask: Tensor, row_loss: RowLoss
+    ) -> None:
+        """Adds the clipped gradients of a chunk of rows to the running sum."""
+        parameters = {name: dict(net.named_parameters()) for name, net in self._networks.items()}
+        gradients = per_row_gradients(row_loss, parameters, fields)
+        samples = [gradients[net][name] for net in parameters for name in parameters[net]]
+        finite = torch.stack([s.flatten(1).isfinite().all(dim=1) for s in samples]).all(dim=0)
+        keep = finite & mask.to(finite.device)
+        targets = [p for net in parameters.values() for p in net.values()]
+        for parameter, sample in zip(targets, samples, strict=True):
+            shape = (-1, *[1] * (sample.dim() - 1))
+            parameter.grad_sample = torch.where(keep.view(shape), sample, 0.0)  # type: ignore[attr-defined]
+        self._optimizer.clip_and_accumulate()
+        for parameter in targets:
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+
+    def _step(self) -> None:
+        self._optimizer.add_noise()
+        for parameter in self._optimizer.params:
+            parameter.grad.div_(self._plan.expected_batch)
+        self._optimizer.original_optimizer.step()
+
+
+def per_row_gradients(
+    row_loss: RowLoss, parameters: Parameters, fields: Mapping[str, Tensor]
+) -> Parameters:
+    """Gradient of every row's loss: network -> name -> (B, *parameter shape).
+
+    Args:
+        row_loss: the loss of one row.
+        parameters: of the networks to differentiate; detached here.
+        fields: tensors (B, ...).
+    """
+    plain = {
+        net: {name: p.detach() for name, p in named.items()} for net, named in parameters.items()
+    }
+    gradients: Parameters = vmap(grad(row_loss), in_dims=(None, 0), randomness="different")(
+        plain, dict(fields)
+    )
+    return gradients
+
+
+def call(network: nn.Module, parameters: Mapping[str, Tensor]) -> Callable[..., Tensor]:
+    """The network as a function with other parameters in place of its own."""
+    return lambda *args: functional_call(network, dict(parameters), args)
+
+
+def frozen(network: nn.Module) -> Callable[..., Tensor]:
+    """The network as a function through which gradients flow, but not into its parameters."""
+    return call(network, {name: p.detach() for name, p in network.named_parameters()})
+
+
+_COUPLING = (nn.modules.batchnorm._BatchNorm,)
+
+
+def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
+    """Raises PrivacyError naming every layer that mixes rows of a batch, frozen ones included.
+
+    A batch norm in a network that is not itself trained couples rows just as well: the
+    gradient of a protected network flows through it (measured: 18%, spec/privacy.md 3.2).
+    """
+    found = [
+        f"{net}.{name} ({type(layer).__name__})"
+        for net, network in networks.items()
+        for name, layer in network.named_modules()
+        if isinstance(layer, _COUPLING) or getattr(layer, "track_running_stats", False)
+    ]
+    if found:
+        raise PrivacyError(
+            f"rows of a batch are mixed by {', '.join(found)}. Private training clips row by "
+            "row, which bounds nothing if rows depend on each other. Set model.norm: group"
+        )
+
+
+def check_rows_independent(
+    losses: Callable[[Mapping[str, Tensor]], Tensor], fields: Mapping[str, Tensor]
+) -> None:
+    """Perturbs one row at a time; every other row's loss must stay bit-equal.
+
+    Args:
+        losses: batch fields (B, ...) -> per-row losses (B,), as used in training.
+        fields: a batch of at least 2 rows with floating-point tensors.
+
+    Raises:
+        PrivacyError: names the rows; the layers are named by refuse_coupling_layers.
+    """
+    with torch.no_grad():
+        before = losses(fields)
+        for row in range(len(before)):
+            moved = {k: v.clone() for k, v in fields.items()}
+            for value in moved.values():
+                if value.is_floating_point():
+                    value[row] = value[row].flip(-1) * 0.5 + 0.1
+            after = losses(moved)
+            others = torch.arange(len(before)) != row
+            shift = (after - before)[others].abs()
+            if not torch.equal(after[others], before[others]):
+                raise PrivacyError(
+                    f"row {row} changed the loss of other rows by up to {float(shift.max()):.3g}. "
+                    "Private training needs independent rows. Use group norm, and no loss that "
+                    "compares rows of a batch"
+                )
+
+
+def parameter_names(networks: Mapping[str, nn.Module], which: Sequence[str]) -> tuple[str, ...]:
+    """Names of the tensors that leave a support agent: "F.head.weight", ..."""
+    return tuple(f"{net}.{name}" for net in which for name, _ in networks[net].named_parameters())

@@ -1,0 +1,48 @@
+"""Labels for rows that have none."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def sharpen(probs: Tensor, sharpness: float) -> Tensor:
+    """Make a distribution more decided. Fan et al., Eq. 2, where sharpness is Z > 1.
+
+    Args:
+        probs: (B, C), rows sum to 1.
+
+    >>> sharpen(torch.tensor([[0.8, 0.2]]), 2.0)
+    tensor([[0.9412, 0.0588]])
+    """
+    powered = probs**sharpness
+    return powered / powered.sum(dim=1, keepdim=True)
+
+
+@torch.no_grad()
+def guess_labels(
+    classify: Callable[[Tensor], Tensor],
+    x: Tensor,
+    *,
+    augment: Callable[[Tensor, torch.Generator], Tensor],
+    views: int,
+    sharpness: float,
+    rng: torch.Generator,
+    chunk: int = 512,
+) -> Tensor:
+    """Pseudo-labels: the mean prediction over augmented views, sharpened. Fan et al., 3.3, Eq. 2.
+
+    Args:
+        classify: (B, *shape) -> (B, C) logits.
+        x: rows (N, *shape) in [-1, 1].
+        views: K of the paper, >= 1.
+        chunk: rows per forward pass.
+
+    Returns:
+        (N, C), rows sum to 1.
+    """
+    guesses = []
+    for part in x.split(chunk):
+        predictions = [classify(augment(part, rng)).softmax(dim=1) for _ in range(views)]
+        guesses.append(torch.stack(predictions).mean(dim=0))
+    return sharpen(torch.cat(guesses), sharpness)

@@ -1,0 +1,172 @@
+"""The sections of a config file, as frozen dataclasses: what may be asked, and what is default.
+
+``config.py`` reads YAML and the command line into these and collects every problem; here is
+only what a value means, its range, and which values exclude each other. The ``algorithm``
+section is not here: it is the ``Config`` of the algorithm it names.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+strict = ConfigDict(extra="forbid", strict=True)
+
+Network = Literal["F", "G", "D"]
+PartitionName = Literal["iid", "dirichlet", "classes_per_agent", "round_robin", "imbalanced"]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Problem(NamedTuple):
+    """One thing wrong with a config: the key within its section, and what to do about it."""
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True, config=strict)
+class RunSettings:
+    """How a run is carried out; nothing here but ``seed`` may change a trained bit."""
+
+    name: str = ""  # empty: the name of the config file
+    seed: Count = 0
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
+    output: str = ""  # empty: runs/NAME-SEED
+    overwrite: bool = False
+    evaluate_every: Positive = 1  # rounds
+    checkpoint_every: Positive = 10  # rounds; Ctrl-C writes one too
+    images_every: Positive = 10  # rounds between pictures in TensorBoard
+    check_wire: bool = False  # pack every message to bytes and back, as a network would
+
+
+@dataclass(frozen=True, config=strict)
+class DataSettings:
+    """Which rows there are and who holds them. One rule for unlabelled rows, one for labelled."""
+
+    name: Literal[
+        "digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "npz", "toy"
+    ] = "digits"
+    root: str = ""  # empty: $PRIVSSL_DATA, else ~/.cache/privssl/data; npz: the file
+    labels: Literal["support", "labels-at-server", "labels-at-client"] = "support"
+    labelled: Positive = 100  # rows with labels, over all agents that hold labels
+    unlabelled: Positive | None = None  # rows without; all the others when absent
+    stratified: bool = True  # equally many labelled rows of each class
+    validation: Count = 0  # labelled training rows kept out of every agent, to choose settings on
+    partition: PartitionName = "iid"
+    alpha: Rate | None = None  # dirichlet: small is skewed
+    k: Positive | None = None  # classes_per_agent
+    labelled_partition: PartitionName | None = None  # absent: as `partition`
+    labelled_alpha: Rate | None = None
+    labelled_k: Positive | None = None
+    split: str = ""  # a split.json to replay instead of drawing one
+    image_size: Positive | None = None  # image_folder: rows are resized to this square
+
+    def problems(self) -> Iterator[Problem]:
+        """Partition rules without their number, and numbers without their rule."""
+        for kind, rule, alpha, k in (
+            ("", self.partition, self.alpha, self.k),
+            ("labelled_", self.labelled_partition, self.labelled_alpha, self.labelled_k),
+        ):
+            for number, name, value in (("alpha", "dirichlet", alpha), ("k", "classes_per_agent", k)):
+                if rule == name and value is None:
+                    yield Problem(f"{kind}{number}", f"missing: {kind}partition {name} needs it")
+                if rule != name and value is not None:
+                    yield Problem(f"{kind}{number}", f"has no effect: it belongs to {name}")
+        if self.name in ("npz", "image_folder") and not self.root:
+            yield Problem("root", f"missing: {self.name} reads it")
+
+
+@dataclass(frozen=True, config=strict)
+class AgentSettings:
+    """How many agents of each kind. A labelled server is added by labels-at-server."""
+
+    support: Count = 0  # labels only
+    query: Count = 0  # no labels
+    mixed: Count = 0  # both kinds: labels-at-client, the paper's general setting (5.5)
+
+
+@dataclass(frozen=True, config=strict)
+class ModelSettings:
+    """The classifier F. The generator and discriminator belong to the algorithm's section."""
+
+    name: Literal["small_cnn", "lenet"] = "small_cnn"
+    width: Positive = 16  # channels of the first convolution
+    norm: Literal["group", "batch", "none"] = "group"
+
+
+@dataclass(frozen=True, config=strict)
+class PrivacySettings:
+    """What is promised for each labelled row of a support agent, and how it is paid for.
+
+    ``noise_multiplier`` and ``visits`` are two ways to fix one plan: leave the noise out and it
+    is calibrated so that all visits fit the budget; give it and support agents are visited
+    until the budget is spent.
+    """
+
+    epsilon: float  # budget of each support agent; 0: no labelled row is ever read
+    delta: float = 1e-5  # chance that the bound fails, per row; below 1 / rows
+    update_at_support: tuple[Network, ...] = ("F",)  # networks that a support agent trains
+    protect: tuple[Network, ...] = ("F",)  # networks trained privately there
+    noise_multiplier: float | None = None  # noise std / clip norm
+    clip_norm: float = 1.0  # largest l2 norm of one row's gradient over all protected networks
+    sample_rate: float = 0.1  # chance that a row is in a batch; 1.0: every row, every step
+    steps: Positive = 10  # private steps of one visit
+    visits: Positive | None = None  # planned visits of each support agent; absent: every round
+    learning_rate: Rate = 0.5  # of plain SGD on the noisy mean gradient
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    views: Positive = 1  # augmented views of a row, averaged inside the row before clipping
+    acknowledge_unsound: bool = False  # needed by the published scope
+    record_counts: Literal["public", "private"] = "public"
+
+    @property
+    def scope(self) -> Literal["sound", "as_published"]:
+        """Computed, never set. Sound: all that a support agent trains is protected."""
+        return "sound" if set(self.update_at_support) <= set(self.protect) else "as_published"
+
+    def problems(self) -> Iterator[Problem]:
+        """Every reason why these numbers cannot carry a claim. spec/privacy.md 1.3, 2.2."""
+        if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
+            yield Problem(
+                "epsilon",
+                f"{self.epsilon}: give a number >= 0 (0: no labelled row is ever read), or leave "
+                "the privacy section out for a run without privacy",
+            )
+        if not 0 < self.delta < 1:
+            yield Problem("delta", f"{self.delta}: give a number in (0, 1), well below 1 / rows")
+        if self.noise_multiplier is not None and not 0.2 <= self.noise_multiplier <= 1e4:
+            yield Problem(
+                "noise_multiplier",
+                f"{self.noise_multiplier}: give 0.2 to 10000, or leave it out and it is "
+                "calibrated from epsilon (below 0.2 no useful bound exists)",
+            )
+        if not 0 < self.sample_rate <= 1:
+            yield Problem("sample_rate", f"{self.sample_rate}: it is a probability in (0, 1]")
+        if not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
+            yield Problem("clip_norm", f"{self.clip_norm}: give a number > 0")
+        yield from self._scope_problems()
+
+    def _scope_problems(self) -> Iterator[Problem]:
+        for key in ("update_at_support", "protect"):
+            networks = getattr(self, key)
+            if not networks or len(set(networks)) != len(networks):
+                yield Problem(key, f"{list(networks)}: name each network once, at least one")
+        update, protect = set(self.update_at_support), set(self.protect)
+        if protect - update:
+            yield Problem("protect", f"{sorted(protect - update)} is not in update_at_support")
+        elif update - protect and (update, protect) != ({"F", "D", "G"}, {"G"}):
+            yield Problem(
+                "protect",
+                f"{sorted(update - protect)} would be trained at support agents without "
+                "protection. Add to protect, or remove from update_at_support",
+            )
+        elif update - protect and not self.acknowledge_unsound:
+            yield Problem(
+                "protect",
+                "[G] alone, with F and D trained unprotected, is the published scheme and "
+                "guarantees nothing for any row. Set acknowledge_unsound: true to reproduce it, "
+                "or protect: [F, D, G]",
+            )

@@ -1,0 +1,251 @@
+"""Where the numbers and pictures of a run go: TensorBoard, a CSV file, the screen.
+
+All three take the same record once per round. What is drawn or written for rounds that a
+resumed run does again replaces what was there: TensorBoard purges by step, the CSV file is cut.
+``metrics.csv`` has only what the seed determines, so that a resumed run ends with the very
+same bytes; wall-clock values (``time/*``) go to TensorBoard and the screen alone.
+"""
+
+import csv
+import io
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from privssl import durable
+from privssl.errors import RunFolderError
+
+Image = NDArray[np.uint8]  # (H, W) or (H, W, 3)
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """The numbers of one round: ``round`` counts from 1 to ``total``; values by TensorBoard tag."""
+
+    round: int
+    total: int
+    phase: str
+    values: Mapping[str, float]
+
+
+class Tracker(Protocol):
+    """Takes records and pictures in the order of rounds. Raises RunFolderError when it cannot."""
+
+    def round(self, record: RoundRecord) -> None: ...
+    def images(self, round_number: int, tag: str, image: Image) -> None: ...
+    def close(self) -> None: ...
+
+
+class TensorBoardTracker:
+    """Event files in a folder; the x-axis is the round.
+
+    Args:
+        folder: ``tensorboard`` of the run.
+        resume_after: the last round that stays when a run goes on; later points vanish.
+    """
+
+    def __init__(self, folder: Path, resume_after: int | None = None) -> None:
+        # Imported here: it takes a second, and a run without TensorBoard should not wait.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = folder
+        purge = None if resume_after is None else resume_after + 1
+        with durable.writing(folder):
+            writer: Any = SummaryWriter(str(folder), purge_step=purge)
+            self._writer = writer
+
+    def round(self, record: RoundRecord) -> None:
+        with durable.writing(self._folder):
+            for tag, value in record.values.items():
+                self._writer.add_scalar(tag, value, record.round)
+            # Each round: a killed run must not miss points of rounds that a checkpoint has.
+            self._writer.flush()
+
+    def images(self, round_number: int, tag: str, image: Image) -> None:
+        with durable.writing(self._folder):
+            layout = "HW" if image.ndim == 2 else "HWC"
+            self._writer.add_image(tag, image, round_number, dataformats=layout)
+            self._writer.flush()
+
+    def close(self) -> None:
+        with durable.writing(self._folder):
+            self._writer.close()
+
+
+class CsvTracker:
+    """A line per round, written out at once. The columns are those of the first record.
+
+    A value that appears later gets a new column at the right, for which the file is rewritten
+    in one step; lines without it are empty there.
+
+    Args:
+        path: ``metrics.csv`` of the run.
+        resume_after: the last round that stays when a run goes on; absent, a file that is
+            there already is replaced.
+    """
+
+    def __init__(self, path: Path, resume_after: int | None = None) -> None:
+        self._path = path
+        self._columns: list[str] = []
+        self._file: TextIO | None = None
+        if resume_after is not None:
+            self.truncate(resume_after)
+        else:
+            with durable.writing(path):
+                path.unlink(missing_ok=True)
+
+    def truncate(self, after_round: int) -> None:
+        """Drop the lines of all later rounds, and a torn last line, to write them again."""
+        self.close()
+        header, rows = self._read()
+        self._columns = header[1:]
+        if header:
+            self._rewrite([row for row in rows if int(row[0]) <= after_round])
+
+    def round(self, record: RoundRecord) -> None:
+        values = {k: _text(v) for k, v in record.values.items() if not k.startswith("time/")}
+        new = [name for name in values if name not in self._columns]
+        if new or self._file is None:
+            self.close()
+            rows = self._read()[1]
+            self._columns += new
+            self._rewrite(rows)
+            with durable.writing(self._path):
+                self._file = self._path.open("a", encoding="utf-8", newline="")
+        with durable.writing(self._path):
+            cells = [values.get(name, "") for name in self._columns]
+            self._file.write(_lines([[str(record.round), *cells]]))
+            self._file.flush()
+
+    def images(self, round_number: int, tag: str, image: Image) -> None:
+        """Pictures have no place in a CSV file."""
+
+    def close(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            with durable.writing(self._path):
+                file.close()
+
+    def _read(self) -> tuple[list[str], list[list[str]]]:
+        """Header and complete lines. What a killed write left behind the last newline is cut."""
+        try:
+            text = self._path.read_text(encoding="utf-8")
+            lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
+        except FileNotFoundError:
+            lines = []
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise RunFolderError(f"{self._path}: cannot be read: {error}") from error
+        header, *rows = lines or [[]]
+        for number, row in enumerate(rows, start=2):
+            if not row or not row[0].isdecimal() or len(row) != len(header):
+                raise RunFolderError(
+                    f"{self._path}, line {number}: not a line of this file. Mend or delete it"
+                )
+        return header, rows
+
+    def _rewrite(self, rows: Iterable[list[str]]) -> None:
+        width = len(self._columns) + 1
+        padded = [row + [""] * (width - len(row)) for row in rows]
+        with durable.writing(self._path):
+            text = _lines([["round", *self._columns], *padded])
+            durable.replace(self._path, text.encode())
+
+
+def _text(value: float) -> str:
+    """The shortest text that reads back as the same number."""
+    return str(int(value)) if isinstance(value, int) else repr(float(value))
+
+
+def _lines(rows: Iterable[list[str]]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(rows)
+    return buffer.getvalue()
+
+
+class ProgressTracker:
+    """A bar on a terminal; elsewhere a line now and then.
+
+    Args:
+        total: rounds of the whole run.
+        resume_after: the last round of an earlier session; time left is told without it.
+        stream: where to; standard error, because standard output may carry results.
+        every_s: seconds between two plain lines. The first and last round always have one.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        resume_after: int | None = None,
+        stream: TextIO | None = None,
+        every_s: float = 10.0,
+    ) -> None:
+        self._total = total
+        self._before = resume_after or 0
+        self._stream = stream or sys.stderr
+        self._every_s = every_s
+        self._started = time.monotonic()
+        self._printed = -float("inf")
+        self._latest: dict[str, float] = {}
+        self._bar: Progress | None = None
+        if self._stream.isatty():
+            self._bar = Progress(
+                TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=Console(file=self._stream),
+            )
+            self._task = self._bar.add_task("starting", total=total, completed=self._before)
+            self._bar.start()
+
+    def round(self, record: RoundRecord) -> None:
+        self._latest.update(record.values)
+        note = self._note(record.phase)
+        with durable.writing(Path("standard error")):
+            if self._bar is not None:
+                self._bar.update(self._task, completed=record.round, description=note)
+            else:
+                self._line(record.round, note)
+
+    def images(self, round_number: int, tag: str, image: Image) -> None:
+        """A terminal shows no pictures."""
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _note(self, phase: str) -> str:
+        parts = [phase]
+        if "test/accuracy" in self._latest:
+            parts.append(f"test accuracy {self._latest['test/accuracy']:.4f}")
+        left = [v for k, v in self._latest.items() if k.startswith("dp/budget_left/")]
+        if left:
+            parts.append(f"epsilon left {min(left):.2f}")
+        return ", ".join(parts)
+
+    def _line(self, round_number: int, note: str) -> None:
+        now = time.monotonic()
+        ends = round_number in (self._before + 1, self._total)
+        if not ends and now - self._printed < self._every_s:
+            return
+        self._printed = now
+        elapsed = now - self._started
+        left = elapsed / (round_number - self._before) * (self._total - round_number)
+        times = f"{_clock(elapsed)} elapsed, {_clock(left)} left"
+        print(f"round {round_number}/{self._total}: {note}, {times}", file=self._stream)
+        self._stream.flush()
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,107 @@
+"""The server's view: who is there, and the four verbs of every algorithm.
+
+``ask`` sends one step to one agent, ``ask_each`` the same to several at once, ``sample`` draws
+who takes part, ``rng`` gives randomness of the server's own. *In sequence* is a loop around
+``ask``; *in parallel* is ``ask_each``. The world sees references and replies, never an agent.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from privssl.agents import AgentRef, Seat
+from privssl.engines import Call, Engine, Step
+from privssl.messages import Message, Reply, payload_bytes
+from privssl.seeds import stream
+
+Roster = tuple[AgentRef, ...]
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Where a run is. Numbers count from 1; round 0 is the start, before the first."""
+
+    number: int
+    phase: str = "train"
+    number_in_phase: int = 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of all messages since the last round began: up from the agents, down to them."""
+
+    up: int = 0
+    down: int = 0
+
+
+class World:
+    """Rosters and verbs for one run over one engine."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self._engine = engine
+        self._seed = seed
+        self.agents: Roster = tuple(engine.roster())
+        self.server = next((a for a in self.agents if a.seat is Seat.SERVER), None)
+        self.support: Roster = tuple(a for a in self.agents if a.role in ("support", "mixed"))
+        self.query: Roster = tuple(a for a in self.agents if a.role in ("query", "mixed"))
+        self.begin(Round(0))
+
+    def begin(self, now: Round) -> None:
+        """Enter a round: visits are counted, and notes and traffic collected, from here."""
+        self.round = now
+        self.traffic = Traffic()
+        self.silences = 0
+        self.notes: dict[str, list[float]] = {}
+        self._visits: Counter[tuple[str, str]] = Counter()
+
+    def ask(self, whom: AgentRef, step: Step[M], message: Message) -> Reply[M]:
+        """One agent does one step."""
+        return self.ask_each((whom,), step, message)[0]
+
+    def ask_each(
+        self,
+        whom: Sequence[AgentRef],
+        step: Step[M],
+        message: Message | Callable[[AgentRef], Message],
+    ) -> list[Reply[M]]:
+        """Several agents do one step, in parallel where the engine can.
+
+        ``message`` is one message for all, or a function from the agent to its own. Replies
+        come in the order of ``whom``, silences included.
+        """
+        calls = []
+        for agent in whom:
+            self._visits[agent.id, step.__name__] += 1
+            content = message if isinstance(message, Message) else message(agent)
+            visit = self._visits[agent.id, step.__name__]
+            calls.append(Call(agent, step, content, self.round.number, visit))
+        replies: list[Reply[M]] = self._engine.deliver(calls)
+        self.traffic = Traffic(
+            self.traffic.up + sum(payload_bytes(reply.content) for reply in replies),
+            self.traffic.down + sum(payload_bytes(call.message) for call in calls),
+        )
+        self.silences += sum(reply.silent for reply in replies)
+        for reply in replies:
+            for name, value in reply.notes.items():
+                self.notes.setdefault(name, []).append(value)
+        return replies
+
+    def sample(self, roster: Roster, n: int | None) -> Roster:
+        """n agents without replacement, in roster order; all when n is None or larger."""
+        if n is None:
+            return roster
+        chosen = torch.randperm(len(roster), generator=self.rng("sample"))[:n].tolist()
+        return tuple(roster[i] for i in sorted(chosen))
+
+    def rng(self, purpose: str) -> torch.Generator:
+        """The server's generator for one purpose in this round."""
+        return stream(self._seed, self.round.number, "world", purpose)
+
+    def mean_notes(self) -> Mapping[str, float]:
+        """What agents noted in this round, averaged over those who noted it."""
+        return {name: sum(v) / len(v) for name, v in sorted(self.notes.items())}
+

@@ -1,0 +1,23 @@
+"""Settings that every test shares: one thread, one answer, no window, no surprises in time.
+
+The environment is set before torch and matplotlib are imported, because both read it once.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["MPLBACKEND"] = "Agg"
+
+import torch
+from hypothesis import settings
+
+# More threads would change the order of sums, and with it the last bits of a result.
+torch.set_num_threads(1)
+# An operation that cannot promise the same bits twice raises instead of passing by luck.
+torch.use_deterministic_algorithms(True)
+
+# No deadline: the machine that runs the tests may be doing something else. In CI the examples
+# are the same every time, so that a red run can be repeated; elsewhere they are fresh ones.
+settings.register_profile("privssl", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("privssl")

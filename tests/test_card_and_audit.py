@@ -1,0 +1,442 @@
+"""The privacy card says what is true, and the audit notices when it does not.
+
+The runs here are real ledgers written by real accounts; only the training in between is left
+out. Each way of lying is a control: the honest run passes the same audit.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accounting import verify
+from accounting.accountants import epsilon, rdp_epsilon
+from accounting.budget import Budget, Guarantee, rounded_up
+from accounting.events import Composed, Event, PureEpsilon, SampledGaussian, Unprotected
+from accounting.ledger import Account, AccountPlan
+from privssl.audit import main
+from privssl.card import (
+    AgentSpend,
+    Release,
+    attack_bounds,
+    guarantee_sentence,
+    privacy_card,
+    render_markdown,
+)
+from privssl.errors import PrivacyError
+
+VISIT = SampledGaussian(noise_multiplier=8.0, sample_rate=1.0, steps=5)
+RELEASES: list[Release] = [
+    ("F", "covered", "trained with clipping and noise"),
+    ("row count", "post-processing", "public under zero_out"),
+]
+AS_PUBLISHED: list[Release] = [
+    ("F", "not covered", "trained without noise"),
+    ("G", "not covered", "its gradients flow | through F"),
+]
+
+
+def plan(agent: str, **changes: Any) -> AccountPlan:
+    usual = AccountPlan(
+        agent=agent,
+        budget=Budget(epsilon=8.0, delta=1e-5),
+        scope="sound",
+        update=("F",),
+        protect=("F",),
+        event=VISIT,
+        n_public=34,
+    )
+    return replace(usual, **changes)
+
+
+def as_published(agent: str) -> AccountPlan:
+    event = Composed((VISIT, Unprotected("F and D are trained without noise")))
+    return plan(agent, scope="as_published", update=("F", "D", "G"), protect=("G",), event=event)
+
+
+def card_of(accounts: Sequence[AgentSpend], **changes: Any) -> dict[str, Any]:
+    scope = accounts[0][1].scope if accounts else "sound"
+    usual: dict[str, Any] = {
+        "scope": scope,
+        "delta": 1e-5,
+        "releases": RELEASES if scope == "sound" else AS_PUBLISHED,
+        "algorithm": "fedssl",
+        "dataset": "digits",
+    }
+    return privacy_card(accounts, **{**usual, **changes})
+
+
+def write_run(
+    run: Path,
+    visits: dict[str, int],
+    make_plan: Callable[[str], AccountPlan] = plan,
+    card_events: Callable[[tuple[Event, ...]], Sequence[Event]] = tuple,
+) -> dict[str, Any]:
+    """A run folder: a ledger for each agent with so many visits, and the card."""
+    accounts: list[AgentSpend] = []
+    for agent, count in visits.items():
+        account = Account.open(run / "ledger" / f"{agent}.jsonl", make_plan(agent), resume=False)
+        for number in range(count):
+            with account.spend(account.plan.event, visit=f"round {number}"):
+                pass
+        accounts.append((agent, account.plan, card_events(account.events), account.head))
+        account.close()
+    card = card_of(accounts)
+    write_card(run, card)
+    return card
+
+
+def write_card(run: Path, card: dict[str, Any]) -> None:
+    (run / "privacy.json").write_text(json.dumps(card, allow_nan=False))
+
+
+# --- the card ----------------------------------------------------------------------------------
+
+
+def test_the_claim_is_the_agent_that_spent_most_and_never_a_sum() -> None:
+    card = card_of(
+        [("s0", plan("s0"), [VISIT] * 3, "a" * 64), ("s1", plan("s1"), [VISIT], "b" * 64)]
+    )
+    three, one = epsilon([VISIT] * 3, 1e-5), epsilon([VISIT], 1e-5)
+    assert [entry["epsilon"]["value"] for entry in card["agents"]] == pytest.approx([three, one])
+    assert card["guarantee"]["epsilon"] == card["epsilon"]["overall"] == pytest.approx(three)
+    assert card["guarantee"]["covers"] == ["F", "row count"]
+    assert card["epsilon"]["person_across_agents"] == pytest.approx(epsilon([VISIT] * 4, 1e-5))
+    assert card["epsilon"]["paper_sum"] == pytest.approx(4 * one)
+    assert card["nominal_epsilon"] is None
+    assert card["agents"][0]["visits"] == 3
+    json.dumps(card, allow_nan=False)
+
+
+def test_the_three_ways_to_add_up_are_those_of_the_specification() -> None:
+    # spec/privacy.md S5: q 16/34, sigma 4, 10 steps, 3 agents, 20 rounds: the paper's sum is
+    # 103.4; one agent composed is 8.21 by PLD and 8.95 by RDP at dp-accounting's orders; all
+    # composed as one data set 16.1 and 17.8. Opacus' fractional orders are tighter.
+    event = SampledGaussian(noise_multiplier=4.0, sample_rate=16 / 34, steps=10)
+    generous = Budget(epsilon=200.0, delta=1e-5)
+    card = card_of(
+        [
+            (a, plan(a, event=event, budget=generous), [event] * 20, "a" * 64)
+            for a in ("s0", "s1", "s2")
+        ]
+    )
+    assert 8.21 < card["guarantee"]["epsilon"] < 8.95
+    assert 16.1 < card["epsilon"]["person_across_agents"] < 17.8
+    assert card["epsilon"]["paper_sum"] == pytest.approx(103.4, abs=0.05)
+    if verify.available():  # the same numbers by PLD are 8.21
+        assert card["agents"][0]["epsilon"]["pld_lower"] == pytest.approx(8.21, abs=0.02)
+        assert card["agents"][0]["epsilon"]["pld_upper"] == pytest.approx(8.21, abs=0.01)
+
+
+def test_the_sentence_of_a_guarantee_names_unit_neighbours_observer_and_exclusions() -> None:
+    sentence = guarantee_sentence(card_of([("s0", plan("s0"), [VISIT] * 3, "a" * 64)]))
+    three = epsilon([VISIT] * 3, 1e-5)
+    assert f"({rounded_up(three)}, 1e-05)-DP" in sentence
+    for words in (
+        "for every support agent",
+        "one labelled record",
+        "controls the server, all query agents and all other support agents",
+        "no trusted aggregator",
+        "Not covered: data of query agents, people with more than one record, timing",
+    ):
+        assert words in sentence
+
+
+def test_a_printed_epsilon_is_never_rounded_down() -> None:
+    for number in (0.0, 1e-9, 7.61231, 7.6123, 1.00005, 12.99995, 1 / 3):
+        assert number <= float(rounded_up(number)) <= number + 1e-4 + 1e-9
+
+
+def test_the_published_scheme_gets_a_nominal_number_and_no_guarantee() -> None:
+    published = as_published("s0")
+    card = card_of([("s0", published, [published.event] * 3, "a" * 64)])
+    nominal = epsilon([VISIT] * 3, 1e-5)
+    assert card["guarantee"] is None
+    assert card["nominal_epsilon"] == pytest.approx(nominal)
+    assert card["attack_bounds"] is None
+    assert card["kind"] == card["agents"][0]["epsilon"]["kind"] == "nominal"
+    sentence = guarantee_sentence(card)
+    assert sentence.startswith(f"NOMINAL epsilon = {rounded_up(nominal)}")
+    assert sentence.endswith("There is no differential-privacy guarantee for any record.")
+    assert "F and D are trained on the labelled records without noise" in sentence
+    page = render_markdown(card)
+    assert "GUARANTEE:" not in page
+    assert "is right at most" not in page
+    for line in page.splitlines():  # every epsilon on the page is called nominal
+        assert "epsilon" not in line.lower() or "nominal" in line.lower()
+
+
+def test_a_run_without_privacy_says_that_nothing_is_guaranteed() -> None:
+    assert "nothing is guaranteed for any record" in guarantee_sentence(None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"releases": [("F", "not covered", "")]}, "not covered"),
+        ({"releases": []}, "not covered"),
+        ({"scope": "as_published"}, "scope sound"),
+        ({"delta": 1e-6}, "delta"),
+    ],
+)
+def test_a_card_that_contradicts_its_accounts_is_refused(changes: Any, why: str) -> None:
+    with pytest.raises(PrivacyError, match=why):
+        card_of([("s0", plan("s0"), [VISIT], "a" * 64)], **changes)
+
+
+def test_a_card_needs_each_agent_once_and_one_kind_of_plan() -> None:
+    account: AgentSpend = ("s0", plan("s0"), [VISIT], "a" * 64)
+    for accounts in ([], [account, account], [("s1", *account[1:])]):
+        with pytest.raises(PrivacyError):
+            card_of(accounts)
+    other = plan("s1", update=("G",), protect=("G",))
+    with pytest.raises(PrivacyError, match="differ"):
+        card_of([account, ("s1", other, [VISIT], "b" * 64)])
+    published = as_published("s0")
+    with pytest.raises(PrivacyError, match="nothing it sends is covered"):
+        card_of([("s0", published, [], "a" * 64)], releases=[("G", "covered", "noise")])
+
+
+def test_the_bounds_on_attacks_are_those_of_the_specification() -> None:
+    # spec/privacy.md S12: epsilon 4, 8, 16 at delta 1e-5.
+    for eps, accuracy, rate in [(4.0, 0.982, 0.55), (8.0, 0.9997, 1.0), (16.0, 1.0, 1.0)]:
+        bounds = attack_bounds(eps, 1e-5)
+        assert bounds["balanced_accuracy"] == pytest.approx(accuracy, abs=5e-4)
+        assert bounds["tpr_at_1_percent_fpr"] == pytest.approx(rate, abs=5e-3)
+    nothing = attack_bounds(0.0, 1e-5)  # a coin: right half of the time, 1% at 1%
+    assert nothing["balanced_accuracy"] == pytest.approx(0.5, abs=1e-5)
+    assert nothing["tpr_at_1_percent_fpr"] == pytest.approx(0.01, abs=2e-5)
+    assert attack_bounds(math.inf, 1e-5)["balanced_accuracy"] == 1.0
+
+
+def test_the_page_for_people_holds_every_release_and_exclusion() -> None:
+    releases: list[Release] = [*RELEASES, ("log | line", "not covered", "a\nb")]
+    card = card_of([("s0", plan("s0"), [VISIT], "a" * 64)], releases=releases)
+    page = render_markdown(card)
+    assert card["sentence"] in page
+    assert "| log / line | not covered | a b |" in page
+    assert all(sentence in page for sentence in card["not_protected"])
+    assert "% of the members at 1% false alarms" in page
+
+
+def test_without_the_second_library_the_card_says_why_there_are_no_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verify, "available", lambda: False)
+    event = SampledGaussian(noise_multiplier=2.0, sample_rate=16 / 34, steps=1)
+    card = card_of([("s0", plan("s0", event=event), [event], "a" * 64)])
+    numbers = card["agents"][0]["epsilon"]
+    assert numbers["pld_lower"] is None
+    assert "pip install privssl[verify]" in numbers["why_no_bounds"]
+    assert 1.30248870 <= numbers["prv"] <= 1.30248870 + 0.02  # exact value of one sampled step
+
+
+# --- the audit ---------------------------------------------------------------------------------
+
+
+def test_an_honest_run_is_consistent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    card = write_run(tmp_path, {"s0": 3, "s1": 2})
+    assert main([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "CONSISTENT" in shown
+    assert rounded_up(card["guarantee"]["epsilon"]) in shown
+
+
+def test_a_run_with_mixed_events_is_consistent(tmp_path: Path) -> None:
+    census = Composed((PureEpsilon(0.5, 1), SampledGaussian(4.0, 0.4, 5)))
+    write_run(tmp_path, {"s0": 2}, lambda agent: plan(agent, event=census))
+    assert main([str(tmp_path)]) == 0
+
+
+def test_a_run_that_never_read_a_row_is_consistent_at_epsilon_zero(tmp_path: Path) -> None:
+    card = write_run(tmp_path, {"s0": 0}, lambda a: plan(a, budget=Budget(0.0, 1e-5)))
+    assert card["guarantee"]["epsilon"] == 0
+    assert main([str(tmp_path)]) == 0
+
+
+def test_the_json_report_is_for_machines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, {"s0": 3})
+    assert main([str(tmp_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"] == "consistent"
+    [agent] = report["agents"]
+    assert agent["recomputed"] == pytest.approx(epsilon([VISIT] * 3, 1e-5))
+    assert agent["method"] == "exact"
+    assert agent["problems"] == []
+    if verify.available():
+        assert agent["pld_lower"] <= agent["recomputed"] <= agent["pld_upper"] + 1e-3
+
+
+def lie(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda card: card.update(changes)
+
+
+def lower_everything(card: dict[str, Any]) -> None:
+    """Claim 1% less everywhere, sentence included: only recomputation can tell."""
+    for entry in card["agents"]:
+        entry["epsilon"]["value"] *= 0.99
+    card["epsilon"]["overall"] *= 0.99
+    card["guarantee"]["epsilon"] *= 0.99
+    card["sentence"] = guarantee_sentence(card)
+
+
+LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "claims one percent less": (lower_everything, "the card claims"),
+    "claims a little less for the agent that spent less": (
+        lambda card: card["agents"][1]["epsilon"].update(value=0.9995 * epsilon([VISIT] * 2, 1e-5)),
+        "s1: the card claims epsilon",
+    ),
+    "says a smaller number in words": (lie(sentence="GUARANTEE: (0.1, 1e-05)-DP"), "sentence"),
+    "claims less for all than for one": (
+        lambda card: card["epsilon"].update(overall=0.1),
+        "for all",
+    ),
+    "names another delta": (lie(delta=1e-9), "delta"),
+    "names another scope": (lie(scope="as_published"), "contradict"),
+    "guarantees a person": (lambda card: card["guarantee"].update(unit="person"), "unit"),
+    "names another ledger": (
+        lambda c: c["agents"][0].update(ledger_head="f" * 64),
+        "another ledger",
+    ),
+    "leaves an agent out": (lambda card: card["agents"].pop(), "does not name it"),
+    "names an agent without ledger": (
+        lambda card: card["agents"].append({**card["agents"][0], "agent": "s9"}),
+        "its ledger is missing",
+    ),
+    "forgets a network": (lie(update=["F", "G"]), "update"),
+    "drops the guarantee": (lie(guarantee=None, nominal_epsilon=1.0), "contradict"),
+}
+
+
+@pytest.mark.parametrize("how", LIES)
+def test_a_card_that_lies_is_violated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    card = write_run(tmp_path, {"s0": 3, "s1": 2})
+    change, why = LIES[how]
+    change(card)
+    write_card(tmp_path, card)
+    assert main([str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "VIOLATED" in shown
+    assert why in shown
+
+
+def test_a_card_that_forgets_a_visit_is_violated(tmp_path: Path) -> None:
+    write_run(tmp_path, {"s0": 3}, card_events=lambda events: events[:-1])
+    assert main([str(tmp_path)]) == 1
+
+
+def test_noise_shrunk_in_a_ledger_is_violated_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, {"s0": 3})
+    ledger = tmp_path / "ledger" / "s0.jsonl"
+    honest = ledger.read_bytes()
+    less = b'{"decimal":"7.92","hex":"' + (7.92).hex().encode() + b'"}'
+    full = b'{"decimal":"8.0","hex":"' + (8.0).hex().encode() + b'"}'
+    assert full in honest
+    ledger.write_bytes(honest.replace(full, less))
+    assert main([str(tmp_path)]) == 1
+    assert "s0: ledger, line 2: " in capsys.readouterr().out
+
+
+def test_a_second_library_that_disagrees_is_violated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, {"s0": 3})
+    truth = rdp_epsilon([VISIT] * 3, 1e-5)
+    monkeypatch.setattr(verify, "available", lambda: True)
+    monkeypatch.setattr(verify, "rdp_epsilon", lambda *_: rdp_epsilon([VISIT] * 3, 1e-5, (2.0,)))
+    monkeypatch.setattr(verify, "pld_bracket", lambda *_: (truth + 0.1, truth + 0.2))
+    assert main([str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "by dp-accounting" in shown
+    assert "certified lower bound" in shown
+
+
+def test_the_published_scheme_has_no_guarantee_to_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, {"s0": 3}, as_published)
+    assert main([str(tmp_path)]) == 4
+    assert "NOMINAL epsilon" in capsys.readouterr().out
+    ledger = tmp_path / "ledger" / "s0.jsonl"
+    ledger.write_bytes(ledger.read_bytes().replace(b"round 0", b"round 9"))
+    assert main([str(tmp_path)]) == 1  # a broken ledger is worse
+
+
+def test_a_run_without_privacy_has_no_guarantee_to_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results.json").write_text("{}")
+    assert main([str(tmp_path)]) == 4
+    assert "nothing is guaranteed" in capsys.readouterr().out
+
+
+def test_a_run_that_has_not_written_its_claim_is_inconclusive(tmp_path: Path) -> None:
+    write_run(tmp_path, {"s0": 3})
+    (tmp_path / "privacy.json").unlink()
+    assert main([str(tmp_path)]) == 3
+
+
+def test_an_unfinished_line_that_would_exceed_the_budget_is_inconclusive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Four visits cost less than the budget and five more than it: the fifth is only half a line.
+    budget = Budget((epsilon([VISIT] * 4, 1e-5) + epsilon([VISIT] * 5, 1e-5)) / 2, 1e-5)
+    write_run(tmp_path, {"s0": 4}, lambda a: plan(a, budget=budget), lambda e: (*e, VISIT))
+    with (tmp_path / "ledger" / "s0.jsonl").open("ab") as file:
+        file.write(b'{"prev":"')
+    assert main([str(tmp_path)]) == 3
+    assert "unfinished line" in capsys.readouterr().out
+
+
+def damaged(text: str) -> Callable[[Path], object]:
+    return lambda run: (run / "privacy.json").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda run: None, "not the folder of a run"),
+        (damaged("{"), "cannot be read"),
+        (damaged('{"a":NaN}'), "NaN"),
+        (damaged('{"a":1,"a":1}'), "twice"),
+        (damaged("{}"), "not a privacy card"),
+        (damaged('{"scope":"sound","guarantee":3,"delta":1,"sentence":""}'), "not a privacy card"),
+    ],
+)
+def test_a_folder_that_cannot_be_audited_is_the_users_mistake_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], why: str
+) -> None:
+    damage(tmp_path)
+    assert main([str(tmp_path)]) == 2
+    shown = capsys.readouterr()
+    assert why in shown.err
+    assert "Traceback" not in shown.err + shown.out
+
+
+def test_the_command_runs_as_a_module_and_offers_no_flag_it_does_not_have(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "privssl.audit", str(tmp_path), "--empirical"],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert "unrecognized arguments: --empirical" in run.stderr
+
+
+def test_a_guarantee_needs_known_neighbours() -> None:
+    with pytest.raises(KeyError):
+        str(Guarantee(1.0, 1e-5, "record", "replace_one", ("F",), "largest agent"))  # type: ignore[arg-type]

@@ -1,0 +1,234 @@
+"""Handing out rows: every row once whatever the rule, and the class mix that each rule promises."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from privssl.data.partition import (
+    ClassesPerAgent,
+    Dirichlet,
+    Iid,
+    Imbalanced,
+    Ints,
+    Partition,
+    RoundRobin,
+    from_settings,
+)
+from privssl.errors import DataError
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def balanced(rows: int, classes: int = 10) -> Ints:
+    return np.arange(rows) % classes
+
+
+def counts(labels: Ints, hands: list[Ints], classes: int = 10) -> Ints:
+    """Rows of each class at each agent, (agents, C)."""
+    return np.array([np.bincount(labels[hand], minlength=classes) for hand in hands])
+
+
+def every_row_once(hands: list[Ints], rows: int) -> bool:
+    return sorted(np.concatenate(hands).tolist()) == list(range(rows))
+
+
+RULES: tuple[Partition, ...] = (
+    Iid(),
+    Dirichlet(0.5),
+    Dirichlet(1e-300),
+    Dirichlet(1e300),
+    RoundRobin(),
+    Imbalanced(),
+)
+
+
+@given(
+    rule=st.sampled_from(RULES),
+    labels=st.lists(st.integers(0, 9), min_size=1, max_size=80),
+    agents=st.integers(1, 15),
+    seed=st.integers(0, 2**32),
+)
+def test_every_row_has_exactly_one_owner(
+    rule: Partition, labels: list[int], agents: int, seed: int
+) -> None:
+    agents = min(agents, len(labels))
+    hands = rule.split(np.array(labels), agents, rng(seed))
+    assert len(hands) == agents
+    assert every_row_once(hands, len(labels))
+    assert all(hand.tolist() == sorted(hand.tolist()) for hand in hands)
+
+
+def test_a_row_that_is_lost_or_doubled_would_be_seen() -> None:
+    assert every_row_once([np.array([0, 2]), np.array([1])], 3)
+    assert not every_row_once([np.array([0, 2]), np.array([1, 2])], 3)
+    assert not every_row_once([np.array([0]), np.array([1])], 3)
+
+
+@given(
+    labels=st.lists(st.integers(0, 6), min_size=7, max_size=80),
+    agents=st.integers(1, 12),
+    k=st.integers(1, 7),
+)
+def test_classes_per_agent_gives_every_row_an_owner_or_says_why_not(
+    labels: list[int], agents: int, k: int
+) -> None:
+    agents, present = min(agents, len(labels)), len(set(labels))
+    if k > present or agents * k < present:
+        with pytest.raises(DataError):
+            ClassesPerAgent(k).split(np.array(labels), agents, rng())
+        return
+    hands = ClassesPerAgent(k).split(np.array(labels), agents, rng())
+    assert every_row_once(hands, len(labels))
+    assert all(len(set(np.array(labels)[hand])) <= k for hand in hands)
+
+
+@pytest.mark.parametrize("rule", [*RULES, ClassesPerAgent(2)], ids=str)
+def test_the_same_generator_gives_the_same_split_and_another_gives_another(rule: Partition) -> None:
+    labels = balanced(200)
+    split = [hand.tolist() for hand in rule.split(labels, 12, rng(3))]
+    assert split == [hand.tolist() for hand in rule.split(labels, 12, rng(3))]
+    assert split != [hand.tolist() for hand in rule.split(labels, 12, rng(4))]
+
+
+@pytest.mark.parametrize("rule", [*RULES, ClassesPerAgent(2)], ids=str)
+def test_more_agents_than_rows_is_refused(rule: Partition) -> None:
+    with pytest.raises(DataError, match="6 agents are to share 5 rows"):
+        rule.split(balanced(5), 6, rng())
+
+
+# Iid ----------------------------------------------------------------------------------------
+
+
+@given(
+    labels=st.lists(st.integers(0, 4), min_size=1, max_size=60),
+    agents=st.integers(1, 9),
+    seed=st.integers(0, 2**32),
+)
+def test_iid_agents_differ_by_at_most_one_row_in_all_and_in_each_class(
+    labels: list[int], agents: int, seed: int
+) -> None:
+    agents = min(agents, len(labels))
+    table = counts(np.array(labels), Iid().split(np.array(labels), agents, rng(seed)), 5)
+    assert np.ptp(table.sum(axis=1)) <= 1
+    assert np.ptp(table, axis=0).max() <= 1
+
+
+# Dirichlet ----------------------------------------------------------------------------------
+
+
+def test_a_tiny_alpha_gives_each_class_to_one_agent() -> None:
+    labels = balanced(1000)
+    table = counts(labels, Dirichlet(1e-9).split(labels, 4, rng()))
+    # At most 3 agents can be left without a class, and get one row each.
+    assert ((table > 1).sum(axis=0) == 1).all()
+
+
+@pytest.mark.parametrize("alpha", [1e9, 1e300])
+def test_a_huge_alpha_is_iid(alpha: float) -> None:
+    labels = balanced(1000)
+    table = counts(labels, Dirichlet(alpha).split(labels, 4, rng()))
+    assert np.ptp(table, axis=0).max() <= 1
+
+
+@given(alpha=st.floats(1e-300, 1e300), rows=st.integers(1, 40), seed=st.integers(0, 2**32))
+def test_under_dirichlet_no_agent_is_without_rows(alpha: float, rows: int, seed: int) -> None:
+    for agents in {1, (rows + 1) // 2, rows}:
+        hands = Dirichlet(alpha).split(balanced(rows, 3), agents, rng(seed))
+        assert min(map(len, hands)) >= 1
+        assert every_row_once(hands, rows)
+
+
+def test_the_spread_of_class_shares_is_that_of_the_distribution() -> None:
+    # A share of a symmetric Dirichlet over n agents has mean 1/n and variance
+    # (n - 1) / (n^2 (n alpha + 1)): here n = 4, alpha = 1, so 3 / 80.
+    labels = balanced(400 * 100, 400)
+    shares = counts(labels, Dirichlet(1.0).split(labels, 4, rng()), 400) / 100
+    assert shares.var() == pytest.approx(3 / 80, rel=0.1)
+
+
+# Classes ------------------------------------------------------------------------------------
+
+
+def test_each_agent_owns_k_classes_and_each_class_has_as_many_owners_as_any_other() -> None:
+    labels = balanced(1000)
+    table = counts(labels, ClassesPerAgent(3).split(labels, 7, rng()))
+    assert ((table > 0).sum(axis=1) == 3).all()
+    owners = (table > 0).sum(axis=0)  # 7 * 3 = 21 places for 10 classes
+    assert sorted(owners.tolist()) == [2] * 9 + [3]
+    assert all(np.ptp(column[column > 0]) <= 1 for column in table.T)
+
+
+def test_agents_that_cannot_own_all_classes_are_refused_with_the_k_that_would_do() -> None:
+    with pytest.raises(DataError, match="cannot own all 10 classes. Raise k to 4"):
+        ClassesPerAgent(3).split(balanced(100), 3, rng())
+
+
+def test_more_classes_per_agent_than_there_are_is_refused() -> None:
+    with pytest.raises(DataError, match="k is 11, but the rows have only 10 classes"):
+        ClassesPerAgent(11).split(balanced(100), 3, rng())
+
+
+def test_round_robin_is_the_example_of_the_paper() -> None:  # Fan et al., section 5.5
+    labels = balanced(100)
+
+    def owned(agents: int) -> list[list[int]]:
+        hands = RoundRobin().split(labels, agents, rng())
+        return [sorted(set(labels[hand].tolist())) for hand in hands]
+
+    assert owned(3) == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
+    assert owned(9) == [[0, 9], [1], [2], [3], [4], [5], [6], [7], [8]]
+
+
+def test_with_more_agents_than_classes_round_robin_shares_the_classes() -> None:
+    labels = balanced(100)
+    table = counts(labels, RoundRobin().split(labels, 12, rng()))
+    # Agents 10 and 11 share classes 0 and 1 with agents 0 and 1.
+    assert table.max(axis=1).tolist() == [5, 5, 10, 10, 10, 10, 10, 10, 10, 10, 5, 5]
+    assert table.argmax(axis=1).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+
+
+# FedMatch's table ---------------------------------------------------------------------------
+
+
+def test_imbalanced_agents_have_the_class_mix_of_their_type() -> None:
+    labels = balanced(100_000)
+    table = counts(labels, Imbalanced().split(labels, 10, rng())) / 10_000
+    base = [0.50, 0.15, 0.03, 0.03, 0.03, 0.02, 0.03, 0.03, 0.03, 0.15]
+    for agent, mix in enumerate(table):
+        # class c at type t has the chance base[(c - t) mod 10]
+        expected = [base[(number - agent) % 10] for number in range(10)]
+        # 6 standard deviations of a share of 10,000 draws are at most 0.03
+        assert mix == pytest.approx(expected, abs=0.03)
+
+
+def test_imbalanced_agents_have_equally_many_rows_and_types_repeat_after_ten() -> None:
+    labels = balanced(5003)
+    table = counts(labels, Imbalanced().split(labels, 20, rng()))
+    assert set(table.sum(axis=1).tolist()) == {250, 251}
+    assert table.argmax(axis=1).tolist() == [*range(10), *range(10)]
+
+
+def test_imbalanced_needs_ten_classes() -> None:
+    with pytest.raises(DataError, match="a table for 10 classes, and there is a class number 10"):
+        Imbalanced().split(balanced(33, 11), 3, rng())
+
+
+# Names --------------------------------------------------------------------------------------
+
+
+def test_a_config_names_each_rule() -> None:
+    assert from_settings("iid") == Iid()
+    assert from_settings("dirichlet", alpha=0.1) == Dirichlet(0.1)
+    assert from_settings("classes_per_agent", k=2) == ClassesPerAgent(2)
+    assert from_settings("round_robin") == RoundRobin()
+    assert from_settings("imbalanced") == Imbalanced()
+
+
+def test_a_rule_without_its_number_is_refused() -> None:
+    with pytest.raises(DataError, match="needs alpha"):
+        from_settings("dirichlet")
+    with pytest.raises(DataError, match="needs k"):
+        from_settings("classes_per_agent")
