@@ -63,7 +63,8 @@ class ImageGenerator(ConditionalGenerator):
         code = share * self.encoder(x)[:, None] + (1 - share) * prior  # (B, L, code)
         label = share * p[:, None] + (1 - share) * p_target[:, None]  # (B, L, C)
         mixes = self.decoder(torch.cat([code, 2 * label, share], dim=2).flatten(0, 1))
-        return mixes.unflatten(0, lam.shape)
+        rows: Tensor = mixes.unflatten(0, lam.shape)
+        return rows
 
 
 class ImageDiscriminator(ConditionalDiscriminator):

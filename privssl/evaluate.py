@@ -32,7 +32,7 @@ def accuracy(
     """
     load(network, weights).eval()
     right = 0
-    for rows, classes in zip(x.split(chunk), y.split(chunk), strict=True):
+    for rows, classes in zip(torch.split(x, chunk), torch.split(y, chunk), strict=True):
         right += int((network(network_input(rows, device)).argmax(dim=1).cpu() == classes).sum())
     return right / len(y)
 

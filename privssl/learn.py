@@ -6,7 +6,6 @@ moving average that a server keeps. What is minimised is the algorithm's own bus
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -133,8 +132,3 @@ def batches(fields: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tenso
 def mean_of(values: list[Tensor]) -> float:
     """Mean of scalar tensors; 0.0 of none. One synchronisation, at the end of a visit."""
     return float(torch.stack(values).mean()) if values else 0.0
-
-
-def describe(losses: Mapping[str, Any]) -> dict[str, float]:
-    """Loss tensors by name, averaged over their steps, as numbers for ``ctx.note``."""
-    return {f"train/{name}": mean_of(steps) for name, steps in losses.items() if steps}

@@ -13,7 +13,8 @@ def sample_mix(rows: int, alpha: float, rng: torch.Generator) -> Tensor:
     # Two gamma draws make a beta; torch's Beta takes no generator, its gamma sampler does.
     gammas = torch._standard_gamma(torch.full((2, rows), alpha), generator=rng)
     first, second = gammas.clamp_min(torch.finfo(torch.float32).tiny)
-    return first / (first + second)
+    share: Tensor = first / (first + second)
+    return share
 
 
 def mix(lam: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -27,9 +28,7 @@ def mix(lam: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return lam * first + (1 - lam) * second
 
 
-def local_mixup(
-    x: Tensor, p: Tensor, alpha: float, rng: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def local_mixup(x: Tensor, p: Tensor, alpha: float, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """L-MixUp: every row of a batch mixed with another row of it, labels likewise. Eq. 3.
 
     Args:

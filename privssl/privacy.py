@@ -182,7 +182,7 @@ class PrivateTraining:
             others = (~mask).nonzero()[:, 0]
             order = torch.cat([drawn, others])[: max(self._plan.capacity(rows), len(drawn))]
             self._zero()
-            for part in order.split(CHUNK):
+            for part in torch.split(order, CHUNK):
                 if len(part):
                     self._add_clipped(fields_of(part, step), mask[part], row_loss)
             self._step()
@@ -192,9 +192,7 @@ class PrivateTraining:
         for parameter in self._optimizer.params:
             parameter.summed_grad = torch.zeros_like(parameter)
 
-    def _add_clipped(
-        self, fields: Mapping[str, Tensor], mask: Tensor, row_loss: RowLoss
-    ) -> None:
+    def _add_clipped(self, fields: Mapping[str, Tensor], mask: Tensor, row_loss: RowLoss) -> None:
         """Adds the clipped gradients of a chunk of rows to the running sum."""
         parameters = {name: dict(net.named_parameters()) for name, net in self._networks.items()}
         gradients = per_row_gradients(row_loss, parameters, fields)

@@ -42,7 +42,7 @@ def guess_labels(
         (N, C), rows sum to 1.
     """
     guesses = []
-    for part in x.split(chunk):
+    for part in torch.split(x, chunk):
         predictions = [classify(augment(part, rng)).softmax(dim=1) for _ in range(views)]
         guesses.append(torch.stack(predictions).mean(dim=0))
     return sharpen(torch.cat(guesses), sharpness)

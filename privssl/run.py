@@ -8,8 +8,6 @@ interruption at any moment leaves a checkpoint of a whole round.
 
 import dataclasses
 import json
-import logging
-import shutil
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -22,10 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from accounting.budget import Budget
-from accounting.ledger import Account
-from accounting.plan import AccountPlan
-from privssl import __version__, checkpoint, data, durable, models, pictures
+from privssl import __version__, checkpoint, data, models, pictures
 from privssl import config as configs
 from privssl.agents import Agent
 from privssl.algorithms import ALGORITHMS
@@ -34,14 +29,12 @@ from privssl.card import guarantee_sentence, privacy_card, render_markdown
 from privssl.checkpoint import Snapshot
 from privssl.config import Config
 from privssl.engines.local import LocalEngine
-from privssl.errors import RunFolderError
 from privssl.evaluate import Oracle, accuracy
 from privssl.learn import network_input
-from privssl.privacy import PrivatePlan, make_plan, parameter_names, refuse_coupling_layers
+from privssl.privacy import PrivatePlan, make_plan, refuse_coupling_layers
+from privssl.run_folder import open_accounts, releases, write_text
 from privssl.tracker import RoundRecord, Tracker
 from privssl.world import Round, World
-
-log = logging.getLogger("privssl")
 
 Status = Literal["finished", "budget_exhausted", "interrupted"]
 
@@ -88,70 +81,6 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
-
-
-# The run folder -----------------------------------------------------------------------------
-
-
-def open_folder(prepared: Prepared, resume: Path | None) -> Path:
-    """Make the run folder, or check the one to resume. Private to the user (0700).
-
-    Raises:
-        RunFolderError: it exists and may not be replaced, or is no run of this config.
-    """
-    folder, run = resume or prepared.config.folder, prepared.config.run
-    if resume is None:
-        if folder.exists() and any(folder.iterdir()):
-            if not run.overwrite:
-                raise RunFolderError(
-                    f"{folder} exists and holds a run. Go on with it (--resume {folder}), choose "
-                    "another run.output or run.seed, or replace it with run.overwrite=true"
-                )
-            _replace(folder)
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _write(folder / "config.yaml", configs.to_yaml(prepared.config))
-        prepared.federation.manifest.write(folder / "split.json")
-    return folder
-
-
-def _replace(folder: Path) -> None:
-    """Remove a former run, but never the record of what it spent."""
-    if not (folder / "config.yaml").exists():
-        raise RunFolderError(
-            f"{folder} is not a run of privssl (it has no config.yaml), so run.overwrite=true "
-            "does not touch it. Choose another run.output"
-        )
-    kept = sorted(folder.parent.glob(f"{folder.name}.ledger-*"))
-    ledger = folder / "ledger"
-    if ledger.exists() and any(ledger.iterdir()):
-        former = folder.parent / f"{folder.name}.ledger-{len(kept) + 1:03d}"
-        ledger.rename(former)
-        log.warning("The ledger of the replaced run is kept in %s: its rows remember.", former)
-    shutil.rmtree(folder)
-
-
-def open_accounts(prepared: Prepared, folder: Path, minimum_seq: Mapping[str, int] | None) -> None:
-    """Give every agent with labels its account. ``minimum_seq`` is given when resuming."""
-    plan, privacy = prepared.plan, prepared.config.privacy
-    if plan is None or privacy is None:
-        return
-    public = privacy.record_counts == "public"
-    for agent in prepared.labelled_agents:
-        promise = AccountPlan(
-            agent=agent.id,
-            budget=Budget(privacy.epsilon, privacy.delta),
-            scope=plan.scope,
-            update=plan.update,
-            protect=plan.protect,
-            event=plan.event,
-            record_counts=privacy.record_counts,
-            n_public=len(agent.labelled) if public else None,
-            adjacency="zero_out" if public else "add_remove",
-        )
-        path = folder / "ledger" / f"{agent.id}.jsonl"
-        seq = None if minimum_seq is None else minimum_seq.get(agent.id)
-        resume = seq is not None or (minimum_seq is not None and path.exists())
-        agent.account = Account.open(path, promise, resume=resume, minimum_seq=seq or 0)
 
 
 # The loop -----------------------------------------------------------------------------------
@@ -206,7 +135,7 @@ class Run:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot, as if the run had never stopped."""
-        self._state = self._algorithm.StateType(**snapshot.state)
+        self._state = self._algorithm.StateType(**snapshot.state)  # type: ignore[arg-type]
         self._memories = snapshot.memories
         self._engine.restore(snapshot.memories)
         known = {f.name for f in dataclasses.fields(Progress)}
@@ -280,9 +209,7 @@ class Run:
         for name, other in self._algorithm.also_evaluated(state).items():
             weights[f"accuracy_{name}"] = other
         return {
-            f"{rows}/{name}": accuracy(
-                self._judge, classifier, x, y, device=self._prepared.device
-            )
+            f"{rows}/{name}": accuracy(self._judge, classifier, x, y, device=self._prepared.device)
             for rows, (x, y) in sets.items()
             for name, classifier in weights.items()
         }
@@ -290,7 +217,8 @@ class Run:
     def _show(self, number: int) -> None:
         x, y = self._test
         few = min(len(x), 500)  # held-out rows: a picture must not show an agent's row
-        for tag, image in self._algorithm.pictures(self._state, network_input(x[:few]), y[:few]).items():
+        drawn = self._algorithm.pictures(self._state, network_input(x[:few]), y[:few])
+        for tag, image in drawn.items():
             for tracker in self._trackers:
                 tracker.images(number, tag, image)
 
@@ -305,7 +233,7 @@ class Run:
             self._folder / "checkpoints",
             Snapshot(
                 round=self.progress.round,
-                state={f.name: getattr(self._state, f.name) for f in dataclasses.fields(self._state)},
+                state=vars(self._state),
                 memories=self._memories,
                 config_digest=self._digest,
                 extra={**dataclasses.asdict(self.progress), **seqs},
@@ -326,10 +254,10 @@ class Run:
             checkpoint.save_weights(self._folder / "classifier.safetensors", weights)
         card = self._card()
         if card is not None:
-            _write(self._folder / "privacy.json", json.dumps(card, indent=2) + "\n")
-            _write(self._folder / "privacy.md", render_markdown(card))
+            write_text(self._folder / "privacy.json", json.dumps(card, indent=2) + "\n")
+            write_text(self._folder / "privacy.md", render_markdown(card))
         results = self._results(status, card)
-        _write(self._folder / "results.json", json.dumps(results, indent=2) + "\n")
+        write_text(self._folder / "results.json", json.dumps(results, indent=2) + "\n")
         return results | {"sentence": guarantee_sentence(card)}
 
     def _results(self, status: Status, card: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -356,7 +284,11 @@ class Run:
                 "scope": "none" if plan is None else plan.scope,
             },
             "split_hash": self._prepared.federation.manifest.hash,
-            "versions": {"privssl": __version__, "torch": version("torch"), "opacus": version("opacus")},
+            "versions": {
+                "privssl": __version__,
+                "torch": version("torch"),
+                "opacus": version("opacus"),
+            },
         }
 
     def _card(self) -> dict[str, Any] | None:
@@ -368,34 +300,10 @@ class Run:
             [(a.agent, a.plan, a.events, a.head) for a in accounts],
             scope=plan.scope,
             delta=privacy.delta,
-            releases=_releases(plan, self._algorithm),
+            releases=releases(plan, self._algorithm),
             algorithm=self._config.algorithm.name,
             dataset=self._config.data.name,
         )
-
-
-def _write(path: Path, text: str) -> None:
-    durable.replace(path, text.encode())
-
-
-def _releases(plan: PrivatePlan, algorithm: Algorithm[Any]) -> list[tuple[str, str, str]]:
-    """Every tensor that leaves a support agent: name, covered or not, why."""
-    nets = algorithm.networks()
-    covered = [
-        (name, "covered", "trained by DP-SGD under the agent's account")
-        for name in parameter_names(nets, plan.protect)
-    ]
-    plainly = [name for name in plan.update if name not in plan.protect]
-    uncovered = [
-        (name, "not covered", "trained on labelled rows without noise")
-        for name in parameter_names(nets, plainly)
-    ]
-    if uncovered:  # G's own gradients flow through F and D, so its number is nominal as well
-        covered = [
-            (name, "not covered", "noise was added, but its gradients flow through unprotected F, D")
-            for name, _, _ in covered
-        ]
-    return covered + uncovered
 
 
 def rounds_of(algorithm: Algorithm[Any]) -> int:
@@ -433,4 +341,3 @@ def execute(
             run.restore(snapshot)
         status = run.carry_out()
         return run.conclude(status)
-

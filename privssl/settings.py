@@ -71,7 +71,10 @@ class DataSettings:
             ("", self.partition, self.alpha, self.k),
             ("labelled_", self.labelled_partition, self.labelled_alpha, self.labelled_k),
         ):
-            for number, name, value in (("alpha", "dirichlet", alpha), ("k", "classes_per_agent", k)):
+            for number, name, value in (
+                ("alpha", "dirichlet", alpha),
+                ("k", "classes_per_agent", k),
+            ):
                 if rule == name and value is None:
                     yield Problem(f"{kind}{number}", f"missing: {kind}partition {name} needs it")
                 if rule != name and value is not None:

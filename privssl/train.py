@@ -67,7 +67,7 @@ def _train(options: argparse.Namespace, console: Console) -> int:
     import torch  # here, so that --help and a typo in the command need no second
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    from privssl import checkpoint, run
+    from privssl import checkpoint, run, run_folder
     from privssl import config as configs
 
     started = time.perf_counter()
@@ -81,7 +81,7 @@ def _train(options: argparse.Namespace, console: Console) -> int:
     snapshot = None
     if options.resume is not None:
         snapshot = checkpoint.load(options.resume / "checkpoints", configs.digest(config))
-    folder = run.open_folder(prepared, options.resume)
+    folder = run_folder.open_folder(prepared, options.resume)
     _log_to(folder / "train.log")
     if prepared.plan is not None and prepared.plan.scope == "as_published":
         console.print(_nominal_warning(config.privacy), style="bold red", markup=False)
@@ -94,9 +94,7 @@ def _train(options: argparse.Namespace, console: Console) -> int:
     return INTERRUPTED if results["status"] == "interrupted" else 0
 
 
-def _trackers(
-    folder: Path, options: argparse.Namespace, rounds: int, snapshot: Any
-) -> list[Any]:
+def _trackers(folder: Path, options: argparse.Namespace, rounds: int, snapshot: Any) -> list[Any]:
     from privssl.tracker import CsvTracker, ProgressTracker, TensorBoardTracker
 
     after = None if snapshot is None else snapshot.round

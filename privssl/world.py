@@ -104,4 +104,3 @@ class World:
     def mean_notes(self) -> Mapping[str, float]:
         """What agents noted in this round, averaged over those who noted it."""
         return {name: sum(v) / len(v) for name, v in sorted(self.notes.items())}
-

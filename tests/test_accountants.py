@@ -94,10 +94,13 @@ def disagreements_with_golden(rows: list[Row], noise_factor: float = 1.0) -> lis
         at_integers = rdp_epsilon(events, row.delta, verify.INTEGER_ORDERS)
         at_opacus = rdp_epsilon(events, row.delta, OPACUS_ORDERS)
         ours = epsilon(events, row.delta)
+        # Above 1000 the grid's "lower" bound is not one: at q = 1, sigma = 1, T = 2000 it says
+        # 1190.63, where the exact equation solved with 60 digits gives 1189.77669841.
+        lower = row.pld_lower if row.pld_lower < 1000 else 0.0
         if (
             abs(at_integers - row.integer) > 1.1e-6
             or abs(at_opacus - row.opacus) > 1e-4 * row.opacus
-            or not row.pld_lower - 1e-6 <= ours <= row.opacus + 1e-4 * row.opacus
+            or not lower - 1e-6 <= ours <= row.opacus + 1e-4 * row.opacus
         ):
             wrong.append(row)
     return wrong
@@ -140,6 +143,7 @@ def test_a_central_limit_accountant_would_break_the_certified_lower_bound() -> N
         (8.0, 100, 1e-5, 5.67958686),
         (8.0, 100, 1e-6, 6.31206019),
         (2.0, 20, 1e-5, 11.48002281),
+        (1.0, 2000, 1e-5, 1189.77669841225),  # 60 digits
         (8.0, 500, 1e-5, 15.22271357),
     ],
 )
@@ -148,11 +152,9 @@ def test_full_batches_cost_the_exact_closed_form(
 ) -> None:
     event = SampledGaussian(sigma, 1.0, steps)
     assert epsilon([event], delta) == pytest.approx(exact, abs=1e-6)
-    # The same noise in separate visits, and as one release with sigma / sqrt(steps).
+    # The same noise in separate visits, and as one release with noise sigma / sqrt(steps).
     assert epsilon([SampledGaussian(sigma, 1.0, 1)] * steps, delta) == pytest.approx(exact, 1e-7)
-    assert epsilon([SampledGaussian(sigma / math.sqrt(steps), 1.0, 1)], delta) == pytest.approx(
-        exact, 1e-7
-    )
+    assert gaussian_epsilon(math.sqrt(steps) / sigma, delta) == pytest.approx(exact, 1e-7)
 
 
 @given(mu=st.floats(1e-3, 60.0), delta=st.floats(1e-10, 0.1))

@@ -7,13 +7,12 @@ G the conditional generator, D the conditional discriminator.
     Alg. 1 l. 1     initialise F, G, D           start
     Alg. 1 l. 3-5   support agents in parallel   round -> support_pass
     Alg. 1 l. 6-8   query agents in parallel     round -> query_pass
-    G-Reg, G-MixUp  (l. 4-5, 7-8)                row_losses
+    G-Reg, G-MixUp  (l. 4-5, 7-8)                gmixup.row_losses
     Alg. 1 l. 9     FedAvg                       round -> federate
     Alg. 2 l. 2-8   support agents in sequence   round -> support_pass -> _private_pass
     Alg. 2 l. 9-10  query agents in parallel     round -> query_pass
     Eq. 2           pseudo-labels                pseudo.guess_labels
-    Eq. 4, 5        cross-entropy of mixes       row_losses, loss_F
-    Eq. 6, 7        realism, reconstruction      generators.objectives, loss_D and loss_G
+    Eq. 4-7         the losses                   gmixup.row_losses
 
 Differs from the paper: (1) one joint step takes the place of G-Reg and then G-MixUp; the
 gradients are the same up to simultaneity and a third cheaper. (2) F also learns from real
@@ -26,33 +25,28 @@ but the first and the last; why, with numbers: docs/fedssl.md.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
 import pydantic.dataclasses
 import torch
-from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import one_hot as classes_one_hot
 
 from accounting.errors import BudgetExhausted
 from generators import ImageDiscriminator, ImageGenerator
-from generators.objectives import discriminator_loss, realistic_loss, reconstruction_loss
 from privssl import learn, pictures, seeds
 from privssl.agents import QueryAgent, SupportAgent
 from privssl.algorithms.base import Algorithm, Context, Task, on_agent
-from privssl.algorithms.local_ssl import ClassifierTraining, Share, federate, one_hot
-from privssl.losses import soft_cross_entropy
+from privssl.algorithms.gmixup import Callables, Mixes, Mixing, draw_mixing, row_losses
+from privssl.algorithms.local_ssl import Share, federate, one_hot
 from privssl.messages import Message, Reply, Silence, StateDict
-from privssl.mixup import mix, sample_mix
-from privssl.privacy import Parameters, PrivatePlan, PrivateTraining, call, frozen
+from privssl.privacy import Parameters, PrivatePlan, PrivateTraining, frozen
 from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, Rate, strict
 from privssl.world import Roster, World
 
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NETWORKS = ("F", "G", "D")
 
 
@@ -67,8 +61,8 @@ class Lesson(Message):
     G: StateDict
     D: StateDict
     teacher: StateDict
-    train_F: bool  # not in a query agent's warm-up
-    mixes_teach_F: bool  # the gate is open
+    trains_classifier: bool  # not in a query agent's warm-up
+    mixes_teach: bool  # the gate is open
 
 
 @dataclass(frozen=True)
@@ -100,51 +94,17 @@ class State:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedSSLConfig(ClassifierTraining):
+class FedSSLConfig(Mixes):
     """Section ``algorithm`` for FedSSL. Numbers are ours unless a source stands beside them."""
 
     name: Literal["fedssl"] = "fedssl"
     order: Literal["parallel", "sequential"] = "parallel"  # Alg. 1 or 2; a private run is Alg. 2
-    real_rows: bool = True  # false: Algorithm 1 read literally, F learns from mixes alone
     mix_every: Positive = 2  # local steps from one with G and D to the next; others train F alone
-    mix_alpha: Rate = 0.5  # alpha of lambda ~ Beta(alpha, alpha), Eq. 3
     gate: Share = 0.85  # agreement from which mixes teach F; 0: from the start
-    judge: Literal["mixed", "target"] = "mixed"  # the label D sees with a mix: p', or p2 (Eq. 6)
-    weight_mix: Weight = 0.5  # of the cross-entropy of mixes, for F
-    weight_guidance: Weight = 0.3  # of the same, for G
-    weight_real: Weight = 1.0  # of the realistic loss, Eq. 6; 0: ablation, D is not trained
-    weight_reconstruction: Weight = 0.0125  # of the squared error in [-1, 1], Eq. 7; 0: ablation
     generator_learning_rate: Rate = 2e-3  # Adam
     discriminator_learning_rate: Rate = 1e-3  # Adam
     generator_width: Positive = 16
-    noise_size: Positive = 32  # D_n
     spectral_norm: bool = True  # of D's trunk; off where D is under DP
-
-
-# Rows of one visit --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Mixing:
-    """A batch with all that is drawn for it. B rows; a private row has K views as its B."""
-
-    strong: Tensor  # (B, *shape) what F learns from
-    mild: Tensor  # (B, *shape) what G mixes and rebuilds
-    p1: Tensor  # (B, C) labels or pseudo-labels
-    p2: Tensor  # (B, C) the class to mix in, one-hot
-    z: Tensor  # (B, noise_size) in [0, 1)
-    lam: Tensor  # (B,) in [0, 1]
-
-
-@dataclass(frozen=True)
-class Callables:
-    """The networks as functions. Through a frozen one gradients flow, but not into it."""
-
-    F: Callable[..., Tensor]
-    G: Callable[..., Tensor]
-    D: Callable[..., Tensor]
-    F_frozen: Callable[..., Tensor]
-    D_frozen: Callable[..., Tensor]
 
 
 # The algorithm ------------------------------------------------------------------------------
@@ -177,7 +137,9 @@ class FedSSL(Algorithm[State]):
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
         if config.data.labels == "support" and not config.agents.query:
-            yield Problem("agents.query", "0, but fedssl learns from unlabelled rows: give 1 or more")
+            yield Problem(
+                "agents.query", "0, but fedssl learns from unlabelled rows: give 1 or more"
+            )
 
     def networks(self) -> Mapping[str, nn.Module]:
         return self._networks
@@ -198,7 +160,9 @@ class FedSSL(Algorithm[State]):
                 reply = world.ask(agent, self.support_pass, self._lesson(handed_on, world))
                 if not reply.silent:  # silent: l. 3-4, its budget is spent
                     handed_on = _updated(handed_on, reply.said)
-            query = world.ask_each(taking_part, self.query_pass, self._lesson(handed_on, world, True))
+            query = world.ask_each(
+                taking_part, self.query_pass, self._lesson(handed_on, world, True)
+            )
             state = handed_on
         else:
             support = world.ask_each(world.support, self.support_pass, self._lesson(state, world))
@@ -230,8 +194,8 @@ class FedSSL(Algorithm[State]):
         warm = world.round.number <= self.cfg.warm_up and self.cfg.real_rows
         return Lesson(
             F=state.F, G=state.G, D=state.D, teacher=state.teacher,
-            train_F=not (query and warm),
-            mixes_teach_F=self.cfg.gate == 0 or state.gate_round > 0,
+            trains_classifier=not (query and warm),
+            mixes_teach=self.cfg.gate == 0 or state.gate_round > 0,
         )  # fmt: skip
 
     def classifier(self, state: State) -> StateDict:
@@ -250,12 +214,8 @@ class FedSSL(Algorithm[State]):
         """G-Reg and G-MixUp on labelled rows: Alg. 1 l. 4-5; under a plan Alg. 2 l. 3-8."""
         if self.plan is not None:
             return self._private_pass(agent, msg, ctx)
-        rows = agent.labelled
-        ctx.weight = float(len(rows))
-        picked = learn.draw_rows(len(rows), self._rows_per_visit, ctx.rng("rows"))
-        labels = one_hot(rows, picked, self.task.classes)
-        mixing = self._mixing(rows.x[picked], labels, ctx)
-        return self._train(NETWORKS, mixing, agent, msg, ctx, "support")
+        ctx.weight = float(len(agent.labelled))
+        return self._train(NETWORKS, self._labelled_mixing(agent, ctx), agent, msg, ctx, "support")
 
     @on_agent
     def query_pass(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Networks:
@@ -264,13 +224,18 @@ class FedSSL(Algorithm[State]):
         ctx.weight = float(len(rows))
         picked = learn.draw_rows(len(rows), self._rows_per_visit, ctx.rng("rows"))
         teacher = learn.load(self._networks["F"].to(ctx.device), msg.teacher)
+        seen = learn.network_input(rows.x[picked], ctx.device)
         q1 = guess_labels(
-            teacher, learn.network_input(rows.x[picked], ctx.device), augment=self.cfg.augmentation("weak"),
-            views=self.cfg.views, sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),
-        )  # fmt: skip
+            teacher,
+            seen,
+            augment=self.cfg.augmentation("weak"),
+            views=self.cfg.views,
+            sharpness=self.cfg.sharpness,
+            rng=ctx.rng("guess"),
+        )
         ctx.pseudo_labels(rows.ids[picked], q1)
         return self._train(
-            NETWORKS, self._mixing(rows.x[picked], q1, ctx), agent, msg, ctx, "query"
+            NETWORKS, draw_mixing(self.cfg, rows.x[picked], q1, ctx), agent, msg, ctx, "query"
         )
 
     def _private_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Networks | Silence:
@@ -283,11 +248,8 @@ class FedSSL(Algorithm[State]):
                 if not plainly:
                     return private
                 # l. 8, the published scheme only: D and F are trained without protection
-                rows = agent.labelled
-                picked = learn.draw_rows(len(rows), self._rows_per_visit, ctx.rng("rows"))
-                labels = one_hot(rows, picked, self.task.classes)
                 after = dataclasses.replace(msg, G=private.G or msg.G)
-                mixing = self._mixing(rows.x[picked], labels, ctx)
+                mixing = self._labelled_mixing(agent, ctx)
                 normal = self._train(plainly, mixing, agent, after, ctx, "support")
                 return dataclasses.replace(normal, G=private.G, agreement=None)
         except BudgetExhausted:
@@ -299,73 +261,12 @@ class FedSSL(Algorithm[State]):
     def _rows_per_visit(self) -> int:
         return self.cfg.local_steps * self.cfg.batch_size
 
-    def _mixing(self, x: Tensor, p1: Tensor, ctx: Context) -> Mixing:
-        """Everything drawn for a visit at once. x (N, *shape) as stored, p1 (N, C)."""
-        rows, real = len(x), learn.network_input(x, ctx.device)
-        target = torch.randint(self.task.classes, (rows,), generator=ctx.rng("classes"))
-        return Mixing(
-            strong=self.cfg.augmentation()(real, ctx.rng("augment F")),
-            mild=self.cfg.augmentation("mid" if self.cfg.augment != "none" else "none")(
-                real, ctx.rng("augment G")
-            ),
-            p1=p1.to(ctx.device),
-            p2=classes_one_hot(target, self.task.classes).float().to(ctx.device),
-            z=torch.rand(rows, self.cfg.noise_size, generator=ctx.rng("z")).to(ctx.device),
-            lam=sample_mix(rows, self.cfg.mix_alpha, ctx.rng("lambda")).to(ctx.device),
-        )
-
-    def row_losses(
-        self, nets: Callables, b: Mixing, trained: Sequence[str], mixes_teach_F: bool
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """G-Reg and G-MixUp in one: the loss of every row, by the network that minimises it.
-
-        Args:
-            nets: the networks as functions.
-            b: a batch of B rows.
-            trained: the networks whose losses are wanted; the others' are 0.
-            mixes_teach_F: whether F learns from mixes.
-
-        Returns:
-            {"F", "G", "D"} -> (B,), each with gradient to its network alone (the cross-entropy
-            of mixes, Eq. 4, reaches F and G and stands under F); and whether F calls each mix
-            p' (B,).
-        """
-        cfg, zero = self.cfg, torch.zeros_like(b.lam)
-        learns_real = "F" in trained and cfg.real_rows
-        learns_mixes = "F" in trained and mixes_teach_F and cfg.weight_mix > 0
-        if not learns_mixes and "G" not in trained and "D" not in trained:
-            loss_F = soft_cross_entropy(nets.F(b.strong), b.p1) if learns_real else zero
-            return {"F": loss_F, "G": zero, "D": zero}, zero
-
-        p_mix = mix(b.lam, b.p1, b.p2)  # (B, C) Eq. 4
-        both = torch.stack([b.lam, torch.ones_like(b.lam)], dim=1)  # (B, 2)
-        x_hat, x_rec = nets.G(b.mild, b.p1, b.p2, b.z, both).unbind(dim=1)
-
-        label = p_mix if cfg.judge == "mixed" else b.p2
-        loss_D, loss_G = zero, cfg.weight_reconstruction * reconstruction_loss(x_rec, b.mild)  # Eq. 7
-        if cfg.weight_real:
-            judged = nets.D(torch.cat([b.mild, x_hat.detach()]), torch.cat([b.p1, label]))
-            loss_D = discriminator_loss(*judged.chunk(2), b.lam)  # Eq. 6, max over D
-            fooled = nets.D_frozen(x_hat, label)
-            loss_G = loss_G + cfg.weight_real * realistic_loss(fooled, b.lam)  # Eq. 6, min over G
-
-        if learns_mixes:  # Eq. 4, 5: F and G together
-            guided = _scale_gradient(x_hat, cfg.weight_guidance / cfg.weight_mix)
-            if learns_real:
-                logits, logits_hat = nets.F(torch.cat([b.strong, guided])).chunk(2)
-            else:
-                logits_hat = nets.F(guided)
-            loss_F = cfg.weight_mix * soft_cross_entropy(logits_hat, p_mix)
-        else:  # Eq. 4, 5 for G alone, while F would learn wrong labels from its mixes
-            logits_hat = nets.F_frozen(x_hat)
-            loss_G = loss_G + cfg.weight_guidance * soft_cross_entropy(logits_hat, p_mix)
-            loss_F = zero
-            if learns_real:
-                logits = nets.F(b.strong)
-        if learns_real:
-            loss_F = loss_F + soft_cross_entropy(logits, b.p1)
-        agree = logits_hat.argmax(dim=1) == p_mix.argmax(dim=1)
-        return {"F": loss_F, "G": loss_G, "D": loss_D}, agree
+    def _labelled_mixing(self, agent: SupportAgent, ctx: Context) -> Mixing:
+        """The labelled rows of one visit, with all that is drawn for them."""
+        rows = agent.labelled
+        picked = learn.draw_rows(len(rows), self._rows_per_visit, ctx.rng("rows"))
+        labels = one_hot(rows, picked, self.task.classes)
+        return draw_mixing(self.cfg, rows.x[picked], labels, ctx)
 
     def _train(
         self,
@@ -377,7 +278,7 @@ class FedSSL(Algorithm[State]):
         group: str,
     ) -> Networks:
         """Ordinary local training of some of the networks."""
-        trained = [name for name in trained if name != "F" or msg.train_F]
+        trained = [name for name in trained if name != "F" or msg.trains_classifier]
         nets = self._loaded(msg, ctx)
         rates = {
             "F": learn.AdamGroup(nets["F"], self.cfg.learning_rate, (0.9, 0.99)),
@@ -387,9 +288,7 @@ class FedSSL(Algorithm[State]):
         for name, network in nets.items():
             network.requires_grad_(name in trained)
         adam = learn.KeptAdam({name: rates[name] for name in trained}, agent.memory, group)
-        functions = Callables(
-            nets["F"], nets["G"], nets["D"], frozen(nets["F"]), frozen(nets["D"])
-        )
+        functions = Callables(nets["F"], nets["G"], nets["D"], frozen(nets["F"]), frozen(nets["D"]))
         losses: dict[str, list[Tensor]] = {name: [] for name in NETWORKS}
         agreements = []
         for step, batch in enumerate(_split(mixing, self.cfg.batch_size)):
@@ -397,7 +296,9 @@ class FedSSL(Algorithm[State]):
             now = [name for name in trained if mixes or name == "F"]
             if not now:
                 continue
-            by_network, agree = self.row_losses(functions, batch, now, mixes and msg.mixes_teach_F)
+            by_network, agree = row_losses(
+                self.cfg, functions, batch, now, mixes and msg.mixes_teach
+            )
             means = {name: by_network[name].mean() for name in NETWORKS}
             adam.minimise(torch.stack(list(means.values())).sum())
             for name in now:
@@ -405,61 +306,44 @@ class FedSSL(Algorithm[State]):
             if mixes:
                 agreements.append(agree.float().mean())
         agent.memory = {**agent.memory, **adam.remember()}
-        for name, value in learn.describe({f"loss_{n}/{group}": v for n, v in losses.items()}).items():
-            ctx.note(name, value)
-        return Networks(
-            **{n: learn.weights_of(nets[n]) if n in trained else None for n in NETWORKS},
-            agreement=learn.mean_of(agreements),
-        )
+        for name, steps in losses.items():
+            if steps:
+                ctx.note(f"train/loss_{name}/{group}", learn.mean_of(steps))
+        return _sent(nets, trained, learn.mean_of(agreements))
 
     def _train_privately(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Networks:
         """DP-SGD on the protected networks; the others stay as they came."""
         assert self.plan is not None
         plan, rows, nets = self.plan, agent.labelled, self._loaded(msg, ctx)
         for name, network in nets.items():
-            network.requires_grad_(name in plan.protect)
+            # eval: a spectral norm must not move its buffer while rows are looked at
+            network.requires_grad_(name in plan.protect).train(name in plan.protect)
         protected = {name: nets[name] for name in plan.protect}
 
         def fields_of(picked: Tensor, step: int) -> Mapping[str, Tensor]:
             """Rows with their draws: (B, views, ...), the views of a row stay in the row."""
             repeated = picked.repeat_interleave(plan.views)
             labels = one_hot(rows, repeated, self.task.classes)
-            mixing = self._mixing(rows.x[repeated], labels, _of_step(ctx, step))
+            mixing = draw_mixing(self.cfg, rows.x[repeated], labels, _of_step(ctx, step))
             return {
                 name: value.unflatten(0, (len(picked), plan.views))
                 for name, value in vars(mixing).items()
             }
 
         def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
-            functions = self._functions(nets, parameters)
-            losses, _ = self.row_losses(
-                functions, Mixing(**fields), plan.protect, msg.mixes_teach_F
+            functions = Callables.of(nets, parameters)
+            losses, _ = row_losses(
+                self.cfg, functions, Mixing(**fields), plan.protect, msg.mixes_teach
             )
             return torch.stack([loss.mean() for loss in losses.values()]).sum()
 
         PrivateTraining(plan, protected).run(len(rows), fields_of, row_loss)
-        return Networks(
-            **{n: learn.weights_of(nets[n]) if n in plan.protect else None for n in NETWORKS}
-        )
-
-    def _functions(self, nets: Mapping[str, nn.Module], parameters: Parameters) -> Callables:
-        """The networks as functions of given parameters; those not given are frozen."""
-        given = {
-            name: call(nets[name], parameters[name]) if name in parameters else frozen(nets[name])
-            for name in NETWORKS
-        }
-        fixed = {
-            name: call(nets[name], {k: v.detach() for k, v in parameters[name].items()})
-            if name in parameters
-            else given[name]
-            for name in ("F", "D")
-        }
-        return Callables(given["F"], given["G"], given["D"], fixed["F"], fixed["D"])
+        return _sent(nets, plan.protect)
 
     def _loaded(self, msg: Lesson, ctx: Context) -> dict[str, nn.Module]:
         return {
             name: learn.load(self._networks[name].to(ctx.device), getattr(msg, name)).to(
-                memory_format=torch.channels_last  # type: ignore[call-overload]
+                memory_format=torch.channels_last
             )
             for name in NETWORKS
         }
@@ -486,12 +370,14 @@ class FedSSL(Algorithm[State]):
         }
 
 
-# Small maths --------------------------------------------------------------------------------
+# Small things ------------------------------------------------------------------------------
 
 
-def _scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """x, whose gradient is multiplied by ``factor``."""
-    return factor * x + (1 - factor) * x.detach()
+def _sent(
+    nets: Mapping[str, nn.Module], trained: Sequence[str], agreement: float | None = None
+) -> Networks:
+    F, G, D = (learn.weights_of(nets[n]) if n in trained else None for n in NETWORKS)
+    return Networks(F, G, D, agreement)
 
 
 def _split(mixing: Mixing, size: int) -> Iterator[Mixing]:

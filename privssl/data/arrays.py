@@ -6,6 +6,7 @@ in both places the last axis is taken for the channels. Nothing in the file can 
 pickles are refused.
 """
 
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -16,6 +17,9 @@ from numpy.typing import NDArray
 from privssl.errors import DataError
 
 CHANNELS = (1, 3)
+
+# What zipfile, zlib and NumPy raise on a file that is damaged, encrypted or made of pickles.
+_DAMAGE = (OSError, ValueError, EOFError, RuntimeError, MemoryError, BadZipFile, zlib.error)
 
 
 class Arrays(NamedTuple):
@@ -59,19 +63,20 @@ def read_npz(path: Path) -> Arrays:
 def _open(path: Path) -> dict[str, NDArray[Any]]:
     names = ("x_train", "y_train", "x_test", "y_test")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as stream:  # NumPy would leave a damaged file open
+            file = np.load(stream, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
-                raise DataError(f"{path} is one array. Save four, with numpy.savez_compressed")
+                raise DataError(f"{path} is a single array. Save four: numpy.savez_compressed")
             missing = [name for name in names if name not in file.files]
             if missing:
                 raise DataError(
                     f"{path} has no {', '.join(missing)} (it has {', '.join(file.files)}). "
-                    f"Save it with numpy.savez_compressed(path, {', '.join(names)})"
+                    f"Save it with numpy.savez_compressed, with {', '.join(names)}"
                 )
             return {name: file[name] for name in names}
     except FileNotFoundError:
         raise DataError(f"{path}: no such file. data.root names the NPZ file") from None
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
+    except _DAMAGE as error:
         raise DataError(
             f"{path} cannot be read as an NPZ file of plain numbers: {error}. "
             "Save it again with numpy.savez_compressed"

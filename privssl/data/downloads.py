@@ -8,8 +8,10 @@ with that of the published one before it opens it, so no other pickle is ever lo
 """
 
 import contextlib
+import json
 import logging
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -106,11 +108,12 @@ def _download(name: str, published: _Published, root: Path) -> None:
 def _command(name: str, root: Path) -> str:
     """A line for a shell that gets the files."""
     published = PUBLISHED[name]
-    get = f"get = torchvision.datasets.{published.torchvision_name}"
-    calls = [f"get({str(root)!r}, download=True)"]
+    folder = json.dumps(str(root))  # in double quotes, because the shell's are single
+    calls = [f"get({folder}, download=True)"]
     if published.test_part:
-        calls.append(f"get({str(root)!r}, {published.test_part!r}, download=True)")
-    return f'{Path(sys.executable).name} -c "import torchvision; {get}; {"; ".join(calls)}"'
+        calls.append(f'get({folder}, "{published.test_part}", download=True)')
+    get = f"get = torchvision.datasets.{published.torchvision_name}"
+    return f"python -c {shlex.quote('; '.join(['import torchvision', get, *calls]))}"
 
 
 @contextlib.contextmanager

@@ -8,7 +8,9 @@ from privssl.settings import ModelSettings
 CLASSIFIERS = {"small_cnn": SmallCNN, "lenet": LeNet}
 
 
-def build_classifier(settings: ModelSettings, shape: tuple[int, int, int], classes: int) -> nn.Module:
+def build_classifier(
+    settings: ModelSettings, shape: tuple[int, int, int], classes: int
+) -> nn.Module:
     """An untrained F: (B, *shape) in [-1, 1] -> (B, classes) logits.
 
     Args:

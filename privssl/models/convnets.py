@@ -75,7 +75,10 @@ class LeNet(nn.Module):
             features = self.trunk.eval()(torch.zeros(1, *shape)).shape[1]
         self.trunk.train()
         self.head = nn.Sequential(
-            nn.Linear(features, third), nn.ReLU(), nn.Linear(third, fourth), nn.ReLU(),
+            nn.Linear(features, third),
+            nn.ReLU(),
+            nn.Linear(third, fourth),
+            nn.ReLU(),
             nn.Linear(fourth, classes),
         )
 

@@ -1,0 +1,162 @@
+"""G-MixUp and G-Reg: what FedSSL minimises on a batch, one number per row.
+
+Fan, Hu, Huang (IJCAI 2022), section 3.4. G mixes a row with any class of the global label
+space; F learns what the mixes are called and G to make them so (Eq. 4, 5); D and G play for
+realism (Eq. 6); at lambda 1 G rebuilds its row (Eq. 7). Support and query agents use the same
+function: a labelled row comes with its label, an unlabelled one with its pseudo-label.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import pydantic.dataclasses
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from generators.objectives import discriminator_loss, realistic_loss, reconstruction_loss
+from privssl import learn
+from privssl.algorithms.base import Context
+from privssl.algorithms.local_ssl import ClassifierTraining
+from privssl.losses import soft_cross_entropy
+from privssl.mixup import mix, sample_mix
+from privssl.privacy import Parameters, call
+from privssl.settings import Positive, Rate, strict
+
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class Mixes(ClassifierTraining):
+    """What mixes are made of and how much they count. Numbers are ours (spec/fedssl.md)."""
+
+    real_rows: bool = True  # false: Algorithm 1 read literally, F learns from mixes alone
+    mix_alpha: Rate = 0.5  # alpha of lambda ~ Beta(alpha, alpha), Eq. 3
+    noise_size: Positive = 32  # D_n
+    judge: Literal["mixed", "target"] = "mixed"  # the label D sees with a mix: p', or p2 (Eq. 6)
+    weight_mix: Weight = 0.5  # of the cross-entropy of mixes, for F
+    weight_guidance: Weight = 0.3  # of the same, for G
+    weight_real: Weight = 1.0  # of the realistic loss, Eq. 6; 0: ablation, D is not trained
+    weight_reconstruction: Weight = 0.0125  # of the squared error in [-1, 1], Eq. 7; 0: ablation
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """A batch with all that is drawn for it. B rows; a private row has K views as its B."""
+
+    strong: Tensor  # (B, *shape) what F learns from
+    mild: Tensor  # (B, *shape) what G mixes and rebuilds
+    p1: Tensor  # (B, C) labels or pseudo-labels
+    p2: Tensor  # (B, C) the class to mix in, one-hot
+    z: Tensor  # (B, noise_size) in [0, 1)
+    lam: Tensor  # (B,) in [0, 1]
+
+
+@dataclass(frozen=True)
+class Callables:
+    """The networks as functions. Through a frozen one gradients flow, but not into it."""
+
+    F: Callable[..., Tensor]
+    G: Callable[..., Tensor]
+    D: Callable[..., Tensor]
+    F_frozen: Callable[..., Tensor]
+    D_frozen: Callable[..., Tensor]
+
+    @classmethod
+    def of(cls, nets: Mapping[str, nn.Module], parameters: Parameters) -> "Callables":
+        """The networks with given parameters; a network that is given none is frozen."""
+
+        def live(name: str) -> Callable[..., Tensor]:
+            return call(nets[name], parameters[name]) if name in parameters else fixed(name)
+
+        def fixed(name: str) -> Callable[..., Tensor]:
+            given = parameters.get(name, dict(nets[name].named_parameters()))
+            return call(nets[name], {key: value.detach() for key, value in given.items()})
+
+        return cls(live("F"), live("G"), live("D"), fixed("F"), fixed("D"))
+
+
+def draw_mixing(cfg: Mixes, x: Tensor, p1: Tensor, ctx: Context) -> Mixing:
+    """Everything drawn for a visit at once.
+
+    Args:
+        x: rows (N, *shape) as stored.
+        p1: their labels or pseudo-labels (N, C).
+    """
+    rows, classes = p1.shape
+    real = learn.network_input(x, ctx.device)
+    target = torch.randint(classes, (rows,), generator=ctx.rng("classes"))
+    mild = cfg.augmentation("none" if cfg.augment == "none" else "mid")
+    return Mixing(
+        strong=cfg.augmentation()(real, ctx.rng("augment F")),
+        mild=mild(real, ctx.rng("augment G")),
+        p1=p1.to(ctx.device),
+        p2=one_hot(target, classes).float().to(ctx.device),
+        z=torch.rand(rows, cfg.noise_size, generator=ctx.rng("z")).to(ctx.device),
+        lam=sample_mix(rows, cfg.mix_alpha, ctx.rng("lambda")).to(ctx.device),
+    )
+
+
+def row_losses(
+    cfg: Mixes, nets: Callables, b: Mixing, trained: Sequence[str], mixes_teach: bool
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The loss of every row, by the network that minimises it.
+
+    Args:
+        nets: the networks as functions.
+        b: a batch of B rows.
+        trained: the networks whose losses are wanted; those of the others are 0.
+        mixes_teach: whether F learns from mixes.
+
+    Returns:
+        {"F", "G", "D"} -> (B,). Each has gradient to its own network alone, but for the
+        cross-entropy of mixes: it stands under F and reaches F and G (Eq. 4, "min over F, G").
+        And whether F calls each mix what it is (B,).
+    """
+    learns_real = "F" in trained and cfg.real_rows
+    learns_mixes = "F" in trained and mixes_teach and cfg.weight_mix > 0
+    loss = {name: torch.zeros_like(b.lam) for name in ("F", "G", "D")}
+    if not learns_mixes and "G" not in trained and "D" not in trained:
+        if learns_real:
+            loss["F"] = soft_cross_entropy(nets.F(b.strong), b.p1)
+        return loss, loss["D"]
+
+    p_mix = mix(b.lam, b.p1, b.p2)  # (B, C) p' of Eq. 4
+    both = torch.stack([b.lam, torch.ones_like(b.lam)], dim=1)  # (B, 2)
+    x_hat, x_rec = nets.G(b.mild, b.p1, b.p2, b.z, both).unbind(dim=1)
+
+    # G-Reg, Alg. 1 l. 4 and 7
+    label = p_mix if cfg.judge == "mixed" else b.p2
+    if "D" in trained and cfg.weight_real:  # Eq. 6, max over D
+        judged = nets.D(torch.cat([b.mild, x_hat.detach()]), torch.cat([b.p1, label]))
+        real, fake = judged.chunk(2)
+        loss["D"] = discriminator_loss(real, fake, b.lam)
+    if "G" in trained:
+        if cfg.weight_real:  # Eq. 6, min over G
+            loss["G"] = cfg.weight_real * realistic_loss(nets.D_frozen(x_hat, label), b.lam)
+        loss["G"] = loss["G"] + cfg.weight_reconstruction * reconstruction_loss(x_rec, b.mild)
+
+    # G-MixUp, Alg. 1 l. 5 and 8
+    if learns_mixes:  # Eq. 4, 5: F and G together
+        guided = scale_gradient(x_hat, cfg.weight_guidance / cfg.weight_mix)
+        if learns_real:
+            logits, logits_hat = nets.F(torch.cat([b.strong, guided])).chunk(2)
+        else:
+            logits_hat = nets.F(guided)
+        loss["F"] = cfg.weight_mix * soft_cross_entropy(logits_hat, p_mix)
+    else:  # Eq. 4, 5 for G alone, while F would learn wrong names from its mixes
+        logits_hat = nets.F_frozen(x_hat)
+        if "G" in trained:
+            loss["G"] = loss["G"] + cfg.weight_guidance * soft_cross_entropy(logits_hat, p_mix)
+        if learns_real:
+            logits = nets.F(b.strong)
+    if learns_real:
+        loss["F"] = loss["F"] + soft_cross_entropy(logits, b.p1)
+    return loss, logits_hat.argmax(dim=1) == p_mix.argmax(dim=1)
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """x itself, whose gradient is multiplied by ``factor``."""
+    return factor * x + (1 - factor) * x.detach()
