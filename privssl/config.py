@@ -23,7 +23,7 @@ import yaml
 from privssl.algorithms import ALGORITHMS
 from privssl.draft import ORDER, Draft, unless_bad
 from privssl.errors import ConfigError
-from privssl.plain_words import report, show
+from privssl.plain_words import either, report, show
 from privssl.settings import (
     AgentSettings,
     DataSettings,
@@ -144,7 +144,15 @@ def _delta_for(rows: float) -> str:
 
 
 def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
-    yield from algorithms[config.algorithm.name].problems(config)
+    name = config.algorithm.name
+    yield from algorithms[name].problems(config)
+    if config.privacy is not None and not algorithms[name].can_be_private:
+        private = [known for known, algorithm in algorithms.items() if algorithm.can_be_private]
+        yield Problem(
+            "algorithm.name",
+            f"{name} reads labelled rows without noise, so nothing could be claimed. Use "
+            f"{either(private)}, or write privacy: null",
+        )
 
 
 def _warnings(config: Config) -> Iterator[str]:

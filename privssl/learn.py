@@ -4,7 +4,7 @@ Which rows make the batches, an Adam whose moments stay with the agent between v
 moving average that a server keeps. What is minimised is the algorithm's own business.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -76,10 +76,16 @@ class KeptAdam:
         )
         for key, parameter in self._named.items():
             if f"{key}#step" in memory:
-                self._adam.state[parameter] = {
-                    slot: memory[f"{key}#{slot}"].to(parameter.device, copy=True)
-                    for slot in ("step", "exp_avg", "exp_avg_sq")
+                # The fused kernel walks through memory and asks nobody for strides: moments must
+                # lie as the parameter lies, and a checkpoint brings them back in plain order.
+                moments = {
+                    slot: torch.empty_like(parameter, requires_grad=False).copy_(
+                        memory[f"{key}#{slot}"]
+                    )
+                    for slot in ("exp_avg", "exp_avg_sq")
                 }
+                step = memory[f"{key}#step"].to(parameter.device, copy=True)
+                self._adam.state[parameter] = {"step": step, **moments}
 
     def minimise(self, loss: Tensor) -> None:
         """One step on a scalar loss. A parameter that the loss does not reach stays put."""
@@ -97,8 +103,14 @@ class KeptAdam:
 
 
 def moving_average(kept: StateDict, new: StateDict, decay: float) -> StateDict:
-    """decay * kept + (1 - decay) * new, tensor by tensor (mean teacher, Tarvainen 2017)."""
-    return {key: torch.lerp(new[key], kept[key], decay) for key in new}
+    """decay * kept + (1 - decay) * new, tensor by tensor (mean teacher, Tarvainen 2017).
+
+    Whole numbers (batch norm counts its batches) have no share in between: the new one is taken.
+    """
+    return {
+        key: torch.lerp(value, kept[key], decay) if value.is_floating_point() else value
+        for key, value in new.items()
+    }
 
 
 def load(network: nn.Module, weights: StateDict) -> nn.Module:
@@ -107,14 +119,14 @@ def load(network: nn.Module, weights: StateDict) -> nn.Module:
     return network.train()
 
 
-def fresh_weights(network: nn.Module, rng: torch.Generator) -> dict[str, Tensor]:
-    """Initial weights drawn with a generator, by every layer's own rule."""
+def fresh_weights(build: Callable[[], nn.Module], rng: torch.Generator) -> dict[str, Tensor]:
+    """Initial weights drawn with a generator, by every layer's own rule.
+
+    A network is built for it: resetting a built one would leave a spectral norm's weight and
+    vectors as they were.
+    """
     with seeds.seeded(rng):
-        for layer in network.modules():
-            reset = getattr(layer, "reset_parameters", None)
-            if reset is not None:
-                reset()
-    return weights_of(network)
+        return weights_of(build())
 
 
 def weights_of(network: nn.Module) -> dict[str, Tensor]:

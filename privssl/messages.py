@@ -101,7 +101,7 @@ def average(
         wide = torch.zeros(like.shape, dtype=torch.float64)
         for reply, share in zip(spoke, shares, strict=True):
             wide.add_(getattr(reply.said, name)[key].double(), alpha=share)
-        mean[key] = wide.to(like.dtype)
+        mean[key] = (wide if like.is_floating_point() else wide.round()).to(like.dtype)
     return mean
 
 
@@ -129,15 +129,20 @@ def pack(message: Message) -> bytes:
     plain: dict[str, Any] = {}
     for name, value in vars(message).items():
         if isinstance(value, Tensor):
-            tensors[name] = value.contiguous()
+            tensors[name] = _own_copy(value)
         elif isinstance(value, Mapping):
             plain[name] = {"state_dict": list(value)}
-            tensors |= {f"{name}/{key}": tensor.contiguous() for key, tensor in value.items()}
+            tensors |= {f"{name}/{key}": _own_copy(tensor) for key, tensor in value.items()}
         elif isinstance(value, _SCALARS):
             plain[name] = value
         else:
             raise TypeError(f"{type(message).__name__}.{name} is a {type(value).__name__}")
     return safetensors.torch.save(tensors, {"fields": json.dumps(plain)})
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    """Safetensors refuses tensors that share memory; at first F and its teacher are one."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def unpack(kind: type[M], data: bytes) -> M:

@@ -11,10 +11,12 @@ def sample_mix(rows: int, alpha: float, rng: torch.Generator) -> Tensor:
         alpha: > 0; below 1 most draws are near 0 or 1.
     """
     # Two gamma draws make a beta; torch's Beta takes no generator, its gamma sampler does.
-    gammas = torch._standard_gamma(torch.full((2, rows), alpha), generator=rng)
-    first, second = gammas.clamp_min(torch.finfo(torch.float32).tiny)
+    # float64: with a small alpha both would often underflow in float32, and lambda be 1/2.
+    shapes = torch.full((2, rows), alpha, dtype=torch.float64)
+    gammas = torch._standard_gamma(shapes, generator=rng)
+    first, second = gammas.clamp_min(torch.finfo(torch.float64).tiny)
     share: Tensor = first / (first + second)
-    return share
+    return share.float()
 
 
 def mix(lam: Tensor, first: Tensor, second: Tensor) -> Tensor:

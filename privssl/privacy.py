@@ -212,6 +212,7 @@ class PrivateTraining:
         for parameter in self._optimizer.params:
             parameter.grad.div_(self._plan.expected_batch)
         self._optimizer.original_optimizer.step()
+        self._optimizer.zero_grad()  # the sum without noise does not outlive its step
 
 
 def per_row_gradients(

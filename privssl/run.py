@@ -1,92 +1,54 @@
-"""One run from a config to its results: wire, loop, save, and say what is guaranteed.
+"""A prepared run from its first round to its results: loop, save, and say what is guaranteed.
 
-``prepare`` does everything that can fail because of the user, and writes nothing. ``carry_out``
-makes the run folder and loops over rounds. State lives in the value that the algorithm returns
-and in the agents' memories; both are kept as they were after the last finished round, so an
-interruption at any moment leaves a checkpoint of a whole round.
+State lives in the value that the algorithm returns and in the
+agents' memories; both are kept as they were after the last finished round, so an interruption
+at any moment leaves a checkpoint of a whole round.
 """
 
 import dataclasses
 import json
+import logging
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from privssl import __version__, checkpoint, data, models, pictures
+from privssl import __version__, checkpoint, data, pictures
 from privssl import config as configs
-from privssl.agents import Agent
-from privssl.algorithms import ALGORITHMS
-from privssl.algorithms.base import Algorithm, Phase, Task
+from privssl.algorithms.base import Algorithm, Phase
 from privssl.card import guarantee_sentence, privacy_card, render_markdown
 from privssl.checkpoint import Snapshot
-from privssl.config import Config
 from privssl.engines.local import LocalEngine
 from privssl.evaluate import Oracle, accuracy
 from privssl.learn import network_input
-from privssl.privacy import PrivatePlan, make_plan, refuse_coupling_layers
-from privssl.run_folder import open_accounts, releases, write_text
+from privssl.prepare import Prepared
+from privssl.run_folder import (
+    LEDGER_SEQ,
+    opened_accounts,
+    releases,
+    write_text,
+)
 from privssl.tracker import RoundRecord, Tracker
 from privssl.world import Round, World
 
 Status = Literal["finished", "budget_exhausted", "interrupted"]
 
+_EVALUATED = ("test/", "validation/", "dp/epsilon/")  # tags that train.log has as well
 
-@dataclass(frozen=True)
-class Prepared:
-    """A run that is ready to start: everything is checked, nothing is written."""
-
-    config: Config
-    federation: data.Federation
-    algorithm: Algorithm[Any]
-    plan: PrivatePlan | None
-    device: torch.device
-
-    @property
-    def labelled_agents(self) -> tuple[Agent, ...]:
-        return tuple(a for a in self.federation.agents if a.held_labelled is not None)
-
-
-def prepare(config: Config) -> Prepared:
-    """Load the data, split it, build the algorithm, and refuse what cannot be done."""
-    federation = data.build(config.data, config.agents, config.run.seed)
-    dataset = federation.dataset
-    task = Task(
-        dataset.classes,
-        dataset.shape,
-        lambda: models.build_classifier(config.model, dataset.shape, dataset.classes),
-    )
-    plan = None
-    if config.privacy is not None:
-        holders = sum(1 for a in federation.agents if a.held_labelled is not None)
-        plan = make_plan(
-            config.privacy,
-            rounds=config.algorithm.rounds,
-            rows_per_agent=config.data.labelled / holders,
-        )
-    algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, task, plan)
-    if plan is not None:
-        refuse_coupling_layers(algorithm.networks())
-    return Prepared(config, federation, algorithm, plan, _device(config.run.device))
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+log = logging.getLogger("privssl")
 
 
 # The loop -----------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class Progress:
     """What a run has come to; saved with every checkpoint."""
 
@@ -94,14 +56,27 @@ class Progress:
     best: float = 0.0
     best_round: int = 0
     final: float = 0.0
+    saved_best: float = -1.0  # highest accuracy of a round that has a checkpoint
+    saved_best_round: int = 0
     up: int = 0
     down: int = 0
     seconds: float = 0.0
     refused: int = 0  # visits that a budget did not pay for
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What the last finished round left behind. Replaced as one, so that it is always whole."""
+
+    state: Any
+    memories: Mapping[str, Mapping[str, Tensor]]
+    progress: Progress
+
+
 class Run:
     """A prepared run in its folder."""
+
+    _kept: Kept
 
     def __init__(self, prepared: Prepared, folder: Path, trackers: Sequence[Tracker]) -> None:
         config = prepared.config
@@ -117,74 +92,89 @@ class Run:
         )  # fmt: skip
         self._world = World(self._engine, config.run.seed)
         self._digest = configs.digest(config)
-        self.progress = Progress()
         self._durations: list[float] = []
-        self._state: Any = None
-        self._memories: Mapping[str, Mapping[str, Tensor]] = {}
 
     # A run's life: begin or restore, rounds, end ----------------------------------------------
 
     def begin(self) -> None:
         """The state before round 1."""
-        self._state = self._algorithm.start(self._world)
-        self._memories = self._engine.memories()
-        self.save()  # a run that dies in its first round can be resumed as well
+        self._kept = Kept(self._algorithm.start(self._world), self._engine.memories(), Progress())
         for tracker in self._trackers:
             counts = data.class_counts(self._prepared.federation)
             tracker.images(0, "images/partition", pictures.partition_plot(*counts))
+        self.save()  # a run that dies in its first round can be resumed as well
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot, as if the run had never stopped."""
-        self._state = self._algorithm.StateType(**snapshot.state)  # type: ignore[arg-type]
-        self._memories = snapshot.memories
         self._engine.restore(snapshot.memories)
         known = {f.name for f in dataclasses.fields(Progress)}
-        self.progress = Progress(**{k: v for k, v in snapshot.extra.items() if k in known})  # type: ignore[arg-type]
+        progress = Progress(**{k: v for k, v in snapshot.extra.items() if k in known})  # type: ignore[arg-type]
+        state = self._algorithm.StateType(**snapshot.state)  # type: ignore[arg-type]
+        self._kept = Kept(state, snapshot.memories, progress)
+        log.info("Goes on after round %d", progress.round)
 
     def carry_out(self) -> Status:
         """All rounds that are left. Saves and returns "interrupted" on Ctrl-C."""
         rounds = _rounds(self._algorithm.phases())
         try:
-            for now in rounds[self.progress.round :]:
+            for now in rounds[self._kept.progress.round :]:
                 self._one_round(now, last=now is rounds[-1])
-            self._state = self._algorithm.finish(self._state, self._world)
+            state = self._algorithm.finish(self._kept.state, self._world)
+            self._kept = dataclasses.replace(self._kept, state=state)
         except KeyboardInterrupt:
+            log.info("Interrupted: the checkpoint is of round %d", self._kept.progress.round)
             self.save()
             return "interrupted"
-        return "budget_exhausted" if self.progress.refused else "finished"
+        return "budget_exhausted" if self._kept.progress.refused else "finished"
 
     def _one_round(self, now: Round, *, last: bool) -> None:
         begun = time.perf_counter()
         self._world.begin(now)
-        state = self._algorithm.round(self._state, self._world)
+        state = self._algorithm.round(self._kept.state, self._world)
         values = self._measure(state, now, last)
         seconds = time.perf_counter() - begun
-        # From here on the round counts: nothing before this line has changed what is saved.
-        self._state, self._memories = state, self._engine.memories()
-        p, traffic = self.progress, self._world.traffic
-        self.progress = dataclasses.replace(
-            p, round=now.number, up=p.up + traffic.up, down=p.down + traffic.down,
-            seconds=p.seconds + seconds, refused=p.refused + self._world.silences,
-            **self._accuracies(values, now.number),
-        )  # fmt: skip
+        self._tell(now, state, {**values, "time/round_s": seconds}, last)
+        saves = last or now.number % self._config.run.checkpoint_every == 0
+        progress = self._after(now, values, seconds, saves)
+        # The round counts from here, after it was told of: a line too many is cut off when the
+        # run goes on, and a line that is missing would be missing for ever.
+        self._kept = Kept(state, self._engine.memories(), progress)
         self._durations.append(seconds)
-        record = RoundRecord(
-            now.number, rounds_of(self._algorithm), now.phase, {**values, "time/round_s": seconds}
-        )
-        for tracker in self._trackers:
-            tracker.round(record)
-        if now.number % self._config.run.images_every == 0 or last or now.number == 1:
-            self._show(now.number)
-        if now.number % self._config.run.checkpoint_every == 0 or last:
+        if saves:
             self.save()
 
-    def _accuracies(self, values: Mapping[str, float], number: int) -> dict[str, Any]:
+    def _tell(self, now: Round, state: Any, values: Mapping[str, float], last: bool) -> None:
+        total = rounds_of(self._algorithm)
+        for tracker in self._trackers:
+            tracker.round(RoundRecord(now.number, total, now.phase, values))
+        measured = [f"{k} {v:.4f}" for k, v in values.items() if k.startswith(_EVALUATED)]
+        if measured:
+            log.info("Round %d of %d: %s", now.number, total, ", ".join(measured))
+        if last or now.number == 1 or now.number % self._config.run.images_every == 0:
+            self._show(now.number, state)
+
+    def _after(
+        self, now: Round, values: Mapping[str, float], seconds: float, saves: bool
+    ) -> Progress:
+        """The progress with one more round."""
+        before, traffic = self._kept.progress, self._world.traffic
+        found: dict[str, Any] = {}
         reached = values.get("test/accuracy")
-        if reached is None:
-            return {}
-        if reached > self.progress.best:
-            return {"final": reached, "best": reached, "best_round": number}
-        return {"final": reached}
+        if reached is not None:
+            found["final"] = reached
+            if reached > before.best:
+                found |= {"best": reached, "best_round": now.number}
+            if saves and reached > before.saved_best:
+                found |= {"saved_best": reached, "saved_best_round": now.number}
+        return dataclasses.replace(
+            before,
+            round=now.number,
+            up=before.up + traffic.up,
+            down=before.down + traffic.down,
+            seconds=before.seconds + seconds,
+            refused=before.refused + self._world.silences,
+            **found,
+        )
 
     def _measure(self, state: Any, now: Round, last: bool) -> dict[str, float]:
         values = {**self._world.mean_notes(), **self._algorithm.metrics(state)}
@@ -214,31 +204,37 @@ class Run:
             for name, classifier in weights.items()
         }
 
-    def _show(self, number: int) -> None:
+    def _show(self, number: int, state: Any) -> None:
+        """Pictures of held-out rows: none may show an agent's row."""
         x, y = self._test
-        few = min(len(x), 500)  # held-out rows: a picture must not show an agent's row
-        drawn = self._algorithm.pictures(self._state, network_input(x[:few]), y[:few])
+        # The first row of each class, then the second of each: files may be sorted by class.
+        rank = one_hot(y).cumsum(dim=0).gather(1, y[:, None])[:, 0]
+        few = rank.argsort(stable=True)[:500]
+        drawn = self._algorithm.pictures(state, network_input(x[few]), y[few])
         for tag, image in drawn.items():
             for tracker in self._trackers:
                 tracker.images(number, tag, image)
 
     def save(self) -> None:
         """Write a checkpoint of the last finished round."""
+        kept, folder = self._kept, self._folder / "checkpoints"
         seqs = {
-            f"ledger_seq/{a.id}": a.account.seq
+            LEDGER_SEQ + a.id: a.account.seq
             for a in self._prepared.labelled_agents
             if a.account is not None
         }
         checkpoint.save(
-            self._folder / "checkpoints",
+            folder,
             Snapshot(
-                round=self.progress.round,
-                state=vars(self._state),
-                memories=self._memories,
+                round=kept.progress.round,
+                state=vars(kept.state),
+                memories=kept.memories,
                 config_digest=self._digest,
-                extra={**dataclasses.asdict(self.progress), **seqs},
+                extra={**dataclasses.asdict(kept.progress), **seqs},
             ),
         )
+        if kept.progress.saved_best_round == kept.progress.round:
+            checkpoint.mark(folder, "best", kept.progress.round)
 
     def close(self) -> None:
         self._engine.close()
@@ -247,10 +243,10 @@ class Run:
 
     # What remains ---------------------------------------------------------------------------
 
-    def conclude(self, status: Status) -> dict[str, Any]:
-        """Write results.json, the weights and the privacy card; return the results."""
+    def conclude(self, status: Status) -> None:
+        """Write the weights, the privacy card, and last of all results.json."""
         if status != "interrupted":
-            weights = self._algorithm.classifier(self._state)
+            weights = self._algorithm.classifier(self._kept.state)
             checkpoint.save_weights(self._folder / "classifier.safetensors", weights)
         card = self._card()
         if card is not None:
@@ -258,11 +254,13 @@ class Run:
             write_text(self._folder / "privacy.md", render_markdown(card))
         results = self._results(status, card)
         write_text(self._folder / "results.json", json.dumps(results, indent=2) + "\n")
-        return results | {"sentence": guarantee_sentence(card)}
+        log.info("%s after %d rounds. %s", status, results["rounds"], guarantee_sentence(card))
 
     def _results(self, status: Status, card: Mapping[str, Any] | None) -> dict[str, Any]:
-        config, p = self._config, self.progress
+        config, p = self._config, self._kept.progress
         plan = self._prepared.plan
+        # A session that had no round left knows the mean of the others.
+        durations = self._durations or [p.seconds / max(p.round, 1)]
         return {
             "name": config.run.name,
             "algorithm": config.algorithm.name,
@@ -275,7 +273,7 @@ class Run:
             "test_accuracy": {"final": p.final, "best": p.best, "best_round": p.best_round},
             "seconds": {
                 "total": round(p.seconds, 3),
-                "round_median": round(statistics.median(self._durations or [0.0]), 4),
+                "round_median": round(statistics.median(durations), 4),
             },
             "bytes": {"up": p.up, "down": p.down},
             "privacy": {
@@ -320,24 +318,22 @@ def _rounds(phases: Sequence[Phase]) -> list[Round]:
 
 
 def execute(
-    prepared: Prepared, folder: Path, trackers: Sequence[Tracker], snapshot: Snapshot | None
-) -> dict[str, Any]:
-    """Carry a run out in its folder; the results, with the guarantee as a sentence."""
-    with ExitStack() as stack:
-        seqs = None
-        if snapshot is not None:
-            prefix = "ledger_seq/"
-            seqs = {
-                key.removeprefix(prefix): int(value)
-                for key, value in snapshot.extra.items()
-                if key.startswith(prefix)
-            }
-        open_accounts(prepared, folder, seqs)
-        run = Run(prepared, folder, trackers)
+    prepared: Prepared,
+    folder: Path,
+    make_trackers: Callable[[], Sequence[Tracker]],
+    snapshot: Snapshot | None,
+) -> None:
+    """Carry a run out in its folder, from the start or from a snapshot.
+
+    Args:
+        make_trackers: called when the accounts are open: trackers cut what a resumed run will
+            write again, and nothing may be cut when a ledger forbids the run.
+    """
+    with opened_accounts(prepared, folder, snapshot), ExitStack() as stack:
+        run = Run(prepared, folder, make_trackers())
         stack.callback(run.close)
         if snapshot is None:
             run.begin()
         else:
             run.restore(snapshot)
-        status = run.carry_out()
-        return run.conclude(status)
+        run.conclude(run.carry_out())

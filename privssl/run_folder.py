@@ -1,97 +1,242 @@
 """The folder of a run and the accounts in it: made once, never overwritten by accident.
 
-The folder is private to the user (0700). What earlier runs spent is never deleted: replacing a
-private run moves its ledger beside the folder and says so.
+The folder is private to the user (0700) and one process works in it at a time. What earlier
+runs spent is never deleted: replacing a private run moves its ledger beside the folder and says
+so. Whatever is refused is refused before anything in the folder has changed.
 """
 
+import fcntl
+import json
 import logging
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from accounting.budget import Budget
+import yaml
+
 from accounting.ledger import Account
-from accounting.plan import AccountPlan
 from privssl import config as configs
 from privssl import durable
 from privssl.algorithms.base import Algorithm
-from privssl.card import Release
+from privssl.card import Release, guarantee_sentence
+from privssl.checkpoint import Snapshot
+from privssl.config import Config
 from privssl.errors import RunFolderError
+from privssl.prepare import Prepared
 from privssl.privacy import PrivatePlan, parameter_names
 
-if TYPE_CHECKING:
-    from privssl.run import Prepared
-
 log = logging.getLogger("privssl")
+
+#: With the agent's id, the key under which a checkpoint remembers the length of a ledger.
+LEDGER_SEQ = "ledger_seq/"
+
+#: Everything that a run may write into its folder. What holds anything else is not replaced.
+CONTENTS = frozenset(
+    {
+        *("config.yaml", "split.json", "metrics.csv", "results.json", "classifier.safetensors"),
+        *("privacy.json", "privacy.md", "ledger", "tensorboard", "checkpoints", "train.log"),
+    }
+)
 
 
 def write_text(path: Path, text: str) -> None:
     """Put a small file in place whole, or not at all. RunFolderError when it cannot be."""
-    durable.replace(path, text.encode())
+    with durable.writing(path):
+        durable.replace(path, text.encode())
 
 
-def open_folder(prepared: "Prepared", resume: Path | None) -> Path:
-    """Make the run folder, or check the one to resume. Private to the user (0700).
+# Beginning a run ----------------------------------------------------------------------------
+
+
+@contextmanager
+def created(prepared: Prepared) -> Iterator[Path]:
+    """The new folder of a run; inside, no other process may work in it.
 
     Raises:
-        RunFolderError: it exists and may not be replaced, or is no run of this config.
+        RunFolderError: it exists and may not be replaced, or cannot be made.
     """
-    folder, run = resume or prepared.config.folder, prepared.config.run
-    if resume is None:
-        if folder.exists() and any(folder.iterdir()):
-            if not run.overwrite:
-                raise RunFolderError(
-                    f"{folder} exists and holds a run. Go on with it (--resume {folder}), choose "
-                    "another run.output or run.seed, or replace it with run.overwrite=true"
-                )
-            _replace(folder)
+    run = prepared.config.run
+    folder = prepared.config.folder.expanduser()
+    entries = _entries(folder)
+    if entries:
+        _refuse_what_is_not_ours(folder, entries)
+        if not run.overwrite:
+            raise RunFolderError(_in_the_way(folder))
+        with locked(folder):
+            _remove(folder)
+    try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_text(folder / "config.yaml", configs.to_yaml(prepared.config))
-        prepared.federation.manifest.write(folder / "split.json")
-    return folder
-
-
-def _replace(folder: Path) -> None:
-    """Remove a former run, but never the record of what it spent."""
-    if not (folder / "config.yaml").exists():
+        folder.chmod(0o700)
+    except OSError as error:
         raise RunFolderError(
-            f"{folder} is not a run of privssl (it has no config.yaml), so run.overwrite=true "
-            "does not touch it. Choose another run.output"
-        )
-    kept = sorted(folder.parent.glob(f"{folder.name}.ledger-*"))
-    ledger = folder / "ledger"
-    if ledger.exists() and any(ledger.iterdir()):
-        former = folder.parent / f"{folder.name}.ledger-{len(kept) + 1:03d}"
-        ledger.rename(former)
-        log.warning("The ledger of the replaced run is kept in %s: its rows remember.", former)
-    shutil.rmtree(folder)
+            f"{folder}: this folder cannot be made: {error.strerror}. Choose another run.output"
+        ) from error
+    with locked(folder):
+        # In this order: a split.json says that the folder is a run, and may be replaced.
+        prepared.federation.manifest.write(folder / "split.json")
+        write_text(folder / "config.yaml", configs.to_yaml(prepared.config))
+        yield folder
 
 
-def open_accounts(
-    prepared: "Prepared", folder: Path, minimum_seq: Mapping[str, int] | None
-) -> None:
-    """Give every agent with labels its account. ``minimum_seq`` is given when resuming."""
-    plan, privacy = prepared.plan, prepared.config.privacy
-    if plan is None or privacy is None:
-        return
-    public = privacy.record_counts == "public"
-    for agent in prepared.labelled_agents:
-        promise = AccountPlan(
-            agent=agent.id,
-            budget=Budget(privacy.epsilon, privacy.delta),
-            scope=plan.scope,
-            update=plan.update,
-            protect=plan.protect,
-            event=plan.event,
-            record_counts=privacy.record_counts,
-            n_public=len(agent.labelled) if public else None,
-            adjacency="zero_out" if public else "add_remove",
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Inside, another process that asks for the folder gets a RunFolderError.
+
+    The lock is the operating system's, on the folder itself: it goes with its process, however
+    that ends. A file system without locks is used without one.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunFolderError(
+                f"{folder}: another process is training in it. Wait for it to end, or choose "
+                "another run.output"
+            ) from error
+        except OSError as error:
+            log.warning("%s cannot be locked: %s", folder, error.strerror)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _entries(folder: Path) -> set[str]:
+    """What lies in a folder, without leftovers of killed writes; empty when there is none."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise RunFolderError(
+            f"{folder}: cannot be a run folder: {error.strerror}. Choose another run.output"
+        ) from error
+    return {name for name in names if not name.startswith(durable.TEMPORARY)}
+
+
+def _refuse_what_is_not_ours(folder: Path, entries: set[str]) -> None:
+    foreign = sorted(entries - CONTENTS)
+    if foreign or "split.json" not in entries or folder.is_symlink():
+        what = f"it holds {', '.join(foreign[:3])}" if foreign else "it has no split.json"
+        raise RunFolderError(
+            f"{folder} exists and is not a run of privssl ({what}), so that nothing in it is "
+            "ever replaced, not even with run.overwrite=true. Choose another run.output"
         )
-        path = folder / "ledger" / f"{agent.id}.jsonl"
-        seq = None if minimum_seq is None else minimum_seq.get(agent.id)
-        resume = seq is not None or (minimum_seq is not None and path.exists())
-        agent.account = Account.open(path, promise, resume=resume, minimum_seq=seq or 0)
+
+
+def _in_the_way(folder: Path) -> str:
+    begun = (folder / "checkpoints" / "latest").exists()
+    choices = [f"go on with it (--resume {folder})"] if begun else []
+    choices += ["choose another run.output or run.seed", "replace it with run.overwrite=true"]
+    return f"{folder} exists and holds a run. You can {', or '.join(choices)}"
+
+
+def _remove(folder: Path) -> None:
+    """Remove a former run, but never the record of what it spent."""
+    with durable.writing(folder):
+        ledger = folder / "ledger"
+        if ledger.exists() and any(ledger.iterdir()):
+            kept = sorted(folder.parent.glob(f"{folder.name}.ledger-*"))
+            former = folder.parent / f"{folder.name}.ledger-{len(kept) + 1:03d}"
+            ledger.rename(former)
+            log.warning("The ledger of the replaced run is kept in %s: its rows remember.", former)
+        shutil.rmtree(folder)
+
+
+# Going on with a run ------------------------------------------------------------------------
+
+
+def check_resumable(folder: Path, config: Config) -> None:
+    """Whether this is the folder of a run of this config.
+
+    Raises:
+        RunFolderError: it is no run, or a setting that decides over results is another one.
+        ConfigError: its config.yaml is damaged.
+    """
+    recorded = folder / "config.yaml"
+    if not recorded.is_file():
+        raise RunFolderError(
+            f"{folder} is not the folder of a run: it has no config.yaml. Give --resume the "
+            "folder that an earlier run named in its last lines"
+        )
+    now, then = _deciding(config), _deciding(configs.load(recorded))
+    differing = [
+        f"{key} is {now.get(key, 'absent')} here, but {then.get(key, 'absent')} there"
+        for key in sorted(now.keys() | then.keys())
+        if now.get(key, "absent") != then.get(key, "absent")
+    ]
+    if differing:
+        moved = any(text.startswith(("data.root", "data.split")) for text in differing)
+        advice = " Data that was moved must be put back, or linked to." if moved else ""
+        raise RunFolderError(
+            f"{folder} belongs to another config: {'; '.join(differing)}. Go on with "
+            f"{recorded}, or start a new run with another run.output.{advice}"
+        )
+
+
+def _deciding(config: Config) -> dict[str, Any]:
+    """What decides over the results of a run, by dotted key: what ``config.digest`` is made of."""
+    sections: dict[str, dict[str, Any] | None] = yaml.safe_load(configs.to_yaml(config))
+    return {
+        f"{name}.{key}": value
+        for name, section in sections.items()
+        for key, value in (section or {}).items()
+        if name != "run" or key == "seed"
+    }
+
+
+def outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
+    """What a run in this folder came to: results.json, and the sentence on its guarantee.
+
+    None when there are no results yet.
+
+    Raises:
+        RunFolderError: a file is damaged.
+    """
+    results, card = _read_json(folder / "results.json"), _read_json(folder / "privacy.json")
+    if results is None:
+        return None
+    return results, guarantee_sentence(card)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RunFolderError(
+            f"{path} cannot be read ({error}). Remove it, then --resume writes it anew"
+        ) from error
+    return found
+
+
+# Accounts -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -> Iterator[None]:
+    """Give every agent with labels its account; inside, no other process has them.
+
+    Args:
+        snapshot: of the run that goes on. A journal that ends before it was cut, and is refused.
+
+    Raises:
+        accounting.errors.LedgerError: a journal is missing, damaged, cut, or in use.
+    """
+    holders = {agent.id: agent for agent in prepared.labelled_agents}
+    with ExitStack() as stack:
+        for name, promise in prepared.promises.items():
+            path = folder / "ledger" / f"{name}.jsonl"
+            seq = None if snapshot is None else snapshot.extra.get(LEDGER_SEQ + name)
+            resume = seq is not None or (snapshot is not None and path.exists())
+            account = Account.open(path, promise, resume=resume, minimum_seq=int(seq or 0))
+            stack.callback(account.close)
+            holders[name].account = account
+        yield
 
 
 def releases(plan: PrivatePlan, algorithm: Algorithm[Any]) -> list[Release]:

@@ -5,14 +5,14 @@ checkpoint. The last line is always the guarantee, or the sentence that there is
 """
 
 import argparse
-import errno
 import json
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +20,33 @@ from rich.console import Console
 from rich.table import Table
 
 from accounting.errors import AccountingError
-from privssl.errors import RunFolderError, UserError
+from privssl import durable
+from privssl.errors import UserError
 
 INTERRUPTED = 130
+SECONDS_TO_WIND_UP = 5.0  # in which a second Ctrl-C is taken for the first
+
+log = logging.getLogger("privssl")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    options = _parser().parse_args(argv)
+    options = _parser().parse_intermixed_args(argv)
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill is a Ctrl-C
-    try:
-        return _train(options, console)
-    except (UserError, AccountingError) as problem:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(str(problem), markup=False)
-        return problem.exit_status
-    except KeyboardInterrupt:
-        console.print("Interrupted before the first round. Nothing was trained.")
-        return INTERRUPTED
-    except OSError as problem:
-        if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
-            raise
-        print(
-            f"{problem.filename or 'The run folder'}: {problem.strerror}. Make room or choose "
-            "another run.output, then go on with --resume. Checkpoints already written are whole.",
-            file=sys.stderr,
-        )
-        return RunFolderError.exit_status
+    with ExitStack() as stack:
+        stack.enter_context(_logging_to(_Screen()))
+        stack.enter_context(_stopped_by(signal.SIGINT, signal.SIGTERM))
+        try:
+            return _train(options, console, stack)
+        except (UserError, AccountingError) as problem:
+            log.error("%s", problem)
+            return problem.exit_status
+        except KeyboardInterrupt:
+            log.error(
+                "Interrupted outside of the rounds. What a checkpoint has can be gone on with "
+                "(--resume); a run folder without one can be replaced (run.overwrite=true)."
+            )
+            return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,38 +63,47 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(options: argparse.Namespace, console: Console) -> int:
+def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
     import torch  # here, so that --help and a typo in the command need no second
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     from privssl import checkpoint, run, run_folder
     from privssl import config as configs
+    from privssl.prepare import prepare
 
     started = time.perf_counter()
     config = configs.load(options.config, options.overrides)
-    for warning in config.warnings:
-        console.print(f"Warning: {warning}", style="yellow", markup=False)
-    prepared = run.prepare(config)
+    if options.resume is not None:
+        run_folder.check_resumable(options.resume, config)
+        known = run_folder.outcome(options.resume)
+        if known is not None and known[0]["status"] != "interrupted":
+            console.print("This run has finished already; nothing was changed.")
+            return _report(options, *known, options.resume, console)
+    prepared = prepare(config)
     if options.dry_run:
+        _warn(config.warnings)
         _describe(prepared, console)
         return 0
+    stack.enter_context(_private_files())
     snapshot = None
-    if options.resume is not None:
-        snapshot = checkpoint.load(options.resume / "checkpoints", configs.digest(config))
-    folder = run_folder.open_folder(prepared, options.resume)
-    _log_to(folder / "train.log")
-    if prepared.plan is not None and prepared.plan.scope == "as_published":
-        console.print(_nominal_warning(config.privacy), style="bold red", markup=False)
-    trackers = _trackers(folder, options, run.rounds_of(prepared.algorithm), snapshot)
-    results = run.execute(prepared, folder, trackers, snapshot)
-    sentence = results.pop("sentence")
-    if options.json:
-        print(json.dumps(results, indent=2))
-    _report(results, sentence, folder, time.perf_counter() - started, console)
-    return INTERRUPTED if results["status"] == "interrupted" else 0
+    if options.resume is None:
+        folder = stack.enter_context(run_folder.created(prepared))
+        stack.enter_context(_logging_to(_LogFile(folder / "train.log")))
+    else:
+        folder = options.resume
+        stack.enter_context(run_folder.locked(folder))
+        stack.enter_context(_logging_to(_LogFile(folder / "train.log")))
+        snapshot = checkpoint.load(folder / "checkpoints", configs.digest(config))
+    _log_start(prepared)
+    run.execute(prepared, folder, lambda: _trackers(folder, options, prepared, snapshot), snapshot)
+    outcome = run_folder.outcome(folder)
+    assert outcome is not None  # execute has just written it
+    return _report(options, *outcome, folder, console, time.perf_counter() - started)
 
 
-def _trackers(folder: Path, options: argparse.Namespace, rounds: int, snapshot: Any) -> list[Any]:
+def _trackers(folder: Path, options: argparse.Namespace, prepared: Any, snapshot: Any) -> list[Any]:
+    from privssl.run import rounds_of
     from privssl.tracker import CsvTracker, ProgressTracker, TensorBoardTracker
 
     after = None if snapshot is None else snapshot.round
@@ -103,16 +112,75 @@ def _trackers(folder: Path, options: argparse.Namespace, rounds: int, snapshot: 
         TensorBoardTracker(folder / "tensorboard", resume_after=after),
     ]
     if not options.quiet:
-        trackers.append(ProgressTracker(rounds, resume_after=after))
+        trackers.append(ProgressTracker(rounds_of(prepared.algorithm), resume_after=after))
     return trackers
 
 
-def _log_to(path: Path) -> None:
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("privssl")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
+# What is told -------------------------------------------------------------------------------
+
+
+class _Screen(logging.Handler):
+    """Warnings and errors on standard error, below or above a progress bar."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        warns = record.levelno == logging.WARNING
+        text = f"Warning: {record.getMessage()}" if warns else record.getMessage()
+        style = "yellow" if warns else None
+        Console(stderr=True, highlight=False, soft_wrap=True).print(text, style=style, markup=False)
+
+
+class _LogFile(logging.FileHandler):
+    """train.log. A line that a full disk does not take is dropped: the next write of metrics or
+    of a checkpoint stops the run, and says why."""
+
+    def __init__(self, path: Path) -> None:
+        with durable.writing(path):
+            super().__init__(path, encoding="utf-8")
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
+        """See the head of the class."""
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
+@contextmanager
+def _logging_to(handler: logging.Handler) -> Iterator[None]:
+    """Inside, what privssl logs goes to the handler as well."""
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+def _log_start(prepared: Any) -> None:
+    """The first lines of train.log: what is run, with what, on what."""
+    from importlib.metadata import version
+
+    config, agents = prepared.config, prepared.federation.agents
+    log.info(
+        "Run %s: %s on %s, seed %d, split %s, config %s",
+        *(config.run.name, config.algorithm.name, config.data.name, config.run.seed),
+        *(prepared.federation.manifest.hash[:12], config.source),
+    )
+    roles = ", ".join(f"{agent.id} ({agent.role})" for agent in agents)
+    log.info("Device %s, torch %s. Agents: %s", prepared.device, version("torch"), roles)
+    _warn(config.warnings)
+    if prepared.plan is not None and prepared.plan.scope == "as_published":
+        _warn([_nominal_warning(config.privacy)])
+
+
+def _warn(sentences: Sequence[str]) -> None:
+    for sentence in sentences:
+        log.warning("%s", sentence)
 
 
 def _nominal_warning(privacy: Any) -> str:
@@ -124,56 +192,97 @@ def _nominal_warning(privacy: Any) -> str:
 
 def _describe(prepared: Any, console: Console) -> None:
     """What --dry-run shows: the resolved config, who holds what, what would be spent."""
-    from accounting.accountants import epsilon
-    from accounting.events import leaves
     from privssl import config as configs
 
     console.print(configs.to_yaml(prepared.config), markup=False)
     table = Table("agent", "role", "labelled", "unlabelled", "classes")
     names = prepared.federation.dataset.class_names
     for agent in prepared.federation.agents:
-        labelled = agent.held_labelled
+        labelled, unlabelled = agent.held_labelled, agent.held_unlabelled
         classes = [] if labelled is None else [names[c] for c in labelled.y.unique().tolist()]
-        table.add_row(
-            agent.id,
-            agent.role,
-            str(len(labelled)) if labelled is not None else "-",
-            str(len(agent.held_unlabelled)) if agent.held_unlabelled is not None else "-",
-            " ".join(classes) or "unknown",
-        )
+        counts = ("-" if rows is None else str(len(rows)) for rows in (labelled, unlabelled))
+        table.add_row(agent.id, agent.role, *counts, " ".join(classes) or "unknown")
     console.print(table)
-    plan, privacy = prepared.plan, prepared.config.privacy
-    if plan is None:
+    if prepared.plan is None:
         console.print("Not private: the plan spends no budget and nothing is guaranteed.")
-        return
-    protected = [leaf for leaf in leaves(plan.event) if hasattr(leaf, "noise_multiplier")]
-    spent = epsilon(protected * plan.visits, privacy.delta) if plan.visits else 0.0
-    console.print(
+    else:
+        console.print(_planned_spending(prepared.plan, prepared.config.privacy), markup=False)
+
+
+def _planned_spending(plan: Any, privacy: Any) -> str:
+    from accounting.accountants import epsilon
+    from accounting.events import Unprotected, leaves
+
+    noisy = [leaf for leaf in leaves(plan.event) if not isinstance(leaf, Unprotected)]
+    spent = epsilon(noisy * plan.visits, privacy.delta) if plan.visits else 0.0
+    return (
         f"Scope {plan.scope}. Noise multiplier {plan.noise_multiplier:g}, sample rate "
         f"{plan.sample_rate:g}, {plan.visits} visits of {plan.steps} private steps to each "
         f"support agent: {'nominal ' if plan.scope == 'as_published' else ''}epsilon "
-        f"{min(spent, float('inf')):.4f} of {privacy.epsilon:g} at delta {privacy.delta:g}."
+        f"{spent:.4f} of {privacy.epsilon:g} at delta {privacy.delta:g}."
         + (" The budget ends the visits before that." if spent > privacy.epsilon else "")
     )
 
 
 def _report(
-    results: dict[str, Any], sentence: str, folder: Path, seconds: float, console: Console
-) -> None:
-    accuracy = results["test_accuracy"]
+    options: argparse.Namespace, results: dict[str, Any], sentence: str, folder: Path,
+    console: Console, seconds: float | None = None,
+) -> int:  # fmt: skip
+    """The last lines; returns the exit status."""
+    if options.json:
+        print(json.dumps(results, indent=2))
+    accuracy, status = results["test_accuracy"], results["status"]
     words = {
         "finished": "Finished",
         "budget_exhausted": "Finished; the privacy budget ended visits to support agents early",
         "interrupted": f"Interrupted; go on with --resume {folder}",
     }
+    took = "" if seconds is None else f", {seconds:.0f} s"
     console.print(
-        f"{words[results['status']]}. {results['rounds']} rounds, {seconds:.0f} s. Test accuracy "
+        f"{words[status]}. {results['rounds']} rounds{took}. Test accuracy "
         f"{accuracy['final']:.4f} (best {accuracy['best']:.4f} in round "
         f"{accuracy['best_round']}). Results in {folder}; pictures: "
         f"tensorboard --logdir {folder / 'tensorboard'}",
         markup=False,
     )
     console.print(sentence, style="bold", markup=False)
+    return INTERRUPTED if status == "interrupted" else 0
+
+
+# The process --------------------------------------------------------------------------------
+
+
+@contextmanager
+def _stopped_by(*signals: signal.Signals) -> Iterator[None]:
+    """Inside, each signal is a KeyboardInterrupt; another one soon after it is not a second.
+
+    People press Ctrl-C twice, and supervisors send SIGINT with SIGTERM: neither may disturb the
+    checkpoint that the first one asked for.
+    """
+    stopped = -float("inf")
+
+    def stop(number: int, frame: object) -> None:
+        nonlocal stopped
+        if time.monotonic() - stopped > SECONDS_TO_WIND_UP:
+            stopped = time.monotonic()
+            raise KeyboardInterrupt
+
+    former = {number: signal.signal(number, stop) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """Inside, new files and folders are the user's alone."""
+    former = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(former)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ class World:
         self._seed = seed
         self.agents: Roster = tuple(engine.roster())
         self.server = next((a for a in self.agents if a.seat is Seat.SERVER), None)
-        self.support: Roster = tuple(a for a in self.agents if a.role in ("support", "mixed"))
+        # A labelled server is a support agent that sits at the server.
+        labelled = ("support", "mixed", "server")
+        self.support: Roster = tuple(a for a in self.agents if a.role in labelled)
         self.query: Roster = tuple(a for a in self.agents if a.role in ("query", "mixed"))
         self.begin(Round(0))
 

@@ -113,6 +113,15 @@ def test_shear_moves_each_row_by_its_distance_from_the_middle() -> None:
     close(moved(x, shear=1.0), expected)
 
 
+@pytest.mark.parametrize(("height", "width"), [(9, 9), (8, 12)])
+def test_a_point_is_sheared_and_zoomed_before_it_is_turned(height: int, width: int) -> None:
+    x = images(2, 1, height, width)
+    first = moved(x, shear=0.5, zoom=0.7)
+    close(moved(x, shear=0.5, zoom=0.7, angle=180.0), first.flip(2, 3))
+    if height == width:
+        close(moved(x, shear=0.5, zoom=0.7, angle=90.0), torch.rot90(first, dims=(2, 3)))
+
+
 def test_a_small_turn_is_counter_clockwise() -> None:
     # A dot 3 pixels to the right of the middle goes up by 3 sin 30 = 1.5 pixels.
     x = torch.full((1, 1, 9, 9), BLANK)
@@ -134,6 +143,16 @@ def test_a_crop_is_a_window_on_the_image_padded_by_mirroring() -> None:
         for i, (down, right) in enumerate(shift.tolist())
     ]
     assert torch.equal(move_mirrored(x, shift), torch.stack(windows))
+
+
+def test_every_whole_shift_up_to_the_reach_of_a_crop_is_as_likely() -> None:
+    # A dot in the middle of 9 pixels; 0.25 of 9 is 2 whole pixels: 5 x 5 places.
+    x = torch.full((2500, 1, 9, 9), BLANK)
+    x[:, 0, 4, 4] = 1.0
+    places = (Augmentation(crop=0.25)(x, rng())[:, 0] == 1.0).sum(dim=0)
+    assert int(places[2:7, 2:7].sum()) == int(places.sum()) == 2500
+    # 100 of each place are expected, give or take 6 standard deviations of 10
+    assert 40 < int(places[2:7, 2:7].min()) <= int(places.max()) < 160
 
 
 def test_half_of_the_rows_are_mirrored_and_the_others_left_alone() -> None:

@@ -33,6 +33,7 @@ class SmallConfig:
 
 class Small:
     Config = SmallConfig
+    can_be_private = True
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:

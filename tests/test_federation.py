@@ -1,6 +1,7 @@
 """From a config to the parties: who holds what, that labels stay hidden, and replaying a split."""
 
 import dataclasses
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -151,17 +152,11 @@ def test_the_labelled_rule_is_that_of_all_rows_when_it_is_not_given() -> None:
 
 
 def test_under_one_rule_both_kinds_of_rows_of_a_mixed_agent_are_of_the_same_classes() -> None:
-    labelled, unlabelled = class_counts(
-        federation(
-            support=0,
-            query=0,
-            mixed=5,
-            labels="labels-at-client",
-            labelled=100,
-            partition="classes_per_agent",
-            k=2,
-        )  # fmt: skip
-    )
+    found = federation(
+        support=0, query=0, mixed=5, labels="labels-at-client", labelled=100,
+        partition="classes_per_agent", k=2,
+    )  # fmt: skip
+    labelled, unlabelled = class_counts(found)
     for agent in ("m0", "m1", "m2", "m3", "m4"):
         assert ((labelled[agent] > 0) == (unlabelled[agent] > 0)).all()
 
@@ -221,8 +216,6 @@ def test_the_hash_does_not_depend_on_folders() -> None:
 
 def replay(split: Any, dataset: Dataset = TOY, **settings: Any) -> Federation:
     """Write a manifest and build from it."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "split.json"
         split.write(path)

@@ -108,7 +108,7 @@ def test_the_forger_of_these_tests_gets_the_hash_right(path: Path) -> None:
 @pytest.mark.parametrize(
     ("agent", "kind", "rows", "said"),
     [
-        ("q0", "unlabelled", [3, 2], "the row 2 is held by s0 and by q0"),
+        ("q0", "unlabelled", [3, 2], "the row 2 is held by q0 and by s0"),
         ("m0", "unlabelled", [9], "the row 9 is held by m0 and by m0"),
         ("q0", "unlabelled", [5, 5], "the row 5 is held by q0 and by q0"),
         ("s0", "labelled", [31], "the row 31 is held by validation and by s0"),
@@ -172,7 +172,7 @@ def test_reading_stops_at_a_bound(path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_file_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="absent.json: No such file"):
+    with pytest.raises(DataError, match="No such file"):
         read(tmp_path / "absent.json")
     with pytest.raises(DataError, match="cannot be written"):
         example().write(tmp_path / "no folder" / "split.json")

@@ -90,7 +90,7 @@ class _Bound(Algorithm[State]):
         self._F = task.new_classifier()
 
     def start(self, world: World) -> State:
-        F = learn.fresh_weights(self._F, world.rng("init F"))
+        F = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))
         return State(F, teacher=F)
 
     def round(self, state: State, world: World) -> State:
@@ -140,7 +140,7 @@ class _Bound(Algorithm[State]):
         self, x: Tensor, p: Tensor, agent: SupportAgent | QueryAgent, msg: Lesson,
         ctx: Context, group: str,
     ) -> Classifier:  # fmt: skip
-        F = learn.load(self._F, msg.F).to(memory_format=torch.channels_last)
+        F = learn.load(self._F, msg.F).to(ctx.device, memory_format=torch.channels_last)
         group_of_F = learn.AdamGroup(F, self.cfg.learning_rate, (0.9, 0.99))
         adam = learn.KeptAdam({"F": group_of_F}, agent.memory, group)
         seen = self.cfg.augmentation()(learn.network_input(x, ctx.device), ctx.rng("augment F"))

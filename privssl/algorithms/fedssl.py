@@ -38,11 +38,11 @@ from accounting.errors import BudgetExhausted
 from generators import ImageDiscriminator, ImageGenerator
 from privssl import learn, pictures, seeds
 from privssl.agents import QueryAgent, SupportAgent
-from privssl.algorithms.base import Algorithm, Context, Task, on_agent
+from privssl.algorithms.base import Algorithm, Context, NetworkFactory, Task, on_agent
 from privssl.algorithms.gmixup import Callables, Mixes, Mixing, draw_mixing, row_losses
 from privssl.algorithms.local_ssl import Share, federate, one_hot
 from privssl.messages import Message, Reply, Silence, StateDict
-from privssl.privacy import Parameters, PrivatePlan, PrivateTraining, frozen
+from privssl.privacy import CHUNK, Parameters, PrivatePlan, PrivateTraining, frozen
 from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, Rate, strict
 from privssl.world import Roster, World
@@ -122,21 +122,22 @@ class FedSSL(Algorithm[State]):
     def __init__(self, config: FedSSLConfig, task: Task, plan: PrivatePlan | None = None) -> None:
         super().__init__(config, task, plan)
         private_D = plan is not None and "D" in plan.protect
-        self._networks = {
-            "F": task.new_classifier(),
-            "G": ImageGenerator(
+        self._new: dict[str, NetworkFactory] = {
+            "F": task.new_classifier,
+            "G": lambda: ImageGenerator(
                 task.shape, task.classes, width=config.generator_width,
                 noise_size=config.noise_size,
             ),
-            "D": ImageDiscriminator(
+            "D": lambda: ImageDiscriminator(
                 task.shape, task.classes, width=config.generator_width,
                 spectral=config.spectral_norm and not private_D,
             ),
         }  # fmt: skip
+        self._networks = {name: new() for name, new in self._new.items()}
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
-        if config.data.labels == "support" and not config.agents.query:
+        if config.data.labels != "labels-at-client" and not config.agents.query:
             yield Problem(
                 "agents.query", "0, but fedssl learns from unlabelled rows: give 1 or more"
             )
@@ -146,8 +147,7 @@ class FedSSL(Algorithm[State]):
 
     def start(self, world: World) -> State:
         F, G, D = (
-            learn.fresh_weights(self._networks[name], world.rng(f"init {name}"))
-            for name in NETWORKS
+            learn.fresh_weights(self._new[name], world.rng(f"init {name}")) for name in NETWORKS
         )
         return State(F, G, D, teacher=F)
 
@@ -313,21 +313,31 @@ class FedSSL(Algorithm[State]):
 
     def _train_privately(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Networks:
         """DP-SGD on the protected networks; the others stay as they came."""
-        assert self.plan is not None
+        assert self.plan is not None and agent.account is not None
         plan, rows, nets = self.plan, agent.labelled, self._loaded(msg, ctx)
         for name, network in nets.items():
             # eval: a spectral norm must not move its buffer while rows are looked at
             network.requires_grad_(name in plan.protect).train(name in plan.protect)
         protected = {name: nets[name] for name in plan.protect}
+        # Draws go by a row's place in its group. With public counts places do not depend on the
+        # data. With private ones a row more would move all after it, and change their gradients:
+        # there every row is a group, whose draws follow from its own id.
+        group_size = CHUNK if agent.account.plan.record_counts == "public" else 1
+
+        def draws(group: Tensor, step: int) -> Mapping[str, Tensor]:
+            repeated = group.repeat_interleave(plan.views)
+            labels = one_hot(rows, repeated, self.task.classes)
+            here = _of_group(ctx, step, int(rows.ids[group[0]]))
+            return vars(draw_mixing(self.cfg, rows.x[repeated], labels, here))
 
         def fields_of(picked: Tensor, step: int) -> Mapping[str, Tensor]:
             """Rows with their draws: (B, views, ...), the views of a row stay in the row."""
-            repeated = picked.repeat_interleave(plan.views)
-            labels = one_hot(rows, repeated, self.task.classes)
-            mixing = draw_mixing(self.cfg, rows.x[repeated], labels, _of_step(ctx, step))
+            groups = [draws(group, step) for group in torch.split(picked, group_size)]
             return {
-                name: value.unflatten(0, (len(picked), plan.views))
-                for name, value in vars(mixing).items()
+                name: torch.unflatten(
+                    torch.cat([g[name] for g in groups]), 0, (len(picked), plan.views)
+                )
+                for name in groups[0]
             }
 
         def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
@@ -384,9 +394,10 @@ def _split(mixing: Mixing, size: int) -> Iterator[Mixing]:
     return (Mixing(**fields) for fields in learn.batches(vars(mixing), size))
 
 
-def _of_step(ctx: Context, step: int) -> Context:
-    """A context whose generators are those of one private step."""
-    return dataclasses.replace(ctx, visit_key=f"{ctx.visit_key}#{step}")
+def _of_group(ctx: Context, step: int, first: int) -> Context:
+    """A context whose generators are those of one group of rows, named by the first of them, in
+    one private step."""
+    return dataclasses.replace(ctx, visit_key=f"{ctx.visit_key}#{step}/{first}")
 
 
 def _updated(state: State, sent: Networks) -> State:

@@ -159,4 +159,4 @@ def row_losses(
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """x itself, whose gradient is multiplied by ``factor``."""
-    return factor * x + (1 - factor) * x.detach()
+    return x.detach() + factor * (x - x.detach())

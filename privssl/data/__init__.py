@@ -53,10 +53,10 @@ def build(
     dataset = dataset or load(data)
     who = holders(data.labels, agents)
     split = _replay(data, who, dataset) if data.split else draw(data, who, seed, dataset)
-    names = dict.fromkeys((*who.labelled, *who.unlabelled))  # in an order that no file decides
     return Federation(
         dataset=dataset,
-        agents=tuple(_agent(name, split.agents[name], dataset) for name in names),
+        # In an order that no file decides: JSON sorts its keys.
+        agents=tuple(_agent(name, split.agents[name], dataset) for name in who.everyone),
         validation=_labelled(split.validation, dataset),
         true_labels=dataset.y_train.clone(),
         manifest=split,

@@ -30,8 +30,8 @@ class Augmentation:
         shear: largest shift of a row of pixels per pixel of height, either way.
         shift: largest shift along each axis, fraction of the side.
         cutout: side of the square that is blanked, fraction of the image's. In [0, 1].
-        crop: largest shift by whole pixels, fraction of the side, filled by mirroring: the
-            padded crop that is usual for natural images. In [0, 1).
+        crop: largest shift by whole pixels, fraction of the side rounded down, filled by
+            mirroring: the padded crop that is usual for natural images. In [0, 1).
         flip: mirror left to right, every second row on average.
     """
 
@@ -63,8 +63,10 @@ class Augmentation:
         if self.flip:
             view = torch.where(chance[:, 9, None, None, None] < 0.5, view.flip(3), view)
         if self.crop:
-            reach = either_way.new_tensor([self.crop * height, self.crop * width])
-            view = move_mirrored(view, (either_way[:, 7:9] * reach).round().long())
+            reach = torch.tensor([int(self.crop * side) for side in (height, width)])
+            reach = reach.to(x.device)  # whole pixels; each shift in -reach..reach is as likely
+            shift = (chance[:, 7:9] * (2 * reach + 1)).long() - reach
+            view = move_mirrored(view, shift)
         if self.rotation or self.scale or self.shear or self.shift:
             maps = affine(
                 angle=either_way[:, 0] * self.rotation,

@@ -26,6 +26,11 @@ class Holders(NamedTuple):
     labelled: tuple[str, ...]
     unlabelled: tuple[str, ...]
 
+    @property
+    def everyone(self) -> tuple[str, ...]:
+        """Each agent once, in the order of the rosters."""
+        return tuple(dict.fromkeys((*self.labelled, *self.unlabelled)))
+
 
 def holders(labels: str, agents: AgentSettings) -> Holders:
     """Who holds what under ``data.labels``.
@@ -66,22 +71,18 @@ def draw(data: DataSettings, who: Holders, seed: int, dataset: Dataset) -> Manif
     """
     labels: Ints = dataset.y_train.numpy()
     labelled, validation, unlabelled = _draw_rows(data, labels, seed, wanted=bool(who.unlabelled))
-    second = (data.partition, data.alpha, data.k)
-    first = second
+    rule = labelled_rule = from_settings(data.partition, data.alpha, data.k)
     if data.labelled_partition is not None:
-        first = (data.labelled_partition, data.labelled_alpha, data.labelled_k)
-    with_labels = _hand_out("labelled", from_settings(*first), who.labelled, labelled, labels, seed)
-    without = _hand_out(
-        "unlabelled", from_settings(*second), who.unlabelled, unlabelled, labels, seed
-    )
-    everyone = dict.fromkeys((*who.labelled, *who.unlabelled))
+        labelled_rule = from_settings(data.labelled_partition, data.labelled_alpha, data.labelled_k)
+    with_labels = _hand_out("labelled", labelled_rule, who.labelled, labelled, labels, seed)
+    without = _hand_out("unlabelled", rule, who.unlabelled, unlabelled, labels, seed)
     return Manifest(
         dataset=dataset.name,
         checksum=dataset.checksum,
         rows=len(labels),
         seed=seed,
         settings=settings_of_split(data),
-        agents={a: Holding(with_labels.get(a, ()), without.get(a, ())) for a in everyone},
+        agents={a: Holding(with_labels.get(a, ()), without.get(a, ())) for a in who.everyone},
         validation=tuple(validation.tolist()),
     )
 

@@ -1,0 +1,108 @@
+"""From a config to a run that is ready to start: everything is checked, nothing is written.
+
+Whatever can fail because of the user fails here, before a run folder is made or touched: data
+that is missing or cannot be split, a device that is not there, a privacy plan that no noise
+fits, a delta that would allow a whole row of the largest agent to be published.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accounting.budget import Budget
+from accounting.plan import AccountPlan
+from privssl import data, models
+from privssl.agents import Agent
+from privssl.algorithms import ALGORITHMS
+from privssl.algorithms.base import Algorithm, Task
+from privssl.config import Config
+from privssl.errors import ConfigError
+from privssl.privacy import PrivatePlan, make_plan, refuse_coupling_layers
+from privssl.settings import PrivacySettings
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to start: everything is checked, nothing is written."""
+
+    config: Config
+    federation: data.Federation
+    algorithm: Algorithm[Any]
+    plan: PrivatePlan | None
+    promises: Mapping[str, AccountPlan]  # of each agent with labels; empty when not private
+    device: torch.device
+
+    @property
+    def labelled_agents(self) -> tuple[Agent, ...]:
+        return _labelled(self.federation)
+
+
+def prepare(config: Config) -> Prepared:
+    """Load the data, split it, build the algorithm, and refuse what cannot be done.
+
+    Raises:
+        privssl.errors.UserError: see the head of this module.
+        accounting.errors.PlanError: no true claim could follow from the privacy section.
+    """
+    device = _device(config.run.device)
+    federation = data.build(config.data, config.agents, config.run.seed)
+    dataset = federation.dataset
+    task = Task(
+        dataset.classes,
+        dataset.shape,
+        lambda: models.build_classifier(config.model, dataset.shape, dataset.classes),
+    )
+    plan, holders = None, _labelled(federation)
+    if config.privacy is not None:
+        plan = make_plan(
+            config.privacy,
+            rounds=config.algorithm.rounds,
+            rows_per_agent=config.data.labelled / len(holders),
+        )
+    promises = _promises(plan, config.privacy, holders)
+    algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, task, plan)
+    if plan is not None:
+        refuse_coupling_layers(algorithm.networks())
+    return Prepared(config, federation, algorithm, plan, promises, device)
+
+
+def _labelled(federation: data.Federation) -> tuple[Agent, ...]:
+    return tuple(agent for agent in federation.agents if agent.held_labelled is not None)
+
+
+def _promises(
+    plan: PrivatePlan | None, privacy: PrivacySettings | None, agents: tuple[Agent, ...]
+) -> dict[str, AccountPlan]:
+    """What each agent with labels promises for its rows: id -> plan; none when not private."""
+    if plan is None or privacy is None:
+        return {}
+    public = privacy.record_counts == "public"
+    return {
+        agent.id: AccountPlan(
+            agent=agent.id,
+            budget=Budget(privacy.epsilon, privacy.delta),
+            scope=plan.scope,
+            update=plan.update,
+            protect=plan.protect,
+            event=plan.event,
+            record_counts=privacy.record_counts,
+            n_public=len(agent.labelled) if public else None,
+            adjacency="zero_out" if public else "add_remove",
+        )
+        for agent in agents
+    }
+
+
+def _device(name: str) -> torch.device:
+    cuda = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    there = ["cpu", *(["cuda", *cuda] if cuda else [])]
+    if torch.backends.mps.is_available():
+        there.append("mps")
+    if name != "auto" and name not in there:
+        raise ConfigError(
+            f"run.device is {name!r}, but this machine has {', '.join(there)}. Give one of "
+            "them, or auto"
+        )
+    return torch.device(("cuda" if cuda else "cpu") if name == "auto" else name)

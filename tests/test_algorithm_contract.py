@@ -1,0 +1,234 @@
+"""The promises that every algorithm keeps, each with a case that breaks it on purpose.
+
+A new algorithm is tested by standing in ALGORITHMS; variants that take other paths through the
+same code are listed below.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy_worlds import (
+    TOY,
+    Backwards,
+    Lossy,
+    Mute,
+    OneMemory,
+    OneMemoryBackwards,
+    Overheard,
+    Played,
+    apart,
+    at_clients,
+    at_server,
+    federation,
+    finite,
+    make,
+    play,
+    same_bits,
+    through_disk,
+)
+from torch import Tensor
+
+from privssl.algorithms import ALGORITHMS
+from privssl.algorithms.base import Algorithm
+from privssl.data import Federation
+from privssl.data.datasets import Dataset
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ALGORITHMS},
+    "fedssl, gate open": ("fedssl", {"gate": 0.0, "mix_every": 1, "warm_up": 0}),
+    "fedssl, one after the other": ("fedssl", {"order": "sequential", "gate": 0.0}),
+    "fedssl, as printed": ("fedssl", {"gate": 0.0, "real_rows": False, "judge": "target"}),
+    "pseudo, batch norm": ("pseudo", {"norm": "batch", "warm_up": 0}),
+}
+PARALLEL = [case for case in CASES if case != "fedssl, one after the other"]
+PLACES = {"support": federation, "labels-at-server": at_server, "labels-at-client": at_clients}
+
+every_case = pytest.mark.parametrize("case", CASES)
+every_algorithm = pytest.mark.parametrize("case", ALGORITHMS)
+
+
+def algorithm(case: str, **settings: Any) -> Algorithm[Any]:
+    name, own = CASES[case]
+    return make(name, **(own | settings))
+
+
+def played(case: str, parties: Federation | None = None, **how: Any) -> Played:
+    return play(algorithm(case), parties or federation(), **how)
+
+
+# A round does something ----------------------------------------------------------------------
+
+
+@every_case
+def test_a_round_changes_the_released_classifier(case: str) -> None:
+    after = played(case, rounds=1)
+    assert not same_bits(after.algorithm.classifier(after.begun), after.classifier)
+
+
+@every_case
+def test_a_round_in_which_all_are_silent_changes_no_weight(case: str) -> None:
+    # Also the control of the test above: what changes the classifier is what agents send.
+    after = played(case, rounds=1, engine=Mute)
+    assert same_bits(weights_in(after.begun), weights_in(after.state))
+    assert after.world.silences > 0
+
+
+def weights_in(state: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(state).items() if isinstance(value, Mapping)}
+
+
+# Nothing is left to chance -------------------------------------------------------------------
+
+
+@every_case
+def test_the_same_seed_gives_the_same_bits_whatever_the_global_generator_is_at(case: str) -> None:
+    runs = []
+    for state_of_torch, seed in ((1, 7), (2, 7), (1, 8)):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(state_of_torch)
+            runs.append(played(case, seed=seed).state)
+    assert same_bits(runs[0], runs[1])
+    assert not same_bits(runs[0], runs[2])  # the control: another seed is another run
+
+
+@pytest.mark.parametrize("case", PARALLEL)
+def test_agents_of_a_parallel_step_may_work_in_any_order(case: str) -> None:
+    forwards, backwards = played(case).state, played(case, engine=Backwards).state
+    assert apart(forwards, backwards) <= 1e-6
+
+
+@every_algorithm
+def test_order_would_be_noticed_if_agents_saw_each_others_memory(case: str) -> None:
+    forwards, backwards = (
+        played(case, engine=engine).state for engine in (OneMemory, OneMemoryBackwards)
+    )
+    assert apart(forwards, backwards) > 1e-6
+
+
+# What travels --------------------------------------------------------------------------------
+
+
+@every_case
+def test_messages_that_go_through_bytes_give_the_same_bits(case: str) -> None:
+    assert same_bits(played(case).state, played(case, check_wire=True).state)
+
+
+@every_algorithm
+def test_a_wire_that_loses_bits_would_be_noticed(case: str) -> None:
+    assert not same_bits(played(case).state, played(case, engine=Lossy).state)
+
+
+@every_case
+def test_only_declared_fields_travel(case: str) -> None:
+    after = played(case, engine=Overheard)
+    assert isinstance(after.engine, Overheard)
+    for call, reply in after.engine.heard:
+        for message in (call.message, reply.said):
+            assert dataclasses.is_dataclass(message)
+            declared = [field.name for field in dataclasses.fields(message)]
+            assert list(vars(message)) == declared
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(message, declared[0], None)
+
+
+@every_case
+def test_no_row_of_an_agent_travels(case: str) -> None:
+    after = played(case, engine=Overheard)
+    assert isinstance(after.engine, Overheard)
+    known = {tensor.shape for tensor in _weights(after.algorithm)}
+    sent = [
+        tensor
+        for call, reply in after.engine.heard
+        for message in (call.message, reply.said)
+        for tensor in _tensors(vars(message))
+    ]
+    assert sent
+    assert {tensor.shape for tensor in sent} <= known
+    assert torch.Size([6, 1, 8, 8]) not in known  # the control: a batch would be noticed
+
+
+def _weights(algorithm: Algorithm[Any]) -> list[Tensor]:
+    networks = [*algorithm.networks().values(), algorithm.task.new_classifier()]
+    return [tensor for network in networks for tensor in network.state_dict().values()]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [t for item in tree.values() for t in _tensors(item)] if isinstance(tree, dict) else []
+
+
+# Stopping and going on -----------------------------------------------------------------------
+
+
+@every_case
+def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(case: str) -> None:
+    whole = played(case, rounds=3)
+    saved = through_disk(played(case, rounds=2), 2)
+    rest = played(case, rounds=3, resume=saved)
+    assert same_bits(whole.state, rest.state)
+    assert same_bits(whole.engine.memories(), rest.engine.memories())
+
+
+@every_algorithm
+def test_a_resumed_run_whose_agents_forgot_everything_would_be_noticed(case: str) -> None:
+    whole = played(case, rounds=3)
+    saved = through_disk(played(case, rounds=2), 2)
+    rest = played(case, rounds=3, resume=dataclasses.replace(saved, memories={}))
+    assert not same_bits(whole.state, rest.state)
+
+
+# Hidden labels -------------------------------------------------------------------------------
+
+
+def relabelled(parties: Federation, *, labelled: bool) -> Dataset:
+    """The toy rows with the labels of some rows moved on by one class, all else as it was."""
+    kind = "labelled" if labelled else "unlabelled"
+    ids = [i for holding in parties.manifest.agents.values() for i in getattr(holding, kind)]
+    y = TOY.y_train.clone()
+    y[ids] = (y[ids] + 1) % 10
+    return dataclasses.replace(TOY, y_train=y)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@every_algorithm
+def test_hidden_labels_change_no_bit_and_given_labels_do(
+    case: str, place: str, tmp_path: Path
+) -> None:
+    parties = PLACES[place]()
+    parties.manifest.write(tmp_path / "split.json")
+    again = {"split": str(tmp_path / "split.json")}
+    reference = played(case, parties).state
+    hidden = PLACES[place](dataset=relabelled(parties, labelled=False), **again)
+    assert not torch.equal(hidden.true_labels, parties.true_labels)
+    assert same_bits(reference, played(case, hidden).state)
+    # The control, and the proof that wherever the labels are, somebody learns from them.
+    given = PLACES[place](dataset=relabelled(parties, labelled=True), **again)
+    assert not same_bits(reference, played(case, given).state)
+
+
+# Unusual parties -----------------------------------------------------------------------------
+
+
+@every_case
+def test_one_agent_of_each_kind_is_enough(case: str) -> None:
+    after = played(case, federation(support=1, query=1))
+    assert finite(after.state)
+    assert not same_bits(after.begun, after.state)
+
+
+@every_case
+def test_agents_that_know_a_single_class_give_finite_weights(case: str) -> None:
+    parties = federation(partition="classes_per_agent", k=1, support=5, query=5)
+    assert {len(a.labelled.y.unique()) for a in parties.agents if a.role == "support"} == {1}
+    assert finite(played(case, parties).state)
+
+
+@every_algorithm
+def test_weights_that_are_not_finite_would_be_noticed(case: str) -> None:
+    broken = algorithm(case, learning_rate=1e30)
+    assert not finite(play(broken, federation(), rounds=2).state)

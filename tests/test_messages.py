@@ -1,0 +1,212 @@
+"""What leaves an agent: the average that a server takes, and the bytes that a network carries."""
+
+import dataclasses
+import itertools
+import math
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_worlds import same_bits
+from torch import Tensor
+
+from privssl.agents import AgentRef
+from privssl.algorithms import ALGORITHMS
+from privssl.messages import (
+    Done,
+    Message,
+    Reply,
+    Silence,
+    SilentReply,
+    StateDict,
+    average,
+    pack,
+    payload_bytes,
+    unpack,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Note(Message):
+    """A message with a field of every kind."""
+
+    w: StateDict | None
+    t: Tensor | None = None
+    number: float | None = None
+    count: int = 0
+    flag: bool = False
+    text: str = ""
+
+
+def reply(sender: str, value: Any, weight: float = 1.0) -> Reply[Note]:
+    w = None if value is None else {"w": torch.as_tensor(value)}
+    return Reply(AgentRef(sender, "query"), Note(w), weight)
+
+
+def silent(sender: str) -> Reply[Note]:
+    return Reply(AgentRef(sender, "query"), Silence("nothing to say"), weight=100.0)
+
+
+NOBODY = {"w": torch.tensor([7.0])}
+
+
+# The average --------------------------------------------------------------------------------
+
+
+def test_the_average_weighs_every_agent_by_its_share() -> None:
+    mean = average([reply("a", [2.0, 0.0], 1), reply("b", [6.0, 4.0], 3)], "w", otherwise=NOBODY)
+    assert torch.equal(mean["w"], torch.tensor([5.0, 3.0]))  # (2 + 3 * 6) / 4, (0 + 3 * 4) / 4
+
+
+def test_a_rule_for_weights_takes_the_place_of_the_share() -> None:
+    replies = [reply("a", [2.0], 1), reply("b", [6.0], 3)]
+    mean = average(replies, "w", otherwise=NOBODY, weight=lambda r: 1.0)
+    assert torch.equal(mean["w"], torch.tensor([4.0]))
+
+
+def test_silent_agents_and_those_that_sent_nothing_count_nothing() -> None:
+    replies = [silent("a"), reply("b", [2.0]), reply("c", None, 50.0), reply("d", [9.0], 0.0)]
+    assert torch.equal(average(replies, "w", otherwise=NOBODY)["w"], torch.tensor([2.0]))
+
+
+@pytest.mark.parametrize(
+    "replies", [[], [silent("a")], [reply("a", None)], [reply("a", [1.0], 0.0)]]
+)
+def test_the_caller_decides_what_it_means_that_nobody_sent_anything(replies: Any) -> None:
+    assert average(replies, "w", otherwise=NOBODY) is NOBODY
+
+
+def test_the_order_of_arrival_changes_no_bit_of_the_average() -> None:
+    # In float64 (1e20 + 1) - 1e20 is 0, but (1e20 - 1e20) + 1 is 1: sums depend on their order.
+    values = {"q2": 1e20, "q9": 1.0, "q10": -1e20}
+    means = {
+        float(
+            average(
+                [reply(q, torch.tensor([values[q]], dtype=torch.float64)) for q in arrived],
+                "w", otherwise=NOBODY,
+            )["w"]
+        )
+        for arrived in itertools.permutations(values)
+    }  # fmt: skip
+    assert len(means) == 1
+    plain = {sum(values[q] / 3 for q in arrived) for arrived in itertools.permutations(values)}
+    assert len(plain) > 1  # the control: a sum in order of arrival would be seen
+
+
+@given(
+    value=st.floats(width=32, allow_nan=False, allow_infinity=False),
+    count=st.integers(-(2**40), 2**40),
+    weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=7),
+)
+def test_agents_that_agree_keep_what_they_agree_on(
+    value: float, count: int, weights: list[float]
+) -> None:
+    sent = {"w": torch.tensor([value]), "batches": torch.tensor(count)}
+    replies = [Reply(AgentRef(f"q{i}", "query"), Note(sent), w) for i, w in enumerate(weights)]
+    assert same_bits(average(replies, "w", otherwise=NOBODY), sent)
+
+
+def test_a_small_part_survives_beside_a_thousand_others() -> None:
+    # In float32 1000 + 1e-5 is 1000, and the last agent would be lost.
+    replies = [reply(f"q{i}", [1.0]) for i in range(1000)] + [reply("s0", [1.0 + 2.0**-10])]
+    mean = float(average(replies, "w", otherwise=NOBODY)["w"])
+    assert mean == pytest.approx(1 + 2.0**-10 / 1001, abs=2**-23)
+    assert mean != 1.0
+
+
+# Replies ------------------------------------------------------------------------------------
+
+
+def test_the_content_of_a_silent_reply_cannot_be_read_by_mistake() -> None:
+    assert silent("q3").silent and not reply("q3", [1.0]).silent
+    with pytest.raises(SilentReply, match="q3 was silent: nothing to say"):
+        _ = silent("q3").said
+
+
+# Bytes --------------------------------------------------------------------------------------
+
+
+def test_payload_counts_tensors_texts_and_numbers() -> None:
+    note = Note({"a": torch.zeros(2, 3), "b": torch.zeros(5, dtype=torch.uint8)}, torch.zeros(()))
+    # 6 x 4 and 5 x 1 bytes, one float32 of 4; number None 0; count and flag 8 each; no text
+    assert payload_bytes(note) == 24 + 5 + 4 + 0 + 8 + 8 + 0
+    assert payload_bytes(Silence("né")) == 3  # é takes two bytes in UTF-8
+    assert payload_bytes(Done()) == 0
+
+
+def kinds_of_messages() -> list[type[Message]]:
+    """Every message class of the product: importing ALGORITHMS has defined them all."""
+    assert ALGORITHMS
+    found: list[type[Message]] = []
+    for kind in Message.__subclasses__():
+        if kind.__module__.startswith("privssl."):
+            found.append(kind)
+    return found
+
+
+_tensors = st.builds(
+    lambda shape, dtype: torch.arange(math.prod(shape)).view(shape).to(dtype),
+    st.sampled_from([(2, 3), (), (2, 3, 2, 2), (0,)]),
+    st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16]),
+)
+VALUES: dict[Any, st.SearchStrategy[Any]] = {
+    Tensor: _tensors,
+    StateDict: st.dictionaries(st.text("ab./é_", max_size=5), _tensors, max_size=3),
+    float: st.floats(allow_nan=False),
+    int: st.integers(-(2**53), 2**53),
+    bool: st.booleans(),
+    str: st.text(),
+    type(None): st.none(),
+}
+
+
+def any_of(kind: type[Message]) -> st.SearchStrategy[Message]:
+    """Messages of a class, each field filled by what its annotation allows."""
+    hints = typing.get_type_hints(kind)
+    return st.builds(kind, **{name: _values(hint) for name, hint in hints.items()})
+
+
+def _values(hint: Any) -> st.SearchStrategy[Any]:
+    parts = typing.get_args(hint) if hint not in VALUES else (hint,)
+    return st.one_of([VALUES[part] for part in parts])
+
+
+@pytest.mark.parametrize("kind", [*kinds_of_messages(), Note], ids=lambda kind: kind.__qualname__)
+@given(data=st.data())
+def test_every_message_comes_out_of_bytes_as_it_went_in(
+    kind: type[Message], data: st.DataObject
+) -> None:
+    message = data.draw(any_of(kind))
+    back = unpack(kind, pack(message))
+    assert type(back) is kind
+    assert same_bits(message, back)
+    for name, value in vars(message).items():
+        assert isinstance(getattr(back, name), Mapping) == isinstance(value, Mapping)
+
+
+def test_a_flipped_bit_on_the_way_is_not_the_same_message() -> None:
+    note = Note({"w": torch.tensor([1.0])})
+    data = bytearray(pack(note))
+    data[-1] ^= 1
+    assert not same_bits(note, unpack(Note, bytes(data)))
+
+
+def test_tensors_may_share_memory_and_lie_in_any_order() -> None:
+    shared = torch.arange(16.0).view(1, 4, 2, 2)
+    lying = shared.to(memory_format=torch.channels_last)
+    note = Note({"F": shared, "teacher": shared, "half": shared[:, :2], "last": lying})
+    assert same_bits(note, unpack(Note, pack(note)))
+
+
+def test_bytes_do_not_choose_what_is_built_of_them() -> None:
+    assert unpack(Done, pack(Note({"w": torch.ones(2)}, text="rm"))) == Done()
+
+
+@pytest.mark.parametrize("value", [[1.0], (1, 2), b"x", {1}, object()])
+def test_what_is_no_tensor_number_or_text_is_not_sent(value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"Note\.text is a {type(value).__name__}"):
+        pack(Note(None, text=value))

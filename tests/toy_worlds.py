@@ -1,0 +1,226 @@
+"""Small federations that the tests of algorithms share: toy rows, tiny networks, a step or two.
+
+``play`` carries out rounds as a run does, without a run folder. The engines here each break or
+bend one promise of the local engine, so that a test can show that it would notice.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from privssl import checkpoint, models
+from privssl.algorithms import ALGORITHMS
+from privssl.algorithms.base import Algorithm, Task
+from privssl.checkpoint import Snapshot
+from privssl.data import Federation, build
+from privssl.data.datasets import Dataset, load
+from privssl.engines import Call
+from privssl.engines.local import LocalEngine
+from privssl.messages import Message, Reply, Silence
+from privssl.settings import AgentSettings, DataSettings, ModelSettings
+from privssl.world import Round, World
+
+TOY = load(DataSettings(name="toy"))  # 1,000 training rows 1x8x8, 100 of each of ten classes
+
+#: Settings that make any algorithm quick; each is given to those that know it.
+QUICK = {
+    "rounds": 3,
+    "local_steps": 2,
+    "batch_size": 6,
+    "warm_up": 1,
+    "views": 1,
+    "generator_width": 4,
+    "noise_size": 4,
+}
+
+
+def federation(
+    *,
+    labels: str = "support",
+    support: int = 2,
+    query: int = 2,
+    mixed: int = 0,
+    dataset: Dataset = TOY,
+    **data: Any,
+) -> Federation:
+    """Toy rows at agents: 20 labelled, 60 unlabelled unless told otherwise."""
+    settings = DataSettings(
+        name="toy", **({"labels": labels, "labelled": 20, "unlabelled": 60} | data)
+    )
+    return build(settings, AgentSettings(support, query, mixed), 0, dataset)
+
+
+def at_server(**data: Any) -> Federation:
+    """All labels at a labelled server."""
+    return federation(labels="labels-at-server", support=0, **data)
+
+
+def at_clients(**data: Any) -> Federation:
+    """Agents that hold both kinds of rows."""
+    return federation(labels="labels-at-client", support=0, query=0, mixed=2, **data)
+
+
+def make(name: str, *, norm: str = "group", **settings: Any) -> Algorithm[Any]:
+    """An algorithm for toy rows with a classifier of width 4."""
+    kind = ALGORITHMS[name]
+    known = {field.name for field in dataclasses.fields(kind.Config)}
+    quick = {key: value for key, value in QUICK.items() if key in known}
+    model = ModelSettings(width=4, norm=norm)  # type: ignore[arg-type]  # checked by pydantic
+    task = Task(10, (1, 8, 8), lambda: models.build_classifier(model, (1, 8, 8), 10))
+    return kind(kind.Config(**(quick | settings)), task)
+
+
+# Engines ------------------------------------------------------------------------------------
+
+
+class Backwards(LocalEngine):
+    """The agents of a parallel step work in the opposite order."""
+
+    def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        return super().deliver(calls[::-1])[::-1]
+
+
+class OneMemory(LocalEngine):
+    """Breaks a promise: all agents share one memory, so each sees what the one before did."""
+
+    def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        replies = []
+        for call in calls:
+            replies += super().deliver([call])
+            memory = self._agents[call.to.id].memory
+            for agent in self._agents.values():
+                agent.memory = memory
+        return replies
+
+
+class OneMemoryBackwards(OneMemory):
+    """As OneMemory, in the opposite order."""
+
+    def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        return super().deliver(calls[::-1])[::-1]
+
+
+class Lossy(LocalEngine):
+    """Breaks a promise: what crosses the border comes out in half precision."""
+
+    def _across(self, message: Message) -> Message:
+        return type(message)(**{k: _halved(v) for k, v in vars(super()._across(message)).items()})
+
+
+class Mute(LocalEngine):
+    """Nobody has anything to say."""
+
+    def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        return [Reply(call.to, Silence("nobody is at home")) for call in calls]
+
+
+class Overheard(LocalEngine):
+    """Keeps all that crosses the border: ``heard`` has every call and its reply."""
+
+    def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        replies = super().deliver(calls)
+        self.heard = [*getattr(self, "heard", []), *zip(calls, replies, strict=True)]
+        return replies
+
+
+def _halved(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.bfloat16().to(value.dtype)
+    if isinstance(value, Mapping):
+        return {key: _halved(item) for key, item in value.items()}
+    return value
+
+
+# Rounds -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Played:
+    """Where a few rounds have led."""
+
+    algorithm: Algorithm[Any]
+    engine: LocalEngine
+    world: World
+    begun: Any  # the state before round 1
+    state: Any
+
+    @property
+    def classifier(self) -> Mapping[str, Tensor]:
+        return self.algorithm.classifier(self.state)
+
+
+def play(
+    algorithm: Algorithm[Any],
+    parties: Federation,
+    rounds: int = 2,
+    *,
+    seed: int = 0,
+    engine: type[LocalEngine] = LocalEngine,
+    check_wire: bool = False,
+    resume: Snapshot | None = None,
+) -> Played:
+    """Rounds 1 to ``rounds``, or those after a snapshot. Agents start without a memory."""
+    for agent in parties.agents:
+        agent.memory = {}
+    there = engine(
+        parties.agents, seed=seed, device=torch.device("cpu"), check_wire=check_wire
+    )  # fmt: skip
+    world = World(there, seed)
+    if resume is None:
+        begun, done = algorithm.start(world), 0
+    else:
+        begun, done = algorithm.StateType(**resume.state), resume.round  # type: ignore[arg-type]
+        there.restore(resume.memories)
+    state = begun
+    for number in range(done + 1, rounds + 1):
+        world.begin(Round(number, "train", number))
+        state = algorithm.round(state, world)
+    return Played(algorithm, there, world, begun, state)
+
+
+def through_disk(played: Played, number: int) -> Snapshot:
+    """What a checkpoint after round ``number`` brings back."""
+    snapshot = Snapshot(number, vars(played.state), played.engine.memories(), "digest")
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save(Path(folder), snapshot)
+        return checkpoint.load(Path(folder), "digest")
+
+
+# Comparing ----------------------------------------------------------------------------------
+
+
+def flat(tree: Any, path: str = "") -> dict[str, Any]:
+    """A state, memory or message as path -> tensor or number."""
+    inner = tree if isinstance(tree, Mapping) else vars(tree)
+    found: dict[str, Any] = {}
+    for key, value in inner.items():
+        deeper = isinstance(value, Mapping)
+        found |= flat(value, f"{path}/{key}") if deeper else {f"{path}/{key}": value}
+    return found
+
+
+def same_bits(first: Any, second: Any) -> bool:
+    """Whether two states, memories or messages are equal to the last bit."""
+    a, b = flat(first), flat(second)
+    return a.keys() == b.keys() and all(
+        torch.equal(v, b[k]) if isinstance(v, Tensor) else v == b[k] for k, v in a.items()
+    )
+
+
+def apart(first: Any, second: Any) -> float:
+    """The largest difference between two states of equal shape."""
+    a, b = flat(first), flat(second)
+    assert a.keys() == b.keys()
+    gaps = [(torch.as_tensor(v) - torch.as_tensor(b[k])).abs().max() for k, v in a.items()]
+    return float(torch.stack([gap.double() for gap in gaps]).max())
+
+
+def finite(tree: Any) -> bool:
+    """Whether no number in it is infinite or NaN."""
+    return all(bool(torch.as_tensor(v).isfinite().all()) for v in flat(tree).values())
