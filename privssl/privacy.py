@@ -67,6 +67,7 @@ class PrivatePlan:
     momentum: float
     views: int
     visits: int  # after so many, support agents are left alone
+    average_last: float = 0.0  # share of a visit's steps whose iterates are averaged; 0: none
 
     @property
     def event(self) -> Event:
@@ -130,6 +131,7 @@ def make_plan(settings: PrivacySettings, *, rounds: int, rows_per_agent: float) 
         momentum=settings.momentum,
         views=settings.views,
         visits=visits,
+        average_last=settings.average_last,
     )
 
 
@@ -175,6 +177,8 @@ class PrivateTraining:
             fields_of: (row numbers (B,), step) -> tensors (B, ...), one row's fields each.
             row_loss: the loss of one row.
         """
+        mean: list[Tensor] = []
+        kept = round(self._plan.average_last * self._plan.steps)
         for step in range(self._plan.steps):
             mask = self._plan.draw_batch(rows)
             drawn = mask.nonzero()[:, 0]
@@ -186,6 +190,20 @@ class PrivateTraining:
                 if len(part):
                     self._add_clipped(fields_of(part, step), mask[part], row_loss)
             self._step()
+            seen = step - (self._plan.steps - kept)  # steps averaged before this one
+            if seen >= 0:
+                mean = self._averaged(mean, seen)
+        with torch.no_grad():
+            for parameter, value in zip(self._optimizer.params, mean, strict=False):
+                parameter.copy_(value)
+
+    def _averaged(self, mean: list[Tensor], seen: int) -> list[Tensor]:
+        """The mean of iterates with the present one added. Post-processing: it costs nothing,
+        and takes out most of what the noise of single steps adds (Polyak and Juditsky 1992)."""
+        now = [parameter.detach().clone() for parameter in self._optimizer.params]
+        if not seen:
+            return now
+        return [m.lerp_(n, 1 / (seen + 1)) for m, n in zip(mean, now, strict=True)]
 
     def _zero(self) -> None:
         self._optimizer.zero_grad()

@@ -61,7 +61,7 @@ class Progress:
     up: int = 0
     down: int = 0
     seconds: float = 0.0
-    refused: int = 0  # visits that a budget did not pay for
+    refused: int = 0  # silent visits; in a private run those that a budget did not pay for
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,13 @@ class Run:
     def begin(self) -> None:
         """The state before round 1."""
         self._kept = Kept(self._algorithm.start(self._world), self._engine.memories(), Progress())
-        for tracker in self._trackers:
-            counts = data.class_counts(self._prepared.federation)
-            tracker.images(0, "images/partition", pictures.partition_plot(*counts))
+        labelled, unlabelled = data.class_counts(self._prepared.federation)
+        if self._prepared.plan is not None:
+            labelled = {}  # labels under a claim are not to be counted in a picture
+        if self._trackers and (labelled or unlabelled):
+            picture = pictures.partition_plot(labelled, unlabelled)
+            for tracker in self._trackers:
+                tracker.images(0, "images/partition", picture)
         self.save()  # a run that dies in its first round can be resumed as well
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -125,7 +129,8 @@ class Run:
             log.info("Interrupted: the checkpoint is of round %d", self._kept.progress.round)
             self.save()
             return "interrupted"
-        return "budget_exhausted" if self._kept.progress.refused else "finished"
+        private = self._prepared.plan is not None  # others are silent for reasons of their own
+        return "budget_exhausted" if private and self._kept.progress.refused else "finished"
 
     def _one_round(self, now: Round, *, last: bool) -> None:
         begun = time.perf_counter()
@@ -298,7 +303,7 @@ class Run:
             [(a.agent, a.plan, a.events, a.head) for a in accounts],
             scope=plan.scope,
             delta=privacy.delta,
-            releases=releases(plan, self._algorithm),
+            releases=releases(plan),
             algorithm=self._config.algorithm.name,
             dataset=self._config.data.name,
         )

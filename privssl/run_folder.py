@@ -20,13 +20,12 @@ import yaml
 from accounting.ledger import Account
 from privssl import config as configs
 from privssl import durable
-from privssl.algorithms.base import Algorithm
 from privssl.card import Release, guarantee_sentence
 from privssl.checkpoint import Snapshot
 from privssl.config import Config
 from privssl.errors import RunFolderError
 from privssl.prepare import Prepared
-from privssl.privacy import PrivatePlan, parameter_names
+from privssl.privacy import PrivatePlan
 
 log = logging.getLogger("privssl")
 
@@ -119,8 +118,10 @@ def _entries(folder: Path) -> set[str]:
 
 def _refuse_what_is_not_ours(folder: Path, entries: set[str]) -> None:
     foreign = sorted(entries - CONTENTS)
-    if foreign or "split.json" not in entries or folder.is_symlink():
-        what = f"it holds {', '.join(foreign[:3])}" if foreign else "it has no split.json"
+    linked = folder.is_symlink()
+    if foreign or linked or "split.json" not in entries:
+        what = "it is a link" if linked else "it has no split.json"
+        what = f"it holds {', '.join(foreign[:3])}" if foreign else what
         raise RunFolderError(
             f"{folder} exists and is not a run of privssl ({what}), so that nothing in it is "
             "ever replaced, not even with run.overwrite=true. Choose another run.output"
@@ -239,25 +240,16 @@ def opened_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None)
         yield
 
 
-def releases(plan: PrivatePlan, algorithm: Algorithm[Any]) -> list[Release]:
-    """Every tensor that leaves a support agent: name, covered or not, why."""
-    nets = algorithm.networks()
-    covered: list[Release] = [
-        (name, "covered", "trained by DP-SGD under the agent's account")
-        for name in parameter_names(nets, plan.protect)
-    ]
+def releases(plan: PrivatePlan) -> list[Release]:
+    """Every network that leaves a support agent: name, covered or not, why."""
     plainly = [name for name in plan.update if name not in plan.protect]
-    uncovered: list[Release] = [
-        (name, "not covered", "trained on labelled rows without noise")
-        for name in parameter_names(nets, plainly)
-    ]
-    if uncovered:  # G's own gradients flow through F and D, so its number is nominal as well
-        covered = [
-            (
-                name,
-                "not covered",
-                "noise was added, but its gradients flow through unprotected F, D",
-            )
-            for name, _, _ in covered
+    if not plainly:
+        return [
+            (name, "covered", "trained by DP-SGD under the agent's account")
+            for name in plan.protect
         ]
-    return covered + uncovered
+    through = f"noise was added, but its gradients flow through unprotected {', '.join(plainly)}"
+    without = "trained on labelled rows without noise"
+    return [
+        (name, "not covered", through if name in plan.protect else without) for name in plan.update
+    ]

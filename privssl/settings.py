@@ -119,8 +119,10 @@ class PrivacySettings:
     sample_rate: float = 0.1  # chance that a row is in a batch; 1.0: every row, every step
     steps: Positive = 10  # private steps of one visit
     visits: Positive | None = None  # planned visits of each support agent; absent: every round
-    learning_rate: Rate = 0.5  # of plain SGD on the noisy mean gradient
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    learning_rate: Rate = 1.0  # of plain SGD on the noisy mean gradient
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    average_last: Annotated[float, Field(ge=0, le=1)] = 0.5  # of a visit's steps: what is sent is
+    # the mean of these iterates, which costs no privacy and takes out most of the noise
     views: Positive = 1  # augmented views of a row, averaged inside the row before clipping
     acknowledge_unsound: bool = False  # needed by the published scope
     record_counts: Literal["public", "private"] = "public"

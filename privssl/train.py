@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train one classifier from many parties and say what it leaked.",
     )
     parser.add_argument("config", type=Path, help="a YAML file, for example configs/fedssl.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="go on from a checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
     parser.add_argument("--json", action="store_true", help="print results.json, and only that")
@@ -86,6 +87,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         _describe(prepared, console)
         return 0
     stack.enter_context(_private_files())
+    stack.enter_context(_full_disk_told_once())
     snapshot = None
     if options.resume is None:
         folder = stack.enter_context(run_folder.created(prepared))
@@ -151,13 +153,15 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def _logging_to(handler: logging.Handler) -> Iterator[None]:
-    """Inside, what privssl logs goes to the handler as well."""
+    """Inside, what privssl logs goes to the handler, and not to those that libraries set up."""
+    propagates, log.propagate = log.propagate, False
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     try:
         yield
     finally:
         log.removeHandler(handler)
+        log.propagate = propagates
         handler.close()
 
 
@@ -211,6 +215,7 @@ def _describe(prepared: Any, console: Console) -> None:
 
 def _planned_spending(plan: Any, privacy: Any) -> str:
     from accounting.accountants import epsilon
+    from accounting.budget import rounded_up
     from accounting.events import Unprotected, leaves
 
     noisy = [leaf for leaf in leaves(plan.event) if not isinstance(leaf, Unprotected)]
@@ -219,7 +224,7 @@ def _planned_spending(plan: Any, privacy: Any) -> str:
         f"Scope {plan.scope}. Noise multiplier {plan.noise_multiplier:g}, sample rate "
         f"{plan.sample_rate:g}, {plan.visits} visits of {plan.steps} private steps to each "
         f"support agent: {'nominal ' if plan.scope == 'as_published' else ''}epsilon "
-        f"{spent:.4f} of {privacy.epsilon:g} at delta {privacy.delta:g}."
+        f"{rounded_up(spent)} of {privacy.epsilon:g} at delta {privacy.delta:g}."
         + (" The budget ends the visits before that." if spent > privacy.epsilon else "")
     )
 
@@ -273,6 +278,26 @@ def _stopped_by(*signals: signal.Signals) -> Iterator[None]:
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _full_disk_told_once() -> Iterator[None]:
+    """Inside, a thread that could not write ends without a traceback of its own.
+
+    TensorBoard writes in a thread and raises the same error again at the next flush, where it
+    stops the run with a message.
+    """
+    former = threading.excepthook
+
+    def tell(crash: threading.ExceptHookArgs) -> None:
+        if not isinstance(crash.exc_value, OSError):
+            former(crash)
+
+    threading.excepthook = tell
+    try:
+        yield
+    finally:
+        threading.excepthook = former
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_worlds import same_bits
 from torch import Tensor
+from toy_worlds import same_bits
 
 from privssl.agents import AgentRef
 from privssl.algorithms import ALGORITHMS

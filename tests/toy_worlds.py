@@ -50,10 +50,9 @@ def federation(
     **data: Any,
 ) -> Federation:
     """Toy rows at agents: 20 labelled, 60 unlabelled unless told otherwise."""
-    settings = DataSettings(
-        name="toy", **({"labels": labels, "labelled": 20, "unlabelled": 60} | data)
-    )
-    return build(settings, AgentSettings(support, query, mixed), 0, dataset)
+    asked: dict[str, Any] = {"labels": labels, "labelled": 20, "unlabelled": 60} | data
+    agents = AgentSettings(support, query, mixed)
+    return build(DataSettings(name="toy", **asked), agents, 0, dataset)
 
 
 def at_server(**data: Any) -> Federation:
@@ -168,9 +167,7 @@ def play(
     """Rounds 1 to ``rounds``, or those after a snapshot. Agents start without a memory."""
     for agent in parties.agents:
         agent.memory = {}
-    there = engine(
-        parties.agents, seed=seed, device=torch.device("cpu"), check_wire=check_wire
-    )  # fmt: skip
+    there = engine(parties.agents, seed=seed, device=torch.device("cpu"), check_wire=check_wire)
     world = World(there, seed)
     if resume is None:
         begun, done = algorithm.start(world), 0

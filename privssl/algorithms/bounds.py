@@ -140,7 +140,7 @@ class _Bound(Algorithm[State]):
         self, x: Tensor, p: Tensor, agent: SupportAgent | QueryAgent, msg: Lesson,
         ctx: Context, group: str,
     ) -> Classifier:  # fmt: skip
-        F = learn.load(self._F, msg.F).to(ctx.device, memory_format=torch.channels_last)
+        F = learn.load(self._F.to(ctx.device), msg.F).to(memory_format=torch.channels_last)
         group_of_F = learn.AdamGroup(F, self.cfg.learning_rate, (0.9, 0.99))
         adam = learn.KeptAdam({"F": group_of_F}, agent.memory, group)
         seen = self.cfg.augmentation()(learn.network_input(x, ctx.device), ctx.rng("augment F"))

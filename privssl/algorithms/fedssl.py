@@ -121,18 +121,13 @@ class FedSSL(Algorithm[State]):
 
     def __init__(self, config: FedSSLConfig, task: Task, plan: PrivatePlan | None = None) -> None:
         super().__init__(config, task, plan)
-        private_D = plan is not None and "D" in plan.protect
+        shape, classes, width = task.shape, task.classes, config.generator_width
+        spectral = config.spectral_norm and not (plan is not None and "D" in plan.protect)
         self._new: dict[str, NetworkFactory] = {
             "F": task.new_classifier,
-            "G": lambda: ImageGenerator(
-                task.shape, task.classes, width=config.generator_width,
-                noise_size=config.noise_size,
-            ),
-            "D": lambda: ImageDiscriminator(
-                task.shape, task.classes, width=config.generator_width,
-                spectral=config.spectral_norm and not private_D,
-            ),
-        }  # fmt: skip
+            "G": lambda: ImageGenerator(shape, classes, width=width, noise_size=config.noise_size),
+            "D": lambda: ImageDiscriminator(shape, classes, width=width, spectral=spectral),
+        }
         self._networks = {name: new() for name, new in self._new.items()}
 
     @classmethod
@@ -226,13 +221,9 @@ class FedSSL(Algorithm[State]):
         teacher = learn.load(self._networks["F"].to(ctx.device), msg.teacher)
         seen = learn.network_input(rows.x[picked], ctx.device)
         q1 = guess_labels(
-            teacher,
-            seen,
-            augment=self.cfg.augmentation("weak"),
-            views=self.cfg.views,
-            sharpness=self.cfg.sharpness,
-            rng=ctx.rng("guess"),
-        )
+            teacher, seen, augment=self.cfg.augmentation("weak"), views=self.cfg.views,
+            sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),
+        )  # fmt: skip
         ctx.pseudo_labels(rows.ids[picked], q1)
         return self._train(
             NETWORKS, draw_mixing(self.cfg, rows.x[picked], q1, ctx), agent, msg, ctx, "query"
@@ -365,9 +356,10 @@ class FedSSL(Algorithm[State]):
         """images/mixes: held-out rows on top, then lambda from 1 to 0, a column per class."""
         classes, lambdas = self.task.classes, torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
         G = learn.load(self._networks["G"].cpu(), state.G).eval()
-        # Column c starts from a row of the class before it, so that lambda 1 and 0 differ.
-        starts = torch.stack([x[y == (c - 1) % classes][0] for c in range(classes)])
-        p1 = torch.eye(classes)[(torch.arange(classes) - 1) % classes]
+        # Column c starts from a row of the class before it, so that lambda 1 and 0 differ, or of
+        # the nearest before that where there is none of it.
+        first = [int(((c - 1 - y) % classes).argmin()) for c in range(classes)]
+        starts, p1 = x[first], torch.eye(classes)[y[first]]
         z = torch.rand(classes, self.cfg.noise_size, generator=seeds.stream(0, 0, "pictures", "z"))
         mixes = G(starts, p1, torch.eye(classes), z, lambdas.expand(classes, -1))
         several = x[: 2 * classes]

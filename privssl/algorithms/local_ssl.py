@@ -29,7 +29,7 @@ class ClassifierTraining:
     rounds: Positive = 100  # ours; the paper gives none
     local_steps: Positive = 20  # of every agent in every round
     batch_size: Positive = 32
-    learning_rate: Rate = 1e-3  # Adam, of F
+    learning_rate: Rate = 2e-3  # Adam, of F
     augment: Literal["none", "weak", "mid", "strong"] = "strong"  # of the rows that F learns from
     flip: bool = False  # mirror images left to right: objects yes, digits no
     weights: Literal["half", "rows", "equal"] = "half"  # half: Eq. 1, each group one half

@@ -1,0 +1,60 @@
+"""The training command as its tests use it: called in this process, with what it printed.
+
+Not a test itself; test_train_command.py and test_resume.py import it.
+"""
+
+import contextlib
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+from privssl import train
+
+#: A run of a second or so, that does everything.
+PLAIN = """\
+data: {name: toy, labelled: 40, unlabelled: 80}
+agents: {support: 2, query: 2}
+model: {name: small_cnn, width: 4}
+algorithm:
+  name: fedssl
+  rounds: 3
+  local_steps: 2
+  batch_size: 8
+  generator_width: 4
+  warm_up: 1
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the command ended and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+def command(*arguments: object) -> Outcome:
+    """``python -m privssl.train`` with these arguments."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = train.main([str(argument) for argument in arguments])
+    return Outcome(status, out.getvalue(), err.getvalue())
+
+
+def assert_refused(outcome: Outcome, *fragments: str) -> None:
+    """Exit status 2, a message with these words, nothing on standard output, no traceback."""
+    assert outcome.status == 2, outcome
+    assert outcome.out == "", outcome
+    assert "Traceback" not in outcome.err, outcome
+    for fragment in fragments:
+        assert fragment in outcome.err, outcome.err
+
+
+def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Content and time of change of every file, to see that nothing was touched."""
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

@@ -1,0 +1,247 @@
+"""G and D: shapes, sizes, what each looks at, independent rows; and the losses of Eq. 6 and 7."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.functional import one_hot
+from torch.testing import assert_close
+
+from generators import (
+    ImageDiscriminator,
+    ImageGenerator,
+    discriminator_loss,
+    g,
+    realistic_loss,
+    reconstruction_loss,
+)
+
+SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
+B, C = 3, 5
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make(build: Callable[[], nn.Module]) -> nn.Module:
+    """A network with the same weights every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build()
+
+
+def generator(shape: tuple[int, int, int] = (1, 8, 8)) -> nn.Module:
+    return make(lambda: ImageGenerator(shape, C, width=4, code_size=8, noise_size=6))
+
+
+def discriminator(shape: tuple[int, int, int] = (1, 8, 8), spectral: bool = True) -> nn.Module:
+    return make(
+        lambda: ImageDiscriminator(shape, C, width=4, feature_size=8, spectral=spectral)
+    ).eval()  # fmt: skip
+
+
+def inputs(shape: tuple[int, int, int] = (1, 8, 8), seed: int = 0) -> dict[str, Tensor]:
+    """What G takes: rows, labels, targets, noise and two blending factors for each row."""
+    return {
+        "x": 2 * drawn(B, *shape, seed=seed) - 1,
+        "p": drawn(B, C, seed=seed + 1).softmax(dim=1),
+        "p_target": one_hot(torch.arange(B), C).float(),
+        "z": drawn(B, 6, seed=seed + 2),
+        "lam": drawn(B, 2, seed=seed + 3),
+    }
+
+
+# Shapes and sizes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_generator_gives_several_mixes_of_each_row_in_range(shape: tuple[int, int, int]) -> None:
+    mixes = generator(shape)(**inputs(shape))
+    assert mixes.shape == (B, 2, *shape)
+    assert bool((mixes.abs() <= 1).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_discriminator_gives_a_number_per_row(shape: tuple[int, int, int]) -> None:
+    given_ = inputs(shape)
+    assert discriminator(shape)(given_["x"], given_["p"]).shape == (B,)
+
+
+def test_the_networks_have_the_sizes_that_the_specification_counts() -> None:
+    G, D = ImageGenerator((1, 28, 28), 10, width=16), ImageDiscriminator((1, 28, 28), 10, width=16)
+    sizes = [sum(p.numel() for p in network.parameters()) for network in (G, D)]
+    # G: encoder 4*4*16+16, 4*4*16*32+32, 1568*64+64; prior 42*128+128, 128*64+64;
+    # decoder 75*1568+1568, 4*4*32*16+16, 4*4*16+1
+    assert 272 + 8224 + 100_416 + 5504 + 8256 + 119_168 + 8208 + 257 == 250_305
+    # D: trunk as the encoder of G; realism 64+1; projection 10*64
+    assert 272 + 8224 + 100_416 + 65 + 640 == 109_617
+    assert sizes == [250_305, 109_617]
+
+
+@pytest.mark.parametrize("network", [ImageGenerator, ImageDiscriminator])
+def test_sides_that_cannot_be_halved_twice_are_refused(network: Callable[..., nn.Module]) -> None:
+    with pytest.raises(ValueError, match="30x28; both sides must be multiples of 4"):
+        network((1, 30, 28), C)
+
+
+# What G looks at ----------------------------------------------------------------------------
+
+
+def changes(network: nn.Module, lam: float, which: str) -> bool:
+    """Whether G's mixes at a blending factor change when one input does."""
+    before = inputs() | {"lam": torch.full((B, 1), lam)}
+    after = before | {which: inputs(seed=50)[which]}
+    if which == "p_target":
+        after[which] = before[which].roll(1, dims=1)
+    return not torch.equal(network(**before), network(**after))
+
+
+def test_at_lambda_0_a_mix_is_made_of_noise_and_class_and_never_of_the_row() -> None:
+    G = generator()
+    seen = {which: changes(G, 0.0, which) for which in ("x", "p", "p_target", "z")}
+    assert seen == {"x": False, "p": False, "p_target": True, "z": True}
+
+
+def test_at_lambda_1_a_mix_is_made_of_the_row_and_never_of_noise_and_class() -> None:
+    G = generator()
+    seen = {which: changes(G, 1.0, which) for which in ("x", "p", "p_target", "z")}
+    assert seen == {"x": True, "p": True, "p_target": False, "z": False}
+
+
+def test_between_them_everything_counts_and_so_does_lambda() -> None:
+    G = generator()
+    assert all(changes(G, 0.5, which) for which in ("x", "p", "p_target", "z"))
+    given_ = inputs() | {"lam": torch.tensor([[0.4, 0.6]]).expand(B, 2)}
+    mixes = G(**given_)
+    assert not torch.equal(mixes[:, 0], mixes[:, 1])
+
+
+def test_several_mixes_of_a_row_are_those_made_one_at_a_time() -> None:
+    G, given_ = generator(), inputs()
+    together = G(**given_)
+    for number in range(2):
+        alone = G(**(given_ | {"lam": given_["lam"][:, number : number + 1]}))
+        assert_close(alone[:, 0], together[:, number])
+
+
+# What D looks at ----------------------------------------------------------------------------
+
+
+def test_a_discriminator_judges_the_row_as_a_row_of_that_label() -> None:
+    D, given_ = discriminator(), inputs()
+    before = D(given_["x"], given_["p"])
+    assert not torch.equal(before, D(-given_["x"], given_["p"]))
+    assert not torch.equal(before, D(given_["x"], given_["p"].roll(1, dims=1)))
+
+
+def test_a_mixed_label_is_judged_between_its_parts() -> None:
+    # The logit is affine in the label, and labels sum to 1: D(x, a p + b q) = a D(p) + b D(q).
+    D, x = discriminator(), inputs()["x"]
+    p, q = torch.eye(C)[:B], torch.eye(C)[1 : B + 1]
+    assert_close(D(x, 0.3 * p + 0.7 * q), 0.3 * D(x, p) + 0.7 * D(x, q))
+
+
+@pytest.mark.parametrize("spectral", [True, False])
+def test_spectral_normalisation_bounds_the_trunk_of_d(spectral: bool) -> None:
+    D = discriminator(spectral=spectral)
+    with torch.no_grad():
+        for parameter in D.parameters():
+            parameter.mul_(50)
+    weight = D.trunk[5].weight  # type: ignore[index, union-attr]
+    norm = float(torch.linalg.matrix_norm(weight.detach(), 2))
+    assert (norm < 2) == spectral  # one up to the error of power iteration; plain: far above
+    buffers = [name for name, _ in D.named_buffers()]
+    assert bool(buffers) == spectral  # a private D must have nothing that moves on its own
+
+
+# Rows are strangers -------------------------------------------------------------------------
+
+
+def in_turn(network: nn.Module, given_: dict[str, Tensor]) -> Tensor:
+    """One row at a time, by vmap over a functional call, as the private step does it."""
+    parameters: dict[str, Tensor] = dict(network.named_parameters())
+
+    def one(row: dict[str, Tensor]) -> Tensor:
+        batch = {name: value[None] for name, value in row.items()}
+        answer: Tensor = functional_call(network, parameters, kwargs=batch, args=())
+        return answer[0]
+
+    answers: Tensor = vmap(one)(given_)
+    return answers
+
+
+@pytest.mark.parametrize("name", ["G", "D", "D without spectral norm"])
+def test_rows_do_not_see_each_other(name: str) -> None:
+    given_ = inputs()
+    network = generator() if name == "G" else discriminator(spectral=name == "D")
+    if name != "G":
+        given_ = {"x": given_["x"], "p": given_["p"]}
+    before = network(**given_)
+    assert_close(in_turn(network, given_), before)
+    for field in given_:
+        moved = {key: value.clone() for key, value in given_.items()}
+        moved[field][1] = moved[field][1].flip(-1) * 0.5
+        after = network(**moved)
+        assert torch.equal(after[[0, 2]], before[[0, 2]])
+        assert not torch.equal(after[1], before[1])  # the control: the row itself is seen
+
+
+# Eq. 6 and 7 --------------------------------------------------------------------------------
+
+
+def test_g_is_one_at_the_ends_and_smallest_in_the_middle() -> None:
+    lam = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])
+    quarter = math.exp(-0.25)  # max(0.25, 0.75) - 1
+    assert_close(g(lam), torch.tensor([1.0, quarter, math.exp(-0.5), quarter, 1.0]))
+
+
+@given(st.floats(0, 1))
+def test_g_is_even_about_one_half_and_within_its_range(lam: float) -> None:
+    value = float(g(torch.tensor(lam, dtype=torch.float64)))
+    assert value == pytest.approx(float(g(torch.tensor(1 - lam, dtype=torch.float64))))
+    assert math.exp(-0.5) <= value <= 1
+
+
+def sigmoid(logit: float) -> float:
+    return 1 / (1 + math.exp(-logit))
+
+
+def test_the_loss_of_d_by_hand() -> None:
+    real, fake, lam = (0.4, -2.0), (-0.3, 1.5), (0.5, 1.0)
+    expected = [
+        -math.log(sigmoid(r)) - math.exp(max(v, 1 - v) - 1) * math.log(1 - sigmoid(f))
+        for r, f, v in zip(real, fake, lam, strict=True)
+    ]
+    losses = discriminator_loss(torch.tensor(real), torch.tensor(fake), torch.tensor(lam))
+    assert_close(losses, torch.tensor(expected))
+
+
+def test_the_realistic_loss_of_g_by_hand() -> None:
+    fake, lam = (-0.3, 1.5), (0.5, 0.1)
+    expected = [
+        -math.exp(max(v, 1 - v) - 1) * math.log(sigmoid(f)) for f, v in zip(fake, lam, strict=True)
+    ]
+    assert_close(realistic_loss(torch.tensor(fake), torch.tensor(lam)), torch.tensor(expected))
+
+
+def test_g_learns_even_while_d_wins() -> None:
+    fake = torch.tensor([-30.0], requires_grad=True)  # D is sure that it is no real row
+    realistic_loss(fake, torch.tensor([1.0])).sum().backward()  # type: ignore[no-untyped-call]
+    assert float(fake.grad) == pytest.approx(-1.0)  # type: ignore[arg-type]
+    # the control: Eq. 6 as printed, log(1 - D), has no gradient there
+    printed = torch.tensor([-30.0], requires_grad=True)
+    (-nn.functional.softplus(printed)).sum().backward()  # type: ignore[no-untyped-call]
+    assert abs(float(printed.grad)) < 1e-12  # type: ignore[arg-type]
+
+
+def test_the_reconstruction_loss_sums_squares_over_each_row() -> None:
+    x = torch.zeros(2, 1, 2, 2)
+    rebuilt = x.clone()
+    rebuilt[1] = torch.tensor([[0.5, 1.0], [0.0, -1.0]])  # 0.25 + 1 + 0 + 1
+    assert_close(reconstruction_loss(rebuilt, x), torch.tensor([0.0, 2.25]))

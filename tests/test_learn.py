@@ -1,0 +1,187 @@
+"""Local training: which rows, an Adam that goes on where it stopped, initial weights, averages."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.testing import assert_close
+from toy_worlds import same_bits
+
+from privssl import learn
+from privssl.seeds import stream
+
+
+def rng(purpose: str = "test") -> torch.Generator:
+    return stream(0, 0, "world", purpose)
+
+
+# Rows ---------------------------------------------------------------------------------------
+
+
+def test_stored_rows_become_network_input_by_a_public_constant() -> None:
+    stored = torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 1, 1, 3)
+    expected = torch.tensor([-1.0, -0.6, 1.0]).view(1, 1, 1, 3)  # 51 / 127.5 - 1 = -0.6
+    assert_close(learn.network_input(stored), expected)
+    assert_close(learn.network_input(stored / 255), expected)
+    colour = learn.network_input(torch.zeros(2, 3, 4, 4))
+    assert colour.is_contiguous(memory_format=torch.channels_last)
+
+
+@given(held=st.integers(1, 40), count=st.integers(1, 200))
+def test_every_row_is_used_once_before_any_is_used_twice(held: int, count: int) -> None:
+    picked = learn.draw_rows(held, count, rng()).tolist()
+    assert len(picked) == count
+    for start in range(0, count, held):
+        part = picked[start : start + held]
+        assert len(set(part)) == len(part) and set(part) <= set(range(held))
+
+
+def test_rows_come_in_an_order_that_follows_from_the_generator() -> None:
+    assert torch.equal(learn.draw_rows(50, 50, rng()), learn.draw_rows(50, 50, rng()))
+    assert not torch.equal(learn.draw_rows(50, 50, rng()), learn.draw_rows(50, 50, rng("other")))
+    twice = learn.draw_rows(50, 100, rng())
+    assert not torch.equal(twice[:50], twice[50:])
+
+
+def test_batches_are_consecutive_and_the_last_may_be_short() -> None:
+    fields = {"x": torch.arange(5), "y": -torch.arange(5)}
+    found = [{k: v.tolist() for k, v in batch.items()} for batch in learn.batches(fields, 2)]
+    assert found == [{"x": [0, 1], "y": [0, -1]}, {"x": [2, 3], "y": [-2, -3]},
+                     {"x": [4], "y": [-4]}]  # fmt: skip
+
+
+# Adam ---------------------------------------------------------------------------------------
+
+
+def network() -> nn.Module:
+    """Two convolutions, so that channels last is not the plain order of memory."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 3))
+
+
+def losses(steps: range, net: nn.Module) -> list[Tensor]:
+    return [
+        net(torch.rand(2, 2, 6, 6, generator=rng(f"step {step}"))).square().mean() for step in steps
+    ]
+
+
+def visit(net: nn.Module, memory: Mapping[str, Tensor], steps: range) -> dict[str, Tensor]:
+    """Some steps of a fresh KeptAdam over a remembered state; what it remembers after."""
+    adam = learn.KeptAdam({"F": learn.AdamGroup(net, 0.05, (0.9, 0.99))}, memory, "support")
+    for step in steps:
+        adam.minimise(losses(range(step, step + 1), net)[0])
+    return adam.remember()
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_visits_with_a_memory_are_one_long_adam_to_the_bit(form: torch.memory_format) -> None:
+    whole = network().to(memory_format=form)
+    adam = torch.optim.Adam(whole.parameters(), lr=0.05, betas=(0.9, 0.99), fused=True)
+    for step in range(6):
+        adam.zero_grad()
+        losses(range(step, step + 1), whole)[0].backward()  # type: ignore[no-untyped-call]
+        adam.step()
+
+    parted = network().to(memory_format=form)
+    memory: dict[str, Tensor] = {}
+    for steps in (range(0, 2), range(2, 3), range(3, 6)):
+        memory = visit(parted, memory, steps)
+        # As a checkpoint brings it back: in the plain order of memory.
+        memory = {k: v.clone(memory_format=torch.contiguous_format) for k, v in memory.items()}
+    assert same_bits(whole.state_dict(), parted.state_dict())
+
+    forgetful = network().to(memory_format=form)  # the control: a fresh Adam for each visit
+    for steps in (range(0, 2), range(2, 3), range(3, 6)):
+        visit(forgetful, {}, steps)
+    assert not same_bits(whole.state_dict(), forgetful.state_dict())
+
+
+def test_a_visit_leaves_the_memory_it_was_given_as_it_was() -> None:
+    net = network()
+    memory = visit(net, {}, range(2))
+    before = {key: value.clone() for key, value in memory.items()}
+    after = visit(net, memory, range(2, 4))
+    assert same_bits(memory, before)
+    assert not same_bits(memory, after)
+
+
+def test_optimisers_of_one_agent_do_not_share_memories() -> None:
+    remembered = visit(network(), {}, range(1))
+    assert all(key.startswith("support/F/") for key in remembered)
+    fresh, other = network(), network()
+    visit(fresh, {}, range(1))
+    visit(other, {key.replace("support/", "query/"): v for key, v in remembered.items()}, range(1))
+    assert same_bits(fresh.state_dict(), other.state_dict())
+
+
+def test_parameters_that_a_loss_does_not_reach_stay_put() -> None:
+    reached, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    before, moving = learn.weights_of(other), learn.weights_of(reached)
+    groups = {name: learn.AdamGroup(net, 0.1, (0.9, 0.99)) for name, net in
+              (("F", reached), ("G", other))}  # fmt: skip
+    adam = learn.KeptAdam(groups, {}, "support")
+    adam.minimise(reached(torch.ones(1, 2)).square().sum())
+    assert same_bits(learn.weights_of(other), before)
+    assert not same_bits(learn.weights_of(reached), moving)
+    assert not any("/G/" in key for key in adam.remember())
+
+
+# Weights ------------------------------------------------------------------------------------
+
+
+def test_the_moving_average_by_hand() -> None:
+    kept, new = {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([3.0, 10.0])}
+    assert_close(learn.moving_average(kept, new, 0.75)["w"], torch.tensor([1.5, 2.5]))
+
+
+@given(st.floats(0, 1), st.floats(-1e6, 1e6, width=32))
+def test_the_moving_average_of_what_does_not_move_stays(decay: float, value: float) -> None:
+    weights = {"w": torch.tensor([value])}
+    assert torch.equal(learn.moving_average(weights, weights, decay)["w"], weights["w"])
+
+
+def test_counters_are_taken_as_they_are_now() -> None:
+    count = {"batches": torch.tensor(3)}
+    later = learn.moving_average(count, {"batches": torch.tensor(8)}, 0.5)["batches"]
+    assert torch.equal(later, torch.tensor(8))
+
+
+class WithSpectralNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = spectral_norm(nn.Linear(4, 3))
+        self.norm = nn.BatchNorm1d(3)
+
+
+def test_initial_weights_follow_from_the_generator_alone_down_to_the_buffers() -> None:
+    drawn = []
+    for state_of_torch, purpose in ((1, "init"), (2, "init"), (1, "other")):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(state_of_torch)
+            drawn.append(learn.fresh_weights(WithSpectralNorm, rng(purpose)))
+            assert torch.initial_seed() == state_of_torch
+    assert same_bits(drawn[0], drawn[1])
+    original = "inner.parametrizations.weight.original"
+    assert not torch.equal(drawn[0][original], drawn[2][original])
+
+
+def test_weights_read_from_a_network_are_copies_and_so_are_those_put_into_it() -> None:
+    net = nn.Linear(2, 1).eval()
+    taken = learn.weights_of(net)
+    given_ = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}
+    assert learn.load(net, given_).training
+    with torch.no_grad():
+        net.weight.fill_(5.0)
+    assert torch.equal(given_["weight"], torch.ones(1, 2))
+    assert not torch.equal(taken["weight"], learn.weights_of(net)["weight"])
+    assert not any(value.requires_grad for value in taken.values())
+
+
+def test_the_mean_of_losses_and_of_none() -> None:
+    assert learn.mean_of([torch.tensor(1.0), torch.tensor(4.0)]) == 2.5
+    assert learn.mean_of([]) == 0.0

@@ -1,0 +1,679 @@
+"""The DP-SGD mechanism: what spec/privacy.md sections 1.4 to 1.7, 3 and 5 (11, 17 to 23) demand.
+
+Sums are read off the network: with noise taken away, learning rate 1 and divisor 1 a step moves
+the weights by exactly the clipped sum. Networks are float64, so that reading it off loses nothing.
+Every check of a guarantee is shown to fail when what it checks is broken on purpose.
+"""
+
+import copy
+import dataclasses
+import itertools
+import logging
+import math
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from opacus.grad_sample import GradSampleModule
+from scipy import stats
+from torch import Tensor, nn
+
+from generators import ImageDiscriminator, ImageGenerator
+from privssl import privacy
+from privssl.algorithms.gmixup import Callables, Mixes, Mixing, row_losses
+from privssl.errors import PrivacyError
+from privssl.losses import soft_cross_entropy
+from privssl.models.convnets import LeNet, SmallCNN
+from privssl.privacy import (
+    Parameters,
+    PrivatePlan,
+    PrivateTraining,
+    call,
+    check_rows_independent,
+    make_plan,
+    os_normal,
+    os_uniform,
+    per_row_gradients,
+    refuse_coupling_layers,
+)
+from privssl.settings import PrivacySettings
+
+SHAPE, CLASSES, NOISE = (1, 8, 8), 3, 5
+BARE = PrivatePlan(
+    update=("F",), protect=("F",), noise_multiplier=1.0, clip_norm=1.0, sample_rate=1.0, steps=1,
+    expected_batch=1.0, learning_rate=1.0, momentum=0.0, views=1, visits=1,
+)  # fmt: skip
+
+
+def plan(**changes: Any) -> PrivatePlan:
+    return dataclasses.replace(BARE, **changes)
+
+
+@pytest.fixture
+def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(privacy, "os_normal", np.zeros)
+
+
+def draw_rows(monkeypatch: pytest.MonkeyPatch, *masks: list[bool]) -> None:
+    """Each call for a mask gets the next of these in place of the operating system's."""
+    draws = itertools.cycle(masks)
+    monkeypatch.setattr(
+        privacy, "os_uniform", lambda count: np.where(next(draws), 0.0, np.nextafter(1.0, 0.0))
+    )
+
+
+@pytest.fixture(autouse=True)
+def torch_begins_alike() -> Iterator[None]:
+    """Untrained networks are the same in every run of a test, and no other test notices."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        yield
+
+
+# A small problem: rows x (N, 4), loss of a row = softmax cross-entropy of a small network -------
+
+
+def small_network(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, CLASSES)).double()
+
+
+def small_rows(count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(count, 4, generator=generator, dtype=torch.float64)
+
+
+def small_loss(network: nn.Module) -> privacy.RowLoss:
+    def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        logits = call(network, parameters["F"])(row["x"][None])
+        return soft_cross_entropy(logits, row["p"][None])[0]
+
+    return loss
+
+
+def flat(network: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in network.parameters()])
+
+
+def moved_by(network: nn.Module, x: Tensor, the_plan: PrivatePlan) -> Tensor:
+    """By how much one visit moves the weights, downhill, all parameters in one vector."""
+    trained = copy.deepcopy(network)
+    p = torch.eye(CLASSES, dtype=torch.float64)[torch.arange(len(x)) % CLASSES]
+    training = PrivateTraining(the_plan, {"F": trained})
+    training.run(len(x), lambda rows, step: {"x": x[rows], "p": p[rows]}, small_loss(trained))
+    return flat(network) - flat(trained)
+
+
+def clipped_by_hand(network: nn.Module, x: Tensor, clip: float) -> Tensor:
+    """The clipped sum, a row at a time with plain autograd: the definition."""
+    total = torch.zeros_like(flat(network))
+    for number, row in enumerate(x):
+        network.zero_grad()
+        target = torch.tensor([number % CLASSES])
+        nn.functional.cross_entropy(network(row[None]), target).backward()  # type: ignore[no-untyped-call]
+        gradient = torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])
+        total += gradient * min(1.0, clip / float(gradient.norm()))
+    return total
+
+
+# The sum and its sensitivity --------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_noise")
+@pytest.mark.parametrize("clip", [0.1, 1.0, 1e6])
+def test_without_noise_a_step_is_the_sum_of_clipped_row_gradients(clip: float) -> None:
+    network, x = small_network(), small_rows(7)
+    moved = moved_by(network, x, plan(clip_norm=clip))
+    # Opacus divides by norm + 1e-6, which is on the safe side of the definition.
+    torch.testing.assert_close(moved, clipped_by_hand(network, x, clip), rtol=1e-5, atol=1e-9)
+
+
+WILD = [0.0, 1e-300, 1e-12, 1.0, 1e12, 1e300, math.nan, math.inf, -math.inf]
+
+
+@st.composite
+def neighbours(draw: st.DrawFn) -> tuple[nn.Module, Tensor, int, float]:
+    """A network, rows of which some are wild, the row in which neighbours differ, a clip norm."""
+    x = small_rows(draw(st.integers(1, 6)), seed=draw(st.integers(0, 999)))
+    for row in range(len(x)):
+        if draw(st.booleans()):
+            x[row, draw(st.integers(0, 3))] = draw(st.sampled_from(WILD))
+    network = small_network(draw(st.integers(0, 999)))
+    differing = draw(st.integers(0, len(x) - 1))
+    return network, x, differing, draw(st.sampled_from([1e-3, 1.0, 50.0]))
+
+
+def largest_shift(network: nn.Module, x: Tensor, row: int, clip: float) -> float:
+    """How far neighbours are apart, in clip norms, over all relations that a claim may name."""
+    given_plan = plan(clip_norm=clip)
+    whole = moved_by(network, x, given_plan)
+    # Removing is the same distance as adding. The last row has to go, so that labels stay.
+    turned = torch.cat([x[:row], x[row + 1 :], x[row : row + 1]])
+    with_row, without = (moved_by(network, part, given_plan) for part in (turned, turned[:-1]))
+    null = x.clone()
+    null[row] = math.nan  # a row without a finite gradient is a row of zeros
+    shifts = [with_row - without, whole - moved_by(network, null, given_plan)]
+    return max(float(shift.norm()) for shift in shifts) / clip
+
+
+@given(case=neighbours())
+@settings(max_examples=40)
+def test_one_row_more_or_less_or_nulled_moves_the_sum_by_at_most_the_clip_norm(
+    case: tuple[nn.Module, Tensor, int, float],
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(privacy, "os_normal", np.zeros)
+        assert largest_shift(*case) <= 1 + 1e-5
+
+
+@pytest.mark.usefixtures("no_noise")
+def test_the_check_of_sensitivity_notices_that_clipping_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def only_sum(self: Any) -> None:
+        for parameter in self.params:
+            parameter.summed_grad += parameter.grad_sample.sum(dim=0)
+
+    monkeypatch.setattr(privacy._OSNoise, "clip_and_accumulate", only_sum)
+    assert largest_shift(small_network(), small_rows(4), 2, clip=0.1) > 1 + 1e-5
+
+
+@pytest.mark.usefixtures("no_noise")
+def test_two_networks_share_one_clip_norm() -> None:
+    # Gradients of sum(w * 3) and sum(v * 4) are 3 and 4: together 5, clipped to norm 1.
+    nets = {name: nn.Linear(1, 1, bias=False) for name in ("F", "G")}
+    before = {name: net.weight.detach().clone() for name, net in nets.items()}
+
+    def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        return 3 * parameters["F"]["weight"].sum() + 4 * parameters["G"]["weight"].sum() * row["x"]
+
+    one = {"x": torch.ones(1)}
+    PrivateTraining(plan(protect=("F", "G")), nets).run(1, lambda rows, step: one, loss)
+    moved = [float((before[name] - net.weight).detach()) for name, net in nets.items()]
+    assert moved == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
+@pytest.mark.usefixtures("no_noise")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_without_a_finite_gradient_counts_nothing_and_nobody_is_told(
+    bad: float, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    network, x = small_network(), small_rows(5)
+    x[4, 1] = bad
+    with caplog.at_level(logging.DEBUG, logger="privssl"):
+        moved = moved_by(network, x, BARE)  # a warning would be an error here
+    torch.testing.assert_close(moved, moved_by(network, x[:4], BARE), rtol=0, atol=1e-12)
+    assert not caplog.records
+    assert capfd.readouterr() == ("", "")
+
+
+# Per-row gradients ------------------------------------------------------------------------------
+
+
+def networks(*, spectral: bool = False) -> dict[str, nn.Module]:
+    return {
+        "F": SmallCNN(SHAPE, CLASSES, width=4),
+        "G": ImageGenerator(SHAPE, CLASSES, width=4, code_size=8, noise_size=NOISE),
+        "D": ImageDiscriminator(SHAPE, CLASSES, width=4, feature_size=8, spectral=spectral),
+    }
+
+
+def mixing(rows: int, views: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Fields of rows, each with its own views (B, views, ...)."""
+    generator = torch.Generator().manual_seed(11)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(rows, views, *shape, generator=generator, dtype=dtype)
+
+    return {
+        "strong": 2 * uniform(*SHAPE) - 1, "mild": 2 * uniform(*SHAPE) - 1,
+        "p1": uniform(CLASSES).softmax(dim=-1), "p2": torch.eye(CLASSES, dtype=dtype)[
+            torch.randint(CLASSES, (rows, views), generator=generator)],
+        "z": uniform(NOISE), "lam": uniform(),
+    }  # fmt: skip
+
+
+def joint_loss(nets: Mapping[str, nn.Module], protect: tuple[str, ...]) -> privacy.RowLoss:
+    def loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
+        functions = Callables.of(nets, parameters)
+        by_network, _ = row_losses(Mixes(), functions, Mixing(**fields), protect, True)
+        return torch.stack([part.mean() for part in by_network.values()]).sum()
+
+    return loss
+
+
+def parameters_of(nets: Mapping[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
+    return {name: dict(net.named_parameters()) for name, net in nets.items()}
+
+
+@pytest.mark.parametrize("protect", [("F",), ("G",), ("F", "G"), ("F", "G", "D")])
+def test_gradients_of_the_joint_loss_equal_one_row_at_a_time(protect: tuple[str, ...]) -> None:
+    nets = {name: net.double() for name, net in networks().items()}
+    fields = mixing(rows=3, views=2, dtype=torch.float64)
+    protected = {name: nets[name] for name in protect}
+    found = per_row_gradients(joint_loss(nets, protect), parameters_of(protected), fields)
+    for row in range(3):
+        # The reference: the modules themselves and backward, no functional call and no vmap.
+        for name, net in nets.items():
+            net.zero_grad()
+            net.requires_grad_(name in protect)
+        frozen = {n: copy.deepcopy(nets[n]).requires_grad_(False) for n in ("F", "D")}
+        live = Callables(nets["F"], nets["G"], nets["D"], frozen["F"], frozen["D"])
+        one = Mixing(**{key: value[row] for key, value in fields.items()})
+        losses, _ = row_losses(Mixes(), live, one, protect, True)
+        torch.stack([part.mean() for part in losses.values()]).sum().backward()  # type: ignore[no-untyped-call]
+        for net_name, net in protected.items():
+            for name, parameter in net.named_parameters():
+                assert parameter.grad is not None
+                torch.testing.assert_close(
+                    found[net_name][name][row], parameter.grad, rtol=1e-5, atol=1e-12
+                )
+
+
+# Opacus registers hooks in a way that torch has announced to change.
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("kind", [SmallCNN, LeNet])
+def test_gradients_of_the_classifier_equal_those_of_opacus_hooks(kind: type[nn.Module]) -> None:
+    network = kind(SHAPE, CLASSES, width=4).double()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(5, *SHAPE, generator=generator, dtype=torch.float64)
+    p = torch.eye(CLASSES, dtype=torch.float64)[torch.arange(5) % CLASSES]
+    found = per_row_gradients(
+        small_loss(network), parameters_of({"F": network}), {"x": x, "p": p}
+    )["F"]  # fmt: skip
+    hooked = GradSampleModule(copy.deepcopy(network), loss_reduction="sum")
+    soft_cross_entropy(hooked(x), p).sum().backward()  # type: ignore[no-untyped-call]
+    expected = {name: p.grad_sample for name, p in hooked._module.named_parameters()}
+    # A bias before a group norm has no gradient: what is there of it is rounding.
+    rounding = 1e-9 * max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=rounding)
+
+
+def classifier_rows(network: nn.Module, fields: Mapping[str, Tensor]) -> Tensor:
+    return soft_cross_entropy(network(fields["mild"]), fields["p1"])
+
+
+def generator_rows(network: nn.Module, fields: Mapping[str, Tensor]) -> Tensor:
+    f = fields
+    mixes = network(f["mild"], f["p1"], f["p2"], f["z"], f["lam"][:, None])
+    squares: Tensor = mixes.square().flatten(1).sum(dim=1)
+    return squares
+
+
+def discriminator_rows(network: nn.Module, fields: Mapping[str, Tensor]) -> Tensor:
+    logits: Tensor = network(fields["mild"], fields["p1"])
+    return logits
+
+
+SHIPPED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "SmallCNN": (lambda: SmallCNN(SHAPE, CLASSES, width=4), classifier_rows),
+    "SmallCNN without norm": (
+        lambda: SmallCNN(SHAPE, CLASSES, width=4, norm="none"), classifier_rows,
+    ),
+    "LeNet": (lambda: LeNet(SHAPE, CLASSES, width=4), classifier_rows),
+    "ImageGenerator": (lambda: networks()["G"], generator_rows),
+    "ImageDiscriminator": (lambda: networks()["D"], discriminator_rows),
+    # As the published scheme has it: spectral, therefore frozen and in eval.
+    "spectral ImageDiscriminator": (
+        lambda: networks(spectral=True)["D"].eval(), discriminator_rows,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", SHIPPED)
+@pytest.mark.parametrize("value", [0.5, 1e30, math.nan])
+def test_another_row_leaves_a_rows_gradient_bit_equal(which: str, value: float) -> None:
+    build, rows_of = SHIPPED[which]
+    network = build()
+
+    def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        return rows_of(call(network, parameters["N"]), {k: v[None] for k, v in row.items()})[0]
+
+    fields = {key: field[:, 0] for key, field in mixing(rows=4, views=1).items()}
+    before = per_row_gradients(loss, parameters_of({"N": network}), fields)["N"]
+    changed = {key: field.clone() for key, field in fields.items()}
+    changed["mild"][2] = value
+    after = per_row_gradients(loss, parameters_of({"N": network}), changed)["N"]
+    others = torch.tensor([0, 1, 3])
+    assert all(torch.equal(after[name][others], before[name][others]) for name in before)
+    assert any(not torch.equal(after[name][2], before[name][2]) for name in before)
+
+
+@pytest.mark.parametrize("which", SHIPPED)
+def test_rows_of_every_shipped_network_are_independent(which: str) -> None:
+    build, rows_of = SHIPPED[which]
+    network, fields = build(), {k: v[:, 0] for k, v in mixing(rows=4, views=1).items()}
+    check_rows_independent(lambda batch: rows_of(network, batch), fields)
+
+
+def planted() -> nn.Module:
+    return SmallCNN(SHAPE, CLASSES, width=4, norm="batch")
+
+
+def test_a_planted_batch_norm_is_noticed_by_the_check_of_independence() -> None:
+    network = planted()
+    fields = {key: field[:, 0] for key, field in mixing(rows=4, views=1).items()}
+    with pytest.raises(PrivacyError, match="row 0 changed the loss of other rows"):
+        check_rows_independent(lambda batch: classifier_rows(network, batch), fields)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_batch_norm_is_refused_by_name_in_a_trained_and_in_a_frozen_network(frozen: bool) -> None:
+    bad = planted().requires_grad_(not frozen).train(not frozen)
+    with pytest.raises(PrivacyError) as refusal:
+        refuse_coupling_layers({"D": networks()["D"], "F": bad})
+    text = str(refusal.value)
+    assert "F.trunk.2 (BatchNorm2d)" in text and "F.trunk.6 (BatchNorm2d)" in text
+    assert "model.norm: group" in text
+    refuse_coupling_layers(networks(spectral=True))  # and nothing else is
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.InstanceNorm2d(3, track_running_stats=True)],
+)
+def test_other_layers_that_keep_statistics_of_rows_are_refused(layer: nn.Module) -> None:
+    with pytest.raises(PrivacyError, match=type(layer).__name__):
+        refuse_coupling_layers({"F": nn.Sequential(nn.Flatten(), layer)})
+
+
+# Batches: empty, full, split -----------------------------------------------------------------
+
+
+def test_a_step_without_rows_is_a_step_of_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(privacy, "os_normal", np.ones)
+    draw_rows(monkeypatch, [False] * 6)
+    shift = moved_by(
+        small_network(), small_rows(6),
+        plan(sample_rate=0.5, noise_multiplier=2.0, clip_norm=0.5, expected_batch=4.0, steps=3),
+    )  # fmt: skip
+    # 3 steps of noise 2.0 * 0.5 * 1, divided by 4
+    torch.testing.assert_close(shift, torch.full_like(shift, 0.75))
+
+
+@pytest.mark.parametrize(("share", "mean"), [(0.0, 3.0), (1 / 3, 3.0), (2 / 3, 2.5), (1.0, 2.0)])
+def test_what_is_sent_is_the_mean_of_the_last_iterates_all_of_them_with_noise(
+    share: float, mean: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(privacy, "os_normal", np.ones)
+    # Three steps of noise 1 leave the weights 1, 2 and 3 below where they came in.
+    shift = moved_by(small_network(), small_rows(0), plan(steps=3, average_last=share))
+    torch.testing.assert_close(shift, torch.full_like(shift, mean))
+
+
+def test_an_agent_without_rows_makes_all_its_steps_and_reads_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(privacy, "os_normal", np.ones)
+    network = nn.Linear(2, 1)
+    before = flat(network)
+
+    def never(*_: object) -> Any:
+        raise AssertionError("there is nothing to read")
+
+    PrivateTraining(plan(sample_rate=0.3, steps=5), {"F": network}).run(0, never, never)
+    torch.testing.assert_close(before - flat(network), torch.full((3,), 5.0))
+
+
+@pytest.mark.usefixtures("no_noise")
+@pytest.mark.parametrize("rows", [1, 5])
+def test_at_sample_rate_one_every_row_is_in_every_batch(rows: int) -> None:
+    network, x = small_network(), small_rows(rows)
+    moved = moved_by(network, x, plan(sample_rate=1.0))
+    torch.testing.assert_close(moved, clipped_by_hand(network, x, 1.0), rtol=1e-5, atol=1e-9)
+    assert bool(plan(sample_rate=1.0).draw_batch(rows).all())
+
+
+@pytest.mark.usefixtures("no_noise")
+def test_the_divisor_is_the_public_batch_size_whatever_was_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network, x = small_network(), small_rows(1).repeat(4, 1)
+    x[1:] = math.nan  # masked out or not, these count nothing
+    public = plan(sample_rate=0.5, expected_batch=2.0)
+    draw_rows(monkeypatch, [True, False, False, False])
+    alone = moved_by(network, x, public)
+    draw_rows(monkeypatch, [True, True, True, True])
+    torch.testing.assert_close(moved_by(network, x, public), alone)
+    torch.testing.assert_close(2 * alone, clipped_by_hand(network, x[:1], 1.0), rtol=1e-5, atol=0)
+
+
+@pytest.mark.usefixtures("no_noise")
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+def test_the_sum_does_not_depend_on_chunks_or_on_the_physical_batch(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 300 rows at rate 0.05: 15 expected, and 4 standard deviations of 3.77 more are 31.
+    sparse = plan(sample_rate=0.05)
+    assert sparse.capacity(300) == 31
+    mask = [row % 20 == 3 for row in range(300)]
+    monkeypatch.setattr(privacy, "CHUNK", chunk)
+    draw_rows(monkeypatch, mask)
+    network, x = small_network(), small_rows(300)
+    moved = moved_by(network, x, sparse)
+    expected = torch.zeros_like(moved)
+    for row in range(3, 300, 20):
+        pad = row % CLASSES  # rows before it, so that the row keeps its label
+        alone = torch.cat([x[:pad], x[row : row + 1]])
+        expected += clipped_by_hand(network, alone, 1.0) - clipped_by_hand(network, x[:pad], 1.0)
+    torch.testing.assert_close(moved, expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.usefixtures("no_noise")
+def test_a_batch_beyond_the_capacity_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    sparse = plan(sample_rate=0.01)
+    assert sparse.capacity(257) < 257
+    draw_rows(monkeypatch, [True] * 257)
+    network, x = small_network(), small_rows(257)
+    expected = clipped_by_hand(network, x, 1.0)
+    torch.testing.assert_close(moved_by(network, x, sparse), expected, rtol=1e-5, atol=1e-8)
+
+
+def test_small_agents_compute_every_row_so_that_time_tells_nothing() -> None:
+    assert [plan(sample_rate=0.01).capacity(rows) for rows in (0, 1, 34, 256)] == [0, 1, 34, 256]
+
+
+def test_no_sum_without_noise_outlives_the_visit() -> None:
+    network = nn.Linear(4, CLASSES).double()
+    x, p = small_rows(3), torch.eye(CLASSES, dtype=torch.float64)
+    PrivateTraining(BARE, {"F": network}).run(
+        3, lambda rows, step: {"x": x[rows], "p": p[rows]}, small_loss(network)
+    )
+    for parameter in network.parameters():
+        left = [vars(parameter).get(name) for name in ("summed_grad", "grad_sample")]
+        assert left == [None, None]
+
+
+# Noise ------------------------------------------------------------------------------------------
+
+DRAWS = 1_000_000
+# P[D > 0.0027] at a million draws is 2 exp(-2 n D^2), about one in a million.
+TOO_FAR = math.sqrt(math.log(2e6) / (2 * DRAWS))
+
+
+def noise_released(noise_multiplier: float, clip: float) -> np.ndarray:
+    """What a visit of two steps without rows adds to half a million parameters."""
+    released = []
+    network = nn.Linear(500, 1000, bias=False)
+    quiet = plan(noise_multiplier=noise_multiplier, clip_norm=clip)
+    for _ in range(2):
+        nn.init.zeros_(network.weight)
+        PrivateTraining(quiet, {"F": network}).run(0, lambda *_: {}, lambda *_: torch.zeros(()))
+        released.append(-network.weight.detach().flatten().numpy())
+    return np.concatenate(released)
+
+
+def test_noise_is_normal_with_the_planned_deviation_to_less_than_two_percent() -> None:
+    noise = noise_released(noise_multiplier=1.6, clip=0.25)  # deviation 0.4
+    assert len(noise) == DRAWS
+    distance = {
+        factor: stats.ks_1samp(noise, stats.norm(scale=0.4 * factor).cdf, method="asymp").statistic
+        for factor in (0.98, 1.0, 1.02)
+    }
+    assert distance[1.0] < TOO_FAR
+    # The negative control: at a scale wrong by 2% the distance is about 0.02 * 0.242 = 0.0048.
+    assert distance[0.98] > TOO_FAR and distance[1.02] > TOO_FAR
+
+
+def test_uniform_numbers_are_uniform_and_below_one() -> None:
+    numbers = os_uniform(DRAWS)
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert stats.ks_1samp(numbers, stats.uniform.cdf, method="asymp").statistic < TOO_FAR
+
+
+def test_noise_without_luck_has_no_infinite_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    for extreme in (0.0, 1 - 2.0**-53):
+        monkeypatch.setattr(
+            privacy, "os_uniform", lambda count, value=extreme: np.full(count, value)
+        )
+        assert np.isfinite(os_normal(3)).all()
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """All noise that is drawn from here on."""
+    drawn: list[np.ndarray] = []
+
+    def record(count: int) -> np.ndarray:
+        drawn.append(os_normal(count))
+        return drawn[-1]
+
+    monkeypatch.setattr(privacy, "os_normal", record)
+    return drawn
+
+
+def seed_everything() -> None:
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+
+
+def repeats(drawn: list[np.ndarray]) -> int:
+    numbers = np.concatenate(drawn)
+    return len(numbers) - len(np.unique(numbers))
+
+
+def test_noise_never_repeats_across_steps_parameters_and_runs_of_one_seed(
+    recorded: list[np.ndarray],
+) -> None:
+    for _ in range(2):
+        seed_everything()
+        moved_by(small_network(), small_rows(3), plan(steps=4))
+    assert len(recorded) == 2 * 4 * 4  # runs, steps, parameters
+    assert repeats(recorded) == 0
+
+
+def test_the_check_of_repeats_notices_a_seeded_generator() -> None:
+    drawn = []
+    for _ in range(2):
+        seed_everything()
+        drawn.append(torch.randn(10, dtype=torch.float64).numpy())
+    assert repeats(drawn) == 10
+
+
+def in_a_fork(draw: Callable[[], np.ndarray]) -> np.ndarray:
+    """What a forked child draws."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writing, draw().tobytes())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        numbers = np.frombuffer(pipe.read(), dtype=np.float64)
+    os.waitpid(child, 0)
+    return numbers
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_draws_other_noise() -> None:
+    assert repeats([in_a_fork(lambda: os_normal(100)), os_normal(100)]) == 0
+    # The negative control: a generator that is copied into the child repeats there.
+    ambient = np.random.default_rng(1)
+    copied = in_a_fork(lambda: ambient.standard_normal(100))
+    assert repeats([copied, ambient.standard_normal(100)]) == 100
+
+
+# Masks ------------------------------------------------------------------------------------------
+
+STEPS, ROWS = 20_000, 12
+SIX_SIGMA = 6 / math.sqrt(STEPS)  # of a correlation of independent columns; once in 10^9
+
+
+def largest_correlation(masks: np.ndarray) -> float:
+    """Between two rows of one step, or between a row and itself in the next step."""
+    between = np.corrcoef(masks.T) - np.eye(masks.shape[1])
+    steps = [np.corrcoef(column[:-1], column[1:])[0, 1] for column in masks.T]
+    return float(max(np.abs(between).max(), np.abs(steps).max()))
+
+
+def frequency_is(masks: np.ndarray, rate: float) -> bool:
+    """Whether every row is in as often as it should be, within six standard deviations."""
+    allowed = 6 * math.sqrt(rate * (1 - rate) / len(masks))
+    return bool((np.abs(masks.mean(axis=0) - rate) < allowed).all())
+
+
+def test_every_row_is_drawn_with_the_sample_rate_and_independently() -> None:
+    poisson = plan(sample_rate=0.25)
+    masks = np.stack([poisson.draw_batch(ROWS).numpy() for _ in range(STEPS)]).astype(float)
+    assert frequency_is(masks, 0.25)
+    assert largest_correlation(masks) < SIX_SIGMA
+    assert not frequency_is(masks, 0.27)  # the negative control: another rate is noticed
+
+
+def test_the_check_of_independence_notices_batches_of_a_fixed_size() -> None:
+    order = np.random.default_rng(5).permuted(np.tile(np.arange(ROWS), (STEPS, 1)), axis=1)
+    masks = (order < 3).astype(float)  # 3 of 12 rows: the right rate, and not Poisson
+    assert frequency_is(masks, 0.25)
+    # Rows of a batch of fixed size are correlated by -1 / (ROWS - 1).
+    assert largest_correlation(masks) > SIX_SIGMA
+
+
+def test_masks_do_not_follow_a_seed() -> None:
+    def masks(draw: Callable[[], Tensor]) -> list[Tensor]:
+        drawn = []
+        for _ in range(2):
+            seed_everything()
+            drawn.append(draw())
+        return drawn
+
+    first, second = masks(lambda: plan(sample_rate=0.5).draw_batch(200))
+    assert not torch.equal(first, second)
+    first, second = masks(lambda: torch.rand(200) < 0.5)  # the negative control
+    assert torch.equal(first, second)
+
+
+# The plan ---------------------------------------------------------------------------------------
+
+
+def chosen(**changes: Any) -> PrivacySettings:
+    return PrivacySettings(**{"epsilon": 8.0, "sample_rate": 0.5, **changes})
+
+
+def test_a_plan_divides_by_declared_rows_and_never_visits_more_than_asked() -> None:
+    made = make_plan(chosen(noise_multiplier=3.0, visits=9), rounds=4, rows_per_agent=34)
+    assert (made.expected_batch, made.visits, made.noise_multiplier) == (17.0, 4, 3.0)
+    assert make_plan(chosen(noise_multiplier=3.0), rounds=4, rows_per_agent=34).visits == 4
+
+
+def test_a_budget_of_zero_plans_no_visit() -> None:
+    assert make_plan(chosen(epsilon=0.0), rounds=4, rows_per_agent=34).visits == 0
+
+
+@pytest.mark.parametrize(
+    ("update", "protect", "scope"),
+    [("F", "F", "sound"), ("FG", "FG", "sound"), ("FDG", "G", "as_published")],
+)
+def test_the_scope_follows_from_what_is_trained_without_noise(
+    update: str, protect: str, scope: str
+) -> None:
+    assert plan(update=tuple(update), protect=tuple(protect)).scope == scope

@@ -1,0 +1,677 @@
+"""FedSSL-DP from config to claim: what spec/privacy.md 1.3, 2.4, 2.5 and 5 demand of a run.
+
+Budgets, what a support agent sends and does not send, randomness that no seed reaches, and runs
+that are killed. The killed ones are processes of their own, and die of SIGKILL.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import json
+import math
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import brentq
+from scipy.stats import norm
+from torch import Tensor
+
+from accounting.accountants import epsilon
+from accounting.events import SampledGaussian
+from accounting.ledger import Account, read_journal
+from privssl import checkpoint, config, durable, pictures, privacy, run, train
+from privssl.agents import Agent, LabelledRows
+from privssl.algorithms import ALGORITHMS
+from privssl.algorithms.base import Context
+from privssl.algorithms.fedssl import FedSSL, Lesson, Networks
+from privssl.config import Config
+from privssl.errors import ConfigError, PrivacyError
+from privssl.messages import Reply, Silence
+from privssl.prepare import Prepared, prepare
+from privssl.privacy import PrivateTraining
+from privssl.world import World
+
+TINY = """
+run: {seed: 0, evaluate_every: 1000, images_every: 1000, checkpoint_every: 1, device: cpu}
+data: {name: toy, labelled: 24, unlabelled: 30}
+agents: {support: 2, query: 1}
+model: {name: small_cnn, width: 4}
+algorithm:
+  {name: fedssl, rounds: 3, local_steps: 2, batch_size: 8, generator_width: 4, gate: 0.0,
+   warm_up: 0}
+"""
+PRIVATE = TINY + "privacy: {epsilon: 50.0, noise_multiplier: 4.0, sample_rate: 0.5, steps: 2}\n"
+AS_PUBLISHED = ["privacy.update_at_support=[F, D, G]", "privacy.protect=[G]"]
+
+
+@pytest.fixture
+def configured(tmp_path: Path) -> Callable[..., Config]:
+    def load(*overrides: str, private: bool = True) -> Config:
+        path = tmp_path / "tiny.yaml"
+        path.write_text(PRIVATE if private else TINY)
+        return config.load(path, overrides)
+
+    return load
+
+
+@contextlib.contextmanager
+def accounts(prepared: Prepared, folder: Path) -> Iterator[dict[str, Agent]]:
+    """The agents by id, those with labels with their accounts."""
+    with contextlib.ExitStack() as stack:
+        for agent in prepared.labelled_agents:
+            path, promise = folder / f"{agent.id}.jsonl", prepared.promises[agent.id]
+            agent.account = Account.open(path, promise, resume=False)
+            stack.callback(agent.account.close)
+        yield {agent.id: agent for agent in prepared.federation.agents}
+
+
+def carry_out(prepared: Prepared, folder: Path) -> dict[str, Any]:
+    """A whole run without trackers; its results.json."""
+    folder.mkdir()
+    run.execute(prepared, folder, list, None)
+    results: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return results
+
+
+def context(agent: str, key: str = "1", seed: int = 0) -> Context:
+    return Context(seed, 1, agent, key, "a", torch.device("cpu"), telemetry=False)
+
+
+def lesson(prepared: Prepared) -> Lesson:
+    """What an agent gets in the first round of a run."""
+    nets = prepared.algorithm.networks()
+    F, G, D = ({k: v.clone() for k, v in nets[n].state_dict().items()} for n in ("F", "G", "D"))
+    return Lesson(F, G, D, teacher=F, trains_classifier=True, mixes_teach=True)
+
+
+def visit(prepared: Prepared, agent: Agent, ctx: Context) -> Networks | Silence:
+    assert isinstance(prepared.algorithm, FedSSL)
+    return prepared.algorithm.support_pass(agent, lesson(prepared), ctx)
+
+
+def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+# What is refused before anything is read --------------------------------------------------------
+
+
+def test_the_published_scheme_needs_an_acknowledgement(configured: Callable[..., Config]) -> None:
+    with pytest.raises(ConfigError, match=r"guarantees nothing for any row.*acknowledge_unsound"):
+        configured(*AS_PUBLISHED)
+    accepted = configured(*AS_PUBLISHED, "privacy.acknowledge_unsound=true")
+    assert accepted.privacy is not None and accepted.privacy.scope == "as_published"
+
+
+@pytest.mark.parametrize("protect", ["[F]", "[F, G]", "[D]"])
+def test_other_partial_protection_is_refused_even_when_acknowledged(
+    protect: str, configured: Callable[..., Config]
+) -> None:
+    with pytest.raises(ConfigError, match="trained at support agents without protection"):
+        configured(
+            "privacy.update_at_support=[F, D, G]", f"privacy.protect={protect}",
+            "privacy.acknowledge_unsound=true",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n for n, kind in ALGORITHMS.items() if not kind.can_be_private])
+def test_an_algorithm_without_a_private_pass_is_refused_a_budget(name: str, tmp_path: Path) -> None:
+    # It would train on labelled rows without noise, beside accounts that nobody charges.
+    path = tmp_path / "plain.yaml"
+    text = TINY.partition("algorithm:")[0] + f"algorithm: {{name: {name}}}\n"
+    path.write_text(text)
+    config.load(path)  # nothing else is wrong with it
+    with pytest.raises(ConfigError, match=f"{name} reads labelled rows without noise"):
+        config.load(path, ["privacy.epsilon=4.0"])
+
+
+def test_batch_norm_is_refused_when_the_config_is_read(configured: Callable[..., Config]) -> None:
+    with pytest.raises(ConfigError, match="batch norm couples the rows"):
+        configured("model.norm=batch")
+
+
+def test_batch_norm_is_refused_by_its_layers_name_if_a_config_gets_past_that(
+    configured: Callable[..., Config],
+) -> None:
+    good = configured()
+    bad = dataclasses.replace(good, model=dataclasses.replace(good.model, norm="batch"))
+    with pytest.raises(PrivacyError, match=r"F\.trunk\.2 \(BatchNorm2d\)"):
+        prepare(bad)
+
+
+# The budget -------------------------------------------------------------------------------------
+
+
+def epsilon_of_full_batches(steps: int, noise: float, delta: float) -> float:
+    """The exact epsilon of steps with every row in each: spec/privacy.md 2.3.
+
+    With mu = sqrt(steps) / noise it solves
+    delta = Phi(mu / 2 - eps / mu) - exp(eps) Phi(-mu / 2 - eps / mu).
+    """
+    mu = math.sqrt(steps) / noise
+
+    def too_much(eps: float) -> float:
+        tails = norm.cdf(mu / 2 - eps / mu) - math.exp(eps) * norm.cdf(-mu / 2 - eps / mu)
+        return float(tails) - delta
+
+    return float(brentq(too_much, 0.0, 50.0))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Any, Reply[Any]]]:
+    """Every visit of a run: agent, step, message, reply."""
+    visits: list[tuple[str, str, Any, Reply[Any]]] = []
+    ask_each = World.ask_each
+
+    def record(self: World, whom: Any, step: Any, message: Any) -> Any:
+        replies = ask_each(self, whom, step, message)
+        visits.extend((r.sender.id, step.__name__, message, r) for r in replies)
+        return replies
+
+    monkeypatch.setattr(World, "ask_each", record)
+    return visits
+
+
+def test_a_budget_for_three_visits_pays_for_exactly_three_and_the_run_goes_on(
+    configured: Callable[..., Config], tmp_path: Path, asked: list[Any]
+) -> None:
+    three, four = (epsilon_of_full_batches(visits, 4.0, 1e-5) for visits in (3, 4))
+    budget = (three + four) / 2
+    prepared = prepare(
+        configured(
+            "algorithm.rounds=8", "privacy.sample_rate=1.0", "privacy.steps=1",
+            "run.checkpoint_every=100", f"privacy.epsilon={budget}",
+        )
+    )  # fmt: skip
+    results = carry_out(prepared, tmp_path / "run")
+    assert (results["status"], results["rounds"]) == ("budget_exhausted", 8)
+    for name in ("s0", "s1"):
+        journal = read_journal(tmp_path / f"run/ledger/{name}.jsonl")
+        assert len(journal.visits) == 3 and not journal.problems
+        assert epsilon(journal.events, 1e-5) <= budget
+    assert results["privacy"]["guarantee"]["epsilon"] == pytest.approx(three, rel=1e-4)
+    _refused_visits_change_nothing(asked)
+
+
+def _refused_visits_change_nothing(asked: Sequence[Any]) -> None:
+    """In rounds 4 to 8 what s0 got goes on to s1, and what s1 got goes on to the query agent."""
+    by_agent: dict[str, list[Any]] = {"s0": [], "s1": [], "q0": []}
+    for agent, _, message, reply in asked:
+        by_agent[agent].append((message, reply))
+    for to_s0, to_s1, to_q0 in list(zip(*by_agent.values(), strict=True))[3:]:
+        assert to_s0[1].silent and to_s1[1].silent
+        assert to_s0[1].content.reason == "privacy budget is spent"
+        for name in ("F", "G", "D", "teacher"):
+            assert equal(getattr(to_s0[0], name), getattr(to_s1[0], name))
+            assert equal(getattr(to_s1[0], name), getattr(to_q0[0], name))
+    # And visits that were paid for did change something.
+    paid = [by_agent[agent][0][0].F for agent in ("s0", "s1", "q0")]
+    assert not equal(paid[0], paid[1]) and not equal(paid[1], paid[2])
+
+
+class Sealed(LabelledRows):
+    """Labelled rows that must not be read; how many there are is public."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("x", "y"):
+            raise AssertionError("a labelled row was read")
+        return super().__getattribute__(name)
+
+
+def _sealed(prepared: Prepared) -> Prepared:
+    for agent in prepared.labelled_agents:
+        rows = agent.labelled
+        agent.held_labelled = Sealed(rows.x, rows.y, rows.ids)
+    return prepared
+
+
+def test_with_a_budget_of_zero_no_labelled_row_is_ever_read_and_the_run_completes(
+    configured: Callable[..., Config], tmp_path: Path, asked: list[Any]
+) -> None:
+    results = carry_out(_sealed(prepare(configured("privacy.epsilon=0.0"))), tmp_path / "run")
+    assert (results["status"], results["rounds"]) == ("finished", 3)
+    assert results["privacy"]["guarantee"]["epsilon"] == 0
+    assert {agent for agent, *_ in asked} == {"q0"}
+
+
+def test_the_seal_notices_that_rows_are_read(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="a labelled row was read"):
+        carry_out(_sealed(prepare(configured())), tmp_path / "run")
+
+
+def test_a_refused_visit_reads_nothing(configured: Callable[..., Config], tmp_path: Path) -> None:
+    prepared = _sealed(prepare(configured("privacy.epsilon=0.01")))  # one visit costs more
+    with accounts(prepared, tmp_path) as agents:
+        assert isinstance(visit(prepared, agents["s0"], context("s0")), Silence)
+        assert agents["s0"].account is not None and agents["s0"].account.visits() == 0
+
+
+def test_a_visit_is_paid_for_before_its_rows_are_read(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    prepared = _sealed(prepare(configured()))
+    with accounts(prepared, tmp_path) as agents:
+        with pytest.raises(AssertionError, match="a labelled row was read"):
+            visit(prepared, agents["s0"], context("s0"))
+        assert len(read_journal(tmp_path / "s0.jsonl").visits) == 1
+
+
+# What leaves a support agent --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("networks", ["F", "G", "D", "FG", "FGD"])
+def test_a_sound_visit_sends_the_parameters_of_protected_networks_and_nothing_else(
+    networks: str, configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    named = f"[{', '.join(networks)}]"
+    prepared = prepare(configured(f"privacy.update_at_support={named}", f"privacy.protect={named}"))
+    came = lesson(prepared)
+    with accounts(prepared, tmp_path) as agents:
+        ctx = context("s0")
+        ctx.telemetry = agents["s0"].account is None
+        sent = visit(prepared, agents["s0"], ctx)
+        assert not agents["s0"].memory  # no optimiser state is kept either
+    assert isinstance(sent, Networks) and sent.agreement is None
+    assert ctx.notes == {} and ctx.weight == 1.0
+    for name, network in prepared.algorithm.networks().items():
+        state = getattr(sent, name)
+        if name in networks:
+            assert set(state) == {key for key, _ in network.named_parameters()}
+            assert not equal(state, getattr(came, name))
+        else:
+            assert state is None
+            assert equal(network.state_dict(), getattr(came, name))  # buffers as well
+
+
+def test_the_check_of_frozen_networks_sees_a_spectral_norm_move(
+    configured: Callable[..., Config],
+) -> None:
+    prepared = prepare(configured())
+    D, before = prepared.algorithm.networks()["D"], lesson(prepared).D
+    with torch.no_grad():
+        D.eval()(torch.zeros(1, 1, 8, 8), torch.ones(1, 10))
+        assert equal(D.state_dict(), before)
+        D.train()(torch.zeros(1, 1, 8, 8), torch.ones(1, 10))
+        assert not equal(D.state_dict(), before)
+
+
+def test_where_the_discriminator_is_protected_it_has_no_spectral_norm(
+    configured: Callable[..., Config],
+) -> None:
+    named = ["privacy.update_at_support=[F, D, G]", "privacy.protect=[F, D, G]"]
+    D = prepare(configured(*named)).algorithm.networks()["D"]
+    assert not list(D.buffers())
+    assert list(prepare(configured()).algorithm.networks()["D"].buffers())
+
+
+def test_the_published_scheme_sends_all_three_and_calls_its_number_nominal(
+    configured: Callable[..., Config], tmp_path: Path, asked: list[Any]
+) -> None:
+    chosen = configured(*AS_PUBLISHED, "privacy.acknowledge_unsound=true", "algorithm.rounds=1")
+    results = carry_out(prepare(chosen), tmp_path / "run")
+    claim = results["privacy"]
+    assert (claim["guarantee"], claim["scope"]) == (None, "as_published")
+    counted = SampledGaussian(noise_multiplier=4.0, sample_rate=0.5, steps=2)  # as if all were it
+    assert claim["nominal_epsilon"] == pytest.approx(epsilon([counted], 1e-5))
+    card = json.loads((tmp_path / "run/privacy.json").read_text())
+    assert card["sentence"].startswith("NOMINAL") and card["guarantee"] is None
+    assert "no differential-privacy guarantee for any record" in card["sentence"]
+    assert "GUARANTEE" not in (tmp_path / "run/privacy.md").read_text()
+    assert read_journal(tmp_path / "run/ledger/s0.jsonl").plan.scope == "as_published"
+    replies = [reply for agent, _, _, reply in asked if agent in ("s0", "s1")]
+    for reply in replies:
+        assert None not in (reply.said.F, reply.said.G, reply.said.D)
+        assert reply.said.agreement is None and reply.notes == {}
+
+
+CANARY = b"CANARY-7f3a9e"
+
+
+def _npz_with_marked_rows(path: Path) -> None:
+    """A data set in which every training row, and no test row, begins with the canary."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (90, 1, 8, 8), dtype=np.uint8)
+    x[:60].reshape(60, 64)[:, : len(CANARY)] = np.frombuffer(CANARY, dtype=np.uint8)
+    y = np.arange(90) % 3
+    np.savez(path, x_train=x[:60], y_train=y[:60], x_test=x[60:], y_test=y[60:])
+
+
+def _command(folder: Path, text: str) -> None:
+    _npz_with_marked_rows(folder.parent / "marked.npz")
+    path = folder.parent / "marked.yaml"
+    path.write_text(text)
+    given = ["data.name=npz", f"data.root={folder.parent / 'marked.npz'}", f"run.output={folder}"]
+    assert train.main([str(path), *given, "algorithm.rounds=1", "--quiet"]) == 0
+
+
+def _columns(folder: Path) -> set[str]:
+    with (folder / "metrics.csv").open() as file:
+        return set(next(csv.reader(file)))
+
+
+@pytest.fixture
+def plotted(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """The agents whose labelled rows were counted in a picture, for each picture."""
+    drawn: list[set[str]] = []
+
+    def plot(labelled: Mapping[str, Any], unlabelled: Mapping[str, Any]) -> Any:
+        drawn.append(set(labelled))
+        return np.zeros((8, 8, 3), dtype=np.uint8)
+
+    monkeypatch.setattr(pictures, "partition_plot", plot)
+    return drawn
+
+
+def test_a_private_run_writes_no_curve_and_no_pixel_of_labelled_rows(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], plotted: list[set[str]]
+) -> None:
+    folder = tmp_path / "private"
+    _command(folder, PRIVATE)
+    of_query = {f"train/loss_{name}/query" for name in ("F", "G", "D")}
+    assert {c for c in _columns(folder) if c.startswith("train/")} - of_query == {
+        "train/agreement", "train/gate_open",
+    }  # fmt: skip
+    assert not any("support" in column for column in _columns(folder))
+    assert plotted and not any(plotted)
+    said = "".join(capfd.readouterr())
+    as_numbers = ", ".join(str(byte) for byte in CANARY)
+    written = [file for file in folder.rglob("*") if file.is_file()]
+    assert len(written) > 10
+    for file in written:
+        content = file.read_bytes()
+        assert CANARY not in content and as_numbers.encode() not in content, file
+        assert b"loss_F/support" not in content, file  # a tag of TensorBoard, a line of the log
+    assert CANARY.decode() not in said and as_numbers not in said
+
+
+def test_the_same_checks_see_a_run_that_is_not_private(
+    tmp_path: Path, plotted: list[set[str]]
+) -> None:
+    folder = tmp_path / "plain"
+    _command(folder, TINY)
+    assert "train/loss_F/support" in _columns(folder)
+    assert plotted == [{"s0", "s1"}]
+    events = b"".join(file.read_bytes() for file in (folder / "tensorboard").iterdir())
+    assert b"train/loss_F/support" in events
+
+
+# Randomness that no seed reaches ----------------------------------------------------------------
+
+
+def _weights_of_two_runs(configured: Callable[..., Config], tmp: Path, private: bool) -> list[Any]:
+    for number in (1, 2):
+        prepared = prepare(configured("algorithm.rounds=1", private=private))
+        carry_out(prepared, tmp / str(number))
+    paths = [tmp / str(number) / "classifier.safetensors" for number in (1, 2)]
+    return [path.read_bytes() for path in paths]
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_two_runs_with_one_seed_differ_if_and_only_if_they_are_private(
+    private: bool, configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    one, other = _weights_of_two_runs(configured, tmp_path, private)
+    assert (one != other) == private
+
+
+def test_run_seed_reaches_neither_masks_nor_noise(
+    configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[np.ndarray] = []
+    for name in ("os_uniform", "os_normal"):
+        real = getattr(privacy, name)
+
+        def record(count: int, real: Callable[[int], np.ndarray] = real) -> np.ndarray:
+            drawn.append(real(count))
+            return drawn[-1]
+
+        monkeypatch.setattr(privacy, name, record)
+    for number in (1, 2):
+        carry_out(prepare(configured("algorithm.rounds=1")), tmp_path / str(number))
+    numbers = np.concatenate(drawn)
+    assert len(np.unique(numbers)) == len(numbers)
+
+
+# Rows do not touch each other -------------------------------------------------------------------
+
+
+def _fields_of_one_step(
+    configured: Callable[..., Config], folder: Path, counts: str, hold: slice
+) -> dict[int, dict[str, Tensor]]:
+    """What the loss of each row is given in the first step of s0's visit: row id -> fields."""
+    prepared = prepare(
+        configured("privacy.sample_rate=1.0", "privacy.steps=1", "privacy.views=2",
+                   f"privacy.record_counts={counts}")
+    )  # fmt: skip
+    seen: dict[int, dict[str, Tensor]] = {}
+
+    def look(self: Any, rows: int, fields_of: Any, row_loss: Any) -> None:
+        fields = fields_of(torch.arange(rows), 0)
+        for place, number in enumerate(agent.labelled.ids.tolist()):
+            seen[number] = {name: value[place] for name, value in fields.items()}
+
+    [agent, *_] = prepared.labelled_agents
+    rows = agent.labelled
+    agent.held_labelled = LabelledRows(rows.x[hold], rows.y[hold], rows.ids[hold])
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch, accounts(prepared, folder):
+        patch.setattr(PrivateTraining, "run", look)
+        visit(prepared, agent, context("s0"))
+    return seen
+
+
+def test_with_private_counts_a_row_more_leaves_the_draws_of_all_others_as_they_were(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    # Otherwise neighbours differ in the gradient of every row, and clipping bounds nothing.
+    whole = _fields_of_one_step(configured, tmp_path / "1", "private", slice(None))
+    fewer = _fields_of_one_step(configured, tmp_path / "2", "private", slice(3, None))
+    assert len(whole) == 12 and len(fewer) == 9
+    assert all(equal(whole[number], fewer[number]) for number in fewer)
+    drawn = {fields["z"].numpy().tobytes() for fields in whole.values()}
+    assert len(drawn) == 12  # and every row has draws of its own
+    # The negative control: public counts may not differ, and draws go by a row's place.
+    whole = _fields_of_one_step(configured, tmp_path / "3", "public", slice(None))
+    fewer = _fields_of_one_step(configured, tmp_path / "4", "public", slice(3, None))
+    assert not any(equal(whole[number], fewer[number]) for number in fewer)
+
+
+def test_rows_beyond_the_first_chunk_have_draws_of_their_own(
+    configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("privssl.algorithms.fedssl.CHUNK", 4)
+    fields = _fields_of_one_step(configured, tmp_path / "1", "public", slice(None))
+    assert len({row["z"].numpy().tobytes() for row in fields.values()}) == 12
+
+
+# Killed runs ------------------------------------------------------------------------------------
+
+ROUNDS = 2  # with two visits each
+KILLED_IN_VISIT = 4  # s1 in round 2, so that a checkpoint of round 1 exists
+POINTS = (
+    "before the reserve", "within the reserve", "after the reserve", "before the first gradient",
+    "between two steps", "after the noise", "before the settle", "after the settle",
+    "before the checkpoint", "within the checkpoint", "after the checkpoint", "before the results",
+)  # fmt: skip
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def nth(number: int, action: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """``real``, but the call of this number goes to ``action``."""
+    calls = iter(range(1, 10**9))
+    return lambda *given, **named: (action if next(calls) == number else real)(*given, **named)
+
+
+def and_then_die(real: Callable[..., Any]) -> Callable[..., Any]:
+    def act(*given: Any, **named: Any) -> None:
+        real(*given, **named)
+        die()
+
+    return act
+
+
+def plant(point: str) -> None:
+    """Arrange for this process to die at a point of the fourth visit, or soon after it."""
+    from accounting import journal
+
+    def on_append(kind: str, action: Callable[..., Any]) -> None:
+        real = journal.JournalFile.append
+        special = nth(KILLED_IN_VISIT, action, real)
+
+        def append(self: Any, record: Any) -> Any:
+            return (special if record["type"] == kind else real)(self, record)
+
+        journal.JournalFile.append = append  # type: ignore[method-assign]
+
+    def half_a_line(self: Any, record: Any) -> None:
+        os.write(self._file, b'{"type": "res')
+        die()
+
+    append, save = journal.JournalFile.append, checkpoint.save
+    gradients, noise = privacy.per_row_gradients, privacy._OSNoise.add_noise
+    first_step, second_step = 2 * KILLED_IN_VISIT - 1, 2 * KILLED_IN_VISIT
+    if point.endswith("the reserve"):
+        actions = {"before": die, "within": half_a_line, "after": and_then_die(append)}
+        on_append("reserve", actions[point.split()[0]])
+    elif point.endswith("the settle"):
+        on_append("settle", die if point.startswith("before") else and_then_die(append))
+    elif point.endswith("the checkpoint"):  # the third: of round 0, 1 and 2
+        if point.startswith("within"):  # each has three files
+            durable.write_new = nth(8, and_then_die(durable.write_new), durable.write_new)
+        else:
+            checkpoint.save = nth(
+                3, die if point.startswith("before") else and_then_die(save), save
+            )
+    elif point == "before the results":
+        run.Run.conclude = die  # type: ignore[method-assign]
+    elif point == "after the noise":
+        privacy._OSNoise.add_noise = nth(first_step, and_then_die(noise), noise)  # type: ignore
+    else:
+        step = first_step if point == "before the first gradient" else second_step
+        privacy.per_row_gradients = nth(step, die, gradients)
+
+
+def observe(path: Path) -> None:
+    """Write down, before it can be released, whose rows are read and what noise is drawn."""
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    read, normal = FedSSL._train_privately, privacy.os_normal
+
+    def reads(self: Any, agent: Any, *given: Any) -> Any:
+        os.write(log, f"read {agent.id}\n".encode())
+        return read(self, agent, *given)
+
+    def draws(count: int) -> np.ndarray:
+        numbers = normal(count)
+        os.write(log, f"noise {numbers[0].hex()}\n".encode())
+        return numbers
+
+    FedSSL._train_privately = reads  # type: ignore[method-assign, assignment]
+    privacy.os_normal = draws
+
+
+def charge_late() -> None:
+    """The bug that the ledger exists to prevent: rows are read first and paid for afterwards."""
+    real = Account.spend
+
+    @contextlib.contextmanager
+    def spend(self: Account, event: Any, visit: str) -> Iterator[None]:
+        yield
+        with real(self, event, visit):
+            pass
+
+    Account.spend = spend  # type: ignore[method-assign]
+
+
+def drive(folder: Path, path: Path, point: str, late: bool) -> None:
+    """The life of one process: begin a run or go on with it, to the end or until it is killed."""
+    torch.set_num_threads(1)
+    observe(folder / "observed.txt")
+    if point:
+        plant(point)
+    if late:
+        charge_late()
+    # Epsilon of full batches is a formula and takes no time.
+    chosen = config.load(path, [f"algorithm.rounds={ROUNDS}", "privacy.sample_rate=1.0"])
+    snapshot = None
+    if (folder / "checkpoints").exists():
+        snapshot = checkpoint.load(folder / "checkpoints", config.digest(chosen))
+    run.execute(prepare(chosen), folder, list, snapshot)
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Callable[..., int | None]:
+    """Runs ``drive`` in a process of its own and returns its exit code."""
+    # A server that has imported everything and started no thread makes the processes.
+    maker = multiprocessing.get_context("forkserver")
+    maker.set_forkserver_preload(["pytest", "privssl.run", "privssl.train", "torch._dynamo"])
+    path, folder = tmp_path / "tiny.yaml", tmp_path / "run"
+    path.write_text(PRIVATE)
+    folder.mkdir()
+
+    def start(point: str = "", late: bool = False) -> int | None:
+        child = maker.Process(target=drive, args=(folder, path, point, late))
+        child.start()
+        child.join(120)
+        return child.exitcode
+
+    return start
+
+
+def observed(folder: Path, kind: str) -> list[str]:
+    lines = (folder / "observed.txt").read_text().splitlines()
+    return [line.split()[1] for line in lines if line.startswith(kind)]
+
+
+def everything_is_paid_for(folder: Path) -> bool:
+    """Whether the ledgers charge at least what reading rows that often can have released."""
+    reads = Counter(observed(folder, "read"))
+    for agent, times in reads.items():
+        journal = read_journal(folder / f"ledger/{agent}.jsonl")
+        one = journal.plan.event
+        charged = epsilon(journal.events, 1e-5) if journal.events else 0.0
+        if journal.problems or charged < epsilon([one] * times, 1e-5):
+            return False
+    return True
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+@pytest.mark.parametrize("point", POINTS)
+def test_a_run_that_was_killed_has_charged_for_all_it_may_have_released(
+    point: str, process: Callable[..., int | None], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    assert process(point) == -signal.SIGKILL
+    assert everything_is_paid_for(folder)
+    after_the_kill = {
+        path.stem: len(read_journal(path).events) for path in (folder / "ledger").glob("*.jsonl")
+    }
+    assert process() == 0
+    assert json.loads((folder / "results.json").read_text())["status"] == "finished"
+    assert everything_is_paid_for(folder)
+    for agent, before in after_the_kill.items():
+        journal = read_journal(folder / f"ledger/{agent}.jsonl")
+        # A run that is never killed charges each agent once in a round.
+        assert len(journal.events) >= max(ROUNDS, before)
+    noise = observed(folder, "noise")
+    assert len(set(noise)) == len(noise)  # a visit that is made again draws other noise
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+def test_the_check_of_killed_runs_notices_a_charge_that_comes_too_late(
+    process: Callable[..., int | None], tmp_path: Path
+) -> None:
+    assert process("after the noise", late=True) == -signal.SIGKILL
+    assert not everything_is_paid_for(tmp_path / "run")

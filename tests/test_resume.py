@@ -1,0 +1,504 @@
+"""A run that was stopped, in whatever way, ends as one that never was: same weights, same metrics.
+
+Interruptions inside this process are real signals, raised at a chosen moment; kills are SIGKILL
+to real processes at random moments. "The same" is bit for bit, and the controls show that a
+resume which forgets anything is found out.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import command_line
+import pytest
+import safetensors.torch
+import torch
+from command_line import Outcome, assert_refused, tree
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
+
+from accounting.ledger import read_journal
+from privssl import audit, checkpoint, run_folder, train
+from privssl.engines.local import LocalEngine
+from privssl.tracker import CsvTracker
+
+PLAIN = command_line.PLAIN.replace("rounds: 3", "rounds: 4") + "run: {checkpoint_every: 2}\n"
+PRIVATE = PLAIN + "privacy: {epsilon: 4.0, delta: 1.0e-3, sample_rate: 1.0, steps: 2}\n"
+CALLS_OF_A_ROUND = 2  # of the engine: support agents at once, query agents at once
+
+
+def command(*arguments: object) -> Outcome:
+    """The training command without a progress bar."""
+    return command_line.command(*arguments, "--quiet")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A config and the folder of its run."""
+
+    config: Path
+    run: Path
+
+    @property
+    def output(self) -> str:
+        return f"run.output={self.run}"
+
+    def metrics(self) -> bytes:
+        return (self.run / "metrics.csv").read_bytes()
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return safetensors.torch.load_file(self.run / "classifier.safetensors")
+
+    def results(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.run / "results.json").read_text())
+        return found
+
+
+def place(folder: Path, text: str = PLAIN) -> Place:
+    config = folder / "tiny.yaml"
+    config.write_text(text)
+    return Place(config, folder / "run")
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Place:
+    return place(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """The run that never stopped."""
+    reference = place(tmp_path_factory.mktemp("unbroken"))
+    assert command(reference.config, reference.output).status == 0
+    return reference
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A run that was interrupted in round 3. Tests take copies of it."""
+    interrupted = place(tmp_path_factory.mktemp("stopped"))
+    with stopping_at(call=2 * CALLS_OF_A_ROUND + 1):
+        assert command(interrupted.config, interrupted.output).status == 130
+    return interrupted
+
+
+@pytest.fixture
+def copy(stopped: Place, tmp_path: Path) -> Place:
+    copied = place(tmp_path)
+    shutil.copytree(stopped.run, copied.run)
+    return copied
+
+
+def same(one: Place, other: Place) -> bool:
+    mine, theirs = one.weights(), other.weights()
+    equal = mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+    return equal and one.metrics() == other.metrics()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``owner.name`` is ``new(the old one, ...)``."""
+    old = getattr(owner, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, lambda *args, **kwargs: new(old, *args, **kwargs))
+        yield
+
+
+@contextlib.contextmanager
+def signalled(
+    owner: Any, name: str, call: int, *signals: signal.Signals, late: bool = False
+) -> Iterator[None]:
+    """Inside, signals arrive at the given call of a function: before it, or after its work."""
+    count = 0
+
+    def wrapped(old: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        result = old(*args, **kwargs) if late or count != call else None
+        if count == call:
+            for number in signals:
+                signal.raise_signal(number)
+            return result if late else old(*args, **kwargs)
+        return result
+
+    with replaced(owner, name, wrapped):
+        yield
+
+
+def stopping_at(call: int, number: signal.Signals = signal.SIGINT) -> Any:
+    """Ctrl-C when the engine is about to deliver for the given time."""
+    return signalled(LocalEngine, "deliver", call, number)
+
+
+# Ctrl-C -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "call"),
+    [(signal.SIGINT, 2), (signal.SIGTERM, 5), (signal.SIGINT, 8)],  # in rounds 1, 3 and 4
+)
+def test_an_interruption_in_a_round_ends_with_130_and_resume_ends_as_if_it_had_not_been(
+    here: Place, unbroken: Place, number: signal.Signals, call: int
+) -> None:
+    with stopping_at(call, number):
+        outcome = command(here.config, here.output)
+
+    assert outcome.status == 130
+    assert f"--resume {here.run}" in outcome.out
+    assert here.results()["status"] == "interrupted"
+    assert here.results()["rounds"] == (call - 1) // CALLS_OF_A_ROUND
+
+    assert command(here.config, "--resume", here.run).status == 0
+
+    assert same(here, unbroken)
+    assert here.results()["status"] == "finished"
+    assert here.results()["test_accuracy"] == unbroken.results()["test_accuracy"]
+    assert here.results()["bytes"] == unbroken.results()["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "late"),
+    [
+        (CsvTracker, "round", 3, True),  # the line is written, and the round does not count
+        (CsvTracker, "images", 3, False),
+        (checkpoint, "save", 2, False),
+        (checkpoint, "save", 2, True),
+    ],
+)
+def test_an_interruption_between_rounds_is_no_different(
+    here: Place, unbroken: Place, owner: Any, name: str, call: int, late: bool
+) -> None:
+    with signalled(owner, name, call, signal.SIGINT, late=late):
+        assert command(here.config, here.output).status == 130
+
+    assert command(here.config, "--resume", here.run).status == 0
+
+    assert same(here, unbroken)
+
+
+def test_a_second_signal_during_the_checkpoint_does_no_harm(here: Place, unbroken: Place) -> None:
+    # The checkpoints: before round 1, after round 2, and the one that the first signal asks for.
+    both = (signal.SIGINT, signal.SIGTERM)
+    with stopping_at(5), signalled(checkpoint, "_files", 3, *both):
+        outcome = command(here.config, here.output)
+
+    assert outcome.status == 130
+    assert here.results()["rounds"] == 2
+    assert command(here.config, "--resume", here.run).status == 0
+    assert same(here, unbroken)
+
+
+def test_an_interruption_before_the_first_round_says_what_to_do(here: Place) -> None:
+    with signalled(checkpoint, "save", 1, signal.SIGINT):
+        outcome = command(here.config, here.output)
+
+    assert outcome.status == 130
+    assert "run.overwrite=true" in outcome.err
+    assert command(here.config, here.output, "run.overwrite=true", "algorithm.rounds=1").status == 0
+
+
+def test_signals_are_as_before_when_the_command_has_ended(stopped: Place) -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_real_process_is_stopped_by_ctrl_c_pressed_twice(here: Place, unbroken: Place) -> None:
+    arguments = [str(here.config), here.output, "run.checkpoint_every=100", "--quiet"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "privssl.train", *arguments],
+        cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    wait_for(here.run / "metrics.csv", process)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+
+    assert process.returncode == 130, err
+    assert "Interrupted; go on with --resume" in out
+    assert "Traceback" not in err
+    assert command(here.config, "--resume", here.run).status == 0
+    assert same(here, unbroken)
+
+
+def wait_for(path: Path, process: "subprocess.Popen[str]") -> None:
+    for _ in range(6000):
+        if path.exists() or process.poll() is not None:
+            return
+        time.sleep(0.01)
+    process.kill()
+    pytest.fail(f"{path} did not appear")
+
+
+# kill -9 ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_at_random_moments_change_nothing(here: Place, unbroken: Place, kills: int) -> None:
+    # Each process is forked from one that has torch loaded, so that most kills hit the run.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["privssl.run", "privssl.train", "privssl.tracker"])
+    draw, moments = random.Random(), list[float]()
+    while len(moments) < kills:
+        process = processes.Process(target=train.main, args=(start_or_go_on(here),))
+        process.start()
+        moment = draw.uniform(0.05, 1.5)
+        process.join(moment)
+        if process.is_alive():
+            moments.append(moment)
+            process.kill()
+        else:  # it has ended: once more from the start
+            assert same(here, unbroken), moments
+            shutil.rmtree(here.run)
+        process.join()
+        process.close()
+
+    outcome = command(*start_or_go_on(here))
+
+    assert outcome.status == 0, (moments, outcome)
+    assert same(here, unbroken), moments
+
+
+def start_or_go_on(here: Place) -> list[str]:
+    """What a user types after a crash."""
+    if (here.run / "checkpoints" / "latest").exists():
+        return [str(here.config), here.output, "--resume", str(here.run), "--quiet"]
+    return [str(here.config), here.output, "run.overwrite=true", "--quiet"]
+
+
+# Going on -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["its own", "the original"])
+def test_either_config_serves_to_go_on(copy: Place, unbroken: Place, which: str) -> None:
+    config = copy.run / "config.yaml" if which == "its own" else copy.config
+
+    assert command(config, "--resume", copy.run).status == 0
+
+    assert same(copy, unbroken)
+
+
+def test_a_finished_run_is_left_as_it_is_and_says_so(unbroken: Place) -> None:
+    before = tree(unbroken.run)
+
+    outcome = command(unbroken.config, "--resume", unbroken.run)
+
+    assert outcome.status == 0
+    assert "finished already; nothing was changed" in outcome.out
+    assert outcome.out.splitlines()[-1].startswith("NO GUARANTEE")
+    assert tree(unbroken.run) == before
+
+
+def test_a_finished_run_still_prints_its_results_as_json(unbroken: Place) -> None:
+    outcome = command(unbroken.config, "--resume", unbroken.run, "--json")
+
+    assert json.loads(outcome.out) == unbroken.results()
+
+
+def test_settings_that_decide_over_nothing_may_change(copy: Place, unbroken: Place) -> None:
+    outcome = command(copy.config, "--resume", copy.run, "run.checkpoint_every=1", "run.name=other")
+
+    assert outcome.status == 0
+    assert same(copy, unbroken)
+
+
+def test_a_damaged_checkpoint_is_passed_over(copy: Place, unbroken: Place) -> None:
+    folder = copy.run / "checkpoints"
+    newest = folder / (folder / "latest").read_text().strip() / "state.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+
+    outcome = command(copy.config, "--resume", copy.run)
+
+    assert outcome.status == 0
+    assert "Warning: checkpoint round_00002 is damaged" in outcome.err
+    assert same(copy, unbroken)
+
+
+def test_rounds_after_the_last_checkpoint_are_done_again_and_shown_once(
+    here: Place, unbroken: Place, stopped: Place
+) -> None:
+    # As after a kill at the very end of a run whose last checkpoint is of round 2.
+    shutil.copytree(unbroken.run, here.run)
+    for name in ("results.json", "classifier.safetensors"):
+        (here.run / name).unlink()
+    shutil.rmtree(here.run / "checkpoints")
+    shutil.copytree(stopped.run / "checkpoints", here.run / "checkpoints")
+
+    assert command(here.config, "--resume", here.run).status == 0
+
+    assert same(here, unbroken)
+    events = EventAccumulator(str(here.run / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("test/accuracy")] == [1, 2, 3, 4]
+
+
+def test_a_resume_that_forgets_what_agents_remember_would_be_noticed(
+    copy: Place, unbroken: Place
+) -> None:
+    # The control of all tests here: equal weights are not for want of anything to forget.
+    with replaced(LocalEngine, "restore", lambda old, engine, memories: None):
+        assert command(copy.config, "--resume", copy.run).status == 0
+
+    assert not same(copy, unbroken)
+
+
+# What is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "fragments"),
+    [
+        ("algorithm.rounds=5", ["algorithm.rounds is 5 here, but 4 there"]),
+        ("run.seed=1", ["run.seed is 1 here, but 0 there"]),
+        ("data.root=elsewhere", ["data.root is elsewhere here", "Data that was moved"]),
+        ("privacy.epsilon=1.0", ["privacy.epsilon is 1.0 here, but absent there"]),
+    ],
+)
+def test_a_config_that_would_change_results_is_refused_with_what_differs(
+    copy: Place, override: str, fragments: list[str]
+) -> None:
+    before = tree(copy.run)
+
+    assert_refused(command(copy.config, "--resume", copy.run, override), *fragments)
+
+    assert tree(copy.run) == before
+
+
+def test_a_folder_that_is_no_run_cannot_be_resumed(here: Place) -> None:
+    assert_refused(command(here.config, "--resume", here.run), str(here.run), "not the folder of")
+    assert not here.run.exists()
+
+    here.run.mkdir()
+    (here.run / "thesis.txt").write_text("years of work")
+
+    assert_refused(command(here.config, "--resume", here.run), str(here.run), "not the folder of")
+    assert [path.name for path in here.run.iterdir()] == ["thesis.txt"]
+
+
+def test_a_run_without_a_checkpoint_cannot_be_resumed(copy: Place) -> None:
+    shutil.rmtree(copy.run / "checkpoints")
+
+    assert_refused(command(copy.config, "--resume", copy.run), "no checkpoint to go on from")
+
+
+def test_two_processes_cannot_train_in_one_folder(copy: Place) -> None:
+    before = tree(copy.run)
+
+    with run_folder.locked(copy.run):
+        going_on = command(copy.config, "--resume", copy.run)
+        replacing = command(copy.config, copy.output, "run.overwrite=true")
+
+    assert_refused(going_on, str(copy.run), "another process")
+    assert_refused(replacing, str(copy.run), "another process")
+    assert tree(copy.run) == before
+
+
+# Private runs -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped_private(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A private run of 4 planned visits, interrupted after the visits of round 3 were paid for."""
+    interrupted = place(tmp_path_factory.mktemp("stopped_private"), PRIVATE)
+    # In sequence: s0, s1, then the query agents at once.
+    with signalled(LocalEngine, "deliver", 2 * 3 + 3, signal.SIGINT):
+        assert command(interrupted.config, interrupted.output).status == 130
+    return interrupted
+
+
+@pytest.fixture
+def private_copy(stopped_private: Place, tmp_path: Path) -> Place:
+    copied = place(tmp_path, PRIVATE)
+    shutil.copytree(stopped_private.run, copied.run)
+    return copied
+
+
+def ledgers(at: Place) -> dict[str, Path]:
+    return {path.stem: path for path in (at.run / "ledger").glob("*.jsonl")}
+
+
+def test_a_private_run_that_goes_on_counts_no_less(
+    private_copy: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paid = {name: path.read_bytes() for name, path in ledgers(private_copy).items()}
+    assert set(paid) == {"s0", "s1"}
+    for path in ledgers(private_copy).values():
+        assert len(read_journal(path).events) == 3  # round 3 is lost, but its visits are paid for
+
+    assert command(private_copy.config, "--resume", private_copy.run).status == 0
+
+    for name, path in ledgers(private_copy).items():
+        assert path.read_bytes().startswith(paid[name])  # nothing is forgotten or rewritten
+        # Four visits use the budget up. One was lost, so one of the rounds went without.
+        journal = read_journal(path)
+        assert len(journal.events) == 4
+        assert journal.epsilon <= 4.0
+    assert private_copy.results()["status"] == "budget_exhausted"
+    assert private_copy.results()["privacy"]["guarantee"]["epsilon"] <= 4.0
+    assert audit.main([str(private_copy.run)]) == 0
+    capsys.readouterr()
+
+
+def test_an_audit_between_interruption_and_resume_finds_no_lie(
+    stopped_private: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert audit.main([str(stopped_private.run)]) == 0
+    capsys.readouterr()
+
+
+def _cut(path: Path) -> None:
+    """The last line is gone, as after a restore of an older backup."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-3]))
+
+
+def _edited(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"steps":2', b'"steps":1', 1))
+
+
+@pytest.mark.parametrize(
+    ("harm", "fragments"),
+    [
+        (Path.unlink, ["missing", "Put it back"]),
+        (_cut, ["cut or rolled back", "Put the true journal back"]),
+        (_edited, ["Put the true journal back"]),
+    ],
+)
+def test_a_ledger_that_was_tampered_with_stops_the_run_before_anything_is_touched(
+    private_copy: Place, harm: Callable[[Path], None], fragments: list[str]
+) -> None:
+    ledger = ledgers(private_copy)["s1"]
+    harm(ledger)
+    before = tree(private_copy.run)
+
+    outcome = command(private_copy.config, "--resume", private_copy.run)
+
+    assert_refused(outcome, str(ledger), *fragments)
+    after = tree(private_copy.run)
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert changed <= {"train.log"}  # which tells of the attempt
+
+
+def test_a_line_that_a_crash_left_unfinished_is_charged_and_the_run_goes_on(
+    private_copy: Place,
+) -> None:
+    ledger = ledgers(private_copy)["s0"]
+    with ledger.open("ab") as file:
+        file.write(b'{"event":{"kind"')
+    assert len(read_journal(ledger).events) == 4  # the unfinished line counts as a whole visit
+
+    assert command(private_copy.config, "--resume", private_copy.run).status == 0
+
+    assert len(read_journal(ledger).events) == 4  # so that there is no visit left
