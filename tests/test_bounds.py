@@ -70,16 +70,6 @@ def test_the_teacher_forgets_the_untrained_classifier_within_a_few_rounds() -> N
     assert decays == pytest.approx([2 / 6, 3 / 7, 15 / 19, 0.8, 0.8])
 
 
-def test_the_learning_rate_falls_as_half_a_cosine_over_the_rounds_or_stays() -> None:
-    falling = ClassifierTraining(rounds=6, learning_rate=0.4, schedule="cosine")
-    # 0.4 (1 + cos(pi r / 6)) / 2 after r rounds: cos 0, pi/3, pi/2, 2 pi/3 are 1, 1/2, 0, -1/2
-    rates = [falling.learning_rate_at(number) for number in (1, 3, 4, 5)]
-    assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1])
-    assert falling.learning_rate_at(6) > 0
-    constant = ClassifierTraining(rounds=6, learning_rate=0.4, schedule="constant")
-    assert {constant.learning_rate_at(number) for number in range(1, 7)} == {0.4}
-
-
 # The three ----------------------------------------------------------------------------------
 
 
