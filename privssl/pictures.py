@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from generators.base import ConditionalGenerator
+from privssl import seeds
 from privssl.agents import natural_order
 
 Picture = NDArray[np.uint8]
@@ -24,6 +26,36 @@ INK, PAPER = (60, 60, 60), (255, 255, 255)
 
 LABELLED, UNLABELLED = "#d95f02", "#5b7fb5"
 LARGEST_FIGURE = (24.0, 12.0)  # inches
+LAMBDAS = (1.0, 0.75, 0.5, 0.25, 0.0)  # rows of a grid of mixes
+
+
+@torch.no_grad()
+def of_generator(
+    generator: ConditionalGenerator, x: Tensor, y: Tensor, classes: int
+) -> dict[str, Picture]:
+    """What a generator makes of held-out rows: ``images/mixes`` and ``images/reconstruction``.
+
+    Args:
+        generator: in eval mode, on the CPU.
+        x: rows (N, *shape) in [-1, 1].
+        y: their classes (N,).
+        classes: C; the grid of mixes has a column for each as the target.
+    """
+    # Column c starts from a row of the class before it, so that lambda 1 and 0 differ, or of the
+    # nearest before that where there is none of it.
+    first = [int(((c - 1 - y) % classes).argmin()) for c in range(classes)]
+    names = torch.eye(classes)
+    z = torch.rand(classes, generator.noise_size, generator=seeds.stream(0, 0, "world", "pictures"))
+    lam = torch.tensor(LAMBDAS).expand(classes, -1)
+    mixes = generator(x[first], names[y[first]], names, z, lam)
+    several, p = x[: 2 * classes], names[y[: 2 * classes]]
+    # At lambda 1 neither the target nor z is looked at.
+    nothing = torch.zeros(len(several), generator.noise_size)
+    rebuilt = generator(several, p, p, nothing, torch.ones(len(several), 1))[:, 0]
+    return {
+        "images/mixes": mix_grid(x[first], mixes.transpose(0, 1), LAMBDAS),
+        "images/reconstruction": reconstruction_grid(several, rebuilt),
+    }
 
 
 def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:

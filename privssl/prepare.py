@@ -19,7 +19,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, Task
 from privssl.config import Config
 from privssl.errors import ConfigError
-from privssl.privacy import PrivatePlan, make_plan, refuse_coupling_layers
+from privssl.privacy import PrivatePlan, make_plan
 from privssl.settings import PrivacySettings
 
 
@@ -64,7 +64,7 @@ def prepare(config: Config) -> Prepared:
     promises = _promises(plan, config.privacy, holders)
     algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, task, plan)
     if plan is not None:
-        refuse_coupling_layers(algorithm.networks())
+        algorithm.check_private()
     return Prepared(config, federation, algorithm, plan, promises, device)
 
 

@@ -15,7 +15,7 @@ Specification: spec/privacy.md section 3. Abadi et al. 2016; Mironov et al. 2019
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -141,10 +141,11 @@ class _OSNoise(DPOptimizer):  # type: ignore[misc]  # opacus carries no types
     def add_noise(self) -> None:
         scale = self.noise_multiplier * self.max_grad_norm
         for parameter in self.params:
-            noise = torch.from_numpy(os_normal(parameter.numel()) * scale)
-            # The sum is taken in float64: what is released is rounded after the noise.
-            noisy = parameter.summed_grad.double() + noise.view_as(parameter).to(parameter.device)
-            parameter.grad = noisy.to(parameter.dtype)
+            noise = torch.from_numpy(os_normal(parameter.numel()) * scale).view(parameter.shape)
+            # The sum is taken in float64, on the CPU (not every device has it): what is released
+            # is rounded after the noise.
+            noisy = parameter.summed_grad.cpu().double() + noise
+            parameter.grad = noisy.to(parameter.device, parameter.dtype)
 
 
 class PrivateTraining:
@@ -312,8 +313,3 @@ def check_rows_independent(
                     "Private training needs independent rows. Use group norm, and no loss that "
                     "compares rows of a batch"
                 )
-
-
-def parameter_names(networks: Mapping[str, nn.Module], which: Sequence[str]) -> tuple[str, ...]:
-    """Names of the tensors that leave a support agent: "F.head.weight", ..."""
-    return tuple(f"{net}.{name}" for net in which for name, _ in networks[net].named_parameters())

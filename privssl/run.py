@@ -169,8 +169,9 @@ class Run:
             found["final"] = reached
             if reached > before.best:
                 found |= {"best": reached, "best_round": now.number}
-            if saves and reached > before.saved_best:
-                found |= {"saved_best": reached, "saved_best_round": now.number}
+        held_out = values.get("validation/accuracy")  # test rows choose nothing, no checkpoint
+        if held_out is not None and saves and held_out > before.saved_best:
+            found |= {"saved_best": held_out, "saved_best_round": now.number}
         return dataclasses.replace(
             before,
             round=now.number,
@@ -238,7 +239,7 @@ class Run:
                 extra={**dataclasses.asdict(kept.progress), **seqs},
             ),
         )
-        if kept.progress.saved_best_round == kept.progress.round:
+        if kept.progress.saved_best_round == kept.progress.round > 0:
             checkpoint.mark(folder, "best", kept.progress.round)
 
     def close(self) -> None:

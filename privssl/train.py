@@ -203,7 +203,9 @@ def _describe(prepared: Any, console: Console) -> None:
     names = prepared.federation.dataset.class_names
     for agent in prepared.federation.agents:
         labelled, unlabelled = agent.held_labelled, agent.held_unlabelled
-        classes = [] if labelled is None else [names[c] for c in labelled.y.unique().tolist()]
+        # Which classes a support agent has is part of what a claim protects.
+        shown = labelled is not None and prepared.plan is None
+        classes = [names[c] for c in labelled.y.unique().tolist()] if shown else []
         counts = ("-" if rows is None else str(len(rows)) for rows in (labelled, unlabelled))
         table.add_row(agent.id, agent.role, *counts, " ".join(classes) or "unknown")
     console.print(table)

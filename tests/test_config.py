@@ -366,8 +366,14 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-names = st.text(string.ascii_letters + string.digits + " -_'#é", min_size=1, max_size=20).filter(
-    lambda text: text == text.strip() and text.lower() not in {"con", "prn", "aux", "nul"}
+names = st.text(
+    string.ascii_letters + string.digits + " -_'#é", min_size=1, max_size=20
+).filter(
+    lambda text: (
+        text == text.strip()
+        # Names of devices on Windows, of which none has a space or a mark in it.
+        and not text[:3].lower().startswith(("con", "prn", "aux", "nul", "com", "lpt"))
+    )
 )
 choices = st.fixed_dictionaries(
     {"agents.support": st.integers(1, 99).map(str), "run.name": names.map(quoted)},

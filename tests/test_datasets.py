@@ -21,18 +21,20 @@ from PIL import Image
 from scipy.io import savemat
 
 from privssl.data.arrays import Arrays, read_npz
-from privssl.data.datasets import Dataset, from_arrays, load, scale
+from privssl.data.datasets import Dataset, from_arrays, load
 from privssl.data.downloads import default_root
 from privssl.errors import DataError
+from privssl.learn import network_input
 from privssl.settings import DataSettings, Positive
 
 # Built in -----------------------------------------------------------------------------------
 
 
 def test_rows_are_scaled_by_a_public_constant() -> None:
-    rows = torch.tensor([0, 51, 255], dtype=torch.uint8)
-    torch.testing.assert_close(scale(rows), torch.tensor([-1.0, -0.6, 1.0]))
-    torch.testing.assert_close(scale(rows / 255), torch.tensor([-1.0, -0.6, 1.0]))
+    rows = torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 1, 1, 3)
+    wanted = torch.tensor([-1.0, -0.6, 1.0]).view(1, 1, 1, 3)
+    torch.testing.assert_close(network_input(rows), wanted)
+    torch.testing.assert_close(network_input(rows / 255), wanted)
 
 
 def test_digits_are_those_of_scikit_learn_with_a_fifth_of_each_class_held_out() -> None:
@@ -64,9 +66,9 @@ def test_toy_rows_are_easy_and_always_the_same() -> None:
     assert toy.y_train.bincount().tolist() == [100] * 10
     assert load(DataSettings(name="toy")).checksum == toy.checksum
     # The nearest class mean is right for every test row.
-    rows = scale(toy.x_train).flatten(1)
+    rows = network_input(toy.x_train).flatten(1)
     means = torch.stack([rows[toy.y_train == number].mean(dim=0) for number in range(10)])
-    nearest = torch.cdist(scale(toy.x_test).flatten(1), means).argmin(dim=1)
+    nearest = torch.cdist(network_input(toy.x_test).flatten(1), means).argmin(dim=1)
     assert torch.equal(nearest, toy.y_test)
 
 

@@ -405,7 +405,7 @@ def test_the_run_folder_holds_what_the_contract_lists(plain: Finished, private: 
     assert names(plain.folder) == ALWAYS
     assert names(private.folder) == ALWAYS | {"privacy.json", "privacy.md", "ledger"}
     assert {"s0.jsonl", "s1.jsonl"} <= names(private.folder / "ledger")
-    assert {"latest", "best", "round_00003"} <= names(plain.folder / "checkpoints")
+    assert {"latest", "round_00003"} <= names(plain.folder / "checkpoints")
 
 
 def test_results_json_has_the_fields_of_the_contract(plain: Finished, private: Finished) -> None:
@@ -513,10 +513,19 @@ def test_the_log_has_the_error_that_ended_a_run(tmp_path: Path) -> None:
     assert f"ERROR {outcome.err.strip()}" in log
 
 
-def test_best_names_the_best_of_the_checkpoints_that_were_written(tmp_path: Path) -> None:
+def test_without_validation_rows_no_checkpoint_is_called_best(tmp_path: Path) -> None:
+    # Test rows choose nothing, not even a checkpoint.
     run = finished(tmp_path, PLAIN, "run.checkpoint_every=1", "--quiet")
 
-    best = run.results()["test_accuracy"]["best_round"]
+    assert not (run.folder / "checkpoints" / "best").exists()
+
+
+def test_best_names_the_checkpoint_that_is_best_on_validation_rows(tmp_path: Path) -> None:
+    run = finished(tmp_path, PLAIN, "run.checkpoint_every=1", "data.validation=50", "--quiet")
+
+    with (run.folder / "metrics.csv").open() as file:
+        reached = [float(line["validation/accuracy"]) for line in csv.DictReader(file)]
+    best = 1 + reached.index(max(reached))
     assert (run.folder / "checkpoints" / "best").read_text() == f"round_{best:05d}\n"
     assert (run.folder / "checkpoints" / f"round_{best:05d}").is_dir()
 

@@ -129,8 +129,12 @@ class Algorithm(ABC, Generic[State]):
         return iter(())
 
     def networks(self) -> Mapping[str, nn.Module]:
-        """The networks by name, for checks before a run; their weights mean nothing."""
+        """The networks by name, for checks; their weights mean nothing between visits."""
         return {}
+
+    def check_private(self) -> None:
+        """Raises PrivacyError when a private loss mixes rows. Owed where ``can_be_private``."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be trained privately")
 
     def phases(self) -> tuple[Phase, ...]:
         """The stretches of a run; one by default."""

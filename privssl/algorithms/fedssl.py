@@ -35,11 +35,18 @@ import torch
 from torch import Tensor, nn
 
 from accounting.errors import BudgetExhausted
-from generators import ImageDiscriminator, ImageGenerator
-from privssl import learn, pictures, seeds
+from generators import ConditionalGenerator, ImageDiscriminator, ImageGenerator
+from privssl import learn, pictures
 from privssl.agents import QueryAgent, SupportAgent
 from privssl.algorithms.base import Algorithm, Context, NetworkFactory, Task, on_agent
-from privssl.algorithms.gmixup import Callables, Mixes, Mixing, draw_mixing, row_losses
+from privssl.algorithms.gmixup import (
+    Callables,
+    Mixes,
+    Mixing,
+    check_private_rows,
+    draw_mixing,
+    row_losses,
+)
 from privssl.algorithms.local_ssl import Share, federate, one_hot
 from privssl.messages import Message, Reply, Silence, StateDict
 from privssl.privacy import CHUNK, Parameters, PrivatePlan, PrivateTraining, frozen
@@ -139,6 +146,9 @@ class FedSSL(Algorithm[State]):
 
     def networks(self) -> Mapping[str, nn.Module]:
         return self._networks
+
+    def check_private(self) -> None:
+        check_private_rows(self.cfg, self._networks, self.task)
 
     def start(self, world: World) -> State:
         F, G, D = (
@@ -351,25 +361,10 @@ class FedSSL(Algorithm[State]):
 
     # Pictures -------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def pictures(self, state: State, x: Tensor, y: Tensor) -> Mapping[str, np.ndarray]:
-        """images/mixes: held-out rows on top, then lambda from 1 to 0, a column per class."""
-        classes, lambdas = self.task.classes, torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
         G = learn.load(self._networks["G"].cpu(), state.G).eval()
-        # Column c starts from a row of the class before it, so that lambda 1 and 0 differ, or of
-        # the nearest before that where there is none of it.
-        first = [int(((c - 1 - y) % classes).argmin()) for c in range(classes)]
-        starts, p1 = x[first], torch.eye(classes)[y[first]]
-        z = torch.rand(classes, self.cfg.noise_size, generator=seeds.stream(0, 0, "pictures", "z"))
-        mixes = G(starts, p1, torch.eye(classes), z, lambdas.expand(classes, -1))
-        several = x[: 2 * classes]
-        lam = torch.ones(len(several), 1)
-        p = torch.eye(classes)[y[: 2 * classes]]
-        rebuilt = G(several, p, p, torch.rand(len(several), self.cfg.noise_size), lam)[:, 0]
-        return {
-            "images/mixes": pictures.mix_grid(starts, mixes.transpose(0, 1), lambdas.tolist()),
-            "images/reconstruction": pictures.reconstruction_grid(several, rebuilt),
-        }
+        assert isinstance(G, ConditionalGenerator)
+        return pictures.of_generator(G, x, y, self.task.classes)
 
 
 # Small things ------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from generators.objectives import discriminator_loss, realistic_loss, reconstruction_loss
-from privssl import learn
-from privssl.algorithms.base import Context
+from privssl import learn, seeds
+from privssl.algorithms.base import Context, Task
 from privssl.algorithms.local_ssl import ClassifierTraining
 from privssl.losses import soft_cross_entropy
 from privssl.mixup import mix, sample_mix
-from privssl.privacy import Parameters, call
+from privssl.privacy import Parameters, call, check_rows_independent, refuse_coupling_layers
 from privssl.settings import Positive, Rate, strict
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -155,6 +155,34 @@ def row_losses(
     if learns_real:
         loss["F"] = loss["F"] + soft_cross_entropy(logits, b.p1)
     return loss, logits_hat.argmax(dim=1) == p_mix.argmax(dim=1)
+
+
+def check_private_rows(cfg: Mixes, nets: Mapping[str, nn.Module], task: Task) -> None:
+    """Refuses networks or losses in which one row moves another row's loss.
+
+    Raises:
+        PrivacyError: names the layers, or the rows. Random rows are used, none of an agent.
+    """
+    refuse_coupling_layers(nets)
+    rng, rows = seeds.stream(0, 0, "world", "check rows"), 3
+    fields = {
+        "strong": torch.rand(rows, *task.shape, generator=rng) * 2 - 1,
+        "mild": torch.rand(rows, *task.shape, generator=rng) * 2 - 1,
+        "p1": torch.rand(rows, task.classes, generator=rng).softmax(dim=1),
+        "p2": torch.rand(rows, task.classes, generator=rng).softmax(dim=1),
+        "z": torch.rand(rows, cfg.noise_size, generator=rng),
+        "lam": torch.rand(rows, generator=rng),
+    }
+    for network in nets.values():
+        network.eval()  # a spectral norm moves its buffer in training, for all rows alike
+
+    def losses(batch: Mapping[str, Tensor]) -> Tensor:
+        by_network, _ = row_losses(
+            cfg, Callables.of(nets, {}), Mixing(**batch), ("F", "G", "D"), mixes_teach=True
+        )
+        return torch.stack(list(by_network.values())).sum(dim=0)
+
+    check_rows_independent(losses, fields)
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:

@@ -1,8 +1,8 @@
 """Data sets: images and classes in memory, in a fixed order, with a checksum.
 
-``load`` is the only door. Rows keep the type they are stored in; ``scale`` turns a batch of
-them into what networks see, by a public constant: means and deviations of the data would be
-one more release.
+``load`` is the only door. Rows keep the type they are stored in; ``learn.network_input`` turns
+a batch of them into what networks see, by a public constant: means and deviations of the data
+would be one more release.
 """
 
 import hashlib
@@ -45,21 +45,6 @@ class Dataset:
         """Channels, height and width of a row."""
         channels, height, width = self.x_train.shape[1:]
         return channels, height, width
-
-
-def scale(x: Tensor) -> Tensor:
-    """Rows as stored to rows as networks see them, on the same device.
-
-    Args:
-        x: (B, Ch, H, W) uint8 in 0..255, or floats in [0, 1].
-
-    Returns:
-        (B, Ch, H, W) float in [-1, 1]; float32 for uint8.
-
-    >>> scale(torch.tensor([0, 255], dtype=torch.uint8))
-    tensor([-1.,  1.])
-    """
-    return x / 127.5 - 1 if x.dtype == torch.uint8 else 2 * x - 1
 
 
 def load(settings: DataSettings) -> Dataset:
