@@ -12,8 +12,8 @@ TESTS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-# Agents are trained side by side in processes of one thread each; waiting threads that spin
-# make several processes on a few cores many times slower. Both must be set before torch loads.
+# The networks are small: one thread each. Waiting threads that spin make several processes on a
+# few cores many times slower. Both must be set before torch loads.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo '  make train CONFIG=configs/fedmatch.yaml ARGS="algorithm.rounds=5 run.seed=1"'
+	@echo '  make train CONFIG=configs/fedssl.yaml ARGS="algorithm.rounds=5 run.seed=1"'
 	@echo '  make test TESTS=tests/test_config.py'
 	@echo '  PYTHON=python3.12 chooses the Python that .venv is made with'
 

@@ -133,6 +133,9 @@ class JournalFile:
                 f"{self.path}: line {self.seq + 2} could not be written ({self._broken}). "
                 f"What it pays for was not read. Free space or mend the disk, then resume."
             ) from error
+        except BaseException:  # Ctrl-C: whether the line is on disk, only a fresh read can tell
+            self._broken = "interrupted"
+            raise
         self.seq, self.head = self.seq + 1, line_hash(line)
         return self.seq
 

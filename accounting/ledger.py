@@ -141,16 +141,18 @@ class Account:
                 made durable. The block was not entered.
         """
         after = self._admitted(event, visit)
-        reserve = self._file.append(
-            {
-                "type": "reserve",
-                "visit": visit,
-                "event": event_to_json(event),
-                "eps_after": real(after),
-            }
-        )
+        try:
+            reserve = self._file.append(
+                {
+                    "type": "reserve",
+                    "visit": visit,
+                    "event": event_to_json(event),
+                    "eps_after": real(after),
+                }
+            )
+        finally:  # whatever ends it, a disk or Ctrl-C: the line may be on disk, so it counts
+            self._journal.charge(event)
         self._journal.visits[visit] = reserve
-        self._journal.charge(event)
         yield  # an exception in the block leaves the charge as it is: rows may have been read
         with suppress(LedgerError):  # the charge stands either way; the next visit is refused
             self._file.append({"type": "settle", "reserve": reserve})

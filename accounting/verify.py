@@ -1,7 +1,7 @@
 """The same epsilon from an independent library, as a check of ours.
 
-Google's dp-accounting (``pip install privssl[verify]``; optional because it pins old versions
-of other packages) computes privacy loss distributions in both directions: a pessimistic one
+Google's dp-accounting (the extra ``verify``; optional because it pins old versions of other
+packages) computes privacy loss distributions in both directions: a pessimistic one
 gives an upper bound, an optimistic one a lower bound. A claim below the lower bound is wrong,
 whoever computed it. Numeric composition assumes that every event was fixed beforehand.
 
@@ -146,5 +146,5 @@ def _need_library() -> None:
     if not available():
         raise AccountingError(
             "dp-accounting is not installed, so there is no second opinion on epsilon. "
-            "Run: pip install privssl[verify]"
+            "Run: pip install dp-accounting"
         )

@@ -111,15 +111,16 @@ def audit(run: Path) -> Report:
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(
-        prog="privssl audit", description="Check the ledgers and the privacy claim of a run."
+        prog="python -m privssl.audit",
+        description="Check the ledgers and the privacy claim of a run.",
     )
-    parser.add_argument("run", metavar="RUN_DIR", type=Path)
+    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="a folder that train wrote")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(argv)
     try:
         report = audit(options.run)
     except (UserError, AccountingError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return error.exit_status
     if options.json:
         print(json.dumps(asdict(report) | {"verdict": report.verdict.name.lower()}, indent=2))

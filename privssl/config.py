@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import ROUND_DOWN, Context
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,9 @@ def _privacy_problems(config: Config) -> Iterator[Problem]:
 
 
 def _delta_for(rows: float) -> str:
-    """The customary largest delta, rows^-1.1, as text that YAML reads as a number."""
-    return as_yaml_number(f"{rows**-1.1:.1e}") or "0.5"
+    """The customary largest delta, rows^-1.1, rounded down, as text that YAML reads as a number."""
+    two_digits = Context(prec=2, rounding=ROUND_DOWN)
+    return as_yaml_number(f"{two_digits.create_decimal_from_float(rows**-1.1):.1e}") or "0.5"
 
 
 def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:

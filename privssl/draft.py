@@ -83,7 +83,8 @@ class Draft:
         key, equals, text = argument.partition("=")
         section, dot, name = key.partition(".")
         if not equals or section not in ORDER:
-            text = unknown("section", section, ORDER) if equals else "write section.key=value"
+            whole = equals and dot  # else seed=1 would be told that it is an unknown section
+            text = unknown("section", section, ORDER) if whole else "write section.key=value"
             self._add(Finding(None, key, text))
             return
         if key in self._places and self._places[key] is None:

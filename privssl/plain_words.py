@@ -108,6 +108,8 @@ def _refused(value: object, schema: Mapping[str, Any]) -> str:
     text = f"needs {needed}, got {show(value)}"
     if isinstance(value, int | float) and schema.get("type") == "string":
         return f"{text}. Put it in quotes"
+    if value in schema.get("items", {}).get("enum", []):
+        return f"{text}. Write [{value}]"
     near = difflib.get_close_matches(str(value), schema.get("enum", []), n=1)
     return f"{text}. Did you mean {near[0]}?" if near else text
 

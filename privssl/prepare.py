@@ -18,7 +18,7 @@ from privssl.agents import Agent
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, Task
 from privssl.config import Config
-from privssl.errors import ConfigError
+from privssl.errors import ConfigError, DataError
 from privssl.privacy import PrivatePlan, make_plan
 from privssl.settings import PrivacySettings
 
@@ -48,7 +48,8 @@ def prepare(config: Config) -> Prepared:
     """
     device = _device(config.run.device)
     federation = data.build(config.data, config.agents, config.run.seed)
-    dataset = federation.dataset
+    dataset, kind = federation.dataset, ALGORITHMS[config.algorithm.name]
+    _check_sides(dataset.shape, config.algorithm.name, kind.sides_divisible_by)
     task = Task(
         dataset.classes,
         dataset.shape,
@@ -62,10 +63,19 @@ def prepare(config: Config) -> Prepared:
             rows_per_agent=config.data.labelled / len(holders),
         )
     promises = _promises(plan, config.privacy, holders)
-    algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, task, plan)
+    algorithm = kind(config.algorithm, task, plan)
     if plan is not None:
         algorithm.check_private()
     return Prepared(config, federation, algorithm, plan, promises, device)
+
+
+def _check_sides(shape: tuple[int, int, int], algorithm: str, divisor: int) -> None:
+    _, height, width = shape
+    if height % divisor or width % divisor:
+        raise DataError(
+            f"rows are {height}x{width} pixels, and {algorithm} needs sides that are multiples of "
+            f"{divisor}. Resize or pad the images (image_folder: data.image_size)"
+        )
 
 
 def _labelled(federation: data.Federation) -> tuple[Agent, ...]:

@@ -67,6 +67,7 @@ class PrivatePlan:
     momentum: float
     views: int
     visits: int  # after so many, support agents are left alone
+    augment: Literal["none", "weak", "mid", "strong"] = "none"  # of rows in private steps
     average_last: float = 0.0  # share of a visit's steps whose iterates are averaged; 0: none
 
     @property
@@ -131,6 +132,7 @@ def make_plan(settings: PrivacySettings, *, rounds: int, rows_per_agent: float) 
         momentum=settings.momentum,
         views=settings.views,
         visits=visits,
+        augment=settings.augment,
         average_last=settings.average_last,
     )
 

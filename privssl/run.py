@@ -1,8 +1,8 @@
 """A prepared run from its first round to its results: loop, save, and say what is guaranteed.
 
-State lives in the value that the algorithm returns and in the
-agents' memories; both are kept as they were after the last finished round, so an interruption
-at any moment leaves a checkpoint of a whole round.
+State lives in the value that the algorithm returns and in the agents' memories; both are kept as
+they were after the last finished round, so an interruption at any moment leaves a checkpoint of
+a whole round.
 """
 
 import dataclasses

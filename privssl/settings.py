@@ -30,7 +30,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, config=strict)
 class RunSettings:
-    """How a run is carried out; nothing here but ``seed`` may change a trained bit."""
+    """How a run is carried out; only ``seed``, and a device's rounding, can move results."""
 
     name: str = ""  # empty: the name of the config file
     seed: Count = 0
@@ -123,6 +123,7 @@ class PrivacySettings:
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     average_last: Annotated[float, Field(ge=0, le=1)] = 0.5  # of a visit's steps: what is sent is
     # the mean of these iterates, which costs no privacy and takes out most of the noise
+    augment: Literal["none", "weak", "mid", "strong"] = "none"  # of rows in private steps
     views: Positive = 1  # augmented views of a row, averaged inside the row before clipping
     acknowledge_unsound: bool = False  # needed by the published scope
     record_counts: Literal["public", "private"] = "public"

@@ -56,10 +56,21 @@ def _parser() -> argparse.ArgumentParser:
         description="Train one classifier from many parties and say what it leaked.",
     )
     parser.add_argument("config", type=Path, help="a YAML file, for example configs/fedssl.yaml")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
-    parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="go on from a checkpoint")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
-    parser.add_argument("--json", action="store_true", help="print results.json, and only that")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value",
+        help="set or change a value of the file, for example run.seed=1",
+    )  # fmt: skip
+    parser.add_argument(
+        "--resume", type=Path, metavar="RUN_DIR",
+        help="go on with the run in this folder, from its last checkpoint; same config",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="check everything, print who holds what and what it would cost, train nothing",
+    )  # fmt: skip
+    parser.add_argument(
+        "--json", action="store_true", help="print results.json on standard output, and only that"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser
 

@@ -1,5 +1,6 @@
 """Supervise, Pseudo and MixMatch, and what they share with FedSSL: the average over two groups."""
 
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -8,6 +9,7 @@ from torch.testing import assert_close
 from toy_worlds import Overheard, federation, make, play, same_bits
 
 from privssl.agents import AgentRef, LabelledRows
+from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.bounds import Classifier, Lesson
 from privssl.algorithms.local_ssl import ClassifierTraining, federate, one_hot
 from privssl.messages import Reply, Silence
@@ -91,6 +93,19 @@ def test_supervise_never_asks_who_has_no_labels() -> None:
 def test_query_agents_wait_until_the_warm_up_is_over(name: str) -> None:
     asked = steps_asked(name, 2, warm_up=1)
     assert asked == [(1, *s) for s in SUPPORT] + [(2, *s) for s in [*SUPPORT, *QUERY]]
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [("supervise", []), ("pseudo", ["agents.query"]), ("mixmatch", ["agents.query"])],
+)
+def test_only_supervise_can_do_without_unlabelled_rows(name: str, refused: list[str]) -> None:
+    asked = SimpleNamespace(
+        data=SimpleNamespace(labels="support"),
+        agents=SimpleNamespace(query=0, mixed=0),
+        algorithm=SimpleNamespace(name=name),
+    )
+    assert [problem.key for problem in ALGORITHMS[name].problems(asked)] == refused
 
 
 def test_only_as_many_query_agents_take_part_as_configured() -> None:

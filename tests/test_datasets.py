@@ -179,9 +179,11 @@ def test_what_is_no_npz_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("not an archive")
     np.save(tmp_path / "one.npy", np.zeros(3))
     (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04" + bytes(40))
-    for name in ("text.npz", "one.npy", "cut.npz", "absent.npz", "."):
+    for name in ("text.npz", "one.npy", "cut.npz", "absent.npz"):
         with pytest.raises(DataError):
             load(DataSettings(name="npz", root=str(tmp_path / name)))
+    with pytest.raises(DataError, match=r"a folder\. data\.root names the NPZ file itself"):
+        load(DataSettings(name="npz", root=str(tmp_path)))
 
 
 @given(where=st.integers(0, 2**20), bit=st.integers(0, 7))

@@ -442,12 +442,22 @@ def test_a_round_in_which_nobody_speaks_keeps_the_gate_as_it_was() -> None:
 @pytest.mark.parametrize("labels", ["support", "labels-at-server"])
 def test_a_config_without_unlabelled_rows_is_refused(labels: str) -> None:
     asked = SimpleNamespace(
-        data=SimpleNamespace(labels=labels), agents=SimpleNamespace(query=0, mixed=0)
+        data=SimpleNamespace(labels=labels),
+        agents=SimpleNamespace(query=0, mixed=0),
+        algorithm=SimpleNamespace(name="fedssl"),
     )
     [problem] = FedSSL.problems(asked)
     assert problem.key == "agents.query"
     asked.agents.query = 1
     assert list(FedSSL.problems(asked)) == []
+
+
+def test_a_gate_that_nothing_could_open_is_refused() -> None:
+    def keys(**settings: Any) -> list[str]:
+        return [problem.key for problem in FedSSLConfig(**settings).problems()]
+
+    assert keys(real_rows=False) == ["gate"]
+    assert keys() == keys(real_rows=False, gate=0.0) == []
 
 
 def test_the_pictures_show_mixes_and_reconstructions() -> None:

@@ -532,6 +532,32 @@ def test_half_a_line_on_a_full_disk_is_charged_after_a_restart(
     assert reopened(path).visits() == 1
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_ctrl_c_while_the_charge_is_written_never_leaves_the_account_behind_its_file(
+    account: Account, path: Path, monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
+    visit(account, 0)
+    write = os.write
+
+    def interrupt(descriptor: int, data: bytes) -> int:
+        if written:
+            write(descriptor, data)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "write", interrupt)
+    with pytest.raises(KeyboardInterrupt), account.spend(VISIT, visit="round 1"):
+        pytest.fail("the block was entered without a charge")
+    monkeypatch.undo()
+    # A card written now must not claim less than the file says, read or not.
+    assert account.visits() == 2
+    assert account.spent() >= read_journal(path).epsilon
+    assert len(read_journal(path).events) == (2 if written else 1)
+    # Another line would not continue the chain that is on disk.
+    with pytest.raises(LedgerError, match="an earlier write failed"):
+        visit(account, 2)
+    assert read_journal(path).problems == []
+
+
 def test_a_disk_that_fails_after_the_visit_loses_neither_its_result_nor_its_charge(
     account: Account, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.testing import assert_close
 
+from privssl.errors import DataError
 from privssl.models import CLASSIFIERS, build_classifier
 from privssl.privacy import call, frozen
 from privssl.seeds import seeded, stream
@@ -52,6 +53,12 @@ def test_a_classifier_gives_a_number_per_row_and_class(
     logits = classifier(name, shape, norm=norm)(rows(3, shape))
     assert logits.shape == (3, 10)
     assert bool(logits.isfinite().all())
+
+
+@every_classifier
+def test_rows_too_small_to_be_halved_three_times_are_refused(name: str) -> None:
+    with pytest.raises(DataError, match=f"7x8 pixels, and {name} needs at least 8x8"):
+        classifier(name, (1, 7, 8))
 
 
 def test_the_small_cnn_has_the_size_that_the_specification_counts() -> None:

@@ -193,6 +193,22 @@ def test_data_of_the_users_own_that_cannot_be_used_says_what_is_expected(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("sides", "needs"), [((10, 8), "multiples of 4"), ((8, 10), "multiples of 4"), ((4, 8), "8x8")]
+)
+def test_images_whose_size_no_network_takes_are_refused(
+    tmp_path: Path, sides: tuple[int, int], needs: str
+) -> None:
+    x, y = np.zeros((130, *sides), np.uint8), np.arange(130) % 2
+    _npz(x_train=x, y_train=y, x_test=x, y_test=y)(tmp_path / "data")
+    config = written(tmp_path, PLAIN.replace("toy", "npz"))
+
+    outcome = command(config, f"data.root={tmp_path / 'data'}", f"run.output={tmp_path / 'run'}")
+
+    assert_refused(outcome, f"{sides[0]}x{sides[1]} pixels", needs, "data.image_size")
+    assert not (tmp_path / "run").exists()
+
+
 # The run folder is never harmed --------------------------------------------------------------
 
 

@@ -110,6 +110,8 @@ class Algorithm(ABC, Generic[State]):
     Config: ClassVar[type[Any]]
     #: Whether the algorithm can train under a privacy plan.
     can_be_private: ClassVar[bool] = False
+    #: What the height and width of rows must be multiples of.
+    sides_divisible_by: ClassVar[int] = 1
     #: Class of the state, so that a checkpoint can be read back.
     StateType: ClassVar[type[Any]]
 

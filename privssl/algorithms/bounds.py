@@ -11,8 +11,9 @@ The three differ by two switches, so they share everything else with each other 
 the switch does.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import pydantic.dataclasses
 import torch
@@ -21,13 +22,18 @@ from torch import Tensor
 from privssl import learn
 from privssl.agents import QueryAgent, SupportAgent
 from privssl.algorithms.base import Algorithm, Context, Task, on_agent
-from privssl.algorithms.local_ssl import ClassifierTraining, federate, one_hot
+from privssl.algorithms.local_ssl import (
+    ClassifierTraining,
+    federate,
+    needs_unlabelled,
+    one_hot,
+)
 from privssl.losses import soft_cross_entropy
 from privssl.messages import Message, Reply, StateDict
 from privssl.mixup import local_mixup
 from privssl.privacy import PrivatePlan
 from privssl.pseudo import guess_labels
-from privssl.settings import Rate, strict
+from privssl.settings import Problem, Rate, strict
 from privssl.world import World
 
 
@@ -88,6 +94,11 @@ class _Bound(Algorithm[State]):
     ) -> None:
         super().__init__(config, task, plan)
         self._F = task.new_classifier()
+
+    @classmethod
+    def problems(cls, config: Any) -> Iterator[Problem]:
+        if cls.uses_unlabelled:
+            yield from needs_unlabelled(config)
 
     def start(self, world: World) -> State:
         F = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))

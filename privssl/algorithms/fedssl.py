@@ -7,21 +7,25 @@ G the conditional generator, D the conditional discriminator.
     Alg. 1 l. 1     initialise F, G, D           start
     Alg. 1 l. 3-5   support agents in parallel   round -> support_pass
     Alg. 1 l. 6-8   query agents in parallel     round -> query_pass
-    G-Reg, G-MixUp  (l. 4-5, 7-8)                gmixup.row_losses
-    Alg. 1 l. 9     FedAvg                       round -> federate
+    l. 4, 7         G-Reg: Eq. 6, 7              gmixup.row_losses, generators.objectives
+    l. 5, 8         G-MixUp: Eq. 4, 5            gmixup.row_losses
+    Alg. 1 l. 9     FedAvg, weighted as Eq. 1    round -> local_ssl.federate
+    Alg. 1 l. 10    the networks go to clients   Lesson
     Alg. 2 l. 2-8   support agents in sequence   round -> support_pass -> _private_pass
     Alg. 2 l. 9-10  query agents in parallel     round -> query_pass
     Eq. 2           pseudo-labels                pseudo.guess_labels
-    Eq. 4-7         the losses                   gmixup.row_losses
+    Eq. 3           lambda, p'                   mixup.sample_mix, mixup.mix
 
 Differs from the paper: (1) one joint step takes the place of G-Reg and then G-MixUp; the
 gradients are the same up to simultaneity and a third cheaper. (2) F also learns from real
 rows, augmented (``real_rows``); read literally Algorithm 1 trains F on G's images alone.
 (3) Mixes teach F only once F recognises them (``gate``). (4) D judges a mix against its mixed
 label p'; Eq. 6 prints p2, which contradicts Eq. 7 at lambda 1 (``judge``). (5) A moving
-average of F guesses pseudo-labels and is what is released. (6) In Algorithm 2 the budget is
-tested before rows are read; the paper's test comes after and can overshoot. Each is a switch
-but the first and the last; why, with numbers: docs/fedssl.md.
+average of F guesses pseudo-labels and is what is released (``teacher_decay``). (6) Query agents
+leave F alone in the first rounds (``warm_up``). (7) In Algorithm 2 every support agent has a
+budget of its own, tested before its rows are read; the paper adds all agents up, and its test
+comes after and can overshoot. Each is a switch but the first and the last; why, with numbers:
+docs/fedssl.md.
 """
 
 import dataclasses
@@ -47,7 +51,7 @@ from privssl.algorithms.gmixup import (
     draw_mixing,
     row_losses,
 )
-from privssl.algorithms.local_ssl import Share, federate, one_hot
+from privssl.algorithms.local_ssl import Share, federate, needs_unlabelled, one_hot
 from privssl.messages import Message, Reply, Silence, StateDict
 from privssl.privacy import CHUNK, Parameters, PrivatePlan, PrivateTraining, frozen
 from privssl.pseudo import guess_labels
@@ -76,7 +80,7 @@ class Lesson(Message):
 class Networks(Message):
     """Up from an agent: the networks it trained; None is one it did not train.
 
-    ``agreement`` is the share of mixes that F calls p', None at agents under a claim.
+    ``agreement`` is the share of mixes that F calls p'; None where the rows are under a claim.
     """
 
     F: StateDict | None
@@ -113,6 +117,15 @@ class FedSSLConfig(Mixes):
     generator_width: Positive = 16
     spectral_norm: bool = True  # of D's trunk; off where D is under DP
 
+    def problems(self) -> Iterator[Problem]:
+        """A setting under which nothing would ever teach F."""
+        if not self.real_rows and self.gate > 0:
+            yield Problem(
+                "gate",
+                f"{self.gate}, but with real_rows: false mixes alone teach F, and F recognises "
+                "none before they do. Set gate: 0",
+            )
+
 
 # The algorithm ------------------------------------------------------------------------------
 
@@ -124,6 +137,7 @@ class FedSSL(Algorithm[State]):
     Config = FedSSLConfig
     StateType = State
     can_be_private = True
+    sides_divisible_by = 4  # G and D halve them twice
     cfg: FedSSLConfig
 
     def __init__(self, config: FedSSLConfig, task: Task, plan: PrivatePlan | None = None) -> None:
@@ -139,10 +153,7 @@ class FedSSL(Algorithm[State]):
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
-        if config.data.labels != "labels-at-client" and not config.agents.query:
-            yield Problem(
-                "agents.query", "0, but fedssl learns from unlabelled rows: give 1 or more"
-            )
+        yield from needs_unlabelled(config)
 
     def networks(self) -> Mapping[str, nn.Module]:
         return self._networks
@@ -292,7 +303,7 @@ class FedSSL(Algorithm[State]):
         functions = Callables(nets["F"], nets["G"], nets["D"], frozen(nets["F"]), frozen(nets["D"]))
         losses: dict[str, list[Tensor]] = {name: [] for name in NETWORKS}
         agreements = []
-        for step, batch in enumerate(_split(mixing, self.cfg.batch_size)):
+        for step, batch in enumerate(mixing.batches(self.cfg.batch_size)):
             mixes = step % self.cfg.mix_every == 0 or not self.cfg.real_rows
             now = [name for name in trained if mixes or name == "F"]
             if not now:
@@ -320,6 +331,7 @@ class FedSSL(Algorithm[State]):
             # eval: a spectral norm must not move its buffer while rows are looked at
             network.requires_grad_(name in plan.protect).train(name in plan.protect)
         protected = {name: nets[name] for name in plan.protect}
+        cfg = dataclasses.replace(self.cfg, augment=plan.augment)
         # Draws go by a row's place in its group. With public counts places do not depend on the
         # data. With private ones a row more would move all after it, and change their gradients:
         # there every row is a group, whose draws follow from its own id.
@@ -329,7 +341,7 @@ class FedSSL(Algorithm[State]):
             repeated = group.repeat_interleave(plan.views)
             labels = one_hot(rows, repeated, self.task.classes)
             here = _of_group(ctx, step, int(rows.ids[group[0]]))
-            return vars(draw_mixing(self.cfg, rows.x[repeated], labels, here))
+            return vars(draw_mixing(cfg, rows.x[repeated], labels, here))
 
         def fields_of(picked: Tensor, step: int) -> Mapping[str, Tensor]:
             """Rows with their draws: (B, views, ...), the views of a row stay in the row."""
@@ -343,9 +355,7 @@ class FedSSL(Algorithm[State]):
 
         def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
             functions = Callables.of(nets, parameters)
-            losses, _ = row_losses(
-                self.cfg, functions, Mixing(**fields), plan.protect, msg.mixes_teach
-            )
+            losses, _ = row_losses(cfg, functions, Mixing(**fields), plan.protect, msg.mixes_teach)
             return torch.stack([loss.mean() for loss in losses.values()]).sum()
 
         PrivateTraining(plan, protected).run(len(rows), fields_of, row_loss)
@@ -375,10 +385,6 @@ def _sent(
 ) -> Networks:
     F, G, D = (learn.weights_of(nets[n]) if n in trained else None for n in NETWORKS)
     return Networks(F, G, D, agreement)
-
-
-def _split(mixing: Mixing, size: int) -> Iterator[Mixing]:
-    return (Mixing(**fields) for fields in learn.batches(vars(mixing), size))
 
 
 def _of_group(ctx: Context, step: int, first: int) -> Context:

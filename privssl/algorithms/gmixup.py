@@ -6,7 +6,7 @@ realism (Eq. 6); at lambda 1 G rebuilds its row (Eq. 7). Support and query agent
 function: a labelled row comes with its label, an unlabelled one with its pseudo-label.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -52,6 +52,10 @@ class Mixing:
     p2: Tensor  # (B, C) the class to mix in, one-hot
     z: Tensor  # (B, noise_size) in [0, 1)
     lam: Tensor  # (B,) in [0, 1]
+
+    def batches(self, size: int) -> Iterator["Mixing"]:
+        """Split into batches of ``size`` rows, in order."""
+        return (Mixing(**fields) for fields in learn.batches(vars(self), size))
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def row_losses(
     if not learns_mixes and "G" not in trained and "D" not in trained:
         if learns_real:
             loss["F"] = soft_cross_entropy(nets.F(b.strong), b.p1)
-        return loss, loss["D"]
+        return loss, torch.zeros_like(b.lam, dtype=torch.bool)  # no mix was made
 
     p_mix = mix(b.lam, b.p1, b.p2)  # (B, C) p' of Eq. 4
     both = torch.stack([b.lam, torch.ones_like(b.lam)], dim=1)  # (B, 2)

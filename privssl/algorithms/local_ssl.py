@@ -1,8 +1,8 @@
-"""What FedSSL and its bounds do alike at an agent: classes as distributions, the settings of
-the classifier's local training, and the server's average over the two groups of agents.
+"""What FedSSL and its bounds do alike: the settings of the classifier's local training, classes
+as distributions, and the server's average over the two groups of agents.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from privssl.agents import LabelledRows
 from privssl.data.augment import AUGMENTATIONS, Augmentation
 from privssl.messages import Reply, StateDict, average
-from privssl.settings import Count, Positive, Rate, strict
+from privssl.settings import Count, Positive, Problem, Rate, strict
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -46,6 +46,17 @@ class ClassifierTraining:
     def decay(self, round_number: int) -> float:
         """Of the teacher after a round: short at first, so that it is not the untrained F."""
         return min(self.teacher_decay, (1 + round_number) / (5 + round_number))
+
+
+def needs_unlabelled(config: Any) -> Iterator[Problem]:
+    """The problem of a config under which nobody holds unlabelled rows.
+
+    Args:
+        config: the ``privssl.config.Config`` being checked.
+    """
+    if config.data.labels != "labels-at-client" and not config.agents.query:
+        name = config.algorithm.name
+        yield Problem("agents.query", f"0, but {name} learns from unlabelled rows: give 1 or more")
 
 
 def one_hot(rows: LabelledRows, picked: Tensor, classes: int) -> Tensor:

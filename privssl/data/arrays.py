@@ -74,8 +74,9 @@ def _open(path: Path) -> dict[str, NDArray[Any]]:
                     f"Save it with numpy.savez_compressed, with {', '.join(names)}"
                 )
             return {name: file[name] for name in names}
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file. data.root names the NPZ file") from None
+    except (FileNotFoundError, IsADirectoryError) as error:
+        what = "no such file" if isinstance(error, FileNotFoundError) else "a folder"
+        raise DataError(f"{path}: {what}. data.root names the NPZ file itself") from None
     except _DAMAGE as error:
         raise DataError(
             f"{path} cannot be read as an NPZ file of plain numbers: {error}. "

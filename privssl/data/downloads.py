@@ -97,8 +97,9 @@ def _download(name: str, published: _Published, root: Path) -> None:
             if published.test_part:
                 get(str(root), published.test_part, download=True)
     except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())  # torchvision gives each mirror lines of its own
         raise DataError(
-            f"{name} is not in {root} and could not be downloaded ({error}). It needs "
+            f"{name} is not in {root} and could not be downloaded ({reason}). It needs "
             f"{', '.join(published.files)} there. With a network:\n  {_command(name, root)}\n"
             "or set data.root or PRIVSSL_DATA to the folder that has them; data.name=digits needs "
             "no download"

@@ -2,9 +2,11 @@
 
 from torch import nn
 
+from privssl.errors import DataError
 from privssl.models.convnets import LeNet, SmallCNN
 from privssl.settings import ModelSettings
 
+SMALLEST = 8  # pixels of a row's shorter side
 CLASSIFIERS = {"small_cnn": SmallCNN, "lenet": LeNet}
 
 
@@ -17,6 +19,15 @@ def build_classifier(
         settings: name, width and normalisation.
         shape: (channels, height, width) of a row; height and width at least 8.
         classes: number of classes, at least 2.
+
+    Raises:
+        DataError: the rows are too small to be halved three times.
     """
+    _, height, width = shape
+    if min(height, width) < SMALLEST:
+        raise DataError(
+            f"rows are {height}x{width} pixels, and {settings.name} needs at least "
+            f"{SMALLEST}x{SMALLEST}. Resize or pad the images (image_folder: data.image_size)"
+        )
     network = CLASSIFIERS[settings.name]
     return network(shape, classes, width=settings.width, norm=settings.norm)
