@@ -4,7 +4,7 @@ G mixes in latent space: ``code = lam * e(x) + (1 - lam) * m(z, p_target)``, and
 sees the code, the mixed label p' and lambda. That form is lambda-likely x and
 (1 - lambda)-likely the class by construction: lambda 1 is a plain auto-encoder, lambda 0 never
 looks at x (Fan et al., Fig. 2 leaves the form open; other forms tried gave blots at lambda 0,
-spec/fedssl.md section 1). No layer couples rows.
+docs/fedssl.md). No layer couples rows.
 """
 
 import torch

@@ -6,7 +6,7 @@ which is itself wrong is left out, so that no problem is reported that does not 
 
 The shapes and ranges live in ``settings.py`` and in the ``Config`` of each algorithm, the rules
 of the text in ``yaml_lines.py``, the collecting in ``draft.py``. Here are the whole, and the
-checks between sections. Delta's limits are those of spec/privacy.md 1.3.
+checks between sections. Delta's limits: docs/privacy.md.
 """
 
 import dataclasses
@@ -121,7 +121,7 @@ def _labelled_rows(config: Config) -> float:
 
 
 def _privacy_problems(config: Config) -> Iterator[Problem]:
-    """What the other sections do to the claim. spec/privacy.md 1.3."""
+    """What the other sections do to the claim. docs/privacy.md."""
     if config.privacy is None:
         return
     if config.model.norm == "batch":

@@ -59,7 +59,7 @@ def of_generator(
 
 
 def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
-    """Rows of one class on their way to each other class: contract.md, ``images/mixes``.
+    """Rows of one class on their way to each other class: ``images/mixes``.
 
     Args:
         real: (C, channels, H, W) in [-1, 1], what G started from; the first line.

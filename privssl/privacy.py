@@ -10,7 +10,7 @@ break on networks that run through each other, and vmap cannot mix rows. Around 
 * the divisor is the public expected batch size, and an empty batch takes a noisy step.
 * batches have a fixed physical shape; rows that were not drawn are masked out.
 
-Specification: spec/privacy.md section 3. Abadi et al. 2016; Mironov et al. 2019.
+More in docs/privacy.md. Abadi et al. 2016; Mironov et al. 2019.
 """
 
 import math
@@ -272,7 +272,7 @@ def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
     """Raises PrivacyError naming every layer that mixes rows of a batch, frozen ones included.
 
     A batch norm in a network that is not itself trained couples rows just as well: the
-    gradient of a protected network flows through it (measured: 18%, spec/privacy.md 3.2).
+    gradient of a protected network flows through it (measured: 18%, docs/privacy.md).
     """
     found = [
         f"{net}.{name} ({type(layer).__name__})"

@@ -134,7 +134,7 @@ class PrivacySettings:
         return "sound" if set(self.update_at_support) <= set(self.protect) else "as_published"
 
     def problems(self) -> Iterator[Problem]:
-        """Every reason why these numbers cannot carry a claim. spec/privacy.md 1.3, 2.2."""
+        """Every reason why these numbers cannot carry a claim. docs/privacy.md."""
         if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
             yield Problem(
                 "epsilon",

@@ -180,7 +180,7 @@ def test_the_closed_form_solves_its_equation(mu: float, delta: float) -> None:
 def test_no_accountant_is_below_the_exact_epsilon_of_one_sampled_step(
     sigma: float, q: float, delta: float, exact: float
 ) -> None:
-    def exact_delta(eps: float) -> float:  # spec/privacy.md 2.3: one Poisson step
+    def exact_delta(eps: float) -> float:  # docs/privacy.md: one Poisson step
         z = sigma**2 * math.log((math.exp(eps) - 1 + q) / q) + 0.5
         return float(q * norm.sf((z - 1) / sigma) + (1 - q - math.exp(eps)) * norm.sf(z / sigma))
 

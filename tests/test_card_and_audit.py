@@ -115,7 +115,7 @@ def test_the_claim_is_the_agent_that_spent_most_and_never_a_sum() -> None:
 
 
 def test_the_three_ways_to_add_up_are_those_of_the_specification() -> None:
-    # spec/privacy.md S5: q 16/34, sigma 4, 10 steps, 3 agents, 20 rounds: the paper's sum is
+    # docs/privacy.md: q 16/34, sigma 4, 10 steps, 3 agents, 20 rounds: the paper's sum is
     # 103.4; one agent composed is 8.21 by PLD and 8.95 by RDP at dp-accounting's orders; all
     # composed as one data set 16.1 and 17.8. Opacus' fractional orders are tighter.
     event = SampledGaussian(noise_multiplier=4.0, sample_rate=16 / 34, steps=10)
@@ -204,7 +204,7 @@ def test_a_card_needs_each_agent_once_and_one_kind_of_plan() -> None:
 
 
 def test_the_bounds_on_attacks_are_those_of_the_specification() -> None:
-    # spec/privacy.md S12: epsilon 4, 8, 16 at delta 1e-5.
+    # docs/privacy.md: epsilon 4, 8, 16 at delta 1e-5.
     for eps, accuracy, rate in [(4.0, 0.982, 0.55), (8.0, 0.9997, 1.0), (16.0, 1.0, 1.0)]:
         bounds = attack_bounds(eps, 1e-5)
         assert bounds["balanced_accuracy"] == pytest.approx(accuracy, abs=5e-4)

@@ -1,4 +1,4 @@
-"""The DP-SGD mechanism: what spec/privacy.md sections 1.4 to 1.7, 3 and 5 (11, 17 to 23) demand.
+"""The DP-SGD mechanism: what docs/privacy.md promises.
 
 Sums are read off the network: with noise taken away, learning rate 1 and divisor 1 a step moves
 the weights by exactly the clipped sum. Networks are float64, so that reading it off loses nothing.

@@ -1,4 +1,4 @@
-"""FedSSL-DP from config to claim: what spec/privacy.md 1.3, 2.4, 2.5 and 5 demand of a run.
+"""FedSSL-DP from config to claim: what docs/privacy.md promises of a run.
 
 Budgets, what a support agent sends and does not send, randomness that no seed reaches, and runs
 that are killed. The killed ones are processes of their own, and die of SIGKILL.
@@ -151,7 +151,7 @@ def test_batch_norm_is_refused_by_its_layers_name_if_a_config_gets_past_that(
 
 
 def epsilon_of_full_batches(steps: int, noise: float, delta: float) -> float:
-    """The exact epsilon of steps with every row in each: spec/privacy.md 2.3.
+    """The exact epsilon of steps with every row in each: docs/privacy.md.
 
     With mu = sqrt(steps) / noise it solves
     delta = Phi(mu / 2 - eps / mu) - exp(eps) Phi(-mu / 2 - eps / mu).

@@ -1,4 +1,4 @@
-"""What ``python -m privssl.train`` promises its user: the commands and run folder of contract.md.
+"""What ``python -m privssl.train`` promises its user: the commands and run folder of the README.
 
 Every run here is real and tiny. The command is called in this process, with its own standard
 output and error; what starts, kills and resumes processes is in test_resume.py.
@@ -407,7 +407,7 @@ def test_the_command_line_beats_the_file_wherever_it_stands(tmp_path: Path) -> N
     assert shown["run"]["checkpoint_every"] == 10  # neither says anything
 
 
-# The run folder, as contract.md lists it -----------------------------------------------------
+# The run folder, as the README lists it -----------------------------------------------------
 
 ALWAYS = {"config.yaml", "split.json", "metrics.csv", "results.json", "tensorboard"}
 ALWAYS |= {"checkpoints", "train.log", "classifier.safetensors"}

@@ -30,7 +30,7 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
 class Mixes(ClassifierTraining):
-    """What mixes are made of and how much they count. Numbers are ours (spec/fedssl.md)."""
+    """What mixes are made of and how much they count. Numbers are ours (docs/fedssl.md)."""
 
     real_rows: bool = True  # false: Algorithm 1 read literally, F learns from mixes alone
     mix_alpha: Rate = 0.5  # alpha of lambda ~ Beta(alpha, alpha), Eq. 3

@@ -23,7 +23,7 @@ class ClassifierTraining:
     """How F is trained at every agent; the same for FedSSL and for what it is compared with.
 
     Sources: the paper gives alpha, Z and K as symbols only; numbers are ours, measured in
-    spec/fedssl.md section 2.
+    docs/fedssl.md.
     """
 
     rounds: Positive = 100  # ours; the paper gives none

@@ -2,7 +2,7 @@
 
 All of them give every row to exactly one agent. Sources: Dirichlet per class is Hsu et al. 2019
 (arXiv:1909.06335); round robin is Fan et al., section 5.5; the imbalance table is FedMatch's
-(spec/fedmatch_semifl.md, A2).
+(the authors' released code).
 """
 
 from collections.abc import Iterable
@@ -132,7 +132,7 @@ class RoundRobin:
 
 
 # Chances of the ten classes at an agent of type 0; type t is the same rotated right by t places.
-# Source: FedMatch's code, spec/fedmatch_semifl.md A2.
+# Source: FedMatch's released code.
 _BASE = (0.50, 0.15, 0.03, 0.03, 0.03, 0.02, 0.03, 0.03, 0.03, 0.15)
 
 
