@@ -8,6 +8,8 @@ CONFIG ?= configs/fedssl_dp.yaml
 # run folder that exists, because it holds results and the record of the privacy spent.
 ARGS ?= $(if $(filter file,$(origin CONFIG)),run.overwrite=true)
 TESTS ?=
+# A whole suite on all cores, one file to a worker at a time; a few files in one process.
+PARALLEL ?= $(if $(TESTS),,--numprocesses auto --dist loadfile)
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -32,10 +34,10 @@ train: $(VENV)/.installed  ## train CONFIG with ARGS (default: the private demo 
 	$(RUN) -m privssl.train $(CONFIG) $(ARGS)
 
 test: $(VENV)/.installed-dev  ## run the tests that take seconds
-	$(RUN) -m pytest -m "not slow" $(TESTS)
+	$(RUN) -m pytest $(PARALLEL) -m "not slow" $(TESTS)
 
 test-all: $(VENV)/.installed-dev  ## run every test
-	$(RUN) -m pytest $(TESTS)
+	$(RUN) -m pytest $(PARALLEL) $(TESTS)
 
 check: $(VENV)/.installed-dev  ## lint, check the format and the types
 	$(RUN) -m ruff check .

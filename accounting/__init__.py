@@ -7,6 +7,10 @@ Stands alone: imports numpy, scipy, Opacus' accountants and, where installed, dp
     verify       the same from another library     pld_bracket
     budget       promise and claim, as sentences   Budget, Guarantee, Nominal
     plan         what one agent promises           AccountPlan
+    registry     which account pays for which row  claim, shared_rows
+    one_run      what one training run gave away   one_run_lower_bound, claim_rejected
+    two_worlds   what many repetitions gave away   two_world_from_scores
+    empirical    what a private step released      log_likelihood_ratio, noise_scale_p
     ledger       pays before rows are read         Account, read_journal
 """
 

@@ -4,12 +4,13 @@ A ledger must mean the same to every reader, so a record is canonical JSON (sort
 spaces, UTF-8, one line) without raw real numbers: a real is an object with its decimal text
 and its exact bits (``float.hex``). The reader refuses what lenient parsers let through: NaN and
 Infinity, keys given twice, integers beyond 53 bits, raw reals, and any text that the writer
-would not have produced.
+would not have produced. JSON that is not a ledger is read by :func:`decode_strictly`, with raw
+reals and without the one form.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from accounting.errors import PlanError
@@ -17,7 +18,7 @@ from accounting.errors import PlanError
 Json = dict[str, Any]
 
 MAX_LINE_BYTES = 1 << 16
-_MAX_INTEGER = 1 << 53  # beyond it other JSON readers lose digits
+MAX_INTEGER = 1 << 53  # beyond it other JSON readers lose digits
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
@@ -42,15 +43,31 @@ def decode(line: bytes) -> Json:
     record = decode_strictly(line, parse_float=_refuse_real)
     try:
         same = encode(record) == line
-    except ValueError:  # half a surrogate pair cannot be written as UTF-8
+    except (ValueError, RecursionError):
         same = False
     if not same:
         raise PlanError("not in canonical form: keys sorted, no spaces, plain UTF-8")
     return record
 
 
-def decode_strictly(text: bytes, *, parse_float: Any = float) -> Json:
-    """Read one JSON object without NaN, Infinity, keys given twice or huge integers.
+def finite(text: str) -> float:
+    """A decimal number. Raises PlanError beyond the floats: 1e999 is Infinity by another name."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise PlanError(f"{text[:40]} is beyond the numbers that are read")
+    return number
+
+
+def bounded(text: str) -> int:
+    """A whole number. Raises PlanError beyond 53 bits, where other readers lose digits."""
+    if len(text) > 17 or abs(int(text)) > MAX_INTEGER:
+        raise PlanError(f"an integer of {len(text)} digits is out of range")
+    return int(text)
+
+
+def decode_strictly(text: bytes, *, parse_float: Callable[[str], float] = finite) -> Json:
+    """Read one JSON object without NaN, Infinity, keys given twice, huge numbers, or text that
+    UTF-8 cannot say (half a surrogate pair).
 
     Raises:
         PlanError: the text is not such an object; says why.
@@ -61,8 +78,9 @@ def decode_strictly(text: bytes, *, parse_float: Any = float) -> Json:
             object_pairs_hook=_no_key_twice,
             parse_constant=_refuse_constant,
             parse_float=parse_float,
-            parse_int=_bounded,
+            parse_int=bounded,
         )
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair fails here
     except (ValueError, RecursionError) as error:
         raise PlanError(f"not a JSON record ({error})") from error
     if not isinstance(value, dict):
@@ -114,9 +132,3 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _refuse_real(text: str) -> NoReturn:
     raise PlanError(f"a raw real number ({text[:40]}); reals are written as decimal and hex")
-
-
-def _bounded(text: str) -> int:
-    if len(text) > 17 or abs(int(text)) > _MAX_INTEGER:
-        raise PlanError(f"an integer of {len(text)} digits is out of range")
-    return int(text)

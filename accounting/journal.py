@@ -16,6 +16,7 @@ drops when its process dies. Files are readable by their owner only. POSIX syste
 import fcntl
 import hashlib
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,11 @@ def split_lines(content: bytes) -> tuple[list[bytes], bytes]:
 def read_content(path: Path) -> bytes:
     """The bytes of a journal. Raises LedgerError when it is absent, a link, huge or unreadable."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | _OPEN)
+        # A pipe in the place of a journal would block for ever without O_NONBLOCK.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _OPEN)
         with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise LedgerError(f"{path}: not a regular file, so no journal")
             content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise LedgerError(f"{path}: cannot be read ({error.strerror})") from error
@@ -126,7 +130,7 @@ class JournalFile:
         try:
             _write_all(self._file, line + b"\n")
             os.fsync(self._file)
-            _sync_directory(self.path.parent)
+            sync_directory(self.path.parent)
         except OSError as error:
             self._broken = error.strerror or str(error)
             raise LedgerError(
@@ -155,7 +159,7 @@ class JournalFile:
             finally:
                 os.close(file)
             os.replace(fresh, self.path)
-            _sync_directory(self.path.parent)
+            sync_directory(self.path.parent)
         except OSError as error:
             raise LedgerError(f"{self.path}: cannot be mended ({error.strerror})") from error
 
@@ -172,7 +176,8 @@ def _write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Make new and renamed entries of a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -9,6 +9,9 @@ The account belongs to the owner of the rows, never to the server, and its journ
 in a checkpoint nor restored from one: a run resumed from an old checkpoint still remembers all
 that it spent. A visit is charged in full once its line is on disk; a crash, a kill or an
 exception refunds nothing. Refusal is a normal outcome.
+
+An account may outlive a run. Runs one after the other then draw from its one budget, and each
+keeps to a limit of its own as well.
 """
 
 import math
@@ -17,14 +20,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
 
-from accounting.accountants import max_repeats
+from accounting.accountants import NOTHING, Cost, max_repeats
 from accounting.budget import Budget
 from accounting.canonical import Json, real
 from accounting.errors import BudgetExhausted, LedgerError, PlanError
 from accounting.events import Event, event_to_json
 from accounting.journal import JournalFile, read_content, split_lines
 from accounting.plan import AccountPlan, plan_to_json, refuse_change
-from accounting.replay import ACCOUNTANT, SCHEMA, Journal, check_visit_key, read_journal, replay
+from accounting.replay import (
+    ACCOUNTANT,
+    SCHEMA,
+    Journal,
+    check_run_id,
+    check_visit_key,
+    read_journal,
+    replay,
+)
 
 __all__ = ["Account", "AccountPlan", "Journal", "read_journal"]
 
@@ -33,23 +44,38 @@ __all__ = ["Account", "AccountPlan", "Journal", "read_journal"]
 class Account:
     """One agent's budget and journal. Made by :meth:`open`; one process at a time."""
 
-    def __init__(self, file: JournalFile, journal: Journal) -> None:
+    def __init__(self, file: JournalFile, journal: Journal, run: str, limit: float) -> None:
         self._file = file
         self._journal = journal
+        self._run = run
+        self._limit = limit  # epsilon that this run may spend of the account's
 
     @classmethod
     def open(
-        cls, path: Path, plan: AccountPlan, *, resume: bool, minimum_seq: int = 0
+        cls,
+        path: Path,
+        plan: AccountPlan,
+        *,
+        resume: bool,
+        minimum_seq: int = 0,
+        minimum_head: str = "",
+        run: str = "",
+        run_epsilon: float = math.inf,
     ) -> "Account":
         """Start an account, or go on with one.
 
         Args:
             path: the journal, ``AGENT.jsonl``; its directory is made when absent.
             plan: what is promised. On resume it may differ from the journal's in all but
-                agent, unit, adjacency, scope, record counts, and a smaller delta.
+                agent, unit, adjacency, scope, record counts, delta, and a larger epsilon.
             resume: False refuses an existing journal; True needs one and keeps its charges.
             minimum_seq: with resume, the ``seq`` that a checkpoint remembers. A journal that
                 ends before it was rolled back or cut, and is refused.
+            minimum_head: hash of that line, where the checkpoint remembers it: a journal that was
+                cut and written on differently is refused as well.
+            run: id of the run that spends: at most 32 small letters and digits, the same when
+                the run goes on.
+            run_epsilon: what that run may spend of the budget, over all its sessions.
 
         Raises:
             LedgerError: missing, damaged, rolled back, locked or unwritable journal.
@@ -57,17 +83,18 @@ class Account:
         """
         if path.name != f"{plan.agent}.jsonl":
             raise LedgerError(f"{path}: the journal of {plan.agent} is named {plan.agent}.jsonl")
+        check_run_id(run)
         file = JournalFile(path)
         try:
-            journal = _resumed(file, minimum_seq) if resume else Journal()
-            account = cls(file, journal)
+            journal = _resumed(file, minimum_seq, minimum_head) if resume else Journal()
+            account = cls(file, journal, run, run_epsilon)
             if not journal.plans:
-                file.create(_plan_line(plan))
-                journal.plans.append(plan)
-            elif journal.plan != plan:
+                file.create(_plan_line(plan, run))
+                journal.begin(plan, run)
+            elif (journal.plan, journal.runs[-1]) != (plan, run):
                 refuse_change(journal.plan, plan)
-                file.append(_plan_line(plan))
-                journal.plans.append(plan)
+                file.append(_plan_line(plan, run))
+                journal.begin(plan, run)
         except BaseException:
             file.close()
             raise
@@ -76,6 +103,11 @@ class Account:
     @property
     def agent(self) -> str:
         return self.plan.agent
+
+    @property
+    def run(self) -> str:
+        """Id of the run that spends now."""
+        return self._run
 
     @property
     def plan(self) -> AccountPlan:
@@ -109,23 +141,31 @@ class Account:
         """Epsilon so far, recomputed from the events. Only nominal in scope as_published."""
         return self._journal.epsilon
 
+    def spent_by_run(self) -> float:
+        """Epsilon of this run's own visits; :meth:`spent` counts those of all runs."""
+        return self._journal.epsilon_of(self._run)
+
     def left(self) -> float:
         """Budget minus epsilon spent, >= 0. Epsilon does not add up: ask :meth:`affords`."""
         return max(0.0, self.budget.epsilon - self.spent())
 
     def visits_left(self) -> int:
-        """How many more visits of the plan's size the budget pays for."""
-        spent, budget = self._journal.cost, self.budget
-        once = self.plan.visit_cost
-        return max_repeats(once, budget=budget.epsilon, delta=budget.delta, spent=spent)
+        """How many more visits of the plan's size the budget, and the run's own limit, pay for."""
+        delta, once = self.budget.delta, self.plan.visit_cost
+        limits = [(self.budget.epsilon, self._journal.cost)]
+        if math.isfinite(self._limit):
+            limits.append((self._limit, self._own))
+        return min(
+            max_repeats(once, budget=limit, delta=delta, spent=spent) for limit, spent in limits
+        )
 
     def affords(self, event: Event) -> bool:
         """Whether the budget pays for this event on top of everything spent. Never raises."""
         try:
-            after = self._epsilon_with(event)
+            after, own = self._epsilon_with(event)
         except Exception:  # whatever cannot be computed cannot be afforded
             return False
-        return self._within_budget(after)
+        return self._within_budget(after) and self._within_limit(own)
 
     @contextmanager
     def spend(self, event: Event, visit: str) -> Iterator[None]:
@@ -165,7 +205,7 @@ class Account:
         """The epsilon after the visit, or why it cannot take place."""
         try:
             check_visit_key(visit)
-            after = self._epsilon_with(event)
+            after, own = self._epsilon_with(event)
         except PlanError as error:
             raise LedgerError(f"{self.agent}: {error}. Nothing was read.") from error
         if visit in self._journal.visits:
@@ -176,20 +216,33 @@ class Account:
                 f"(delta {self.budget.delta:g}). This visit would bring it to {after:.4f}. "
                 f"Nothing was read. Plan fewer visits, or more noise, or a larger budget."
             )
+        if not self._within_limit(own):
+            raise BudgetExhausted(
+                f"{self.agent}: this visit would bring what this run spent to {own:.4f}, above its "
+                f"own limit {self._limit:g}. Nothing was read."
+            )
         return after
 
-    def _epsilon_with(self, event: Event) -> float:
-        cost = self.plan.charge(event)
+    @property
+    def _own(self) -> Cost:
+        return self._journal.by_run.get(self._run, NOTHING)
+
+    def _epsilon_with(self, event: Event) -> tuple[float, float]:
+        """Epsilon after one more event: of the account, and of this run alone."""
+        cost, delta = self.plan.charge(event), self.budget.delta
         if not cost.at_most(self.plan.visit_cost):
             raise PlanError("the visit costs more than the plan says one visit costs at most")
-        return (self._journal.cost + cost).epsilon(self.budget.delta)
+        return (self._journal.cost + cost).epsilon(delta), (self._own + cost).epsilon(delta)
 
     def _within_budget(self, after: float) -> bool:
         # A budget of 0 pays for nothing, even where a tiny event's epsilon rounds to 0.
         return math.isfinite(after) and self.budget.epsilon > 0 and after <= self.budget.epsilon
 
+    def _within_limit(self, own: float) -> bool:
+        return self._limit > 0 and own <= self._limit
 
-def _resumed(file: JournalFile, minimum_seq: int) -> Journal:
+
+def _resumed(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
     """The journal under a file, verified, its torn tail made a line, open for more."""
     if not file.path.exists():
         raise LedgerError(
@@ -204,6 +257,11 @@ def _resumed(file: JournalFile, minimum_seq: int) -> Journal:
             f"{file.path}: ends at entry {journal.seq}, but the checkpoint remembers entry "
             f"{minimum_seq}: it was cut or rolled back. Put the true journal back."
         )
+    if minimum_head and journal.hashes[minimum_seq] != minimum_head:
+        raise LedgerError(
+            f"{file.path}: entry {minimum_seq} is not the one that the checkpoint remembers: the "
+            f"journal was cut and written on. Put the true journal back."
+        )
     if journal.torn_tail:
         lines, _ = split_lines(read_content(file.path))
         file.replace_torn_tail(lines, {"type": "torn"})
@@ -212,5 +270,6 @@ def _resumed(file: JournalFile, minimum_seq: int) -> Journal:
     return journal
 
 
-def _plan_line(plan: AccountPlan) -> Json:
-    return {"type": "plan", "schema": SCHEMA, "accountant": ACCOUNTANT, **plan_to_json(plan)}
+def _plan_line(plan: AccountPlan, run: str) -> Json:
+    about = {"type": "plan", "schema": SCHEMA, "accountant": ACCOUNTANT, "run": run}
+    return {**about, **plan_to_json(plan)}

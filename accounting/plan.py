@@ -19,6 +19,10 @@ Scope = Literal["sound", "as_published"]
 
 _AGENT_ID = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?!\.)){0,63}")
 _DEVICE_NAMES = re.compile(r"(?i)(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?")  # Windows' own
+_CANNOT_CHANGE = (
+    "{}: {} cannot change from {} to {} while an account runs. Give the former, or use an account "
+    "of its own (another ledger folder) for other rows."
+)
 _NETWORK = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -171,20 +175,23 @@ def plan_from_json(record: Json) -> AccountPlan:
 def refuse_change(old: AccountPlan, new: AccountPlan) -> None:
     """Raise PlanError when a running account may not go over to the new plan.
 
-    Noise, steps, budget and protected networks may change: old charges stay. A smaller delta,
-    other neighbours or another scope would re-label what was already spent.
+    Noise, steps and protected networks may change, and the budget may fall: old charges stay. A
+    larger budget, or a larger delta, would break what was promised when the account was opened;
+    a smaller delta, other neighbours or another scope would re-label what was already spent.
     """
     for name in ("agent", "unit", "adjacency", "scope", "record_counts"):
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
-            raise PlanError(
-                f"{old.agent}: {name} cannot change from {before} to {after} while an account "
-                f"runs. Start a new run."
-            )
-    if new.budget.delta < old.budget.delta:
+            raise PlanError(_CANNOT_CHANGE.format(old.agent, name, before, after))
+    if new.budget.delta != old.budget.delta:
         raise PlanError(
-            f"{old.agent}: delta cannot fall from {old.budget.delta:g} to {new.budget.delta:g} "
-            f"while an account runs. Start a new run."
+            _CANNOT_CHANGE.format(old.agent, "delta", old.budget.delta, new.budget.delta)
+        )
+    if new.budget.epsilon > old.budget.epsilon:
+        raise PlanError(
+            f"{old.agent}: the budget cannot rise from {old.budget.epsilon:g} to "
+            f"{new.budget.epsilon:g}: the account promised no more than "
+            f"{old.budget.epsilon:g} for its rows. Give that, or less."
         )
 
 

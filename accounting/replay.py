@@ -2,7 +2,8 @@
 
 The lines, beside ``seq`` and ``prev``:
 
-    plan      what is promised (``plan.py``); a later plan replaces it, old charges stay
+    plan      what is promised (``plan.py``) and which run spends from here on; a later plan
+              replaces it, old charges stay
     reserve   a visit was paid for: its key, its event, and the epsilon afterwards
     settle    the visit of an earlier reserve ended normally; changes no charge
     torn      an unfinished last line was found on resume; charged as a whole visit
@@ -11,6 +12,7 @@ The lines, beside ``seq`` and ``prev``:
 something else is reported, as is everything that an honest writer would not have written.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,7 @@ SCHEMA = 1
 ACCOUNTANT = {"enforce": "rdp", "orders": "v1"}
 
 MAX_VISIT_KEY = 200
+_RUN_ID = re.compile(r"[0-9a-z]{0,32}")
 _EPSILON_TOLERANCE = 1e-6  # relative: another version of a numeric library may round elsewhere
 
 
@@ -46,6 +49,8 @@ class Journal:
 
     Args:
         plans: in order; the last one is in force. Empty only when there are problems.
+        runs: which run opened the account under each plan; "" where nobody said.
+        by_run: what each run spent.
         events: one per charged visit, torn lines included as the plan's largest visit.
         visits: key of each reserved visit -> number (``seq``) of its line.
         unsettled: numbers of reserve lines whose visit did not end normally.
@@ -55,6 +60,8 @@ class Journal:
     """
 
     plans: list[AccountPlan] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
+    by_run: dict[str, Cost] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     visits: dict[str, int] = field(default_factory=dict)
     unsettled: set[int] = field(default_factory=set)
@@ -84,10 +91,21 @@ class Journal:
         """Recomputed from the events at the delta of the plan in force."""
         return self.cost.epsilon(self.plan.budget.delta)
 
+    def epsilon_of(self, run: str) -> float:
+        """What one run spent, at the same delta; a run that is not here spent 0."""
+        return self.by_run.get(run, NOTHING).epsilon(self.plan.budget.delta)
+
     def charge(self, event: Event) -> None:
         """Count one visit."""
         self.events.append(event)
-        self.cost = self.cost + self.plan.charge(event)
+        cost, run = self.plan.charge(event), self.runs[-1]
+        self.cost = self.cost + cost
+        self.by_run[run] = self.by_run.get(run, NOTHING) + cost
+
+    def begin(self, plan: AccountPlan, run: str) -> None:
+        """From here on this plan is in force and this run spends."""
+        self.plans.append(plan)
+        self.runs.append(run)
 
 
 def read_journal(path: Path) -> Journal:
@@ -104,6 +122,13 @@ def read_journal(path: Path) -> Journal:
     if not journal.plans and not journal.problems:
         journal.problems.append(Problem(0, "there is no complete plan line; nothing was spent yet"))
     return journal
+
+
+def journal_until(path: Path, head: str) -> Journal:
+    """The journal as it was when the line with this hash was its last; it must be there."""
+    lines, _ = split_lines(read_content(path))
+    last = [line_hash(line) for line in lines].index(head)
+    return replay(lines[: last + 1])
 
 
 def replay(lines: Iterable[bytes]) -> Journal:
@@ -124,6 +149,13 @@ def check_visit_key(visit: object) -> str:
     if not isinstance(visit, str) or not 0 < len(visit) <= MAX_VISIT_KEY or not visit.isprintable():
         raise PlanError(f"a visit key is 1 to {MAX_VISIT_KEY} printable characters")
     return visit
+
+
+def check_run_id(run: object) -> str:
+    """The id of a run, or PlanError unless it is at most 32 small letters and digits."""
+    if not isinstance(run, str) or not _RUN_ID.fullmatch(run):
+        raise PlanError("a run's id is at most 32 small letters and digits")
+    return run
 
 
 def _follow(journal: Journal, record: Json) -> None:
@@ -149,13 +181,14 @@ def _follow(journal: Journal, record: Json) -> None:
 
 
 def _follow_plan(journal: Journal, record: Json) -> None:
-    only_keys(record, {*PLAN_KEYS, "schema", "accountant"}, "plan")
+    only_keys(record, {*PLAN_KEYS, "schema", "accountant", "run"}, "plan")
     if record.pop("schema") != SCHEMA or record.pop("accountant") != ACCOUNTANT:
         raise PlanError("written by another version of privssl; read it with that version")
+    run = check_run_id(record.pop("run"))
     plan = plan_from_json(record)
     if journal.plans:
         refuse_change(journal.plan, plan)
-    journal.plans.append(plan)
+    journal.begin(plan, run)
 
 
 def _follow_reserve(journal: Journal, record: Json) -> None:

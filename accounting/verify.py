@@ -23,6 +23,21 @@ from accounting.events import Event, PureEpsilon, SampledGaussian, Unprotected, 
 INTEGER_ORDERS: tuple[float, ...] = tuple(float(order) for order in range(2, 257))
 
 _MIN_DELTA = 1e-12  # the tails are cut at e^-50; far below this epsilon becomes infinite
+_INTERVAL = 1e-4  # width of the grid of privacy losses
+
+# Neighbours as in accounting.events; what it prints is rounded nowhere.
+_PROGRAM = """\
+import dp_accounting as dp  # pip install dp-accounting
+
+# Everything released about one record; neighbours: it takes part, or it does not.
+released = dp.ComposedDpEvent([{released}])
+accountant = dp.pld.PLDAccountant(value_discretization_interval={interval})
+epsilon = accountant.compose(released).get_epsilon({delta}){added}
+print("epsilon at most", float(epsilon), "at delta {delta}")
+"""
+_PURE_COMMENT = """\
+# dp-accounting has no event for a release that is epsilon-DP with delta 0. Each adds its epsilon
+# (basic composition): count * epsilon."""
 
 
 class Bracket(NamedTuple):
@@ -61,7 +76,7 @@ def rdp_epsilon(events: Iterable[Event], delta: float) -> float | None:
     return float(accountant.get_epsilon(delta)) if counted else 0.0
 
 
-def pld_bracket(events: Iterable[Event], delta: float, interval: float = 1e-4) -> Bracket:
+def pld_bracket(events: Iterable[Event], delta: float, interval: float = _INTERVAL) -> Bracket:
     """A certified lower and upper bound on epsilon by privacy loss distributions.
 
     Args:
@@ -74,12 +89,7 @@ def pld_bracket(events: Iterable[Event], delta: float, interval: float = 1e-4) -
         AccountingError: dp-accounting is not installed.
         PlanError: delta is out of range or too small, or an event is Unprotected.
     """
-    check_delta(delta)
-    if delta < _MIN_DELTA:
-        raise PlanError(
-            f"delta {delta:g} is below {_MIN_DELTA:g}, where numeric composition has no digits "
-            f"left. Use the RDP value."
-        )
+    _check_numeric_delta(delta)
     _need_library()
     counted = _counted(events)
     if not counted:
@@ -88,6 +98,51 @@ def pld_bracket(events: Iterable[Event], delta: float, interval: float = 1e-4) -
     if not all(map(math.isfinite, bounds)):
         raise PlanError(f"numeric composition found no finite epsilon at delta {delta:g}")
     return Bracket(*bounds)
+
+
+def dp_event_source(events: Iterable[Event], delta: float) -> str:
+    """The same events as a short Python program for an auditor, who needs dp-accounting alone.
+
+    Equal releases are counted together. The program prints the upper bound of
+    :func:`pld_bracket`; only where there are pure epsilon-DP releases, for which there is no
+    DpEvent, is it larger: their epsilons are added up, and a comment says so.
+
+    Args:
+        events: no Unprotected ones; none give a program that prints 0.
+        delta: at least 1e-12, below 1.
+
+    Raises:
+        PlanError: delta is out of range or too small, or an event is Unprotected.
+
+    >>> print(dp_event_source([SampledGaussian(4.0, 0.5, 10)] * 3, 1e-5))  # doctest: +ELLIPSIS
+    import dp_accounting as dp ...
+    <BLANKLINE>
+    # Everything ...
+    released = dp.ComposedDpEvent([
+        dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(0.5, dp.GaussianDpEvent(4.0)), 30),
+    ])
+    ...
+    """
+    _check_numeric_delta(delta)
+    noisy: Counter[str] = Counter()
+    pure: Counter[float] = Counter()
+    for leaf, count in _counted(events).items():
+        match leaf:
+            case SampledGaussian(sigma, 1.0, steps):
+                noisy[f"dp.GaussianDpEvent({sigma!r})"] += count * steps
+            case SampledGaussian(sigma, rate, steps):
+                gaussian = f"dp.GaussianDpEvent({sigma!r})"
+                noisy[f"dp.PoissonSampledDpEvent({rate!r}, {gaussian})"] += count * steps
+            case PureEpsilon(each, repeats):
+                pure[each] += count * repeats
+    released = "".join(f"    dp.SelfComposedDpEvent({what}, {n}),\n" for what, n in noisy.items())
+    added = " + ".join(f"{n} * {each!r}" for each, n in pure.items())
+    return _PROGRAM.format(
+        released=f"\n{released}" if released else "",
+        added=f"\n{_PURE_COMMENT}\nepsilon += {added}" if added else "",
+        delta=float(delta),
+        interval=_INTERVAL,
+    )
 
 
 def _compose(
@@ -140,6 +195,15 @@ def _counted(events: Iterable[Event]) -> Counter[SampledGaussian | PureEpsilon]:
                 raise PlanError(f"an unprotected read ({leaf.reason}) has no finite epsilon")
             counted[leaf] += 1
     return counted
+
+
+def _check_numeric_delta(delta: float) -> None:
+    check_delta(delta)
+    if delta < _MIN_DELTA:
+        raise PlanError(
+            f"delta {delta:g} is below {_MIN_DELTA:g}, where numeric composition has no digits "
+            f"left. Use the RDP value."
+        )
 
 
 def _need_library() -> None:

@@ -8,7 +8,7 @@ Under the published scheme (scope ``as_published``) the card has no guarantee: i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -23,6 +23,8 @@ from privssl.errors import PrivacyError
 
 #: agent id, its plan, one event per charged visit, hash of its ledger's last line
 AgentSpend = tuple[str, AccountPlan, Sequence[Event], str]
+#: number of classes, and (channels, height, width) of a row
+Shape = tuple[int, tuple[int, int, int]]
 Status = Literal["covered", "post-processing", "not covered"]
 #: name of a tensor or number that leaves a support agent, whether the claim covers it, why
 Release = tuple[str, Status, str]
@@ -30,7 +32,7 @@ Card = dict[str, Any]
 
 SCHEMA = 1
 
-_BRACKET_LIMIT = 40.0  # above this epsilon numeric composition takes many seconds
+BRACKET_LIMIT = 40.0  # above this epsilon numeric composition takes many seconds
 
 _NOT_PROTECTED = (
     "Unlabelled rows: query agents train on them without noise.",
@@ -38,6 +40,11 @@ _NOT_PROTECTED = (
     "Timing, memory use and other side channels, and files on an agent's own disk.",
     "Choices made by looking at the labelled rows before the run (settings, classes).",
     "Rounding: noise is added in floating point; the bound holds up to a relative error of 1e-6.",
+)
+_NOT_SENT = (
+    "losses, accuracies or gradient norms of labelled rows",
+    "sizes or members of sampled batches, sampling masks, noise",
+    "optimiser state and buffers of networks",
 )
 _AS_PUBLISHED = (
     "Every labelled record: networks trained on it without noise leave its agent in every round.",
@@ -52,6 +59,8 @@ def privacy_card(
     releases: Sequence[Release],
     algorithm: str,
     dataset: str,
+    task: Shape | None = None,
+    this_run: Mapping[str, float] | None = None,
 ) -> Card:
     """The card of a private run, ready for ``privacy.json``.
 
@@ -61,6 +70,8 @@ def privacy_card(
         releases: everything that leaves a support agent. Under "sound", nothing that an agent
             updates may be "not covered"; under "as_published" nothing may be "covered".
         algorithm, dataset: names for the reader.
+        task: what rows look like; with it the plan can be attacked without the data.
+        this_run: agent -> epsilon of this run alone, where accounts outlive runs.
 
     Raises:
         PrivacyError: the inputs contradict each other, so that no true card exists.
@@ -75,6 +86,7 @@ def privacy_card(
         "schema": SCHEMA,
         "algorithm": algorithm,
         "dataset": dataset,
+        "task": None if task is None else {"classes": task[0], "shape": list(task[1])},
         "scope": scope,
         "kind": kind,
         "guarantee": None,
@@ -86,6 +98,7 @@ def privacy_card(
         "update": list(plan.update),
         "protect": list(plan.protect),
         "agents": agents,
+        "this_run": None if this_run is None else dict(this_run),
         "epsilon": {
             "kind": kind,
             "overall": overall,
@@ -93,6 +106,7 @@ def privacy_card(
             "paper_sum": _paper_sum(accounts, delta),
         },
         "releases": [{"name": n, "status": status, "why": why} for n, status, why in releases],
+        "not_sent": list(_NOT_SENT),
         "not_protected": [*(_AS_PUBLISHED if scope == "as_published" else ()), *_NOT_PROTECTED],
         "attack_bounds": attack_bounds(overall, delta) if scope == "sound" else None,
         "versions": {name: _version(name) for name in ("privssl", "opacus", "torch", "scipy")},
@@ -103,7 +117,7 @@ def privacy_card(
             "delta": delta,
             "unit": plan.unit,
             "neighbours": plan.adjacency,
-            "covers": [name for name, status, _ in releases if status != "not covered"],
+            "covers": [name for name, status, _ in releases if status == "covered"],
             "rule": "largest agent",
         }
     return {**card, "sentence": guarantee_sentence(card)}
@@ -161,6 +175,7 @@ def render_markdown(card: Card) -> str:
         f"{rounded_up(sums['overall'])}.",
         f"- Someone with one record at every agent, composed: {number} "
         f"{rounded_up(sums['person_across_agents'])}.",
+        *_this_run_lines(card["this_run"], number),
         f"- The paper's running sum, a looser bound: {number} {rounded_up(sums['paper_sum'])}.",
         "",
         f"| agent | {number} | budget | numeric bounds | visits | visits left | ledger |",
@@ -175,6 +190,8 @@ def render_markdown(card: Card) -> str:
             f"| {_cell(entry['name'])} | {entry['status']} | {_cell(entry['why'])} |"
             for entry in card["releases"]
         ),
+        "",
+        f"Not sent: {'; '.join(card['not_sent'])}.",
         "",
         "## What is not protected",
         "",
@@ -237,8 +254,8 @@ def _agent_entry(account: AgentSpend, kind: str) -> Card:
 def _numeric(events: tuple[Event, ...], delta: float, value: float) -> Card:
     """Bounds by numeric composition, valid because the plan was fixed beforehand."""
     none = {"pld_lower": None, "pld_upper": None, "prv": None}
-    if value > _BRACKET_LIMIT:
-        return {**none, "why_no_bounds": f"epsilon above {_BRACKET_LIMIT:g} takes too long"}
+    if value > BRACKET_LIMIT:
+        return {**none, "why_no_bounds": f"epsilon above {BRACKET_LIMIT:g} takes too long"}
     try:
         lower, upper = verify.pld_bracket(events, delta)
     except AccountingError as error:
@@ -274,6 +291,16 @@ def _agent_row(entry: Card) -> str:
         f"| {entry['agent']} | {rounded_up(numbers['value'])} | {entry['budget']['epsilon']:g} | "
         f"{bounds} | {entry['visits']} | {entry['visits_left']} | {entry['ledger_head'][:12]} |"
     )
+
+
+def _this_run_lines(spent: dict[str, float] | None, number: str) -> list[str]:
+    if spent is None:
+        return []
+    each = ", ".join(f"{agent} {rounded_up(value)}" for agent, value in spent.items())
+    return [
+        f"- The accounts outlive this run: every number here counts all runs that drew from them. "
+        f"Of this run alone, {number}: {each}."
+    ]
 
 
 def _attack_lines(bounds: dict[str, float] | None) -> list[str]:

@@ -18,6 +18,7 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,8 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from accounting.canonical import MAX_INTEGER, decode_strictly
+from accounting.errors import PlanError
 from privssl import durable
 from privssl.errors import RunFolderError
 
@@ -77,7 +80,7 @@ def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
     temporary = folder / f"{durable.TEMPORARY}{target.name}"
     files = _files(snapshot)
     with durable.writing(target):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_leftovers(folder)
         try:
             temporary.mkdir(mode=0o700)
@@ -185,6 +188,8 @@ def _outline(tree: StateTree, pointer: str, tensors: dict[str, Tensor]) -> Any:
         return {"tuple": [_outline(v, f"{pointer}/{i}", tensors) for i, v in enumerate(tree)]}
     if isinstance(tree, float) and not math.isfinite(tree):
         return {"float": repr(tree)}  # strict JSON has no infinity
+    if isinstance(tree, int) and abs(tree) > MAX_INTEGER:
+        return {"int": str(tree)}  # and no integer in which other readers lose digits
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     raise TypeError(f"{pointer or '/'} of a state tree is a {type(tree).__name__}")
@@ -244,27 +249,44 @@ def _candidates(folder: Path) -> list[str]:
 
 
 def _read(folder: Path) -> Snapshot:
-    about = _strict_json(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
     try:
+        about = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
         if about["format"] != FORMAT:
             raise _Damaged(f"format {about['format']!r}, this version reads {FORMAT}")
-        if f"round_{about['round']:05d}" != folder.name:
+        if type(about["round"]) is not int or f"round_{about['round']:05d}" != folder.name:
             raise _Damaged(f"snapshot.json is of round {about['round']}")
         trees = {name: _tree(folder / f"{name}.safetensors", about[name]) for name in TREES}
+        extra = _filled(about["extra"], {})
+        _check_kinds(trees["memories"], about["config_digest"], extra)
         return Snapshot(
             round=about["round"],
             state=trees["state"],
             memories=trees["memories"],
             config_digest=about["config_digest"],
-            extra=_filled(about["extra"], {}),
+            extra=extra,
         )
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except PlanError as error:
+        raise _Damaged(f"snapshot.json cannot be read ({error})") from error
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _Damaged(f"snapshot.json is not as written ({error!r})") from error
 
 
+def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
+    """Raise TypeError unless the parts are what :class:`Snapshot` says. What the state holds is
+    for its algorithm to know."""
+    tensors = [value for memory in memories.values() for value in memory.values()]
+    if not all(isinstance(value, Tensor) for value in tensors):
+        raise TypeError("an agent remembers something else than tensors")
+    if not isinstance(digest, str):
+        raise TypeError("config_digest is no text")
+    if not all(isinstance(value, str | int | float) for value in extra.values()):
+        raise TypeError("extra holds something else than texts and numbers")
+
+
 def _tree(path: Path, about: Mapping[str, Any]) -> Any:
-    data = _bytes(path, about["bytes"])
-    if hashlib.sha256(data).hexdigest() != about["sha256"]:
+    size = about["bytes"]
+    data = _bytes(path, size)
+    if len(data) != size or hashlib.sha256(data).hexdigest() != about["sha256"]:
         raise _Damaged(f"{path.name} does not match its checksum")
     try:
         tensors = safetensors.torch.load(data)
@@ -274,15 +296,18 @@ def _tree(path: Path, about: Mapping[str, Any]) -> Any:
 
 
 def _bytes(path: Path, limit: int) -> bytes:
-    """A file's content; never more than it should have, whatever lies there."""
+    """A file's content. Its true size is looked at first: a size that is only stated would
+    take memory before it is found to be a lie, and a pipe would block for ever."""
     try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):
+            raise _Damaged(f"{path.name} is not a regular file")
+        if about.st_size > limit:
+            raise _Damaged(f"{path.name} is longer than it was")
         with path.open("rb") as file:
-            data = file.read(limit + 1)
+            return file.read(about.st_size)
     except OSError as error:
         raise _Damaged(f"{path.name}: {error.strerror}") from error
-    if len(data) > limit:
-        raise _Damaged(f"{path.name} is longer than it was")
-    return data
 
 
 def _filled(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -300,20 +325,6 @@ def _filled(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tuple(_filled(item, tensors) for item in value)
     if kind == "float":
         return float(value)
+    if kind == "int":
+        return int(value)
     raise ValueError(f"unknown kind {kind!r}")
-
-
-def _strict_json(data: bytes) -> Any:
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a key is given twice")
-        return result
-
-    try:
-        return json.loads(data, parse_constant=refuse, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise _Damaged(f"snapshot.json cannot be read ({error})") from error

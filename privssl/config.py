@@ -59,7 +59,11 @@ class Config:
     @property
     def folder(self) -> Path:
         """The run folder: ``run.output``, or runs/NAME-SEED."""
-        return Path(self.run.output or f"runs/{self.run.name}-{self.run.seed}")
+        text = self.run.output or f"runs/{self.run.name}-{self.run.seed}"
+        try:
+            return Path(text).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"run.output is {text!r}: {error}. Write the path out") from None
 
 
 def load(

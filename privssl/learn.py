@@ -40,6 +40,15 @@ def draw_rows(held: int, count: int, rng: torch.Generator) -> Tensor:
     return torch.cat([torch.randperm(held, generator=rng) for _ in range(passes)])[:count]
 
 
+def epoch_batches(held: int, size: int, rng: torch.Generator) -> Iterator[Tensor]:
+    """Row numbers of one epoch, shuffled, in batches of ``size``; a short last one is kept.
+
+    Args:
+        held: rows that the agent has, >= 0; none give no batch.
+    """
+    return iter(torch.split(torch.randperm(held, generator=rng), size)) if held else iter(())
+
+
 @dataclass(frozen=True)
 class AdamGroup:
     """One network and how its parameters are stepped."""

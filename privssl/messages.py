@@ -3,21 +3,43 @@
 A message class stands at the top of its algorithm's file, so a reader sees what travels
 before anything else. This module has what all of them share: the two ways of sending nothing,
 the reply, the average that a server takes, and the bytes that a network would carry.
+
+Who sends may mean harm. Bytes become the message that was asked for, with finite numbers in its
+tensors, or a ``MessageError``; an average is taken only of weights of one form.
 """
 
 import dataclasses
 import json
+import math
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from accounting.canonical import decode_strictly
+from accounting.errors import PlanError
 from privssl.agents import AgentRef, natural_order
+from privssl.errors import UserError
 
 StateDict = Mapping[str, Tensor]
+
+MAX_HEADER_BYTES = 2**24  # names and shapes of the tensors of one message
+#: Of what a message's tensors may be made; safetensors knows more, for which torch lacks maths.
+DTYPES = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    }
+)
+
+
+class MessageError(UserError):
+    """What another party sent is not the message that was asked for, or cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +107,20 @@ def average(
         name: field of the message, a StateDict or None (not sent).
         otherwise: the answer when nobody sent it. Required: the caller must decide what an
             empty round means.
-        weight: share of a reply, >= 0. All zero counts as nobody.
+        weight: share of a reply, >= 0 and finite. All zero counts as nobody.
+
+    Raises:
+        MessageError: a share is negative or not finite, or weights have other names, shapes or
+            types than those of another sender: by broadcasting or a wider type one sender
+            could otherwise take over the mean.
     """
     spoke = [r for r in replies if not r.silent and getattr(r.said, name) is not None]
+    for reply in spoke:
+        if not (math.isfinite(weight(reply)) and weight(reply) >= 0):
+            raise MessageError(
+                f"{reply.sender.id} has the share {weight(reply)} in the average of {name}: it "
+                "must be a number >= 0. Leave this agent out"
+            )
     spoke = [r for r in spoke if weight(r) > 0]
     if not spoke:
         return otherwise
@@ -95,6 +128,8 @@ def average(
     total = sum(weight(r) for r in spoke)
     shares = [weight(r) / total for r in spoke]
     first: StateDict = getattr(spoke[0].said, name)
+    for reply in spoke:
+        _check_weights(reply, name, spoke[0])
     mean = {}
     for key, like in first.items():
         # float64: a sum over many agents must not lose what a single one changed
@@ -103,6 +138,29 @@ def average(
             wide.add_(getattr(reply.said, name)[key].double(), alpha=share)
         mean[key] = (wide if like.is_floating_point() else wide.round()).to(like.dtype)
     return mean
+
+
+def _check_weights(reply: Reply[Any], name: str, first: Reply[Any]) -> None:
+    """Raise MessageError unless a reply's weights are of the form of the first's."""
+    mine, like = getattr(reply.said, name), getattr(first.said, name)
+    for key in sorted(mine.keys() | like.keys()):
+        here, there = (_form(weights, key) for weights in (mine, like))
+        if here != there:
+            raise MessageError(
+                f"{reply.sender.id} and {first.sender.id} sent {name} in unlike forms: {key} is "
+                f"{here} here and {there} there. Leave the agent with the wrong one out"
+            )
+
+
+def _form(weights: StateDict, key: str) -> str:
+    """Type and shape of a tensor in words.
+
+    >>> _form({"w": torch.ones(2, 3)}, "w"), _form({}, "w")
+    ('float32 [2, 3]', 'absent')
+    """
+    if key not in weights:
+        return "absent"
+    return f"{str(weights[key].dtype).removeprefix('torch.')} {list(weights[key].shape)}"
 
 
 def payload_bytes(message: Message) -> int:
@@ -133,11 +191,13 @@ def pack(message: Message) -> bytes:
         elif isinstance(value, Mapping):
             plain[name] = {"state_dict": list(value)}
             tensors |= {f"{name}/{key}": _own_copy(tensor) for key, tensor in value.items()}
+        elif isinstance(value, float) and not math.isfinite(value):
+            plain[name] = {"float": repr(value)}  # strict JSON has no infinity
         elif isinstance(value, _SCALARS):
             plain[name] = value
         else:
             raise TypeError(f"{type(message).__name__}.{name} is a {type(value).__name__}")
-    return safetensors.torch.save(tensors, {"fields": json.dumps(plain)})
+    return safetensors.torch.save(tensors, {"fields": json.dumps(plain, allow_nan=False)})
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
@@ -146,17 +206,71 @@ def _own_copy(tensor: Tensor) -> Tensor:
 
 
 def unpack(kind: type[M], data: bytes) -> M:
-    """Bytes to a message of the given class. Nothing in the bytes chooses what is built."""
-    header_size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + header_size])
-    plain = json.loads(header["__metadata__"]["fields"])
-    tensors = safetensors.torch.load(data)
+    """Bytes to a message of the given class. Nothing in the bytes chooses what is built.
+
+    Fields that the class does not have are left lying. Memory is taken for bytes that are there,
+    never for a size that is only stated.
+
+    Raises:
+        MessageError: the bytes are not what ``pack`` writes, a field is missing or of another
+            type than the class declares, or a tensor is of no usual type or not finite. The text
+            holds names and types, no values.
+    """
+    plain, tensors = _opened(data)
+    allowed = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(kind):
-        value = plain.get(spec.name)
-        if isinstance(value, dict):
-            value = {key: tensors[f"{spec.name}/{key}"] for key in value["state_dict"]}
-        elif spec.name in tensors:
-            value = tensors[spec.name]
+        try:
+            value = _value(spec.name, plain, tensors)
+        except (LookupError, TypeError, ValueError, AttributeError):
+            raise MessageError(f"{kind.__name__}.{spec.name} is missing or damaged") from None
+        if not _fits(value, allowed[spec.name]):
+            raise MessageError(f"{kind.__name__}.{spec.name} came as a {type(value).__name__}")
+        _check_numbers(f"{kind.__name__}.{spec.name}", value)
         values[spec.name] = value
     return kind(**values)
+
+
+def _opened(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The numbers and the tensors in the bytes of a message, by name."""
+    size = int.from_bytes(data[:8], "little")
+    if not 0 < size <= min(MAX_HEADER_BYTES, len(data) - 8):
+        raise MessageError(f"not a message: it states a header of {size} bytes")
+    try:
+        header = decode_strictly(data[8 : 8 + size])
+        plain = decode_strictly(header["__metadata__"]["fields"].encode())
+        return plain, safetensors.torch.load(data)
+    except (PlanError, SafetensorError, LookupError, TypeError, AttributeError) as error:
+        raise MessageError(f"not a message: {error}") from None
+
+
+def _value(name: str, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    """What the bytes say of one field. LookupError: nothing."""
+    value = plain[name] if name in plain else tensors[name]
+    if not isinstance(value, dict):
+        return value
+    [(what, inner)] = value.items()
+    if what == "float":
+        return float(inner)
+    return {key: tensors[f"{name}/{key}"] for key in {"state_dict": inner}[what]}
+
+
+def _check_numbers(field: str, value: Any) -> None:
+    """Raise MessageError where a field's tensors are of no usual type, or not finite."""
+    tensors = list(value.values()) if isinstance(value, dict) else [value]
+    for tensor in (item for item in tensors if isinstance(item, Tensor)):
+        if tensor.dtype not in DTYPES:
+            raise MessageError(f"{field} has a tensor of {tensor.dtype}")
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise MessageError(
+                f"{field} has numbers that are not finite. Its sender's training diverged (lower "
+                "the learning rate), or it means harm (leave it out)"
+            )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a field's declared type; a whole number does for a float."""
+    kinds = (hint,) if hint == StateDict else typing.get_args(hint) or (hint,)
+    if isinstance(value, dict):
+        return StateDict in kinds
+    return type(value) in kinds or (type(value) is int and float in kinds)

@@ -5,7 +5,7 @@ that is missing or cannot be split, a device that is not there, a privacy plan t
 fits, a delta that would allow a whole row of the largest agent to be published.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,13 @@ import torch
 
 from accounting.budget import Budget
 from accounting.plan import AccountPlan
+from accounting.registry import shared_rows
 from privssl import data, models
-from privssl.agents import Agent
+from privssl.agents import Agent, LabelledRows
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, Task
 from privssl.config import Config
-from privssl.errors import ConfigError, DataError
+from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.privacy import PrivatePlan, make_plan
 from privssl.settings import PrivacySettings
 
@@ -62,6 +63,8 @@ def prepare(config: Config) -> Prepared:
             rounds=config.algorithm.rounds,
             rows_per_agent=config.data.labelled / len(holders),
         )
+        if plan.visits:
+            _refuse_shared_rows(holders)
     promises = _promises(plan, config.privacy, holders)
     algorithm = kind(config.algorithm, task, plan)
     if plan is not None:
@@ -92,7 +95,8 @@ def _promises(
     return {
         agent.id: AccountPlan(
             agent=agent.id,
-            budget=Budget(privacy.epsilon, privacy.delta),
+            # Accounts of this run alone promise what the run may spend.
+            budget=Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta),
             scope=plan.scope,
             update=plan.update,
             protect=plan.protect,
@@ -103,6 +107,21 @@ def _promises(
         )
         for agent in agents
     }
+
+
+def _refuse_shared_rows(holders: tuple[Agent, ...]) -> None:
+    """A record under two accounts would have two budgets."""
+    for one, other, rows in shared_rows({a.id: row_contents(a.labelled) for a in holders}):
+        raise PrivacyError(
+            f"{rows} labelled rows of {one} are rows of {other} as well, so that one record would "
+            f"have two budgets. Remove doubled rows from the data"
+        )
+
+
+def row_contents(rows: LabelledRows) -> Iterator[bytes]:
+    """The content of each row, without its label: what makes it the same row elsewhere."""
+    about = f"{rows.x.dtype} {tuple(rows.x.shape[1:])} ".encode()
+    return (about + row.tobytes() for row in rows.x.cpu().numpy())
 
 
 def _device(name: str) -> torch.device:

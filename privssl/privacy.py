@@ -154,7 +154,17 @@ class PrivateTraining:
     """Trains networks on an agent's rows under a plan. One object is one visit."""
 
     def __init__(self, plan: PrivatePlan, networks: Mapping[str, nn.Module]) -> None:
-        """``networks``: the protected ones; frozen ones belong to the row loss."""
+        """``networks``: the protected ones; frozen ones belong to the row loss.
+
+        Raises:
+            PrivacyError: one of them has buffers, which would be sent and are never noisy.
+        """
+        moving = [name for name, net in networks.items() if any(True for _ in net.buffers())]
+        if moving:
+            raise PrivacyError(
+                f"{', '.join(moving)} cannot be protected: what it keeps beside its parameters "
+                "(buffers) would be sent without noise"
+            )
         self._plan = plan
         self._networks = networks
         parameters = [p for net in networks.values() for p in net.parameters()]

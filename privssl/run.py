@@ -26,11 +26,15 @@ from privssl.algorithms.base import Algorithm, Phase
 from privssl.card import guarantee_sentence, privacy_card, render_markdown
 from privssl.checkpoint import Snapshot
 from privssl.engines.local import LocalEngine
+from privssl.errors import RunFolderError
 from privssl.evaluate import Oracle, accuracy
 from privssl.learn import network_input
 from privssl.prepare import Prepared
 from privssl.run_folder import (
+    LEDGER_HEAD,
     LEDGER_SEQ,
+    RUN_ID,
+    copy_ledgers,
     opened_accounts,
     releases,
     write_text,
@@ -113,7 +117,13 @@ class Run:
         self._engine.restore(snapshot.memories)
         known = {f.name for f in dataclasses.fields(Progress)}
         progress = Progress(**{k: v for k, v in snapshot.extra.items() if k in known})  # type: ignore[arg-type]
-        state = self._algorithm.StateType(**snapshot.state)  # type: ignore[arg-type]
+        try:
+            state = self._algorithm.StateType(**snapshot.state)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise RunFolderError(
+                f"{self._folder}: its checkpoint is not one of this algorithm ({error}). It was "
+                "written by another version; start a new run"
+            ) from None
         self._kept = Kept(state, snapshot.memories, progress)
         log.info("Goes on after round %d", progress.round)
 
@@ -224,11 +234,12 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint of the last finished round."""
         kept, folder = self._kept, self._folder / "checkpoints"
-        seqs = {
-            LEDGER_SEQ + a.id: a.account.seq
-            for a in self._prepared.labelled_agents
-            if a.account is not None
-        }
+        paid: dict[str, str | int] = {}  # what the accounts must remember too
+        for agent in self._prepared.labelled_agents:
+            if agent.account is not None:
+                paid[LEDGER_SEQ + agent.id] = agent.account.seq
+                paid[LEDGER_HEAD + agent.id] = agent.account.head
+                paid[RUN_ID] = agent.account.run
         checkpoint.save(
             folder,
             Snapshot(
@@ -236,7 +247,7 @@ class Run:
                 state=vars(kept.state),
                 memories=kept.memories,
                 config_digest=self._digest,
-                extra={**dataclasses.asdict(kept.progress), **seqs},
+                extra={**dataclasses.asdict(kept.progress), **paid},
             ),
         )
         if kept.progress.saved_best_round == kept.progress.round > 0:
@@ -256,6 +267,7 @@ class Run:
             checkpoint.save_weights(self._folder / "classifier.safetensors", weights)
         card = self._card()
         if card is not None:
+            copy_ledgers(self._prepared, self._folder)
             write_text(self._folder / "privacy.json", json.dumps(card, indent=2) + "\n")
             write_text(self._folder / "privacy.md", render_markdown(card))
         results = self._results(status, card)
@@ -300,13 +312,16 @@ class Run:
         if plan is None or privacy is None:
             return None
         accounts = [a.account for a in self._prepared.labelled_agents if a.account is not None]
+        task = self._prepared.algorithm.task
         return privacy_card(
             [(a.agent, a.plan, a.events, a.head) for a in accounts],
             scope=plan.scope,
             delta=privacy.delta,
-            releases=releases(plan),
+            releases=releases(plan, self._config),
             algorithm=self._config.algorithm.name,
             dataset=self._config.data.name,
+            task=(task.classes, task.shape),
+            this_run={a.agent: a.spent_by_run() for a in accounts} if privacy.ledger else None,
         )
 
 

@@ -17,20 +17,27 @@ from typing import Any
 
 import yaml
 
-from accounting.ledger import Account
+from accounting import registry
+from accounting.errors import LedgerError
+from accounting.journal import read_content
+from accounting.ledger import Account, read_journal
+from accounting.plan import refuse_change
 from privssl import config as configs
 from privssl import durable
 from privssl.card import Release, guarantee_sentence
 from privssl.checkpoint import Snapshot
 from privssl.config import Config
 from privssl.errors import RunFolderError
-from privssl.prepare import Prepared
+from privssl.prepare import Prepared, row_contents
 from privssl.privacy import PrivatePlan
 
 log = logging.getLogger("privssl")
 
-#: With the agent's id, the key under which a checkpoint remembers the length of a ledger.
+#: With the agent's id, the keys under which a checkpoint remembers a ledger's length and last hash.
 LEDGER_SEQ = "ledger_seq/"
+LEDGER_HEAD = "ledger_head/"
+#: The key under which a checkpoint remembers the name by which accounts know its run.
+RUN_ID = "run_id"
 
 #: Everything that a run may write into its folder. What holds anything else is not replaced.
 CONTENTS = frozenset(
@@ -58,12 +65,14 @@ def created(prepared: Prepared) -> Iterator[Path]:
         RunFolderError: it exists and may not be replaced, or cannot be made.
     """
     run = prepared.config.run
-    folder = prepared.config.folder.expanduser()
+    folder = prepared.config.folder
     entries = _entries(folder)
     if entries:
         _refuse_what_is_not_ours(folder, entries)
         if not run.overwrite:
             raise RunFolderError(_in_the_way(folder))
+    _check_lasting_accounts(prepared)
+    if entries:
         with locked(folder):
             _remove(folder)
     try:
@@ -218,6 +227,41 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 # Accounts -----------------------------------------------------------------------------------
 
 
+def _check_lasting_accounts(prepared: Prepared) -> None:
+    """Refuse, before a run folder is made or replaced, what accounts that outlive it would refuse.
+
+    Raises:
+        RunFolderError: the accounts would lie in the folder of a run, and go with it.
+        accounting.errors.AccountingError: an account is damaged, or does not go with the config.
+    """
+    if prepared.config.privacy is None or not prepared.config.privacy.ledger:
+        return
+    own = prepared.config.folder.resolve()
+    ledger = ledger_of(prepared.config, own)
+    for outer in (ledger.resolve(), *ledger.resolve().parents):
+        if outer == own or (outer / "split.json").exists():
+            raise RunFolderError(
+                f"privacy.ledger {ledger} is in {outer}, the folder of a run, and would go with it "
+                "when it is replaced. Give a folder outside of all runs"
+            )
+    for name, promise in prepared.promises.items():
+        path = ledger / f"{name}.jsonl"
+        if path.exists():
+            journal = read_journal(path)
+            if journal.problems:
+                raise LedgerError(f"{path}: {journal.problems[0]}. Put the true journal back.")
+            refuse_change(journal.plan, promise)
+    _claim_rows(prepared, ledger, only_check=True)
+
+
+def _claim_rows(prepared: Prepared, ledger: Path, *, only_check: bool) -> None:
+    if prepared.plan is not None and prepared.plan.visits:
+        for name in prepared.promises:
+            registry.refuse_lost_journal(ledger, name)
+        rows = {a.id: row_contents(a.labelled) for a in prepared.labelled_agents}
+        registry.claim(ledger, rows, only_check=only_check)
+
+
 @contextmanager
 def opened_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -> Iterator[None]:
     """Give every agent with labels its account; inside, no other process has them.
@@ -226,30 +270,77 @@ def opened_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None)
         snapshot: of the run that goes on. A journal that ends before it was cut, and is refused.
 
     Raises:
-        accounting.errors.LedgerError: a journal is missing, damaged, cut, or in use.
+        accounting.errors.LedgerError: a journal is missing, damaged, cut, or in use, or a row has
+            an account under another agent's name.
     """
-    holders = {agent.id: agent for agent in prepared.labelled_agents}
+    holders, privacy = {a.id: a for a in prepared.labelled_agents}, prepared.config.privacy
+    ledger = ledger_of(prepared.config, folder)
+    outlives = privacy is not None and bool(privacy.ledger)
+    known = {} if snapshot is None else snapshot.extra
+    run = str(known.get(RUN_ID, os.urandom(8).hex()))
+    if outlives:
+        _claim_rows(prepared, ledger, only_check=False)
     with ExitStack() as stack:
         for name, promise in prepared.promises.items():
-            path = folder / "ledger" / f"{name}.jsonl"
-            seq = None if snapshot is None else snapshot.extra.get(LEDGER_SEQ + name)
-            resume = seq is not None or (snapshot is not None and path.exists())
-            account = Account.open(path, promise, resume=resume, minimum_seq=int(seq or 0))
+            assert privacy is not None  # who promises has a privacy section
+            path, seq = ledger / f"{name}.jsonl", known.get(LEDGER_SEQ + name)
+            resume = seq is not None or ((snapshot is not None or outlives) and path.exists())
+            account = Account.open(
+                path, promise, resume=resume, minimum_seq=int(seq or 0),
+                minimum_head=str(known.get(LEDGER_HEAD + name, "")),
+                run=run, run_epsilon=privacy.epsilon,
+            )  # fmt: skip
             stack.callback(account.close)
             holders[name].account = account
         yield
 
 
-def releases(plan: PrivatePlan) -> list[Release]:
-    """Every network that leaves a support agent: name, covered or not, why."""
+def ledger_of(config: Config, folder: Path) -> Path:
+    """Where the journals of a run's agents are: its own, or those that outlive it."""
+    named = "" if config.privacy is None else config.privacy.ledger
+    return Path(named).expanduser() if named else folder / "ledger"
+
+
+def copy_ledgers(prepared: Prepared, folder: Path) -> None:
+    """Put a copy of journals that outlive the run into its folder, for whoever audits the run."""
+    ledger, own = ledger_of(prepared.config, folder), folder / "ledger"
+    if ledger == own:
+        return
+    with durable.writing(own):
+        own.mkdir(mode=0o700, exist_ok=True)
+    for name in prepared.promises:
+        path = own / f"{name}.jsonl"
+        with durable.writing(path):
+            durable.replace(path, read_content(ledger / path.name))
+
+
+def releases(plan: PrivatePlan, config: Config) -> list[Release]:
+    """Everything that leaves a support agent: name, covered or not, why."""
     plainly = [name for name in plan.update if name not in plan.protect]
     if not plainly:
-        return [
+        sent: list[Release] = [
             (name, "covered", "trained by DP-SGD under the agent's account")
             for name in plan.protect
         ]
-    through = f"noise was added, but its gradients flow through unprotected {', '.join(plainly)}"
-    without = "trained on labelled rows without noise"
+    else:
+        through = (
+            f"noise was added, but its gradients flow through unprotected {', '.join(plainly)}"
+        )
+        without = "trained on labelled rows without noise"
+        sent = [
+            (name, "not covered", through if name in plan.protect else without)
+            for name in plan.update
+        ]
+    if config.data.labels == "labels-at-client":
+        why = "trained on the agent's unlabelled rows, from what the server sent; reads no label"
+        sent.append(("networks of its query pass", "post-processing", why))
     return [
-        (name, "not covered", through if name in plan.protect else without) for name in plan.update
+        *sent,
+        ("its weight in the average", "post-processing", "the constant 1, not a number of rows"),
+        (
+            "that it declines, when its budget is spent",
+            "post-processing",
+            "follows from the public plan and from how often it was visited, not from rows",
+        ),
+        ("when it answers", "not covered", "time is a side channel"),
     ]

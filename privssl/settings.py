@@ -127,6 +127,8 @@ class PrivacySettings:
     views: Positive = 1  # augmented views of a row, averaged inside the row before clipping
     acknowledge_unsound: bool = False  # needed by the published scope
     record_counts: Literal["public", "private"] = "public"
+    ledger: str = ""  # a folder of accounts that outlive the run; empty: RUN/ledger, this run's own
+    ledger_epsilon: float | None = None  # budget of each account there, over all runs together
 
     @property
     def scope(self) -> Literal["sound", "as_published"]:
@@ -153,7 +155,23 @@ class PrivacySettings:
             yield Problem("sample_rate", f"{self.sample_rate}: it is a probability in (0, 1]")
         if not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
             yield Problem("clip_norm", f"{self.clip_norm}: give a number > 0")
+        yield from self._ledger_problems()
         yield from self._scope_problems()
+
+    def _ledger_problems(self) -> Iterator[Problem]:
+        total = self.ledger_epsilon
+        if bool(self.ledger) != (total is not None):
+            yield Problem(
+                "ledger_epsilon" if self.ledger else "ledger",
+                "missing: ledger names the folder of accounts that outlive the run, "
+                "ledger_epsilon their budget over all runs; give both or neither",
+            )
+        elif total is not None and not (math.isfinite(total) and total >= self.epsilon):
+            yield Problem(
+                "ledger_epsilon",
+                f"{total}: it is the budget of all runs together, so at least epsilon "
+                f"({self.epsilon:g}), what this run may spend of it",
+            )
 
     def _scope_problems(self) -> Iterator[Problem]:
         for key in ("update_at_support", "protect"):

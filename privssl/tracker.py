@@ -60,6 +60,7 @@ class TensorBoardTracker:
         self._folder = folder
         purge = None if resume_after is None else resume_after + 1
         with durable.writing(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             writer: Any = SummaryWriter(str(folder), purge_step=purge)
             self._writer = writer
 

@@ -212,12 +212,16 @@ def _describe(prepared: Any, console: Console) -> None:
     console.print(configs.to_yaml(prepared.config), markup=False)
     table = Table("agent", "role", "labelled", "unlabelled", "classes")
     names = prepared.federation.dataset.class_names
+    privacy = prepared.config.privacy
+    hidden = privacy is not None and privacy.record_counts == "private"
     for agent in prepared.federation.agents:
         labelled, unlabelled = agent.held_labelled, agent.held_unlabelled
         # Which classes a support agent has is part of what a claim protects.
         shown = labelled is not None and prepared.plan is None
         classes = [names[c] for c in labelled.y.unique().tolist()] if shown else []
-        counts = ("-" if rows is None else str(len(rows)) for rows in (labelled, unlabelled))
+        counts = ["-" if rows is None else str(len(rows)) for rows in (labelled, unlabelled)]
+        if labelled is not None and hidden:
+            counts[0] = "private"
         table.add_row(agent.id, agent.role, *counts, " ".join(classes) or "unknown")
     console.print(table)
     if prepared.plan is None:

@@ -43,7 +43,7 @@ FORBIDDEN = {
         *("privacy", "pseudo", "seeds", "settings"),
     )
 }
-EXCEPTIONS = {"privssl.algorithms": ("privssl.data.augment",)}
+EXCEPTIONS = {"privssl.algorithms": ("privssl.data.augment", "privssl.data.rand_augment")}
 
 # Reading a file must not run code from it, and an import must be visible to the rules above.
 UNSAFE = (

@@ -106,7 +106,7 @@ def test_the_claim_is_the_agent_that_spent_most_and_never_a_sum() -> None:
     three, one = epsilon([VISIT] * 3, 1e-5), epsilon([VISIT], 1e-5)
     assert [entry["epsilon"]["value"] for entry in card["agents"]] == pytest.approx([three, one])
     assert card["guarantee"]["epsilon"] == card["epsilon"]["overall"] == pytest.approx(three)
-    assert card["guarantee"]["covers"] == ["F", "row count"]
+    assert card["guarantee"]["covers"] == ["F"]  # what needs no cover is not named
     assert card["epsilon"]["person_across_agents"] == pytest.approx(epsilon([VISIT] * 4, 1e-5))
     assert card["epsilon"]["paper_sum"] == pytest.approx(4 * one)
     assert card["nominal_epsilon"] is None
@@ -425,7 +425,60 @@ def test_a_folder_that_cannot_be_audited_is_the_users_mistake_in_words(
     assert "Traceback" not in shown.err + shown.out
 
 
-def test_the_command_runs_as_a_module_and_offers_no_flag_it_does_not_have(tmp_path: Path) -> None:
+def visits_after_the_card(run: Path, count: int, status: str | None) -> dict[str, Any]:
+    """A run whose first agent was charged for more visits when its card was written already."""
+    card = write_run(run, {"s0": 3, "s1": 3})
+    account = Account.open(run / "ledger" / "s0.jsonl", plan("s0"), resume=True)
+    for number in range(count):
+        with account.spend(VISIT, visit=f"later {number}"):
+            pass
+    account.close()
+    if status is not None:
+        (run / "results.json").write_text(json.dumps({"status": status}))
+    return card
+
+
+@pytest.mark.parametrize("status", ["interrupted", None])  # None: stopped before its results
+def test_a_stopped_run_with_visits_after_its_card_is_inconclusive_and_should_be_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], status: str | None
+) -> None:
+    visits_after_the_card(tmp_path, 2, status)
+    assert main([str(tmp_path)]) == 3
+    shown = " ".join(capsys.readouterr().out.split())
+    all_of_them = epsilon([VISIT] * 5, 1e-5)
+    assert f"after the card was written; all of them cost epsilon {all_of_them:.6f}" in shown
+    assert "Resume the run: it writes a new card" in shown
+    assert "INCONCLUSIVE" in shown
+
+
+@pytest.mark.parametrize("status", ["finished", "budget_exhausted"])
+def test_a_finished_run_with_visits_after_its_card_is_violated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], status: str
+) -> None:
+    visits_after_the_card(tmp_path, 2, status)
+    assert main([str(tmp_path)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "violated: s0: 2 visits were charged after the card was written" in shown
+    assert "Resume" not in shown
+
+
+@pytest.mark.parametrize("status", ["finished", "interrupted", None])
+def test_without_a_visit_after_the_card_it_does_not_matter_how_the_run_ended(
+    tmp_path: Path, status: str | None
+) -> None:
+    visits_after_the_card(tmp_path, 0, status)
+    assert main([str(tmp_path)]) == 0
+
+
+def test_a_stopped_run_may_not_lie_about_what_it_knew(tmp_path: Path) -> None:
+    # The card is held against the ledger as it was, not excused because the run goes on.
+    card = visits_after_the_card(tmp_path, 2, "interrupted")
+    lower_everything(card)
+    write_card(tmp_path, card)
+    assert main([str(tmp_path)]) == 1
+
+
+def test_the_command_runs_as_a_module(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "privssl.audit", str(tmp_path), "--empirical"],
         cwd=Path(__file__).parents[1],
@@ -434,7 +487,18 @@ def test_the_command_runs_as_a_module_and_offers_no_flag_it_does_not_have(tmp_pa
         check=False,
     )
     assert run.returncode == 2
-    assert "unrecognized arguments: --empirical" in run.stderr
+    assert "not the folder of a run" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("flags", [["--prove-it"], ["--dp-event", "--json"]])
+def test_the_command_offers_no_flag_it_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path), *flags])
+    assert ended.value.code == 2
+    assert flags[-1] in capsys.readouterr().err
 
 
 def test_a_guarantee_needs_known_neighbours() -> None:

@@ -238,7 +238,7 @@ def test_a_budget_that_is_no_promise_is_refused(numbers: Any) -> None:
 def test_a_new_plan_keeps_the_old_charges(path: Path) -> None:
     spend_three_visits(path)
     quieter = replace(VISIT, noise_multiplier=16.0)
-    account = Account.open(path, plan(event=quieter, budget=Budget(5.0, 1e-5)), resume=True)
+    account = Account.open(path, plan(event=quieter, budget=Budget(3.9, 1e-5)), resume=True)
     visit(account, 10, quieter)
     expected = epsilon([VISIT, VISIT, VISIT, quieter], 1e-5)
     assert account.spent() == pytest.approx(expected)
@@ -326,6 +326,21 @@ def test_a_journal_older_than_the_checkpoint_is_refused(path: Path) -> None:
     assert read_journal(path).problems == []  # the chain alone cannot tell
     with pytest.raises(LedgerError, match="rolled back"):
         reopened(path, minimum_seq=remembered)
+
+
+def test_a_journal_that_was_cut_and_written_on_is_refused_by_the_hash_that_is_remembered(
+    path: Path,
+) -> None:
+    spend_three_visits(path)
+    journal = read_journal(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-2]))  # the last visit is cut off ...
+    account = reopened(path)
+    visit(account, 9, replace(VISIT, steps=1))  # ... and a cheaper one takes its place
+    account.close()
+    reopened(path, minimum_seq=journal.seq).close()  # as long as before: the length cannot tell
+    with pytest.raises(LedgerError, match="cut and written on"):
+        reopened(path, minimum_seq=journal.seq, minimum_head=journal.head)
 
 
 # --- tampering ---------------------------------------------------------------------------------

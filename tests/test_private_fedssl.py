@@ -1,7 +1,7 @@
 """FedSSL-DP from config to claim: what docs/privacy.md promises of a run.
 
-Budgets, what a support agent sends and does not send, randomness that no seed reaches, and runs
-that are killed. The killed ones are processes of their own, and die of SIGKILL.
+Budgets, what a support agent sends and does not send, and randomness that no seed reaches. Runs
+that are killed are in test_kill_matrix.py.
 """
 
 import contextlib
@@ -9,10 +9,6 @@ import csv
 import dataclasses
 import json
 import math
-import multiprocessing
-import os
-import signal
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,7 @@ from torch import Tensor
 from accounting.accountants import epsilon
 from accounting.events import SampledGaussian
 from accounting.ledger import Account, read_journal
-from privssl import checkpoint, config, durable, pictures, privacy, run, train
+from privssl import config, pictures, privacy, run, train
 from privssl.agents import Agent, LabelledRows
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Context
@@ -489,189 +485,6 @@ def test_with_private_counts_a_row_more_leaves_the_draws_of_all_others_as_they_w
 def test_rows_beyond_the_first_chunk_have_draws_of_their_own(
     configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("privssl.algorithms.fedssl.CHUNK", 4)
+    monkeypatch.setattr("privssl.algorithms.gmixup.CHUNK", 4)
     fields = _fields_of_one_step(configured, tmp_path / "1", "public", slice(None))
     assert len({row["z"].numpy().tobytes() for row in fields.values()}) == 12
-
-
-# Killed runs ------------------------------------------------------------------------------------
-
-ROUNDS = 2  # with two visits each
-KILLED_IN_VISIT = 4  # s1 in round 2, so that a checkpoint of round 1 exists
-POINTS = (
-    "before the reserve", "within the reserve", "after the reserve", "before the first gradient",
-    "between two steps", "after the noise", "before the settle", "after the settle",
-    "before the checkpoint", "within the checkpoint", "after the checkpoint", "before the results",
-)  # fmt: skip
-
-
-def die(*_: object, **__: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def nth(number: int, action: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
-    """``real``, but the call of this number goes to ``action``."""
-    calls = iter(range(1, 10**9))
-    return lambda *given, **named: (action if next(calls) == number else real)(*given, **named)
-
-
-def and_then_die(real: Callable[..., Any]) -> Callable[..., Any]:
-    def act(*given: Any, **named: Any) -> None:
-        real(*given, **named)
-        die()
-
-    return act
-
-
-def plant(point: str) -> None:
-    """Arrange for this process to die at a point of the fourth visit, or soon after it."""
-    from accounting import journal
-
-    def on_append(kind: str, action: Callable[..., Any]) -> None:
-        real = journal.JournalFile.append
-        special = nth(KILLED_IN_VISIT, action, real)
-
-        def append(self: Any, record: Any) -> Any:
-            return (special if record["type"] == kind else real)(self, record)
-
-        journal.JournalFile.append = append  # type: ignore[method-assign]
-
-    def half_a_line(self: Any, record: Any) -> None:
-        os.write(self._file, b'{"type": "res')
-        die()
-
-    append, save = journal.JournalFile.append, checkpoint.save
-    gradients, noise = privacy.per_row_gradients, privacy._OSNoise.add_noise
-    first_step, second_step = 2 * KILLED_IN_VISIT - 1, 2 * KILLED_IN_VISIT
-    if point.endswith("the reserve"):
-        actions = {"before": die, "within": half_a_line, "after": and_then_die(append)}
-        on_append("reserve", actions[point.split()[0]])
-    elif point.endswith("the settle"):
-        on_append("settle", die if point.startswith("before") else and_then_die(append))
-    elif point.endswith("the checkpoint"):  # the third: of round 0, 1 and 2
-        if point.startswith("within"):  # each has three files
-            durable.write_new = nth(8, and_then_die(durable.write_new), durable.write_new)
-        else:
-            checkpoint.save = nth(
-                3, die if point.startswith("before") else and_then_die(save), save
-            )
-    elif point == "before the results":
-        run.Run.conclude = die  # type: ignore[method-assign]
-    elif point == "after the noise":
-        privacy._OSNoise.add_noise = nth(first_step, and_then_die(noise), noise)  # type: ignore
-    else:
-        step = first_step if point == "before the first gradient" else second_step
-        privacy.per_row_gradients = nth(step, die, gradients)
-
-
-def observe(path: Path) -> None:
-    """Write down, before it can be released, whose rows are read and what noise is drawn."""
-    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    read, normal = FedSSL._train_privately, privacy.os_normal
-
-    def reads(self: Any, agent: Any, *given: Any) -> Any:
-        os.write(log, f"read {agent.id}\n".encode())
-        return read(self, agent, *given)
-
-    def draws(count: int) -> np.ndarray:
-        numbers = normal(count)
-        os.write(log, f"noise {numbers[0].hex()}\n".encode())
-        return numbers
-
-    FedSSL._train_privately = reads  # type: ignore[method-assign, assignment]
-    privacy.os_normal = draws
-
-
-def charge_late() -> None:
-    """The bug that the ledger exists to prevent: rows are read first and paid for afterwards."""
-    real = Account.spend
-
-    @contextlib.contextmanager
-    def spend(self: Account, event: Any, visit: str) -> Iterator[None]:
-        yield
-        with real(self, event, visit):
-            pass
-
-    Account.spend = spend  # type: ignore[method-assign]
-
-
-def drive(folder: Path, path: Path, point: str, late: bool) -> None:
-    """The life of one process: begin a run or go on with it, to the end or until it is killed."""
-    torch.set_num_threads(1)
-    observe(folder / "observed.txt")
-    if point:
-        plant(point)
-    if late:
-        charge_late()
-    # Epsilon of full batches is a formula and takes no time.
-    chosen = config.load(path, [f"algorithm.rounds={ROUNDS}", "privacy.sample_rate=1.0"])
-    snapshot = None
-    if (folder / "checkpoints").exists():
-        snapshot = checkpoint.load(folder / "checkpoints", config.digest(chosen))
-    run.execute(prepare(chosen), folder, list, snapshot)
-
-
-@pytest.fixture
-def process(tmp_path: Path) -> Callable[..., int | None]:
-    """Runs ``drive`` in a process of its own and returns its exit code."""
-    # A server that has imported everything and started no thread makes the processes.
-    maker = multiprocessing.get_context("forkserver")
-    maker.set_forkserver_preload(["pytest", "privssl.run", "privssl.train", "torch._dynamo"])
-    path, folder = tmp_path / "tiny.yaml", tmp_path / "run"
-    path.write_text(PRIVATE)
-    folder.mkdir()
-
-    def start(point: str = "", late: bool = False) -> int | None:
-        child = maker.Process(target=drive, args=(folder, path, point, late))
-        child.start()
-        child.join(120)
-        return child.exitcode
-
-    return start
-
-
-def observed(folder: Path, kind: str) -> list[str]:
-    lines = (folder / "observed.txt").read_text().splitlines()
-    return [line.split()[1] for line in lines if line.startswith(kind)]
-
-
-def everything_is_paid_for(folder: Path) -> bool:
-    """Whether the ledgers charge at least what reading rows that often can have released."""
-    reads = Counter(observed(folder, "read"))
-    for agent, times in reads.items():
-        journal = read_journal(folder / f"ledger/{agent}.jsonl")
-        one = journal.plan.event
-        charged = epsilon(journal.events, 1e-5) if journal.events else 0.0
-        if journal.problems or charged < epsilon([one] * times, 1e-5):
-            return False
-    return True
-
-
-@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
-@pytest.mark.parametrize("point", POINTS)
-def test_a_run_that_was_killed_has_charged_for_all_it_may_have_released(
-    point: str, process: Callable[..., int | None], tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    assert process(point) == -signal.SIGKILL
-    assert everything_is_paid_for(folder)
-    after_the_kill = {
-        path.stem: len(read_journal(path).events) for path in (folder / "ledger").glob("*.jsonl")
-    }
-    assert process() == 0
-    assert json.loads((folder / "results.json").read_text())["status"] == "finished"
-    assert everything_is_paid_for(folder)
-    for agent, before in after_the_kill.items():
-        journal = read_journal(folder / f"ledger/{agent}.jsonl")
-        # A run that is never killed charges each agent once in a round.
-        assert len(journal.events) >= max(ROUNDS, before)
-    noise = observed(folder, "noise")
-    assert len(set(noise)) == len(noise)  # a visit that is made again draws other noise
-
-
-@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
-def test_the_check_of_killed_runs_notices_a_charge_that_comes_too_late(
-    process: Callable[..., int | None], tmp_path: Path
-) -> None:
-    assert process("after the noise", late=True) == -signal.SIGKILL
-    assert not everything_is_paid_for(tmp_path / "run")

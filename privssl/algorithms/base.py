@@ -7,13 +7,14 @@ itself between calls. Algorithms are final: a variant is a config field or a new
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from privssl import seeds
 from privssl.messages import StateDict
@@ -95,6 +96,11 @@ class NetworkFactory(Protocol):
     def __call__(self) -> nn.Module: ...
 
 
+#: (a network as a function, a row (1, *shape) in [-1, 1], its class (1,)) -> scalar, low where
+#: the network was trained on the row.
+CanaryLoss = Callable[[Callable[..., Tensor], Tensor, Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class Phase:
     """A stretch of rounds with one name."""
@@ -137,6 +143,14 @@ class Algorithm(ABC, Generic[State]):
     def check_private(self) -> None:
         """Raises PrivacyError when a private loss mixes rows. Owed where ``can_be_private``."""
         raise NotImplementedError(f"{type(self).__name__} cannot be trained privately")
+
+    def canary_losses(self) -> Mapping[str, "CanaryLoss"]:
+        """What the audit attacks: network -> how badly it knows one labelled row.
+
+        The names are those of the fields of the messages that carry the networks. Used on rows
+        that the audit makes up, never on an agent's.
+        """
+        return {"F": lambda F, x, y: cross_entropy(F(x), y)}
 
     def phases(self) -> tuple[Phase, ...]:
         """The stretches of a run; one by default."""

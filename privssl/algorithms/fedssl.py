@@ -42,18 +42,27 @@ from accounting.errors import BudgetExhausted
 from generators import ConditionalGenerator, ImageDiscriminator, ImageGenerator
 from privssl import learn, pictures
 from privssl.agents import QueryAgent, SupportAgent
-from privssl.algorithms.base import Algorithm, Context, NetworkFactory, Task, on_agent
+from privssl.algorithms.base import (
+    Algorithm,
+    CanaryLoss,
+    Context,
+    NetworkFactory,
+    Task,
+    on_agent,
+)
 from privssl.algorithms.gmixup import (
     Callables,
     Mixes,
     Mixing,
+    canary_losses,
     check_private_rows,
     draw_mixing,
     row_losses,
+    train_privately,
 )
 from privssl.algorithms.local_ssl import Share, federate, needs_unlabelled, one_hot
 from privssl.messages import Message, Reply, Silence, StateDict
-from privssl.privacy import CHUNK, Parameters, PrivatePlan, PrivateTraining, frozen
+from privssl.privacy import PrivatePlan, frozen
 from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, Rate, strict
 from privssl.world import Roster, World
@@ -160,6 +169,9 @@ class FedSSL(Algorithm[State]):
 
     def check_private(self) -> None:
         check_private_rows(self.cfg, self._networks, self.task)
+
+    def canary_losses(self) -> Mapping[str, CanaryLoss]:
+        return {**super().canary_losses(), **canary_losses(self.cfg, self.task)}
 
     def start(self, world: World) -> State:
         F, G, D = (
@@ -326,40 +338,17 @@ class FedSSL(Algorithm[State]):
     def _train_privately(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Networks:
         """DP-SGD on the protected networks; the others stay as they came."""
         assert self.plan is not None and agent.account is not None
-        plan, rows, nets = self.plan, agent.labelled, self._loaded(msg, ctx)
+        nets = self._loaded(msg, ctx)
         for name, network in nets.items():
             # eval: a spectral norm must not move its buffer while rows are looked at
-            network.requires_grad_(name in plan.protect).train(name in plan.protect)
-        protected = {name: nets[name] for name in plan.protect}
-        cfg = dataclasses.replace(self.cfg, augment=plan.augment)
-        # Draws go by a row's place in its group. With public counts places do not depend on the
-        # data. With private ones a row more would move all after it, and change their gradients:
-        # there every row is a group, whose draws follow from its own id.
-        group_size = CHUNK if agent.account.plan.record_counts == "public" else 1
-
-        def draws(group: Tensor, step: int) -> Mapping[str, Tensor]:
-            repeated = group.repeat_interleave(plan.views)
-            labels = one_hot(rows, repeated, self.task.classes)
-            here = _of_group(ctx, step, int(rows.ids[group[0]]))
-            return vars(draw_mixing(cfg, rows.x[repeated], labels, here))
-
-        def fields_of(picked: Tensor, step: int) -> Mapping[str, Tensor]:
-            """Rows with their draws: (B, views, ...), the views of a row stay in the row."""
-            groups = [draws(group, step) for group in torch.split(picked, group_size)]
-            return {
-                name: torch.unflatten(
-                    torch.cat([g[name] for g in groups]), 0, (len(picked), plan.views)
-                )
-                for name in groups[0]
-            }
-
-        def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
-            functions = Callables.of(nets, parameters)
-            losses, _ = row_losses(cfg, functions, Mixing(**fields), plan.protect, msg.mixes_teach)
-            return torch.stack([loss.mean() for loss in losses.values()]).sum()
-
-        PrivateTraining(plan, protected).run(len(rows), fields_of, row_loss)
-        return _sent(nets, plan.protect)
+            protected = name in self.plan.protect
+            network.requires_grad_(protected).train(protected)
+        train_privately(
+            self.plan, self.cfg, nets, agent.labelled, ctx, classes=self.task.classes,
+            mixes_teach=msg.mixes_teach,
+            counts_public=agent.account.plan.record_counts == "public",
+        )  # fmt: skip
+        return _sent(nets, self.plan.protect)
 
     def _loaded(self, msg: Lesson, ctx: Context) -> dict[str, nn.Module]:
         return {
@@ -385,12 +374,6 @@ def _sent(
 ) -> Networks:
     F, G, D = (learn.weights_of(nets[n]) if n in trained else None for n in NETWORKS)
     return Networks(F, G, D, agreement)
-
-
-def _of_group(ctx: Context, step: int, first: int) -> Context:
-    """A context whose generators are those of one group of rows, named by the first of them, in
-    one private step."""
-    return dataclasses.replace(ctx, visit_key=f"{ctx.visit_key}#{step}/{first}")
 
 
 def _updated(state: State, sent: Networks) -> State:

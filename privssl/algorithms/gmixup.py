@@ -6,6 +6,7 @@ realism (Eq. 6); at lambda 1 G rebuilds its row (Eq. 7). Support and query agent
 function: a labelled row comes with its label, an unlabelled one with its pseudo-label.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -14,15 +15,24 @@ import pydantic.dataclasses
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, softplus
 
 from generators.objectives import discriminator_loss, realistic_loss, reconstruction_loss
 from privssl import learn, seeds
-from privssl.algorithms.base import Context, Task
+from privssl.agents import LabelledRows
+from privssl.algorithms.base import CanaryLoss, Context, Task
 from privssl.algorithms.local_ssl import ClassifierTraining
 from privssl.losses import soft_cross_entropy
 from privssl.mixup import mix, sample_mix
-from privssl.privacy import Parameters, call, check_rows_independent, refuse_coupling_layers
+from privssl.privacy import (
+    CHUNK,
+    Parameters,
+    PrivatePlan,
+    PrivateTraining,
+    call,
+    check_rows_independent,
+    refuse_coupling_layers,
+)
 from privssl.settings import Positive, Rate, strict
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -159,6 +169,73 @@ def row_losses(
     if learns_real:
         loss["F"] = loss["F"] + soft_cross_entropy(logits, b.p1)
     return loss, logits_hat.argmax(dim=1) == p_mix.argmax(dim=1)
+
+
+def train_privately(
+    plan: PrivatePlan,
+    cfg: Mixes,
+    nets: Mapping[str, nn.Module],
+    rows: LabelledRows,
+    ctx: Context,
+    *,
+    classes: int,
+    mixes_teach: bool,
+    counts_public: bool,
+) -> None:
+    """One visit of DP-SGD on the protected networks, in place; Alg. 2 l. 6. The others are read.
+
+    Args:
+        nets: "F", "G" and "D"; those that the plan protects are trained.
+        rows: the labelled rows of one agent, N >= 0.
+        counts_public: whether neighbours have as many rows. Draws go by a row's place in its
+            group. With public counts places do not depend on the data. With private ones a row
+            more would move all after it, and change their gradients: there every row is a group,
+            whose draws follow from its own id.
+    """
+    cfg = dataclasses.replace(cfg, augment=plan.augment)
+    group_size = CHUNK if counts_public else 1
+
+    def draws(group: Tensor, step: int) -> Mapping[str, Tensor]:
+        repeated = group.repeat_interleave(plan.views)
+        labels = torch.eye(classes)[rows.y[repeated]]
+        key = f"{ctx.visit_key}#{step}/{int(rows.ids[group[0]])}"
+        here = dataclasses.replace(ctx, visit_key=key)
+        return vars(draw_mixing(cfg, rows.x[repeated], labels, here))
+
+    def fields_of(picked: Tensor, step: int) -> Mapping[str, Tensor]:
+        """Rows with their draws: (B, views, ...), the views of a row stay in the row."""
+        groups = [draws(group, step) for group in torch.split(picked, group_size)]
+        return {
+            name: torch.unflatten(
+                torch.cat([g[name] for g in groups]), 0, (len(picked), plan.views)
+            )
+            for name in groups[0]
+        }
+
+    def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
+        functions = Callables.of(nets, parameters)
+        losses, _ = row_losses(cfg, functions, Mixing(**fields), plan.protect, mixes_teach)
+        return torch.stack([loss.mean() for loss in losses.values()]).sum()
+
+    protected = {name: nets[name] for name in plan.protect}
+    PrivateTraining(plan, protected).run(len(rows), fields_of, row_loss)
+
+
+def canary_losses(cfg: Mixes, task: Task) -> Mapping[str, CanaryLoss]:
+    """How badly G and D know a row: G rebuilds it (lambda 1, z in the middle), D calls it real."""
+
+    def named(y: Tensor) -> Tensor:  # as one_hot, which asks for its tensor's values
+        return (y[:, None] == torch.arange(task.classes, device=y.device)).float()
+
+    def rebuilt(G: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+        label = named(y)
+        z, one = x.new_full((1, cfg.noise_size), 0.5), x.new_ones(1, 1)
+        return (G(x, label, label, z, one)[:, 0] - x).square().mean()
+
+    def called_real(D: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return softplus(-D(x, named(y))).mean()
+
+    return {"G": rebuilt, "D": called_real}
 
 
 def check_private_rows(cfg: Mixes, nets: Mapping[str, nn.Module], task: Task) -> None:

@@ -9,7 +9,6 @@ Unlabelled rows lose their labels here. ``Federation.true_labels`` has them, for
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from privssl.agents import Agent, LabelledRows, Seat, UnlabelledRows, natural_order
 from privssl.data import manifest as manifests
-from privssl.data.datasets import Dataset, load
+from privssl.data.datasets import Dataset, expanded, load
 from privssl.data.draw import SERVER, Holders, draw, holders
 from privssl.data.manifest import Holding, Manifest
 from privssl.errors import DataError
@@ -108,7 +107,7 @@ def _labelled(rows: tuple[int, ...], dataset: Dataset) -> LabelledRows | None:
 
 def _replay(data: DataSettings, who: Holders, dataset: Dataset) -> Manifest:
     """The split of a file, if it is one of this data, these agents and these numbers of rows."""
-    split = manifests.read(Path(data.split).expanduser())
+    split = manifests.read(expanded("split", data.split))
     split.check(dataset)
     _check_agents(data, split, "labelled", who.labelled)
     _check_agents(data, split, "unlabelled", who.unlabelled)

@@ -18,6 +18,8 @@ from privssl.errors import DataError
 
 CHANNELS = (1, 3)
 
+MAX_BYTES = 2**34  # of one array, unpacked: a zip of a few MB can hold a thousand times more
+
 # What zipfile, zlib and NumPy raise on a file that is damaged, encrypted or made of pickles.
 _DAMAGE = (OSError, ValueError, EOFError, RuntimeError, MemoryError, BadZipFile, zlib.error)
 
@@ -73,7 +75,14 @@ def _open(path: Path) -> dict[str, NDArray[Any]]:
                     f"{path} has no {', '.join(missing)} (it has {', '.join(file.files)}). "
                     f"Save it with numpy.savez_compressed, with {', '.join(names)}"
                 )
-            return {name: file[name] for name in names}
+            assert file.zip is not None  # it is open
+            for info in file.zip.infolist():  # zipfile never unpacks more than what this states
+                if info.file_size > MAX_BYTES:
+                    raise ValueError(f"{info.filename} has {info.file_size} bytes")
+            found = {name: file[name] for name in names}
+            if not all(isinstance(array, np.ndarray) for array in found.values()):
+                raise ValueError("an entry is no array")  # NumPy hands out such bytes as they are
+            return found
     except (FileNotFoundError, IsADirectoryError) as error:
         what = "no such file" if isinstance(error, FileNotFoundError) else "a folder"
         raise DataError(f"{path}: {what}. data.root names the NPZ file itself") from None

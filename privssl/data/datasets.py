@@ -17,6 +17,7 @@ from torch import Tensor
 from privssl.data.arrays import Arrays, read_npz
 from privssl.data.downloads import PUBLISHED, default_root, read_published
 from privssl.data.image_folder import read_folder
+from privssl.errors import DataError
 from privssl.settings import DataSettings
 
 
@@ -56,6 +57,14 @@ def load(settings: DataSettings) -> Dataset:
     return from_arrays(settings.name, _read(settings))
 
 
+def expanded(key: str, text: str) -> Path:
+    """The path of ``data.KEY``, with ~ as the folder it stands for. Raises DataError."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"data.{key} is {text!r}: {error}. Write the path out") from None
+
+
 def from_arrays(name: str, arrays: Arrays) -> Dataset:
     """A data set from arrays that a reader has checked."""
     rows = [np.ascontiguousarray(array) for array in arrays[:4]]
@@ -71,7 +80,7 @@ def _read(settings: DataSettings) -> Arrays:
     built_in: dict[str, Callable[[], Arrays]] = {"digits": _digits, "toy": _toy}
     if settings.name in built_in:
         return built_in[settings.name]()
-    root = Path(settings.root).expanduser() if settings.root else default_root()
+    root = expanded("root", settings.root) if settings.root else default_root()
     if settings.name in PUBLISHED:
         return read_published(settings.name, root)
     if settings.name == "npz":

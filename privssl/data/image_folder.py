@@ -3,6 +3,9 @@
 Classes are the names of the folders, sorted; rows are the files, sorted, so that the same
 folder gives the same row numbers on every machine. All heads are read before any image is
 decoded: a folder that cannot be used is refused at once, and memory is taken once.
+
+A file is opened as one of ``FORMATS`` whatever its name: left to itself Pillow goes by content,
+and would hand a PostScript file called ``cat.png`` to Ghostscript, which runs it.
 """
 
 import logging
@@ -20,6 +23,9 @@ from privssl.data.arrays import Arrays
 from privssl.errors import DataError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm"})
+# Pillow's names of what the suffixes stand for.
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+MAX_PIXELS = 2**24  # of one image: a file of a few kB can claim a hundred times more
 # Pillow's names: those without colour, and those that become RGB. Wider ones would be cut off.
 GREY = frozenset({"1", "L", "LA"})
 COLOUR = frozenset({"P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
@@ -112,7 +118,9 @@ def _unreadable(path: Path, error: Exception) -> DataError:
 
 def _head(path: Path) -> _Head:
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"{image.width}x{image.height} pixels, more than {MAX_PIXELS}")
             return _Head(path, image.mode, image.size)
     except Exception as error:  # Pillow's decoders raise what they like on damaged files
         raise _unreadable(path, error) from None
@@ -142,7 +150,7 @@ def _decode(pool: ThreadPoolExecutor, files: Sequence[Path], form: _Form) -> NDA
 
     def decode(row: int) -> None:
         try:
-            with Image.open(files[row]) as image:
+            with Image.open(files[row], formats=FORMATS) as image:
                 plain = image.convert(form.mode)
         except Exception as error:  # as in _head
             raise _unreadable(files[row], error) from None

@@ -24,6 +24,9 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
+from accounting.canonical import bounded, finite
+from accounting.errors import PlanError
+from privssl import durable
 from privssl.data.datasets import Dataset
 from privssl.errors import DataError
 
@@ -72,7 +75,9 @@ class Manifest:
             DataError: it cannot be written.
         """
         try:
-            path.write_text(_canonical({**_plain(self), "hash": self.hash}) + "\n")
+            # For its owner alone: the file names the rows that have labels.
+            content = _canonical({**_plain(self), "hash": self.hash}) + "\n"
+            durable.replace(path, content.encode())
         except OSError as error:
             raise DataError(f"{path} cannot be written: {error.strerror}") from None
 
@@ -125,16 +130,19 @@ def _canonical(value: Mapping[str, Any]) -> str:
 
 
 def _parse(path: Path) -> dict[str, Any]:
-    """The JSON object of a file: each key once, no NaN, bounded in size."""
+    """The JSON object of a file: each key once, no NaN, file and numbers bounded in size."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES:
             raise ValueError(f"it has more than {MAX_BYTES} bytes")
-        found = json.loads(text, object_pairs_hook=_each_key_once, parse_constant=_no_constant)
+        found = json.loads(
+            text, object_pairs_hook=_each_key_once, parse_constant=_no_constant,
+            parse_int=bounded, parse_float=finite,
+        )  # fmt: skip
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}. data.split names a split.json") from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, PlanError) as error:
         raise DataError(f"{path} is not a split.json: {error}") from None
     if not isinstance(found, dict):
         raise DataError(f"{path} is not a split.json: it has no keys")

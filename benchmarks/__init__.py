@@ -1,0 +1,1 @@
+"""Measurements of cost that docs and claims name; each is a command. They are no tests."""

@@ -1,0 +1,835 @@
+"""What somebody can do who writes a file or a message that privssl reads: tests 28 to 32 of the
+specification, where the other files leave a gap.
+
+Every reader gets the same hostile contents, and has to end in one of our own errors, which the
+commands print without a traceback; nothing may have happened besides. That a content would have
+done harm elsewhere is shown beside it.
+"""
+
+import ast
+import hashlib
+import io
+import json
+import math
+import os
+import pickle  # noqa: TID251 - the attacks
+import stat
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from command_line import PLAIN, assert_refused, command
+from PIL import EpsImagePlugin, Image
+from test_architecture import Module, imported, inside, product_modules
+from test_messages import Note, reply
+from test_privacy import CLASSES, SHAPE
+from test_private_fedssl import PRIVATE, accounts, context, lesson
+from test_specification_mechanism import ALL, ONE_STEP, visit_with, with_row
+from torch import Tensor
+
+from accounting.canonical import MAX_INTEGER, decode_strictly
+from accounting.errors import AccountingError, PlanError
+from accounting.journal import read_content
+from accounting.ledger import read_journal
+from privssl import audit, checkpoint, config, durable, privacy
+from privssl.algorithms.fedssl import FedSSL, Lesson, Networks
+from privssl.checkpoint import Snapshot
+from privssl.data import arrays, image_folder
+from privssl.data import build as build_federation
+from privssl.data import manifest as manifests
+from privssl.data.datasets import load
+from privssl.errors import DataError, RunFolderError, UserError
+from privssl.learn import load as into_network
+from privssl.messages import MessageError, Silence, average, pack, unpack
+from privssl.models import build_classifier
+from privssl.prepare import Prepared, prepare
+from privssl.settings import AgentSettings, DataSettings, ModelSettings
+from privssl.yaml_lines import YamlError
+from privssl.yaml_lines import read as read_yaml
+
+REFUSALS = (UserError, AccountingError)
+
+
+# 28: contents that run code when they are loaded --------------------------------------------------
+
+
+class Harm:
+    """When it is unpickled, a folder is made."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def npz_of(**values: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, **values)
+    return buffer.getvalue()
+
+
+def torch_file(harm: Harm) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(harm, buffer)  # noqa: TID251 - the attack
+    return buffer.getvalue()
+
+
+def npy_file(harm: Harm) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([harm], object), allow_pickle=True)
+    return buffer.getvalue()
+
+
+def npz_file(harm: Harm) -> bytes:
+    rows, y = np.zeros((4, 8, 8), np.uint8), np.arange(4) % 2
+    return npz_of(x_train=np.array([harm], object), y_train=y, x_test=rows, y_test=y)
+
+
+PICKLES: dict[str, Callable[[Harm], bytes]] = {
+    "a pickle": pickle.dumps,
+    "a file of torch.save": torch_file,
+    "an npy of objects": npy_file,
+    "an npz of objects": npz_file,
+}
+
+
+def unpickle(name: str, content: bytes) -> None:
+    """How each of them would have been loaded carelessly."""
+    if name == "a pickle":
+        pickle.loads(content)  # noqa: S301
+    elif name == "a file of torch.save":
+        torch.load(io.BytesIO(content), weights_only=False)  # noqa: TID251
+    else:
+        found: Any = np.load(io.BytesIO(content), allow_pickle=True)
+        _ = found["x_train"] if name.endswith("npz of objects") else found
+
+
+def as_npz(path: Path, content: bytes) -> object:
+    path.write_bytes(content)
+    return load(DataSettings(name="npz", root=str(path)))
+
+
+def as_image(path: Path, content: bytes) -> object:
+    for part in ("train", "test"):
+        for name in ("cat", "dog"):
+            (path / part / name).mkdir(parents=True)
+            (path / part / name / "a.png").write_bytes(content)
+    return load(DataSettings(name="image_folder", root=str(path)))
+
+
+def as_published(path: Path, content: bytes) -> object:
+    path.mkdir()
+    for part in ("train", "test"):
+        (path / f"{part}_32x32.mat").write_bytes(content)
+    return load(DataSettings(name="svhn", root=str(path)))
+
+
+def as_split(path: Path, content: bytes) -> object:
+    path.write_bytes(content)
+    return manifests.read(path)
+
+
+def as_config(path: Path, content: bytes) -> object:
+    path.write_bytes(content)
+    return config.load(path)
+
+
+def as_ledger(path: Path, content: bytes) -> object:
+    path.write_bytes(content)
+    problems = read_journal(path).problems  # read without a lock, so problems are told, not raised
+    if problems:
+        raise PlanError(str(problems[0]))
+    return problems
+
+
+def as_card(path: Path, content: bytes) -> object:
+    path.mkdir()
+    (path / "privacy.json").write_bytes(content)
+    return audit.audit(path)
+
+
+def as_message(path: Path, content: bytes) -> object:
+    return unpack(Note, content)
+
+
+def as_header(path: Path, content: bytes) -> object:
+    return unpack(Note, len(content).to_bytes(8, "little") + content)
+
+
+SNAPSHOT = Snapshot(1, {"F": {"w": torch.ones(2)}}, {"q0": {}}, "d", {"best": 0.1})
+
+
+def as_snapshot(path: Path, content: bytes) -> object:
+    folder = checkpoint.save(path, SNAPSHOT)
+    (folder / "snapshot.json").write_bytes(content)
+    return checkpoint.load(path, "d")
+
+
+def as_tensors(path: Path, content: bytes) -> object:
+    """With the right checksum, as somebody with bad intentions would write it."""
+    folder = checkpoint.save(path, SNAPSHOT)
+    (folder / "state.safetensors").write_bytes(content)
+    about = json.loads((folder / "snapshot.json").read_text())
+    checksum = hashlib.sha256(content).hexdigest()
+    about["state"] |= {"bytes": len(content), "sha256": checksum}
+    (folder / "snapshot.json").write_text(json.dumps(about))
+    return checkpoint.load(path, "d")
+
+
+READERS: dict[str, Callable[[Path, bytes], object]] = {
+    **{"npz": as_npz, "image": as_image, "published": as_published, "split": as_split},
+    **{"config": as_config, "ledger": as_ledger, "card": as_card, "message": as_message},
+    **{"header": as_header, "snapshot": as_snapshot, "tensors": as_tensors},
+}
+
+
+@pytest.mark.parametrize("kind", PICKLES)
+def test_no_reader_runs_what_a_file_says(kind: str, tmp_path: Path) -> None:
+    mark = tmp_path / "it ran"
+    content = PICKLES[kind](Harm(mark))
+    for name, reader in READERS.items():
+        with pytest.raises(REFUSALS):
+            reader(tmp_path / name, content)
+        assert not mark.exists(), name
+    unpickle(kind, content)  # the control: it would have worked
+    assert mark.exists()
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def test_a_postscript_file_under_an_images_name_does_not_reach_ghostscript(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[object] = []
+
+    def run(*given: object, **named: object) -> object:
+        called.append(given)
+        return Image.new("RGB", (8, 8)).im
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", run)
+    with pytest.raises(DataError, match="cannot be read as an image"):
+        as_image(tmp_path / "data", POSTSCRIPT)
+    assert called == []
+    Image.open(io.BytesIO(POSTSCRIPT)).load()  # the control: Pillow left to itself runs it
+    assert len(called) == 1
+
+
+def test_an_image_or_an_array_that_would_fill_the_memory_is_refused_by_its_stated_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, y = np.zeros((40, 8, 8), np.uint8), np.arange(40) % 2
+    content = npz_of(x_train=rows, y_train=y, x_test=rows, y_test=y)
+    picture = io.BytesIO()
+    Image.new("L", (8, 8)).save(picture, "PNG")
+    as_npz(tmp_path / "npz", content)  # the control: below the bounds both are read
+    as_image(tmp_path / "images", picture.getvalue())
+    monkeypatch.setattr(arrays, "MAX_BYTES", 1000)
+    monkeypatch.setattr(image_folder, "MAX_PIXELS", 63)
+    with pytest.raises(DataError, match=r"x_train.npy has 2688 bytes"):  # 40 x 64 and a head of 128
+        as_npz(tmp_path / "npz", content)
+    with pytest.raises(DataError, match="8x8 pixels, more than 63"):
+        as_image(tmp_path / "again", picture.getvalue())
+
+
+def test_an_entry_of_an_npz_that_is_no_array_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "raw.npz"
+    with zipfile.ZipFile(path, "w") as file:
+        for name in ("x_train", "y_train", "x_test", "y_test"):
+            file.writestr(name, b"import os")
+    with pytest.raises(DataError, match="an entry is no array"):
+        load(DataSettings(name="npz", root=str(path)))
+
+
+# What no module may call, on top of tests/test_architecture.py, which bans torch.load, pickle,
+# eval, exec and yaml.load whatever their arguments are.
+STARTS_OR_LOADS = (
+    *("os.system", "os.popen", "os.spawnl", "os.execv", "subprocess", "pty", "ctypes", "compile"),
+    *("torch.jit", "torch.hub", "torch.package", "numpy.fromfile", "tempfile.mktemp"),
+    *("yaml.Loader", "yaml.UnsafeLoader", "yaml.FullLoader", "yaml.CLoader"),
+)
+# Functions that are safe only with an argument, and what it must be.
+NEEDS = {"load": ("numpy", "allow_pickle", "False"), "open": ("PIL.Image", "formats", None)}
+
+
+def careless(module: Module) -> Iterator[str]:
+    """Calls that start programs, load code, or leave out what makes them safe."""
+    tree = ast.parse(module.source)
+    full = {here: name for _, here, name in imported(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            head, dot, rest = ast.unparse(node).partition(".")
+            if inside(full.get(head, head) + dot + rest, *STARTS_OR_LOADS):
+                yield f"{module.name}:{node.lineno} uses {ast.unparse(node)}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            origin, key, value = NEEDS.get(node.func.attr, ("", "", None))
+            owner = ast.unparse(node.func.value)
+            given = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            if full.get(owner) == origin and (key not in given or value not in (None, given[key])):
+                yield f"{module.name}:{node.lineno} leaves out {key} of {ast.unparse(node.func)}"
+
+
+def test_no_module_starts_a_program_or_leaves_out_what_makes_a_reader_safe() -> None:
+    assert [problem for module in product_modules() for problem in careless(module)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import os\nos.system('x')", True),
+        ("from os import system as s\ns('x')", True),
+        ("import subprocess as sp\nsp.run(['x'])", True),
+        ("import torch\ntorch.jit.load('x')", True),
+        ("import yaml\nyaml.compose('x', Loader=yaml.FullLoader)", True),
+        ("import numpy as np\nnp.load('x')", True),
+        ("import numpy as np\nnp.load('x', allow_pickle=True)", True),
+        ("import numpy as np\nnp.load('x', allow_pickle=False)", False),
+        ("from PIL import Image\nImage.open('x')", True),
+        ("from PIL import Image\nImage.open('x', formats=('PNG',))", False),
+        ("import os\nos.open('x', 0)\nself.load()", False),
+    ],
+)
+def test_the_rule_finds_what_is_planted_and_no_more(source: str, found: bool) -> None:
+    assert bool(list(careless(Module("privssl.learn", source)))) == found
+
+
+# 29: YAML -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: !!python/name:os.system", "a: !!python/module:os", "a: !!python/object/new:dict []",
+        "a: !!binary aGk=", "a: !!set {x}", "a: !local 1", "!!map {a: 1}", "a: &x 1", "*x",
+        "a: {<<: *x}", "%TAG ! tag:yaml.org,2002:python/\n---\na: !name:os.system",
+        "a: " + "{b: " * 9 + "1" + "}" * 9, "- " * 100_000, "? " * 100_000,
+        "a: 1\n...\nb: 2\n---\n", "a: \ud800",
+    ],
+    ids=lambda text: ascii(text)[:30],
+)  # fmt: skip
+def test_yaml_that_is_more_than_plain_values_is_refused(text: str) -> None:
+    with pytest.raises(YamlError):
+        read_yaml(text)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("0x10", None), ("0b11", None), ("0o17", "0o17"), ("017", None), ("1_000", None),
+        ("1:30", None), ("190:20:30", None), ("yes", None), ("Off", None), ("y", "y"),
+        ("=", None), ("2001-12-14t21:59:43.10-05:00", None), ("1" * 101, None),
+        ("<<", None), ("True", True), ("NULL", None), ("-0", 0), ("1.0e+3", 1000.0),
+    ],
+)  # fmt: skip
+def test_a_scalar_is_what_it_looks_like_or_a_finding_that_names_its_key(
+    written: str, value: object
+) -> None:
+    document = read_yaml(f"a:\n  b: {written}\n")
+    assert document.value == {"a": {"b": value}}
+    surprising = value is None and written != "NULL"
+    assert [(f.line, f.key) for f in document.findings] == [(2, "a.b")] * surprising
+
+
+@pytest.mark.parametrize("written", [".nan", ".inf", "-.inf", "1.0e+999"])
+@pytest.mark.parametrize("key", ["epsilon", "delta", "clip_norm", "sample_rate", "learning_rate"])
+def test_no_number_of_the_privacy_section_may_be_infinite_or_none(
+    key: str, written: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(PRIVATE)
+    with pytest.raises(UserError, match=f"privacy.{key}"):
+        config.load(path, [f"privacy.{key}={written}"])
+
+
+# 30: paths and modes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["root", "split"])
+@pytest.mark.parametrize(
+    "text", ["../" * 40 + "x", "x" * 3000, "~nobody-of-that-name/x", "loop", "folder", "a\nb"]
+)
+def test_a_path_of_data_that_leads_nowhere_is_refused_in_words_and_nothing_is_made(
+    key: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    Path("folder").mkdir()
+    Path("tiny.yaml").write_text(PLAIN)
+    given = "data.name=npz" if key == "root" else "data.name=toy"
+    outcome = command("tiny.yaml", given, f"data.{key}={json.dumps(text)}", "run.output=run")
+    assert_refused(outcome, "")
+    assert sorted(os.listdir()) == ["folder", "loop", "tiny.yaml"]
+
+
+HOSTILE_NAMES = ["../s0", "/etc/s0", "s0/../../x", "s0\0", "s" * 300, "CON", "nul.txt", "s0.", ""]
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES, ids=ascii)
+def test_a_split_cannot_give_an_agent_a_name_of_its_own(name: str, tmp_path: Path) -> None:
+    settings, agents = DataSettings(name="toy", labelled=20, unlabelled=30), AgentSettings(2, 1, 0)
+    honest = build_federation(settings, agents, 0).manifest
+    path = tmp_path / "split.json"
+    replayed = DataSettings(name="toy", labelled=20, unlabelled=30, split=str(path))
+    honest.write(path)
+    build_federation(replayed, agents, 0)  # the control
+    # Once in the place of s0, and once beside it, without rows, where nobody would miss it.
+    holdings = dict(honest.agents)
+    beside = {**holdings, name: manifests.Holding((), ())}
+    holdings[name] = holdings.pop("s0")
+    write_split(path, honest, holdings)
+    with pytest.raises(DataError, match="gives labelled rows to"):
+        build_federation(replayed, agents, 0)
+    write_split(path, honest, beside)
+    assert [a.id for a in build_federation(replayed, agents, 0).agents] == ["s0", "s1", "q0"]
+
+
+def write_split(path: Path, like: manifests.Manifest, agents: dict[str, Any]) -> None:
+    manifests.Manifest(
+        like.dataset, like.checksum, like.rows, like.seed, like.settings, agents, like.validation
+    ).write(path)
+
+
+def loose(folder: Path) -> list[str]:
+    """Files that are not 0600 and folders that are not 0700, links of any kind."""
+    found = []
+    for path in [folder, *folder.rglob("*")]:
+        mode = path.lstat().st_mode
+        wanted = stat.S_IFDIR | 0o700 if stat.S_ISDIR(mode) else stat.S_IFREG | 0o600
+        if mode != wanted:
+            found.append(f"{path.name} {mode:o}")
+    return found
+
+
+def test_every_file_and_folder_of_a_private_run_is_its_owners_alone_whatever_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = tmp_path / "tiny.yaml", tmp_path / "deep/run"
+    arguments = (path, "algorithm.rounds=2", "--quiet")
+    path.write_text(PRIVATE)
+    real = FedSSL.round
+
+    def stop(self: Any, state: Any, world: Any) -> Any:
+        if world.round.number == 2:
+            raise KeyboardInterrupt
+        return real(self, state, world)
+
+    before = os.umask(0)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(FedSSL, "round", stop)
+            assert command(*arguments, f"run.output={folder}").status == 130
+        assert loose(folder) == []
+        assert command(*arguments, "--resume", folder).status == 0
+        (tmp_path / "theirs").mkdir()  # the control: this umask hides nothing by itself
+    finally:
+        os.umask(before)
+    assert len(list(folder.rglob("*"))) > 15
+    assert loose(folder) == []
+    assert loose(tmp_path / "theirs") == ["theirs 40777"]
+
+
+def test_a_split_is_its_owners_alone_wherever_it_is_written(tmp_path: Path) -> None:
+    settings = DataSettings(name="toy", labelled=20, unlabelled=30)
+    before = os.umask(0)
+    try:
+        build_federation(settings, AgentSettings(2, 1, 0), 0).manifest.write(tmp_path / "s.json")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "s.json").stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["s.json"]
+
+
+def test_a_link_in_the_place_of_a_file_is_replaced_and_not_written_through(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    for name in ("file", f"{durable.TEMPORARY}file"):
+        precious.write_text("years of work")
+        (tmp_path / name).symlink_to(precious)
+        durable.replace(tmp_path / "file", b"ours")
+        assert (precious.read_text(), (tmp_path / "file").read_text()) == ("years of work", "ours")
+        assert not (tmp_path / "file").is_symlink()
+        (tmp_path / "file").unlink()
+
+
+def test_a_pipe_in_the_place_of_a_file_does_not_make_a_reader_wait_for_ever(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "s0.jsonl")
+    with pytest.raises(AccountingError, match="not a regular file"):
+        read_content(tmp_path / "s0.jsonl")
+    folder = checkpoint.save(tmp_path / "checkpoints", SNAPSHOT)
+    for name in ("snapshot.json", "state.safetensors"):
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(RunFolderError, match="is not a regular file"):
+            checkpoint.load(tmp_path / "checkpoints", "d")
+        (folder / name).unlink()
+        (folder / name).write_bytes(content)
+    assert checkpoint.load(tmp_path / "checkpoints", "d").round == 1  # the control
+
+
+# 31: a hostile peer -------------------------------------------------------------------------------
+
+
+def bytes_of(header: dict[str, Any], body: bytes = b"", fields: str = "{}") -> bytes:
+    """A message as somebody writes it who knows the format."""
+    text = json.dumps({"__metadata__": {"fields": fields}, **header}).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+WEIGHTS = (
+    '{"w": {"state_dict": ["a"]}, "t": null, "number": 1.0, "count": 0, "flag": true, "text": ""}'
+)
+ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+BODY = np.float32(1.0).tobytes()
+
+
+def fields(**changes: Any) -> str:
+    return json.dumps({**json.loads(WEIGHTS), **changes})
+
+
+HOSTILE_MESSAGES: dict[str, bytes] = {
+    "nothing": b"",
+    "half a length": b"\x10\x00\x00",
+    "a header of 2^60 bytes": (2**60).to_bytes(8, "little") + b"{}",
+    "a header beyond the end": (100).to_bytes(8, "little") + b"{}",
+    "a header that is a list": (2).to_bytes(8, "little") + b"[]",
+    "a deep header": (50_000).to_bytes(8, "little") + b"[" * 50_000,
+    "no fields": bytes_of({"w/a": ONE}, BODY),
+    "fields that are a list": bytes_of({"w/a": ONE}, BODY, "[]"),
+    "fields with NaN": bytes_of({"w/a": ONE}, BODY, fields(number=math.nan)),
+    "fields with a key twice": bytes_of({"w/a": ONE}, BODY, WEIGHTS[:-1] + ', "count": 1}'),
+    "ten gigabytes that are not there": bytes_of(
+        {"w/a": {"dtype": "F32", "shape": [2_500_000_000], "data_offsets": [0, 10**10]}},
+        BODY, WEIGHTS,
+    ),
+    "a shape larger than its bytes": bytes_of({"w/a": {**ONE, "shape": [10**12]}}, BODY, WEIGHTS),
+    "a negative shape": bytes_of({"w/a": {**ONE, "shape": [-1]}}, BODY, WEIGHTS),
+    "bytes outside of the file": bytes_of({"w/a": {**ONE, "data_offsets": [4, 8]}}, BODY, WEIGHTS),
+    "an unknown type": bytes_of({"w/a": {**ONE, "dtype": "OBJ"}}, BODY, WEIGHTS),
+    "a type without maths": bytes_of(
+        {"w/a": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}, BODY, WEIGHTS
+    ),
+    "a missing tensor": bytes_of({"w/b": ONE}, BODY, WEIGHTS),
+    "a tensor for a number": bytes_of(
+        {"w/a": ONE, "number": {**ONE, "data_offsets": [4, 8]}}, 2 * BODY,
+        WEIGHTS.replace('"number": 1.0, ', ""),
+    ),
+    "text for a number": bytes_of({"w/a": ONE}, BODY, fields(number="os.system")),
+    "a number for weights": bytes_of({"w/a": ONE}, BODY, fields(w=5)),
+    "truth for a whole number": bytes_of({"w/a": ONE}, BODY, fields(count=True)),
+    "half a pair of surrogates": bytes_of({"w/a": ONE}, BODY, fields(text="\ud800")),
+    "a whole number of 400 digits": bytes_of({"w/a": ONE}, BODY, fields(count=10**400)),
+    "weights that are no list": bytes_of({"w/a": ONE}, BODY, fields(w={"state_dict": 7})),
+    "an object": bytes_of({"w/a": ONE}, BODY, fields(w={"object": ["os.system"]})),
+    "NaN": bytes_of({"w/a": ONE}, np.float32(math.nan).tobytes(), WEIGHTS),
+    "infinity": bytes_of({"w/a": ONE}, np.float32(-math.inf).tobytes(), WEIGHTS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE_MESSAGES)
+def test_bytes_that_are_no_message_are_refused_and_no_memory_is_taken_for_their_claims(
+    what: str,
+) -> None:
+    with pytest.raises(MessageError):
+        unpack(Note, HOSTILE_MESSAGES[what])
+
+
+def test_the_same_bytes_without_the_harm_are_a_message() -> None:
+    note = unpack(Note, bytes_of({"w/a": ONE}, BODY, WEIGHTS))
+    assert note.w is not None and note.w["a"].tolist() == [1.0]
+    assert (note.number, note.flag) == (1.0, True)
+    # A field of a message's own choosing is left lying, and so is its tensor.
+    bytes_with_more = bytes_of(
+        {"w/a": ONE, "x": {**ONE, "data_offsets": [4, 8]}}, 2 * BODY, fields(epsilon=100.0)
+    )
+    assert vars(unpack(Note, bytes_with_more)).keys() == vars(note).keys()
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf])
+def test_an_infinite_number_travels_in_strict_json(number: float) -> None:
+    assert unpack(Note, pack(Note(None, number=number))).number == number
+    assert b"Infinity" not in pack(Note(None, number=number))
+
+
+UNLIKE = {
+    "a shape that would be broadcast": torch.tensor(5.0),
+    "a longer one": torch.ones(4),
+    "a wider type": torch.ones(3, dtype=torch.float64),
+    "another kind of number": torch.ones(3, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("what", UNLIKE)
+def test_weights_of_another_form_stop_the_average_whoever_comes_first(
+    what: str, first: bool
+) -> None:
+    honest, hostile = ("q1", "q0") if first else ("q0", "q1")
+    replies = [reply(honest, torch.ones(3)), reply(hostile, UNLIKE[what])]
+    with pytest.raises(MessageError, match="unlike forms: w is"):
+        average(replies, "w", otherwise={})
+    replies[1] = reply(hostile, torch.ones(3))
+    assert average(replies, "w", otherwise={})["w"].tolist() == [1, 1, 1]  # the control
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_key_too_many_or_too_few_stops_the_average(missing: bool) -> None:
+    odd = reply("q1", torch.ones(3))
+    other = Note({} if missing else {"w": torch.ones(3), "z": torch.ones(1)})
+    object.__setattr__(odd, "content", other)
+    with pytest.raises(MessageError, match="absent"):
+        average([reply("q0", torch.ones(3)), odd], "w", otherwise={})
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_a_share_that_is_negative_or_not_finite_stops_the_average(weight: float) -> None:
+    with pytest.raises(MessageError, match=f"q1 has the share {weight} in the average of w"):
+        average([reply("q0", [1.0]), reply("q1", [1.0], weight)], "w", otherwise={})
+
+
+@pytest.mark.parametrize("damage", ["shape", "more", "fewer"])
+def test_weights_that_do_not_fit_a_network_are_not_loaded_into_it(damage: str) -> None:
+    network = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES)
+    weights = {key: value.clone() for key, value in network.state_dict().items()}
+    into_network(network, weights)  # the control
+    key = next(iter(weights))
+    changed = {
+        "shape": {**weights, key: torch.ones(1)},
+        "more": {**weights, "x": torch.ones(1)},
+        "fewer": {k: v for k, v in weights.items() if k != key},
+    }[damage]
+    with pytest.raises(RuntimeError, match=r"Error.s. in loading state_dict"):
+        into_network(network, changed)
+    wide = {k: v.double() for k, v in weights.items()}  # a wider type costs its sender alone
+    assert {p.dtype for p in into_network(network, wide).parameters()} == {torch.float32}
+
+
+@pytest.fixture
+def protected(tmp_path: Path) -> Prepared:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(PRIVATE)
+    return prepare(config.load(path, [*ONE_STEP, *ALL]))
+
+
+def damaged(came: Lesson, value: float, share: float) -> Lesson:
+    """A lesson in which the server has planted a number in a share of all weights."""
+    generator = torch.Generator().manual_seed(0)
+
+    def plant(weights: Any) -> dict[str, Tensor]:
+        masks = {k: torch.rand(v.shape, generator=generator) < share for k, v in weights.items()}
+        return {key: torch.where(masks[key], value, v) for key, v in weights.items()}
+
+    F, G, D = (plant(weights) for weights in (came.F, came.G, came.D))
+    return Lesson(F, G, D, came.teacher, came.trains_classifier, came.mixes_teach)
+
+
+HOSTILE_WEIGHTS = [(math.nan, 1.0), (math.nan, 0.001), (math.inf, 0.01), (1e30, 0.01), (1e10, 1.0)]
+
+
+class Released:
+    """What each private step adds up, and what it makes of it, parameter by parameter."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.sums: list[Tensor] = []
+        self.noisy: list[Tensor] = []
+        real = privacy._OSNoise.add_noise
+
+        def look(optimizer: Any) -> None:
+            self.sums.append(torch.cat([p.summed_grad.flatten() for p in optimizer.params]))
+            real(optimizer)
+            self.noisy.append(torch.cat([p.grad.flatten() for p in optimizer.params]))
+
+        patch.setattr(privacy._OSNoise, "add_noise", look)
+
+    def noise_is_whole(self) -> bool:
+        """Whether every released number has noise on it that is as large as planned: 4 x 0.5."""
+        added = [n - s for n, s in zip(self.noisy, self.sums, strict=True)]
+        scales = [float(a.std()) for a in added]
+        return all(abs(scale - 2.0) < 0.1 for scale in scales)  # NaN is not
+
+
+@pytest.mark.parametrize(("value", "share"), HOSTILE_WEIGHTS)
+def test_no_weights_from_the_server_make_a_support_agent_send_a_number_without_noise(
+    value: float, share: float, protected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = Released(monkeypatch)
+    came = damaged(lesson(protected), value, share)
+    visit_with(protected, tmp_path / "visit", lambda rows: rows, came)
+    [total] = released.sums
+    assert bool(total.isfinite().all())
+    assert float(total.norm()) <= 12 * 0.5 * (1 + 1e-4)  # rows x clip norm
+    assert released.noise_is_whole()
+
+
+def test_the_check_of_released_numbers_notices_that_rows_without_a_finite_gradient_count(
+    protected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = Released(monkeypatch)
+    monkeypatch.setattr(Tensor, "isfinite", lambda self: torch.ones_like(self, dtype=torch.bool))
+    came = damaged(lesson(protected), math.nan, 1.0)
+    visit_with(protected, tmp_path / "visit", lambda rows: rows, came)
+    assert not released.noise_is_whole()
+
+
+@pytest.mark.parametrize(("value", "share"), [(1e30, 0.01), (1e10, 1.0), (1e4, 0.1)])
+def test_under_hostile_weights_one_row_still_moves_the_sum_by_at_most_the_clip_norm(
+    value: float, share: float, protected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(privacy, "os_normal", np.zeros)
+    released = Released(monkeypatch)
+    came = damaged(lesson(protected), value, share)
+    for number, shade in enumerate((0.3, math.nan)):
+        visit_with(protected, tmp_path / str(number), with_row(shade), came)
+    one, other = released.sums
+    assert float((one.double() - other.double()).norm()) <= 0.5 * (1 + 1e-4)
+
+
+def test_no_message_changes_what_an_agent_may_spend(tmp_path: Path) -> None:
+    # The budget is the agent's own: a lesson has no field for it, and bytes cannot add one.
+    path = tmp_path / "tiny.yaml"
+    path.write_text(PRIVATE)
+    prepared = prepare(config.load(path, [*ONE_STEP, "privacy.epsilon=2.0"]))
+    packed = pack(lesson(prepared))
+    size = int.from_bytes(packed[:8], "little")
+    header = json.loads(packed[8 : 8 + size])
+    told = {**json.loads(header["__metadata__"]["fields"]), "epsilon": 1e6, "budget": 100}
+    header["__metadata__"]["fields"] = json.dumps(told)
+    text = json.dumps(header).encode()
+    came = unpack(Lesson, len(text).to_bytes(8, "little") + text + packed[8 + size :])
+    assert vars(came).keys() == vars(lesson(prepared)).keys()
+    assert isinstance(prepared.algorithm, FedSSL)
+    step = prepared.algorithm.support_pass
+    with accounts(prepared, tmp_path) as agents:
+        account = agents["s0"].account
+        assert account is not None
+        allowed = account.visits_left()
+        answers = [step(agents["s0"], came, context("s0", str(n))) for n in range(allowed + 2)]
+        assert [isinstance(answer, Networks) for answer in answers] == [True] * allowed + [
+            False
+        ] * 2
+        assert 0 < allowed < 10 and account.spent() <= account.budget.epsilon == 2.0
+    assert isinstance(answers[-1], Silence)
+
+
+# Checkpoints are peers as well: whoever can write one can put the right checksum on it.
+
+
+def forged(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    snapshot = checkpoint.save(folder, SNAPSHOT)
+    about = json.loads((snapshot / "snapshot.json").read_text())
+    change(about)
+    (snapshot / "snapshot.json").write_text(json.dumps(about))
+    return folder
+
+
+def deep(about: dict[str, Any]) -> None:
+    for _ in range(460):
+        about["extra"] = {"mapping": {"a": about["extra"]}}
+
+
+FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a size that would fill the memory": lambda a: a["state"].update(bytes=50 * 10**9),
+    "a size of 2^52": lambda a: a["state"].update(bytes=2**52),
+    "a negative size": lambda a: a["state"].update(bytes=-2),
+    "a size that is no whole number": lambda a: a["state"].update(bytes=1.5),
+    "a round that is true": lambda a: a.update(round=True),
+    "a digest that is a number": lambda a: a.update(config_digest=5),
+    "a memory that is a number": lambda a: a["memories"].update(outline={"mapping": {"q0": 3}}),
+    "a memory of numbers": lambda a: a["memories"].update(
+        outline={"mapping": {"q0": {"mapping": {"x": 3}}}}
+    ),
+    "extra that is a text": lambda a: a.update(extra="x"),
+    "extra with a tree": lambda a: a.update(
+        extra={"mapping": {"round": {"mapping": {}}}}
+    ),
+    "extra that is deep": deep,
+    "a number of an unknown form": lambda a: a.update(extra={"mapping": {"x": {"int": "0x"}}}),
+    "a tensor that is not there": lambda a: a["state"].update(outline={"tensor": "/G"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_snapshot_is_passed_over_in_words(what: str, tmp_path: Path) -> None:
+    assert checkpoint.load(forged(tmp_path / "good", lambda about: None), "d").round == 1
+    with pytest.raises(RunFolderError, match="no checkpoint is whole"):
+        checkpoint.load(forged(tmp_path / "bad", FORGED[what]), "d")
+
+
+def test_tensors_of_a_snapshot_cannot_claim_more_than_their_bytes(tmp_path: Path) -> None:
+    claims = bytes_of({"w": {"dtype": "F32", "shape": [10**9], "data_offsets": [0, 4 * 10**9]}})
+    with pytest.raises(RunFolderError, match="is not safetensors"):
+        as_tensors(tmp_path / "1", claims)
+    good = safetensors.torch.save({"/F/w": torch.ones(2)})
+    as_tensors(tmp_path / "2", good)  # the control
+
+
+# 32: JSON -----------------------------------------------------------------------------------------
+
+STRANGE: dict[str, str] = {
+    "NaN": "NaN",
+    "Infinity": "Infinity",
+    "minus Infinity": "-Infinity",
+    "Infinity by another name": "1e999",
+    "a whole number beyond 53 bits": str(MAX_INTEGER + 1),
+    "a whole number of 400 digits": "9" * 400,
+    "a whole number of 5000 digits": "9" * 5000,
+    "a key twice": '{"k":1,"k":2}',
+    "half a pair of surrogates": '"\\ud800"',
+    "a deep list": "[" * 100_000,
+    "a list that is almost too deep": "[" * 980 + "]" * 980,
+}
+TEXT_READERS: tuple[Literal["split", "ledger", "card", "header", "snapshot"], ...] = (
+    "split", "ledger", "card", "header", "snapshot",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("what", STRANGE)
+@pytest.mark.parametrize("reader", TEXT_READERS)
+def test_every_reader_of_json_refuses_what_is_strange_and_never_crashes(
+    reader: str, what: str, tmp_path: Path
+) -> None:
+    with pytest.raises(REFUSALS):
+        READERS[reader](tmp_path / "s0.jsonl", f'{{"a":{STRANGE[what]}}}'.encode())
+
+
+@pytest.mark.parametrize("what", [w for w in STRANGE if "almost" not in w])
+def test_the_strict_reader_names_what_is_strange_and_reads_what_is_not(what: str) -> None:
+    with pytest.raises(PlanError):
+        decode_strictly(f'{{"a":{STRANGE[what]}}}'.encode())
+    assert decode_strictly(b'{"a":[0.5,9007199254740992,"\\ud83d\\ude00"]}') == {
+        "a": [0.5, MAX_INTEGER, "\N{GRINNING FACE}"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"seed": 10**400}, "out of range"),
+        ({"rows": MAX_INTEGER + 1}, "out of range"),
+        ({"settings": {"alpha": 1e308 * 10}}, "Infinity is not a number of JSON"),
+    ],
+)
+def test_a_split_with_numbers_beyond_all_is_refused_even_with_a_hash(
+    changes: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    plain = build_federation(DataSettings(name="toy", labelled=20), AgentSettings(2, 1, 0), 0)
+    path = tmp_path / "split.json"
+    plain.manifest.write(path)
+    found = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps(found))
+    with pytest.raises(DataError, match=why):
+        manifests.read(path)
+    path.write_text(json.dumps(found).replace("Infinity", "1e999"))
+    with pytest.raises(DataError, match=r"out of range|beyond the numbers"):
+        manifests.read(path)
+
+
+def test_numbers_too_large_for_json_come_back_from_a_snapshot(tmp_path: Path) -> None:
+    extra = {"up": MAX_INTEGER, "down": 3 * MAX_INTEGER, "least": -(10**40)}
+    checkpoint.save(tmp_path, Snapshot(1, {}, {}, "d", extra))
+    assert checkpoint.load(tmp_path, "d").extra == extra
