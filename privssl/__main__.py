@@ -11,6 +11,7 @@ from importlib import metadata
 
 COMMANDS = {
     "train": "train one classifier from a config file",
+    "compare": "run several configs on the same splits and seeds; one table, one plot",
     "audit": "check the ledger and the privacy claim of a finished run",
 }
 USAGE = "usage: privssl COMMAND [ARGUMENT ...]\n\ncommands:\n{}\n\n{}".format(
@@ -26,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: command name and its arguments; absent: those of the process.
 
     Returns:
-        What the command returns (see ``train`` and ``audit``); 0 for help and version; 2 when
-        the command is missing or unknown.
+        What the command returns (see ``train``, ``compare`` and ``audit``); 0 for help and version;
+        2 when the command is missing or unknown.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     match list(arguments):
@@ -35,6 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from privssl.train import main as train
 
             return train(rest)
+        case ["compare", *rest]:
+            from privssl.compare import main as compare
+
+            return compare(rest)
         case ["audit", *rest]:
             from privssl.audit import main as audit
 

@@ -128,11 +128,17 @@ def _privacy_problems(config: Config) -> Iterator[Problem]:
     """What the other sections do to the claim. docs/privacy.md."""
     if config.privacy is None:
         return
-    if config.model.norm == "batch":
+    if config.model.norm in ("batch", "static"):
         yield Problem(
             "model.norm",
-            "batch norm couples the rows of a batch, so no single row can be clipped. "
-            "Set model.norm: group",
+            f"{config.model.norm} norm couples the rows of a batch, so no single row can be "
+            "clipped. Set model.norm: group",
+        )
+    if config.model.name == "trinet_cnn":
+        yield Problem(
+            "model.name",
+            "trinet_cnn has dropout, whose draws go by a row's place in the batch, so one row more "
+            "would change what others contribute. Set model.name: small_cnn",
         )
     rows = _labelled_rows(config)
     if rows and 1 / rows <= config.privacy.delta < 1:

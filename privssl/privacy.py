@@ -279,7 +279,8 @@ _COUPLING = (nn.modules.batchnorm._BatchNorm,)
 
 
 def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
-    """Raises PrivacyError naming every layer that mixes rows of a batch, frozen ones included.
+    """Raises PrivacyError naming every layer that mixes rows of a batch, frozen ones included, or
+    that draws chance of its own (dropout).
 
     A batch norm in a network that is not itself trained couples rows just as well: the
     gradient of a protected network flows through it (measured: 18%, docs/privacy.md).
@@ -294,6 +295,17 @@ def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
         raise PrivacyError(
             f"rows of a batch are mixed by {', '.join(found)}. Private training clips row by "
             "row, which bounds nothing if rows depend on each other. Set model.norm: group"
+        )
+    drawing = [
+        f"{net}.{name} ({type(layer).__name__})"
+        for net, network in networks.items()
+        for name, layer in network.named_modules()
+        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p
+    ]
+    if drawing:
+        raise PrivacyError(
+            f"chance that no visit owns is drawn by {', '.join(drawing)}, by a row's place in the "
+            "batch: one row more would change what others contribute. Use a network without dropout"
         )
 
 

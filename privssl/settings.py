@@ -96,9 +96,9 @@ class AgentSettings:
 class ModelSettings:
     """The classifier F. The generator and discriminator belong to the algorithm's section."""
 
-    name: Literal["small_cnn", "lenet"] = "small_cnn"
-    width: Positive = 16  # channels of the first convolution
-    norm: Literal["group", "batch", "none"] = "group"
+    name: Literal["small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2"] = "small_cnn"
+    width: Positive = 16  # scales all channels; 16 is the size that a network is known by
+    norm: Literal["group", "batch", "static", "none"] = "group"
 
 
 @dataclass(frozen=True, config=strict)

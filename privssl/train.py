@@ -10,10 +10,9 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,15 @@ from rich.console import Console
 from rich.table import Table
 
 from accounting.errors import AccountingError
-from privssl import durable
 from privssl.errors import UserError
-
-INTERRUPTED = 130
-SECONDS_TO_WIND_UP = 5.0  # in which a second Ctrl-C is taken for the first
+from privssl.process import (
+    INTERRUPTED,
+    Screen,
+    full_disk_told_once,
+    logging_to,
+    private_files,
+    stopped_by,
+)
 
 log = logging.getLogger("privssl")
 
@@ -35,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(argv)
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
-        stack.enter_context(_logging_to(_Screen()))
-        stack.enter_context(_stopped_by(signal.SIGINT, signal.SIGTERM))
+        stack.enter_context(logging_to(Screen()))
+        stack.enter_context(stopped_by(signal.SIGINT, signal.SIGTERM))
         try:
             return _train(options, console, stack)
         except (UserError, AccountingError) as problem:
@@ -80,9 +83,10 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    from privssl import checkpoint, run, run_folder
     from privssl import config as configs
+    from privssl import run, run_folder, session
     from privssl.prepare import prepare
+    from privssl.tracker import ProgressTracker
 
     started = time.perf_counter()
     config = configs.load(options.config, options.overrides)
@@ -94,115 +98,23 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
             return _report(options, *known, options.resume, console)
     prepared = prepare(config)
     if options.dry_run:
-        _warn(config.warnings)
+        session.warn(config.warnings)
         _describe(prepared, console)
         return 0
-    stack.enter_context(_private_files())
-    stack.enter_context(_full_disk_told_once())
-    snapshot = None
-    if options.resume is None:
-        folder = stack.enter_context(run_folder.created(prepared))
-        stack.enter_context(_logging_to(_LogFile(folder / "train.log")))
-    else:
-        folder = options.resume
-        stack.enter_context(run_folder.locked(folder))
-        stack.enter_context(_logging_to(_LogFile(folder / "train.log")))
-        snapshot = checkpoint.load(folder / "checkpoints", configs.digest(config))
-    _log_start(prepared)
-    run.execute(prepared, folder, lambda: _trackers(folder, options, prepared, snapshot), snapshot)
+    stack.enter_context(private_files())
+    stack.enter_context(full_disk_told_once())
+
+    def bar(after: int | None) -> list[ProgressTracker]:
+        rounds = run.rounds_of(prepared.algorithm)
+        return [] if options.quiet else [ProgressTracker(rounds, resume_after=after)]
+
+    folder = session.carry_out(prepared, options.resume, bar, stack)
     outcome = run_folder.outcome(folder)
     assert outcome is not None  # execute has just written it
     return _report(options, *outcome, folder, console, time.perf_counter() - started)
 
 
-def _trackers(folder: Path, options: argparse.Namespace, prepared: Any, snapshot: Any) -> list[Any]:
-    from privssl.run import rounds_of
-    from privssl.tracker import CsvTracker, ProgressTracker, TensorBoardTracker
-
-    after = None if snapshot is None else snapshot.round
-    trackers: list[Any] = [
-        CsvTracker(folder / "metrics.csv", resume_after=after),
-        TensorBoardTracker(folder / "tensorboard", resume_after=after),
-    ]
-    if not options.quiet:
-        trackers.append(ProgressTracker(rounds_of(prepared.algorithm), resume_after=after))
-    return trackers
-
-
 # What is told -------------------------------------------------------------------------------
-
-
-class _Screen(logging.Handler):
-    """Warnings and errors on standard error, below or above a progress bar."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        warns = record.levelno == logging.WARNING
-        text = f"Warning: {record.getMessage()}" if warns else record.getMessage()
-        style = "yellow" if warns else None
-        Console(stderr=True, highlight=False, soft_wrap=True).print(text, style=style, markup=False)
-
-
-class _LogFile(logging.FileHandler):
-    """train.log. A line that a full disk does not take is dropped: the next write of metrics or
-    of a checkpoint stops the run, and says why."""
-
-    def __init__(self, path: Path) -> None:
-        with durable.writing(path):
-            super().__init__(path, encoding="utf-8")
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
-        """See the head of the class."""
-
-    def close(self) -> None:
-        with suppress(OSError):
-            super().close()
-
-
-@contextmanager
-def _logging_to(handler: logging.Handler) -> Iterator[None]:
-    """Inside, what privssl logs goes to the handler, and not to those that libraries set up."""
-    propagates, log.propagate = log.propagate, False
-    log.setLevel(logging.INFO)
-    log.addHandler(handler)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.propagate = propagates
-        handler.close()
-
-
-def _log_start(prepared: Any) -> None:
-    """The first lines of train.log: what is run, with what, on what."""
-    from importlib.metadata import version
-
-    config, agents = prepared.config, prepared.federation.agents
-    log.info(
-        "Run %s: %s on %s, seed %d, split %s, config %s",
-        *(config.run.name, config.algorithm.name, config.data.name, config.run.seed),
-        *(prepared.federation.manifest.hash[:12], config.source),
-    )
-    roles = ", ".join(f"{agent.id} ({agent.role})" for agent in agents)
-    log.info("Device %s, torch %s. Agents: %s", prepared.device, version("torch"), roles)
-    _warn(config.warnings)
-    if prepared.plan is not None and prepared.plan.scope == "as_published":
-        _warn([_nominal_warning(config.privacy)])
-
-
-def _warn(sentences: Sequence[str]) -> None:
-    for sentence in sentences:
-        log.warning("%s", sentence)
-
-
-def _nominal_warning(privacy: Any) -> str:
-    from accounting.budget import Nominal
-
-    bare = tuple(n for n in privacy.update_at_support if n not in privacy.protect)
-    return str(Nominal(privacy.epsilon, privacy.delta, privacy.protect, bare))
 
 
 def _describe(prepared: Any, console: Console) -> None:
@@ -269,62 +181,6 @@ def _report(
     )
     console.print(sentence, style="bold", markup=False)
     return INTERRUPTED if status == "interrupted" else 0
-
-
-# The process --------------------------------------------------------------------------------
-
-
-@contextmanager
-def _stopped_by(*signals: signal.Signals) -> Iterator[None]:
-    """Inside, each signal is a KeyboardInterrupt; another one soon after it is not a second.
-
-    People press Ctrl-C twice, and supervisors send SIGINT with SIGTERM: neither may disturb the
-    checkpoint that the first one asked for.
-    """
-    stopped = -float("inf")
-
-    def stop(number: int, frame: object) -> None:
-        nonlocal stopped
-        if time.monotonic() - stopped > SECONDS_TO_WIND_UP:
-            stopped = time.monotonic()
-            raise KeyboardInterrupt
-
-    former = {number: signal.signal(number, stop) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _full_disk_told_once() -> Iterator[None]:
-    """Inside, a thread that could not write ends without a traceback of its own.
-
-    TensorBoard writes in a thread and raises the same error again at the next flush, where it
-    stops the run with a message.
-    """
-    former = threading.excepthook
-
-    def tell(crash: threading.ExceptHookArgs) -> None:
-        if not isinstance(crash.exc_value, OSError):
-            former(crash)
-
-    threading.excepthook = tell
-    try:
-        yield
-    finally:
-        threading.excepthook = former
-
-
-@contextmanager
-def _private_files() -> Iterator[None]:
-    """Inside, new files and folders are the user's alone."""
-    former = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(former)
 
 
 if __name__ == "__main__":

@@ -378,7 +378,7 @@ def test_only_the_listed_kinds_of_event_are_read() -> None:
         (b'{"a":1.5}', "raw real"),
         (b'{"a": 1}', "canonical"),
         (b'{"b":1,"a":2}', "canonical"),
-        (b'{"a":"\\ud800"}', "canonical"),
+        (b'{"a":"\\ud800"}', "not a JSON record"),
         (b"[1]", "not a JSON object"),
         (b"\xff", "not a JSON record"),
         (b'{"a":' + b"[" * 60000, "not a JSON record"),

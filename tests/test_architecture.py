@@ -26,7 +26,14 @@ ALLOWED = {
     "accounting.verify": ("dp_accounting",),  # on top of what accounting may
 }
 
-COMMANDS = tuple(f"privssl.{name}" for name in ("__main__", "train", "audit", "run", "config"))
+COMMANDS = tuple(
+    f"privssl.{name}"
+    for name in (
+        *("__main__", "train", "session", "run", "config", "prepare", "run_folder"),
+        *("compare", "comparison", "comparison_plan", "comparison_plot"),
+        *("audit", "attack", "claim_check", "mechanism_attack", "card"),
+    )
+)
 RECORDS = ("privssl.tracker", "privssl.checkpoint", "privssl.evaluate")
 UPPER = (*COMMANDS, *RECORDS)
 # Inside privssl an arrow never points back up. evaluate holds the true labels of query rows,

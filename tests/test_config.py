@@ -165,7 +165,7 @@ def test_an_argument_replaces_what_was_wrong_in_the_file(write: Any) -> None:
         ("model: {width: 0}", "model.width needs a whole number >= 1, got 0"),
         (
             "model: {norm: grop}",
-            "model.norm needs group, batch or none, got 'grop'. Did you mean group?",
+            "model.norm needs group, batch, static or none, got 'grop'. Did you mean group?",
         ),
         (
             "data: {partition: dirichlet, alpha: .nan}",
@@ -356,11 +356,12 @@ def test_delta_is_held_against_the_rows_of_an_agent(write: Any) -> None:
     assert refusal(path, ["privacy.delta=0.0199", "agents.support=1"])
 
 
-def test_batch_norm_is_refused_in_a_private_run_alone(write: Any) -> None:
-    path = write(SOUND + "model: {norm: batch}\n")
-    assert load(path, (), TABLE).model.norm == "batch"
+@pytest.mark.parametrize("norm", ["batch", "static"])
+def test_a_norm_that_couples_rows_is_refused_in_a_private_run_alone(write: Any, norm: str) -> None:
+    path = write(SOUND + f"model: {{norm: {norm}}}\n")
+    assert load(path, (), TABLE).model.norm == norm
     [row] = refusal(path, ["privacy.epsilon=8"])
-    assert row.startswith("line 3 model.norm batch norm couples the rows")
+    assert row.startswith(f"line 3 model.norm {norm} norm couples the rows")
 
 
 def quoted(text: str) -> str:

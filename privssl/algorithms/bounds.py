@@ -26,6 +26,7 @@ from privssl.algorithms.local_ssl import (
     ClassifierTraining,
     federate,
     needs_unlabelled,
+    no_statistics,
     one_hot,
 )
 from privssl.losses import soft_cross_entropy
@@ -99,6 +100,7 @@ class _Bound(Algorithm[State]):
     def problems(cls, config: Any) -> Iterator[Problem]:
         if cls.uses_unlabelled:
             yield from needs_unlabelled(config)
+        yield from no_statistics(config)
 
     def start(self, world: World) -> State:
         F = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))

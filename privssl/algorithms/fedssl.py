@@ -60,7 +60,13 @@ from privssl.algorithms.gmixup import (
     row_losses,
     train_privately,
 )
-from privssl.algorithms.local_ssl import Share, federate, needs_unlabelled, one_hot
+from privssl.algorithms.local_ssl import (
+    Share,
+    federate,
+    needs_unlabelled,
+    no_statistics,
+    one_hot,
+)
 from privssl.messages import Message, Reply, Silence, StateDict
 from privssl.privacy import PrivatePlan, frozen
 from privssl.pseudo import guess_labels
@@ -163,6 +169,7 @@ class FedSSL(Algorithm[State]):
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
         yield from needs_unlabelled(config)
+        yield from no_statistics(config)
 
     def networks(self) -> Mapping[str, nn.Module]:
         return self._networks

@@ -1,5 +1,5 @@
-"""What FedSSL and its bounds do alike: the settings of the classifier's local training, classes
-as distributions, and the server's average over the two groups of agents.
+"""What several algorithms do alike: the settings of the classifier's local training, classes as
+distributions, the server's average over the two groups of agents, and refusals.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,6 +57,18 @@ def needs_unlabelled(config: Any) -> Iterator[Problem]:
     if config.data.labels != "labels-at-client" and not config.agents.query:
         name = config.algorithm.name
         yield Problem("agents.query", f"0, but {name} learns from unlabelled rows: give 1 or more")
+
+
+def no_statistics(config: Any) -> Iterator[Problem]:
+    """The problem of a config whose norm needs statistics that its algorithm does not collect.
+
+    Args:
+        config: the ``privssl.config.Config`` being checked.
+    """
+    if config.model.norm == "static":
+        name = config.algorithm.name
+        text = f"static needs statistics that {name} does not collect. Set group, batch or none"
+        yield Problem("model.norm", text)
 
 
 def one_hot(rows: LabelledRows, picked: Tensor, classes: int) -> Tensor:

@@ -158,6 +158,8 @@ def _hand_out(
     """
     if not agents:
         return {}
+    if agents == (SERVER,):  # there is nothing to hand out, whatever the rule for agents is
+        return {SERVER: tuple(np.sort(rows).tolist())}
     if len(agents) > len(rows):
         raise DataError(
             f"{len(agents)} agents are to share {len(rows)} {kind} rows, and each needs at "

@@ -15,6 +15,7 @@ from privssl.agents import Agent, AgentRef, Memory, natural_order
 from privssl.algorithms.base import Context, LabelMeter
 from privssl.engines import Call
 from privssl.messages import Message, Reply, Silence, pack, unpack
+from privssl.seeds import seeded
 
 
 class LocalEngine:
@@ -55,7 +56,8 @@ class LocalEngine:
             telemetry=agent.account is None,
             meter=self._meter,
         )
-        content = self._across(call.step(agent, self._across(call.message), ctx))
+        with seeded(ctx.rng("torch")):  # dropout asks torch's own generator, which nobody seeded
+            content = self._across(call.step(agent, self._across(call.message), ctx))
         return Reply(agent.ref, content, weight=ctx.weight, notes=dict(ctx.notes))
 
     def _across(self, message: Message) -> Message:

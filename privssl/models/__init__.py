@@ -3,11 +3,19 @@
 from torch import nn
 
 from privssl.errors import DataError
-from privssl.models.convnets import LeNet, SmallCNN
+from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
+from privssl.models.resnet import ResNet9
+from privssl.models.wide_resnet import WideResNet28x2
 from privssl.settings import ModelSettings
 
 SMALLEST = 8  # pixels of a row's shorter side
-CLASSIFIERS = {"small_cnn": SmallCNN, "lenet": LeNet}
+CLASSIFIERS = {
+    "small_cnn": SmallCNN,
+    "lenet": LeNet,
+    "trinet_cnn": TriNetCNN,
+    "resnet9": ResNet9,
+    "wresnet28x2": WideResNet28x2,
+}
 
 
 def build_classifier(

@@ -1,0 +1,294 @@
+"""Lower and upper bounds: Server-SL, FedAvg and FedProx on labelled rows, and what all share.
+
+    Server-SL   the labelled server trains alone; nobody else is asked (Bian et al., FedSEAL, 4)
+    FedAvg      mean of agents that learn from their labels (McMahan et al., AISTATS 2017)
+    FedProx     the same with a pull towards the global weights (Li et al., MLSys 2020)
+
+    papers                                            here
+    local training: epochs of SGD, cross-entropy      labelled_pass -> labelled_losses, descend
+    FedAvg: the mean, by rows held                    _Supervised.round, LocalTraining.weigh
+    FedProx: + mu / 2 |theta - theta_global|^2        descend, squared_distance
+
+``LocalTraining`` is the one set of settings for these and for FixMatch, UDA (consistency.py) and
+FedSem (pseudo_baselines.py): what a table shows between them is what the method does. Supervise of
+bounds.py is FedAvg too, with Adam, a strong view and a moving average, as FedSSL is judged.
+
+Where labels may be: Server-SL needs ``labels-at-server``, the other two ``support`` or
+``labels-at-client`` (with all labels at one party there is nothing to average). Nobody reads an
+unlabelled row here, and there are no labels of unlabelled rows to read: the upper bound "all rows
+labelled" is a split that hands out every row with its label (``data.labelled``: all rows,
+``agents.query: 0``; docs/baselines.md), with Server-SL as its centralised form.
+
+Differs from the papers: (1) rows are in [-1, 1], FedMatch has [0, 1] and the others standardise.
+(2) A network starts from its own initial weights; FedMatch starts baselines from 1.2 times these.
+(3) The learning rate falls by a factor per round, FedSEAL's rule; FedMatch's falls with the loss
+on labelled validation rows that no agent has here. (4) No weight decay: FedMatch declares one
+that its released code never adds (``weight_decay``).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, final
+
+import pydantic.dataclasses
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from privssl import learn, seeds
+from privssl.agents import LabelledRows, SupportAgent
+from privssl.algorithms.base import Algorithm, Context, Task, on_agent
+from privssl.algorithms.local_ssl import Share, no_statistics
+from privssl.data.augment import AUGMENTATIONS, Augmentation
+from privssl.messages import Message, StateDict, average
+from privssl.privacy import PrivatePlan
+from privssl.settings import Positive, Problem, Rate, strict
+from privssl.world import Roster, World
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+#: Crop of natural images: up to an eighth of the side each way, filled by mirroring.
+CROP = Augmentation(crop=0.125)
+
+
+# What travels -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lesson(Message):
+    """Down: the global classifier, and mu, how hard training is pulled towards it (0: not)."""
+
+    F: StateDict
+    proximal: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trained(Message):
+    """Up: the classifier after local training."""
+
+    F: StateDict
+
+
+@dataclass(frozen=True)
+class State:
+    """What the server keeps between rounds; agents keep nothing."""
+
+    F: StateDict
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class LocalTraining:
+    """Training of any party on its own rows: the same for every baseline. Numbers are ours, the
+    published ones are in docs/baselines.md."""
+
+    rounds: Positive = 100
+    local_epochs: Positive = 5  # of every visit, the server's included; FedMatch: 1
+    batch_size: Positive = 32  # a last short batch is kept
+    learning_rate: Rate = 0.01  # SGD, fresh at every visit; in round 1
+    learning_rate_decay: Annotated[float, Field(gt=0, le=1)] = 1.0  # factor per round
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: Share = 0.0
+    weak: Literal["none", "crop", "weak", "mid"] = "weak"  # view of rows with given labels
+    flip: bool = False  # mirror images left to right: objects yes, digits no
+
+    def rate(self, round_number: int) -> float:
+        """Learning rate in a round, counted from 1."""
+        return self.learning_rate * self.learning_rate_decay ** max(0, round_number - 1)
+
+    def weak_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        """A weak view of rows (B, *shape) in [-1, 1]."""
+        augmentation = CROP if self.weak == "crop" else AUGMENTATIONS[self.weak]
+        return augmentation.flipping(self.flip)(x, rng) if len(x) else x
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class Federated(LocalTraining):
+    """Training at several agents, and the average of what they send."""
+
+    agents_per_round: Positive | None = None  # drawn from the agents averaged; null: all
+    weights: Literal["rows", "equal"] = "rows"  # in the average; FedMatch: rows, FedProx equal
+
+    def weigh(self, rows: int, ctx: Context) -> None:
+        """Count this visit by the rows it had; no count leaves the agent under "equal"."""
+        if self.weights == "rows":
+            ctx.weight = float(rows)
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class Proximal(Federated):
+    """A method that may be federated as FedProx: ``weights: equal``, ``proximal: 0.01``."""
+
+    proximal: Amount = 0.0  # mu; FedMatch's FedProx rows: 0.01. 0: FedAvg
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class ServerSLConfig(LocalTraining):
+    """Section ``algorithm`` for Server-SL: labels at the server and nothing else."""
+
+    name: Literal["server_sl"] = "server_sl"
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class FedAvgConfig(Federated):
+    """Section ``algorithm`` for FedAvg on labelled rows."""
+
+    name: Literal["fedavg"] = "fedavg"
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class FedProxConfig(Proximal):
+    """Section ``algorithm`` for FedProx on labelled rows."""
+
+    name: Literal["fedprox"] = "fedprox"
+    weights: Literal["rows", "equal"] = "equal"  # FedMatch's rows of this name
+    proximal: Amount = 0.01  # the same
+
+
+# The algorithms -----------------------------------------------------------------------------
+
+
+class _Supervised(Algorithm[State]):
+    """The shared round and step; a subclass says who learns."""
+
+    StateType = State
+    cfg: LocalTraining
+
+    def __init__(self, config: LocalTraining, task: Task, plan: PrivatePlan | None = None) -> None:
+        super().__init__(config, task, plan)
+        self._F = task.new_classifier()
+
+    def start(self, world: World) -> State:
+        return State(learn.fresh_weights(self.task.new_classifier, world.rng("init F")))
+
+    def round(self, state: State, world: World) -> State:
+        mu = self.cfg.proximal if isinstance(self.cfg, Proximal) else 0.0
+        replies = world.ask_each(self._learners(world), self.labelled_pass, Lesson(state.F, mu))
+        return State(average(replies, "F", otherwise=state.F))
+
+    def _learners(self, world: World) -> Roster:
+        """Who is asked in this round."""
+        drawn = self.cfg.agents_per_round if isinstance(self.cfg, Federated) else None
+        return world.sample(world.support, drawn)
+
+    def classifier(self, state: State) -> StateDict:
+        return state.F
+
+    @on_agent
+    def labelled_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Trained:
+        """Epochs of cross-entropy on labelled rows."""
+        if isinstance(self.cfg, Federated):
+            self.cfg.weigh(len(agent.labelled), ctx)
+        F = load(self._F, msg, ctx)
+        return descend(F, labelled_losses(F, agent.labelled, self.cfg, ctx), self.cfg, msg, ctx)
+
+
+@final
+class ServerSL(_Supervised):
+    """The labelled server alone: what labels are worth without agents."""
+
+    Config = ServerSLConfig
+
+    @classmethod
+    def problems(cls, config: Any) -> Iterator[Problem]:
+        if config.data.labels != "labels-at-server":
+            yield Problem(
+                "data.labels",
+                f"{config.data.labels}, but server_sl learns at a server that holds all labels. "
+                "Set data.labels: labels-at-server, or algorithm.name: fedavg",
+            )
+        yield from no_statistics(config)
+
+
+class _Averaged(_Supervised):
+    """Several agents hold labels."""
+
+    @classmethod
+    def problems(cls, config: Any) -> Iterator[Problem]:
+        if config.data.labels == "labels-at-server":
+            name = config.algorithm.name
+            yield Problem(
+                "data.labels",
+                f"labels-at-server, but {name} averages agents that learn from labels, and the "
+                "server alone would have any. Set algorithm.name: server_sl, or data.labels: "
+                "support or labels-at-client",
+            )
+        yield from no_statistics(config)
+
+
+@final
+class FedAvg(_Averaged):
+    """The mean of agents that learn from their labels."""
+
+    Config = FedAvgConfig
+
+
+@final
+class FedProx(_Averaged):
+    """FedAvg whose agents are pulled towards the global weights."""
+
+    Config = FedProxConfig
+
+
+# What all baselines do alike ----------------------------------------------------------------
+
+
+def load(F: nn.Module, msg: Lesson, ctx: Context) -> nn.Module:
+    """The global weights in a network on the visit's device, in training mode."""
+    return learn.load(F.to(ctx.device), msg.F).to(memory_format=torch.channels_last)
+
+
+def labelled_losses(
+    F: nn.Module, rows: LabelledRows, cfg: LocalTraining, ctx: Context
+) -> Iterator[Tensor]:
+    """Mean cross-entropy of each batch of weak views, epoch after epoch."""
+    order, views = ctx.rng("order"), ctx.rng("weak view")
+    for _ in range(cfg.local_epochs):
+        for picked in learn.epoch_batches(len(rows), cfg.batch_size, order):
+            if can_learn_from(F, len(picked)):
+                x = cfg.weak_view(learn.network_input(rows.x[picked], ctx.device), views)
+                yield cross_entropy(F(x), rows.y[picked].to(ctx.device))
+
+
+def descend(
+    F: nn.Module, losses: Iterator[Tensor], cfg: LocalTraining, msg: Lesson, ctx: Context
+) -> Trained:
+    """One step of a fresh SGD on each loss as it comes, then what is sent.
+
+    Args:
+        F: holds the weights of ``msg``, to which ``msg.proximal`` pulls.
+        losses: scalars; each is computed after the step on the one before. None: F goes back as
+            it came, so that a visit with nothing to learn holds the average where it was.
+    """
+    sgd = torch.optim.SGD(
+        F.parameters(), lr=cfg.rate(ctx.round), momentum=cfg.momentum,
+        weight_decay=cfg.weight_decay,
+    )  # fmt: skip
+    anchor = [p.detach().clone() for p in F.parameters()] if msg.proximal else []
+    values = []
+    with seeds.seeded(ctx.rng("dropout")):
+        for loss in losses:
+            values.append(loss.detach())
+            if msg.proximal:
+                loss = loss + msg.proximal / 2 * squared_distance(F, anchor)
+            sgd.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            sgd.step()
+    if values:
+        ctx.note("train/loss_F", learn.mean_of(values))
+    return Trained(learn.weights_of(F))
+
+
+def squared_distance(F: nn.Module, anchor: list[Tensor]) -> Tensor:
+    """|theta - anchor|^2 over all parameters of F, a scalar: Li et al. 2020, Eq. 2."""
+    pairs = zip(F.parameters(), anchor, strict=True)
+    return torch.stack([(mine - theirs).square().sum() for mine, theirs in pairs]).sum()
+
+
+def can_learn_from(F: nn.Module, rows: int) -> bool:
+    """Whether F can take a training step on so many rows: some, and two where it has batch norm."""
+    couples = any(isinstance(layer, _BatchNorm) for layer in F.modules())
+    return rows > (1 if couples else 0)

@@ -1,0 +1,229 @@
+"""FixMatch and UDA in a federation: a strong view is to be called what a clean one was called.
+
+FedAvg-FixMatch and FedAvg-UDA; with ``weights: equal`` and ``proximal: 0.01`` FedProx-FixMatch and
+FedProx-UDA, as FedMatch (Jeong et al., ICLR 2021) and FedSEAL (Bian et al., 2021) have them.
+
+    papers                                                    here
+    FixMatch (Sohn et al. 2020): label of a clean view where
+      max p >= tau, cross-entropy of a strong view            FixMatch._unlabelled
+    UDA (Xie et al. 2020): KL(p of a clean view || p strong)  UDA._unlabelled, divergence
+      annealing: rows that are known already teach nothing    UDA._labelled, still_taught
+    one step on L_s + L_u                                     _Consistent.losses
+    as many steps as on labels alone                          joint_batches
+
+Rounds, and where labels may be: pseudo_baselines.py.
+
+Differs from the papers: (1) A clean view is guessed by the network in training, without dropout or
+batch statistics. (2) Nobody says how UDA sharpens, masks and counts its clock in a federation:
+``temperature`` (none by default), ``threshold`` and rounds. (3) FixMatch has seven unlabelled rows
+to a labelled one; here an agent's unlabelled batches follow from its labelled ones, as in FedMatch
+(``steps_of``).
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Literal, final
+
+import pydantic.dataclasses
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from privssl import learn
+from privssl.agents import LabelledRows, UnlabelledRows
+from privssl.algorithms.base import Context
+from privssl.algorithms.baselines import Amount, can_learn_from
+from privssl.algorithms.local_ssl import Share
+from privssl.algorithms.pseudo_baselines import Guessing, PseudoLabelled
+from privssl.data.augment import AUGMENTATIONS
+from privssl.data.rand_augment import RANDAUGMENTS
+from privssl.losses import soft_cross_entropy
+from privssl.pseudo import sharpen
+from privssl.settings import Rate, strict
+
+# Config -------------------------------------------------------------------------------------
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class Consistency(Guessing):
+    """What FixMatch and UDA are configured by; profiles of both papers: docs/baselines.md."""
+
+    threshold: Share = 0.85  # tau: a row counts where max p >= tau; FedMatch. FedSEAL: 0.9
+    strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fedmatch"
+    guess_on: Literal["raw", "weak"] = "raw"  # the clean view; FedMatch: raw, FedSEAL: weak
+    mean_over: Literal["kept", "batch"] = "kept"  # FedMatch's own loss: kept; FedSEAL: batch
+    labelled_weight: Rate = 1.0  # of L_s; FedMatch: 10
+    unlabelled_weight: Amount = 1.0  # of L_u; both papers
+    steps_of: Literal["labelled", "unlabelled"] = "labelled"  # joint_batches
+
+    def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
+        if not len(x):
+            return x
+        if self.strong in AUGMENTATIONS:
+            return AUGMENTATIONS[self.strong].flipping(self.flip)(x, rng)
+        view: Tensor = RANDAUGMENTS[self.strong](self.weak_view(x, rng), rng)
+        return view
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class FixMatchConfig(Consistency):
+    """Section ``algorithm`` for FedAvg-FixMatch and FedProx-FixMatch."""
+
+    name: Literal["fixmatch"] = "fixmatch"
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class UDAConfig(Consistency):
+    """Section ``algorithm`` for FedAvg-UDA and FedProx-UDA."""
+
+    name: Literal["uda"] = "uda"
+    temperature: Rate = 1.0  # of guesses, below 1 sharpens; UDA: 0.4, unsaid by both papers
+    annealing: Literal["exponential", "none"] = "exponential"  # FedMatch; FedSEAL does not say
+
+    def still_taught_up_to(self, round_number: int, classes: int) -> float:
+        """eta: a labelled row whose class has a higher probability teaches nothing. Xie et al.
+
+        exp(5 (t / T - 1)) (1 - 1 / C) + 1 / C on the clock of rounds; 1 in the last, and without
+        annealing.
+        """
+        if self.annealing == "none":
+            return 1.0
+        known = math.exp(5 * (min(round_number / self.rounds, 1.0) - 1))
+        return known * (1 - 1 / classes) + 1 / classes
+
+
+# The algorithms -----------------------------------------------------------------------------
+
+
+class _Consistent(PseudoLabelled):
+    """What a visit does; a subclass has the terms of the loss."""
+
+    cfg: Consistency
+
+    def losses(
+        self, F: nn.Module, labelled: LabelledRows, unlabelled: UnlabelledRows,
+        y: Tensor | None, ctx: Context,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """L_s + L_u of each batch, in one forward pass; a batch without any term is no step."""
+        order, weak, strong = ctx.rng("order"), ctx.rng("weak view"), ctx.rng("strong view")
+        size, held = self.cfg.batch_size, (len(labelled), len(unlabelled))
+        shares = []
+        for _ in range(self.cfg.local_epochs):
+            for mine, others in joint_batches(*held, size, self.cfg.steps_of, order):
+                x = learn.network_input(unlabelled.x[others], ctx.device)
+                p = self._guess(F, x, weak)  # (B, C)
+                kept = p.amax(dim=1) >= self.cfg.threshold  # (B,)
+                ctx.pseudo_labels(unlabelled.ids[others], p, kept.cpu())
+                x_l = self.cfg.weak_view(learn.network_input(labelled.x[mine], ctx.device), weak)
+                seen = torch.cat([x_l, self.cfg.strong_view(x[kept], strong)])
+                if len(others):
+                    shares.append(float(kept.float().mean()))
+                if not can_learn_from(F, len(seen)):
+                    continue
+                logits = F(seen)
+                terms = [
+                    self.cfg.labelled_weight
+                    * self._labelled(logits[: len(mine)], labelled.y[mine].to(ctx.device), ctx),
+                    self.cfg.unlabelled_weight
+                    * self._mean(self._unlabelled(logits[len(mine) :], p[kept]), len(others)),
+                ]
+                loss = torch.stack(terms).sum()
+                if not loss.detach() <= 0:  # FedMatch: no step, else momentum would go on alone
+                    yield loss
+        if shares:
+            ctx.note("train/kept", sum(shares) / len(shares))
+
+    @torch.no_grad()
+    def _guess(self, F: nn.Module, x: Tensor, rng: torch.Generator) -> Tensor:
+        """Class probabilities (B, C) of clean views by the network in training."""
+        if not len(x):
+            return torch.empty(0, self.task.classes, device=x.device)
+        seen = self.cfg.weak_view(x, rng) if self.cfg.guess_on == "weak" else x
+        p: Tensor = F.eval()(seen).softmax(dim=1)
+        F.train()
+        return p
+
+    def _mean(self, losses: Tensor, batch: int) -> Tensor:
+        """Mean of the losses of kept rows over these, or over the batch; 0 of none."""
+        rows = len(losses) if self.cfg.mean_over == "kept" else batch
+        return losses.sum() / max(1, rows)
+
+    def _labelled(self, logits: Tensor, y: Tensor, ctx: Context) -> Tensor:
+        """Mean cross-entropy; 0 of no rows."""
+        return cross_entropy(logits, y, reduction="sum") / max(1, len(y))
+
+    @abstractmethod
+    def _unlabelled(self, logits: Tensor, p: Tensor) -> Tensor:
+        """Losses (B,) of strong views with these logits (B, C) whose clean views have p (B, C)."""
+
+
+@final
+class FixMatch(_Consistent):
+    """FedAvg-FixMatch, FedProx-FixMatch."""
+
+    Config = FixMatchConfig
+    cfg: FixMatchConfig
+
+    def _unlabelled(self, logits: Tensor, p: Tensor) -> Tensor:
+        return cross_entropy(logits, p.argmax(dim=1), reduction="none")
+
+
+@final
+class UDA(_Consistent):
+    """FedAvg-UDA, FedProx-UDA."""
+
+    Config = UDAConfig
+    cfg: UDAConfig
+
+    def _unlabelled(self, logits: Tensor, p: Tensor) -> Tensor:
+        return divergence(sharpen(p, 1 / self.cfg.temperature), logits)
+
+    def _labelled(self, logits: Tensor, y: Tensor, ctx: Context) -> Tensor:
+        taught = still_taught(
+            logits.detach(), y, self.cfg.still_taught_up_to(ctx.round, self.task.classes)
+        )
+        return super()._labelled(logits[taught], y[taught], ctx)
+
+
+# Small things -------------------------------------------------------------------------------
+
+
+def joint_batches(
+    labelled: int, unlabelled: int, size: int, steps_of: Literal["labelled", "unlabelled"],
+    rng: torch.Generator,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Row numbers of the steps of one epoch: labelled (B,) and unlabelled (B',).
+
+    labelled: as many steps as FedAvg on the labelled rows takes, and unlabelled rows are shared
+    out among them, so that both kinds are seen once (FedMatch with labels at clients).
+    unlabelled: batches of ``size`` of both kinds, labelled rows come round again.
+
+    Args:
+        labelled, unlabelled: rows held, >= 0. Of a kind that is absent all batches are empty.
+        size: rows of a batch.
+    """
+    none = torch.empty(0, dtype=torch.int64)
+    mine: Sequence[Tensor] = list(learn.epoch_batches(labelled, size, rng))
+    others: Sequence[Tensor] = list(learn.epoch_batches(unlabelled, size, rng))
+    if mine and others and steps_of == "labelled":
+        others = torch.tensor_split(torch.cat(list(others)), len(mine))
+    elif mine and others:
+        mine = torch.split(learn.draw_rows(labelled, size * len(others), rng), size)
+    yield from zip(mine or [none] * len(others), others or [none] * len(mine), strict=True)
+
+
+def still_taught(logits: Tensor, y: Tensor, eta: float) -> Tensor:
+    """Which rows (B,) have no higher probability of their class than eta: logits (B, C), y (B,).
+
+    A row whose probability is not a number is taught, so that training which diverged is seen.
+    """
+    return ~(logits.softmax(dim=1).gather(1, y[:, None])[:, 0] > eta)
+
+
+def divergence(p: Tensor, logits: Tensor) -> Tensor:
+    """KL(p || softmax(logits)), one number >= 0 per row: p (B, C), logits (B, C)."""
+    entropy = -torch.special.xlogy(p, p).sum(dim=1)
+    divergences: Tensor = soft_cross_entropy(logits, p) - entropy
+    return divergences

@@ -1,0 +1,398 @@
+"""FedSEAL: past models vote on labels, and agents also learn what a row is not.
+
+Bian, Fu, Xu: "FedSEAL: Semi-Supervised Federated Learning with Self-Ensemble Learning and Negative
+Learning" (arXiv:2110.07829, version 2). A server holds few labelled rows, agents many without.
+
+    paper                                          here
+    4.1.3 bootstrapping: w^0                       start -> bootstrap
+    Alg. 1 step 1: average (Eq. 2), train (3, 4)   round -> learn_from_labels
+    step 1: threshold of each class (Eq. 5)        round -> class_thresholds
+    step 2: all agents download, p-bar (Eq. 7, 8)  round -> remember_prediction, _remembered
+    step 3: D+ and D- (Eq. 9 to 12)                signs.signed_labels
+    step 3: local training (Eq. 13 to 16)          learn_from_both_signs, signs.batch_loss
+    step 4: upload                                 the reply of learn_from_both_signs
+
+The server sets apart ``validation_rows`` of its own labelled rows for Eq. 5, the same ones for the
+whole run. The small maths is in signs.py.
+
+Where labels may be: at the server (the paper). At support or mixed agents (ours) each of them
+does what the server does, ``validation_rows`` included, with its own labelled rows; w^t is the
+plain mean of their weights, and a class has the mean of the thresholds of those that can judge it.
+At least one row of an agent is always left to learn from.
+
+Differs from the paper: (1) lambda grows from the printed value to 1 (``weight_schedule``). (2) A
+class without validation rows, for which Eq. 5 divides by 0, is never positive. (3) Rows are in
+[-1, 1], not standardised. (4) An agent without a usable row sends what it got; a batch of one row
+is left out where a batch norm needs two. Where the paper is silent: Config and docs/fedseal.md.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, final
+
+import pydantic.dataclasses
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from privssl import learn, seeds
+from privssl.agents import LabelledRows, QueryAgent, SupportAgent, UnlabelledRows
+from privssl.algorithms import signs
+from privssl.algorithms.base import Algorithm, Context, Task, on_agent
+from privssl.algorithms.local_ssl import Share, needs_unlabelled, no_statistics
+from privssl.data.augment import AUGMENTATIONS, Augmentation
+from privssl.data.rand_augment import RANDAUGMENTS
+from privssl.losses import soft_cross_entropy
+from privssl.messages import Done, Message, Reply, StateDict, average
+from privssl.privacy import PrivatePlan
+from privssl.settings import Count, Positive, Problem, Rate, strict
+from privssl.world import World
+
+View = Literal["none", "crop", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"]
+#: The paper's weak augmentation but for mirroring: 4 of 32 or 3 of 28 pixels, filled by mirroring.
+CROP = Augmentation(crop=0.125)
+LARGEST_WEIGHT = 1000.0  # of the positive loss: beyond it nothing but overflow
+
+
+# What travels -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model(Message):
+    """A classifier, down to an agent or up from one."""
+
+    F: StateDict
+
+
+@dataclass(frozen=True)
+class Thresholds(Message):
+    """Up from who holds labels: tau (C,) of Eq. 5, >= 0; NEVER for a class it cannot judge."""
+
+    tau: Tensor
+
+
+@dataclass(frozen=True)
+class Lesson(Message):
+    """Down to an agent that is to train: w^t and tau^t (C,)."""
+
+    F: StateDict
+    tau: Tensor
+
+
+@dataclass(frozen=True)
+class State:
+    """What the server keeps between rounds. An agent keeps p-bar and the number of its models."""
+
+    averaged: StateDict  # w-bar: mean of the last uploads
+    F: StateDict  # w^t: w-bar after labelled training; is sent, evaluated and released
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class FedSEALConfig:
+    """Section ``algorithm`` for FedSEAL. Numbers are the paper's (Fashion-MNIST) unless marked."""
+
+    name: Literal["fedseal"] = "fedseal"
+    rounds: Positive = 150
+    query_per_round: Count | None = None  # agents that train; null: all; 0: nobody (Server-SL)
+    server_epochs: Positive = 5  # E_s
+    client_epochs: Positive = 5  # E_c
+    batch_size: Positive = 32  # B_s and B_c; 100 for CIFAR-10
+    learning_rate: Rate = 1e-3  # of SGD in round 1, of server and agents
+    learning_rate_decay: Annotated[float, Field(gt=0, le=1)] = 0.995  # factor per round
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # starts anew at every visit
+    validation_rows: Positive = 20  # of each holder's labelled rows; paper: 200 beside 500
+    bootstrap_epochs: Count = 200  # at most; 0: none. Ours: the paper says "good enough"
+    bootstrap_patience: Count = 20  # epochs without better validation; 0: never stop early. Ours
+    server_view: View = "crop"  # a(x); none: the paper's row "without DA"
+    positive_view: View = "fedseal"  # A(x); RandAugment is applied to a crop
+    negative_view: View = "none"  # Eq. 15 has no augmentation
+    flip: bool = True  # mirror images left to right: objects yes, digits no
+    history: Literal["all", "sampled", "none"] = "all"  # who updates p-bar; none: p-bar is p
+    history_from_start: bool = False  # count w^0 too, as Eq. 7's text does and its sum does not
+    threshold: Share | None = None  # the same for all classes (ablation); null: Eq. 5
+    threshold_floor: Share = 0.0  # ours; Eq. 5 gives 0 to a class that is never predicted
+    unlikely_at_most: Share = 0.1  # theta; 0.1 in the table, 0.05 in the text and on CIFAR-10
+    exclude_likeliest: bool = False  # ours; true: y- is never y+
+    hard_labels: bool = True  # false: rows of D+ are taught p-bar (ablation)
+    positive_weight: Annotated[float, Field(gt=0, le=1)] = 0.25  # lambda in round 1; CIFAR-10: 0.1
+    # How lambda moves: signs.sign_weights. The paper says that it grows and prints a "decay rate"
+    weight_schedule: signs.Schedule = "complement"
+    weight_rate: Annotated[float, Field(ge=0.01, le=1)] = 0.95
+    weight_rounds: Positive = 100  # e stops here
+    batches: signs.Batching = "union"  # of D+ and D-: signs.signed_batches; the paper is silent
+
+    def problems(self) -> Iterator[Problem]:
+        """Settings that would overflow, or have no effect."""
+        last = min(self.rounds - 1, self.weight_rounds)
+        grows = self.positive_weight > LARGEST_WEIGHT * self.weight_rate**last
+        if self.weight_schedule == "inverse" and grows:
+            yield Problem(
+                "weight_rate",
+                f"{self.weight_rate} lets lambda grow beyond {LARGEST_WEIGHT:g} in {last} rounds. "
+                "Give a rate nearer to 1, fewer weight_rounds, or another weight_schedule",
+            )
+        if self.history == "none" and self.history_from_start:
+            yield Problem("history_from_start", "has no effect: there is no history")
+
+    def sign_weights(self, round_number: int) -> tuple[float, float]:
+        """Weights of the positive and the negative loss in a round, counted from 1. Eq. 13."""
+        return signs.sign_weights(
+            self.weight_schedule, self.positive_weight, self.weight_rate,
+            rounds=min(round_number - 1, self.weight_rounds), of=self.weight_rounds,
+        )  # fmt: skip
+
+    def rate(self, round_number: int) -> float:
+        """Learning rate in a round, counted from 1; bootstrapping is round 0."""
+        return self.learning_rate * self.learning_rate_decay ** max(0, round_number - 1)
+
+    def view(self, name: View, x: Tensor, rng: torch.Generator) -> Tensor:
+        """One view of each row (B, *shape) in [-1, 1]."""
+        if name == "none" or not len(x):
+            return x
+        named = {**AUGMENTATIONS, "crop": CROP}.get(name, CROP)
+        seen = named.flipping(self.flip)(x, rng)
+        return RANDAUGMENTS[name](seen, rng) if name in RANDAUGMENTS else seen
+
+
+# The algorithm ------------------------------------------------------------------------------
+
+
+@final
+class FedSEAL(Algorithm[State]):
+    """Algorithm 1."""
+
+    Config = FedSEALConfig
+    StateType = State
+    cfg: FedSEALConfig
+
+    def __init__(self, config: FedSEALConfig, task: Task, plan: PrivatePlan | None = None) -> None:
+        super().__init__(config, task, plan)
+        self._F = task.new_classifier()
+
+    @classmethod
+    def problems(cls, config: Any) -> Iterator[Problem]:
+        asked, agents, labels = config.algorithm, config.agents, config.data.labels
+        if asked.query_per_round != 0:
+            yield from needs_unlabelled(config)
+        unlabelled = agents.query + (agents.mixed if labels == "labels-at-client" else 0)
+        if unlabelled and (asked.query_per_round or 0) > unlabelled:
+            yield Problem(
+                "algorithm.query_per_round",
+                f"{asked.query_per_round}, but {unlabelled} agents hold unlabelled rows. Give at "
+                f"most {unlabelled}, or null for all of them",
+            )
+        holders = {"support": agents.support, "labels-at-client": agents.mixed}.get(labels, 1)
+        each = config.data.labelled // max(1, holders)
+        if asked.validation_rows >= each:
+            yield Problem(
+                "algorithm.validation_rows",
+                f"{asked.validation_rows} are set apart of the labelled rows of each agent that "
+                f"has any, but it has {each} and learns from the others. Give less than {each}, "
+                "or raise data.labelled",
+            )
+        yield from no_statistics(config)
+
+    def start(self, world: World) -> State:
+        F: StateDict = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))
+        if self.cfg.bootstrap_epochs:
+            F = _mean(world.ask_each(world.support, self.bootstrap, Model(F)), otherwise=F)
+        if self.cfg.history_from_start:
+            world.ask_each(world.query, self.remember_prediction, Model(F))
+        return State(averaged=F, F=F)
+
+    def round(self, state: State, world: World) -> State:
+        trained = world.ask_each(world.support, self.learn_from_labels, Model(state.averaged))
+        F = _mean(trained, otherwise=state.averaged)
+        lesson = Lesson(F, self._thresholds(F, world))
+        chosen = world.sample(world.query, self.cfg.query_per_round)
+        if self.cfg.history == "all" and chosen:
+            others = [agent for agent in world.query if agent not in chosen]
+            world.ask_each(others, self.remember_prediction, Model(F))
+        uploads = world.ask_each(chosen, self.learn_from_both_signs, lesson)
+        return State(averaged=_mean(uploads, otherwise=F), F=F)
+
+    def _thresholds(self, F: StateDict, world: World) -> Tensor:
+        """tau (C,): of the server, or the mean over the holders of labels that can judge."""
+        if self.cfg.threshold is not None:
+            return torch.full((self.task.classes,), self.cfg.threshold)
+        told = world.ask_each(world.support, self.class_thresholds, Model(F))
+        return signs.mean_where_known([r.said.tau for r in told if not r.silent], self.task.classes)
+
+    def classifier(self, state: State) -> StateDict:
+        return state.F
+
+    def also_evaluated(self, state: State) -> dict[str, StateDict]:
+        return {"averaged": state.averaged}
+
+    # Steps where labels are -----------------------------------------------------------------
+
+    @on_agent
+    def bootstrap(self, agent: SupportAgent, msg: Model, ctx: Context) -> Model:
+        """Train F until validation rows stop getting better, and keep the best: 4.1.3."""
+        rows, (taught, checked) = agent.labelled, self._parts(agent.labelled, ctx)
+        F = self._loaded(msg.F, ctx)
+        sgd, rng = self._sgd(F, ctx), ctx.rng("bootstrap")
+        patience = self.cfg.bootstrap_patience if len(checked) else 0
+        best: StateDict = msg.F
+        best_accuracy, waited = -1.0, 0
+        for _ in range(self.cfg.bootstrap_epochs):
+            self._labelled_epoch(F, sgd, rows, taught, ctx, rng)
+            guessed = _probabilities(F, rows.x[checked], ctx).argmax(dim=1)
+            reached = float((guessed == rows.y[checked]).float().mean()) if patience else 0.0
+            waited += 1
+            if reached > best_accuracy or not patience:
+                best, best_accuracy, waited = learn.weights_of(F), reached, 0
+            elif waited == patience:
+                break
+        return Model(best)
+
+    @on_agent
+    def learn_from_labels(self, agent: SupportAgent, msg: Model, ctx: Context) -> Model:
+        """E_s epochs on labelled rows: Eq. 3, 4."""
+        rows, (taught, _) = agent.labelled, self._parts(agent.labelled, ctx)
+        F = self._loaded(msg.F, ctx)
+        sgd, rng, losses = self._sgd(F, ctx), ctx.rng("labels"), []
+        for _ in range(self.cfg.server_epochs):
+            losses += self._labelled_epoch(F, sgd, rows, taught, ctx, rng)
+        ctx.note("train/loss_labelled", learn.mean_of(losses))
+        return Model(learn.weights_of(F))
+
+    @on_agent
+    def class_thresholds(self, agent: SupportAgent, msg: Model, ctx: Context) -> Thresholds:
+        """Eq. 5 on the validation rows, as they are."""
+        rows, (_, checked) = agent.labelled, self._parts(agent.labelled, ctx)
+        p = _probabilities(self._loaded(msg.F, ctx), rows.x[checked], ctx)
+        tau = signs.class_thresholds(p, rows.y[checked]).clamp(min=self.cfg.threshold_floor)
+        known = tau[tau.isfinite()]
+        if len(known):
+            ctx.note("train/threshold_min", float(known.min()))
+            ctx.note("train/threshold_max", float(known.max()))
+        return Thresholds(tau.nan_to_num(nan=signs.NEVER, posinf=signs.NEVER))
+
+    def _parts(self, rows: LabelledRows, ctx: Context) -> tuple[Tensor, Tensor]:
+        """Numbers of the rows to learn from and of those set apart, the same in every visit."""
+        rng = seeds.stream(ctx.seed, 0, ctx.agent, "validation rows")
+        apart = signs.set_apart(rows.y, min(self.cfg.validation_rows, len(rows) - 1), rng)
+        return torch.nonzero(~apart)[:, 0], torch.nonzero(apart)[:, 0]
+
+    def _labelled_epoch(
+        self, F: nn.Module, sgd: torch.optim.SGD, rows: LabelledRows, taught: Tensor,
+        ctx: Context, rng: torch.Generator,
+    ) -> list[Tensor]:  # fmt: skip
+        """One pass over labelled rows; the losses of its batches."""
+        losses = []
+        for batch in learn.epoch_batches(len(taught), self.cfg.batch_size, rng):
+            if not _too_few(F, batch):
+                x = learn.network_input(rows.x[taught[batch]], ctx.device)
+                logits = F(self.cfg.view(self.cfg.server_view, x, rng))
+                loss = cross_entropy(logits, rows.y[taught[batch]].to(ctx.device))
+                losses.append(_minimise(sgd, loss))
+        return losses
+
+    # Steps where unlabelled rows are --------------------------------------------------------
+
+    @on_agent
+    def remember_prediction(self, agent: QueryAgent, msg: Model, ctx: Context) -> Done:
+        """Let w^t into the history: Eq. 8, at an agent that does not train in this round."""
+        self._remembered(agent, msg.F, ctx)
+        return Done()
+
+    @on_agent
+    def learn_from_both_signs(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Model:
+        """Eq. 8 to 16: sure rows teach what they are, others what they are not."""
+        p_bar = self._remembered(agent, msg.F, ctx)
+        both = signs.signed_labels(
+            p_bar, msg.tau.cpu(), self.cfg.unlikely_at_most, ctx.rng("complement"),
+            exclude_likeliest=self.cfg.exclude_likeliest, hard=self.cfg.hard_labels,
+        )  # fmt: skip
+        ctx.pseudo_labels(agent.unlabelled.ids, p_bar, both.positive)
+        self._note_signs(both, ctx)
+        F, weights = self._loaded(msg.F, ctx), self.cfg.sign_weights(ctx.round)
+        sgd, order, views = self._sgd(F, ctx), ctx.rng("order"), ctx.rng("views")
+        losses, how = [], self.cfg.batches
+        for _ in range(self.cfg.client_epochs):
+            for batch in signs.signed_batches(how, both, self.cfg.batch_size, order):
+                if not _too_few(F, batch):
+                    up, down = self._row_losses(F, agent.unlabelled, both, batch, ctx, views)
+                    loss = signs.batch_loss(how, up, down, both.sizes, weights)
+                    losses.append(_minimise(sgd, loss))
+        ctx.note("train/loss_signs", learn.mean_of(losses))
+        return Model(learn.weights_of(F))
+
+    def _remembered(self, agent: QueryAgent, weights: StateDict, ctx: Context) -> Tensor:
+        """p-bar (N, C) with one more model in it: Eq. 8."""
+        p = _probabilities(self._loaded(weights, ctx), agent.unlabelled.x, ctx)
+        if self.cfg.history == "none":
+            return p
+        memory = agent.memory
+        models = int(memory["models"]) + 1 if "models" in memory else 1
+        p_bar = memory["p_bar"] + (p - memory["p_bar"]) / models if models > 1 else p
+        agent.memory = {**memory, "p_bar": p_bar, "models": torch.tensor(models)}
+        return p_bar
+
+    def _row_losses(
+        self, F: nn.Module, rows: UnlabelledRows, both: signs.Signs, batch: Tensor,
+        ctx: Context, rng: torch.Generator,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Losses of the positive rows of a batch (B+,) and of the negative ones (B-,)."""
+        up, down = batch[both.positive[batch]], batch[both.negative[batch]]
+        x_up, x_down = (learn.network_input(rows.x[part], ctx.device) for part in (up, down))
+        seen_up = self.cfg.view(self.cfg.positive_view, x_up, rng)
+        seen_down = self.cfg.view(self.cfg.negative_view, x_down, rng)
+        logits = F(torch.cat([seen_up, seen_down]))  # (B, C): a batch norm sees both kinds
+        return (
+            soft_cross_entropy(logits[: len(up)], both.targets[up].to(ctx.device)),  # Eq. 14
+            signs.complementary_loss(logits[len(up) :], both.y_minus[down].to(ctx.device)),
+        )
+
+    def _note_signs(self, both: signs.Signs, ctx: Context) -> None:
+        """Shares of D+ and D-, lambda, and the largest class of D+: near 1, training collapses."""
+        n_plus, n_minus = both.sizes
+        counts = torch.bincount(both.y_plus[both.positive], minlength=1)
+        ctx.note("train/positive", n_plus / len(both.y_plus))
+        ctx.note("train/negative", n_minus / len(both.y_plus))
+        ctx.note("train/positive_largest_class", int(counts.max()) / max(1, n_plus))
+        ctx.note("train/positive_weight", self.cfg.sign_weights(ctx.round)[0])
+
+    # Local training -------------------------------------------------------------------------
+
+    def _loaded(self, weights: StateDict, ctx: Context) -> nn.Module:
+        return learn.load(self._F.to(ctx.device), weights).to(memory_format=torch.channels_last)
+
+    def _sgd(self, F: nn.Module, ctx: Context) -> torch.optim.SGD:
+        rate = self.cfg.rate(ctx.round)
+        return torch.optim.SGD(F.parameters(), lr=rate, momentum=self.cfg.momentum)
+
+
+# Small things -------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _probabilities(F: nn.Module, x: Tensor, ctx: Context) -> Tensor:
+    """Predictions (N, C) on rows as stored, as they are; F is left in training mode."""
+    F.eval()
+    parts = [F(learn.network_input(part, ctx.device)) for part in torch.split(x, 512)]
+    F.train()
+    return torch.cat(parts).softmax(dim=1).cpu()
+
+
+def _minimise(sgd: torch.optim.SGD, loss: Tensor) -> Tensor:
+    sgd.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    sgd.step()
+    return loss.detach()
+
+
+def _too_few(F: nn.Module, batch: Tensor) -> bool:
+    """Whether a batch is one row and F has a batch norm, which may need two."""
+    return len(batch) == 1 and any(isinstance(layer, _BatchNorm) for layer in F.modules())
+
+
+def _mean(replies: Sequence[Reply[Model]], otherwise: StateDict) -> StateDict:
+    """The plain mean of what came: Eq. 2."""
+    return average(replies, "F", otherwise=otherwise, weight=lambda reply: 1.0)

@@ -1,0 +1,254 @@
+"""Pseudo-labels in a federation, the plain way: FedSem, and the rounds of FixMatch and UDA.
+
+What FedMatch (Jeong et al., ICLR 2021), FedSEAL (Bian et al., 2021) and FedTriNet (Che et al.,
+2021) are compared with. FixMatch and UDA are in consistency.py.
+
+    papers                                               here
+    labels at the server: it trains, then the agents do  PseudoLabelled.one_round
+    labels at clients: all train, on both kinds of rows  the same -> mixed_pass
+    FedSem (Albaseer et al. 2020): T1 rounds of FedAvg   FedSem.round
+      W labels all unlabelled rows, once                 label_pass
+      FedAvg on given and guessed labels, mixed          FedSem.losses
+
+Where labels may be: at the server (FedMatch, FedSEAL), at mixed agents (FedMatch, FedTriNet), and
+at support agents (ours): these do together what the server does, and agents without labels start
+from the mean of their weights. With labels at clients all learn at once, in one average; an agent
+that lacks one kind of rows has the other term alone.
+
+Settings of training are ``baselines.LocalTraining``'s. Differs from the papers, beside what
+baselines.py says: an agent with nothing to learn sends what it got, so that the others' share does
+not grow. FedSem labels in evaluation mode, and its last round counts; the authors of FedTriNet
+label with dropout and choose a round on test rows.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import pydantic.dataclasses
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from privssl import learn
+from privssl.agents import (
+    LabelledRows,
+    MixedAgent,
+    QueryAgent,
+    Seat,
+    SupportAgent,
+    UnlabelledRows,
+)
+from privssl.algorithms.base import Algorithm, Context, Phase, Task, on_agent
+from privssl.algorithms.baselines import (
+    Lesson,
+    Proximal,
+    Trained,
+    descend,
+    labelled_losses,
+    load,
+)
+from privssl.algorithms.local_ssl import needs_unlabelled, no_statistics
+from privssl.messages import Done, StateDict, average
+from privssl.privacy import PrivatePlan
+from privssl.settings import Count, Problem, strict
+from privssl.world import World
+
+CHUNK = 512  # rows of one forward pass when FedSem labels
+
+
+@dataclass(frozen=True)
+class State:
+    """What the server keeps between rounds."""
+
+    F: StateDict  # the average over agents
+    labelled: StateDict  # after training where labels are, which agents started from
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class Guessing(Proximal):
+    """What every method here has; as FedProx: ``weights: equal``, ``proximal: 0.01``."""
+
+    released: Literal["labelled", "averaged"] = "labelled"  # see State; FedMatch: averaged
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class FedSemConfig(Guessing):
+    """Section ``algorithm`` for FedSem."""
+
+    name: Literal["fedsem"] = "fedsem"
+    warm_up: Count = 40  # T1: rounds on labels alone, then all rows are labelled; FedTriNet, MNIST
+
+    def problems(self) -> Iterator[Problem]:
+        """Numbers that contradict each other."""
+        if self.warm_up > self.rounds:
+            yield Problem(
+                "warm_up",
+                f"{self.warm_up}, but there are {self.rounds} rounds, and warm_up counts among "
+                "them. Give less, or as many for FedAvg on labelled rows",
+            )
+
+
+# The algorithms -----------------------------------------------------------------------------
+
+
+class PseudoLabelled(Algorithm[State]):
+    """The shared rounds and steps; a subclass says what a visit minimises."""
+
+    StateType = State
+    cfg: Guessing
+
+    def __init__(self, config: Guessing, task: Task, plan: PrivatePlan | None = None) -> None:
+        super().__init__(config, task, plan)
+        self._F = task.new_classifier()
+
+    @classmethod
+    def problems(cls, config: Any) -> Iterator[Problem]:
+        yield from needs_unlabelled(config)
+        yield from no_statistics(config)
+
+    def start(self, world: World) -> State:
+        F = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))
+        return State(F, labelled=F)
+
+    def round(self, state: State, world: World) -> State:
+        return self.one_round(state, world, unlabelled=True)
+
+    def one_round(self, state: State, world: World, *, unlabelled: bool) -> State:
+        """Train where labels are, then where there are none; with labels at clients at once.
+
+        Args:
+            unlabelled: whether unlabelled rows are learned from.
+        """
+        if any(agent.role == "mixed" for agent in world.agents):
+            return self._all_at_once(state, world, unlabelled=unlabelled)
+        taught = world.ask_each(
+            world.support, self.support_pass,
+            lambda who: Lesson(state.F, 0.0 if who.seat is Seat.SERVER else self.cfg.proximal),
+        )  # fmt: skip
+        labelled = average(taught, "F", otherwise=state.F)
+        if not unlabelled:
+            return State(labelled, labelled)
+        drawn = world.sample(world.query, self.cfg.agents_per_round)
+        replies = world.ask_each(drawn, self.query_pass, Lesson(labelled, self.cfg.proximal))
+        return State(average(replies, "F", otherwise=labelled), labelled)
+
+    def _all_at_once(self, state: State, world: World, *, unlabelled: bool) -> State:
+        roster = world.query if unlabelled else world.support
+        drawn = world.sample(roster, self.cfg.agents_per_round)
+        mixed, others = (
+            [agent for agent in drawn if (agent.role == "mixed") == both] for both in (True, False)
+        )
+        lesson = Lesson(state.F, self.cfg.proximal)
+        step = self.mixed_pass if unlabelled else self.support_pass
+        replies = world.ask_each(mixed, step, lesson)
+        replies += world.ask_each(others, self.query_pass, lesson)
+        F = average(replies, "F", otherwise=state.F)
+        return State(F, F)
+
+    def classifier(self, state: State) -> StateDict:
+        return state.labelled if self.cfg.released == "labelled" else state.F
+
+    def also_evaluated(self, state: State) -> dict[str, StateDict]:
+        if self.cfg.released == "labelled":
+            return {"averaged": state.F}
+        return {"labelled": state.labelled}
+
+    # Steps: where the data is ---------------------------------------------------------------
+
+    @on_agent
+    def support_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Trained:
+        """Learn from labelled rows alone."""
+        rows = agent.labelled
+        return self._visit(rows, UnlabelledRows(rows.x[:0], rows.ids[:0]), None, msg, ctx)
+
+    @on_agent
+    def query_pass(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Trained:
+        """Learn from unlabelled rows alone."""
+        rows = agent.unlabelled
+        none = LabelledRows(rows.x[:0], torch.empty(0, dtype=torch.int64), rows.ids[:0])
+        return self._visit(none, rows, self.remembered(agent, msg, ctx), msg, ctx)
+
+    @on_agent
+    def mixed_pass(self, agent: MixedAgent, msg: Lesson, ctx: Context) -> Trained:
+        """Learn from both kinds."""
+        y = self.remembered(agent, msg, ctx)
+        return self._visit(agent.labelled, agent.unlabelled, y, msg, ctx)
+
+    def _visit(
+        self, labelled: LabelledRows, unlabelled: UnlabelledRows, y: Tensor | None, msg: Lesson,
+        ctx: Context,
+    ) -> Trained:  # fmt: skip
+        self.cfg.weigh(len(labelled) + len(unlabelled), ctx)
+        F = load(self._F, msg, ctx)
+        return descend(F, self.losses(F, labelled, unlabelled, y, ctx), self.cfg, msg, ctx)
+
+    def remembered(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Tensor | None:
+        """Labels (N,) that were given to the unlabelled rows for good; None: there are none."""
+        return None
+
+    @abstractmethod
+    def losses(
+        self, F: nn.Module, labelled: LabelledRows, unlabelled: UnlabelledRows,
+        y: Tensor | None, ctx: Context,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """What each step of a visit minimises; either kind of rows may be empty."""
+
+
+@final
+class FedSem(PseudoLabelled):
+    """FedAvg on labels, then on labels that its own classifier gave once."""
+
+    Config = FedSemConfig
+    cfg: FedSemConfig
+
+    def phases(self) -> tuple[Phase, ...]:
+        planned = (
+            Phase("labels", self.cfg.warm_up),
+            Phase("pseudo-labels", self.cfg.rounds - self.cfg.warm_up),
+        )
+        return tuple(phase for phase in planned if phase.rounds)
+
+    def round(self, state: State, world: World) -> State:
+        since = world.round.number - self.cfg.warm_up
+        if since == 1:  # every agent, drawn or not
+            world.ask_each(world.query, self.label_pass, Lesson(state.F))
+        return self.one_round(state, world, unlabelled=since > 0)
+
+    @on_agent
+    def label_pass(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Done:
+        """Label all unlabelled rows, as they are, with the global classifier."""
+        agent.memory = {**agent.memory, "pseudo_labels": self._labels(agent, msg, ctx)}
+        return Done()
+
+    def remembered(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Tensor:
+        if "pseudo_labels" not in agent.memory:  # it was away when all others labelled theirs
+            self.label_pass(agent, msg, ctx)
+        y = agent.memory["pseudo_labels"]
+        ctx.pseudo_labels(agent.unlabelled.ids, one_hot(y, self.task.classes))
+        return y
+
+    @torch.no_grad()
+    def _labels(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Tensor:
+        """The likeliest class (N,) of each unlabelled row."""
+        F = load(self._F, msg, ctx).eval()
+        parts = torch.split(agent.unlabelled.x, CHUNK)
+        logits = [F(learn.network_input(part, ctx.device)) for part in parts]
+        return torch.cat(logits).argmax(dim=1).cpu()
+
+    def losses(
+        self, F: nn.Module, labelled: LabelledRows, unlabelled: UnlabelledRows,
+        y: Tensor | None, ctx: Context,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """Cross-entropy of batches in which given labels and guessed ones are alike."""
+        guessed = torch.empty(0, dtype=torch.int64) if y is None else y
+        rows = LabelledRows(
+            torch.cat([labelled.x, unlabelled.x]),
+            torch.cat([labelled.y, guessed]),
+            torch.cat([labelled.ids, unlabelled.ids]),
+        )
+        return labelled_losses(F, rows, self.cfg, ctx)

@@ -1,0 +1,398 @@
+"""SemiFL: the server trains on its labels between rounds, agents on labels they were given once.
+
+Diao, Ding, Tarokh: "SemiFL: Semi-Supervised Federated Learning for Unlabeled Clients with
+Alternate Training" (NeurIPS 2022; arXiv:2106.01432). A server holds few labelled rows, agents many
+without labels. *Alternate training*: (1) agents get pseudo-labels from the global model, once per
+visit, not from the model that they train; (2) the server fine-tunes the average on its labels.
+
+    paper, authors' code                              here
+    agents drawn for the round                        round -> world.sample
+    pseudo-labels of the global model, max P >= tau   query_pass -> pseudo.guess_labels
+    FIX: rows with a sure label, MIX: any local row   _given_label_losses
+    CE(strong view, y) + lambda CE(mix, y1, y2)       _given_label_losses, mix_loss
+    average of active agents, global momentum 0.5     _aggregated, momentum_step
+    server trains E epochs on its labels              support_pass
+    static batch norm: statistics of all rows         _with_statistics, *_statistics
+    learning rate: cosine over the rounds             SemiFLConfig.rate
+    FedAvg + FixMatch, "parallel" (ablation)          fine_tune: false, pseudo_labels: training
+
+Where labels may be: at the server (the paper). At support or mixed agents (ours) all of them
+fine-tune the average at the same time, and the mean of what they send, weighted by rows, is taken.
+
+Differs from the paper, as the authors' code does: agents work first and the server last in a
+round; gradients are clipped; the average is stepped with momentum; MIX draws from all local rows
+(profile semifl-text: from unsure rows; from all where none is unsure). Differs from both: rows
+are in [-1, 1] and not standardised, statistics are averaged over batches that end with an agent,
+and momentum moves parameters alone. An agent without a sure row is silent. docs/semifl.md.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, final
+
+import pydantic.dataclasses
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from privssl import learn, seeds
+from privssl.agents import LabelledRows, Memory, QueryAgent, SupportAgent, UnlabelledRows
+from privssl.algorithms.base import Algorithm, Context, Task, on_agent
+from privssl.algorithms.local_ssl import Share, needs_unlabelled
+from privssl.data.augment import AUGMENTATIONS, Augmentation
+from privssl.data.rand_augment import RANDAUGMENTS
+from privssl.messages import Message, Reply, Silence, StateDict, average
+from privssl.mixup import sample_mix
+from privssl.models.static_norm import collect, statistics_of
+from privssl.privacy import PrivatePlan
+from privssl.pseudo import guess_labels
+from privssl.settings import Positive, Problem, Rate, strict
+from privssl.world import World
+
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+Losses = Iterator[Tensor]  # scalars; each is stepped on before the next is computed
+
+BIG_BATCH = 250  # rows of a forward pass for pseudo-labels or statistics; authors' code
+#: Crop of natural images: up to 4 of 32 pixels each way, filled by mirroring. Authors' code.
+CROP = Augmentation(crop=4 / 32)
+
+
+# What travels -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lesson(Message):
+    """Down to an agent: the global classifier."""
+
+    F: StateDict
+
+
+@dataclass(frozen=True)
+class Trained(Message):
+    """Up from an agent: the parameters that it trained, without statistics of a norm."""
+
+    F: StateDict
+
+
+@dataclass(frozen=True)
+class Statistics(Message):
+    """Up from an agent: its rows' mean and variance at every static norm, weighed by batches."""
+
+    statistics: StateDict
+
+
+@dataclass(frozen=True)
+class State:
+    """What the server keeps between rounds."""
+
+    F: StateDict  # fine-tuned, with statistics: is sent, guesses labels and is released
+    velocity: StateDict  # of the global momentum, by parameter; zeros at first
+    active: int = 0  # agents that had a sure row in the last round
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class SemiFLConfig:
+    """Section ``algorithm`` for SemiFL. Numbers are the paper's (CIFAR-10) unless marked."""
+
+    name: Literal["semifl"] = "semifl"
+    rounds: Positive = 800
+    # semifl-2021, behind most published numbers: momentum of fine-tuning starts anew each round.
+    # semifl-head, the code since Sept 2022: it is kept. semifl-text: MIX draws from unsure rows.
+    profile: Literal["semifl-2021", "semifl-head", "semifl-text"] = "semifl-2021"
+    query_per_round: Positive | None = 10  # 0.1 of 100 agents; all when null or fewer
+    epochs: Rate = 5.0  # E of a visit; below 1: that share of one epoch's batches
+    server_epochs: Rate = 5.0  # E of fine-tuning
+    batch_size: Positive = 10
+    server_batch_size: Positive = 10  # 10 with 250 labels, 250 with 2500 or more
+    learning_rate: Rate = 0.03  # SGD with Nesterov momentum, in round 1; see rate
+    momentum: Momentum = 0.9
+    weight_decay: Share = 5e-4  # of all parameters, biases included
+    clip_norm: Rate | None = 1.0  # of the whole gradient; authors' code, the paper has none
+    threshold: Share = 0.95  # tau: a label is sure where max P >= tau
+    mix_alpha: Rate = 0.75  # a of lambda ~ Beta(a, a), one draw per batch
+    mix_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  # 0: FIX alone
+    global_momentum: Momentum = 0.5  # beta_g of the server's step; 0: the plain average
+    fine_tune: bool = True  # false: the server trains beside the agents and counts one half
+    pseudo_labels: Literal["global", "training"] = "global"  # training: FixMatch, without MIX
+    statistics: Literal["everyone", "labelled"] = "everyone"  # whose rows, for norm: static
+    weak: Literal["none", "weak", "mid", "crop"] = "crop"
+    strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fixmatch"
+    flip: bool = False  # mirror images left to right: CIFAR yes (authors' code); digits no
+
+    def rate(self, round_number: int) -> float:
+        """Learning rate of agents and server in a round, counted from 1: cosine down to near 0."""
+        return self.learning_rate * (1 + math.cos(math.pi * (round_number - 1) / self.rounds)) / 2
+
+    def weak_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        """A weak view of rows (B, *shape) in [-1, 1]."""
+        augmentation = CROP if self.weak == "crop" else AUGMENTATIONS[self.weak]
+        return augmentation.flipping(self.flip)(x, rng)
+
+    def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
+        if self.strong in AUGMENTATIONS:
+            return AUGMENTATIONS[self.strong].flipping(self.flip)(x, rng)
+        view: Tensor = RANDAUGMENTS[self.strong](self.weak_view(x, rng), rng)
+        return view
+
+
+# The algorithm ------------------------------------------------------------------------------
+
+
+@final
+class SemiFL(Algorithm[State]):
+    """Alternate training; by switches also the FedAvg + FixMatch that it is compared with."""
+
+    Config = SemiFLConfig
+    StateType = State
+    cfg: SemiFLConfig
+
+    def __init__(self, config: SemiFLConfig, task: Task, plan: PrivatePlan | None = None) -> None:
+        super().__init__(config, task, plan)
+        self._F = task.new_classifier()
+
+    @classmethod
+    def problems(cls, config: Any) -> Iterator[Problem]:
+        yield from needs_unlabelled(config)
+        if config.model.norm == "batch":
+            text = "batch keeps averages that semifl does not average. Set static or group"
+            yield Problem("model.norm", text)
+        if config.algorithm.statistics != "everyone" and config.model.norm != "static":
+            yield Problem("algorithm.statistics", "has no effect: it belongs to model.norm static")
+
+    def start(self, world: World) -> State:
+        F = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))
+        zeros = {name: torch.zeros_like(F[name]) for name, _ in self._F.named_parameters()}
+        return State(self._with_statistics(F, world), zeros)
+
+    def round(self, state: State, world: World) -> State:
+        taking_part = world.sample(world.query, self.cfg.query_per_round)
+        replies = world.ask_each(taking_part, self.query_pass, Lesson(state.F))
+        active = [reply for reply in replies if not reply.silent]
+        beside = state.F if self.cfg.fine_tune else self._fine_tuned(state.F, world)
+        F, velocity = self._aggregated(beside, state.velocity, active)
+        if self.cfg.fine_tune:
+            F = self._fine_tuned(F, world)
+        return State(self._with_statistics(F, world), velocity, len(active))
+
+    def _aggregated(
+        self, F: StateDict, velocity: StateDict, active: Sequence[Reply[Trained]]
+    ) -> tuple[StateDict, StateDict]:
+        """One step from F to the mean of the active agents, each counting the same."""
+        if not active:
+            return F, velocity
+        mean = average(active, "F", otherwise=F, weight=lambda reply: 1.0)
+        if not self.cfg.fine_tune:  # F was trained beside the agents: one half each
+            mean = {name: (F[name] + value) / 2 for name, value in mean.items()}
+        return momentum_step(F, velocity, mean, self.cfg.global_momentum)
+
+    def _fine_tuned(self, F: StateDict, world: World) -> StateDict:
+        """F after training where labels are."""
+        replies = world.ask_each(world.support, self.support_pass, Lesson(F))
+        return {**F, **average(replies, "F", otherwise=F)}
+
+    def _with_statistics(self, F: StateDict, world: World) -> StateDict:
+        """F with statistics gathered over agents, where its norm has any.
+
+        The next round distributes the same weights, so the paper's two gatherings are one.
+        """
+        if not statistics_of(self._F):
+            return F
+        replies = world.ask_each(world.support, self.support_statistics, Lesson(F))
+        if self.cfg.statistics == "everyone":
+            replies += world.ask_each(world.query, self.query_statistics, Lesson(F))
+        return {**F, **average(replies, "statistics", otherwise={})}
+
+    def classifier(self, state: State) -> StateDict:
+        return state.F
+
+    def metrics(self, state: State) -> dict[str, float]:
+        return {"train/active": float(state.active)}
+
+    # Steps: where the data is ---------------------------------------------------------------
+
+    @on_agent
+    def query_pass(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Trained | Silence:
+        """Guess labels with the global model, learn from the sure ones."""
+        F = self._loaded(msg, ctx)
+        if self.cfg.pseudo_labels == "training":
+            losses = self._own_label_losses(F, agent.unlabelled, ctx)
+        else:
+            losses = self._given_label_losses(F, agent.unlabelled, ctx)
+        momentum = descend(F, losses, self.cfg, agent.memory, "query", ctx)
+        if momentum is None:
+            return Silence("no row has a sure label")
+        agent.memory = {**agent.memory, **momentum}
+        return Trained(_copied(F.named_parameters()))
+
+    @on_agent
+    def support_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Trained:
+        """Fine-tune: cross-entropy of weak views of labelled rows."""
+        rows = agent.labelled
+        ctx.weight = float(len(rows))
+        F = self._loaded(msg, ctx)
+        kept = self.cfg.profile == "semifl-head"
+        losses = self._true_label_losses(F, rows, ctx)
+        momentum = descend(F, losses, self.cfg, agent.memory if kept else {}, "support", ctx)
+        if kept and momentum is not None:
+            agent.memory = {**agent.memory, **momentum}
+        return Trained(_copied(F.named_parameters()))
+
+    @on_agent
+    def support_statistics(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Statistics:
+        """Statistics of labelled rows."""
+        return self._gathered(agent.labelled.x, msg, ctx)
+
+    @on_agent
+    def query_statistics(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Statistics:
+        """Statistics of unlabelled rows."""
+        return self._gathered(agent.unlabelled.x, msg, ctx)
+
+    # Losses, one batch after the other ------------------------------------------------------
+
+    def _given_label_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
+        """CE(F(strong), y) + lambda-mixed CE of a weak view and one of any other row."""
+        x = learn.network_input(rows.x, ctx.device)
+        P = guess_labels(
+            F.eval(), x, augment=self.cfg.weak_view, views=1, sharpness=1.0,
+            rng=ctx.rng("guess"), chunk=BIG_BATCH,
+        ).cpu()  # (N, C)  # fmt: skip
+        F.train()
+        sure = P.max(dim=1).values >= self.cfg.threshold  # (N,)
+        ctx.pseudo_labels(rows.ids, P, sure)
+        y = P.argmax(dim=1)  # (N,)
+        fix, unsure = sure.nonzero()[:, 0], (~sure).nonzero()[:, 0]
+        if not len(fix):
+            return
+        unsure_only = self.cfg.profile == "semifl-text" and len(unsure)
+        pool = unsure if unsure_only else torch.arange(len(x))
+        weak, strong, mixing = ctx.rng("weak view"), ctx.rng("strong view"), ctx.rng("mix")
+        for order in passes(len(fix), self.cfg.batch_size, self.cfg.epochs, ctx.rng("order")):
+            one = fix[order]
+            other = pool[torch.randint(len(pool), (len(one),), generator=mixing)]
+            views = {
+                "strong": self.cfg.strong_view(x[one], strong), "y": y[one].to(ctx.device),
+                "x1": self.cfg.weak_view(x[one], weak),
+                "x2": self.cfg.weak_view(x[other], weak), "y2": y[other].to(ctx.device),
+            }  # fmt: skip
+            for batch in learn.batches(views, self.cfg.batch_size):
+                loss = cross_entropy(F(batch["strong"]), batch["y"])
+                if self.cfg.mix_weight:
+                    lam = float(sample_mix(1, self.cfg.mix_alpha, mixing))
+                    logits = F(lam * batch["x1"] + (1 - lam) * batch["x2"])
+                    mixed = mix_loss(logits, batch["y"], batch["y2"], lam)
+                    loss = loss + self.cfg.mix_weight * mixed
+                yield loss
+
+    def _own_label_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
+        """FixMatch: the model in training labels every batch; rows that are not sure are left."""
+        x = learn.network_input(rows.x, ctx.device)
+        weak, strong = ctx.rng("weak view"), ctx.rng("strong view")
+        for order in passes(len(x), self.cfg.batch_size, self.cfg.epochs, ctx.rng("order")):
+            views = {
+                "weak": self.cfg.weak_view(x[order], weak),
+                "strong": self.cfg.strong_view(x[order], strong), "ids": rows.ids[order],
+            }  # fmt: skip
+            for batch in learn.batches(views, self.cfg.batch_size):
+                with torch.no_grad():
+                    P = F(batch["weak"]).softmax(dim=1)  # (B, C)
+                sure = P.max(dim=1).values >= self.cfg.threshold  # (B,)
+                ctx.pseudo_labels(batch["ids"], P, sure.cpu())
+                if sure.any():
+                    yield cross_entropy(F(batch["strong"][sure]), P.argmax(dim=1)[sure])
+
+    def _true_label_losses(self, F: nn.Module, rows: LabelledRows, ctx: Context) -> Losses:
+        """CE(F(weak), y) where labels are."""
+        x, y = learn.network_input(rows.x, ctx.device), rows.y.to(ctx.device)
+        size, weak = self.cfg.server_batch_size, ctx.rng("weak view")
+        for order in passes(len(x), size, self.cfg.server_epochs, ctx.rng("order")):
+            views = {"x": self.cfg.weak_view(x[order], weak), "y": y[order]}
+            for batch in learn.batches(views, size):
+                yield cross_entropy(F(batch["x"]), batch["y"])
+
+    def _loaded(self, msg: Lesson, ctx: Context) -> nn.Module:
+        F = learn.load(self._F.to(ctx.device), msg.F)
+        return F.to(memory_format=torch.channels_last)
+
+    def _gathered(self, x: Tensor, msg: Lesson, ctx: Context) -> Statistics:
+        """Cumulative average of batch statistics; rows are not augmented."""
+        F = self._loaded(msg, ctx)
+        parts = torch.split(x, BIG_BATCH)
+        ctx.weight = float(len(parts))
+        collect(F, (learn.network_input(part, ctx.device) for part in parts))
+        return Statistics(statistics_of(F))
+
+
+# Small things -------------------------------------------------------------------------------
+
+
+def descend(
+    F: nn.Module, losses: Losses, cfg: SemiFLConfig, memory: Memory, group: str, ctx: Context
+) -> StateDict | None:  # fmt: skip
+    """A step of SGD on each loss as it comes: clipped gradients, Nesterov momentum.
+
+    Momentum of an earlier visit, under ``group``, is gone on with where ``memory`` has it. What
+    is returned is the momentum to be remembered; None when there was no loss.
+    """
+    named = {f"{group}/{name}#momentum": p for name, p in F.named_parameters()}
+    sgd = torch.optim.SGD(
+        named.values(), lr=cfg.rate(ctx.round), momentum=cfg.momentum,
+        weight_decay=cfg.weight_decay, nesterov=cfg.momentum > 0,
+    )  # fmt: skip
+    for key in named.keys() & memory.keys():
+        # laid out as the parameter: a checkpoint brings it back in plain order
+        kept = torch.empty_like(named[key], requires_grad=False).copy_(memory[key])
+        sgd.state[named[key]]["momentum_buffer"] = kept
+    values = []
+    with seeds.seeded(ctx.rng("dropout")):
+        for loss in losses:
+            sgd.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if cfg.clip_norm is not None:
+                nn.utils.clip_grad_norm_(named.values(), cfg.clip_norm)
+            sgd.step()
+            values.append(loss.detach())
+    if not values:
+        return None
+    ctx.note(f"train/loss_F/{group}", learn.mean_of(values))
+    buffers = {key: sgd.state[p].get("momentum_buffer") for key, p in named.items()}
+    return _copied((key, buffer) for key, buffer in buffers.items() if buffer is not None)
+
+
+def momentum_step(
+    F: StateDict, velocity: StateDict, mean: StateDict, momentum: float
+) -> tuple[StateDict, StateDict]:
+    """g = F - mean; v = momentum v + g; F - v: SGD of rate 1 on a pseudo-gradient (FedAvgM).
+
+    Names that ``mean`` lacks stay as they are in F. Returns the new weights and the new v.
+    """
+    v = {name: momentum * velocity[name] + (F[name] - value) for name, value in mean.items()}
+    return {**F, **{name: F[name] - step for name, step in v.items()}}, v
+
+
+def mix_loss(logits: Tensor, y1: Tensor, y2: Tensor, lam: float) -> Tensor:
+    """lam CE(logits, y1) + (1 - lam) CE(logits, y2): logits (B, C), y1 and y2 (B,), scalar."""
+    return lam * cross_entropy(logits, y1) + (1 - lam) * cross_entropy(logits, y2)
+
+
+def passes(held: int, size: int, epochs: float, rng: torch.Generator) -> Iterator[Tensor]:
+    """Row numbers of each epoch, shuffled, for batches of ``size``.
+
+    Args:
+        held: rows, >= 0; none give empty epochs.
+        epochs: > 0, rounded up; up to 1, one epoch stops after that share of its batches.
+    """
+    share = min(epochs, 1.0)
+    rows = size * math.ceil(share * math.ceil(held / size))
+    for _ in range(math.ceil(epochs)):
+        yield torch.randperm(held, generator=rng)[:rows]
+
+
+def _copied(named: Iterable[tuple[str, Tensor]]) -> StateDict:
+    """Tensors by name, as plain CPU tensors of their own."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in named}

@@ -1,0 +1,77 @@
+"""ResNet-9: eight convolutions of which four lie in two residual blocks, and a linear layer.
+
+The network of FedMatch (Jeong et al., ICLR 2021: no norm, no bias anywhere) and of FedSEAL (Bian et
+al. 2021, whose text gives the same layers; with norm and biases it is the well-known tutorial
+network). Which one it is, ``norm`` says:
+
+    norm: none                   bare: 6,568,640 parameters at width 16, 10 classes, 3 channels
+    norm: batch, group, static   each convolution normalised, biases everywhere: 6,575,370
+
+Layers, with width 16: 64; 128, halve; residual 128, 128; 256, halve; 512, halve; residual 512,
+512; global maximum; linear.
+
+Differs from the papers: they pool 4x4 at the end, which at 32x32 pixels is the global maximum. We
+always take the global maximum, so that the head has one size for all images from 8x8 up.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from privssl.models.convnets import norm_layer
+
+TRUNCATED = 0.87962566103423978  # standard deviation of a standard normal cut at +-2
+
+
+class ResNet9(nn.Module):
+    """Input (B, *shape), output (B, classes). ``width`` 16 is full size: 64 to 512 channels.
+
+    Bare, its weights begin as FedMatch's do: normal with variance 1 / fan-in, cut at two standard
+    deviations (Keras' VarianceScaling); otherwise by torch's own rule.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
+    ) -> None:
+        super().__init__()
+        first, second, third, fourth = (factor * width for factor in (4, 8, 16, 32))
+        self.conv1 = _convolution(shape[0], first, norm)
+        self.conv2 = _convolution(first, second, norm)
+        self.residual1 = _residual(second, norm)
+        self.conv3 = _convolution(second, third, norm)
+        self.conv4 = _convolution(third, fourth, norm)
+        self.residual2 = _residual(fourth, norm)
+        self.halve = nn.MaxPool2d(2)
+        self.head = nn.Linear(fourth, classes, bias=norm != "none")
+        if norm == "none":
+            for parameter in self.parameters():
+                _scale_variance(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.halve(self.conv2(self.conv1(x)))
+        x = self.residual1(x) + x
+        x = self.halve(self.conv4(self.halve(self.conv3(x))))
+        x = self.residual2(x) + x
+        logits: Tensor = self.head(x.amax(dim=(2, 3)))
+        return logits
+
+
+def _convolution(channels: int, out: int, norm: str) -> nn.Sequential:
+    """3x3, normalised where there is a norm, rectified; the image keeps its size."""
+    bias = norm != "none"
+    convolution = nn.Conv2d(channels, out, 3, padding=1, bias=bias)
+    return nn.Sequential(convolution, norm_layer(norm, out), nn.ReLU())
+
+
+def _residual(channels: int, norm: str) -> nn.Sequential:
+    return nn.Sequential(
+        _convolution(channels, channels, norm), _convolution(channels, channels, norm)
+    )
+
+
+def _scale_variance(weight: nn.Parameter) -> None:
+    fan_in = weight[0].numel()
+    std = math.sqrt(1 / fan_in) / TRUNCATED
+    with torch.no_grad():
+        nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)

@@ -1,0 +1,131 @@
+"""Static batch norm: batch statistics in training, statistics of whole data sets in evaluation.
+
+Diao, Ding, Tarokh (HeteroFL, ICLR 2021; SemiFL, NeurIPS 2022). Ordinary batch norm keeps a
+running average in training, which in a federation mixes the averages of agents whose data differ.
+Static batch norm keeps none: a network in training never writes a statistic. After training,
+``collect`` shows the network all batches of some rows once and keeps, layer by layer,
+
+    running_mean  the plain mean over batches of the batch means
+    running_var   the plain mean over batches of the unbiased batch variances
+
+not the mean and variance of the rows, as the authors' code does. While it collects, each layer goes
+on with the statistics of its own batch, so that no batch knows of another. Hence statistics
+collected at several agents are one collection over all of them, once they are averaged with
+the number of batches as weight: ``statistics_of`` gives what an agent would send for that.
+
+The statistics are buffers and part of the state dict at all times, so that a released classifier
+is evaluated with them and one set of names travels. ``num_batches_tracked`` counts the batches;
+where it is 0 nothing was collected, and evaluation uses batch statistics too, as the authors' code
+does.
+
+Rows of a batch are coupled: private runs refuse the layer by name, because it is a batch norm
+(``privssl.privacy.refuse_coupling_layers``).
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class StaticNorm(nn.BatchNorm2d):
+    """Batch norm over (B, channels, H, W) whose statistics come from ``collect`` alone."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, eps=1e-5, momentum=None)
+        self.collecting = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over the batch and its pixels; by the collected statistics in evaluation."""
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        if self.collecting:
+            self._count(x)
+        own = self.training or self.collecting or not int(self.num_batches_tracked)
+        # Called below nn.functional, which refuses a batch with one value per channel: such a
+        # value is its own mean, and what is left of it is the bias.
+        return torch.batch_norm(
+            x,
+            self.weight,
+            self.bias,
+            None if own else self.running_mean,
+            None if own else self.running_var,
+            own,
+            0.0,
+            self.eps,
+            torch.backends.cudnn.enabled,
+        )
+
+    def _count(self, x: Tensor) -> None:
+        """Take one batch into the averages. The variance of a single value counts as 0."""
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        single = x.numel() == self.num_features
+        var, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0 if single else 1)  # (channels,)
+        self.num_batches_tracked += 1
+        share = 1 / int(self.num_batches_tracked)
+        self.running_mean.lerp_(mean, share)
+        self.running_var.lerp_(var, share)
+
+
+@torch.no_grad()
+def collect(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
+    """Set the statistics of all static norms in a network from batches of rows, in one pass.
+
+    Old statistics are dropped, weights stay, and the network comes back in the mode it was in.
+    Everything but the static norms is in evaluation mode meanwhile (no dropout). Without a batch
+    nothing is collected, and evaluation falls back on batch statistics; without a
+    static norm nothing happens and no batch is looked at.
+
+    Args:
+        model: its buffers are written.
+        batches: (B, *shape) in [-1, 1], B >= 1, on the network's device. Each batch counts the
+            same, whatever its size (the authors take 250 rows, not augmented, in a fixed order).
+
+    Returns:
+        the same network; ``learn.weights_of`` has the statistics in it.
+
+    >>> network = nn.Sequential(StaticNorm(1))
+    >>> halves = [torch.tensor([0.0, 2.0]), torch.tensor([4.0, 8.0])]
+    >>> layer = collect(network, [half.view(2, 1, 1, 1) for half in halves])[0]
+    >>> layer.running_mean.item(), layer.running_var.item()  # (1 + 6) / 2, (2 + 8) / 2
+    (3.5, 5.0)
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, StaticNorm)]
+    if not layers:
+        return model
+    for layer in layers:
+        layer.reset_running_stats()
+    with _collecting(model, layers):
+        for batch in batches:
+            model(batch)
+    return model
+
+
+@contextmanager
+def _collecting(model: nn.Module, layers: list[StaticNorm]) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        for layer in layers:
+            layer.collecting = True
+        yield
+    finally:
+        for layer in layers:
+            layer.collecting = False
+        for module, training in modes:
+            module.training = training
+
+
+def statistics_of(model: nn.Module) -> dict[str, Tensor]:
+    """The statistics of all static norms by their names in the state dict, as CPU tensors.
+
+    Empty for a network without static norms. ``{**weights, **statistics}`` puts them into weights.
+    """
+    return {
+        f"{name}.{key}": value.detach().to("cpu", copy=True)
+        for name, layer in model.named_modules()
+        if isinstance(layer, StaticNorm)
+        for key, value in layer.named_buffers()
+    }

@@ -1,0 +1,119 @@
+"""The process of a command: where its log goes, what stops it, and whose its files are.
+
+Needs nothing heavy, so that a typo in a command is told before torch is loaded.
+"""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from privssl import durable
+
+INTERRUPTED = 130  # exit status
+SECONDS_TO_WIND_UP = 5.0  # in which a second Ctrl-C is taken for the first
+
+log = logging.getLogger("privssl")
+
+
+class Screen(logging.Handler):
+    """Warnings and errors on standard error, below or above a progress bar."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        warns = record.levelno == logging.WARNING
+        text = f"Warning: {record.getMessage()}" if warns else record.getMessage()
+        style = "yellow" if warns else None
+        Console(stderr=True, highlight=False, soft_wrap=True).print(text, style=style, markup=False)
+
+
+class LogFile(logging.FileHandler):
+    """train.log. A line that a full disk does not take is dropped: the next write of metrics or
+    of a checkpoint stops the run, and says why."""
+
+    def __init__(self, path: Path) -> None:
+        with durable.writing(path):
+            super().__init__(path, encoding="utf-8")
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
+        """See the head of the class."""
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
+@contextmanager
+def logging_to(handler: logging.Handler) -> Iterator[None]:
+    """Inside, what privssl logs goes to the handler, and not to those that libraries set up."""
+    propagates, log.propagate = log.propagate, False
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = propagates
+        handler.close()
+
+
+@contextmanager
+def stopped_by(*signals: signal.Signals) -> Iterator[None]:
+    """Inside, each signal is a KeyboardInterrupt; another one soon after it is not a second.
+
+    People press Ctrl-C twice, and supervisors send SIGINT with SIGTERM: neither may disturb the
+    checkpoint that the first one asked for.
+    """
+    stopped = -float("inf")
+
+    def stop(number: int, frame: object) -> None:
+        nonlocal stopped
+        if time.monotonic() - stopped > SECONDS_TO_WIND_UP:
+            stopped = time.monotonic()
+            raise KeyboardInterrupt
+
+    former = {number: signal.signal(number, stop) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def full_disk_told_once() -> Iterator[None]:
+    """Inside, a thread that could not write ends without a traceback of its own.
+
+    TensorBoard writes in a thread and raises the same error again at the next flush, where it
+    stops the run with a message.
+    """
+    former = threading.excepthook
+
+    def tell(crash: threading.ExceptHookArgs) -> None:
+        if not isinstance(crash.exc_value, OSError):
+            former(crash)
+
+    threading.excepthook = tell
+    try:
+        yield
+    finally:
+        threading.excepthook = former
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Inside, new files and folders are the user's alone."""
+    former = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(former)

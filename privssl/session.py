@@ -1,0 +1,90 @@
+"""One run, carried out in its folder with its log and its trackers.
+
+Shared by the commands ``train`` and ``compare``, so that a run of a comparison is what ``train``
+would have made of the same config.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+
+from accounting.budget import Nominal
+from privssl import checkpoint, run, run_folder
+from privssl import config as configs
+from privssl.prepare import Prepared
+from privssl.process import LogFile, logging_to
+from privssl.tracker import CsvTracker, TensorBoardTracker, Tracker
+
+log = logging.getLogger("privssl")
+
+
+def carry_out(
+    prepared: Prepared,
+    resume: Path | None,
+    watchers: Callable[[int | None], Sequence[Tracker]],
+    stack: ExitStack,
+) -> Path:
+    """Carry a run out, from the start or from its last checkpoint; returns its folder.
+
+    Args:
+        resume: the folder of the run that goes on; None begins the run of ``prepared``.
+        watchers: trackers beside ``metrics.csv`` and TensorBoard. Called when nothing forbids the
+            run any more, with the round after which it goes on (None: from the start).
+        stack: holds the folder's lock and log; the caller closes it when it has told what, if
+            anything, went wrong, so that the log has that too.
+    """
+    if resume is None:
+        folder = stack.enter_context(run_folder.created(prepared))
+    else:
+        folder = resume
+        stack.enter_context(run_folder.locked(folder))
+    stack.enter_context(logging_to(LogFile(folder / "train.log")))
+    snapshot = None
+    if resume is not None:
+        digest = configs.digest(prepared.config)
+        snapshot = checkpoint.load(folder / "checkpoints", digest)
+    after = None if snapshot is None else snapshot.round
+    _log_start(prepared)
+
+    def trackers() -> list[Tracker]:
+        return [
+            CsvTracker(folder / "metrics.csv", resume_after=after),
+            TensorBoardTracker(folder / "tensorboard", resume_after=after),
+            *watchers(after),
+        ]
+
+    run.execute(prepared, folder, trackers, snapshot)
+    return folder
+
+
+# What is told -------------------------------------------------------------------------------
+
+
+def _log_start(prepared: Prepared) -> None:
+    """The first lines of train.log: what is run, with what, on what."""
+    config, agents = prepared.config, prepared.federation.agents
+    log.info(
+        "Run %s: %s on %s, seed %d, split %s, config %s",
+        *(config.run.name, config.algorithm.name, config.data.name, config.run.seed),
+        *(prepared.federation.manifest.hash[:12], config.source),
+    )
+    roles = ", ".join(f"{agent.id} ({agent.role})" for agent in agents)
+    log.info("Device %s, torch %s. Agents: %s", prepared.device, version("torch"), roles)
+    warn(config.warnings)
+    if prepared.plan is not None and prepared.plan.scope == "as_published":
+        warn([_nominal_warning(prepared)])
+
+
+def warn(sentences: Sequence[str]) -> None:
+    """Tell sentences as warnings, on the screen and in the log."""
+    for sentence in sentences:
+        log.warning("%s", sentence)
+
+
+def _nominal_warning(prepared: Prepared) -> str:
+    privacy = prepared.config.privacy
+    assert privacy is not None
+    bare = tuple(n for n in privacy.update_at_support if n not in privacy.protect)
+    return str(Nominal(privacy.epsilon, privacy.delta, privacy.protect, bare))
