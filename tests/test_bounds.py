@@ -103,6 +103,7 @@ def test_only_supervise_can_do_without_unlabelled_rows(name: str, refused: list[
     asked = SimpleNamespace(
         data=SimpleNamespace(labels="support"),
         agents=SimpleNamespace(query=0, mixed=0),
+        model=SimpleNamespace(norm="group"),
         algorithm=SimpleNamespace(name=name),
     )
     assert [problem.key for problem in ALGORITHMS[name].problems(asked)] == refused

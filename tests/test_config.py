@@ -410,6 +410,8 @@ def test_the_resolved_config_reads_back_as_equal(write: Any, chosen: dict[str, s
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_the_resolved_config_of_every_algorithm_states_every_key(write: Any, name: str) -> None:
     agents = "agents: {support: 2, query: 6}\n"
+    if name == "server_sl":  # the one that needs a labelled server
+        agents = "data: {labels: labels-at-server}\nagents: {query: 6}\n"
     config = load(write(agents + f"algorithm: {{name: {name}}}\n"))
     resolved = to_yaml(config)
     assert load(write(resolved)) == config

@@ -444,12 +444,15 @@ def test_a_config_without_unlabelled_rows_is_refused(labels: str) -> None:
     asked = SimpleNamespace(
         data=SimpleNamespace(labels=labels),
         agents=SimpleNamespace(query=0, mixed=0),
+        model=SimpleNamespace(norm="group"),
         algorithm=SimpleNamespace(name="fedssl"),
     )
     [problem] = FedSSL.problems(asked)
     assert problem.key == "agents.query"
     asked.agents.query = 1
     assert list(FedSSL.problems(asked)) == []
+    asked.model.norm = "static"  # nobody would collect its statistics
+    assert [problem.key for problem in FedSSL.problems(asked)] == ["model.norm"]
 
 
 def test_a_gate_that_nothing_could_open_is_refused() -> None:
