@@ -120,7 +120,46 @@ def privacy_card(
             "covers": [name for name, status, _ in releases if status == "covered"],
             "rule": "largest agent",
         }
+    fixed = this_run is None and all(_as_planned(plan, spent) for _, plan, spent, _ in accounts)
+    card["headline"] = _headline(agents, kind) if fixed else None
     return {**card, "sentence": guarantee_sentence(card)}
+
+
+def _as_planned(plan: AccountPlan, spent: Sequence[Event]) -> bool:
+    """Whether each visit was what the plan had fixed for it, so that numeric values are valid."""
+    return all(event == plan.event for event in spent)
+
+
+def _headline(agents: Sequence[Card], kind: str) -> Card | None:
+    """The tightest epsilon that a numeric accountant vouches for, of the agent that spent most.
+
+    None where an agent has no such value. Nothing is enforced with it.
+    """
+    found = []
+    for entry in agents:
+        numbers = entry["epsilon"]
+        bounds = [(numbers[key], by) for key, by in (("pld_upper", "PLD"), ("prv", "PRV"))]
+        known = [(value, by) for value, by in bounds if value is not None]
+        if not known:
+            return None
+        found.append(min(*known, (numbers["value"], "RDP or exact")))
+    epsilon, by = max(found)
+    return {"kind": kind, "epsilon": epsilon, "by": by}
+
+
+def headline_sentence(card: Card | None) -> str | None:
+    """The tighter number in words, or None where there is none.
+
+    It holds for the same unit, neighbours, observer and exclusions as the card's sentence.
+    """
+    headline = None if card is None else card.get("headline")
+    if headline is None:
+        return None
+    nominal = "" if headline["kind"] == "guaranteed" else "nominal "
+    return (
+        f"By numeric composition ({headline['by']}), valid because every visit was fixed "
+        f"beforehand, {nominal}epsilon is {rounded_up(headline['epsilon'])} at the same delta."
+    )
 
 
 def guarantee_sentence(card: Card | None) -> str:
@@ -167,6 +206,7 @@ def render_markdown(card: Card) -> str:
         "",
         f"**{card['sentence']}**",
         "",
+        *([f"- {tighter}"] if (tighter := headline_sentence(card)) else []),
         f"- Scope: {card['scope']}. Trained on labelled rows: {_names(card['update'])}; with "
         f"noise: {_names(card['protect'])}.",
         f"- Unit: one {card['unit']}; neighbours: {card['adjacency']}; delta: {card['delta']:g}; "

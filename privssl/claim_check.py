@@ -18,7 +18,7 @@ from accounting.errors import AccountingError
 from accounting.events import Event, SampledGaussian, Unprotected, leaves
 from accounting.replay import Journal, journal_until, read_journal
 from privssl import config as configs
-from privssl.card import BRACKET_LIMIT, guarantee_sentence
+from privssl.card import BRACKET_LIMIT, guarantee_sentence, headline_sentence
 from privssl.errors import RunFolderError, UserError
 from privssl.run_folder import ledger_of
 
@@ -171,6 +171,9 @@ def _check_shape(card: Card) -> None:
         raise TypeError("scope or sentence")
     guarantee_sentence(card)  # reads the rest of what the claim is made of
     numbers = [card["delta"], card["epsilon"]["overall"]]
+    if (headline := card.get("headline")) is not None:
+        headline_sentence(card)
+        numbers.append(headline["epsilon"])
     if card["guarantee"] is not None:
         numbers += [card["guarantee"]["epsilon"], card["guarantee"]["delta"]]
     for entry in card["agents"]:
@@ -303,6 +306,10 @@ def _card_problems(card: Card, agents: Sequence[AgentReport]) -> Iterator[str]:
     claimed = min(card["epsilon"]["overall"], (guarantee or {}).get("epsilon", float("inf")))
     if claimed < largest - _TOLERANCE * max(1.0, largest):
         yield f"the card claims epsilon {claimed:.6f} for all, but one agent spent {largest:.6f}"
+    certain = max((agent.pld_lower or 0.0 for agent in agents), default=0.0)
+    headline = card.get("headline")
+    if headline is not None and headline["epsilon"] < certain - _BELOW_LOWER_BOUND:
+        yield f"the headline is below {certain:.6f}, a certified lower bound"
     if card["sentence"] != guarantee_sentence(card):
         yield "the card's sentence is not what its numbers say"
     stated = {"delta": card["delta"], "unit": card["unit"], "neighbours": card["adjacency"]}

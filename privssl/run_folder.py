@@ -24,7 +24,7 @@ from accounting.ledger import Account, read_journal
 from accounting.plan import refuse_change
 from privssl import config as configs
 from privssl import durable
-from privssl.card import Release, guarantee_sentence
+from privssl.card import Release, guarantee_sentence, headline_sentence
 from privssl.checkpoint import Snapshot
 from privssl.config import Config
 from privssl.errors import RunFolderError
@@ -199,7 +199,7 @@ def _deciding(config: Config) -> dict[str, Any]:
 
 
 def outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
-    """What a run in this folder came to: results.json, and the sentence on its guarantee.
+    """What a run in this folder came to: results.json, and the sentences on its guarantee.
 
     None when there are no results yet.
 
@@ -209,7 +209,8 @@ def outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
     results, card = _read_json(folder / "results.json"), _read_json(folder / "privacy.json")
     if results is None:
         return None
-    return results, guarantee_sentence(card)
+    tighter = headline_sentence(card)
+    return results, "\n".join(([tighter] if tighter else []) + [guarantee_sentence(card)])
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ from privssl.card import (
     Release,
     attack_bounds,
     guarantee_sentence,
+    headline_sentence,
     privacy_card,
     render_markdown,
 )
@@ -112,6 +113,24 @@ def test_the_claim_is_the_agent_that_spent_most_and_never_a_sum() -> None:
     assert card["nominal_epsilon"] is None
     assert card["agents"][0]["visits"] == 3
     json.dumps(card, allow_nan=False)
+
+
+def test_a_plan_fixed_beforehand_has_a_tighter_headline_and_another_has_none() -> None:
+    event = SampledGaussian(noise_multiplier=2.0, sample_rate=16 / 34, steps=20)
+    usual = plan("s0", event=event, budget=Budget(20.0, 1e-5))
+    card = card_of([("s0", usual, [event], "a" * 64)])
+    # specification, section 2.6: 5.3484 by PLD, 5.8648 by RDP at Opacus' orders
+    assert card["guarantee"]["epsilon"] == pytest.approx(5.8648, abs=0.01)
+    if verify.available():
+        assert card["headline"] == {
+            "kind": "guaranteed", "epsilon": pytest.approx(5.3484, abs=1e-3), "by": "PLD",
+        }  # fmt: skip
+        assert "epsilon is 5.3484" in (headline_sentence(card) or "")
+    smaller = replace(event, steps=10)  # a visit that was cut short: not what the plan had fixed
+    assert card_of([("s0", usual, [event, smaller], "a" * 64)])["headline"] is None
+    shared = card_of([("s0", usual, [event], "a" * 64)], this_run={"s0": 1.0})
+    assert shared["headline"] is None  # other runs may have planned after looking at results
+    assert headline_sentence(shared) is None
 
 
 def test_the_three_ways_to_add_up_are_those_of_the_specification() -> None:
@@ -312,6 +331,10 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         "its ledger is missing",
     ),
     "forgets a network": (lie(update=["F", "G"]), "update"),
+    "has a headline below the certified bound": (
+        lambda card: card.update(headline={"kind": "guaranteed", "epsilon": 0.1, "by": "PLD"}),
+        "the headline is below",
+    ),
     "drops the guarantee": (lie(guarantee=None, nominal_epsilon=1.0), "contradict"),
 }
 
