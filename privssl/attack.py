@@ -68,7 +68,7 @@ from privssl.privacy import (
 )
 from privssl.world import Round, World
 
-CONFIDENCE = 0.95
+CONFIDENCE = 1 - 0.05 / 3  # of each of three tests, so that all together are wrong in 5% at most
 CANARIES = 1000  # of the one-run attack
 GUESSES = 400  # half of them "in", half "out"; no guess about the others
 FEWEST = 200  # canaries where nothing is guaranteed: about 100 are out, for 1% false alarms
@@ -104,6 +104,12 @@ class AttackReport:
     canaries: CanaryAttack | None = None
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def blind(self) -> bool:
+        """Whether even a total leak would have stayed below the claim in both attacks."""
+        ceilings = [found.ceiling for found in (self.mechanism, self.canaries) if found]
+        return bool(ceilings) and max(ceilings) < self.epsilon
 
 
 def attack(
@@ -151,7 +157,9 @@ def attack(
     algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, task, crowd)
     profile = [(cost.epsilon(d), d) for d in _PROFILE]
     visits = min(len(charged), plan.visits)
-    report.canaries = attack_messages(algorithm, crowd, task, visits, delta, profile, canaries)
+    report.canaries = attack_messages(
+        algorithm, crowd, task, visits, delta, profile, canaries, journal.plan
+    )
     _judge_canaries(report, report.canaries)
     return report
 
@@ -210,6 +218,7 @@ def attack_messages(
     delta: float,
     profile: Sequence[tuple[float, float]],
     canaries: int,
+    promised: AccountPlan | None = None,
 ) -> CanaryAttack:
     """Train one made-up support agent with the run's own algorithm and guess who was in.
 
@@ -217,13 +226,16 @@ def attack_messages(
         visits: of that agent, each as the plan says.
         profile: (epsilon, delta) pairs that the plan claims for these visits.
         canaries: how many; guesses are made about GUESSES / CANARIES of them.
+        promised: of the agent whose plan is attacked: whether its counts are public.
     """
     shape = (canaries, *task.shape)
     noise = np.frombuffer(os.urandom(int(np.prod(shape))), dtype=np.uint8).copy()
     x = torch.from_numpy(noise).view(shape)
     y = torch.from_numpy((os_uniform(canaries) * task.classes).astype(np.int64))
     included = os_uniform(canaries) < 0.5
-    seen = _visits_of(algorithm, plan, LabelledRows(x, y, torch.arange(canaries)), included, visits)
+    seen = _visits_of(
+        algorithm, plan, LabelledRows(x, y, torch.arange(canaries)), included, visits, promised
+    )
     # Noise over what a canary adds in a visit, both squared and times 4: see _moved_along.
     ridge = 4 * plan.noise_multiplier**2 / (plan.steps * plan.sample_rate**2)
     rows, networks = (network_input(x), y), algorithm.networks()
@@ -256,6 +268,7 @@ def _visits_of(
     rows: LabelledRows,
     included: NDArray[np.bool_],
     visits: int,
+    promised: AccountPlan | None,
 ) -> list[tuple[Message, Message]]:
     """What the made-up agent was sent and answered, visit by visit."""
     here = torch.from_numpy(np.flatnonzero(included))
@@ -269,6 +282,9 @@ def _visits_of(
             protect=plan.protect,
             event=plan.event,
             n_public=None,
+            # With private counts rows are drawn for differently.
+            record_counts="public" if promised is None else promised.record_counts,
+            adjacency="zero_out" if promised is None else promised.adjacency,
         )
         account = Account.open(Path(folder) / "s0.jsonl", promise, resume=False)
         held = LabelledRows(rows.x[here], rows.y[here], rows.ids[here])

@@ -121,6 +121,8 @@ def _verdict(found: Findings, report: Report) -> Verdict:
     overdrawn = any((agent.spent or 0.0) > (agent.budget or 0.0) for agent in found.agents)
     if overdrawn or any(agent.open for agent in found.agents):
         return Verdict.INCONCLUSIVE
+    if report.attack is not None and report.attack.blind:
+        return Verdict.INCONCLUSIVE
     return Verdict.CONSISTENT
 
 
@@ -213,7 +215,7 @@ def _attack_table(attack: AttackReport) -> Table:
 _MEANING = {
     Verdict.CONSISTENT: "the ledgers bear out the claim",
     Verdict.VIOLATED: "do not rely on the claim",
-    Verdict.INCONCLUSIVE: "the ledgers are whole, but the claim cannot be checked against them",
+    Verdict.INCONCLUSIVE: "the ledgers are whole, but the claim could not be put to the test",
     Verdict.NO_GUARANTEE: "there is no guarantee to check",
 }
 

@@ -61,6 +61,7 @@ def privacy_card(
     dataset: str,
     task: Shape | None = None,
     this_run: Mapping[str, float] | None = None,
+    planned: int | None = None,
 ) -> Card:
     """The card of a private run, ready for ``privacy.json``.
 
@@ -72,6 +73,8 @@ def privacy_card(
         algorithm, dataset: names for the reader.
         task: what rows look like; with it the plan can be attacked without the data.
         this_run: agent -> epsilon of this run alone, where accounts outlive runs.
+        planned: visits that the plan had fixed for each agent; None when the run was stopped, for
+            somebody who saw its accuracy may have chosen the moment.
 
     Raises:
         PrivacyError: the inputs contradict each other, so that no true card exists.
@@ -98,6 +101,7 @@ def privacy_card(
         "update": list(plan.update),
         "protect": list(plan.protect),
         "agents": agents,
+        "planned_visits": planned,
         "this_run": None if this_run is None else dict(this_run),
         "epsilon": {
             "kind": kind,
@@ -120,14 +124,12 @@ def privacy_card(
             "covers": [name for name, status, _ in releases if status == "covered"],
             "rule": "largest agent",
         }
-    fixed = this_run is None and all(_as_planned(plan, spent) for _, plan, spent, _ in accounts)
+    fixed = this_run is None and all(
+        len(spent) == planned and all(event == plan.event for event in spent)
+        for _, plan, spent, _ in accounts
+    )
     card["headline"] = _headline(agents, kind) if fixed else None
     return {**card, "sentence": guarantee_sentence(card)}
-
-
-def _as_planned(plan: AccountPlan, spent: Sequence[Event]) -> bool:
-    """Whether each visit was what the plan had fixed for it, so that numeric values are valid."""
-    return all(event == plan.event for event in spent)
 
 
 def _headline(agents: Sequence[Card], kind: str) -> Card | None:
@@ -348,10 +350,20 @@ def _attack_lines(bounds: dict[str, float] | None) -> list[str]:
         return []
     return [
         f"An attacker who sees everything and guesses whether a record took part is right at most "
-        f"{100 * bounds['balanced_accuracy']:.2f}% of the time, and finds at most "
-        f"{100 * bounds['tpr_at_1_percent_fpr']:.1f}% of the members at 1% false alarms.",
+        f"{_percent(bounds['balanced_accuracy'])} of the time when half of the records asked about "
+        f"did, and finds at most {_percent(bounds['tpr_at_1_percent_fpr'])} of the members at 1% "
+        f"false alarms.",
         "",
     ]
+
+
+def _percent(share: float) -> str:
+    """Rounded up, at most all.
+
+    >>> _percent(0.98201)
+    '98.21%'
+    """
+    return f"{min(100.0, math.ceil(1e4 * share - 1e-9) / 100):.2f}%"
 
 
 def _names(names: Sequence[str]) -> str:

@@ -2,12 +2,15 @@
 
 Reads only, takes no lock, and trusts no number that it can recompute. A card speaks of the ledger
 as it was when the card was written, up to the line whose hash it names; what was charged later is
-a problem of a run that ended, and to be expected of one that was stopped on the way.
+a problem of a run that ended, and to be expected of one that was stopped on the way. The card is
+made a second time (``rebuilt_card.py``) and must come out the same; what other files of the run
+remember is in ``run_traces.py``.
 """
 
-import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,9 @@ from accounting.canonical import decode_strictly
 from accounting.errors import AccountingError
 from accounting.events import Event, SampledGaussian, Unprotected, leaves
 from accounting.replay import Journal, journal_until, read_journal
-from privssl import config as configs
+from privssl import rebuilt_card, run_traces
 from privssl.card import BRACKET_LIMIT, guarantee_sentence, headline_sentence
-from privssl.errors import RunFolderError, UserError
-from privssl.run_folder import ledger_of
+from privssl.errors import RunFolderError
 
 _TOLERANCE = 1e-6  # relative: a claim this far below its recomputation is still rounding
 _BELOW_LOWER_BOUND = 1e-3  # below it by more than the arithmetic of both libraries can explain
@@ -28,6 +30,7 @@ _MAX_CARD_BYTES = 1 << 24
 _RUN_FILES = ("results.json", "config.yaml", "metrics.csv")
 
 Card = dict[str, Any]
+Bracketing = Callable[[tuple[Event, ...], float], tuple[float, float]]
 
 
 @dataclass
@@ -73,21 +76,30 @@ def check(run: Path) -> Findings:
     """
     card = _read_card(run)
     paths, lost, notes = _ledgers(run)
+    journals = {path.stem: read_journal(path) for path in paths}
+    cut, remembered = run_traces.check_memories(run, journals, card)
+    problems = [*lost, *cut, *run_traces.claim_elsewhere(run, card)]
+    notes += remembered
     if card is None and not paths:
         if not any((run / name).exists() for name in _RUN_FILES):
             raise RunFolderError(
                 f"{run}: not the folder of a run (no privacy.json, no ledger, no results). Give "
                 f"the folder that privssl.train wrote, for example runs/fedssl_dp-0."
             )
-        return Findings(None, {}, [], [], [])
-    journals = {path.stem: read_journal(path) for path in paths}
+        return Findings(None, {}, [], problems, notes)
     entries = {entry["agent"]: entry for entry in card["agents"]} if card else {}
-    ended = _has_ended(run)
+    known = {
+        path.stem: _as_known(path, journals[path.stem], entries.get(path.stem)) for path in paths
+    }
+    ended, bracket = run_traces.has_ended(run), _bracketing()
     agents = [
-        _check_agent(name, paths, journals.get(name), entries.get(name), card, ended)
+        _check_agent(
+            name, journals.get(name), known.get(name), entries.get(name), card, ended, bracket
+        )
         for name in sorted(set(journals) | set(entries))
     ]
-    problems = [*lost, *(_card_problems(card, agents) if card else ())]
+    if card is not None:
+        problems += [*_card_problems(card, agents), *rebuilt_card.problems(run, card, known)]
     if not verify.available():
         notes.append("dp-accounting is not installed: no second library")
     if card is None:
@@ -108,11 +120,8 @@ def events_of(journal: Journal) -> list[Event]:
 def _ledgers(run: Path) -> tuple[list[Path], list[str], list[str]]:
     """The journals of a run; problems of accounts that outlive it; and where they are."""
     own = sorted((run / "ledger").glob("*.jsonl"))
-    try:
-        named = ledger_of(configs.load(run / "config.yaml"), run)
-    except UserError:
-        return own, [], []
-    if named == run / "ledger":
+    named = run_traces.lasting_accounts(run)
+    if named is None:
         return own, [], []
     if not named.is_dir():
         return own, [], [f"the accounts in {named} are not here; checked is the copy made then"]
@@ -138,13 +147,16 @@ def _ledgers(run: Path) -> tuple[list[Path], list[str], list[str]]:
     return checked, problems, notes
 
 
-def _has_ended(run: Path) -> bool:
-    """Whether the run came to its end: then nothing may be charged after its card."""
-    try:
-        found = json.loads((run / "results.json").read_bytes())
-        return bool(found["status"] in ("finished", "budget_exhausted"))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+def _as_known(path: Path, journal: Journal, entry: Card | None) -> Journal:
+    """The journal as the card knew it; all of it where no card names one of its lines."""
+    if entry is None or entry["ledger_head"] not in journal.hashes:
+        return journal
+    return journal_until(path, entry["ledger_head"])
+
+
+def _bracketing() -> Bracketing:
+    """PLD bounds, each computed once: agents often spend the same."""
+    return lru_cache(maxsize=64)(lambda events, delta: verify.pld_bracket(events, delta))
 
 
 def _read_card(run: Path) -> Card | None:
@@ -181,6 +193,11 @@ def _check_shape(card: Card) -> None:
             raise TypeError("agent or ledger_head")
         numbers.append(entry["epsilon"]["value"])
     numbers += (card.get("this_run") or {}).values()
+    for release in card["releases"]:
+        if not all(isinstance(release[key], str) for key in ("name", "status", "why")):
+            raise TypeError("releases")
+    if type(card.get("planned_visits")) not in (int, type(None)):
+        raise TypeError("planned_visits")
     if card.get("task") is not None:  # cards of earlier versions have none
         classes, shape = card["task"]["classes"], card["task"]["shape"]
         sizes = [classes, *shape]
@@ -192,17 +209,21 @@ def _check_shape(card: Card) -> None:
 
 def _check_agent(
     name: str,
-    paths: Sequence[Path],
     journal: Journal | None,
+    then: Journal | None,
     entry: Card | None,
     card: Card | None,
     ended: bool,
+    bracket: Bracketing,
 ) -> AgentReport:
-    """Hold one ledger against itself, its budget, a second library, and the card."""
+    """Hold one ledger against itself, its budget, a second library, and the card.
+
+    ``then`` is the journal as the card knew it.
+    """
     report = AgentReport(name)
     if entry is not None:
         report.claimed = float(entry["epsilon"]["value"])
-    if journal is None:
+    if journal is None or then is None:
         report.problems.append("the card names it, but its ledger is missing")
         return report
     report.problems += [f"ledger, {problem}" for problem in journal.problems]
@@ -216,16 +237,12 @@ def _check_agent(
         report.notes.append("an unfinished line, charged as a whole visit, exceeds the budget")
     elif journal.torn_tail:
         report.notes.append("the last line is unfinished; it is charged as a whole visit")
-    then = journal
-    if entry is not None and entry["ledger_head"] in journal.hashes:
-        [path] = [path for path in paths if path.stem == name]
-        then = journal_until(path, entry["ledger_head"])
-        _check_what_followed(report, journal, then, ended)
+    _check_what_followed(report, journal, then, ended)
     report.recomputed = then.epsilon
     simple = events_of(then)
     full = all(isinstance(leaf, SampledGaussian) and leaf.sample_rate == 1 for leaf in simple)
     report.method = "exact" if simple and full else "RDP"
-    _check_second_library(report, then)
+    _check_second_library(report, then, bracket)
     if card is not None:
         report.problems += _claim_problems(report, then, entry, card)
     return report
@@ -247,7 +264,7 @@ def _check_what_followed(report: AgentReport, journal: Journal, then: Journal, e
         report.notes.append(f"{text}. Resume the run: it writes a new card")
 
 
-def _check_second_library(report: AgentReport, journal: Journal) -> None:
+def _check_second_library(report: AgentReport, journal: Journal, bracket: Bracketing) -> None:
     """Recompute with dp-accounting: equal on integer orders, and a certified bracket."""
     if not verify.available() or (report.recomputed or 0.0) > BRACKET_LIMIT:
         return
@@ -257,7 +274,7 @@ def _check_second_library(report: AgentReport, journal: Journal) -> None:
     if theirs is not None and abs(ours - theirs) > _TOLERANCE * max(1.0, theirs):
         report.problems.append(f"RDP is {ours:.6f} by Opacus but {theirs:.6f} by dp-accounting")
     try:
-        report.pld_lower, report.pld_upper = verify.pld_bracket(counted, delta)
+        report.pld_lower, report.pld_upper = bracket(tuple(counted), delta)
     except AccountingError as error:
         report.notes.append(str(error))
 
@@ -287,10 +304,14 @@ def _claim_problems(
             f"the card claims epsilon {report.claimed:.6f}; the ledger has spent "
             f"{report.recomputed:.6f}"
         )
-    this_run = (card.get("this_run") or {}).get(report.agent)
-    own = journal.epsilon_of(journal.runs[-1])  # the run that spent last wrote the card
-    if this_run is not None and this_run < own - _TOLERANCE * max(1.0, own):
-        yield f"the card says that this run alone spent {this_run:.6f}; the ledger says {own:.6f}"
+    this_run = card.get("this_run")
+    if this_run is not None:
+        own = journal.epsilon_of(journal.runs[-1])  # the run that spent last wrote the card
+        said = float(this_run.get(report.agent, 0.0))
+        if not math.isclose(said, own, rel_tol=_TOLERANCE, abs_tol=1e-12):
+            yield f"the card says that this run alone spent {said:.6f}; the ledger says {own:.6f}"
+    elif len(set(journal.runs)) > 1:
+        yield "the ledger has paid for several runs, but the card does not say for what this one"
     if report.pld_lower is not None and report.claimed < report.pld_lower - _BELOW_LOWER_BOUND:
         yield f"the claim is below {report.pld_lower:.6f}, a certified lower bound"
 
@@ -315,3 +336,6 @@ def _card_problems(card: Card, agents: Sequence[AgentReport]) -> Iterator[str]:
     stated = {"delta": card["delta"], "unit": card["unit"], "neighbours": card["adjacency"]}
     if sound and guarantee is not None and not stated.items() <= guarantee.items():
         yield "the guarantee's delta, unit or neighbours are not the card's"
+    names, this_run = [entry["agent"] for entry in card["agents"]], card.get("this_run")
+    if this_run is not None and list(this_run) != names:
+        yield "this_run names other agents than the card"

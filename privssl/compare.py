@@ -37,6 +37,7 @@ from rich.table import Column, Table
 from accounting.errors import AccountingError
 from privssl import comparison, durable, run_folder, session
 from privssl import comparison_plan as plan
+from privssl import config as configs
 from privssl.comparison_plan import Planned
 from privssl.errors import ConfigError, DataError, UserError
 from privssl.prepare import prepare
@@ -350,8 +351,18 @@ def _rows(planned: Sequence[Planned], differs: Mapping[str, Sequence[str]]) -> l
     for name, of in plan.by_name(planned).items():
         privacy = of[0].config.privacy
         delta, lasting = (None, False) if privacy is None else (privacy.delta, bool(privacy.ledger))
-        rows.append(comparison.row(name, list(_results(of)), delta, differs[name], lasting=lasting))
+        rows.append(
+            comparison.row(
+                name, list(_results(of)), delta, differs[name],
+                lasting=lasting, evaluate_every=[_evaluate_every(run) for run in of],
+            )
+        )  # fmt: skip
     return rows
+
+
+def _evaluate_every(run: Planned) -> int:
+    """As the run recorded it: the key decides over no result, so the config may have changed."""
+    return configs.load(run.config.folder / "config.yaml").run.evaluate_every
 
 
 def _results(of: Sequence[Planned]) -> Iterator[comparison.Results]:

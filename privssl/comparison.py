@@ -103,6 +103,8 @@ class Row:
     splits: tuple[str, ...]  # split_hash of each seed
     differs: tuple[str, ...]
     statuses: tuple[str, ...]
+    versions: tuple[Mapping[str, str], ...]  # of each seed: package -> version
+    evaluate_every: tuple[int, ...]  # rounds, of each seed
 
 
 def row(
@@ -112,6 +114,7 @@ def row(
     differs: Sequence[str] = (),
     *,
     lasting: bool = False,
+    evaluate_every: Sequence[int] = (),
 ) -> Row:
     """A config's row from results.json of each of its seeds.
 
@@ -121,6 +124,7 @@ def row(
         delta: of its privacy section; None without one.
         differs: keys for which its splits are not those of the first config.
         lasting: whether its accounts outlive runs (``privacy.ledger``).
+        evaluate_every: rounds from one evaluation to the next, of each run; empty: each round.
     """
 
     def spread(section: str, key: str) -> Spread:
@@ -143,6 +147,8 @@ def row(
         splits=tuple(run["split_hash"] for run in runs),
         differs=tuple(differs),
         statuses=tuple(run["status"] for run in runs),
+        versions=tuple(run["versions"] for run in runs),
+        evaluate_every=tuple(evaluate_every) or (1,) * len(runs),
     )
 
 
@@ -187,12 +193,25 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "deviation (n - 1) over them."
         if len(rows[0].seeds) > 1
         else f"Seed {rows[0].seeds[0]} alone: how much the values vary over seeds is not known.",
-        "Final is the accuracy after the last round. Best is the highest of all rounds: it was "
-        "chosen on test rows, so it is too high and is no result.",
+        "Final is the accuracy after the last round. Best is the highest of all evaluated "
+        "rounds: it was chosen on test rows, so it is too high and is no result.",
         "Seconds are wall time of the rounds with their evaluation; they move with whatever else "
         "the machine did, and the first run pays for what is loaded once. Bytes are of all "
-        "messages.",
+        "messages between the server and the agents.",
     ]
+    if len({every for of in rows for every in of.evaluate_every}) > 1:
+        often = _told_apart(rows, [[f"every {n}" for n in of.evaluate_every] for of in rows])
+        said.append(
+            f"run.evaluate_every differs ({often}). Best is chosen among more rounds where they "
+            "are evaluated more often, and seconds have more evaluations: compare neither."
+        )
+    for package in sorted({name for of in rows for known in of.versions for name in known}):
+        found = [[known.get(package, "unknown") for known in of.versions] for of in rows]
+        if len({version for of_row in found for version in of_row}) > 1:
+            said.append(
+                f"Versions of {package} differ ({_told_apart(rows, found)}). A difference between "
+                "these runs may come from that alone."
+            )
     if any(of.epsilon.value is not None and not of.epsilon.lasting for of in rows):
         said.append(
             "An epsilon is that of one run unless it says otherwise, the largest over seeds. A "
@@ -212,6 +231,15 @@ def notes(rows: Sequence[Row]) -> list[str]:
     else:
         said.append("All configs had the same split in each seed (split_hash).")
     return said
+
+
+def _told_apart(rows: Sequence[Row], values: Sequence[Sequence[str]]) -> str:
+    """Which runs have which value, given per row and seed: "2.0: a seed 0, a seed 1; 2.1: ..."."""
+    runs: dict[str, list[str]] = {}
+    for of, of_row in zip(rows, values, strict=True):
+        for seed, value in zip(of.seeds, of_row, strict=True):
+            runs.setdefault(value, []).append(f"{of.config} seed {seed}")
+    return "; ".join(f"{text}: {', '.join(names)}" for text, names in runs.items())
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -226,7 +226,7 @@ def unpack(kind: type[M], data: bytes) -> M:
             raise MessageError(f"{kind.__name__}.{spec.name} is missing or damaged") from None
         if not _fits(value, allowed[spec.name]):
             raise MessageError(f"{kind.__name__}.{spec.name} came as a {type(value).__name__}")
-        _check_numbers(f"{kind.__name__}.{spec.name}", value)
+        check_numbers(f"{kind.__name__}.{spec.name}", value)
         values[spec.name] = value
     return kind(**values)
 
@@ -255,7 +255,7 @@ def _value(name: str, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     return {key: tensors[f"{name}/{key}"] for key in {"state_dict": inner}[what]}
 
 
-def _check_numbers(field: str, value: Any) -> None:
+def check_numbers(field: str, value: Any) -> None:
     """Raise MessageError where a field's tensors are of no usual type, or not finite."""
     tensors = list(value.values()) if isinstance(value, dict) else [value]
     for tensor in (item for item in tensors if isinstance(item, Tensor)):

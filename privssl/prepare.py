@@ -13,9 +13,9 @@ import torch
 
 from accounting.budget import Budget
 from accounting.plan import AccountPlan
-from accounting.registry import shared_rows
+from accounting.registry import shared_rows, unprotected_rows
 from privssl import data, models
-from privssl.agents import Agent, LabelledRows
+from privssl.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, Task
 from privssl.config import Config
@@ -64,7 +64,7 @@ def prepare(config: Config) -> Prepared:
             rows_per_agent=config.data.labelled / len(holders),
         )
         if plan.visits:
-            _refuse_shared_rows(holders)
+            _refuse_shared_rows(holders, federation)
     promises = _promises(plan, config.privacy, holders)
     algorithm = kind(config.algorithm, task, plan)
     if plan is not None:
@@ -109,17 +109,32 @@ def _promises(
     }
 
 
-def _refuse_shared_rows(holders: tuple[Agent, ...]) -> None:
-    """A record under two accounts would have two budgets."""
+def _refuse_shared_rows(holders: tuple[Agent, ...], federation: data.Federation) -> None:
+    """A record under two accounts would have two budgets; one used beside its account, none."""
     for one, other, rows in shared_rows({a.id: row_contents(a.labelled) for a in holders}):
         raise PrivacyError(
             f"{rows} labelled rows of {one} are rows of {other} as well, so that one record would "
             f"have two budgets. Remove doubled rows from the data"
         )
+    held = {agent.id: row_contents(agent.labelled) for agent in holders}
+    for name, rows in unprotected_rows(held, bare_contents(federation)):
+        raise PrivacyError(
+            f"{rows} labelled rows of {name} are unlabelled or validation rows as well, and would "
+            f"be used there without protection. Remove doubled rows from the data"
+        )
 
 
-def row_contents(rows: LabelledRows) -> Iterator[bytes]:
-    """The content of each row, without its label: what makes it the same row elsewhere."""
+def bare_contents(federation: data.Federation) -> Iterator[bytes]:
+    """The content of each row that a run uses without protection: unlabelled and validation."""
+    for agent in federation.agents:
+        if agent.held_unlabelled is not None:
+            yield from row_contents(agent.held_unlabelled)
+    if federation.validation is not None:
+        yield from row_contents(federation.validation)
+
+
+def row_contents(rows: LabelledRows | UnlabelledRows) -> Iterator[bytes]:
+    """The content of each row, without any label: what makes it the same row elsewhere."""
     about = f"{rows.x.dtype} {tuple(rows.x.shape[1:])} ".encode()
     return (about + row.tobytes() for row in rows.x.cpu().numpy())
 

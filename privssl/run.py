@@ -265,7 +265,7 @@ class Run:
         if status != "interrupted":
             weights = self._algorithm.classifier(self._kept.state)
             checkpoint.save_weights(self._folder / "classifier.safetensors", weights)
-        card = self._card()
+        card = self._card(status)
         if card is not None:
             copy_ledgers(self._prepared, self._folder)
             write_text(self._folder / "privacy.json", json.dumps(card, indent=2) + "\n")
@@ -307,7 +307,7 @@ class Run:
             },
         }
 
-    def _card(self) -> dict[str, Any] | None:
+    def _card(self, status: Status) -> dict[str, Any] | None:
         plan, privacy = self._prepared.plan, self._config.privacy
         if plan is None or privacy is None:
             return None
@@ -321,6 +321,7 @@ class Run:
             algorithm=self._config.algorithm.name,
             dataset=self._config.data.name,
             task=(task.classes, task.shape),
+            planned=plan.visits if status != "interrupted" else None,
             this_run={a.agent: a.spent_by_run() for a in accounts} if privacy.ledger else None,
         )
 

@@ -21,14 +21,14 @@ from accounting import registry
 from accounting.errors import LedgerError
 from accounting.journal import read_content
 from accounting.ledger import Account, read_journal
-from accounting.plan import refuse_change
+from accounting.plan import AccountPlan, refuse_change
 from privssl import config as configs
 from privssl import durable
 from privssl.card import Release, guarantee_sentence, headline_sentence
 from privssl.checkpoint import Snapshot
 from privssl.config import Config
 from privssl.errors import RunFolderError
-from privssl.prepare import Prepared, row_contents
+from privssl.prepare import Prepared, bare_contents, row_contents
 from privssl.privacy import PrivatePlan
 
 log = logging.getLogger("privssl")
@@ -256,11 +256,15 @@ def _check_lasting_accounts(prepared: Prepared) -> None:
 
 
 def _claim_rows(prepared: Prepared, ledger: Path, *, only_check: bool) -> None:
-    if prepared.plan is not None and prepared.plan.visits:
-        for name in prepared.promises:
-            registry.refuse_lost_journal(ledger, name)
-        rows = {a.id: row_contents(a.labelled) for a in prepared.labelled_agents}
-        registry.claim(ledger, rows, only_check=only_check)
+    if prepared.plan is None:
+        return
+    # Without visits labelled rows are left alone, but the other rows are used as ever.
+    holders = prepared.labelled_agents if prepared.plan.visits else ()
+    for agent in holders:
+        registry.refuse_lost_journal(ledger, agent.id)
+    rows = {agent.id: row_contents(agent.labelled) for agent in holders}
+    bare = bare_contents(prepared.federation)
+    registry.claim(ledger, rows, bare=bare, only_check=only_check)
 
 
 @contextmanager
@@ -272,7 +276,7 @@ def opened_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None)
 
     Raises:
         accounting.errors.LedgerError: a journal is missing, damaged, cut, or in use, or a row has
-            an account under another agent's name.
+            an account under another agent's name, or is used without protection.
     """
     holders, privacy = {a.id: a for a in prepared.labelled_agents}, prepared.config.privacy
     ledger = ledger_of(prepared.config, folder)
@@ -315,7 +319,7 @@ def copy_ledgers(prepared: Prepared, folder: Path) -> None:
             durable.replace(path, read_content(ledger / path.name))
 
 
-def releases(plan: PrivatePlan, config: Config) -> list[Release]:
+def releases(plan: PrivatePlan | AccountPlan, config: Config) -> list[Release]:
     """Everything that leaves a support agent: name, covered or not, why."""
     plainly = [name for name in plan.update if name not in plan.protect]
     if not plainly:
@@ -337,7 +341,11 @@ def releases(plan: PrivatePlan, config: Config) -> list[Release]:
         sent.append(("networks of its query pass", "post-processing", why))
     return [
         *sent,
-        ("its weight in the average", "post-processing", "the constant 1, not a number of rows"),
+        (
+            "its weight in the average",
+            "post-processing",
+            "the constant 1; in a query pass the number of its unlabelled rows",
+        ),
         (
             "that it declines, when its budget is spent",
             "post-processing",

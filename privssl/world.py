@@ -32,7 +32,10 @@ class Round:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of all messages since the last round began: up from the agents, down to them."""
+    """Bytes of messages since the last round began: up from the agents, down to them.
+
+    A labelled server that asks itself sends nothing anywhere, so that is not counted.
+    """
 
     up: int = 0
     down: int = 0
@@ -82,10 +85,9 @@ class World:
             visit = self._visits[agent.id, step.__name__]
             calls.append(Call(agent, step, content, self.round.number, visit))
         replies: list[Reply[M]] = self._engine.deliver(calls)
-        self.traffic = Traffic(
-            self.traffic.up + sum(payload_bytes(reply.content) for reply in replies),
-            self.traffic.down + sum(payload_bytes(call.message) for call in calls),
-        )
+        up = (payload_bytes(r.content) for r in replies if _travels(r.sender))
+        down = (payload_bytes(c.message) for c in calls if _travels(c.to))
+        self.traffic = Traffic(self.traffic.up + sum(up), self.traffic.down + sum(down))
         self.silences += sum(reply.silent for reply in replies)
         for reply in replies:
             for name, value in reply.notes.items():
@@ -106,3 +108,8 @@ class World:
     def mean_notes(self) -> Mapping[str, float]:
         """What agents noted in this round, averaged over those who noted it."""
         return {name: sum(v) / len(v) for name, v in sorted(self.notes.items())}
+
+
+def _travels(other: AgentRef) -> bool:
+    """Whether messages to and from this agent leave the server."""
+    return other.seat is not Seat.SERVER

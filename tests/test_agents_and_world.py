@@ -150,6 +150,22 @@ def test_traffic_is_what_went_either_way_since_the_round_began() -> None:
     assert found.traffic == Traffic(0, 0)
 
 
+def test_what_a_labelled_server_says_to_itself_is_no_traffic() -> None:
+    found = world(server(), query("q0"))
+    assert found.server is not None
+    found.ask(found.server, echo, Word("abc"))
+    assert found.traffic == Traffic(0, 0)
+    found.ask_each(found.agents, echo, Word("abc"))
+    # the agent's alone: down 3 bytes, up "0/q0/echo/1:abc"
+    assert found.traffic == Traffic(up=15, down=3)
+
+
+def test_a_support_agent_at_the_edge_has_traffic_as_the_control() -> None:
+    found = world(support("server"), query("q0"))  # the seat decides, not the name
+    found.ask_each(found.support, echo, Word("abc"))
+    assert found.traffic == Traffic(up=len("0/server/echo/1:abc"), down=3)
+
+
 def test_notes_are_averaged_over_those_who_noted() -> None:
     found = world()
     found.ask(found.support[0], echo, Word("a"))

@@ -39,7 +39,7 @@ from privssl.algorithms.base import Algorithm
 from privssl.data import Federation
 from privssl.data.datasets import Dataset
 from privssl.engines.local import LocalEngine
-from privssl.messages import Message
+from privssl.messages import Message, MessageError
 
 NEEDS: dict[str, dict[str, Any]] = {
     # with a higher threshold no agent is sure of a row, and none learns
@@ -262,4 +262,5 @@ def test_agents_that_know_a_single_class_give_finite_weights(case: str) -> None:
 
 @every_algorithm
 def test_weights_that_are_not_finite_would_be_noticed(case: str) -> None:
-    assert not finite(played(case, engine=Poisoned).state)
+    with pytest.raises(MessageError, match="not finite"):
+        played(case, engine=Poisoned)

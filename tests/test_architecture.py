@@ -31,7 +31,15 @@ COMMANDS = tuple(
     for name in (
         *("__main__", "train", "session", "run", "config", "prepare", "run_folder"),
         *("compare", "comparison", "comparison_plan", "comparison_plot"),
-        *("audit", "attack", "claim_check", "mechanism_attack", "card"),
+        *(
+            "audit",
+            "attack",
+            "claim_check",
+            "rebuilt_card",
+            "run_traces",
+            "mechanism_attack",
+            "card",
+        ),
     )
 )
 RECORDS = ("privssl.tracker", "privssl.checkpoint", "privssl.evaluate")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.testing import assert_close
 from toy_worlds import (
@@ -48,6 +49,7 @@ from privssl.data import Federation, build
 from privssl.errors import ConfigError
 from privssl.messages import Done
 from privssl.models.convnets import norm_layer
+from privssl.pseudo import sharpen
 
 SUPERVISED = ("server_sl", "fedavg", "fedprox")
 CONSISTENT = ("fixmatch", "uda")
@@ -317,6 +319,15 @@ def test_uda_teaches_the_sharpened_distribution() -> None:
     assert sum(visited("uda", [UNSURE], threshold=0.5)) < 1e-6
 
 
+def test_at_the_lowest_temperature_that_is_allowed_an_unsure_row_still_has_a_distribution() -> None:
+    unsure = torch.full((1, 10), 0.1)
+    UDAConfig(temperature=0.05)
+    assert_close(sharpen(unsure, 1 / 0.05), unsure)  # equal classes stay equal
+    with pytest.raises(ValidationError, match=r"greater than or equal to 0\.05"):
+        UDAConfig(temperature=0.02)
+    assert sharpen(unsure, 1 / 0.02).isnan().all()  # the control: 0.1^50 is 0 in float32
+
+
 def test_the_annealing_bound_is_that_of_the_specification() -> None:
     cfg = UDAConfig(rounds=10)
     # exp(5 (t/T - 1)) (1 - 1/C) + 1/C
@@ -536,7 +547,8 @@ def test_the_upper_bound_hands_out_every_row_with_its_label(name: str) -> None:
         ("fedsem", "algorithm.warm_up=41", "algorithm.warm_up", "41, but there are 40 rounds"),
         ("fixmatch", "model.norm=static", "model.norm", "static needs statistics that fixmatch"),
         ("fixmatch", "agents.query=0", "agents.query", "0, but fixmatch learns from unlabelled"),
-        ("uda", "algorithm.temperature=0", "algorithm.temperature", "needs a number > 0"),
+        ("uda", "algorithm.temperature=0", "algorithm.temperature", "needs a number >= 0.05"),
+        ("uda", "algorithm.temperature=0.04", "algorithm.temperature", "needs a number >= 0.05"),
         ("fedavg", "algorithm.proximal=0.01", "algorithm.proximal", "unknown key"),
         ("server_sl", "algorithm.weights=rows", "algorithm.weights", "unknown key"),
         ("fedprox", "privacy.epsilon=8", "algorithm.name", "fedprox reads labelled rows without"),

@@ -6,6 +6,7 @@ out. Each way of lying is a control: the honest run passes the same audit.
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from accounting import verify
 from accounting.accountants import epsilon, rdp_epsilon
 from accounting.budget import Budget, Guarantee, rounded_up
 from accounting.events import Composed, Event, PureEpsilon, SampledGaussian, Unprotected
-from accounting.ledger import Account, AccountPlan
+from accounting.ledger import Account, AccountPlan, read_journal
 from privssl.audit import main
 from privssl.card import (
     AgentSpend,
@@ -39,6 +40,7 @@ RELEASES: list[Release] = [
 ]
 AS_PUBLISHED: list[Release] = [
     ("F", "not covered", "trained without noise"),
+    ("D", "not covered", "trained without noise"),
     ("G", "not covered", "its gradients flow | through F"),
 ]
 
@@ -97,6 +99,22 @@ def write_card(run: Path, card: dict[str, Any]) -> None:
     (run / "privacy.json").write_text(json.dumps(card, allow_nan=False))
 
 
+def write_traces(run: Path, card: dict[str, Any], status: str = "finished") -> None:
+    """What the run wrote beside the card: results, the page for people, and a checkpoint."""
+    claim = {name: card[name] for name in ("guarantee", "nominal_epsilon", "scope")}
+    (run / "results.json").write_text(json.dumps({"status": status, "privacy": claim}))
+    (run / "privacy.md").write_text(render_markdown(card))
+    extra: dict[str, Any] = {"round": 3}
+    for path in (run / "ledger").glob("*.jsonl"):
+        journal = read_journal(path)
+        extra[f"ledger_seq/{path.stem}"] = journal.seq
+        extra[f"ledger_head/{path.stem}"] = journal.head
+    folder = run / "checkpoints" / "round_00003"
+    folder.mkdir(parents=True)
+    about = {"format": 1, "round": 3, "extra": {"mapping": extra}}
+    (folder / "snapshot.json").write_text(json.dumps(about))
+
+
 # --- the card ----------------------------------------------------------------------------------
 
 
@@ -118,7 +136,7 @@ def test_the_claim_is_the_agent_that_spent_most_and_never_a_sum() -> None:
 def test_a_plan_fixed_beforehand_has_a_tighter_headline_and_another_has_none() -> None:
     event = SampledGaussian(noise_multiplier=2.0, sample_rate=16 / 34, steps=20)
     usual = plan("s0", event=event, budget=Budget(20.0, 1e-5))
-    card = card_of([("s0", usual, [event], "a" * 64)])
+    card = card_of([("s0", usual, [event], "a" * 64)], planned=1)
     # specification, section 2.6: 5.3484 by PLD, 5.8648 by RDP at Opacus' orders
     assert card["guarantee"]["epsilon"] == pytest.approx(5.8648, abs=0.01)
     if verify.available():
@@ -127,8 +145,11 @@ def test_a_plan_fixed_beforehand_has_a_tighter_headline_and_another_has_none() -
         }  # fmt: skip
         assert "epsilon is 5.3484" in (headline_sentence(card) or "")
     smaller = replace(event, steps=10)  # a visit that was cut short: not what the plan had fixed
-    assert card_of([("s0", usual, [event, smaller], "a" * 64)])["headline"] is None
-    shared = card_of([("s0", usual, [event], "a" * 64)], this_run={"s0": 1.0})
+    cut_short = card_of([("s0", usual, [event, smaller], "a" * 64)], planned=2)
+    assert cut_short["headline"] is None
+    assert card_of([("s0", usual, [event], "a" * 64)], planned=2)["headline"] is None  # stopped
+    assert card_of([("s0", usual, [event], "a" * 64)])["headline"] is None
+    shared = card_of([("s0", usual, [event], "a" * 64)], planned=1, this_run={"s0": 1.0})
     assert shared["headline"] is None  # other runs may have planned after looking at results
     assert headline_sentence(shared) is None
 
@@ -416,7 +437,7 @@ def test_an_unfinished_line_that_would_exceed_the_budget_is_inconclusive(
 ) -> None:
     # Four visits cost less than the budget and five more than it: the fifth is only half a line.
     budget = Budget((epsilon([VISIT] * 4, 1e-5) + epsilon([VISIT] * 5, 1e-5)) / 2, 1e-5)
-    write_run(tmp_path, {"s0": 4}, lambda a: plan(a, budget=budget), lambda e: (*e, VISIT))
+    write_run(tmp_path, {"s0": 4}, lambda a: plan(a, budget=budget))
     with (tmp_path / "ledger" / "s0.jsonl").open("ab") as file:
         file.write(b'{"prev":"')
     assert main([str(tmp_path)]) == 3
@@ -448,6 +469,214 @@ def test_a_folder_that_cannot_be_audited_is_the_users_mistake_in_words(
     assert "Traceback" not in shown.err + shown.out
 
 
+# --- what the audit must find --------------------------------------------------------------------
+
+
+def entry_twice(card: dict[str, Any]) -> None:
+    card["agents"].append(dict(card["agents"][0]))
+
+
+def another_headline(card: dict[str, Any]) -> None:
+    truth = max(entry["epsilon"]["value"] for entry in card["agents"])
+    card["headline"] = {"kind": "guaranteed", "epsilon": 1.5 * truth, "by": "PLD"}
+
+
+def widened(card: dict[str, Any]) -> None:
+    card["guarantee"]["covers"].append("the data of query agents")
+    card["sentence"] = guarantee_sentence(card)
+
+
+def release_widened(card: dict[str, Any]) -> None:
+    card["releases"].append({"name": "all of it", "status": "covered", "why": "so I say"})
+    card["guarantee"]["covers"].append("all of it")
+    card["sentence"] = guarantee_sentence(card)
+
+
+def within(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(card: dict[str, Any]) -> None:
+        place: Any = card
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+
+    return change
+
+
+#: Each is repeated on the page and in the results, so that only the ledgers can tell.
+FALSE_CARDS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "covers more": (widened, "guarantee.covers"),
+    "calls a new release covered": (release_widened, "all of it is called covered"),
+    "calls the network post-processing": (
+        within("releases", 0, "status", value="post-processing"),
+        "F is trained on labelled rows",
+    ),
+    "lists a release twice": (
+        lambda card: card["releases"].append(card["releases"][1]),
+        "listed twice",
+    ),
+    "bounds a person lower": (
+        within("epsilon", "person_across_agents", value=0.1),
+        "epsilon.person_across_agents",
+    ),
+    "adds up to less": (within("epsilon", "paper_sum", value=0.1), "epsilon.paper_sum"),
+    "bounds attacks lower": (
+        within("attack_bounds", "balanced_accuracy", value=0.5),
+        "attack_bounds.balanced_accuracy",
+    ),
+    "counts fewer visits": (within("agents", 0, "visits", value=1), "agents.0.visits"),
+    "has more visits left": (within("agents", 1, "visits_left", value=99), "agents.1.visits_left"),
+    "has a larger budget": (within("agents", 0, "budget", "epsilon", value=80.0), "budget.epsilon"),
+    "excludes nothing": (within("not_protected", value=[]), "not_protected"),
+    "sends less": (
+        lambda card: card["not_sent"].append("anything at all"),
+        "not_sent",
+    ),
+    "hides row counts": (within("record_counts", value="private"), "record_counts"),
+    "names an agent twice": (entry_twice, "needs every account once"),
+    "has a headline that is not its own": (another_headline, "headline"),
+    "has a headline of visits that nobody planned": (
+        within("planned_visits", value=None),
+        "headline",
+    ),
+    "says that other runs spent the rest": (
+        within("this_run", value={"s0": 0.1, "s1": 0.1}),
+        "this run alone spent",
+    ),
+}
+
+
+def planned_run(run: Path, **visits: int) -> dict[str, Any]:
+    """A run that came to its end as planned: a headline, and everything that is written then."""
+    write_run(run, visits)
+    accounts: list[AgentSpend] = []
+    for agent in visits:
+        journal = read_journal(run / "ledger" / f"{agent}.jsonl")
+        accounts.append((agent, journal.plan, journal.events, journal.head))
+    card = card_of(accounts, planned=max(visits.values()))
+    write_card(run, card)
+    write_traces(run, card)
+    return card
+
+
+def test_a_run_with_everything_that_a_run_writes_is_consistent(tmp_path: Path) -> None:
+    card = planned_run(tmp_path, s0=2, s1=2)  # the control of all that follows
+    if verify.available():
+        assert card["headline"] is not None
+    assert main([str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("how", FALSE_CARDS)
+def test_a_card_that_does_not_follow_from_its_ledgers_is_violated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    if "headline" in how and not verify.available():
+        pytest.skip("without dp-accounting full batches have no headline")
+    card = planned_run(tmp_path, s0=2, s1=2)
+    change, why = FALSE_CARDS[how]
+    change(card)
+    shutil.rmtree(tmp_path / "checkpoints")
+    write_card(tmp_path, card)
+    write_traces(tmp_path, card)
+    assert main([str(tmp_path)]) == 1
+    assert why in " ".join(capsys.readouterr().out.split())
+
+
+def card_anew(run: Path) -> None:
+    """Write card, page and results for what the ledgers hold now; checkpoints stay."""
+    accounts: list[AgentSpend] = []
+    for path in sorted((run / "ledger").glob("*.jsonl")):
+        journal = read_journal(path)
+        accounts.append((path.stem, journal.plan, journal.events, journal.head))
+    card = card_of(accounts)
+    kept = (run / "checkpoints").rename(run / "kept")
+    write_card(run, card)
+    write_traces(run, card)
+    shutil.rmtree(run / "checkpoints")
+    kept.rename(run / "checkpoints")
+
+
+def cut_to_the_first_visit(run: Path) -> None:
+    for path in (run / "ledger").glob("*.jsonl"):
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
+
+
+def without_an_agent(run: Path) -> None:
+    (run / "ledger" / "s1.jsonl").unlink()
+
+
+def spent_otherwise(run: Path) -> None:
+    """A ledger of as many lines, with another history."""
+    path = run / "ledger" / "s1.jsonl"
+    path.unlink()
+    account = Account.open(path, plan("s1"), resume=False)
+    for number in range(2):
+        with account.spend(replace(VISIT, steps=1), visit=f"round {number}"):
+            pass
+    account.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (cut_to_the_first_visit, "the ledger of s0 was cut or replaced: checkpoint round_00003"),
+        (without_an_agent, "the ledger of s1 is missing: checkpoint round_00003 remembers entry 4"),
+        (spent_otherwise, "the ledger of s1 was cut or replaced"),
+    ],
+)
+def test_a_checkpoint_remembers_what_a_ledger_and_a_new_card_forgot(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Path], None],
+    why: str,
+) -> None:
+    planned_run(tmp_path, s0=2, s1=2)
+    card_anew(tmp_path)
+    assert main([str(tmp_path)]) == 0  # the control: a new card alone is no lie
+    change(tmp_path)
+    card_anew(tmp_path)
+    assert main([str(tmp_path)]) == 1
+    assert why in " ".join(capsys.readouterr().out.split())
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert main([str(tmp_path)]) == 0  # the control: nothing else in the folder could tell
+
+
+def test_a_run_whose_ledgers_and_card_are_gone_is_violated(tmp_path: Path) -> None:
+    planned_run(tmp_path, s0=2)
+    shutil.rmtree(tmp_path / "ledger")
+    (tmp_path / "privacy.json").unlink()
+    assert main([str(tmp_path)]) == 1
+
+
+def test_a_checkpoint_that_cannot_be_read_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned_run(tmp_path, s0=2)
+    (tmp_path / "checkpoints" / "round_00003" / "snapshot.json").write_text('{"extra": NaN}')
+    assert main([str(tmp_path)]) == 0
+    assert "note: checkpoint round_00003 cannot be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("privacy.md", "Nothing was leaked.", "privacy.md is not what privacy.json says"),
+        (
+            "results.json",
+            '{"status": "finished", "privacy": {"guarantee": null, "scope": "none"}}',
+            "results.json claims something else",
+        ),
+        ("results.json", '{"status": "interrupted"}', "all planned visits took place"),
+    ],
+)
+def test_a_page_or_results_that_say_something_else_are_violated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, why: str
+) -> None:
+    planned_run(tmp_path, s0=2)
+    (tmp_path / name).write_text(text)
+    assert main([str(tmp_path)]) == 1
+    assert why in " ".join(capsys.readouterr().out.split())
+
+
 def visits_after_the_card(run: Path, count: int, status: str | None) -> dict[str, Any]:
     """A run whose first agent was charged for more visits when its card was written already."""
     card = write_run(run, {"s0": 3, "s1": 3})
@@ -457,7 +686,8 @@ def visits_after_the_card(run: Path, count: int, status: str | None) -> dict[str
             pass
     account.close()
     if status is not None:
-        (run / "results.json").write_text(json.dumps({"status": status}))
+        claim = {name: card[name] for name in ("guarantee", "nominal_epsilon", "scope")}
+        (run / "results.json").write_text(json.dumps({"status": status, "privacy": claim}))
     return card
 
 

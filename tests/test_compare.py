@@ -186,7 +186,7 @@ def results(**changes: Any) -> dict[str, Any]:
         "labels": 40, "test_accuracy": {"final": 0.5, "best": 0.5, "best_round": 4},
         "seconds": {"total": 1.0, "round_median": 0.2}, "bytes": {"up": 1, "down": 2},
         "privacy": {"guarantee": None, "nominal_epsilon": None, "scope": "none"},
-        "split_hash": "0" * 64,
+        "split_hash": "0" * 64, "versions": {"privssl": "1.0", "torch": "2.0"},
     } | changes  # fmt: skip
 
 
@@ -243,6 +243,47 @@ def test_the_epsilon_of_accounts_that_outlive_runs_is_not_said_to_be_of_one_run(
     assert str(row.epsilon) == shown
     assert "one run" not in comparison.markdown([row])
     assert comparison.as_json([row])["rows"][0]["privacy"]["of"] != "one run"
+
+
+def test_versions_that_differ_between_runs_are_told_with_the_runs() -> None:
+    newer = {"privssl": "1.0", "torch": "2.1"}
+    ours = comparison.row("ours", [results(seed=0), results(seed=1, versions=newer)], None)
+    bound = comparison.row("bound", [results(seed=0), results(seed=1)], None)
+
+    (told,) = [note for note in comparison.notes([ours, bound]) if "ersions" in note]
+    assert told.startswith(
+        "Versions of torch differ (2.0: ours seed 0, bound seed 0, bound seed 1; 2.1: ours seed 1)"
+    )
+    assert "privssl" not in told  # the same for all
+    assert f"- {told}\n" in comparison.markdown([ours, bound])
+    # The control: with the same versions nothing is told.
+    assert not any("ersions" in note for note in comparison.notes([bound]))
+
+
+def test_a_package_that_one_run_does_not_name_is_unknown_there() -> None:
+    old = comparison.row("old", [results(versions={"torch": "2.0"})], None)
+    new = comparison.row("new", [results()], None)
+
+    assert "Versions of privssl differ (unknown: old seed 0; 1.0: new seed 0)" in " ".join(
+        comparison.notes([old, new])
+    )
+
+
+def test_rows_that_were_not_evaluated_equally_often_are_told(whole: Place, copy: Place) -> None:
+    text = (whole.output / "comparison.md").read_text()
+
+    assert "Best is the highest of all evaluated rounds" in text
+    assert (
+        "run.evaluate_every differs (every 1: ours seed 0, ours seed 1; every 2: bound seed 0, "
+        "bound seed 1)"
+    ) in text
+    # What a finished run did counts, not what its config says now.
+    copy.change(1, "evaluate_every: 2", "evaluate_every: 1")
+    assert copy.compare("--quiet").status == 0
+    assert (copy.output / "comparison.md").read_text() == text
+    # The control: equally often, nothing is told.
+    alike = [comparison.row(n, [results()], None, evaluate_every=[2]) for n in CONFIGS]
+    assert not any("evaluate_every" in note for note in comparison.notes(alike))
 
 
 def test_a_guarantee_of_zero_is_a_guarantee() -> None:

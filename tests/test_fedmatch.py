@@ -140,12 +140,18 @@ def stepped_sigma(sigma: Floats, psi: Floats) -> Floats:
     return np.asarray(sigma - 0.05 * 2.0 * (p - np.eye(3)[Y]).T @ X / len(X))
 
 
-def stepped_psi(sigma: Floats, psi: Floats, helpers: list[Floats], tau: float = 0.0) -> Floats:
-    """One step of Eq. 5 on all rows, with Eq. 1 and 3."""
+def stepped_psi(
+    sigma: Floats, psi: Floats, helpers: list[Floats], tau: float = 0.0, sent: Floats | None = None
+) -> Floats:
+    """One step of Eq. 5 on all rows, with Eq. 1 and 3.
+
+    sent: sigma when the visit began, which helpers predict with; absent: sigma.
+    """
+    at_first = sigma if sent is None else sent
     p = softmax(X @ (sigma + psi).T)
     sure = p.max(axis=1) >= tau
     x, p = X[sure], p[sure]
-    said = [softmax(x @ (sigma + helper).T) for helper in helpers]
+    said = [softmax(x @ (at_first + helper).T) for helper in helpers]
     votes = sum((np.eye(3)[h.argmax(axis=1)] for h in said), np.eye(3)[p.argmax(axis=1)])
     gradient = 2 * 1.5 * (psi - sigma) + 0.02 * np.sign(psi)
     if sure.any():
@@ -187,9 +193,12 @@ def test_at_a_client_psi_learns_beside_the_sigma_that_has_just_learned() -> None
     assert reply.sigma is not None and reply.psi is not None
     sigma = stepped_sigma(SIGMA, PSI)
     assert_close(reply.sigma, weights(sigma))
-    assert_close(reply.psi, weights(stepped_psi(sigma, PSI, HELPERS)))
-    wrong = weights(stepped_psi(SIGMA, PSI, HELPERS))  # the control: beside the old one
-    assert not torch.allclose(reply.psi[KEY], wrong[KEY])
+    assert_close(reply.psi, weights(stepped_psi(sigma, PSI, HELPERS, sent=SIGMA)))
+    for wrong in (  # the controls: psi beside the old one, helpers with the new one
+        stepped_psi(SIGMA, PSI, HELPERS),
+        stepped_psi(sigma, PSI, HELPERS, sent=sigma),
+    ):
+        assert not torch.allclose(reply.psi[KEY], weights(wrong)[KEY])
 
 
 def test_weight_decay_pulls_the_half_that_learns_by_the_sum_of_both() -> None:
@@ -443,8 +452,9 @@ def test_costs_are_curves_of_their_own_and_messages_are_dense() -> None:
     assert told["train/cost_down"] == 2.0
     assert 0 < told["train/cost_up"] <= 1.0
     one = sum(w.numel() * 4 for w in after.classifier.values())
-    # down: both halves to the server and to each of two agents, None as the helpers; up: a half
-    assert (after.world.traffic.down, after.world.traffic.up) == (3 * 2 * one, 3 * one)
+    # down: both halves to each of two agents, None as the helpers; up: a half of each. What the
+    # labelled server says to itself does not travel.
+    assert (after.world.traffic.down, after.world.traffic.up) == (2 * 2 * one, 2 * one)
 
 
 def test_agents_train_with_sparse_differences_only_where_that_is_asked_for() -> None:

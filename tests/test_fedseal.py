@@ -40,6 +40,7 @@ from privssl.data import Federation
 from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError
 from privssl.evaluate import accuracy
+from privssl.messages import MessageError, check_numbers
 from privssl.seeds import stream
 from privssl.settings import ModelSettings
 from privssl.world import Round, World
@@ -431,6 +432,29 @@ def test_the_same_rows_are_set_apart_in_every_round_but_not_for_every_seed() -> 
     assert not torch.equal(checked, algorithm._parts(rows, context(1, seed=1))[1])
 
 
+@pytest.mark.parametrize(
+    ("held", "asked", "apart"), [(40, 5, 5), (40, 20, 20), (40, 30, 20), (7, 20, 3), (2, 20, 1)]
+)
+def test_never_more_than_half_of_a_holders_rows_are_set_apart(
+    held: int, asked: int, apart: int
+) -> None:
+    rows = at_server(labelled=held).agents[0].labelled
+    taught, checked = brief(validation_rows=asked)._parts(rows, context())
+    assert (len(taught), len(checked)) == (held - apart, apart)
+
+
+def test_a_threshold_of_a_diverged_model_is_not_taken_for_a_class_without_rows() -> None:
+    agent, algorithm = at_server(labelled=40).agents[0], brief(validation_rows=20)
+    whole = algorithm.task.new_classifier().state_dict()
+    diverged = {name: torch.full_like(w, math.nan) for name, w in whole.items()}
+    found = algorithm.class_thresholds(agent, Model(diverged), context()).tau
+    assert found.isnan().any()  # which no engine lets travel
+    with pytest.raises(MessageError, match="tau"):
+        check_numbers("Thresholds.tau", found)
+    sane = algorithm.class_thresholds(agent, Model(whole), context()).tau  # the control
+    check_numbers("Thresholds.tau", sane)
+
+
 def inverted(parties: Federation, which: Tensor) -> None:
     """Turn some of the server's rows into their negatives. Labels decide who is set apart."""
     server = parties.agents[0]
@@ -639,6 +663,10 @@ def test_lenet_has_the_papers_number_of_parameters() -> None:
             "learns from the others. Give less than 100, or raise data.labelled",
         ),
         (["data.labels=support", "agents.support=5"], "but it has 20 and learns from the others"),
+        (
+            ["model.norm=batch", "algorithm.batch_size=1"],
+            "1, but batch norm needs two rows: every batch would be left out. Give 2 or more",
+        ),
         (["agents.query=0"], "0, but fedseal learns from unlabelled rows: give 1 or more"),
         (
             ["model.norm=static"],
@@ -671,6 +699,8 @@ def test_what_makes_no_sense_is_refused_when_the_config_is_read(
         ["agents.query=0", "algorithm.query_per_round=0"],  # Server-SL needs nobody else
         ["algorithm.query_per_round=6", "algorithm.validation_rows=99"],
         ["algorithm.weight_schedule=inverse"],
+        ["model.norm=batch", "algorithm.batch_size=2"],
+        ["model.norm=group", "algorithm.batch_size=1"],
         ["data.labels=labels-at-client", "agents.mixed=4", "agents.query=0"],
     ],
 )

@@ -761,12 +761,13 @@ def test_a_client_has_labels_of_two_classes_and_unlabelled_rows_of_all() -> None
 
 def test_settings_that_cannot_be_meant_are_refused() -> None:
     def problems(**settings: Any) -> list[str]:
-        asked = {"labels": "support", "query": 1, "norm": "group"} | settings
+        own = {"labels": "support", "query": 1, "norm": "group", "votes_in": "eval"}
+        asked = own | settings
         whole = SimpleNamespace(
             data=SimpleNamespace(labels=asked["labels"]),
             agents=SimpleNamespace(query=asked["query"]),
             model=SimpleNamespace(norm=asked["norm"]),
-            algorithm=SimpleNamespace(name="fedtrinet"),
+            algorithm=SimpleNamespace(name="fedtrinet", votes_in=asked["votes_in"]),
         )
         return [problem.key for problem in FedTriNet.problems(whole)]
 
@@ -774,5 +775,16 @@ def test_settings_that_cannot_be_meant_are_refused() -> None:
     assert problems(query=0) == ["agents.query"]  # nobody holds unlabelled rows
     assert problems(query=0, labels="labels-at-client") == []
     assert problems(norm="static") == ["model.norm"]
+    assert problems(norm="batch", votes_in="train") == ["algorithm.votes_in"]
+    assert problems(norm="batch") == problems(votes_in="train") == []  # either alone
     assert [p.key for p in FedTriNetConfig(rounds=5, warm_up=6).problems()] == ["warm_up"]
     assert list(FedTriNetConfig(rounds=5, warm_up=5).problems()) == []
+
+
+def test_voting_by_batch_statistics_is_refused_with_what_to_do() -> None:
+    path = ROOT / "configs" / "fedtrinet.yaml"
+    with pytest.raises(ConfigError) as error:
+        config.load(path, ["algorithm.votes_in=train", "model.norm=batch"])
+    found = " ".join(str(error.value).split())
+    assert "algorithm.votes_in train, but model.norm is batch" in found
+    assert "Set algorithm.votes_in: eval, or model.norm: group" in found

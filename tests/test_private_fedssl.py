@@ -32,7 +32,7 @@ from privssl.config import Config
 from privssl.errors import ConfigError, PrivacyError
 from privssl.messages import Reply, Silence
 from privssl.prepare import Prepared, prepare
-from privssl.privacy import PrivateTraining
+from privssl.privacy import PrivatePlan, PrivateTraining
 from privssl.world import World
 
 TINY = """
@@ -484,6 +484,62 @@ def test_with_private_counts_a_row_more_leaves_the_draws_of_all_others_as_they_w
     whole = _fields_of_one_step(configured, tmp_path / "3", "public", slice(None))
     fewer = _fields_of_one_step(configured, tmp_path / "4", "public", slice(3, None))
     assert not any(equal(whole[number], fewer[number]) for number in fewer)
+
+
+def _shift_of_the_others(
+    configured: Callable[..., Config], folder: Path, counts: str, *overrides: str
+) -> float:
+    """How far the clipped sum of all other rows moves when a row that adds nothing is drawn too."""
+    prepared = prepare(
+        configured(
+            "privacy.sample_rate=0.5", "privacy.steps=1", "privacy.views=2", *overrides,
+            "privacy.augment=strong", f"privacy.record_counts={counts}",
+        )
+    )  # fmt: skip
+    [agent, *_] = prepared.labelled_agents
+    rows = agent.labelled
+    x = rows.x.float().div(255) if rows.x.dtype == torch.uint8 else rows.x.clone()
+    x[0] = math.nan  # its gradient is not finite, so it counts as zero
+    agent.held_labelled = LabelledRows(x, rows.y, rows.ids)
+    mask = torch.arange(len(rows)) % 2 == 1
+    algorithm, told, sums = prepared.algorithm, lesson(prepared), []
+    assert isinstance(algorithm, FedSSL)
+    for first in (False, True):
+        mask = mask.clone()
+        mask[0] = first
+        here = folder / str(first)
+        here.mkdir(parents=True)
+        with pytest.MonkeyPatch.context() as patch, accounts(prepared, here):
+            patch.setattr(PrivatePlan, "draw_batch", lambda *_, mask=mask: mask)
+            patch.setattr(privacy, "os_normal", lambda count: np.zeros(count))
+            sent = algorithm.support_pass(agent, told, context("s0"))
+        assert isinstance(sent, Networks) and sent.F is not None
+        sums.append(torch.cat([w.flatten().double() for w in sent.F.values()]))
+    return float((sums[1] - sums[0]).norm())
+
+
+@pytest.mark.parametrize("counts", ["public", "private"])
+def test_whether_a_row_was_drawn_shows_in_no_other_rows_gradient(
+    configured: Callable[..., Config], tmp_path: Path, counts: str
+) -> None:
+    # Otherwise a batch tells who is in it, and sampling amplifies nothing.
+    assert _shift_of_the_others(configured, tmp_path, counts) < 1e-5
+
+
+def test_draws_that_go_by_the_place_in_the_batch_would_be_noticed(
+    configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = PrivateTraining.run
+
+    def by_place(self: Any, rows: int, fields_of: Any, row_loss: Any) -> None:
+        def fields(picked: Tensor, step: int) -> Any:
+            drawn, own = fields_of(torch.arange(len(picked)), step), fields_of(picked, step)
+            return {**drawn, "p1": own["p1"], "strong": own["strong"].flip(0)}
+
+        real(self, rows, fields, row_loss)
+
+    monkeypatch.setattr(PrivateTraining, "run", by_place)
+    assert _shift_of_the_others(configured, tmp_path, "public") > 1e-3
 
 
 def test_rows_beyond_the_first_chunk_have_draws_of_their_own(

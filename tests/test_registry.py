@@ -16,7 +16,7 @@ import pytest
 
 from accounting import registry
 from accounting.errors import LedgerError, PlanError
-from accounting.registry import claim, shared_rows
+from accounting.registry import claim, shared_rows, unprotected_rows
 
 A, B, C, D = (letter.encode() * 40 for letter in "abcd")
 
@@ -81,6 +81,60 @@ def test_rows_that_two_agents_share_are_found_without_storing_anything() -> None
     assert list(shared_rows({"s0": [A, A], "s1": [B]})) == []
 
 
+# Rows that are used without protection ----------------------------------------------------------
+
+
+def test_a_row_of_an_account_cannot_be_used_without_protection_later(tmp_path: Path) -> None:
+    claim(tmp_path, {"s0": [A, B]}, bare=[C])
+    before = contents(tmp_path)
+    with pytest.raises(LedgerError, match=r"2 rows in the account of s0 .*without.*data\.split"):
+        claim(tmp_path, {"s1": [D]}, bare=[C, A, B, A])
+    assert contents(tmp_path) == before
+    claim(tmp_path, {"s1": [D]})  # the control: without the bare rows it is accepted
+
+
+def test_a_row_that_was_used_without_protection_cannot_get_an_account_later(
+    tmp_path: Path,
+) -> None:
+    claim(tmp_path, {"s0": [A]}, bare=[B])
+    claim(tmp_path, {"s0": [A]}, bare=[C])  # B is not forgotten, though this run has no use for it
+    before = contents(tmp_path)
+    for row in (B, C):
+        with pytest.raises(LedgerError, match=r"1 rows in the account of s0 .*have been"):
+            claim(tmp_path, {"s0": [A, row]})
+    assert contents(tmp_path) == before
+    claim(tmp_path / "other", {"s0": [A]})
+    claim(tmp_path / "other", {"s0": [A, B, C]})  # the control: nobody said that B and C were bare
+
+
+def test_a_row_cannot_be_both_within_one_claim(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="1 rows in the account of s1 would be used"):
+        claim(tmp_path, {"s0": [A], "s1": [B]}, bare=[C, B])
+    assert not list(tmp_path.glob("registry/*.rows"))
+    assert not (tmp_path / "registry" / "unprotected").exists()
+
+
+def test_the_same_split_again_is_fine_and_changes_nothing(tmp_path: Path) -> None:
+    claim(tmp_path, {"s0": [A], "s1": [B]}, bare=[C, D])
+    before = contents(tmp_path)
+    claim(tmp_path, {"s0": [A], "s1": [B]}, bare=[D, C])
+    assert contents(tmp_path) == before
+    assert len(before["unprotected"].split()) == 2
+
+
+def test_a_check_remembers_no_unprotected_row(tmp_path: Path) -> None:
+    claim(tmp_path, {"s0": [A]}, bare=[B], only_check=True)
+    assert set(contents(tmp_path)) == {"key", "lock"}
+    with pytest.raises(LedgerError, match="without protection"):
+        claim(tmp_path, {"s0": [A]}, bare=[A], only_check=True)
+
+
+def test_rows_within_a_run_that_are_also_bare_are_found_without_storing_anything() -> None:
+    found = list(unprotected_rows({"s0": [A, B, B], "s1": [C]}, iter([B, A, D])))
+    assert found == [("s0", 2)]
+    assert list(unprotected_rows({"s0": [A], "s1": [C]}, [B, D])) == []
+
+
 # What the files tell ----------------------------------------------------------------------------
 
 
@@ -94,7 +148,7 @@ def test_files_and_folder_are_the_owners_alone(tmp_path: Path) -> None:
     for place in (folder, folder / "registry"):
         assert stat.S_IMODE(place.stat().st_mode) == 0o700
     names = {path.name for path in (folder / "registry").iterdir()}
-    assert names == {"key", "lock", "s0.rows"}
+    assert names == {"key", "lock", "unprotected", "s0.rows"}
     for path in (folder / "registry").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -121,8 +175,12 @@ def test_a_fingerprint_cannot_be_tested_without_the_key(tmp_path: Path) -> None:
 
 
 def test_rows_are_stored_in_an_order_that_says_nothing(tmp_path: Path) -> None:
-    claim(tmp_path, {"s0": [D, A, C, B]})
+    bare = [number.to_bytes(2, "big") for number in range(8)]
+    claim(tmp_path, {"s0": [D, A, C, B]}, bare=bare)
     assert known_rows(tmp_path, "s0") == sorted(known_rows(tmp_path, "s0"))
+    unprotected = contents(tmp_path)["unprotected"].split()
+    assert unprotected == sorted(unprotected)
+    assert {len(line) for line in unprotected} == {32}
 
 
 # Damage -----------------------------------------------------------------------------------------
@@ -138,6 +196,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "key gone": (lambda folder: (folder / "registry" / "key").unlink(), "key: missing"),
     "rows of no hex": (write("s0.rows", b"no hex at all\n"), r"s0\.rows: damaged"),
     "rows of binary": (write("s0.rows", b"\xff\xfe\n"), r"s0\.rows: damaged"),
+    "unprotected gone": (
+        lambda folder: (folder / "registry" / "unprotected").unlink(),
+        "unprotected: missing",
+    ),
+    "unprotected of no hex": (write("unprotected", b"no hex\n"), "unprotected: damaged"),
     "a line cut": (write("s0.rows", b"ab" * 16 + b"\nabab\n"), r"s0\.rows: damaged"),
 }
 
@@ -234,5 +297,6 @@ def test_without_the_lock_the_race_is_lost(tmp_path: Path, monkeypatch: pytest.M
 
     (tmp_path / "registry").mkdir()
     (tmp_path / "registry" / "key").write_bytes(bytes(32))
+    (tmp_path / "registry" / "unprotected").touch()  # or both would make it, and one would fail
     monkeypatch.setattr(registry, "_refuse_overlap", and_wait)
     assert winners(tmp_path, {"s0": [A], "s1": [A]}) == ["s0", "s1"]

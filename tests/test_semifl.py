@@ -1,7 +1,7 @@
 """SemiFL: each line of the algorithm by hand, what an agent sends, and parties that are unusual."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from privssl.errors import ConfigError
 from privssl.evaluate import accuracy
 from privssl.learn import network_input, weights_of
 from privssl.messages import Reply, Silence
+from privssl.models.static_norm import collect, statistics_of
 from privssl.seeds import seeded, stream
 from privssl.settings import ModelSettings
 
@@ -469,19 +470,63 @@ def differs(found: Mapping[str, Tensor], reference: dict[str, Tensor]) -> float:
 def test_statistics_are_those_of_one_pass_over_the_batches_of_all_or_of_the_server(
     whose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # 20 labelled rows: 8, 8, 4; 30 rows of each query agent: 8, 8, 8, 6. So agents weigh unequally.
+    # 20 labelled rows: 7, 7, 6; 30 rows of each query agent: 8, 8, 7, 7. An agent weighs by rows.
     monkeypatch.setattr(semifl, "BIG_BATCH", 8)
     parties = at_server()
     held = {a.id: (a.labelled if a.role == "server" else a.unlabelled).x for a in parties.agents}
-    everyone = [b for x in held.values() for b in torch.split(x, 8)]
-    server = list(torch.split(held["server"], 8))
-    assert (len(everyone), len(server)) == (11, 3)
+    assert {name: len(x) for name, x in held.items()} == {"server": 20, "q0": 30, "q1": 30}
+    sizes = {20: [7, 7, 6], 30: [8, 8, 7, 7]}
+
+    def reference(weights: Mapping[str, Tensor], agents: Iterable[str]) -> dict[str, Tensor]:
+        mean: dict[str, Tensor] = {}
+        total = sum(len(held[name]) for name in agents)
+        for name in agents:
+            x = held[name]
+            x = x[torch.randperm(len(x), generator=stream(0, 0, name, "statistics"))]
+            own = gathered_by_torch(weights, list(torch.split(x, sizes[len(x)])))
+            mean = {key: mean.get(key, 0) + len(x) / total * value for key, value in own.items()}
+        return mean
+
     after = play(new("static", statistics=whose), parties, 1)
     for state in (after.begun, after.state):  # (2) after training; (1) for the first labels
-        right = gathered_by_torch(state.F, everyone if whose == "everyone" else server)
-        wrong = gathered_by_torch(state.F, server if whose == "everyone" else everyone)
+        right, wrong = reference(state.F, held), reference(state.F, ["server"])
+        if whose == "labelled":
+            right, wrong = wrong, right
         assert differs(state.F, right) < 1e-5
         assert differs(state.F, wrong) > 1e-3  # the control
+
+
+def statistics_at(x: Tensor, round_number: int = 1) -> tuple[SemiFL, Mapping[str, Tensor]]:
+    """What an agent with these rows sends as statistics of an untrained network, and who asked."""
+    algorithm = new("static")
+    agent = Agent(id="q0", held_unlabelled=UnlabelledRows(x, torch.arange(len(x))))
+    lesson = Lesson(untrained(algorithm))
+    return algorithm, algorithm.query_statistics(agent, lesson, context(round_number)).statistics
+
+
+def test_one_row_more_than_a_big_batch_leaves_statistics_nearly_as_they_were() -> None:
+    _, whole = statistics_at(TOY.x_train[:250])
+    algorithm, found = statistics_at(TOY.x_train[:251])
+    network = loaded(algorithm, untrained(algorithm))
+    collect(network, (network_input(part) for part in torch.split(TOY.x_train[:251], 250)))
+    reference = {name: value for name, value in whole.items() if "running" in name}
+    # the control: a last batch of one row that counts as one of 250
+    assert 5 * differs(found, reference) < differs(statistics_of(network), reference)
+
+
+def test_statistics_do_not_depend_on_rows_lying_by_class() -> None:
+    by_class = TOY.x_train[TOY.y_train.argsort(stable=True)]  # 1,000 rows: 4 batches
+    algorithm, found = statistics_at(by_class)
+    one_batch = gathered_by_torch(untrained(algorithm), [by_class])
+    in_order = gathered_by_torch(untrained(algorithm), list(torch.split(by_class, 250)))
+    # the control: batches of two or three classes each
+    assert 5 * differs(found, one_batch) < differs(in_order, one_batch)
+
+
+def test_rows_are_shuffled_for_statistics_in_the_same_order_in_every_round() -> None:
+    x = TOY.x_train[:300]
+    assert same_bits(statistics_at(x, 1)[1], statistics_at(x, 7)[1])
+    assert not same_bits(statistics_at(x)[1], statistics_at(x.flip(0))[1])  # order does matter
 
 
 def test_no_statistics_are_asked_for_where_the_norm_has_none() -> None:

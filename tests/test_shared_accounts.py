@@ -14,12 +14,15 @@ import pytest
 from command_line import assert_refused, command, tree
 
 from accounting.accountants import epsilon
+from accounting.errors import LedgerError
 from accounting.events import SampledGaussian
 from accounting.ledger import read_journal
-from privssl import audit, checkpoint, config, run
+from privssl import audit, checkpoint, config, run, run_folder
+from privssl.data.datasets import load
 from privssl.errors import ConfigError
 from privssl.prepare import prepare
 from privssl.run_folder import opened_accounts
+from privssl.settings import DataSettings
 
 # Epsilon of full batches is a formula and takes no time.
 TINY = """
@@ -292,6 +295,89 @@ def test_a_ledger_and_its_budget_are_given_together(tmp_path: Path, line: str, w
     assert words in f"{caught.value} "
     number = 1 + text.splitlines().index(next(s for s in text.splitlines() if "privacy" in s))
     assert f"line {number}" in str(caught.value)
+
+
+# Rows beside the accounts ------------------------------------------------------------------------
+
+#: One agent holds all labelled rows and every other row is used without noise, whatever the split.
+#: So a row that leaves the labelled ones is an unlabelled one, and never another agent's.
+ALONE = ("agents.support=1", "data.unlabelled=null", "data.split=")
+OTHER_USES = {
+    "rows of the account become unlabelled": ("data.labelled=12",),
+    "unlabelled rows get an account": ("data.labelled=36",),
+    # One row of the account at most is unlabelled and twelve are labelled: eleven are neither.
+    "rows of the account become validation rows": (
+        "data.labelled=12", "data.validation=REST", "data.unlabelled=1",
+    ),
+    "without visits, so that only unlabelled rows are used": (
+        "data.labelled=12", "privacy.epsilon=0.0",
+    ),
+}  # fmt: skip
+
+
+def accept(work: Workplace, name: str, *overrides: str) -> None:
+    """What a run does before its first visit: it puts its rows under the accounts."""
+    chosen = [text for text in (*ALONE, *overrides) if text != "data.split="]
+    last = {text.partition("=")[0]: text for text in chosen}  # an override may be given once
+    given = [
+        f"run.output={work.run(name)}", f"privacy.ledger={work.ledger}",
+        "privacy.ledger_epsilon=8.0", *last.values(),
+    ]  # fmt: skip
+    with opened_accounts(
+        prepare(config.load(work.folder / "tiny.yaml", given)), work.run(name), None
+    ):
+        pass
+
+
+@pytest.mark.parametrize("what", OTHER_USES)
+def test_a_row_of_an_account_is_used_without_protection_in_no_run(
+    work: Workplace, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest = toy_rows() - 12 - 1
+    overrides = tuple(text.replace("REST", str(rest)) for text in OTHER_USES[what])
+    accept(work, "one")
+    accept(work, "again")  # the same split is no other use
+    words = "rows in the account of s0 would be used without protection"
+    untouched(work, "two", *ALONE, *overrides, words=words)
+    assert not work.run("two").exists()
+    with pytest.raises(LedgerError, match=words):
+        accept(work, "two", *overrides)
+    # The control: as it was when the registry knew of labelled rows alone.
+    shutil.rmtree(work.ledger)
+    monkeypatch.setattr(run_folder, "bare_contents", lambda _: iter(()))
+    accept(work, "one")
+    accept(work, "two", *overrides)
+
+
+def toy_rows() -> int:
+    return len(load(DataSettings(name="toy", labelled=24)).x_train)
+
+
+@pytest.mark.parametrize("kind", ["unlabelled", "validation"])
+def test_a_labelled_row_that_is_bare_in_the_same_run_is_refused_if_it_is_private(
+    tmp_path: Path, kind: str
+) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (60, 16, 16), dtype=np.uint8), np.arange(60) % 4
+    text = TINY.replace("name: toy", f"name: npz, root: {tmp_path / 'rows.npz'}, validation: 5")
+    text = text.replace("unlabelled: 30", "unlabelled: 5").replace("labelled: 24", "labelled: 40")
+    (tmp_path / "npz.yaml").write_text(text)
+
+    def asked(*overrides: str) -> Any:
+        rows: dict[str, Any] = {"x_test": x[50:], "y_test": y[50:]}
+        np.savez(tmp_path / "rows.npz", x_train=x[:50], y_train=y[:50], **rows)
+        return command(tmp_path / "npz.yaml", "--dry-run", *overrides)
+
+    assert asked().status == 0  # the control: no row is doubled
+    split = prepare(config.load(tmp_path / "npz.yaml")).federation.manifest
+    bare = split.agents["q0"].unlabelled if kind == "unlabelled" else split.validation
+    for copy, row in zip(bare, split.agents["s1"].labelled[:2], strict=False):
+        x[copy] = x[row]
+    words = "2 labelled rows of s1 are unlabelled or validation rows as well"
+    assert_refused(asked(), words, "without protection. Remove doubled rows")
+    plain = text[: text.index("privacy:")]
+    (tmp_path / "npz.yaml").write_text(plain)
+    assert asked().status == 0  # the control: who promises nothing may use any row twice
 
 
 def test_rows_that_two_agents_share_are_refused_in_a_private_run(tmp_path: Path) -> None:

@@ -23,10 +23,11 @@ to a labelled one; here an agent's unlabelled batches follow from its labelled o
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Literal, final
+from typing import Annotated, Literal, final
 
 import pydantic.dataclasses
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -79,7 +80,9 @@ class UDAConfig(Consistency):
     """Section ``algorithm`` for FedAvg-UDA and FedProx-UDA."""
 
     name: Literal["uda"] = "uda"
-    temperature: Rate = 1.0  # of guesses, below 1 sharpens; UDA: 0.4, unsaid by both papers
+    # Of guesses, below 1 sharpens; UDA: 0.4, unsaid by both papers. p^(1 / 0.05) = p^20 of an
+    # unsure row is still a number in float32; p^50 of ten equal classes is 0 / 0.
+    temperature: Annotated[float, Field(ge=0.05, allow_inf_nan=False)] = 1.0
     annealing: Literal["exponential", "none"] = "exponential"  # FedMatch; FedSEAL does not say
 
     def still_taught_up_to(self, round_number: int, classes: int) -> float:

@@ -12,13 +12,12 @@ Learning" (arXiv:2110.07829, version 2). A server holds few labelled rows, agent
     step 3: local training (Eq. 13 to 16)          learn_from_both_signs, signs.batch_loss
     step 4: upload                                 the reply of learn_from_both_signs
 
-The server sets apart ``validation_rows`` of its own labelled rows for Eq. 5, the same ones for the
-whole run. The small maths is in signs.py.
+The server sets apart ``validation_rows`` of its own labelled rows for Eq. 5, at most half of them
+and the same ones for the whole run. The small maths is in signs.py.
 
 Where labels may be: at the server (the paper). At support or mixed agents (ours) each of them
 does what the server does, ``validation_rows`` included, with its own labelled rows; w^t is the
 plain mean of their weights, and a class has the mean of the thresholds of those that can judge it.
-At least one row of an agent is always left to learn from.
 
 Differs from the paper: (1) lambda grows from the printed value to 1 (``weight_schedule``). (2) A
 class without validation rows, for which Eq. 5 divides by 0, is never positive. (3) Rows are in
@@ -105,7 +104,7 @@ class FedSEALConfig:
     learning_rate: Rate = 1e-3  # of SGD in round 1, of server and agents
     learning_rate_decay: Annotated[float, Field(gt=0, le=1)] = 0.995  # factor per round
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # starts anew at every visit
-    validation_rows: Positive = 20  # of each holder's labelled rows; paper: 200 beside 500
+    validation_rows: Positive = 20  # of a holder's labelled rows, at most half; paper: 200 of 700
     bootstrap_epochs: Count = 200  # at most; 0: none. Ours: the paper says "good enough"
     bootstrap_patience: Count = 20  # epochs without better validation; 0: never stop early. Ours
     server_view: View = "crop"  # a(x); none: the paper's row "without DA"
@@ -195,6 +194,9 @@ class FedSEAL(Algorithm[State]):
                 f"has any, but it has {each} and learns from the others. Give less than {each}, "
                 "or raise data.labelled",
             )
+        if config.model.norm == "batch" and asked.batch_size == 1:
+            text = "1, but batch norm needs two rows: every batch would be left out. Give 2 or more"
+            yield Problem("algorithm.batch_size", text)
         yield from no_statistics(config)
 
     def start(self, world: World) -> State:
@@ -272,12 +274,12 @@ class FedSEAL(Algorithm[State]):
         if len(known):
             ctx.note("train/threshold_min", float(known.min()))
             ctx.note("train/threshold_max", float(known.max()))
-        return Thresholds(tau.nan_to_num(nan=signs.NEVER, posinf=signs.NEVER))
+        return Thresholds(torch.where(tau.isposinf(), signs.NEVER, tau))  # nan stays: it diverged
 
     def _parts(self, rows: LabelledRows, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Numbers of the rows to learn from and of those set apart, the same in every visit."""
+        """Numbers of rows to learn from and of those set apart, at most half; never redrawn."""
         rng = seeds.stream(ctx.seed, 0, ctx.agent, "validation rows")
-        apart = signs.set_apart(rows.y, min(self.cfg.validation_rows, len(rows) - 1), rng)
+        apart = signs.set_apart(rows.y, min(self.cfg.validation_rows, len(rows) // 2), rng)
         return torch.nonzero(~apart)[:, 0], torch.nonzero(apart)[:, 0]
 
     def _labelled_epoch(

@@ -126,6 +126,12 @@ class FedTriNet(Algorithm[State]):
                 "static norm predicts with statistics that are collected for one network, and "
                 "FedTriNet predicts with three at every visit. Set model.norm: group",
             )
+        if config.model.norm == "batch" and config.algorithm.votes_in == "train":
+            yield Problem(
+                "algorithm.votes_in",
+                "train, but model.norm is batch: what a row is called would go by the rows beside "
+                "it. Set algorithm.votes_in: eval, or model.norm: group",
+            )
 
     def phases(self) -> tuple[Phase, ...]:
         after = self.cfg.rounds - self.cfg.warm_up

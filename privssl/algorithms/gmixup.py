@@ -187,29 +187,42 @@ def train_privately(
     Args:
         nets: "F", "G" and "D"; those that the plan protects are trained.
         rows: the labelled rows of one agent, N >= 0.
-        counts_public: whether neighbours have as many rows. Draws go by a row's place in its
-            group. With public counts places do not depend on the data. With private ones a row
-            more would move all after it, and change their gradients: there every row is a group,
-            whose draws follow from its own id.
+        counts_public: whether neighbours have as many rows.
+
+    What is drawn for a row (its augmentation, p2, z, lambda) depends on nothing but which row it is
+    and the step: never on which other rows are in the batch, or one row's being there would show in
+    the gradients of all others, and sampling would amplify nothing. Draws are made for fixed blocks
+    of row numbers, and a batch takes its rows from them. With private counts a row more would move
+    the numbers of all after it: there a block is one row, named by its own id.
     """
     cfg = dataclasses.replace(cfg, augment=plan.augment)
-    group_size = CHUNK if counts_public else 1
+    size = CHUNK if counts_public else 1
+    drawn: dict[int, Mapping[str, Tensor]] = {}  # block -> its rows with their draws, in this step
+    step_of_drawn = -1
 
-    def draws(group: Tensor, step: int) -> Mapping[str, Tensor]:
-        repeated = group.repeat_interleave(plan.views)
+    def block(number: int, step: int) -> Mapping[str, Tensor]:
+        """All rows of a block with their draws: (rows, views, ...)."""
+        members = torch.arange(number * size, min((number + 1) * size, len(rows)))
+        repeated = members.repeat_interleave(plan.views)
+        name = number if counts_public else int(rows.ids[number])
+        here = dataclasses.replace(ctx, visit_key=f"{ctx.visit_key}#{step}/{name}")
         labels = torch.eye(classes)[rows.y[repeated]]
-        key = f"{ctx.visit_key}#{step}/{int(rows.ids[group[0]])}"
-        here = dataclasses.replace(ctx, visit_key=key)
-        return vars(draw_mixing(cfg, rows.x[repeated], labels, here))
+        fields = vars(draw_mixing(cfg, rows.x[repeated], labels, here))
+        shape = (len(members), plan.views)
+        return {name: torch.unflatten(value, 0, shape) for name, value in fields.items()}
 
     def fields_of(picked: Tensor, step: int) -> Mapping[str, Tensor]:
         """Rows with their draws: (B, views, ...), the views of a row stay in the row."""
-        groups = [draws(group, step) for group in torch.split(picked, group_size)]
+        nonlocal step_of_drawn
+        if step != step_of_drawn:
+            drawn.clear()
+            step_of_drawn = step
+        numbers, places = (picked // size).tolist(), (picked % size).tolist()
+        for number in set(numbers) - drawn.keys():
+            drawn[number] = block(number, step)
         return {
-            name: torch.unflatten(
-                torch.cat([g[name] for g in groups]), 0, (len(picked), plan.views)
-            )
-            for name in groups[0]
+            name: torch.stack([drawn[n][name][p] for n, p in zip(numbers, places, strict=True)])
+            for name in drawn[numbers[0]]
         }
 
     def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:

@@ -22,8 +22,8 @@ fine-tune the average at the same time, and the mean of what they send, weighted
 Differs from the paper, as the authors' code does: agents work first and the server last in a
 round; gradients are clipped; the average is stepped with momentum; MIX draws from all local rows
 (profile semifl-text: from unsure rows; from all where none is unsure). Differs from both: rows
-are in [-1, 1] and not standardised, statistics are averaged over batches that end with an agent,
-and momentum moves parameters alone. An agent without a sure row is silent. docs/semifl.md.
+are in [-1, 1] and not standardised, batches of statistics are one agent's rows, shuffled, and
+momentum moves parameters alone. An agent without a sure row is silent. docs/semifl.md.
 """
 
 import math
@@ -54,7 +54,7 @@ from privssl.world import World
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Losses = Iterator[Tensor]  # scalars; each is stepped on before the next is computed
 
-BIG_BATCH = 250  # rows of a forward pass for pseudo-labels or statistics; authors' code
+BIG_BATCH = 250  # rows at most in a pass for pseudo-labels or statistics; authors' code
 #: Crop of natural images: up to 4 of 32 pixels each way, filled by mirroring. Authors' code.
 CROP = Augmentation(crop=4 / 32)
 
@@ -78,7 +78,7 @@ class Trained(Message):
 
 @dataclass(frozen=True)
 class Statistics(Message):
-    """Up from an agent: its rows' mean and variance at every static norm, weighed by batches."""
+    """Up from an agent: its rows' mean and variance at every static norm, weighed by rows."""
 
     statistics: StateDict
 
@@ -320,10 +320,12 @@ class SemiFL(Algorithm[State]):
         return F.to(memory_format=torch.channels_last)
 
     def _gathered(self, x: Tensor, msg: Lesson, ctx: Context) -> Statistics:
-        """Cumulative average of batch statistics; rows are not augmented."""
+        """Mean of the statistics of batches that differ by at most a row; not augmented."""
         F = self._loaded(msg, ctx)
-        parts = torch.split(x, BIG_BATCH)
-        ctx.weight = float(len(parts))
+        rng = seeds.stream(ctx.seed, 0, ctx.agent, "statistics")  # the same order in every round
+        x = x[torch.randperm(len(x), generator=rng)]  # rows by class would vary too little
+        parts = torch.tensor_split(x, -(-len(x) // BIG_BATCH))
+        ctx.weight = float(len(x))
         collect(F, (learn.network_input(part, ctx.device) for part in parts))
         return Statistics(statistics_of(F))
 

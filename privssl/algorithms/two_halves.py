@@ -128,6 +128,8 @@ class Visit:
             "sigma": _leaves(start.sigma, ctx.device),
             "psi": _leaves(start.psi, ctx.device),
         }
+        # Helpers are frozen at the sigma that was sent: authors' code.
+        self._sent_sigma = {n: s.detach().clone() for n, s in self._halves["sigma"].items()}
         self._sgd = {
             half: torch.optim.SGD(list(weights.values()), lr=float(self._pace[0]))
             for half, weights in self._halves.items()
@@ -207,10 +209,9 @@ class Visit:
         return theta(self._halves["sigma"], self._halves["psi"])
 
     def _helper_says(self, psi: StateDict, x: Tensor) -> Tensor:
-        """Probabilities of the present sigma with a helper's psi, frozen."""
-        present = {name: s.detach() for name, s in self._halves["sigma"].items()}
+        """Probabilities of the sigma that was sent with a helper's psi."""
         theirs = {name: weight.to(x.device) for name, weight in psi.items()}
-        return predict(self._F, theta(present, theirs), x)
+        return predict(self._F, theta(self._sent_sigma, theirs), x)
 
     def _logits(self, weights: StateDict, x: Tensor) -> Tensor:
         """(B, C) in training mode; dropout, where there is any, draws from the visit's stream."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from privssl.agents import Agent, AgentRef, Memory, natural_order
 from privssl.algorithms.base import Context, LabelMeter
 from privssl.engines import Call
-from privssl.messages import Message, Reply, Silence, pack, unpack
+from privssl.messages import Message, Reply, Silence, check_numbers, pack, unpack
 from privssl.seeds import seeded
 
 
@@ -65,6 +65,8 @@ class LocalEngine:
             return unpack(type(message), pack(message))
         if isinstance(message, Silence):
             return message
+        for name, value in vars(message).items():  # a run that diverged must say so, not go on
+            check_numbers(f"{type(message).__name__}.{name}", value)
         return type(message)(**{name: _copy(value) for name, value in vars(message).items()})
 
     def memories(self) -> Mapping[str, Memory]:

@@ -10,8 +10,10 @@ Static batch norm keeps none: a network in training never writes a statistic. Af
 
 not the mean and variance of the rows, as the authors' code does. While it collects, each layer goes
 on with the statistics of its own batch, so that no batch knows of another. Hence statistics
-collected at several agents are one collection over all of them, once they are averaged with
-the number of batches as weight: ``statistics_of`` gives what an agent would send for that.
+collected at several agents, averaged with the number of batches as weight, are one collection
+over all of them. But a last batch of one row would count as much as 250, and batches of one class
+vary too little: SemiFL shuffles an agent's rows, cuts them into batches of nearly one size and
+averages with the number of rows as weight. ``statistics_of`` gives what an agent sends for that.
 
 The statistics are buffers and part of the state dict at all times, so that a released classifier
 is evaluated with them and one set of names travels. ``num_batches_tracked`` counts the batches;

@@ -1,0 +1,148 @@
+"""What the other files of a run remember of its accounts and its claim, for the audit.
+
+A ledger that was cut, and a card written anew for what is left of it, agree with each other. But
+the run wrote the same things elsewhere too: checkpoints remember number and hash of each ledger's
+last line, results.json and privacy.md repeat the claim. Whoever falsifies one place has to find
+them all. Reads only; believes none of them.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accounting.canonical import decode_strictly
+from accounting.errors import AccountingError
+from accounting.replay import Journal, read_journal
+from privssl import config as configs
+from privssl import durable
+from privssl.card import render_markdown
+from privssl.checkpoint import MAX_JSON_BYTES
+from privssl.errors import UserError
+from privssl.run_folder import LEDGER_HEAD, LEDGER_SEQ, ledger_of
+
+Card = dict[str, Any]
+
+_RESUME = "; if the run was killed while it wrote them, resume it: it writes them anew"
+
+
+class Memory(NamedTuple):
+    """What a checkpoint remembers of one ledger: its last line then."""
+
+    checkpoint: str
+    agent: str
+    seq: int  # number of that line, from 0
+    head: str  # its hash
+
+
+def has_ended(run: Path) -> bool:
+    """Whether the run came to its end: then nothing may be charged after its card."""
+    results = _results(run)
+    return results is not None and results.get("status") in ("finished", "budget_exhausted")
+
+
+def lasting_accounts(run: Path) -> Path | None:
+    """Where the accounts are, when they outlive the run; None when they are its own."""
+    try:
+        named = ledger_of(configs.load(run / "config.yaml"), run)
+    except UserError:
+        return None
+    return None if named == run / "ledger" else named
+
+
+def check_memories(
+    run: Path, journals: Mapping[str, Journal], card: Card | None
+) -> tuple[list[str], list[str]]:
+    """Problems and notes: whether each ledger still has the lines that checkpoints remember.
+
+    Args:
+        journals: by agent, as they are audited. Where an account outlives the run and is here,
+            it is asked instead.
+    """
+    problems, notes = [], []
+    memories, unread = _memories(run)
+    notes += [f"{name} cannot be read, so it is not known what it remembers" for name in unread]
+    accounts = lasting_accounts(run)
+    copied = accounts is not None and not accounts.is_dir()
+    for agent in sorted({memory.agent for memory in memories}):
+        asked = journals.get(agent)
+        if accounts is not None and (path := accounts / f"{agent}.jsonl").exists():
+            asked = read_journal(path)
+        last = max((m for m in memories if m.agent == agent), key=lambda memory: memory.seq)
+        if asked is None and copied and card is None:
+            notes.append(f"{agent}: no copy of its ledger was made before the run was stopped")
+        elif asked is None:
+            problems.append(
+                f"the ledger of {agent} is missing: {last.checkpoint} remembers entry {last.seq}"
+            )
+        else:
+            lost = [m for m in memories if m.agent == agent and not _holds(asked, m)]
+            older = [m for m in lost if copied and m.seq > asked.seq]  # of a later, killed session
+            if len(older) < len(lost):
+                worst = min(set(lost) - set(older), key=lambda memory: memory.seq)
+                problems.append(
+                    f"the ledger of {agent} was cut or replaced: {worst.checkpoint} remembers "
+                    f"entry {worst.seq}"
+                )
+            elif older:
+                notes.append(f"the copy of {agent}'s ledger is older than {last.checkpoint}")
+    return problems, notes
+
+
+def claim_elsewhere(run: Path, card: Card | None) -> Iterator[str]:
+    """Where results.json or privacy.md says something else than the card."""
+    results = _results(run)
+    said = None if results is None else results.get("privacy")
+    if card is None:
+        if isinstance(said, dict) and said.get("guarantee") is not None:
+            yield "results.json claims a guarantee, but there is no privacy.json"
+        return
+    if results is not None:
+        names = ("guarantee", "nominal_epsilon", "scope")
+        if not isinstance(said, dict) or any(said.get(name) != card[name] for name in names):
+            yield f"results.json claims something else than privacy.json{_RESUME}"
+        if results.get("status") == "interrupted" and card.get("planned_visits") is not None:
+            yield "the run was interrupted, but the card says that all planned visits took place"
+    page = run / "privacy.md"
+    if page.exists():
+        try:
+            same = page.is_file() and page.read_text(encoding="utf-8") == render_markdown(card)
+        except (OSError, LookupError, TypeError, ValueError, AttributeError):
+            same = False
+        if not same:
+            yield f"privacy.md is not what privacy.json says{_RESUME}"
+
+
+def _memories(run: Path) -> tuple[list[Memory], list[str]]:
+    """What readable checkpoints remember, and the names of those that cannot be read."""
+    found, unread = [], []
+    for path in sorted((run / "checkpoints").glob("*/snapshot.json")):
+        name = f"checkpoint {path.parent.name}"
+        if path.parent.name.startswith(durable.TEMPORARY):
+            continue  # a killed write
+        try:
+            if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
+                raise ValueError("no file of a checkpoint")
+            extra = decode_strictly(path.read_bytes())["extra"]["mapping"]
+            for key, seq in extra.items():
+                if key.startswith(LEDGER_SEQ):
+                    agent = key.removeprefix(LEDGER_SEQ)
+                    if type(seq) is not int or seq < 0:
+                        raise TypeError("the number of a line")
+                    found.append(Memory(name, agent, seq, str(extra[LEDGER_HEAD + agent])))
+        except (OSError, AccountingError, LookupError, TypeError, ValueError, AttributeError):
+            unread.append(name)
+    return found, unread
+
+
+def _holds(journal: Journal, memory: Memory) -> bool:
+    return memory.seq <= journal.seq and journal.hashes[memory.seq] == memory.head
+
+
+def _results(run: Path) -> Card | None:
+    """results.json; None when there is none that can be read."""
+    try:
+        found = json.loads((run / "results.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
