@@ -180,14 +180,17 @@ def test_missing_noise_also_shows_as_more_epsilon_than_is_claimed(
 
 
 def test_the_correct_code_stays_green_over_20_repeats() -> None:
-    # Four p-values below 1e-4 each: 20 * 4 * 1e-4 = 0.8% that one of 80 is. The bound on epsilon
-    # exceeds the claim with less: at 5% confidence it would have to overstate the truth by chance,
-    # and the attack sees at most a part of it (0.5 of 2.8 here). Sensitivity is no chance at all.
+    # Of 80 p-values one is below 1e-4 by chance in 0.8% of all runs of this test, two in 3e-5: one
+    # alarm is allowed. The bound on epsilon exceeds the claim with less: it would have to overstate
+    # the truth by chance, and the attack sees a part of it (0.5 of 2.8 here). Sensitivity is no
+    # chance at all.
+    alarms: list[str] = []
     for repeat in range(20):
         found, problems = on_mechanism(THREE_NETWORKS if repeat % 5 == 0 else PLAN)
-        assert problems == []
+        alarms += problems
         assert found.sensitivity == pytest.approx(1.0, abs=1e-5)
         assert found.lower_bound < found.ceiling
+    assert len(alarms) <= 1, alarms
 
 
 def test_the_ceiling_of_the_mechanism_attack_is_that_of_its_trials() -> None:
@@ -236,7 +239,9 @@ def test_what_a_sound_agent_sends_refutes_nothing(tmp_path: Path) -> None:
     found = on_messages(tmp_path, claimed=claimed)
     assert not found.rejects_claim
     assert found.lower_bound < claimed
-    assert found.ceiling == one_run_ceiling(canaries=CANARIES, guesses=GUESSES, delta=DELTA)
+    assert found.ceiling == one_run_ceiling(
+        canaries=CANARIES, guesses=GUESSES, delta=DELTA, confidence=attack.CONFIDENCE
+    )
 
 
 def test_without_noise_the_same_claim_is_refuted(
@@ -292,7 +297,9 @@ def test_an_honest_run_is_consistent_and_the_ceilings_are_printed(
     shown = capsys.readouterr().out
     assert "CONSISTENT" in shown
     assert "That is not a proof" in shown
-    ceiling = one_run_ceiling(canaries=CANARIES, guesses=GUESSES, delta=DELTA)
+    ceiling = one_run_ceiling(
+        canaries=CANARIES, guesses=GUESSES, delta=DELTA, confidence=attack.CONFIDENCE
+    )
     for words in ("leaks at least (95%)", "can show at most", f"{ceiling:.2f}", "clip norms"):
         assert words in shown
 
