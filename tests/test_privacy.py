@@ -399,6 +399,15 @@ def test_a_step_without_rows_is_a_step_of_noise(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(shift, torch.full_like(shift, 0.75))
 
 
+def test_a_loop_that_skips_empty_batches_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(privacy, "os_normal", np.ones)
+    draw_rows(monkeypatch, [False] * 6)
+    monkeypatch.setattr(PrivateTraining, "_step", lambda self: None)  # no row, no step
+    numbers = plan(sample_rate=0.5, noise_multiplier=2.0, clip_norm=0.5, steps=3)
+    shift = moved_by(small_network(), small_rows(6), numbers)
+    assert not shift.any()  # where every honest step leaves 0.25
+
+
 @pytest.mark.parametrize(("share", "mean"), [(0.0, 3.0), (1 / 3, 3.0), (2 / 3, 2.5), (1.0, 2.0)])
 def test_what_is_sent_is_the_mean_of_the_last_iterates_all_of_them_with_noise(
     share: float, mean: float, monkeypatch: pytest.MonkeyPatch
