@@ -84,7 +84,6 @@ class Agent:
     seat: Seat = Seat.EDGE
     held_labelled: LabelledRows | None = None
     held_unlabelled: UnlabelledRows | None = None
-    validation: LabelledRows | None = None
     account: Account | None = None
     memory: Memory = field(default_factory=dict)
 
@@ -146,10 +145,3 @@ class QueryAgent(Protocol):
 
 class MixedAgent(SupportAgent, QueryAgent, Protocol):
     """What a step may use of an agent that holds both kinds."""
-
-
-class ServerRole(SupportAgent, Protocol):
-    """What a step may use of a labelled server."""
-
-    @property
-    def validation(self) -> LabelledRows | None: ...

@@ -34,7 +34,7 @@ from privssl.privacy import Parameters, PrivatePlan, PrivateTraining, os_uniform
 
 COORDINATES = 2000  # canaries of one repetition
 
-_MOST_TRIALS = 24_000  # of each world; enough to see an epsilon of 8
+_LARGEST_SEEN = 8.5  # epsilon; trials grow with its exponential, and this takes two minutes
 _MOST_RELEASES = 20_000_000  # coordinates x steps; one or two minutes
 _TOO_LONG = 2.0  # length of a canary's gradient in clip norms, so that clipping is tested
 _MASKS = 500
@@ -71,9 +71,7 @@ def attack_mechanism(
     plan: PrivatePlan, steps: int, epsilon: float, delta: float, confidence: float
 ) -> MechanismAttack:
     """Attack ``steps`` private steps of a plan that claim (epsilon, delta)-DP together."""
-    # About as many trials as it takes to see the epsilon that is claimed, twice over: half of
-    # them choose the threshold.
-    wanted = 2 * min(_MOST_TRIALS, int(8 * np.exp(min(epsilon, 8.0))) + 1000)
+    wanted = 2 * trials_to_see(epsilon, confidence)
     affordable = max(1, _MOST_RELEASES // (COORDINATES * steps))
     repetitions = min(affordable, -(-wanted // COORDINATES))
     inside, outside = [], []
@@ -109,6 +107,17 @@ def attack_mechanism(
         sensitivity=float(np.abs(_releases(silent, _STEPS_WITHOUT_NOISE, everybody)).max()),
         p_values=p_values,
     )
+
+
+def trials_to_see(epsilon: float, confidence: float) -> int:
+    """Trials of each world with which a total leak would show an epsilon as large as is claimed.
+
+    Without an error in n counted trials the Clopper-Pearson limit is ln(2 / (1 - confidence)) / n,
+    and the lower bound minus its logarithm. Half of the trials choose the threshold; a tenth more,
+    because coins do not divide the worlds evenly. At least 1,000.
+    """
+    counted = math.log(2 / (1 - confidence)) * math.exp(min(epsilon, _LARGEST_SEEN))
+    return max(1000, math.ceil(2 * 1.1 * counted))
 
 
 def _releases(plan: PrivatePlan, steps: int, included: NDArray[np.bool_]) -> NDArray[np.float64]:

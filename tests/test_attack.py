@@ -26,7 +26,7 @@ from accounting.one_run import one_run_ceiling
 from accounting.two_worlds import two_world_ceiling
 from privssl import attack, audit, config, mechanism_attack, privacy, run
 from privssl.attack import AttackReport, CanaryAttack, attack_messages
-from privssl.mechanism_attack import MechanismAttack, attack_mechanism
+from privssl.mechanism_attack import MechanismAttack, attack_mechanism, trials_to_see
 from privssl.prepare import prepare
 from privssl.privacy import PrivatePlan, PrivateTraining
 
@@ -60,7 +60,7 @@ STEPS = PLAN.visits * PLAN.steps
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer canaries than the command uses, so that an attack takes well under a second."""
     monkeypatch.setattr(mechanism_attack, "COORDINATES", 400)
-    monkeypatch.setattr(mechanism_attack, "_MOST_TRIALS", 200)
+    monkeypatch.setattr(mechanism_attack, "trials_to_see", lambda *_: 200)
     monkeypatch.setattr(mechanism_attack, "_MASKS", 50)
     monkeypatch.setattr(attack, "CANARIES", CANARIES)
     monkeypatch.setattr(attack, "GUESSES", GUESSES)
@@ -200,6 +200,22 @@ def test_the_ceiling_of_the_mechanism_attack_is_that_of_its_trials() -> None:
     assert found.ceiling == pytest.approx(
         two_world_ceiling(trials_in=counted, trials_out=counted, delta=DELTA), abs=0.4
     )
+
+
+@pytest.mark.parametrize("claimed", [0.5, 2.0, 4.0, 8.0, 8.5])
+def test_there_are_enough_trials_to_see_what_is_claimed(claimed: float) -> None:
+    # Otherwise the audit of an honest run with the shipped budget of 8 would be inconclusive.
+    counted = trials_to_see(claimed, attack.CONFIDENCE) // 2
+    few = int(0.95 * counted)  # the coins of one world in a hundred fall so unevenly, or less
+
+    def ceiling(trials: int) -> float:
+        return two_world_ceiling(
+            trials_in=trials, trials_out=trials, delta=DELTA, confidence=attack.CONFIDENCE
+        )
+
+    assert ceiling(few) > claimed
+    if claimed >= 8.0:
+        assert ceiling(few // 2) < claimed  # the control: half as many are too few
 
 
 def test_a_plan_of_a_single_step_has_no_other_step_to_compare_with() -> None:

@@ -31,7 +31,7 @@ def federation(
 
 def held(agent: Agent) -> list[Tensor]:
     """Every tensor that an agent has, in a fixed order."""
-    rows = [agent.held_labelled, agent.held_unlabelled, agent.validation]
+    rows = [agent.held_labelled, agent.held_unlabelled]
     return [getattr(r, f.name) for r in rows if r is not None for f in dataclasses.fields(r)]
 
 
@@ -63,7 +63,7 @@ def test_a_labelled_server_holds_all_labels() -> None:
     found = federation(support=0, labels="labels-at-server", labelled=50)
     assert roles(found) == {"server": "server"} | dict.fromkeys(("q0", "q1", "q2"), "query")
     server = found.agents[0]
-    assert (server.seat, len(server.labelled), server.validation) == (Seat.SERVER, 50, None)
+    assert (server.seat, len(server.labelled)) == (Seat.SERVER, 50)
 
 
 def test_mixed_agents_hold_both_kinds_and_query_agents_share_the_unlabelled_rows() -> None:
