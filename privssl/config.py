@@ -134,6 +134,11 @@ def _privacy_problems(config: Config) -> Iterator[Problem]:
             f"{config.model.norm} norm couples the rows of a batch, so no single row can be "
             "clipped. Set model.norm: group",
         )
+    if config.run.precision != "float32":
+        yield Problem(
+            "run.precision",
+            "private gradients are clipped and noised in float32. Set run.precision: float32",
+        )
     if config.model.name == "trinet_cnn":
         yield Problem(
             "model.name",
@@ -183,11 +188,11 @@ def to_yaml(config: Config) -> str:
 
 
 def digest(config: Config) -> str:
-    """SHA-256 of everything that may change a trained bit: of ``run``, the seed alone.
+    """SHA-256 of everything that may change a trained bit: of ``run``, seed and precision.
 
     Two configs with one digest may go on from each other's checkpoints.
     """
-    parts: dict[str, Any] = {"run": {"seed": config.run.seed}}
+    parts: dict[str, Any] = {"run": {"seed": config.run.seed, "precision": config.run.precision}}
     parts |= {name: _plain(getattr(config, name)) for name in ORDER if name != "run"}
     text = json.dumps(parts, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

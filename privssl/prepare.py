@@ -54,7 +54,10 @@ def prepare(config: Config) -> Prepared:
     task = Task(
         dataset.classes,
         dataset.shape,
-        lambda: models.build_classifier(config.model, dataset.shape, dataset.classes),
+        lambda: models.build_classifier(
+            config.model, dataset.shape, dataset.classes, config.run.precision
+        ),
+        config.run.precision,
     )
     plan, holders = None, _labelled(federation)
     if config.privacy is not None:

@@ -30,11 +30,15 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, config=strict)
 class RunSettings:
-    """How a run is carried out; only ``seed``, and a device's rounding, can move results."""
+    """How a run is carried out; of these only ``seed`` and rounding can move results.
+
+    Rounding: ``precision``, and the device.
+    """
 
     name: str = ""  # empty: the name of the config file
     seed: Count = 0
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
+    precision: Literal["float32", "bfloat16"] = "float32"  # of multiplications in networks
     output: str = ""  # empty: runs/NAME-SEED
     overwrite: bool = False
     evaluate_every: Positive = 1  # rounds

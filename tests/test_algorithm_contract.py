@@ -54,6 +54,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fedssl, gate open": ("fedssl", {"gate": 0.0, "mix_every": 1, "warm_up": 0}),
     "fedssl, one after the other": ("fedssl", {"order": "sequential", "gate": 0.0}),
     "fedssl, as printed": ("fedssl", {"gate": 0.0, "real_rows": False, "judge": "target"}),
+    "fedssl, bfloat16": ("fedssl", {"gate": 0.0, "warm_up": 0, "precision": "bfloat16"}),
+    "fedmatch, bfloat16": ("fedmatch", {"threshold": 0.0, "precision": "bfloat16"}),
     "pseudo, batch norm": ("pseudo", {"norm": "batch", "warm_up": 0}),
     "fedmatch, every row sure": ("fedmatch", {"threshold": 0.0, "helpers_every": 1}),
     "semifl, nobody is sure": ("semifl", NEEDS["semifl"] | {"threshold": 0.95}),

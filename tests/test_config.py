@@ -356,6 +356,13 @@ def test_delta_is_held_against_the_rows_of_an_agent(write: Any) -> None:
     assert refusal(path, ["privacy.delta=0.0199", "agents.support=1"])
 
 
+def test_bfloat16_is_refused_in_a_private_run_alone(write: Any) -> None:
+    path = write(SOUND + "run: {precision: bfloat16}\n")
+    assert load(path, (), TABLE).run.precision == "bfloat16"
+    [row] = refusal(path, ["privacy.epsilon=8"])
+    assert row.startswith("line 3 run.precision private gradients are clipped and noised")
+
+
 @pytest.mark.parametrize("norm", ["batch", "static"])
 def test_a_norm_that_couples_rows_is_refused_in_a_private_run_alone(write: Any, norm: str) -> None:
     path = write(SOUND + f"model: {{norm: {norm}}}\n")
@@ -423,6 +430,9 @@ def test_the_resolved_config_of_every_algorithm_states_every_key(write: Any, nam
 
 def test_the_digest_is_of_what_can_change_a_trained_bit_and_of_nothing_else(write: Any) -> None:
     path = write(SOUND + "privacy: {epsilon: 8.0}\n")
+    open_to_all = write(SOUND, "open.yaml")
+    narrow = digest(load(open_to_all, ["run.precision=bfloat16"], TABLE))
+    assert narrow != digest(load(open_to_all, (), TABLE))
 
     def digest_with(*overrides: str) -> str:
         return digest(load(path, overrides, TABLE))

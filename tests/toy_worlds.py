@@ -23,6 +23,7 @@ from privssl.data.datasets import Dataset, load
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.messages import Message, Reply, Silence
+from privssl.models.precision import Precision
 from privssl.settings import AgentSettings, DataSettings, ModelSettings
 from privssl.world import Round, World
 
@@ -65,13 +66,16 @@ def at_clients(**data: Any) -> Federation:
     return federation(labels="labels-at-client", support=0, query=0, mixed=2, **data)
 
 
-def make(name: str, *, norm: str = "group", **settings: Any) -> Algorithm[Any]:
+def make(
+    name: str, *, norm: str = "group", precision: Precision = "float32", **settings: Any
+) -> Algorithm[Any]:
     """An algorithm for toy rows with a classifier of width 4."""
     kind = ALGORITHMS[name]
     known = {field.name for field in dataclasses.fields(kind.Config)}
     quick = {key: value for key, value in QUICK.items() if key in known}
     model = ModelSettings(width=4, norm=norm)  # type: ignore[arg-type]  # checked by pydantic
-    task = Task(10, (1, 8, 8), lambda: models.build_classifier(model, (1, 8, 8), 10))
+    shape = (1, 8, 8)
+    task = Task(10, shape, lambda: models.build_classifier(model, shape, 10, precision), precision)
     return kind(kind.Config(**(quick | settings)), task)
 
 

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from privssl import seeds
 from privssl.messages import StateDict
+from privssl.models.precision import Precision
 from privssl.privacy import PrivatePlan
 from privssl.settings import Problem
 
@@ -82,12 +83,14 @@ class Task:
 
     ``shape`` is (channels, height, width). ``new_classifier`` builds an untrained F whose
     input is (B, *shape) in [-1, 1] and whose output is (B, classes) logits; its initial
-    weights come from torch's global generator (see ``seeds.seeded``).
+    weights come from torch's global generator (see ``seeds.seeded``). Networks of an algorithm's
+    own compute in ``precision`` (``models.in_precision``), as F does.
     """
 
     classes: int
     shape: tuple[int, int, int]
     new_classifier: "NetworkFactory"
+    precision: Precision = "float32"
 
 
 class NetworkFactory(Protocol):

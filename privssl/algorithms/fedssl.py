@@ -68,6 +68,7 @@ from privssl.algorithms.local_ssl import (
     one_hot,
 )
 from privssl.messages import Message, Reply, Silence, StateDict
+from privssl.models.precision import in_precision
 from privssl.privacy import PrivatePlan, frozen
 from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, Rate, strict
@@ -159,10 +160,12 @@ class FedSSL(Algorithm[State]):
         super().__init__(config, task, plan)
         shape, classes, width = task.shape, task.classes, config.generator_width
         spectral = config.spectral_norm and not (plan is not None and "D" in plan.protect)
+        G = in_precision(ImageGenerator, task.precision)
+        D = in_precision(ImageDiscriminator, task.precision)
         self._new: dict[str, NetworkFactory] = {
             "F": task.new_classifier,
-            "G": lambda: ImageGenerator(shape, classes, width=width, noise_size=config.noise_size),
-            "D": lambda: ImageDiscriminator(shape, classes, width=width, spectral=spectral),
+            "G": lambda: G(shape, classes, width=width, noise_size=config.noise_size),
+            "D": lambda: D(shape, classes, width=width, spectral=spectral),
         }
         self._networks = {name: new() for name, new in self._new.items()}
 

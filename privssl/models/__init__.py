@@ -4,6 +4,7 @@ from torch import nn
 
 from privssl.errors import DataError
 from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
+from privssl.models.precision import Precision, in_precision
 from privssl.models.resnet import ResNet9
 from privssl.models.wide_resnet import WideResNet28x2
 from privssl.settings import ModelSettings
@@ -19,7 +20,10 @@ CLASSIFIERS = {
 
 
 def build_classifier(
-    settings: ModelSettings, shape: tuple[int, int, int], classes: int
+    settings: ModelSettings,
+    shape: tuple[int, int, int],
+    classes: int,
+    precision: Precision = "float32",
 ) -> nn.Module:
     """An untrained F: (B, *shape) in [-1, 1] -> (B, classes) logits.
 
@@ -27,6 +31,7 @@ def build_classifier(
         settings: name, width and normalisation.
         shape: (channels, height, width) of a row; height and width at least 8.
         classes: number of classes, at least 2.
+        precision: of its multiplications; weights and logits are float32.
 
     Raises:
         DataError: the rows are too small to be halved three times.
@@ -37,5 +42,5 @@ def build_classifier(
             f"rows are {height}x{width} pixels, and {settings.name} needs at least "
             f"{SMALLEST}x{SMALLEST}. Resize or pad the images (image_folder: data.image_size)"
         )
-    network = CLASSIFIERS[settings.name]
+    network: type[nn.Module] = in_precision(CLASSIFIERS[settings.name], precision)
     return network(shape, classes, width=settings.width, norm=settings.norm)

@@ -1,0 +1,40 @@
+"""Networks that multiply in bfloat16 and speak float32.
+
+Convolutions and linear layers of a narrow network read their rows and weights rounded to
+bfloat16 (8 bits of fraction) and add up in float32 (torch.autocast); weights, gradients of
+weights, optimisers, averages and everything outside of ``forward`` stay float32. On a CPU with
+AVX-512 BF16 or AMX a training step takes half to nine tenths of the time, depending on the
+network (docs/performance.md); elsewhere it may be slower.
+
+Private runs refuse it: per-row gradients are clipped and noised in float32.
+"""
+
+from functools import cache
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Precision = Literal["float32", "bfloat16"]
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def in_precision(kind: type[Network], precision: Precision) -> type[Network]:
+    """A class of networks, with its forward pass in that precision; its output is float32.
+
+    Parameters, their names and their initial values are those of ``kind``.
+    """
+    narrow: type[Network] = _narrow(kind)  # type: ignore[arg-type]  # a type has a hash
+    return kind if precision == "float32" else narrow
+
+
+@cache
+def _narrow(kind: type[nn.Module]) -> type:
+    class Narrow(kind):  # type: ignore[misc, valid-type]
+        def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, torch.bfloat16):
+                out: Tensor = super().forward(x, *others)
+            return out.float()
+
+    Narrow.__name__ = Narrow.__qualname__ = f"Narrow{kind.__name__}"
+    return Narrow
