@@ -41,15 +41,13 @@ from privssl import learn, seeds
 from privssl.agents import LabelledRows, SupportAgent
 from privssl.algorithms.base import Algorithm, Context, Task, on_agent
 from privssl.algorithms.local_ssl import Share, no_statistics
-from privssl.data.augment import AUGMENTATIONS, Augmentation
+from privssl.data.views import view
 from privssl.messages import Message, StateDict, average
 from privssl.privacy import PrivatePlan
 from privssl.settings import Positive, Problem, Rate, strict
 from privssl.world import Roster, World
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-#: Crop of natural images: up to an eighth of the side each way, filled by mirroring.
-CROP = Augmentation(crop=0.125)
 
 
 # What travels -------------------------------------------------------------------------------
@@ -101,8 +99,7 @@ class LocalTraining:
 
     def weak_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """A weak view of rows (B, *shape) in [-1, 1]."""
-        augmentation = CROP if self.weak == "crop" else AUGMENTATIONS[self.weak]
-        return augmentation.flipping(self.flip)(x, rng) if len(x) else x
+        return view(self.weak, x, rng, flip=self.flip)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)

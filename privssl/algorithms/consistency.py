@@ -37,8 +37,7 @@ from privssl.algorithms.base import Context
 from privssl.algorithms.baselines import Amount, can_learn_from
 from privssl.algorithms.local_ssl import Share
 from privssl.algorithms.pseudo_baselines import Guessing, PseudoLabelled
-from privssl.data.augment import AUGMENTATIONS
-from privssl.data.rand_augment import RANDAUGMENTS
+from privssl.data.views import view
 from privssl.losses import soft_cross_entropy
 from privssl.pseudo import sharpen
 from privssl.settings import Rate, strict
@@ -60,12 +59,7 @@ class Consistency(Guessing):
 
     def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
-        if not len(x):
-            return x
-        if self.strong in AUGMENTATIONS:
-            return AUGMENTATIONS[self.strong].flipping(self.flip)(x, rng)
-        view: Tensor = RANDAUGMENTS[self.strong](self.weak_view(x, rng), rng)
-        return view
+        return view(self.strong, x, rng, flip=self.flip, under=self.weak)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)

@@ -41,8 +41,7 @@ from privssl.agents import LabelledRows, QueryAgent, SupportAgent, UnlabelledRow
 from privssl.algorithms import signs
 from privssl.algorithms.base import Algorithm, Context, Task, on_agent
 from privssl.algorithms.local_ssl import Share, needs_unlabelled, no_statistics
-from privssl.data.augment import AUGMENTATIONS, Augmentation
-from privssl.data.rand_augment import RANDAUGMENTS
+from privssl.data.views import view
 from privssl.losses import soft_cross_entropy
 from privssl.messages import Done, Message, Reply, StateDict, average
 from privssl.privacy import PrivatePlan
@@ -50,8 +49,6 @@ from privssl.settings import Count, Positive, Problem, Rate, strict
 from privssl.world import World
 
 View = Literal["none", "crop", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"]
-#: The paper's weak augmentation but for mirroring: 4 of 32 or 3 of 28 pixels, filled by mirroring.
-CROP = Augmentation(crop=0.125)
 LARGEST_WEIGHT = 1000.0  # of the positive loss: beyond it nothing but overflow
 
 
@@ -151,11 +148,7 @@ class FedSEALConfig:
 
     def view(self, name: View, x: Tensor, rng: torch.Generator) -> Tensor:
         """One view of each row (B, *shape) in [-1, 1]."""
-        if name == "none" or not len(x):
-            return x
-        named = {**AUGMENTATIONS, "crop": CROP}.get(name, CROP)
-        seen = named.flipping(self.flip)(x, rng)
-        return RANDAUGMENTS[name](seen, rng) if name in RANDAUGMENTS else seen
+        return x if name == "none" else view(name, x, rng, flip=self.flip)
 
 
 # The algorithm ------------------------------------------------------------------------------

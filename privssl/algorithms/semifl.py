@@ -41,8 +41,7 @@ from privssl import learn, seeds
 from privssl.agents import LabelledRows, Memory, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.algorithms.base import Algorithm, Context, Task, on_agent
 from privssl.algorithms.local_ssl import Share, needs_unlabelled
-from privssl.data.augment import AUGMENTATIONS, Augmentation
-from privssl.data.rand_augment import RANDAUGMENTS
+from privssl.data.views import view
 from privssl.messages import Message, Reply, Silence, StateDict, average
 from privssl.mixup import sample_mix
 from privssl.models.static_norm import collect, statistics_of
@@ -55,8 +54,6 @@ Momentum = Annotated[float, Field(ge=0, lt=1)]
 Losses = Iterator[Tensor]  # scalars; each is stepped on before the next is computed
 
 BIG_BATCH = 250  # rows at most in a pass for pseudo-labels or statistics; authors' code
-#: Crop of natural images: up to 4 of 32 pixels each way, filled by mirroring. Authors' code.
-CROP = Augmentation(crop=4 / 32)
 
 
 # What travels -------------------------------------------------------------------------------
@@ -130,15 +127,11 @@ class SemiFLConfig:
 
     def weak_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """A weak view of rows (B, *shape) in [-1, 1]."""
-        augmentation = CROP if self.weak == "crop" else AUGMENTATIONS[self.weak]
-        return augmentation.flipping(self.flip)(x, rng)
+        return view(self.weak, x, rng, flip=self.flip)
 
     def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
-        if self.strong in AUGMENTATIONS:
-            return AUGMENTATIONS[self.strong].flipping(self.flip)(x, rng)
-        view: Tensor = RANDAUGMENTS[self.strong](self.weak_view(x, rng), rng)
-        return view
+        return view(self.strong, x, rng, flip=self.flip, under=self.weak)
 
 
 # The algorithm ------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from privssl import learn
 from privssl.data.augment import AUGMENTATIONS, Augmentation
+from privssl.data.views import CROP
 from privssl.settings import Count, Positive, Problem, Rate, strict
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -84,7 +85,7 @@ class FedTriNetConfig:
     def augmentation(self) -> Augmentation:
         """What rows are changed by, before they are learned or voted on."""
         if self.augment == "shift":  # the authors' SVHN: 4 of 32 pixels, mirrored borders
-            return Augmentation(crop=1 / 8, flip=self.flip)
+            return CROP.flipping(self.flip)
         return AUGMENTATIONS[self.augment].flipping(self.flip)
 
 

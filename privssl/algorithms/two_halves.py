@@ -26,8 +26,7 @@ from privssl.agents import LabelledRows, QueryAgent, SupportAgent, UnlabelledRow
 from privssl.algorithms.base import Context
 from privssl.algorithms.helper_agents import agreement
 from privssl.algorithms.local_ssl import Share
-from privssl.data.augment import AUGMENTATIONS
-from privssl.data.rand_augment import RANDAUGMENTS
+from privssl.data.views import view
 from privssl.messages import StateDict
 from privssl.settings import Positive, Rate, strict
 from privssl.sparse import Cuts, Halves
@@ -101,9 +100,7 @@ class LocalTraining:
 
     def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """A strong view of rows (B, *shape) in [-1, 1]. There is no weak view."""
-        if self.strong in RANDAUGMENTS:
-            return RANDAUGMENTS[self.strong](x, rng)
-        return AUGMENTATIONS[self.strong](x, rng)
+        return view(self.strong, x, rng, flip=False, under="none")
 
 
 # A visit ------------------------------------------------------------------------------------
