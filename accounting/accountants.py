@@ -88,8 +88,18 @@ class Cost:
         slack = 1 + 1e-12  # the same releases added up in another order differ by rounding
         return bool(np.all(self.rdp <= other.rdp * slack))
 
+    @property
+    def is_pure(self) -> bool:
+        """Whether nothing but pure releases is in it (nothing at all is pure as well)."""
+        return not self.sampled and self.mu_squared == 0
+
     def epsilon(self, delta: float) -> float:
-        """Epsilon at this delta, >= 0; inf when a read was unprotected."""
+        """Epsilon at this delta, >= 0; inf when a read was unprotected.
+
+        At delta 0 it is the plain sum over pure releases, and inf as soon as there are others.
+        """
+        if delta == 0:
+            return self.pure if self.is_pure else math.inf
         check_delta(delta)
         if not self.rdp.any():
             return 0.0
@@ -127,6 +137,7 @@ def epsilon(events: Iterable[Event], delta: float) -> float:
     >>> round(epsilon([SampledGaussian(noise_multiplier=4.0, sample_rate=1.0, steps=20)], 1e-5), 4)
     4.9833
     """
+    check_delta(delta)
     return cost_of(events).epsilon(delta)
 
 
@@ -250,7 +261,10 @@ def max_steps(*, epsilon: float, delta: float, sample_rate: float, noise_multipl
 
 
 def max_repeats(once: Cost, *, budget: float, delta: float, spent: Cost = NOTHING) -> int:
-    """How often a cost still fits a budget of which ``spent`` is gone; at most 10,000,000."""
+    """How often a cost still fits a budget of which ``spent`` is gone; at most 10,000,000.
+
+    delta: in [0, 1), as in :meth:`Cost.epsilon`.
+    """
     check_real("epsilon", budget)
 
     def fits(count: int) -> bool:

@@ -56,7 +56,7 @@ class Guarantee:
     """A claim that holds for every support agent. ``str()`` is the whole claim.
 
     Args:
-        epsilon, delta: of the agent that spent most.
+        epsilon, delta: of the agent that spent most. delta 0: pure epsilon-DP.
         unit: what one neighbour differs in: "record".
         neighbours: relation between neighbouring data sets.
         covers: names of everything covered that leaves an agent.
@@ -71,9 +71,13 @@ class Guarantee:
     rule: Literal["largest agent"]
 
     def __str__(self) -> str:
+        number = f"({rounded_up(self.epsilon)}, {self.delta:g})-DP"
+        if self.delta == 0:
+            short = rounded_up(self.epsilon).rstrip("0").removesuffix(".")
+            number = f"{short}-DP (pure epsilon, delta 0)"
         return (
             f"GUARANTEE: for every support agent, all it sends ({', '.join(self.covers)}) is "
-            f"({rounded_up(self.epsilon)}, {self.delta:g})-DP with respect to "
+            f"{number} with respect to "
             f"{ADJACENCY_WORDS[self.neighbours].format(unit=self.unit)}, against an observer of "
             f"all traffic who also controls the server, all query agents and all other support "
             f"agents. Each support agent adds its own noise; no trusted aggregator. "

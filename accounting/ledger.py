@@ -151,12 +151,13 @@ class Account:
 
     def visits_left(self) -> int:
         """How many more visits of the plan's size the budget, and the run's own limit, pay for."""
-        delta, once = self.budget.delta, self.plan.visit_cost
+        once = self.plan.visit_cost
         limits = [(self.budget.epsilon, self._journal.cost)]
         if math.isfinite(self._limit):
             limits.append((self._limit, self._own))
         return min(
-            max_repeats(once, budget=limit, delta=delta, spent=spent) for limit, spent in limits
+            max_repeats(once, budget=limit, delta=self.plan.delta_of(spent), spent=spent)
+            for limit, spent in limits
         )
 
     def affords(self, event: Event) -> bool:
@@ -211,9 +212,10 @@ class Account:
         if visit in self._journal.visits:
             raise LedgerError(f"{self.agent}: already spent for visit {visit!r}; nothing was read.")
         if not self._within_budget(after):
+            delta = self.plan.delta_of(self._journal.cost)
             raise BudgetExhausted(
                 f"{self.agent} has spent epsilon {self.spent():.4f} of {self.budget.epsilon:g} "
-                f"(delta {self.budget.delta:g}). This visit would bring it to {after:.4f}. "
+                f"(delta {delta:g}). This visit would bring it to {after:.4f}. "
                 f"Nothing was read. Plan fewer visits, or more noise, or a larger budget."
             )
         if not self._within_limit(own):
@@ -229,10 +231,11 @@ class Account:
 
     def _epsilon_with(self, event: Event) -> tuple[float, float]:
         """Epsilon after one more event: of the account, and of this run alone."""
-        cost, delta = self.plan.charge(event), self.budget.delta
+        cost = self.plan.charge(event)
         if not cost.at_most(self.plan.visit_cost):
             raise PlanError("the visit costs more than the plan says one visit costs at most")
-        return (self._journal.cost + cost).epsilon(delta), (self._own + cost).epsilon(delta)
+        after, own = self._journal.cost + cost, self._own + cost
+        return self.plan.epsilon(after), self.plan.epsilon(own)
 
     def _within_budget(self, after: float) -> bool:
         # A budget of 0 pays for nothing, even where a tiny event's epsilon rounds to 0.

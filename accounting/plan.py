@@ -83,6 +83,20 @@ class AccountPlan:
             return cost_of([event])
         return cost_of(leaf for leaf in leaves(event) if not isinstance(leaf, Unprotected))
 
+    def delta_of(self, spent: Cost) -> float:
+        """The delta at which what was spent is told and held against the budget.
+
+        0 where a visit, and all that was spent, is pure: pure releases add up to a pure one, and
+        epsilon is their sum, never a smaller number that holds with delta alone. A pure epsilon
+        within the budget is one at the budget's delta, too.
+        """
+        pure = self.scope == "sound" and self.visit_cost.is_pure and spent.is_pure
+        return 0.0 if pure else self.budget.delta
+
+    def epsilon(self, spent: Cost) -> float:
+        """Epsilon of what was spent, at :meth:`delta_of` it."""
+        return spent.epsilon(self.delta_of(spent))
+
     def _check_scope(self) -> None:
         for name, networks in (("update", self.update), ("protect", self.protect)):
             good = isinstance(networks, tuple) and all(

@@ -88,12 +88,12 @@ class Journal:
 
     @property
     def epsilon(self) -> float:
-        """Recomputed from the events at the delta of the plan in force."""
-        return self.cost.epsilon(self.plan.budget.delta)
+        """Recomputed from the events at the delta of the plan in force (0 where all is pure)."""
+        return self.plan.epsilon(self.cost)
 
     def epsilon_of(self, run: str) -> float:
         """What one run spent, at the same delta; a run that is not here spent 0."""
-        return self.by_run.get(run, NOTHING).epsilon(self.plan.budget.delta)
+        return self.plan.epsilon(self.by_run.get(run, NOTHING))
 
     def charge(self, event: Event) -> None:
         """Count one visit."""
@@ -208,7 +208,7 @@ def _follow_reserve(journal: Journal, record: Json) -> None:
     if abs(written - true) > _EPSILON_TOLERANCE * max(1.0, true):
         raise PlanError(f"says epsilon {written:.6f}, but its events cost {true:.6f}")
     # A torn line is charged, but may never have been a visit: it cannot break the promise.
-    if (surely := journal.reserved.epsilon(plan.budget.delta)) > plan.budget.epsilon:
+    if (surely := plan.epsilon(journal.reserved)) > plan.budget.epsilon:
         raise PlanError(f"epsilon {surely:.6f} is above the budget {plan.budget.epsilon:g}")
 
 

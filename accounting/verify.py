@@ -35,6 +35,20 @@ accountant = dp.pld.PLDAccountant(value_discretization_interval={interval})
 epsilon = accountant.compose(released).get_epsilon({delta}){added}
 print("epsilon at most", float(epsilon), "at delta {delta}")
 """
+# Where every release is pure no accountant is needed, and none would be right: see the comment.
+_PURE_PROGRAM = """\
+import dp_accounting as dp  # pip install dp-accounting
+
+# Everything released about one record; neighbours: it takes part, or it does not. Each release is
+# a count with Laplace noise of scale 1 / epsilon, and epsilon-DP with delta 0. LaplaceDpEvent is
+# of the continuous law; the noise here is whole numbers from the discrete law, which is epsilon-DP
+# as well. At delta 0 both cost the same: epsilons add up. Do not ask an accountant for epsilon at
+# a delta above 0: there the continuous law costs less than the discrete one.
+released = dp.ComposedDpEvent([
+{released}])
+epsilon = sum(many.count / many.event.noise_multiplier for many in released.events)
+print("epsilon at most", float(epsilon), "at delta 0")
+"""
 _PURE_COMMENT = """\
 # dp-accounting has no event for a release that is epsilon-DP with delta 0. Each adds its epsilon
 # (basic composition): count * epsilon."""
@@ -55,7 +69,8 @@ def available() -> bool:
 def rdp_epsilon(events: Iterable[Event], delta: float) -> float | None:
     """Epsilon by dp-accounting's Renyi accountant at ``INTEGER_ORDERS``; 0 without events.
 
-    None when some event is not a sampled Gaussian: the library has no pure epsilon-DP event.
+    None when some event is not a sampled Gaussian: the library has no event that stands for any
+    pure epsilon-DP release, and its LaplaceDpEvent costs less than discrete noise.
 
     Raises:
         AccountingError: dp-accounting is not installed.
@@ -103,9 +118,9 @@ def pld_bracket(events: Iterable[Event], delta: float, interval: float = _INTERV
 def dp_event_source(events: Iterable[Event], delta: float) -> str:
     """The same events as a short Python program for an auditor, who needs dp-accounting alone.
 
-    Equal releases are counted together. The program prints the upper bound of
-    :func:`pld_bracket`; only where there are pure epsilon-DP releases, for which there is no
-    DpEvent, is it larger: their epsilons are added up, and a comment says so.
+    Equal releases are counted together. Of pure epsilon-DP releases alone the program prints the
+    sum, at delta 0. Otherwise it prints the upper bound of :func:`pld_bracket`, plus the epsilons
+    of pure releases, for which there is no DpEvent; a comment says so.
 
     Args:
         events: no Unprotected ones; none give a program that prints 0.
@@ -135,6 +150,12 @@ def dp_event_source(events: Iterable[Event], delta: float) -> str:
                 noisy[f"dp.PoissonSampledDpEvent({rate!r}, {gaussian})"] += count * steps
             case PureEpsilon(each, repeats):
                 pure[each] += count * repeats
+    if pure and not noisy:
+        lines = (
+            f"    dp.SelfComposedDpEvent(dp.LaplaceDpEvent({1 / each!r}), {n}),\n"
+            for each, n in pure.items()
+        )
+        return _PURE_PROGRAM.format(released="".join(lines))
     released = "".join(f"    dp.SelfComposedDpEvent({what}, {n}),\n" for what, n in noisy.items())
     added = " + ".join(f"{n} * {each!r}" for each, n in pure.items())
     return _PROGRAM.format(

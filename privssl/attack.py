@@ -13,6 +13,8 @@ made here; no row of the run is needed or touched. Specification: privacy.md, se
                 canaries are there by a coin, for as many visits; the attacker sees what it sends
                 (Steinke, Nasr, Jagielski 2023, arXiv:2305.08846; white box).
 
+A census of labels is attacked as such instead of both: see ``census_attack.py``.
+
 Without a guarantee there is nothing to refute. Then the made-up agent is about as small as the
 run's agents, and what counts is how many of its rows are found.
 
@@ -50,6 +52,8 @@ from privssl import models
 from privssl.agents import Agent, LabelledRows
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, CanaryLoss, Task
+from privssl.census_attack import CensusAttack, attack_census, judge_census
+from privssl.census_plan import CensusPlan
 from privssl.config import Config
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
@@ -62,7 +66,6 @@ from privssl.privacy import (
     Parameters,
     PrivatePlan,
     call,
-    make_plan,
     os_uniform,
     per_row_gradients,
 )
@@ -75,6 +78,7 @@ FEWEST = 200  # canaries where nothing is guaranteed: about 100 are out, for 1% 
 ALARM = 1e-4  # a p-value below it contradicts the promised distribution
 ROUNDING = 1e-5  # relative, of a contribution in single precision
 
+_NO_CANARIES = "canaries: not applicable: labels are released once, as counts"
 _PROFILE = tuple(10.0**-power for power in range(1, 11))  # deltas at which a claim is tested
 
 
@@ -100,7 +104,7 @@ class AttackReport:
     epsilon: float  # claimed, of these visits alone; nominal in scope as_published
     delta: float
     sound: bool
-    mechanism: MechanismAttack | None = None
+    mechanism: MechanismAttack | CensusAttack | None = None
     canaries: CanaryAttack | None = None
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -131,10 +135,13 @@ def attack(
         )
     name, journal = max(journals.items(), key=lambda item: len(item[1].events))
     rows = config.data.labelled / max(len(card["agents"]), 1)
-    plan = make_plan(privacy, rounds=config.algorithm.rounds, rows_per_agent=rows)
+    kind = ALGORITHMS[config.algorithm.name]
+    plan = kind.make_plan(
+        privacy, rounds=config.algorithm.rounds, rows_per_agent=rows, agents=len(card["agents"])
+    )
     charged = [event for event in journal.events if event == plan.event]
     cost: Cost = sum((journal.plan.charge(event) for event in charged), NOTHING)
-    delta = privacy.delta
+    delta = journal.plan.delta_of(cost)
     report = AttackReport(name, cost.epsilon(delta), delta, plan.scope == "sound")
     if len(charged) < len(journal.events):
         report.notes.append(
@@ -145,16 +152,22 @@ def attack(
         if journal.events:
             report.problems.append("no visit was charged as config.yaml plans it")
         return report
+    task = _task(config, card["task"])
+    if isinstance(plan, CensusPlan):
+        report.notes.append(_NO_CANARIES)
+        report.mechanism = attack_census(plan, len(charged), report.epsilon, task.classes)
+        report.problems += judge_census(report.mechanism, report.epsilon)
+        return report
+    assert isinstance(plan, PrivatePlan)  # there are two mechanisms
     report.mechanism = attack_mechanism(
         plan, len(charged) * plan.steps, report.epsilon, delta, CONFIDENCE
     )
     _judge_mechanism(report, report.mechanism)
-    task = _task(config, card["task"])
     canaries = CANARIES if report.sound else min(CANARIES, max(FEWEST, round(2 * rows)))
     # The divisor is public and no part of the guarantee: it fits the rows of the made-up agent,
     # or steps would be too long.
     crowd = dataclasses.replace(plan, expected_batch=plan.sample_rate * canaries / 2)
-    algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, task, crowd)
+    algorithm = kind(config.algorithm, task, crowd)
     profile = [(cost.epsilon(d), d) for d in _PROFILE]
     visits = min(len(charged), plan.visits)
     report.canaries = attack_messages(

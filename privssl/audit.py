@@ -30,6 +30,7 @@ from privssl.attack import AttackReport, attack
 from privssl.card import attack_bounds, guarantee_sentence
 from privssl.claim_check import AgentReport, Findings, check, events_of
 from privssl.errors import UserError
+from privssl.mechanism_attack import MechanismAttack
 
 
 class Verdict(IntEnum):
@@ -187,10 +188,12 @@ def _attack_table(attack: AttackReport) -> Table:
     if (mechanism := attack.mechanism) is not None:
         table.add_row(
             "mechanism",
-            f"{mechanism.trials} canaries in each world, {mechanism.steps} private steps",
+            mechanism.tried,
             f"epsilon {mechanism.lower_bound:.2f}", f"{mechanism.ceiling:.2f}",
         )  # fmt: skip
-        table.add_row("", "most that one row adds", f"{mechanism.sensitivity:.4f} clip norms", "")
+        if isinstance(mechanism, MechanismAttack):
+            most = f"{mechanism.sensitivity:.4f} clip norms"
+            table.add_row("", "most that one row adds", most, "")
         for name, p in mechanism.p_values.items():
             table.add_row("", f"{name} as promised", f"p = {p:.2g}", "")
     if (canaries := attack.canaries) is not None:

@@ -19,6 +19,7 @@ from accounting.budget import NO_GUARANTEE, Guarantee, Nominal, rounded_up
 from accounting.errors import AccountingError
 from accounting.events import Event, Unprotected, event_to_json, leaves
 from accounting.plan import AccountPlan, Scope
+from privssl.census_plan import CENSUS
 from privssl.errors import PrivacyError
 
 #: agent id, its plan, one event per charged visit, hash of its ledger's last line
@@ -34,17 +35,24 @@ SCHEMA = 1
 
 BRACKET_LIMIT = 40.0  # above this epsilon numeric composition takes many seconds
 
+_ROUNDING = (
+    "Rounding: noise is added in floating point; the bound holds up to a relative error of 1e-6.",
+)
 _NOT_PROTECTED = (
     "Unlabelled rows: query agents train on them without noise.",
     "People with more than one record: the bound is for one record and grows with their number.",
     "Timing, memory use and other side channels, and files on an agent's own disk.",
     "Choices made by looking at the labelled rows before the run (settings, classes).",
-    "Rounding: noise is added in floating point; the bound holds up to a relative error of 1e-6.",
 )
 _NOT_SENT = (
     "losses, accuracies or gradient norms of labelled rows",
     "sizes or members of sampled batches, sampling masks, noise",
     "optimiser state and buffers of networks",
+)
+_NOT_SENT_IN_CENSUS = (
+    "counts without noise, or the noise",
+    "labelled rows, their features, or the cluster of any one of them",
+    "networks: none learns from labelled rows",
 )
 _AS_PUBLISHED = (
     "Every labelled record: networks trained on it without noise leave its agent in every round.",
@@ -85,6 +93,9 @@ def privacy_card(
     epsilons = [entry["epsilon"]["value"] for entry in agents]
     overall = max(epsilons)
     plan, total = accounts[0][1], sum((_cost(p, spent) for _, p, spent, _ in accounts), NOTHING)
+    # A claim is pure where that of each agent is.
+    claimed = max(p.delta_of(_cost(p, spent)) for _, p, spent, _ in accounts)
+    census = plan.update == (CENSUS,)
     card: Card = {
         "schema": SCHEMA,
         "algorithm": algorithm,
@@ -106,19 +117,23 @@ def privacy_card(
         "epsilon": {
             "kind": kind,
             "overall": overall,
-            "person_across_agents": total.epsilon(delta),
-            "paper_sum": _paper_sum(accounts, delta),
+            "person_across_agents": total.epsilon(claimed),
+            "paper_sum": _paper_sum(accounts, claimed),
         },
         "releases": [{"name": n, "status": status, "why": why} for n, status, why in releases],
-        "not_sent": list(_NOT_SENT),
-        "not_protected": [*(_AS_PUBLISHED if scope == "as_published" else ()), *_NOT_PROTECTED],
-        "attack_bounds": attack_bounds(overall, delta) if scope == "sound" else None,
+        "not_sent": list(_NOT_SENT_IN_CENSUS if census else _NOT_SENT),
+        "not_protected": [
+            *(_AS_PUBLISHED if scope == "as_published" else ()),
+            *_NOT_PROTECTED,
+            *(() if census and claimed == 0 else _ROUNDING),
+        ],
+        "attack_bounds": attack_bounds(overall, claimed) if scope == "sound" else None,
         "versions": {name: _version(name) for name in ("privssl", "opacus", "torch", "scipy")},
     }
     if scope == "sound":
         card["guarantee"] = {
             "epsilon": overall,
-            "delta": delta,
+            "delta": claimed,
             "unit": plan.unit,
             "neighbours": plan.adjacency,
             "covers": [name for name, status, _ in releases if status == "covered"],
@@ -202,6 +217,12 @@ def attack_bounds(epsilon: float, delta: float) -> dict[str, float]:
 def render_markdown(card: Card) -> str:
     """The card as a page for people: ``privacy.md``."""
     number = "epsilon" if card["kind"] == "guaranteed" else "nominal epsilon"
+    trained = f"Trained on labelled rows: {_names(card['update'])}; with noise: "
+    if card["update"] == [CENSUS]:
+        trained = "No network is trained on labelled rows. Released about them, with noise: "
+    delta = f"{card['delta']:g}"
+    if (card["guarantee"] or {}).get("delta") == 0:
+        delta = f"0 (pure epsilon; {delta} in the accounts)"
     sums = card["epsilon"]
     lines = [
         f"# Privacy card: {_cell(card['algorithm'])} on {_cell(card['dataset'])}",
@@ -209,9 +230,8 @@ def render_markdown(card: Card) -> str:
         f"**{card['sentence']}**",
         "",
         *([f"- {tighter}"] if (tighter := headline_sentence(card)) else []),
-        f"- Scope: {card['scope']}. Trained on labelled rows: {_names(card['update'])}; with "
-        f"noise: {_names(card['protect'])}.",
-        f"- Unit: one {card['unit']}; neighbours: {card['adjacency']}; delta: {card['delta']:g}; "
+        f"- Scope: {card['scope']}. {trained}{_names(card['protect'])}.",
+        f"- Unit: one {card['unit']}; neighbours: {card['adjacency']}; delta: {delta}; "
         f"row counts: {card['record_counts']}.",
         f"- Overall, the agent that spent most (records are disjoint): {number} "
         f"{rounded_up(sums['overall'])}.",
@@ -278,15 +298,15 @@ def _agent_entry(account: AgentSpend, kind: str) -> Card:
     counted = tuple(
         leaf for event in events for leaf in leaves(event) if not isinstance(leaf, Unprotected)
     )
-    value = cost.epsilon(budget.delta)
-    once = plan.visit_cost
+    delta = plan.delta_of(cost)
+    value, once = cost.epsilon(delta), plan.visit_cost
     return {
         "agent": agent,
-        "epsilon": {"kind": kind, "value": value, **_numeric(counted, budget.delta, value)},
+        "epsilon": {"kind": kind, "value": value, **_numeric(counted, delta, value)},
         "budget": {"epsilon": budget.epsilon, "delta": budget.delta},
         "visit": event_to_json(plan.event),
         "visits": len(events),
-        "visits_left": max_repeats(once, budget=budget.epsilon, delta=budget.delta, spent=cost),
+        "visits_left": max_repeats(once, budget=budget.epsilon, delta=delta, spent=cost),
         "rows": plan.n_public,
         "ledger_head": head,
     }
@@ -296,6 +316,8 @@ def _agent_entry(account: AgentSpend, kind: str) -> Card:
 def _numeric(events: tuple[Event, ...], delta: float, value: float) -> Card:
     """Bounds by numeric composition, valid because the plan was fixed beforehand."""
     none = {"pld_lower": None, "pld_upper": None, "prv": None}
+    if delta == 0:
+        return {**none, "why_no_bounds": "epsilon is the exact sum of pure releases"}
     if value > BRACKET_LIMIT:
         return {**none, "why_no_bounds": f"epsilon above {BRACKET_LIMIT:g} takes too long"}
     try:

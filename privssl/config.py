@@ -26,6 +26,7 @@ from privssl.draft import ORDER, Draft, unless_bad
 from privssl.errors import ConfigError
 from privssl.plain_words import either, report, show
 from privssl.settings import (
+    DP_SGD_KEYS,
     AgentSettings,
     DataSettings,
     ModelSettings,
@@ -90,7 +91,7 @@ def load(
     values |= {"source": path, "warnings": ()}
     config = unless_bad(Config, values, {name for name in ORDER if name in draft.bad})
     draft.check("run.", _name_problems(config))
-    draft.check("", _privacy_problems(config))
+    draft.check("", _privacy_problems(config, algorithms))
     draft.check("", _algorithm_problems(config, algorithms))
     if draft.findings:
         raise ConfigError(report(path, draft.findings))
@@ -124,10 +125,50 @@ def _labelled_rows(config: Config) -> float:
     return config.data.labelled / holders if holders else 0.0
 
 
-def _privacy_problems(config: Config) -> Iterator[Problem]:
+def _privacy_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
     """What the other sections do to the claim. docs/privacy.md."""
     if config.privacy is None:
         return
+    if _is_census(config, algorithms):
+        yield from _census_problems(config)
+    else:
+        yield from _dp_sgd_problems(config)
+    rows = _labelled_rows(config)
+    if rows and 1 / rows <= config.privacy.delta < 1:
+        yield Problem(
+            "privacy.delta",
+            f"{config.privacy.delta} allows a whole row to be published: an agent holds about "
+            f"{rows:.0f} labelled rows. Give less than 1 / {rows:.0f}, better {_delta_for(rows)}",
+        )
+
+
+def _is_census(config: Config, algorithms: Mapping[str, type[Any]]) -> bool:
+    """Whether labels leave as noisy counts, and not in noisy gradients."""
+    return getattr(algorithms[config.algorithm.name], "mechanism", "dp-sgd") == "census"
+
+
+def _census_problems(config: Config) -> Iterator[Problem]:
+    """What a census cannot have: settings of noisy gradients, and clusters that rows share."""
+    name = config.algorithm.name
+    usual = {spec.name: spec.default for spec in dataclasses.fields(PrivacySettings)}
+    for key in DP_SGD_KEYS:
+        value = getattr(config.privacy, key)
+        if value != usual[key]:
+            yield Problem(
+                f"privacy.{key}",
+                f"{show(value)} has no meaning for {name}, which trains no network on labelled "
+                "rows. Leave it out",
+            )
+    if config.model.norm == "batch":
+        yield Problem(
+            "model.norm",
+            "batch norm mixes the rows of a batch, so one row more could move others to another "
+            "cluster. Set model.norm: group",
+        )
+
+
+def _dp_sgd_problems(config: Config) -> Iterator[Problem]:
+    """What breaks clipping row by row."""
     if config.model.norm in ("batch", "static"):
         yield Problem(
             "model.norm",
@@ -144,13 +185,6 @@ def _privacy_problems(config: Config) -> Iterator[Problem]:
             "model.name",
             "trinet_cnn has dropout, whose draws go by a row's place in the batch, so one row more "
             "would change what others contribute. Set model.name: small_cnn",
-        )
-    rows = _labelled_rows(config)
-    if rows and 1 / rows <= config.privacy.delta < 1:
-        yield Problem(
-            "privacy.delta",
-            f"{config.privacy.delta} allows a whole row to be published: an agent holds about "
-            f"{rows:.0f} labelled rows. Give less than 1 / {rows:.0f}, better {_delta_for(rows)}",
         )
 
 

@@ -150,6 +150,21 @@ def batches(fields: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tenso
         yield {name: value[start : start + size] for name, value in fields.items()}
 
 
+def fit(
+    adam: KeptAdam,
+    fields: Mapping[str, Tensor],
+    size: int,
+    loss: Callable[[dict[str, Tensor]], Tensor],
+) -> float:
+    """One pass over rows, a step for each batch of ``size``; the mean loss."""
+    losses = []
+    for batch in batches(fields, size):
+        now = loss(batch)
+        adam.minimise(now)
+        losses.append(now.detach())
+    return mean_of(losses)
+
+
 def mean_of(values: list[Tensor]) -> float:
     """Mean of scalar tensors; 0.0 of none. One synchronisation, at the end of a visit."""
     return float(torch.stack(values).mean()) if values else 0.0

@@ -58,6 +58,11 @@ class MechanismAttack:
     sensitivity: float
     p_values: Mapping[str, float]
 
+    @property
+    def tried(self) -> str:
+        """What was done, in the words of a report."""
+        return f"{self.trials} canaries in each world, {self.steps} private steps"
+
 
 class _Coordinates(nn.Module):
     """A network of nothing but a vector: what is released is the noisy sum itself."""

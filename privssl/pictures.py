@@ -6,6 +6,7 @@ Drawn with Pillow and with matplotlib's Agg canvas, which needs no display and n
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,6 +120,33 @@ def _tiles(
     return np.asarray(sheet)
 
 
+def census_plot(counts: NDArray[np.int64], told: NDArray[np.int64]) -> Picture:
+    """A census as the server sees it: counts with noise, and what each cluster is called.
+
+    Args:
+        counts: (K, C), may be negative.
+        told: (K,) the class that each cluster got.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    clusters, classes = counts.shape
+    size = (max(4.0, 1.5 + 0.4 * classes), min(1.6 + 0.3 * clusters, LARGEST_FIGURE[1]))
+    figure = Figure(figsize=size, dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    image = axes.imshow(counts, cmap="Blues", vmin=0, vmax=max(int(counts.max()), 1), aspect="auto")
+    axes.scatter(
+        told, np.arange(clusters), marker="s", s=90, facecolors="none", edgecolors=LABELLED
+    )
+    axes.set_xticks(range(classes))
+    axes.set(
+        xlabel="class", ylabel="cluster", title="released counts; square: class of the cluster"
+    )
+    figure.colorbar(image)
+    return _pixels(canvas)
+
+
 def partition_plot(
     labelled: Mapping[str, NDArray[np.int64]], unlabelled: Mapping[str, NDArray[np.int64]]
 ) -> Picture:
@@ -175,6 +203,11 @@ def partition_plot(
     legend = figure.legend(loc="outside upper left", ncols=1, frameon=False, fontsize="small")
     for handle in legend.legend_handles:
         handle.set_sizes([60.0])  # type: ignore[union-attr]
-    canvas.draw()  # type: ignore[no-untyped-call]
-    pixels: Picture = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
+    return _pixels(canvas)
+
+
+def _pixels(canvas: Any) -> Picture:
+    """What matplotlib's Agg canvas has drawn."""
+    canvas.draw()
+    pixels: Picture = np.asarray(canvas.buffer_rgba())
     return pixels[..., :3].copy()

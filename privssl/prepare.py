@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from accounting.budget import Budget
 from accounting.plan import AccountPlan
@@ -20,7 +21,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, Task
 from privssl.config import Config
 from privssl.errors import ConfigError, DataError, PrivacyError
-from privssl.privacy import PrivatePlan, make_plan
+from privssl.privacy import Plan
 from privssl.settings import PrivacySettings
 
 
@@ -31,7 +32,7 @@ class Prepared:
     config: Config
     federation: data.Federation
     algorithm: Algorithm[Any]
-    plan: PrivatePlan | None
+    plan: Plan | None
     promises: Mapping[str, AccountPlan]  # of each agent with labels; empty when not private
     device: torch.device
 
@@ -51,20 +52,14 @@ def prepare(config: Config) -> Prepared:
     federation = data.build(config.data, config.agents, config.run.seed)
     dataset, kind = federation.dataset, ALGORITHMS[config.algorithm.name]
     _check_sides(dataset.shape, config.algorithm.name, kind.sides_divisible_by)
-    task = Task(
-        dataset.classes,
-        dataset.shape,
-        lambda: models.build_classifier(
-            config.model, dataset.shape, dataset.classes, config.run.precision
-        ),
-        config.run.precision,
-    )
+    task = _task(config, dataset.classes, dataset.shape)
     plan, holders = None, _labelled(federation)
     if config.privacy is not None:
-        plan = make_plan(
+        plan = kind.make_plan(
             config.privacy,
             rounds=config.algorithm.rounds,
             rows_per_agent=config.data.labelled / len(holders),
+            agents=len(holders),
         )
         if plan.visits:
             _refuse_shared_rows(holders, federation)
@@ -73,6 +68,15 @@ def prepare(config: Config) -> Prepared:
     if plan is not None:
         algorithm.check_private()
     return Prepared(config, federation, algorithm, plan, promises, device)
+
+
+def _task(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
+    precision = config.run.precision
+
+    def build(outputs: int) -> nn.Module:
+        return models.build_classifier(config.model, shape, outputs, precision)
+
+    return Task(classes, shape, lambda: build(classes), precision, build)
 
 
 def _check_sides(shape: tuple[int, int, int], algorithm: str, divisor: int) -> None:
@@ -89,7 +93,7 @@ def _labelled(federation: data.Federation) -> tuple[Agent, ...]:
 
 
 def _promises(
-    plan: PrivatePlan | None, privacy: PrivacySettings | None, agents: tuple[Agent, ...]
+    plan: Plan | None, privacy: PrivacySettings | None, agents: tuple[Agent, ...]
 ) -> dict[str, AccountPlan]:
     """What each agent with labels promises for its rows: id -> plan; none when not private."""
     if plan is None or privacy is None:

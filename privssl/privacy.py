@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -25,8 +25,9 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from accounting.accountants import calibrate_noise
-from accounting.events import Composed, Event, SampledGaussian, Unprotected
+from accounting.accountants import calibrate_noise, epsilon
+from accounting.budget import rounded_up
+from accounting.events import Composed, Event, SampledGaussian, Unprotected, leaves
 from privssl.errors import PrivacyError
 from privssl.settings import PrivacySettings
 
@@ -50,6 +51,23 @@ def os_normal(count: int) -> np.ndarray:
     radius = np.sqrt(-2.0 * np.log1p(-uniform[:half]))  # 1 - u is in (0, 1]
     angle = 2.0 * math.pi * uniform[half:]
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+
+
+class Plan(Protocol):
+    """What accounts, card and loop ask of a plan, whatever its mechanism."""
+
+    @property
+    def update(self) -> tuple[str, ...]: ...  # what leaves a support agent that read its rows
+    @property
+    def protect(self) -> tuple[str, ...]: ...  # what of it leaves with noise
+    @property
+    def visits(self) -> int: ...  # after so many, support agents are left alone
+    @property
+    def scope(self) -> Literal["sound", "as_published"]: ...
+    @property
+    def event(self) -> Event: ...  # what one visit releases
+    def spending(self, settings: PrivacySettings) -> str:
+        """What a dry run says of it."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +104,18 @@ class PrivatePlan:
     @property
     def scope(self) -> Literal["sound", "as_published"]:
         return "sound" if set(self.update) <= set(self.protect) else "as_published"
+
+    def spending(self, settings: PrivacySettings) -> str:
+        """What a dry run says: the numbers of a visit, and what all visits would cost."""
+        noisy = [leaf for leaf in leaves(self.event) if not isinstance(leaf, Unprotected)]
+        spent = epsilon(noisy * self.visits, settings.delta) if self.visits else 0.0
+        return (
+            f"Scope {self.scope}. Noise multiplier {self.noise_multiplier:g}, sample rate "
+            f"{self.sample_rate:g}, {self.visits} visits of {self.steps} private steps to each "
+            f"support agent: {'nominal ' if self.scope == 'as_published' else ''}epsilon "
+            f"{rounded_up(spent)} of {settings.epsilon:g} at delta {settings.delta:g}."
+            + (" The budget ends the visits before that." if spent > settings.epsilon else "")
+        )
 
     def draw_batch(self, rows: int) -> Tensor:
         """A Poisson mask (rows,): each row independently with the sample rate."""

@@ -149,7 +149,7 @@ class Run:
         values = self._measure(state, now, last)
         seconds = time.perf_counter() - begun
         self._tell(now, state, {**values, "time/round_s": seconds}, last)
-        saves = last or now.number % self._config.run.checkpoint_every == 0
+        saves = last or now.number % self._config.run.checkpoint_every == 0 or now.saved
         progress = self._after(now, values, seconds, saves)
         # The round counts from here, after it was told of: a line too many is cut off when the
         # run goes on, and a line that is missing would be missing for ever.
@@ -335,7 +335,8 @@ def _rounds(phases: Sequence[Phase]) -> list[Round]:
     listed: list[Round] = []
     for phase in phases:
         for number in range(1, phase.rounds + 1):
-            listed.append(Round(len(listed) + 1, phase.name, number))
+            saved = phase.saved and number == phase.rounds
+            listed.append(Round(len(listed) + 1, phase.name, number, saved))
     return listed
 
 

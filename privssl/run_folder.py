@@ -25,11 +25,12 @@ from accounting.plan import AccountPlan, refuse_change
 from privssl import config as configs
 from privssl import durable
 from privssl.card import Release, guarantee_sentence, headline_sentence
+from privssl.census_plan import CENSUS
 from privssl.checkpoint import Snapshot
 from privssl.config import Config
 from privssl.errors import RunFolderError
 from privssl.prepare import Prepared, bare_contents, row_contents
-from privssl.privacy import PrivatePlan
+from privssl.privacy import Plan
 
 log = logging.getLogger("privssl")
 
@@ -319,11 +320,14 @@ def copy_ledgers(prepared: Prepared, folder: Path) -> None:
             durable.replace(path, read_content(ledger / path.name))
 
 
-def releases(plan: PrivatePlan | AccountPlan, config: Config) -> list[Release]:
+def releases(plan: Plan | AccountPlan, config: Config) -> list[Release]:
     """Everything that leaves a support agent: name, covered or not, why."""
     plainly = [name for name in plan.update if name not in plan.protect]
-    if not plainly:
-        sent: list[Release] = [
+    if plan.update == (CENSUS,):
+        why = "integer histogram with discrete Laplace noise on every cell"
+        sent: list[Release] = [(CENSUS, "covered", why)]
+    elif not plainly:
+        sent = [
             (name, "covered", "trained by DP-SGD under the agent's account")
             for name in plan.protect
         ]

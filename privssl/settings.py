@@ -16,6 +16,12 @@ strict = ConfigDict(extra="forbid", strict=True)
 
 Network = Literal["F", "G", "D"]
 PartitionName = Literal["iid", "dirichlet", "classes_per_agent", "round_robin", "imbalanced"]
+#: Keys of the privacy section that only training with noisy gradients has.
+DP_SGD_KEYS = (
+    *("update_at_support", "protect", "noise_multiplier", "clip_norm", "sample_rate", "steps"),
+    *("visits", "learning_rate", "momentum", "average_last", "augment", "views"),
+    "acknowledge_unsound",
+)
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -139,23 +139,7 @@ def _describe(prepared: Any, console: Console) -> None:
     if prepared.plan is None:
         console.print("Not private: the plan spends no budget and nothing is guaranteed.")
     else:
-        console.print(_planned_spending(prepared.plan, prepared.config.privacy), markup=False)
-
-
-def _planned_spending(plan: Any, privacy: Any) -> str:
-    from accounting.accountants import epsilon
-    from accounting.budget import rounded_up
-    from accounting.events import Unprotected, leaves
-
-    noisy = [leaf for leaf in leaves(plan.event) if not isinstance(leaf, Unprotected)]
-    spent = epsilon(noisy * plan.visits, privacy.delta) if plan.visits else 0.0
-    return (
-        f"Scope {plan.scope}. Noise multiplier {plan.noise_multiplier:g}, sample rate "
-        f"{plan.sample_rate:g}, {plan.visits} visits of {plan.steps} private steps to each "
-        f"support agent: {'nominal ' if plan.scope == 'as_published' else ''}epsilon "
-        f"{rounded_up(spent)} of {privacy.epsilon:g} at delta {privacy.delta:g}."
-        + (" The budget ends the visits before that." if spent > privacy.epsilon else "")
-    )
+        console.print(prepared.plan.spending(prepared.config.privacy), markup=False)
 
 
 def _report(

@@ -28,6 +28,7 @@ class Round:
     number: int
     phase: str = "train"
     number_in_phase: int = 0
+    saved: bool = False  # whether a checkpoint follows it in any case
 
 
 @dataclass(frozen=True)

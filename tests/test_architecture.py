@@ -38,6 +38,7 @@ COMMANDS = tuple(
             "rebuilt_card",
             "run_traces",
             "mechanism_attack",
+            "census_attack",
             "card",
         ),
     )
@@ -55,10 +56,10 @@ FORBIDDEN = {
     f"privssl.{name}": (*UPPER, "privssl.engines", "privssl.algorithms", "privssl.world")
     for name in (
         *("agents", "errors", "learn", "losses", "messages", "mixup", "models"),
-        *("privacy", "pseudo", "seeds", "settings"),
+        *("census_plan", "privacy", "pseudo", "seeds", "settings"),
     )
 }
-EXCEPTIONS = {"privssl.algorithms": ("privssl.data.augment", "privssl.data.rand_augment")}
+EXCEPTIONS = {"privssl.algorithms": ("privssl.data.augment", "privssl.data.views")}
 
 # Reading a file must not run code from it, and an import must be visible to the rules above.
 UNSAFE = (

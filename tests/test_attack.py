@@ -238,7 +238,7 @@ def on_messages(tmp_path: Path, *overrides: str, claimed: float = 50.0) -> Canar
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
     prepared = prepare(config.load(path, overrides))
-    assert prepared.plan is not None
+    assert isinstance(prepared.plan, PrivatePlan)
     plan = dataclasses.replace(prepared.plan, expected_batch=CANARIES / 2)
     algorithm = type(prepared.algorithm)(
         prepared.config.algorithm, prepared.algorithm.task, plan

@@ -112,7 +112,7 @@ def test_rounds_may_count_from_one() -> None:
 
 
 def test_without_pseudo_labels_no_mean_of_probabilities_can_pass() -> None:
-    assert FedTriNetConfig(pseudo_labels="off").threshold(0.1, 34) > 1
+    assert FedTriNetConfig(pseudo_labels="never").threshold(0.1, 34) > 1
 
 
 # Confidence: networks that answer with probabilities of our choice ---------------------------
@@ -423,7 +423,7 @@ def test_phase_2_is_fedavg_where_c_is_all_of_w_and_nothing_is_tuned_or_admitted(
     same: dict[str, Any] = {"batch_size": 50, "local_epochs": 2}
     third: dict[str, Any] = {
         "shallow_convolutions": None,
-        "pseudo_labels": "off",
+        "pseudo_labels": "never",
         "fine_tune_epochs": 0,
     }
     fedavg = play(tri(warm_up=4, **same), clients(), 4).state.F
@@ -630,7 +630,7 @@ def test_query_agents_sit_out_phase_1_and_are_silent_while_they_believe_no_row()
     parties = federation()
     after = play(tri(warm_up=1), parties, 1, engine=Overheard)
     assert {call.to.id for call, _ in heard(after)} == {"s0", "s1"}
-    off = play(tri(warm_up=1, pseudo_labels="off"), parties, 2, engine=Overheard)
+    off = play(tri(warm_up=1, pseudo_labels="never"), parties, 2, engine=Overheard)
     silent = [call.to.id for call, reply in heard(off, 2) if reply.silent]
     assert silent == ["q0", "q1"]
     assert all(agent.memory == {} for agent in parties.agents if agent.role == "query")

@@ -412,7 +412,7 @@ def uncoupled(config: Config, folder: Path) -> list[str]:
         patch.setattr(privacy._OSNoise, "add_noise", adds)
         assert not isinstance(visit(prepared, agents["s0"], context("s0")), Silence)
     [event] = read_journal(folder / "s0.jsonl").events
-    assert isinstance(event, SampledGaussian) and prepared.plan is not None
+    assert isinstance(event, SampledGaussian) and isinstance(prepared.plan, PrivatePlan)
     deviation = float(np.concatenate(noise).std()) / prepared.plan.clip_norm
     rate = float(np.mean(masks))
     problems = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from privssl import checkpoint, models
 from privssl.algorithms import ALGORITHMS
@@ -75,7 +75,11 @@ def make(
     quick = {key: value for key, value in QUICK.items() if key in known}
     model = ModelSettings(width=4, norm=norm)  # type: ignore[arg-type]  # checked by pydantic
     shape = (1, 8, 8)
-    task = Task(10, shape, lambda: models.build_classifier(model, shape, 10, precision), precision)
+
+    def build(outputs: int) -> nn.Module:
+        return models.build_classifier(model, shape, outputs, precision)
+
+    task = Task(10, shape, lambda: build(10), precision, build)
     return kind(kind.Config(**(quick | settings)), task)
 
 
@@ -158,17 +162,37 @@ class Played:
         return self.algorithm.classifier(self.state)
 
 
+def rounds_played(algorithm: Algorithm[Any]) -> int:
+    """Two, and all of them where there are phases, which differ in what they do."""
+    phases = algorithm.phases()
+    return 2 if len(phases) == 1 else sum(phase.rounds for phase in phases)
+
+
+def _round(algorithm: Algorithm[Any], number: int) -> Round:
+    """Round ``number`` of a run; after the last phase, another one of it."""
+    before = 0
+    for phase in algorithm.phases():
+        if number <= before + phase.rounds:
+            break
+        before += phase.rounds
+    return Round(number, phase.name, number - before)
+
+
 def play(
     algorithm: Algorithm[Any],
     parties: Federation,
-    rounds: int = 2,
+    rounds: int | None = None,
     *,
     seed: int = 0,
     engine: type[LocalEngine] = LocalEngine,
     check_wire: bool = False,
     resume: Snapshot | None = None,
 ) -> Played:
-    """Rounds 1 to ``rounds``, or those after a snapshot. Agents start without a memory."""
+    """Rounds 1 to ``rounds``, or those after a snapshot. Agents start without a memory.
+
+    By default as many as ``rounds_played`` says.
+    """
+    rounds = rounds_played(algorithm) if rounds is None else rounds
     for agent in parties.agents:
         agent.memory = {}
     there = engine(parties.agents, seed=seed, device=torch.device("cpu"), check_wire=check_wire)
@@ -180,7 +204,7 @@ def play(
         there.restore(resume.memories)
     state = begun
     for number in range(done + 1, rounds + 1):
-        world.begin(Round(number, "train", number))
+        world.begin(_round(algorithm, number))
         state = algorithm.round(state, world)
     return Played(algorithm, there, world, begun, state)
 

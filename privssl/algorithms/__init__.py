@@ -10,6 +10,7 @@ from privssl.algorithms.fedmatch import FedMatch
 from privssl.algorithms.fedseal import FedSEAL
 from privssl.algorithms.fedssl import FedSSL
 from privssl.algorithms.fedtrinet import FedTriNet
+from privssl.algorithms.label_census import LabelCensus
 from privssl.algorithms.pseudo_baselines import FedSem
 from privssl.algorithms.semifl import SemiFL
 
@@ -22,6 +23,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
     "fedtrinet": FedTriNet,
     "fedmatch": FedMatch,
     "semifl": SemiFL,
+    "label_census": LabelCensus,
     "server_sl": ServerSL,
     "fedavg": FedAvg,
     "fedprox": FedProx,

@@ -9,18 +9,18 @@ itself between calls. Algorithms are final: a variant is a config field or a new
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from privssl import seeds
+from privssl import census_plan, privacy, seeds
 from privssl.messages import StateDict
 from privssl.models.precision import Precision
-from privssl.privacy import PrivatePlan
-from privssl.settings import Problem
+from privssl.privacy import Plan
+from privssl.settings import PrivacySettings, Problem
 
 if TYPE_CHECKING:
     from privssl.world import World
@@ -91,6 +91,7 @@ class Task:
     shape: tuple[int, int, int]
     new_classifier: "NetworkFactory"
     precision: Precision = "float32"
+    new_body: "Callable[[int], nn.Module] | None" = None  # F with so many outputs, as an encoder
 
 
 class NetworkFactory(Protocol):
@@ -110,6 +111,7 @@ class Phase:
 
     name: str
     rounds: int
+    saved: bool = False  # a checkpoint after its last round, whatever run.checkpoint_every says
 
 
 class Algorithm(ABC, Generic[State]):
@@ -119,12 +121,17 @@ class Algorithm(ABC, Generic[State]):
     Config: ClassVar[type[Any]]
     #: Whether the algorithm can train under a privacy plan.
     can_be_private: ClassVar[bool] = False
+    #: How labelled rows are protected there: by noise on gradients, or on counts of labels.
+    mechanism: ClassVar[Literal["dp-sgd", "census"]] = "dp-sgd"
     #: What the height and width of rows must be multiples of.
     sides_divisible_by: ClassVar[int] = 1
     #: Class of the state, so that a checkpoint can be read back.
     StateType: ClassVar[type[Any]]
 
-    def __init__(self, config: Any, task: Task, plan: PrivatePlan | None = None) -> None:
+    #: None, or the plan of its mechanism: a ``PrivatePlan`` or a ``CensusPlan``.
+    plan: Any
+
+    def __init__(self, config: Any, task: Task, plan: Plan | None = None) -> None:
         """``plan`` makes the run private; only algorithms with ``can_be_private`` get one."""
         self.cfg = config
         self.task = task
@@ -139,13 +146,34 @@ class Algorithm(ABC, Generic[State]):
         """
         return iter(())
 
+    @classmethod
+    def make_plan(
+        cls, settings: PrivacySettings, *, rounds: int, rows_per_agent: float, agents: int = 1
+    ) -> Plan:
+        """The plan of its mechanism, every number of it public and fixed before the run.
+
+        Args:
+            settings: the privacy section.
+            rounds: of the whole run; a support agent is visited at most once in each.
+            rows_per_agent: declared labelled rows of one support agent, public.
+            agents: number of support agents.
+
+        Raises:
+            accounting.errors.PlanError: no noise fits the budget.
+        """
+        if cls.mechanism == "census":
+            return census_plan.make_plan(settings, rows=rows_per_agent * agents)
+        return privacy.make_plan(settings, rounds=rounds, rows_per_agent=rows_per_agent)
+
     def networks(self) -> Mapping[str, nn.Module]:
         """The networks by name, for checks; their weights mean nothing between visits."""
         return {}
 
     def check_private(self) -> None:
-        """Raises PrivacyError when a private loss mixes rows. Owed where ``can_be_private``."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be trained privately")
+        """Raises PrivacyError when a private loss mixes rows. Owed where ``can_be_private``,
+        except by a census: no network learns from its labelled rows."""
+        if self.mechanism != "census":
+            raise NotImplementedError(f"{type(self).__name__} cannot be trained privately")
 
     def canary_losses(self) -> Mapping[str, "CanaryLoss"]:
         """What the audit attacks: network -> how badly it knows one labelled row.

@@ -157,14 +157,15 @@ class _Bound(Algorithm[State]):
         group_of_F = learn.AdamGroup(F, self.cfg.learning_rate, (0.9, 0.99))
         adam = learn.KeptAdam({"F": group_of_F}, agent.memory, group)
         seen = self.cfg.augmentation()(learn.network_input(x, ctx.device), ctx.rng("augment F"))
-        rng, losses = ctx.rng("mixup"), []
-        for batch in learn.batches({"x": seen, "p": p.to(ctx.device)}, self.cfg.batch_size):
+        rng = ctx.rng("mixup")
+
+        def loss(batch: dict[str, Tensor]) -> Tensor:
             rows, labels = self._mixed(batch["x"], batch["p"], rng)
-            loss = soft_cross_entropy(F(rows), labels).mean()
-            adam.minimise(loss)
-            losses.append(loss.detach())
+            return soft_cross_entropy(F(rows), labels).mean()
+
+        fields = {"x": seen, "p": p.to(ctx.device)}
+        ctx.note(f"train/loss_F/{group}", learn.fit(adam, fields, self.cfg.batch_size, loss))
         agent.memory = {**agent.memory, **adam.remember()}
-        ctx.note(f"train/loss_F/{group}", learn.mean_of(losses))
         return Classifier(learn.weights_of(F))
 
     def _mixed(self, x: Tensor, p: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:

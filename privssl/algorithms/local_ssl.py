@@ -19,25 +19,21 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, config=strict)
-class ClassifierTraining:
-    """How F is trained at every agent; the same for FedSSL and for what it is compared with.
+class SelfTraining:
+    """How F learns at an agent, and how a moving average of F guesses labels for rows without.
 
-    Sources: the paper gives alpha, Z and K as symbols only; numbers are ours, measured in
-    docs/fedssl.md.
+    Sources: Fan et al. give Z and K as symbols only; numbers are ours, measured in docs/fedssl.md.
     """
 
-    rounds: Positive = 100  # ours; the paper gives none
     local_steps: Positive = 20  # of every agent in every round
     batch_size: Positive = 32
     learning_rate: Rate = 2e-3  # Adam, of F
     augment: Literal["none", "weak", "mid", "strong"] = "strong"  # of the rows that F learns from
     flip: bool = False  # mirror images left to right: objects yes, digits no
-    weights: Literal["half", "rows", "equal"] = "half"  # half: Eq. 1, each group one half
     sharpness: Annotated[float, Field(gt=1)] = 2.0  # Z of Eq. 2
     views: Positive = 2  # K: augmented views whose mean prediction is the pseudo-label
     teacher_decay: Share = 0.8  # of the moving average of F that guesses labels and is released
     query_per_round: Positive | None = None  # query agents drawn for a round; all when absent
-    warm_up: Count = 2  # rounds in which F learns at support agents only
 
     def augmentation(self, name: str = "") -> Augmentation:
         """The named augmentation (default: of F's rows), with mirroring as configured."""
@@ -46,6 +42,15 @@ class ClassifierTraining:
     def decay(self, round_number: int) -> float:
         """Of the teacher after a round: short at first, so that it is not the untrained F."""
         return min(self.teacher_decay, (1 + round_number) / (5 + round_number))
+
+
+@dataclass(frozen=True, config=strict)
+class ClassifierTraining(SelfTraining):
+    """How F is trained at all agents; the same for FedSSL and for what it is compared with."""
+
+    rounds: Positive = 100  # ours; the paper gives none
+    weights: Literal["half", "rows", "equal"] = "half"  # half: Eq. 1, each group one half
+    warm_up: Count = 2  # rounds in which F learns at support agents only
 
 
 def needs_unlabelled(config: Any) -> Iterator[Problem]:

@@ -58,7 +58,7 @@ class FedTriNetConfig:
     schedule: Literal["printed", "floor", "unprotected"] = "printed"  # of theta(t): shrinkage
     clock: Rate = 1.0  # rounds of this run per round of the schedules: 0.5 for runs half as long
     first_round: Literal[0, 1] = 0  # t of the first round of phase 2; code: 0
-    pseudo_labels: Literal["fresh", "kept", "off"] = "fresh"  # code: kept, once admitted, for ever
+    pseudo_labels: Literal["fresh", "kept", "never"] = "fresh"  # code: kept, for ever
     retrain: Literal["two_streams", "mixed", "ramp"] = "two_streams"  # see steps; code: ramp
     pseudo_weight: Amount = 1.0  # lambda of Eq. 6, in two streams; ours
     weights: Literal["equal", "rows"] = "equal"  # of agents in the mean; Eq. 1: equal
@@ -77,7 +77,7 @@ class FedTriNetConfig:
 
         The mean of three probabilities must exceed it: at 2 no row passes, at 0 every row does.
         """
-        if self.pseudo_labels == "off":
+        if self.pseudo_labels == "never":
             return 2.0
         now = (t + self.first_round) / self.clock
         return self.alpha * confidence * shrinkage(now, self.schedule)

@@ -1,0 +1,109 @@
+"""Clusters of rows that lie with several parties: fine ones by k-means, joined along a graph.
+
+k-means cuts a class that is long and thin into pieces, and joins classes that lie close. So it is
+asked for many small cells, and the cells are joined into K clusters along the graph of which are
+neighbours: two cells are, as often as one is nearest and the other second to the same row
+(Martinetz, Schulten 1994, with counts), and normalised cuts of that graph (Ng, Jordan, Weiss
+2001) are the clusters.
+
+Everything is a sum over agents, so the result is that of all rows in one place. A round of Lloyd's
+algorithm needs each cell's sum and count; its seeds are picked by k-means++ (Arthur, Vassilvitskii
+2007) from centroids of the agents' own k-means with their counts; the graph is a table of counts.
+Features are centred by a public mean and normalised, so distance is angle.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+LLOYD = 10  # rounds of a k-means in one place
+
+
+def on_sphere(features: Tensor, mean: Tensor) -> Tensor:
+    """Features (N, E) without their mean (E,), at length 1."""
+    return normalize(features - mean, dim=1)
+
+
+def nearest(points: Tensor, centroids: Tensor) -> Tensor:
+    """The centroid nearest to each point (N,): points (N, E) at length 1, centroids (K, E)."""
+    return distances(points, centroids).argmin(dim=1)
+
+
+def distances(points: Tensor, centroids: Tensor) -> Tensor:
+    """Squared Euclidean distances (N, K), up to each point's own length."""
+    return centroids.square().sum(dim=1) - 2 * points @ centroids.T
+
+
+def sums(points: Tensor, centroids: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Sum (K, E) and number (K,) of the points nearest to each centroid; weighted where given."""
+    weight = torch.ones(len(points)) if weight is None else weight
+    chosen, k = nearest(points, centroids), len(centroids)
+    total = torch.zeros(k, points.shape[1]).index_add_(0, chosen, points * weight[:, None])
+    return total, torch.zeros(k).index_add_(0, chosen, weight)
+
+
+def moved(centroids: Tensor, total: Tensor, count: Tensor) -> Tensor:
+    """Centroids at the means of their clusters; an empty cluster's stays where it is."""
+    held = (count > 0)[:, None]
+    return torch.where(held, total / torch.where(held, count[:, None], 1.0), centroids)
+
+
+def k_means(points: Tensor, weight: Tensor, k: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Weighted k-means with k-means++ seeds on points in one place.
+
+    Args:
+        points: (N, E), N >= 1. weight: (N,) >= 0, some of it above 0.
+        k: clusters; with fewer points than that some centroids coincide.
+
+    Returns:
+        Centroids (K, E), and the weight of each cluster (K,).
+    """
+    centroids = _seeds(points, weight, k, rng)
+    for _ in range(LLOYD):
+        centroids = moved(centroids, *sums(points, centroids, weight))
+    return centroids, sums(points, centroids, weight)[1]
+
+
+def _seeds(points: Tensor, weight: Tensor, k: int, rng: torch.Generator) -> Tensor:
+    """k-means++: each next seed is drawn by weight x squared distance to the nearest so far."""
+    first = torch.multinomial(weight, 1, generator=rng)
+    chosen = points[first]
+    gap = (points - chosen).square().sum(dim=1)
+    for _ in range(k - 1):
+        odds = weight * gap
+        if not odds.sum() > 0:  # every point is a seed already
+            odds = weight
+        seed = points[torch.multinomial(odds, 1, generator=rng)]
+        chosen = torch.cat([chosen, seed])
+        gap = torch.minimum(gap, (points - seed).square().sum(dim=1))
+    return chosen
+
+
+def neighbours(points: Tensor, centroids: Tensor) -> Tensor:
+    """How many points have cell i nearest and j second: (J, J) counts. With one cell, (1, 1) of 0.
+
+    Args:
+        points: (N, E). centroids: (J, E).
+    """
+    cells = len(centroids)
+    if cells < 2:
+        return torch.zeros(cells, cells)
+    first, second = distances(points, centroids).topk(2, dim=1, largest=False).indices.T
+    return torch.bincount(first * cells + second, minlength=cells**2).view(cells, cells).float()
+
+
+def joined(graph: Tensor, k: int, seed: int) -> Tensor:
+    """Cells joined into k clusters by normalised cuts: the cluster of each cell (J,), int64.
+
+    Args:
+        graph: (J, J) counts as ``neighbours`` gives them, over all agents.
+        k: clusters; with fewer cells than that, each is one.
+        seed: of the restarts of the k-means in eigenvectors.
+    """
+    from sklearn.cluster import spectral_clustering  # it takes a second, and few runs need it
+
+    if len(graph) <= k:
+        return torch.arange(len(graph))
+    affinity = (graph + graph.T).double().numpy() + 1e-6  # an edge everywhere: one component
+    found = spectral_clustering(affinity, n_clusters=k, random_state=seed, n_init=10)
+    return torch.from_numpy(found).long()

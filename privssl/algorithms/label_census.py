@@ -1,0 +1,294 @@
+"""Label census: labels are released once, as counts, and never train a network (ours).
+
+Nothing that depends on a label moves a weight at a support agent. Query agents learn an encoder
+without labels and cut its features into K clusters; each support agent then answers one question,
+once: how many of my records of each class lie in each cluster? It adds noise to every count.
+Query agents train the classifier on what the counts say, then on their own growing confidence.
+
+    encoder         query agents: two views of a row must look alike              label_free.py
+    clusters        query agents: sums and counts of features                     label_free.py
+    census          support agents: K x C counts + discrete Laplace noise         answer
+    votes           server: class of each cluster from the counts                 votes.py
+                    query agents: F on these classes
+    self-training   query agents: F on the guesses of its own moving average
+
+Privacy: one record changes one count by one, so an answer is epsilon-DP with delta 0 against
+adding, removing or blanking a record. No weights leave a support agent, and those that reach it
+come from unlabelled rows alone. docs/label_census.md.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, final
+
+import numpy as np
+import pydantic.dataclasses
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from accounting.errors import BudgetExhausted
+from privssl import learn
+from privssl.agents import QueryAgent, SupportAgent
+from privssl.algorithms.base import Context, Phase, Task, on_agent
+from privssl.algorithms.label_free import Map, MapConfig, MapsRows, MapState, map_of, said, summed
+from privssl.algorithms.local_ssl import needs_unlabelled, no_statistics
+from privssl.algorithms.votes import class_posterior
+from privssl.census_plan import CensusPlan
+from privssl.losses import soft_cross_entropy
+from privssl.messages import Message, Silence, StateDict, average
+from privssl.pictures import census_plot
+from privssl.pseudo import guess_labels
+from privssl.settings import Positive, Problem, strict
+from privssl.world import World
+
+# What travels -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Census(Message):
+    """Up, from a support agent, once: labelled rows by cluster and class (K, C), with noise."""
+
+    census: Tensor
+
+
+@dataclass(frozen=True)
+class Lesson(Message):
+    """Down: the classifier; the teacher, or what clusters are called."""
+
+    F: StateDict
+    teacher: StateDict
+    learning_rate: float
+    map_of_rows: StateDict  # the encoder; empty in self-training
+    mean: Tensor
+    centroids: Tensor
+    cluster: Tensor
+    classes: Tensor  # (K, C)
+
+
+@dataclass(frozen=True)
+class Classifier(Message):
+    """Up, from a query agent: the classifier after local training."""
+
+    F: StateDict
+
+
+@dataclass(frozen=True)
+class State(MapState):
+    """What the server keeps between rounds."""
+
+    F: StateDict
+    teacher: StateDict  # moving average of F; is evaluated and released
+    histogram: Tensor  # (K, C) int64, sum of the answers
+    classes: Tensor  # (K, C) probability of each class to be a cluster's
+    answers: int = 0  # support agents that answered
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class LabelCensusConfig(MapConfig):
+    """Section ``algorithm`` for the label census. All of it is fixed before a label is read."""
+
+    name: Literal["label_census"] = "label_census"
+    vote_rounds: Positive = 12
+    self_training_rounds: Positive = 28
+    purity: Annotated[float, Field(gt=0, lt=1)] = 0.9  # expected of a cluster
+    balanced: bool = True  # whether classes are expected to be equally frequent
+    local_steps: Positive = 10
+    batch_size: Positive = 64
+
+    @property
+    def rounds(self) -> int:
+        """Of all phases."""
+        return (
+            self.encoder_rounds + self.cluster_rounds + 1
+            + self.vote_rounds + self.self_training_rounds
+        )  # fmt: skip
+
+
+# The algorithm ------------------------------------------------------------------------------
+
+
+@final
+class LabelCensus(MapsRows):
+    """One question to every support agent; all training at query agents."""
+
+    Config = LabelCensusConfig
+    StateType = State
+    can_be_private = True
+    mechanism = "census"
+    plan: CensusPlan | None
+    cfg: LabelCensusConfig
+
+    def __init__(self, config: LabelCensusConfig, task: Task, plan: Any = None) -> None:
+        super().__init__(config, task, plan)
+        # Laid out once: a network in another layout rounds differently, so a resumed run would.
+        self._F = task.new_classifier().to(memory_format=torch.channels_last)
+
+    @classmethod
+    def problems(cls, config: Any) -> Iterator[Problem]:
+        yield from needs_unlabelled(config)
+        yield from no_statistics(config)
+
+    def networks(self) -> dict[str, nn.Module]:
+        return {"F": self._F, "encoder": self._encoder}
+
+    def check_private(self) -> None:
+        """No network is trained on labelled rows, so none can mix them."""
+
+    def phases(self) -> tuple[Phase, ...]:
+        return (
+            Phase("encoder", self.cfg.encoder_rounds),
+            Phase("clusters", self.cfg.cluster_rounds),
+            Phase("census", 1, saved=True),
+            Phase("votes", self.cfg.vote_rounds),
+            Phase("self-training", self.cfg.self_training_rounds),
+        )
+
+    def start(self, world: World) -> State:
+        F = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))
+        k, classes = self._k, self.task.classes
+        return State(
+            **self.first_map(world), F=F, teacher=F,
+            histogram=torch.zeros(k, classes, dtype=torch.int64),
+            classes=torch.full((k, classes), 1 / classes),
+        )  # fmt: skip
+
+    def round(self, state: State, world: World) -> State:
+        match world.round.phase:
+            case "encoder":
+                return self.encoder_round(state, world)
+            case "clusters":
+                return self.cluster_round(state, world)
+            case "census":
+                return self._census_round(state, world)
+        return self._training_round(state, world)
+
+    def _census_round(self, state: State, world: World) -> State:
+        asked = () if self.plan is not None and not self.plan.visits else world.support
+        answers = said(world.ask_each(asked, self.answer, map_of(state)))
+        if not answers:
+            return self._with_trunk(state)
+        histogram = summed(answers, "census").long()
+        classes = class_posterior(
+            histogram, state.mass, self._labels(histogram), agents=len(answers),
+            epsilon=None if self.plan is None else self.plan.epsilon,
+            purity=self.cfg.purity, balanced=self.cfg.balanced,
+        )  # fmt: skip
+        return self._with_trunk(
+            replace(state, histogram=histogram, classes=classes, answers=len(answers))
+        )
+
+    def _training_round(self, state: State, world: World) -> State:
+        """One round of training F: on the clusters' classes, later on the teacher's guesses."""
+        if not state.answers:
+            return state  # no label was released: there is nothing to learn from
+        voting = world.round.phase == "votes"
+        lesson = Lesson(
+            F=state.F, teacher=state.teacher, learning_rate=self.cfg.learning_rate,
+            map_of_rows=state.encoder if voting else {}, mean=state.mean,
+            centroids=state.centroids, cluster=state.cluster, classes=state.classes,
+        )  # fmt: skip
+        taking_part = world.sample(world.query, self.cfg.query_per_round)
+        replies = world.ask_each(taking_part, self.training_pass, lesson)
+        F = average(replies, "F", otherwise=state.F)
+        number = world.round.number_in_phase + (0 if voting else self.cfg.vote_rounds)
+        teacher = learn.moving_average(state.teacher, F, self.cfg.decay(number))
+        return replace(state, F=F, teacher=teacher)
+
+    def _with_trunk(self, state: State) -> State:
+        """F begins as the encoder, where the two have the same layers."""
+        body = {k.removeprefix("body."): v for k, v in state.encoder.items()}
+        F = {
+            key: body[key] if key in body and body[key].shape == value.shape else value
+            for key, value in state.F.items()
+        }
+        return replace(state, F=F, teacher=F)
+
+    def _labels(self, histogram: Tensor) -> float:
+        """How many labelled rows there are: promised under a plan, else counted."""
+        if self.plan is not None:
+            return float(self.plan.rows)
+        return float(histogram.sum())
+
+    def classifier(self, state: State) -> StateDict:
+        return state.teacher
+
+    def also_evaluated(self, state: State) -> dict[str, StateDict]:
+        return {"unaveraged": state.F}
+
+    def metrics(self, state: State) -> dict[str, float]:
+        """Of what was released: nothing here is known without the noise."""
+        if not state.answers:
+            return {}
+        sure = state.classes.amax(dim=1)
+        with_cluster = len(set(state.classes.argmax(dim=1).tolist()))
+        return {
+            "census/clusters_in_doubt": float((sure < 0.5).sum()),
+            "census/classes_without_cluster": float(self.task.classes - with_cluster),
+        }
+
+    def pictures(self, state: State, x: Tensor, y: Tensor) -> dict[str, np.ndarray]:
+        if not state.answers:
+            return {}
+        told = state.classes.argmax(dim=1).numpy()
+        return {"images/census": census_plot(state.histogram.numpy(), told)}
+
+    # Steps at query agents ------------------------------------------------------------------
+
+    @on_agent
+    def training_pass(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Classifier:
+        """Learn from what clusters are called, or from the teacher's guesses."""
+        rows = agent.unlabelled
+        ctx.weight = float(len(rows))
+        wanted = self.cfg.local_steps * self.cfg.batch_size
+        picked = learn.draw_rows(len(rows), wanted, ctx.rng("rows"))
+        x = learn.network_input(rows.x[picked], ctx.device)
+        if msg.map_of_rows:
+            places = Map(msg.map_of_rows, msg.mean, msg.centroids, msg.cluster)
+            p = msg.classes[self.cluster_of(rows.x[picked], places, ctx)]
+        else:
+            p = guess_labels(
+                learn.load(self._F.to(ctx.device), msg.teacher), x,
+                augment=self.cfg.augmentation("weak"), views=self.cfg.views,
+                sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),
+            )  # fmt: skip
+        ctx.pseudo_labels(rows.ids[picked], p)
+        F = learn.load(self._F.to(ctx.device), msg.F)
+        group = learn.AdamGroup(F, msg.learning_rate, (0.9, 0.99))
+        adam = learn.KeptAdam({"F": group}, agent.memory, "F")
+        fields = {"x": self.cfg.augmentation()(x, ctx.rng("augment F")), "p": p.to(ctx.device)}
+        loss = learn.fit(
+            adam, fields, self.cfg.batch_size,
+            lambda b: soft_cross_entropy(F(b["x"]), b["p"]).mean(),
+        )  # fmt: skip
+        agent.memory = {**agent.memory, **adam.remember()}
+        ctx.note("train/loss_F", loss)
+        return Classifier(learn.weights_of(F))
+
+    # The one step at support agents -----------------------------------------------------------
+
+    @on_agent
+    def answer(self, agent: SupportAgent, msg: Map, ctx: Context) -> Census | Silence:
+        """Pay, then count, then add noise to every count."""
+        if self.plan is None:
+            return Census(self._count(agent, msg, ctx))
+        assert agent.account is not None
+        try:
+            with agent.account.spend(self.plan.event, ctx.receipt):
+                return Census(self.plan.release(self._count(agent, msg, ctx)))
+        except BudgetExhausted:
+            return Silence("privacy budget is spent")
+
+    def _count(self, agent: SupportAgent, msg: Map, ctx: Context) -> Tensor:
+        """Labelled rows by cluster and class (K, C), int64, exact.
+
+        Row by row: in a batch of another size a row's features differ in their last bits, and a row
+        on a border would change its cluster with the number of the others.
+        """
+        rows, classes = agent.labelled, self.task.classes
+        found = [self.cluster_of(row[None], msg, ctx) for row in rows.x]
+        cell = torch.cat([torch.zeros(0, dtype=torch.int64), *found]) * classes + rows.y
+        return torch.bincount(cell, minlength=self._k * classes).view(self._k, classes)

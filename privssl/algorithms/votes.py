@@ -1,0 +1,90 @@
+"""What class a cluster has, told by a noisy histogram whose noise law is public.
+
+The server sees H[k, c] = n[k, c] + noise, where n counts the labelled rows of class c in cluster k.
+Model: cluster k has one main class, and of its labelled rows a share ``purity`` is of that class,
+while the rest is spread over the other classes evenly. How many labelled rows it has is expected
+and not looked up: all labelled rows (a public number) times the cluster's share of unlabelled
+rows. Counts are Poisson around that; noise is one two-sided geometric draw per support agent.
+
+All of it is post-processing of H and of what query agents sent: it reads no label and is free.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+FAR = 6.0  # largest log prior of a class against the mean: odds of 400
+STEPS = 200  # towards the prior; some tens are enough
+TAIL = 1e-12  # probability of counts and noise that the tables leave out
+
+
+def class_posterior(
+    histogram: Tensor,
+    mass: Tensor,
+    labels: float,
+    *,
+    epsilon: float | None,
+    agents: int,
+    purity: float,
+    balanced: bool,
+) -> Tensor:
+    """Probability of each class to be the main class of each cluster (K, C), rows sum to 1.
+
+    Args:
+        histogram: (K, C) integers, sum of what ``agents`` support agents released.
+        mass: (K,) shares of unlabelled rows in the clusters, summing to 1.
+        labels: expected number of labelled rows over all agents, > 0.
+        epsilon: of each agent's release; None where no noise was added.
+        agents: >= 1; each added noise of its own.
+        purity: in (1 / C, 1).
+        balanced: whether all classes are expected to have the same share of unlabelled rows.
+    """
+    clusters, classes = histogram.shape
+    scores = torch.zeros(clusters, classes, dtype=torch.float64)
+    for k in range(clusters):
+        expected = max(float(mass[k]) * labels, 1e-6)
+        seen = histogram[k].numpy()
+        high = _log_law(seen, expected * purity, epsilon, agents)
+        low = _log_law(seen, expected * (1 - purity) / (classes - 1), epsilon, agents)
+        scores[k] = torch.from_numpy(high - low)
+    return (_balanced(scores, mass.double()) if balanced else scores.softmax(dim=1)).float()
+
+
+def _balanced(scores: Tensor, mass: Tensor) -> Tensor:
+    """Posterior (K, C) under a prior of classes that gives each the same mass of rows.
+
+    The prior is found as in Sinkhorn's algorithm; ``FAR`` bounds it, so that a class without any
+    sign of a cluster is not given one by force.
+    """
+    classes = scores.shape[1]
+    prior = torch.zeros(classes, dtype=scores.dtype)
+    for _ in range(STEPS):
+        share = (mass[:, None] * (scores + prior).softmax(dim=1)).sum(dim=0)  # (C,)
+        prior = prior - 0.5 * (classes * share).clamp(min=1e-6).log()
+        prior = (prior - prior.mean()).clamp(-FAR, FAR)
+    return (scores + prior).softmax(dim=1)
+
+
+def _log_law(
+    seen: NDArray[np.int64], mean: float, epsilon: float | None, agents: int
+) -> NDArray[np.float64]:
+    """log P(count + noise = seen), count Poisson with this mean."""
+    reach = int(np.abs(seen).max()) + 1
+    counts = np.arange(int(mean + 12 * np.sqrt(mean) + 30))
+    log_count = (
+        counts * np.log(mean) - mean - np.concatenate([[0.0], np.cumsum(np.log(counts[1:]))])
+    )
+    law = np.exp(log_count)
+    start = 0
+    if epsilon is not None:
+        wide = int(np.ceil(-np.log(TAIL) / epsilon)) + reach
+        noise = np.exp(-epsilon * np.abs(np.arange(-wide, wide + 1)))
+        noise /= noise.sum()
+        for _ in range(agents):
+            law, start = np.convolve(law, noise), start - wide
+    place = seen - start
+    inside = (place >= 0) & (place < len(law))
+    found = np.where(inside, law[np.clip(place, 0, len(law) - 1)], 0.0)
+    logs: NDArray[np.float64] = np.log(np.maximum(found, 1e-300))
+    return logs

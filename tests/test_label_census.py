@@ -1,0 +1,279 @@
+"""The label census: losses, k-means over parties, votes, and who is asked what."""
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from toy_worlds import Overheard, at_clients, federation, finite, make, play, same_bits
+
+from privssl.algorithms.clusters import (
+    joined,
+    k_means,
+    moved,
+    nearest,
+    neighbours,
+    on_sphere,
+    sums,
+)
+from privssl.algorithms.contrastive import mutual_information, nt_xent
+from privssl.algorithms.label_census import Census, LabelCensus
+from privssl.algorithms.votes import class_posterior
+from privssl.seeds import stream
+
+FEW: dict[str, Any] = {
+    "clusters": 5, "cells": 12, "encoder_rounds": 1, "cluster_rounds": 3, "vote_rounds": 1,
+    "self_training_rounds": 1, "encoder_steps": 2, "encoder_batch_size": 6,
+}  # fmt: skip
+
+
+def normal(*shape: int, name: str = "x") -> Tensor:
+    return torch.randn(*shape, generator=stream(0, 0, "world", name))
+
+
+# Encoder ------------------------------------------------------------------------------------
+
+
+def test_nt_xent_is_the_mean_over_both_views_of_chen_et_al_equation_1() -> None:
+    z1, z2, temperature = normal(3, 4, name="1"), normal(3, 4, name="2"), 0.4
+    views = [*z1.tolist(), *z2.tolist()]
+
+    def cosine(a: list[float], b: list[float]) -> float:
+        return sum(p * q for p, q in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b)
+
+    losses = []
+    for i in range(6):
+        odds = [math.exp(cosine(views[i], views[k]) / temperature) for k in range(6)]
+        losses.append(-math.log(odds[(i + 3) % 6] / (sum(odds) - odds[i])))
+    assert float(nt_xent(z1, z2, temperature)) == pytest.approx(sum(losses) / 6, rel=1e-5)
+
+
+def test_mutual_information_is_log_k_of_sure_and_even_clusters_and_0_of_independent_ones() -> None:
+    even = torch.eye(4).repeat(3, 1)
+    assert float(mutual_information(even, even)) == pytest.approx(math.log(4), abs=1e-5)
+    flat = torch.full((12, 4), 0.25)
+    assert float(mutual_information(flat, even)) == pytest.approx(0, abs=1e-5)
+    one = torch.eye(4)[torch.zeros(12, dtype=torch.int64)]  # all in one cluster: nothing is told
+    assert float(mutual_information(one, one)) == pytest.approx(0, abs=1e-5)
+
+
+# Clusters -----------------------------------------------------------------------------------
+
+
+def test_a_round_of_k_means_over_agents_is_that_on_all_rows_in_one_place() -> None:
+    points = on_sphere(normal(60, 8), torch.zeros(8))
+    centroids = points[:5].clone()
+    parts = [sums(part, centroids) for part in torch.split(points, [7, 33, 20])]
+    total, count = (sum(values) for values in zip(*parts, strict=True))
+    chosen = (points[:, None] - centroids).square().sum(dim=2).argmin(dim=1)
+    means = torch.stack([points[chosen == k].mean(dim=0) for k in range(5)])
+    assert torch.equal(nearest(points, centroids), chosen)
+    torch.testing.assert_close(moved(centroids, total, count), means)
+
+
+def test_an_empty_cluster_stays_where_it_is() -> None:
+    centroids = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    after = moved(centroids, *sums(torch.tensor([[0.8, 0.6]]), centroids))
+    torch.testing.assert_close(after, torch.tensor([[0.8, 0.6], [0.0, 1.0]]))
+
+
+def test_k_means_finds_groups_that_are_far_apart_and_counts_their_weight() -> None:
+    middles = torch.eye(4)
+    points = torch.cat([m + 0.01 * normal(25, 4, name=str(i)) for i, m in enumerate(middles)])
+    weight = torch.arange(1.0, 5).repeat_interleave(25)
+    centroids, mass = k_means(points, weight, 4, stream(0, 0, "world", "seeds"))
+    found = nearest(middles, centroids)
+    assert sorted(found.tolist()) == [0, 1, 2, 3]
+    assert mass[found].tolist() == [25, 50, 75, 100]
+    assert float((centroids[found] - middles).norm(dim=1).max()) < 0.02
+
+
+def test_k_means_of_fewer_points_than_clusters_is_finite() -> None:
+    centroids, mass = k_means(normal(2, 3), torch.ones(2), 5, stream(0, 0, "world", "seeds"))
+    assert bool(centroids.isfinite().all())
+    assert float(mass.sum()) == 2
+
+
+def test_cells_are_neighbours_as_often_as_a_row_lies_between_them() -> None:
+    cells = torch.tensor([[0.0], [1.0], [3.0]])
+    rows = torch.tensor([[0.1], [0.9], [0.8], [1.9], [2.9]])
+    # nearest and second: 0-1, 1-0, 1-0, 1-2 (0.9 against 1.1), 2-1
+    expected = [[0, 1, 0], [2, 0, 1], [0, 1, 0]]
+    assert neighbours(rows, cells).tolist() == expected
+    assert neighbours(rows, cells[:1]).tolist() == [[0]]
+
+
+def test_cells_along_a_curve_are_one_cluster_where_k_means_cuts_the_curve() -> None:
+    # Two rings, one in the other: each is one cluster of the graph, and no k-means finds them.
+    turn = torch.linspace(0, 2 * math.pi, 401)[:-1]
+    ring = torch.stack([turn.cos(), turn.sin()], dim=1)
+    rows = torch.cat([ring, 3 * ring])
+    cells = torch.cat([ring[::20], 3 * ring[::20]])
+    found = joined(neighbours(rows, cells), 2, seed=0)
+    assert len(set(found[:20].tolist())) == 1
+    cut, _ = k_means(rows, torch.ones(800), 2, stream(0, 0, "world", "seeds"))
+    assert len(set(nearest(ring, cut).tolist())) == 2  # the control
+
+
+def test_fewer_cells_than_clusters_are_clusters_of_their_own() -> None:
+    assert joined(torch.zeros(3, 3), 5, seed=0).tolist() == [0, 1, 2]
+
+
+# Votes --------------------------------------------------------------------------------------
+
+
+def likelihood(seen: list[int], expected: list[float], epsilon: float | None, agents: int) -> float:
+    """P(Poisson counts + two-sided geometric noise = seen), by adding up every way there is."""
+
+    def noise(value: int) -> float:
+        if epsilon is None:
+            return float(value == 0)
+        e = math.exp(-epsilon)
+        one = [(1 - e) / (1 + e) * e ** abs(v) for v in range(-60, 61)]
+        if agents == 1:
+            return one[value + 60]
+        return sum(one[v + 60] * one[value - v + 60] for v in range(-30, 31) if abs(value - v) < 60)
+
+    product = 1.0
+    for cell, mean in zip(seen, expected, strict=True):
+        counts = range(40)
+        product *= sum(
+            math.exp(-mean) * mean**n / math.factorial(n) * noise(cell - n) for n in counts
+        )
+    return product
+
+
+@pytest.mark.parametrize(("epsilon", "agents"), [(None, 1), (2.0, 1), (1.0, 2)])
+def test_the_posterior_is_bayes_rule_over_the_class_of_a_cluster(
+    epsilon: float | None, agents: int
+) -> None:
+    histogram, labels, purity = torch.tensor([[4, 1, 0], [0, 0, 2]]), 9.0, 0.8
+    if epsilon is not None:
+        histogram = histogram - 1  # noise makes negative counts
+    mass = torch.tensor([0.7, 0.3])
+    found = class_posterior(
+        histogram, mass, labels, epsilon=epsilon, agents=agents, purity=purity, balanced=False
+    )
+    for k in range(2):
+        expected = float(mass[k]) * labels
+        high, low = expected * purity, expected * (1 - purity) / 2
+        told = [
+            likelihood(
+                histogram[k].tolist(),
+                [high if c == main else low for c in range(3)],
+                epsilon,
+                agents,
+            )
+            for main in range(3)
+        ]
+        assert found[k].tolist() == pytest.approx([t / sum(told) for t in told], abs=1e-4)
+
+
+def test_a_histogram_that_is_all_noise_says_nothing_and_one_without_noise_says_all() -> None:
+    histogram = torch.tensor([[30, 2, -5], [-3, 40, 7]])
+    even = torch.tensor([0.5, 0.5])
+    kind: dict[str, Any] = {"agents": 2, "purity": 0.9, "balanced": False}
+    dim = class_posterior(histogram, even, 10.0, epsilon=0.001, **kind)
+    assert float((dim - 1 / 3).abs().max()) < 0.02
+    counted = torch.tensor([[30, 2, 0], [0, 40, 7]])
+    sure = class_posterior(counted, even, 79.0, epsilon=None, **kind)
+    assert sure.argmax(dim=1).tolist() == [0, 1]
+    assert float(sure.amax(dim=1).min()) > 0.999
+
+
+def test_classes_that_change_names_change_places_in_the_posterior() -> None:
+    histogram = torch.tensor([[4, 0, 1], [2, 3, -1], [0, 0, 5]])
+    mass = torch.full((3,), 1 / 3)
+    kind: dict[str, Any] = {"epsilon": 1.0, "agents": 2, "purity": 0.9, "balanced": False}
+    first = class_posterior(histogram, mass, 15.0, **kind)
+    for order in itertools.permutations(range(3)):
+        again = class_posterior(histogram[:, list(order)], mass, 15.0, **kind)
+        torch.testing.assert_close(again, first[:, list(order)])
+
+
+def test_a_balanced_prior_gives_the_cluster_in_doubt_to_the_class_that_has_none() -> None:
+    # Both clusters look like class 0, the second less so; half of the rows must be class 1.
+    histogram, half = torch.tensor([[9, 0], [5, 4]]), torch.tensor([0.5, 0.5])
+    kind: dict[str, Any] = {"epsilon": 0.5, "agents": 1, "purity": 0.9}
+    loose = class_posterior(histogram, half, 18.0, balanced=False, **kind)
+    fair = class_posterior(histogram, half, 18.0, balanced=True, **kind)
+    assert loose.argmax(dim=1).tolist() == [0, 0]
+    assert fair.argmax(dim=1).tolist() == [0, 1]
+    assert float((half[:, None] * fair).sum(dim=0)[0]) == pytest.approx(0.5, abs=1e-3)
+
+
+# Who is asked what --------------------------------------------------------------------------
+
+
+def test_a_support_agent_is_asked_once_and_sends_counts_and_nothing_else() -> None:
+    parties = federation(labelled=40)
+    after = play(make("label_census", **FEW), parties, engine=Overheard)
+    assert isinstance(after.engine, Overheard)
+    heard = [(c.step.__name__, r) for c, r in after.engine.heard if c.to.role == "support"]
+    assert [step for step, _ in heard] == ["answer", "answer"]
+    assert {reply.sender.id for _, reply in heard} == {"s0", "s1"}
+    for _, reply in heard:
+        assert isinstance(reply.content, Census)
+        assert vars(reply.content).keys() == {"census"}
+        assert reply.content.census.dtype == torch.int64
+        assert int(reply.content.census.sum()) == 20  # no plan: exact
+
+
+def test_each_labelled_row_counts_once_in_the_cluster_and_class_that_it_is_in() -> None:
+    parties = federation(labelled=40)
+    after = play(make("label_census", **FEW), parties)
+    state, census = after.state, after.algorithm
+    assert isinstance(census, LabelCensus)
+    encoder = census.networks()["encoder"].eval()
+    encoder.load_state_dict(state.encoder)
+    expected = np.zeros((5, 10), dtype=np.int64)
+    for agent in parties.agents:
+        if agent.held_labelled is not None:
+            rows = agent.held_labelled
+            with torch.no_grad():
+                features = encoder(2 * rows.x.float() / 255 - 1)
+            points = torch.nn.functional.normalize(features - state.mean, dim=1)
+            for point, label in zip(points, rows.y.tolist(), strict=True):
+                cell = int((state.centroids - point).square().sum(dim=1).argmin())
+                expected[int(state.cluster[cell]), label] += 1
+    assert state.histogram.tolist() == expected.tolist()
+
+
+def test_given_labels_reach_no_weight_before_the_census() -> None:
+    # The encoder and the clusters are the same whatever the labels are; what follows is not.
+    one, other = federation(labelled=40), federation(labelled=40)
+    for agent in other.agents:
+        if agent.held_labelled is not None:
+            agent.held_labelled.y.copy_((agent.held_labelled.y + 1) % 10)
+    before = [play(make("label_census", **FEW), p, rounds=4).state for p in (one, other)]
+    after = [play(make("label_census", **FEW), p).state for p in (one, other)]
+    assert same_bits(*before)
+    assert not same_bits({"F": after[0].F}, {"F": after[1].F})
+    assert same_bits({"e": after[0].encoder}, {"e": after[1].encoder})
+
+
+def test_f_begins_as_the_encoder_but_for_its_last_layer() -> None:
+    state = play(make("label_census", **FEW), federation(labelled=40), rounds=5).state
+    assert torch.equal(state.F["trunk.0.weight"], state.encoder["body.trunk.0.weight"])
+    assert state.F["head.weight"].shape != state.encoder["body.head.weight"].shape
+
+
+@pytest.mark.parametrize("clusters", [2, 30])
+def test_more_clusters_than_rows_of_an_agent_and_very_few_give_finite_weights(
+    clusters: int,
+) -> None:
+    parties = federation(labelled=20, unlabelled=20)
+    after = play(make("label_census", **(FEW | {"clusters": clusters})), parties)
+    assert finite(after.state)
+    assert int(after.state.histogram.sum()) == 20
+
+
+def test_mixed_agents_answer_with_labelled_rows_and_train_on_the_others() -> None:
+    after = play(make("label_census", **FEW), at_clients(labelled=20), engine=Overheard)
+    assert isinstance(after.engine, Overheard)
+    steps = [call.step.__name__ for call, _ in after.engine.heard]
+    assert steps.count("answer") == 2
+    assert int(after.state.histogram.sum()) == 20
