@@ -129,7 +129,7 @@ class Run:
 
     def carry_out(self) -> Status:
         """All rounds that are left. Saves and returns "interrupted" on Ctrl-C."""
-        rounds = _rounds(self._algorithm.phases())
+        rounds = planned_rounds(self._algorithm.phases())
         try:
             for now in rounds[self._kept.progress.round :]:
                 self._one_round(now, last=now is rounds[-1])
@@ -331,7 +331,8 @@ def rounds_of(algorithm: Algorithm[Any]) -> int:
     return sum(phase.rounds for phase in algorithm.phases())
 
 
-def _rounds(phases: Sequence[Phase]) -> list[Round]:
+def planned_rounds(phases: Sequence[Phase]) -> list[Round]:
+    """All rounds of a run, in order."""
     listed: list[Round] = []
     for phase in phases:
         for number in range(1, phase.rounds + 1):

@@ -22,6 +22,7 @@ from privssl.algorithms.clusters import (
 from privssl.algorithms.contrastive import mutual_information, nt_xent
 from privssl.algorithms.label_census import Census, LabelCensus
 from privssl.algorithms.votes import class_posterior
+from privssl.run import planned_rounds
 from privssl.seeds import stream
 
 FEW: dict[str, Any] = {
@@ -277,3 +278,41 @@ def test_mixed_agents_answer_with_labelled_rows_and_train_on_the_others() -> Non
     steps = [call.step.__name__ for call, _ in after.engine.heard]
     assert steps.count("answer") == 2
     assert int(after.state.histogram.sum()) == 20
+
+
+def test_the_cluster_of_a_labelled_row_is_found_from_that_row_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # In a batch of another size features differ in their last bits, so one record more could move
+    # another one over a border. (The control: unlabelled rows do come in batches.)
+    parties, seen = federation(labelled=40), []
+    given = LabelCensus.cluster_of
+
+    def watched(self: LabelCensus, x: Tensor, msg: Any, ctx: Any) -> Tensor:
+        seen.append((ctx.agent[0], len(x)))
+        return given(self, x, msg, ctx)
+
+    monkeypatch.setattr(LabelCensus, "cluster_of", watched)
+    play(make("label_census", **FEW), parties)
+    assert [size for who, size in seen if who == "s"] == [1] * 40
+    assert max(size for who, size in seen if who == "q") > 1
+
+
+def test_the_answers_are_saved_at_once_because_they_cannot_be_asked_for_again() -> None:
+    rounds = planned_rounds(make("label_census", **FEW).phases())
+    assert [now.phase for now in rounds if now.saved] == ["census"]
+    others = planned_rounds(make("fedsem").phases())
+    assert not any(now.saved for now in others)
+
+
+def test_a_picture_shows_the_released_counts_and_numbers_tell_clusters_in_doubt() -> None:
+    after = play(make("label_census", **FEW), federation(labelled=40))
+    none = torch.zeros(0)
+    picture = after.algorithm.pictures(after.state, none, none)["images/census"]
+    assert picture.dtype == np.uint8
+    assert picture.shape[2] == 3
+    told = after.algorithm.metrics(after.state)
+    # five clusters have at most five classes among them
+    assert 5 <= told["census/classes_without_cluster"] <= 9
+    assert 0 <= told["census/clusters_in_doubt"] <= 5
+    assert after.algorithm.metrics(after.begun) == {}

@@ -1,0 +1,138 @@
+"""Accuracy of the label census at several epsilons, on one map of rows for all of them.
+
+    python -m benchmarks.census_curve CONFIG --epsilons 4,2,1 [--seeds 5] [--output FILE]
+                                      [section.key=value ...]
+
+The encoder and the clusters read no label, so at one seed they are the same bits whatever epsilon
+is: they are made once, and every epsilon goes on from there with an account, a census and a
+training of its own. What comes out is what ``privssl.train`` gives with that seed and epsilon, but
+for its noise, in a fraction of the time. The labels of one seed are asked once per epsilon here, to
+measure: somebody who publishes all of it has spent the sum.
+
+Prints a line per run (seed, epsilon, final test accuracy, on validation rows where there are some,
+seconds) and mean, standard deviation and the worst seed per epsilon; --output writes all as JSON.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from privssl import run_folder
+from privssl.algorithms.label_census import LabelCensus
+from privssl.config import Config, load
+from privssl.engines.local import LocalEngine
+from privssl.errors import UserError
+from privssl.evaluate import accuracy
+from privssl.prepare import Prepared, prepare
+from privssl.run import planned_rounds
+from privssl.world import World
+
+
+def measure(config: Config, epsilons: Sequence[float]) -> list[dict[str, Any]]:
+    """The runs of one seed: a record per epsilon; infinity is a census without noise."""
+    begun = time.perf_counter()
+    open_run = prepare(replace(config, privacy=None))
+    engine, world = _start(open_run)
+    algorithm = open_run.algorithm
+    rounds = planned_rounds(algorithm.phases())
+    state = algorithm.start(world)
+    label_free = [now for now in rounds if now.phase in ("encoder", "clusters")]
+    for now in label_free:
+        world.begin(now)
+        state = algorithm.round(state, world)
+    memories, mapped = engine.memories(), time.perf_counter() - begun
+    records = []
+    for epsilon in epsilons:
+        begun = time.perf_counter()
+        private = None
+        if epsilon != float("inf"):
+            assert config.privacy is not None
+            private = replace(config.privacy, epsilon=epsilon)
+        prepared = prepare(replace(config, privacy=private))
+        engine, world = _start(prepared)
+        engine.restore(memories)
+        now_state = state
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            run_folder.opened_accounts(prepared, Path(folder), None),
+        ):
+            for now in rounds[len(label_free) :]:
+                world.begin(now)
+                now_state = prepared.algorithm.round(now_state, world)
+        records.append(
+            {"seed": config.run.seed, "epsilon": epsilon, **_judged(prepared, now_state)}
+            | {"seconds": round(mapped + time.perf_counter() - begun, 1)}
+        )
+        print(json.dumps(records[-1]), flush=True)
+    return records
+
+
+def _start(prepared: Prepared) -> tuple[LocalEngine, World]:
+    seed = prepared.config.run.seed
+    engine = LocalEngine(prepared.federation.agents, seed=seed, device=prepared.device)
+    return engine, World(engine, seed)
+
+
+def _judged(prepared: Prepared, state: Any) -> dict[str, float]:
+    """Accuracy at the end; test rows choose nothing."""
+    dataset, held_out = prepared.federation.dataset, prepared.federation.validation
+    sets = {"test": (dataset.x_test, dataset.y_test)}
+    if held_out is not None:
+        sets["validation"] = (held_out.x, held_out.y)
+    weights = prepared.algorithm.classifier(state)
+    judge = prepared.algorithm.task.new_classifier().to(prepared.device)
+    return {
+        name: accuracy(judge, weights, x, y, device=prepared.device)
+        for name, (x, y) in sets.items()
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 0, or 2 where the config cannot be measured."""
+    parser = argparse.ArgumentParser(prog="benchmarks.census_curve", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--epsilons", default="4,2,1")
+    parser.add_argument("--seeds", default="5", help="a number, or seeds with commas")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_intermixed_args(arguments)
+    named = options.seeds.rstrip(",").split(",")
+    seeds = [int(s) for s in named] if "," in options.seeds else list(range(int(named[0])))
+    epsilons = [float(e) for e in options.epsilons.split(",")]
+    torch.set_num_threads(1)
+    records = []
+    try:
+        for seed in seeds:
+            config = load(options.config, [*options.overrides, f"run.seed={seed}"])
+            if config.algorithm.name != LabelCensus.Config().name or config.privacy is None:
+                raise UserError(f"{options.config}: give a config of label_census with privacy")
+            records += measure(config, epsilons)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"# {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    for epsilon in epsilons:
+        of = [record["test"] for record in records if record["epsilon"] == epsilon]
+        spread = statistics.stdev(of) if len(of) > 1 else 0.0
+        print(
+            f"epsilon {epsilon:g}: mean {statistics.mean(of):.4f} sd {spread:.4f} "
+            f"worst {min(of):.4f} of {len(of)} seeds"
+        )
+    if options.output is not None:
+        options.output.write_text(json.dumps(records, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
