@@ -93,7 +93,7 @@ class LabelCensusConfig(MapConfig):
 
     name: Literal["label_census"] = "label_census"
     vote_rounds: Positive = 12
-    self_training_rounds: Positive = 28
+    self_training_rounds: Positive = 40
     purity: Annotated[float, Field(gt=0, lt=1)] = 0.9  # expected of a cluster
     balanced: bool = True  # whether classes are expected to be equally frequent
     local_steps: Positive = 10
