@@ -70,10 +70,9 @@ def measure(config: Config, epsilons: Sequence[float]) -> list[dict[str, Any]]:
             for now in rounds[len(label_free) :]:
                 world.begin(now)
                 now_state = prepared.algorithm.round(now_state, world)
-        records.append(
-            {"seed": config.run.seed, "epsilon": epsilon, **_judged(prepared, now_state)}
-            | {"seconds": round(mapped + time.perf_counter() - begun, 1)}
-        )
+        about: dict[str, Any] = {"dataset": config.data.name, "labels": config.data.labelled}
+        about |= {"seed": config.run.seed, "epsilon": epsilon, **_judged(prepared, now_state)}
+        records.append(about | {"seconds": round(mapped + time.perf_counter() - begun, 1)})
         print(json.dumps(records[-1]), flush=True)
     return records
 
