@@ -30,7 +30,7 @@ from privssl.algorithms.clusters import (
 from privssl.algorithms.contrastive import FEATURES, Encoder, EncoderTraining, learn_views
 from privssl.algorithms.local_ssl import SelfTraining
 from privssl.messages import Message, Reply, StateDict, average
-from privssl.settings import strict
+from privssl.settings import Positive, strict
 from privssl.world import World
 
 CHUNK = 512  # rows of one forward pass without gradient
@@ -100,6 +100,7 @@ class MapConfig(EncoderTraining, SelfTraining):
 
     clusters: Annotated[int, Field(ge=2)] | None = None  # K; null: the number of classes
     cells: Annotated[int, Field(ge=2)] = 200  # J, of which clusters are joined
+    cluster_rows: Positive = 2000  # of an agent, at most, that cells are placed by
     cluster_rounds: Annotated[int, Field(ge=3)] = 8  # seeds, Lloyd's steps, graph
 
 
@@ -187,25 +188,30 @@ class MapsRows(Algorithm[Any]):
     @on_agent
     def feature_mean(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """Sum (1, E) and number (1,) of the features of all rows."""
-        features = self._features(agent.unlabelled.x, msg, ctx)
+        features = self._features(self._some(agent), msg, ctx)
         return Sums(features.sum(dim=0, keepdim=True), torch.tensor([float(len(features))]))
 
     @on_agent
     def own_cells(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """Centroids of the agent's own k-means, and how many rows each has."""
-        points = self._points(agent.unlabelled.x, msg, ctx)
+        points = self._points(self._some(agent), msg, ctx)
         few = min(self.cfg.cells, len(points))
         return Sums(*k_means(points, torch.ones(len(points)), few, ctx.rng("seeds")))
 
     @on_agent
     def cell_sums(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """One step of Lloyd's algorithm on the agent's rows."""
-        return Sums(*sums(self._points(agent.unlabelled.x, msg, ctx), msg.centroids))
+        return Sums(*sums(self._points(self._some(agent), msg, ctx), msg.centroids))
 
     @on_agent
     def cell_graph(self, agent: QueryAgent, msg: Map, ctx: Context) -> Graph:
         """Which cells the agent's rows lie between."""
-        return Graph(neighbours(self._points(agent.unlabelled.x, msg, ctx), msg.centroids))
+        return Graph(neighbours(self._points(self._some(agent), msg, ctx), msg.centroids))
+
+    def _some(self, agent: QueryAgent) -> Tensor:
+        """The rows by which cells are placed: all, or evenly spaced ones, the same every time."""
+        x = agent.unlabelled.x
+        return x[:: max(1, -(-len(x) // self.cfg.cluster_rows))]
 
     # Features -------------------------------------------------------------------------------
 
