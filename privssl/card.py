@@ -52,7 +52,7 @@ _NOT_SENT = (
 _NOT_SENT_IN_CENSUS = (
     "counts without noise, or the noise",
     "labelled rows, their features, or the cluster of any one of them",
-    "networks: none learns from labelled rows",
+    "networks trained on labelled rows: there are none",
 )
 _AS_PUBLISHED = (
     "Every labelled record: networks trained on it without noise leave its agent in every round.",

@@ -159,6 +159,12 @@ def _census_problems(config: Config) -> Iterator[Problem]:
                 f"{show(value)} has no meaning for {name}, which trains no network on labelled "
                 "rows. Leave it out",
             )
+    if getattr(config.privacy, "record_counts", "") == "private":
+        yield Problem(
+            "privacy.record_counts",
+            "private, but how many labelled rows there are is public in a census (data.labelled): "
+            "set public",
+        )
     if config.model.norm == "batch":
         yield Problem(
             "model.norm",

@@ -341,8 +341,10 @@ def releases(plan: Plan | AccountPlan, config: Config) -> list[Release]:
             for name in plan.update
         ]
     if config.data.labels == "labels-at-client":
-        why = "trained on the agent's unlabelled rows, from what the server sent; reads no label"
+        why = "from the agent's unlabelled rows and what the server sent; reads no label"
         sent.append(("networks of its query pass", "post-processing", why))
+        if plan.update == (CENSUS,):
+            sent.append(("sums and counts of its unlabelled rows", "post-processing", why))
     return [
         *sent,
         (

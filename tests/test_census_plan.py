@@ -300,7 +300,7 @@ def test_the_card_says_what_left_and_that_the_claim_is_pure(trained: Path) -> No
         "covered", "integer histogram with discrete Laplace noise on every cell",
     )  # fmt: skip
     assert not {"F", "D", "G"} & set(listed)
-    assert "networks: none learns from labelled rows" in card["not_sent"]
+    assert "networks trained on labelled rows: there are none" in card["not_sent"]
     assert card["headline"] is None  # at the same delta, 0, there is no tighter number
     assert card["epsilon"]["person_across_agents"] == 8.0
     # e^4 / (1 + e^4): randomized response, which this law is for one record.

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,14 @@ from privssl.algorithms.clusters import (
 )
 from privssl.algorithms.contrastive import mutual_information, nt_xent
 from privssl.algorithms.label_census import Census, LabelCensus
+from privssl.algorithms.label_free import Map, map_of
 from privssl.algorithms.votes import class_posterior
+from privssl.engines import Call
+from privssl.engines.local import LocalEngine
+from privssl.messages import MessageError, Reply
 from privssl.run import planned_rounds
 from privssl.seeds import stream
+from privssl.world import World
 
 FEW: dict[str, Any] = {
     "clusters": 5, "cells": 12, "encoder_rounds": 1, "cluster_rounds": 3, "vote_rounds": 1,
@@ -316,3 +323,80 @@ def test_a_picture_shows_the_released_counts_and_numbers_tell_clusters_in_doubt(
     assert 5 <= told["census/classes_without_cluster"] <= 9
     assert 0 <= told["census/clusters_in_doubt"] <= 5
     assert after.algorithm.metrics(after.begun) == {}
+
+
+# A server that means harm ---------------------------------------------------------------------
+
+
+def crooked(name: str, map_of_rows: Map) -> Map:
+    """The map with one thing wrong. Cell 4 is told to be in a cluster that there is not."""
+    mean, cluster = map_of_rows.mean, map_of_rows.cluster
+    encoder = dict(map_of_rows.encoder)
+    first = next(iter(encoder))
+    beyond, below = cluster.clone(), cluster.clone()
+    beyond[4], below[4] = 5, -1
+    changes: dict[str, dict[str, Any]] = {
+        "a mean for each of a thousand rows": {"mean": mean.expand(1000, -1).clone()},
+        "a mean of another type": {"mean": mean.double()},
+        "no centroids": {"centroids": map_of_rows.centroids[:0]},
+        "a cluster too many": {"cluster": beyond},
+        "a cluster below 0": {"cluster": below},
+        "cells without a cluster": {"cluster": cluster[:3]},
+        "clusters that are no whole numbers": {"cluster": cluster.float()},
+        "an encoder with a layer of another shape": {
+            "encoder": {**encoder, first: encoder[first][:1]}
+        },
+        "an encoder without a layer": {"encoder": {k: v for k, v in encoder.items() if k != first}},
+    }
+    return replace(map_of_rows, **changes[name])
+
+
+MAPS = [
+    "a mean for each of a thousand rows", "a mean of another type", "no centroids",
+    "a cluster too many", "a cluster below 0", "cells without a cluster",
+    "clusters that are no whole numbers", "an encoder with a layer of another shape",
+    "an encoder without a layer",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_crooked_map_is_refused_alike_whatever_rows_there_are(name: str) -> None:
+    census = make("label_census", **FEW)
+    after = play(census, federation(labelled=40), rounds=4)
+    good = map_of(after.state)
+    assert isinstance(census, LabelCensus)
+    told = set()
+    for labelled in (2, 4, 40):  # one row to an agent, two, twenty
+        parties = federation(labelled=labelled)
+        world = World(LocalEngine(parties.agents, seed=0, device=torch.device("cpu")), 0)
+        world.begin(after.world.round)
+        counted = world.ask(world.support[0], census.answer, good).said.census
+        assert int(counted.sum()) == labelled // 2  # the control: the true map is answered
+        with pytest.raises(MessageError) as refused:
+            world.ask(world.support[0], census.answer, crooked(name, good))
+        told.add(str(refused.value))
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("census", [torch.zeros(5, 9, dtype=torch.int64), torch.zeros(5, 10)])
+def test_an_answer_that_is_no_table_of_this_census_is_refused(census: Tensor) -> None:
+    class Liar(LocalEngine):
+        def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+            if calls and calls[0].step.__name__ == "answer":
+                return [Reply(call.to, Census(census)) for call in calls]
+            return super().deliver(calls)
+
+    with pytest.raises(MessageError, match="table of"):
+        play(make("label_census", **FEW), federation(labelled=40), engine=Liar)
+
+
+@pytest.mark.parametrize("epsilon", [None, 16.0, 2.0, 0.01, 1e-5])
+def test_counts_far_beyond_what_was_expected_still_tell_the_class(epsilon: float | None) -> None:
+    # 10 labels expected, 300 seen; and a lying count of a thousand million costs no time
+    histogram = torch.tensor([[45, 300_000, 2], [2, 1, 10**9]])
+    found = class_posterior(
+        histogram, torch.tensor([0.5, 0.5]), 20.0, epsilon=epsilon, agents=2, purity=0.9,
+        balanced=False,
+    )  # fmt: skip
+    assert found.argmax(dim=1).tolist() == [1, 2]
+    assert bool(found.isfinite().all())

@@ -36,7 +36,7 @@ from privssl.algorithms.local_ssl import needs_unlabelled, no_statistics
 from privssl.algorithms.votes import class_posterior
 from privssl.census_plan import CensusPlan
 from privssl.losses import soft_cross_entropy
-from privssl.messages import Message, Silence, StateDict, average
+from privssl.messages import Message, MessageError, Silence, StateDict, average
 from privssl.pictures import census_plot
 from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, strict
@@ -171,9 +171,19 @@ class LabelCensus(MapsRows):
         answers = said(world.ask_each(asked, self.answer, map_of(state)))
         if not answers:
             return self._with_trunk(state)
+        table = (self._k, self.task.classes)
+        for told in answers:
+            if told.census.shape != table or told.census.dtype != torch.int64:
+                raise MessageError(
+                    f"a census is a table of {table} whole numbers, and one that came is of "
+                    f"{tuple(told.census.shape)}, {told.census.dtype}"
+                )
         histogram = summed(answers, "census").long()
+        labels = float(histogram.sum())  # exact where there is no plan, else promised
+        if self.plan is not None:
+            labels = self.plan.rows * len(answers) / len(world.support)
         classes = class_posterior(
-            histogram, state.mass, self._labels(histogram), agents=len(answers),
+            histogram, state.mass, labels, agents=len(answers),
             epsilon=None if self.plan is None else self.plan.epsilon,
             purity=self.cfg.purity, balanced=self.cfg.balanced,
         )  # fmt: skip
@@ -206,12 +216,6 @@ class LabelCensus(MapsRows):
             for key, value in state.F.items()
         }
         return replace(state, F=F, teacher=F)
-
-    def _labels(self, histogram: Tensor) -> float:
-        """How many labelled rows there are: promised under a plan, else counted."""
-        if self.plan is not None:
-            return float(self.plan.rows)
-        return float(histogram.sum())
 
     def classifier(self, state: State) -> StateDict:
         return state.teacher
@@ -272,7 +276,14 @@ class LabelCensus(MapsRows):
 
     @on_agent
     def answer(self, agent: SupportAgent, msg: Map, ctx: Context) -> Census | Silence:
-        """Pay, then count, then add noise to every count."""
+        """Pay, then count, then add noise to every count.
+
+        Raises:
+            MessageError: the map is not one of this census. Checked before a row is looked at, by
+                public numbers alone: a crooked map could otherwise count a row twice, or make an
+                error that depends on where rows lie.
+        """
+        self.check_map(msg)
         if self.plan is None:
             return Census(self._count(agent, msg, ctx))
         assert agent.account is not None
@@ -289,6 +300,7 @@ class LabelCensus(MapsRows):
         on a border would change its cluster with the number of the others.
         """
         rows, classes = agent.labelled, self.task.classes
-        found = [self.cluster_of(row[None], msg, ctx) for row in rows.x]
-        cell = torch.cat([torch.zeros(0, dtype=torch.int64), *found]) * classes + rows.y
-        return torch.bincount(cell, minlength=self._k * classes).view(self._k, classes)
+        counts = torch.zeros(self._k, classes, dtype=torch.int64)
+        for row, label in zip(rows.x, rows.y.tolist(), strict=True):
+            counts[int(self.cluster_of(row[None], msg, ctx)), label] += 1
+        return counts

@@ -29,7 +29,7 @@ from privssl.algorithms.clusters import (
 )
 from privssl.algorithms.contrastive import FEATURES, Encoder, EncoderTraining, learn_views
 from privssl.algorithms.local_ssl import SelfTraining
-from privssl.messages import Message, Reply, StateDict, average
+from privssl.messages import Message, MessageError, Reply, StateDict, average
 from privssl.settings import Positive, strict
 from privssl.world import World
 
@@ -227,6 +227,26 @@ class MapsRows(Algorithm[Any]):
     def _points(self, x: Tensor, msg: Map, ctx: Context) -> Tensor:
         """Of stored rows: where k-means sees them (N, E)."""
         return on_sphere(self._features(x, msg, ctx), msg.mean)
+
+    def check_map(self, msg: Map) -> None:
+        """Refuse a map of another form than this algorithm's own.
+
+        Raises:
+            MessageError: shapes, types or numbers of clusters are not those of the config.
+        """
+        own = self._encoder.state_dict()
+        right = {
+            "encoder": {k: (v.shape, v.dtype) for k, v in msg.encoder.items()}
+            == {k: (v.shape, v.dtype) for k, v in own.items()},
+            "mean": (msg.mean.shape, msg.mean.dtype) == ((FEATURES,), torch.float32),
+            "centroids": (msg.centroids.shape, msg.centroids.dtype)
+            == ((self.cfg.cells, FEATURES), torch.float32),
+            "cluster": (msg.cluster.shape, msg.cluster.dtype) == ((self.cfg.cells,), torch.int64)
+            and 0 <= int(msg.cluster.min()) <= int(msg.cluster.max()) < self._k,
+        }
+        wrong = [name for name, good in right.items() if not good]
+        if wrong:
+            raise MessageError(f"a map whose {' and '.join(wrong)} is not that of this census")
 
     def cluster_of(self, x: Tensor, msg: Map, ctx: Context) -> Tensor:
         """The cluster of each stored row (N,)."""

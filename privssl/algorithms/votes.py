@@ -12,10 +12,12 @@ All of it is post-processing of H and of what query agents sent: it reads no lab
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import gammaln
 from torch import Tensor
 
-FAR = 6.0  # largest log prior of a class against the mean: odds of 400
+FAR = 6.0  # log odds of 400: bound of a class's prior; standard deviations that are no chance
 STEPS = 200  # towards the prior; some tens are enough
+WIDE = 4000  # expected count and reach of all noise above which a normal law stands for both
 TAIL = 1e-12  # probability of counts and noise that the tables leave out
 
 
@@ -42,9 +44,12 @@ def class_posterior(
     """
     clusters, classes = histogram.shape
     scores = torch.zeros(clusters, classes, dtype=torch.float64)
+    noise = 0.0 if epsilon is None else agents * _noise_variance(epsilon)
     for k in range(clusters):
+        seen = histogram[k].numpy().astype(np.float64)
         expected = max(float(mass[k]) * labels, 1e-6)
-        seen = histogram[k].numpy()
+        if seen.max() > expected + FAR * np.sqrt(expected + noise):
+            expected = float(seen.max())  # labels are not spread as rows are: that much is plain
         high = _log_law(seen, expected * purity, epsilon, agents)
         low = _log_law(seen, expected * (1 - purity) / (classes - 1), epsilon, agents)
         scores[k] = torch.from_numpy(high - low)
@@ -66,25 +71,30 @@ def _balanced(scores: Tensor, mass: Tensor) -> Tensor:
     return (scores + prior).softmax(dim=1)
 
 
+def _noise_variance(epsilon: float) -> float:
+    """Of one two-sided geometric draw: 2 e^-epsilon / (1 - e^-epsilon)^2."""
+    return float(2 * np.exp(-epsilon) / np.expm1(-epsilon) ** 2)
+
+
 def _log_law(
-    seen: NDArray[np.int64], mean: float, epsilon: float | None, agents: int
+    seen: NDArray[np.float64], mean: float, epsilon: float | None, agents: int
 ) -> NDArray[np.float64]:
-    """log P(count + noise = seen), count Poisson with this mean."""
-    reach = int(np.abs(seen).max()) + 1
+    """log P(count + noise = seen), count Poisson with this mean.
+
+    Exact where the noise is short; where it is wide, or of many agents, it is nearly normal.
+    Numbers beyond what it can be are taken for the last that it can.
+    """
+    wide = 0 if epsilon is None else int(np.ceil(-np.log(TAIL) / epsilon))
+    if mean + agents * wide > WIDE:
+        variance = mean + (0.0 if epsilon is None else agents * _noise_variance(epsilon))
+        normal: NDArray[np.float64] = -np.square(seen - mean) / (2 * variance)
+        return np.asarray(normal - np.log(variance) / 2)
     counts = np.arange(int(mean + 12 * np.sqrt(mean) + 30))
-    log_count = (
-        counts * np.log(mean) - mean - np.concatenate([[0.0], np.cumsum(np.log(counts[1:]))])
-    )
-    law = np.exp(log_count)
-    start = 0
-    if epsilon is not None:
-        wide = int(np.ceil(-np.log(TAIL) / epsilon)) + reach
-        noise = np.exp(-epsilon * np.abs(np.arange(-wide, wide + 1)))
-        noise /= noise.sum()
-        for _ in range(agents):
-            law, start = np.convolve(law, noise), start - wide
-    place = seen - start
-    inside = (place >= 0) & (place < len(law))
-    found = np.where(inside, law[np.clip(place, 0, len(law) - 1)], 0.0)
-    logs: NDArray[np.float64] = np.log(np.maximum(found, 1e-300))
+    law = np.exp(counts * np.log(mean) - mean - gammaln(counts + 1))
+    for _ in range(agents if epsilon is not None else 0):
+        noise = np.exp(-float(epsilon or 0) * np.abs(np.arange(-wide, wide + 1)))
+        law = np.convolve(law, noise / noise.sum())
+    start = -wide * agents
+    place = np.clip(seen - start, 0, len(law) - 1).astype(np.int64)
+    logs: NDArray[np.float64] = np.log(np.maximum(law[place], 1e-300))
     return logs
