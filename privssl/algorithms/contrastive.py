@@ -31,7 +31,7 @@ TINY = 1e-9  # below any probability that matters; keeps its logarithm finite
 class EncoderTraining:
     """How the encoder is trained. Numbers are ours, measured in docs/label_census.md."""
 
-    encoder_rounds: Positive = 80
+    encoder_rounds: Positive = 150
     # Sequential steps are what an encoder needs; more agents only widen the average.
     encoder_agents: Positive = 2  # drawn in each round
     encoder_steps: Positive = 20  # of an agent in a round
