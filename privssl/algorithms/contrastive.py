@@ -31,9 +31,9 @@ TINY = 1e-9  # below any probability that matters; keeps its logarithm finite
 class EncoderTraining:
     """How the encoder is trained. Numbers are ours, measured in docs/label_census.md."""
 
-    encoder_rounds: Positive = 150
-    # Sequential steps are what an encoder needs; more agents only widen the average.
-    encoder_agents: Positive = 2  # drawn in each round
+    encoder_rounds: Positive = 250
+    # Steps one after another are what an encoder needs; more agents only widen the average.
+    encoder_agents: Positive = 1  # drawn in each round
     encoder_steps: Positive = 20  # of an agent in a round
     encoder_batch_size: Annotated[int, Field(ge=2)] = 96
     encoder_learning_rate: Rate = 2e-3  # Adam; falls to 0 along a cosine
