@@ -213,6 +213,31 @@ def test_a_balanced_prior_gives_the_cluster_in_doubt_to_the_class_that_has_none(
     assert float((half[:, None] * fair).sum(dim=0)[0]) == pytest.approx(0.5, abs=1e-3)
 
 
+def test_a_cluster_in_doubt_listens_to_the_neighbours_that_it_has_borders_with() -> None:
+    # 0 and 1 are sure, 2 in doubt: many rows lie between it and 0, few between it and 1.
+    histogram = torch.tensor([[20, 0], [0, 20], [1, 1]])
+    borders = torch.tensor([[99.0, 0, 30], [0, 99, 5], [30, 5, 99]])
+    kind: dict[str, Any] = {"epsilon": 1.0, "agents": 1, "purity": 0.9, "balanced": False}
+    third = torch.full((3,), 1 / 3)
+
+    def told(coupling: float, graph: Tensor | None = borders) -> Tensor:
+        return class_posterior(histogram, third, 40.0, borders=graph, coupling=coupling, **kind)
+
+    assert told(0.0)[2].tolist() == pytest.approx([0.5, 0.5])
+    assert told(8.0, None)[2].tolist() == pytest.approx([0.5, 0.5])
+    # mean field: log odds 8 (30 - 5) / 35 of neighbours that are sure
+    assert float(told(8.0)[2].log().diff()) == pytest.approx(-8 * 25 / 35, abs=0.01)
+    assert told(8.0)[:2].argmax(dim=1).tolist() == [0, 1]
+
+
+def test_borders_are_the_rows_between_cells_of_two_clusters() -> None:
+    state = play(make("label_census", **FEW), federation(labelled=40)).state
+    agents = federation(labelled=40).agents
+    rows = sum(len(a.held_unlabelled) for a in agents if a.held_unlabelled is not None)
+    assert torch.equal(state.borders, state.borders.T)
+    assert int(state.borders.sum()) == 2 * rows  # each row is between two cells, counted both ways
+
+
 # Who is asked what --------------------------------------------------------------------------
 
 

@@ -42,6 +42,8 @@ from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, strict
 from privssl.world import World
 
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
 # What travels -------------------------------------------------------------------------------
 
 
@@ -96,6 +98,7 @@ class LabelCensusConfig(MapConfig):
     self_training_rounds: Positive = 40
     purity: Annotated[float, Field(gt=0, lt=1)] = 0.9  # expected of a cluster
     balanced: bool = True  # whether classes are expected to be equally frequent
+    coupling: Amount = 8.0  # log odds that a cluster takes over from its neighbours
     local_steps: Positive = 10
     batch_size: Positive = 64
 
@@ -186,6 +189,7 @@ class LabelCensus(MapsRows):
             histogram, state.mass, labels, agents=len(answers),
             epsilon=None if self.plan is None else self.plan.epsilon,
             purity=self.cfg.purity, balanced=self.cfg.balanced,
+            borders=state.borders, coupling=self.cfg.coupling,
         )  # fmt: skip
         return self._with_trunk(
             replace(state, histogram=histogram, classes=classes, answers=len(answers))

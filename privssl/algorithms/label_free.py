@@ -14,6 +14,7 @@ import pydantic.dataclasses
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from privssl import learn
 from privssl.agents import QueryAgent
@@ -89,6 +90,7 @@ class MapState:
     centroids: Tensor  # (J, E)
     cluster: Tensor  # (J,) int64: of each cell
     mass: Tensor  # (K,) shares of unlabelled rows in clusters
+    borders: Tensor  # (K, K) how many of these lie between two clusters
 
 
 # Config -------------------------------------------------------------------------------------
@@ -98,7 +100,7 @@ class MapState:
 class MapConfig(EncoderTraining, SelfTraining):
     """How the map of rows is made. Numbers are ours, measured in docs/label_census.md."""
 
-    clusters: Annotated[int, Field(ge=2)] | None = None  # K; null: the number of classes
+    clusters: Annotated[int, Field(ge=2)] | None = None  # K; null: twice the classes
     cells: Annotated[int, Field(ge=2)] = 200  # J, of which clusters are joined
     cluster_rows: Positive = 2000  # of an agent, at most, that cells are placed by
     cluster_rounds: Annotated[int, Field(ge=3)] = 8  # seeds, Lloyd's steps, graph
@@ -123,7 +125,7 @@ class MapsRows(Algorithm[Any]):
 
     @property
     def _k(self) -> int:
-        return self.cfg.clusters or self.task.classes
+        return self.cfg.clusters or 2 * self.task.classes
 
     def first_map(self, world: World) -> Mapping[str, Any]:
         """Fields of ``MapState`` before the first round."""
@@ -133,6 +135,7 @@ class MapsRows(Algorithm[Any]):
             "centroids": torch.zeros(self.cfg.cells, FEATURES),
             "cluster": torch.zeros(self.cfg.cells, dtype=torch.int64),
             "mass": torch.zeros(self._k),
+            "borders": torch.zeros(self._k, self._k),
         }
 
     def encoder_round(self, state: S, world: World) -> S:
@@ -157,7 +160,9 @@ class MapsRows(Algorithm[Any]):
         seed = int(torch.randint(2**31, (), generator=world.rng("cuts")))
         cluster = joined(graph, self._k, seed)
         mass = torch.zeros(self._k).index_add_(0, cluster, graph.sum(dim=1))
-        return replace(state, cluster=cluster, mass=mass / mass.sum())
+        held = one_hot(cluster, self._k).to(graph.dtype)  # (J, K)
+        borders = held.T @ (graph + graph.T) @ held
+        return replace(state, cluster=cluster, mass=mass / mass.sum(), borders=borders)
 
     def _seeded(self, state: S, world: World) -> S:
         told = said(world.ask_each(world.query, self.feature_mean, map_of(state)))

@@ -5,6 +5,8 @@ Model: cluster k has one main class, and of its labelled rows a share ``purity``
 while the rest is spread over the other classes evenly. How many labelled rows it has is expected
 and not looked up: all labelled rows (a public number) times the cluster's share of unlabelled
 rows. Counts are Poisson around that; noise is one two-sided geometric draw per support agent.
+Clusters that lie side by side tend to be of one class (a Potts model on the graph of borders), and
+classes to be equally frequent.
 
 All of it is post-processing of H and of what query agents sent: it reads no label and is free.
 """
@@ -16,7 +18,8 @@ from scipy.special import gammaln
 from torch import Tensor
 
 FAR = 6.0  # log odds of 400: bound of a class's prior; standard deviations that are no chance
-STEPS = 200  # towards the prior; some tens are enough
+STEPS = 120  # towards the prior; some tens are enough
+MEAN_FIELD = 20  # steps of clusters listening to their neighbours
 WIDE = 4000  # expected count and reach of all noise above which a normal law stands for both
 TAIL = 1e-12  # probability of counts and noise that the tables leave out
 
@@ -30,6 +33,8 @@ def class_posterior(
     agents: int,
     purity: float,
     balanced: bool,
+    borders: Tensor | None = None,
+    coupling: float = 0.0,
 ) -> Tensor:
     """Probability of each class to be the main class of each cluster (K, C), rows sum to 1.
 
@@ -41,6 +46,9 @@ def class_posterior(
         agents: >= 1; each added noise of its own.
         purity: in (1 / C, 1).
         balanced: whether all classes are expected to have the same share of unlabelled rows.
+        borders: (K, K) how many unlabelled rows lie between two clusters; its diagonal is not
+            looked at. None: clusters know nothing of each other.
+        coupling: log odds that a cluster takes over from neighbours who are all sure.
     """
     clusters, classes = histogram.shape
     scores = torch.zeros(clusters, classes, dtype=torch.float64)
@@ -53,22 +61,33 @@ def class_posterior(
         high = _log_law(seen, expected * purity, epsilon, agents)
         low = _log_law(seen, expected * (1 - purity) / (classes - 1), epsilon, agents)
         scores[k] = torch.from_numpy(high - low)
-    return (_balanced(scores, mass.double()) if balanced else scores.softmax(dim=1)).float()
+    shares = mass.double() if balanced else None
+    posterior, prior = _posterior(scores, shares, torch.zeros(classes, dtype=scores.dtype), STEPS)
+    if borders is not None and coupling:
+        beside = borders.double().clone().fill_diagonal_(0)
+        beside = beside / beside.sum(dim=1, keepdim=True).clamp(min=1)  # (K, K), rows sum to 1
+        for _ in range(MEAN_FIELD):  # naive mean field, damped
+            pulled = scores + coupling * (beside @ posterior)
+            again, prior = _posterior(pulled, shares, prior, STEPS // MEAN_FIELD)
+            posterior = (posterior + again) / 2
+    return posterior.float()
 
 
-def _balanced(scores: Tensor, mass: Tensor) -> Tensor:
-    """Posterior (K, C) under a prior of classes that gives each the same mass of rows.
+def _posterior(
+    scores: Tensor, mass: Tensor | None, prior: Tensor, steps: int
+) -> tuple[Tensor, Tensor]:
+    """Posterior (K, C), and the log prior of classes (C,) under which it is balanced.
 
-    The prior is found as in Sinkhorn's algorithm; ``FAR`` bounds it, so that a class without any
-    sign of a cluster is not given one by force.
+    The prior is moved from the given one as in Sinkhorn's algorithm until every class has the same
+    mass of rows; ``FAR`` bounds it, so that a class without any sign of a cluster is not given one
+    by force. Without ``mass`` it stays as it is.
     """
-    classes = scores.shape[1]
-    prior = torch.zeros(classes, dtype=scores.dtype)
-    for _ in range(STEPS):
+    for _ in range(steps if mass is not None else 0):
+        assert mass is not None
         share = (mass[:, None] * (scores + prior).softmax(dim=1)).sum(dim=0)  # (C,)
-        prior = prior - 0.5 * (classes * share).clamp(min=1e-6).log()
+        prior = prior - 0.5 * (len(prior) * share).clamp(min=1e-6).log()
         prior = (prior - prior.mean()).clamp(-FAR, FAR)
-    return (scores + prior).softmax(dim=1)
+    return (scores + prior).softmax(dim=1), prior
 
 
 def _noise_variance(epsilon: float) -> float:
