@@ -73,11 +73,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "semifl, nobody is sure": ("semifl", NEEDS["semifl"] | {"threshold": 0.95}),
     "semifl, static norm": ("semifl", NEEDS["semifl"] | {"norm": "static"}),
 }
-#: What travels beside weights. label_census: sums and counts of 5 clusters of 128 features, the
-#: mean feature, the census.
-ALSO_SENT = {
-    "label_census": {torch.Size(s) for s in ((5,), (1,), (1, 128), (5, 128), (5, 10))},
-}
+#: What travels beside weights. label_census: the sum of all features and their number; of 12 cells
+#: sums, counts, neighbours and clusters; of 5 clusters the census.
+CENSUS_SHAPES = ((1, 128), (1,), (12, 128), (12,), (12, 12), (5, 10))
+ALSO_SENT = {"label_census": {torch.Size(shape) for shape in CENSUS_SHAPES}}
 PARALLEL = [case for case in CASES if case != "fedssl, one after the other"]
 PLACES = {"support": federation, "labels-at-server": at_server, "labels-at-client": at_clients}
 
