@@ -140,6 +140,7 @@ def census_plot(counts: NDArray[np.int64], told: NDArray[np.int64]) -> Picture:
         told, np.arange(clusters), marker="s", s=90, facecolors="none", edgecolors=LABELLED
     )
     axes.set_xticks(range(classes))
+    axes.set_yticks(range(0, clusters, math.ceil(clusters / 50)))
     axes.set(
         xlabel="class", ylabel="cluster", title="released counts; square: class of the cluster"
     )

@@ -2,7 +2,7 @@
 
 Nothing in this file can read a label: its steps take query agents and use their unlabelled rows.
 
-    encoder     a few agents a round train it on two views of each row      contrastive.py
+    encoder     one agent a round trains it on two views of each row        contrastive.py
     clusters    all agents send sums and counts of features                 clusters.py
 """
 
