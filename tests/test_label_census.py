@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toy_worlds import Overheard, at_clients, federation, finite, make, play, same_bits
+from toy_worlds import Mute, Overheard, at_clients, federation, finite, make, play, same_bits
 
 from privssl.algorithms.clusters import (
     joined,
@@ -302,6 +302,13 @@ def test_more_clusters_than_rows_of_an_agent_and_very_few_give_finite_weights(
     after = play(make("label_census", **(FEW | {"clusters": clusters})), parties)
     assert finite(after.state)
     assert int(after.state.histogram.sum()) == 20
+
+
+def test_a_run_in_which_all_are_silent_from_the_first_round_to_the_last_learns_nothing() -> None:
+    after = play(make("label_census", **FEW), federation(labelled=40), engine=Mute)
+    assert after.state.answers == 0
+    assert same_bits({"e": after.begun.encoder}, {"e": after.state.encoder})
+    assert finite(after.state)
 
 
 def test_mixed_agents_answer_with_labelled_rows_and_train_on_the_others() -> None:

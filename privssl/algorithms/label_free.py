@@ -151,8 +151,10 @@ class MapsRows(Algorithm[Any]):
             return self._seeded(state, world)
         if number < self.cfg.cluster_rounds:
             sent = said(world.ask_each(world.query, self.cell_sums, map_of(state)))
+            if not sent:
+                return state
             total, count = summed(sent, "total"), summed(sent, "count")
-            return replace(state, centroids=moved(state.centroids, total, count)) if sent else state
+            return replace(state, centroids=moved(state.centroids, total, count))
         told = said(world.ask_each(world.query, self.cell_graph, map_of(state)))
         if not told:
             return state
@@ -170,6 +172,8 @@ class MapsRows(Algorithm[Any]):
             return state
         state = replace(state, mean=summed(told, "total")[0] / summed(told, "count"))
         seen = said(world.ask_each(world.query, self.own_cells, map_of(state)))
+        if not seen:
+            return state
         points = torch.cat([one.total for one in seen])
         weight = torch.cat([one.count for one in seen])
         centroids, _ = k_means(points, weight, self.cfg.cells, world.rng("seeds"))
