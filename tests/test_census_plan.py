@@ -447,3 +447,25 @@ def test_a_second_census_of_the_same_rows_adds_up_and_a_third_is_refused(tmp_pat
     assert [len(read_journal(p).events) for p in (tmp_path / "accounts").glob("*.jsonl")] == [2, 2]
     for name in ("one", "two", "three"):
         assert audited(tmp_path / name)[0] == 0
+
+
+def test_a_census_is_paid_for_before_its_rows_are_read(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="a labelled row was read"):
+        carried_out_sealed(tmp_path / "run", 4.0)
+    first = read_journal(tmp_path / "run/ledger/s0.jsonl")
+    assert first.events == [PureEpsilon(4.0, 1)]
+
+
+def test_a_checkpoint_follows_the_census_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, save = [], run.checkpoint.save
+
+    def noted(folder: Path, snapshot: Any) -> Path:
+        saved.append(snapshot.round)
+        return save(folder, snapshot)
+
+    monkeypatch.setattr(run.checkpoint, "save", noted)
+    assert train(tmp_path / "run", "run.checkpoint_every=1000").status == 0
+    before = 1 + 3  # rounds of encoder and clusters
+    assert saved == [0, before + 1, before + 1 + 2]  # begin, census, the last of votes and after

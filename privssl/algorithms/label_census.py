@@ -96,7 +96,7 @@ class LabelCensusConfig(MapConfig):
     name: Literal["label_census"] = "label_census"
     vote_rounds: Positive = 12
     self_training_rounds: Positive = 40
-    purity: Annotated[float, Field(gt=0, lt=1)] = 0.9  # expected of a cluster
+    purity: Annotated[float, Field(gt=0.5, lt=1)] = 0.9  # expected of a cluster
     balanced: bool = True  # whether classes are expected to be equally frequent
     coupling: Amount = 8.0  # log odds that a cluster takes over from its neighbours
     local_steps: Positive = 10

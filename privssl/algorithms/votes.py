@@ -44,7 +44,7 @@ def class_posterior(
         labels: expected number of labelled rows over all agents, > 0.
         epsilon: of each agent's release; None where no noise was added.
         agents: >= 1; each added noise of its own.
-        purity: in (1 / C, 1).
+        purity: in (1 / C, 1); below that, few votes would speak for a class.
         balanced: whether all classes are expected to have the same share of unlabelled rows.
         borders: (K, K) how many unlabelled rows lie between two clusters; its diagonal is not
             looked at. None: clusters know nothing of each other.

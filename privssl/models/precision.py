@@ -6,7 +6,8 @@ weights, optimisers, averages and everything outside of ``forward`` stay float32
 AVX-512 BF16 or AMX a training step takes half to nine tenths of the time, depending on the
 network (docs/performance.md); elsewhere it may be slower.
 
-Private runs refuse it: per-row gradients are clipped and noised in float32.
+Runs under DP-SGD refuse it: their per-row gradients are clipped and noised in float32. A label
+census takes it: what it releases are counts.
 """
 
 from functools import cache
