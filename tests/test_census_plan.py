@@ -27,12 +27,13 @@ from accounting.discrete_laplace import log_pmf
 from accounting.errors import BudgetExhausted, PlanError
 from accounting.events import Event, PureEpsilon, SampledGaussian
 from accounting.ledger import Account, AccountPlan, read_journal
-from privssl import audit, census_plan, comparison, run, run_folder
+from privssl import audit, census_plan, checkpoint, comparison, run, run_folder
 from privssl import config as configs
 from privssl.agents import LabelledRows
 from privssl.algorithms import ALGORITHMS
 from privssl.card import guarantee_sentence
 from privssl.census_plan import CensusPlan, make_plan
+from privssl.checkpoint import Snapshot
 from privssl.errors import PrivacyError
 from privssl.prepare import prepare
 from privssl.privacy import Plan
@@ -459,13 +460,13 @@ def test_a_census_is_paid_for_before_its_rows_are_read(tmp_path: Path) -> None:
 def test_a_checkpoint_follows_the_census_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved, save = [], run.checkpoint.save
+    saved, save = [], checkpoint.save
 
-    def noted(folder: Path, snapshot: Any) -> Path:
+    def noted(folder: Path, snapshot: Snapshot) -> Path:
         saved.append(snapshot.round)
         return save(folder, snapshot)
 
-    monkeypatch.setattr(run.checkpoint, "save", noted)
+    monkeypatch.setattr(checkpoint, "save", noted)
     assert train(tmp_path / "run", "run.checkpoint_every=1000").status == 0
     before = 1 + 3  # rounds of encoder and clusters
     assert saved == [0, before + 1, before + 1 + 2]  # begin, census, the last of votes and after

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from accounting.errors import BudgetExhausted
 from privssl import learn
-from privssl.agents import QueryAgent, SupportAgent
+from privssl.agents import QueryAgent, SupportAgent, UnlabelledRows
 from privssl.algorithms.base import Context, Phase, Task, on_agent
 from privssl.algorithms.label_free import Map, MapConfig, MapsRows, MapState, map_of, said, summed
 from privssl.algorithms.local_ssl import needs_unlabelled, no_statistics
@@ -55,17 +55,21 @@ class Census(Message):
 
 
 @dataclass(frozen=True)
-class Lesson(Message):
-    """Down: the classifier; the teacher, or what clusters are called."""
+class VoteLesson(Map):
+    """Down, in votes: the map of rows, what its clusters are called, and the classifier."""
 
+    classes: Tensor  # (K, C) probability of each class
     F: StateDict
-    teacher: StateDict
     learning_rate: float
-    map_of_rows: StateDict  # the encoder; empty in self-training
-    mean: Tensor
-    centroids: Tensor
-    cluster: Tensor
-    classes: Tensor  # (K, C)
+
+
+@dataclass(frozen=True)
+class SelfLesson(Message):
+    """Down, in self-training: the classifier, and the teacher whose guesses it learns."""
+
+    teacher: StateDict
+    F: StateDict
+    learning_rate: float
 
 
 @dataclass(frozen=True)
@@ -199,16 +203,18 @@ class LabelCensus(MapsRows):
         """One round of training F: on the clusters' classes, later on the teacher's guesses."""
         if not state.answers:
             return state  # no label was released: there is nothing to learn from
-        voting = world.round.phase == "votes"
-        lesson = Lesson(
-            F=state.F, teacher=state.teacher, learning_rate=self.cfg.learning_rate,
-            map_of_rows=state.encoder if voting else {}, mean=state.mean,
-            centroids=state.centroids, cluster=state.cluster, classes=state.classes,
-        )  # fmt: skip
+        F, rate, number = state.F, self.cfg.learning_rate, world.round.number_in_phase
         taking_part = world.sample(world.query, self.cfg.query_per_round)
-        replies = world.ask_each(taking_part, self.training_pass, lesson)
-        F = average(replies, "F", otherwise=state.F)
-        number = world.round.number_in_phase + (0 if voting else self.cfg.vote_rounds)
+        if world.round.phase == "votes":
+            votes = VoteLesson(
+                **vars(map_of(state)), classes=state.classes, F=F, learning_rate=rate
+            )
+            replies = world.ask_each(taking_part, self.vote_pass, votes)
+        else:
+            lesson = SelfLesson(state.teacher, F, rate)
+            replies = world.ask_each(taking_part, self.self_training_pass, lesson)
+            number += self.cfg.vote_rounds
+        F = average(replies, "F", otherwise=F)
         teacher = learn.moving_average(state.teacher, F, self.cfg.decay(number))
         return replace(state, F=F, teacher=teacher)
 
@@ -247,27 +253,43 @@ class LabelCensus(MapsRows):
     # Steps at query agents ------------------------------------------------------------------
 
     @on_agent
-    def training_pass(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Classifier:
-        """Learn from what clusters are called, or from the teacher's guesses."""
+    def vote_pass(self, agent: QueryAgent, msg: VoteLesson, ctx: Context) -> Classifier:
+        """Learn what the clusters are called in which rows lie."""
+        rows = self._drawn(agent, ctx)
+        p = msg.classes[self.cluster_of(rows.x, msg, ctx)]
+        return self._learn(agent, rows, p, msg, ctx)
+
+    @on_agent
+    def self_training_pass(self, agent: QueryAgent, msg: SelfLesson, ctx: Context) -> Classifier:
+        """Learn the teacher's guesses."""
+        rows = self._drawn(agent, ctx)
+        p = guess_labels(
+            learn.load(self._F.to(ctx.device), msg.teacher),
+            learn.network_input(rows.x, ctx.device),
+            augment=self.cfg.augmentation("weak"), views=self.cfg.views,
+            sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),
+        )  # fmt: skip
+        return self._learn(agent, rows, p, msg, ctx)
+
+    def _drawn(self, agent: QueryAgent, ctx: Context) -> UnlabelledRows:
+        """The rows of a visit."""
         rows = agent.unlabelled
-        ctx.weight = float(len(rows))
         wanted = self.cfg.local_steps * self.cfg.batch_size
         picked = learn.draw_rows(len(rows), wanted, ctx.rng("rows"))
-        x = learn.network_input(rows.x[picked], ctx.device)
-        if msg.map_of_rows:
-            places = Map(msg.map_of_rows, msg.mean, msg.centroids, msg.cluster)
-            p = msg.classes[self.cluster_of(rows.x[picked], places, ctx)]
-        else:
-            p = guess_labels(
-                learn.load(self._F.to(ctx.device), msg.teacher), x,
-                augment=self.cfg.augmentation("weak"), views=self.cfg.views,
-                sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),
-            )  # fmt: skip
-        ctx.pseudo_labels(rows.ids[picked], p)
+        return UnlabelledRows(rows.x[picked], rows.ids[picked])
+
+    def _learn(
+        self, agent: QueryAgent, rows: UnlabelledRows, p: Tensor, msg: VoteLesson | SelfLesson,
+        ctx: Context,
+    ) -> Classifier:  # fmt: skip
+        """F after a visit's steps on these rows and their classes p (N, C)."""
+        ctx.weight = float(len(agent.unlabelled))
+        ctx.pseudo_labels(rows.ids, p)
+        x = learn.network_input(rows.x, ctx.device)
+        fields = {"x": self.cfg.augmentation()(x, ctx.rng("augment F")), "p": p.to(ctx.device)}
         F = learn.load(self._F.to(ctx.device), msg.F)
         group = learn.AdamGroup(F, msg.learning_rate, (0.9, 0.99))
         adam = learn.KeptAdam({"F": group}, agent.memory, "F")
-        fields = {"x": self.cfg.augmentation()(x, ctx.rng("augment F")), "p": p.to(ctx.device)}
         loss = learn.fit(
             adam, fields, self.cfg.batch_size,
             lambda b: soft_cross_entropy(F(b["x"]), b["p"]).mean(),
