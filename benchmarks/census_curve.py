@@ -33,25 +33,19 @@ from privssl.algorithms.label_census import LabelCensus
 from privssl.config import Config, load
 from privssl.engines.local import LocalEngine
 from privssl.errors import UserError
-from privssl.evaluate import accuracy
+from privssl.evaluate import Judge
 from privssl.prepare import Prepared, prepare
 from privssl.run import planned_rounds
 from privssl.world import World
+
+LABEL_FREE = ("encoder", "clusters")
 
 
 def measure(config: Config, epsilons: Sequence[float]) -> list[dict[str, Any]]:
     """The runs of one seed: a record per epsilon; infinity is a census without noise."""
     begun = time.perf_counter()
-    open_run = prepare(replace(config, privacy=None))
-    engine, world = _start(open_run)
-    algorithm = open_run.algorithm
-    rounds = planned_rounds(algorithm.phases())
-    state = algorithm.start(world)
-    label_free = [now for now in rounds if now.phase in ("encoder", "clusters")]
-    for now in label_free:
-        world.begin(now)
-        state = algorithm.round(state, world)
-    memories, mapped = engine.memories(), time.perf_counter() - begun
+    state, memories = before_the_census(prepare(replace(config, privacy=None)))
+    mapped = time.perf_counter() - begun
     records = []
     for epsilon in epsilons:
         begun = time.perf_counter()
@@ -67,14 +61,26 @@ def measure(config: Config, epsilons: Sequence[float]) -> list[dict[str, Any]]:
             tempfile.TemporaryDirectory() as folder,
             run_folder.opened_accounts(prepared, Path(folder), None),
         ):
-            for now in rounds[len(label_free) :]:
-                world.begin(now)
-                now_state = prepared.algorithm.round(now_state, world)
+            for now in planned_rounds(prepared.algorithm.phases()):
+                if now.phase not in LABEL_FREE:
+                    world.begin(now)
+                    now_state = prepared.algorithm.round(now_state, world)
         about: dict[str, Any] = {"dataset": config.data.name, "labels": config.data.labelled}
         about |= {"seed": config.run.seed, "epsilon": epsilon, **_judged(prepared, now_state)}
         records.append(about | {"seconds": round(mapped + time.perf_counter() - begun, 1)})
         print(json.dumps(records[-1]), flush=True)
     return records
+
+
+def before_the_census(prepared: Prepared) -> tuple[Any, dict[str, Any]]:
+    """State of the server and memories of agents after the rounds that read no label."""
+    engine, world = _start(prepared)
+    state = prepared.algorithm.start(world)
+    for now in planned_rounds(prepared.algorithm.phases()):
+        if now.phase in LABEL_FREE:
+            world.begin(now)
+            state = prepared.algorithm.round(state, world)
+    return state, dict(engine.memories())
 
 
 def _start(prepared: Prepared) -> tuple[LocalEngine, World]:
@@ -89,12 +95,9 @@ def _judged(prepared: Prepared, state: Any) -> dict[str, float]:
     sets = {"test": (dataset.x_test, dataset.y_test)}
     if held_out is not None:
         sets["validation"] = (held_out.x, held_out.y)
-    weights = prepared.algorithm.classifier(state)
-    judge = prepared.algorithm.task.new_classifier().to(prepared.device)
-    return {
-        name: accuracy(judge, weights, x, y, device=prepared.device)
-        for name, (x, y) in sets.items()
-    }
+    judge = Judge(prepared.algorithm.task.new_classifier(), sets, prepared.device)
+    found = judge.accuracies({"accuracy": prepared.algorithm.classifier(state)})
+    return {name.removesuffix("/accuracy"): value for name, value in found.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

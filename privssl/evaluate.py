@@ -4,6 +4,7 @@ The true labels of unlabelled rows live here and nowhere else. Steps can tell th
 they guessed; nothing tells a step what was true.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor, nn
 
 from privssl.learn import load, network_input
 from privssl.messages import StateDict
+
+# Rows of one forward pass. What a pass of a few hundred writes stays in the caches; memory that is
+# asked for in larger pieces comes from the system anew every time (docs/performance.md).
+CHUNK = 256
 
 
 @torch.no_grad()
@@ -21,7 +26,7 @@ def accuracy(
     y: Tensor,
     *,
     device: torch.device,
-    chunk: int = 1000,
+    chunk: int = CHUNK,
 ) -> float:
     """Share of rows whose most likely class is the true one, in [0, 1].
 
@@ -35,6 +40,40 @@ def accuracy(
     for rows, classes in zip(torch.split(x, chunk), torch.split(y, chunk), strict=True):
         right += int((network(network_input(rows, device)).argmax(dim=1).cpu() == classes).sum())
     return right / len(y)
+
+
+class Judge:
+    """Accuracies of classifiers on held-out rows.
+
+    It remembers the classifiers that it saw last, by identity: a state is never written to, so a
+    phase that trains something else costs no evaluation.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        sets: Mapping[str, tuple[Tensor, Tensor]],
+        device: torch.device,
+    ) -> None:
+        """``sets``: rows and classes as in ``accuracy``, by name."""
+        self._network = network.to(device).to(memory_format=torch.channels_last)
+        self._sets, self._device = sets, device
+        self._last: list[tuple[StateDict, dict[str, float]]] = []
+
+    def accuracies(self, classifiers: Mapping[str, StateDict]) -> dict[str, float]:
+        """By ``<set>/<name of the classifier>``."""
+        seen, self._last = self._last, []
+        found: dict[str, float] = {}
+        for name, weights in classifiers.items():
+            known = next((k for w, k in seen + self._last if w is weights), None)
+            if known is None:
+                known = {rows: self._share(weights, x, y) for rows, (x, y) in self._sets.items()}
+            self._last.append((weights, known))
+            found |= {f"{rows}/{name}": value for rows, value in known.items()}
+        return found
+
+    def _share(self, weights: StateDict, x: Tensor, y: Tensor) -> float:
+        return accuracy(self._network, weights, x, y, device=self._device)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from privssl.card import guarantee_sentence, privacy_card, render_markdown
 from privssl.checkpoint import Snapshot
 from privssl.engines.local import LocalEngine
 from privssl.errors import RunFolderError
-from privssl.evaluate import Oracle, accuracy
+from privssl.evaluate import Judge, Oracle
 from privssl.learn import network_input
 from privssl.prepare import Prepared
 from privssl.run_folder import (
@@ -89,7 +89,12 @@ class Run:
         dataset = prepared.federation.dataset
         self._test = (dataset.x_test, dataset.y_test)
         self._oracle = Oracle(prepared.federation.true_labels)
-        self._judge = self._algorithm.task.new_classifier().to(prepared.device)
+        held_out = {"test": self._test}
+        if prepared.federation.validation is not None:
+            rows = prepared.federation.validation
+            held_out["validation"] = (rows.x, rows.y)
+        classifier = self._algorithm.task.new_classifier()
+        self._judge = Judge(classifier, held_out, prepared.device)
         self._engine = LocalEngine(
             prepared.federation.agents, seed=config.run.seed, device=prepared.device,
             meter=self._oracle, check_wire=config.run.check_wire,
@@ -207,18 +212,10 @@ class Run:
 
     def _evaluate(self, state: Any) -> dict[str, float]:
         """Accuracy on held-out rows. Nothing in a run is chosen by it."""
-        sets = {"test": self._test}
-        held_out = self._prepared.federation.validation
-        if held_out is not None:
-            sets["validation"] = (held_out.x, held_out.y)
-        weights = {"accuracy": self._algorithm.classifier(state)}
+        classifiers = {"accuracy": self._algorithm.classifier(state)}
         for name, other in self._algorithm.also_evaluated(state).items():
-            weights[f"accuracy_{name}"] = other
-        return {
-            f"{rows}/{name}": accuracy(self._judge, classifier, x, y, device=self._prepared.device)
-            for rows, (x, y) in sets.items()
-            for name, classifier in weights.items()
-        }
+            classifiers[f"accuracy_{name}"] = other
+        return self._judge.accuracies(classifiers)
 
     def _show(self, number: int, state: Any) -> None:
         """Pictures of held-out rows: none may show an agent's row."""

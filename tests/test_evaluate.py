@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from privssl.evaluate import Oracle, accuracy
+from privssl.evaluate import Judge, Oracle, accuracy
 
 CPU = torch.device("cpu")
 
@@ -34,6 +34,37 @@ def test_accuracy_is_the_share_of_rows_called_by_their_name(chunk: int) -> None:
     # the control: with the weights turned round the brightest pixel is called last
     upside_down = {"weight": -torch.ones(3)}
     assert accuracy(net, upside_down, x, y, device=CPU, chunk=chunk) == 0.0
+
+
+class Counting(Brightest):
+    """Counts the times that it was asked."""
+
+    asked = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.asked += 1
+        return super().forward(x)
+
+
+def test_a_judge_names_sets_and_classifiers_and_asks_once_for_the_same_weights() -> None:
+    sets = {
+        "test": (pictures(0, 1, 2, 2), torch.tensor([0, 1, 2, 1])),
+        "validation": (pictures(0, 1), torch.tensor([0, 1])),
+    }
+    net = Counting()
+    judge = Judge(net, sets, CPU)
+    upright, upside_down = {"weight": torch.ones(3)}, {"weight": -torch.ones(3)}
+    told = judge.accuracies({"accuracy": upright, "accuracy_other": upright})
+    right = {"test/accuracy": 0.75, "validation/accuracy": 1.0}
+    assert told == right | {"test/accuracy_other": 0.75, "validation/accuracy_other": 1.0}
+    assert net.asked == 2  # one pass for each set
+    assert judge.accuracies({"accuracy": upright}) == right
+    assert net.asked == 2
+    # the control: other weights are judged, and the first ones again after them
+    wrong = {"test/accuracy": 0.0, "validation/accuracy": 0.0}
+    assert judge.accuracies({"accuracy": upside_down}) == wrong
+    assert judge.accuracies({"accuracy": upright}) == right
+    assert net.asked == 6
 
 
 def test_the_meter_counts_what_was_kept_and_what_of_it_was_right() -> None:

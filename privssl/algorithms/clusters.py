@@ -14,7 +14,7 @@ Features are centred by a public mean and normalised, so distance is angle.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, one_hot
 
 LLOYD = 10  # rounds of a k-means in one place
 
@@ -107,3 +107,16 @@ def joined(graph: Tensor, k: int, seed: int) -> Tensor:
     affinity = (graph + graph.T).double().numpy() + 1e-6  # an edge everywhere: one component
     found = spectral_clustering(affinity, n_clusters=k, random_state=seed, n_init=10)
     return torch.from_numpy(found).long()
+
+
+def mass_and_borders(graph: Tensor, cluster: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """What the graph says of the clusters: their shares of all rows (K,), which sum to 1, and how
+    many rows lie between two of them (K, K), symmetric; rows within one are on the diagonal.
+
+    Args:
+        graph: (J, J) counts as ``neighbours`` gives them, over all agents; some are above 0.
+        cluster: (J,) as ``joined`` gives it. k: clusters.
+    """
+    held = one_hot(cluster, k).to(graph.dtype)  # (J, K)
+    mass = held.T @ graph.sum(dim=1)
+    return mass / mass.sum(), held.T @ (graph + graph.T) @ held

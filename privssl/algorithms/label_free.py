@@ -14,7 +14,6 @@ import pydantic.dataclasses
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from privssl import learn
 from privssl.agents import QueryAgent
@@ -22,6 +21,7 @@ from privssl.algorithms.base import Algorithm, Context, Task, on_agent
 from privssl.algorithms.clusters import (
     joined,
     k_means,
+    mass_and_borders,
     moved,
     nearest,
     neighbours,
@@ -161,10 +161,8 @@ class MapsRows(Algorithm[Any]):
         graph = summed(told, "graph")
         seed = int(torch.randint(2**31, (), generator=world.rng("cuts")))
         cluster = joined(graph, self._k, seed)
-        mass = torch.zeros(self._k).index_add_(0, cluster, graph.sum(dim=1))
-        held = one_hot(cluster, self._k).to(graph.dtype)  # (J, K)
-        borders = held.T @ (graph + graph.T) @ held
-        return replace(state, cluster=cluster, mass=mass / mass.sum(), borders=borders)
+        mass, borders = mass_and_borders(graph, cluster, self._k)
+        return replace(state, cluster=cluster, mass=mass, borders=borders)
 
     def _seeded(self, state: S, world: World) -> S:
         told = said(world.ask_each(world.query, self.feature_mean, map_of(state)))
@@ -197,25 +195,25 @@ class MapsRows(Algorithm[Any]):
     @on_agent
     def feature_mean(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """Sum (1, E) and number (1,) of the features of all rows."""
-        features = self._features(self._some(agent), msg, ctx)
+        features = self._features(self._some(agent), msg, ctx.device)
         return Sums(features.sum(dim=0, keepdim=True), torch.tensor([float(len(features))]))
 
     @on_agent
     def own_cells(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """Centroids of the agent's own k-means, and how many rows each has."""
-        points = self._points(self._some(agent), msg, ctx)
+        points = self.points(self._some(agent), msg, ctx.device)
         few = min(self.cfg.cells, len(points))
         return Sums(*k_means(points, torch.ones(len(points)), few, ctx.rng("seeds")))
 
     @on_agent
     def cell_sums(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """One step of Lloyd's algorithm on the agent's rows."""
-        return Sums(*sums(self._points(self._some(agent), msg, ctx), msg.centroids))
+        return Sums(*sums(self.points(self._some(agent), msg, ctx.device), msg.centroids))
 
     @on_agent
     def cell_graph(self, agent: QueryAgent, msg: Map, ctx: Context) -> Graph:
         """Which cells the agent's rows lie between."""
-        return Graph(neighbours(self._points(self._some(agent), msg, ctx), msg.centroids))
+        return Graph(neighbours(self.points(self._some(agent), msg, ctx.device), msg.centroids))
 
     def _some(self, agent: QueryAgent) -> Tensor:
         """The rows by which cells are placed: all, or evenly spaced ones, the same every time."""
@@ -225,17 +223,15 @@ class MapsRows(Algorithm[Any]):
     # Features -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _features(self, x: Tensor, msg: Map, ctx: Context) -> Tensor:
+    def _features(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
         """Of stored rows: (N, E) on the CPU."""
-        encoder = learn.load(self._encoder.to(ctx.device), msg.encoder).eval()
-        parts = [
-            encoder(learn.network_input(part, ctx.device)).cpu() for part in torch.split(x, CHUNK)
-        ]
+        encoder = learn.load(self._encoder.to(device), msg.encoder).eval()
+        parts = [encoder(learn.network_input(part, device)).cpu() for part in torch.split(x, CHUNK)]
         return torch.cat(parts) if parts else torch.zeros(0, FEATURES)
 
-    def _points(self, x: Tensor, msg: Map, ctx: Context) -> Tensor:
+    def points(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
         """Of stored rows: where k-means sees them (N, E)."""
-        return on_sphere(self._features(x, msg, ctx), msg.mean)
+        return on_sphere(self._features(x, msg, device), msg.mean)
 
     def check_map(self, msg: Map) -> None:
         """Refuse a map of another form than this algorithm's own.
@@ -259,7 +255,7 @@ class MapsRows(Algorithm[Any]):
 
     def cluster_of(self, x: Tensor, msg: Map, ctx: Context) -> Tensor:
         """The cluster of each stored row (N,)."""
-        return msg.cluster[nearest(self._points(x, msg, ctx), msg.centroids)]
+        return msg.cluster[nearest(self.points(x, msg, ctx.device), msg.centroids)]
 
 
 def map_of(state: MapState) -> Map:

@@ -1,0 +1,184 @@
+"""What the map of a label census is worth: how pure clusters are, and what a table tells of them.
+
+    python -m benchmarks.census_map CONFIG [--seed 12] [--epsilons 4,2,1] [section.key=value ...]
+
+Trains the encoder of a seed that serves tuning alone, then looks at what no run may see, the true
+classes of unlabelled rows. Clusters are made of all of these in one place, three times:
+
+    purity   share of rows in the right class if every cluster had its most frequent one: k-means
+             with K clusters, and cells joined into K. Lowest to highest of the clusterings
+    census   share of rows in the right class after a census, for several K and couplings, and no
+             posterior at all (the largest count); labels and noise are drawn ten times for each
+             clustering. Mean (worst)
+
+Two Markdown tables: the defaults in docs/label_census.md were chosen by them.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from accounting.discrete_laplace import discrete_laplace
+from benchmarks.census_curve import before_the_census
+from privssl.algorithms.clusters import joined, k_means, mass_and_borders, nearest, neighbours
+from privssl.algorithms.label_census import LabelCensus
+from privssl.algorithms.label_free import map_of
+from privssl.algorithms.votes import class_posterior
+from privssl.config import Config, load
+from privssl.errors import UserError
+from privssl.prepare import prepare
+
+CLUSTERINGS, DRAWS = 3, 10
+COUPLINGS = (0.0, 4.0, 8.0)
+
+
+@dataclass(frozen=True)
+class Clustering:
+    """Rows in clusters: the cluster of each row (N,), and what the server knows of clusters."""
+
+    of_row: Tensor
+    mass: Tensor  # (K,)
+    borders: Tensor  # (K, K)
+
+
+class Rows:
+    """Unlabelled rows as the encoder of a run sees them, with their true classes."""
+
+    def __init__(self, config: Config) -> None:
+        prepared = prepare(replace(config, privacy=None))
+        algorithm, federation = prepared.algorithm, prepared.federation
+        assert isinstance(algorithm, LabelCensus)
+        state, _ = before_the_census(prepared)
+        held = [a.held_unlabelled for a in federation.agents if a.held_unlabelled is not None]
+        sent = map_of(state)
+        self.points = torch.cat([algorithm.points(h.x, sent, prepared.device) for h in held])
+        self.truth = federation.true_labels[torch.cat([h.ids for h in held])]
+        self.classes = federation.dataset.classes
+        self.cells = algorithm.cfg.cells
+        self.purity = algorithm.cfg.purity
+        self.labels = config.data.labelled or 0
+        self.support = config.agents.support
+
+    def by_k_means(self, k: int, seed: int) -> Tensor:
+        """The cluster of each row (N,): k-means alone."""
+        centroids, _ = k_means(self.points, torch.ones(len(self.points)), k, _rng(seed))
+        return nearest(self.points, centroids)
+
+    def by_graph(self, ks: Sequence[int], seed: int) -> dict[int, Clustering]:
+        """Cells of one k-means, joined into each number of clusters."""
+        centroids, _ = k_means(self.points, torch.ones(len(self.points)), self.cells, _rng(seed))
+        cell, graph = nearest(self.points, centroids), neighbours(self.points, centroids)
+        found = {}
+        for k in ks:
+            cluster = joined(graph, k, seed)
+            found[k] = Clustering(cluster[cell], *mass_and_borders(graph, cluster, k))
+        return found
+
+    def purity_of(self, of_row: Tensor) -> float:
+        """Share of rows in the class that is most frequent in their cluster."""
+        counts = self._table(of_row, torch.arange(len(self.truth)))
+        return float(counts.amax(dim=1).sum() / counts.sum())
+
+    def _table(self, of_row: Tensor, rows: Tensor) -> Tensor:
+        """How many of these rows are of each cluster and class (K, C)."""
+        k = int(of_row.max()) + 1
+        place = of_row[rows] * self.classes + self.truth[rows]
+        return torch.bincount(place, minlength=k * self.classes).view(k, self.classes)
+
+    def after_a_census(
+        self, at: Clustering, epsilon: float, coupling: float | None, seed: int
+    ) -> float:
+        """Share of rows whose cluster is told to be of their class; coupling None: most votes."""
+        k = len(at.mass)
+        picked = torch.randperm(len(self.truth), generator=_rng(seed))[: self.labels]
+        counts = torch.zeros(k, self.classes, dtype=torch.int64)
+        counts += one_hot(at.of_row[picked], k).T @ one_hot(self.truth[picked], self.classes)
+        noise = sum(discrete_laplace(epsilon, counts.numel()) for _ in range(self.support))
+        table = counts + torch.from_numpy(np.asarray(noise)).view_as(counts)
+        told = table
+        if coupling is not None:
+            told = class_posterior(
+                table, at.mass, float(self.labels), agents=self.support, epsilon=epsilon,
+                purity=self.purity, balanced=True, borders=at.borders, coupling=coupling,
+            )  # fmt: skip
+        return float((told.argmax(dim=1)[at.of_row] == self.truth).float().mean())
+
+
+def _rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def purity_table(rows: Rows, ks: Sequence[int]) -> list[str]:
+    """The first table."""
+    joined_up = [rows.by_graph(ks, seed) for seed in range(CLUSTERINGS)]
+    alone = {k: [rows.purity_of(rows.by_k_means(k, s)) for s in range(CLUSTERINGS)] for k in ks}
+    graph = {k: [rows.purity_of(one[k].of_row) for one in joined_up] for k in ks}
+
+    def line(name: str, found: dict[int, list[float]]) -> str:
+        cells = [f"{min(found[k]):.3f} to {max(found[k]):.3f}" for k in ks]
+        return f"| {name} | " + " | ".join(cells) + " |"
+
+    return [
+        "| K | " + " | ".join(map(str, ks)) + " |",
+        "|---" * (len(ks) + 1) + "|",
+        line("k-means", alone),
+        line(f"{rows.cells} cells, joined", graph),
+    ]
+
+
+def census_table(rows: Rows, ks: Sequence[int], epsilons: Sequence[float]) -> list[str]:
+    """The second table."""
+    maps = [rows.by_graph(ks, seed) for seed in range(CLUSTERINGS)]
+    lines = [
+        "| K | | " + " | ".join(f"epsilon {e:g}" for e in epsilons) + " |",
+        "|---" * (len(epsilons) + 2) + "|",
+    ]
+    for k in ks:
+        for coupling in (None, *COUPLINGS):
+            name = "largest count" if coupling is None else f"posterior, coupling {coupling:g}"
+            cells = []
+            for epsilon in epsilons:
+                told = [
+                    rows.after_a_census(at[k], epsilon, coupling, draw)
+                    for at in maps
+                    for draw in range(DRAWS)
+                ]
+                cells.append(f"{math.fsum(told) / len(told):.3f} ({min(told):.3f})")
+            lines.append(f"| {k} | {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 0, or 2 where the config cannot be measured."""
+    parser = argparse.ArgumentParser(prog="benchmarks.census_map", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--seed", type=int, default=12)
+    parser.add_argument("--epsilons", default="4,2,1,0.5")
+    options = parser.parse_intermixed_args(arguments)
+    torch.set_num_threads(1)
+    try:
+        config = load(options.config, [*options.overrides, f"run.seed={options.seed}"])
+        if config.algorithm.name != "label_census" or not config.data.labelled:
+            raise UserError(f"{options.config}: give a config of label_census with data.labelled")
+        rows = Rows(config)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    c = rows.classes
+    print("\n".join(purity_table(rows, (c, c * 12 // 10, c * 15 // 10, 2 * c, 3 * c, 6 * c))))
+    epsilons = [float(e) for e in options.epsilons.split(",")]
+    print("\n" + "\n".join(census_table(rows, (c, c * 15 // 10, 2 * c), epsilons)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
