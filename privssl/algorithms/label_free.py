@@ -139,6 +139,7 @@ class MapsRows(Algorithm[Any]):
         }
 
     def encoder_round(self, state: S, world: World) -> S:
+        """A few agents train the encoder, each from where it stands; their average is the next."""
         rate = self.cfg.encoder_rate(world.round.number_in_phase)
         taking_part = world.sample(world.query, self.cfg.encoder_agents)
         replies = world.ask_each(taking_part, self.encoder_pass, EncoderLesson(state.encoder, rate))
