@@ -34,10 +34,12 @@ from privssl.algorithms import ALGORITHMS
 from privssl.card import guarantee_sentence
 from privssl.census_plan import CensusPlan, make_plan
 from privssl.checkpoint import Snapshot
+from privssl.engines.local import LocalEngine
 from privssl.errors import PrivacyError
 from privssl.prepare import prepare
 from privssl.privacy import Plan
 from privssl.settings import DP_SGD_KEYS, PrivacySettings
+from privssl.world import World
 
 CONFIG = Path(__file__).parents[1] / "configs" / "label_census.yaml"
 PLAN = CensusPlan(2.0, visits=1)
@@ -455,6 +457,33 @@ def test_a_census_is_paid_for_before_its_rows_are_read(tmp_path: Path) -> None:
         carried_out_sealed(tmp_path / "run", 4.0)
     first = read_journal(tmp_path / "run/ledger/s0.jsonl")
     assert first.events == [PureEpsilon(4.0, 1)]
+
+
+def released_by_all(folder: Path, epsilon: float) -> Tensor:
+    """The sum of what the support agents of a small run send at this epsilon (K, C)."""
+    given = [*SMALL, f"privacy.epsilon={epsilon}", f"run.output={folder}"]
+    prepared = prepare(configs.load(CONFIG, given))
+    folder.mkdir()
+    world = World(LocalEngine(prepared.federation.agents, seed=0, device=prepared.device), 0)
+    state = prepared.algorithm.start(world)
+    with run_folder.opened_accounts(prepared, folder, None):
+        for now in run.planned_rounds(prepared.algorithm.phases()):
+            if now.phase in ("encoder", "clusters", "census"):
+                world.begin(now)
+                state = prepared.algorithm.round(state, world)
+    released: Tensor = state.histogram
+    return released
+
+
+def test_every_count_that_leaves_a_support_agent_has_its_noise(tmp_path: Path) -> None:
+    # At epsilon 0.01 a draw has standard deviation 141, and is 0 once in 200 times.
+    noisy = released_by_all(tmp_path / "noisy", 0.01)
+    assert int((noisy.abs() > 100).sum()) > noisy.numel() / 4
+    assert int((noisy == 0).sum()) < noisy.numel() / 20
+    # the control: at epsilon 40 no noise is left to be seen, and the counts are those of 40 rows
+    exact = released_by_all(tmp_path / "exact", 40.0)
+    assert int(exact.min()) == 0
+    assert int(exact.sum()) == 40
 
 
 def test_a_checkpoint_follows_the_census_at_once(

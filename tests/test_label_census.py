@@ -288,6 +288,17 @@ def test_given_labels_reach_no_weight_before_the_census() -> None:
     assert same_bits({"e": after[0].encoder}, {"e": after[1].encoder})
 
 
+def test_the_encoder_learns_in_its_own_phase_and_in_no_other() -> None:
+    many = FEW | {"encoder_rounds": 3}
+    begun, *after = (
+        play(make("label_census", **many), federation(labelled=40), rounds=r).state.encoder
+        for r in (0, 1, 2, 3, 6, 9)
+    )
+    assert len({float(e["body.trunk.0.weight"].sum()) for e in (begun, *after[:3])}) == 4
+    for later in after[3:]:
+        assert same_bits({"e": later}, {"e": after[2]})
+
+
 def test_f_begins_as_the_encoder_but_for_its_last_layer() -> None:
     state = play(make("label_census", **FEW), federation(labelled=40), rounds=5).state
     assert torch.equal(state.F["trunk.0.weight"], state.encoder["body.trunk.0.weight"])
