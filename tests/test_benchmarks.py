@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import command
 
-from benchmarks import census_curve, epsilon_figure
+from benchmarks import census_curve, census_map, epsilon_figure, uneven_split
 from benchmarks.epsilon_figure import Point, points_of
 from privssl.config import load
+from privssl.data.manifest import Manifest
+from privssl.prepare import prepare
 
 CONFIG = Path(__file__).parents[1] / "configs" / "label_census.yaml"
 SMALL = [
@@ -69,3 +72,46 @@ def test_what_is_no_run_is_refused_by_name(
 ) -> None:
     assert epsilon_figure.main([str(tmp_path / "figure.png"), str(tmp_path)]) == 2
     assert f"{tmp_path}: no finished run" in capsys.readouterr().err
+
+
+def test_an_uneven_split_has_at_most_so_many_labels_of_a_class_and_all_of_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "split.json"
+    assert uneven_split.main([str(CONFIG), str(file), "3=0", "8=5", "data.unlabelled=200"]) == 0
+    overrides = capsys.readouterr().out.split()
+    federation = prepare(load(CONFIG, ["data.unlabelled=200"])).federation
+    fewer = prepare(load(CONFIG, ["data.unlabelled=200", *overrides])).federation
+
+    def counts(split: Manifest) -> list[list[int]]:
+        held = [holding.labelled for holding in split.agents.values() if holding.labelled]
+        return [
+            torch.bincount(federation.true_labels[list(rows)], minlength=10).tolist()
+            for rows in held
+        ]
+
+    before, after = counts(federation.manifest), counts(fewer.manifest)
+    for one, other in zip(before, after, strict=True):
+        assert [n for c, n in enumerate(one) if c not in (3, 8)] == [
+            n for c, n in enumerate(other) if c not in (3, 8)
+        ]
+    assert [held[3] for held in after] == [0, 0]
+    assert sorted(held[8] for held in after) == [2, 3]
+    for agent, holding in federation.manifest.agents.items():
+        assert fewer.manifest.agents[agent].unlabelled == holding.unlabelled
+
+
+def test_the_map_tables_are_of_rows_whose_true_clusters_are_known() -> None:
+    # Two classes far apart: clusters are pure, and a census without much noise names them all.
+    rows = census_map.Rows.__new__(census_map.Rows)
+    side = torch.arange(80) % 2
+    angle = torch.where(side == 0, 0.0, torch.pi) + torch.arange(80) / 400
+    rows.points, rows.truth = torch.stack([angle.cos(), angle.sin()], dim=1), side
+    rows.classes, rows.cells, rows.purity, rows.labels, rows.support = 2, 8, 0.9, 40, 2
+    assert "| 8 cells, joined | 1.000 to 1.000 |" in census_map.purity_table(rows, [2])
+    told = census_map.census_table(rows, [2], [8.0])
+    assert [line.split("|")[3].strip() for line in told[2:]] == ["1.000 (1.000)"] * 4
+    # the control: classes that have nothing to do with where rows lie
+    rows.truth = (torch.arange(80) // 2) % 2
+    purity = float(census_map.purity_table(rows, [2])[2].split("|")[2].split()[0])
+    assert 0.45 < purity < 0.65

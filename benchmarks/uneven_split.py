@@ -1,0 +1,76 @@
+"""A split in which some classes have few labels or none, to be replayed by any method.
+
+    python -m benchmarks.uneven_split CONFIG OUTPUT.json CLASS=MOST... [section.key=value ...]
+
+Draws the split of the config and takes labelled rows of the named classes away until at most MOST
+of each are left, over all agents together; 0 is a class that nobody labels. What was taken away is
+held by nobody. Prints the overrides with which a config runs on it.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from privssl.config import load
+from privssl.data.manifest import Manifest
+from privssl.errors import UserError
+from privssl.prepare import prepare
+
+
+def with_fewer(split: Manifest, labels: Tensor, most: Mapping[int, int]) -> Manifest:
+    """The split with at most ``most[c]`` labelled rows of class c, taken from agents in turn.
+
+    Args:
+        labels: (N,) true classes of all training rows, by id.
+    """
+    left = {
+        agent: [row for row in holding.labelled if int(labels[row]) not in most]
+        for agent, holding in split.agents.items()
+    }
+    for c, number in most.items():
+        of_class = {
+            agent: [row for row in holding.labelled if int(labels[row]) == c]
+            for agent, holding in split.agents.items()
+        }
+        for _ in range(number):
+            agent = max(of_class, key=lambda name: len(of_class[name]))  # who has most gives one
+            if of_class[agent]:
+                left[agent].append(of_class[agent].pop(0))
+    agents = {
+        agent: dataclasses.replace(holding, labelled=tuple(sorted(left[agent])))
+        for agent, holding in split.agents.items()
+    }
+    return dataclasses.replace(split, agents=agents)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 0, or 2 where the split cannot be made."""
+    parser = argparse.ArgumentParser(prog="benchmarks.uneven_split", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("changes", nargs="*", help="CLASS=MOST, and overrides of the config")
+    options = parser.parse_intermixed_args(arguments)
+    most = {
+        int(name): int(number)
+        for name, _, number in (change.partition("=") for change in options.changes)
+        if name.isdigit() and number.isdigit()
+    }
+    overrides = [text for text in options.changes if not text.partition("=")[0].isdigit()]
+    try:
+        federation = prepare(load(options.config, overrides)).federation
+        split = with_fewer(federation.manifest, federation.true_labels, most)
+        split.write(options.output)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    number = sum(len(holding.labelled) for holding in split.agents.values())
+    print(f"data.split={options.output} data.labelled={number}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
