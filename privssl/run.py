@@ -11,7 +11,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +25,9 @@ from privssl import config as configs
 from privssl.algorithms.base import Algorithm, Phase
 from privssl.card import guarantee_sentence, privacy_card, render_markdown
 from privssl.checkpoint import Snapshot
+from privssl.engines import Engine
 from privssl.engines.local import LocalEngine
+from privssl.engines.workers import WorkerEngine, WorkerError, how_many
 from privssl.errors import RunFolderError
 from privssl.evaluate import Judge, Oracle
 from privssl.learn import network_input
@@ -82,23 +84,27 @@ class Run:
 
     _kept: Kept
 
-    def __init__(self, prepared: Prepared, folder: Path, trackers: Sequence[Tracker]) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: Path,
+        engine: Engine,
+        oracle: Oracle,
+        trackers: Sequence[Tracker],
+    ) -> None:
+        """``oracle`` is the meter of ``engine``."""
         config = prepared.config
         self._prepared, self._config, self._folder = prepared, config, folder
         self._algorithm, self._trackers = prepared.algorithm, trackers
         dataset = prepared.federation.dataset
         self._test = (dataset.x_test, dataset.y_test)
-        self._oracle = Oracle(prepared.federation.true_labels)
+        self._oracle, self._engine = oracle, engine
         held_out = {"test": self._test}
         if prepared.federation.validation is not None:
             rows = prepared.federation.validation
             held_out["validation"] = (rows.x, rows.y)
         classifier = self._algorithm.task.new_classifier()
         self._judge = Judge(classifier, held_out, prepared.device)
-        self._engine = LocalEngine(
-            prepared.federation.agents, seed=config.run.seed, device=prepared.device,
-            meter=self._oracle, check_wire=config.run.check_wire,
-        )  # fmt: skip
         self._world = World(self._engine, config.run.seed)
         self._digest = configs.digest(config)
         self._durations: list[float] = []
@@ -144,6 +150,12 @@ class Run:
             log.info("Interrupted: the checkpoint is of round %d", self._kept.progress.round)
             self.save()
             return "interrupted"
+        except WorkerError as error:
+            self.save()
+            done = self._kept.progress.round
+            raise WorkerError(
+                f"{error}. The checkpoint is of round {done}: go on with --resume {self._folder}"
+            ) from error
         private = self._prepared.plan is not None  # others are silent for reasons of their own
         return "budget_exhausted" if private and self._kept.progress.refused else "finished"
 
@@ -251,7 +263,6 @@ class Run:
             checkpoint.mark(folder, "best", kept.progress.round)
 
     def close(self) -> None:
-        self._engine.close()
         for tracker in self._trackers:
             tracker.close()
 
@@ -338,6 +349,17 @@ def planned_rounds(phases: Sequence[Phase]) -> list[Round]:
     return listed
 
 
+def _engine(prepared: Prepared, oracle: Oracle) -> Engine:
+    run, agents, device = prepared.config.run, prepared.federation.agents, prepared.device
+    common: dict[str, Any] = {
+        "seed": run.seed, "device": device, "meter": oracle, "check_wire": run.check_wire,
+    }  # fmt: skip
+    workers = how_many(run.workers, agents, device)
+    if workers == 1:
+        return LocalEngine(agents, **common)
+    return WorkerEngine(agents, algorithm=prepared.algorithm, workers=workers, **common)
+
+
 def execute(
     prepared: Prepared,
     folder: Path,
@@ -351,7 +373,10 @@ def execute(
             write again, and nothing may be cut when a ledger forbids the run.
     """
     with opened_accounts(prepared, folder, snapshot), ExitStack() as stack:
-        run = Run(prepared, folder, make_trackers())
+        oracle = Oracle(prepared.federation.true_labels)
+        # Before the trackers: workers are forked here, and trackers start threads.
+        engine = stack.enter_context(closing(_engine(prepared, oracle)))
+        run = Run(prepared, folder, engine, oracle, make_trackers())
         stack.callback(run.close)
         if snapshot is None:
             run.begin()

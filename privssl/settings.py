@@ -51,6 +51,7 @@ class RunSettings:
     checkpoint_every: Positive = 10  # rounds; Ctrl-C writes one too
     images_every: Positive = 10  # rounds between pictures in TensorBoard
     check_wire: bool = False  # pack every message to bytes and back, as a network would
+    workers: Positive | Literal["auto"] = "auto"  # processes; auto: one per core; 1: only this one
 
 
 @dataclass(frozen=True, config=strict)

@@ -167,7 +167,11 @@ class FedSSL(Algorithm[State]):
             "G": lambda: G(shape, classes, width=width, noise_size=config.noise_size),
             "D": lambda: D(shape, classes, width=width, spectral=spectral),
         }
-        self._networks = {name: new() for name, new in self._new.items()}
+        # Laid out once: a network in another layout rounds differently, so the first visit of a
+        # process, of a resumed run say, would differ from any later one.
+        self._networks = {
+            name: new().to(memory_format=torch.channels_last) for name, new in self._new.items()
+        }
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
@@ -362,9 +366,7 @@ class FedSSL(Algorithm[State]):
 
     def _loaded(self, msg: Lesson, ctx: Context) -> dict[str, nn.Module]:
         return {
-            name: learn.load(self._networks[name].to(ctx.device), getattr(msg, name)).to(
-                memory_format=torch.channels_last
-            )
+            name: learn.load(self._networks[name].to(ctx.device), getattr(msg, name))
             for name in NETWORKS
         }
 

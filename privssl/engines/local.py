@@ -4,6 +4,7 @@ Tensors are copied at the border, so that an agent cannot write into the server'
 ``check_wire`` each message also goes to bytes and back, as it would across a network.
 """
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,9 +42,18 @@ class LocalEngine:
         return [agent.ref for agent in self._agents.values()]
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        return self._carried_out(calls)
+
+    def _carried_out(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        """What ``deliver`` answers; ``workers.py`` has another way to the same bits."""
         return [self._visit(call) for call in calls]
 
     def _visit(self, call: Call) -> Reply[Any]:
+        reply = self._worked(call, self._across(call.message))
+        return dataclasses.replace(reply, content=self._across(reply.content))
+
+    def _worked(self, call: Call, message: Message) -> Reply[Any]:
+        """The step itself. What comes in and what goes out is not copied here."""
         agent = self._agents[call.to.id]
         ctx = Context(
             seed=self._seed,
@@ -57,7 +67,7 @@ class LocalEngine:
             meter=self._meter,
         )
         with seeded(ctx.rng("torch")):  # dropout asks torch's own generator, which nobody seeded
-            content = self._across(call.step(agent, self._across(call.message), ctx))
+            content = call.step(agent, message, ctx)
         return Reply(agent.ref, content, weight=ctx.weight, notes=dict(ctx.notes))
 
     def _across(self, message: Message) -> Message:
