@@ -1,7 +1,7 @@
 """Accuracy of the label census at several epsilons, on one map of rows for all of them.
 
     python -m benchmarks.census_curve CONFIG --epsilons 4,2,1 [--seeds 5] [--output FILE]
-                                      [section.key=value ...]
+                                      [--also "KEY=VALUE ..."] [section.key=value ...]
 
 The encoder and the clusters read no label, so at one seed they are the same bits whatever epsilon
 is: they are made once, and every epsilon goes on from there with an account, a census and a
@@ -14,6 +14,7 @@ seconds) and mean, standard deviation and the worst seed per epsilon; --output w
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -21,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,27 @@ from privssl.world import World
 LABEL_FREE = ("encoder", "clusters")
 
 
-def measure(config: Config, epsilons: Sequence[float]) -> list[dict[str, Any]]:
-    """The runs of one seed: a record per epsilon; infinity is a census without noise."""
+def measure(
+    config: Config, epsilons: Sequence[float], also: Mapping[str, Config] | None = None
+) -> list[dict[str, Any]]:
+    """The runs of one seed: a record per epsilon; infinity is a census without noise.
+
+    Args:
+        also: configs that differ in nothing before the census, by name.
+
+    Raises:
+        UserError: unlabelled rows of one of them are with other agents.
+    """
     begun = time.perf_counter()
-    state, memories = before_the_census(prepare(replace(config, privacy=None)))
+    open_run = prepare(replace(config, privacy=None))
+    for name, other in (also or {}).items():
+        if _unlabelled(prepare(replace(other, privacy=None))) != _unlabelled(open_run):
+            raise UserError(f"{name}: unlabelled rows are with other agents, so the map is another")
+    state, memories = before_the_census(open_run)
     mapped = time.perf_counter() - begun
+    cases = {"": config, **(also or {})}
     records = []
-    for epsilon in epsilons:
+    for (name, config), epsilon in itertools.product(cases.items(), epsilons):
         begun = time.perf_counter()
         private = None
         if epsilon != float("inf"):
@@ -67,6 +82,7 @@ def measure(config: Config, epsilons: Sequence[float]) -> list[dict[str, Any]]:
                     now_state = prepared.algorithm.round(now_state, world)
         about: dict[str, Any] = {"dataset": config.data.name, "labels": config.data.labelled}
         about |= {"seed": config.run.seed, "epsilon": epsilon, **_judged(prepared, now_state)}
+        about |= {"also": name} if name else {}
         records.append(about | {"seconds": round(mapped + time.perf_counter() - begun, 1)})
         print(json.dumps(records[-1]), flush=True)
     return records
@@ -81,6 +97,11 @@ def before_the_census(prepared: Prepared) -> tuple[Any, dict[str, Any]]:
             world.begin(now)
             state = prepared.algorithm.round(state, world)
     return state, dict(engine.memories())
+
+
+def _unlabelled(prepared: Prepared) -> dict[str, tuple[int, ...]]:
+    held = prepared.federation.manifest.agents.items()
+    return {agent: holding.unlabelled for agent, holding in held if holding.unlabelled}
 
 
 def _start(prepared: Prepared) -> tuple[LocalEngine, World]:
@@ -107,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--epsilons", default="4,2,1")
     parser.add_argument("--seeds", default="5", help="a number, or seeds with commas")
+    parser.add_argument("--also", action="append", default=[], help="overrides, with spaces")
     parser.add_argument("--output", type=Path)
     options = parser.parse_intermixed_args(arguments)
     named = options.seeds.rstrip(",").split(",")
@@ -119,13 +141,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = load(options.config, [*options.overrides, f"run.seed={seed}"])
             if config.algorithm.name != LabelCensus.Config().name or config.privacy is None:
                 raise UserError(f"{options.config}: give a config of label_census with privacy")
-            records += measure(config, epsilons)
+            given = [*options.overrides, f"run.seed={seed}"]
+            also = {text: load(options.config, [*given, *text.split()]) for text in options.also}
+            records += measure(config, epsilons, also)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     print(f"# {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
     for epsilon in epsilons:
-        of = [record["test"] for record in records if record["epsilon"] == epsilon]
+        of = [r["test"] for r in records if r["epsilon"] == epsilon and "also" not in r]
         spread = statistics.stdev(of) if len(of) > 1 else 0.0
         print(
             f"epsilon {epsilon:g}: mean {statistics.mean(of):.4f} sd {spread:.4f} "
