@@ -11,6 +11,7 @@ from benchmarks import census_curve, census_map, epsilon_figure, uneven_split
 from benchmarks.epsilon_figure import Point, points_of
 from privssl.config import load
 from privssl.data.manifest import Manifest
+from privssl.errors import UserError
 from privssl.prepare import prepare
 
 CONFIG = Path(__file__).parents[1] / "configs" / "label_census.yaml"
@@ -115,3 +116,17 @@ def test_the_map_tables_are_of_rows_whose_true_clusters_are_known() -> None:
     rows.truth = (torch.arange(80) // 2) % 2
     purity = float(census_map.purity_table(rows, [2])[2].split("|")[2].split()[0])
     assert 0.45 < purity < 0.65
+
+
+def test_other_labels_on_the_same_map_end_where_a_whole_run_ends(tmp_path: Path) -> None:
+    endless, one = float("inf"), "agents.support=1"
+    told = census_curve.measure(load(CONFIG, SMALL), [endless], {one: load(CONFIG, [*SMALL, one])})
+    run = tmp_path / "run"
+    trained = command(CONFIG, *SMALL, one, "privacy=null", f"run.output={run}", "--quiet")
+    assert trained.status == 0, trained.err
+    final = json.loads((run / "results.json").read_text())["test_accuracy"]["final"]
+    assert (told[1]["also"], told[1]["test"]) == (one, final)
+    # the control: with other query agents the map would be another
+    other = load(CONFIG, [*SMALL, "agents.query=5"])
+    with pytest.raises(UserError, match="unlabelled rows are with other agents"):
+        census_curve.measure(load(CONFIG, SMALL), [endless], {"agents.query=5": other})
