@@ -23,6 +23,8 @@ from toy_worlds import (
     OneMemoryBackwards,
     Overheard,
     Played,
+    Unused,
+    UnusedAndPlain,
     apart,
     at_clients,
     at_server,
@@ -153,6 +155,15 @@ def test_order_would_be_noticed_if_agents_saw_each_others_memory(case: str) -> N
     )
     # where nothing is remembered there is nothing to see
     assert (apart(forwards.state, backwards.state) > 1e-6) == remembers(forwards)
+
+
+@every_case
+def test_a_visit_does_not_depend_on_what_its_process_did_before(case: str) -> None:
+    assert same_bits(played(case).state, played(case, engine=Unused).state)
+
+
+def test_networks_that_are_laid_out_anew_in_each_visit_would_be_noticed() -> None:
+    assert not same_bits(played("fedssl").state, played("fedssl", engine=UnusedAndPlain).state)
 
 
 # What travels --------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 bend one promise of the local engine, so that a test can show that it would notice.
 """
 
+import copy
 import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -84,6 +85,27 @@ def make(
 
 
 # Engines ------------------------------------------------------------------------------------
+
+
+class Unused(LocalEngine):
+    """Every visit is of an algorithm that did nothing before, as in a process of its own."""
+
+    layout: torch.memory_format | None = None  # of all networks, before each visit
+    _first: Any = None
+
+    def _worked(self, call: Call, message: Message) -> Reply[Any]:
+        self._first = self._first or copy.deepcopy(call.step.__self__)  # type: ignore[attr-defined]
+        new = copy.deepcopy(self._first)
+        for network in new.networks().values() if self.layout else ():
+            network.to(memory_format=self.layout)
+        step = getattr(new, call.step.__name__)
+        return super()._worked(dataclasses.replace(call, step=step), message)
+
+
+class UnusedAndPlain(Unused):
+    """Networks as torch lays them out."""
+
+    layout = torch.contiguous_format
 
 
 class Backwards(LocalEngine):

@@ -94,7 +94,9 @@ class _Bound(Algorithm[State]):
         self, config: ClassifierTraining, task: Task, plan: PrivatePlan | None = None
     ) -> None:
         super().__init__(config, task, plan)
-        self._F = task.new_classifier()
+        # Laid out once: a network in another layout rounds differently, so the first visit of a
+        # process would differ from any later one.
+        self._F = task.new_classifier().to(memory_format=torch.channels_last)
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
@@ -153,7 +155,7 @@ class _Bound(Algorithm[State]):
         self, x: Tensor, p: Tensor, agent: SupportAgent | QueryAgent, msg: Lesson,
         ctx: Context, group: str,
     ) -> Classifier:  # fmt: skip
-        F = learn.load(self._F.to(ctx.device), msg.F).to(memory_format=torch.channels_last)
+        F = learn.load(self._F.to(ctx.device), msg.F)
         group_of_F = learn.AdamGroup(F, self.cfg.learning_rate, (0.9, 0.99))
         adam = learn.KeptAdam({"F": group_of_F}, agent.memory, group)
         seen = self.cfg.augmentation()(learn.network_input(x, ctx.device), ctx.rng("augment F"))
