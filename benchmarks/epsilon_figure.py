@@ -4,8 +4,9 @@
 
 Takes run folders of ``privssl.train`` (results.json and config.yaml) and the files that
 ``benchmarks.census_curve --output`` writes. Runs that differ in nothing but the seed are one point,
-with a bar of one standard deviation. A guarantee is a filled marker on a line, a NOMINAL epsilon a
-hollow one, and a run without privacy a horizontal line. Prints the points as a Markdown table.
+at their mean, with a bar from the worst seed to the best. A guarantee is a filled marker on a line,
+a NOMINAL epsilon a hollow one, and a run without privacy a horizontal line. The axis of accuracies
+is stretched towards 1, where methods differ. Prints the points as a Markdown table.
 """
 
 import argparse
@@ -21,8 +22,10 @@ from typing import Any
 import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 MARKERS = "osD^vP*X"
+TICKS = (0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 0.97, 0.98)
 
 
 @dataclass(frozen=True)
@@ -103,17 +106,31 @@ def draw(points: Sequence[Point], output: Path) -> list[str]:
                     panel.axhline(mean, color=colour, linestyle=":", label=method)
             private = sorted((e, v) for e, v in grouped.items() if e is not None)
             if private:
+                means = [statistics.mean(v) for _, v in private]
+                worst = [mean - min(v) for mean, (_, v) in zip(means, private, strict=True)]
+                best = [max(v) - mean for mean, (_, v) in zip(means, private, strict=True)]
                 panel.errorbar(
-                    [e for e, _ in private], [statistics.mean(v) for _, v in private],
-                    yerr=[statistics.stdev(v) if len(v) > 1 else 0.0 for _, v in private],
+                    [e for e, _ in private], means, yerr=[worst, best],
                     color=colour, marker=MARKERS[index % len(MARKERS)], capsize=3, label=method,
                     fillstyle="none" if nominal else "full", linestyle="" if nominal else "-",
                 )  # fmt: skip
         panel.set_xscale("log", base=2)
         panel.set(title=f"{labels} labels", xlabel="epsilon of each support agent's records")
         panel.xaxis.set_major_formatter("{x:g}")
+        panel.set_yscale("logit")
+        panel.set_ylim(min(0.9 * min(p.accuracy for p in points), 0.8), 0.99)
+        panel.set_yticks([tick for tick in TICKS if tick > panel.get_ylim()[0]])
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_locator(NullLocator())
         panel.grid(alpha=0.3)
-        panel.legend(fontsize="x-small", loc="lower right")
+    named = {
+        name: handle
+        for panel in panels
+        for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        list(named.values()), list(named), loc="outside lower center", ncols=4, fontsize="small"
+    )
     panels[0].set_ylabel("test accuracy after the last round")
     canvas.print_png(str(output))  # type: ignore[no-untyped-call]
     return lines
