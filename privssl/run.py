@@ -349,7 +349,8 @@ def planned_rounds(phases: Sequence[Phase]) -> list[Round]:
     return listed
 
 
-def _engine(prepared: Prepared, oracle: Oracle) -> Engine:
+def make_engine(prepared: Prepared, oracle: Oracle) -> Engine:
+    """The engine that the config asks for; workers are forked here, so make it before threads."""
     run, agents, device = prepared.config.run, prepared.federation.agents, prepared.device
     common: dict[str, Any] = {
         "seed": run.seed, "device": device, "meter": oracle, "check_wire": run.check_wire,
@@ -375,7 +376,7 @@ def execute(
     with opened_accounts(prepared, folder, snapshot), ExitStack() as stack:
         oracle = Oracle(prepared.federation.true_labels)
         # Before the trackers: workers are forked here, and trackers start threads.
-        engine = stack.enter_context(closing(_engine(prepared, oracle)))
+        engine = stack.enter_context(closing(make_engine(prepared, oracle)))
         run = Run(prepared, folder, engine, oracle, make_trackers())
         stack.callback(run.close)
         if snapshot is None:

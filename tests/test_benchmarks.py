@@ -7,7 +7,7 @@ import pytest
 import torch
 from command_line import command
 
-from benchmarks import census_curve, census_map, epsilon_figure, uneven_split
+from benchmarks import census_curve, census_map, epsilon_figure, uneven_split, workers
 from benchmarks.epsilon_figure import Point, points_of
 from privssl.config import load
 from privssl.data.manifest import Manifest
@@ -130,3 +130,16 @@ def test_other_labels_on_the_same_map_end_where_a_whole_run_ends(tmp_path: Path)
     other = load(CONFIG, [*SMALL, "agents.query=5"])
     with pytest.raises(UserError, match="unlabelled rows are with other agents"):
         census_curve.measure(load(CONFIG, SMALL), [endless], {"agents.query=5": other})
+
+
+def test_rounds_are_timed_for_each_number_of_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(CONFIG.with_name("fedssl.yaml"))
+    given = ["algorithm.local_steps=1", "--rounds", "1", "--workers", "1,2"]
+    assert workers.main([config, *given]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+    one, two, times = map(float, cells)
+    assert name == "fedssl" and one > 0 and two > 0 and times > 0
+    private = str(CONFIG.with_name("fedssl_dp.yaml"))
+    assert workers.main([private]) == 2
+    assert "work in one process" in capsys.readouterr().err
