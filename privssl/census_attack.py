@@ -37,7 +37,9 @@ from privssl.privacy import os_uniform
 
 ALARM = 1e-6  # level of each test
 
-_CLUSTERS = 20  # of a made-up table
+# Cells of a made-up table, at least. Two releases with the same noise share what is not 0 in it:
+# among 100 cells that is too little to be sure in one case of 16 at epsilon 2, among 200 in one of 100,000.
+_CELLS = 200
 _FEWEST, _MOST = 1000, 4000  # made-up tables
 _COMPARED = 200  # releases that are compared with each other
 _EXPECTED = 10.0  # draws in a bin of the chi-square test, at least
@@ -68,7 +70,7 @@ class CensusAttack:
 
 def attack_census(plan: CensusPlan, censuses: int, epsilon: float, classes: int) -> CensusAttack:
     """Attack ``censuses`` >= 1 releases about the same records that cost epsilon together."""
-    cells = _CLUSTERS * classes
+    cells = math.ceil(_CELLS / classes) * classes
     often = -math.expm1(float(log_pmf(plan.epsilon, 0)))  # chance that noise is not 0
     wanted = max(
         2 * trials_to_see(epsilon, 1 - ALARM) / cells,
