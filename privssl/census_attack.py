@@ -38,7 +38,8 @@ from privssl.privacy import os_uniform
 ALARM = 1e-6  # level of each test
 
 # Cells of a made-up table, at least. Two releases with the same noise share what is not 0 in it:
-# among 100 cells that is too little to be sure in one case of 16 at epsilon 2, among 200 in one of 100,000.
+# among 100 cells that is too little to be sure in one case of 16 at epsilon 2, among 200 in one
+# of 100,000.
 _CELLS = 200
 _FEWEST, _MOST = 1000, 4000  # made-up tables
 _COMPARED = 200  # releases that are compared with each other
