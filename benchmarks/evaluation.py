@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from privssl.evaluate import CHUNK, Judge, accuracy
+from privssl.evaluate import CHUNK, accuracy
 from privssl.models import build_classifier
 from privssl.models.precision import Precision
 from privssl.settings import ModelSettings
@@ -32,8 +32,8 @@ def milliseconds(
     network = build_classifier(model, shape, 10, precision)
     x, y = torch.randint(256, (ROWS, *shape), dtype=torch.uint8), torch.randint(10, (ROWS,))
     weights, at = dict(network.state_dict()), torch.device("cpu")
-    if not plain:
-        Judge(network, {}, at)  # lays the network out as runs do
+    if plain:
+        network.to(memory_format=torch.contiguous_format)
     accuracy(network, weights, x, y, device=at, chunk=chunk)  # warm
     begun = time.process_time()
     accuracy(network, weights, x, y, device=at, chunk=chunk)

@@ -35,7 +35,6 @@ def milliseconds(
 ) -> float:
     """CPU time of a step, by the clock of this process."""
     network = build_classifier(model, shape, 10, precision).train()
-    network.to(memory_format=torch.channels_last)
     x = network_input(torch.randint(256, (rows, *shape), dtype=torch.uint8))
     y = torch.randint(10, (rows,))
     sgd = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)

@@ -56,7 +56,7 @@ class Judge:
         device: torch.device,
     ) -> None:
         """``sets``: rows and classes as in ``accuracy``, by name."""
-        self._network = network.to(device).to(memory_format=torch.channels_last)
+        self._network = network.to(device)
         self._sets, self._device = sets, device
         self._last: list[tuple[StateDict, dict[str, float]]] = []
 

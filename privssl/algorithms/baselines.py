@@ -235,7 +235,7 @@ class FedProx(_Averaged):
 
 def load(F: nn.Module, msg: Lesson, ctx: Context) -> nn.Module:
     """The global weights in a network on the visit's device, in training mode."""
-    return learn.load(F.to(ctx.device), msg.F).to(memory_format=torch.channels_last)
+    return learn.load(F.to(ctx.device), msg.F)
 
 
 def labelled_losses(

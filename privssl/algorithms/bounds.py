@@ -94,9 +94,7 @@ class _Bound(Algorithm[State]):
         self, config: ClassifierTraining, task: Task, plan: PrivatePlan | None = None
     ) -> None:
         super().__init__(config, task, plan)
-        # Laid out once: a network in another layout rounds differently, so the first visit of a
-        # process would differ from any later one.
-        self._F = task.new_classifier().to(memory_format=torch.channels_last)
+        self._F = task.new_classifier()
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:

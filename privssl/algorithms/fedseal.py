@@ -357,7 +357,7 @@ class FedSEAL(Algorithm[State]):
     # Local training -------------------------------------------------------------------------
 
     def _loaded(self, weights: StateDict, ctx: Context) -> nn.Module:
-        return learn.load(self._F.to(ctx.device), weights).to(memory_format=torch.channels_last)
+        return learn.load(self._F.to(ctx.device), weights)
 
     def _sgd(self, F: nn.Module, ctx: Context) -> torch.optim.SGD:
         rate = self.cfg.rate(ctx.round)

@@ -68,6 +68,7 @@ from privssl.algorithms.local_ssl import (
     one_hot,
 )
 from privssl.messages import Message, Reply, Silence, StateDict
+from privssl.models import laid_out
 from privssl.models.precision import in_precision
 from privssl.privacy import PrivatePlan, frozen
 from privssl.pseudo import guess_labels
@@ -164,14 +165,10 @@ class FedSSL(Algorithm[State]):
         D = in_precision(ImageDiscriminator, task.precision)
         self._new: dict[str, NetworkFactory] = {
             "F": task.new_classifier,
-            "G": lambda: G(shape, classes, width=width, noise_size=config.noise_size),
-            "D": lambda: D(shape, classes, width=width, spectral=spectral),
+            "G": lambda: laid_out(G(shape, classes, width=width, noise_size=config.noise_size)),
+            "D": lambda: laid_out(D(shape, classes, width=width, spectral=spectral)),
         }
-        # Laid out once: a network in another layout rounds differently, so the first visit of a
-        # process, of a resumed run say, would differ from any later one.
-        self._networks = {
-            name: new().to(memory_format=torch.channels_last) for name, new in self._new.items()
-        }
+        self._networks = {name: new() for name, new in self._new.items()}
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:

@@ -299,7 +299,7 @@ class FedTriNet(Algorithm[State]):
             ctx.weight = float(rows)
 
     def _load(self, weights: StateDict, ctx: Context) -> None:
-        learn.load(self._F.to(ctx.device), weights).to(memory_format=torch.channels_last)
+        learn.load(self._F.to(ctx.device), weights)
 
     @torch.no_grad()
     def _predict(

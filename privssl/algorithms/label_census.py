@@ -131,8 +131,7 @@ class LabelCensus(MapsRows):
 
     def __init__(self, config: LabelCensusConfig, task: Task, plan: Any = None) -> None:
         super().__init__(config, task, plan)
-        # Laid out once: a network in another layout rounds differently, so a resumed run would.
-        self._F = task.new_classifier().to(memory_format=torch.channels_last)
+        self._F = task.new_classifier()
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:

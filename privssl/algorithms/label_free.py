@@ -116,8 +116,7 @@ class MapsRows(Algorithm[Any]):
 
     def __init__(self, config: Any, task: Task, plan: Any = None) -> None:
         super().__init__(config, task, plan)
-        # Laid out once: a network in another layout rounds differently, so a resumed run would.
-        self._encoder = self._new_encoder().to(memory_format=torch.channels_last)
+        self._encoder = self._new_encoder()
 
     def _new_encoder(self) -> Encoder:
         assert self.task.new_body is not None

@@ -309,8 +309,7 @@ class SemiFL(Algorithm[State]):
                 yield cross_entropy(F(batch["x"]), batch["y"])
 
     def _loaded(self, msg: Lesson, ctx: Context) -> nn.Module:
-        F = learn.load(self._F.to(ctx.device), msg.F)
-        return F.to(memory_format=torch.channels_last)
+        return learn.load(self._F.to(ctx.device), msg.F)
 
     def _gathered(self, x: Tensor, msg: Lesson, ctx: Context) -> Statistics:
         """Mean of the statistics of batches that differ by at most a row; not augmented."""
