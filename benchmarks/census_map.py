@@ -1,6 +1,7 @@
 """What the map of a label census is worth: how pure clusters are, and what a table tells of them.
 
-    python -m benchmarks.census_map CONFIG [--seed 12] [--epsilons 4,2,1] [section.key=value ...]
+    python -m benchmarks.census_map CONFIG [--seed 12] [--epsilons 4,2,1] [--clusters 10,15,20]
+                                    [section.key=value ...]
 
 Trains the encoder of a seed that serves tuning alone, then looks at what no run may see, the true
 classes of unlabelled rows. Clusters are made of all of these in one place, three times:
@@ -163,6 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--seed", type=int, default=12)
     parser.add_argument("--epsilons", default="4,2,1,0.5")
+    parser.add_argument("--clusters", help="numbers with commas; 1 to 6 times the classes")
     options = parser.parse_intermixed_args(arguments)
     torch.set_num_threads(1)
     try:
@@ -174,9 +176,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     c = rows.classes
-    print("\n".join(purity_table(rows, (c, c * 12 // 10, c * 15 // 10, 2 * c, 3 * c, 6 * c))))
+    ks, few = [c, c * 12 // 10, c * 15 // 10, 2 * c, 3 * c, 6 * c], [c, c * 15 // 10, 2 * c]
+    if options.clusters:
+        ks = few = [int(k) for k in options.clusters.split(",")]
+    print("\n".join(purity_table(rows, ks)))
     epsilons = [float(e) for e in options.epsilons.split(",")]
-    print("\n" + "\n".join(census_table(rows, (c, c * 15 // 10, 2 * c), epsilons)))
+    print("\n" + "\n".join(census_table(rows, few, epsilons)))
     return 0
 
 
