@@ -75,10 +75,10 @@ def prepare(config: Config) -> Prepared:
 def _task(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
     precision = config.run.precision
 
-    def build(outputs: int) -> nn.Module:
-        return models.build_classifier(config.model, shape, outputs, precision)
+    def new_classifier() -> nn.Module:
+        return models.build_classifier(config.model, shape, classes, precision)
 
-    return Task(classes, shape, lambda: build(classes), precision, build)
+    return Task(classes, shape, new_classifier, precision)
 
 
 def _check_sides(shape: tuple[int, int, int], algorithm: str, divisor: int) -> None:

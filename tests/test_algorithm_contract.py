@@ -54,12 +54,11 @@ NEEDS: dict[str, dict[str, Any]] = {
     "label_census": {
         "clusters": 5,
         "cells": 12,
-        "encoder_rounds": 1,
+        "filters": 8,
+        "places": 2,
         "cluster_rounds": 3,
         "vote_rounds": 1,
         "self_training_rounds": 1,
-        "encoder_steps": 2,
-        "encoder_batch_size": 6,
     },
     **{name: {"local_epochs": 1} for name in ("server_sl", "fedavg", "fedprox", "fedsem")},
 }

@@ -16,7 +16,7 @@ from privssl.prepare import prepare
 
 CONFIG = Path(__file__).parents[1] / "configs" / "label_census.yaml"
 SMALL = [
-    "data.unlabelled=200", "algorithm.encoder_rounds=1", "algorithm.encoder_steps=2",
+    "data.unlabelled=200", "algorithm.filters=8",
     "algorithm.cells=20", "algorithm.cluster_rounds=3", "algorithm.vote_rounds=1",
     "algorithm.self_training_rounds=1", "algorithm.local_steps=2",
 ]  # fmt: skip

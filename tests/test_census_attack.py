@@ -193,9 +193,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("census") / "run"
     outcome = command(
         CONFIG, f"run.output={run}", "data.name=toy", "data.labelled=40", "data.unlabelled=80",
-        "model.width=4", "algorithm.encoder_rounds=1", "algorithm.cluster_rounds=3",
-        "algorithm.vote_rounds=1", "algorithm.self_training_rounds=1", "algorithm.encoder_steps=1",
-        "algorithm.encoder_batch_size=8", "algorithm.local_steps=1", "algorithm.batch_size=8",
+        "model.width=4", "algorithm.filters=8", "algorithm.cluster_rounds=3",
+        "algorithm.vote_rounds=1", "algorithm.self_training_rounds=1",
+        "algorithm.local_steps=1", "algorithm.batch_size=8",
         "privacy.epsilon=1.0", "--quiet",
     )  # fmt: skip
     assert outcome.status == 0, outcome

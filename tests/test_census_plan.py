@@ -215,9 +215,8 @@ def test_a_dry_run_says_what_is_released_and_what_it_costs() -> None:
 
 SMALL = (
     "data.name=toy", "data.labelled=40", "data.unlabelled=80", "agents.query=2", "model.width=4",
-    "algorithm.encoder_rounds=1", "algorithm.cluster_rounds=3", "algorithm.vote_rounds=1",
-    "algorithm.self_training_rounds=1", "algorithm.encoder_steps=1",
-    "algorithm.encoder_batch_size=8", "algorithm.local_steps=1", "algorithm.batch_size=8",
+    "algorithm.filters=8", "algorithm.cluster_rounds=3", "algorithm.vote_rounds=1",
+    "algorithm.self_training_rounds=1", "algorithm.local_steps=1", "algorithm.batch_size=8",
     "run.images_every=1000",
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from toy_worlds import Mute, Overheard, at_clients, federation, finite, make, play, same_bits
 
+from privssl.algorithms import label_free
 from privssl.algorithms.clusters import (
     joined,
     k_means,
@@ -21,9 +22,9 @@ from privssl.algorithms.clusters import (
     on_sphere,
     sums,
 )
-from privssl.algorithms.contrastive import mutual_information, nt_xent
 from privssl.algorithms.label_census import Census, LabelCensus
 from privssl.algorithms.label_free import Map, map_of
+from privssl.algorithms.patch_encoder import encode
 from privssl.algorithms.votes import class_posterior
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
@@ -33,39 +34,13 @@ from privssl.seeds import stream
 from privssl.world import World
 
 FEW: dict[str, Any] = {
-    "clusters": 5, "cells": 12, "encoder_rounds": 1, "cluster_rounds": 3, "vote_rounds": 1,
-    "self_training_rounds": 1, "encoder_steps": 2, "encoder_batch_size": 6,
+    "clusters": 5, "cells": 12, "cluster_rounds": 3, "vote_rounds": 1, "self_training_rounds": 1,
+    "filters": 8, "places": 2,
 }  # fmt: skip
 
 
 def normal(*shape: int, name: str = "x") -> Tensor:
     return torch.randn(*shape, generator=stream(0, 0, "world", name))
-
-
-# Encoder ------------------------------------------------------------------------------------
-
-
-def test_nt_xent_is_the_mean_over_both_views_of_chen_et_al_equation_1() -> None:
-    z1, z2, temperature = normal(3, 4, name="1"), normal(3, 4, name="2"), 0.4
-    views = [*z1.tolist(), *z2.tolist()]
-
-    def cosine(a: list[float], b: list[float]) -> float:
-        return sum(p * q for p, q in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b)
-
-    losses = []
-    for i in range(6):
-        odds = [math.exp(cosine(views[i], views[k]) / temperature) for k in range(6)]
-        losses.append(-math.log(odds[(i + 3) % 6] / (sum(odds) - odds[i])))
-    assert float(nt_xent(z1, z2, temperature)) == pytest.approx(sum(losses) / 6, rel=1e-5)
-
-
-def test_mutual_information_is_log_k_of_sure_and_even_clusters_and_0_of_independent_ones() -> None:
-    even = torch.eye(4).repeat(3, 1)
-    assert float(mutual_information(even, even)) == pytest.approx(math.log(4), abs=1e-5)
-    flat = torch.full((12, 4), 0.25)
-    assert float(mutual_information(flat, even)) == pytest.approx(0, abs=1e-5)
-    one = torch.eye(4)[torch.zeros(12, dtype=torch.int64)]  # all in one cluster: nothing is told
-    assert float(mutual_information(one, one)) == pytest.approx(0, abs=1e-5)
 
 
 # Clusters -----------------------------------------------------------------------------------
@@ -260,14 +235,11 @@ def test_each_labelled_row_counts_once_in_the_cluster_and_class_that_it_is_in() 
     after = play(make("label_census", **FEW), parties)
     state, census = after.state, after.algorithm
     assert isinstance(census, LabelCensus)
-    encoder = census.networks()["encoder"].eval()
-    encoder.load_state_dict(state.encoder)
     expected = np.zeros((5, 10), dtype=np.int64)
     for agent in parties.agents:
         if agent.held_labelled is not None:
             rows = agent.held_labelled
-            with torch.no_grad():
-                features = encoder(2 * rows.x.float() / 255 - 1)
+            features = encode(2 * rows.x.float() / 255 - 1, state.encoder, places=2)
             points = torch.nn.functional.normalize(features - state.mean, dim=1)
             for point, label in zip(points, rows.y.tolist(), strict=True):
                 cell = int((state.centroids - point).square().sum(dim=1).argmin())
@@ -288,21 +260,34 @@ def test_given_labels_reach_no_weight_before_the_census() -> None:
     assert same_bits({"e": after[0].encoder}, {"e": after[1].encoder})
 
 
-def test_the_encoder_learns_in_its_own_phase_and_in_no_other() -> None:
-    many = FEW | {"encoder_rounds": 3}
+def test_the_encoder_is_made_in_its_own_phase_and_changes_in_no_other() -> None:
     begun, *after = (
-        play(make("label_census", **many), federation(labelled=40), rounds=r).state.encoder
+        play(make("label_census", **FEW), federation(labelled=40), rounds=r).state
         for r in (0, 1, 2, 3, 6, 9)
     )
-    assert len({float(e["body.trunk.0.weight"].sum()) for e in (begun, *after[:3])}) == 4
+    assert not torch.equal(begun.whitener, after[0].whitener)
+    assert not torch.equal(after[0].encoder["filters"], after[1].encoder["filters"])
+    assert not torch.equal(after[1].encoder["map"], after[2].encoder["map"])
     for later in after[3:]:
-        assert same_bits({"e": later}, {"e": after[2]})
+        assert same_bits({"e": later.encoder}, {"e": after[2].encoder})
 
 
-def test_f_begins_as_the_encoder_but_for_its_last_layer() -> None:
-    state = play(make("label_census", **FEW), federation(labelled=40), rounds=5).state
-    assert torch.equal(state.F["trunk.0.weight"], state.encoder["body.trunk.0.weight"])
-    assert state.F["head.weight"].shape != state.encoder["body.head.weight"].shape
+def test_what_agents_keep_for_the_clusters_is_gone_after_them() -> None:
+    for rounds, kept in ((3, False), (4, True), (6, False)):
+        parties = federation(labelled=40)
+        play(make("label_census", **FEW), parties, rounds=rounds)
+        held = {"features" in a.memory for a in parties.agents if a.held_unlabelled is not None}
+        assert held == {kept}
+
+
+def test_the_map_is_the_same_whatever_the_number_of_agents_asked_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    maps = []
+    for at_once in (1, 16):
+        monkeypatch.setattr(label_free, "AT_ONCE", at_once)
+        maps.append(play(make("label_census", **FEW), federation(labelled=40), rounds=6).state)
+    assert same_bits(*maps)
 
 
 @pytest.mark.parametrize("clusters", [2, 30])

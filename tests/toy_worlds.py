@@ -77,10 +77,10 @@ def make(
     model = ModelSettings(width=4, norm=norm)  # type: ignore[arg-type]  # checked by pydantic
     shape = (1, 8, 8)
 
-    def build(outputs: int) -> nn.Module:
-        return models.build_classifier(model, shape, outputs, precision)
+    def new_classifier() -> nn.Module:
+        return models.build_classifier(model, shape, 10, precision)
 
-    task = Task(10, shape, lambda: build(10), precision, build)
+    task = Task(10, shape, new_classifier, precision)
     return kind(kind.Config(**(quick | settings)), task)
 
 

@@ -91,7 +91,6 @@ class Task:
     shape: tuple[int, int, int]
     new_classifier: "NetworkFactory"
     precision: Precision = "float32"
-    new_body: "Callable[[int], nn.Module] | None" = None  # F with so many outputs, as an encoder
 
 
 class NetworkFactory(Protocol):

@@ -1,11 +1,11 @@
 """Label census: labels are released once, as counts, and never train a network (ours).
 
-Nothing that depends on a label moves a weight at a support agent. Query agents learn an encoder
+Nothing that depends on a label moves a weight at a support agent. Query agents make an encoder
 without labels and cut its features into K clusters; each support agent then answers one question,
 once: how many of my records of each class lie in each cluster? It adds noise to every count.
 Query agents train the classifier on what the counts say, then on their own growing confidence.
 
-    encoder         query agents: two views of a row must look alike              label_free.py
+    encoder         query agents: what two views of a row share                   label_free.py
     clusters        query agents: sums and counts of features                     label_free.py
     census          support agents: K x C counts + discrete Laplace noise         answer
     votes           server: class of each cluster from the counts                 votes.py
@@ -13,8 +13,8 @@ Query agents train the classifier on what the counts say, then on their own grow
     self-training   query agents: F on the guesses of its own moving average
 
 Privacy: one record changes one count by one, so an answer is epsilon-DP with delta 0 against
-adding, removing or blanking a record. No weights leave a support agent, and those that reach it
-come from unlabelled rows alone. docs/label_census.md.
+adding, removing or blanking a record. No weights leave a support agent, and the map that reaches it
+comes from unlabelled rows alone. docs/label_census.md.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,15 @@ from accounting.errors import BudgetExhausted
 from privssl import learn
 from privssl.agents import QueryAgent, SupportAgent, UnlabelledRows
 from privssl.algorithms.base import Context, Phase, Task, on_agent
-from privssl.algorithms.label_free import Map, MapConfig, MapsRows, MapState, map_of, said, summed
+from privssl.algorithms.label_free import (
+    ENCODER_ROUNDS,
+    Map,
+    MapConfig,
+    MapsRows,
+    MapState,
+    map_of,
+    said,
+)
 from privssl.algorithms.local_ssl import needs_unlabelled, no_statistics
 from privssl.algorithms.votes import class_posterior
 from privssl.census_plan import CensusPlan
@@ -110,7 +118,7 @@ class LabelCensusConfig(MapConfig):
     def rounds(self) -> int:
         """Of all phases."""
         return (
-            self.encoder_rounds + self.cluster_rounds + 1
+            ENCODER_ROUNDS + self.cluster_rounds + 1
             + self.vote_rounds + self.self_training_rounds
         )  # fmt: skip
 
@@ -139,14 +147,14 @@ class LabelCensus(MapsRows):
         yield from no_statistics(config)
 
     def networks(self) -> dict[str, nn.Module]:
-        return {"F": self._F, "encoder": self._encoder}
+        return {"F": self._F}
 
     def check_private(self) -> None:
         """No network is trained on labelled rows, so none can mix them."""
 
     def phases(self) -> tuple[Phase, ...]:
         return (
-            Phase("encoder", self.cfg.encoder_rounds),
+            Phase("encoder", ENCODER_ROUNDS),
             Phase("clusters", self.cfg.cluster_rounds),
             Phase("census", 1, saved=True),
             Phase("votes", self.cfg.vote_rounds),
@@ -157,7 +165,7 @@ class LabelCensus(MapsRows):
         F = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))
         k, classes = self._k, self.task.classes
         return State(
-            **self.first_map(world), F=F, teacher=F,
+            **self.first_map(), F=F, teacher=F,
             histogram=torch.zeros(k, classes, dtype=torch.int64),
             classes=torch.full((k, classes), 1 / classes),
         )  # fmt: skip
@@ -176,7 +184,7 @@ class LabelCensus(MapsRows):
         asked = () if self.plan is not None and not self.plan.visits else world.support
         answers = said(world.ask_each(asked, self.answer, map_of(state)))
         if not answers:
-            return self._with_trunk(state)
+            return state
         table = (self._k, self.task.classes)
         for told in answers:
             if told.census.shape != table or told.census.dtype != torch.int64:
@@ -184,7 +192,7 @@ class LabelCensus(MapsRows):
                     f"a census is a table of {table} whole numbers, and one that came is of "
                     f"{tuple(told.census.shape)}, {told.census.dtype}"
                 )
-        histogram = summed(answers, "census").long()
+        histogram = torch.stack([told.census for told in answers]).sum(dim=0)
         labels = float(histogram.sum())  # exact where there is no plan, else promised
         if self.plan is not None:
             labels = self.plan.rows * len(answers) / len(world.support)
@@ -194,9 +202,7 @@ class LabelCensus(MapsRows):
             purity=self.cfg.purity, balanced=self.cfg.balanced,
             borders=state.borders, coupling=self.cfg.coupling,
         )  # fmt: skip
-        return self._with_trunk(
-            replace(state, histogram=histogram, classes=classes, answers=len(answers))
-        )
+        return replace(state, histogram=histogram, classes=classes, answers=len(answers))
 
     def _training_round(self, state: State, world: World) -> State:
         """One round of training F: on the clusters' classes, later on the teacher's guesses."""
@@ -216,15 +222,6 @@ class LabelCensus(MapsRows):
         F = average(replies, "F", otherwise=F)
         teacher = learn.moving_average(state.teacher, F, self.cfg.decay(number))
         return replace(state, F=F, teacher=teacher)
-
-    def _with_trunk(self, state: State) -> State:
-        """F begins as the encoder, where the two have the same layers."""
-        body = {k.removeprefix("body."): v for k, v in state.encoder.items()}
-        F = {
-            key: body[key] if key in body and body[key].shape == value.shape else value
-            for key, value in state.F.items()
-        }
-        return replace(state, F=F, teacher=F)
 
     def classifier(self, state: State) -> StateDict:
         return state.teacher

@@ -1,9 +1,11 @@
-"""What query agents learn together before anybody asks for a label: an encoder and its clusters.
+"""What query agents find out together before anybody asks for a label: an encoder, its clusters.
 
 Nothing in this file can read a label: its steps take query agents and use their unlabelled rows.
+All that they send is sums over rows, or centroids with their counts: how rows are spread over
+agents changes nothing but roundings and where k-means begins.
 
-    encoder     one agent a round trains it on two views of each row        contrastive.py
-    clusters    all agents send sums and counts of features                 clusters.py
+    encoder     patches -> filters -> what two views of a row share      patch_encoder.py
+    clusters    sums and counts of features, and a graph of cells        clusters.py
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from privssl import learn
 from privssl.agents import QueryAgent
-from privssl.algorithms.base import Algorithm, Context, Task, on_agent
+from privssl.algorithms import patch_encoder as patches
+from privssl.algorithms.base import Algorithm, Context, on_agent
 from privssl.algorithms.clusters import (
     joined,
     k_means,
@@ -28,13 +31,16 @@ from privssl.algorithms.clusters import (
     on_sphere,
     sums,
 )
-from privssl.algorithms.contrastive import FEATURES, Encoder, EncoderTraining, learn_views
 from privssl.algorithms.local_ssl import SelfTraining
-from privssl.messages import Message, MessageError, Reply, StateDict, average
+from privssl.algorithms.patch_encoder import EncoderConfig
+from privssl.engines import Step
+from privssl.messages import Message, MessageError, Reply, StateDict
 from privssl.settings import Positive, strict
 from privssl.world import World
 
-CHUNK = 512  # rows of one forward pass without gradient
+ENCODER_ROUNDS = 3  # moments of patches, filters, moments of views
+AT_ONCE = 16  # agents whose sums are held at one time
+KEPT = "features"  # an agent's memory of its rows' features while clusters are made
 M = TypeVar("M", bound=Message)
 S = TypeVar("S", bound="MapState")
 
@@ -42,25 +48,34 @@ S = TypeVar("S", bound="MapState")
 
 
 @dataclass(frozen=True)
-class EncoderLesson(Message):
-    """Down: the encoder, and the learning rate of this round."""
+class Whitener(Message):
+    """Down: the size of a patch and, once it is known, how patches are whitened."""
 
-    encoder: StateDict
-    learning_rate: float
+    whitener: Tensor  # (d, d)
 
 
 @dataclass(frozen=True)
-class TrainedEncoder(Message):
-    """Up, from a query agent: the encoder after local training."""
+class Filters(Message):
+    """Down: what is looked for in rows (F, channels, side, side)."""
 
-    encoder: StateDict
+    filters: Tensor
+
+
+@dataclass(frozen=True)
+class Views(Message):
+    """Up, from a query agent: sums over rows of responses to two views, as ``view_map`` asks."""
+
+    total: Tensor  # (D,)
+    outer: Tensor  # (D, D)
+    within: Tensor  # (D, D)
+    count: Tensor  # (1,)
 
 
 @dataclass(frozen=True)
 class Map(Message):
     """Down: how a row finds its cell, and the cell its cluster."""
 
-    encoder: StateDict
+    encoder: StateDict  # "filters" and "map", see patch_encoder.encode
     mean: Tensor  # (E,) of features
     centroids: Tensor  # (J, E)
     cluster: Tensor  # (J,) int64: of each cell
@@ -68,7 +83,10 @@ class Map(Message):
 
 @dataclass(frozen=True)
 class Sums(Message):
-    """Up, from a query agent: sums (J, E) and numbers (J,) of its rows' features by cell."""
+    """Up, from a query agent: sums (J, E) and numbers (J,) of its rows' features by cell.
+
+    Of patches: the sum of their outer products and their number, or centroids with their counts.
+    """
 
     total: Tensor
     count: Tensor
@@ -85,6 +103,7 @@ class Graph(Message):
 class MapState:
     """What the server keeps of it."""
 
+    whitener: Tensor  # (d, d)
     encoder: StateDict
     mean: Tensor  # (E,) of features
     centroids: Tensor  # (J, E)
@@ -97,12 +116,12 @@ class MapState:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class MapConfig(EncoderTraining, SelfTraining):
+class MapConfig(EncoderConfig, SelfTraining):
     """How the map of rows is made. Numbers are ours, measured in docs/label_census.md."""
 
     clusters: Annotated[int, Field(ge=2)] | None = None  # K; null: twice the classes
     cells: Annotated[int, Field(ge=2)] = 200  # J, of which clusters are joined
-    cluster_rows: Positive = 2000  # of an agent, at most, that cells are placed by
+    map_rows: Positive = 2000  # of an agent, at most, that the map is made from
     cluster_rounds: Annotated[int, Field(ge=3)] = 8  # seeds, Lloyd's steps, graph
 
 
@@ -114,35 +133,56 @@ class MapsRows(Algorithm[Any]):
 
     cfg: MapConfig
 
-    def __init__(self, config: Any, task: Task, plan: Any = None) -> None:
-        super().__init__(config, task, plan)
-        self._encoder = self._new_encoder()
-
-    def _new_encoder(self) -> Encoder:
-        assert self.task.new_body is not None
-        return Encoder(self.task.new_body(FEATURES), self.cfg)
-
     @property
     def _k(self) -> int:
         return self.cfg.clusters or 2 * self.task.classes
 
-    def first_map(self, world: World) -> Mapping[str, Any]:
+    @property
+    def _patch(self) -> tuple[int, int, int]:
+        """Shape of a patch."""
+        side = self.cfg.side(self.task.shape)
+        return self.task.shape[0], side, side
+
+    def first_map(self) -> Mapping[str, Any]:
         """Fields of ``MapState`` before the first round."""
+        cfg, size = self.cfg, torch.Size(self._patch).numel()
         return {
-            "encoder": learn.fresh_weights(self._new_encoder, world.rng("init encoder")),
-            "mean": torch.zeros(FEATURES),
-            "centroids": torch.zeros(self.cfg.cells, FEATURES),
-            "cluster": torch.zeros(self.cfg.cells, dtype=torch.int64),
+            "whitener": torch.eye(size),
+            "encoder": {
+                "filters": torch.zeros(cfg.filters, *self._patch),
+                "map": torch.zeros(cfg.filters * cfg.places**2, self._features_in_use),
+            },
+            "mean": torch.zeros(self._features_in_use),
+            "centroids": torch.zeros(cfg.cells, self._features_in_use),
+            "cluster": torch.zeros(cfg.cells, dtype=torch.int64),
             "mass": torch.zeros(self._k),
             "borders": torch.zeros(self._k, self._k),
         }
 
+    @property
+    def _features_in_use(self) -> int:
+        return min(self.cfg.features, self.cfg.filters * self.cfg.places**2)
+
     def encoder_round(self, state: S, world: World) -> S:
-        """A few agents train the encoder, each from where it stands; their average is the next."""
-        rate = self.cfg.encoder_rate(world.round.number_in_phase)
-        taking_part = world.sample(world.query, self.cfg.encoder_agents)
-        replies = world.ask_each(taking_part, self.encoder_pass, EncoderLesson(state.encoder, rate))
-        return replace(state, encoder=average(replies, "encoder", otherwise=state.encoder))
+        """Patches are whitened, clustered to filters; views tell which responses to listen to."""
+        match world.round.number_in_phase:
+            case 1:
+                seen = _added_up(world, self.patch_moments, Whitener(state.whitener))
+                if seen is None:
+                    return state
+                return replace(state, whitener=patches.whitening(seen["total"], seen["count"]))
+            case 2:
+                sent = said(world.ask_each(world.query, self.own_filters, Whitener(state.whitener)))
+                if not sent:
+                    return state
+                found = self._joint(sent, self.cfg.filters, world.rng("filters"))
+                filters = patches.filters_of(found, state.whitener, self._patch)
+                return replace(state, encoder={**state.encoder, "filters": filters})
+        views = _added_up(world, self.view_moments, Filters(state.encoder["filters"]))
+        if views is None:
+            return state
+        found = patches.view_map(**views, features=self.cfg.features)
+        return replace(state, encoder={**state.encoder, "map": found})
 
     def cluster_round(self, state: S, world: World) -> S:
         """k-means: mean and seeds first, then Lloyd's steps; last, cells are joined to clusters."""
@@ -150,84 +190,115 @@ class MapsRows(Algorithm[Any]):
         if number == 1:
             return self._seeded(state, world)
         if number < self.cfg.cluster_rounds:
-            sent = said(world.ask_each(world.query, self.cell_sums, map_of(state)))
-            if not sent:
-                return state
-            total, count = summed(sent, "total"), summed(sent, "count")
-            return replace(state, centroids=moved(state.centroids, total, count))
-        told = said(world.ask_each(world.query, self.cell_graph, map_of(state)))
-        if not told:
+            seen = _added_up(world, self.cell_sums, map_of(state))
+            return (
+                state if seen is None else replace(state, centroids=moved(state.centroids, **seen))
+            )
+        told = _added_up(world, self.cell_graph, map_of(state))
+        if told is None:
             return state
-        graph = summed(told, "graph")
         seed = int(torch.randint(2**31, (), generator=world.rng("cuts")))
-        cluster = joined(graph, self._k, seed)
-        mass, borders = mass_and_borders(graph, cluster, self._k)
+        cluster = joined(told["graph"], self._k, seed)
+        mass, borders = mass_and_borders(told["graph"], cluster, self._k)
         return replace(state, cluster=cluster, mass=mass, borders=borders)
 
     def _seeded(self, state: S, world: World) -> S:
-        told = said(world.ask_each(world.query, self.feature_mean, map_of(state)))
-        if not told:
+        told = _added_up(world, self.feature_mean, map_of(state))
+        if told is None:
             return state
-        state = replace(state, mean=summed(told, "total")[0] / summed(told, "count"))
-        seen = said(world.ask_each(world.query, self.own_cells, map_of(state)))
-        if not seen:
+        state = replace(state, mean=told["total"][0] / told["count"])
+        sent = said(world.ask_each(world.query, self.own_cells, map_of(state)))
+        if not sent:
             return state
-        points = torch.cat([one.total for one in seen])
-        weight = torch.cat([one.count for one in seen])
-        centroids, _ = k_means(points, weight, self.cfg.cells, world.rng("seeds"))
-        return replace(state, centroids=centroids)
+        return replace(state, centroids=self._joint(sent, self.cfg.cells, world.rng("seeds")))
+
+    def _joint(self, sent: Sequence[Sums], k: int, rng: torch.Generator) -> Tensor:
+        """k centroids of the agents' own, by their counts."""
+        points = torch.cat([one.total for one in sent])
+        return k_means(points, torch.cat([one.count for one in sent]), k, rng)[0]
 
     # Steps ----------------------------------------------------------------------------------
 
     @on_agent
-    def encoder_pass(self, agent: QueryAgent, msg: EncoderLesson, ctx: Context) -> TrainedEncoder:
-        """Learn to see that two views are of one row."""
-        rows = agent.unlabelled
-        ctx.weight = float(len(rows))
-        encoder = self._encoder.to(ctx.device)
-        learn.load(encoder, msg.encoder)
-        loss = learn_views(
-            encoder, agent, self.cfg, msg.learning_rate, self.cfg.augmentation(), ctx
+    def patch_moments(self, agent: QueryAgent, msg: Whitener, ctx: Context) -> Sums:
+        """Sum of outer products (d, d) and number (1,) of patches."""
+        drawn = self._patches(agent, ctx)
+        return Sums(drawn.T @ drawn * _weight(agent, drawn), _rows(agent))
+
+    @on_agent
+    def own_filters(self, agent: QueryAgent, msg: Whitener, ctx: Context) -> Sums:
+        """Centroids of the agent's own patches, whitened, and how many rows each stands for."""
+        seen = patches.white(self._patches(agent, ctx), msg.whitener)
+        few = min(self.cfg.filters, len(seen))
+        found, count = k_means(seen, torch.ones(len(seen)), few, ctx.rng("filters"))
+        return Sums(found, count * _weight(agent, seen))
+
+    def _patches(self, agent: QueryAgent, ctx: Context) -> Tensor:
+        x = learn.network_input(self._some(agent))
+        return patches.drawn(x, self._patch[1], self.cfg.patches, ctx.rng("patches"))
+
+    @on_agent
+    def view_moments(self, agent: QueryAgent, msg: Filters, ctx: Context) -> Views:
+        """What two views of a row share, and what they do not."""
+        x = learn.network_input(self._some(agent), ctx.device)
+        filters, view = msg.filters.to(ctx.device), self.cfg.augmentation()
+        one, two = (
+            patches.responses(view(x, ctx.rng(name)), filters, self.cfg.places)
+            for name in ("view 1", "view 2")
         )
-        ctx.note("train/loss_encoder", loss)
-        return TrainedEncoder(learn.weights_of(encoder))
+        weight, apart = _weight(agent, x), one - two
+        return Views(
+            total=(one + two).sum(dim=0).cpu() * weight,
+            outer=(one.T @ one + two.T @ two).cpu() * weight,
+            within=(apart.T @ apart).cpu() * weight,
+            count=_rows(agent),
+        )
 
     @on_agent
     def feature_mean(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
-        """Sum (1, E) and number (1,) of the features of all rows."""
+        """Sum (1, E) and number (1,) of the features of all rows, which the agent keeps for now."""
         features = self._features(self._some(agent), msg, ctx.device)
-        return Sums(features.sum(dim=0, keepdim=True), torch.tensor([float(len(features))]))
+        agent.memory = {**agent.memory, KEPT: features}
+        total = features.sum(dim=0, keepdim=True) * _weight(agent, features)
+        return Sums(total, _rows(agent))
 
     @on_agent
     def own_cells(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """Centroids of the agent's own k-means, and how many rows each has."""
-        points = self.points(self._some(agent), msg, ctx.device)
+        points = self._kept_points(agent, msg)
         few = min(self.cfg.cells, len(points))
-        return Sums(*k_means(points, torch.ones(len(points)), few, ctx.rng("seeds")))
+        found, count = k_means(points, torch.ones(len(points)), few, ctx.rng("seeds"))
+        return Sums(found, count * _weight(agent, points))
 
     @on_agent
     def cell_sums(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """One step of Lloyd's algorithm on the agent's rows."""
-        return Sums(*sums(self.points(self._some(agent), msg, ctx.device), msg.centroids))
+        points = self._kept_points(agent, msg)
+        total, count = sums(points, msg.centroids)
+        return Sums(total * _weight(agent, points), count * _weight(agent, points))
 
     @on_agent
     def cell_graph(self, agent: QueryAgent, msg: Map, ctx: Context) -> Graph:
         """Which cells the agent's rows lie between."""
-        return Graph(neighbours(self.points(self._some(agent), msg, ctx.device), msg.centroids))
+        points = self._kept_points(agent, msg)
+        agent.memory = {name: value for name, value in agent.memory.items() if name != KEPT}
+        return Graph(neighbours(points, msg.centroids) * _weight(agent, points))
 
     def _some(self, agent: QueryAgent) -> Tensor:
-        """The rows by which cells are placed: all, or evenly spaced ones, the same every time."""
+        """The rows that the map is made from: all, or evenly spaced ones, the same every time."""
         x = agent.unlabelled.x
-        return x[:: max(1, -(-len(x) // self.cfg.cluster_rows))]
+        return x[:: max(1, -(-len(x) // self.cfg.map_rows))]
 
     # Features -------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _features(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
         """Of stored rows: (N, E) on the CPU."""
-        encoder = learn.load(self._encoder.to(device), msg.encoder).eval()
-        parts = [encoder(learn.network_input(part, device)).cpu() for part in torch.split(x, CHUNK)]
-        return torch.cat(parts) if parts else torch.zeros(0, FEATURES)
+        encoder = {name: value.to(device) for name, value in msg.encoder.items()}
+        return patches.encode(learn.network_input(x, device), encoder, self.cfg.places).cpu()
+
+    def _kept_points(self, agent: QueryAgent, msg: Map) -> Tensor:
+        """Of the rows whose features the agent keeps: where k-means sees them (N, E)."""
+        return on_sphere(agent.memory[KEPT], msg.mean)
 
     def points(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
         """Of stored rows: where k-means sees them (N, E)."""
@@ -239,17 +310,13 @@ class MapsRows(Algorithm[Any]):
         Raises:
             MessageError: shapes, types or numbers of clusters are not those of the config.
         """
-        own = self._encoder.state_dict()
-        right = {
-            "encoder": {k: (v.shape, v.dtype) for k, v in msg.encoder.items()}
-            == {k: (v.shape, v.dtype) for k, v in own.items()},
-            "mean": (msg.mean.shape, msg.mean.dtype) == ((FEATURES,), torch.float32),
-            "centroids": (msg.centroids.shape, msg.centroids.dtype)
-            == ((self.cfg.cells, FEATURES), torch.float32),
-            "cluster": (msg.cluster.shape, msg.cluster.dtype) == ((self.cfg.cells,), torch.int64)
-            and 0 <= int(msg.cluster.min()) <= int(msg.cluster.max()) < self._k,
-        }
-        wrong = [name for name, good in right.items() if not good]
+        own = self.first_map()
+        wrong = [
+            name for name in ("encoder", "mean", "centroids", "cluster")
+            if _form(getattr(msg, name)) != _form(own[name])
+        ]  # fmt: skip
+        if not wrong and not 0 <= int(msg.cluster.min()) <= int(msg.cluster.max()) < self._k:
+            wrong = ["cluster"]
         if wrong:
             raise MessageError(f"a map whose {' and '.join(wrong)} is not that of this census")
 
@@ -268,6 +335,31 @@ def said(replies: Sequence[Reply[M]]) -> list[M]:
     return [reply.said for reply in replies if not reply.silent]
 
 
-def summed(sent: Sequence[Message], field: str) -> Tensor:
-    """The sum of one field over agents, in the order of the roster."""
-    return torch.stack([getattr(one, field) for one in sent]).sum(dim=0)
+def _added_up(world: World, step: Step[M], message: Message) -> dict[str, Tensor] | None:
+    """Every field of what query agents sent, added up; None where all were silent.
+
+    A few agents at a time: what they send may be large, and is not needed one by one.
+    """
+    total: dict[str, Tensor] | None = None
+    for start in range(0, len(world.query), AT_ONCE):
+        some = world.query[start : start + AT_ONCE]
+        for one in said(world.ask_each(some, step, message)):
+            total = {k: v if total is None else total[k] + v for k, v in vars(one).items()}
+    return total
+
+
+def _weight(agent: QueryAgent, sample: Tensor) -> float:
+    """How many of the agent's rows each of a sample stands for."""
+    return len(agent.unlabelled) / len(sample)
+
+
+def _rows(agent: QueryAgent) -> Tensor:
+    """How many rows an agent has (1,)."""
+    return torch.tensor([float(len(agent.unlabelled))])
+
+
+def _form(value: Tensor | StateDict) -> Any:
+    """Shape and type, of a tensor or by name."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    return {name: _form(one) for name, one in value.items()}
