@@ -8,7 +8,7 @@ agents changes nothing but roundings and where k-means begins.
     clusters    sums and counts of features, and a graph of cells        clusters.py
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
@@ -33,7 +33,6 @@ from privssl.algorithms.clusters import (
 )
 from privssl.algorithms.local_ssl import SelfTraining
 from privssl.algorithms.patch_encoder import EncoderConfig
-from privssl.engines import Step
 from privssl.messages import Message, MessageError, Reply, StateDict
 from privssl.settings import Positive, strict
 from privssl.world import World
@@ -335,7 +334,7 @@ def said(replies: Sequence[Reply[M]]) -> list[M]:
     return [reply.said for reply in replies if not reply.silent]
 
 
-def _added_up(world: World, step: Step[M], message: Message) -> dict[str, Tensor] | None:
+def _added_up(world: World, step: Callable[..., M], message: Message) -> dict[str, Tensor] | None:
     """Every field of what query agents sent, added up; None where all were silent.
 
     A few agents at a time: what they send may be large, and is not needed one by one.
