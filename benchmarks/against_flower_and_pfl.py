@@ -16,6 +16,8 @@ A repeat is a new process: one round that is not timed, then ``--rounds`` that a
 through all competitors in turn, so that other work on the machine is spread over them. ``rounds/s``
 is one by the median over all timed rounds; ``start`` is from the launch of the process to the end
 of the first round, less a median round (imports, rows, splitting, starting other processes);
+``CPU`` is what a round takes of all
+processes together, daemons included, which other work on the machine hardly changes.
 ``memory`` is the largest sum over all processes that a repeat started, pages shared by several
 counted once (PSS). ``loss`` and ``accuracy`` are on 1,000 test rows after all rounds: everybody
 starts from the same weights, draws agents by a sampler of its own, and should come to much the
@@ -24,6 +26,7 @@ is left with PyTorch's defaults.
 """
 
 import argparse
+import itertools
 import os
 import socket
 import statistics
@@ -82,16 +85,18 @@ class Competitor:
 
     def numbers(self) -> "Numbers":
         """What the table says."""
-        seconds, starts = [], []
+        seconds, starts, cpu = [], [], []
         for told in self.told:
             ends = [line["at"] for line in told.lines if "round" in line]
-            rounds = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+            rounds = [after - before for before, after in itertools.pairwise(ends)]
             seconds += rounds
+            cpu.append(told.cpu_between(ends[0], ends[-1]) / len(rounds))
             starts.append(ends[0] - told.begun - statistics.median(rounds))
         last = [told.lines[-1] for told in self.told]
         return Numbers(
             1 / statistics.median(seconds),
             (1 / max(seconds), 1 / min(seconds)),
+            statistics.median(cpu),
             statistics.median(starts),
             max(told.peak_pss for told in self.told),
             statistics.median(line["loss"] for line in last),
@@ -105,6 +110,7 @@ class Numbers:
 
     rate: float  # rounds per second
     rates: tuple[float, float]  # of the slowest and the fastest round
+    cpu: float  # seconds of a round
     start: float  # seconds
     memory: float  # MB
     loss: float
@@ -141,9 +147,9 @@ def _versions(python: Path, *names: str) -> str | None:
 def competitors(options: argparse.Namespace) -> list[Competitor]:
     """Those that can take part; the others are named on standard error."""
     here = Path(sys.executable)
-    found = [
-        Competitor(f"privssl, {p}", "ours", here, p) for p in ("float32", "bfloat16")
-    ] + [Competitor("plain loop, float32, defaults", "plain", here, "float32")]
+    found = [Competitor(f"privssl, {p}", "ours", here, p) for p in ("float32", "bfloat16")] + [
+        Competitor("plain loop, float32, defaults", "plain", here, "float32")
+    ]
     for name, module, python, packages in (
         ("pfl-research", "with_pfl", options.pfl_python, ("pfl", "torch")),
         ("Flower simulation", "with_flower", options.flower_python, ("flwr", "ray", "torch")),
@@ -195,15 +201,15 @@ def report(
         f"\n{cell.AGENTS:,} agents of {cell.ROWS_EACH} rows, {cell.PER_ROUND} in a round, batches "
         f"of {cell.BATCH}, one epoch. {options.cores} cores, {options.passes} passes of "
         f"{options.rounds} timed rounds.\n\n| competitor | rounds/s (slowest, fastest) "
-        "| start, s | memory, MB | loss | accuracy | file |\n|---|---|---|---|---|---|---|"
+        "| CPU s per round | start, s | memory, MB | loss | accuracy | file |\n" + "|---" * 8 + "|"
     )
     for name, n in told.items():
         low, high = n.rates
         print(
-            f"| {name} | {n.rate:.3f} ({low:.3f}, {high:.3f}) | {n.start:.1f} | {n.memory:.0f} "
-            f"| {n.loss:.3f} | {n.accuracy:.3f} | {files[name]} |"
+            f"| {name} | {n.rate:.3f} ({low:.3f}, {high:.3f}) | {n.cpu:.2f} | {n.start:.1f} "
+            f"| {n.memory:.0f} | {n.loss:.3f} | {n.accuracy:.3f} | {files[name]} |"
         )
-    print("\n| ratio of rounds/s | times | at least |\n|---|---|---|")
+    print("\n| ratio of rounds/s | times | at least | of CPU, for information |\n|---|---|---|---|")
     for ours, theirs, wanted in (
         ("privssl, bfloat16", "pfl-research, bfloat16", "1.25"),
         ("privssl, float32", "pfl-research, float32", "1"),
@@ -212,7 +218,9 @@ def report(
         ("privssl, bfloat16", "plain loop, float32, defaults", "2.3"),
     ):
         if ours in told and theirs in told:
-            print(f"| {ours} / {theirs} | {told[ours].rate / told[theirs].rate:.2f} | {wanted} |")
+            one, other = told[ours], told[theirs]
+            ratios = f"{one.rate / other.rate:.2f} | {wanted} | {other.cpu / one.cpu:.2f}"
+            print(f"| {ours} / {theirs} | {ratios} |")
 
 
 if __name__ == "__main__":

@@ -114,7 +114,9 @@ def mean(weights: Sequence[dict[str, Tensor]], rows: Sequence[int]) -> dict[str,
     """Their mean, by rows."""
     total = sum(rows)
     return {
-        name: torch.stack([w[name] * (n / total) for w, n in zip(weights, rows, strict=True)]).sum(0)
+        name: torch.stack([w[name] * (n / total) for w, n in zip(weights, rows, strict=True)]).sum(
+            0
+        )
         for name in weights[0]
     }
 
@@ -276,7 +278,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ours = [work.ours(p, n, stack) for n in numbers for p in precisions]
         plain = [work.plain("plain loop, float32, 1 thread", 1)]
         if defaults > 1:
-            plain.append(work.plain(f"plain loop, float32, defaults ({defaults} threads)", defaults))
+            plain.append(
+                work.plain(f"plain loop, float32, defaults ({defaults} threads)", defaults)
+            )
         competitors = [*plain, *ours]
         take_turns(competitors, options.rounds)
     return report(competitors, work, options)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 MARK = "PRIVSSL_BENCHMARK"
@@ -33,8 +34,15 @@ class Told:
     begun: float  # time.monotonic(), which all processes of a machine share
     lines: tuple[dict[str, Any], ...]  # what it told, in order
     peak_pss: float  # MB of all its processes; pages that several share are counted once
+    cpu: tuple[tuple[float, float], ...]  # time, and CPU seconds of all its processes until then
     status: int
     errors: str  # the end of what it wrote to standard error
+
+    def cpu_between(self, one: float, other: float) -> float:
+        """CPU seconds that its processes took between two times; other work is not in it."""
+        times, used = zip(*self.cpu, strict=True)
+        begun, ended = np.interp([one, other], times, used)
+        return float(ended - begun)
 
 
 def tell(**values: Any) -> None:
@@ -75,10 +83,13 @@ def carry_out(
             kept = texts.setdefault(2 * number + place, [])
             readers.append(threading.Thread(target=_drain, args=(stream, kept), daemon=True))
             readers[-1].start()
-    peak = 0.0
+    peak, used, cpu = 0.0, dict[int, float](), [(begun, 0.0)]
     try:
         while running[0].poll() is None and time.monotonic() - begun < limit:
-            peak = max(peak, sum(map(_pss, _marked(word))))
+            marked = _marked(word)
+            peak = max(peak, sum(map(_pss, marked)))
+            used |= {process: _cpu(process) or used.get(process, 0.0) for process in marked}
+            cpu.append((time.monotonic(), sum(used.values())))
             with suppress(subprocess.TimeoutExpired):
                 running[0].wait(EVERY)
         for process in running[1:]:  # they end with the first, if it ended well
@@ -91,7 +102,8 @@ def carry_out(
     for reader in readers:
         reader.join(5)
     lines = [json.loads(s.removeprefix(SIGN)) for s in texts[0] if s.startswith(SIGN)]
-    return Told(begun, tuple(lines), peak, running[0].returncode, "".join(texts[1])[-2000:])
+    errors = "".join(texts[1])[-2000:]
+    return Told(begun, tuple(lines), peak, tuple(cpu), running[0].returncode, errors)
 
 
 def end_all(word: str) -> None:
@@ -127,6 +139,14 @@ def _pss(process: int) -> float:
         for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def _cpu(process: int) -> float:
+    """Seconds, user and system; 0 of one that has ended."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return 0.0
 
 

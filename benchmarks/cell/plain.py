@@ -21,12 +21,11 @@ def main() -> None:
         sent = []
         for agent in torch.randperm(cell.AGENTS, generator=chance)[: cell.PER_ROUND].tolist():
             held = slice(agent * cell.ROWS_EACH, (agent + 1) * cell.ROWS_EACH)
-            sent.append(
-                local_training(
-                    network, Images(x[held], y[held]), order=chance, batch=cell.BATCH, epochs=1,
-                    rate=cell.RATE, momentum=0.0,
-                )  # fmt: skip
-            )
+            weights = local_training(
+                network, Images(x[held], y[held]), order=chance, batch=cell.BATCH, epochs=1,
+                rate=cell.RATE, momentum=0.0,
+            )  # fmt: skip
+            sent.append(weights)
         network.load_state_dict(mean(sent, [cell.ROWS_EACH] * len(sent)))
         tell(round=number)
     tell(**cell.judge(dict(network.state_dict()), x, y))

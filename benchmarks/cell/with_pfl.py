@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from pfl.aggregate.simulate import SimulatedBackend
 from pfl.aggregate.weighting import WeightByDatapoints
-from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.algorithm.base import NNAlgorithmParams
+from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.callback.base import TrainingProcessCallback
 from pfl.data.federated_dataset import FederatedDataset
 from pfl.data.sampling import get_user_sampler
@@ -36,12 +36,12 @@ class Model(cell.CellCNN):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.permute(0, 3, 1, 2))
 
-    def loss(self, x: Tensor, y: Tensor, eval: bool = False) -> Tensor:  # noqa: A002  (pfl's)
+    def loss(self, x: Tensor, y: Tensor, eval: bool = False) -> Tensor:
         self.train(not eval)
         return cross_entropy(self(x), y)
 
     @torch.no_grad()
-    def metrics(self, x: Tensor, y: Tensor, eval: bool = True) -> dict[str, Any]:  # noqa: A002
+    def metrics(self, x: Tensor, y: Tensor, eval: bool = True) -> dict[str, Any]:
         self.train(not eval)
         return {"loss": Weighted(float(cross_entropy(self(x), y, reduction="sum")), len(y))}
 
