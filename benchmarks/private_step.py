@@ -13,8 +13,9 @@ with noise multiplier 1, and step by SGD; every row is in every batch.
 A step without privacy is taken on the network as runs have it (channels-last). Opacus' steps are
 tried channels-last and in PyTorch's own layout, and the faster counts for Opacus; ours is as runs
 have it. Before it is timed, a mode has to take our step when there is no noise: with channels-last
-kernels Opacus 1.6 clips other gradients in the mode hooks, and says nothing. One thread, CPU time; cases take turns and a number is the median of ``--passes`` readings.
-The project's limit: at most 2.3 times the step without privacy, and no Opacus mode faster.
+kernels Opacus 1.6 clips other gradients in the mode hooks, and says nothing. One thread, CPU time;
+cases take turns and a number is the median of ``--passes`` readings. The project's limit: at most
+2.3 times the step without privacy, and no Opacus mode faster.
 """
 
 import argparse

@@ -16,11 +16,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 MARK = "PRIVSSL_BENCHMARK"
 SIGN = "#benchmark "  # begins a line of standard output that is meant for the benchmark
@@ -100,7 +100,7 @@ def carry_out(
         for process in running:
             process.wait()
     for reader in readers:
-        reader.join(5)
+        reader.join(5)  # they close what they read
     lines = [json.loads(s.removeprefix(SIGN)) for s in texts[0] if s.startswith(SIGN)]
     errors = "".join(texts[1])[-2000:]
     return Told(begun, tuple(lines), peak, tuple(cpu), running[0].returncode, errors)
@@ -119,7 +119,7 @@ def end_all(word: str) -> None:
 
 
 def _drain(stream: Any, kept: list[str]) -> None:
-    with suppress(ValueError):
+    with stream:
         kept.extend(stream)
 
 
@@ -162,6 +162,6 @@ def about() -> str:
     )
     return (
         f"{chip}, {len(os.sched_getaffinity(0))} cores, Python {sys.version.split()[0]}, "
-        f"torch {torch.__version__}. Load average at the start: {os.getloadavg()[0]:.1f} "
+        f"torch {version('torch')}. Load average at the start: {os.getloadavg()[0]:.1f} "
         "(of other work, if this began on its own)"
     )

@@ -118,7 +118,9 @@ def test_a_competitor_on_the_cell_tells_of_each_round_and_is_judged(
 def test_rates_start_and_cpu_are_read_from_what_a_competitor_told() -> None:
     # Launched at 100, rounds end at 110, 112, 116 and 118: three timed ones of 2, 4 and 2 s. The
     # first would have taken 2 s as well, so 8 s were the start. 3 CPU seconds from 110 to 118.
-    lines = [{"at": at, "round": n} for n, at in enumerate((110, 112, 116, 118), 1)]
+    lines: list[dict[str, Any]] = [
+        {"at": at, "round": n} for n, at in enumerate((110, 112, 116, 118), 1)
+    ]
     lines.append({"at": 119, "loss": 1.0, "accuracy": 0.5})
     told = Told(100.0, tuple(lines), 512.0, ((100.0, 0.0), (110.0, 4.0), (118.0, 7.0)), 0, "")
     one = against_flower_and_pfl.Competitor("it", "ours", Path(), "float32", [told])
@@ -194,7 +196,7 @@ def test_our_private_step_is_the_mean_of_clipped_gradients_taken_row_by_row() ->
         def step() -> None:
             with torch.no_grad():
                 for sum_, parameter in zip(total, parameters, strict=True):
-                    parameter -= private_step.RATE * sum_ / 6
+                    parameter.sub_(sum_, alpha=private_step.RATE / 6)
 
         return step
 
@@ -241,7 +243,8 @@ def test_operations_of_a_step_are_those_of_its_products_forward_and_backward() -
 LEAVES_ONE = """
 import subprocess, sys
 from benchmarks.processes import tell
-child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+child = subprocess.Popen(["sleep", "60"], start_new_session=True, **quiet)
 tell(child=child.pid)
 """
 
