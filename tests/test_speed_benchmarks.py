@@ -239,12 +239,15 @@ def test_operations_of_a_step_are_those_of_its_products_forward_and_backward() -
 
 # Other programs ------------------------------------------------------------------------------
 
-#: Tells one line, and leaves a process behind that has left its group and lost its parent.
+#: Takes 50 MB, tells one line, and leaves a process behind that has left its group and lost its
+#: parent.
 LEAVES_ONE = """
-import subprocess, sys
+import subprocess, time
 from benchmarks.processes import tell
 quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 child = subprocess.Popen(["sleep", "60"], start_new_session=True, **quiet)
+taken = b"x" * 50_000_000
+time.sleep(1)
 tell(child=child.pid)
 """
 
@@ -255,7 +258,7 @@ def test_nothing_that_a_program_started_outlives_its_measurement(
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", LEAVES_ONE]
     told = carry_out([command], [environment], limit=60)
-    assert told.status == 0 and told.peak_pss > 1
+    assert told.status == 0 and 50 < told.peak_pss < 200
     assert not _alive(told.lines[0]["child"])
     # the control
     monkeypatch.setattr(processes, "end_all", lambda word: None)
