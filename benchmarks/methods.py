@@ -106,10 +106,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--data", default="digits", choices=("digits", "mnist", "fashion_mnist"))
     parser.add_argument("--workers", default="1,2")
-    parser.add_argument("--rounds", type=int, default=4, help="timed ones of a phase")
+    parser.add_argument("--rounds", type=int, default=4, help="timed ones of a phase, >= 2")
     parser.add_argument("--only", nargs="+", choices=tuple(METHODS), default=tuple(METHODS))
     parser.add_argument("--play", nargs="+", help=argparse.SUPPRESS)  # the process of a method
     options = parser.parse_args(arguments)
+    if options.rounds < 2:
+        parser.error("--rounds must be 2 or more: a label census has three cluster rounds or more")
     if options.play:
         try:
             play(Path(options.play[0]), options.play[1:])
