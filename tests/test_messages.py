@@ -19,11 +19,13 @@ from privssl.algorithms import ALGORITHMS
 from privssl.messages import (
     Done,
     Message,
+    MessageError,
     Reply,
     Silence,
     SilentReply,
     StateDict,
     average,
+    check_numbers,
     pack,
     payload_bytes,
     unpack,
@@ -210,3 +212,14 @@ def test_bytes_do_not_choose_what_is_built_of_them() -> None:
 def test_what_is_no_tensor_number_or_text_is_not_sent(value: Any) -> None:
     with pytest.raises(TypeError, match=rf"Note\.text is a {type(value).__name__}"):
         pack(Note(None, text=value))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_finite_numbers_pass_whatever_their_sum_and_others_never_do(dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    check_numbers("F", torch.tensor([most, most, most], dtype=dtype))  # the sum is infinite
+    check_numbers("F", torch.empty(0, dtype=dtype))
+    inf, nan = float("inf"), float("nan")
+    for bad in ([inf, -inf], [nan, 1.0], [inf, 0.0], [1.0, -inf], [most, most, nan]):
+        with pytest.raises(MessageError, match="F has numbers that are not finite"):
+            check_numbers("F", torch.tensor(bad, dtype=dtype))

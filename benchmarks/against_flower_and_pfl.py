@@ -1,0 +1,228 @@
+"""privssl against pfl-research, Flower's simulation and a plain loop, on pfl's CIFAR-10 cell.
+
+    python -m benchmarks.against_flower_and_pfl [--pfl-python PATH] [--flower-python PATH]
+                                                [--rounds 5] [--passes 3] [--only NAME ...]
+
+The two frameworks need an environment (one for both will do; the torch of ours, so that all
+compute alike):
+
+    python3 -m venv OTHER && OTHER/bin/pip install 'flwr[simulation]' pfl torch==VERSION torchvision
+
+What is done is in ``benchmarks/cell/__init__.py``, how each does it in the file that the table
+names; each of those opens with the choices that were made for it. A competitor that cannot be
+imported is left out, and the command says so.
+
+A repeat is a new process: one round that is not timed, then ``--rounds`` that are. Passes go
+through all competitors in turn, so that other work on the machine is spread over them. ``rounds/s``
+is one by the median over all timed rounds; ``start`` is from the launch of the process to the end
+of the first round, less a median round (imports, rows, splitting, starting other processes);
+``CPU`` is what a round takes of all
+processes together, daemons included; other work on the machine moves it less than rounds/s, but
+does move it (pfl in float32: 5.1 and 7.3 s on a busy machine), so neither is for quoting from one.
+``memory`` is the largest sum over all processes that a repeat started, pages shared by several
+counted once (PSS). ``loss`` and ``accuracy`` are on 1,000 test rows after all rounds: everybody
+starts from the same weights, draws agents by a sampler of its own, and should come to much the
+same. All have ``--cores`` (2) in sum: processes of one thread each, but for the plain loop, which
+is left with PyTorch's defaults.
+"""
+
+import argparse
+import itertools
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import cell
+from benchmarks.processes import Told, about, carry_out
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 60.0  # seconds that start and one round may take, before a repeat is given up
+
+
+@dataclass
+class Competitor:
+    """One line of the table, and what its repeats have told."""
+
+    name: str
+    module: str
+    python: Path
+    precision: str
+    told: list[Told] = field(default_factory=list)
+
+    def repeat(self, rows: Path, rounds: int, cores: int) -> str | None:
+        """Carry it out once; why it failed."""
+        command = [str(self.python), "-m", f"benchmarks.cell.{self.module}", str(rows)]
+        command += [str(rounds + 1), self.precision, str(cores)]
+        with tempfile.TemporaryDirectory() as folder:
+            count = cores if self.module == "with_pfl" else 1
+            environments = [self._environment(folder, n, cores) for n in range(count)]
+            for name in ("PFL_WORKER_ADDRESSES",) if count > 1 else ():
+                addresses = ",".join(f"localhost:{port}" for port in _free_ports(count))
+                environments = [{**e, name: addresses} for e in environments]
+            told = carry_out([command] * count, environments, limit=LIMIT * (rounds + 2))
+        if told.status or len(told.lines) != rounds + 2:
+            return f"{self.name}: status {told.status}, {told.errors.strip()[-800:]}"
+        self.told.append(told)
+        return None
+
+    def _environment(self, folder: str, number: int, cores: int) -> dict[str, str]:
+        common = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
+        if self.module == "plain":
+            return {**common, "OMP_NUM_THREADS": str(cores), "OMP_WAIT_POLICY": ""}
+        if self.module == "with_pfl":
+            return {**common, "OMP_NUM_THREADS": "1", "PFL_WORKER_RANK": str(number)}
+        if self.module == "with_flower":
+            return {
+                **common, "OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0",
+                "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": folder, "FLWR_HOME": folder,
+            }  # fmt: skip
+        return {**common, "OMP_NUM_THREADS": "1"}
+
+    def numbers(self) -> "Numbers":
+        """What the table says."""
+        seconds, starts, cpu = [], [], []
+        for told in self.told:
+            ends = [line["at"] for line in told.lines if "round" in line]
+            rounds = [after - before for before, after in itertools.pairwise(ends)]
+            seconds += rounds
+            cpu.append(told.cpu_between(ends[0], ends[-1]) / len(rounds))
+            starts.append(ends[0] - told.begun - statistics.median(rounds))
+        last = [told.lines[-1] for told in self.told]
+        return Numbers(
+            1 / statistics.median(seconds),
+            (1 / max(seconds), 1 / min(seconds)),
+            statistics.median(cpu),
+            statistics.median(starts),
+            max(told.peak_pss for told in self.told),
+            statistics.median(line["loss"] for line in last),
+            statistics.median(line["accuracy"] for line in last),
+        )
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A line of the table."""
+
+    rate: float  # rounds per second
+    rates: tuple[float, float]  # of the slowest and the fastest round
+    cpu: float  # seconds of a round
+    start: float  # seconds
+    memory: float  # MB
+    loss: float
+    accuracy: float
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("localhost", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def _versions(python: Path, *names: str) -> str | None:
+    """Versions of packages in an environment; None where one of them cannot be imported."""
+    modules = ", ".join(names)
+    code = (
+        f"import {modules}\nfrom importlib.metadata import version\n"
+        f"print(', '.join(f'{{n}} {{version(n)}}' for n in {list(names)!r}))"
+    )
+    quiet = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    try:
+        done = subprocess.run(
+            [str(python), "-c", code], capture_output=True, text=True, env=quiet, check=False
+        )
+    except OSError:
+        return None
+    return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else None
+
+
+def competitors(options: argparse.Namespace) -> list[Competitor]:
+    """Those that can take part; the others are named on standard error."""
+    here = Path(sys.executable)
+    found = [Competitor(f"privssl, {p}", "ours", here, p) for p in ("float32", "bfloat16")] + [
+        Competitor("plain loop, float32, defaults", "plain", here, "float32")
+    ]
+    for name, module, python, packages in (
+        ("pfl-research", "with_pfl", options.pfl_python, ("pfl", "torch")),
+        ("Flower simulation", "with_flower", options.flower_python, ("flwr", "ray", "torch")),
+    ):
+        versions = None if python is None else _versions(python, *packages)
+        if versions is None:
+            asked = f"--{module.removeprefix('with_')}-python"
+            print(f"{name} is left out: {asked} {python or 'was not given'}", file=sys.stderr)
+            continue
+        print(f"{name}: {versions}")
+        found += [Competitor(f"{name}, {p}", module, python, p) for p in ("float32", "bfloat16")]
+    return [c for c in found if not options.only or any(word in c.name for word in options.only)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a Markdown table; 1 where a competitor failed."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.against_flower_and_pfl", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--pfl-python", type=Path, metavar="PATH")
+    parser.add_argument("--flower-python", type=Path, metavar="PATH")
+    parser.add_argument("--rounds", type=int, default=5, help="timed ones of a repeat")
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="parts of names")
+    options = parser.parse_args(arguments)
+    print(about())
+    taking_part = competitors(options)
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        cell.make_rows(Path(folder))
+        for number in range(options.passes):
+            for one in taking_part:
+                failed.append(one.repeat(Path(folder), options.rounds, options.cores))
+                print(f"pass {number + 1}: {one.name}", file=sys.stderr)
+    for problem in filter(None, failed):
+        print(problem, file=sys.stderr)
+    report({one.name: one.numbers() for one in taking_part if one.told}, taking_part, options)
+    return 1 if any(failed) else 0
+
+
+def report(
+    told: Mapping[str, Numbers], taking_part: Sequence[Competitor], options: argparse.Namespace
+) -> None:
+    """The table, and the ratios that the project has set itself."""
+    files = {one.name: f"cell/{one.module}.py" for one in taking_part}
+    print(
+        f"\n{cell.AGENTS:,} agents of {cell.ROWS_EACH} rows, {cell.PER_ROUND} in a round, batches "
+        f"of {cell.BATCH}, one epoch. {options.cores} cores, {options.passes} passes of "
+        f"{options.rounds} timed rounds.\n\n| competitor | rounds/s (slowest, fastest) "
+        "| CPU s per round | start, s | memory, MB | loss | accuracy | file |\n" + "|---" * 8 + "|"
+    )
+    for name, n in told.items():
+        low, high = n.rates
+        print(
+            f"| {name} | {n.rate:.3f} ({low:.3f}, {high:.3f}) | {n.cpu:.2f} | {n.start:.1f} "
+            f"| {n.memory:.0f} | {n.loss:.3f} | {n.accuracy:.3f} | {files[name]} |"
+        )
+    print("\n| ratio of rounds/s | times | at least | of CPU, for information |\n|---|---|---|---|")
+    for ours, theirs, wanted in (
+        ("privssl, bfloat16", "pfl-research, bfloat16", "1.25"),
+        ("privssl, float32", "pfl-research, float32", "1"),
+        ("privssl, bfloat16", "Flower simulation, bfloat16", "2.5"),
+        ("privssl, float32", "Flower simulation, float32", ""),
+        ("privssl, bfloat16", "plain loop, float32, defaults", "2.3"),
+    ):
+        if ours in told and theirs in told:
+            one, other = told[ours], told[theirs]
+            ratios = f"{one.rate / other.rate:.2f} | {wanted} | {other.cpu / one.cpu:.2f}"
+            print(f"| {ours} / {theirs} | {ratios} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""The cell as privssl does it: the algorithm ``fedavg``, its engine, worker processes.
+
+What a run has beside it (run folder, tracker, checkpoints, evaluation) is left out, as it is of
+the others.
+"""
+
+from contextlib import closing
+
+import torch
+from torch import nn
+
+from benchmarks import cell
+from benchmarks.processes import tell
+from privssl import data
+from privssl.algorithms.base import Task
+from privssl.algorithms.baselines import FedAvg, FedAvgConfig, State
+from privssl.data.arrays import Arrays
+from privssl.data.datasets import from_arrays
+from privssl.engines.local import LocalEngine
+from privssl.engines.workers import WorkerEngine
+from privssl.models import laid_out
+from privssl.models.precision import Precision, in_precision
+from privssl.settings import AgentSettings, DataSettings
+from privssl.world import Round, World
+
+
+def main() -> None:
+    """See ``benchmarks.cell``."""
+    folder, rounds, word, workers = cell.given()
+    precision: Precision = "bfloat16" if word == "bfloat16" else "float32"
+    torch.set_num_threads(1)
+    x, y = cell.rows(folder)
+    train = len(x) - cell.TEST_ROWS
+    names = tuple(map(str, range(cell.CLASSES)))
+    dataset = from_arrays("cell", Arrays(x[:train], y[:train], x[train:], y[train:], names))
+    settings = DataSettings("npz", "unused", labelled=train)
+    federation = data.build(settings, AgentSettings(support=cell.AGENTS), 0, dataset)
+
+    def new() -> nn.Module:
+        return laid_out(in_precision(cell.CellCNN, precision)())
+
+    config = FedAvgConfig(
+        rounds=rounds, local_epochs=1, batch_size=cell.BATCH, learning_rate=cell.RATE,
+        momentum=0.0, weak="none", agents_per_round=cell.PER_ROUND,
+    )  # fmt: skip
+    algorithm = FedAvg(config, Task(cell.CLASSES, cell.SHAPE, new, precision))
+    at = torch.device("cpu")
+    engine = (
+        LocalEngine(federation.agents, seed=0, device=at)
+        if workers == 1
+        else WorkerEngine(
+            federation.agents, algorithm=algorithm, workers=workers, seed=0, device=at
+        )
+    )
+    with closing(engine):
+        world, state = World(engine, 0), State(cell.begin())
+        for number in range(1, rounds + 1):
+            world.begin(Round(number))
+            state = algorithm.round(state, world)
+            tell(round=number)
+    tell(**cell.judge(dict(state.F), x, y))
+
+
+if __name__ == "__main__":
+    main()

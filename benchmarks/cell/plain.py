@@ -1,0 +1,35 @@
+"""The cell as a plain loop with PyTorch's defaults: that of ``benchmarks.plain_loop``.
+
+Threads are what PyTorch takes by itself, layouts and precision too.
+"""
+
+import torch
+
+from benchmarks import cell
+from benchmarks.plain_loop import Images, local_training, mean
+from benchmarks.processes import tell
+
+
+def main() -> None:
+    """See ``benchmarks.cell``."""
+    folder, rounds, _, _ = cell.given()
+    x, y = cell.rows(folder)
+    network = cell.CellCNN()
+    network.load_state_dict(cell.begin())
+    chance = torch.Generator().manual_seed(0)
+    for number in range(1, rounds + 1):
+        sent = []
+        for agent in torch.randperm(cell.AGENTS, generator=chance)[: cell.PER_ROUND].tolist():
+            held = slice(agent * cell.ROWS_EACH, (agent + 1) * cell.ROWS_EACH)
+            weights = local_training(
+                network, Images(x[held], y[held]), order=chance, batch=cell.BATCH, epochs=1,
+                rate=cell.RATE, momentum=0.0,
+            )  # fmt: skip
+            sent.append(weights)
+        network.load_state_dict(mean(sent, [cell.ROWS_EACH] * len(sent)))
+        tell(round=number)
+    tell(**cell.judge(dict(network.state_dict()), x, y))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""How close local training is to what the machine can do, and the share that augmentation takes.
+
+    python -m benchmarks.hot_loop [--passes 5]
+
+First table: floating-point operations of a training step (forward, backward; counted by
+torch.utils.flop_counter: convolutions and matrix products) over its CPU time (with SGD), against
+the best rate of square matrix products in the same precision, measured in the same minutes. What
+keeps a step from 100 % is everything that is no product: pooling, norms, rectifiers, copies,
+optimiser, Python.
+
+Second table: the share of a local step (``network_input``, the view, forward, backward, SGD) that
+the view takes. The project's limit is a tenth.
+
+One thread; CPU time of this process, so that other work counts only by what it does to caches and
+clock. Cases take turns, ``--passes`` times; a number is the median. ``small_cnn`` has rows of
+1x28x28, ``resnet9`` of 3x32x32, both as runs lay them out (channels-last).
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.processes import about
+from privssl.data.views import view
+from privssl.learn import network_input
+from privssl.models import build_classifier
+from privssl.models.precision import Precision
+from privssl.settings import ModelSettings
+
+SMALL, RESNET = ModelSettings("small_cnn"), ModelSettings("resnet9", 4, "none")
+FULL = ModelSettings("resnet9", 16, "none")
+SHAPES = {"small_cnn": (1, 28, 28), "resnet9": (3, 32, 32)}
+STEPS: list[tuple[ModelSettings, int]] = [
+    (SMALL, 10), (SMALL, 32), (SMALL, 128), (RESNET, 10), (RESNET, 100), (FULL, 10), (FULL, 32),
+]  # fmt: skip
+PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
+#: Name of the view, and what lies under it.
+VIEWS = ("weak", "strong", "crop", "fixmatch", "fedmatch", "fedseal")
+SIDES = (512, 1024, 2048)  # of the matrices
+ENOUGH = 0.1  # CPU seconds that one reading takes at least
+
+
+def median_seconds(
+    cases: Mapping[str, Callable[[], object]], passes: int, enough: float = ENOUGH
+) -> dict[str, float]:
+    """CPU seconds of each call, the cases in turn. Each is called once before."""
+    seen: dict[str, list[float]] = {name: [] for name in cases}
+    for call in cases.values():
+        call()
+    for _ in range(passes):
+        for name, call in cases.items():
+            begun, count = time.process_time(), 0
+            while time.process_time() - begun < enough:
+                call()
+                count += 1
+            seen[name].append((time.process_time() - begun) / count)
+    return {name: statistics.median(times) for name, times in seen.items()}
+
+
+def product(side: int, precision: Precision) -> Callable[[], Tensor]:
+    """A matrix product of 2 side^3 operations."""
+    a, b = (torch.randn(side, side).to(getattr(torch, precision)) for _ in range(2))
+    return lambda: a @ b
+
+
+class Step:
+    """A training step on rows that are there already."""
+
+    def __init__(self, model: ModelSettings, rows: int, precision: Precision) -> None:
+        shape = SHAPES[model.name]
+        self.stored = torch.randint(256, (rows, *shape), dtype=torch.uint8)
+        self.x, self.y = network_input(self.stored), torch.randint(10, (rows,))
+        self.network = build_classifier(model, shape, 10, precision).train()
+        self.sgd = torch.optim.SGD(self.network.parameters(), lr=1e-3, momentum=0.9)
+
+    def __call__(self) -> None:
+        self.sgd.zero_grad()
+        cross_entropy(self.network(self.x), self.y).backward()  # type: ignore[no-untyped-call]
+        self.sgd.step()
+
+    def operations(self) -> int:
+        """Of products and convolutions, forward and backward."""
+        counter = FlopCounterMode(display=False)
+        with counter:
+            self()
+        return int(counter.get_total_flops())
+
+
+def arithmetic(passes: int) -> None:
+    """The first table."""
+    products = {f"{p} {side}": product(side, p) for p in PRECISIONS for side in SIDES}
+    steps = {
+        f"{m.name}, width {m.width} | {rows} | {p}": Step(m, rows, p)
+        for m, rows in STEPS
+        for p in PRECISIONS
+    }
+    operations = {name: step.operations() for name, step in steps.items()}
+    times = median_seconds({**products, **steps}, passes)
+    best = {p: max(2 * side**3 / times[f"{p} {side}"] / 1e9 for side in SIDES) for p in PRECISIONS}
+    told = ", ".join(f"{p} {rate:.0f} GFLOP/s" for p, rate in best.items())
+    print(f"Matrix products, the best of sides {', '.join(map(str, SIDES))}: {told}\n")
+    print(
+        "| network | rows | precision | MFLOP | ms | GFLOP/s | of products |\n" + "|---" * 7 + "|"
+    )
+    for name, count in operations.items():
+        rate = count / times[name] / 1e9
+        share = rate / best[name.rpartition(" ")[2]]  # type: ignore[index]
+        print(
+            f"| {name} | {count / 1e6:.0f} | {times[name] * 1e3:.2f} | {rate:.0f} | {share:.0%} |"
+        )
+
+
+def augmentation(passes: int) -> None:
+    """The second table."""
+    print("\n| view | network | rows | ms of the view | share, float32 | share, bfloat16 |")
+    print("|---" * 6 + "|")
+    for model, rows in ((SMALL, 10), (SMALL, 32), (RESNET, 10), (RESNET, 100)):
+        steps = {p: Step(model, rows, p) for p in PRECISIONS}
+        rng, x = torch.Generator().manual_seed(0), steps["float32"].x
+        stored = steps["float32"].stored
+        under = "weak" if model.name == "small_cnn" else "crop"
+        cases: dict[str, Callable[[], object]] = {p: steps[p] for p in PRECISIONS}
+        cases["input"] = partial(network_input, stored)
+        for name in VIEWS:
+            cases[name] = partial(view, name, x, rng, flip=model is not SMALL, under=under)
+        times = median_seconds(cases, passes)
+        for name in VIEWS:
+            shares = [times[name] / (times[name] + times["input"] + times[p]) for p in PRECISIONS]
+            cells = " | ".join(f"{share:.0%}" for share in shares)
+            on = f"{name} on {under}" if name.startswith("f") else name
+            print(
+                f"| {on} | {model.name}, width {model.width} | {rows} | {times[name] * 1e3:.2f} "
+                f"| {cells} |",
+                flush=True,
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints two Markdown tables."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.hot_loop", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--passes", type=int, default=5)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(f"{about()}\nOne thread.\n")
+    arithmetic(options.passes)
+    augmentation(options.passes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

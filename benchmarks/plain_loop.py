@@ -1,0 +1,327 @@
+"""Our engine against a plain FedAvg loop as research code writes it, on the same work.
+
+    python -m benchmarks.plain_loop [--data mnist] [--agents 10] [--rows 100] [--batch 10] ...
+
+The plain loop: for each agent a deep copy of the global network, a ``Dataset`` that makes a PIL
+image of a row and puts it through torchvision's ``ToTensor`` and ``Normalize``, a ``DataLoader``
+without worker processes, SGD in float32 with PyTorch's defaults, and a mean of state dicts. Ours:
+the algorithm ``fedavg`` with its engine, rows as uint8 tensors, in float32 and bfloat16, in this
+process and in worker processes. Network (small_cnn, group norm), initial weights, rows, batches and
+their order are the same: the plain loop draws its order from the generators that ours draws from.
+
+Competitors take turns, a round each, in one process; a competitor's time is the median of its
+rounds but for the first. The first round counts steps of optimisers, which must agree; at the end
+the weights of plain float32 and ours float32 must agree within 1e-2 (sums are taken in another
+order, and training spreads that), and all accuracies within 0.03. "1 thread" is one intra-op
+thread; "defaults" is what PyTorch takes by itself. Ours has one thread for each process.
+Exit status: 1 where training did not agree.
+"""
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchvision import transforms
+
+from benchmarks.processes import about
+from privssl import data, seeds
+from privssl.agents import Agent
+from privssl.algorithms.base import Task
+from privssl.algorithms.baselines import FedAvg, FedAvgConfig, State
+from privssl.engines.local import LocalEngine
+from privssl.engines.workers import WorkerEngine
+from privssl.errors import UserError
+from privssl.evaluate import accuracy
+from privssl.learn import fresh_weights
+from privssl.models import build_classifier
+from privssl.models.convnets import SmallCNN
+from privssl.models.precision import Precision
+from privssl.settings import AgentSettings, DataSettings, ModelSettings
+from privssl.world import Round, World
+
+SEED, RATE, MOMENTUM = 0, 0.02, 0.9
+WEIGHTS_APART, ACCURACY_APART = 1e-2, 0.03
+CPU = torch.device("cpu")
+
+
+# As research code writes it ------------------------------------------------------------------
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """Rows of one agent, as torchvision's data sets hand them out."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        """x (N, channels, height, width) uint8; y (N,)."""
+        self.x, self.y = x.transpose(0, 2, 3, 1), y
+        middle = (0.5,) * x.shape[1]
+        self.transform = transforms.Compose(
+            [transforms.ToTensor(), transforms.Normalize(middle, middle)]
+        )
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        row = self.x[number]
+        image = Image.fromarray(row[:, :, 0] if row.shape[2] == 1 else row)
+        return self.transform(image), int(self.y[number])
+
+
+class Order(Sampler[int]):
+    """A new order for each epoch, from a generator that is given."""
+
+    def __init__(self, rows: int, rng: torch.Generator) -> None:
+        self.rows, self.rng = rows, rng
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.rows, generator=self.rng).tolist())
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+def local_training(
+    network: nn.Module, images: Images, *, order: torch.Generator, batch: int, epochs: int,
+    rate: float, momentum: float,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Epochs of SGD on a copy of the network; its weights."""
+    local = copy.deepcopy(network).train()
+    loader = DataLoader(images, batch, sampler=Order(len(images), order))
+    sgd = torch.optim.SGD(local.parameters(), lr=rate, momentum=momentum)
+    for _ in range(epochs):
+        for x, y in loader:
+            sgd.zero_grad()
+            cross_entropy(local(x), y).backward()  # type: ignore[no-untyped-call]
+            sgd.step()
+    return copy.deepcopy(local.state_dict())
+
+
+def mean(weights: Sequence[dict[str, Tensor]], rows: Sequence[int]) -> dict[str, Tensor]:
+    """Their mean, by rows."""
+    total = sum(rows)
+    return {
+        name: torch.stack([w[name] * (n / total) for w, n in zip(weights, rows, strict=True)]).sum(
+            0
+        )
+        for name in weights[0]
+    }
+
+
+# Both, a round at a time ---------------------------------------------------------------------
+
+
+@dataclass
+class Competitor:
+    """What takes part, and how long its rounds took."""
+
+    name: str
+    play: Callable[[int], None]  # a round, by its number
+    weights: Callable[[], dict[str, Tensor]]
+    threads: int = 1
+    seconds: list[float] = field(default_factory=list)
+    steps: int = 0  # in round 1, in this process
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done."""
+
+    federation: data.Federation
+    new: Callable[[Precision], nn.Module]
+    begin: dict[str, Tensor]
+    batch: int
+    epochs: int
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "Work":
+        """Raises UserError where the data set is not there."""
+        settings = DataSettings(options.data, labelled=options.agents * options.rows)
+        federation = data.build(settings, AgentSettings(support=options.agents), SEED)
+        dataset = federation.dataset
+
+        def new(precision: Precision) -> nn.Module:
+            return build_classifier(ModelSettings(), dataset.shape, dataset.classes, precision)
+
+        begin = fresh_weights(partial(new, "float32"), seeds.stream(SEED, 0, "world", "init"))
+        return cls(federation, new, begin, options.batch, options.epochs)
+
+    def plain(self, name: str, threads: int) -> Competitor:
+        """The loop above."""
+        dataset = self.federation.dataset
+        network = SmallCNN(dataset.shape, dataset.classes)
+        network.load_state_dict(self.begin)
+
+        def visit(agent: Agent, number: int) -> dict[str, Tensor]:
+            key = f"{number}/{agent.id}/labelled_pass/1:order"  # the context's, in privssl
+            rows = agent.labelled
+            return local_training(
+                network, Images(rows.x.numpy(), rows.y.numpy()), batch=self.batch,
+                order=seeds.stream(SEED, number, agent.id, key), epochs=self.epochs,
+                rate=RATE, momentum=MOMENTUM,
+            )  # fmt: skip
+
+        def play(number: int) -> None:
+            agents = self.federation.agents
+            sent = [visit(agent, number) for agent in agents]
+            network.load_state_dict(mean(sent, [len(agent.labelled) for agent in agents]))
+
+        return Competitor(name, play, lambda: dict(network.state_dict()), threads)
+
+    def ours(self, precision: Precision, workers: int, stack: ExitStack) -> Competitor:
+        """privssl's; its workers are forked now."""
+        config = FedAvgConfig(
+            rounds=1, local_epochs=self.epochs, batch_size=self.batch, learning_rate=RATE,
+            momentum=MOMENTUM, weak="none",
+        )  # fmt: skip
+        dataset = self.federation.dataset
+        task = Task(dataset.classes, dataset.shape, partial(self.new, precision), precision)
+        algorithm, agents = FedAvg(config, task), self.federation.agents
+        common: dict[str, Any] = {"seed": SEED, "device": CPU}
+        engine = stack.enter_context(
+            closing(
+                LocalEngine(agents, **common)
+                if workers == 1
+                else WorkerEngine(agents, algorithm=algorithm, workers=workers, **common)
+            )
+        )
+        world, states = World(engine, SEED), [State(self.begin)]
+
+        def play(number: int) -> None:
+            world.begin(Round(number))
+            states[:] = [algorithm.round(states[0], world)]
+
+        name = f"ours, {precision}, {workers} process{'es' * (workers > 1)}"
+        return Competitor(name, play, lambda: dict(states[0].F))
+
+    def accuracy(self, weights: dict[str, Tensor]) -> float:
+        """On the test rows."""
+        dataset, network = self.federation.dataset, self.new("float32")
+        return accuracy(network, weights, dataset.x_test, dataset.y_test, device=CPU)
+
+
+@contextmanager
+def counted_steps() -> Iterator[list[int]]:
+    """Inside, the steps of all optimisers of this process are counted in the list's one number."""
+    count = [0]
+
+    def step(*_: Any) -> None:
+        count[0] += 1
+
+    handle = register_optimizer_step_post_hook(step)
+    try:
+        yield count
+    finally:
+        handle.remove()
+
+
+def take_turns(competitors: Sequence[Competitor], rounds: int) -> None:
+    """Round after round, each competitor in turn; the first round is not timed."""
+    with counted_steps() as count:
+        for one in competitors:
+            torch.set_num_threads(one.threads)
+            before = count[0]
+            one.play(1)
+            one.steps = count[0] - before
+    for number in range(2, rounds + 2):
+        for one in competitors:
+            torch.set_num_threads(one.threads)
+            begun = time.perf_counter()
+            one.play(number)
+            one.seconds.append(time.perf_counter() - begun)
+    torch.set_num_threads(1)
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest difference between two networks' weights."""
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a Markdown table."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.plain_loop", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--data", default="mnist", choices=("mnist", "fashion_mnist", "digits"))
+    parser.add_argument("--agents", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=100, help="of each agent")
+    parser.add_argument("--batch", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5, help="timed ones")
+    parser.add_argument("--workers", type=int, default=2)
+    options = parser.parse_args(arguments)
+    defaults = torch.get_num_threads()
+    torch.set_num_threads(1)  # before anything runs: workers are forked from a process with one
+    print(about())
+    try:
+        work = Work.of(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    with ExitStack() as stack:
+        precisions: tuple[Precision, ...] = ("float32", "bfloat16")
+        numbers = sorted({1, options.workers})
+        ours = [work.ours(p, n, stack) for n in numbers for p in precisions]
+        plain = [work.plain("plain loop, float32, 1 thread", 1)]
+        if defaults > 1:
+            plain.append(
+                work.plain(f"plain loop, float32, defaults ({defaults} threads)", defaults)
+            )
+        competitors = [*plain, *ours]
+        take_turns(competitors, options.rounds)
+    return report(competitors, work, options)
+
+
+def report(competitors: Sequence[Competitor], work: Work, options: argparse.Namespace) -> int:
+    """The table, and what did not agree."""
+    images = options.agents * options.rows * options.epochs
+    print(
+        f"{options.data}, {options.agents} agents with {options.rows} rows, batches of "
+        f"{options.batch}, {options.epochs} local epochs, {options.rounds} timed rounds\n"
+    )
+    times = {one.name: statistics.median(one.seconds) for one in competitors}
+    first, last = competitors[0], competitors[1 if competitors[1].threads > 1 else 0]
+    print(
+        "| competitor | s per round | images/s | times plain, 1 thread | times plain, defaults "
+        "| accuracy | steps of round 1 here |\n|---|---|---|---|---|---|---|"
+    )
+    right = {one.name: work.accuracy(one.weights()) for one in competitors}
+    for one in competitors:
+        seconds = times[one.name]
+        print(
+            f"| {one.name} | {seconds:.3f} | {images / seconds:.0f} "
+            f"| {times[first.name] / seconds:.2f} | {times[last.name] / seconds:.2f} "
+            f"| {right[one.name]:.4f} | {one.steps or 'elsewhere'} |"
+        )
+    counterpart = next(one for one in competitors if one.name.startswith("ours, float32, 1"))
+    distance = apart(first.weights(), counterpart.weights())
+    spread = max(right.values()) - min(right.values())
+    agree = (
+        distance <= WEIGHTS_APART
+        and spread <= ACCURACY_APART
+        and len({one.steps for one in competitors if one.steps}) == 1
+    )
+    print(
+        f"\nWeights of plain and ours, float32, after all rounds: {distance:.1e} apart (at most "
+        f"{WEIGHTS_APART:g}). Accuracies: {spread:.4f} apart (at most {ACCURACY_APART:g}). "
+        + ("Trained alike." if agree else "NOT trained alike.")
+    )
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

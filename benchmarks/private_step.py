@@ -1,0 +1,283 @@
+"""A step of our DP-SGD against the same step without privacy, and against Opacus in its modes.
+
+    python -m benchmarks.private_step [--rows 16 64 256] [--passes 5]
+
+Networks: the classifier F (small_cnn, 1x28x28), the generator G and the discriminator D alone, and
+all three by FedSSL's joint loss, which hooks cannot differentiate (networks that run through each
+other), so that there only the step without privacy is to be had. Ours is ``PrivateTraining.run`` as
+a visit calls it: per-row gradients by vmap, joint clipping, noise from the operating system, mean,
+step. Opacus is ``PrivacyEngine.make_private`` in its grad_sample_modes hooks, functorch, ew and
+ghost, without Poisson sampling, its noise from torch's generator. All see the same rows, clip to 1
+with noise multiplier 1, and step by SGD; every row is in every batch.
+
+A step without privacy is taken on the network as runs have it (channels-last). Opacus' steps are
+tried channels-last and in PyTorch's own layout, and the faster counts for Opacus; ours is as runs
+have it. Before it is timed, a mode has to take our step when there is no noise: with channels-last
+kernels Opacus 1.6 clips other gradients in the mode hooks, and says nothing. One thread, CPU time;
+cases take turns and a number is the median of ``--passes`` readings. The project's limit: at most
+2.3 times the step without privacy, and no Opacus mode faster.
+"""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from opacus import PrivacyEngine
+from opacus.version import __version__ as opacus_version
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.hot_loop import median_seconds
+from benchmarks.processes import about
+from generators import ImageDiscriminator, ImageGenerator
+from privssl.algorithms.fedssl import FedSSLConfig
+from privssl.algorithms.gmixup import Callables, Mixing, row_losses
+from privssl.models import build_classifier, laid_out
+from privssl.privacy import Parameters, PrivatePlan, PrivateTraining, call
+from privssl.settings import ModelSettings
+
+SHAPE, CLASSES, NOISE = (1, 28, 28), 10, 32
+MODES = ("hooks", "functorch", "ew", "ghost")
+LAYOUTS = {"channels-last": torch.channels_last, "plain": torch.contiguous_format}
+CLIP, RATE = 1.0, 1e-4  # a rate so small that nothing is learned, or diverges
+APART = 1e-3  # at most, relative to how far ours went: a step of a mode that is the same step
+LIMIT = 2.3
+
+
+class RowMeans(nn.Module):
+    """Squared error of each row, reduced as ``reduction`` says (Opacus' ghost mode sets it)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduction = "mean"
+
+    def forward(self, made: Tensor, x: Tensor) -> Tensor:
+        rows = (made - x).square().flatten(1).mean(dim=1)
+        return rows.mean() if self.reduction == "mean" else rows
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network alone: what it is called with, and what its output should have been."""
+
+    new: Callable[[], nn.Module]
+    criterion: Callable[[], nn.Module]  # mean over rows
+    inputs: tuple[Tensor, ...]  # each (B, ...)
+    target: Tensor  # (B, ...)
+
+
+def cases(rows: int) -> dict[str, Case]:
+    """F, G and D on random rows."""
+    x, y = torch.rand(rows, *SHAPE) * 2 - 1, torch.randint(CLASSES, (rows,))
+    x = x.contiguous(memory_format=torch.channels_last)
+    p, p2 = (torch.rand(rows, CLASSES).softmax(dim=1) for _ in range(2))
+    z, whole = torch.rand(rows, NOISE), torch.ones(rows, 1)
+    return {
+        "F": Case(classifier, nn.CrossEntropyLoss, (x,), y),
+        "G": Case(generator, RowMeans, (x, p, p2, z, whole), x[:, None]),
+        "D": Case(discriminator, nn.BCEWithLogitsLoss, (x, p), torch.ones(rows)),
+    }
+
+
+def classifier() -> nn.Module:
+    """As runs have it."""
+    return build_classifier(ModelSettings(), SHAPE, CLASSES)
+
+
+def generator() -> nn.Module:
+    """As runs have it."""
+    return laid_out(ImageGenerator(SHAPE, CLASSES, noise_size=NOISE))
+
+
+def discriminator() -> nn.Module:
+    """As private runs have it: without spectral norm."""
+    return laid_out(ImageDiscriminator(SHAPE, CLASSES, spectral=False))
+
+
+def sgd(network: nn.Module) -> torch.optim.SGD:
+    """Without momentum."""
+    return torch.optim.SGD(network.parameters(), lr=RATE)
+
+
+def open_step(case: Case) -> Callable[[], None]:
+    """Without privacy."""
+    network, criterion = case.new(), case.criterion()
+    optimizer = sgd(network)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        criterion(network(*case.inputs), case.target).backward()
+        optimizer.step()
+
+    return step
+
+
+def plan(rows: int, protect: tuple[str, ...], sigma: float) -> PrivatePlan:
+    """Every row in every batch."""
+    return PrivatePlan(
+        update=protect, protect=protect, noise_multiplier=sigma, clip_norm=CLIP, sample_rate=1.0,
+        steps=1, expected_batch=rows, learning_rate=RATE, momentum=0.0, views=1, visits=1,
+    )  # fmt: skip
+
+
+def our_step(case: Case, sigma: float = 1.0) -> Callable[[], None]:
+    """privssl's."""
+    network, criterion = case.new(), case.criterion()
+    training = PrivateTraining(plan(len(case.target), ("N",), sigma), {"N": network})
+
+    def fields_of(picked: Tensor, _: int) -> Mapping[str, Tensor]:
+        inputs = {str(place): tensor[picked] for place, tensor in enumerate(case.inputs)}
+        return {**inputs, "target": case.target[picked]}
+
+    def row_loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        inputs = [row[str(place)][None] for place in range(len(case.inputs))]
+        loss: Tensor = criterion(call(network, parameters["N"])(*inputs), row["target"][None])
+        return loss
+
+    return lambda: training.run(len(case.target), fields_of, row_loss)
+
+
+def opacus_step(
+    case: Case, mode: str, layout: torch.memory_format, sigma: float = 1.0
+) -> Callable[[], None]:
+    """Opacus'. It, or the step, raises whatever it raises where it does not know a network."""
+    network, criterion = case.new().to(memory_format=layout), case.criterion()
+    inputs = tuple(
+        tensor.contiguous(memory_format=layout) if tensor.dim() == 4 else tensor
+        for tensor in case.inputs
+    )
+    made = PrivacyEngine(accountant="rdp").make_private(
+        module=network, optimizer=sgd(network), criterion=criterion,
+        data_loader=DataLoader(TensorDataset(case.target), len(case.target)),
+        noise_multiplier=sigma, max_grad_norm=CLIP, poisson_sampling=False, grad_sample_mode=mode,
+    )  # fmt: skip
+    module, optimizer = made[0], made[1]
+    loss = made[2] if mode == "ghost" else criterion
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(module(*inputs), case.target).backward()
+        optimizer.step()
+
+    return step
+
+
+def joint_steps(rows: int) -> dict[str, Callable[[], None]]:
+    """FedSSL's loss for F, G and D together: without privacy, and ours."""
+    nets = {"F": classifier(), "G": generator(), "D": discriminator()}
+    cfg, every = FedSSLConfig(), ("F", "G", "D")
+    fields = {
+        "strong": torch.rand(rows, *SHAPE) * 2 - 1,
+        "mild": torch.rand(rows, *SHAPE) * 2 - 1,
+        "p1": torch.eye(CLASSES)[torch.randint(CLASSES, (rows,))],
+        "p2": torch.eye(CLASSES)[torch.randint(CLASSES, (rows,))],
+        "z": torch.rand(rows, NOISE),
+        "lam": torch.rand(rows),
+    }
+
+    def loss(parameters: Parameters, batch: Mapping[str, Tensor]) -> Tensor:
+        functions = Callables.of(nets, parameters)
+        by_network, _ = row_losses(cfg, functions, Mixing(**batch), every, True)
+        return torch.stack([one.mean() for one in by_network.values()]).sum()
+
+    optimizer = torch.optim.SGD([p for net in nets.values() for p in net.parameters()], lr=RATE)
+    training = PrivateTraining(plan(rows, every, 1.0), nets)
+
+    def open_one() -> None:
+        optimizer.zero_grad()
+        parameters = {name: dict(net.named_parameters()) for name, net in nets.items()}
+        loss(parameters, fields).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    def fields_of(picked: Tensor, _: int) -> Mapping[str, Tensor]:
+        return {name: value[picked][:, None] for name, value in fields.items()}
+
+    return {"open": open_one, "ours": lambda: training.run(rows, fields_of, loss)}
+
+
+def moved(case: Case, make: Callable[[Case], Callable[[], None]]) -> Tensor:
+    """How a step changes the weights of a network, all in one vector; others start alike."""
+    network = case.new()
+    with torch.no_grad():
+        chance = torch.Generator().manual_seed(0)
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=chance) / 10)
+    before = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+    make(replace(case, new=lambda: network))()
+    return torch.cat([parameter.detach().flatten() for parameter in network.parameters()]) - before
+
+
+def check(case: Case, mode: str, layout: torch.memory_format) -> None:
+    """Raises ValueError where Opacus' step without noise is not ours."""
+    ours = moved(case, lambda case: our_step(case, 0.0))
+    theirs = moved(case, lambda case: opacus_step(case, mode, layout, 0.0))
+    gap = float((theirs - ours).norm() / ours.norm())
+    if not gap <= APART:
+        raise ValueError(f"its clipped gradient is another, by {gap:.0%}")
+
+
+def steps_of(case: Case) -> dict[str, Callable[[], None]]:
+    """All competitors on a network. Modes of Opacus that refuse it, or whose step is another, are
+    named on standard error."""
+    found = {"open": open_step(case), "ours": our_step(case)}
+    for mode in MODES:
+        for name, layout in LAYOUTS.items():
+            try:
+                check(case, mode, layout)
+            except Exception as error:
+                text = (str(error).splitlines() or [type(error).__name__])[0]
+                print(f"Opacus, {mode}, {name}, is left out: {text[:120]}", file=sys.stderr)
+            else:
+                found[f"{mode}, {name}"] = opacus_step(case, mode, layout)
+    return found
+
+
+def line(name: str, rows: int, times: Mapping[str, float]) -> str:
+    """A row of the table: milliseconds, and times the step without privacy."""
+    base, ours = times["open"], times["ours"]
+    cells = [name, str(rows), f"{base * 1e3:.2f}", f"{ours * 1e3:.2f} ({ours / base:.2f})"]
+    fastest = float("inf")
+    for mode in MODES:
+        there = {key: value for key, value in times.items() if key.startswith(f"{mode},")}
+        best = min(there, key=there.__getitem__, default="")
+        if not best:
+            cells.append("-")
+            continue
+        fastest = min(fastest, times[best])
+        mark = "" if best.endswith("channels-last") else ", plain layout"
+        cells.append(f"{times[best] * 1e3:.2f} ({times[best] / base:.2f}{mark})")
+    within = "yes" if ours <= LIMIT * base else "NO"
+    first = "-" if fastest == float("inf") else "yes" if ours <= fastest else "NO"
+    return "| " + " | ".join([*cells, within, first]) + " |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a Markdown table."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.private_step", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--passes", type=int, default=5)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")  # Opacus' remarks on its own modes
+    print(f"{about()}\nOpacus {opacus_version}. One thread. In brackets: times 'no privacy'.\n")
+    print(
+        f"| network | rows | no privacy, ms | ours | {' | '.join(MODES)} | at most {LIMIT} times "
+        "| not slower than Opacus |\n" + "|---" * (6 + len(MODES)) + "|"
+    )
+    for rows in options.rows:
+        for name, case in cases(rows).items():
+            print(line(name, rows, median_seconds(steps_of(case), options.passes)), flush=True)
+        times = median_seconds(joint_steps(rows), options.passes)
+        print(line("F, G, D joint", rows, times), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

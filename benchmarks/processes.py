@@ -1,0 +1,167 @@
+"""Other programs for benchmarks: started, timed, weighed, and ended with all that they started.
+
+Whatever a program starts inherits a word in its environment, by which it is found again: some
+(Ray's) leave their process group and their parent. Linux.
+"""
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MARK = "PRIVSSL_BENCHMARK"
+SIGN = "#benchmark "  # begins a line of standard output that is meant for the benchmark
+EVERY = 0.25  # seconds between two weighings
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a program did."""
+
+    begun: float  # time.monotonic(), which all processes of a machine share
+    lines: tuple[dict[str, Any], ...]  # what it told, in order
+    peak_pss: float  # MB of all its processes; pages that several share are counted once
+    cpu: tuple[tuple[float, float], ...]  # time, and CPU seconds of all its processes until then
+    status: int
+    errors: str  # the end of what it wrote to standard error
+
+    def cpu_between(self, one: float, other: float) -> float:
+        """CPU seconds that its processes took between two times; other work is not in it."""
+        times, used = zip(*self.cpu, strict=True)
+        begun, ended = np.interp([one, other], times, used)
+        return float(ended - begun)
+
+
+def tell(**values: Any) -> None:
+    """Called in the program: a line for the benchmark, with the time."""
+    print(SIGN + json.dumps({"at": time.monotonic(), **values}), flush=True)
+
+
+def carry_out(
+    commands: Sequence[Sequence[str]],
+    environments: Sequence[Mapping[str, str]],
+    *,
+    limit: float,
+) -> Told:
+    """Run commands side by side until the first of them ends, then end all that is left.
+
+    Args:
+        commands: the first is the one whose lines count.
+        environments: added to this process's, one for each command.
+        limit: seconds after which all are killed; the status is then -9.
+    """
+    word = uuid.uuid4().hex
+    begun = time.monotonic()
+    running = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **more, MARK: word},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for command, more in zip(commands, environments, strict=True)
+    ]
+    texts: dict[int, list[str]] = {}
+    readers = []
+    for number, process in enumerate(running):
+        for place, stream in enumerate((process.stdout, process.stderr)):
+            kept = texts.setdefault(2 * number + place, [])
+            readers.append(threading.Thread(target=_drain, args=(stream, kept), daemon=True))
+            readers[-1].start()
+    peak, used, cpu = 0.0, dict[int, float](), [(begun, 0.0)]
+    try:
+        while running[0].poll() is None and time.monotonic() - begun < limit:
+            marked = _marked(word)
+            peak = max(peak, sum(map(_pss, marked)))
+            used |= {process: _cpu(process) or used.get(process, 0.0) for process in marked}
+            cpu.append((time.monotonic(), sum(used.values())))
+            with suppress(subprocess.TimeoutExpired):
+                running[0].wait(EVERY)
+        for process in running[1:]:  # they end with the first, if it ended well
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5 if running[0].poll() == 0 else 0)
+    finally:
+        end_all(word)
+        for process in running:
+            process.wait()
+    for reader in readers:
+        reader.join(5)  # they close what they read
+    lines = [json.loads(s.removeprefix(SIGN)) for s in texts[0] if s.startswith(SIGN)]
+    errors = "".join(texts[1])[-2000:]
+    return Told(begun, tuple(lines), peak, tuple(cpu), running[0].returncode, errors)
+
+
+def end_all(word: str) -> None:
+    """Kill every process that carries the mark, until there is none."""
+    for _ in range(50):
+        left = _marked(word)
+        if not left:
+            return
+        for process in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def _drain(stream: Any, kept: list[str]) -> None:
+    with stream:
+        kept.extend(stream)
+
+
+def _marked(word: str) -> list[int]:
+    found, sign = [], f"{MARK}={word}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if sign in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
+
+
+def _pss(process: int) -> float:
+    """Megabytes; 0 of one that has ended."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def _cpu(process: int) -> float:
+    """Seconds, user and system; 0 of one that has ended."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def about() -> str:
+    """The machine and versions, a line for the head of a table."""
+    chip = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    return (
+        f"{chip}, {len(os.sched_getaffinity(0))} cores, Python {sys.version.split()[0]}, "
+        f"torch {version('torch')}. Load average at the start: {os.getloadavg()[0]:.1f} "
+        "(of other work, if this began on its own)"
+    )

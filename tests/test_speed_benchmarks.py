@@ -1,0 +1,279 @@
+"""Benchmarks of speed compare like with like: the same arithmetic, and nothing left running.
+
+No test here measures time.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import (
+    against_flower_and_pfl,
+    cell,
+    hot_loop,
+    methods,
+    plain_loop,
+    private_step,
+    processes,
+)
+from benchmarks.cell import ours as cell_ours
+from benchmarks.cell import plain as cell_plain
+from benchmarks.plain_loop import Work, apart, counted_steps
+from benchmarks.processes import Told, carry_out
+from privssl.config import load
+from privssl.prepare import prepare
+
+SMALL = argparse.Namespace(data="digits", agents=2, rows=24, batch=10, epochs=2, rounds=2)
+
+
+@pytest.mark.parametrize(
+    "main",
+    [b.main for b in (against_flower_and_pfl, hot_loop, methods, plain_loop, private_step)],
+    ids=["against_flower_and_pfl", "hot_loop", "methods", "plain_loop", "private_step"],
+)
+def test_each_command_says_what_it_measures(
+    main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert "python -m benchmarks." in capsys.readouterr().out
+
+
+# The plain loop ------------------------------------------------------------------------------
+
+
+def test_a_plain_loop_and_our_engine_take_the_same_steps_to_the_same_weights() -> None:
+    work = Work.of(SMALL)
+    with contextlib.ExitStack() as stack, counted_steps() as count:
+        plain, ours = work.plain("plain", 1), work.ours("float32", 1, stack)
+        taken = []
+        for one in (plain, ours):
+            before = count[0]
+            one.play(1)
+            one.play(2)
+            taken.append(count[0] - before)
+        # 2 rounds of 2 agents, 2 epochs of 24 rows in batches of 10
+        assert taken == [2 * 2 * 2 * 3] * 2
+        assert apart(plain.weights(), work.begin) > 1e-2
+        assert apart(plain.weights(), ours.weights()) < 1e-5
+        # the control: batches in another order
+        other = work.plain("plain", 1)
+        other.play(1)
+        other.play(3)
+        assert apart(other.weights(), ours.weights()) > 1e-4
+
+
+def test_a_competitor_that_trained_otherwise_is_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    work = Work.of(SMALL)
+    with contextlib.ExitStack() as stack:
+        competitors = [work.plain("plain", 1), work.ours("float32", 1, stack)]
+        plain_loop.take_turns(competitors, 1)
+        assert plain_loop.report(competitors, work, SMALL) == 0
+        assert "Trained alike." in capsys.readouterr().out
+        competitors[0].play(3)
+        assert plain_loop.report(competitors, work, SMALL) == 1
+        assert "NOT trained alike." in capsys.readouterr().out
+
+
+# pfl's cell ----------------------------------------------------------------------------------
+
+
+def test_the_cell_has_the_network_of_pfl() -> None:
+    layers = (3 * 3 * 3 * 32 + 32, 32 * 3 * 3 * 64 + 64, 64 * 14 * 14 * 128 + 128, 128 * 10 + 10)
+    assert sum(p.numel() for p in cell.CellCNN().parameters()) == sum(layers) == 1_626_442
+    first, second = cell.begin(), cell.begin()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("play", [cell_ours.main, cell_plain.main], ids=["ours", "plain"])
+def test_a_competitor_on_the_cell_tells_of_each_round_and_is_judged(
+    play: Callable[[], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in {"AGENTS": 4, "PER_ROUND": 2, "TEST_ROWS": 51}.items():
+        monkeypatch.setattr(cell, name, value)
+    cell.make_rows(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["cell", str(tmp_path), "2", "float32", "1"])
+    with counted_steps() as count:
+        play()
+    assert count[0] == 2 * 2 * 5  # rounds, agents, batches of 10 of 50 rows
+    told = capsys.readouterr().out.splitlines()
+    assert [line.partition('"round": ')[2] for line in told] == ["1}", "2}", ""]
+    assert '"loss": ' in told[-1]
+
+
+def test_rates_start_and_cpu_are_read_from_what_a_competitor_told() -> None:
+    # Launched at 100, rounds end at 110, 112, 116 and 118: three timed ones of 2, 4 and 2 s. The
+    # first would have taken 2 s as well, so 8 s were the start. 3 CPU seconds from 110 to 118.
+    lines: list[dict[str, Any]] = [
+        {"at": at, "round": n} for n, at in enumerate((110, 112, 116, 118), 1)
+    ]
+    lines.append({"at": 119, "loss": 1.0, "accuracy": 0.5})
+    told = Told(100.0, tuple(lines), 512.0, ((100.0, 0.0), (110.0, 4.0), (118.0, 7.0)), 0, "")
+    one = against_flower_and_pfl.Competitor("it", "ours", Path(), "float32", [told])
+    numbers = one.numbers()
+    assert (numbers.rate, numbers.rates) == (0.5, (0.25, 0.5))
+    assert (numbers.start, numbers.memory, numbers.cpu) == (8.0, 512.0, 1.0)
+    assert (numbers.loss, numbers.accuracy) == (1.0, 0.5)
+
+
+def test_a_competitor_that_cannot_be_imported_is_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = argparse.Namespace(pfl_python=tmp_path / "python", flower_python=None, only=None)
+    names = [one.name for one in against_flower_and_pfl.competitors(asked)]
+    assert all(name.startswith(("privssl", "plain loop")) for name in names)
+    told = capsys.readouterr().err
+    assert f"pfl-research is left out: --pfl-python {tmp_path}" in told
+    assert "Flower simulation is left out: --flower-python was not given" in told
+
+
+# Methods, steps, operations ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_every_phase_of_a_method_is_shortened_alike(method: str) -> None:
+    changes = methods.overrides(method, "digits", 1, 3)
+    prepared = prepare(load(methods.CONFIGS / f"{method}.yaml", changes))
+    assert {phase.rounds for phase in prepared.algorithm.phases()} == {
+        4
+    } or method == "label_census"
+    assert prepared.config.data.name == "digits"
+
+
+def test_a_phase_is_timed_from_its_second_round() -> None:
+    lines = [{"at": at, "phase": phase} for at, phase in (
+        (10.0, "start"), (19.0, "a"), (20.0, "a"), (22.0, "a"), (90.0, "b"), (94.0, "b"),
+    )]  # fmt: skip
+    cpu = ((10.0, 0.0), (19.0, 1.0), (22.0, 4.0), (90.0, 4.0), (94.0, 6.0))
+    told = Told(0.0, tuple(lines), 100.0, cpu, 0, "")
+    assert methods.lines("m", 1, told) == [
+        "| m | a | 1 | 1.500 | 1.500 | 100 |",  # 1 and 2 s; 3 CPU seconds in two rounds
+        "| m | b | 1 | 4.000 | 2.000 | 100 |",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("network", ["F", "D"])
+@pytest.mark.parametrize("mode", private_step.MODES)
+def test_our_private_step_and_those_of_opacus_are_one_step(network: str, mode: str) -> None:
+    torch.manual_seed(0)
+    private_step.check(private_step.cases(6)[network], mode, torch.contiguous_format)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_our_private_step_is_the_mean_of_clipped_gradients_taken_row_by_row() -> None:
+    torch.manual_seed(0)
+    case = private_step.cases(6)["F"]
+
+    def by_hand(case: private_step.Case) -> Callable[[], None]:
+        network, criterion = case.new(), case.criterion()
+        parameters = list(network.parameters())
+        total = [torch.zeros_like(parameter) for parameter in parameters]
+        for row in range(6):
+            network.zero_grad()
+            criterion(network(case.inputs[0][row, None]), case.target[row, None]).backward()
+            norm = (
+                float(sum(p.grad.square().sum() for p in parameters if p.grad is not None)) ** 0.5
+            )
+            for sum_, parameter in zip(total, parameters, strict=True):
+                assert parameter.grad is not None
+                sum_ += parameter.grad * min(1.0, private_step.CLIP / norm)
+
+        def step() -> None:
+            with torch.no_grad():
+                for sum_, parameter in zip(total, parameters, strict=True):
+                    parameter.sub_(sum_, alpha=private_step.RATE / 6)
+
+        return step
+
+    ours = private_step.moved(case, lambda case: private_step.our_step(case, 0.0))
+    hand = private_step.moved(case, by_hand)
+    assert float((ours - hand).norm()) < private_step.APART * float(hand.norm())
+    # the control: clipping is part of what is compared
+    unclipped = private_step.moved(case, private_step.open_step)
+    assert float((ours - unclipped).norm()) > 0.1 * float(hand.norm())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_mode_of_opacus_that_takes_another_step_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    case = private_step.cases(6)["F"]
+    true_step = private_step.opacus_step
+
+    def clips_less(*given: Any) -> Callable[[], None]:
+        with monkeypatch.context() as there:
+            there.setattr(private_step, "CLIP", 2.0)
+            return true_step(*given)
+
+    monkeypatch.setattr(private_step, "opacus_step", clips_less)
+    with pytest.raises(ValueError, match="its clipped gradient is another"):
+        private_step.check(case, "hooks", torch.contiguous_format)
+
+
+def test_operations_of_a_step_are_those_of_its_products_forward_and_backward() -> None:
+    rows = 3
+    forward = [
+        2 * rows * products
+        for products in (28**2 * 16 * 25, 14**2 * 32 * 9 * 16, 7**2 * 64 * 9 * 32, 576 * 10)
+    ]
+    # Backward: the gradient of weights costs as much, and that of inputs, but for the first's.
+    expected = 3 * sum(forward) - forward[0]
+    assert hot_loop.Step(hot_loop.SMALL, rows, "float32").operations() == expected
+
+
+# Other programs ------------------------------------------------------------------------------
+
+#: Takes 50 MB, tells one line, and leaves a process behind that has left its group and lost its
+#: parent.
+LEAVES_ONE = """
+import subprocess, time
+from benchmarks.processes import tell
+quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+child = subprocess.Popen(["sleep", "60"], start_new_session=True, **quiet)
+taken = b"x" * 50_000_000
+time.sleep(1)
+tell(child=child.pid)
+"""
+
+
+def test_nothing_that_a_program_started_outlives_its_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", LEAVES_ONE]
+    told = carry_out([command], [environment], limit=60)
+    assert told.status == 0 and 50 < told.peak_pss < 200
+    assert not _alive(told.lines[0]["child"])
+    # the control
+    monkeypatch.setattr(processes, "end_all", lambda word: None)
+    left = carry_out([command], [environment], limit=60).lines[0]["child"]
+    assert _alive(left)
+    os.kill(left, signal.SIGKILL)
+
+
+def test_a_program_is_ended_at_its_limit() -> None:
+    told = carry_out([["sleep", "60"]], [{}], limit=0.5)
+    assert told.status == -signal.SIGKILL
+
+
+def _alive(process: int) -> bool:
+    """Running: not gone, and not waiting to be taken leave of."""
+    with contextlib.suppress(OSError):
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    return False
