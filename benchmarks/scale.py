@@ -71,6 +71,7 @@ def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, fl
     from privssl.config import load
     from privssl.evaluate import Oracle
     from privssl.prepare import prepare
+    from privssl.shelf import Shelf
     from privssl.tracker import CsvTracker, TensorBoardTracker
 
     torch.set_num_threads(1)
@@ -81,11 +82,13 @@ def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, fl
     rounds = _Clock()
     with ExitStack() as stack:
         oracle = Oracle(prepared.federation.true_labels)
-        engine = stack.enter_context(closing(run.make_engine(prepared, oracle)))
+        limit = prepared.config.run.memories_mb * 2**20
+        shelf = stack.enter_context(closing(Shelf(folder, limit)))
+        engine = stack.enter_context(closing(run.make_engine(prepared, oracle, shelf)))
         begun = time.perf_counter()
         prepared.federation.manifest.write(folder / "split.json")
-        trackers = [CsvTracker(folder / "metrics.csv"), TensorBoardTracker(folder), rounds]
-        there = run.Run(prepared, folder, engine, oracle, trackers)
+        csv, board = CsvTracker(folder / "metrics.csv"), TensorBoardTracker(folder)
+        there = run.Run(prepared, folder, engine, oracle, [csv, board, rounds], shelf)
         stack.callback(there.close)
         there.begin()
         found["begin"] = time.perf_counter() - begun

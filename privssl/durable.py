@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from privssl.errors import RunFolderError
 
@@ -27,13 +28,23 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_new(path: Path, data: bytes) -> None:
-    """Write a file that does not exist yet, readable by its owner alone, down to the disk."""
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that does not exist yet, to be written inside; readable by its owner alone.
+
+    It is on the disk when the block has ended without an error.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
-        file.write(data)
+        yield file
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file that does not exist yet, readable by its owner alone, down to the disk."""
+    with new_file(path) as file:
+        file.write(data)
 
 
 def replace(path: Path, data: bytes) -> None:
