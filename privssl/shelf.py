@@ -119,16 +119,20 @@ class Shelf:
     def put_parts(self, state: State) -> State:
         """A server's state, with what it holds of single agents on the shelf.
 
-        That is every mapping of mappings of tensors in its fields: agent -> name -> tensor.
+        That is every mapping of tensors in a mapping in one of its fields: agent -> name ->
+        tensor.
         """
         known: dict[int, Mapping[str, Tensor]] = {}  # one that agents share is put there once
         moved = {}
         for field, held in vars(state).items():
-            if isinstance(held, Mapping) and all(map(_of_tensors, held.values())):
-                for inner in held.values():
-                    if id(inner) not in known:
-                        known[id(inner)] = self.put(inner)
-                moved[field] = {agent: known[id(inner)] for agent, inner in held.items()}
+            if not isinstance(held, Mapping):
+                continue
+            parts = {key: part for key, part in held.items() if _of_tensors(part)}
+            for part in parts.values():
+                if id(part) not in known:
+                    known[id(part)] = self.put(part)
+            if parts:
+                moved[field] = {**held, **{key: known[id(part)] for key, part in parts.items()}}
         return dataclasses.replace(state, **moved) if moved else state  # type: ignore[type-var]
 
     def close(self) -> None:
