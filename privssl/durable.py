@@ -6,10 +6,9 @@ POSIX rename(2) and fsync(2); Pillai et al., "All File Systems Are Not Created E
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from privssl.errors import RunFolderError
 
@@ -28,23 +27,18 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that does not exist yet, to be written inside; readable by its owner alone.
+def write_new(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
+    """Write a file that does not exist yet, readable by its owner alone, down to the disk.
 
-    It is on the disk when the block has ended without an error.
+    Args:
+        data: all of it, or its pieces, of which each is asked for when the last is written.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
-        yield file
+        for piece in [data] if isinstance(data, bytes) else data:
+            file.write(piece)
         file.flush()
         os.fsync(file.fileno())
-
-
-def write_new(path: Path, data: bytes) -> None:
-    """Write a file that does not exist yet, readable by its owner alone, down to the disk."""
-    with new_file(path) as file:
-        file.write(data)
 
 
 def replace(path: Path, data: bytes) -> None:

@@ -178,10 +178,15 @@ def write_new(path: Path, tensors: Mapping[str, Tensor | Unread]) -> tuple[int, 
     """
     header, order = header_of(tensors)
     digest, size = hashlib.sha256(), 0
-    with durable.new_file(path) as file:
+
+    def pieces() -> Iterator[memoryview]:
+        nonlocal size
         for piece in chain([memoryview(header)], (bytes_of(tensors[name]) for name in order)):
             digest.update(piece)
-            size += file.write(piece)
+            size += len(piece)
+            yield piece
+
+    durable.write_new(path, pieces())
     return size, digest.hexdigest()
 
 
