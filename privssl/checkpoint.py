@@ -8,10 +8,14 @@
 A snapshot is written beside its place and renamed, so a folder ``round_*`` is complete or a
 disk has failed; loading checks size and SHA-256 of each file and falls back to an older
 snapshot. Nothing is unpickled. A tensor's name is the JSON pointer (RFC 6901) of its place.
+
+What belongs to single agents may be more than fits in memory. So it is written one tensor at a
+time, also from where it lies on a disk, and a snapshot that was loaded holds none of it: what an
+agent remembers is read from the snapshot's file when it is asked for, and the file must be there
+still.
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
@@ -30,8 +34,9 @@ from torch import Tensor
 
 from accounting.canonical import MAX_INTEGER, decode_strictly
 from accounting.errors import PlanError
-from privssl import durable
+from privssl import durable, tensor_file
 from privssl.errors import RunFolderError
+from privssl.tensor_file import InFile, Unread
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +44,10 @@ Leaf: TypeAlias = Tensor | int | float | str | bool | None
 StateTree: TypeAlias = Mapping[str, "StateTree"] | tuple["StateTree", ...] | Leaf
 
 FORMAT = 1
-TREES = ("state", "memories")
+#: How many names lead to a mapping of tensors that belongs to one agent, in each tree.
+TREES = {"state": 2, "memories": 1}
 MAX_JSON_BYTES = 64 * 2**20
+_NO_TENSORS = InFile(lambda at, size: bytearray(size), {})
 _FOLDER = re.compile(r"round_([0-9]{5,9})")
 
 
@@ -74,24 +81,31 @@ def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
         The folder of this snapshot.
 
     Raises:
-        RunFolderError: the disk is full or not writable. Older snapshots are as they were.
+        RunFolderError: the disk is full or not writable, or there are more tensors than could be
+            read again. Older snapshots are as they were.
     """
     target = folder / f"round_{snapshot.round:05d}"
     temporary = folder / f"{durable.TEMPORARY}{target.name}"
-    files = _files(snapshot)
+    about, trees = _about(snapshot)
     with durable.writing(target):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_leftovers(folder)
         try:
             temporary.mkdir(mode=0o700)
-            for name, data in files.items():
-                durable.write_new(temporary / name, data)
+            for name, tensors in trees.items():
+                path = temporary / f"{name}.safetensors"
+                size, checksum = tensor_file.write_new(path, tensors)
+                about[name] |= {"bytes": size, "sha256": checksum}
+            content = json.dumps(about, indent=1, allow_nan=False).encode()
+            if len(content) > MAX_JSON_BYTES:  # it would not be read again
+                raise RunFolderError(tensor_file.too_many(sum(map(len, trees.values()))))
+            durable.write_new(temporary / "snapshot.json", content)
             durable.sync_folder(temporary)
             if target.exists():  # a run that went on from an older snapshot comes by again
                 target.rename(folder / f"{durable.TEMPORARY}replaced-{target.name}")
             temporary.rename(target)
             durable.sync_folder(folder)
-        except OSError:
+        except (OSError, RunFolderError):
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         mark(folder, "latest", snapshot.round)
@@ -154,35 +168,31 @@ def _own_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
-def _files(snapshot: Snapshot) -> dict[str, bytes]:
-    """File name -> content of a snapshot's folder."""
-    files: dict[str, bytes] = {}
+def _about(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Tensor | Unread]]]:
+    """What snapshot.json says, but for the files beside it, and the tensors of each of those."""
     about: dict[str, Any] = {
         "format": FORMAT,
         "round": snapshot.round,
         "config_digest": snapshot.config_digest,
         "extra": _outline(dict(snapshot.extra), "", {}),
     }
-    for name in TREES:
-        tensors: dict[str, Tensor] = {}
-        outline = _outline(getattr(snapshot, name), "", tensors)
-        data = safetensors.torch.save(_own_copies(tensors))
-        files[f"{name}.safetensors"] = data
-        checksum = hashlib.sha256(data).hexdigest()
-        about[name] = {"outline": outline, "bytes": len(data), "sha256": checksum}
-    files["snapshot.json"] = json.dumps(about, indent=1, allow_nan=False).encode()
-    return files
+    trees: dict[str, dict[str, Tensor | Unread]] = {name: {} for name in TREES}
+    for name, tensors in trees.items():
+        about[name] = {"outline": _outline(getattr(snapshot, name), "", tensors)}
+        tensor_file.check_types(tensors)
+    return about, trees
 
 
-def _outline(tree: StateTree, pointer: str, tensors: dict[str, Tensor]) -> Any:
+def _outline(tree: StateTree | Unread, pointer: str, tensors: dict[str, Tensor | Unread]) -> Any:
     """A tree as JSON, with its tensors moved to ``tensors`` under their JSON pointers."""
-    if isinstance(tree, Tensor):
+    if isinstance(tree, Tensor | Unread):
         tensors[pointer or "/"] = tree
         return {"tensor": pointer or "/"}
     if isinstance(tree, Mapping):
         if not all(isinstance(key, str) for key in tree):
             raise TypeError(f"a key at {pointer or '/'} of a state tree is not text")
-        inner = {k: _outline(v, f"{pointer}/{_escaped(k)}", tensors) for k, v in tree.items()}
+        items = tree.unread() if isinstance(tree, InFile) else tree
+        inner = {k: _outline(v, f"{pointer}/{_escaped(k)}", tensors) for k, v in items.items()}
         return {"mapping": inner}
     if isinstance(tree, tuple):
         return {"tuple": [_outline(v, f"{pointer}/{i}", tensors) for i, v in enumerate(tree)]}
@@ -255,8 +265,11 @@ def _read(folder: Path) -> Snapshot:
             raise _Damaged(f"format {about['format']!r}, this version reads {FORMAT}")
         if type(about["round"]) is not int or f"round_{about['round']:05d}" != folder.name:
             raise _Damaged(f"snapshot.json is of round {about['round']}")
-        trees = {name: _tree(folder / f"{name}.safetensors", about[name]) for name in TREES}
-        extra = _filled(about["extra"], {})
+        trees = {
+            name: _tree(folder / f"{name}.safetensors", about[name], left)
+            for name, left in TREES.items()
+        }
+        extra = _filled(about["extra"], _NO_TENSORS)
         _check_kinds(trees["memories"], about["config_digest"], extra)
         return Snapshot(
             round=about["round"],
@@ -274,8 +287,7 @@ def _read(folder: Path) -> Snapshot:
 def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
     """Raise TypeError unless the parts are what :class:`Snapshot` says. What the state holds is
     for its algorithm to know."""
-    tensors = [value for memory in memories.values() for value in memory.values()]
-    if not all(isinstance(value, Tensor) for value in tensors):
+    if not all(isinstance(memory, InFile) or memory == {} for memory in memories.values()):
         raise TypeError("an agent remembers something else than tensors")
     if not isinstance(digest, str):
         raise TypeError("config_digest is no text")
@@ -283,35 +295,41 @@ def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
         raise TypeError("extra holds something else than texts and numbers")
 
 
-def _tree(path: Path, about: Mapping[str, Any]) -> Any:
+def _tree(path: Path, about: Mapping[str, Any], left: int) -> Any:
+    """A tree; mappings of tensors to which ``left`` names lead are left in the file."""
     size = about["bytes"]
-    data = _bytes(path, size)
-    if len(data) != size or hashlib.sha256(data).hexdigest() != about["sha256"]:
-        raise _Damaged(f"{path.name} does not match its checksum")
     try:
-        tensors = safetensors.torch.load(data)
+        if _size(path, size) != size or tensor_file.sha256_of(path) != about["sha256"]:
+            raise _Damaged(f"{path.name} does not match its checksum")
+        return _filled(about["outline"], tensor_file.opened(path), left)
     except SafetensorError as error:
         raise _Damaged(f"{path.name} is not safetensors ({error})") from error
-    return _filled(about["outline"], tensors)
-
-
-def _bytes(path: Path, limit: int) -> bytes:
-    """A file's content. Its true size is looked at first: a size that is only stated would
-    take memory before it is found to be a lie, and a pipe would block for ever."""
-    try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode):
-            raise _Damaged(f"{path.name} is not a regular file")
-        if about.st_size > limit:
-            raise _Damaged(f"{path.name} is longer than it was")
-        with path.open("rb") as file:
-            return file.read(about.st_size)
     except OSError as error:
         raise _Damaged(f"{path.name}: {error.strerror}") from error
 
 
-def _filled(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Inverse of ``_outline``."""
+def _size(path: Path, limit: int) -> int:
+    """Bytes of a file, looked at first: a size that is only stated would take memory before it
+    is found to be a lie, and a pipe would block for ever. May raise OSError."""
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise _Damaged(f"{path.name} is not a regular file")
+    if about.st_size > limit:
+        raise _Damaged(f"{path.name} is longer than it was")
+    return about.st_size
+
+
+def _bytes(path: Path, limit: int) -> bytes:
+    try:
+        size = _size(path, limit)
+        with path.open("rb") as file:
+            return file.read(size)
+    except OSError as error:
+        raise _Damaged(f"{path.name}: {error.strerror}") from error
+
+
+def _filled(outline: Any, tensors: InFile, left: int = -1) -> Any:
+    """Inverse of ``_outline``; mappings of tensors to which ``left`` names lead stay unread."""
     if not isinstance(outline, dict):
         if isinstance(outline, list):
             raise TypeError("a bare list")
@@ -320,7 +338,9 @@ def _filled(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "tensor":
         return tensors[value]
     if kind == "mapping":
-        return {key: _filled(item, tensors) for key, item in value.items()}
+        if left == 0 and value and all(map(_is_tensor, value.values())):
+            return tensors.only({key: item["tensor"] for key, item in value.items()})
+        return {key: _filled(item, tensors, left - 1) for key, item in value.items()}
     if kind == "tuple":
         return tuple(_filled(item, tensors) for item in value)
     if kind == "float":
@@ -328,3 +348,7 @@ def _filled(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "int":
         return int(value)
     raise ValueError(f"unknown kind {kind!r}")
+
+
+def _is_tensor(outline: Any) -> bool:
+    return isinstance(outline, dict) and list(outline) == ["tensor"]

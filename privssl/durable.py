@@ -6,7 +6,7 @@ POSIX rename(2) and fsync(2); Pillai et al., "All File Systems Are Not Created E
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,11 +27,16 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_new(path: Path, data: bytes) -> None:
-    """Write a file that does not exist yet, readable by its owner alone, down to the disk."""
+def write_new(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
+    """Write a file that does not exist yet, readable by its owner alone, down to the disk.
+
+    Args:
+        data: all of it, or its pieces, of which each is asked for when the last is written.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
-        file.write(data)
+        for piece in [data] if isinstance(data, bytes) else data:
+            file.write(piece)
         file.flush()
         os.fsync(file.fileno())
 

@@ -172,6 +172,7 @@ def partition_plot(
     figure = Figure(figsize=size, dpi=100, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    column = {agent: number for number, agent in enumerate(agents)}
     shared = labelled.keys() & unlabelled.keys()
     # Agents with both kinds have two discs side by side in their cell.
     diameter = 0.9 * 72 * min(cell_x / (2 if shared else 1), cell_y)  # points
@@ -182,7 +183,7 @@ def partition_plot(
         if not counts:
             continue
         table = np.stack(list(counts.values()))  # (agents, C)
-        x = [agents.index(a) + (side if a in shared else 0.0) for a in counts]
+        x = [column[a] + (side if a in shared else 0.0) for a in counts]
         largest = max(int(table.max()), 1)
         axes.scatter(
             np.repeat(x, classes),

@@ -41,6 +41,7 @@ from privssl.run_folder import (
     releases,
     write_text,
 )
+from privssl.shelf import Shelf
 from privssl.tracker import RoundRecord, Tracker
 from privssl.world import Round, World
 
@@ -91,14 +92,16 @@ class Run:
         engine: Engine,
         oracle: Oracle,
         trackers: Sequence[Tracker],
+        shelf: Shelf | None = None,
     ) -> None:
-        """``oracle`` is the meter of ``engine``."""
+        """``oracle`` is the meter of ``engine``, ``shelf`` where its agents' memories lie."""
         config = prepared.config
         self._prepared, self._config, self._folder = prepared, config, folder
         self._algorithm, self._trackers = prepared.algorithm, trackers
         dataset = prepared.federation.dataset
         self._test = (dataset.x_test, dataset.y_test)
         self._oracle, self._engine = oracle, engine
+        self._shelf = shelf or Shelf()
         held_out = {"test": self._test}
         if prepared.federation.validation is not None:
             rows = prepared.federation.validation
@@ -113,7 +116,8 @@ class Run:
 
     def begin(self) -> None:
         """The state before round 1."""
-        self._kept = Kept(self._algorithm.start(self._world), self._engine.memories(), Progress())
+        state = self._shelf.put_parts(self._algorithm.start(self._world))
+        self._kept = Kept(state, self._engine.memories(), Progress())
         labelled, unlabelled = data.class_counts(self._prepared.federation)
         if self._prepared.plan is not None:
             labelled = {}  # labels under a claim are not to be counted in a picture
@@ -135,7 +139,8 @@ class Run:
                 f"{self._folder}: its checkpoint is not one of this algorithm ({error}). It was "
                 "written by another version; start a new run"
             ) from None
-        self._kept = Kept(state, snapshot.memories, progress)
+        # Not what the snapshot has: its file may be gone before the next round is at its end.
+        self._kept = Kept(self._shelf.put_parts(state), self._engine.memories(), progress)
         log.info("Goes on after round %d", progress.round)
 
     def carry_out(self) -> Status:
@@ -170,7 +175,7 @@ class Run:
         progress = self._after(now, values, seconds, saves)
         # The round counts from here, after it was told of: a line too many is cut off when the
         # run goes on, and a line that is missing would be missing for ever.
-        self._kept = Kept(state, self._engine.memories(), progress)
+        self._kept = Kept(self._shelf.put_parts(state), self._engine.memories(), progress)
         self._durations.append(seconds)
         if saves:
             self.save()
@@ -349,11 +354,12 @@ def planned_rounds(phases: Sequence[Phase]) -> list[Round]:
     return listed
 
 
-def make_engine(prepared: Prepared, oracle: Oracle) -> Engine:
+def make_engine(prepared: Prepared, oracle: Oracle, shelf: Shelf | None = None) -> Engine:
     """The engine that the config asks for; workers are forked here, so make it before threads."""
     run, agents, device = prepared.config.run, prepared.federation.agents, prepared.device
     common: dict[str, Any] = {
         "seed": run.seed, "device": device, "meter": oracle, "check_wire": run.check_wire,
+        "shelf": shelf,
     }  # fmt: skip
     workers = how_many(run.workers, agents, device)
     if workers == 1:
@@ -375,9 +381,11 @@ def execute(
     """
     with opened_accounts(prepared, folder, snapshot), ExitStack() as stack:
         oracle = Oracle(prepared.federation.true_labels)
+        limit = prepared.config.run.memories_mb * 2**20
+        shelf = stack.enter_context(closing(Shelf(folder, limit)))
         # Before the trackers: workers are forked here, and trackers start threads.
-        engine = stack.enter_context(closing(make_engine(prepared, oracle)))
-        run = Run(prepared, folder, engine, oracle, make_trackers())
+        engine = stack.enter_context(closing(make_engine(prepared, oracle, shelf)))
+        run = Run(prepared, folder, engine, oracle, make_trackers(), shelf)
         stack.callback(run.close)
         if snapshot is None:
             run.begin()

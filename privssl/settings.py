@@ -50,6 +50,7 @@ class RunSettings:
     evaluate_every: Positive = 1  # rounds
     checkpoint_every: Positive = 10  # rounds; Ctrl-C writes one too
     images_every: Positive = 10  # rounds between pictures in TensorBoard
+    memories_mb: Count = 512  # RAM for what agents remember; the rest is a file without a name
     check_wire: bool = False  # pack every message to bytes and back, as a network would
     workers: Positive | Literal["auto"] = "auto"  # processes; auto: one per core; 1: only this one
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def same(a: Any, b: Any) -> bool:
         )
     if isinstance(a, dict):
         return (
-            isinstance(b, dict)
+            isinstance(b, Mapping)  # or one whose tensors are read when they are asked for
             and a.keys() == b.keys()
             and all(same(item, b[key]) for key, item in a.items())
         )

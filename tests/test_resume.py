@@ -191,7 +191,7 @@ def test_an_interruption_between_rounds_is_no_different(
 def test_a_second_signal_during_the_checkpoint_does_no_harm(here: Place, unbroken: Place) -> None:
     # The checkpoints: before round 1, after round 2, and the one that the first signal asks for.
     both = (signal.SIGINT, signal.SIGTERM)
-    with stopping_at(5), signalled(checkpoint, "_files", 3, *both):
+    with stopping_at(5), signalled(checkpoint, "_about", 3, *both):
         outcome = command(here.config, here.output)
 
     assert outcome.status == 130

@@ -13,7 +13,7 @@ import re
 import resource
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -335,9 +335,10 @@ def test_a_disk_that_fills_up_at_any_write_leaves_checkpoints_whole(
     config, folder, count = written(tmp_path, PLAIN), tmp_path / "run", 0
     real = durable.write_new
 
-    def fills_up(path: Path, data: bytes) -> None:
+    def fills_up(path: Path, data: bytes | Iterable[bytes]) -> None:
         nonlocal count
         count += 1
+        data = data if isinstance(data, bytes) else b"".join(data)
         if count >= write:
             path.write_bytes(data[: len(data) // 2])  # half of it fitted
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -236,7 +236,13 @@ def through_disk(played: Played, number: int) -> Snapshot:
     snapshot = Snapshot(number, vars(played.state), played.engine.memories(), "digest")
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.save(Path(folder), snapshot)
-        return checkpoint.load(Path(folder), "digest")
+        back = checkpoint.load(Path(folder), "digest")
+        # Read while the file is there: of agents, a snapshot holds only where it is.
+        return dataclasses.replace(back, state=_read(back.state), memories=_read(back.memories))
+
+
+def _read(tree: Any) -> Any:
+    return {key: _read(item) for key, item in tree.items()} if isinstance(tree, Mapping) else tree
 
 
 # Comparing ----------------------------------------------------------------------------------

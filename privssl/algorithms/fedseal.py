@@ -206,7 +206,8 @@ class FedSEAL(Algorithm[State]):
         lesson = Lesson(F, self._thresholds(F, world))
         chosen = world.sample(world.query, self.cfg.query_per_round)
         if self.cfg.history == "all" and chosen:
-            others = [agent for agent in world.query if agent not in chosen]
+            training = set(chosen)
+            others = [agent for agent in world.query if agent not in training]
             world.ask_each(others, self.remember_prediction, Model(F))
         uploads = world.ask_each(chosen, self.learn_from_both_signs, lesson)
         return State(averaged=_mean(uploads, otherwise=F), F=F)

@@ -5,6 +5,7 @@ All of them give every row to exactly one agent. Sources: Dirichlet per class is
 (the authors' released code).
 """
 
+import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -237,9 +238,13 @@ def _share(
 
 def _nobody_empty(hands: list[Ints], rng: np.random.Generator) -> list[Ints]:
     """Each agent without rows takes a random one of the richest. There are rows for all."""
+    # The richest comes first; of several, the one with the lowest number.
+    ranking = [(-len(hand), agent) for agent, hand in enumerate(hands)]
+    heapq.heapify(ranking)
     for poor in [agent for agent, hand in enumerate(hands) if not len(hand)]:
-        rich = max(range(len(hands)), key=lambda agent: len(hands[agent]))
-        taken = rng.integers(len(hands[rich]))
+        size, rich = ranking[0]
+        taken = rng.integers(-size)
         hands[poor] = hands[rich][[taken]]
         hands[rich] = np.delete(hands[rich], taken)
+        heapq.heapreplace(ranking, (size + 1, rich))
     return [np.sort(hand) for hand in hands]

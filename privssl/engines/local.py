@@ -17,6 +17,7 @@ from privssl.algorithms.base import Context, LabelMeter
 from privssl.engines import Call
 from privssl.messages import Message, Reply, Silence, check_numbers, pack, unpack
 from privssl.seeds import seeded
+from privssl.shelf import Shelf
 
 
 class LocalEngine:
@@ -30,13 +31,16 @@ class LocalEngine:
         device: torch.device,
         meter: LabelMeter | None = None,
         check_wire: bool = False,
+        shelf: Shelf | None = None,
     ) -> None:
+        """``shelf``: where memories lie; absent, one of this engine's own, all of it in RAM."""
         self._agents = {a.id: a for a in sorted(agents, key=lambda a: natural_order(a.id))}
         self._seed = seed
         self._device = device
         self._meter = meter
         self._check_wire = check_wire
         self._attempt = os.urandom(6).hex()
+        self._shelf = shelf or Shelf()
 
     def roster(self) -> Sequence[AgentRef]:
         return [agent.ref for agent in self._agents.values()]
@@ -50,6 +54,7 @@ class LocalEngine:
 
     def _visit(self, call: Call) -> Reply[Any]:
         reply = self._worked(call, self._across(call.message))
+        self._remember(call.to.id, self._agents[call.to.id].memory)
         return dataclasses.replace(reply, content=self._across(reply.content))
 
     def _worked(self, call: Call, message: Message) -> Reply[Any]:
@@ -79,12 +84,15 @@ class LocalEngine:
             check_numbers(f"{type(message).__name__}.{name}", value)
         return type(message)(**{name: _copy(value) for name, value in vars(message).items()})
 
+    def _remember(self, agent: str, memory: Memory) -> None:
+        self._agents[agent].memory = self._shelf.put(memory)
+
     def memories(self) -> Mapping[str, Memory]:
         return {agent.id: agent.memory for agent in self._agents.values()}
 
     def restore(self, memories: Mapping[str, Memory]) -> None:
-        for agent in self._agents.values():
-            agent.memory = memories.get(agent.id, {})
+        for agent in self._agents:
+            self._remember(agent, memories.get(agent, {}))
 
     def close(self) -> None:
         for agent in self._agents.values():

@@ -62,6 +62,7 @@ from privssl.engines.forked import (
 from privssl.engines.local import LocalEngine
 from privssl.errors import UserError
 from privssl.messages import Message, Reply, pack, unpack
+from privssl.shelf import Shelf
 
 TRIES = 2  # workers that a call may end before the run stops
 
@@ -153,6 +154,7 @@ class WorkerEngine(LocalEngine):
         device: torch.device,
         meter: LabelMeter | None = None,
         check_wire: bool = False,
+        shelf: Shelf | None = None,
     ) -> None:
         """Fork the workers, where ``why_not`` has no objection.
 
@@ -163,7 +165,9 @@ class WorkerEngine(LocalEngine):
         Raises:
             WorkerError: the system starts no more processes.
         """
-        super().__init__(agents, seed=seed, device=device, meter=meter, check_wire=check_wire)
+        super().__init__(
+            agents, seed=seed, device=device, meter=meter, check_wire=check_wire, shelf=shelf
+        )
         self._algorithm = algorithm
         self._letter = Sheet()
         self._lifeline = Lifeline()
@@ -290,7 +294,7 @@ class WorkerEngine(LocalEngine):
         message = unpack(class_of(Message, *answer["kind"]), content)
         if answer["memory"] is not None:
             kept = zip(answer["memory"], unbundled(memory), strict=True)
-            self._agents[call.to.id].memory = dict(kept)
+            self._remember(call.to.id, dict(kept))
         return Reply(call.to, message, answer["weight"], answer["notes"]), unbundled(seen)
 
     def _tell_meter(self, seen: Sequence[Tensor]) -> None:

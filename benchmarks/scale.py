@@ -1,0 +1,195 @@
+"""What the number of agents costs: preparing a run, a round, memory, a checkpoint.
+
+    python -m benchmarks.scale configs/semifl.yaml configs/fedmatch.yaml --agents 10,100,1000,10000
+
+Each config is run as it is, but with so many query agents of ``--rows`` rows each, of which
+``--sampled`` take part in a round; rows are made up, ten noisy patterns of ``--side`` x ``--side``
+pixels in a file beside the run. A cell is a run in a process of its own. Prints a Markdown table:
+
+* prepare: seconds from the config to agents with their rows; begin: to the first checkpoint,
+* round: seconds from one round's end to the next, and those of them that the processor worked for
+  it; medians, without the first. Other work on the machine shows in the former, less in the latter,
+* import, peak: MB that the process held after its imports, and at most. Pages that worker
+  processes share with it are in it; what they alone hold is not. Linux (/proc),
+* checkpoint: seconds and MB, after the last round.
+
+FedSEAL's own rule, that every agent predicts in every round, makes its rounds grow:
+``algorithm.history=sampled`` is the variant whose rounds need not.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LABELLED, TESTED, CLASSES = 100, 200, 10
+CHUNK = 10_000  # rows that are made at once
+
+
+# The rows ------------------------------------------------------------------------------------
+
+
+def write_rows(path: Path, rows: int, side: int) -> None:
+    """An NPZ file of ``rows`` training rows and a few test rows, the same every time."""
+    rng = np.random.default_rng(0)
+    patterns = rng.integers(40, 215, (CLASSES, side, side), dtype=np.int16)
+    x = np.empty((rows + TESTED, side, side), dtype=np.uint8)
+    y = np.arange(len(x)) % CLASSES
+    for at in range(0, len(x), CHUNK):
+        part = patterns[y[at : at + CHUNK]]
+        x[at : at + CHUNK] = (part + rng.integers(-60, 60, part.shape, dtype=np.int16)).clip(0, 255)
+    np.savez(path, x_train=x[:rows], y_train=y[:rows], x_test=x[rows:], y_test=y[rows:])
+
+
+# One cell: a process of its own ----------------------------------------------------------------
+
+
+def peak_megabytes() -> float:
+    """What this process held at most since its program was loaded. ru_maxrss would count the
+    process that started it as well."""
+    text = Path("/proc/self/status").read_text()
+    [line] = [line for line in text.splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) / 1024
+
+
+def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, float]:
+    """One run in this process, measured; see the head of the module."""
+    import torch
+    from torch.utils.tensorboard import SummaryWriter  # noqa: F401  (else a part of the run)
+
+    from privssl import run
+    from privssl.config import load
+    from privssl.evaluate import Oracle
+    from privssl.prepare import prepare
+    from privssl.shelf import Shelf
+    from privssl.tracker import CsvTracker, TensorBoardTracker
+
+    torch.set_num_threads(1)
+    found = {"import": peak_megabytes()}
+    begun = time.perf_counter()
+    prepared = prepare(load(Path(config), overrides))
+    found["prepare"] = time.perf_counter() - begun
+    rounds = _Clock()
+    with ExitStack() as stack:
+        oracle = Oracle(prepared.federation.true_labels)
+        limit = prepared.config.run.memories_mb * 2**20
+        shelf = stack.enter_context(closing(Shelf(folder, limit)))
+        engine = stack.enter_context(closing(run.make_engine(prepared, oracle, shelf)))
+        begun = time.perf_counter()
+        prepared.federation.manifest.write(folder / "split.json")
+        csv, board = CsvTracker(folder / "metrics.csv"), TensorBoardTracker(folder)
+        there = run.Run(prepared, folder, engine, oracle, [csv, board, rounds], shelf)
+        stack.callback(there.close)
+        there.begin()
+        found["begin"] = time.perf_counter() - begun
+        there.carry_out()
+        begun = time.perf_counter()
+        there.save()
+        found["save"] = time.perf_counter() - begun
+    latest = sorted((folder / "checkpoints").glob("round_*"))[-1]
+    found["bytes"] = sum(file.stat().st_size for file in latest.iterdir())
+    return found | rounds.medians() | {"peak": peak_megabytes()}
+
+
+class _Clock:
+    """A tracker that looks at two clocks after each round."""
+
+    def __init__(self) -> None:
+        self._wall: list[float] = []
+        self._processor: list[float] = []
+
+    def round(self, record: Any) -> None:
+        self._wall.append(time.perf_counter())
+        self._processor.append(time.process_time())
+
+    def images(self, round_number: int, tag: str, image: Any) -> None:
+        """Pictures take their time in the round that shows them."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def medians(self) -> dict[str, float]:
+        return {
+            name: statistics.median(np.diff(seen).tolist())
+            for name, seen in (("round", self._wall), ("processor", self._processor))
+        }
+
+
+# The table -------------------------------------------------------------------------------------
+
+
+def cell(options: argparse.Namespace, config: str, overrides: list[str], agents: int) -> Any:
+    """What ``measure`` finds in a fresh process, for so many agents."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = agents * options.rows + LABELLED
+        write_rows(Path(folder) / "rows.npz", rows, options.side)
+        chosen = [
+            "data.name=npz", f"data.root={folder}/rows.npz", f"data.labelled={LABELLED}",
+            f"agents.query={agents}", f"algorithm.query_per_round={options.sampled}",
+            f"algorithm.rounds={options.rounds}", f"run.workers={options.workers}",
+            "run.device=cpu", "run.checkpoint_every=100000", "run.images_every=100000",
+            *overrides,
+        ]  # fmt: skip
+        out = Path(folder) / "run"
+        out.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.scale", "--cell", str(out), config, *chosen],
+            stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+        return json.loads(done.stdout)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 0, or the status of a cell that failed."""
+    parser = argparse.ArgumentParser(prog="benchmarks.scale", description=__doc__)
+    parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
+    parser.add_argument("--agents", default="10,100,1000,10000")
+    parser.add_argument("--rows", type=int, default=50, help="of each agent")
+    parser.add_argument("--side", type=int, default=8, help="pixels")
+    parser.add_argument("--sampled", type=int, default=10, help="agents in a round")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--cell", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_intermixed_args(arguments)
+    overrides = [text for text in options.configs if "=" in text]
+    configs = [text for text in options.configs if "=" not in text]
+    if options.cell:
+        print(json.dumps(measure(configs[0], overrides, options.cell)))
+        return 0
+    print(
+        f"{platform.processor() or platform.machine()}; {options.rows} rows of {options.side} x "
+        f"{options.side} pixels each, {options.sampled} agents in a round, "
+        f"{options.rounds} rounds, {options.workers} workers\n"
+    )
+    print(
+        "| config | agents | prepare, s | begin, s | round, s | of the processor, s "
+        "| import, MB | peak, MB | checkpoint, s | checkpoint, MB |"
+    )
+    print("|---" * 10 + "|")
+    for config in configs:
+        for agents in map(int, options.agents.split(",")):
+            try:
+                m = cell(options, config, overrides, agents)
+            except subprocess.CalledProcessError as error:
+                return error.returncode
+            print(
+                f"| {Path(config).stem} | {agents:,} | {m['prepare']:.2f} | {m['begin']:.2f} "
+                f"| {m['round']:.3f} | {m['processor']:.3f} | {m['import']:.0f} | {m['peak']:.0f} "
+                f"| {m['save']:.2f} | {m['bytes'] / 1e6:.1f} |",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""Tensors in a file: written and read one at a time, so that no more than one is held twice.
+
+``safetensors`` itself takes all tensors of a file at once and, with its bytes, holds them twice
+more. Here a file of the very same bytes is written from tensors of which each may lie elsewhere,
+also in another file, and is read as a mapping that holds names and places alone: a tensor is
+read anew each time it is asked for. The library still judges what is read: whether a header is
+one, and fits its file, is for ``safetensors`` to say.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from privssl import durable
+from privssl.errors import RunFolderError
+
+# In the order of safetensors: what needs the widest alignment stands last here, first in a file.
+_NAMES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32",
+    torch.float64: "F64", torch.int64: "I64",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
+
+MAX_HEADER_BYTES = 100_000_000  # what safetensors opens
+_CHUNK = 2**20  # bytes that are read at once to be hashed
+
+#: Reads bytes of a file: (from where, how many) -> so many bytes. Raises OSError.
+Read = Callable[[int, int], bytearray]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor's type and shape, and the byte at which it begins."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    at: int
+
+    @property
+    def size(self) -> int:
+        """Bytes, >= 0."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class InFile(Mapping[str, Tensor]):
+    """Tensors by name, each read anew whenever it is asked for: nobody can write into them."""
+
+    __slots__ = ("__weakref__", "_places", "_read", "_start")
+
+    def __init__(self, read: Read, places: Mapping[str, Place], start: int = 0) -> None:
+        """``start`` is added to every place, so that many mappings can share their places."""
+        self._read, self._places, self._start = read, places, start
+
+    def __getitem__(self, name: str) -> Tensor:
+        place = self._places[name]
+        if not place.size:
+            return torch.empty(place.shape, dtype=place.dtype)
+        data = self._read(self._start + place.at, place.size)
+        return torch.frombuffer(data, dtype=place.dtype).reshape(place.shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places  # Mapping's own would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def unread(self) -> dict[str, "Unread"]:
+        """Its tensors by name, none of them read."""
+        return {name: Unread(self, name) for name in self._places}
+
+    def only(self, names: Mapping[str, str]) -> "InFile":
+        """Some of them: new name -> name here. Raises KeyError when one is missing."""
+        places = {new: self._places[name] for new, name in names.items()}
+        return InFile(self._read, places, self._start)
+
+
+class Unread(NamedTuple):
+    """A tensor that lies in a file."""
+
+    where: InFile
+    name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.where._places[self.name].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.where._places[self.name].shape
+
+    def read(self) -> Tensor:
+        """The tensor."""
+        return self.where[self.name]
+
+
+# Writing ------------------------------------------------------------------------------------
+
+
+def bytes_of(tensor: Tensor | Unread) -> memoryview:
+    """The bytes of a tensor, in the order of its elements whatever its strides are."""
+    read = tensor.read() if isinstance(tensor, Unread) else tensor.detach().cpu()
+    flat = read.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")
+
+
+def placed(
+    tensors: Mapping[str, Tensor] | Mapping[str, Tensor | Unread], names: Iterable[str]
+) -> dict[str, Place]:
+    """Where each tensor is to begin, when they lie one behind the other in the order of names."""
+    found: dict[str, Place] = {}
+    at = 0
+    for name in names:
+        found[name] = place = Place(tensors[name].dtype, tuple(tensors[name].shape), at)
+        at += place.size
+    return found
+
+
+def check_types(tensors: Mapping[str, Tensor | Unread]) -> None:
+    """Raise TypeError where a tensor is of a type that no message could carry."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise TypeError(f"{name} is a tensor of {tensor.dtype}")
+
+
+def too_many(tensors: int) -> str:
+    """The message where a file could not list so many."""
+    return (
+        f"The server and its agents remember {tensors} tensors, more than a checkpoint can list. "
+        "Have fewer agents, or a model with fewer layers"
+    )
+
+
+def header_of(tensors: Mapping[str, Tensor | Unread]) -> tuple[bytes, list[str]]:
+    """The first bytes of a safetensors file, and the order in which the tensors follow them.
+
+    Raises:
+        TypeError: see ``check_types``.
+        RunFolderError: there are more of them than safetensors would read again.
+    """
+    check_types(tensors)
+    order = sorted(tensors, key=lambda name: (-_RANKS[tensors[name].dtype], name))
+    entries = {
+        name: {
+            "dtype": _NAMES[place.dtype],
+            "shape": place.shape,
+            "data_offsets": (place.at, place.at + place.size),
+        }
+        for name, place in placed(tensors, order).items()
+    }
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise RunFolderError(too_many(len(tensors)))
+    return len(text).to_bytes(8, "little") + text, order
+
+
+def write_new(path: Path, tensors: Mapping[str, Tensor | Unread]) -> tuple[int, str]:
+    """Write a safetensors file that does not exist yet, down to the disk; its size and SHA-256.
+
+    Raises:
+        OSError: it cannot be written.
+        TypeError, RunFolderError: see ``header_of``.
+    """
+    header, order = header_of(tensors)
+    digest, size = hashlib.sha256(), 0
+
+    def pieces() -> Iterator[memoryview]:
+        nonlocal size
+        for piece in chain([memoryview(header)], (bytes_of(tensors[name]) for name in order)):
+            digest.update(piece)
+            size += len(piece)
+            yield piece
+
+    durable.write_new(path, pieces())
+    return size, digest.hexdigest()
+
+
+# Reading ------------------------------------------------------------------------------------
+
+
+def part_of(path: Path, at: int, size: int) -> bytearray:
+    """``size`` bytes of a file. Raises OSError, also when it has no so many."""
+    data = bytearray(size)
+    with path.open("rb") as file:
+        file.seek(at)
+        if file.readinto(data) < size:
+            raise OSError(f"{path} is shorter than it was")
+    return data
+
+
+def sha256_of(path: Path) -> str:
+    """Of a whole file, as hex digits. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_CHUNK):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def opened(path: Path) -> InFile:
+    """The tensors of a safetensors file, unread. It must stay in place while they are asked for.
+
+    Raises:
+        OSError: it cannot be read.
+        SafetensorError: it is no safetensors file, or has tensors of an unusual type.
+    """
+    with safe_open(path, framework="np"):  # judges the header against the size of the file
+        size = int.from_bytes(part_of(path, 0, 8), "little")
+        header = json.loads(part_of(path, 8, size))
+    header.pop("__metadata__", None)
+    places = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
+            raise SafetensorError(f"a tensor of type {entry['dtype']}")
+        begins = 8 + size + entry["data_offsets"][0]
+        places[name] = Place(_DTYPES[entry["dtype"]], tuple(entry["shape"]), begins)
+    return InFile(partial(part_of, path), places)
