@@ -74,9 +74,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "semifl, nobody is sure": ("semifl", NEEDS["semifl"] | {"threshold": 0.95}),
     "semifl, static norm": ("semifl", NEEDS["semifl"] | {"norm": "static"}),
 }
-#: What travels beside weights. label_census: the sum of all features and their number; of 12 cells
-#: sums, counts, neighbours and clusters; of 5 clusters the census.
-CENSUS_SHAPES = ((1, 128), (1,), (12, 128), (12,), (12, 12), (5, 10))
+#: What travels beside weights. label_census: of patches of 9 pixels their moments, and 8 centroids;
+#: of 32 responses their moments; the sum of all 32 features and their number; of 12 cells sums,
+#: counts, neighbours and clusters; of 5 clusters the census.
+CENSUS_SHAPES = (
+    (9, 9), (1,), (8, 9), (8,), (8, 1, 3, 3), (32,), (32, 32), (1, 32), (12, 32), (12,), (12, 12),
+    (5, 10),
+)  # fmt: skip
 ALSO_SENT = {"label_census": {torch.Size(shape) for shape in CENSUS_SHAPES}}
 PARALLEL = [case for case in CASES if case != "fedssl, one after the other"]
 PLACES = {"support": federation, "labels-at-server": at_server, "labels-at-client": at_clients}

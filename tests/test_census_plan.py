@@ -496,5 +496,5 @@ def test_a_checkpoint_follows_the_census_at_once(
 
     monkeypatch.setattr(checkpoint, "save", noted)
     assert train(tmp_path / "run", "run.checkpoint_every=1000").status == 0
-    before = 1 + 3  # rounds of encoder and clusters
+    before = 3 + 3  # rounds of encoder and clusters
     assert saved == [0, before + 1, before + 1 + 2]  # begin, census, the last of votes and after

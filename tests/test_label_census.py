@@ -23,9 +23,9 @@ from privssl.algorithms.clusters import (
     sums,
 )
 from privssl.algorithms.label_census import Census, LabelCensus
-from privssl.algorithms.label_free import Map, map_of
+from privssl.algorithms.label_free import Map, Sums, map_of
 from privssl.algorithms.patch_encoder import encode
-from privssl.algorithms.votes import class_posterior
+from privssl.algorithms.votes import class_given_cluster, class_posterior
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.messages import MessageError, Reply
@@ -288,6 +288,34 @@ def test_the_map_is_the_same_whatever_the_number_of_agents_asked_at_a_time(
         monkeypatch.setattr(label_free, "AT_ONCE", at_once)
         maps.append(play(make("label_census", **FEW), federation(labelled=40), rounds=6).state)
     assert same_bits(*maps)
+
+
+def test_sums_that_run_over_are_refused() -> None:
+    class Endless(LocalEngine):
+        def _across(self, message: Any) -> Any:
+            if isinstance(message, Sums):
+                return replace(message, total=torch.full_like(message.total, 3e38))
+            return super()._across(message)
+
+    with pytest.raises(MessageError, match="the sum of total has numbers that are not finite"):
+        play(make("label_census", **FEW), federation(labelled=40), engine=Endless, rounds=1)
+
+
+def test_an_agent_that_did_not_hear_of_its_clusters_is_silent_in_training() -> None:
+    parties = federation(labelled=40)
+    after = play(make("label_census", **FEW), parties, rounds=7)
+    for agent in parties.agents:
+        agent.memory = {}
+    for now in planned_rounds(after.algorithm.phases())[7:]:
+        after.world.begin(now)
+        later = after.algorithm.round(after.state, after.world)
+        assert after.world.silences == sum(a.held_unlabelled is not None for a in parties.agents)
+        assert same_bits({"F": after.state.F}, {"F": later.F})
+
+
+def test_a_row_of_a_known_cluster_has_its_class_with_the_assumed_purity() -> None:
+    told = class_given_cluster(torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0]]), 0.8)
+    torch.testing.assert_close(told, torch.tensor([[0.8, 0.1, 0.1], [0.45, 0.45, 0.1]]))
 
 
 @pytest.mark.parametrize("clusters", [2, 30])

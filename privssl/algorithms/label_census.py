@@ -10,7 +10,8 @@ Query agents train the classifier on what the counts say, then on their own grow
     census          support agents: K x C counts + discrete Laplace noise         answer
     votes           server: class of each cluster from the counts                 votes.py
                     query agents: F on these classes
-    self-training   query agents: F on the guesses of its own moving average
+    self-training   query agents: F on the guesses of its own moving average, times
+                    how often rows of that cluster are of that class
 
 Privacy: one record changes one count by one, so an answer is epsilon-DP with delta 0 against
 adding, removing or blanking a record. No weights leave a support agent, and the map that reaches it
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from accounting.errors import BudgetExhausted
 from privssl import learn
-from privssl.agents import QueryAgent, SupportAgent, UnlabelledRows
+from privssl.agents import QueryAgent, SupportAgent
 from privssl.algorithms.base import Context, Phase, Task, on_agent
 from privssl.algorithms.label_free import (
     ENCODER_ROUNDS,
@@ -41,16 +42,19 @@ from privssl.algorithms.label_free import (
     said,
 )
 from privssl.algorithms.local_ssl import needs_unlabelled, no_statistics
-from privssl.algorithms.votes import class_posterior
+from privssl.algorithms.votes import class_given_cluster, class_posterior
 from privssl.census_plan import CensusPlan
 from privssl.losses import soft_cross_entropy
-from privssl.messages import Message, MessageError, Silence, StateDict, average
+from privssl.messages import Done, Message, MessageError, Silence, StateDict, average
 from privssl.pictures import census_plot
 from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, strict
 from privssl.world import World
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+CLUSTER = "cluster"  # of each of its rows, in an agent's memory
+NO_CLUSTERS = Silence("was not there when rows were put into clusters")
 
 # What travels -------------------------------------------------------------------------------
 
@@ -63,8 +67,8 @@ class Census(Message):
 
 
 @dataclass(frozen=True)
-class VoteLesson(Map):
-    """Down, in votes: the map of rows, what its clusters are called, and the classifier."""
+class VoteLesson(Message):
+    """Down, in votes: what clusters are called, and the classifier."""
 
     classes: Tensor  # (K, C) probability of each class
     F: StateDict
@@ -72,12 +76,10 @@ class VoteLesson(Map):
 
 
 @dataclass(frozen=True)
-class SelfLesson(Message):
-    """Down, in self-training: the classifier, and the teacher whose guesses it learns."""
+class SelfLesson(VoteLesson):
+    """Down, in self-training: the teacher as well, whose guesses F learns."""
 
     teacher: StateDict
-    F: StateDict
-    learning_rate: float
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class LabelCensusConfig(MapConfig):
     """Section ``algorithm`` for the label census. All of it is fixed before a label is read."""
 
     name: Literal["label_census"] = "label_census"
-    vote_rounds: Positive = 12
+    vote_rounds: Positive = 16
     self_training_rounds: Positive = 40
     purity: Annotated[float, Field(gt=0.5, lt=1)] = 0.9  # expected of a cluster
     balanced: bool = True  # whether classes are expected to be equally frequent
@@ -202,6 +204,7 @@ class LabelCensus(MapsRows):
             purity=self.cfg.purity, balanced=self.cfg.balanced,
             borders=state.borders, coupling=self.cfg.coupling,
         )  # fmt: skip
+        world.ask_each(world.query, self.find_clusters, map_of(state))
         return replace(state, histogram=histogram, classes=classes, answers=len(answers))
 
     def _training_round(self, state: State, world: World) -> State:
@@ -211,12 +214,10 @@ class LabelCensus(MapsRows):
         F, rate, number = state.F, self.cfg.learning_rate, world.round.number_in_phase
         taking_part = world.sample(world.query, self.cfg.query_per_round)
         if world.round.phase == "votes":
-            votes = VoteLesson(
-                **vars(map_of(state)), classes=state.classes, F=F, learning_rate=rate
-            )
+            votes = VoteLesson(state.classes, F, rate)
             replies = world.ask_each(taking_part, self.vote_pass, votes)
         else:
-            lesson = SelfLesson(state.teacher, F, rate)
+            lesson = SelfLesson(state.classes, F, rate, state.teacher)
             replies = world.ask_each(taking_part, self.self_training_pass, lesson)
             number += self.cfg.vote_rounds
         F = average(replies, "F", otherwise=F)
@@ -249,39 +250,49 @@ class LabelCensus(MapsRows):
     # Steps at query agents ------------------------------------------------------------------
 
     @on_agent
-    def vote_pass(self, agent: QueryAgent, msg: VoteLesson, ctx: Context) -> Classifier:
-        """Learn what the clusters are called in which rows lie."""
-        rows = self._drawn(agent, ctx)
-        p = msg.classes[self.cluster_of(rows.x, msg, ctx)]
-        return self._learn(agent, rows, p, msg, ctx)
+    def find_clusters(self, agent: QueryAgent, msg: Map, ctx: Context) -> Done:
+        """See in which cluster each row lies, and remember it."""
+        agent.memory = {**agent.memory, CLUSTER: self.cluster_of(agent.unlabelled.x, msg, ctx)}
+        return Done()
 
     @on_agent
-    def self_training_pass(self, agent: QueryAgent, msg: SelfLesson, ctx: Context) -> Classifier:
-        """Learn the teacher's guesses."""
-        rows = self._drawn(agent, ctx)
+    def vote_pass(self, agent: QueryAgent, msg: VoteLesson, ctx: Context) -> Classifier | Silence:
+        """Learn what the clusters are called in which rows lie."""
+        if CLUSTER not in agent.memory:
+            return NO_CLUSTERS
+        picked = self._picked(agent, ctx)
+        return self._learn(agent, picked, msg.classes[agent.memory[CLUSTER][picked]], msg, ctx)
+
+    @on_agent
+    def self_training_pass(
+        self, agent: QueryAgent, msg: SelfLesson, ctx: Context
+    ) -> Classifier | Silence:
+        """Learn the teacher's guesses, as far as a row's cluster does not speak against them."""
+        if CLUSTER not in agent.memory:
+            return NO_CLUSTERS
+        picked = self._picked(agent, ctx)
         p = guess_labels(
             learn.load(self._F.to(ctx.device), msg.teacher),
-            learn.network_input(rows.x, ctx.device),
+            learn.network_input(agent.unlabelled.x[picked], ctx.device),
             augment=self.cfg.augmentation("weak"), views=self.cfg.views,
             sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),
-        )  # fmt: skip
-        return self._learn(agent, rows, p, msg, ctx)
+        ).cpu()  # fmt: skip
+        p = p * class_given_cluster(msg.classes, self.cfg.purity)[agent.memory[CLUSTER][picked]]
+        return self._learn(agent, picked, p / p.sum(dim=1, keepdim=True), msg, ctx)
 
-    def _drawn(self, agent: QueryAgent, ctx: Context) -> UnlabelledRows:
+    def _picked(self, agent: QueryAgent, ctx: Context) -> Tensor:
         """The rows of a visit."""
-        rows = agent.unlabelled
         wanted = self.cfg.local_steps * self.cfg.batch_size
-        picked = learn.draw_rows(len(rows), wanted, ctx.rng("rows"))
-        return UnlabelledRows(rows.x[picked], rows.ids[picked])
+        return learn.draw_rows(len(agent.unlabelled), wanted, ctx.rng("rows"))
 
     def _learn(
-        self, agent: QueryAgent, rows: UnlabelledRows, p: Tensor, msg: VoteLesson | SelfLesson,
-        ctx: Context,
-    ) -> Classifier:  # fmt: skip
-        """F after a visit's steps on these rows and their classes p (N, C)."""
-        ctx.weight = float(len(agent.unlabelled))
-        ctx.pseudo_labels(rows.ids, p)
-        x = learn.network_input(rows.x, ctx.device)
+        self, agent: QueryAgent, picked: Tensor, p: Tensor, msg: VoteLesson, ctx: Context
+    ) -> Classifier:
+        """F after a visit's steps on the picked rows and their classes p (N, C)."""
+        rows = agent.unlabelled
+        ctx.weight = float(len(rows))
+        ctx.pseudo_labels(rows.ids[picked], p)
+        x = learn.network_input(rows.x[picked], ctx.device)
         fields = {"x": self.cfg.augmentation()(x, ctx.rng("augment F")), "p": p.to(ctx.device)}
         F = learn.load(self._F.to(ctx.device), msg.F)
         group = learn.AdamGroup(F, msg.learning_rate, (0.9, 0.99))

@@ -33,7 +33,7 @@ from privssl.algorithms.clusters import (
 )
 from privssl.algorithms.local_ssl import SelfTraining
 from privssl.algorithms.patch_encoder import EncoderConfig
-from privssl.messages import Message, MessageError, Reply, StateDict
+from privssl.messages import Message, MessageError, Reply, StateDict, check_numbers
 from privssl.settings import Positive, strict
 from privssl.world import World
 
@@ -264,7 +264,7 @@ class MapsRows(Algorithm[Any]):
     @on_agent
     def own_cells(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """Centroids of the agent's own k-means, and how many rows each has."""
-        points = self._kept_points(agent, msg)
+        points = self._kept_points(agent, msg, ctx)
         few = min(self.cfg.cells, len(points))
         found, count = k_means(points, torch.ones(len(points)), few, ctx.rng("seeds"))
         return Sums(found, count * _weight(agent, points))
@@ -272,14 +272,14 @@ class MapsRows(Algorithm[Any]):
     @on_agent
     def cell_sums(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """One step of Lloyd's algorithm on the agent's rows."""
-        points = self._kept_points(agent, msg)
+        points = self._kept_points(agent, msg, ctx)
         total, count = sums(points, msg.centroids)
         return Sums(total * _weight(agent, points), count * _weight(agent, points))
 
     @on_agent
     def cell_graph(self, agent: QueryAgent, msg: Map, ctx: Context) -> Graph:
         """Which cells the agent's rows lie between."""
-        points = self._kept_points(agent, msg)
+        points = self._kept_points(agent, msg, ctx)
         agent.memory = {name: value for name, value in agent.memory.items() if name != KEPT}
         return Graph(neighbours(points, msg.centroids) * _weight(agent, points))
 
@@ -295,9 +295,12 @@ class MapsRows(Algorithm[Any]):
         encoder = {name: value.to(device) for name, value in msg.encoder.items()}
         return patches.encode(learn.network_input(x, device), encoder, self.cfg.places).cpu()
 
-    def _kept_points(self, agent: QueryAgent, msg: Map) -> Tensor:
-        """Of the rows whose features the agent keeps: where k-means sees them (N, E)."""
-        return on_sphere(agent.memory[KEPT], msg.mean)
+    def _kept_points(self, agent: QueryAgent, msg: Map, ctx: Context) -> Tensor:
+        """Of the rows that the map is made from: where k-means sees them (N, E)."""
+        kept = agent.memory.get(KEPT)
+        if kept is None:  # the agent did not hear of the first round
+            return self.points(self._some(agent), msg, ctx.device)
+        return on_sphere(kept, msg.mean)
 
     def points(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
         """Of stored rows: where k-means sees them (N, E)."""
@@ -338,12 +341,17 @@ def _added_up(world: World, step: Callable[..., M], message: Message) -> dict[st
     """Every field of what query agents sent, added up; None where all were silent.
 
     A few agents at a time: what they send may be large, and is not needed one by one.
+
+    Raises:
+        MessageError: the sum is not finite.
     """
     total: dict[str, Tensor] | None = None
     for start in range(0, len(world.query), AT_ONCE):
         some = world.query[start : start + AT_ONCE]
         for one in said(world.ask_each(some, step, message)):
             total = {k: v if total is None else total[k] + v for k, v in vars(one).items()}
+    for name, value in (total or {}).items():
+        check_numbers(f"the sum of {name}", value)
     return total
 
 

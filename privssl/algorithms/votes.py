@@ -73,6 +73,17 @@ def class_posterior(
     return posterior.float()
 
 
+def class_given_cluster(posterior: Tensor, purity: float) -> Tensor:
+    """Probability of each class for a row of which only its cluster is known (K, C).
+
+    Args:
+        posterior: of each class to be the cluster's main class (K, C), rows sum to 1.
+        purity: share of a cluster's rows that are of its main class; others are spread evenly.
+    """
+    other = (1 - purity) / (posterior.shape[1] - 1)
+    return other + (purity - other) * posterior
+
+
 def _posterior(
     scores: Tensor, mass: Tensor | None, prior: Tensor, steps: int
 ) -> tuple[Tensor, Tensor]:
