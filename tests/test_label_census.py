@@ -26,11 +26,13 @@ from privssl.algorithms.label_census import Census, LabelCensus
 from privssl.algorithms.label_free import Map, Sums, map_of
 from privssl.algorithms.patch_encoder import encode
 from privssl.algorithms.votes import class_given_cluster, class_posterior
+from privssl.census_plan import make_plan
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.messages import MessageError, Reply
 from privssl.run import planned_rounds
 from privssl.seeds import stream
+from privssl.settings import PrivacySettings
 from privssl.world import World
 
 FEW: dict[str, Any] = {
@@ -311,6 +313,25 @@ def test_an_agent_that_did_not_hear_of_its_clusters_is_silent_in_training() -> N
         later = after.algorithm.round(after.state, after.world)
         assert after.world.silences == sum(a.held_unlabelled is not None for a in parties.agents)
         assert same_bits({"F": after.state.F}, {"F": later.F})
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "labels", "clusters", "k"),
+    [
+        (2.0, 100, None, 20),  # 2 x 100 / 10 is 20
+        (1.0, 100, None, 10),
+        (0.5, 300, None, 10),  # 15, just below
+        (1.0, 300, None, 20),
+        (1.0, 100, 37, 37),
+    ],
+)
+def test_there_are_two_clusters_to_a_class_where_noise_leaves_their_counts_to_be_read(
+    epsilon: float, labels: int, clusters: int | None, k: int
+) -> None:
+    census = make("label_census", clusters=clusters)
+    plan = make_plan(PrivacySettings(epsilon=epsilon), rows=labels)
+    assert LabelCensus(census.cfg, census.task, plan).k == k
+    assert LabelCensus(census.cfg, census.task).k == (clusters or 20)  # no noise
 
 
 def test_a_row_of_a_known_cluster_has_its_class_with_the_assumed_purity() -> None:

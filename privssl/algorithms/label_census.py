@@ -54,6 +54,7 @@ from privssl.world import World
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 CLUSTER = "cluster"  # of each of its rows, in an agent's memory
+CLEAR = 16  # epsilon x labels of a class from which noise leaves half of them to be read
 NO_CLUSTERS = Silence("was not there when rows were put into clusters")
 
 # What travels -------------------------------------------------------------------------------
@@ -143,6 +144,18 @@ class LabelCensus(MapsRows):
         super().__init__(config, task, plan)
         self._F = task.new_classifier()
 
+    @property
+    def k(self) -> int:
+        """Number of clusters: twice the classes, or as many where noise would drown their counts.
+
+        By epsilon, the number of classes and that of labels, which is public; never by a count.
+        """
+        classes = self.task.classes
+        if self.cfg.clusters is not None or self.plan is None:
+            return self.cfg.clusters or 2 * classes
+        drowned = self.plan.epsilon * self.plan.rows / classes < CLEAR
+        return classes if drowned else 2 * classes
+
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
         yield from needs_unlabelled(config)
@@ -165,7 +178,7 @@ class LabelCensus(MapsRows):
 
     def start(self, world: World) -> State:
         F = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))
-        k, classes = self._k, self.task.classes
+        k, classes = self.k, self.task.classes
         return State(
             **self.first_map(), F=F, teacher=F,
             histogram=torch.zeros(k, classes, dtype=torch.int64),
@@ -187,7 +200,7 @@ class LabelCensus(MapsRows):
         answers = said(world.ask_each(asked, self.answer, map_of(state)))
         if not answers:
             return state
-        table = (self._k, self.task.classes)
+        table = (self.k, self.task.classes)
         for told in answers:
             if told.census.shape != table or told.census.dtype != torch.int64:
                 raise MessageError(
@@ -333,7 +346,7 @@ class LabelCensus(MapsRows):
         on a border would change its cluster with the number of the others.
         """
         rows, classes = agent.labelled, self.task.classes
-        counts = torch.zeros(self._k, classes, dtype=torch.int64)
+        counts = torch.zeros(self.k, classes, dtype=torch.int64)
         for row, label in zip(rows.x, rows.y.tolist(), strict=True):
             counts[int(self.cluster_of(row[None], msg, ctx)), label] += 1
         return counts

@@ -8,6 +8,7 @@ agents changes nothing but roundings and where k-means begins.
     clusters    sums and counts of features, and a graph of cells        clusters.py
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
@@ -118,7 +119,7 @@ class MapState:
 class MapConfig(EncoderConfig, SelfTraining):
     """How the map of rows is made. Numbers are ours, measured in docs/label_census.md."""
 
-    clusters: Annotated[int, Field(ge=2)] | None = None  # K; null: twice the classes
+    clusters: Annotated[int, Field(ge=2)] | None = None  # K; null: LabelCensus.k
     cells: Annotated[int, Field(ge=2)] = 200  # J, of which clusters are joined
     map_rows: Positive = 2000  # of an agent, at most, that the map is made from
     cluster_rounds: Annotated[int, Field(ge=3)] = 8  # seeds, Lloyd's steps, graph
@@ -133,8 +134,9 @@ class MapsRows(Algorithm[Any]):
     cfg: MapConfig
 
     @property
-    def _k(self) -> int:
-        return self.cfg.clusters or 2 * self.task.classes
+    @abstractmethod
+    def k(self) -> int:
+        """Number of clusters, from public numbers alone."""
 
     @property
     def _patch(self) -> tuple[int, int, int]:
@@ -154,8 +156,8 @@ class MapsRows(Algorithm[Any]):
             "mean": torch.zeros(self._features_in_use),
             "centroids": torch.zeros(cfg.cells, self._features_in_use),
             "cluster": torch.zeros(cfg.cells, dtype=torch.int64),
-            "mass": torch.zeros(self._k),
-            "borders": torch.zeros(self._k, self._k),
+            "mass": torch.zeros(self.k),
+            "borders": torch.zeros(self.k, self.k),
         }
 
     @property
@@ -197,8 +199,8 @@ class MapsRows(Algorithm[Any]):
         if told is None:
             return state
         seed = int(torch.randint(2**31, (), generator=world.rng("cuts")))
-        cluster = joined(told["graph"], self._k, seed)
-        mass, borders = mass_and_borders(told["graph"], cluster, self._k)
+        cluster = joined(told["graph"], self.k, seed)
+        mass, borders = mass_and_borders(told["graph"], cluster, self.k)
         return replace(state, cluster=cluster, mass=mass, borders=borders)
 
     def _seeded(self, state: S, world: World) -> S:
@@ -317,7 +319,7 @@ class MapsRows(Algorithm[Any]):
             name for name in ("encoder", "mean", "centroids", "cluster")
             if _form(getattr(msg, name)) != _form(own[name])
         ]  # fmt: skip
-        if not wrong and not 0 <= int(msg.cluster.min()) <= int(msg.cluster.max()) < self._k:
+        if not wrong and not 0 <= int(msg.cluster.min()) <= int(msg.cluster.max()) < self.k:
             wrong = ["cluster"]
         if wrong:
             raise MessageError(f"a map whose {' and '.join(wrong)} is not that of this census")
