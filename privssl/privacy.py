@@ -15,7 +15,7 @@ More in docs/privacy.md. Abadi et al. 2016; Mironov et al. 2019.
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -258,15 +258,10 @@ class PrivateTraining:
         parameters = {name: dict(net.named_parameters()) for name, net in self._networks.items()}
         gradients = per_row_gradients(row_loss, parameters, fields)
         samples = [gradients[net][name] for net in parameters for name in parameters[net]]
-        finite = torch.stack([s.flatten(1).isfinite().all(dim=1) for s in samples]).all(dim=0)
-        keep = finite & mask.to(finite.device)
         targets = [p for net in parameters.values() for p in net.values()]
-        for parameter, sample in zip(targets, samples, strict=True):
-            shape = (-1, *[1] * (sample.dim() - 1))
-            parameter.grad_sample = torch.where(keep.view(shape), sample, 0.0)  # type: ignore[attr-defined]
-        self._optimizer.clip_and_accumulate()
-        for parameter in targets:
-            parameter.grad_sample = None  # type: ignore[attr-defined]
+        clipped = clipped_sums(samples, mask, self._plan.clip_norm)
+        for parameter, total in zip(targets, clipped, strict=True):
+            parameter.summed_grad += total  # type: ignore[attr-defined]
 
     def _step(self) -> None:
         self._optimizer.add_noise()
@@ -274,6 +269,30 @@ class PrivateTraining:
             parameter.grad.div_(self._plan.expected_batch)
         self._optimizer.original_optimizer.step()
         self._optimizer.zero_grad()  # the sum without noise does not outlive its step
+
+
+def clipped_sums(samples: Sequence[Tensor], drawn: Tensor, clip_norm: float) -> list[Tensor]:
+    """Sums over rows of g min(1, clip_norm / (|g| + 1e-6)), g a row's gradient of all parameters.
+
+    The rule is Opacus', whose ``clip_and_accumulate`` needs rows that do not count to be written
+    over with zeros first, and so reads and writes all gradients several times more.
+
+    Args:
+        samples: gradients of each parameter, row by row: (B, *shape), B >= 1.
+        drawn: (B,) whether a row counts. One that does not adds nothing, and neither does one whose
+            gradient is not finite or has no finite norm.
+        clip_norm: > 0.
+
+    Returns:
+        One sum (*shape) for each parameter.
+    """
+    norms = torch.stack([s.flatten(1).norm(dim=1) for s in samples], dim=1).norm(dim=1)  # (B,)
+    finite = norms.isfinite()  # not so, if one number of the row is not
+    scaled = (clip_norm / (norms + 1e-6)).clamp(max=1.0)
+    factor = torch.where(finite & drawn.to(finite.device), scaled, 0.0)
+    if not bool(finite.all()):  # 0 times infinity would be NaN
+        samples = [s.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for s in samples]
+    return [torch.einsum("i,i...", factor, sample) for sample in samples]
 
 
 def per_row_gradients(

@@ -87,21 +87,23 @@ def half_the_noise(patch: Patch) -> None:
 
 
 def no_clipping(patch: Patch) -> None:
-    def added(self: Any) -> None:
-        for parameter in self.params:
-            parameter.summed_grad += parameter.grad_sample.sum(dim=0)
+    def added(
+        samples: list[torch.Tensor], drawn: torch.Tensor, clip_norm: float
+    ) -> list[torch.Tensor]:
+        return [sample[drawn].sum(dim=0) for sample in samples]
 
-    patch.setattr(privacy._OSNoise, "clip_and_accumulate", added, raising=False)
+    patch.setattr(privacy, "clipped_sums", added)
 
 
 def each_network_clipped_alone(patch: Patch) -> None:
-    def added(self: Any) -> None:
-        for parameter in self.params:
-            rows = parameter.grad_sample  # (B, size)
-            factors = (self.max_grad_norm / rows.norm(dim=1).clamp(min=1e-12)).clamp(max=1.0)
-            parameter.summed_grad += factors @ rows
+    def added(
+        samples: list[torch.Tensor], drawn: torch.Tensor, clip_norm: float
+    ) -> list[torch.Tensor]:
+        norms = [sample.norm(dim=1).clamp(min=1e-12) for sample in samples]  # of (B, size)
+        factors = [(clip_norm / norm).clamp(max=1.0) * drawn for norm in norms]
+        return [f @ sample for f, sample in zip(factors, samples, strict=True)]
 
-    patch.setattr(privacy._OSNoise, "clip_and_accumulate", added, raising=False)
+    patch.setattr(privacy, "clipped_sums", added)
 
 
 def reused_noise(patch: Patch) -> None:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from opacus.grad_sample import GradSampleModule
+from opacus.optimizers import DPOptimizer
 from scipy import stats
 from torch import Tensor, nn
 
@@ -173,15 +174,49 @@ def test_one_row_more_or_less_or_nulled_moves_the_sum_by_at_most_the_clip_norm(
         assert largest_shift(*case) <= 1 + 1e-5
 
 
+def test_clipped_sums_are_those_of_opacus_and_of_rows_one_by_one() -> None:
+    sizes = torch.tensor([0.01, 1, 1, 100, 1])
+    drawing = torch.Generator().manual_seed(0)
+    samples = [
+        torch.randn(5, 3, generator=drawing) * sizes[:, None],
+        torch.randn(5, 2, 2, generator=drawing) * sizes[:, None, None],
+    ]
+    drawn = torch.tensor([True, True, False, True, True])
+    samples[0][4, 1] = math.nan
+    expected = [torch.zeros(3), torch.zeros(2, 2)]
+    for row in (0, 1, 3):
+        norm = math.sqrt(sum(float(s[row].square().sum()) for s in samples))
+        for total, sample in zip(expected, samples, strict=True):
+            total += sample[row] * min(1.0, 0.5 / (norm + 1e-6))
+    for found, total in zip(privacy.clipped_sums(samples, drawn, 0.5), expected, strict=True):
+        torch.testing.assert_close(found, total)
+    parameters = [nn.Parameter(torch.zeros(s.shape[1:])) for s in samples]
+    opacus = DPOptimizer(
+        torch.optim.SGD(parameters, lr=1.0), noise_multiplier=0.0, max_grad_norm=0.5,
+        expected_batch_size=None, loss_reduction="sum",
+    )  # fmt: skip
+    for parameter, sample in zip(parameters, samples, strict=True):
+        parameter.grad_sample = sample[[0, 1, 3]]  # type: ignore[attr-defined]
+    opacus.clip_and_accumulate()
+    for parameter, total in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.summed_grad, total)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])  # 1e30 has no finite norm
+def test_a_row_whose_gradient_is_beyond_numbers_adds_nothing(bad: float) -> None:
+    samples = [torch.tensor([[3.0, 4.0], [bad, 1.0]])]
+    [total] = privacy.clipped_sums(samples, torch.tensor([True, True]), 1.0)
+    torch.testing.assert_close(total, torch.tensor([0.6, 0.8]))
+
+
 @pytest.mark.usefixtures("no_noise")
 def test_the_check_of_sensitivity_notices_that_clipping_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def only_sum(self: Any) -> None:
-        for parameter in self.params:
-            parameter.summed_grad += parameter.grad_sample.sum(dim=0)
+    def only_sums(samples: list[Tensor], drawn: Tensor, clip_norm: float) -> list[Tensor]:
+        return [sample[drawn].sum(dim=0) for sample in samples]
 
-    monkeypatch.setattr(privacy._OSNoise, "clip_and_accumulate", only_sum)
+    monkeypatch.setattr(privacy, "clipped_sums", only_sums)
     assert largest_shift(small_network(), small_rows(4), 2, clip=0.1) > 1 + 1e-5
 
 
