@@ -5,12 +5,13 @@ with discrete Laplace noise on every count (``accounting/discrete_laplace.py``) 
 epsilon-DP with delta 0:
 
     neighbours                                     what moves           the table is
-    one record more, one less, or one blanked      one count by one     epsilon-DP
+    one record made empty                          one count by one     epsilon-DP
     one record exchanged for another               two counts by one    2 epsilon-DP
-    k records of one person more or less           k steps of one       k epsilon-DP
+    k records of one person made empty             k steps of one       k epsilon-DP
 
-Only the first line is claimed. It holds if the cluster of a record depends on nothing but this
-record and what is public: the caller owes that.
+Only the first line is claimed. (A record more or less changes the number of records too, which is
+declared and public: the number of clusters may follow from it.) It holds if the cluster of a record
+depends on nothing but this record and what is public: the caller owes that.
 """
 
 from dataclasses import dataclass

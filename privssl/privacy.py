@@ -36,6 +36,7 @@ Parameters = Mapping[str, Mapping[str, Tensor]]  # network -> parameter name -> 
 RowLoss = Callable[[Parameters, Mapping[str, Tensor]], Tensor]
 
 CHUNK = 64  # rows whose gradients are held at once: rows x parameters floats
+BLOCK = 512  # numbers of a gradient whose squares are added up in one go
 
 
 def os_uniform(count: int) -> np.ndarray:
@@ -187,7 +188,8 @@ class PrivateTraining:
         """``networks``: the protected ones; frozen ones belong to the row loss.
 
         Raises:
-            PrivacyError: one of them has buffers, which would be sent and are never noisy.
+            PrivacyError: one of them has buffers, which would be sent and are never noisy, or two
+                share a parameter, whose gradient would be clipped as two.
         """
         moving = [name for name, net in networks.items() if any(True for _ in net.buffers())]
         if moving:
@@ -198,6 +200,10 @@ class PrivateTraining:
         self._plan = plan
         self._networks = networks
         parameters = [p for net in networks.values() for p in net.parameters()]
+        if len({id(p) for p in parameters}) < len(parameters):
+            raise PrivacyError(
+                f"{', '.join(networks)} share a parameter: protect one network of it"
+            )
         self._optimizer = _OSNoise(
             # Fresh for every visit, so its momentum has seen this visit's noisy gradients only.
             torch.optim.SGD(parameters, lr=plan.learning_rate, momentum=plan.momentum),
@@ -278,7 +284,7 @@ def clipped_sums(samples: Sequence[Tensor], drawn: Tensor, clip_norm: float) -> 
     over with zeros first, and so reads and writes all gradients several times more.
 
     Args:
-        samples: gradients of each parameter, row by row: (B, *shape), B >= 1.
+        samples: gradients of each parameter, row by row: (B, *shape), B >= 1; written into.
         drawn: (B,) whether a row counts. One that does not adds nothing, and neither does one whose
             gradient is not finite or has no finite norm.
         clip_norm: > 0.
@@ -286,13 +292,30 @@ def clipped_sums(samples: Sequence[Tensor], drawn: Tensor, clip_norm: float) -> 
     Returns:
         One sum (*shape) for each parameter.
     """
-    norms = torch.stack([s.flatten(1).norm(dim=1) for s in samples], dim=1).norm(dim=1)  # (B,)
-    finite = norms.isfinite()  # not so, if one number of the row is not
-    scaled = (clip_norm / (norms + 1e-6)).clamp(max=1.0)
-    factor = torch.where(finite & drawn.to(finite.device), scaled, 0.0)
-    if not bool(finite.all()):  # 0 times infinity would be NaN
-        samples = [s.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for s in samples]
-    return [torch.einsum("i,i...", factor, sample) for sample in samples]
+    norms = torch.stack([_norms(sample) for sample in samples], dim=1).norm(dim=1)  # (B,)
+    keep = norms.isfinite() & drawn.to(norms.device)  # not so, if one number of the row is not
+    factor = torch.where(keep, (clip_norm / (norms + 1e-6)).clamp(max=1.0), 0.0)
+    sums = []
+    for sample in samples:
+        # vmap gives one gradient for all rows, where it does not depend on them.
+        own = sample.contiguous() if 0 in sample.stride() else sample
+        # 0 times infinity would be NaN. Always, not if need be: the time would tell of rows.
+        sums.append(
+            torch.einsum("i,i...", factor, own.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+        )
+    return sums
+
+
+def _norms(sample: Tensor) -> Tensor:
+    """Norm of each row (B,). Block by block: a long sum of squares in one go loses digits (one in
+    a thousand at a million numbers), and a row would weigh more than the clip norm."""
+    flat = sample.reshape(len(sample), -1)
+    while flat.shape[1] > BLOCK:
+        whole = flat.shape[1] // BLOCK * BLOCK
+        blocks = flat[:, :whole].reshape(len(flat), -1, BLOCK).norm(dim=2)
+        flat = torch.cat([blocks, flat[:, whole:]], dim=1)
+    norms: Tensor = flat.norm(dim=1)
+    return norms
 
 
 def per_row_gradients(

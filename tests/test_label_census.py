@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toy_worlds import Mute, Overheard, at_clients, federation, finite, make, play, same_bits
+from toy_worlds import (
+    Mute,
+    Overheard,
+    at_clients,
+    at_server,
+    federation,
+    finite,
+    make,
+    play,
+    same_bits,
+)
 
 from privssl.algorithms import label_free
 from privssl.algorithms.clusters import (
@@ -262,6 +272,44 @@ def test_given_labels_reach_no_weight_before_the_census() -> None:
     assert same_bits({"e": after[0].encoder}, {"e": after[1].encoder})
 
 
+@pytest.mark.parametrize("parties", [federation, at_clients, at_server])
+def test_the_table_is_all_that_labelled_rows_reach(
+    parties: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The table is fixed, other images and other labels are put in: nothing that travels, nothing
+    # that is remembered and nothing of the state may notice.
+    def told(changed: bool, fixed: bool) -> tuple[Any, list[Any]]:
+        with monkeypatch.context() as patch:
+            if fixed:
+                table = torch.ones(5, 10, dtype=torch.int64)
+                patch.setattr(LabelCensus, "_count", lambda *_: table)
+            those = parties(labelled=20)
+            for agent in those.agents:
+                if changed and agent.held_labelled is not None:
+                    agent.held_labelled.x.copy_(255 - agent.held_labelled.x)
+                    agent.held_labelled.y.copy_((agent.held_labelled.y + 1) % 10)
+            after = play(make("label_census", **FEW), those, engine=Overheard)
+            assert isinstance(after.engine, Overheard)
+            sent = [vars(m) for call, r in after.engine.heard for m in (call.message, r.content)]
+            return after.state, [*sent, {a.id: a.memory for a in those.agents}]
+
+    state, sent = told(changed=False, fixed=True)
+    other, also = told(changed=True, fixed=True)
+    assert same_bits(state, other)
+    assert len(sent) == len(also) > 20
+    assert all(same_tree(one, two) for one, two in zip(sent, also, strict=True))
+    with_labels, _ = told(changed=True, fixed=False)
+    assert not same_bits(with_labels, told(changed=False, fixed=False)[0])  # the control
+
+
+def same_tree(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same_tree(one[k], other[k]) for k in one)
+    return bool(one == other)
+
+
 def test_the_encoder_is_made_in_its_own_phase_and_changes_in_no_other() -> None:
     begun, *after = (
         play(make("label_census", **FEW), federation(labelled=40), rounds=r).state
@@ -322,6 +370,7 @@ def test_an_agent_that_did_not_hear_of_its_clusters_is_silent_in_training() -> N
         (1.0, 100, None, 10),
         (0.5, 300, None, 10),  # 15, just below
         (1.0, 300, None, 20),
+        (1.6, 100, None, 20),  # 16, though an epsilon is rounded down before its noise is drawn
         (1.0, 100, 37, 37),
     ],
 )
@@ -424,6 +473,11 @@ def crooked(name: str, map_of_rows: Map) -> Map:
             "encoder": {**encoder, first: encoder[first][:1]}
         },
         "an encoder without a layer": {"encoder": {k: v for k, v in encoder.items() if k != first}},
+        "an empty encoder": {"encoder": {}},
+        "an encoder with one thing more": {"encoder": {**encoder, "more": torch.zeros(1)}},
+        "an encoder of another type": {"encoder": {**encoder, first: encoder[first].double()}},
+        "an encoder that is no number": {"encoder": {**encoder, first: encoder[first] * math.nan}},
+        "an endless mean": {"mean": map_of_rows.mean + math.inf},
     }
     return replace(map_of_rows, **changes[name])
 
@@ -432,7 +486,8 @@ MAPS = [
     "a mean for each of a thousand rows", "a mean of another type", "no centroids",
     "a cluster too many", "a cluster below 0", "cells without a cluster",
     "clusters that are no whole numbers", "an encoder with a layer of another shape",
-    "an encoder without a layer",
+    "an encoder without a layer", "an empty encoder", "an encoder with one thing more",
+    "an encoder of another type", "an encoder that is no number", "an endless mean",
 ]  # fmt: skip
 
 

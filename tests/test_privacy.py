@@ -202,6 +202,28 @@ def test_clipped_sums_are_those_of_opacus_and_of_rows_one_by_one() -> None:
         torch.testing.assert_close(parameter.summed_grad, total)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("numbers", [1, 511, 512, 513, 300_000, 3_000_001])
+def test_a_row_of_very_many_numbers_weighs_no_more_than_the_clip_norm(numbers: int) -> None:
+    [total] = privacy.clipped_sums([torch.full((1, numbers), 0.7)], torch.tensor([True]), 0.1)
+    assert float(total.double().norm()) == pytest.approx(0.1, rel=1e-5)
+    if numbers > 3_000_000:  # the control: squares that are all added up in one go
+        whole = float(torch.full((1, numbers), 0.7).norm(dim=1))
+        assert abs(whole / (0.7 * math.sqrt(numbers)) - 1) > 1e-4
+
+
+def test_two_networks_with_a_parameter_in_common_are_refused() -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    other.weight = one.weight
+    with pytest.raises(PrivacyError, match="F, G share a parameter"):
+        PrivateTraining(BARE, {"F": one, "G": other})
+
+
+def test_a_gradient_that_does_not_depend_on_the_row_is_summed_like_others() -> None:
+    sample = torch.tensor([[3.0, 4.0]]).expand(5, 2)  # as vmap returns it
+    [total] = privacy.clipped_sums([sample], torch.tensor([True, True, False, True, True]), 1.0)
+    torch.testing.assert_close(total, torch.tensor([2.4, 3.2]))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])  # 1e30 has no finite norm
 def test_a_row_whose_gradient_is_beyond_numbers_adds_nothing(bad: float) -> None:
     samples = [torch.tensor([[3.0, 4.0], [bad, 1.0]])]

@@ -34,6 +34,7 @@ from privssl.agents import QueryAgent, SupportAgent
 from privssl.algorithms.base import Context, Phase, Task, on_agent
 from privssl.algorithms.label_free import (
     ENCODER_ROUNDS,
+    KEPT,
     Map,
     MapConfig,
     MapsRows,
@@ -54,7 +55,7 @@ from privssl.world import World
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 CLUSTER = "cluster"  # of each of its rows, in an agent's memory
-CLEAR = 16  # epsilon x labels of a class from which noise leaves half of them to be read
+CLEAR = 16 * (1 - 1e-5)  # epsilon x labels of a class above which counts can be read; rounded down
 NO_CLUSTERS = Silence("was not there when rows were put into clusters")
 
 # What travels -------------------------------------------------------------------------------
@@ -265,7 +266,8 @@ class LabelCensus(MapsRows):
     @on_agent
     def find_clusters(self, agent: QueryAgent, msg: Map, ctx: Context) -> Done:
         """See in which cluster each row lies, and remember it."""
-        agent.memory = {**agent.memory, CLUSTER: self.cluster_of(agent.unlabelled.x, msg, ctx)}
+        kept = {name: value for name, value in agent.memory.items() if name != KEPT}
+        agent.memory = {**kept, CLUSTER: self.cluster_of(agent.unlabelled.x, msg, ctx)}
         return Done()
 
     @on_agent
