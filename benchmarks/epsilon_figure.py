@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 MARKERS = "osD^vP*X"
-TICKS = (0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 0.97, 0.98)
+TICKS = (0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 0.97, 0.98, 0.985)
 
 
 @dataclass(frozen=True)
