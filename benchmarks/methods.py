@@ -44,7 +44,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "fedmatch": ("algorithm.rounds={n}",),
     "fedtrinet": ("algorithm.rounds={2n}", "algorithm.warm_up={n}"),
     "label_census": (
-        "algorithm.encoder_rounds={n}", "algorithm.cluster_rounds={n}",
+        "algorithm.cluster_rounds={n}",
         "algorithm.vote_rounds={n}", "algorithm.self_training_rounds={n}",
     ),
 }  # fmt: skip

@@ -15,7 +15,7 @@ More in docs/privacy.md. Abadi et al. 2016; Mironov et al. 2019.
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -28,6 +28,7 @@ from torch.func import functional_call, grad, vmap
 from accounting.accountants import calibrate_noise, epsilon
 from accounting.budget import rounded_up
 from accounting.events import Composed, Event, SampledGaussian, Unprotected, leaves
+from privssl.clipping import clipped_sums
 from privssl.errors import PrivacyError
 from privssl.settings import PrivacySettings
 
@@ -36,7 +37,6 @@ Parameters = Mapping[str, Mapping[str, Tensor]]  # network -> parameter name -> 
 RowLoss = Callable[[Parameters, Mapping[str, Tensor]], Tensor]
 
 CHUNK = 64  # rows whose gradients are held at once: rows x parameters floats
-BLOCK = 512  # numbers of a gradient whose squares are added up in one go
 
 
 def os_uniform(count: int) -> np.ndarray:
@@ -275,47 +275,6 @@ class PrivateTraining:
             parameter.grad.div_(self._plan.expected_batch)
         self._optimizer.original_optimizer.step()
         self._optimizer.zero_grad()  # the sum without noise does not outlive its step
-
-
-def clipped_sums(samples: Sequence[Tensor], drawn: Tensor, clip_norm: float) -> list[Tensor]:
-    """Sums over rows of g min(1, clip_norm / (|g| + 1e-6)), g a row's gradient of all parameters.
-
-    The rule is Opacus', whose ``clip_and_accumulate`` needs rows that do not count to be written
-    over with zeros first, and so reads and writes all gradients several times more.
-
-    Args:
-        samples: gradients of each parameter, row by row: (B, *shape), B >= 1; written into.
-        drawn: (B,) whether a row counts. One that does not adds nothing, and neither does one whose
-            gradient is not finite or has no finite norm.
-        clip_norm: > 0.
-
-    Returns:
-        One sum (*shape) for each parameter.
-    """
-    norms = torch.stack([_norms(sample) for sample in samples], dim=1).norm(dim=1)  # (B,)
-    keep = norms.isfinite() & drawn.to(norms.device)  # not so, if one number of the row is not
-    factor = torch.where(keep, (clip_norm / (norms + 1e-6)).clamp(max=1.0), 0.0)
-    sums = []
-    for sample in samples:
-        # vmap gives one gradient for all rows, where it does not depend on them.
-        own = sample.contiguous() if 0 in sample.stride() else sample
-        # 0 times infinity would be NaN. Always, not if need be: the time would tell of rows.
-        sums.append(
-            torch.einsum("i,i...", factor, own.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
-        )
-    return sums
-
-
-def _norms(sample: Tensor) -> Tensor:
-    """Norm of each row (B,). Block by block: a long sum of squares in one go loses digits (one in
-    a thousand at a million numbers), and a row would weigh more than the clip norm."""
-    flat = sample.reshape(len(sample), -1)
-    while flat.shape[1] > BLOCK:
-        whole = flat.shape[1] // BLOCK * BLOCK
-        blocks = flat[:, :whole].reshape(len(flat), -1, BLOCK).norm(dim=2)
-        flat = torch.cat([blocks, flat[:, whole:]], dim=1)
-    norms: Tensor = flat.norm(dim=1)
-    return norms
 
 
 def per_row_gradients(

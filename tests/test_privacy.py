@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from generators import ImageDiscriminator, ImageGenerator
 from privssl import privacy
 from privssl.algorithms.gmixup import Callables, Mixes, Mixing, row_losses
+from privssl.clipping import clipped_sums
 from privssl.errors import PrivacyError
 from privssl.losses import soft_cross_entropy
 from privssl.models.convnets import LeNet, SmallCNN
@@ -188,7 +189,7 @@ def test_clipped_sums_are_those_of_opacus_and_of_rows_one_by_one() -> None:
         norm = math.sqrt(sum(float(s[row].square().sum()) for s in samples))
         for total, sample in zip(expected, samples, strict=True):
             total += sample[row] * min(1.0, 0.5 / (norm + 1e-6))
-    for found, total in zip(privacy.clipped_sums(samples, drawn, 0.5), expected, strict=True):
+    for found, total in zip(clipped_sums(samples, drawn, 0.5), expected, strict=True):
         torch.testing.assert_close(found, total)
     parameters = [nn.Parameter(torch.zeros(s.shape[1:])) for s in samples]
     opacus = DPOptimizer(
@@ -204,7 +205,7 @@ def test_clipped_sums_are_those_of_opacus_and_of_rows_one_by_one() -> None:
 
 @pytest.mark.parametrize("numbers", [1, 511, 512, 513, 300_000, 3_000_001])
 def test_a_row_of_very_many_numbers_weighs_no_more_than_the_clip_norm(numbers: int) -> None:
-    [total] = privacy.clipped_sums([torch.full((1, numbers), 0.7)], torch.tensor([True]), 0.1)
+    [total] = clipped_sums([torch.full((1, numbers), 0.7)], torch.tensor([True]), 0.1)
     assert float(total.double().norm()) == pytest.approx(0.1, rel=1e-5)
     if numbers > 3_000_000:  # the control: squares that are all added up in one go
         whole = float(torch.full((1, numbers), 0.7).norm(dim=1))
@@ -220,14 +221,14 @@ def test_two_networks_with_a_parameter_in_common_are_refused() -> None:
 
 def test_a_gradient_that_does_not_depend_on_the_row_is_summed_like_others() -> None:
     sample = torch.tensor([[3.0, 4.0]]).expand(5, 2)  # as vmap returns it
-    [total] = privacy.clipped_sums([sample], torch.tensor([True, True, False, True, True]), 1.0)
+    [total] = clipped_sums([sample], torch.tensor([True, True, False, True, True]), 1.0)
     torch.testing.assert_close(total, torch.tensor([2.4, 3.2]))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])  # 1e30 has no finite norm
 def test_a_row_whose_gradient_is_beyond_numbers_adds_nothing(bad: float) -> None:
     samples = [torch.tensor([[3.0, 4.0], [bad, 1.0]])]
-    [total] = privacy.clipped_sums(samples, torch.tensor([True, True]), 1.0)
+    [total] = clipped_sums(samples, torch.tensor([True, True]), 1.0)
     torch.testing.assert_close(total, torch.tensor([0.6, 0.8]))
 
 
