@@ -1,8 +1,9 @@
 """DP-SGD at a support agent: sampler, clipping, noise and event made from one set of numbers.
 
-Opacus' ``DPOptimizer`` clips the joint gradient of all protected networks and steps them. The
-per-row gradients come from ``torch.func`` (vmap of grad over one per-row loss), because hooks
-break on networks that run through each other, and vmap cannot mix rows. Around it, ours:
+The per-row gradients come from ``torch.func`` (vmap of grad over one per-row loss), because hooks
+break on networks that run through each other, and vmap cannot mix rows. The joint gradient of all
+protected networks is clipped row by row and summed (``clipping.py``); Opacus' ``DPOptimizer`` adds
+the noise and steps. Around it, ours:
 
 * masks and noise come from the operating system. They are never seeded, stored or resumed;
   torch's CPU generator is not used because it keeps 32 bits of its seed.

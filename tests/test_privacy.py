@@ -24,6 +24,7 @@ from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from scipy import stats
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from generators import ImageDiscriminator, ImageGenerator
 from privssl import privacy
@@ -201,6 +202,34 @@ def test_clipped_sums_are_those_of_opacus_and_of_rows_one_by_one() -> None:
     opacus.clip_and_accumulate()
     for parameter, total in zip(parameters, expected, strict=True):
         torch.testing.assert_close(parameter.summed_grad, total)  # type: ignore[attr-defined]
+
+
+def operations(sums: Callable[..., Any], bad: float) -> list[str]:
+    """What torch is asked for while a sum is taken over rows of which one holds a bad number."""
+    seen: list[str] = []
+
+    class Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    samples = [torch.full((4, 600), 0.5), torch.full((4, 2, 2), 0.5)]
+    samples[1][2, 0, 0] = bad
+    with Listening():  # type: ignore[no-untyped-call]
+        sums(samples, torch.tensor([True, True, False, True]), 1.0)
+    return seen
+
+
+def test_the_operations_of_a_clipped_sum_do_not_depend_on_what_rows_hold() -> None:
+    for bad in (math.nan, math.inf, 1e30, 0.0):
+        assert operations(clipped_sums, bad) == operations(clipped_sums, 0.5)
+
+    def only_if_need_be(samples: list[Tensor], drawn: Tensor, clip_norm: float) -> list[Tensor]:
+        if not all(bool(sample.isfinite().all()) for sample in samples):
+            samples = [sample.nan_to_num() for sample in samples]
+        return clipped_sums(samples, drawn, clip_norm)
+
+    assert operations(only_if_need_be, math.nan) != operations(only_if_need_be, 0.5)
 
 
 @pytest.mark.parametrize("numbers", [1, 511, 512, 513, 300_000, 3_000_001])

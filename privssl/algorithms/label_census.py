@@ -14,8 +14,8 @@ Query agents train the classifier on what the counts say, then on their own grow
                     how often rows of that cluster are of that class
 
 Privacy: one record changes one count by one, so an answer is epsilon-DP with delta 0 against
-adding, removing or blanking a record. No weights leave a support agent, and the map that reaches it
-comes from unlabelled rows alone. docs/label_census.md.
+blanking a record, their number being public. No weights leave a support agent, and the map that
+reaches it comes from unlabelled rows alone. docs/label_census.md.
 """
 
 from collections.abc import Iterator
@@ -149,7 +149,7 @@ class LabelCensus(MapsRows):
     def k(self) -> int:
         """Number of clusters: twice the classes, or as many where noise would drown their counts.
 
-        By epsilon, the number of classes and that of labels, which is public; never by a count.
+        By epsilon, the classes and the declared number of labels; by nothing that is private.
         """
         classes = self.task.classes
         if self.cfg.clusters is not None or self.plan is None:

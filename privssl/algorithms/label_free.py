@@ -1,8 +1,9 @@
 """What query agents find out together before anybody asks for a label: an encoder, its clusters.
 
 Nothing in this file can read a label: its steps take query agents and use their unlabelled rows.
-All that they send is sums over rows, or centroids with their counts: how rows are spread over
-agents changes nothing but roundings and where k-means begins.
+All that they send is sums over rows, or centroids with their counts. So how rows are spread over
+agents hardly matters: it decides which rows and patches a sum of a sample is taken over, and whose
+centroids filters and cells begin from.
 
     encoder     patches -> filters -> what two views of a row share      patch_encoder.py
     clusters    sums and counts of features, and a graph of cells        clusters.py
@@ -49,7 +50,7 @@ S = TypeVar("S", bound="MapState")
 
 @dataclass(frozen=True)
 class Whitener(Message):
-    """Down: the size of a patch and, once it is known, how patches are whitened."""
+    """Down: how patches are whitened; not at all, before it is known."""
 
     whitener: Tensor  # (d, d)
 
@@ -192,9 +193,9 @@ class MapsRows(Algorithm[Any]):
             return self._seeded(state, world)
         if number < self.cfg.cluster_rounds:
             seen = _added_up(world, self.cell_sums, map_of(state))
-            return (
-                state if seen is None else replace(state, centroids=moved(state.centroids, **seen))
-            )
+            if seen is None:
+                return state
+            return replace(state, centroids=moved(state.centroids, **seen))
         told = _added_up(world, self.cell_graph, map_of(state))
         if told is None:
             return state

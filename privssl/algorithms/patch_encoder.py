@@ -1,7 +1,8 @@
 """An encoder that nobody trains: every stage of it is a sum over rows.
 
-A sum over agents is the sum over all rows, so the encoder is the same whoever holds which rows:
-all classes, a few, or one. An encoder that agents train in turn forgets what the last one lacks.
+A sum over agents is the sum over all rows, so it hardly matters who holds which rows: all classes,
+a few, or one (only filters are made of the agents' own centroids). An encoder that agents train in
+turn forgets what the last one lacks.
 
     filters     k-means of whitened patches         Coates, Ng, Lee (AISTATS 2011): patch by patch,
                                                     normalised, whitened (ZCA), clustered
