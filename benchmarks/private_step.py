@@ -36,7 +36,8 @@ from generators import ImageDiscriminator, ImageGenerator
 from privssl.algorithms.fedssl import FedSSLConfig
 from privssl.algorithms.gmixup import Callables, Mixing, row_losses
 from privssl.models import build_classifier, laid_out
-from privssl.privacy import Parameters, PrivatePlan, PrivateTraining, call
+from privssl.privacy import PrivatePlan, PrivateTraining, call
+from privssl.row_gradients import Parameters
 from privssl.settings import ModelSettings
 
 SHAPE, CLASSES, NOISE = (1, 28, 28), 10, 32

@@ -61,14 +61,8 @@ from privssl.errors import RunFolderError
 from privssl.learn import load, network_input
 from privssl.mechanism_attack import MechanismAttack, attack_mechanism
 from privssl.messages import Message, Reply, StateDict
-from privssl.privacy import (
-    CHUNK,
-    Parameters,
-    PrivatePlan,
-    call,
-    os_uniform,
-    per_row_gradients,
-)
+from privssl.privacy import CHUNK, PrivatePlan, call, os_uniform
+from privssl.row_gradients import Parameters, per_row_gradients
 from privssl.world import Round, World
 
 CONFIDENCE = 1 - 0.05 / 3  # of each of three tests, so that all together are wrong in 5% at most

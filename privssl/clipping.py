@@ -3,43 +3,101 @@
 Abadi et al. (CCS 2016), Algorithm 1, line "clip gradient", over all networks of a step together. A
 gradient that is no number counts nothing, silently, and takes the same time: an error or a pause
 would tell of the row.
+
+A row's gradient is a :class:`Rows`, written out, or an :class:`Outer`, two factors whose product is
+never made for one row alone: a linear layer has as many weights as these have numbers multiplied
+with each other (Goodfellow 2015; Li et al. 2022, "ghost clipping"). What is measured to clip is
+what is summed, in both.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 BLOCK = 512  # numbers of a gradient whose squares are added up in one go
+#: Rounding moves a product of factors by 1e-7 of what is multiplied. Where its terms cancel, this
+#: is much beside what is left: a row is taken to be as long as a thousandth of its terms, at least.
+CANCELLED = 1e-6
 
 
-def clipped_sums(samples: Sequence[Tensor], drawn: Tensor, clip_norm: float) -> list[Tensor]:
+class RowGradients(Protocol):
+    """The gradients of one parameter, for each of B rows."""
+
+    def norms(self) -> Tensor:
+        """(B,), at least the norms of what :meth:`total` adds. Not finite, if a number is not."""
+
+    def total(self, factors: Tensor) -> Tensor:
+        """The sum over rows of factor times gradient (*shape); a factor 0 leaves a row out."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Gradients row by row, in any order of their axes."""
+
+    each: Tensor  # (B, ...); written into
+    axes: tuple[int, ...] | None = None  # the parameter's, among those of ``each`` without B
+
+    def norms(self) -> Tensor:
+        return _norms(self.each)
+
+    def total(self, factors: Tensor) -> Tensor:
+        # vmap gives one gradient for all rows, where it does not depend on them.
+        own = self.each.contiguous() if 0 in self.each.stride() else self.each
+        # 0 times infinity would be NaN. Always, not if need be: the time would tell of rows.
+        total = torch.einsum("i,i...", factors, own.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+        return total if self.axes is None else total.permute(self.axes)
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Gradients of a matrix: the sum over T places of left_t right_t^T."""
+
+    left: Tensor  # (B, T, p)
+    right: Tensor  # (B, T, d)
+
+    def norms(self) -> Tensor:
+        if self.left.shape[1] == 1:
+            return _norms(self.left) * _norms(self.right)
+        left, right = self.left.double(), self.right.double()
+        squares = ((left @ left.mT) * (right @ right.mT)).sum(dim=(1, 2))
+        terms = (left.norm(dim=2) * right.norm(dim=2)).sum(dim=1).square()
+        norms: Tensor = (squares.clamp(min=0.0) + CANCELLED * terms).sqrt()
+        return norms.to(self.left.dtype)
+
+    def total(self, factors: Tensor) -> Tensor:
+        left = _finite(self.left) * factors[:, None, None]
+        total: Tensor = left.flatten(0, 1).mT @ _finite(self.right).flatten(0, 1)
+        return total
+
+
+def clipped_sums(
+    gradients: Sequence[RowGradients], drawn: Tensor, clip_norm: float
+) -> list[Tensor]:
     """Sums over rows of g min(1, clip_norm / (|g| + 1e-6)), g a row's gradient of all parameters.
 
     The rule is Opacus', whose ``clip_and_accumulate`` needs rows that do not count to be written
     over with zeros first, and so reads and writes all gradients several times more.
 
     Args:
-        samples: gradients of each parameter, row by row: (B, *shape), B >= 1; written into.
+        gradients: of each parameter, one at least, B >= 1 rows.
         drawn: (B,) whether a row counts. One that does not adds nothing, and neither does one whose
             gradient is not finite or has no finite norm.
         clip_norm: > 0.
 
     Returns:
-        One sum (*shape) for each parameter.
+        One sum for each parameter.
     """
-    norms = torch.stack([_norms(sample) for sample in samples], dim=1).norm(dim=1)  # (B,)
+    norms = torch.stack([one.norms() for one in gradients], dim=1).norm(dim=1)  # (B,)
     keep = norms.isfinite() & drawn.to(norms.device)  # not so, if one number of the row is not
-    factor = torch.where(keep, (clip_norm / (norms + 1e-6)).clamp(max=1.0), 0.0)
-    sums = []
-    for sample in samples:
-        # vmap gives one gradient for all rows, where it does not depend on them.
-        own = sample.contiguous() if 0 in sample.stride() else sample
-        # 0 times infinity would be NaN. Always, not if need be: the time would tell of rows.
-        sums.append(
-            torch.einsum("i,i...", factor, own.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
-        )
-    return sums
+    factors = torch.where(keep, (clip_norm / (norms + 1e-6)).clamp(max=1.0), 0.0)
+    return [one.total(factors) for one in gradients]
+
+
+def _finite(factor: Tensor) -> Tensor:
+    return factor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _norms(sample: Tensor) -> Tensor:

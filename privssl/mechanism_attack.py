@@ -30,7 +30,8 @@ from accounting.empirical import (
     sample_rate_p,
 )
 from accounting.two_worlds import two_world_from_scores
-from privssl.privacy import Parameters, PrivatePlan, PrivateTraining, os_uniform
+from privssl.privacy import PrivatePlan, PrivateTraining, os_uniform
+from privssl.row_gradients import Parameters
 
 COORDINATES = 2000  # canaries of one repetition
 

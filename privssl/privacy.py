@@ -1,9 +1,9 @@
 """DP-SGD at a support agent: sampler, clipping, noise and event made from one set of numbers.
 
-The per-row gradients come from ``torch.func`` (vmap of grad over one per-row loss), because hooks
-break on networks that run through each other, and vmap cannot mix rows. The joint gradient of all
-protected networks is clipped row by row and summed (``clipping.py``); Opacus' ``DPOptimizer`` adds
-the noise and steps. Around it, ours:
+The per-row gradients come from one per-row loss under vmap, which cannot mix rows
+(``row_gradients.py``); hooks break on networks that run through each other. The joint gradient of
+all protected networks is clipped row by row and summed (``clipping.py``); Opacus' ``DPOptimizer``
+adds the noise and steps. Around it, ours:
 
 * masks and noise come from the operating system. They are never seeded, stored or resumed;
   torch's CPU generator is not used because it keeps 32 bits of its seed.
@@ -24,18 +24,15 @@ import numpy as np
 import torch
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call
 
 from accounting.accountants import calibrate_noise, epsilon
 from accounting.budget import rounded_up
 from accounting.events import Composed, Event, SampledGaussian, Unprotected, leaves
 from privssl.clipping import clipped_sums
 from privssl.errors import PrivacyError
+from privssl.row_gradients import RowLoss, factored_gradients
 from privssl.settings import PrivacySettings
-
-Parameters = Mapping[str, Mapping[str, Tensor]]  # network -> parameter name -> tensor
-#: (parameters of the protected networks, one row's fields without batch dimension) -> scalar
-RowLoss = Callable[[Parameters, Mapping[str, Tensor]], Tensor]
 
 CHUNK = 64  # rows whose gradients are held at once: rows x parameters floats
 
@@ -49,10 +46,11 @@ def os_uniform(count: int) -> np.ndarray:
 def os_normal(count: int) -> np.ndarray:
     """``count`` standard normal float64 numbers from the operating system (Box and Muller)."""
     half = (count + 1) // 2
-    uniform = os_uniform(2 * half)
-    radius = np.sqrt(-2.0 * np.log1p(-uniform[:half]))  # 1 - u is in (0, 1]
+    uniform = torch.from_numpy(os_uniform(2 * half))  # torch's functions are faster than numpy's
+    radius = (-2.0 * torch.log1p(-uniform[:half])).sqrt()  # 1 - u is in (0, 1]
     angle = 2.0 * math.pi * uniform[half:]
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+    normal: np.ndarray = torch.cat([radius * angle.cos(), radius * angle.sin()])[:count].numpy()
+    return normal
 
 
 class Plan(Protocol):
@@ -263,12 +261,11 @@ class PrivateTraining:
     def _add_clipped(self, fields: Mapping[str, Tensor], mask: Tensor, row_loss: RowLoss) -> None:
         """Adds the clipped gradients of a chunk of rows to the running sum."""
         parameters = {name: dict(net.named_parameters()) for name, net in self._networks.items()}
-        gradients = per_row_gradients(row_loss, parameters, fields)
-        samples = [gradients[net][name] for net in parameters for name in parameters[net]]
-        targets = [p for net in parameters.values() for p in net.values()]
-        clipped = clipped_sums(samples, mask, self._plan.clip_norm)
-        for parameter, total in zip(targets, clipped, strict=True):
-            parameter.summed_grad += total  # type: ignore[attr-defined]
+        gradients = factored_gradients(row_loss, parameters, fields)
+        if gradients:
+            clipped = clipped_sums(list(gradients.values()), mask, self._plan.clip_norm)
+            for (net, name), total in zip(gradients, clipped, strict=True):
+                parameters[net][name].summed_grad += total  # type: ignore[attr-defined]
 
     def _step(self) -> None:
         self._optimizer.add_noise()
@@ -276,25 +273,6 @@ class PrivateTraining:
             parameter.grad.div_(self._plan.expected_batch)
         self._optimizer.original_optimizer.step()
         self._optimizer.zero_grad()  # the sum without noise does not outlive its step
-
-
-def per_row_gradients(
-    row_loss: RowLoss, parameters: Parameters, fields: Mapping[str, Tensor]
-) -> Parameters:
-    """Gradient of every row's loss: network -> name -> (B, *parameter shape).
-
-    Args:
-        row_loss: the loss of one row.
-        parameters: of the networks to differentiate; detached here.
-        fields: tensors (B, ...).
-    """
-    plain = {
-        net: {name: p.detach() for name, p in named.items()} for net, named in parameters.items()
-    }
-    gradients: Parameters = vmap(grad(row_loss), in_dims=(None, 0), randomness="different")(
-        plain, dict(fields)
-    )
-    return gradients
 
 
 def call(network: nn.Module, parameters: Mapping[str, Tensor]) -> Callable[..., Tensor]:

@@ -26,6 +26,7 @@ from accounting.one_run import one_run_ceiling
 from accounting.two_worlds import two_world_ceiling
 from privssl import attack, audit, config, mechanism_attack, privacy, run
 from privssl.attack import AttackReport, CanaryAttack, attack_messages
+from privssl.clipping import RowGradients
 from privssl.mechanism_attack import MechanismAttack, attack_mechanism, trials_to_see
 from privssl.prepare import prepare
 from privssl.privacy import PrivatePlan, PrivateTraining
@@ -88,20 +89,20 @@ def half_the_noise(patch: Patch) -> None:
 
 def no_clipping(patch: Patch) -> None:
     def added(
-        samples: list[torch.Tensor], drawn: torch.Tensor, clip_norm: float
+        samples: list[RowGradients], drawn: torch.Tensor, clip_norm: float
     ) -> list[torch.Tensor]:
-        return [sample[drawn].sum(dim=0) for sample in samples]
+        return [sample.total(drawn.float()) for sample in samples]
 
     patch.setattr(privacy, "clipped_sums", added)
 
 
 def each_network_clipped_alone(patch: Patch) -> None:
     def added(
-        samples: list[torch.Tensor], drawn: torch.Tensor, clip_norm: float
+        samples: list[RowGradients], drawn: torch.Tensor, clip_norm: float
     ) -> list[torch.Tensor]:
-        norms = [sample.norm(dim=1).clamp(min=1e-12) for sample in samples]  # of (B, size)
+        norms = [sample.norms().clamp(min=1e-12) for sample in samples]
         factors = [(clip_norm / norm).clamp(max=1.0) * drawn for norm in norms]
-        return [f @ sample for f, sample in zip(factors, samples, strict=True)]
+        return [sample.total(f) for f, sample in zip(factors, samples, strict=True)]
 
     patch.setattr(privacy, "clipped_sums", added)
 

@@ -29,7 +29,7 @@ from accounting import journal as journals
 from accounting import verify
 from accounting.accountants import epsilon
 from accounting.ledger import Account, Journal, read_journal
-from privssl import checkpoint, config, durable, privacy, run
+from privssl import checkpoint, config, durable, privacy, row_gradients, run
 from privssl.algorithms.fedssl import FedSSL
 from privssl.prepare import prepare
 
@@ -113,7 +113,7 @@ def plant(kill: Kill, *, resumed: bool) -> None:
         die()
 
     append, save, write = journals.JournalFile.append, checkpoint.save, durable.write_new
-    gradients, noise = privacy.per_row_gradients, privacy._OSNoise.add_noise
+    gradients, noise = row_gradients.factored_gradients, privacy._OSNoise.add_noise
     first_step = STEPS * (kill.visit - 1) + 1
     # A run that begins saves its state before round 1 as well.
     saves = (kill.visit + 1) // VISITS + (not resumed)
@@ -125,9 +125,9 @@ def plant(kill: Kill, *, resumed: bool) -> None:
         case "after the reserve":
             on_append("reserve", and_then_die(append))
         case "before the first gradient":
-            privacy.per_row_gradients = nth(first_step, die, gradients)
+            vars(privacy)["factored_gradients"] = nth(first_step, die, gradients)
         case "between two steps":
-            privacy.per_row_gradients = nth(first_step + 1, die, gradients)
+            vars(privacy)["factored_gradients"] = nth(first_step + 1, die, gradients)
         case "after the noise":
             dies = nth(first_step, and_then_die(noise), noise)
             privacy._OSNoise.add_noise = dies  # type: ignore[method-assign]

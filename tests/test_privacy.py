@@ -29,12 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from generators import ImageDiscriminator, ImageGenerator
 from privssl import privacy
 from privssl.algorithms.gmixup import Callables, Mixes, Mixing, row_losses
-from privssl.clipping import clipped_sums
+from privssl.clipping import Outer, RowGradients, Rows, clipped_sums
 from privssl.errors import PrivacyError
 from privssl.losses import soft_cross_entropy
 from privssl.models.convnets import LeNet, SmallCNN
 from privssl.privacy import (
-    Parameters,
     PrivatePlan,
     PrivateTraining,
     call,
@@ -42,9 +41,9 @@ from privssl.privacy import (
     make_plan,
     os_normal,
     os_uniform,
-    per_row_gradients,
     refuse_coupling_layers,
 )
+from privssl.row_gradients import Parameters, RowLoss, per_row_gradients
 from privssl.settings import PrivacySettings
 
 SHAPE, CLASSES, NOISE = (1, 8, 8), 3, 5
@@ -93,7 +92,7 @@ def small_rows(count: int, seed: int = 0) -> Tensor:
     return 3 * torch.randn(count, 4, generator=generator, dtype=torch.float64)
 
 
-def small_loss(network: nn.Module) -> privacy.RowLoss:
+def small_loss(network: nn.Module) -> RowLoss:
     def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
         logits = call(network, parameters["F"])(row["x"][None])
         return soft_cross_entropy(logits, row["p"][None])[0]
@@ -190,7 +189,9 @@ def test_clipped_sums_are_those_of_opacus_and_of_rows_one_by_one() -> None:
         norm = math.sqrt(sum(float(s[row].square().sum()) for s in samples))
         for total, sample in zip(expected, samples, strict=True):
             total += sample[row] * min(1.0, 0.5 / (norm + 1e-6))
-    for found, total in zip(clipped_sums(samples, drawn, 0.5), expected, strict=True):
+    for found, total in zip(
+        clipped_sums([Rows(sample) for sample in samples], drawn, 0.5), expected, strict=True
+    ):
         torch.testing.assert_close(found, total)
     parameters = [nn.Parameter(torch.zeros(s.shape[1:])) for s in samples]
     opacus = DPOptimizer(
@@ -204,8 +205,8 @@ def test_clipped_sums_are_those_of_opacus_and_of_rows_one_by_one() -> None:
         torch.testing.assert_close(parameter.summed_grad, total)  # type: ignore[attr-defined]
 
 
-def operations(sums: Callable[..., Any], bad: float) -> list[str]:
-    """What torch is asked for while a sum is taken over rows of which one holds a bad number."""
+def operations(work: Callable[[], object]) -> list[str]:
+    """What torch is asked for meanwhile."""
     seen: list[str] = []
 
     class Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -213,28 +214,62 @@ def operations(sums: Callable[..., Any], bad: float) -> list[str]:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    samples = [torch.full((4, 600), 0.5), torch.full((4, 2, 2), 0.5)]
-    samples[1][2, 0, 0] = bad
     with Listening():  # type: ignore[no-untyped-call]
-        sums(samples, torch.tensor([True, True, False, True]), 1.0)
+        work()
     return seen
+
+
+def sum_with(bad: float, sums: Callable[..., object]) -> Callable[[], object]:
+    """A sum over four rows, of which one has a bad number, in every form of a gradient."""
+
+    def work() -> None:
+        whole, left, right = torch.ones(4, 600), torch.ones(4, 1, 3), torch.ones(4, 2, 5)
+        for part in (whole, left, right):
+            part[2].view(-1)[0] = bad
+        gradients = [
+            Rows(whole),
+            Outer(left, torch.ones(4, 1, 2)),
+            Outer(torch.ones(4, 2, 2), right),
+        ]
+        sums(gradients, torch.tensor([True, True, False, True]), 1.0)
+
+    return work
 
 
 def test_the_operations_of_a_clipped_sum_do_not_depend_on_what_rows_hold() -> None:
     for bad in (math.nan, math.inf, 1e30, 0.0):
-        assert operations(clipped_sums, bad) == operations(clipped_sums, 0.5)
+        assert operations(sum_with(bad, clipped_sums)) == operations(sum_with(0.5, clipped_sums))
 
-    def only_if_need_be(samples: list[Tensor], drawn: Tensor, clip_norm: float) -> list[Tensor]:
-        if not all(bool(sample.isfinite().all()) for sample in samples):
-            samples = [sample.nan_to_num() for sample in samples]
-        return clipped_sums(samples, drawn, clip_norm)
+    def only_if_need_be(
+        gradients: list[RowGradients], drawn: Tensor, clip_norm: float
+    ) -> list[Tensor]:
+        drawn = drawn & all(bool(each.norms().isfinite().all()) for each in gradients)
+        return clipped_sums(gradients, drawn, clip_norm) if drawn.any() else []
 
-    assert operations(only_if_need_be, math.nan) != operations(only_if_need_be, 0.5)
+    assert operations(sum_with(math.nan, only_if_need_be)) != operations(
+        sum_with(0.5, only_if_need_be)
+    )
+
+
+def test_the_operations_of_a_private_step_do_not_depend_on_what_rows_hold() -> None:
+    nets = networks()
+    training = PrivateTraining(plan(protect=("F", "G", "D")), nets)
+
+    def step(bad: float) -> Callable[[], object]:
+        fields = mixing(rows=3, views=2)
+        fields["strong"][1, 0] = fields["mild"][1, 0] = bad
+        mask = torch.tensor([True, True, False])
+        training._zero()
+        return lambda: training._add_clipped(fields, mask, joint_loss(nets, ("F", "G", "D")))
+
+    usual = operations(step(0.5))
+    assert len(usual) > 100
+    assert all(operations(step(bad)) == usual for bad in (math.nan, math.inf, 1e30, 0.0))
 
 
 @pytest.mark.parametrize("numbers", [1, 511, 512, 513, 300_000, 3_000_001])
 def test_a_row_of_very_many_numbers_weighs_no_more_than_the_clip_norm(numbers: int) -> None:
-    [total] = clipped_sums([torch.full((1, numbers), 0.7)], torch.tensor([True]), 0.1)
+    [total] = clipped_sums([Rows(torch.full((1, numbers), 0.7))], torch.tensor([True]), 0.1)
     assert float(total.double().norm()) == pytest.approx(0.1, rel=1e-5)
     if numbers > 3_000_000:  # the control: squares that are all added up in one go
         whole = float(torch.full((1, numbers), 0.7).norm(dim=1))
@@ -250,13 +285,13 @@ def test_two_networks_with_a_parameter_in_common_are_refused() -> None:
 
 def test_a_gradient_that_does_not_depend_on_the_row_is_summed_like_others() -> None:
     sample = torch.tensor([[3.0, 4.0]]).expand(5, 2)  # as vmap returns it
-    [total] = clipped_sums([sample], torch.tensor([True, True, False, True, True]), 1.0)
+    [total] = clipped_sums([Rows(sample)], torch.tensor([True, True, False, True, True]), 1.0)
     torch.testing.assert_close(total, torch.tensor([2.4, 3.2]))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])  # 1e30 has no finite norm
 def test_a_row_whose_gradient_is_beyond_numbers_adds_nothing(bad: float) -> None:
-    samples = [torch.tensor([[3.0, 4.0], [bad, 1.0]])]
+    samples = [Rows(torch.tensor([[3.0, 4.0], [bad, 1.0]]))]
     [total] = clipped_sums(samples, torch.tensor([True, True]), 1.0)
     torch.testing.assert_close(total, torch.tensor([0.6, 0.8]))
 
@@ -265,8 +300,8 @@ def test_a_row_whose_gradient_is_beyond_numbers_adds_nothing(bad: float) -> None
 def test_the_check_of_sensitivity_notices_that_clipping_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def only_sums(samples: list[Tensor], drawn: Tensor, clip_norm: float) -> list[Tensor]:
-        return [sample[drawn].sum(dim=0) for sample in samples]
+    def only_sums(samples: list[RowGradients], drawn: Tensor, clip_norm: float) -> list[Tensor]:
+        return [sample.total(drawn.double()) for sample in samples]
 
     monkeypatch.setattr(privacy, "clipped_sums", only_sums)
     assert largest_shift(small_network(), small_rows(4), 2, clip=0.1) > 1 + 1e-5
@@ -327,7 +362,7 @@ def mixing(rows: int, views: int, dtype: torch.dtype = torch.float32) -> dict[st
     }  # fmt: skip
 
 
-def joint_loss(nets: Mapping[str, nn.Module], protect: tuple[str, ...]) -> privacy.RowLoss:
+def joint_loss(nets: Mapping[str, nn.Module], protect: tuple[str, ...]) -> RowLoss:
     def loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
         functions = Callables.of(nets, parameters)
         by_network, _ = row_losses(Mixes(), functions, Mixing(**fields), protect, True)

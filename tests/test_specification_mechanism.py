@@ -56,7 +56,8 @@ from privssl.errors import ConfigError, PrivacyError
 from privssl.messages import Done, Message, Reply, pack
 from privssl.models import build_classifier
 from privssl.prepare import Prepared, prepare
-from privssl.privacy import PrivateTraining, os_normal, per_row_gradients
+from privssl.privacy import PrivateTraining, os_normal
+from privssl.row_gradients import per_row_gradients
 from privssl.settings import ModelSettings
 
 ALL = ("privacy.update_at_support=[F, D, G]", "privacy.protect=[F, D, G]")

@@ -26,13 +26,13 @@ from privssl.losses import soft_cross_entropy
 from privssl.mixup import mix, sample_mix
 from privssl.privacy import (
     CHUNK,
-    Parameters,
     PrivatePlan,
     PrivateTraining,
     call,
     check_rows_independent,
     refuse_coupling_layers,
 )
+from privssl.row_gradients import Parameters
 from privssl.settings import Positive, Rate, strict
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]

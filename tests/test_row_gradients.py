@@ -1,0 +1,274 @@
+"""Gradients of rows that are not multiplied out are those of one row at a time.
+
+``row_gradients`` recognises layers while a loss runs and makes their gradients itself. Here they
+are compared with ``torch.func``'s, for the networks and losses that are shipped and for whatever
+else a loss may do with a weight; and what is measured to clip is never less than what is summed.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_privacy import SHIPPED, joint_loss, mixing, networks, parameters_of
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn import functional
+
+from privssl.clipping import Outer, RowGradients, Rows, clipped_sums
+from privssl.errors import PrivacyError
+from privssl.models.convnets import LeNet, SmallCNN
+from privssl.privacy import call
+from privssl.row_gradients import Parameters, RowLoss, factored_gradients, per_row_gradients
+
+ROWS = 4
+
+
+def written_out(gradients: RowGradients) -> Tensor:
+    """(B, *shape): the sum over rows with a factor of 1 for one row and 0 for all others."""
+    return torch.stack([gradients.total(one) for one in torch.eye(ROWS, dtype=torch.float64)])
+
+
+def check_equal(loss: RowLoss, nets: Mapping[str, nn.Module], fields: Mapping[str, Tensor]) -> None:
+    """All gradients, their norms, and a sum with arbitrary factors."""
+    parameters = parameters_of({name: net.double() for name, net in nets.items()})
+    expected = per_row_gradients(loss, parameters, fields)
+    found = factored_gradients(loss, parameters, fields)
+    factors = torch.tensor([0.5, 0.0, 2.0, 1.0], dtype=torch.float64)
+    largest = max(float(g.abs().max()) for named in expected.values() for g in named.values())
+    tiny = 1e-9 * largest
+    for net, named in expected.items():
+        for name, reference in named.items():
+            if (net, name) not in found:
+                assert not reference.any(), f"{net}.{name} has no gradient"
+                continue
+            mine = found[net, name]
+            torch.testing.assert_close(written_out(mine), reference, rtol=1e-6, atol=tiny)
+            total = torch.einsum("i,i...", factors, reference)
+            torch.testing.assert_close(mine.total(factors), total, rtol=1e-6, atol=tiny)
+            norms = reference.flatten(1).norm(dim=1)
+            torch.testing.assert_close(mine.norms(), norms, rtol=2e-3, atol=tiny)
+
+
+@pytest.mark.parametrize(
+    "protect", [("F",), ("G",), ("D",), ("F", "G"), ("D", "G"), ("F", "G", "D")]
+)
+@pytest.mark.parametrize("views", [1, 2])
+def test_gradients_of_fedssls_joint_loss_are_those_of_one_row_at_a_time(
+    protect: tuple[str, ...], views: int
+) -> None:
+    nets = {name: net.double() for name, net in networks().items()}
+    fields = mixing(ROWS, views, dtype=torch.float64)
+    check_equal(joint_loss(nets, protect), {name: nets[name] for name in protect}, fields)
+
+
+@pytest.mark.parametrize("which", SHIPPED)
+def test_gradients_of_every_shipped_network_are_those_of_one_row_at_a_time(which: str) -> None:
+    build, rows_of = SHIPPED[which]
+    network = build().double()
+
+    def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        return rows_of(call(network, parameters["N"]), {k: v[None] for k, v in row.items()})[0]
+
+    fields = {key: field[:, 0] for key, field in mixing(ROWS, 1, torch.float64).items()}
+    check_equal(loss, {"N": network}, fields)
+
+
+class Any2d(nn.Module):
+    """A layer between two others."""
+
+    def __init__(self, layer: nn.Module, channels: int) -> None:
+        super().__init__()
+        self.before, self.layer = nn.Conv2d(5, 6, 3, stride=2, padding=1), layer
+        self.after = nn.Conv2d(channels, 2, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.after(self.layer(self.before(x).tanh()).tanh())
+        return out
+
+
+LAYERS: dict[str, Callable[[], Any2d]] = {
+    "stride": lambda: Any2d(nn.Conv2d(6, 4, (3, 2), stride=(2, 1), padding=(0, 1)), 4),
+    "stride that leaves a border": lambda: Any2d(nn.Conv2d(6, 4, 2, stride=3), 4),
+    "few channels": lambda: Any2d(nn.Sequential(nn.Conv2d(6, 2, 1), nn.Conv2d(2, 3, 3)), 3),
+    "no bias": lambda: Any2d(nn.Conv2d(6, 4, 3, bias=False), 4),
+    "dilation": lambda: Any2d(nn.Conv2d(6, 4, 2, dilation=2), 4),
+    "groups": lambda: Any2d(nn.Conv2d(6, 4, 3, groups=2), 4),
+    "padding by name": lambda: Any2d(nn.Conv2d(6, 4, 3, padding="same"), 4),
+    "padding that reflects": lambda: Any2d(
+        nn.Conv2d(6, 4, 3, padding=1, padding_mode="reflect"), 4
+    ),
+    "transposed": lambda: Any2d(nn.ConvTranspose2d(6, 4, 3, stride=2, padding=1), 4),
+    "transposed with a border": lambda: Any2d(
+        nn.ConvTranspose2d(6, 4, 3, stride=2, padding=1, output_padding=1), 4
+    ),
+    "transposed in groups": lambda: Any2d(nn.ConvTranspose2d(6, 4, 2, groups=2), 4),
+    "group norm": lambda: Any2d(nn.GroupNorm(3, 6), 6),
+    "group norm without weights": lambda: Any2d(nn.GroupNorm(3, 6, affine=False), 6),
+    "layer norm": lambda: Any2d(nn.LayerNorm([6, 4, 4]), 6),
+    "slopes": lambda: Any2d(nn.PReLU(6), 6),
+}
+
+
+@pytest.mark.parametrize("which", LAYERS)
+def test_layers_of_any_kind_have_the_gradients_of_one_row_at_a_time(which: str) -> None:
+    network = LAYERS[which]().double()
+
+    def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        out: Tensor = call(network, parameters["N"])(row["x"])
+        return out.square().sum()
+
+    x = torch.randn(ROWS, 3, 5, 7, 8, generator=torch.Generator().manual_seed(0)).double()
+    check_equal(loss, {"N": network}, {"x": x})
+
+
+def weight_as_a_number(p: Parameters, x: Tensor) -> Tensor:
+    """Decay of weights beside their use."""
+    decay: Tensor = p["N"]["weight"].norm()
+    return functional.linear(x, p["N"]["weight"], p["N"]["bias"]).sum() + decay
+
+
+def weight_twice(p: Parameters, x: Tensor) -> Tensor:
+    w = p["N"]["weight"]
+    once = functional.linear(x, w, p["N"]["bias"]).tanh()
+    return functional.linear(functional.linear(once, w.mT), w).square().sum()
+
+
+def frozen_once(p: Parameters, x: Tensor) -> Tensor:
+    w = p["N"]["weight"]
+    return functional.linear(functional.linear(x, w.detach()).cos() @ w, w, p["N"]["bias"]).sum()
+
+
+def bias_alone(p: Parameters, x: Tensor) -> Tensor:
+    return functional.linear(x, p["N"]["weight"].detach(), p["N"]["bias"]).square().sum()
+
+
+def by_hand(p: Parameters, x: Tensor) -> Tensor:
+    out: Tensor = x @ p["N"]["weight"].mT + p["N"]["bias"]
+    return out.square().sum()
+
+
+def of_no_row(p: Parameters, x: Tensor) -> Tensor:
+    constant = torch.ones(2, 3, dtype=x.dtype)
+    return functional.linear(constant, p["N"]["weight"], p["N"]["bias"]).square().sum() * x.mean()
+
+
+def with_a_vmap_of_its_own(p: Parameters, x: Tensor) -> Tensor:
+    def one(place: Tensor) -> Tensor:
+        return functional.linear(place, p["N"]["weight"], p["N"]["bias"]).square().sum()
+
+    return vmap(one)(x).sum()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [weight_as_a_number, weight_twice, frozen_once, bias_alone, by_hand, of_no_row,
+     with_a_vmap_of_its_own],
+)  # fmt: skip
+@pytest.mark.parametrize("places", [1, 2, 9])
+def test_whatever_a_loss_does_with_a_weight_has_its_gradient(
+    use: Callable[[Parameters, Tensor], Tensor], places: int
+) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(ROWS, places, 3, dtype=torch.float64)
+    check_equal(lambda p, row: use(p, row["x"]), {"N": nn.Linear(3, 5)}, {"x": x})
+
+
+def test_a_weight_that_no_loss_reaches_has_no_gradient() -> None:
+    network = nn.Linear(3, 2)
+    found = factored_gradients(
+        lambda p, row: (row["x"] * p["N"]["bias"]).sum(),
+        parameters_of({"N": network}),
+        {"x": torch.ones(ROWS, 2)},
+    )
+    assert list(found) == [("N", "bias")]
+
+
+def test_an_output_that_is_changed_in_place_is_refused_by_the_layers_name() -> None:
+    network = nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True), nn.Linear(2, 1))
+    with pytest.raises(PrivacyError, match=r"output of N\.0\.weight is changed in place"):
+        factored_gradients(
+            lambda p, row: call(network, p["N"])(row["x"][None]).sum(),
+            parameters_of({"N": network}),
+            {"x": torch.ones(ROWS, 3)},
+        )
+
+
+@pytest.mark.parametrize("build", [SmallCNN, LeNet])
+@pytest.mark.parametrize("value", [0.5, 1e30, math.nan])
+def test_another_row_leaves_a_rows_gradient_bit_equal(build: type[nn.Module], value: float) -> None:
+    network = build((1, 8, 8), 3, width=4)
+    x = torch.randn(ROWS, 1, 1, 8, 8, generator=torch.Generator().manual_seed(2))
+
+    def each(x: Tensor) -> list[Tensor]:
+        found = factored_gradients(
+            lambda p, row: call(network, p["N"])(row["x"]).square().sum(),
+            parameters_of({"N": network}),
+            {"x": x},
+        ).values()
+        whole = [part.each for part in found if isinstance(part, Rows)]
+        halves = [h for part in found if isinstance(part, Outer) for h in (part.left, part.right)]
+        return whole + halves
+
+    before, changed = each(x), x.clone()
+    changed[2] = value
+    after, others = each(changed), torch.tensor([0, 1, 3])
+    assert all(torch.equal(a[others], b[others]) for a, b in zip(after, before, strict=True))
+    assert any(not torch.equal(a[2], b[2]) for a, b in zip(after, before, strict=True))
+
+
+# What is measured is never less than what is summed -------------------------------------------
+
+
+def longest(gradients: RowGradients, clip: float) -> float:
+    """The longest contribution of a row to a clipped sum, in clip norms."""
+    row = clipped_sums([gradients], torch.tensor([True]), clip)[0]
+    return float(row.double().norm()) / clip
+
+
+@given(
+    places=st.integers(1, 4), apart=st.sampled_from([0.0, 1e-7, 1e-4, 1e-2, 1.0]),
+    scale=st.sampled_from([1e-3, 1.0, 1e4]), seed=st.integers(0, 999),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_factors_whose_products_cancel_weigh_no_more_than_the_clip_norm(
+    places: int, apart: float, scale: float, seed: int
+) -> None:
+    drawing = torch.Generator().manual_seed(seed)
+    left, right = torch.randn(1, 1, 40, generator=drawing), torch.randn(1, 1, 30, generator=drawing)
+    signs = torch.tensor([(-1.0) ** t for t in range(places)])[None, :, None]
+    noise = torch.randn(1, places, 30, generator=drawing)
+    gradients = Outer(scale * left * signs, scale * (right + apart * noise))
+    assert longest(gradients, clip=0.1) <= 1 + 1e-4
+
+
+def test_the_check_of_cancelling_factors_notices_a_norm_in_single_precision() -> None:
+    class Careless(Outer):
+        def norms(self) -> Tensor:
+            squares = (self.left @ self.left.mT) * (self.right @ self.right.mT)
+            return squares.sum(dim=(1, 2)).clamp(min=0.0).sqrt()
+
+    worst = 0.0
+    for seed in range(20):
+        drawing = torch.Generator().manual_seed(seed)
+        left = torch.randn(1, 1, 40, generator=drawing).expand(1, 2, 40)
+        right = torch.randn(1, 1, 30, generator=drawing) * torch.tensor([1.0, -1.0])[None, :, None]
+        right = right + 1e-4 * torch.randn(1, 2, 30, generator=drawing)
+        worst = max(worst, longest(Careless(1e4 * left, 1e4 * right), clip=0.1))
+    assert worst > 1 + 1e-4
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_row_with_a_factor_beyond_numbers_adds_nothing(
+    bad: float, places: int, side: str
+) -> None:
+    both = {"left": torch.ones(2, places, 2), "right": torch.ones(2, places, 3)}
+    both[side][1, 0, 1] = bad
+    if bad == 1e30:  # finite, but the product of two such has no norm
+        both["left"][1], both["right"][1] = bad, bad
+    [total] = clipped_sums([Outer(**both)], torch.tensor([True, True]), 1e6)
+    torch.testing.assert_close(total, torch.full((2, 3), float(places)))
