@@ -24,6 +24,7 @@ import yaml
 from privssl.algorithms import ALGORITHMS
 from privssl.draft import ORDER, Draft, unless_bad
 from privssl.errors import ConfigError
+from privssl.models.precision import Precision, faster
 from privssl.plain_words import either, report, show
 from privssl.settings import (
     DP_SGD_KEYS,
@@ -95,13 +96,24 @@ def load(
     draft.check("", _algorithm_problems(config, algorithms))
     if draft.findings:
         raise ConfigError(report(path, draft.findings))
-    run = dataclasses.replace(config.run, name=_name(config))
+    run = dataclasses.replace(
+        config.run, name=_name(config), precision=_precision(config, algorithms)
+    )
     result: Config = dataclasses.replace(config, run=run, warnings=tuple(_warnings(config)))
     return result
 
 
 def _name(config: Config) -> str:
     return config.run.name or config.source.stem
+
+
+def _precision(config: Config, algorithms: Mapping[str, type[Any]]) -> Precision:
+    """``auto`` as what it is here, so that the config of a run repeats it elsewhere."""
+    if config.run.precision != "auto":
+        return config.run.precision
+    if config.privacy is not None and not _is_census(config, algorithms):
+        return "float32"
+    return faster(config.model.name, config.run.device)
 
 
 def _name_problems(config: Config) -> Iterator[Problem]:
@@ -181,7 +193,7 @@ def _dp_sgd_problems(config: Config) -> Iterator[Problem]:
             f"{config.model.norm} norm couples the rows of a batch, so no single row can be "
             "clipped. Set model.norm: group",
         )
-    if config.run.precision != "float32":
+    if config.run.precision == "bfloat16":
         yield Problem(
             "run.precision",
             "private gradients are clipped and noised in float32. Set run.precision: float32",

@@ -73,6 +73,7 @@ def prepare(config: Config) -> Prepared:
 
 
 def _task(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
+    assert config.run.precision != "auto", "config.load says what it is here"
     precision = config.run.precision
 
     def new_classifier() -> nn.Module:

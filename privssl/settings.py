@@ -44,7 +44,8 @@ class RunSettings:
     name: str = ""  # empty: the name of the config file
     seed: Count = 0
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
-    precision: Literal["float32", "bfloat16"] = "float32"  # of multiplications in networks
+    # of multiplications in networks; auto: what is faster here (``models.precision.faster``)
+    precision: Literal["auto", "float32", "bfloat16"] = "float32"
     output: str = ""  # empty: runs/NAME-SEED
     overwrite: bool = False
     evaluate_every: Positive = 1  # rounds

@@ -363,6 +363,29 @@ def test_bfloat16_is_refused_in_a_private_run_alone(write: Any) -> None:
     assert row.startswith("line 3 run.precision private gradients are clipped and noised")
 
 
+@pytest.mark.parametrize(
+    ("model", "capable", "expected"),
+    [
+        ("small_cnn", True, "bfloat16"),
+        ("small_cnn", False, "float32"),
+        ("lenet", True, "float32"),  # it takes as long in bfloat16 (docs/performance.md)
+        ("resnet9", True, "bfloat16"),
+    ],
+)
+def test_precision_auto_is_said_as_what_it_is_here(
+    write: Any, monkeypatch: pytest.MonkeyPatch, model: str, capable: bool, expected: str
+) -> None:
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: capable)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    path = write(SOUND + f"run: {{precision: auto}}\nmodel: {{name: {model}}}\n")
+    config = load(path, (), TABLE)
+    assert config.run.precision == expected
+    assert f"precision: {expected}" in to_yaml(config)
+    told = load(path, [f"run.precision={expected}"], TABLE)
+    assert digest(config) == digest(told)
+    assert load(path, ["privacy.epsilon=8"], TABLE).run.precision == "float32"
+
+
 @pytest.mark.parametrize("norm", ["batch", "static"])
 def test_a_norm_that_couples_rows_is_refused_in_a_private_run_alone(write: Any, norm: str) -> None:
     path = write(SOUND + f"model: {{norm: {norm}}}\n")

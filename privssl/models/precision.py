@@ -20,6 +20,25 @@ Precision = Literal["float32", "bfloat16"]
 Network = TypeVar("Network", bound=nn.Module)
 
 
+#: Their training steps take 0.85 of the time or less (docs/performance.md); those of LeNet and of
+#: FedTriNet's CNN take as long, or longer.
+WIDE = ("small_cnn", "resnet9", "wresnet28x2")
+
+
+def faster(classifier: str, device: str) -> Precision:
+    """The precision in which this machine trains a classifier faster.
+
+    Args:
+        classifier: as ``model.name``.
+        device: as ``run.device``.
+    """
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        supported = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    else:
+        supported = device in ("auto", "cpu") and torch.cpu._is_avx512_bf16_supported()
+    return "bfloat16" if supported and classifier in WIDE else "float32"
+
+
 def in_precision(kind: type[Network], precision: Precision) -> type[Network]:
     """A class of networks, with its forward pass in that precision; its output is float32.
 
