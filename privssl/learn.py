@@ -4,7 +4,7 @@ Which rows make the batches, an Adam whose moments stay with the agent between v
 moving average that a server keeps. What is minimised is the algorithm's own business.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,29 @@ def epoch_batches(held: int, size: int, rng: torch.Generator) -> Iterator[Tensor
         held: rows that the agent has, >= 0; none give no batch.
     """
     return iter(torch.split(torch.randperm(held, generator=rng), size)) if held else iter(())
+
+
+def ahead(
+    batches: Iterable[Tensor], seen: Callable[[Tensor], Tensor], at_once: int = 512
+) -> Iterator[Tensor]:
+    """Views of batches, one after the other, made for many batches in one go.
+
+    RandAugment is a few hundred small operations whatever the number of rows: batch by batch it
+    took a quarter of FedSEAL's local training.
+
+    Args:
+        batches: row numbers, each (B,); B may be 0.
+        seen: row numbers (N,) -> views (N, ...). Called for whole batches, of ``at_once`` rows
+            together or little more.
+    """
+    waiting: list[Tensor] = []
+    for batch in batches:
+        waiting.append(batch)
+        if sum(map(len, waiting)) >= at_once:
+            yield from torch.split(seen(torch.cat(waiting)), list(map(len, waiting)))
+            waiting = []
+    if waiting:
+        yield from torch.split(seen(torch.cat(waiting)), list(map(len, waiting)))
 
 
 @dataclass(frozen=True)

@@ -185,3 +185,17 @@ def test_weights_read_from_a_network_are_copies_and_so_are_those_put_into_it() -
 def test_the_mean_of_losses_and_of_none() -> None:
     assert learn.mean_of([torch.tensor(1.0), torch.tensor(4.0)]) == 2.5
     assert learn.mean_of([]) == 0.0
+
+
+def test_views_made_ahead_are_those_of_their_batches_and_made_for_many_at_once() -> None:
+    batches = [*torch.split(torch.arange(25), 4), torch.empty(0, dtype=torch.int64)]
+    asked: list[int] = []
+
+    def seen(picked: Tensor) -> Tensor:
+        asked.append(len(picked))
+        return 10 * picked
+
+    views = list(learn.ahead(batches, seen, at_once=10))
+    assert [view.tolist() for view in views] == [(10 * batch).tolist() for batch in batches]
+    assert asked == [12, 12, 1]
+    assert list(learn.ahead([], seen)) == []

@@ -27,6 +27,7 @@ is left out where a batch norm needs two. Where the paper is silent: Config and 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, final
 
 import pydantic.dataclasses
@@ -42,7 +43,6 @@ from privssl.algorithms import signs
 from privssl.algorithms.base import Algorithm, Context, Task, on_agent
 from privssl.algorithms.local_ssl import Share, needs_unlabelled, no_statistics
 from privssl.data.views import view
-from privssl.losses import soft_cross_entropy
 from privssl.messages import Done, Message, Reply, StateDict, average
 from privssl.privacy import PrivatePlan
 from privssl.settings import Count, Positive, Problem, Rate, strict
@@ -312,9 +312,11 @@ class FedSEAL(Algorithm[State]):
         sgd, order, views = self._sgd(F, ctx), ctx.rng("order"), ctx.rng("views")
         losses, how = [], self.cfg.batches
         for _ in range(self.cfg.client_epochs):
-            for batch in signs.signed_batches(how, both, self.cfg.batch_size, order):
+            batches = signs.signed_batches(how, both, self.cfg.batch_size, order)
+            seen = learn.ahead(batches, partial(self._seen, agent.unlabelled, both, ctx, views))
+            for batch, x in zip(batches, seen, strict=True):
                 if not _too_few(F, batch):
-                    up, down = self._row_losses(F, agent.unlabelled, both, batch, ctx, views)
+                    up, down = signs.row_losses(F(x), both, batch)
                     loss = signs.batch_loss(how, up, down, both.sizes, weights)
                     losses.append(_minimise(sgd, loss))
         ctx.note("train/loss_signs", learn.mean_of(losses))
@@ -331,20 +333,16 @@ class FedSEAL(Algorithm[State]):
         agent.memory = {**memory, "p_bar": p_bar, "models": torch.tensor(models)}
         return p_bar
 
-    def _row_losses(
-        self, F: nn.Module, rows: UnlabelledRows, both: signs.Signs, batch: Tensor,
-        ctx: Context, rng: torch.Generator,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Losses of the positive rows of a batch (B+,) and of the negative ones (B-,)."""
-        up, down = batch[both.positive[batch]], batch[both.negative[batch]]
-        x_up, x_down = (learn.network_input(rows.x[part], ctx.device) for part in (up, down))
-        seen_up = self.cfg.view(self.cfg.positive_view, x_up, rng)
-        seen_down = self.cfg.view(self.cfg.negative_view, x_down, rng)
-        logits = F(torch.cat([seen_up, seen_down]))  # (B, C): a batch norm sees both kinds
-        return (
-            soft_cross_entropy(logits[: len(up)], both.targets[up].to(ctx.device)),  # Eq. 14
-            signs.complementary_loss(logits[len(up) :], both.y_minus[down].to(ctx.device)),
-        )
+    def _seen(
+        self, rows: UnlabelledRows, both: signs.Signs, ctx: Context, rng: torch.Generator,
+        picked: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Views of positive and of negative rows (N, *shape), by the kind of each."""
+        x, positive = learn.network_input(rows.x[picked], ctx.device), both.positive[picked]
+        seen = torch.empty_like(x)
+        seen[positive] = self.cfg.view(self.cfg.positive_view, x[positive], rng)
+        seen[~positive] = self.cfg.view(self.cfg.negative_view, x[~positive], rng)
+        return seen
 
     def _note_signs(self, both: signs.Signs, ctx: Context) -> None:
         """Shares of D+ and D-, lambda, and the largest class of D+: near 1, training collapses."""

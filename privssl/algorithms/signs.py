@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from privssl import learn
+from privssl.losses import soft_cross_entropy
 
 Schedule = Literal[
     "complement", "inverse", "inverse_capped", "decay", "rampup", "decay_negative", "constant"
@@ -182,6 +183,21 @@ def signed_batches(how: Batching, both: Signs, size: int, rng: torch.Generator) 
             column += [rows[i] for i in learn.epoch_batches(len(rows), size, rng)]
         columns.append(column[:steps])
     return [torch.cat(pair) for pair in zip(*columns, strict=True)]
+
+
+def row_losses(logits: Tensor, both: Signs, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses of the positive rows of a batch (B+,), Eq. 14, and of the negative ones (B-,), Eq. 15.
+
+    Args:
+        logits: of all rows of the batch (B, C).
+        batch: their numbers (B,), each in D+ or in D-.
+    """
+    up = both.positive[batch]
+    y_plus, y_minus = both.targets[batch[up]], both.y_minus[batch[~up]]
+    return (
+        soft_cross_entropy(logits[up], y_plus.to(logits.device)),
+        complementary_loss(logits[~up], y_minus.to(logits.device)),
+    )
 
 
 def set_apart(y: Tensor, count: int, rng: torch.Generator) -> Tensor:
