@@ -29,9 +29,17 @@ def in_precision(kind: type[Network], precision: Precision) -> type[Network]:
     return kind if precision == "float32" else narrow
 
 
+def precision_of(network: nn.Module) -> Precision:
+    """In which a network multiplies."""
+    found: Precision = getattr(network, "precision", "float32")
+    return found
+
+
 @cache
 def _narrow(kind: type[nn.Module]) -> type:
     class Narrow(kind):  # type: ignore[misc, valid-type]
+        precision: Precision = "bfloat16"
+
         def __init__(self, *given: Any, **named: Any) -> None:
             super().__init__(*given, **named)
             for module in self.modules():
