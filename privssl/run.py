@@ -25,7 +25,7 @@ from privssl import config as configs
 from privssl.algorithms.base import Algorithm, Phase
 from privssl.card import guarantee_sentence, privacy_card, render_markdown
 from privssl.checkpoint import Snapshot
-from privssl.engines import Engine
+from privssl.engines import Engine, batched
 from privssl.engines.local import LocalEngine
 from privssl.engines.workers import WorkerEngine, WorkerError, how_many
 from privssl.errors import RunFolderError
@@ -361,6 +361,10 @@ def make_engine(prepared: Prepared, oracle: Oracle, shelf: Shelf | None = None) 
         "seed": run.seed, "device": device, "meter": oracle, "check_wire": run.check_wire,
         "shelf": shelf,
     }  # fmt: skip
+    at_once = batched.how_many(run.batched_agents, device, run.precision)
+    if at_once > 1:
+        common |= {"algorithm": prepared.algorithm, "at_once": at_once}
+        return batched.BatchedEngine(agents, **common)
     workers = how_many(run.workers, agents, device)
     if workers == 1:
         return LocalEngine(agents, **common)
