@@ -7,8 +7,8 @@ Plays the first rounds of each config on the device that ``run.device`` names (a
 there is one), without evaluation, pictures or files, with each number of agents at once in turn and
 three times over. A number's time is the median of its rounds but for each first. ``times`` is the
 ratio of the first number's seconds to its own. ``apart`` is the largest difference of a weight from
-the classifier of the first number after as many rounds: many times 1e-4 means labels that flipped,
-a parameter without effect (docs/batched_agents.md), or a mistake.
+the classifier of the first number after as many rounds: rounding, and what training has made of it
+(docs/batched_agents.md).
 
 A round has no more agents at once than its algorithm asks: give ``agents.query=32`` and, where
 agents are drawn, ``algorithm.query_per_round=32``. Other work on the machine shows in the numbers.
