@@ -80,7 +80,7 @@ class Stackable:
 
 def _alone_now(layer: nn.Module) -> bool:
     if isinstance(layer, StaticNorm):
-        return layer.collecting or not layer.training  # it looks at what it has counted
+        return not layer.training  # it looks at what it has counted, or counts
     return isinstance(layer, _DropoutNd) and layer.training and layer.p > 0
 
 

@@ -599,6 +599,17 @@ class Steps:
     def ask(self, agent: Agent, message: Told, ctx: Any) -> Told:
         return Told(t=self.F(torch.ones(1, 3)).detach()[0])
 
+    def uneven(self, agent: Agent, message: Told, ctx: Any) -> Told:
+        """Three steps, the first agent's after two passes each; the last agent skips one."""
+        F = learn.load(self.F, {"weight": torch.eye(3), "bias": torch.zeros(3)})
+        descent = torch.optim.SGD(F.parameters(), lr=0.1)
+        for step in range(3):
+            x = torch.rand(2, 3, generator=ctx.rng(f"{step}"))
+            y = F(F(x)) if agent.id == "q0" else F(x)
+            if agent.id != "q3" or step != 1:
+                learn.minimise(descent, y.square().sum())
+        return Told(t=F.weight.detach()[0].clone())
+
     def fail(self, agent: Agent, message: Told, ctx: Any) -> Told:
         self.F(torch.ones(1, 3))
         if agent.id == "q1":
@@ -642,6 +653,26 @@ def test_replies_are_those_of_the_local_engine_in_the_order_of_calls() -> None:
         assert torch.equal(mine.said.t, theirs.said.t)
         assert mine.said.text == HERE
     assert same_bits(one.memories(), other.memories())
+
+
+def test_visits_with_unlike_numbers_of_passes_meet_at_their_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = []
+
+    class Counted(JointSteps):
+        def take(self, steps: Sequence[learn.Descent]) -> None:
+            sizes.append(len(steps))
+            super().take(steps)
+
+    monkeypatch.setattr(batched, "JointSteps", Counted)
+    steps, names = Steps(), ["q0", "q1", "q3"]
+    alone, together = (
+        torch.stack([reply.said.t for reply in asked(there, steps.uneven, names)])
+        for there in (engine_of(steps, alone=True), engine_of(steps))
+    )
+    assert float((alone - together).abs().max()) < APART < float((alone[0] - alone[1]).abs().max())
+    assert sizes == [3, 3, 2]  # q3's second and last is taken with the others' second
 
 
 def test_an_agent_with_a_privacy_account_works_alone() -> None:
