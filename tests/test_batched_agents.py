@@ -608,7 +608,7 @@ class Steps:
             y = F(F(x)) if agent.id == "q0" else F(x)
             if agent.id != "q3" or step != 1:
                 learn.minimise(descent, y.square().sum())
-        return Told(t=F.weight.detach()[0].clone())
+        return Told(t=learn.weights_of(F)["weight"][0])
 
     def fail(self, agent: Agent, message: Told, ctx: Any) -> Told:
         self.F(torch.ones(1, 3))
