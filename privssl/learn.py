@@ -1,10 +1,12 @@
 """Local training at an agent, as far as every algorithm does the same.
 
-Which rows make the batches, an Adam whose moments stay with the agent between visits, and the
-moving average that a server keeps. What is minimised is the algorithm's own business.
+Which rows make the batches, a step down a loss, an Adam whose moments stay with the agent between
+visits, and the moving average that a server keeps. What is minimised is the algorithm's business.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +74,57 @@ def ahead(
         yield from torch.split(seen(torch.cat(waiting)), list(map(len, waiting)))
 
 
+@dataclass(frozen=True, eq=False)
+class Descent:
+    """One step that is to be taken down a loss."""
+
+    optimiser: torch.optim.Optimizer
+    loss: Tensor  # scalar
+    clip_norm: float | None  # the optimiser's whole gradient is shortened to it, if it is longer
+
+    def parameters(self) -> list[Tensor]:
+        """What it may move."""
+        groups = self.optimiser.param_groups
+        return [p for group in groups for p in group["params"] if p.requires_grad]
+
+
+def minimise(
+    optimiser: torch.optim.Optimizer, loss: Tensor, *, clip_norm: float | None = None
+) -> Tensor:
+    """One step of an optimiser down a scalar loss, which is returned without its graph.
+
+    Gradients are those by the optimiser's own parameters; one that the loss does not reach stays
+    put. All training goes through here, so that an engine can take a step of several agents as one
+    (``descending``).
+
+    Args:
+        clip_norm: longest norm of the gradient of all parameters together; None: any.
+    """
+    _descend.get()(Descent(optimiser, loss, clip_norm))
+    return loss.detach()
+
+
+def _alone(step: Descent) -> None:
+    step.optimiser.zero_grad(set_to_none=True)
+    step.loss.backward(inputs=step.parameters())  # type: ignore[no-untyped-call]
+    if step.clip_norm is not None:
+        nn.utils.clip_grad_norm_(step.parameters(), step.clip_norm)
+    step.optimiser.step()
+
+
+_descend: ContextVar[Callable[[Descent], None]] = ContextVar("descend", default=_alone)
+
+
+@contextmanager
+def descending(by: Callable[[Descent], None]) -> Iterator[None]:
+    """Inside, on this thread, ``by`` takes the steps of ``minimise``."""
+    before = _descend.set(by)
+    try:
+        yield
+    finally:
+        _descend.reset(before)
+
+
 @dataclass(frozen=True)
 class AdamGroup:
     """One network and how its parameters are stepped."""
@@ -121,9 +174,7 @@ class KeptAdam:
 
     def minimise(self, loss: Tensor) -> None:
         """One step on a scalar loss. A parameter that the loss does not reach stays put."""
-        self._adam.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._adam.step()
+        minimise(self._adam, loss)
 
     def remember(self) -> dict[str, Tensor]:
         """The moments, to be merged into the agent's memory."""

@@ -7,7 +7,7 @@ fits, a delta that would allow a whole row of the largest agent to be published.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,10 +20,10 @@ from privssl.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, Task
 from privssl.config import Config
-from privssl.engines.workers import why_not
+from privssl.engines import batched, workers
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.privacy import Plan
-from privssl.settings import PrivacySettings
+from privssl.settings import PrivacySettings, RunSettings
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def prepare(config: Config) -> Prepared:
         accounting.errors.PlanError: no true claim could follow from the privacy section.
     """
     device = _device(config.run.device)
-    _check_workers(config.run.workers, device)
+    _check_side_by_side(config.run, device)
     federation = data.build(config.data, config.agents, config.run.seed)
     dataset, kind = federation.dataset, ALGORITHMS[config.algorithm.name]
     _check_sides(dataset.shape, config.algorithm.name, kind.sides_divisible_by)
@@ -162,7 +162,10 @@ def _device(name: str) -> torch.device:
     return torch.device(("cuda" if cuda else "cpu") if name == "auto" else name)
 
 
-def _check_workers(asked: int | Literal["auto"], device: torch.device) -> None:
-    reason = why_not(device)
-    if asked != "auto" and asked > 1 and reason is not None:
-        raise ConfigError(f"run.workers is {asked}, but {reason}. Give 1, or auto")
+def _check_side_by_side(run: RunSettings, device: torch.device) -> None:
+    reason = workers.why_not(device)
+    if run.workers != "auto" and run.workers > 1 and reason is not None:
+        raise ConfigError(f"run.workers is {run.workers}, but {reason}. Give 1, or auto")
+    reason = batched.why_not(device, run.precision)
+    if run.batched_agents > 1 and reason is not None:
+        raise ConfigError(f"run.batched_agents is {run.batched_agents}, but {reason}. Give 1")

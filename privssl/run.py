@@ -26,6 +26,7 @@ from privssl.algorithms.base import Algorithm, Phase
 from privssl.card import guarantee_sentence, privacy_card, render_markdown
 from privssl.checkpoint import Snapshot
 from privssl.engines import Engine
+from privssl.engines.batched import BatchedEngine
 from privssl.engines.local import LocalEngine
 from privssl.engines.workers import WorkerEngine, WorkerError, how_many
 from privssl.errors import RunFolderError
@@ -361,6 +362,9 @@ def make_engine(prepared: Prepared, oracle: Oracle, shelf: Shelf | None = None) 
         "seed": run.seed, "device": device, "meter": oracle, "check_wire": run.check_wire,
         "shelf": shelf,
     }  # fmt: skip
+    if run.batched_agents > 1:
+        common |= {"algorithm": prepared.algorithm, "at_once": run.batched_agents}
+        return BatchedEngine(agents, **common)
     workers = how_many(run.workers, agents, device)
     if workers == 1:
         return LocalEngine(agents, **common)

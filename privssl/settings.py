@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 class RunSettings:
     """How a run is carried out; of these only ``seed`` and rounding can move results.
 
-    Rounding: ``precision``, and the device.
+    Rounding: ``precision``, the device, and ``batched_agents``.
     """
 
     name: str = ""  # empty: the name of the config file
@@ -54,6 +54,16 @@ class RunSettings:
     memories_mb: Count = 512  # RAM for what agents remember; the rest is a file without a name
     check_wire: bool = False  # pack every message to bytes and back, as a network would
     workers: Positive | Literal["auto"] = "auto"  # processes; auto: one per core; 1: only this one
+    batched_agents: Positive = 1  # agents whose kernels are one stream, for a GPU
+
+    def problems(self) -> Iterator[Problem]:
+        """Two ways of working side by side that exclude each other."""
+        if self.batched_agents > 1 and self.workers not in ("auto", 1):
+            yield Problem(
+                "batched_agents",
+                f"{self.batched_agents} agents in one stream work in one process, and workers is "
+                f"{self.workers}. Leave one of the two out",
+            )
 
 
 @dataclass(frozen=True, config=strict)

@@ -55,8 +55,8 @@ FORBIDDEN = {
 } | {
     f"privssl.{name}": (*UPPER, "privssl.engines", "privssl.algorithms", "privssl.world")
     for name in (
-        *("agents", "errors", "learn", "losses", "messages", "mixup", "models"),
-        *("census_plan", "privacy", "pseudo", "seeds", "settings"),
+        *("agents", "errors", "learn", "lockstep", "losses", "messages", "mixup", "models"),
+        *("census_plan", "privacy", "pseudo", "seeds", "settings", "stacked"),
     )
 }
 EXCEPTIONS = {"privssl.algorithms": ("privssl.data.augment", "privssl.data.views")}

@@ -462,6 +462,7 @@ def test_the_digest_is_of_what_can_change_a_trained_bit_and_of_nothing_else(writ
 
     free = ["name=x", "output=y", "overwrite=true", "evaluate_every=2", "checkpoint_every=3"]
     free += ["images_every=4", "device=cpu", "check_wire=true", "workers=2"]
+    free += ["batched_agents=4"]  # in the last bits, as the device does
     assert {digest_with(f"run.{override}") for override in free} == {digest_with()}
     assert digest_with("privacy.epsilon=8") == digest_with()  # 8 is 8.0
     bound = ["run.seed=1", "data.labelled=200", "agents.query=7", "model.width=8"]

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks import (
     against_flower_and_pfl,
+    batched_agents,
     cell,
     hot_loop,
     methods,
@@ -36,8 +37,14 @@ SMALL = argparse.Namespace(data="digits", agents=2, rows=24, batch=10, epochs=2,
 
 @pytest.mark.parametrize(
     "main",
-    [b.main for b in (against_flower_and_pfl, hot_loop, methods, plain_loop, private_step)],
-    ids=["against_flower_and_pfl", "hot_loop", "methods", "plain_loop", "private_step"],
+    [
+        b.main
+        for b in (
+            *(against_flower_and_pfl, batched_agents, hot_loop, methods, plain_loop),
+            private_step,
+        )
+    ],
+    ids=lambda main: main.__module__.partition(".")[2],
 )
 def test_each_command_says_what_it_measures(
     main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
@@ -46,6 +53,25 @@ def test_each_command_says_what_it_measures(
         main(["--help"])
     assert ended.value.code == 0
     assert "python -m benchmarks." in capsys.readouterr().out
+
+
+# Agents in one stream of kernels --------------------------------------------------------------
+
+
+def test_agents_at_once_are_timed_and_led_to_the_same_classifier(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = [str(methods.CONFIGS / "fedavg.yaml"), "--at-once", "1,2", "--rounds", "1"]
+    small = ["run.device=cpu", "algorithm.local_epochs=1", "data.labelled=40", "model.width=8"]
+    assert batched_agents.main([*asked, *small]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("Device cpu: ")
+    rows = [line.split(" | ") for line in told.splitlines() if line.startswith("| fedavg")]
+    assert [row[1] for row in rows] == ["1", "2"]
+    assert rows[0][4] == "1.00"
+    assert 0 < float(rows[1][5].removesuffix(" |")) < 1e-4  # 0: nothing was done otherwise
+    assert batched_agents.main([*asked, *small, "run.precision=bfloat16"]) == 2
+    assert "are computed one by one" in capsys.readouterr().err
 
 
 # The plain loop ------------------------------------------------------------------------------

@@ -68,13 +68,14 @@ def at_clients(**data: Any) -> Federation:
 
 
 def make(
-    name: str, *, norm: str = "group", precision: Precision = "float32", **settings: Any
-) -> Algorithm[Any]:
-    """An algorithm for toy rows with a classifier of width 4."""
+    name: str, *, norm: str = "group", precision: Precision = "float32", width: int = 4,
+    **settings: Any,
+) -> Algorithm[Any]:  # fmt: skip
+    """An algorithm for toy rows with a classifier of width 4, unless told otherwise."""
     kind = ALGORITHMS[name]
     known = {field.name for field in dataclasses.fields(kind.Config)}
     quick = {key: value for key, value in QUICK.items() if key in known}
-    model = ModelSettings(width=4, norm=norm)  # type: ignore[arg-type]  # checked by pydantic
+    model = ModelSettings(width=width, norm=norm)  # type: ignore[arg-type]  # checked by pydantic
     shape = (1, 8, 8)
 
     def new_classifier() -> nn.Module:

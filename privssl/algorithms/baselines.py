@@ -271,9 +271,7 @@ def descend(
             values.append(loss.detach())
             if msg.proximal:
                 loss = loss + msg.proximal / 2 * squared_distance(F, anchor)
-            sgd.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            sgd.step()
+            learn.minimise(sgd, loss)
     if values:
         ctx.note("train/loss_F", learn.mean_of(values))
     return Trained(learn.weights_of(F))

@@ -287,7 +287,7 @@ class FedSEAL(Algorithm[State]):
                 x = learn.network_input(rows.x[taught[batch]], ctx.device)
                 logits = F(self.cfg.view(self.cfg.server_view, x, rng))
                 loss = cross_entropy(logits, rows.y[taught[batch]].to(ctx.device))
-                losses.append(_minimise(sgd, loss))
+                losses.append(learn.minimise(sgd, loss))
         return losses
 
     # Steps where unlabelled rows are --------------------------------------------------------
@@ -318,7 +318,7 @@ class FedSEAL(Algorithm[State]):
                 if not _too_few(F, batch):
                     up, down = signs.row_losses(F(x), both, batch)
                     loss = signs.batch_loss(how, up, down, both.sizes, weights)
-                    losses.append(_minimise(sgd, loss))
+                    losses.append(learn.minimise(sgd, loss))
         ctx.note("train/loss_signs", learn.mean_of(losses))
         return Model(learn.weights_of(F))
 
@@ -373,13 +373,6 @@ def _probabilities(F: nn.Module, x: Tensor, ctx: Context) -> Tensor:
     parts = [F(learn.network_input(part, ctx.device)) for part in torch.split(x, 512)]
     F.train()
     return torch.cat(parts).softmax(dim=1).cpu()
-
-
-def _minimise(sgd: torch.optim.SGD, loss: Tensor) -> Tensor:
-    sgd.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
-    sgd.step()
-    return loss.detach()
 
 
 def _too_few(F: nn.Module, batch: Tensor) -> bool:

@@ -348,10 +348,7 @@ class FedTriNet(Algorithm[State]):
                     for (picked, weight), mine in zip(parts, by_part, strict=True)
                 ]
             ).sum()
-            sgd.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            sgd.step()
-            losses.append(loss.detach())
+            losses.append(learn.minimise(sgd, loss))
         if losses:
             ctx.note(f"train/loss/{purpose}", learn.mean_of(losses))
 

@@ -345,12 +345,7 @@ def descend(
     values = []
     with seeds.seeded(ctx.rng("dropout")):
         for loss in losses:
-            sgd.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            if cfg.clip_norm is not None:
-                nn.utils.clip_grad_norm_(named.values(), cfg.clip_norm)
-            sgd.step()
-            values.append(loss.detach())
+            values.append(learn.minimise(sgd, loss, clip_norm=cfg.clip_norm))
     if not values:
         return None
     ctx.note(f"train/loss_F/{group}", learn.mean_of(values))

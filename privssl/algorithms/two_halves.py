@@ -219,9 +219,7 @@ class Visit:
     def _step(self, half: Half, loss: Tensor) -> None:
         """Move one half, unless nothing in the loss depends on it."""
         if loss.requires_grad:
-            self._sgd[half].zero_grad(set_to_none=True)
-            loss.backward(inputs=list(self._halves[half].values()))  # type: ignore[no-untyped-call]
-            self._sgd[half].step()
+            learn.minimise(self._sgd[half], loss)
 
 
 def _leaves(weights: StateDict, device: torch.device) -> dict[str, Tensor]:

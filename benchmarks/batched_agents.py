@@ -1,0 +1,141 @@
+"""Seconds of a round with agents one after the other, and with many in one stream of kernels.
+
+    python -m benchmarks.batched_agents CONFIG... [--at-once 1,8,32] [--rounds 6] [--phase NAME]
+        [section.key=value ...]
+
+Plays the first rounds of each config on the device that ``run.device`` names (auto: a GPU, where
+there is one), without evaluation, pictures or files, with each number of agents at once in turn and
+three times over. A number's time is the median of its rounds but for each first. ``times`` is the
+ratio of the first number's seconds to its own. ``apart`` is the largest difference of a weight from
+the classifier of the first number after as many rounds: rounding, and what training has made of it
+(docs/batched_agents.md).
+
+A round has no more agents at once than its algorithm asks: give ``agents.query=32`` and, where
+agents are drawn, ``algorithm.query_per_round=32``. Other work on the machine shows in the numbers.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.processes import about
+from privssl.config import load
+from privssl.errors import UserError
+from privssl.evaluate import Oracle
+from privssl.prepare import Prepared, prepare
+from privssl.run import make_engine, planned_rounds
+from privssl.world import World
+
+PASSES = 3
+
+
+@dataclass
+class Measured:
+    """What rounds took, and where they led."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)  # of this process
+    classifier: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def prepared(path: Path, overrides: Sequence[str], at_once: int) -> Prepared:
+    """A config with so many agents at once.
+
+    Raises:
+        UserError: it cannot be run so, or agents work one by one whatever is asked.
+    """
+    changes = [*overrides, "run.workers=1", f"run.batched_agents={at_once}"]
+    found = prepare(load(path, changes))
+    if found.plan is not None:
+        raise UserError(f"{path}: agents with a privacy account work one by one. Leave it out")
+    return found
+
+
+def play(one: Prepared, rounds: int, phase: str, into: Measured) -> None:
+    """Adds the first rounds (of a phase, if one is named), but for the very first.
+
+    A round ends with weights on the CPU, so nothing that a GPU was told to do is left then.
+    """
+    algorithm, played = one.algorithm, 0
+    with closing(make_engine(one, Oracle(one.federation.true_labels))) as engine:
+        world = World(engine, one.config.run.seed)
+        state = algorithm.start(world)
+        for now in planned_rounds(algorithm.phases()):
+            if played > rounds:
+                break
+            world.begin(now)
+            begun, cpu = time.perf_counter(), time.process_time()
+            state = algorithm.round(state, world)
+            if now.phase == (phase or now.phase):
+                played += 1
+                if played > 1:
+                    into.seconds.append(time.perf_counter() - begun)
+                    into.cpu.append(time.process_time() - cpu)
+    into.classifier = algorithm.classifier(state)
+
+
+def lines(name: str, measured: Mapping[int, Measured]) -> list[str]:
+    """Rows of the table: one for each number of agents at once."""
+    first = next(iter(measured.values()))
+    found = []
+    for at_once, one in measured.items():
+        seconds, cpu = statistics.median(one.seconds), statistics.median(one.cpu)
+        times = statistics.median(first.seconds) / seconds
+        apart = max(
+            float((value.double() - first.classifier[key].double()).abs().max())
+            for key, value in one.classifier.items()
+        )
+        found.append(
+            f"| {name} | {at_once} | {seconds:.3f} | {cpu:.3f} | {times:.2f} | {apart:.0e} |"
+        )
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a Markdown table; 2 where a config cannot be measured."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.batched_agents", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
+    parser.add_argument("--at-once", default="1,8,32")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--phase", default="")
+    options = parser.parse_intermixed_args(arguments)
+    overrides = [text for text in options.configs if "=" in text]
+    numbers = [int(n) for n in options.at_once.split(",")]
+    torch.set_num_threads(1)
+    for place, name in enumerate(text for text in options.configs if "=" not in text):
+        measured = {n: Measured() for n in numbers}
+        try:
+            for _ in range(PASSES):
+                for n in numbers:
+                    one = prepared(Path(name), overrides, n)
+                    play(one, options.rounds, options.phase, measured[n])
+        except UserError as error:
+            print(error, file=sys.stderr)
+            return 2
+        if not place:
+            print(f"{_machine(one.device)}\n")
+            print(
+                "| config | agents at once | s | CPU s | times | apart |\n|---|---|---|---|---|---|"
+            )
+        print("\n".join(lines(Path(name).stem, measured)), flush=True)
+    return 0
+
+
+def _machine(device: torch.device) -> str:
+    gpu = f"{torch.cuda.get_device_name(device)}, " if device.type == "cuda" else ""
+    return f"Device {device}: {gpu}{about()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

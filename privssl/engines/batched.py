@@ -1,0 +1,169 @@
+"""The engine for a GPU: agents of a parallel step train side by side, in one stream of kernels.
+
+A small network leaves a GPU idle: nearly all of a step's time goes into starting its kernels. So
+visits run in lockstep (``lockstep.py``). A visit is what it always was, one agent's walk through
+its batches with random numbers of its own. But where it calls a network of its algorithm, or goes a
+step down a loss (``learn.minimise``), it waits for the others, and the pass or the step is done for
+all of them at once (``stacked.py``). An algorithm does not know of it.
+
+First all passes that visits wait for; when every visit waits for a step, the steps: so one that had
+more passes before a step meets the others again there. One with fewer steps leaves earlier.
+
+Each visit has a copy of the algorithm with networks of its own. An algorithm keeps nothing between
+visits, so the copy serves another agent afterwards.
+
+What is done one after the other as ever: a call without company (a sequential pass), and agents
+that have a privacy account. Their gradients are clipped row by row, and no algorithm trains them
+in parallel: Algorithm 2 of Fan et al. takes them in sequence. Results equal those of the other
+engines up to the rounding of float32: docs/batched_agents.md.
+"""
+
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from privssl import learn
+from privssl.agents import Agent
+from privssl.algorithms.base import Algorithm, LabelMeter
+from privssl.engines import Call
+from privssl.engines.local import LocalEngine
+from privssl.lockstep import Ask, in_lockstep
+from privssl.messages import Reply
+from privssl.shelf import Shelf
+from privssl.stacked import JointSteps, Pass, Stackable, can_stack, passes_as_one
+
+
+def why_not(device: torch.device, precision: str) -> str | None:
+    """Why agents cannot train side by side, as half a sentence; None: they can.
+
+    >>> why_not(torch.device("cpu"), "bfloat16")
+    'networks that multiply in bfloat16 are computed one by one (run.precision)'
+    """
+    if precision != "float32":
+        return f"networks that multiply in {precision} are computed one by one (run.precision)"
+    if device.type not in ("cpu", "cuda"):
+        return f"the device is {device}, and this is for cuda (or cpu, where it is slower)"
+    return None
+
+
+class BatchedEngine(LocalEngine):
+    """Delivers the calls of a parallel step to visits in lockstep, all others one by one."""
+
+    def __init__(
+        self,
+        agents: Sequence[Agent],
+        *,
+        algorithm: Algorithm[Any],
+        at_once: int,
+        seed: int,
+        device: torch.device,
+        meter: LabelMeter | None = None,
+        check_wire: bool = False,
+        shelf: Shelf | None = None,
+    ) -> None:
+        """``algorithm``: whose steps will be called; a step of anybody else is done one by one.
+
+        ``at_once``: agents whose networks and batches are held at a time, >= 1.
+        """
+        super().__init__(
+            agents, seed=seed, device=device, meter=meter, check_wire=check_wire, shelf=shelf
+        )
+        self._algorithm, self._at_once = algorithm, at_once
+        self._copies: list[Algorithm[Any]] = []
+
+    def close(self) -> None:
+        self._copies = []
+        super().close()
+
+    def _carried_out(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        together = self._that_may_meet(calls)
+        if len(together) < 2:
+            return super()._carried_out(calls)
+        replies: dict[int, Reply[Any]] = {}
+        for start in range(0, len(together), self._at_once):
+            some = together[start : start + self._at_once]
+            replies |= zip(some, self._side_by_side([calls[place] for place in some]), strict=True)
+        return [replies.get(place) or self._visit(call) for place, call in enumerate(calls)]
+
+    def _that_may_meet(self, calls: Sequence[Call]) -> list[int]:
+        """Places of the calls that may be in lockstep."""
+        often = Counter(call.to.id for call in calls)
+        return [
+            place for place, call in enumerate(calls)
+            if often[call.to.id] == 1 and self._agents[call.to.id].account is None
+            and getattr(self._algorithm, call.step.__name__, None) == call.step
+        ]  # fmt: skip
+
+    def _side_by_side(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        while len(self._copies) < len(calls):
+            self._copies.append(_asking_copy(self._algorithm))
+        visits = [
+            dataclasses.replace(call, step=getattr(own, call.step.__name__))
+            for call, own in zip(calls, self._copies, strict=False)
+        ]
+
+        def piece(visit: Call) -> Callable[[Ask], Reply[Any]]:
+            def work(ask: Ask) -> Reply[Any]:
+                _ask.set(ask)  # the thread, and with it the context, is this piece's own
+                with learn.descending(ask):
+                    return self._visit(visit)
+
+            return work
+
+        steps = JointSteps()
+
+        def answer(questions: Sequence[Pass | learn.Descent]) -> dict[int, Any]:
+            passes = {n: asked for n, asked in enumerate(questions) if isinstance(asked, Pass)}
+            if passes:
+                return dict(zip(passes, passes_as_one(list(passes.values())), strict=True))
+            steps.take([asked for asked in questions if isinstance(asked, learn.Descent)])
+            return dict.fromkeys(range(len(questions)))
+
+        return in_lockstep([piece(visit) for visit in visits], answer, self._device)
+
+
+# Networks that ask ---------------------------------------------------------------------------
+
+#: On the thread of a visit in lockstep: how it asks for what is done for all.
+_ask: ContextVar[Ask | None] = ContextVar("ask", default=None)
+
+
+def _asking_copy(algorithm: Algorithm[Any]) -> Algorithm[Any]:
+    """A copy whose networks, where a visit calls them, ask for a pass together with others."""
+    own = copy.deepcopy(algorithm)
+    for name, network in _networks(own):
+        stackable = Stackable(name, network)
+        if not stackable.never:
+            _let_ask(stackable)
+    return own
+
+
+def _networks(algorithm: Algorithm[Any]) -> Iterator[tuple[str, nn.Module]]:
+    """All that an algorithm holds, by attribute, or attribute and name."""
+    for name, value in vars(algorithm).items():
+        if isinstance(value, nn.Module):
+            yield name, value
+        elif isinstance(value, Mapping):
+            for key, inner in value.items():
+                if isinstance(inner, nn.Module):
+                    yield f"{name}.{key}", inner
+
+
+def _let_ask(copy: Stackable) -> None:
+    # In plain layout: gradients come out of a stack so, and need not be copied once more.
+    network = copy.network.to(memory_format=torch.contiguous_format)
+    alone = network.forward
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        ask = _ask.get()  # None outside of visits, so also where the question is answered
+        if ask is None or named or not can_stack(copy, inputs):
+            return alone(*inputs, **named)
+        return ask(Pass(copy, alone, inputs, torch.is_grad_enabled()))
+
+    network.forward = forward
