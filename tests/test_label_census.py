@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from toy_worlds import (
     Mute,
     Overheard,
@@ -22,7 +22,8 @@ from toy_worlds import (
     same_bits,
 )
 
-from privssl.algorithms import label_free
+from privssl.algorithms import label_census, label_free
+from privssl.algorithms.base import Context
 from privssl.algorithms.clusters import (
     joined,
     k_means,
@@ -32,7 +33,7 @@ from privssl.algorithms.clusters import (
     on_sphere,
     sums,
 )
-from privssl.algorithms.label_census import Census, LabelCensus
+from privssl.algorithms.label_census import Census, Classifier, LabelCensus, SelfLesson
 from privssl.algorithms.label_free import Map, Sums, map_of
 from privssl.algorithms.patch_encoder import encode
 from privssl.algorithms.votes import class_given_cluster, class_posterior
@@ -386,6 +387,43 @@ def test_there_are_two_clusters_to_a_class_where_noise_leaves_their_counts_to_be
 def test_a_row_of_a_known_cluster_has_its_class_with_the_assumed_purity() -> None:
     told = class_given_cluster(torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0]]), 0.8)
     torch.testing.assert_close(told, torch.tensor([[0.8, 0.1, 0.1], [0.45, 0.45, 0.1]]))
+
+
+def test_self_training_learns_the_teachers_guess_times_what_the_rows_cluster_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learned: list[tuple[Tensor, Tensor]] = []
+
+    def guessed(F: nn.Module, x: Tensor, **_: Any) -> Tensor:
+        return torch.tensor([0.5, 0.3, 0.2] + [0.0] * 7).expand(len(x), 10)
+
+    def noted(self: Any, agent: Any, picked: Tensor, p: Tensor, msg: Any, ctx: Any) -> Classifier:
+        learned.append((agent.memory["cluster"][picked], p))
+        return Classifier(msg.F)
+
+    monkeypatch.setattr(label_census, "guess_labels", guessed)
+    monkeypatch.setattr(LabelCensus, "_learn", noted)
+    parties = federation(labelled=40)
+    after = play(make("label_census", **FEW), parties, rounds=7)
+    agent = next(a for a in parties.agents if a.held_unlabelled is not None)
+    agent.memory = {"cluster": torch.arange(len(agent.unlabelled)) % 2}
+    assert isinstance(after.algorithm, LabelCensus)
+    known = torch.zeros(5, 10)
+    known[0, 1] = known[1, 9] = 1.0  # the second guess, and a class that was not guessed
+    lesson = SelfLesson(known, after.state.F, 1e-3, after.state.F)
+    after.algorithm.self_training_pass(
+        agent, lesson, Context(0, 8, agent.id, "1", "a", torch.device("cpu"))
+    )
+    [(cluster, p)] = learned
+    # Purity 0.9: 0.9 for the class of the cluster and 1/90 for each other; 0.5, 0.3 and 0.2 times.
+    told = {
+        0: torch.tensor([0.5 / 90, 0.3 * 0.9, 0.2 / 90] + [0.0] * 7),
+        1: torch.tensor([0.5, 0.3, 0.2] + [0.0] * 7),  # alike for all three
+    }
+    for number, expected in told.items():
+        own = p[cluster == number]
+        assert len(own)
+        torch.testing.assert_close(own, (expected / expected.sum()).expand_as(own))
 
 
 @pytest.mark.parametrize("clusters", [2, 30])
