@@ -44,8 +44,8 @@ SHAPE, CLASSES, NOISE = (1, 28, 28), 10, 32
 MODES = ("hooks", "functorch", "ew", "ghost")
 LAYOUTS = {"channels-last": torch.channels_last, "plain": torch.contiguous_format}
 CLIP, RATE = 1.0, 1e-4  # a rate so small that nothing is learned, or diverges
-#: At most, relative to how far ours went: a step of a mode that is the same step. One row in hundreds
-#: with a rectifier at its kink is 4e-3; gradients that are wrong were 8e-2 and more.
+#: At most, relative to how far ours went: a step of a mode that is the same step. One row of
+#: hundreds with a rectifier at its kink makes 4e-3; wrong gradients made 8e-2 and more.
 APART = 2e-2
 LIMIT = 2.3
 
