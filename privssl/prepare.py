@@ -49,12 +49,12 @@ def prepare(config: Config) -> Prepared:
         privssl.errors.UserError: see the head of this module.
         accounting.errors.PlanError: no true claim could follow from the privacy section.
     """
-    device = _device(config.run.device)
+    device = device_of(config.run.device)
     _check_workers(config.run.workers, device)
     federation = data.build(config.data, config.agents, config.run.seed)
     dataset, kind = federation.dataset, ALGORITHMS[config.algorithm.name]
-    _check_sides(dataset.shape, config.algorithm.name, kind.sides_divisible_by)
-    task = _task(config, dataset.classes, dataset.shape)
+    check_sides(dataset.shape, config.algorithm.name, kind.sides_divisible_by)
+    task = task_of(config, dataset.classes, dataset.shape)
     plan, holders = None, _labelled(federation)
     if config.privacy is not None:
         plan = kind.make_plan(
@@ -72,7 +72,8 @@ def prepare(config: Config) -> Prepared:
     return Prepared(config, federation, algorithm, plan, promises, device)
 
 
-def _task(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
+def task_of(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
+    """What a config asks to be learned from rows of this shape."""
     precision = config.run.precision
 
     def new_classifier() -> nn.Module:
@@ -81,7 +82,8 @@ def _task(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
     return Task(classes, shape, new_classifier, precision)
 
 
-def _check_sides(shape: tuple[int, int, int], algorithm: str, divisor: int) -> None:
+def check_sides(shape: tuple[int, int, int], algorithm: str, divisor: int) -> None:
+    """Raises DataError where rows are of a size that an algorithm cannot halve."""
     _, height, width = shape
     if height % divisor or width % divisor:
         raise DataError(
@@ -100,22 +102,25 @@ def _promises(
     """What each agent with labels promises for its rows: id -> plan; none when not private."""
     if plan is None or privacy is None:
         return {}
+    # Accounts of this run alone promise what the run may spend.
+    budget = Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta)
+    return {agent.id: promise(plan, privacy, agent, budget) for agent in agents}
+
+
+def promise(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Budget) -> AccountPlan:
+    """What one agent with labels promises for its rows."""
     public = privacy.record_counts == "public"
-    return {
-        agent.id: AccountPlan(
-            agent=agent.id,
-            # Accounts of this run alone promise what the run may spend.
-            budget=Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta),
-            scope=plan.scope,
-            update=plan.update,
-            protect=plan.protect,
-            event=plan.event,
-            record_counts=privacy.record_counts,
-            n_public=len(agent.labelled) if public else None,
-            adjacency="zero_out" if public else "add_remove",
-        )
-        for agent in agents
-    }
+    return AccountPlan(
+        agent=agent.id,
+        budget=budget,
+        scope=plan.scope,
+        update=plan.update,
+        protect=plan.protect,
+        event=plan.event,
+        record_counts=privacy.record_counts,
+        n_public=len(agent.labelled) if public else None,
+        adjacency="zero_out" if public else "add_remove",
+    )
 
 
 def _refuse_shared_rows(holders: tuple[Agent, ...], federation: data.Federation) -> None:
@@ -148,7 +153,8 @@ def row_contents(rows: LabelledRows | UnlabelledRows) -> Iterator[bytes]:
     return (about + row.tobytes() for row in rows.x.cpu().numpy())
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of that name; ``auto``: the first GPU, else the CPU. Raises ConfigError."""
     cuda = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     there = ["cpu", *(["cuda", *cuda] if cuda else [])]
     if torch.backends.mps.is_available():

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import posts
 import pytest
 import torch
 from test_algorithm_contract import CASES, algorithm
@@ -28,6 +29,7 @@ from privssl.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.algorithms.base import Context, on_agent
 from privssl.engines import Call, Engine
 from privssl.engines.local import LocalEngine
+from privssl.engines.sites import SiteError
 from privssl.engines.workers import WorkerEngine, why_not
 from privssl.errors import DataError
 from privssl.messages import Message, MessageError, Reply, Silence, StateDict
@@ -159,6 +161,10 @@ ENGINES: dict[str, Under] = {
     "2 workers": Under(_workers, survives=True),
     "1 worker": Under(functools.partial(_workers, workers=1), rare=True),
     "4 workers": Under(functools.partial(_workers, workers=4), survives=True, rare=True),
+    "sites": Under(posts.engine, (SiteError,) * 3, rare=True),
+    "sites in processes": Under(
+        functools.partial(posts.engine, post=posts.Forks), (SiteError,) * 3, survives=True
+    ),
 }
 
 
