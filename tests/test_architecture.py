@@ -30,6 +30,7 @@ COMMANDS = tuple(
     f"privssl.{name}"
     for name in (
         *("__main__", "train", "session", "run", "config", "prepare", "run_folder"),
+        *("site.__main__", "site.opening"),
         *("compare", "comparison", "comparison_plan", "comparison_plot"),
         *(
             "audit",
@@ -51,12 +52,14 @@ FORBIDDEN = {
     "privssl.algorithms": (*UPPER, "privssl.engines", "privssl.data"),
     "privssl.engines": (*UPPER, "privssl.data"),
     "privssl.world": (*UPPER, "privssl.data"),
+    **{f"privssl.site.{name}": (*UPPER, "privssl.data") for name in ("desk", "steps", "store")},
+    "privssl.site.door": (*UPPER, "privssl.engines", "privssl.algorithms", "privssl.data"),
     "privssl.data": (*UPPER, "privssl.engines", "privssl.algorithms"),
 } | {
     f"privssl.{name}": (*UPPER, "privssl.engines", "privssl.algorithms", "privssl.world")
     for name in (
         *("agents", "errors", "learn", "losses", "messages", "mixup", "models"),
-        *("census_plan", "privacy", "pseudo", "seeds", "settings"),
+        *("census_plan", "privacy", "pseudo", "seeds", "settings", "wire"),
     )
 }
 EXCEPTIONS = {"privssl.algorithms": ("privssl.data.augment", "privssl.data.views")}

@@ -2,6 +2,7 @@
 
     settings.py   the operator's file SITE.yaml: who, which rows, which budget
     opening.py    from that file and the config of the experiment to a site that can answer
+    door.py       the socket through which letters come and answers go
     desk.py       what a site does with one letter: check, charge, work, store, answer
     store.py      replies and memories on its disk, and one process at a time
 

@@ -37,6 +37,7 @@ class SiteSettings:
     role: Role  # support: labelled rows; query: unlabelled ones; mixed: both
     config: str  # of the experiment
     folder: str  # for ledger, stored replies and memories, log; made when absent
+    door: str = ""  # socket through which letters come; empty: FOLDER/door
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
     # Visits whose replies and memories stay here; more than there are between two checkpoints.
     keep_visits: Annotated[int, Field(ge=2, le=10**6)] = 64
@@ -113,6 +114,11 @@ class SiteConfig:
     def folder(self) -> Path:
         """Where the site keeps what it must not forget."""
         return self.path(self.site.folder)
+
+    @property
+    def door(self) -> Path:
+        """The socket through which letters come."""
+        return self.path(self.site.door) if self.site.door else self.folder / "door"
 
     @property
     def ledger(self) -> Path:
