@@ -16,7 +16,7 @@ from accounting.budget import Budget
 from accounting.plan import AccountPlan
 from accounting.registry import shared_rows, unprotected_rows
 from privssl import data, models
-from privssl.agents import Agent, LabelledRows, UnlabelledRows
+from privssl.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, Task
 from privssl.config import Config
@@ -36,6 +36,7 @@ class Prepared:
     plan: Plan | None
     promises: Mapping[str, AccountPlan]  # of each agent with labels; empty when not private
     device: torch.device
+    roster: tuple[AgentRef, ...]  # every agent; where they are sites, their rows are not here
 
     @property
     def labelled_agents(self) -> tuple[Agent, ...]:
@@ -51,17 +52,19 @@ def prepare(config: Config) -> Prepared:
     """
     device = device_of(config.run.device)
     _check_workers(config.run.workers, device)
-    federation = data.build(config.data, config.agents, config.run.seed)
+    roster = data.refs(config.data.labels, config.agents)
+    federation = _federation(config)
     dataset, kind = federation.dataset, ALGORITHMS[config.algorithm.name]
     check_sides(dataset.shape, config.algorithm.name, kind.sides_divisible_by)
     task = task_of(config, dataset.classes, dataset.shape)
     plan, holders = None, _labelled(federation)
     if config.privacy is not None:
+        labelled = sum(agent.role != "query" for agent in roster)
         plan = kind.make_plan(
             config.privacy,
             rounds=config.algorithm.rounds,
-            rows_per_agent=config.data.labelled / len(holders),
-            agents=len(holders),
+            rows_per_agent=config.data.labelled / labelled,
+            agents=labelled,
         )
         if plan.visits:
             _refuse_shared_rows(holders, federation)
@@ -69,7 +72,29 @@ def prepare(config: Config) -> Prepared:
     algorithm = kind(config.algorithm, task, plan)
     if plan is not None:
         algorithm.check_private()
-    return Prepared(config, federation, algorithm, plan, promises, device)
+    return Prepared(config, federation, algorithm, plan, promises, device, roster)
+
+
+def _federation(config: Config) -> data.Federation:
+    """The rows that are on this machine. Raises ConfigError for what sites cannot have."""
+    if config.run.engine == "local":
+        return data.build(config.data, config.agents, config.run.seed)
+    privacy, at_server = config.privacy, config.data.labels == "labels-at-server"
+    for key, wrong, why in (
+        ("data.validation", config.data.validation, "rows that no agent holds are at no site"),
+        ("privacy.ledger", privacy is not None and privacy.ledger, "each site has its own"),
+        ("privacy", privacy is not None and at_server, "a labelled server has no site"),
+    ):
+        if wrong:
+            raise ConfigError(f"{key} has no meaning with run.engine flower: {why}. Leave it out")
+    if privacy is not None and privacy.scope != "sound":
+        raise PrivacyError(
+            "the published scope guarantees nothing for any row, and no site takes part in it. "
+            "Protect all that support agents train, or set run.engine: local"
+        )
+    if at_server:  # whose rows are here
+        return data.build(config.data, config.agents, config.run.seed)
+    return data.held_elsewhere(config.data, config.run.seed)
 
 
 def task_of(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:

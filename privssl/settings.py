@@ -22,6 +22,7 @@ DP_SGD_KEYS = (
     *("visits", "learning_rate", "momentum", "average_last", "augment", "views"),
     "acknowledge_unsound",
 )
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -53,6 +54,29 @@ class RunSettings:
     memories_mb: Count = 512  # RAM for what agents remember; the rest is a file without a name
     check_wire: bool = False  # pack every message to bytes and back, as a network would
     workers: Positive | Literal["auto"] = "auto"  # processes; auto: one per core; 1: only this one
+    engine: Literal["local", "flower"] = "local"  # flower: each agent is a site, docs/deploy.md
+    superlink: str = "127.0.0.1:8000"  # flower: host and port of the SuperLink
+    certificate: str = ""  # flower: the root that signed the SuperLink's; none on loopback alone
+    join_seconds: Rate = 120.0  # flower: how long sites are waited for before round 1
+    visit_seconds: Rate = 600.0  # flower: deadline of one visit
+    absent: Literal["stop", "skip"] = "stop"  # flower: a sequential visit that has no reply
+    quorum: Annotated[float, Field(gt=0, le=1)] = 1.0  # flower: of a parallel step, must reply
+
+    def problems(self) -> Iterator[Problem]:
+        """An engine over a network needs an address, and off this machine a certificate."""
+        if self.engine != "flower":
+            return
+        host, colon, port = self.superlink.rpartition(":")
+        if not (host and colon and port.isdecimal()):
+            yield Problem("superlink", f"'{self.superlink}': give host:port")
+        elif host not in LOOPBACK and not self.certificate:
+            yield Problem(
+                "certificate",
+                f"missing: letters to {host} would cross a network in clear. Give the root "
+                "certificate of its SuperLink",
+            )
+        if self.workers != "auto":
+            yield Problem("workers", "has no effect: with run.engine flower agents are sites")
 
 
 @dataclass(frozen=True, config=strict)

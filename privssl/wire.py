@@ -42,7 +42,8 @@ ERRORS: Mapping[str, str] = {
     "refused": "the visit is not one that its agent, role or algorithm has",
     "version": "it has another version of privssl. Install the same one on both sides",
     "config": "it has another config, or another task. Compare its config with this one",
-    "lost": "the visit was charged and broke off; it is never done again",
+    "lost": "the visit was charged and broke off, and is never done again. To go on without it: "
+    "--resume with run.absent=skip, or run.quorum below 1 in a parallel step",
     "failed": "the step broke off with an error. Its own log has which",
     "diverged": "training came to numbers that are not finite. Lower the learning rate",
     "forgotten": "it no longer has what it remembered after the visit that this one builds on. "
@@ -81,6 +82,7 @@ class Introduction:
     role: Annotated[str, Field(pattern="^(support|query|mixed)$")]
     agreement: Digest  # config.agreement: of what both sides must have alike
     keeps: Number  # visits after which what was remembered is still there
+    shows_ledger: bool  # at the end; without labels under a budget there is none to show
 
 
 @dataclass(frozen=True, config=strict)
@@ -120,9 +122,10 @@ class Answer:
 
 @dataclass(frozen=True, config=strict)
 class Farewell:
-    """To a site: a run is over, and what is stored of it can go."""
+    """To a site: a run stops, so show your ledger; if it is over, what is stored of it can go."""
 
     run: RunName
+    over: bool
 
 
 @dataclass(frozen=True, config=strict)

@@ -25,7 +25,7 @@ AGREED = "a" * 64
 #: So short that a test of a site that never answers takes no second.
 SOON = Terms(join_seconds=0.3, visit_seconds=20.0, patience=0.01)
 
-Handler = Callable[[bytes], bytes]
+Handler = Callable[[bytes], bytes | None]
 
 
 class Doors:
@@ -57,7 +57,7 @@ class Forks(Doors):
     """Each letter is answered by a process of its own; one that ends otherwise has no answer."""
 
     def carry(self, address: str, letter: bytes) -> bytes | None:
-        return in_a_fork(lambda: self.handlers[address](letter))
+        return in_a_fork(lambda: self.handlers[address](letter) or b"")
 
 
 def in_a_fork(work: Callable[[], bytes]) -> bytes | None:

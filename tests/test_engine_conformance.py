@@ -305,9 +305,20 @@ def tensors_kept(name: str) -> bool:
 THE_FIVE = ("fedssl", "fedseal", "semifl", "fedmatch", "fedtrinet")
 
 
-@pytest.mark.parametrize("name", [mark for n, mark in NAMES.items() if not n.startswith("local")])
+#: Each of the five on worker processes, and those that use most of what a site has, on sites.
+QUICK = {("2 workers", case) for case in THE_FIVE} | {
+    ("sites in processes", case) for case in ("fedssl", "semifl")
+}
+
+
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in THE_FIVE)) for c in CASES]
+    ("name", "case"),
+    [
+        pytest.param(n, c, marks=[*_marks(n), *[pytest.mark.slow] * ((n, c) not in QUICK)])
+        for n in NAMES
+        for c in CASES
+        if not n.startswith("local")
+    ],
 )
 def test_every_algorithm_comes_to_the_same_weights(name: str, case: str) -> None:
     state, memories = among(name, case)

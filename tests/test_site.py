@@ -292,7 +292,7 @@ def test_of_an_error_one_word_leaves_and_the_rest_stays_in_the_log(
 def test_an_introduction_tells_no_number_of_rows(place: Path) -> None:
     desk = opened(place)
     found = wire.from_bytes(desk.handle(wire.to_bytes(Hello())), Introduction)
-    assert found == Introduction("s0", "support", desk.agreement, 64)
+    assert found == Introduction("s0", "support", desk.agreement, 64, False)
     edit(place / "c.yaml", ("labelled: 24", "labelled: 25"))  # only what is declared is in it
     assert opened(place).agreement != desk.agreement
 
@@ -520,13 +520,15 @@ def test_at_the_end_of_a_run_its_replies_go_and_the_journal_is_shown_if_allowed(
 ) -> None:
     desk = opened(place)
     ask(desk, visit_to(desk))
-    gone = wire.from_bytes(desk.handle(wire.to_bytes(Farewell("r1"))), wire.Account)
+    desk.handle(wire.to_bytes(Farewell("r1", False)))  # a run that stops, and will go on
+    assert list((place / "kept/runs/r1").glob("*.answer"))
+    gone = wire.from_bytes(desk.handle(wire.to_bytes(Farewell("r1", True))), wire.Account)
     assert gone == wire.Account("s0", b"")
     assert not (place / "kept/runs/r1").exists()
     assert ask(desk, visit_to(desk)).error == "lost"  # charged, and never done again
 
     edit(place / "site.yaml", ("folder: kept", "folder: kept, share_ledger: true"))
-    shown = wire.from_bytes(opened(place).handle(wire.to_bytes(Farewell("r1"))), wire.Account)
+    shown = wire.from_bytes(opened(place).handle(wire.to_bytes(Farewell("r1", True))), wire.Account)
     assert shown.body == (place / "kept/ledger/s0.jsonl").read_bytes()
 
 

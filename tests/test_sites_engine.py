@@ -80,7 +80,7 @@ def meet(handlers: Mapping[str, Callable[[bytes], bytes]], *names: str) -> Sites
 
 
 def says(name: str, role: Any = "query", agreement: str = AGREED) -> Callable[[bytes], bytes]:
-    return lambda letter: wire.to_bytes(Introduction(name, role, agreement, 64))
+    return lambda letter: wire.to_bytes(Introduction(name, role, agreement, 64, False))
 
 
 def test_sites_are_found_by_asking_whatever_their_addresses_and_in_whatever_order() -> None:
@@ -314,7 +314,7 @@ def test_a_memory_that_a_site_no_longer_has_is_said_and_not_made_up(here: Path) 
 def test_at_the_end_sites_forget_the_run(here: Path) -> None:
     there = engine(here)
     ask(there, STEPS.count)
-    assert there.farewell() == {}
+    assert there.farewell(over=True) == {}
     assert list(here.rglob("*.answer")) == []
 
 

@@ -25,8 +25,8 @@ ANSWER = Answer(
     notes={"train/loss_F": 5e-324, "z": -0.0, "big": 1.7e308},
 )  # fmt: skip
 LETTERS = (
-    Hello(), Introduction("q10", "query", "d" * 64, 64), VISIT, ANSWER, Answer("", error="lost"),
-    Farewell("r1"), Account("s0", b'{"seq":0}\n'), Account("q0"),
+    Hello(), Introduction("q10", "query", "d" * 64, 64, False), VISIT, ANSWER,
+    Answer("", error="lost"), Farewell("r1", True), Account("s0", b'{"seq":0}\n'), Account("q0"),
 )  # fmt: skip
 EVERY = (Hello, Introduction, Visit, Answer, Farewell, Account)
 

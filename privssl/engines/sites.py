@@ -107,6 +107,7 @@ class SitesEngine:
         algorithm: Algorithm[Any],
         agreement: str,
         home: LocalEngine,
+        ledgers: Sequence[str] = (),
         terms: Terms = Terms(),
     ) -> None:
         """Finds the sites.
@@ -115,6 +116,7 @@ class SitesEngine:
             expected: every agent of the run; one whose seat is at the server is in ``home``.
             agreement: ``config.agreement`` of this run.
             home: engine of the agents that sit here.
+            ledgers: agents whose journals are wanted at the end.
 
         Raises:
             SiteError: not all are there in time, two have one name, or one has another config.
@@ -125,6 +127,7 @@ class SitesEngine:
         self._remote = [a.id for a in expected if a.seat is not Seat.SERVER]
         self._address: dict[str, str] = {}
         self._strangers: set[str] = set()
+        self._ledgers = tuple(ledgers)
         self.run = os.urandom(8).hex()
         self._tokens = dict.fromkeys(self._remote, "")
         self._carried = Carried()
@@ -143,7 +146,7 @@ class SitesEngine:
 
     def restore(self, memories: Mapping[str, Memory]) -> None:
         remote = {name: memories.get(name, {}) for name in self._remote}
-        if any(set(memory) - {"run", "visit"} for memory in remote.values()):
+        if not all(is_name(memory) for memory in remote.values() if memory):
             raise RunFolderError(
                 "This checkpoint has what agents remember, so its run was not one of sites, which "
                 "keep that themselves. Go on with it with run.engine=local"
@@ -158,17 +161,38 @@ class SitesEngine:
         now, self._carried = self._carried, Carried()
         return now
 
-    def farewell(self) -> Mapping[str, bytes]:
-        """Tell all sites that the run is over: agent -> its journal, where it may be seen."""
-        names = {self._address[name]: name for name in self._remote if name in self._address}
-        letter = wire.to_bytes(wire.Farewell(self.run))
-        came = self._post.exchange(dict.fromkeys(names, letter), self._terms.join_seconds)
-        shown = {}
-        for address, data in came.items():
-            try:
-                shown[names[address]] = wire.from_bytes(data, wire.Account).body
-            except WireError as error:
-                log.warning("%s took no leave: %s", names[address], error)
+    def farewell(self, *, over: bool) -> Mapping[str, bytes]:
+        """Tell all sites that the run stops: agent -> its journal, of those that have one.
+
+        Args:
+            over: whether they may forget it. A run that will go on still needs what they keep.
+
+        Raises:
+            SiteError: one whose journal is needed does not show it.
+        """
+        letter, shown = wire.to_bytes(wire.Farewell(self.run, over)), dict[str, bytes]()
+        end = time.monotonic() + self._terms.join_seconds
+        while True:
+            asked = {a: n for n, a in self._address.items() if n not in shown}
+            left = max(end - time.monotonic(), 1.0)
+            for address, data in self._post.exchange(dict.fromkeys(asked, letter), left).items():
+                try:
+                    shown[asked[address]] = wire.from_bytes(data, wire.Account).body
+                except WireError as error:
+                    log.warning("%s took no leave: %s", asked[address], error)
+            missing = [name for name in self._remote if name not in shown]
+            if not missing or time.monotonic() > end:
+                break
+            time.sleep(self._terms.patience)
+            self._look_around(left)
+        needed = [name for name in self._ledgers if not shown.get(name)]
+        if needed:
+            raise SiteError(
+                f"{', '.join(needed)} did not show the ledger, without which nothing can be "
+                "claimed. Start the site again, and end the run with --resume"
+            )
+        for name in missing:
+            log.warning("%s could not be told that the run stops", name)
         return {name: journal for name, journal in shown.items() if journal}
 
     def close(self) -> None:
@@ -227,6 +251,11 @@ class SitesEngine:
             raise SiteError(
                 f"{found.agent} is a {found.role} agent there and "
                 f"{self._expected[found.agent].role} here. Compare the two configs"
+            )
+        elif found.agent in self._ledgers and not found.shows_ledger:
+            raise SiteError(
+                f"{found.agent} does not show its ledger (site.share_ledger), so that nothing "
+                "could be claimed at the end. Its operator can set share_ledger: true"
             )
         else:
             self._address[found.agent] = address
@@ -323,6 +352,11 @@ class SitesEngine:
             f"{calls[first].to.id} has no reply to {calls[first].step.__name__} in round "
             f"{calls[first].round} ({words[first]}): {_meaning(words[first])}"
         )
+
+
+def is_name(memory: Memory) -> bool:
+    """Whether this names what an agent remembers at its site, and is not that itself."""
+    return set(memory) == {"run", "visit"}
 
 
 def _answer(data: bytes, visit: Visit) -> Answer:

@@ -1,6 +1,7 @@
 """``python -m privssl.site SITE.yaml``: check a site, and say who it is and what was spent.
 
-    --serve    answer letters that come through the site's door, until it is stopped
+    --serve                  answer letters that come through the site's door, until stopped
+    --superlink HOST:PORT    as --serve, and keep a SuperNode up that brings them over Flower
 
 Exit status: 0; 2 the operator's mistake: what is wrong, where (file and line), what to do; 130
 stopped while serving. A site that was stopped, in whatever way, goes on where it was.
@@ -54,11 +55,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--serve", action="store_true", help="answer letters through the site's door"
     )
+    parser.add_argument(
+        "--superlink", metavar="HOST:PORT", help="serve, with a SuperNode of Flower that is here"
+    )
+    parser.add_argument(
+        "--certificate", default="", metavar="FILE",
+        help="root certificate of the SuperLink; needed off this machine",
+    )  # fmt: skip
+    parser.add_argument(
+        "--key",
+        default="",
+        metavar="FILE",
+        help="private key that the SuperLink knows this site by",
+    )
     return parser
 
 
 def _site(options: argparse.Namespace, stack: ExitStack) -> int:
     from privssl.site import door, settings
+    from privssl.site.joining import SuperNode
     from privssl.site.opening import opened
 
     site = settings.load(options.site)
@@ -67,10 +82,17 @@ def _site(options: argparse.Namespace, stack: ExitStack) -> int:
     console = Console(highlight=False, soft_wrap=True)
     for line in lines:
         console.print(line, markup=False)
-    if options.serve:
+    if options.serve or options.superlink:
         site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stack.enter_context(logging_to(LogFile(site.folder / "site.log")))
         log.info("Serves: %s", " ".join(lines))
+        if options.superlink:
+            node = SuperNode(
+                site.door, site.folder / "flower", options.superlink, options.certificate,
+                options.key, site.secrets,
+            )  # fmt: skip
+            stack.callback(node.stop)
+            node.start()
         console.print(f"Answers at {site.door}. Ctrl-C stops it.", markup=False)
         door.serve(site.door, lambda letter: _in_one_thread(desk, letter))
     return 0

@@ -2,8 +2,8 @@
 
     1  is it a letter of this version, to this agent, under this very config?       else a word
     2  was this visit done?                                    then the stored reply, as it was
-    3  was it charged, and there is no reply?                  then ``lost``, and never done again
-    4  is it too late, or a step that this agent does not have?                     else a word
+    3  is it in time, and a step with a message that the algorithm has?             else a word
+    4  was it charged, and there is no reply?                  then ``lost``, and never done again
     5  the step: it pays into the agent's ledger before labelled rows can be read
     6  memory and reply go to the disk, then the reply may leave
 
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +30,7 @@ from accounting.ledger import Account
 from privssl import wire
 from privssl.agents import Agent, LabelledRows
 from privssl.algorithms.base import Algorithm, Context
-from privssl.engines import visit_key
+from privssl.engines import Step, visit_key
 from privssl.errors import DataError, PrivacyError, RoleError
 from privssl.messages import Message, MessageError, pack, unpack
 from privssl.seeds import seeded
@@ -103,11 +103,15 @@ class Desk:
             return wire.to_bytes(Answer(visit, error=word))
 
     def _introduction(self) -> Introduction:
-        return Introduction(self.agent.id, self.agent.role, self.agreement, self.store.keep)
+        return Introduction(
+            self.agent.id, self.agent.role, self.agreement, self.store.keep,
+            shows_ledger=self.journal is not None,
+        )  # fmt: skip
 
     def _leave(self, letter: Farewell) -> wire.Account:
-        with self.store.locked():
-            self.store.forget(letter.run)
+        if letter.over:
+            with self.store.locked():
+                self.store.forget(letter.run)
         shown = b"" if self.journal is None else self.journal()
         return wire.Account(self.agent.id, shown)
 
@@ -123,14 +127,15 @@ class Desk:
             if stored is not None:
                 log.info("Visit %s again: the stored reply", _key(visit))
                 return stored
+            if self.clock() > visit.deadline:
+                raise WireError("late", f"visit {_key(visit)} came after its deadline")
+            work = self._understood(visit)
             account = None
             if self.open_account is not None:
                 account = stack.enter_context(closing(self._opened_account(visit)))
                 if account.charged(_receipt(visit)):
                     raise WireError("lost", f"visit {_key(visit)} was charged and has no reply")
-            if self.clock() > visit.deadline:
-                raise WireError("late", f"visit {_key(visit)} came after its deadline")
-            return self._done(visit, account)
+            return self._done(visit, work, account)
 
     def _stored(self, visit: Visit) -> bytes | None:
         """The reply that was stored; None also where the disk has damaged it."""
@@ -152,12 +157,15 @@ class Desk:
             raise
         return account
 
-    def _done(self, visit: Visit, account: Account | None) -> bytes:
-        """Do the step, store what came of it, and give the answer."""
+    def _understood(self, visit: Visit) -> "_Work":
+        """What is to be done, before anything is opened, charged or written."""
         step = step_of(self.algorithm, visit.step)
         message = unpack(taken_by(step, visit.message), visit.body)
-        before = self._memory(visit)
-        agent = self._agent(account, before)
+        return _Work(step, message, self._memory(visit))
+
+    def _done(self, visit: Visit, work: "_Work", account: Account | None) -> bytes:
+        """Do the step, store what came of it, and give the answer."""
+        agent = self._agent(account, work.memory)
         ctx = Context(
             seed=self.seed, round=visit.round, agent=agent.id, visit_key=_key(visit),
             attempt=visit.id[:RECEIPT], device=self.device,
@@ -165,12 +173,12 @@ class Desk:
         )  # fmt: skip
         try:
             with seeded(ctx.rng("torch")):
-                content = step(agent, message, ctx)
+                content = work.step(agent, work.message, ctx)
             body = _body(content)
         finally:  # the charge counts whatever became of the visit
             if account is not None:
                 self.store.mark = account.seq, account.head
-        token = self._remember(visit, before, agent.memory)
+        token = self._remember(visit, work.memory, agent.memory)
         answer = wire.to_bytes(
             Answer(
                 visit.id, message=type(content).__name__, weight=ctx.weight,
@@ -209,6 +217,14 @@ class Desk:
         else:
             return ""
         return visit.id
+
+
+class _Work(NamedTuple):
+    """A visit, understood."""
+
+    step: Step[Message]
+    message: Message
+    memory: Mapping[str, torch.Tensor]
 
 
 def word_for(error: BaseException) -> str:

@@ -116,6 +116,12 @@ class SiteConfig:
         return self.path(self.site.folder)
 
     @property
+    def secrets(self) -> tuple[Path, ...]:
+        """Files and folders that nobody but the site may read."""
+        rows = (self.rows.arrays, self.rows.split, self.rows.root)
+        return (self.folder, self.ledger, *(self.path(text) for text in rows if text))
+
+    @property
     def door(self) -> Path:
         """The socket through which letters come."""
         return self.path(self.site.door) if self.site.door else self.folder / "door"
