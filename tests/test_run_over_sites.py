@@ -287,3 +287,33 @@ def test_without_flower_the_message_says_what_to_install(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(SiteError, match=r"flwr is not installed.*pip install 'privssl\[flower\]'"):
         flower_post.FlowerPost("127.0.0.1:1", "")
+
+
+CENSUS = """
+data: {name: toy, labelled: 40, unlabelled: 80LABELS}
+agents: {AGENTS}
+model: {name: small_cnn, width: 4}
+algorithm:
+  {name: label_census, clusters: 5, cells: 12, filters: 8, places: 2, cluster_rounds: 3,
+   vote_rounds: 1, self_training_rounds: 1}
+privacy: {epsilon: 2.0, delta: 1.0e-3}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("labels", "parties", "holders"),
+    [("", "support: 2, query: 2", ("s0", "s1")),
+     (", labels: labels-at-client", "mixed: 2, query: 1", ("m0", "m1"))],
+)  # fmt: skip
+def test_a_label_census_over_sites_pays_once_at_each_and_is_claimed(
+    tmp_path: Path, labels: str, parties: str, holders: tuple[str, ...]
+) -> None:
+    over = Over(tmp_path, CENSUS.replace("LABELS", labels).replace("AGENTS", parties))
+    outcome = over.train()
+    assert outcome.status == 0, outcome.err
+    guarantee = over.place.results()["privacy"]["guarantee"]
+    assert (guarantee["epsilon"], guarantee["delta"]) == (2.0, 0.0)
+    for name in holders:
+        assert len(over.journal(name).events) == 1 and over.journal(name).epsilon == 2.0
+    assert audit.main([str(over.place.run)]) == 0
