@@ -170,7 +170,8 @@ ENGINES: dict[str, Under] = {
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
     no_forks = pytest.mark.skipif(why_not(CPU) is not None, reason=f"no processes: {why_not(CPU)}")
-    return [no_forks] * ("worker" in name) + [pytest.mark.slow] * ENGINES[name].rare
+    forks = "worker" in name or "processes" in name
+    return [no_forks] * forks + [pytest.mark.slow] * ENGINES[name].rare
 
 
 NAMES = {name: pytest.param(name, marks=_marks(name)) for name in ENGINES}
@@ -464,6 +465,7 @@ def test_a_step_that_remembers_nothing_new_leaves_what_was_remembered(name: str)
 # The end -----------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no list of open files")
 @every_engine
 def test_an_engine_can_be_closed_twice_and_leaves_no_file_open(name: str) -> None:
     before = set(os.listdir("/proc/self/fd"))

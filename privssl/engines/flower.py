@@ -115,11 +115,11 @@ def _record(letter: bytes) -> RecordDict:
 
 
 def _letter(message: Message) -> bytes:
+    record: Any = message.content.get("letter")
     try:
-        data = message.content["letter"]["letter"].data
+        return bytes(record["letter"].data[1:])
     except (KeyError, TypeError, AttributeError):
         return b""
-    return bytes(data[1:])
 
 
 def _send(wire: socket.socket, data: bytes) -> None:
