@@ -21,10 +21,10 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all check format clean
+.PHONY: help demo-sites train test test-all check format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo '  make train CONFIG=configs/fedssl.yaml ARGS="algorithm.rounds=5 run.seed=1"'
 	@echo '  make test TESTS=tests/test_config.py'
@@ -32,6 +32,9 @@ help:  ## list the targets
 
 train: $(VENV)/.installed  ## train CONFIG with ARGS (default: the private demo on bundled digits)
 	$(RUN) -m privssl.train $(CONFIG) $(ARGS)
+
+demo-sites: $(VENV)/.installed-flower  ## a coordinator and five sites over Flower on this machine
+	$(RUN) -m privssl.site.demo runs/demo-sites-$$(date +%Y%m%d-%H%M%S) $(DEMO_ARGS)
 
 test: $(VENV)/.installed-dev  ## run the tests that take seconds
 	$(RUN) -m pytest $(PARALLEL) -m "not slow" $(TESTS)
@@ -63,6 +66,11 @@ $(VENV)/.installed: setup.cfg pyproject.toml | $(RUN)
 $(VENV)/.installed-dev: setup.cfg pyproject.toml | $(RUN)
 	@echo 'Installing privssl, what it needs and the tools: the first time takes minutes.'
 	$(RUN) -m pip install --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-flower: setup.cfg pyproject.toml | $(RUN)
+	@echo 'Installing privssl and Flower: torch is large, the first time takes minutes.'
+	$(RUN) -m pip install --editable '.[flower]'
 	@touch $@ $(VENV)/.installed
 
 $(RUN):

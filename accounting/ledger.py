@@ -137,6 +137,10 @@ class Account:
         """How many visits were charged, unfinished ones included."""
         return len(self._journal.events)
 
+    def charged(self, visit: str) -> bool:
+        """Whether a visit of this name was paid for, whatever became of it."""
+        return visit in self._journal.visits
+
     def spent(self) -> float:
         """Epsilon so far, recomputed from the events. Only nominal in scope as_published."""
         return self._journal.epsilon

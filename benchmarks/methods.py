@@ -32,7 +32,8 @@ from privssl.config import load
 from privssl.errors import UserError
 from privssl.evaluate import Oracle
 from privssl.prepare import prepare
-from privssl.run import make_engine, planned_rounds
+from privssl.run import planned_rounds
+from privssl.run_engine import make_engine
 from privssl.world import World
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

@@ -67,7 +67,7 @@ def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, fl
     import torch
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401  (else a part of the run)
 
-    from privssl import run
+    from privssl import run, run_engine
     from privssl.config import load
     from privssl.evaluate import Oracle
     from privssl.prepare import prepare
@@ -84,7 +84,7 @@ def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, fl
         oracle = Oracle(prepared.federation.true_labels)
         limit = prepared.config.run.memories_mb * 2**20
         shelf = stack.enter_context(closing(Shelf(folder, limit)))
-        engine = stack.enter_context(closing(run.make_engine(prepared, oracle, shelf)))
+        engine = stack.enter_context(closing(run_engine.make_engine(prepared, oracle, shelf)))
         begun = time.perf_counter()
         prepared.federation.manifest.write(folder / "split.json")
         csv, board = CsvTracker(folder / "metrics.csv"), TensorBoardTracker(folder)

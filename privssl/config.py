@@ -38,6 +38,7 @@ from privssl.settings import (
 from privssl.yaml_lines import as_yaml_number
 
 LONGEST_NAME = 200
+_OF_ONE_MACHINE = {"data": ("root", "split"), "privacy": ("ledger", "ledger_epsilon")}
 # Windows cannot hold files of these names, whatever their extension.
 _RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.I)
 
@@ -246,6 +247,27 @@ def digest(config: Config) -> str:
     """
     parts: dict[str, Any] = {"run": {"seed": config.run.seed, "precision": config.run.precision}}
     parts |= {name: _plain(getattr(config, name)) for name in ORDER if name != "run"}
+    text = json.dumps(parts, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def agreement(config: Config, classes: Sequence[str], shape: Sequence[int]) -> str:
+    """SHA-256 of everything that parties on several machines must have alike.
+
+    That is what ``digest`` covers without what belongs to one machine: where data and split lie,
+    and accounts that outlive a run, whose budget each site sets for itself. With the task: a site
+    reads rows of its own.
+
+    Args:
+        classes: their names, in the order of their numbers.
+        shape: of a row: channels, height, width.
+    """
+    parts: dict[str, Any] = {"run": {"seed": config.run.seed, "precision": config.run.precision}}
+    parts |= {name: _plain(getattr(config, name)) for name in ORDER if name != "run"}
+    for section, keys in _OF_ONE_MACHINE.items():
+        for key in keys:
+            (parts[section] or {}).pop(key, None)
+    parts["task"] = {"classes": list(classes), "shape": list(shape)}
     text = json.dumps(parts, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -7,10 +7,10 @@ the way: a wrong value is noted, and whatever asks for it later is stopped witho
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
@@ -39,6 +39,13 @@ ORDER = ("run", "data", "agents", "model", "algorithm", "privacy")
 
 class Draft:
     """The values of the file and the arguments, where each stands, and what is wrong so far."""
+
+    sections: ClassVar[Mapping[str, type[Any]]] = SECTIONS
+    order: ClassVar[Sequence[str]] = ORDER
+    #: The section that may be null, and what to do where nothing is written after its name.
+    null: ClassVar[tuple[str, str]] = (
+        "privacy", "Give epsilon, or write privacy: null for no privacy",
+    )  # fmt: skip
 
     def __init__(self, path: Path, algorithms: Mapping[str, type[Any]]) -> None:
         self._path = path
@@ -73,9 +80,9 @@ class Draft:
         if isinstance(document.value, dict):
             self._values = document.value
         elif document.value is not None:
-            self._add(Finding(1, "", f"needs sections ({', '.join(ORDER)}), not one value"))
-        for name in [name for name in self._values if name not in ORDER]:
-            self.add(name, unknown("section", name, ORDER))
+            self._add(Finding(1, "", f"needs sections ({', '.join(self.order)}), not one value"))
+        for name in [name for name in self._values if name not in self.order]:
+            self.add(name, unknown("section", name, self.order))
         self._empty = set(document.empty)
 
     def override(self, argument: str) -> None:
@@ -115,18 +122,22 @@ class Draft:
         self.findings = [f for f in self.findings if f.key != key and not f.key.startswith(inside)]
         self.bad = {k for k in self.bad if k != key and not k.startswith(inside)}
 
+    def given(self, name: str) -> bool:
+        """Whether a section stands in the file or among the arguments, null included."""
+        return name in self._values
+
     def section(self, name: str) -> Any:
         """The section as its dataclass; wrong values are noted, and unreadable in the result."""
         given = self._values.get(name)
-        if name == "privacy" and given is None:
+        if name == self.null[0] and given is None:
             if name in self._empty:
                 # Its keys may all be commented out: that must not silently mean "not private".
-                self.add(name, "empty. Give epsilon, or write privacy: null for no privacy")
+                self.add(name, f"empty. {self.null[1]}")
             return None
         if given is not None and not isinstance(given, dict):
             self.add(name, f"needs keys with values, got {show(given)}")
             return None
-        kind = SECTIONS.get(name) or self._algorithm(given or {})
+        kind = self.sections.get(name) or self._algorithm(given or {})
         if kind is None:
             self.bad.add(name)
             return None

@@ -55,6 +55,11 @@ class Silence(Message):
 
 
 @dataclass(frozen=True)
+class Absent(Silence):
+    """No reply came, and the run goes on without it; the reason is a word of ``wire``."""
+
+
+@dataclass(frozen=True)
 class Done(Message):
     """The agent worked and has nothing to send."""
 

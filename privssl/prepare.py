@@ -16,7 +16,7 @@ from accounting.budget import Budget
 from accounting.plan import AccountPlan
 from accounting.registry import shared_rows, unprotected_rows
 from privssl import data, models
-from privssl.agents import Agent, LabelledRows, UnlabelledRows
+from privssl.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, Task
 from privssl.config import Config
@@ -36,6 +36,7 @@ class Prepared:
     plan: Plan | None
     promises: Mapping[str, AccountPlan]  # of each agent with labels; empty when not private
     device: torch.device
+    roster: tuple[AgentRef, ...]  # every agent; where they are sites, their rows are not here
 
     @property
     def labelled_agents(self) -> tuple[Agent, ...]:
@@ -49,19 +50,21 @@ def prepare(config: Config) -> Prepared:
         privssl.errors.UserError: see the head of this module.
         accounting.errors.PlanError: no true claim could follow from the privacy section.
     """
-    device = _device(config.run.device)
+    device = device_of(config.run.device)
     _check_side_by_side(config.run, device)
-    federation = data.build(config.data, config.agents, config.run.seed)
+    roster = data.refs(config.data.labels, config.agents)
+    federation = _federation(config)
     dataset, kind = federation.dataset, ALGORITHMS[config.algorithm.name]
-    _check_sides(dataset.shape, config.algorithm.name, kind.sides_divisible_by)
-    task = _task(config, dataset.classes, dataset.shape)
+    check_sides(dataset.shape, config.algorithm.name, kind.sides_divisible_by)
+    task = task_of(config, dataset.classes, dataset.shape)
     plan, holders = None, _labelled(federation)
     if config.privacy is not None:
+        labelled = sum(agent.role != "query" for agent in roster)
         plan = kind.make_plan(
             config.privacy,
             rounds=config.algorithm.rounds,
-            rows_per_agent=config.data.labelled / len(holders),
-            agents=len(holders),
+            rows_per_agent=config.data.labelled / labelled,
+            agents=labelled,
         )
         if plan.visits:
             _refuse_shared_rows(holders, federation)
@@ -69,10 +72,33 @@ def prepare(config: Config) -> Prepared:
     algorithm = kind(config.algorithm, task, plan)
     if plan is not None:
         algorithm.check_private()
-    return Prepared(config, federation, algorithm, plan, promises, device)
+    return Prepared(config, federation, algorithm, plan, promises, device, roster)
 
 
-def _task(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
+def _federation(config: Config) -> data.Federation:
+    """The rows that are on this machine. Raises ConfigError for what sites cannot have."""
+    if config.run.engine == "local":
+        return data.build(config.data, config.agents, config.run.seed)
+    privacy, at_server = config.privacy, config.data.labels == "labels-at-server"
+    for key, wrong, why in (
+        ("data.validation", config.data.validation, "rows that no agent holds are at no site"),
+        ("privacy.ledger", privacy is not None and privacy.ledger, "each site has its own"),
+        ("privacy", privacy is not None and at_server, "a labelled server has no site"),
+    ):
+        if wrong:
+            raise ConfigError(f"{key} has no meaning with run.engine flower: {why}. Leave it out")
+    if privacy is not None and privacy.scope != "sound":
+        raise PrivacyError(
+            "the published scope guarantees nothing for any row, and no site takes part in it. "
+            "Protect all that support agents train, or set run.engine: local"
+        )
+    if at_server:  # whose rows are here
+        return data.build(config.data, config.agents, config.run.seed)
+    return data.held_elsewhere(config.data, config.run.seed)
+
+
+def task_of(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
+    """What a config asks to be learned from rows of this shape."""
     assert config.run.precision != "auto", "config.load says what it is here"
     precision = config.run.precision
 
@@ -82,7 +108,8 @@ def _task(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
     return Task(classes, shape, new_classifier, precision)
 
 
-def _check_sides(shape: tuple[int, int, int], algorithm: str, divisor: int) -> None:
+def check_sides(shape: tuple[int, int, int], algorithm: str, divisor: int) -> None:
+    """Raises DataError where rows are of a size that an algorithm cannot halve."""
     _, height, width = shape
     if height % divisor or width % divisor:
         raise DataError(
@@ -101,22 +128,25 @@ def _promises(
     """What each agent with labels promises for its rows: id -> plan; none when not private."""
     if plan is None or privacy is None:
         return {}
+    # Accounts of this run alone promise what the run may spend.
+    budget = Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta)
+    return {agent.id: promise(plan, privacy, agent, budget) for agent in agents}
+
+
+def promise(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Budget) -> AccountPlan:
+    """What one agent with labels promises for its rows."""
     public = privacy.record_counts == "public"
-    return {
-        agent.id: AccountPlan(
-            agent=agent.id,
-            # Accounts of this run alone promise what the run may spend.
-            budget=Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta),
-            scope=plan.scope,
-            update=plan.update,
-            protect=plan.protect,
-            event=plan.event,
-            record_counts=privacy.record_counts,
-            n_public=len(agent.labelled) if public else None,
-            adjacency="zero_out" if public else "add_remove",
-        )
-        for agent in agents
-    }
+    return AccountPlan(
+        agent=agent.id,
+        budget=budget,
+        scope=plan.scope,
+        update=plan.update,
+        protect=plan.protect,
+        event=plan.event,
+        record_counts=privacy.record_counts,
+        n_public=len(agent.labelled) if public else None,
+        adjacency="zero_out" if public else "add_remove",
+    )
 
 
 def _refuse_shared_rows(holders: tuple[Agent, ...], federation: data.Federation) -> None:
@@ -149,7 +179,8 @@ def row_contents(rows: LabelledRows | UnlabelledRows) -> Iterator[bytes]:
     return (about + row.tobytes() for row in rows.x.cpu().numpy())
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of that name; ``auto``: the first GPU, else the CPU. Raises ConfigError."""
     cuda = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     there = ["cpu", *(["cuda", *cuda] if cuda else [])]
     if torch.backends.mps.is_available():

@@ -23,16 +23,16 @@ from torch.nn.functional import one_hot
 from privssl import __version__, checkpoint, data, pictures
 from privssl import config as configs
 from privssl.algorithms.base import Algorithm, Phase
-from privssl.card import guarantee_sentence, privacy_card, render_markdown
+from privssl.card import AgentSpend, guarantee_sentence, privacy_card, render_markdown
 from privssl.checkpoint import Snapshot
 from privssl.engines import Engine
-from privssl.engines.batched import BatchedEngine
-from privssl.engines.local import LocalEngine
-from privssl.engines.workers import WorkerEngine, WorkerError, how_many
+from privssl.engines.sites import SiteError
+from privssl.engines.workers import WorkerError
 from privssl.errors import RunFolderError
 from privssl.evaluate import Judge, Oracle
 from privssl.learn import network_input
 from privssl.prepare import Prepared
+from privssl.run_engine import carried, make_engine, refuse_names_of_memories, shown_journals
 from privssl.run_folder import (
     LEDGER_HEAD,
     LEDGER_SEQ,
@@ -130,6 +130,7 @@ class Run:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot, as if the run had never stopped."""
+        refuse_names_of_memories(self._engine, snapshot.memories)
         self._engine.restore(snapshot.memories)
         known = {f.name for f in dataclasses.fields(Progress)}
         progress = Progress(**{k: v for k, v in snapshot.extra.items() if k in known})  # type: ignore[arg-type]
@@ -156,10 +157,10 @@ class Run:
             log.info("Interrupted: the checkpoint is of round %d", self._kept.progress.round)
             self.save()
             return "interrupted"
-        except WorkerError as error:
+        except (WorkerError, SiteError) as error:
             self.save()
             done = self._kept.progress.round
-            raise WorkerError(
+            raise type(error)(
                 f"{error}. The checkpoint is of round {done}: go on with --resume {self._folder}"
             ) from error
         private = self._prepared.plan is not None  # others are silent for reasons of their own
@@ -220,6 +221,7 @@ class Run:
         values |= self._oracle.report()
         traffic = self._world.traffic
         values |= {"comm/up_bytes": traffic.up, "comm/down_bytes": traffic.down}
+        values |= carried(self._engine, self._world.absences)
         for agent in self._prepared.labelled_agents:
             if agent.account is not None:
                 values[f"dp/epsilon/{agent.id}"] = agent.account.spent()
@@ -325,10 +327,10 @@ class Run:
         plan, privacy = self._prepared.plan, self._config.privacy
         if plan is None or privacy is None:
             return None
-        accounts = [a.account for a in self._prepared.labelled_agents if a.account is not None]
         task = self._prepared.algorithm.task
+        spends, this_run = self._spent(over=status != "interrupted")
         return privacy_card(
-            [(a.agent, a.plan, a.events, a.head) for a in accounts],
+            spends,
             scope=plan.scope,
             delta=privacy.delta,
             releases=releases(plan, self._config),
@@ -336,7 +338,21 @@ class Run:
             dataset=self._config.data.name,
             task=(task.classes, task.shape),
             planned=plan.visits if status != "interrupted" else None,
-            this_run={a.agent: a.spent_by_run() for a in accounts} if privacy.ledger else None,
+            this_run=this_run,
+        )
+
+    def _spent(self, *, over: bool) -> tuple[list[AgentSpend], dict[str, float] | None]:
+        """What each account was charged, and what of it by this run where accounts outlive it."""
+        shown = shown_journals(self._engine, self._folder, over=over)
+        spends: list[AgentSpend]
+        if shown is not None:
+            spends = [(n, j.plan, tuple(j.events), j.head) for n, (j, _) in shown.items()]
+            return spends, {name: own for name, (_, own) in shown.items()}
+        accounts = [a.account for a in self._prepared.labelled_agents if a.account is not None]
+        outlive = self._config.privacy is not None and self._config.privacy.ledger
+        return (
+            [(a.agent, a.plan, a.events, a.head) for a in accounts],
+            {a.agent: a.spent_by_run() for a in accounts} if outlive else None,
         )
 
 
@@ -353,22 +369,6 @@ def planned_rounds(phases: Sequence[Phase]) -> list[Round]:
             saved = phase.saved and number == phase.rounds
             listed.append(Round(len(listed) + 1, phase.name, number, saved))
     return listed
-
-
-def make_engine(prepared: Prepared, oracle: Oracle, shelf: Shelf | None = None) -> Engine:
-    """The engine that the config asks for; workers are forked here, so make it before threads."""
-    run, agents, device = prepared.config.run, prepared.federation.agents, prepared.device
-    common: dict[str, Any] = {
-        "seed": run.seed, "device": device, "meter": oracle, "check_wire": run.check_wire,
-        "shelf": shelf,
-    }  # fmt: skip
-    if run.batched_agents > 1:
-        common |= {"algorithm": prepared.algorithm, "at_once": run.batched_agents}
-        return BatchedEngine(agents, **common)
-    workers = how_many(run.workers, agents, device)
-    if workers == 1:
-        return LocalEngine(agents, **common)
-    return WorkerEngine(agents, algorithm=prepared.algorithm, workers=workers, **common)
 
 
 def execute(

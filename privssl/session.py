@@ -64,7 +64,7 @@ def carry_out(
 
 def _log_start(prepared: Prepared) -> None:
     """The first lines of train.log: what is run, with what, on what."""
-    config, agents = prepared.config, prepared.federation.agents
+    config, agents = prepared.config, prepared.roster
     log.info(
         "Run %s: %s on %s, seed %d, split %s, config %s",
         *(config.run.name, config.algorithm.name, config.data.name, config.run.seed),

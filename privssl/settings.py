@@ -22,6 +22,7 @@ DP_SGD_KEYS = (
     *("visits", "learning_rate", "momentum", "average_last", "augment", "views"),
     "acknowledge_unsound",
 )
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -55,15 +56,39 @@ class RunSettings:
     check_wire: bool = False  # pack every message to bytes and back, as a network would
     workers: Positive | Literal["auto"] = "auto"  # processes; auto: one per core; 1: only this one
     batched_agents: Positive = 1  # agents whose kernels are one stream, for a GPU
+    engine: Literal["local", "flower"] = "local"  # flower: each agent is a site, docs/deploy.md
+    superlink: str = "127.0.0.1:8000"  # flower: host and port of the SuperLink
+    certificate: str = ""  # flower: the root that signed the SuperLink's; none on loopback alone
+    join_seconds: Rate = 120.0  # flower: how long sites are waited for before round 1
+    visit_seconds: Rate = 600.0  # flower: deadline of one visit
+    absent: Literal["stop", "skip"] = "stop"  # flower: a sequential visit that has no reply
+    quorum: Annotated[float, Field(gt=0, le=1)] = 1.0  # flower: of a parallel step, must reply
 
     def problems(self) -> Iterator[Problem]:
-        """Two ways of working side by side that exclude each other."""
+        """Ways of working side by side that exclude each other; an engine without an address."""
         if self.batched_agents > 1 and self.workers not in ("auto", 1):
             yield Problem(
                 "batched_agents",
                 f"{self.batched_agents} agents in one stream work in one process, and workers is "
                 f"{self.workers}. Leave one of the two out",
             )
+        if self.engine == "flower":
+            yield from self._problems_of_sites()
+
+    def _problems_of_sites(self) -> Iterator[Problem]:
+        """An engine over a network needs an address, and off this machine a certificate."""
+        host, colon, port = self.superlink.rpartition(":")
+        if not (host and colon and port.isdecimal()):
+            yield Problem("superlink", f"'{self.superlink}': give host:port")
+        elif host not in LOOPBACK and not self.certificate:
+            yield Problem(
+                "certificate",
+                f"missing: letters to {host} would cross a network in clear. Give the root "
+                "certificate of its SuperLink",
+            )
+        for key, usual in (("workers", "auto"), ("batched_agents", 1)):
+            if getattr(self, key) != usual:
+                yield Problem(key, "has no effect: with run.engine flower agents are sites")
 
 
 @dataclass(frozen=True, config=strict)

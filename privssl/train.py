@@ -135,6 +135,10 @@ def _describe(prepared: Any, console: Console) -> None:
         if labelled is not None and hidden:
             counts[0] = "private"
         table.add_row(agent.id, agent.role, *counts, " ".join(classes) or "unknown")
+    here = {agent.id for agent in prepared.federation.agents}
+    for ref in prepared.roster:
+        if ref.id not in here:
+            table.add_row(ref.id, ref.role, "at its site", "at its site", "unknown")
     console.print(table)
     if prepared.plan is None:
         console.print("Not private: the plan spends no budget and nothing is guaranteed.")

@@ -14,7 +14,7 @@ import torch
 
 from privssl.agents import AgentRef, Seat
 from privssl.engines import Call, Engine, Step
-from privssl.messages import Message, Reply, payload_bytes
+from privssl.messages import Absent, Message, Reply, payload_bytes
 from privssl.seeds import stream
 
 Roster = tuple[AgentRef, ...]
@@ -60,7 +60,7 @@ class World:
         """Enter a round: visits are counted, and notes and traffic collected, from here."""
         self.round = now
         self.traffic = Traffic()
-        self.silences = 0
+        self.silences = self.absences = 0
         self.notes: dict[str, list[float]] = {}
         self._visits: Counter[tuple[str, str]] = Counter()
 
@@ -89,7 +89,8 @@ class World:
         up = (payload_bytes(r.content) for r in replies if _travels(r.sender))
         down = (payload_bytes(c.message) for c in calls if _travels(c.to))
         self.traffic = Traffic(self.traffic.up + sum(up), self.traffic.down + sum(down))
-        self.silences += sum(reply.silent for reply in replies)
+        self.silences += sum(r.silent and not isinstance(r.content, Absent) for r in replies)
+        self.absences += sum(isinstance(r.content, Absent) for r in replies)
         for reply in replies:
             for name, value in reply.notes.items():
                 self.notes.setdefault(name, []).append(value)

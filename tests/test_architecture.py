@@ -30,6 +30,7 @@ COMMANDS = tuple(
     f"privssl.{name}"
     for name in (
         *("__main__", "train", "session", "run", "config", "prepare", "run_folder"),
+        *("site.__main__", "site.opening"),
         *("compare", "comparison", "comparison_plan", "comparison_plot"),
         *(
             "audit",
@@ -51,12 +52,14 @@ FORBIDDEN = {
     "privssl.algorithms": (*UPPER, "privssl.engines", "privssl.data"),
     "privssl.engines": (*UPPER, "privssl.data"),
     "privssl.world": (*UPPER, "privssl.data"),
+    **{f"privssl.site.{name}": (*UPPER, "privssl.data") for name in ("desk", "steps", "store")},
+    "privssl.site.door": (*UPPER, "privssl.engines", "privssl.algorithms", "privssl.data"),
     "privssl.data": (*UPPER, "privssl.engines", "privssl.algorithms"),
 } | {
     f"privssl.{name}": (*UPPER, "privssl.engines", "privssl.algorithms", "privssl.world")
     for name in (
         *("agents", "errors", "learn", "lockstep", "losses", "messages", "mixup", "models"),
-        *("census_plan", "privacy", "pseudo", "seeds", "settings", "stacked"),
+        *("census_plan", "privacy", "pseudo", "seeds", "settings", "stacked", "wire"),
     )
 }
 EXCEPTIONS = {"privssl.algorithms": ("privssl.data.augment", "privssl.data.views")}
@@ -144,6 +147,16 @@ def wrong_arrows(module: Module) -> Iterator[str]:
             yield f"{module.name}:{line} imports {name}: an arrow that points back"
 
 
+def flower_elsewhere(module: Module) -> Iterator[str]:
+    """Imports of Flower, whose interfaces change, beside the one file that carries letters; and of
+    that file, which is for Flower's processes alone."""
+    for line, _, name in imported(ast.parse(module.source)):
+        if inside(name, "flwr") and module.name != "privssl.engines.flower":
+            yield f"{module.name}:{line} imports {name} beside privssl.engines.flower"
+        elif inside(name, "privssl.engines.flower"):
+            yield f"{module.name}:{line} imports {name}, which would import Flower"
+
+
 def unsafe_names(module: Module) -> Iterator[str]:
     """Uses of what runs code from data, under whatever name it was imported."""
     tree = ast.parse(module.source)
@@ -201,6 +214,7 @@ def outside_world(name: str, text: str) -> Iterator[str]:
 Check = Callable[[Module], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     wrong_arrows,
+    flower_elsewhere,
     unsafe_names,
     missing_docstrings,
     too_long,
@@ -254,6 +268,8 @@ def test_the_rules_see_all_three_packages_and_every_rule_names_a_module_that_exi
         (wrong_arrows, "privssl.algorithms.fedssl", "from privssl.evaluate import Oracle"),
         (wrong_arrows, "privssl.engines.local", "import privssl.data.datasets"),
         (wrong_arrows, "privssl.models.convnets", "from privssl.algorithms import base"),
+        (flower_elsewhere, "privssl.run", "from flwr.app import Message"),
+        (flower_elsewhere, "privssl.run", "from privssl.engines import flower"),
         (unsafe_names, "privssl.checkpoint", "import pickle"),
         (unsafe_names, "privssl.checkpoint", "from cloudpickle import loads"),
         (unsafe_names, "privssl.checkpoint", "import torch as t\nt.load('x')"),
@@ -295,6 +311,8 @@ def test_a_planted_breach_is_found(check: Check, name: str, source: str) -> None
             "privssl.algorithms.semifl",
             "from privssl.runs import a\nimport privssl.data2",
         ),
+        (flower_elsewhere, "privssl.engines.flower", "from flwr.app import Message"),
+        (flower_elsewhere, "privssl.run", "from privssl.engines.flower_post import FlowerPost"),
         (unsafe_names, "privssl.learn", "model.eval()\nself.load()"),
         (unsafe_names, "privssl.checkpoint", "from safetensors.torch import load\nload(b'')"),
         (unsafe_names, "privssl.checkpoint", "from safetensors import torch\ntorch.load(b'')"),

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from toy_worlds import Played, apart, at_clients, at_server, federation, flat, make, play, same_bits
 
 from generators import ImageDiscriminator, ImageGenerator
-from privssl import learn, lockstep, models, run, stacked
+from privssl import learn, lockstep, models, stacked
 from privssl.agents import Agent, UnlabelledRows
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, Task
@@ -44,6 +44,7 @@ from privssl.messages import Message, Reply
 from privssl.models.precision import Precision
 from privssl.models.static_norm import collect
 from privssl.prepare import prepare
+from privssl.run_engine import make_engine
 from privssl.seeds import seeded, stream
 from privssl.settings import ModelSettings
 from privssl.stacked import JointSteps, Pass, Stackable, can_stack, passes_as_one
@@ -718,7 +719,7 @@ def test_the_algorithm_that_was_given_is_left_as_it_was() -> None:
 
 def made(*overrides: str) -> Any:
     prepared = prepare(load(CONFIGS / "semifl.yaml", ["run.device=cpu", *overrides]))
-    with closing(run.make_engine(prepared, Oracle(prepared.federation.true_labels))) as engine:
+    with closing(make_engine(prepared, Oracle(prepared.federation.true_labels))) as engine:
         return engine
 
 
@@ -738,6 +739,8 @@ def test_a_run_gets_the_engine_that_it_asks_for() -> None:
         (["run.batched_agents=4", "run.precision=bfloat16"],
          "run.batched_agents is 4, but networks that multiply in bfloat16 are computed one by one "
          "(run.precision). Give 1"),
+        (["run.batched_agents=4", "run.engine=flower"],
+         "has no effect: with run.engine flower agents are sites"),
     ],
 )  # fmt: skip
 def test_what_would_have_no_effect_is_refused(overrides: list[str], text: str) -> None:

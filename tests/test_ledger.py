@@ -99,6 +99,21 @@ def test_it_pays_for_exactly_the_visits_that_fit_and_refuses_the_next(account: A
     assert account.left() == pytest.approx(4.0 - account.spent())
 
 
+def test_it_knows_which_visits_were_charged_whatever_became_of_them(tmp_path: Path) -> None:
+    account = Account.open(tmp_path / "s0.jsonl", plan(), resume=False)
+    visit(account, 0)
+    with pytest.raises(ValueError), account.spend(VISIT, visit="round 1"):
+        raise ValueError("broke off")
+    dear = replace(VISIT, steps=VISIT.steps + 1)
+    with pytest.raises(LedgerError), account.spend(dear, visit="round 2"):
+        pass  # dearer than planned: refused, so never charged
+    known = [account.charged(f"round {number}") for number in range(4)]
+    account.close()
+    again = reopened(tmp_path / "s0.jsonl")
+    assert known == [again.charged(f"round {n}") for n in range(4)] == [True, True, False, False]
+    again.close()
+
+
 def test_the_papers_stop_rule_would_have_overspent() -> None:
     # Control for the test above: Alg. 2 compares the total of *earlier* visits with the budget.
     spent, visits = 0.0, 0

@@ -23,21 +23,18 @@ import torch
 from command_line import assert_refused
 from hypothesis import given
 from hypothesis import strategies as st
-from test_algorithm_contract import CASES, algorithm
 from test_resume import PRIVATE, Place, command, place, same, wait_for
 from torch import Tensor
-from toy_worlds import Played, federation, play, same_bits
 
 from privssl import config, prepare
 from privssl.agents import Agent, UnlabelledRows
-from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.fedssl import FedSSL
 from privssl.engines import Call
 from privssl.engines.forked import Sheet
 from privssl.engines.local import LocalEngine
 from privssl.engines.workers import WorkerEngine, WorkerError, how_many, why_not
 from privssl.errors import ConfigError, DataError
-from privssl.messages import Message, MessageError, Reply, Silence
+from privssl.messages import Message, Reply
 
 CPU = torch.device("cpu")
 HERE = os.getpid()
@@ -120,12 +117,6 @@ class Steps:
 
     def leave(self, agent: Agent, message: Told, ctx: Any) -> Told:
         raise SystemExit(3)
-
-    def diverge(self, agent: Agent, message: Told, ctx: Any) -> Told:
-        return Told(t=torch.full((3,), float("nan")))
-
-    def hush(self, agent: Agent, message: Told, ctx: Any) -> Silence:
-        return Silence(f"{agent.id} has nothing to say")
 
     def die_once(self, agent: Agent, message: Told, ctx: Any) -> Told:
         if agent.id == "q1" and not os.path.exists(message.text):
@@ -292,23 +283,6 @@ def test_replies_notes_weights_and_what_the_meter_is_told_are_those_of_one_proce
     assert theirs.told == mine.told and len(mine.told) == 2 * 4 * 2
 
 
-def test_each_agent_gets_its_own_message_where_they_differ() -> None:
-    sent = [Told(number=n) for n in (1.0, 2.0, 3.0)]
-    with engine() as there:
-        calls = [Call(a, STEPS.draw, m, 1) for a, m in zip(there.roster(), sent, strict=True)]
-        assert [r.notes["loss"] for r in there.deliver(calls)] == [1 / 3, 2 / 3, 1.0]
-
-
-@pytest.mark.parametrize("kind", [LocalEngine, WorkerEngine])
-def test_silence_and_numbers_that_are_not_finite_are_noticed_at_the_same_border(kind: Any) -> None:
-    with engine() if kind is WorkerEngine else contextlib.nullcontext(local()) as there:
-        assert [reply.silent for reply in ask(there, STEPS.hush)] == [True] * 3
-        with pytest.raises(MessageError, match=r"Told\.t has numbers that are not finite"):
-            ask(there, STEPS.diverge)
-        with pytest.raises(MessageError, match=r"Told\.t has numbers that are not finite"):
-            ask(there, STEPS.where, Told(t=torch.full((3,), float("inf"))))
-
-
 def test_true_labels_are_out_of_reach_in_a_worker() -> None:
     with engine(meter=Meter()) as there:
         assert {reply.said.text for reply in ask(there, STEPS.look)} == {"False"}
@@ -338,60 +312,6 @@ def test_a_step_that_leaves_memory_alone_leaves_the_very_same_mapping() -> None:
         assert there.memories()["q0"] is before
         ask(there, STEPS.count)
         assert there.memories()["q0"] is not before  # the control
-
-
-def test_restored_agents_go_on_where_they_were() -> None:
-    with engine() as there:
-        there.restore({"q1": {"n": torch.tensor(5.0)}})
-        assert [reply.said.number for reply in ask(there, STEPS.count)] == [1.0, 6.0, 1.0]
-
-
-def test_calls_of_one_agent_are_done_one_after_the_other_and_each_sees_the_last() -> None:
-    with engine() as there:
-        replies = ask(there, STEPS.count, whom="q0 q1 q0 q0 q1")
-        assert [reply.said.number for reply in replies] == [1.0, 1.0, 2.0, 3.0, 2.0]
-
-
-class Forgetful(WorkerEngine):
-    """Breaks a promise: what an agent came to remember in a worker stays there."""
-
-    def _taken(self, call: Call, worker: Any, answer: dict[str, Any]) -> Any:
-        return super()._taken(call, worker, answer | {"memory": None})
-
-
-@functools.cache
-def alone(case: str) -> Played:
-    """Rounds of an algorithm in one process."""
-    return play(algorithm(case), federation())
-
-
-def among_workers(
-    case: str, workers: int, kind: type[WorkerEngine] = WorkerEngine
-) -> tuple[Any, Any]:
-    """State and memories after the rounds of an algorithm."""
-    how = {"algorithm": algorithm(case), "workers": workers}
-    after = play(how["algorithm"], federation(), engine=functools.partial(kind, **how))  # type: ignore[arg-type]
-    after.engine.close()
-    return after.state, after.engine.memories()
-
-
-@pytest.mark.parametrize(
-    ("case", "workers"),
-    [
-        pytest.param(case, n, marks=[pytest.mark.slow] * (n != 2 or case not in ALGORITHMS))
-        for case in CASES
-        for n in (1, 2, 4)
-    ],
-)
-def test_every_algorithm_comes_to_the_same_bits(case: str, workers: int) -> None:
-    state, memories = among_workers(case, workers)
-    assert same_bits(alone(case).state, state)
-    assert same_bits(alone(case).engine.memories(), memories)
-
-
-def test_an_engine_that_loses_a_memory_would_be_noticed() -> None:
-    state, _ = among_workers("fedssl", 2, Forgetful)
-    assert not same_bits(alone("fedssl").state, state)
 
 
 # Errors -------------------------------------------------------------------------------------

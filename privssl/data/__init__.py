@@ -15,15 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from privssl.agents import Agent, LabelledRows, Seat, UnlabelledRows, natural_order
+from privssl.agents import Agent, AgentRef, LabelledRows, Seat, UnlabelledRows, natural_order
 from privssl.data import manifest as manifests
 from privssl.data.datasets import Dataset, expanded, load
-from privssl.data.draw import SERVER, Holders, draw, holders
+from privssl.data.draw import SERVER, Holders, draw, holders, settings_of_split
 from privssl.data.manifest import Holding, Manifest
 from privssl.errors import DataError
 from privssl.settings import AgentSettings, DataSettings
 
-__all__ = ["Federation", "build", "class_counts"]
+__all__ = ["Federation", "build", "class_counts", "held_elsewhere", "refs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,16 @@ def build(
     )
 
 
+def held_elsewhere(data: DataSettings, seed: int, dataset: Dataset | None = None) -> Federation:
+    """What a coordinator has whose agents are sites: the test rows, and nobody's rows."""
+    dataset = dataset or load(data)
+    nobody = Manifest(
+        dataset=dataset.name, checksum=dataset.checksum, rows=len(dataset.y_train), seed=seed,
+        settings=settings_of_split(data), agents={}, validation=(),
+    )  # fmt: skip
+    return Federation(dataset, (), None, dataset.y_train.clone(), nobody)
+
+
 def class_counts(
     federation: Federation,
 ) -> tuple[dict[str, NDArray[np.int64]], dict[str, NDArray[np.int64]]]:
@@ -83,6 +93,17 @@ def class_counts(
         {agent: count(holding.labelled) for agent, holding in held if holding.labelled},
         {agent: count(holding.unlabelled) for agent, holding in held if holding.unlabelled},
     )
+
+
+def refs(labels: str, agents: AgentSettings) -> tuple[AgentRef, ...]:
+    """Every agent of a config with the role that its rows will give it."""
+    who = holders(labels, agents)
+    kinds = {(True, False): "support", (False, True): "query", (True, True): "mixed"}
+    return tuple(
+        AgentRef(name, "server", Seat.SERVER) if name == SERVER
+        else AgentRef(name, kinds[name in who.labelled, name in who.unlabelled])
+        for name in who.everyone
+    )  # fmt: skip
 
 
 def _agent(name: str, holding: Holding, dataset: Dataset) -> Agent:

@@ -7,6 +7,7 @@ pickles are refused.
 """
 
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -22,6 +23,14 @@ MAX_BYTES = 2**34  # of one array, unpacked: a zip of a few MB can hold a thousa
 
 # What zipfile, zlib and NumPy raise on a file that is damaged, encrypted or made of pickles.
 _DAMAGE = (OSError, ValueError, EOFError, RuntimeError, MemoryError, BadZipFile, zlib.error)
+
+
+class Rows(NamedTuple):
+    """What one agent holds, in the form of ``Arrays``; None: nothing of that kind."""
+
+    x: NDArray[Any] | None
+    y: NDArray[np.int64] | None
+    unlabelled: NDArray[Any] | None
 
 
 class Arrays(NamedTuple):
@@ -40,7 +49,7 @@ def read_npz(path: Path) -> Arrays:
     Raises:
         DataError: no such file, or whatever in it is not as the head of this module says.
     """
-    found = _open(path)
+    found = _open(path, ("x_train", "y_train", "x_test", "y_test"))
     x_train, y_train = _rows(path, found, "train")
     x_test, y_test = _rows(path, found, "test")
     if x_train.shape[1:] != x_test.shape[1:] or x_train.dtype != x_test.dtype:
@@ -62,13 +71,45 @@ def read_npz(path: Path) -> Arrays:
     return Arrays(x_train, y_train, x_test, y_test, tuple(map(str, range(classes))))
 
 
-def _open(path: Path) -> dict[str, NDArray[Any]]:
-    names = ("x_train", "y_train", "x_test", "y_test")
+def read_rows(path: Path, *, labelled: bool, unlabelled: bool) -> Rows:
+    """The rows of one agent: ``x_labelled`` with ``y_labelled``, and ``x_unlabelled``.
+
+    Args:
+        labelled, unlabelled: which of them it holds; at least one.
+
+    Raises:
+        DataError: as in :func:`read_npz`.
+    """
+    names = (*(("x_labelled", "y_labelled") if labelled else ()),
+             *(("x_unlabelled",) if unlabelled else ()))  # fmt: skip
+    found = _open(path, names)
+    x, y = _rows(path, found, "labelled") if labelled else (None, None)
+    rest = None
+    if unlabelled:
+        rest = _numbers(path, names[-1], _channels_first(path, names[-1], found[names[-1]]))
+        if not len(rest):
+            raise DataError(f"{path}: x_unlabelled has no rows. Give at least one")
+    if x is not None and rest is not None:
+        _check_alike(path, x, rest)
+    return Rows(x, y, rest)
+
+
+def _check_alike(path: Path, x: NDArray[Any], rest: NDArray[Any]) -> None:
+    if (x.shape[1:], x.dtype) != (rest.shape[1:], rest.dtype):
+        raise DataError(
+            f"{path}: x_labelled has rows {x.shape[1:]} of {x.dtype} and x_unlabelled "
+            f"{rest.shape[1:]} of {rest.dtype} (channels, height, width). Make them alike"
+        )
+
+
+def _open(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
     try:
         with path.open("rb") as stream:  # NumPy would leave a damaged file open
             file = np.load(stream, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
-                raise DataError(f"{path} is a single array. Save four: numpy.savez_compressed")
+                raise DataError(
+                    f"{path} is a single array. Save {', '.join(names)}: numpy.savez_compressed"
+                )
             missing = [name for name in names if name not in file.files]
             if missing:
                 raise DataError(

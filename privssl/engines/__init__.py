@@ -39,7 +39,12 @@ class Call:
     @property
     def key(self) -> str:
         """Names this visit in the whole run: the same key is never charged or drawn twice."""
-        return f"{self.round}/{self.to.id}/{self.step.__name__}/{self.visit}"
+        return visit_key(self.round, self.to.id, self.step.__name__, self.visit)
+
+
+def visit_key(round_number: int, agent: str, step: str, visit: int) -> str:
+    """``Call.key``, for who knows a call by its names."""
+    return f"{round_number}/{agent}/{step}/{visit}"
 
 
 class Engine(Protocol):

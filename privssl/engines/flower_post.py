@@ -1,0 +1,215 @@
+"""Letters over Flower, from the coordinator's side: a socket, and a process of Flower behind it.
+
+    this process --- Unix socket --- flower.py as ServerApp --- SuperLink --- SuperNodes --- sites
+
+flwr is never imported here. Its command ``flwr run`` hands ``flower.py`` to a SuperLink on this
+machine, which starts it; it connects to the socket and carries letters from then on. So the run
+itself stays an ordinary command with a terminal, checkpoints and Ctrl-C, and what happens to
+Flower's run does not end it: where the carrier is gone, another one is started for the next
+letter. When this process ends, however it does, the carrier sees the socket close and ends too.
+"""
+
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from privssl.engines.sites import SiteError
+from privssl.settings import LOOPBACK
+
+START_SECONDS = 90.0  # for flwr run, and for the carrier to come to the socket
+GRACE = 10.0  # seconds beyond its limit in which an answer of the carrier itself must come
+#: Of all that flwr does over a network, only what we ask for.
+OFFLINE = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+_APP = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "privssl-relay"
+version = "0.1.0"
+description = "Carries letters between a coordinator and sites of privssl"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "privssl"
+
+[tool.flwr.app.components]
+serverapp = "relay:server"
+clientapp = "relay:client"
+
+[tool.flwr.app.config]
+counter = ""
+"""
+
+log = logging.getLogger("privssl")
+
+
+def program(name: str) -> str:
+    """The path of one of Flower's programs. Raises SiteError where Flower is not installed."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise SiteError(f"{name} is not installed. Install Flower: pip install 'privssl[flower]'")
+    return found
+
+
+def environment(home: Path) -> dict[str, str]:
+    """For a process of Flower: switched off what would leave this machine, files under ``home``."""
+    # It needs nothing of what Python was told for us, and starts programs that lie beside its own.
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    path = f"{Path(program('flwr')).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**inherited, **OFFLINE, "FLWR_HOME": str(home), "PATH": path}
+
+
+class FlowerPost:
+    """Addresses are the numbers that Flower gives to nodes."""
+
+    def __init__(self, superlink: str, certificate: str) -> None:
+        """Start the carrier.
+
+        Args:
+            superlink: host:port.
+            certificate: file of the root certificate; empty on loopback.
+
+        Raises:
+            SiteError: Flower is not installed, or its SuperLink is not there.
+        """
+        self._folder = Path(tempfile.mkdtemp(prefix="privssl-"))
+        self._carrier: socket.socket | None = None
+        self._counter: socket.socket | None = None
+        try:
+            self._write_app(superlink, certificate)
+            self._counter = socket.socket(socket.AF_UNIX)
+            self._counter.bind(str(self._folder / "counter"))
+            self._counter.listen(1)
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def addresses(self) -> Sequence[str]:
+        try:
+            carrier = self._connected()
+            _send(carrier, json.dumps({"do": "addresses"}).encode())
+            carrier.settimeout(GRACE)
+            return [str(address) for address in json.loads(_receive(carrier))]
+        except (OSError, SiteError, ValueError) as error:
+            self._lose(error)
+            return []
+
+    def exchange(self, letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
+        if not letters:
+            return {}
+        order = {"do": "exchange", "to": list(letters), "seconds": seconds}
+        try:
+            carrier = self._connected()
+            carrier.settimeout(seconds + GRACE)
+            for part in (json.dumps(order).encode(), *letters.values()):
+                _send(carrier, part)
+            came = json.loads(_receive(carrier))
+            return {str(address): _receive(carrier) for address in came}
+        except (OSError, SiteError, ValueError) as error:
+            self._lose(error)
+            return {}
+
+    def close(self) -> None:
+        for end in (self._carrier, self._counter):
+            if end is not None:
+                end.close()
+        self._carrier = self._counter = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # The carrier ----------------------------------------------------------------------------
+
+    def _write_app(self, superlink: str, certificate: str) -> None:
+        """Flower's app, and Flower's own config, which names the SuperLink."""
+        app = self._folder / "app"
+        app.mkdir()
+        (app / "pyproject.toml").write_text(_APP)
+        shutil.copy(Path(__file__).with_name("flower.py"), app / "relay.py")
+        lines = ["[superlink]", 'default = "ours"', "[superlink.ours]", f'address = "{superlink}"']
+        if certificate:
+            path = Path(certificate).expanduser().resolve()
+            if not path.is_file():
+                raise SiteError(f"run.certificate: there is no file {path}")
+            lines.append(f"root-certificates = {json.dumps(str(path))}")
+        elif superlink.rpartition(":")[0] in LOOPBACK:
+            lines.append("insecure = true")
+        home = self._folder / "flwr"
+        home.mkdir()
+        (home / "config.toml").write_text("\n".join(lines) + "\n")
+
+    def _connect(self) -> socket.socket:
+        assert self._counter is not None
+        command = [
+            program("flwr"), "run", str(self._folder / "app"), "ours",
+            "--run-config", f"counter={json.dumps(str(self._folder / 'counter'))}",
+        ]  # fmt: skip
+        try:
+            done = subprocess.run(
+                command, env=environment(self._folder / "flwr"), capture_output=True, text=True,
+                stdin=subprocess.DEVNULL, timeout=START_SECONDS, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise SiteError(f"flwr run said nothing for {START_SECONDS:g} s") from None
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip().splitlines()[-3:]
+            raise SiteError(
+                f"Flower took no run ({' '.join(line.strip() for line in said)}). Is the SuperLink "
+                "of run.superlink there?"
+            )
+        self._counter.settimeout(START_SECONDS)
+        try:
+            self._carrier, _ = self._counter.accept()
+        except TimeoutError:
+            raise SiteError(
+                f"Flower took a run and did not start it in {START_SECONDS:g} s. The SuperLink "
+                "must be on this machine; look at its log"
+            ) from None
+        return self._carrier
+
+    def _connected(self) -> socket.socket:
+        if self._counter is None:
+            raise OSError("closed")
+        return self._carrier or self._connect()
+
+    def _lose(self, error: Exception) -> None:
+        """Whatever the carrier still says could be taken for an answer to something else."""
+        log.warning("Flower's run is gone (%s); another one carries the next letters", error)
+        with suppress(OSError):
+            if self._carrier is not None:
+                self._carrier.close()
+        self._carrier = None
+
+
+def _send(wire: socket.socket, data: bytes) -> None:
+    wire.sendall(len(data).to_bytes(8, "little") + data)
+
+
+def _receive(wire: socket.socket) -> bytes:
+    return _exactly(wire, int.from_bytes(_exactly(wire, 8), "little"))
+
+
+def _exactly(wire: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = wire.recv(min(2**20, size - len(data)))
+        if not piece:
+            raise OSError("the carrier is gone")
+        data += piece
+    return bytes(data)

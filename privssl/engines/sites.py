@@ -1,0 +1,386 @@
+"""The engine for several machines: each agent is a site, and a call is a letter to it.
+
+Who carries the letters is not known here: a ``Post`` takes bytes to addresses and brings bytes
+back (``flower.py``; in tests, a function). All that can go wrong on the way has its outcome here:
+
+    a site answers with a word        it counts as absent, with that word (wire.ERRORS)
+    no answer, or ``busy``            the same letter again, until the visit's deadline: done once
+    a site came back elsewhere        it is found again by asking every address who it is
+    two sites with one name           the run stops: nobody could say which of them was right
+    another version or config         the run stops: no visit was made
+
+Whether a run goes on without an agent is its config's to say (``run.absent``, ``run.quorum``): a
+mean over whoever happened to answer is not what was asked for. A deadline that has passed is not
+a cancellation: the visit may have been done and charged all the same, and its reply, stored at
+the site, is what a run that is resumed gets for the same letter.
+
+What agents remember stays with them. Here are only tokens: the visit after which a site is to
+take up its memory. They are in checkpoints, so that a run that goes on from an older round finds
+each agent as it was then. A labelled server is no site: it works in this process.
+"""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from privssl import wire
+from privssl.agents import AgentRef, Memory, Seat, natural_order
+from privssl.algorithms.base import Algorithm
+from privssl.engines import Call
+from privssl.engines.local import LocalEngine
+from privssl.errors import RunFolderError, UserError
+from privssl.messages import Absent, MessageError, Reply, check_numbers, pack, unpack
+from privssl.site.steps import StepError, given_by
+from privssl.wire import Answer, Hello, Introduction, Visit, WireError
+
+log = logging.getLogger("privssl")
+
+#: What this side says where no word came, or none that can be used.
+OWN_WORDS: Mapping[str, str] = {
+    "gone": "no answer came before the deadline. It may have done the visit all the same",
+    "garbled": "its answer is not one to this visit. Look at who has its key",
+}
+STOP = ("version", "config")  # no visit can ever be made: nothing to go on with
+
+
+class SiteError(UserError):
+    """A site cannot take part, or a visit has no reply and the run may not go on without it."""
+
+
+class Post(Protocol):
+    """Carries letters. An address is its own affair, and may change with a restart."""
+
+    def addresses(self) -> Sequence[str]:
+        """All that can be reached now."""
+        ...
+
+    def exchange(self, letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
+        """Send each letter to its address and wait for the answers at most so long.
+
+        Returns:
+            address -> answer, for those that came; a letter whose carrier failed has none.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go. May be called twice."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How long to wait, and when to go on without an agent."""
+
+    join_seconds: float = 120.0  # for all sites to be there
+    visit_seconds: float = 600.0  # for one visit, from the letter to the answer
+    patience: float = 1.0  # seconds between two letters to a site that does not answer
+    absent: Literal["stop", "skip"] = "stop"  # a call alone that has no reply
+    quorum: float = 1.0  # share of a parallel step's calls that must have one, in (0, 1]
+
+
+@dataclass
+class Carried:
+    """What was carried since it was last asked for."""
+
+    up: int = 0  # bytes of answers
+    down: int = 0  # bytes of letters, repeated ones too
+    letters: int = 0
+    again: int = 0  # letters that were sent once more
+    seconds: list[float] = field(default_factory=list)  # of each visit, letter to answer
+
+
+class SitesEngine:
+    """Delivers calls to sites."""
+
+    def __init__(
+        self,
+        post: Post,
+        expected: Sequence[AgentRef],
+        *,
+        algorithm: Algorithm[Any],
+        agreement: str,
+        home: LocalEngine,
+        ledgers: Sequence[str] = (),
+        terms: Terms = Terms(),
+    ) -> None:
+        """Finds the sites.
+
+        Args:
+            expected: every agent of the run; one whose seat is at the server is in ``home``.
+            agreement: ``config.agreement`` of this run.
+            home: engine of the agents that sit here.
+            ledgers: agents whose journals are wanted at the end.
+
+        Raises:
+            SiteError: not all are there in time, two have one name, or one has another config.
+        """
+        self._post, self._terms = post, terms
+        self._algorithm, self._agreement, self._home = algorithm, agreement, home
+        self._expected = {a.id: a for a in sorted(expected, key=lambda a: natural_order(a.id))}
+        self._remote = [a.id for a in expected if a.seat is not Seat.SERVER]
+        self._address: dict[str, str] = {}
+        self._strangers: set[str] = set()
+        self._ledgers = tuple(ledgers)
+        self.run = os.urandom(8).hex()
+        self._tokens = dict.fromkeys(self._remote, "")
+        self._carried = Carried()
+        self._join()
+
+    def roster(self) -> Sequence[AgentRef]:
+        return list(self._expected.values())
+
+    def memories(self) -> Mapping[str, Memory]:
+        here = self._home.memories()
+        there = {
+            name: {"run": _letters(self.run), "visit": _letters(token)}
+            for name, token in self._tokens.items()
+        }
+        return {name: here[name] if name in here else there[name] for name in self._expected}
+
+    def restore(self, memories: Mapping[str, Memory]) -> None:
+        remote = {name: memories.get(name, {}) for name in self._remote}
+        if not all(is_name(memory) for memory in remote.values() if memory):
+            raise RunFolderError(
+                "This checkpoint has what agents remember, so its run was not one of sites, which "
+                "keep that themselves. Go on with it with run.engine=local"
+            )
+        for name, memory in remote.items():
+            self._tokens[name] = _text(memory["visit"]) if memory else ""
+        self.run = next((_text(memory["run"]) for memory in remote.values() if memory), self.run)
+        self._home.restore(memories)
+
+    def carried(self) -> Carried:
+        """What was carried since this was last asked."""
+        now, self._carried = self._carried, Carried()
+        return now
+
+    def farewell(self, *, over: bool) -> Mapping[str, bytes]:
+        """Tell all sites that the run stops: agent -> its journal, of those that have one.
+
+        Args:
+            over: whether they may forget it. A run that will go on still needs what they keep.
+
+        Raises:
+            SiteError: one whose journal is needed does not show it.
+        """
+        letter, shown = wire.to_bytes(wire.Farewell(self.run, over)), dict[str, bytes]()
+        end = time.monotonic() + self._terms.join_seconds
+        while True:
+            asked = {a: n for n, a in self._address.items() if n not in shown}
+            left = max(end - time.monotonic(), 1.0)
+            for address, data in self._post.exchange(dict.fromkeys(asked, letter), left).items():
+                try:
+                    shown[asked[address]] = wire.from_bytes(data, wire.Account).body
+                except WireError as error:
+                    log.warning("%s took no leave: %s", asked[address], error)
+            missing = [name for name in self._remote if name not in shown]
+            if not missing or time.monotonic() > end:
+                break
+            time.sleep(self._terms.patience)
+            self._look_around(left)
+        needed = [name for name in self._ledgers if not shown.get(name)]
+        if needed:
+            raise SiteError(
+                f"{', '.join(needed)} did not show the ledger, without which nothing can be "
+                "claimed. Start the site again, and end the run with --resume"
+            )
+        for name in missing:
+            log.warning("%s could not be told that the run stops", name)
+        return {name: journal for name, journal in shown.items() if journal}
+
+    def close(self) -> None:
+        self._post.close()
+        self._home.close()
+
+    # Who is there ---------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        end = time.monotonic() + self._terms.join_seconds
+        while True:
+            self._look_around(min(self._terms.join_seconds, self._terms.visit_seconds))
+            missing = [name for name in self._remote if name not in self._address]
+            if not missing:
+                log.info("All %d sites are there", len(self._remote))
+                return
+            if time.monotonic() > end:
+                raise SiteError(
+                    f"{len(missing)} of {len(self._remote)} sites are not there after "
+                    f"{self._terms.join_seconds:g} s: {', '.join(missing)}. Start them, and look "
+                    "at their logs"
+                )
+            time.sleep(self._terms.patience)
+
+    def _look_around(self, seconds: float) -> None:
+        """Ask every address that is not known who it is."""
+        now = self._post.addresses()
+        self._address = {name: a for name, a in self._address.items() if a in now}
+        known = {*self._address.values(), *self._strangers}
+        new = [address for address in now if address not in known]
+        if not new:
+            return
+        came = self._post.exchange(dict.fromkeys(new, wire.to_bytes(Hello())), seconds)
+        for address in sorted(came):
+            self._meet(address, came[address])
+
+    def _meet(self, address: str, data: bytes) -> None:
+        try:
+            found = wire.from_bytes(data, Introduction, Answer)
+        except WireError as error:
+            self._turn_away(address, error.word)
+            return
+        if isinstance(found, Answer):
+            self._turn_away(address, found.error)
+        elif found.agent not in self._tokens:
+            log.warning("A site calls itself %s, which this run does not have", found.agent)
+            self._strangers.add(address)
+        elif found.agent in self._address:
+            raise SiteError(
+                f"Two sites call themselves {found.agent}. Stop one of them: nobody can say which "
+                "of them is right"
+            )
+        elif found.agreement != self._agreement:
+            raise SiteError(f"{found.agent}: {_meaning('config')}")
+        elif found.role != self._expected[found.agent].role:
+            raise SiteError(
+                f"{found.agent} is a {found.role} agent there and "
+                f"{self._expected[found.agent].role} here. Compare the two configs"
+            )
+        elif found.agent in self._ledgers and not found.shows_ledger:
+            raise SiteError(
+                f"{found.agent} does not show its ledger (site.share_ledger), so that nothing "
+                "could be claimed at the end. Its operator can set share_ledger: true"
+            )
+        else:
+            self._address[found.agent] = address
+
+    def _turn_away(self, address: str, word: str) -> None:
+        if word in STOP:
+            raise SiteError(f"A site that wants to take part cannot: {_meaning(word)}")
+        log.warning("A site that wants to take part cannot yet: %s", _meaning(word))
+
+    # One delivery ---------------------------------------------------------------------------
+
+    def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        replies: dict[int, Reply[Any]] = {}
+        turns: dict[str, list[int]] = {}
+        for place, call in enumerate(calls):
+            for name, value in vars(call.message).items():
+                check_numbers(f"{type(call.message).__name__}.{name}", value)
+            if call.to.seat is Seat.SERVER:
+                [replies[place]] = self._home.deliver([call])
+            else:
+                turns.setdefault(call.to.id, []).append(place)
+        while turns:  # calls of one agent one after the other, of several side by side
+            now = {name: places.pop(0) for name, places in turns.items()}
+            turns = {name: places for name, places in turns.items() if places}
+            replies |= self._visited({name: (place, calls[place]) for name, place in now.items()})
+        self._check_quorum(calls, replies)
+        return [replies[place] for place in range(len(calls))]
+
+    def _visited(self, calls: Mapping[str, tuple[int, Call]]) -> dict[int, Reply[Any]]:
+        """One call each of some agents."""
+        begun = time.monotonic()
+        deadline = math.ceil(time.time() + self._terms.visit_seconds)
+        visits = {name: self._visit(call, deadline) for name, (_, call) in calls.items()}
+        answers: dict[str, Answer] = {}
+        last: dict[str, str] = dict.fromkeys(calls, "gone")
+        while waiting := [name for name in calls if name not in answers]:
+            left = begun + self._terms.visit_seconds - time.monotonic()
+            if left <= 0:
+                break
+            sent = {self._address[n]: n for n in waiting if n in self._address}
+            letters = {a: wire.to_bytes(visits[name]) for a, name in sent.items()}
+            self._carried.letters += len(letters)
+            self._carried.down += sum(map(len, letters.values()))
+            for address, data in self._post.exchange(letters, left).items():
+                self._carried.up += len(data)
+                answer = _answer(data, visits[sent[address]])
+                last[sent[address]] = answer.error
+                if answer.error != "busy":
+                    answers[sent[address]] = answer
+                    self._carried.seconds.append(time.monotonic() - begun)
+            if again := [name for name in calls if name not in answers]:
+                time.sleep(min(self._terms.patience, left))
+                self._carried.again += len(again)
+                self._look_around(left)
+        return {
+            place: self._reply(call, answers.get(name) or Answer("", error=last[name]))
+            for name, (place, call) in calls.items()
+        }
+
+    def _visit(self, call: Call, deadline: int) -> Visit:
+        return Visit(
+            run=self.run, agreement=self._agreement, agent=call.to.id, round=call.round,
+            step=call.step.__name__, visit=call.visit, memory=self._tokens[call.to.id],
+            message=type(call.message).__name__, deadline=deadline, body=pack(call.message),
+        )  # fmt: skip
+
+    def _reply(self, call: Call, answer: Answer) -> Reply[Any]:
+        """The reply in an answer; ``Absent`` where there is none."""
+        word = answer.error
+        if not word:
+            try:
+                content = unpack(given_by(call.step, answer.message), answer.body)
+                self._tokens[call.to.id] = answer.memory
+                return Reply(call.to, content, answer.weight, dict(answer.notes))
+            except (MessageError, StepError) as error:
+                log.warning("The answer of %s to %s: %s", call.to.id, call.key, error)
+                word = "garbled"
+        return Reply(call.to, Absent(word))
+
+    def _check_quorum(self, calls: Sequence[Call], replies: Mapping[int, Reply[Any]]) -> None:
+        """Raise SiteError where the run may not go on without those that are absent."""
+        absent = [n for n in range(len(calls)) if isinstance(replies[n].content, Absent)]
+        if not absent:
+            return
+        words = {place: replies[place].content.reason for place in absent}
+        for place, word in words.items():
+            log.warning("%s has no reply: %s", calls[place].key, _meaning(word))
+        enough = len(calls) - len(absent) >= self._terms.quorum * len(calls)
+        alone = len(calls) == 1 and self._terms.absent == "skip"
+        if alone or (len(calls) > 1 and enough and not set(STOP) & set(words.values())):
+            return
+        first = absent[0]
+        raise SiteError(
+            f"{calls[first].to.id} has no reply to {calls[first].step.__name__} in round "
+            f"{calls[first].round} ({words[first]}): {_meaning(words[first])}"
+        )
+
+
+def is_name(memory: Memory) -> bool:
+    """Whether this names what an agent remembers at its site, and is not that itself."""
+    return set(memory) == {"run", "visit"}
+
+
+def _answer(data: bytes, visit: Visit) -> Answer:
+    """What came, as an answer to this visit and no other."""
+    try:
+        answer: Answer = wire.from_bytes(data, Answer)
+    except WireError as error:
+        return Answer("", error="version" if error.word == "version" else "garbled")
+    # Without an id: the site could not read the visit, and says so in a word.
+    if answer.error and answer.id in ("", visit.id):
+        return answer if answer.error in wire.ERRORS else Answer("", error="garbled")
+    if answer.id != visit.id or not math.isfinite(answer.weight) or answer.weight < 0:
+        return Answer("", error="garbled")
+    return answer
+
+
+def _meaning(word: str) -> str:
+    return {**wire.ERRORS, **OWN_WORDS}.get(word, word)
+
+
+def _letters(text: str) -> Tensor:
+    """Text of ASCII as a tensor, which is what memories are made of."""
+    return torch.tensor(list(text.encode("ascii")), dtype=torch.uint8)
+
+
+def _text(letters: Tensor) -> str:
+    return bytes(letters.tolist()).decode("ascii")

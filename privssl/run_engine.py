@@ -1,0 +1,134 @@
+"""Which engine carries a run out, and what a run has to do where its agents are sites.
+
+Accounts are then not here: each site has its own, charges it, and shows its journal at the end.
+The card is made from these copies, which lie in the run folder's ``ledger`` as those of a run in
+one process do, so that an audit finds what it looks for. A site could show a false one; the claim
+is about what sites of honest operators release, and each of them has the true one.
+"""
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accounting.ledger import Journal, read_journal
+from privssl import config as configs
+from privssl import durable
+from privssl.agents import Memory, Seat
+from privssl.engines import Engine
+from privssl.engines.batched import BatchedEngine
+from privssl.engines.flower_post import FlowerPost
+from privssl.engines.local import LocalEngine
+from privssl.engines.sites import SiteError, SitesEngine, Terms, is_name
+from privssl.engines.workers import WorkerEngine, how_many
+from privssl.errors import RunFolderError
+from privssl.evaluate import Oracle
+from privssl.prepare import Prepared
+from privssl.settings import RunSettings
+from privssl.shelf import Shelf
+
+
+def make_engine(prepared: Prepared, oracle: Oracle, shelf: Shelf | None = None) -> Engine:
+    """The engine that the config asks for; workers are forked here, so make it before threads.
+
+    Raises:
+        privssl.errors.UserError: it cannot be had; where agents are sites, not all are there.
+    """
+    run, agents, device = prepared.config.run, prepared.federation.agents, prepared.device
+    common: dict[str, Any] = {
+        "seed": run.seed, "device": device, "meter": oracle, "check_wire": run.check_wire,
+        "shelf": shelf,
+    }  # fmt: skip
+    if run.engine == "flower":
+        return _sites(prepared, common)
+    if run.batched_agents > 1:
+        common |= {"algorithm": prepared.algorithm, "at_once": run.batched_agents}
+        return BatchedEngine(agents, **common)
+    workers = how_many(run.workers, agents, device)
+    if workers == 1:
+        return LocalEngine(agents, **common)
+    return WorkerEngine(agents, algorithm=prepared.algorithm, workers=workers, **common)
+
+
+def _sites(prepared: Prepared, common: Mapping[str, Any]) -> SitesEngine:
+    config, dataset = prepared.config, prepared.federation.dataset
+    here = [agent for agent in prepared.federation.agents if agent.seat is Seat.SERVER]
+    labelled = [agent.id for agent in prepared.roster if agent.role in ("support", "mixed")]
+    post = FlowerPost(config.run.superlink, config.run.certificate)
+    try:
+        return SitesEngine(
+            post, prepared.roster, algorithm=prepared.algorithm,
+            agreement=configs.agreement(config, dataset.class_names, dataset.shape),
+            home=LocalEngine(here, **common),
+            ledgers=labelled if prepared.plan is not None else (),
+            terms=_terms(config.run),
+        )  # fmt: skip
+    except BaseException:
+        post.close()
+        raise
+
+
+def _terms(run: RunSettings) -> Terms:
+    return Terms(
+        join_seconds=run.join_seconds, visit_seconds=run.visit_seconds,
+        absent=run.absent, quorum=run.quorum,
+    )  # fmt: skip
+
+
+def refuse_names_of_memories(engine: Engine, memories: Mapping[str, Memory]) -> None:
+    """Raise RunFolderError where a checkpoint has names of memories, and agents are no sites."""
+    if not isinstance(engine, SitesEngine) and any(map(is_name, memories.values())):
+        raise RunFolderError(
+            "What agents remember is at their sites, and this checkpoint has only the names of it. "
+            "Go on with run.engine=flower"
+        )
+
+
+def carried(engine: Engine, absences: int) -> dict[str, float]:
+    """What crossed the network since this was last asked, by the names of metrics."""
+    if not isinstance(engine, SitesEngine):
+        return {}
+    now = engine.carried()
+    return {
+        "comm/sent_up_bytes": now.up,
+        "comm/sent_down_bytes": now.down,
+        "comm/letters": now.letters,
+        "comm/letters_again": now.again,
+        "sites/absent": absences,
+        "comm/visit_s": statistics.median(now.seconds) if now.seconds else 0.0,
+    }
+
+
+def shown_journals(
+    engine: Engine, folder: Path, *, over: bool
+) -> dict[str, tuple[Journal, float]] | None:
+    """The journals of sites, copied to ``folder/ledger``, and what this run spent of each.
+
+    Args:
+        over: whether the run is, so that sites may forget it.
+
+    Returns:
+        agent -> its journal and epsilon; None where accounts are here.
+
+    Raises:
+        SiteError: one is missing, or is not a journal of that agent without a fault.
+    """
+    if not isinstance(engine, SitesEngine):
+        return None
+    found = {}
+    for name, content in sorted(engine.farewell(over=over).items()):
+        path = folder / "ledger" / f"{name}.jsonl"
+        with durable.writing(path):
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            durable.replace(path, content)
+        journal = read_journal(path)
+        problems = [str(problem) for problem in journal.problems]
+        if not problems and journal.plan.agent != name:
+            problems = [f"it is of {journal.plan.agent}"]
+        if problems:
+            raise SiteError(
+                f"The ledger that {name} shows is not in order: {problems[0]}. Its operator must "
+                "put the true one back; then end the run with --resume"
+            )
+        found[name] = journal, journal.epsilon_of(engine.run)
+    return found

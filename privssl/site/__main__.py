@@ -1,0 +1,143 @@
+"""``python -m privssl.site SITE.yaml``: check a site, and say who it is and what was spent.
+
+    --serve                  answer letters that come through the site's door, until stopped
+    --superlink HOST:PORT    as --serve, and keep a SuperNode up that brings them over Flower
+
+Exit status: 0; 2 the operator's mistake: what is wrong, where (file and line), what to do; 130
+stopped while serving. A site that was stopped, in whatever way, goes on where it was.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from accounting.errors import AccountingError
+from privssl.errors import UserError
+from privssl.process import INTERRUPTED, LogFile, Screen, logging_to, private_files, stopped_by
+
+if TYPE_CHECKING:
+    from privssl.site.desk import Desk
+    from privssl.site.settings import SiteConfig
+
+log = logging.getLogger("privssl")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    options = _parser().parse_args(argv)
+    with ExitStack() as stack:
+        stack.enter_context(logging_to(Screen()))
+        stack.enter_context(stopped_by(signal.SIGINT, signal.SIGTERM))
+        stack.enter_context(private_files())
+        try:
+            return _site(options, stack)
+        except (UserError, AccountingError) as problem:
+            log.error("%s", problem)
+            return problem.exit_status
+        except KeyboardInterrupt:
+            return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m privssl.site",
+        description="Check the site of one agent, and say what it holds and has spent.",
+    )
+    parser.add_argument("site", type=Path, help="a YAML file: sections site, rows and budget")
+    parser.add_argument(
+        "--serve", action="store_true", help="answer letters through the site's door"
+    )
+    parser.add_argument(
+        "--superlink", metavar="HOST:PORT", help="serve, with a SuperNode of Flower that is here"
+    )
+    parser.add_argument(
+        "--certificate", default="", metavar="FILE",
+        help="root certificate of the SuperLink; needed off this machine",
+    )  # fmt: skip
+    parser.add_argument(
+        "--key",
+        default="",
+        metavar="FILE",
+        help="private key that the SuperLink knows this site by",
+    )
+    return parser
+
+
+def _site(options: argparse.Namespace, stack: ExitStack) -> int:
+    from privssl.site import door, settings
+    from privssl.site.joining import SuperNode
+    from privssl.site.opening import opened
+
+    site = settings.load(options.site)
+    desk = opened(site)
+    lines = _description(site, desk)
+    console = Console(highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(line, markup=False)
+    if options.serve or options.superlink:
+        site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stack.enter_context(logging_to(LogFile(site.folder / "site.log")))
+        log.info("Serves: %s", " ".join(lines))
+        if options.superlink:
+            node = SuperNode(
+                site.door, site.folder / "flower", options.superlink, options.certificate,
+                options.key, site.secrets,
+            )  # fmt: skip
+            stack.callback(node.stop)
+            node.start()
+        console.print(f"Answers at {site.door}. Ctrl-C stops it.", markup=False)
+        door.serve(site.door, lambda letter: _in_one_thread(desk, letter))
+    return 0
+
+
+def _in_one_thread(desk: "Desk", letter: bytes) -> bytes:
+    """More intra-op threads would change the order of sums, and with it the last bits."""
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # which counts for the thread that says it
+    return desk.handle(letter)
+
+
+def _description(site: "SiteConfig", desk: "Desk") -> list[str]:
+    """What the operator is told. Nothing of it leaves the machine."""
+    held = " and ".join(
+        f"{len(rows)} {kind}"
+        for kind, rows in (
+            ("labelled", desk.agent.held_labelled), ("unlabelled", desk.agent.held_unlabelled),
+        )
+        if rows is not None
+    )  # fmt: skip
+    return [
+        f"{desk.agent.id}, a {desk.agent.role} agent with {held} rows.",
+        f"Takes part in {site.path(site.site.config)}, agreement {desk.agreement[:12]}: a "
+        "coordinator with another one gets no visit.",
+        _spending(site),
+        f"Keeps replies, memories and log in {site.folder}.",
+    ]
+
+
+def _spending(site: "SiteConfig") -> str:
+    from accounting.ledger import read_journal
+
+    if site.site.role == "query":
+        return "Holds no labels: nothing is promised for its rows, and nothing spent."
+    if site.budget is None:
+        return "No budget: its labelled rows are used without protection."
+    journal = read_journal(site.ledger / f"{site.site.agent}.jsonl")
+    return (
+        f"Epsilon {journal.epsilon:.4f} of {site.budget.epsilon:g} spent (delta "
+        f"{site.budget.delta:g}) in {len(journal.events)} visits. Ledger in {site.ledger}."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

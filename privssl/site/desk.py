@@ -1,0 +1,272 @@
+"""What a site does with one letter.
+
+    1  is it a letter of this version, to this agent, under this very config?       else a word
+    2  was this visit done?                                    then the stored reply, as it was
+    3  is it in time, and a step with a message that the algorithm has?             else a word
+    4  was it charged, and there is no reply?                  then ``lost``, and never done again
+    5  the step: it pays into the agent's ledger before labelled rows can be read
+    6  memory and reply go to the disk, then the reply may leave
+
+Steps 2 to 6 are under a lock, so that a process that was thought dead cannot work beside another
+one. Where rows are under an account they are in reach only once this visit was charged: a step
+that forgot to pay would find none (``PaidRows``). The id of a visit is part of the name under
+which it is charged, so another message under the same round and step is another visit, with a
+charge and noise of its own, as long as the budget lasts.
+
+Whatever goes wrong, what leaves is one word of ``wire.ERRORS``. Why is in the site's own log.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from accounting.errors import AccountingError
+from accounting.ledger import Account
+from privssl import wire
+from privssl.agents import Agent, LabelledRows
+from privssl.algorithms.base import Algorithm, Context
+from privssl.engines import Step, visit_key
+from privssl.errors import DataError, PrivacyError, RoleError
+from privssl.messages import Message, MessageError, pack, unpack
+from privssl.seeds import seeded
+from privssl.site.steps import StepError, step_of, taken_by
+from privssl.site.store import Busy, Store
+from privssl.wire import Answer, Farewell, Hello, Introduction, Visit, WireError
+
+log = logging.getLogger("privssl")
+
+RECEIPT = 32  # hex digits of a visit's id that stand in the ledger
+
+
+class PaidRows(LabelledRows):
+    """Labelled rows under an account: out of reach until the visit at hand was charged."""
+
+    def __init__(self, rows: LabelledRows, paid: Callable[[], bool]) -> None:
+        for name, value in (("_rows", rows), ("_paid", paid)):
+            object.__setattr__(self, name, value)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in ("x", "y", "ids"):
+            return super().__getattribute__(name)
+        if not self._paid():
+            raise PrivacyError("labelled rows were asked for before their account was charged")
+        return getattr(self._rows, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Desk:
+    """A site that can answer.
+
+    Args:
+        agent: the one whose rows are here; its account is opened for each visit.
+        algorithm: made from the site's own config.
+        seed: ``run.seed`` of that config.
+        agreement: ``config.agreement`` of it.
+        open_account: opens the account of labelled rows for a run; None: they have none.
+        journal: the bytes of the ledger, for a coordinator; None: its operator keeps it.
+        share_notes: whether losses of a visit may leave; never where there is an account.
+        clock: Unix time in seconds.
+    """
+
+    agent: Agent
+    algorithm: Algorithm[Any]
+    seed: int
+    agreement: str
+    store: Store
+    device: torch.device
+    open_account: Callable[[str], Account] | None
+    journal: Callable[[], bytes] | None = None
+    share_notes: bool = False
+    clock: Callable[[], float] = time.time
+
+    def handle(self, data: bytes) -> bytes:
+        """The answer to a letter; never an exception."""
+        visit = ""
+        try:
+            letter = wire.from_bytes(data, Hello, Visit, Farewell)
+            match letter:
+                case Hello():
+                    return wire.to_bytes(self._introduction())
+                case Farewell():
+                    return wire.to_bytes(self._leave(letter))
+                case Visit():
+                    visit = letter.id
+            return self._answered(letter)
+        except Exception as error:
+            word = word_for(error)
+            log.error("Answers %s: %s", word, error, exc_info=word == "failed")
+            return wire.to_bytes(Answer(visit, error=word))
+
+    def _introduction(self) -> Introduction:
+        return Introduction(
+            self.agent.id, self.agent.role, self.agreement, self.store.keep,
+            shows_ledger=self.journal is not None,
+        )  # fmt: skip
+
+    def _leave(self, letter: Farewell) -> wire.Account:
+        if letter.over:
+            with self.store.locked():
+                self.store.forget(letter.run)
+        shown = b"" if self.journal is None else self.journal()
+        return wire.Account(self.agent.id, shown)
+
+    # One visit ------------------------------------------------------------------------------
+
+    def _answered(self, visit: Visit) -> bytes:
+        if visit.agent != self.agent.id:
+            raise WireError("refused", f"a visit to {visit.agent}, and this is {self.agent.id}")
+        if visit.agreement != self.agreement:
+            raise WireError("config", "the coordinator has another config, or another task")
+        with self.store.locked(), ExitStack() as stack:
+            stored = self._stored(visit)
+            if stored is not None:
+                log.info("Visit %s again: the stored reply", _key(visit))
+                return stored
+            if self.clock() > visit.deadline:
+                raise WireError("late", f"visit {_key(visit)} came after its deadline")
+            work = self._understood(visit)
+            account = None
+            if self.open_account is not None:
+                account = stack.enter_context(closing(self._opened_account(visit)))
+                if account.charged(_receipt(visit)):
+                    raise WireError("lost", f"visit {_key(visit)} was charged and has no reply")
+            return self._done(visit, work, account)
+
+    def _stored(self, visit: Visit) -> bytes | None:
+        """The reply that was stored; None also where the disk has damaged it."""
+        answer = self.store.answer(visit.run, visit.id)
+        try:
+            known = answer is not None and wire.from_bytes(answer, Answer).id == visit.id
+        except WireError as error:
+            log.error("The stored reply to %s cannot be read: %s", _key(visit), error)
+            return None
+        return answer if known else None
+
+    def _opened_account(self, visit: Visit) -> Account:
+        assert self.open_account is not None
+        account = self.open_account(visit.run)
+        try:
+            self.store.mark = account.seq, account.head
+        except BaseException:
+            account.close()
+            raise
+        return account
+
+    def _understood(self, visit: Visit) -> "_Work":
+        """What is to be done, before anything is opened, charged or written."""
+        step = step_of(self.algorithm, visit.step)
+        message = unpack(taken_by(step, visit.message), visit.body)
+        return _Work(step, message, self._memory(visit))
+
+    def _done(self, visit: Visit, work: "_Work", account: Account | None) -> bytes:
+        """Do the step, store what came of it, and give the answer."""
+        agent = self._agent(account, work.memory)
+        ctx = Context(
+            seed=self.seed, round=visit.round, agent=agent.id, visit_key=_key(visit),
+            attempt=visit.id[:RECEIPT], device=self.device,
+            telemetry=account is None and self.share_notes,
+        )  # fmt: skip
+        try:
+            with seeded(ctx.rng("torch")):
+                content = work.step(agent, work.message, ctx)
+            body = _body(content)
+        finally:  # the charge counts whatever became of the visit
+            if account is not None:
+                self.store.mark = account.seq, account.head
+        token = self._remember(visit, work.memory, agent.memory)
+        answer = wire.to_bytes(
+            Answer(
+                visit.id, message=type(content).__name__, weight=ctx.weight,
+                notes=_finite(ctx.notes), memory=token, body=body,
+            )
+        )  # fmt: skip
+        self.store.put_answer(visit.run, visit.id, answer)
+        log.info("Visit %s done", _key(visit))
+        return answer
+
+    def _agent(self, account: Account | None, memory: Mapping[str, torch.Tensor]) -> Agent:
+        """The agent for one visit, with labelled rows that wait for their charge."""
+        labelled = self.agent.held_labelled
+        if account is not None and labelled is not None:
+            visits = account.visits()
+            labelled = PaidRows(labelled, lambda: account.visits() > visits)
+        return Agent(
+            id=self.agent.id, held_labelled=labelled,
+            held_unlabelled=self.agent.held_unlabelled, account=account, memory=memory,
+        )  # fmt: skip
+
+    def _memory(self, visit: Visit) -> Mapping[str, torch.Tensor]:
+        if not visit.memory:
+            return {}
+        found = self.store.memory(visit.run, visit.memory)
+        if found is None:
+            raise WireError("forgotten", f"no memory of the visit {visit.memory[:12]}")
+        return found
+
+    def _remember(self, visit: Visit, before: object, after: Mapping[str, torch.Tensor]) -> str:
+        """Store the memory; the token under which it is known from now on."""
+        if after is not before:
+            self.store.put_memory(visit.run, visit.id, after)
+        elif visit.memory:
+            self.store.keep_memory(visit.run, visit.id, visit.memory)
+        else:
+            return ""
+        return visit.id
+
+
+class _Work(NamedTuple):
+    """A visit, understood."""
+
+    step: Step[Message]
+    message: Message
+    memory: Mapping[str, torch.Tensor]
+
+
+def word_for(error: BaseException) -> str:
+    """The one word for an error that may leave a site."""
+    words: tuple[tuple[type[BaseException], str], ...] = (
+        (Busy, "busy"),
+        (AccountingError, "ledger"),
+        (DivergedError, "diverged"),
+        (MessageError, "refused"),
+        (StepError, "refused"),
+        (RoleError, "refused"),
+        (DataError, "data"),
+        (OSError, "disk"),
+    )
+    if isinstance(error, WireError):
+        return error.word
+    return next((word for kind, word in words if isinstance(error, kind)), "failed")
+
+
+class DivergedError(MessageError):
+    """A reply has numbers that are not finite."""
+
+
+def _body(content: Message) -> bytes:
+    """A reply as bytes that the coordinator's border will let in."""
+    data = pack(content)
+    try:
+        unpack(type(content), data)
+    except MessageError as error:
+        raise DivergedError(str(error)) from error
+    return data
+
+
+def _finite(notes: Mapping[str, float]) -> dict[str, float]:
+    return {n: float(v) for n, v in notes.items() if torch.isfinite(torch.tensor(float(v)))}
+
+
+def _key(visit: Visit) -> str:
+    """The key under which engines know the visit; it seeds the visit's randomness."""
+    return visit_key(visit.round, visit.agent, visit.step, visit.visit)
+
+
+def _receipt(visit: Visit) -> str:
+    """The name under which the ledger knows the visit: ``Context.receipt``."""
+    return f"{_key(visit)}@{visit.id[:RECEIPT]}"

@@ -1,0 +1,128 @@
+"""The door of a site: a Unix socket through which letters come and answers go.
+
+    8 bytes   how many follow, little-endian
+    the rest  a letter; the answer comes back in the same form
+
+Who carries letters (a SuperNode of Flower and the code that its server sends) is thereby another
+process than the one that has rows, budget and ledger, and may be another user of the system, one
+that cannot read the site's folder. It can bring letters and take answers, nothing else. It needs
+neither torch nor any other part of privssl than this file.
+
+A letter has a thread of its own, and the desk lets one visit be done at a time: the others are
+told ``busy``, and a greeting is answered at once.
+"""
+
+import fcntl
+import logging
+import os
+import socket
+import socketserver
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from privssl.errors import UserError
+
+MAX_BYTES = 2**34  # of one letter
+LONGEST_PATH = 100  # of a socket; the system's own limit is 108 bytes
+PATIENCE = 60.0  # seconds in which a carrier must go on with a letter it has begun
+_CHUNK = 2**20
+
+log = logging.getLogger("privssl")
+
+
+def through(door: Path, letter: bytes, seconds: float) -> bytes:
+    """Bring a letter and take the answer.
+
+    Args:
+        seconds: to wait for the answer at most, > 0.
+
+    Raises:
+        OSError: nobody is behind the door, or the answer did not come in time.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wire:
+        wire.settimeout(seconds)
+        wire.connect(str(door))
+        wire.sendall(len(letter).to_bytes(8, "little") + letter)
+        return _read(wire)
+
+
+def serve(door: Path, handle: Callable[[bytes], bytes]) -> None:
+    """Answer letters until the process is told to stop (KeyboardInterrupt, which passes on).
+
+    Raises:
+        UserError: the socket cannot be made, or another process serves this site.
+    """
+    with _held(door), _Server(str(door), handle) as server:
+        door.chmod(stat.S_IRUSR | stat.S_IWUSR | stat.S_IRGRP | stat.S_IWGRP)
+        try:
+            server.serve_forever(poll_interval=0.2)
+        finally:
+            door.unlink(missing_ok=True)
+
+
+@contextmanager
+def _held(door: Path) -> Iterator[None]:
+    """Inside, no other process serves here; what a killed one left is removed."""
+    if len(os.fsencode(door)) > LONGEST_PATH:
+        raise UserError(
+            f"{door}: too long for the name of a socket ({LONGEST_PATH} bytes). Give site.door a "
+            "shorter path"
+        )
+    try:
+        door.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(f"{door}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UserError(f"{door.parent}: cannot be written: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{door}: another process serves this site. Stop it first") from None
+        door.unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(lock)
+
+
+class _Server(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True  # a visit that is under way ends with the process: it was charged
+    request_queue_size = 16
+
+    def __init__(self, door: str, handle: Callable[[bytes], bytes]) -> None:
+        super().__init__(door, _Carrier)
+        self.answer = handle
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A carrier that went away in the middle of a letter is no event."""
+        log.warning("A letter broke off", exc_info=log.isEnabledFor(logging.DEBUG))
+
+
+class _Carrier(socketserver.BaseRequestHandler):
+    server: _Server
+    request: socket.socket
+
+    def handle(self) -> None:
+        self.request.settimeout(PATIENCE)
+        answer = self.server.answer(_read(self.request))
+        with suppress(OSError):  # who asked is gone; the reply is stored
+            self.request.sendall(len(answer).to_bytes(8, "little") + answer)
+
+
+def _read(wire: socket.socket) -> bytes:
+    """What follows its length. Memory is taken for bytes that came, never for a stated size."""
+    size = int.from_bytes(_exactly(wire, 8), "little")
+    if size > MAX_BYTES:
+        raise OSError(f"a letter of {size} bytes")
+    return _exactly(wire, size)
+
+
+def _exactly(wire: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = wire.recv(min(_CHUNK, size - len(data)))
+        if not piece:
+            raise OSError("the letter broke off")
+        data += piece
+    return bytes(data)

@@ -1,0 +1,138 @@
+"""The SuperNode of a site: Flower's process that brings letters to the door, started and kept up.
+
+It gets the path of the door and nothing else of the site, and runs behind a fence (fence.py): a
+SuperLink sends it code. Where there can be no fence, none is started for a SuperLink on another
+machine. Whatever ends it, another one is
+started after a pause: a SuperLink that restarts, and one that still takes the former SuperNode
+for alive (Flower refuses a second session of one key until the first has lapsed), are waited out.
+An operator who wants the SuperNode under another user of the system starts it by hand instead:
+docs/deploy.md.
+"""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from privssl.engines.flower_post import environment, program
+from privssl.errors import ConfigError
+from privssl.settings import LOOPBACK
+from privssl.site import fence
+
+PAUSE = 15.0  # seconds before another try
+
+log = logging.getLogger("privssl")
+
+
+class SuperNode:
+    """Keeps a SuperNode running from ``start`` to ``stop``."""
+
+    def __init__(
+        self, door: Path, folder: Path, superlink: str, certificate: str, key: str,
+        secrets: Sequence[Path] = (),
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            door: of the site.
+            folder: for Flower's own files and its log.
+            superlink: host:port.
+            certificate: root certificate of the SuperLink; empty on loopback alone.
+            key: private key of this node; empty where the SuperLink asks for none.
+            secrets: what it must not read: folders and files of the site.
+
+        Raises:
+            ConfigError: letters would cross a network in clear, or code from another machine would
+                run as this user without a fence, or secrets lie inside of it.
+            SiteError: Flower is not installed.
+        """
+        host = superlink.rpartition(":")[0]
+        if not host:
+            raise ConfigError(f"--superlink is {superlink!r}: give host:port")
+        if host not in LOOPBACK and not certificate:
+            raise ConfigError(
+                f"letters to {host} would cross a network in clear. Give --certificate, the root "
+                "certificate of its SuperLink"
+            )
+        if host not in LOOPBACK and not fence.version():
+            raise ConfigError(
+                "this system has no Landlock (Linux 5.13 or later), so that code which the "
+                "SuperLink sends could read rows and ledger as this user. Use --serve, and start "
+                "flower-supernode as another user: docs/deploy.md"
+            )
+        files = [Path(path) for path in (certificate, key) if path]
+        self._command = [
+            *(_fenced(folder, files, secrets) if fence.version() else []),
+            program("flower-supernode"), "--superlink", superlink,
+            *(["--root-certificates", certificate] if certificate else ["--insecure"]),
+            *(["--auth-supernode-private-key", key] if key else []),
+            "--node-config", f'door="{door}"',
+        ]  # fmt: skip
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._keep_up, daemon=True)
+
+    def start(self) -> None:
+        """Start it, and watch over it."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it and what it started. May be called twice."""
+        self._stopped.set()
+        self._end(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            if self._process is not None:
+                self._process.wait(timeout=5)
+        self._end(signal.SIGKILL)
+
+    def _keep_up(self) -> None:
+        while not self._stopped.is_set():
+            with (self._folder / "supernode.log").open("ab") as out:
+                port = ["--host", "127.0.0.1", "--port", str(_free_port())]  # for its own helpers
+                own = {**environment(self._folder), "TMPDIR": str(self._folder)}
+                self._process = subprocess.Popen(
+                    [*self._command, *port], env=own, stdout=out, stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL, start_new_session=True,
+                )  # fmt: skip
+            status = self._process.wait()
+            if not self._stopped.is_set():
+                log.warning("The SuperNode ended with status %d; another one follows", status)
+                self._end(signal.SIGKILL)
+                self._stopped.wait(PAUSE)
+
+    def _end(self, number: signal.Signals) -> None:
+        """Its helpers are in its process group."""
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
+
+
+def _fenced(folder: Path, files: Sequence[Path], secrets: Sequence[Path]) -> list[str]:
+    """What stands before a command that gets nothing but its folder and these files."""
+    command = Path(program("flower-supernode"))
+    prefix = command.parents[1]
+    # A virtual environment has Flower's libraries beside its programs.
+    needed = [prefix] if (prefix / "pyvenv.cfg").exists() else [command]
+    for secret in (path.resolve() for path in secrets):
+        for opened in (path.resolve() for path in (*fence.readable(), *needed, folder)):
+            if secret.is_relative_to(opened):
+                raise ConfigError(
+                    f"{secret} is in {opened}, which a SuperNode has to read. Put what belongs to "
+                    "the site elsewhere"
+                )
+    reads = [part for path in (*needed, *files) for part in ("--read", str(path))]
+    return [sys.executable, str(Path(fence.__file__)), "--write", str(folder), *reads, "--"]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,249 @@
+"""From SITE.yaml to a site that can answer: all that its claim depends on is fixed here.
+
+The noise, the steps, the networks and the budget follow from the operator's own two files, with
+the code that ``prepare.py`` has for a run in one process. What could not be claimed is refused
+before any letter is read: a published scope that guarantees nothing, a delta that allows a whole
+row to be published, rows that were used before without protection, rows of two accounts.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accounting import registry
+from accounting.budget import Budget
+from accounting.errors import LedgerError
+from accounting.journal import read_content
+from accounting.ledger import Account
+from accounting.plan import AccountPlan
+from privssl import config as configs
+from privssl.agents import Agent, LabelledRows, UnlabelledRows
+from privssl.algorithms import ALGORITHMS
+from privssl.algorithms.base import Algorithm
+from privssl.config import Config
+from privssl.data import datasets, manifest
+from privssl.data.arrays import read_rows
+from privssl.data.draw import Holders, holders
+from privssl.errors import ConfigError, DataError, PrivacyError
+from privssl.prepare import check_sides, device_of, promise, row_contents, task_of
+from privssl.privacy import Plan
+from privssl.site.desk import Desk
+from privssl.site.settings import SiteConfig
+from privssl.site.store import Store
+
+
+class _Held(NamedTuple):
+    """The agent's rows, and what both sides must know alike of them."""
+
+    labelled: LabelledRows | None
+    unlabelled: UnlabelledRows | None
+    classes: Sequence[str]
+    shape: tuple[int, int, int]
+
+
+def opened(site: SiteConfig) -> Desk:
+    """The site of a checked SITE.yaml.
+
+    Raises:
+        privssl.errors.UserError: the config of the experiment is wrong or another agent's, rows
+            are missing or not what their format asks for, nothing could be claimed.
+        accounting.errors.AccountingError: the ledger is missing, damaged, or does not go with it.
+    """
+    config = configs.load(site.path(site.site.config))
+    who = holders(config.data.labels, config.agents)
+    _check_role(site, who, config)
+    _check_budget(site, config)
+    held = _rows(site, config)
+    agent = Agent(id=site.site.agent, held_labelled=held.labelled, held_unlabelled=held.unlabelled)
+    algorithm = _algorithm(config, held, who)
+    store = Store(site.folder, site.site.keep_visits)
+    open_account = None
+    if site.budget is not None:
+        open_account = _account(site, config, algorithm, agent, store)
+    return Desk(
+        agent=agent, algorithm=algorithm, seed=config.run.seed,
+        agreement=configs.agreement(config, held.classes, held.shape), store=store,
+        device=device_of(site.site.device), open_account=open_account,
+        journal=_journal(site, agent) if open_account and site.site.share_ledger else None,
+        share_notes=site.site.share_notes,
+    )  # fmt: skip
+
+
+# Is this the right config? --------------------------------------------------------------------
+
+
+def _check_role(site: SiteConfig, who: Holders, config: Config) -> None:
+    name, role = site.site.agent, site.site.role
+    if name not in who.everyone:
+        raise ConfigError(
+            f"{site.source}: site.agent is {name}, but {config.source} has "
+            f"{', '.join(who.everyone)}"
+        )
+    kinds = (name in who.labelled, name in who.unlabelled)
+    theirs = {(True, False): "support", (False, True): "query", (True, True): "mixed"}[kinds]
+    if name == "server" or role != theirs:
+        what = "the server, which is where the coordinator is" if name == "server" else theirs
+        raise ConfigError(
+            f"{site.source}: site.role is {role}, but in {config.source} {name} is {what}"
+        )
+
+
+def _check_budget(site: SiteConfig, config: Config) -> None:
+    """The operator and the experiment must be of one mind on whether rows are protected."""
+    budget, privacy = site.budget, config.privacy
+    if site.site.role == "query":
+        return
+    if (budget is None) != (privacy is None):
+        here, there = ("null", "has") if budget is None else ("given", "has no")
+        raise ConfigError(
+            f"{site.source}: budget is {here}, but {config.source} {there} a privacy section. "
+            "Labelled rows are either under a budget on both sides or on neither"
+        )
+    if budget is None or privacy is None:
+        return
+    if budget.delta != privacy.delta:
+        raise ConfigError(
+            f"{site.source}: budget.delta is {budget.delta:g}, but privacy.delta of "
+            f"{config.source} {privacy.delta:g}, at which its noise is calibrated. Make them equal"
+        )
+    if privacy.scope != "sound":
+        raise PrivacyError(
+            f"{config.source} has the published scope, which guarantees nothing for any row. A "
+            "site with a budget does not take part in it. Protect all that support agents train"
+        )
+
+
+# Rows ---------------------------------------------------------------------------------------
+
+
+def _rows(site: SiteConfig, config: Config) -> _Held:
+    kinds = {"support": (True, False), "query": (False, True), "mixed": (True, True)}
+    labelled, unlabelled = kinds[site.site.role]
+    if site.rows.arrays:
+        return _from_arrays(site, labelled=labelled, unlabelled=unlabelled)
+    root = str(site.path(site.rows.root)) if site.rows.root else config.data.root
+    dataset = datasets.load(dataclasses.replace(config.data, root=root))
+    everything = tuple(range(len(dataset.y_train)))
+    ids: dict[bool, tuple[int, ...]] = {True: everything, False: everything}
+    if site.rows.split:
+        split = manifest.read(site.path(site.rows.split))
+        split.check(dataset)
+        holding = split.agents.get(site.site.agent, manifest.Holding((), ()))
+        ids = {True: holding.labelled, False: holding.unlabelled}
+    elif labelled and unlabelled:
+        raise ConfigError(
+            f"{site.source}: rows.root alone does not say which rows of a mixed agent have "
+            "labels. Give rows.arrays, or rows.split"
+        )
+    _check_there(site, labelled and not ids[True], unlabelled and not ids[False])
+    x, y = dataset.x_train, dataset.y_train
+    with_labels, without = (torch.tensor(ids[kind]) for kind in (True, False))
+    return _Held(
+        LabelledRows(x[with_labels], y[with_labels], with_labels) if labelled else None,
+        UnlabelledRows(x[without], without) if unlabelled else None,
+        dataset.class_names, dataset.shape,
+    )  # fmt: skip
+
+
+def _check_there(site: SiteConfig, *missing: bool) -> None:
+    for kind, absent in zip(("labelled", "unlabelled"), missing, strict=True):
+        if absent:
+            raise DataError(
+                f"{site.source}: {site.path(site.rows.split)} has no {kind} rows of "
+                f"{site.site.agent}, which is a {site.site.role} agent"
+            )
+
+
+def _from_arrays(site: SiteConfig, *, labelled: bool, unlabelled: bool) -> _Held:
+    path, named = site.path(site.rows.arrays), site.rows.classes
+    classes = tuple(map(str, range(named))) if isinstance(named, int) else named or ()
+    found = read_rows(path, labelled=labelled, unlabelled=unlabelled)
+    if found.y is not None and int(found.y.max()) >= len(classes):
+        raise DataError(
+            f"{path}: y_labelled has class {int(found.y.max())}, but rows.classes says that there "
+            f"are {len(classes)}, from 0"
+        )
+    with_labels = without = None
+    if found.x is not None and found.y is not None:
+        x = torch.from_numpy(found.x)
+        with_labels = LabelledRows(x, torch.from_numpy(found.y), _numbers(x))
+    if found.unlabelled is not None:
+        rest = torch.from_numpy(found.unlabelled)
+        without = UnlabelledRows(rest, _numbers(rest))
+    known = with_labels or without
+    assert known is not None  # every role holds something
+    channels, height, width = known.x.shape[1:]
+    return _Held(with_labels, without, classes, (channels, height, width))
+
+
+def _numbers(x: Tensor) -> Tensor:
+    return torch.arange(len(x))
+
+
+# Algorithm and account ------------------------------------------------------------------------
+
+
+def _algorithm(config: Config, held: _Held, who: Holders) -> Algorithm[Any]:
+    """As ``prepare.prepare`` makes it, on every site alike."""
+    kind = ALGORITHMS[config.algorithm.name]
+    check_sides(held.shape, config.algorithm.name, kind.sides_divisible_by)
+    plan: Plan | None = None
+    if config.privacy is not None:
+        agents = len(who.labelled)
+        plan = kind.make_plan(
+            config.privacy, rounds=config.algorithm.rounds,
+            rows_per_agent=config.data.labelled / agents, agents=agents,
+        )  # fmt: skip
+    algorithm = kind(config.algorithm, task_of(config, len(held.classes), held.shape), plan)
+    if plan is not None:
+        algorithm.check_private()
+    return algorithm
+
+
+def _account(
+    site: SiteConfig, config: Config, algorithm: Algorithm[Any], agent: Agent, store: Store
+) -> Callable[[str], Account]:
+    """Puts the rows under the account, once and for all, and gives what opens it for a visit."""
+    assert site.budget is not None and config.privacy is not None
+    privacy, ledger = config.privacy, site.ledger
+    budget = Budget(site.budget.epsilon, site.budget.delta)
+    if budget.delta >= 1 / len(agent.labelled):  # said to the operator, whatever counts may leave
+        raise PrivacyError(
+            f"{site.source}: budget.delta is {budget.delta:g}, and {agent.id} holds "
+            f"{len(agent.labelled)} labelled rows: it would allow a whole row to be published. "
+            f"Give less than 1 / {len(agent.labelled)}"
+        )
+    plan = promise(algorithm.plan, privacy, agent, budget)
+    path = ledger / f"{agent.id}.jsonl"
+    registry.refuse_lost_journal(ledger, agent.id)
+    bare = () if agent.held_unlabelled is None else row_contents(agent.held_unlabelled)
+    registry.claim(ledger, {agent.id: row_contents(agent.labelled)}, bare=bare)
+    open_account = _opener(path, plan, privacy.epsilon, store)
+    if not path.exists():
+        open_account("").close()
+    return open_account
+
+
+def _opener(
+    path: Path, plan: AccountPlan, run_epsilon: float, store: Store
+) -> Callable[[str], Account]:
+    def open_account(run: str) -> Account:
+        try:
+            mark = store.mark
+        except ValueError as error:
+            raise LedgerError(f"{error}. It says how long the ledger was: put it back") from None
+        seq, head = mark or (0, "")
+        return Account.open(
+            path, plan, resume=path.exists() or mark is not None, minimum_seq=seq,
+            minimum_head=head, run=run, run_epsilon=run_epsilon,
+        )  # fmt: skip
+
+    return open_account
+
+
+def _journal(site: SiteConfig, agent: Agent) -> Callable[[], bytes]:
+    return lambda: read_content(site.ledger / f"{agent.id}.jsonl")

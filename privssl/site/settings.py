@@ -1,0 +1,174 @@
+"""SITE.yaml: what the operator of a site decides, and nobody else.
+
+    site:   {agent: s0, role: support, config: fedssl_dp.yaml, folder: site-s0}
+    rows:   {split: split.json}            # or {arrays: rows.npz, classes: 10}, or {root: FOLDER}
+    budget: {epsilon: 8.0, delta: 1.0e-5}  # or null: labelled rows are used without protection
+
+Paths count from the folder of this file: a service may be started anywhere. ``config`` is the
+config of the experiment, as the operator has read and accepted it; a coordinator with another
+one gets no visit.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from accounting.errors import PlanError
+from accounting.plan import check_agent_id
+from privssl.draft import Draft, unless_bad
+from privssl.errors import ConfigError
+from privssl.plain_words import report
+from privssl.settings import Positive, Problem, strict
+
+Role = Literal["support", "query", "mixed"]
+
+
+@dataclass(frozen=True, config=strict)
+class SiteSettings:
+    """Whose site it is, and how it works."""
+
+    agent: str  # as the config of the experiment numbers it: s0, q3, m1
+    role: Role  # support: labelled rows; query: unlabelled ones; mixed: both
+    config: str  # of the experiment
+    folder: str  # for ledger, stored replies and memories, log; made when absent
+    door: str = ""  # socket through which letters come; empty: FOLDER/door
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
+    # Visits whose replies and memories stay here; more than there are between two checkpoints.
+    keep_visits: Annotated[int, Field(ge=2, le=10**6)] = 64
+    share_notes: bool = False  # losses may leave, where rows are under no budget
+    share_ledger: bool = False  # the coordinator gets the journal at the end, for its card
+
+    def problems(self) -> Iterator[Problem]:
+        """An agent's name is a file's name; paths must be there."""
+        try:
+            check_agent_id(self.agent)
+        except PlanError as error:
+            yield Problem("agent", str(error))
+        for key in ("config", "folder"):
+            if not getattr(self, key):
+                yield Problem(key, "empty: needs a path")
+
+
+@dataclass(frozen=True, config=strict)
+class RowsSettings:
+    """Where the agent's rows are: exactly one of ``arrays``, ``split`` and ``root`` alone."""
+
+    arrays: str = ""  # an NPZ file: x_labelled with y_labelled, and x_unlabelled, by role
+    classes: Positive | tuple[str, ...] | None = None  # of arrays: how many, or their names
+    split: str = ""  # a split.json: the agent's rows of the data set that the config names
+    root: str = ""  # of that data set; without split, all its training rows are this agent's
+
+    def problems(self) -> Iterator[Problem]:
+        """Rows from nowhere, or from two places."""
+        if self.arrays:
+            for key in ("split", "root"):
+                if getattr(self, key):
+                    yield Problem(key, "rows come from arrays already. Give one of them")
+            if self.classes is None or self.classes in (1, ()):
+                yield Problem("classes", "missing: arrays need how many there are, or their names")
+        elif not self.split and not self.root:
+            yield Problem("arrays", "missing: give arrays, or split, or root")
+        elif self.classes is not None:
+            yield Problem("classes", "has no effect: it belongs to arrays")
+
+
+@dataclass(frozen=True, config=strict)
+class BudgetSettings:
+    """What may be spent of each labelled row here, over all runs together."""
+
+    epsilon: float
+    delta: float = 1e-5
+    ledger: str = ""  # folder of the account; empty: FOLDER/ledger
+
+    def problems(self) -> Iterator[Problem]:
+        """Numbers that are no promise."""
+        if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
+            yield Problem("epsilon", f"{self.epsilon}: give a number >= 0")
+        if not 0 < self.delta < 1:
+            yield Problem("delta", f"{self.delta}: give a number in (0, 1), well below 1 / rows")
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteConfig:
+    """A site as its operator wants it."""
+
+    site: SiteSettings
+    rows: RowsSettings
+    budget: BudgetSettings | None
+    source: Path = field(compare=False)
+
+    def path(self, text: str) -> Path:
+        """A path of the file, counted from the file's folder. Raises ConfigError."""
+        try:
+            return self.source.resolve().parent / Path(text).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"{self.source}: {text!r}: {error}. Write the path out") from None
+
+    @property
+    def folder(self) -> Path:
+        """Where the site keeps what it must not forget."""
+        return self.path(self.site.folder)
+
+    @property
+    def secrets(self) -> tuple[Path, ...]:
+        """Files and folders that nobody but the site may read."""
+        rows = (self.rows.arrays, self.rows.split, self.rows.root)
+        return (self.folder, self.ledger, *(self.path(text) for text in rows if text))
+
+    @property
+    def door(self) -> Path:
+        """The socket through which letters come."""
+        return self.path(self.site.door) if self.site.door else self.folder / "door"
+
+    @property
+    def ledger(self) -> Path:
+        """The folder of the account."""
+        own = "" if self.budget is None else self.budget.ledger
+        return self.path(own) if own else self.folder / "ledger"
+
+
+class _Draft(Draft):
+    """SITE.yaml while it is being read."""
+
+    sections: ClassVar[Mapping[str, type[Any]]] = {
+        "site": SiteSettings, "rows": RowsSettings, "budget": BudgetSettings,
+    }  # fmt: skip
+    order: ClassVar[Sequence[str]] = ("site", "rows", "budget")
+    null: ClassVar[tuple[str, str]] = (
+        "budget", "Give epsilon, or write budget: null for rows without protection",
+    )  # fmt: skip
+
+
+def load(path: Path) -> SiteConfig:
+    """Read and check a SITE.yaml.
+
+    Raises:
+        ConfigError: with every problem of the file, sorted by line.
+    """
+    draft = _Draft(path, {})
+    draft.read_file()
+    values: dict[str, Any] = {name: draft.section(name) for name in draft.order}
+    bad = {name for name in draft.order if name in draft.bad}
+    config = unless_bad(SiteConfig, values | {"source": path}, bad)
+    draft.check("", _budget_problems(config, given=draft.given("budget")))
+    if draft.findings:
+        raise ConfigError(report(path, draft.findings))
+    return SiteConfig(**values, source=path)
+
+
+def _budget_problems(config: SiteConfig, *, given: bool) -> Iterator[Problem]:
+    """A site with labels says what may be spent, even if that is: no limit."""
+    if config.site.role == "query" and config.budget is not None:
+        yield Problem("budget", "a query agent has no labelled rows to spend it on. Leave it out")
+    if config.site.role != "query" and not given:
+        yield Problem(
+            "budget",
+            "missing: give epsilon, or write budget: null, and labelled rows are used without "
+            "protection",
+        )

@@ -1,0 +1,491 @@
+"""What every engine owes to a run, stated once and asked of each.
+
+An engine under test is an ``Under``: how it is made for some agents, and what ends one of its
+agents' visits from outside. The reference is the plain local engine, whose own promises that no
+other has (copies instead of bytes, the meter) are in test_engines.py, as those of worker
+processes alone are in test_workers.py. An engine that breaks a promise on purpose stands beside
+each promise, and is found out.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import posts
+import pytest
+import torch
+from test_algorithm_contract import CASES, algorithm
+from torch import Tensor
+from toy_worlds import Played, at_server, federation, play, same_bits
+
+from privssl.agents import Agent, LabelledRows, UnlabelledRows
+from privssl.algorithms.base import Context, on_agent
+from privssl.engines import Call, Engine
+from privssl.engines.local import LocalEngine
+from privssl.engines.sites import SiteError
+from privssl.engines.workers import WorkerEngine, why_not
+from privssl.errors import DataError
+from privssl.messages import Message, MessageError, Reply, Silence, StateDict
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Told(Message):
+    """What a step found, and what it is told."""
+
+    text: str = ""
+    number: float = 0.0
+    t: Tensor = field(default_factory=lambda: torch.zeros(3))
+    w: StateDict = field(default_factory=lambda: {"a": torch.ones(2)})
+
+
+class Steps:
+    """Stands for an algorithm. ``text`` of a message is a file, where a step needs one."""
+
+    plan = None
+
+    @on_agent
+    def draw(self, agent: Agent, msg: Told, ctx: Context) -> Told:
+        """All that a reply has: content, weight, notes; and all the randomness of a visit."""
+        ctx.weight = float(len(agent.unlabelled))
+        ctx.note("loss", msg.number / 3)
+        drawn = torch.rand(3, generator=ctx.rng("z")) + torch.rand(3)  # the second is dropout's
+        wide = {"a": drawn.bfloat16(), "b": drawn[:0], "c": torch.tensor(7)}
+        return Told(agent.id, msg.number, drawn, wide)
+
+    @on_agent
+    def count(self, agent: Agent, msg: Told, ctx: Context) -> Told:
+        seen = agent.memory.get("n", torch.zeros(())) + 1
+        # Not in the order of the alphabet, of equal content, and with a number that is none.
+        agent.memory = {"z": torch.tensor(float("inf")), "n": seen, "a": seen}
+        return Told(" ".join(agent.memory), float(seen))
+
+    @on_agent
+    def look(self, agent: Agent, msg: Told, ctx: Context) -> Told:
+        """Remembers nothing new."""
+        return Told(" ".join(agent.memory))
+
+    @on_agent
+    def recall(self, agent: Agent, msg: Told, ctx: Context) -> Told:
+        return Told(w=agent.memory)
+
+    @on_agent
+    def scribble(self, agent: Agent, msg: Told, ctx: Context) -> Told:
+        """Writes into what it was given, keeps it, and sends it back."""
+        msg.w["a"].fill_(9.0)
+        msg.t.fill_(9.0)
+        agent.memory = {"a": msg.w["a"], "t": msg.t}
+        return msg
+
+    @on_agent
+    def hush(self, agent: Agent, msg: Told, ctx: Context) -> Told | Silence:
+        return Silence(f"{agent.id} has nothing to say") if agent.id != "q1" else Told("speaks")
+
+    @on_agent
+    def fail(self, agent: Agent, msg: Told, ctx: Context) -> Told:
+        if agent.id == "q0":
+            raise DataError("q0 has no such file")
+        if agent.id == "q1":
+            raise KeyError("of q1")
+        return Told(agent.id)
+
+    @on_agent
+    def diverge(self, agent: Agent, msg: Told, ctx: Context) -> Told:
+        return Told(t=torch.full((3,), float("nan")))
+
+    @on_agent
+    def die_once(self, agent: Agent, msg: Told, ctx: Context) -> Told:
+        if agent.id == "q1" and not os.path.exists(msg.text):
+            Path(msg.text).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.draw(agent, msg, ctx)
+
+
+STEPS: Any = Steps()
+
+
+def agents(*sizes: int) -> list[Agent]:
+    """q0, q1 and so on, with so many rows each: 4, 7 and 5 unless told otherwise."""
+    return [
+        Agent(id=f"q{i}", held_unlabelled=UnlabelledRows(torch.zeros(n, 1, 8, 8), torch.arange(n)))
+        for i, n in enumerate(sizes or (4, 7, 5))
+    ]
+
+
+# Engines -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Under:
+    """An engine under test.
+
+    ``make(agents, algorithm, seed, folder)`` gives one; ``folder`` is empty, and its own.
+    ``errors`` are those that it raises for a DataError and for a KeyError in a step, and for
+    numbers that are not finite. ``survives`` says whether an agent's process can be lost, and
+    ``rare`` that this one is a variant, tested among the slow ones.
+    """
+
+    make: Callable[..., Engine]
+    errors: tuple[type[Exception], type[Exception], type[Exception]] = (
+        DataError, KeyError, MessageError,
+    )  # fmt: skip
+    survives: bool = False
+    rare: bool = False
+
+
+def _local(parties: Sequence[Agent], algorithm: Any, seed: int, folder: Path) -> Engine:
+    return LocalEngine(parties, seed=seed, device=CPU)
+
+
+def _wire(parties: Sequence[Agent], algorithm: Any, seed: int, folder: Path) -> Engine:
+    return LocalEngine(parties, seed=seed, device=CPU, check_wire=True)
+
+
+def _workers(
+    parties: Sequence[Agent], algorithm: Any, seed: int, folder: Path, *, workers: int = 2
+) -> Engine:
+    return WorkerEngine(parties, algorithm=algorithm, workers=workers, seed=seed, device=CPU)
+
+
+ENGINES: dict[str, Under] = {
+    "local": Under(_local),
+    "local, as bytes": Under(_wire),
+    "2 workers": Under(_workers, survives=True),
+    "1 worker": Under(functools.partial(_workers, workers=1), rare=True),
+    "4 workers": Under(functools.partial(_workers, workers=4), survives=True, rare=True),
+    "sites": Under(posts.engine, (SiteError,) * 3, rare=True),
+    "sites in processes": Under(
+        functools.partial(posts.engine, post=posts.Forks), (SiteError,) * 3, survives=True
+    ),
+}
+
+
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    no_forks = pytest.mark.skipif(why_not(CPU) is not None, reason=f"no processes: {why_not(CPU)}")
+    forks = "worker" in name or "processes" in name
+    return [no_forks] * forks + [pytest.mark.slow] * ENGINES[name].rare
+
+
+NAMES = {name: pytest.param(name, marks=_marks(name)) for name in ENGINES}
+every_engine = pytest.mark.parametrize("name", NAMES.values())
+
+
+@contextlib.contextmanager
+def made(name: str, parties: Sequence[Agent] = (), algorithm: Any = STEPS) -> Iterator[Engine]:
+    with tempfile.TemporaryDirectory() as folder:
+        there = ENGINES[name].make(parties or agents(), algorithm, 3, Path(folder))
+        with contextlib.closing(there):
+            yield there
+
+
+def ask(
+    there: Engine, step: Any, message: Message | None = None, whom: str = "", number: int = 1
+) -> list[Reply[Any]]:
+    """All agents, or those named, do one step with the same message."""
+    roster = {agent.id: agent for agent in there.roster()}
+    names, what = whom.split() or list(roster), message or Told()
+    return there.deliver([Call(roster[name], step, what, number) for name in names])
+
+
+def same(one: Reply[Any], other: Reply[Any]) -> bool:
+    """Whether two replies agree in sender, weight, notes, and every bit of content."""
+    about = [(r.sender, r.weight, dict(r.notes), type(r.content)) for r in (one, other)]
+    return about[0] == about[1] and same_bits(one.content, other.content)
+
+
+def all_same(some: Sequence[Reply[Any]], others: Sequence[Reply[Any]]) -> bool:
+    return len(some) == len(others) and all(map(same, some, others))
+
+
+# Order and length --------------------------------------------------------------------------
+
+
+@every_engine
+def test_the_roster_is_in_natural_order(name: str) -> None:
+    rows = agents()[0].unlabelled
+    parties = [Agent(id=n, held_unlabelled=rows) for n in ("q10", "q9", "q2")]
+    with made(name, parties) as there:
+        assert [(a.id, a.role) for a in there.roster()] == [
+            ("q2", "query"), ("q9", "query"), ("q10", "query"),
+        ]  # fmt: skip
+
+
+@every_engine
+@pytest.mark.parametrize("whom", ["q0 q1 q2", "q2 q0", "q1", "q1 q0 q1 q2 q1"])
+def test_there_is_one_reply_to_each_call_in_the_order_of_the_calls(name: str, whom: str) -> None:
+    with made(name) as there:
+        replies = ask(there, STEPS.draw, whom=whom)
+        assert " ".join(reply.sender.id for reply in replies) == whom
+        assert " ".join(reply.said.text for reply in replies) == whom
+        assert there.deliver([]) == []
+
+
+class Backwards(LocalEngine):
+    """Breaks the promise: replies come in another order."""
+
+    def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        return super().deliver(calls)[::-1]
+
+
+def test_an_engine_that_mixes_up_replies_would_be_noticed() -> None:
+    replies = ask(Backwards(agents(), seed=3, device=CPU), STEPS.draw)
+    assert [reply.sender.id for reply in replies] != ["q0", "q1", "q2"]
+
+
+# Equal bits --------------------------------------------------------------------------------
+
+
+@every_engine
+def test_replies_are_those_of_one_process(name: str) -> None:
+    with made(name) as there, made("local") as reference:
+        for number in (1, 2):
+            told = Told(number=float(number))
+            expected = ask(reference, STEPS.draw, told, number=number)
+            assert all_same(ask(there, STEPS.draw, told, number=number), expected)
+            # The control of the comparison: each part of a reply is in it.
+            assert [reply.weight for reply in expected] == [4.0, 7.0, 5.0]
+            assert expected[1].notes == {"loss": number / 3}
+            assert expected[1].said.w["a"].dtype == torch.bfloat16
+
+
+@every_engine
+def test_each_agent_gets_its_own_message_where_they_differ(name: str) -> None:
+    with made(name) as there:
+        sent = [Told(number=n) for n in (1.0, 2.0, 3.0)]
+        calls = [Call(a, STEPS.draw, m, 1) for a, m in zip(there.roster(), sent, strict=True)]
+        assert [reply.said.number for reply in there.deliver(calls)] == [1.0, 2.0, 3.0]
+
+
+@every_engine
+def test_randomness_follows_from_seed_round_agent_step_and_visit(name: str) -> None:
+    with made(name) as there:
+        q0, q1, _ = there.roster()
+        calls = [
+            Call(q0, STEPS.draw, Told(), 1),
+            Call(q0, STEPS.draw, Told(), 1, visit=2),
+            Call(q0, STEPS.draw, Told(), 2),
+            Call(q1, STEPS.draw, Told(), 1),
+        ]
+        drawn = [tuple(reply.said.t.tolist()) for reply in there.deliver(calls)]
+        alone = [tuple(there.deliver([call])[0].said.t.tolist()) for call in calls[::-1]]
+    assert len(set(drawn)) == 4
+    assert alone == drawn[::-1]  # whatever came before, and in whatever company
+
+
+@functools.cache
+def alone(case: str) -> Played:
+    """Rounds of an algorithm in one process."""
+    return play(algorithm(case), federation())
+
+
+def among(name: str, case: str, parties: Any = None) -> tuple[Any, Mapping[str, Any]]:
+    """State and memories after the same rounds on another engine."""
+    recipe = algorithm(case)
+    with tempfile.TemporaryDirectory() as folder:
+        how: Any = lambda a, *, seed, device, check_wire: ENGINES[name].make(  # noqa: E731
+            a, recipe, seed, Path(folder)
+        )
+        after = play(recipe, parties or federation(), engine=how)
+        with contextlib.closing(after.engine):
+            return after.state, after.engine.memories()
+
+
+def tensors_kept(name: str) -> bool:
+    """Whether an engine's memories are what agents remember, and no names for it."""
+    return not name.startswith("sites")
+
+
+THE_FIVE = ("fedssl", "fedseal", "semifl", "fedmatch", "fedtrinet")
+
+
+#: Each of the five on worker processes, and those that use most of what a site has, on sites.
+QUICK = {("2 workers", case) for case in THE_FIVE} | {
+    ("sites in processes", case) for case in ("fedssl", "semifl")
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(n, c, marks=[*_marks(n), *[pytest.mark.slow] * ((n, c) not in QUICK)])
+        for n in NAMES
+        for c in CASES
+        if not n.startswith("local")
+    ],
+)
+def test_every_algorithm_comes_to_the_same_weights(name: str, case: str) -> None:
+    state, memories = among(name, case)
+    assert same_bits(alone(case).state, state)
+    assert not tensors_kept(name) or same_bits(alone(case).engine.memories(), memories)
+
+
+class Forgetful(LocalEngine):
+    """Breaks a promise: agents remember nothing."""
+
+    def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        replies = super().deliver(calls)
+        self.restore({})
+        return replies
+
+
+def test_an_engine_that_loses_memories_would_be_noticed() -> None:
+    after = play(algorithm("fedssl"), federation(), engine=Forgetful)
+    assert not same_bits(alone("fedssl").state, after.state)
+
+
+# The border --------------------------------------------------------------------------------
+
+
+@every_engine
+@pytest.mark.parametrize("whom", ["q0", "q0 q1"])
+def test_an_agent_cannot_write_into_the_servers_state(name: str, whom: str) -> None:
+    sent = Told()
+    with made(name) as there:
+        reply = ask(there, STEPS.scribble, sent, whom)[0]
+    assert torch.equal(sent.w["a"], torch.ones(2)) and torch.equal(sent.t, torch.zeros(3))
+    assert torch.equal(reply.said.w["a"], torch.full((2,), 9.0))  # the control: it did write
+
+
+@every_engine
+def test_the_server_cannot_write_into_an_agents_memory(name: str) -> None:
+    with made(name) as there:
+        said = ask(there, STEPS.scribble, whom="q0")[0].said
+        said.w["a"].fill_(0.0)
+        said.t.fill_(0.0)
+        kept = ask(there, STEPS.recall, whom="q0", number=2)[0].said.w
+        assert torch.equal(kept["a"], torch.full((2,), 9.0))
+        assert torch.equal(kept["t"], torch.full((3,), 9.0))
+
+
+# Silence and errors ------------------------------------------------------------------------
+
+
+@every_engine
+def test_silence_stays_in_its_place(name: str) -> None:
+    with made(name) as there:
+        replies = ask(there, STEPS.hush)
+    assert [reply.silent for reply in replies] == [True, False, True]
+    assert replies[0].content == Silence("q0 has nothing to say")
+
+
+@every_engine
+def test_of_several_errors_the_first_by_the_order_of_calls_is_raised(name: str) -> None:
+    first, second, _ = ENGINES[name].errors
+    with made(name) as there:
+        with pytest.raises(first, match="q0"):
+            ask(there, STEPS.fail)
+        with pytest.raises(second, match="q1"):
+            ask(there, STEPS.fail, whom="q2 q1 q0", number=2)
+        # The next delivery is whole: nothing of the one that broke off is taken for its own.
+        assert [r.said.text for r in ask(there, STEPS.draw, number=3)] == ["q0", "q1", "q2"]
+
+
+@every_engine
+def test_numbers_that_are_not_finite_come_over_the_border_in_neither_direction(name: str) -> None:
+    with made(name) as there:
+        with pytest.raises(ENGINES[name].errors[2]):
+            ask(there, STEPS.diverge)
+        with pytest.raises(MessageError, match=r"Told\.t has numbers that are not finite"):
+            ask(there, STEPS.draw, Told(t=torch.full((3,), float("inf"))))
+        assert not ask(there, STEPS.draw, number=2)[0].silent  # the control
+
+
+# Replay and loss ---------------------------------------------------------------------------
+
+
+@every_engine
+def test_a_visit_that_is_delivered_again_has_the_same_reply(name: str) -> None:
+    with made(name) as there:
+        first = ask(there, STEPS.draw, Told(number=2.0))
+        ask(there, STEPS.draw, Told(number=2.0), number=2)
+        assert all_same(ask(there, STEPS.draw, Told(number=2.0)), first)
+
+
+@pytest.mark.parametrize("name", [mark for n, mark in NAMES.items() if ENGINES[n].survives])
+def test_a_visit_whose_process_is_killed_is_done_to_the_same_bits(
+    name: str, tmp_path: Path
+) -> None:
+    marker = tmp_path / "died"
+    with made(name) as there:
+        replies = ask(there, STEPS.die_once, Told(text=str(marker)))
+    assert marker.exists()
+    with made("local") as reference:  # the marker is there now, so that no process dies here
+        assert all_same(replies, ask(reference, STEPS.die_once, Told(text=str(marker))))
+
+
+# Memories ----------------------------------------------------------------------------------
+
+
+@every_engine
+def test_calls_of_one_agent_are_done_one_after_the_other_and_each_sees_the_last(
+    name: str,
+) -> None:
+    with made(name) as there:
+        roster = {agent.id: agent for agent in there.roster()}
+        calls = [
+            Call(roster[n], STEPS.count, Told(), 1, v)
+            for n, v in (("q0", 1), ("q1", 1), ("q0", 2), ("q0", 3), ("q1", 2))
+        ]
+        replies = there.deliver(calls)
+    assert [reply.said.number for reply in replies] == [1.0, 1.0, 2.0, 3.0, 2.0]
+    assert {reply.said.text for reply in replies} == {"z n a"}
+
+
+@every_engine
+def test_what_was_remembered_stays_as_it_was_when_asked_for_and_can_be_put_back(
+    name: str,
+) -> None:
+    with made(name) as there:
+        ask(there, STEPS.count, whom="q0 q1")
+        before = there.memories()
+        assert [r.said.number for r in ask(there, STEPS.count, number=2)] == [2.0, 2.0, 1.0]
+        there.restore(before)
+        # As after a resume: the same visit again, from the same memory.
+        assert [r.said.number for r in ask(there, STEPS.count, number=2)] == [2.0, 2.0, 1.0]
+        there.restore({"q1": before["q1"]})  # the others start anew
+        assert [r.said.number for r in ask(there, STEPS.count, number=3)] == [1.0, 2.0, 1.0]
+
+
+@every_engine
+def test_a_step_that_remembers_nothing_new_leaves_what_was_remembered(name: str) -> None:
+    with made(name) as there:
+        ask(there, STEPS.count)
+        assert {r.said.text for r in ask(there, STEPS.look, number=2)} == {"z n a"}
+        assert [r.said.number for r in ask(there, STEPS.count, number=3)] == [2.0] * 3
+
+
+# The end -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no list of open files")
+@every_engine
+def test_an_engine_can_be_closed_twice_and_leaves_no_file_open(name: str) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with made(name) as there:
+        ask(there, STEPS.draw)
+        there.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@every_engine
+def test_a_labelled_server_is_an_agent_like_any_other(name: str) -> None:
+    parties = at_server()
+    state, _ = among(name, "fedssl", parties)
+    assert same_bits(play(algorithm("fedssl"), at_server()).state, state)
+
+
+# Kept for engines that hold labelled rows: a role decides what a step may read.
+@every_engine
+def test_a_step_gets_the_rows_of_its_role(name: str) -> None:
+    rows = LabelledRows(torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.long), torch.arange(2))
+    both = dataclasses.replace(agents(4)[0], held_labelled=rows)
+    with made(name, [both, *agents()[1:]]) as there:
+        assert [a.role for a in there.roster()] == ["mixed", "query", "query"]

@@ -1,0 +1,319 @@
+"""A whole run over sites: the training command, with sites of its own making behind the post.
+
+Flower is replaced by a function call (``posts.Doors``); all else is what a deployment has, down to
+SITE.yaml and ledgers. test_flower.py has the same with Flower.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import assert_refused
+from posts import Doors
+from test_resume import PLAIN, PRIVATE, Place, command
+
+from accounting.ledger import read_journal
+from privssl import audit, run_engine
+from privssl.algorithms.fedssl import FedSSL
+from privssl.engines import flower_post
+from privssl.engines.sites import SiteError
+from privssl.site import opening, settings
+from privssl.site.demo import write_sites
+
+DIGITS = {
+    "fedssl": "rounds: 2, local_steps: 2, batch_size: 8, generator_width: 4, gate: 0.0",
+    "fedseal": "rounds: 2, bootstrap_epochs: 3, client_epochs: 1, server_epochs: 1, "
+    "validation_rows: 5",
+    "semifl": "rounds: 2, threshold: 0.0, epochs: 1.0, server_epochs: 1.0",
+    "fedmatch": "rounds: 2, threshold: 0.0",
+    "fedtrinet": "rounds: 2, warm_up: 1",
+}
+
+
+def on_digits(method: str) -> str:
+    return (
+        "data: {name: digits, labelled: 40, unlabelled: 90}\nagents: {support: 2, query: 3}\n"
+        f"model: {{name: small_cnn, width: 4}}\n"
+        f"algorithm:\n  {{name: {method}, {DIGITS[method]}}}\n"
+        "run: {checkpoint_every: 2}\n"
+    )
+
+
+class Over:
+    """Sites for a config, a place for the run over them, and what carries its letters."""
+
+    def __init__(self, folder: Path, text: str) -> None:
+        (folder / "tiny.yaml").write_text(text)
+        self.sites = folder / "sites"
+        self.names = write_sites(self.sites, folder / "tiny.yaml", [])
+        self.place = Place(self.sites / "experiment.yaml", folder / "run")
+        self.doors = Doors({})
+        self.open()
+
+    def open(self) -> None:
+        """As after a restart: every site is opened from its file."""
+        for name in self.names:
+            self.close(name)
+            site = settings.load(self.sites / name / "site.yaml")
+            self.doors.handlers[f"{name} opened"] = opening.opened(site).handle
+
+    def close(self, name: str) -> None:
+        self.doors.handlers.pop(f"{name} opened", None)
+
+    def train(self, *arguments: object) -> Any:
+        how = {
+            "run.engine": "flower", "run.workers": "auto", "run.join_seconds": "0.2",
+            "run.visit_seconds": "20.0", "run.images_every": "1000",
+        }  # fmt: skip
+        if "--resume" not in arguments:
+            how["run.output"] = str(self.place.run)
+        how |= dict(str(given).split("=", 1) for given in arguments if "=" in str(given))
+        flags = [given for given in arguments if "=" not in str(given)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_engine, "FlowerPost", lambda *_: self.doors)
+            return command(self.place.config, *flags, *(f"{k}={v}" for k, v in how.items()))
+
+    def journal(self, name: str) -> Any:
+        return read_journal(self.sites / name / "ledger" / f"{name}.jsonl")
+
+
+def metrics(place: Place) -> list[dict[str, str]]:
+    header, *lines = (line.split(",") for line in place.metrics().decode().splitlines())
+    return [dict(zip(header, line, strict=True)) for line in lines]
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Over:
+    return Over(tmp_path, PRIVATE)
+
+
+@contextlib.contextmanager
+def at_visit(number: int, action: Any) -> Iterator[None]:
+    """Inside, something happens before the support agents' visit of this number."""
+    count, old = 0, FedSSL.support_pass
+
+    def step(self: Any, agent: Any, msg: Any, ctx: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == number:
+            action()
+        return old(self, agent, msg, ctx)
+
+    step.__annotations__ = old.__annotations__
+    step.__name__, step.runs_on_agent = "support_pass", True  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FedSSL, "support_pass", step)
+        yield
+
+
+# The same bits -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=[pytest.mark.slow] * (m != "fedssl")) for m in DIGITS]
+)
+def test_a_run_over_sites_ends_with_the_weights_and_measures_of_one_process(
+    tmp_path: Path, method: str
+) -> None:
+    over = Over(tmp_path, on_digits(method))
+    outcome = over.train()
+    assert outcome.status == 0, outcome.err
+    here = Place(over.place.config, tmp_path / "here")
+    assert command(here.config, here.output, "run.workers=1").status == 0
+    assert over.place.weights().keys() == here.weights().keys()
+    assert all((w == here.weights()[name]).all() for name, w in over.place.weights().items())
+    told, expected = metrics(over.place), metrics(here)
+    for one, other in zip(told, expected, strict=True):
+        # Who knows true labels measures pseudo-labels: no site does.
+        ours = {k: v for k, v in one.items() if k in other}
+        assert ours == {k: v for k, v in other.items() if not k.startswith("pseudo/")}
+        assert float(one["comm/sent_down_bytes"]) > float(one["comm/down_bytes"]) > 0
+        assert float(one["comm/sent_up_bytes"]) > float(one["comm/up_bytes"]) > 0
+
+
+# Under a claim --------------------------------------------------------------------------------
+
+
+def test_a_private_run_is_claimed_and_audited_by_the_ledgers_that_its_sites_show(
+    private: Over, tmp_path: Path
+) -> None:
+    outcome = private.train()
+    assert outcome.status == 0, outcome.err
+    results = private.place.results()
+    claimed = results["privacy"]["guarantee"]["epsilon"]
+    assert 0 < claimed <= 4.0 and results["status"] == "finished"
+    for name in ("s0", "s1"):
+        here, there = (
+            folder / f"{name}.jsonl"
+            for folder in (private.place.run / "ledger", private.sites / name / "ledger")
+        )
+        assert here.read_bytes() == there.read_bytes()
+        assert private.journal(name).epsilon <= claimed
+    assert audit.main([str(private.place.run)]) == 0
+    assert not list(private.sites.rglob("*.answer")), "sites forget a run that is over"
+    # A second run on the same accounts finds them spent: a budget is for all runs together.
+    again = private.train(f"run.output={tmp_path / 'again'}")
+    assert again.status == 0, again.err
+    assert json.loads((tmp_path / "again" / "results.json").read_text())["status"] == (
+        "budget_exhausted"
+    )
+    assert private.journal("s0").epsilon <= 4.0
+
+
+def test_a_site_that_would_not_show_its_ledger_is_told_of_before_the_first_round(
+    private: Over,
+) -> None:
+    path = private.sites / "s1" / "site.yaml"
+    path.write_text(path.read_text().replace("share_ledger: true", "share_ledger: false"))
+    private.open()
+    assert_refused(private.train(), "s1 does not show its ledger (site.share_ledger)")
+    assert len(private.journal("s0").events) == 0
+
+
+# Bad luck -------------------------------------------------------------------------------------
+
+
+def test_a_run_whose_site_dies_stops_after_a_checkpoint_and_goes_on_to_the_same_end(
+    tmp_path: Path,
+) -> None:
+    over = Over(tmp_path, PRIVATE)
+    real = over.doors.handlers["s0 opened"]
+
+    def dies_in_round_3(letter: bytes) -> Any:
+        if b'"round":3' in letter:
+            real(letter)
+            return None  # what it did and stored never arrives
+        return real(letter)
+
+    over.doors.handlers["s0 opened"] = dies_in_round_3
+    outcome = over.train("run.visit_seconds=0.3", "run.checkpoint_every=100")
+    assert_refused(
+        outcome, "s0 has no reply to support_pass in round 3 (gone)",
+        f"The checkpoint is of round 2: go on with --resume {over.place.run}",
+    )  # fmt: skip
+    charged = len(over.journal("s0").events)
+    over.open()
+    assert over.train("--resume", over.place.run).status == 0
+    assert over.place.results()["rounds"] == 4
+    # Round 3 was paid for once: the same letter got the stored reply.
+    assert len(over.journal("s0").events) == charged + 1 == 4
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_a_run_that_was_interrupted_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    unbroken = Over(_made(tmp_path / "a"), PLAIN)
+    assert unbroken.train().status == 0
+    broken = Over(_made(tmp_path / "b"), PLAIN)
+    with at_visit(5, lambda: os.kill(os.getpid(), signal.SIGINT)):
+        assert broken.train().status == 130
+    assert broken.place.results()["rounds"] == 2
+    broken.open()
+    assert broken.train("--resume", broken.place.run).status == 0
+    assert [m["train/agreement"] for m in metrics(broken.place)] == [
+        m["train/agreement"] for m in metrics(unbroken.place)
+    ]
+    mine, theirs = broken.place.weights(), unbroken.place.weights()
+    assert all((w == theirs[name]).all() for name, w in mine.items())
+
+
+@pytest.mark.slow
+def test_checkpoints_of_sites_and_of_one_process_are_not_mixed_up(tmp_path: Path) -> None:
+    over = Over(tmp_path, PLAIN)
+    assert over.train().status == 0
+    (over.place.run / "results.json").unlink()
+    outcome = command(over.place.config, "--resume", over.place.run)
+    assert_refused(outcome, "Go on with run.engine=flower")
+    here = Place(over.place.config, tmp_path / "here")
+    assert command(here.config, here.output).status == 0
+    (here.run / "results.json").unlink()
+    assert_refused(over.train("--resume", here.run), "Go on with it with run.engine=local")
+
+
+def test_a_site_that_is_missing_is_named_and_nothing_is_trained(private: Over) -> None:
+    private.close("q1")
+    assert_refused(private.train(), "1 of 4 sites are not there after 0.2 s: q1")
+
+
+def test_with_leave_to_skip_a_run_goes_on_without_a_site_and_counts_it(tmp_path: Path) -> None:
+    over = Over(tmp_path, PLAIN)
+    real = over.doors.handlers["q1 opened"]
+    over.doors.handlers["q1 opened"] = lambda letter: (
+        None if b'"letter":"Visit"' in letter else real(letter)
+    )
+    how = ("run.visit_seconds=0.2", "run.quorum=0.5")
+    outcome = over.train(*how)
+    assert outcome.status == 0, outcome.err
+    assert [m["sites/absent"] for m in metrics(over.place)] == ["1"] * 4
+    assert over.place.results()["status"] == "finished"
+
+
+# What is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("run.superlink=example.org:8000", "run.certificate"),
+        ("run.superlink=here", "give host:port"),
+        ("run.workers=2", "agents are sites"),
+        ("run.quorum=0.0", "run.quorum"),
+        ("data.validation=10", "data.validation has no meaning with run.engine flower"),
+        ("privacy={epsilon: 4.0}", "privacy"),
+    ],
+)
+def test_settings_that_sites_cannot_have_are_refused(
+    tmp_path: Path, argument: str, text: str
+) -> None:
+    (tmp_path / "c.yaml").write_text(PLAIN)
+    outcome = command(tmp_path / "c.yaml", "run.engine=flower", argument)
+    assert_refused(outcome, text)
+
+
+def test_without_flower_the_message_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(SiteError, match=r"flwr is not installed.*pip install 'privssl\[flower\]'"):
+        flower_post.FlowerPost("127.0.0.1:1", "")
+
+
+CENSUS = """
+data: {name: toy, labelled: 40, unlabelled: 80LABELS}
+agents: {AGENTS}
+model: {name: small_cnn, width: 4}
+algorithm:
+  {name: label_census, clusters: 5, cells: 12, filters: 8, places: 2, cluster_rounds: 3,
+   vote_rounds: 1, self_training_rounds: 1}
+privacy: {epsilon: 2.0, delta: 1.0e-3}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("labels", "parties", "holders"),
+    [("", "support: 2, query: 2", ("s0", "s1")),
+     (", labels: labels-at-client", "mixed: 2, query: 1", ("m0", "m1"))],
+)  # fmt: skip
+def test_a_label_census_over_sites_pays_once_at_each_and_is_claimed(
+    tmp_path: Path, labels: str, parties: str, holders: tuple[str, ...]
+) -> None:
+    over = Over(tmp_path, CENSUS.replace("LABELS", labels).replace("AGENTS", parties))
+    outcome = over.train()
+    assert outcome.status == 0, outcome.err
+    guarantee = over.place.results()["privacy"]["guarantee"]
+    assert (guarantee["epsilon"], guarantee["delta"]) == (2.0, 0.0)
+    for name in holders:
+        assert len(over.journal(name).events) == 1 and over.journal(name).epsilon == 2.0
+    assert audit.main([str(over.place.run)]) == 0
