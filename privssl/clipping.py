@@ -1,8 +1,8 @@
 """The sum over rows that DP-SGD adds noise to: no row moves it by more than the clip norm.
 
 Abadi et al. (CCS 2016), Algorithm 1, line "clip gradient", over all networks of a step together. A
-gradient that is no number counts nothing, silently, and takes the same time: an error or a pause
-would tell of the row.
+gradient that is no number counts nothing, silently, by the same operations: an error or a branch
+would tell of the row. (How long an operation takes on very small numbers is the processor's.)
 
 A row's gradient is a :class:`Rows`, written out, or an :class:`Outer`, two factors whose product is
 never made for one row alone: a linear layer has as many weights as these have numbers multiplied
@@ -46,7 +46,7 @@ class Rows:
     def total(self, factors: Tensor) -> Tensor:
         # vmap gives one gradient for all rows, where it does not depend on them.
         own = self.each.contiguous() if 0 in self.each.stride() else self.each
-        # 0 times infinity would be NaN. Always, not if need be: the time would tell of rows.
+        # 0 times infinity would be NaN. Always, not if need be: that would tell of rows.
         total = torch.einsum("i,i...", factors, own.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
         return total if self.axes is None else total.permute(self.axes)
 
@@ -60,7 +60,7 @@ class Outer:
 
     def norms(self) -> Tensor:
         if self.left.shape[1] == 1:
-            return _norms(self.left) * _norms(self.right)
+            return _length(self.left) * _length(self.right)
         left, right = self.left.double(), self.right.double()
         squares = ((left @ left.mT) * (right @ right.mT)).sum(dim=(1, 2))
         terms = (left.norm(dim=2) * right.norm(dim=2)).sum(dim=1).square()
@@ -91,6 +91,8 @@ def clipped_sums(
         One sum for each parameter.
     """
     norms = torch.stack([one.norms() for one in gradients], dim=1).norm(dim=1)  # (B,)
+    if norms.shape != drawn.shape:
+        raise ValueError(f"gradients of {len(norms)} rows, where {len(drawn)} were looked at")
     keep = norms.isfinite() & drawn.to(norms.device)  # not so, if one number of the row is not
     factors = torch.where(keep, (clip_norm / (norms + 1e-6)).clamp(max=1.0), 0.0)
     return [one.total(factors) for one in gradients]
@@ -98,6 +100,13 @@ def clipped_sums(
 
 def _finite(factor: Tensor) -> Tensor:
     return factor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _length(factor: Tensor) -> Tensor:
+    """Norm of each row (B,), also where squares are too small for numbers: the other factor of the
+    product may be as large as this one is small."""
+    largest = factor.abs().flatten(1).amax(dim=1).clamp(min=torch.finfo(factor.dtype).tiny)
+    return largest * _norms(factor / largest[:, None, None])
 
 
 def _norms(sample: Tensor) -> Tensor:

@@ -188,7 +188,8 @@ class PrivateTraining:
 
         Raises:
             PrivacyError: one of them has buffers, which would be sent and are never noisy, or two
-                share a parameter, whose gradient would be clipped as two.
+                share a parameter, whose gradient would be clipped as two; or products are rounded
+                so much that a row could weigh more than was measured.
         """
         moving = [name for name, net in networks.items() if any(True for _ in net.buffers())]
         if moving:
@@ -202,6 +203,11 @@ class PrivateTraining:
         if len({id(p) for p in parameters}) < len(parameters):
             raise PrivacyError(
                 f"{', '.join(networks)} share a parameter: protect one network of it"
+            )
+        if torch.get_float32_matmul_precision() != "highest":
+            raise PrivacyError(
+                "matrix products are rounded (torch.set_float32_matmul_precision), so that a row "
+                "could weigh more than its clip norm. Set it to highest"
             )
         self._optimizer = _OSNoise(
             # Fresh for every visit, so its momentum has seen this visit's noisy gradients only.
@@ -265,7 +271,10 @@ class PrivateTraining:
         if gradients:
             clipped = clipped_sums(list(gradients.values()), mask, self._plan.clip_norm)
             for (net, name), total in zip(gradients, clipped, strict=True):
-                parameters[net][name].summed_grad += total  # type: ignore[attr-defined]
+                of = parameters[net][name]
+                if total.shape != of.shape:  # += would repeat a smaller one
+                    raise PrivacyError(f"the gradient of {net}.{name} has shape {total.shape}")
+                of.summed_grad += total  # type: ignore[attr-defined]
 
     def _step(self) -> None:
         self._optimizer.add_noise()

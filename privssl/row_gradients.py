@@ -19,7 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_get_bdim
+from torch._C._functorch import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    maybe_current_level,
+    maybe_get_bdim,
+)
 from torch.func import grad, vmap
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -63,7 +68,8 @@ def factored_gradients(
         row_loss, parameters, fields: as there. Parameters need gradients.
 
     Raises:
-        PrivacyError: a layer's output is changed in place, and its gradient cannot be known.
+        PrivacyError: a layer's input or output is changed in place after it, and its gradient
+            cannot be known.
     """
     rows = len(next(iter(fields.values())))
     whole = {(net, name): p for net, named in parameters.items() for name, p in named.items()}
@@ -80,6 +86,8 @@ def factored_gradients(
     losses = vmap(watched, randomness="different")(own, dict(fields))  # (B,)
     for seen in watch.calls:
         seen.check_untouched()
+    if not losses.requires_grad:
+        return {}
     found = torch.autograd.grad(
         losses, [*own.values(), *(seen.output for seen in watch.calls)],
         torch.ones_like(losses), allow_unused=True,
@@ -106,14 +114,16 @@ class _Call:
     input: Tensor  # (B, ...)
     output: Tensor  # of the graph; rows are along ``rows_at``
     rows_at: int
-    version: int  # of the output, when the layer was done
+    versions: tuple[int, int]  # of input and output, when the layer was done
 
     def check_untouched(self) -> None:
-        if self.output._version != self.version:
-            raise PrivacyError(
-                f"the output of {'.'.join(self.weight[0])} is changed in place, so that the "
-                "gradients of single rows cannot be known. Use a network without inplace=True"
-            )
+        now = {"input": self.input._version, "output": self.output._version}
+        for (which, version), before in zip(now.items(), self.versions, strict=True):
+            if version != before:
+                raise PrivacyError(
+                    f"the {which} of {'.'.join(self.weight[0])} is changed in place, so that the "
+                    "gradients of single rows cannot be known. Use a network without inplace=True"
+                )
 
     def of_parameters(self, gradient: Tensor) -> list[tuple[Key, RowGradients]]:
         """Gradients of weight and bias from that of the output."""
@@ -156,10 +166,12 @@ class _Watch(TorchFunctionMode):
         self.calls: list[_Call] = []
         self._whole = whole
         self._key_of: dict[int, Key] = {}
+        self._level: int | None = None
 
     def know(self, own: Mapping[Key, Tensor]) -> None:
         """``own``: the rows' parameters, as the loss is given them."""
         self._key_of = {id(tensor): key for key, tensor in own.items()}
+        self._level = maybe_current_level()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -178,15 +190,22 @@ class _Watch(TorchFunctionMode):
         weight, bias, x = given.get("weight"), given.get("bias"), given["input"]
         if id(weight) not in self._key_of or not (bias is None or id(bias) in self._key_of):
             return False
-        # Rows, and nothing else that is batched: a loss may use vmap of its own.
+        # In a vmap or grad of the loss's own, what looks like rows may be something else.
+        if maybe_current_level() != self._level:
+            return False
         if maybe_get_bdim(x) < 0 or is_functorch_wrapped_tensor(get_unwrapped(x)):
             return False
+        used = [self._whole[self._key_of[id(t)]] for t in (weight, bias) if t is not None]
+        if not (torch.is_grad_enabled() and all(t.requires_grad for t in used)):
+            return False
         if layer is functional.linear:
-            return True
+            shape = self._whole[self._key_of[id(weight)]].shape
+            return len(shape) == 2 and (bias is None or bias.shape == shape[:1])
         if layer is functional.group_norm:
             return bool(x.dim() >= 2)
         dense = given.get("groups", 1) == 1 and _pair(given.get("dilation", 1)) == (1, 1)
-        return dense and bool(x.dim() == 4) and not isinstance(given.get("padding", 0), str)
+        padded = not isinstance(given.get("padding", 0), str)
+        return dense and padded and x.dim() == 4 and len(x) > 0
 
     def _done(self, layer: Callable[..., Any], given: dict[str, Any]) -> Tensor:
         key = self._key_of[id(given["weight"])]
@@ -194,17 +213,17 @@ class _Watch(TorchFunctionMode):
         x = given["input"]
         one = {"weight": self._whole[key], "bias": None if bias is None else self._whole[bias]}
         out: Tensor = layer(**{**given, **one})
-        inner = get_unwrapped(out)
+        inner, read = get_unwrapped(out), get_unwrapped(x).movedim(maybe_get_bdim(x), 0).detach()
         self.calls.append(
             _Call(
                 layer=layer,
                 given=given,
                 weight=(key, self._whole[key]),
                 bias=bias,
-                input=get_unwrapped(x).movedim(maybe_get_bdim(x), 0).detach(),
+                input=read,
                 output=inner,
                 rows_at=maybe_get_bdim(out),
-                version=inner._version,
+                versions=(read._version, inner._version),
             )
         )
         return out
@@ -228,7 +247,10 @@ def _of_kernels(
     """
     larger, smaller = (x, g) if layer is functional.conv2d else (g, x)
     seen = _windows(
-        larger.flatten(0, 1), shape[2:], _pair(given.get("stride", 1)), _pair(given["padding"])
+        larger.flatten(0, 1),
+        shape[2:],
+        _pair(given.get("stride", 1)),
+        _pair(given.get("padding", 0)),
     )
     met = torch.bmm(smaller.flatten(0, 1).flatten(2), seen)  # (B T, first, height width second)
     each = met.view(*x.shape[:2], *met.shape[1:]).sum(dim=1) if x.shape[1] > 1 else met
@@ -282,5 +304,5 @@ def _written_out(part: RowGradients) -> Tensor:
 
 
 def _pair(value: Any) -> tuple[int, int]:
-    one, other = (value, value) if isinstance(value, int) else value
-    return one, other
+    one, *other = (value,) if isinstance(value, int) else value
+    return (one, *other) if other else (one, one)

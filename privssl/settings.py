@@ -201,8 +201,9 @@ class PrivacySettings:
             )
         if not 0 < self.sample_rate <= 1:
             yield Problem("sample_rate", f"{self.sample_rate}: it is a probability in (0, 1]")
-        if not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
-            yield Problem("clip_norm", f"{self.clip_norm}: give a number > 0")
+        # Below it, a row's weight would be lost among the smallest numbers of single precision.
+        if not (math.isfinite(self.clip_norm) and self.clip_norm >= 1e-3):
+            yield Problem("clip_norm", f"{self.clip_norm}: give a number of 0.001 or more")
         yield from self._ledger_problems()
         yield from self._scope_problems()
 

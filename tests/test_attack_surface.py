@@ -275,8 +275,23 @@ def careless(module: Module) -> Iterator[str]:
                 yield f"{module.name}:{node.lineno} leaves out {key} of {ast.unparse(node.func)}"
 
 
+#: Who starts Flower's programs and ours, or asks the kernel for a fence. An operator asks for it;
+#: no file and no letter says what is started, and no shell reads it.
+MAY = {
+    **dict.fromkeys(
+        ("privssl.engines.flower_post", "privssl.site.demo", "privssl.site.joining"), "subprocess"
+    ),
+    "privssl.site.keys": "subprocess",
+    "privssl.site.fence": "ctypes",
+}
+
+
 def test_no_module_starts_a_program_or_leaves_out_what_makes_a_reader_safe() -> None:
-    assert [problem for module in product_modules() for problem in careless(module)] == []
+    found = [(module.name, text) for module in product_modules() for text in careless(module)]
+    allowed = [(name, text) for name, text in found if f"uses {MAY.get(name, 'nothing')}" in text]
+    assert [text for name, text in found if (name, text) not in allowed] == []
+    assert {name for name, _ in allowed} == set(MAY)
+    assert [m.name for m in product_modules() if m.name in MAY and "shell=" in m.source] == []
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,12 @@ def test_two_networks_with_a_parameter_in_common_are_refused() -> None:
         PrivateTraining(BARE, {"F": one, "G": other})
 
 
+def test_matrix_products_that_are_rounded_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")  # TF32
+    with pytest.raises(PrivacyError, match=r"products are rounded .* Set it to highest"):
+        PrivateTraining(BARE, {"F": nn.Linear(2, 2)})
+
+
 def test_a_gradient_that_does_not_depend_on_the_row_is_summed_like_others() -> None:
     sample = torch.tensor([[3.0, 4.0]]).expand(5, 2)  # as vmap returns it
     [total] = clipped_sums([Rows(sample)], torch.tensor([True, True, False, True, True]), 1.0)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_privacy import SHIPPED, joint_loss, mixing, networks, parameters_of
 from torch import Tensor, nn
-from torch.func import vmap
+from torch.func import grad, vmap
 from torch.nn import functional
 
 from privssl.clipping import Outer, RowGradients, Rows, clipped_sums
@@ -272,3 +272,93 @@ def test_a_row_with_a_factor_beyond_numbers_adds_nothing(
         both["left"][1], both["right"][1] = bad, bad
     [total] = clipped_sums([Outer(**both)], torch.tensor([True, True]), 1e6)
     torch.testing.assert_close(total, torch.full((2, 3), float(places)))
+
+
+# A loss that uses torch.func, or no gradients, itself -------------------------------------------
+
+
+def places_of_no_row(count: int) -> Callable[[Parameters, Tensor], Tensor]:
+    """A vmap over constants: nothing in it belongs to a row, but its places look like rows."""
+    places = torch.randn(count, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+    def use(p: Parameters, x: Tensor) -> Tensor:
+        def one(place: Tensor) -> Tensor:
+            return functional.linear(place, p["N"]["weight"], p["N"]["bias"]).square().sum()
+
+        return vmap(one)(places).sum() * x.mean()
+
+    return use
+
+
+def gradient_of_a_factor(p: Parameters, x: Tensor) -> Tensor:
+    def scaled(by: Tensor) -> Tensor:
+        return (by * functional.linear(x, p["N"]["weight"], p["N"]["bias"])).tanh().sum()
+
+    slope: Tensor = grad(scaled)(torch.ones((), dtype=x.dtype))
+    return slope.square()
+
+
+def target_without_gradient(p: Parameters, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        target = functional.linear(x, p["N"]["weight"], p["N"]["bias"]).cos()
+    return (functional.linear(x, p["N"]["weight"], p["N"]["bias"]) - target).square().sum()
+
+
+def no_parameter(p: Parameters, x: Tensor) -> Tensor:
+    return x.sum()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [places_of_no_row(1), places_of_no_row(ROWS), places_of_no_row(7), gradient_of_a_factor,
+     target_without_gradient],
+)  # fmt: skip
+def test_a_loss_with_transforms_of_its_own_has_its_gradient(
+    use: Callable[[Parameters, Tensor], Tensor],
+) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(ROWS, 2, 3, dtype=torch.float64)
+    check_equal(lambda p, row: use(p, row["x"]), {"N": nn.Linear(3, 5)}, {"x": x})
+
+
+def test_a_loss_of_no_parameter_has_no_gradients() -> None:
+    rows = {"x": torch.ones(ROWS, 3)}
+    parameters = parameters_of({"N": nn.Linear(3, 2)})
+    assert not factored_gradients(lambda p, row: no_parameter(p, row["x"]), parameters, rows)
+
+
+@pytest.mark.parametrize("layer", [functional.conv2d, functional.conv_transpose2d])
+def test_a_convolution_called_with_defaults_has_the_gradients_of_one_row_at_a_time(
+    layer: Callable[..., Tensor],
+) -> None:
+    def loss(p: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        return layer(row["x"], p["N"]["weight"], p["N"]["bias"], (2,)).square().sum()
+
+    x = torch.randn(ROWS, 2, 4, 7, 8, dtype=torch.float64)
+    check_equal(loss, {"N": nn.Conv2d(4, 4, 3)}, {"x": x})
+
+
+def test_an_input_that_is_changed_after_its_layer_is_refused() -> None:
+    def loss(p: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        x = row["x"] + 1
+        out = functional.linear(x, p["N"]["weight"], p["N"]["bias"])
+        return out.square().sum() + x.mul_(2).sum()
+
+    rows = {"x": torch.ones(ROWS, 3)}
+    with pytest.raises(PrivacyError, match=r"input of N\.weight is changed in place"):
+        factored_gradients(loss, parameters_of({"N": nn.Linear(3, 2)}), rows)
+
+
+@pytest.mark.parametrize("clip", [1.0, 1e-2, 1e-4])
+@pytest.mark.parametrize("small", [1e-30, 2.6e-23, 1e-22, 1e-19])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_factor_whose_squares_vanish_is_still_measured(
+    small: float, clip: float, swapped: bool
+) -> None:
+    sides = torch.full((1, 1, 512), small), torch.full((1, 1, 512), 7e17)
+    assert longest(Outer(*(reversed(sides) if swapped else sides)), clip) <= 1 + 1e-4
+
+
+def test_gradients_of_other_rows_than_were_drawn_from_are_refused() -> None:
+    with pytest.raises(ValueError, match="gradients of 7 rows, where 1 were looked at"):
+        clipped_sums([Rows(torch.ones(7, 2))], torch.tensor([True]), 1.0)

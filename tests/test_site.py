@@ -338,7 +338,7 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "before the reserve": (FILE, "append", on_line("reserve", before), ""),
     "within the reserve": (FILE, "append", on_line("reserve", half_a_line), ""),
     "after the reserve": (FILE, "append", on_line("reserve", after), "lost"),
-    "before the first gradient": (privacy, "per_row_gradients", before, "lost"),
+    "before the first gradient": (privacy, "factored_gradients", before, "lost"),
     "after the noise": (privacy._OSNoise, "add_noise", after, "lost"),
     "before the settle": (FILE, "append", on_line("settle", before), "lost"),
     "after the settle": (FILE, "append", on_line("settle", after), "lost"),
