@@ -210,8 +210,10 @@ def outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
     results, card = _read_json(folder / "results.json"), _read_json(folder / "privacy.json")
     if results is None:
         return None
-    tighter = headline_sentence(card)
-    return results, "\n".join(([tighter] if tighter else []) + [guarantee_sentence(card)])
+    told = [tighter] if (tighter := headline_sentence(card)) else []
+    if card is not None and SHIPPED_CODE[0] in {release["name"] for release in card["releases"]}:
+        told.append(f"Not covered over sites: {SHIPPED_CODE[0]} ({SHIPPED_CODE[2]}).")
+    return results, "\n".join([*told, guarantee_sentence(card)])
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -320,6 +322,15 @@ def copy_ledgers(prepared: Prepared, folder: Path) -> None:
             durable.replace(path, read_content(ledger / path.name))
 
 
+#: Over sites: the part of "who also controls the server" that the noise cannot answer for.
+SHIPPED_CODE: Release = (
+    "what code that Flower's server ships could read at a site",
+    "not covered",
+    "nothing of the site's behind its fence or as another user of the system, else all of it: the "
+    "operator's choice, docs/deploy.md",
+)
+
+
 def releases(plan: Plan | AccountPlan, config: Config) -> list[Release]:
     """Everything that leaves a support agent: name, covered or not, why."""
     plainly = [name for name in plan.update if name not in plan.protect]
@@ -345,6 +356,8 @@ def releases(plan: Plan | AccountPlan, config: Config) -> list[Release]:
         sent.append(("networks of its query pass", "post-processing", why))
         if plan.update == (CENSUS,):
             sent.append(("sums and counts of its unlabelled rows", "post-processing", why))
+    if config.run.engine == "flower":
+        sent.append(SHIPPED_CODE)
     return [
         *sent,
         (

@@ -146,6 +146,8 @@ def test_a_private_run_is_claimed_and_audited_by_the_ledgers_that_its_sites_show
 ) -> None:
     outcome = private.train()
     assert outcome.status == 0, outcome.err
+    told = " ".join(outcome.out.split())
+    assert "Not covered over sites: what code that Flower's server ships could read" in told
     results = private.place.results()
     claimed = results["privacy"]["guarantee"]["epsilon"]
     assert 0 < claimed <= 4.0 and results["status"] == "finished"

@@ -65,6 +65,11 @@ class SuperNode:
                 "SuperLink sends could read rows and ledger as this user. Use --serve, and start "
                 "flower-supernode as another user: docs/deploy.md"
             )
+        if not fence.version():
+            log.warning(
+                "No fence: this system has no Landlock, so that code which the SuperLink on this "
+                "machine sends can read rows and ledger. For trials alone"
+            )
         files = [Path(path) for path in (certificate, key) if path]
         self._command = [
             *(_fenced(folder, files, secrets) if fence.version() else []),
