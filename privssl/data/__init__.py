@@ -8,6 +8,7 @@ Unlabelled rows lose their labels here. ``Federation.true_labels`` has them, for
 ``evaluate.Oracle`` and for nothing else.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +31,7 @@ __all__ = ["Federation", "build", "class_counts", "held_elsewhere", "refs"]
 class Federation:
     """Everything that a run is given. Accounts are not in it; the run attaches them."""
 
-    dataset: Dataset
+    dataset: Dataset  # without training rows
     agents: tuple[Agent, ...]
     validation: LabelledRows | None  # rows that no agent holds, to choose settings on
     true_labels: Tensor  # (N,) by row id. For evaluate.Oracle only: steps must never see it
@@ -53,7 +54,7 @@ def build(
     who = holders(data.labels, agents)
     split = _replay(data, who, dataset) if data.split else draw(data, who, seed, dataset)
     return Federation(
-        dataset=dataset,
+        dataset=_without_training_rows(dataset),
         # In an order that no file decides: JSON sorts its keys.
         agents=tuple(_agent(name, split.agents[name], dataset) for name in who.everyone),
         validation=_labelled(split.validation, dataset),
@@ -69,7 +70,13 @@ def held_elsewhere(data: DataSettings, seed: int, dataset: Dataset | None = None
         dataset=dataset.name, checksum=dataset.checksum, rows=len(dataset.y_train), seed=seed,
         settings=settings_of_split(data), agents={}, validation=(),
     )  # fmt: skip
-    return Federation(dataset, (), None, dataset.y_train.clone(), nobody)
+    rest = _without_training_rows(dataset)
+    return Federation(rest, (), None, dataset.y_train.clone(), nobody)
+
+
+def _without_training_rows(dataset: Dataset) -> Dataset:
+    """Every training row is with who holds it: no second copy is kept, in memory or in reach."""
+    return dataclasses.replace(dataset, x_train=dataset.x_train[:0].clone())
 
 
 def class_counts(
