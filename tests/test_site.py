@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -650,12 +651,20 @@ def serving(path: Path, handle: Callable[[bytes], bytes]) -> Iterator[None]:
             os._exit(1)
     try:
         end = time.monotonic() + 20
-        while not path.exists() and time.monotonic() < end:
+        while not _open(path) and time.monotonic() < end:
             time.sleep(0.01)
         yield
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def _open(path: Path) -> bool:
+    """Whether somebody listens: a socket has its mode after that, and its name before."""
+    try:
+        return stat.S_IMODE(path.stat().st_mode) == 0o660
+    except FileNotFoundError:
+        return False
 
 
 def test_letters_go_through_a_door_and_one_that_waits_holds_no_other_up(tmp_path: Path) -> None:
