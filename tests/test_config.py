@@ -356,6 +356,18 @@ def test_delta_is_held_against_the_rows_of_an_agent(write: Any) -> None:
     assert refusal(path, ["privacy.delta=0.0199", "agents.support=1"])
 
 
+@pytest.mark.parametrize(("clip_norm", "fits"), [("0.001", True), ("0.0009", False), ("0", False)])
+def test_a_clip_norm_below_what_single_precision_can_tell_is_refused(
+    write: Any, clip_norm: str, fits: bool
+) -> None:
+    path = write(SOUND + f"privacy: {{epsilon: 8, clip_norm: {clip_norm}}}\n")
+    if fits:
+        assert load(path, (), TABLE).privacy is not None
+    else:
+        [row] = refusal(path)
+        assert row.endswith("give a number of 0.001 or more")
+
+
 def test_bfloat16_is_refused_in_a_private_run_alone(write: Any) -> None:
     path = write(SOUND + "run: {precision: bfloat16}\n")
     assert load(path, (), TABLE).run.precision == "bfloat16"

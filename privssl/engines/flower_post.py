@@ -23,6 +23,7 @@ from pathlib import Path
 
 from privssl.engines.sites import SiteError
 from privssl.settings import LOOPBACK
+from privssl.site.door import receive, send
 
 START_SECONDS = 90.0  # for flwr run, and for the carrier to come to the socket
 GRACE = 10.0  # seconds beyond its limit in which an answer of the carrier itself must come
@@ -105,9 +106,9 @@ class FlowerPost:
     def addresses(self) -> Sequence[str]:
         try:
             carrier = self._connected()
-            _send(carrier, json.dumps({"do": "addresses"}).encode())
+            send(carrier, json.dumps({"do": "addresses"}).encode())
             carrier.settimeout(GRACE)
-            return [str(address) for address in json.loads(_receive(carrier))]
+            return [str(address) for address in json.loads(receive(carrier))]
         except (OSError, SiteError, ValueError) as error:
             self._lose(error)
             return []
@@ -120,9 +121,9 @@ class FlowerPost:
             carrier = self._connected()
             carrier.settimeout(seconds + GRACE)
             for part in (json.dumps(order).encode(), *letters.values()):
-                _send(carrier, part)
-            came = json.loads(_receive(carrier))
-            return {str(address): _receive(carrier) for address in came}
+                send(carrier, part)
+            came = json.loads(receive(carrier))
+            return {str(address): receive(carrier) for address in came}
         except (OSError, SiteError, ValueError) as error:
             self._lose(error)
             return {}
@@ -195,21 +196,3 @@ class FlowerPost:
             if self._carrier is not None:
                 self._carrier.close()
         self._carrier = None
-
-
-def _send(wire: socket.socket, data: bytes) -> None:
-    wire.sendall(len(data).to_bytes(8, "little") + data)
-
-
-def _receive(wire: socket.socket) -> bytes:
-    return _exactly(wire, int.from_bytes(_exactly(wire, 8), "little"))
-
-
-def _exactly(wire: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = wire.recv(min(2**20, size - len(data)))
-        if not piece:
-            raise OSError("the carrier is gone")
-        data += piece
-    return bytes(data)

@@ -44,8 +44,8 @@ def through(door: Path, letter: bytes, seconds: float) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wire:
         wire.settimeout(seconds)
         wire.connect(str(door))
-        wire.sendall(len(letter).to_bytes(8, "little") + letter)
-        return _read(wire)
+        send(wire, letter)
+        return receive(wire)
 
 
 def serve(door: Path, handle: Callable[[bytes], bytes]) -> None:
@@ -105,13 +105,19 @@ class _Carrier(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         self.request.settimeout(PATIENCE)
-        answer = self.server.answer(_read(self.request))
+        answer = self.server.answer(receive(self.request))
         with suppress(OSError):  # who asked is gone; the reply is stored
-            self.request.sendall(len(answer).to_bytes(8, "little") + answer)
+            send(self.request, answer)
 
 
-def _read(wire: socket.socket) -> bytes:
-    """What follows its length. Memory is taken for bytes that came, never for a stated size."""
+def send(wire: socket.socket, letter: bytes) -> None:
+    """A letter behind its length. Raises OSError."""
+    wire.sendall(len(letter).to_bytes(8, "little") + letter)
+
+
+def receive(wire: socket.socket) -> bytes:
+    """The letter behind its length. Raises OSError. Memory is taken for bytes that came, never for
+    a stated size."""
     size = int.from_bytes(_exactly(wire, 8), "little")
     if size > MAX_BYTES:
         raise OSError(f"a letter of {size} bytes")

@@ -2,11 +2,10 @@
 
 It gets the path of the door and nothing else of the site, and runs behind a fence (fence.py): a
 SuperLink sends it code. Where there can be no fence, none is started for a SuperLink on another
-machine. Whatever ends it, another one is
-started after a pause: a SuperLink that restarts, and one that still takes the former SuperNode
-for alive (Flower refuses a second session of one key until the first has lapsed), are waited out.
-An operator who wants the SuperNode under another user of the system starts it by hand instead:
-docs/deploy.md.
+machine. Whatever ends it, another one is started after a pause: a SuperLink that restarts, and one
+that still takes the former SuperNode for alive (Flower refuses a second session of one key until
+the first has lapsed), are waited out. An operator who wants the SuperNode under another user of
+the system starts it by hand instead: docs/deploy.md.
 """
 
 import logging
