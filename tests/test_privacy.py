@@ -289,6 +289,19 @@ def test_matrix_products_that_are_rounded_are_refused(monkeypatch: pytest.Monkey
         PrivateTraining(BARE, {"F": nn.Linear(2, 2)})
 
 
+def test_a_sum_of_another_shape_than_the_parameter_is_refused_and_not_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = small_network()
+
+    def narrow(_loss: RowLoss, _parameters: object, fields: Mapping[str, Tensor]) -> Any:
+        return {("F", "0.bias"): Rows(torch.ones(len(fields["x"]), 1, dtype=torch.float64))}
+
+    monkeypatch.setattr(privacy, "factored_gradients", narrow)  # 0.bias has three numbers
+    with pytest.raises(PrivacyError, match=r"gradient of F\.0\.bias has shape .*\[1\]"):
+        moved_by(network, small_rows(4), BARE)
+
+
 def test_a_gradient_that_does_not_depend_on_the_row_is_summed_like_others() -> None:
     sample = torch.tensor([[3.0, 4.0]]).expand(5, 2)  # as vmap returns it
     [total] = clipped_sums([Rows(sample)], torch.tensor([True, True, False, True, True]), 1.0)
