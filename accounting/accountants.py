@@ -13,6 +13,9 @@ what a budget needs (arXiv:1605.08294, arXiv:2103.01379).
 Opacus' numeric (PRV) accountant is offered as a tighter headline for a plan that was fixed
 beforehand. Its Gaussian-DP accountant is not offered: it is a central limit approximation that
 can report less than a certified lower bound.
+
+Opacus and scipy.optimize are imported where they are needed: they take as long as torch, and a run
+without privacy asks for no cost of them.
 """
 
 import math
@@ -23,10 +26,6 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from opacus.accountants import PRVAccountant
-from opacus.accountants.analysis.rdp import compute_rdp
-from scipy.optimize import brentq
-from scipy.special import log_ndtr
 
 from accounting.errors import PlanError
 from accounting.events import (
@@ -171,6 +170,9 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     5.679587
     """
 
+    from scipy.optimize import brentq
+    from scipy.special import log_ndtr
+
     def log_delta_excess(eps: float) -> float:
         first = float(log_ndtr(mu / 2 - eps / mu))
         second = eps + float(log_ndtr(-mu / 2 - eps / mu))  # < first
@@ -199,6 +201,8 @@ def prv_epsilon(events: Iterable[Event], delta: float) -> float | None:
     total = [SampledGaussian(*key, count) for key, count in steps.items()]
     if not total or delta < _PRV_MIN_DELTA or rdp_epsilon(total, delta) > _PRV_LIMIT:
         return None
+    from opacus.accountants import PRVAccountant
+
     accountant = PRVAccountant()
     accountant.history = [(sigma, rate, count) for (sigma, rate), count in steps.items()]
     with warnings.catch_warnings():
@@ -227,6 +231,8 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
     >>> calibrate_noise(epsilon=4.9834, delta=1e-5, sample_rate=1.0, steps=20)
     4.0
     """
+    from scipy.optimize import brentq
+
     check_delta(delta)
     check_real("epsilon", epsilon)
     check_sample_rate(sample_rate)
@@ -312,6 +318,8 @@ def _rdp(
 
 @lru_cache(maxsize=256)
 def _step_rdp(sigma: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
+    from opacus.accountants.analysis.rdp import compute_rdp
+
     rdp = np.asarray(
         compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=list(orders)), dtype=np.float64
     )

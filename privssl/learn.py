@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from privssl import seeds
+from privssl import optimisers, seeds
 from privssl.agents import Memory
 from privssl.messages import StateDict
 
@@ -148,7 +148,7 @@ class KeptAdam:
             for net, group in groups.items()
             for name, parameter in group.network.named_parameters()
         }
-        self._adam = torch.optim.Adam(
+        self._adam = optimisers.Adam(
             [
                 {
                     "params": list(group.network.parameters()),

@@ -22,7 +22,6 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
-from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -167,19 +166,6 @@ def make_plan(settings: PrivacySettings, *, rounds: int, rows_per_agent: float) 
     )
 
 
-class _OSNoise(DPOptimizer):  # type: ignore[misc]  # opacus carries no types
-    """Opacus' optimiser, with the noise drawn by :func:`os_normal`."""
-
-    def add_noise(self) -> None:
-        scale = self.noise_multiplier * self.max_grad_norm
-        for parameter in self.params:
-            noise = torch.from_numpy(os_normal(parameter.numel()) * scale).view(parameter.shape)
-            # The sum is taken in float64, on the CPU (not every device has it): what is released
-            # is rounded after the noise.
-            noisy = parameter.summed_grad.cpu().double() + noise
-            parameter.grad = noisy.to(parameter.device, parameter.dtype)
-
-
 class PrivateTraining:
     """Trains networks on an agent's rows under a plan. One object is one visit."""
 
@@ -209,7 +195,9 @@ class PrivateTraining:
                 "matrix products are rounded (torch.set_float32_matmul_precision), so that a row "
                 "could weigh more than its clip norm. Set it to highest"
             )
-        self._optimizer = _OSNoise(
+        from privssl.noisy_steps import OSNoise  # Opacus: seconds that only private runs pay
+
+        self._optimizer = OSNoise(
             # Fresh for every visit, so its momentum has seen this visit's noisy gradients only.
             torch.optim.SGD(parameters, lr=plan.learning_rate, momentum=plan.momentum),
             noise_multiplier=plan.noise_multiplier,

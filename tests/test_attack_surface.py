@@ -47,6 +47,7 @@ from privssl.errors import DataError, RunFolderError, UserError
 from privssl.learn import load as into_network
 from privssl.messages import MessageError, Silence, average, pack, unpack
 from privssl.models import build_classifier
+from privssl.noisy_steps import OSNoise
 from privssl.prepare import Prepared, prepare
 from privssl.settings import AgentSettings, DataSettings, ModelSettings
 from privssl.yaml_lines import YamlError
@@ -652,14 +653,14 @@ class Released:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sums: list[Tensor] = []
         self.noisy: list[Tensor] = []
-        real = privacy._OSNoise.add_noise
+        real = OSNoise.add_noise
 
         def look(optimizer: Any) -> None:
             self.sums.append(torch.cat([p.summed_grad.flatten() for p in optimizer.params]))
             real(optimizer)
             self.noisy.append(torch.cat([p.grad.flatten() for p in optimizer.params]))
 
-        patch.setattr(privacy._OSNoise, "add_noise", look)
+        patch.setattr(OSNoise, "add_noise", look)
 
     def noise_is_whole(self) -> bool:
         """Whether every released number has noise on it that is as large as planned: 4 x 0.5."""

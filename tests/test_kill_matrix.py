@@ -31,6 +31,7 @@ from accounting.accountants import epsilon
 from accounting.ledger import Account, Journal, read_journal
 from privssl import checkpoint, config, durable, privacy, row_gradients, run
 from privssl.algorithms.fedssl import FedSSL
+from privssl.noisy_steps import OSNoise
 from privssl.prepare import prepare
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
@@ -113,7 +114,7 @@ def plant(kill: Kill, *, resumed: bool) -> None:
         die()
 
     append, save, write = journals.JournalFile.append, checkpoint.save, durable.write_new
-    gradients, noise = row_gradients.factored_gradients, privacy._OSNoise.add_noise
+    gradients, noise = row_gradients.factored_gradients, OSNoise.add_noise
     first_step = STEPS * (kill.visit - 1) + 1
     # A run that begins saves its state before round 1 as well.
     saves = (kill.visit + 1) // VISITS + (not resumed)
@@ -130,7 +131,7 @@ def plant(kill: Kill, *, resumed: bool) -> None:
             vars(privacy)["factored_gradients"] = nth(first_step + 1, die, gradients)
         case "after the noise":
             dies = nth(first_step, and_then_die(noise), noise)
-            privacy._OSNoise.add_noise = dies  # type: ignore[method-assign]
+            OSNoise.add_noise = dies  # type: ignore[method-assign]
         case "before the settle":
             on_append("settle", die)
         case "after the settle":

@@ -38,6 +38,7 @@ from privssl.algorithms.fedssl import FedSSL, Lesson
 from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError, PrivacyError, UserError
 from privssl.messages import Done, Silence, pack, unpack
+from privssl.noisy_steps import OSNoise
 from privssl.prepare import prepare
 from privssl.site import door, opening, settings
 from privssl.site.__main__ import main
@@ -340,7 +341,7 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "within the reserve": (FILE, "append", on_line("reserve", half_a_line), ""),
     "after the reserve": (FILE, "append", on_line("reserve", after), "lost"),
     "before the first gradient": (privacy, "factored_gradients", before, "lost"),
-    "after the noise": (privacy._OSNoise, "add_noise", after, "lost"),
+    "after the noise": (OSNoise, "add_noise", after, "lost"),
     "before the settle": (FILE, "append", on_line("settle", before), "lost"),
     "after the settle": (FILE, "append", on_line("settle", after), "lost"),
     "before the answer is stored": (Store, "put_answer", before, "lost"),
@@ -398,7 +399,7 @@ def test_a_site_that_pays_after_it_has_read_would_be_found_out(place: Path) -> N
     def killed() -> bytes:
         Account.spend = late  # type: ignore[method-assign]
         in_reach = at_moment(Desk, "_agent", _with_open_rows)
-        with noted(notes), in_reach, at_moment(privacy._OSNoise, "add_noise", after):
+        with noted(notes), in_reach, at_moment(OSNoise, "add_noise", after):
             return opened(place).handle(letter)
 
     assert in_a_fork(killed) is None

@@ -54,6 +54,7 @@ from privssl.card import render_markdown
 from privssl.config import Config
 from privssl.engines.local import LocalEngine
 from privssl.messages import Silence
+from privssl.noisy_steps import OSNoise
 from privssl.prepare import Prepared
 from privssl.privacy import PrivatePlan
 
@@ -393,7 +394,7 @@ def uncoupled(config: Config, folder: Path) -> list[str]:
     happened: list[str] = []
     masks: list[tuple[bool, ...]] = []
     noise: list[np.ndarray] = []
-    draw, add = PrivatePlan.draw_batch, privacy._OSNoise.add_noise
+    draw, add = PrivatePlan.draw_batch, OSNoise.add_noise
 
     def draws(self: PrivatePlan, rows: int) -> torch.Tensor:
         happened.append("batch")
@@ -409,7 +410,7 @@ def uncoupled(config: Config, folder: Path) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch, accounts(prepared, folder) as agents:
         patch.setattr(PrivatePlan, "draw_batch", draws)
-        patch.setattr(privacy._OSNoise, "add_noise", adds)
+        patch.setattr(OSNoise, "add_noise", adds)
         assert not isinstance(visit(prepared, agents["s0"], context("s0")), Silence)
     [event] = read_journal(folder / "s0.jsonl").events
     assert isinstance(event, SampledGaussian) and isinstance(prepared.plan, PrivatePlan)

@@ -55,6 +55,7 @@ from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError, PrivacyError
 from privssl.messages import Done, Message, Reply, pack
 from privssl.models import build_classifier
+from privssl.noisy_steps import OSNoise
 from privssl.prepare import Prepared, prepare
 from privssl.privacy import PrivateTraining, os_normal
 from privssl.row_gradients import per_row_gradients
@@ -467,7 +468,7 @@ def rows_in_sums(poisson: privacy.PrivatePlan) -> NDArray[np.float64]:
     """Which rows took part in each sum that was released (steps, rows), read off the sums before
     their noise: row i has the gradient e_i."""
     sums: list[NDArray[np.float64]] = []
-    add_noise = privacy._OSNoise.add_noise
+    add_noise = OSNoise.add_noise
 
     def look(self: Any) -> None:
         sums.append(self.params[0].summed_grad.detach().numpy().copy())
@@ -480,7 +481,7 @@ def rows_in_sums(poisson: privacy.PrivatePlan) -> NDArray[np.float64]:
         return (parameters["F"]["weight"][0] * row["x"]).sum()  # type: ignore[no-any-return]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(privacy._OSNoise, "add_noise", look)
+        patch.setattr(OSNoise, "add_noise", look)
         PrivateTraining(poisson, {"F": network}).run(HELD, lambda p, step: {"x": unit[p]}, loss)
     return np.concatenate(sums).round()
 

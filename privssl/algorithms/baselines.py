@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from privssl import learn, seeds
+from privssl import learn, optimisers, seeds
 from privssl.agents import LabelledRows, SupportAgent
 from privssl.algorithms.base import Algorithm, Context, Task, on_agent
 from privssl.algorithms.local_ssl import Share, no_statistics
@@ -260,7 +260,7 @@ def descend(
         losses: scalars; each is computed after the step on the one before. None: F goes back as
             it came, so that a visit with nothing to learn holds the average where it was.
     """
-    sgd = torch.optim.SGD(
+    sgd = optimisers.SGD(
         F.parameters(), lr=cfg.rate(ctx.round), momentum=cfg.momentum,
         weight_decay=cfg.weight_decay,
     )  # fmt: skip

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from privssl import learn, seeds
+from privssl import learn, optimisers, seeds
 from privssl.agents import LabelledRows, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.algorithms import signs
 from privssl.algorithms.base import Algorithm, Context, Task, on_agent
@@ -277,7 +277,7 @@ class FedSEAL(Algorithm[State]):
         return torch.nonzero(~apart)[:, 0], torch.nonzero(apart)[:, 0]
 
     def _labelled_epoch(
-        self, F: nn.Module, sgd: torch.optim.SGD, rows: LabelledRows, taught: Tensor,
+        self, F: nn.Module, sgd: optimisers.SGD, rows: LabelledRows, taught: Tensor,
         ctx: Context, rng: torch.Generator,
     ) -> list[Tensor]:  # fmt: skip
         """One pass over labelled rows; the losses of its batches."""
@@ -358,9 +358,9 @@ class FedSEAL(Algorithm[State]):
     def _loaded(self, weights: StateDict, ctx: Context) -> nn.Module:
         return learn.load(self._F.to(ctx.device), weights)
 
-    def _sgd(self, F: nn.Module, ctx: Context) -> torch.optim.SGD:
+    def _sgd(self, F: nn.Module, ctx: Context) -> optimisers.SGD:
         rate = self.cfg.rate(ctx.round)
-        return torch.optim.SGD(F.parameters(), lr=rate, momentum=self.cfg.momentum)
+        return optimisers.SGD(F.parameters(), lr=rate, momentum=self.cfg.momentum)
 
 
 # Small things -------------------------------------------------------------------------------

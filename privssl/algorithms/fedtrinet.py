@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from privssl import learn, seeds
+from privssl import learn, optimisers, seeds
 from privssl.agents import (
     LabelledRows,
     Memory,
@@ -333,7 +333,7 @@ class FedTriNet(Algorithm[State]):
         trained = [p for p in self._F.parameters() if p.requires_grad]
         if not trained:
             return  # the shallow half is everything, and frozen
-        sgd = torch.optim.SGD(trained, self.cfg.learning_rate, self.cfg.momentum)
+        sgd = optimisers.SGD(trained, self.cfg.learning_rate, self.cfg.momentum)
         augment, rng = self.cfg.augmentation(), ctx.rng(f"view, {purpose}")
         losses: list[Tensor] = []
         for parts in planned:

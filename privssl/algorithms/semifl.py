@@ -37,7 +37,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from privssl import learn, seeds
+from privssl import learn, optimisers, seeds
 from privssl.agents import LabelledRows, Memory, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.algorithms.base import Algorithm, Context, Task, on_agent
 from privssl.algorithms.local_ssl import Share, needs_unlabelled
@@ -334,7 +334,7 @@ def descend(
     is returned is the momentum to be remembered; None when there was no loss.
     """
     named = {f"{group}/{name}#momentum": p for name, p in F.named_parameters()}
-    sgd = torch.optim.SGD(
+    sgd = optimisers.SGD(
         named.values(), lr=cfg.rate(ctx.round), momentum=cfg.momentum,
         weight_decay=cfg.weight_decay, nesterov=cfg.momentum > 0,
     )  # fmt: skip

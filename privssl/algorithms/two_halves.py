@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, kl_div
 
-from privssl import learn, seeds
+from privssl import learn, optimisers, seeds
 from privssl.agents import LabelledRows, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.algorithms.base import Context
 from privssl.algorithms.helper_agents import agreement
@@ -128,7 +128,7 @@ class Visit:
         # Helpers are frozen at the sigma that was sent: authors' code.
         self._sent_sigma = {n: s.detach().clone() for n, s in self._halves["sigma"].items()}
         self._sgd = {
-            half: torch.optim.SGD(list(weights.values()), lr=float(self._pace[0]))
+            half: optimisers.SGD(list(weights.values()), lr=float(self._pace[0]))
             for half, weights in self._halves.items()
         }
         self._losses: dict[Half, list[Tensor]] = {half: [] for half in self._halves}

@@ -172,8 +172,6 @@ class WorkerEngine(LocalEngine):
         self._letter = Sheet()
         self._lifeline = Lifeline()
         self._workers: list[Worker | None] = [None] * workers
-        # The first optimiser of a process imports a good part of torch: once here, for all.
-        torch.optim.SGD([torch.zeros(1)])
         try:
             self._fill_places()
         except BaseException:

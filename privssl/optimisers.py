@@ -1,0 +1,26 @@
+"""torch's SGD and Adam, without torch's compiler.
+
+The first step of any optimiser of torch imports torch.compile's machinery, to tell a compiler that
+nobody uses here not to look: more than a second, and a hundred megabytes in each worker process.
+These are the same classes with the functions that those wrappers wrap; every bit is the same.
+"""
+
+from inspect import unwrap
+
+import torch
+
+
+class SGD(torch.optim.SGD):
+    """``torch.optim.SGD``."""
+
+    add_param_group = unwrap(torch.optim.SGD.add_param_group)
+    zero_grad = unwrap(torch.optim.SGD.zero_grad)
+    step = torch.no_grad()(unwrap(torch.optim.SGD.step))
+
+
+class Adam(torch.optim.Adam):
+    """``torch.optim.Adam``."""
+
+    add_param_group = unwrap(torch.optim.Adam.add_param_group)
+    zero_grad = unwrap(torch.optim.Adam.zero_grad)
+    step = torch.no_grad()(unwrap(torch.optim.Adam.step))

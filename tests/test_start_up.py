@@ -1,0 +1,101 @@
+"""What a process does not load: torch's compiler, and Opacus where nothing is private.
+
+Both take as long to import as torch itself and lie in memory once for each worker process.
+"""
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from privssl import optimisers
+
+CONFIG = Path(__file__).parents[1] / "configs" / "server_sl.yaml"
+COMPILER = "torch._dynamo"
+STEPS = """
+import torch
+from privssl.optimisers import Adam, SGD
+w = torch.zeros(2, requires_grad=True)
+for optimiser in ({}, {}):
+    optimiser.zero_grad()
+    w.sum().backward()
+    optimiser.step()
+"""
+
+
+def loaded(code: str, *modules: str) -> list[str]:
+    """Which of the modules a fresh process has imported when it has run the code."""
+    ask = f"{code}\nimport sys; print(*(m for m in {modules!r} if m in sys.modules))"
+    ended = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.split()
+
+
+def test_training_steps_do_not_load_the_compiler() -> None:
+    sgd, adam = "SGD([w], lr=1.0, momentum=0.9, nesterov=True)", "Adam([w], lr=1.0, fused=True)"
+    assert not loaded(STEPS.format(sgd, adam), COMPILER)
+    assert loaded(f"import {COMPILER}", COMPILER)  # the check can see it
+
+
+def test_reading_a_config_without_privacy_loads_neither_opacus_nor_what_draws() -> None:
+    prepare = (
+        "from pathlib import Path; from privssl import config, prepare\n"
+        f"prepare.prepare(config.load(Path({str(CONFIG)!r}), ['data.name=toy']))"
+    )
+    plan = (
+        "from accounting import calibrate_noise\n"
+        "calibrate_noise(epsilon=8.0, delta=1e-5, sample_rate=0.1, steps=10)"
+    )
+    slow = ("opacus", "scipy.optimize", "sklearn", "matplotlib", "tensorboard", COMPILER)
+    assert not loaded(prepare, *slow)
+    assert "opacus" in loaded(plan, *slow)  # a private one does
+
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (
+            lambda p: optimisers.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+        ),
+        (
+            lambda p: optimisers.Adam(p, lr=0.1, betas=(0.5, 0.9), fused=True),
+            lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.5, 0.9), fused=True),
+        ),
+    ],
+    ids=["SGD", "Adam"],
+)
+def test_steps_are_those_of_torch_to_the_bit(ours: Make, torchs: Make) -> None:
+    first = nn.Linear(3, 4)
+    network = nn.Sequential(first, nn.Tanh(), nn.Linear(4, 1))
+    x = torch.linspace(-1, 1, 15).view(5, 3)
+
+    def trained(make: Make) -> list[Tensor]:
+        mine = copy.deepcopy(network)
+        optimiser = make(list(mine.parameters()))
+        for _ in range(4):
+            optimiser.zero_grad()
+            mine(x).square().sum().backward()
+            optimiser.step()
+        return [p.detach() for p in mine.parameters()]
+
+    mine, theirs = trained(ours), trained(torchs)
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert not torch.equal(mine[0], first.weight)
+
+
+def test_no_gradient_is_recorded_through_a_step() -> None:
+    w = torch.ones(2, requires_grad=True)
+    optimiser = optimisers.SGD([w], lr=0.5)
+    w.sum().backward()  # type: ignore[no-untyped-call]
+    optimiser.step()
+    assert w.is_leaf
+    torch.testing.assert_close(w.detach(), torch.tensor([0.5, 0.5]))
