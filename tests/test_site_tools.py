@@ -117,6 +117,29 @@ def test_the_supernode_of_a_site_cannot_read_the_sites_folder(flower: Path, tmp_
 
 
 @pytest.mark.skipif(not fence.version(), reason="this kernel has no Landlock")
+def test_code_behind_the_fence_cannot_have_the_site_write_for_it(
+    flower: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site opens the SuperNode's log, with its own rights, each time that it starts one."""
+    monkeypatch.setattr(joining, "PAUSE", 0.05)
+    target, own = tmp_path / "sitecustomize.py", tmp_path / "own"
+    (flower / "flower-supernode").write_text(
+        '#!/bin/sh\necho "import os"\ncd "$FLWR_HOME"\n'
+        f'for log in *.log supernode.log log; do ln -sf {target} "$log"; done\n'
+        'echo once >> started\ntest $(wc -l < started) -ge 3 && echo "$@" > flower-supernode\n'
+        "test $(wc -l < started) -ge 3 && sleep 30\n"
+    )
+    there = SuperNode(tmp_path / "door", own, "127.0.0.1:8000", "", "")
+    try:
+        started(there, own)
+    finally:
+        there.stop()
+    assert (own / "supernode.log").is_symlink()  # the control: the trap was set
+    assert not target.exists()
+    assert "import os" in (tmp_path / "supernode.log").read_text()
+
+
+@pytest.mark.skipif(not fence.version(), reason="this kernel has no Landlock")
 def test_a_site_whose_rows_lie_inside_the_fence_is_refused(flower: Path, tmp_path: Path) -> None:
     for inside in (Path(sys.prefix) / "rows.npz", tmp_path / "own" / "rows"):
         with pytest.raises(ConfigError, match="which a SuperNode has to read"):

@@ -39,7 +39,7 @@ class SuperNode:
         """
         Args:
             door: of the site.
-            folder: for Flower's own files and its log.
+            folder: for Flower's own files, which it may write; its log lies beside it.
             superlink: host:port.
             certificate: root certificate of the SuperLink; empty on loopback alone.
             key: private key of this node; empty where the SuperLink asks for none.
@@ -78,6 +78,9 @@ class SuperNode:
             "--node-config", f'door="{door}"',
         ]  # fmt: skip
         self._folder = folder
+        # Beside the folder: in it, shipped code could put a link to any file of this user in the
+        # log's place, and would be given that file to write into when the next one starts.
+        self._log = folder.with_name("supernode.log")
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep_up, daemon=True)
@@ -98,7 +101,7 @@ class SuperNode:
 
     def _keep_up(self) -> None:
         while not self._stopped.is_set():
-            with (self._folder / "supernode.log").open("ab") as out:
+            with self._log.open("ab") as out:
                 port = ["--host", "127.0.0.1", "--port", str(_free_port())]  # for its own helpers
                 own = {**environment(self._folder), "TMPDIR": str(self._folder)}
                 self._process = subprocess.Popen(
