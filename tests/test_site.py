@@ -456,6 +456,23 @@ def test_a_ledger_that_is_gone_cut_or_in_use_gets_a_word_and_no_row_is_read(plac
     assert ask(desk, visit_to(desk, visit=2)).error == ""  # the control
 
 
+def test_a_site_that_serves_begins_no_second_ledger_and_takes_no_older_one(place: Path) -> None:
+    desk = opened(place)
+    assert ask(desk, visit_to(desk)).error == ""
+    shutil.copytree(place / "kept", place / "backup")
+    assert ask(desk, visit_to(desk, visit=2)).error == ""
+    for former in (None, place / "backup"):  # deleted, with its mark; restored, with its mark
+        (place / "kept").rename(place / f"true {former is None}")
+        if former is not None:
+            former.rename(place / "kept")
+        with watched() as seen:
+            assert ask(desk, visit_to(desk, visit=3)).error == "ledger"
+        assert seen["read"] == 0
+        shutil.rmtree(place / "kept")
+        (place / f"true {former is None}").rename(place / "kept")
+    assert ask(desk, visit_to(desk, visit=3)).error == "" and spent(place) == 3  # the control
+
+
 def test_a_stored_reply_that_the_disk_has_damaged_is_lost(place: Path) -> None:
     desk = opened(place)
     visit = visit_to(desk)
@@ -515,6 +532,19 @@ def test_only_the_last_few_runs_are_kept(tmp_path: Path) -> None:
         store.put_answer(f"r{number}", "a" * 64, b"x")
         os.utime(tmp_path / "runs" / f"r{number}", ns=(number, number))
     assert sorted(os.listdir(tmp_path / "runs")) == ["r3", "r4", "r5", "r6"]
+
+
+def test_a_clock_that_was_set_back_costs_no_run_its_replies(place: Path) -> None:
+    desk = opened(place)
+    for former in range(5):  # as if made in a time that is still to come
+        folder = place / "kept/runs" / f"former{former}"
+        folder.mkdir(parents=True)
+        os.utime(folder, (10**10, 10**10))
+    letter = wire.to_bytes(visit_to(desk))
+    first = desk.handle(letter)
+    assert wire.from_bytes(first, Answer).error == "" and desk.handle(letter) == first
+    assert ask(desk, visit_to(desk, visit=2)).error == ""
+    assert len(os.listdir(place / "kept/runs")) == 4 and spent(place) == 2
 
 
 def test_at_the_end_of_a_run_its_replies_go_and_the_journal_is_shown_if_allowed(

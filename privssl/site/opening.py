@@ -222,27 +222,31 @@ def _account(
     registry.refuse_lost_journal(ledger, agent.id)
     bare = () if agent.held_unlabelled is None else row_contents(agent.held_unlabelled)
     registry.claim(ledger, {agent.id: row_contents(agent.labelled)}, bare=bare)
-    open_account = _opener(path, plan, privacy.epsilon, store)
     if not path.exists():
-        open_account("").close()
-    return open_account
+        Account.open(path, plan, resume=_mark(store) is not None).close()
+    return _opener(path, plan, privacy.epsilon, store)
 
 
 def _opener(
     path: Path, plan: AccountPlan, run_epsilon: float, store: Store
 ) -> Callable[[str], Account]:
+    """What opens the account for a visit. From here on it is there, or something was lost."""
+
     def open_account(run: str) -> Account:
-        try:
-            mark = store.mark
-        except ValueError as error:
-            raise LedgerError(f"{error}. It says how long the ledger was: put it back") from None
-        seq, head = mark or (0, "")
+        seq, head = _mark(store) or (0, "")
         return Account.open(
-            path, plan, resume=path.exists() or mark is not None, minimum_seq=seq,
-            minimum_head=head, run=run, run_epsilon=run_epsilon,
+            path, plan, resume=True, minimum_seq=seq, minimum_head=head, run=run,
+            run_epsilon=run_epsilon,
         )  # fmt: skip
 
     return open_account
+
+
+def _mark(store: Store) -> tuple[int, str] | None:
+    try:
+        return store.mark
+    except ValueError as error:
+        raise LedgerError(f"{error}. It says how long the ledger was: put it back") from None
 
 
 def _journal(site: SiteConfig, agent: Agent) -> Callable[[], bytes]:

@@ -43,6 +43,7 @@ class Store:
         """``keep``: visits of a run whose answers and memories stay, >= 1."""
         self.folder = folder
         self.keep = keep
+        self._known: tuple[int, str] | None = None  # the mark, as this process last wrote it
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -112,15 +113,19 @@ class Store:
     def mark(self) -> tuple[int, str] | None:
         """Number and hash of the last line of the ledger that this site knows of.
 
+        The later one of what is on the disk and what this process wrote: a folder that was deleted
+        or put back from a backup under a site that serves takes nothing back.
+
         Raises:
             ValueError: the file is damaged.
         """
         path = self.folder / "ledger.mark"
         if not path.exists():
-            return None
+            return self._known
         try:
             found = decode_strictly(path.read_bytes())
-            return int(found["seq"]), str(found["head"])
+            there = int(found["seq"]), str(found["head"])
+            return max(there, self._known or there, key=lambda mark: mark[0])
         except (PlanError, LookupError, TypeError) as error:
             raise ValueError(f"{path} is damaged ({error})") from None
 
@@ -128,6 +133,7 @@ class Store:
     def mark(self, at: tuple[int, str]) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         text = json.dumps({"seq": at[0], "head": at[1]})
+        self._known = at
         durable.replace(self.folder / "ledger.mark", text.encode())
 
     # Runs -----------------------------------------------------------------------------------
@@ -141,8 +147,10 @@ class Store:
         if not (runs / run).is_dir():
             (runs / run).mkdir(mode=0o700, parents=True)
             durable.sync_folder(runs)
-            others = sorted(runs.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-            for former in others[:-KEPT_RUNS]:
+            # This one stays whatever the clock says: another may have been set back since.
+            others = [path for path in runs.iterdir() if path.name != run]
+            others.sort(key=lambda path: path.stat().st_mtime_ns)
+            for former in others[: 1 - KEPT_RUNS]:
                 shutil.rmtree(former, ignore_errors=True)
         return runs / run
 
