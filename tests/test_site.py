@@ -196,9 +196,7 @@ def test_a_smaller_budget_of_the_operator_holds_whatever_the_config_promises(pla
     assert read_journal(place / "kept/ledger/s0.jsonl").epsilon <= 2.0
     edit(place / "site.yaml", ("epsilon: 2.0", "epsilon: 5.0"))
     with pytest.raises(AccountingError, match="the budget cannot rise from 2 to 5"):
-        again = opened(place)
-        assert again.open_account is not None
-        again.open_account("r9")
+        opened(place)
     assert few == spent(place)
 
 
@@ -666,6 +664,26 @@ def test_the_command_describes_a_site_and_tells_of_mistakes_without_a_traceback(
     assert main([str(place / "site.yaml")]) == 2
     told = capsys.readouterr()
     assert "Traceback" not in told.err and "a query agent has no labelled rows" in told.err
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda whole: whole.replace(b'"visit"', b'"vizit"'), "line 3: reserve: has keys"),
+        (lambda whole: whole[:9], "there is no complete plan line"),
+    ],
+    ids=["an edit", "the first line, torn"],
+)
+def test_a_damaged_ledger_is_told_to_the_operator_before_the_site_serves(
+    place: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[bytes], bytes], text: str
+) -> None:
+    desk = opened(place)
+    ask(desk, visit_to(desk))
+    ledger = place / "kept/ledger/s0.jsonl"
+    ledger.write_bytes(damage(ledger.read_bytes()))
+    assert main([str(place / "site.yaml")]) == 2
+    told = capsys.readouterr()
+    assert text in told.err and "Traceback" not in told.err and told.out == ""
 
 
 # The door -------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from accounting import registry
 from accounting.budget import Budget
 from accounting.errors import LedgerError
 from accounting.journal import read_content
-from accounting.ledger import Account
-from accounting.plan import AccountPlan
+from accounting.ledger import Account, read_journal
+from accounting.plan import AccountPlan, refuse_change
 from privssl import config as configs
 from privssl.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.algorithms import ALGORITHMS
@@ -222,9 +222,19 @@ def _account(
     registry.refuse_lost_journal(ledger, agent.id)
     bare = () if agent.held_unlabelled is None else row_contents(agent.held_unlabelled)
     registry.claim(ledger, {agent.id: row_contents(agent.labelled)}, bare=bare)
-    if not path.exists():
+    if path.exists():
+        _check_ledger(path, plan)
+    else:
         Account.open(path, plan, resume=_mark(store) is not None).close()
     return _opener(path, plan, privacy.epsilon, store)
+
+
+def _check_ledger(path: Path, plan: AccountPlan) -> None:
+    """What every visit would be refused for, told to the operator before the first one."""
+    journal = read_journal(path)
+    if journal.problems:
+        raise LedgerError(f"{path}: {journal.problems[0]}. Put the true ledger back")
+    refuse_change(journal.plan, plan)
 
 
 def _opener(
