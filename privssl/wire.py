@@ -38,7 +38,8 @@ MAX_HEADER_BYTES = 1 << 16
 #: Every word that a site may answer with instead of a reply, and what it means to a coordinator.
 ERRORS: Mapping[str, str] = {
     "busy": "it is still at another visit",
-    "late": "the visit came after its deadline, and was neither done nor charged",
+    "late": "the visit came after its deadline, and was neither done nor charged. If that is so "
+    "at once, compare the clocks of both machines",
     "refused": "the visit is not one that its agent, role or algorithm has",
     "version": "it has another version of privssl. Install the same one on both sides",
     "config": "it has another config, or another task. Compare its config with this one",
@@ -58,6 +59,9 @@ Token = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 AgentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 RunName = Annotated[str, Field(pattern=r"^[0-9a-z]{1,32}$")]
+#: What an agent notes is named under ``train/``: no site writes over a measure of the coordinator.
+NOTE = r"^train/[A-Za-z0-9_/]{1,64}$"
+NoteName = Annotated[str, Field(pattern=NOTE)]
 Number = Annotated[int, Field(ge=0, le=10**9)]
 
 
@@ -115,7 +119,7 @@ class Answer:
     error: Annotated[str, Field(max_length=16)] = ""
     message: Annotated[str, Field(pattern=r"^([A-Za-z][A-Za-z0-9_]{0,63})?$")] = ""
     weight: float = 1.0
-    notes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    notes: Mapping[NoteName, float] = dataclasses.field(default_factory=dict)
     memory: Token = ""  # the token under which the agent's memory is now known
     body: bytes = b""
 
@@ -182,6 +186,8 @@ def from_bytes(data: bytes, *expected: type[Letter]) -> Any:
 def _values(kind: type[Any], fields: Json, body: bytes) -> Json:
     """What the dataclass of a letter is made from."""
     names = {spec.name for spec in dataclasses.fields(kind)}
+    if not isinstance(fields, dict):
+        raise PlanError("its fields are no object")
     only_keys(fields, names - {"body"}, kind.__name__)
     values = dict(fields)
     if kind is Answer:

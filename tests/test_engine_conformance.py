@@ -56,7 +56,7 @@ class Steps:
     def draw(self, agent: Agent, msg: Told, ctx: Context) -> Told:
         """All that a reply has: content, weight, notes; and all the randomness of a visit."""
         ctx.weight = float(len(agent.unlabelled))
-        ctx.note("loss", msg.number / 3)
+        ctx.note("train/loss", msg.number / 3)
         drawn = torch.rand(3, generator=ctx.rng("z")) + torch.rand(3)  # the second is dropout's
         wide = {"a": drawn.bfloat16(), "b": drawn[:0], "c": torch.tensor(7)}
         return Told(agent.id, msg.number, drawn, wide)
@@ -252,7 +252,7 @@ def test_replies_are_those_of_one_process(name: str) -> None:
             assert all_same(ask(there, STEPS.draw, told, number=number), expected)
             # The control of the comparison: each part of a reply is in it.
             assert [reply.weight for reply in expected] == [4.0, 7.0, 5.0]
-            assert expected[1].notes == {"loss": number / 3}
+            assert expected[1].notes == {"train/loss": number / 3}
             assert expected[1].said.w["a"].dtype == torch.bfloat16
 
 

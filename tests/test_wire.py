@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accounting.canonical import encode, real
+from privssl import __version__, wire
 from privssl import config as configs
-from privssl import wire
 from privssl.messages import Message, MessageError, StateDict, pack, unpack
 from privssl.wire import Account, Answer, Farewell, Hello, Introduction, Visit, WireError
 
@@ -22,7 +23,7 @@ VISIT = Visit(
 )  # fmt: skip
 ANSWER = Answer(
     VISIT.id, message="Networks", weight=1 / 3, memory="c" * 64, body=b"x",
-    notes={"train/loss_F": 5e-324, "z": -0.0, "big": 1.7e308},
+    notes={"train/loss_F": 5e-324, "train/z": -0.0, "train/big": 1.7e308},
 )  # fmt: skip
 LETTERS = (
     Hello(), Introduction("q10", "query", "d" * 64, 64, False), VISIT, ANSWER,
@@ -127,8 +128,29 @@ def test_damage_ends_in_a_word_or_in_another_visit_never_in_another_error(
         assert found != VISIT
 
 
+def made_by_hand(kind: str, fields: Any) -> bytes:
+    header = encode({"letter": kind, "privssl": __version__, "fields": fields})
+    return b"privssl\x01" + len(header).to_bytes(4, "little") + header
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+def test_a_list_of_the_names_of_fields_is_no_letter(kind: Any) -> None:
+    names = [spec.name for spec in dataclasses.fields(kind) if spec.name != "body"]
+    assert word_of(made_by_hand(kind.__name__, names)) == "refused"
+
+
+@pytest.mark.parametrize(
+    "name", ["test/accuracy", "round", "loss", "train/a,b", "train/\x1b[2J", "train/a\n", "train/"]
+)
+def test_a_site_names_no_measure_that_is_not_its_own(name: str) -> None:
+    fields = {"id": "", "error": "", "message": "", "weight": real(1.0), "memory": ""}
+    assert word_of(made_by_hand("Answer", fields | {"notes": {name: real(0.5)}})) == "refused"
+    own = made_by_hand("Answer", fields | {"notes": {"train/loss": real(0.5)}})
+    assert wire.from_bytes(own, Answer).notes == {"train/loss": 0.5}  # the control
+
+
 def test_numbers_that_are_none_do_not_travel() -> None:
-    data = wire.to_bytes(Answer("", notes={"loss": float("nan")}))
+    data = wire.to_bytes(Answer("", notes={"train/loss": float("nan")}))
     assert word_of(data) == "refused"
 
 

@@ -66,7 +66,7 @@ class Context:
         return f"{self.visit_key}@{self.attempt}"
 
     def note(self, name: str, value: float) -> None:
-        """A named number for the tracker, dropped where rows are under a privacy account."""
+        """A number for the tracker, ``train/NAME``; dropped where rows are under an account."""
         if self.telemetry:
             self.notes[name] = value
 

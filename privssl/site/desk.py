@@ -17,6 +17,8 @@ Whatever goes wrong, what leaves is one word of ``wire.ERRORS``. Why is in the s
 """
 
 import logging
+import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -182,7 +184,7 @@ class Desk:
         answer = wire.to_bytes(
             Answer(
                 visit.id, message=type(content).__name__, weight=ctx.weight,
-                notes=_finite(ctx.notes), memory=token, body=body,
+                notes=_sendable(ctx.notes), memory=token, body=body,
             )
         )  # fmt: skip
         self.store.put_answer(visit.run, visit.id, answer)
@@ -258,8 +260,10 @@ def _body(content: Message) -> bytes:
     return data
 
 
-def _finite(notes: Mapping[str, float]) -> dict[str, float]:
-    return {n: float(v) for n, v in notes.items() if torch.isfinite(torch.tensor(float(v)))}
+def _sendable(notes: Mapping[str, float]) -> dict[str, float]:
+    """Notes as a letter carries them: finite, and by names that are an agent's to give."""
+    named = {name: float(value) for name, value in notes.items() if re.fullmatch(wire.NOTE, name)}
+    return {name: value for name, value in named.items() if math.isfinite(value)}
 
 
 def _key(visit: Visit) -> str:
