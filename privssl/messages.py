@@ -115,7 +115,7 @@ def average(
         weight: share of a reply, >= 0 and finite. All zero counts as nobody.
 
     Raises:
-        MessageError: a share is negative or not finite, or weights have other names, shapes or
+        MessageError: a share, or all together, is negative or not finite, or weights have other names, shapes or
             types than those of another sender: by broadcasting or a wider type one sender
             could otherwise take over the mean.
     """
@@ -131,6 +131,12 @@ def average(
         return otherwise
     spoke.sort(key=lambda reply: natural_order(reply.sender.id))
     total = sum(weight(r) for r in spoke)
+    if not math.isfinite(total):  # every share would be 0, and the mean with it
+        largest = max(spoke, key=weight)
+        raise MessageError(
+            f"the shares in the average of {name} add up to no number: {largest.sender.id} has "
+            f"{weight(largest):g}. Leave this agent out"
+        )
     shares = [weight(r) / total for r in spoke]
     first: StateDict = getattr(spoke[0].said, name)
     for reply in spoke:

@@ -82,6 +82,13 @@ def test_the_caller_decides_what_it_means_that_nobody_sent_anything(replies: Any
     assert average(replies, "w", otherwise=NOBODY) is NOBODY
 
 
+def test_shares_that_are_numbers_one_by_one_and_none_together_take_no_mean_away() -> None:
+    replies = [reply("a", [1.0], 1e308), reply("b", [2.0], 1.2e308), reply("c", [3.0], 10.0)]
+    with pytest.raises(MessageError, match=r"add up to no number: b has 1.2e\+308"):
+        average(replies, "w", otherwise=NOBODY)
+    assert float(average(replies[1:], "w", otherwise=NOBODY)["w"]) == 2.0  # the control
+
+
 def test_the_order_of_arrival_changes_no_bit_of_the_average() -> None:
     # In float64 (1e20 + 1) - 1e20 is 0, but (1e20 - 1e20) + 1 is 1: sums depend on their order.
     values = {"q2": 1e20, "q9": 1.0, "q10": -1e20}

@@ -1,10 +1,13 @@
 """What is around a site: the SuperNode that it keeps up, keys for a trial, the demonstration."""
 
+import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from privssl.engines import flower_post
 from privssl.engines.flower_post import OFFLINE, FlowerPost, environment
 from privssl.engines.sites import SiteError
 from privssl.errors import ConfigError, UserError
-from privssl.site import demo, fence, joining, keys, settings
+from privssl.site import demo, door, fence, joining, keys, settings
 from privssl.site.joining import SuperNode
 
 
@@ -154,6 +157,34 @@ def test_the_coordinator_says_what_flower_said_where_it_takes_no_run(
         FlowerPost("127.0.0.1:1", "")
     with pytest.raises(SiteError, match=r"run\.certificate: there is no file"):
         FlowerPost("127.0.0.1:1", str(tmp_path / "none"))
+
+
+def test_after_ctrl_c_no_late_answer_is_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while letters are away; then, as a run does that stops, leave is taken."""
+
+    def carry(counter: socket.socket) -> None:
+        with counter, contextlib.suppress(OSError):
+            while True:
+                door.receive(counter)  # the order
+                letter = door.receive(counter)
+                door.send(counter, b'["7"]')
+                door.send(counter, b"answer to " + letter)
+
+    def connect(post: FlowerPost) -> socket.socket:
+        post._carrier, far = socket.socketpair()
+        threading.Thread(target=carry, args=(far,), daemon=True).start()
+        return post._carrier
+
+    def stopped(_: socket.socket) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FlowerPost, "_write_app", lambda *_: None)
+    monkeypatch.setattr(FlowerPost, "_connect", connect)
+    with contextlib.closing(FlowerPost("127.0.0.1:1", "")) as post:
+        with monkeypatch.context() as now, pytest.raises(KeyboardInterrupt):
+            now.setattr(flower_post, "receive", stopped)
+            post.exchange({"7": b"a visit"}, 1.0)
+        assert post.exchange({"7": b"farewell"}, 1.0) == {"7": b"answer to farewell"}
 
 
 def test_flowers_own_files_go_where_they_are_told_to(flower: Path, tmp_path: Path) -> None:

@@ -112,6 +112,9 @@ class FlowerPost:
         except (OSError, SiteError, ValueError) as error:
             self._lose(error)
             return []
+        except BaseException as stopped:  # Ctrl-C: an answer is on its way that nobody waits for
+            self._lose(stopped)
+            raise
 
     def exchange(self, letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
         if not letters:
@@ -127,6 +130,9 @@ class FlowerPost:
         except (OSError, SiteError, ValueError) as error:
             self._lose(error)
             return {}
+        except BaseException as stopped:
+            self._lose(stopped)
+            raise
 
     def close(self) -> None:
         for end in (self._carrier, self._counter):
@@ -189,7 +195,7 @@ class FlowerPost:
             raise OSError("closed")
         return self._carrier or self._connect()
 
-    def _lose(self, error: Exception) -> None:
+    def _lose(self, error: BaseException) -> None:
         """Whatever the carrier still says could be taken for an answer to something else."""
         log.warning("Flower's run is gone (%s); another one carries the next letters", error)
         with suppress(OSError):
