@@ -754,6 +754,18 @@ def test_one_process_serves_a_site_and_what_a_killed_one_left_is_in_nobodys_way(
         assert soon(lambda: door.through(path, b"a", 5) == b"A")
 
 
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_what_is_no_socket_is_left_in_the_place_of_a_door(tmp_path: Path, kind: str) -> None:
+    path, rows = tmp_path / "door", tmp_path / "rows.npz"
+    rows.write_text("rows")
+    {"file": lambda: rows.rename(path), "folder": path.mkdir, "link": lambda: path.symlink_to(rows)}[
+        kind
+    ]()
+    with pytest.raises(UserError, match="is there, and is no socket"):
+        door.serve(path, bytes.upper)
+    assert path.is_dir() or path.read_text() == "rows"
+
+
 def soon(true: Callable[[], bool]) -> bool:
     end = time.monotonic() + 20
     while time.monotonic() < end:

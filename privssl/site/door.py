@@ -80,6 +80,8 @@ def _held(door: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{door}: another process serves this site. Stop it first") from None
+        if os.path.lexists(door) and not door.is_socket():
+            raise UserError(f"{door}: is there, and is no socket. Give site.door a path of its own")
         door.unlink(missing_ok=True)
         yield
     finally:
