@@ -1,11 +1,13 @@
 """Behind the fence: what is allowed can be had, what is not cannot, and each has its control."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,44 @@ def test_the_door_can_be_reached(own: Path) -> None:
         assert run(code, "--write", own).returncode == 0
         waits.join(10)
     assert heard == [b"knock"]
+
+
+def test_what_is_behind_the_fence_ends_with_whoever_asked_for_it(own: Path) -> None:
+    wait = f"import os, time; open({str(own / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    fenced = [sys.executable, "-m", "privssl.site.fence", "--write", str(own)]
+    for flags in ([], ["--parent"]):
+        (own / "pid").unlink(missing_ok=True)
+        code = (
+            f"import os, subprocess; flags = {flags} + [str(os.getpid())] * {len(flags)}; "
+            f"subprocess.run([*{fenced}, *flags, '--', {sys.executable!r}, '-c', {wait!r}])"
+        )
+        parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1])
+        assert soon(lambda: (own / "pid").exists() and (own / "pid").read_text() != "")
+        child = int((own / "pid").read_text())
+        parent.kill()
+        parent.wait()
+        if flags:
+            assert soon(lambda: not runs(child))
+        else:  # the control
+            time.sleep(0.3)
+            assert runs(child)
+            os.kill(child, signal.SIGKILL)
+
+
+def soon(true: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        if true():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def runs(process: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
 
 
 def test_a_command_does_not_start_where_the_fence_cannot_stand(own: Path) -> None:

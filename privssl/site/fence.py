@@ -6,7 +6,7 @@ could read the site's folder, and no account would know. So the SuperNode starts
 has what Python and Flower need, its own folder, and nothing else; it cannot look into processes
 outside the fence, nor, from Linux 6.12 on, signal them. The door is a socket, which stays open.
 
-    python -m privssl.site.fence --write FOLDER [--read PATH ...] -- COMMAND ...
+    python -m privssl.site.fence --write FOLDER [--read PATH ...] [--parent PID] -- COMMAND ...
 
 The fence holds for all that the command starts, and cannot be taken down again. It does not close
 what other sockets of the same user offer (a session bus, an agent for keys), nor for root the
@@ -17,6 +17,7 @@ docs/deploy.md says how to have one.
 import argparse
 import ctypes
 import os
+import signal
 import struct
 import sys
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from pathlib import Path
 
 # System calls and flags are the same on every architecture: linux/landlock.h.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_VERSION, _PATH_BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
+_VERSION, _PATH_BENEATH, _NO_NEW_PRIVILEGES, _PARENT_DEATH_SIGNAL = 1, 1, 38, 1
 _EXECUTE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 2, 1 << 3
 _OF_FILES = (1 << 0) | (1 << 1) | (1 << 2) | (1 << 14) | (1 << 15)  # that a file can be given
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
@@ -33,7 +34,7 @@ _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 _SCOPED = 0b11  # no abstract sockets and no signals across the fence, from version 6 on
 #: What programs are made of, on the systems that we know.
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc", "/proc", "/sys", "/nix")
-DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/tty")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 def version() -> int:
@@ -81,15 +82,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m privssl.site.fence")
     parser.add_argument("--read", type=Path, action="append", default=[])
     parser.add_argument("--write", type=Path, action="append", default=[])
+    parser.add_argument("--parent", type=int, metavar="PID", help="end when this process does")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
     devices = [path for path in map(Path, DEVICES) if path.exists()]
     try:
+        if options.parent is not None:
+            _end_with(options.parent)
         restrict([*readable(), *options.read], [*devices, *options.write])
         os.execvp(options.command[0], options.command)
     except OSError as error:
         print(f"{options.command[0]} was not started: {error}", file=sys.stderr)
     return 2
+
+
+def _end_with(parent: int) -> None:
+    """SIGTERM for this process, and for what it becomes, when its parent ends in whatever way."""
+    _checked(_libc().prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0))
+    if os.getppid() != parent:
+        raise OSError(f"process {parent}, which asked for it, is gone")
 
 
 def _libc() -> ctypes.CDLL:

@@ -135,7 +135,9 @@ def _fenced(folder: Path, files: Sequence[Path], secrets: Sequence[Path]) -> lis
                     "the site elsewhere"
                 )
     reads = [part for path in (*needed, *files) for part in ("--read", str(path))]
-    return [sys.executable, str(Path(fence.__file__)), "--write", str(folder), *reads, "--"]
+    # One that outlived its site would bring letters to the next one's door, beside its own.
+    how = ["--parent", str(os.getpid()), "--write", str(folder), *reads, "--"]
+    return [sys.executable, str(Path(fence.__file__)), *how]
 
 
 def _free_port() -> int:
