@@ -187,8 +187,15 @@ def test_after_ctrl_c_no_late_answer_is_taken_for_another(monkeypatch: pytest.Mo
         assert post.exchange({"7": b"farewell"}, 1.0) == {"7": b"answer to farewell"}
 
 
-def test_flowers_own_files_go_where_they_are_told_to(flower: Path, tmp_path: Path) -> None:
+def test_flowers_own_files_go_where_they_are_told_to_and_our_secrets_nowhere(
+    flower: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "DATABASE_URL", "PYTHONPATH"):
+        monkeypatch.setenv(name, "ours")
+    for name in ("https_proxy", "LC_ALL", "SSL_CERT_FILE", "GRPC_VERBOSITY"):
+        monkeypatch.setenv(name, "needed")
     there = environment(tmp_path)
+    assert "ours" not in there.values() and list(there.values()).count("needed") == 4
     assert there["FLWR_HOME"] == str(tmp_path) and there["PATH"].startswith(str(flower))
     assert flower_post.program("flwr") == str(flower / "flwr")
 

@@ -12,6 +12,7 @@ letter. When this process ends, however it does, the carrier sees the socket clo
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -34,6 +35,12 @@ OFFLINE = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+#: Variables that Flower's processes get from ours. Not PYTHONPATH: what was told to Python for us
+#: is none of their business, and they start programs that lie beside their own.
+_NEEDED = re.compile(
+    r"HOME|LANG|LC_[A-Z]+|TZ|TMPDIR|LD_LIBRARY_PATH|DYLD_[A-Z_]+|SSL_CERT_(FILE|DIR)|(GRPC|FLWR)_\w+"
+    r"|(?i:(http|https|all|no)_proxy)|SYSTEMROOT"
+)
 _APP = """\
 [build-system]
 requires = ["hatchling"]
@@ -70,11 +77,14 @@ def program(name: str) -> str:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """For a process of Flower: switched off what would leave this machine, files under ``home``."""
-    # It needs nothing of what Python was told for us, and starts programs that lie beside its own.
-    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    """For a process of Flower: switched off what would leave this machine, files under ``home``.
+
+    Of our own environment it gets what a program needs to start and to reach a network: code that
+    a server ships runs with it, and environments have keys and passwords in them.
+    """
+    needed = {name: value for name, value in os.environ.items() if _NEEDED.fullmatch(name)}
     path = f"{Path(program('flwr')).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {**inherited, **OFFLINE, "FLWR_HOME": str(home), "PATH": path}
+    return {**needed, **OFFLINE, "FLWR_HOME": str(home), "PATH": path}
 
 
 class FlowerPost:
