@@ -666,6 +666,23 @@ def test_the_command_describes_a_site_and_tells_of_mistakes_without_a_traceback(
     assert "Traceback" not in told.err and "a query agent has no labelled rows" in told.err
 
 
+def test_files_that_other_users_could_read_are_told_of(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(place / "site.yaml")]) == 0  # which makes the site's folder
+    told = {}
+    for mode, above in ((0o644, 0o711), (0o600, 0o711), (0o644, 0o700), (0o640, 0o710)):
+        (place / "split.json").chmod(mode)
+        for folder in (place, *place.parents[:2]):
+            folder.chmod(above)
+        assert main([str(place / "site.yaml")]) == 0
+        told[mode, above] = "Other users" in capsys.readouterr().err
+    assert list(told.values()) == [True, False, False, True]
+    (place / "kept").chmod(0o755)
+    assert main([str(place / "site.yaml")]) == 0
+    assert f"can read {place / 'kept'}. chmod" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("damage", "text"),
     [

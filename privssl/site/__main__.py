@@ -78,6 +78,8 @@ def _site(options: argparse.Namespace, stack: ExitStack) -> int:
 
     site = settings.load(options.site)
     desk = opened(site)
+    for path in filter(_seen_by_others, site.secrets):
+        log.warning("Other users of this system can read %s. chmod -R go= closes it", path)
     lines = _description(site, desk)
     console = Console(highlight=False, soft_wrap=True)
     for line in lines:
@@ -96,6 +98,17 @@ def _site(options: argparse.Namespace, stack: ExitStack) -> int:
         console.print(f"Answers at {site.door}. Ctrl-C stops it.", markup=False)
         door.serve(site.door, lambda letter: _in_one_thread(desk, letter))
     return 0
+
+
+def _seen_by_others(path: Path) -> bool:
+    """Whether the modes of a file or folder, and of all above it, let anybody else read it.
+
+    A SuperNode under another user of the system is a fence only where that user cannot.
+    """
+    path = path.resolve()
+    if not path.exists() or not path.stat().st_mode & 0o044:
+        return False
+    return all(above.stat().st_mode & 0o011 for above in path.parents)
 
 
 def _in_one_thread(desk: "Desk", letter: bytes) -> bytes:

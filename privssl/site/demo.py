@@ -101,7 +101,7 @@ def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> 
         if agent.role == "server":
             continue
         names.append(agent.id)
-        (folder / agent.id).mkdir()
+        (folder / agent.id).mkdir(mode=0o700)
         budget = ""
         if agent.role != "query":
             privacy = loaded.privacy
