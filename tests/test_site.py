@@ -427,6 +427,19 @@ def test_a_disk_that_is_full_at_the_ledger_gets_a_word_and_no_row_is_read(place:
         assert ask(desk, visit).error == "" and seen["read"] == 1  # the control
 
 
+def test_where_a_reply_would_find_no_room_nothing_is_charged(place: Path) -> None:
+    desk = opened(place)
+    visit = visit_to(desk)
+
+    def little(old: Any, folder: Path) -> Any:
+        return old(folder)._replace(free=3 * len(visit.body))
+
+    with at_moment(shutil, "disk_usage", little):
+        assert ask(desk, visit) == Answer(visit.id, error="disk")
+    assert spent(place) == 0
+    assert ask(desk, visit).error == ""  # the control
+
+
 def test_a_reply_that_cannot_be_stored_does_not_leave_and_is_lost(place: Path) -> None:
     desk = opened(place)
     visit = visit_to(desk)

@@ -134,6 +134,7 @@ class Desk:
             work = self._understood(visit)
             account = None
             if self.open_account is not None:
+                self.store.check_room(len(visit.body))
                 account = stack.enter_context(closing(self._opened_account(visit)))
                 if account.charged(_receipt(visit)):
                     raise WireError("lost", f"visit {_key(visit)} was charged and has no reply")

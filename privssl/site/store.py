@@ -11,6 +11,7 @@ there (``durable.py``). Of each run the last visits are kept, and of runs the la
 deleted too early is done again where nothing was charged, and lost where something was.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -29,6 +30,7 @@ from privssl import durable
 from privssl.agents import Memory
 
 KEPT_RUNS = 4
+ROOM = 4  # a reply is as large as its message, and moments of Adam are twice the networks
 _FILE = re.compile(r"([0-9]{8})-([0-9a-f]{64})\.(answer|memory)")
 
 
@@ -61,6 +63,14 @@ class Store:
             yield
         finally:
             os.close(file)
+
+    def check_room(self, size: int) -> None:
+        """Raise OSError where the disk has no room for what comes of a message of this size.
+
+        Asked before a visit is charged: a reply that cannot be stored is lost, and its charge too.
+        """
+        if shutil.disk_usage(self.folder).free < ROOM * size + 2**20:
+            raise OSError(errno.ENOSPC, "too little room for a reply", str(self.folder))
 
     # Answers --------------------------------------------------------------------------------
 
