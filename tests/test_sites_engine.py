@@ -258,8 +258,9 @@ def test_below_the_quorum_a_parallel_step_stops_the_run(here: Path) -> None:
 def test_no_run_goes_on_where_no_visit_could_ever_be_made(here: Path, word: str) -> None:
     there = engine(here, SKIP)
     bend(there, "q1", error(word))
-    with pytest.raises(SiteError):
-        ask(there, STEPS.draw)
+    for whom in ("", "q1"):  # all; alone, as in a sequential pass
+        with pytest.raises(SiteError):
+            ask(there, STEPS.draw, whom=whom)
 
 
 def test_an_agent_that_is_absent_is_not_counted_among_those_that_declined(here: Path) -> None:

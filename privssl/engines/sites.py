@@ -345,7 +345,8 @@ class SitesEngine:
             log.warning("%s has no reply: %s", calls[place].key, _meaning(word))
         enough = len(calls) - len(absent) >= self._terms.quorum * len(calls)
         alone = len(calls) == 1 and self._terms.absent == "skip"
-        if alone or (len(calls) > 1 and enough and not set(STOP) & set(words.values())):
+        may_go_on = not set(STOP) & set(words.values())
+        if may_go_on and (alone or (len(calls) > 1 and enough)):
             return
         first = absent[0]
         raise SiteError(
