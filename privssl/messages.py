@@ -115,9 +115,9 @@ def average(
         weight: share of a reply, >= 0 and finite. All zero counts as nobody.
 
     Raises:
-        MessageError: a share, or all together, is negative or not finite, or weights have other names, shapes or
-            types than those of another sender: by broadcasting or a wider type one sender
-            could otherwise take over the mean.
+        MessageError: a share, or the sum of all, is negative or not finite, or weights have other
+            names, shapes or types than those of another sender: by broadcasting or a wider type
+            one sender could otherwise take over the mean.
     """
     spoke = [r for r in replies if not r.silent and getattr(r.said, name) is not None]
     for reply in spoke:

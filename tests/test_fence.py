@@ -76,6 +76,24 @@ def test_the_own_folder_and_what_is_given_can_be_used(own: Path) -> None:
     assert done.stdout == "of the node\n" and (own / "a" / "g").read_text() == "x"
 
 
+def test_what_the_fence_does_not_close_is_what_the_docs_say_it_does_not(own: Path) -> None:
+    """Landlock knows nothing of these; docs/deploy.md names them, and another user closes them."""
+    secret, path = own.parent / "rows.npz", own.parent / "service"
+    with socket.socket(socket.AF_UNIX) as service:
+        service.bind(str(path))
+        service.listen()
+        for code in (
+            f"assert os.stat({str(secret)!r}).st_size == 12",
+            f"os.chmod({str(secret)!r}, 0o644)",
+            f"assert open('/proc/{os.getpid()}/statm').read()",
+            f"socket.socket(1).connect({str(path)!r})",
+            f"resource.prlimit({os.getpid()}, resource.RLIMIT_CORE)",
+        ):
+            done = run(f"import os, socket, resource; {code}", "--write", own)
+            assert done.returncode == 0, (code, done.stderr)
+    secret.chmod(0o600)
+
+
 @pytest.mark.skipif(fence.version() < 6, reason="signals pass the fence before Linux 6.12")
 def test_signals_do_not_cross_the_fence(own: Path) -> None:
     code = f"import os; os.kill({os.getpid()}, 0)"
@@ -103,7 +121,8 @@ def test_the_door_can_be_reached(own: Path) -> None:
 
 
 def test_what_is_behind_the_fence_ends_with_whoever_asked_for_it(own: Path) -> None:
-    wait = f"import os, time; open({str(own / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    note = f"open({str(own / 'pid')!r}, 'w').write(str(os.getpid()))"
+    wait = f"import os, time; {note}; time.sleep(60)"
     fenced = [sys.executable, "-m", "privssl.site.fence", "--write", str(own)]
     for flags in ([], ["--parent"]):
         (own / "pid").unlink(missing_ok=True)
@@ -117,7 +136,7 @@ def test_what_is_behind_the_fence_ends_with_whoever_asked_for_it(own: Path) -> N
         parent.kill()
         parent.wait()
         if flags:
-            assert soon(lambda: not runs(child))
+            assert soon(lambda child=child: not runs(child))  # type: ignore[misc]
         else:  # the control
             time.sleep(0.3)
             assert runs(child)

@@ -9,9 +9,9 @@ outside the fence, nor, from Linux 6.12 on, signal them. The door is a socket, w
     python -m privssl.site.fence --write FOLDER [--read PATH ...] [--parent PID] -- COMMAND ...
 
 The fence holds for all that the command starts, and cannot be taken down again. It does not close
-what other sockets of the same user offer (a session bus, an agent for keys), nor for root the
-environment of other processes: a user of the system of its own is a better fence, and
-docs/deploy.md says how to have one.
+what other sockets of the same user offer (a session bus, an agent for keys), sizes and permissions
+of files, limits of other processes, nor for root their environment: a user of the system of its
+own is a better fence, and docs/deploy.md says how to have one.
 """
 
 import argparse
