@@ -129,6 +129,7 @@ class Farewell:
     """To a site: a run stops, so show your ledger; if it is over, what is stored of it can go."""
 
     run: RunName
+    agreement: Digest
     over: bool
 
 

@@ -563,16 +563,30 @@ def test_at_the_end_of_a_run_its_replies_go_and_the_journal_is_shown_if_allowed(
 ) -> None:
     desk = opened(place)
     ask(desk, visit_to(desk))
-    desk.handle(wire.to_bytes(Farewell("r1", False)))  # a run that stops, and will go on
+    desk.handle(
+        wire.to_bytes(Farewell("r1", desk.agreement, False))
+    )  # a run that stops, and will go on
     assert list((place / "kept/runs/r1").glob("*.answer"))
-    gone = wire.from_bytes(desk.handle(wire.to_bytes(Farewell("r1", True))), wire.Account)
+    leave = wire.to_bytes(Farewell("r1", desk.agreement, True))
+    gone = wire.from_bytes(desk.handle(leave), wire.Account)
     assert gone == wire.Account("s0", b"")
     assert not (place / "kept/runs/r1").exists()
     assert ask(desk, visit_to(desk)).error == "lost"  # charged, and never done again
 
     edit(place / "site.yaml", ("folder: kept", "folder: kept, share_ledger: true"))
-    shown = wire.from_bytes(opened(place).handle(wire.to_bytes(Farewell("r1", True))), wire.Account)
+    shown = wire.from_bytes(opened(place).handle(leave), wire.Account)
     assert shown.body == (place / "kept/ledger/s0.jsonl").read_bytes()
+
+
+def test_a_coordinator_of_another_config_is_shown_no_journal_and_removes_nothing(
+    place: Path,
+) -> None:
+    edit(place / "site.yaml", ("folder: kept", "folder: kept, share_ledger: true"))
+    desk = opened(place)
+    ask(desk, visit_to(desk))
+    stranger = wire.to_bytes(Farewell("r1", "0" * 64, True))
+    assert wire.from_bytes(desk.handle(stranger), wire.Account, Answer) == Answer("", "config")
+    assert list((place / "kept/runs/r1").glob("*.answer"))
 
 
 def test_losses_leave_only_where_the_operator_allows_it_and_never_beside_a_budget(
@@ -767,6 +781,22 @@ def test_letters_go_through_a_door_and_one_that_waits_holds_no_other_up(tmp_path
 def _patiently(path: Path) -> None:
     with contextlib.suppress(OSError):
         door.through(path, b"long", 10)
+
+
+def test_letters_that_are_never_finished_fill_no_memory_and_the_next_one_waits(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "door"
+    with serving(path, bytes.upper), contextlib.ExitStack() as stack:
+        begun = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(door.AT_ONCE)]
+        for number, unfinished in enumerate(begun):
+            assert door.through(path, b"a", 5) == b"A", f"{number} letters are under way"
+            unfinished.connect(str(path))
+            unfinished.sendall((10**9).to_bytes(8, "little") + b"the first words")
+        with pytest.raises(TimeoutError):
+            door.through(path, b"a", 0.5)
+        begun[0].close()
+        assert door.through(path, b"a", 5) == b"A"
 
 
 def test_one_process_serves_a_site_and_what_a_killed_one_left_is_in_nobodys_way(

@@ -27,7 +27,8 @@ ANSWER = Answer(
 )  # fmt: skip
 LETTERS = (
     Hello(), Introduction("q10", "query", "d" * 64, 64, False), VISIT, ANSWER,
-    Answer("", error="lost"), Farewell("r1", True), Account("s0", b'{"seq":0}\n'), Account("q0"),
+    Answer("", error="lost"), Farewell("r1", "a" * 64, True), Account("s0", b'{"seq":0}\n'),
+    Account("q0"),
 )  # fmt: skip
 EVERY = (Hello, Introduction, Visit, Answer, Farewell, Account)
 

@@ -170,7 +170,8 @@ class SitesEngine:
         Raises:
             SiteError: one whose journal is needed does not show it.
         """
-        letter, shown = wire.to_bytes(wire.Farewell(self.run, over)), dict[str, bytes]()
+        letter = wire.to_bytes(wire.Farewell(self.run, self._agreement, over))
+        shown = dict[str, bytes]()
         end = time.monotonic() + self._terms.join_seconds
         while True:
             asked = {a: n for n, a in self._address.items() if n not in shown}

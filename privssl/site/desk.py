@@ -111,19 +111,23 @@ class Desk:
         )  # fmt: skip
 
     def _leave(self, letter: Farewell) -> wire.Account:
+        self._check_agreement(letter)
         if letter.over:
             with self.store.locked():
                 self.store.forget(letter.run)
         shown = b"" if self.journal is None else self.journal()
         return wire.Account(self.agent.id, shown)
 
+    def _check_agreement(self, letter: Visit | Farewell) -> None:
+        if letter.agreement != self.agreement:
+            raise WireError("config", "the coordinator has another config, or another task")
+
     # One visit ------------------------------------------------------------------------------
 
     def _answered(self, visit: Visit) -> bytes:
         if visit.agent != self.agent.id:
             raise WireError("refused", f"a visit to {visit.agent}, and this is {self.agent.id}")
-        if visit.agreement != self.agreement:
-            raise WireError("config", "the coordinator has another config, or another task")
+        self._check_agreement(visit)
         with self.store.locked(), ExitStack() as stack:
             stored = self._stored(visit)
             if stored is not None:

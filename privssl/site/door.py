@@ -9,7 +9,8 @@ that cannot read the site's folder. It can bring letters and take answers, nothi
 neither torch nor any other part of privssl than this file.
 
 A letter has a thread of its own, and the desk lets one visit be done at a time: the others are
-told ``busy``, and a greeting is answered at once.
+told ``busy``, and a greeting is answered at once. No more than ``AT_ONCE`` letters are read at a
+time, so that whoever reaches the door cannot fill the site's memory with them.
 """
 
 import fcntl
@@ -18,13 +19,15 @@ import os
 import socket
 import socketserver
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from privssl.errors import UserError
 
-MAX_BYTES = 2**34  # of one letter
+MAX_BYTES = 2**31  # of one letter
+AT_ONCE = 4  # letters in memory: a visit, its repetition, a greeting
 LONGEST_PATH = 100  # of a socket; the system's own limit is 108 bytes
 PATIENCE = 60.0  # seconds in which a carrier must go on with a letter it has begun
 _CHUNK = 2**20
@@ -94,7 +97,21 @@ class _Server(socketserver.ThreadingUnixStreamServer):
 
     def __init__(self, door: str, handle: Callable[[bytes], bytes]) -> None:
         super().__init__(door, _Carrier)
-        self.answer = handle
+        self.answer, self._free = handle, threading.BoundedSemaphore(AT_ONCE)
+
+    def process_request(self, request: object, client_address: object) -> None:
+        self._free.acquire()  # the next ones wait outside, in the system's queue
+        try:
+            super().process_request(request, client_address)  # type: ignore[arg-type]
+        except BaseException:  # no thread could be started
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: object, client_address: object) -> None:
+        try:
+            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
+        finally:
+            self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A carrier that went away in the middle of a letter is no event."""
