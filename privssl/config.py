@@ -226,6 +226,12 @@ def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> 
 
 
 def _warnings(config: Config) -> Iterator[str]:
+    if config.run.engine == "flower" and config.run.certificate and not config.run.keys:
+        yield (
+            "run.keys is empty, so that names are pinned to no keys: a site that the SuperLink "
+            "lets in could take the name of another that is away. Give the folder of the sites' "
+            "public keys"
+        )
     rows = _labelled_rows(config)
     if config.privacy and rows and config.privacy.delta > rows**-1.1:
         yield (

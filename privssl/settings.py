@@ -59,6 +59,8 @@ class RunSettings:
     engine: Literal["local", "flower"] = "local"  # flower: each agent is a site, docs/deploy.md
     superlink: str = "127.0.0.1:8000"  # flower: host and port of the SuperLink
     certificate: str = ""  # flower: the root that signed the SuperLink's; none on loopback alone
+    keys: str = ""  # flower: folder of public keys NAME.pub, by which sites are known; empty:
+    # a site is believed what it says
     join_seconds: Rate = 120.0  # flower: how long sites are waited for before round 1
     visit_seconds: Rate = 600.0  # flower: deadline of one visit
     absent: Literal["stop", "skip"] = "stop"  # flower: a sequential visit that has no reply

@@ -86,7 +86,7 @@ def says(name: str, role: Any = "query", agreement: str = AGREED) -> Callable[[b
 def test_sites_are_found_by_asking_whatever_their_addresses_and_in_whatever_order() -> None:
     there = meet({"x": says("q10"), "y": says("q2"), "z": says("q9")}, "q10", "q9", "q2")
     assert [agent.id for agent in there.roster()] == ["q2", "q9", "q10"]
-    assert there._address == {"q10": "x", "q2": "y", "q9": "z"}
+    assert there._sites.address == {"q10": "x", "q2": "y", "q9": "z"}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_site_that_comes_late_is_waited_for() -> None:
         ready = time.monotonic() - begun > 0.1
         return says("q0")(letter) if ready else wire.to_bytes(Answer("", error="data"))
 
-    assert meet({"x": late}, "q0")._address == {"q0": "x"}
+    assert meet({"x": late}, "q0")._sites.address == {"q0": "x"}
 
 
 def test_no_visit_is_made_before_all_are_there() -> None:
@@ -337,4 +337,4 @@ def test_agents_of_a_labelled_server_are_no_sites(here: Path) -> None:
     parties = at_server().agents
     there = posts.engine(parties, make("fedssl"), 0, here)
     at_home: list[Agent] = [a for a in parties if a.id == "server"]
-    assert len(at_home) == 1 and "server" not in there._address
+    assert len(at_home) == 1 and "server" not in there._sites.address
