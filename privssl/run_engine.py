@@ -72,6 +72,7 @@ def _sites(prepared: Prepared, common: Mapping[str, Any]) -> SitesEngine:
 
 
 def _terms(run: RunSettings) -> Terms:
+    assert run.absent != "auto"  # ``config.load`` has put in what the algorithm wants
     return Terms(
         join_seconds=run.join_seconds, visit_seconds=run.visit_seconds,
         absent=run.absent, quorum=run.quorum,

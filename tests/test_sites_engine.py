@@ -234,7 +234,23 @@ def test_a_run_stops_at_a_word_or_goes_on_without_the_agent_as_its_config_says(
     with pytest.raises(SiteError, match=rf"^q1 has no reply to draw in round 1 \({word}\): "):
         ask(strict, STEPS.draw)
     assert words(ask(lenient, STEPS.draw)) == ["", word, ""]
-    assert words(ask(lenient, STEPS.draw, whom="q1")) == [word]  # alone: skipped
+    with pytest.raises(SiteError, match=r"--resume with run\.absent=skip"):
+        ask(strict, STEPS.count, whom="q1")
+    assert words(ask(lenient, STEPS.count, whom="q1")) == [word]  # in sequence: skipped
+
+
+def test_an_agent_is_skipped_only_in_a_pass_from_agent_to_agent(here: Path) -> None:
+    there = engine(here, SKIP)
+    bend(there, "q1", error("failed"))
+    with pytest.raises(SiteError, match="Nobody else replied either"):
+        ask(there, STEPS.draw, whom="q1")  # a mean over one, who is away
+
+
+def test_a_step_that_stands_on_everyone_stops_a_run_whatever_its_config_says(here: Path) -> None:
+    there = engine(here, SKIP)
+    bend(there, "q1", error("failed"))
+    with pytest.raises(SiteError, match=r"q1 has no reply to look .*\. All are needed$"):
+        ask(there, STEPS.look)
 
 
 def test_a_site_that_never_answers_is_gone_at_the_deadline(here: Path) -> None:
@@ -250,8 +266,13 @@ def test_below_the_quorum_a_parallel_step_stops_the_run(here: Path) -> None:
     bend(there, "q1", error("failed"))
     assert words(ask(there, STEPS.draw)) == ["", "failed", ""]  # 2 of 3 are enough
     bend(there, "q0", error("lost"))
-    with pytest.raises(SiteError, match="q0 has no reply"):
+    way = r"q0 has no reply .*\. 1 of 3 replied, and run\.quorum is 0\.6\. .*run\.quorum=0\.3333$"
+    with pytest.raises(SiteError, match=way):
         ask(there, STEPS.draw, number=2)
+    lower = engine(here / "lower", dataclasses.replace(SKIP, quorum=0.3333))  # what it said
+    for name in ("q0", "q1"):
+        bend(lower, name, error("lost"))
+    assert words(ask(lower, STEPS.draw)) == ["lost", "lost", ""]
 
 
 @pytest.mark.parametrize("word", ["version", "config"])

@@ -61,7 +61,7 @@ class Terms:
     join_seconds: float = 120.0  # for all sites to be there
     visit_seconds: float = 600.0  # for one visit, from the letter to the answer
     patience: float = 1.0  # seconds between two letters to a site that does not answer
-    absent: Literal["stop", "skip"] = "stop"  # a call alone that has no reply
+    absent: Literal["stop", "skip"] = "stop"  # a call in sequence that has no reply
     quorum: float = 1.0  # share of a parallel step's calls that must have one, in (0, 1]
 
 

@@ -8,8 +8,9 @@ back (``flower.py``; in tests, a function). All that can go wrong on the way has
 
 Who is at which address, and who is not believed, is for ``roster.py`` to say.
 
-Whether a run goes on without an agent is its config's to say (``run.absent``, ``run.quorum``): a
-mean over whoever happened to answer is not what was asked for. A deadline that has passed is not
+Whether a run goes on without an agent is for its algorithm to bear (``Without``), and for its
+config to want (``run.absent``, ``run.quorum``): a mean over whoever happened to answer is not what
+was asked for. A deadline that has passed is not
 a cancellation: the visit may have been done and charged all the same, and its reply, stored at
 the site, is what a run that is resumed gets for the same letter.
 
@@ -90,6 +91,7 @@ class SitesEngine:
         sites = [agent for agent in expected if agent.seat is not Seat.SERVER]
         self._remote = [agent.id for agent in sites]
         self._ledgers = tuple(ledgers)
+        self._without = algorithm.without_reply(algorithm.cfg, private=algorithm.plan is not None)
         self.run = os.urandom(8).hex()
         self._tokens = dict.fromkeys(self._remote, "")
         self._carried = Carried()
@@ -180,7 +182,7 @@ class SitesEngine:
             now = {name: places.pop(0) for name, places in turns.items()}
             turns = {name: places for name, places in turns.items() if places}
             replies |= self._visited({name: (place, calls[place]) for name, place in now.items()})
-        self._check_quorum(calls, replies)
+        self._check_absences(calls, replies)
         return [replies[place] for place in range(len(calls))]
 
     def _visited(self, calls: Mapping[str, tuple[int, Call]]) -> dict[int, Reply[Any]]:
@@ -234,22 +236,39 @@ class SitesEngine:
                 word = "garbled"
         return Reply(call.to, Absent(word))
 
-    def _check_quorum(self, calls: Sequence[Call], replies: Mapping[int, Reply[Any]]) -> None:
-        """Raise SiteError where the run may not go on without those that are absent."""
+    def _check_absences(self, calls: Sequence[Call], replies: Mapping[int, Reply[Any]]) -> None:
+        """Raise SiteError where the algorithm does not go on without those that are absent."""
         absent = [n for n in range(len(calls)) if isinstance(replies[n].content, Absent)]
-        if not absent:
-            return
         words = {place: replies[place].content.reason for place in absent}
         for place, word in words.items():
             log.warning("%s has no reply: %s", calls[place].key, meaning(word))
-        enough = len(calls) - len(absent) >= self._terms.quorum * len(calls)
-        alone = len(calls) == 1 and self._terms.absent == "skip"
-        if alone or (len(calls) > 1 and enough and not set(STOP) & set(words.values())):
-            return
-        first = absent[0]
-        raise SiteError(
-            f"{calls[first].to.id} has no reply to {calls[first].step.__name__} in round "
-            f"{calls[first].round} ({words[first]}): {meaning(words[first])}"
+        for place in absent:
+            step = calls[place].step.__name__
+            asked = [n for n, call in enumerate(calls) if call.step.__name__ == step]
+            there = sum(n not in words for n in asked)
+            way = "" if words[place] in STOP else self._way_on(step, there, len(asked))
+            if way is not None:
+                raise SiteError(
+                    f"{calls[place].to.id} has no reply to {step} in round {calls[place].round} "
+                    f"({words[place]}): {meaning(words[place])}{way}"
+                )
+
+    def _way_on(self, step: str, there: int, asked: int) -> str | None:
+        """None where the run goes on with those that replied; else how it could."""
+        quorum = self._terms.quorum
+        if step in self._without.skip:
+            if self._terms.absent == "skip":
+                return None
+            return ". To go on without it: --resume with run.absent=skip"
+        if step not in self._without.quorum:
+            return f". {self._without.needed_because or 'This step needs all of them'}"
+        if there >= quorum * asked:
+            return None
+        if not there:
+            return ". Nobody else replied either, so there is nothing to go on with"
+        return (
+            f". {there} of {asked} replied, and run.quorum is {quorum:g}. To go on with these: "
+            f"--resume with run.quorum={math.floor(1e4 * there / asked) / 1e4:g}"
         )
 
 
