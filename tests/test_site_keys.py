@@ -24,6 +24,7 @@ from privssl import config as configs
 from privssl import wire
 from privssl.agents import AgentRef
 from privssl.engines import tls
+from privssl.engines.flower_post import FlowerPost
 from privssl.engines.local import LocalEngine
 from privssl.engines.pins import Pins, read_pins
 from privssl.engines.roster import SiteError
@@ -243,6 +244,7 @@ def test_what_keeps_a_machine_from_a_superlink_is_said_in_words(tmp_path: Path, 
     with listening(None) as address:
         pass
     assert "nobody answers" in tls.trouble(address, "")
+    assert "nobody answers" in tls.trouble(f"{'x' * 64}.org:1", "")
 
 
 def test_a_certificate_of_ours_is_good_enough_for_a_strict_client(made: Path) -> None:
@@ -277,6 +279,22 @@ def heard(there: joining.SuperNode, caplog: pytest.LogCaptureFixture, text: str)
         return any(text in line for line in caplog.messages)
     finally:
         there.stop()
+
+
+@pytest.mark.parametrize(("code", "failed"), [(23, "run"), (22, "supernode")])
+def test_keys_are_made_known_to_the_superlink_unless_it_knows_them(
+    flower: Path, made: Path, code: int, failed: str
+) -> None:
+    """23: it knows the key already, and the next command follows; 22: the key is none to it."""
+    (flower / "flwr").write_text(
+        f'#!/bin/sh\necho "$@" >> {flower}/asked\necho "[code: {code}] said"\nexit 1\n'
+    )
+    pins = read_pins(made, ["q0"])
+    with listening(None) as address, pytest.raises(SiteError, match=f"flwr {failed} failed: "):
+        FlowerPost(address, "", pins)
+    asked = (flower / "asked").read_text().splitlines()
+    assert asked[0] == f"supernode register {made / 'q0.pub'} ours --name q0"
+    assert [line.split()[0] for line in asked[1:]] == ["run"] * (failed == "run")
 
 
 def test_a_supernode_that_is_refused_is_explained_to_the_operator(

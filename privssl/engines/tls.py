@@ -86,8 +86,8 @@ def trouble(superlink: str, certificate: str) -> str:
     try:
         with socket.create_connection((host, int(port)), timeout=SECONDS) as line:
             return _handshake(line, superlink, host, certificate)
-    except OSError as error:
-        return f"nobody answers at {superlink} ({error.strerror or error})"
+    except (OSError, UnicodeError) as error:  # the second: a name that cannot be one
+        return f"nobody answers at {superlink} ({getattr(error, 'strerror', None) or error})"
 
 
 def _handshake(line: socket.socket, superlink: str, host: str, certificate: str) -> str:
