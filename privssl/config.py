@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_DOWN, Context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -95,11 +95,13 @@ def load(
     draft.check("run.", _name_problems(config))
     draft.check("", _privacy_problems(config, algorithms))
     draft.check("", _algorithm_problems(config, algorithms))
+    draft.check("run.", _absence_problems(config, algorithms))
     if draft.findings:
         raise ConfigError(report(path, draft.findings))
     run = dataclasses.replace(
-        config.run, name=_name(config), precision=_precision(config, algorithms)
-    )
+        config.run, name=_name(config), precision=_precision(config, algorithms),
+        absent=_absent(config, algorithms),
+    )  # fmt: skip
     result: Config = dataclasses.replace(config, run=run, warnings=tuple(_warnings(config)))
     return result
 
@@ -225,7 +227,41 @@ def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> 
         )
 
 
+def _without(config: Config, algorithms: Mapping[str, type[Any]]) -> Any:
+    """What the algorithm can go on without: ``algorithms.base.Without``."""
+    kind = algorithms[config.algorithm.name]
+    return kind.without_reply(config.algorithm, private=config.privacy is not None)
+
+
+def _absent(config: Config, algorithms: Mapping[str, type[Any]]) -> Literal["stop", "skip"]:
+    """``auto`` as what it is for this algorithm, so that the config of a run says it."""
+    if config.run.absent != "auto":
+        return config.run.absent
+    usual: Literal["stop", "skip"] = _without(config, algorithms).absent
+    return usual
+
+
+def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
+    """A run over sites that would go on without what its algorithm stands on."""
+    name, without = config.algorithm.name, _without(config, algorithms)
+    if config.run.absent == "skip" and not without.skip:
+        yield Problem(
+            "absent",
+            f"skip, but with these settings {name} visits no agents one after the other: what "
+            "they send is put together, and a missing part changes the whole. Leave it out, and "
+            "give run.quorum, the share of them that must reply",
+        )
+    if config.run.quorum < 1 and not without.quorum:
+        yield Problem("quorum", f"{name} needs the reply of every agent. Leave it out")
+
+
 def _warnings(config: Config) -> Iterator[str]:
+    if config.run.engine == "flower" and config.run.certificate and not config.run.keys:
+        yield (
+            "run.keys is empty, so that names are pinned to no keys: a site that the SuperLink "
+            "lets in could take the name of another that is away. Give the folder of the sites' "
+            "public keys"
+        )
     rows = _labelled_rows(config)
     if config.privacy and rows and config.privacy.delta > rows**-1.1:
         yield (

@@ -19,6 +19,7 @@ from privssl.engines import Engine
 from privssl.engines.batched import BatchedEngine
 from privssl.engines.flower_post import FlowerPost
 from privssl.engines.local import LocalEngine
+from privssl.engines.pins import read_pins
 from privssl.engines.sites import SiteError, SitesEngine, Terms, is_name
 from privssl.engines.workers import WorkerEngine, how_many
 from privssl.errors import RunFolderError
@@ -54,14 +55,16 @@ def _sites(prepared: Prepared, common: Mapping[str, Any]) -> SitesEngine:
     config, dataset = prepared.config, prepared.federation.dataset
     here = [agent for agent in prepared.federation.agents if agent.seat is Seat.SERVER]
     labelled = [agent.id for agent in prepared.roster if agent.role in ("support", "mixed")]
-    post = FlowerPost(config.run.superlink, config.run.certificate)
+    sites = [agent.id for agent in prepared.roster if agent.seat is not Seat.SERVER]
+    pins = read_pins(Path(config.run.keys), sites) if config.run.keys else None
+    post = FlowerPost(config.run.superlink, config.run.certificate, pins)
     try:
         return SitesEngine(
             post, prepared.roster, algorithm=prepared.algorithm,
             agreement=configs.agreement(config, dataset.class_names, dataset.shape),
             home=LocalEngine(here, **common),
             ledgers=labelled if prepared.plan is not None else (),
-            terms=_terms(config.run),
+            terms=_terms(config.run), holder=post.holder if pins is not None else None,
         )  # fmt: skip
     except BaseException:
         post.close()
@@ -69,6 +72,7 @@ def _sites(prepared: Prepared, common: Mapping[str, Any]) -> SitesEngine:
 
 
 def _terms(run: RunSettings) -> Terms:
+    assert run.absent != "auto"  # ``config.load`` has put in what the algorithm wants
     return Terms(
         join_seconds=run.join_seconds, visit_seconds=run.visit_seconds,
         absent=run.absent, quorum=run.quorum,

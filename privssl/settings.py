@@ -59,9 +59,12 @@ class RunSettings:
     engine: Literal["local", "flower"] = "local"  # flower: each agent is a site, docs/deploy.md
     superlink: str = "127.0.0.1:8000"  # flower: host and port of the SuperLink
     certificate: str = ""  # flower: the root that signed the SuperLink's; none on loopback alone
+    keys: str = ""  # flower: folder of public keys NAME.pub, by which sites are known; empty:
+    # a site is believed what it says
     join_seconds: Rate = 120.0  # flower: how long sites are waited for before round 1
     visit_seconds: Rate = 600.0  # flower: deadline of one visit
-    absent: Literal["stop", "skip"] = "stop"  # flower: a sequential visit that has no reply
+    # flower: a visit in a sequential pass that has no reply; auto: as the algorithm wants it
+    absent: Literal["auto", "stop", "skip"] = "auto"
     quorum: Annotated[float, Field(gt=0, le=1)] = 1.0  # flower: of a parallel step, must reply
 
     def problems(self) -> Iterator[Problem]:

@@ -43,8 +43,7 @@ ERRORS: Mapping[str, str] = {
     "refused": "the visit is not one that its agent, role or algorithm has",
     "version": "it has another version of privssl. Install the same one on both sides",
     "config": "it has another config, or another task. Compare its config with this one",
-    "lost": "the visit was charged and broke off, and is never done again. To go on without it: "
-    "--resume with run.absent=skip, or run.quorum below 1 in a parallel step",
+    "lost": "the visit was charged and broke off, and is never done again",
     "failed": "the step broke off with an error. Its own log has which",
     "diverged": "training came to numbers that are not finite. Lower the learning rate",
     "forgotten": "it no longer has what it remembered after the visit that this one builds on. "

@@ -18,6 +18,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from privssl.algorithms import ALGORITHMS
+from privssl.algorithms.base import Without
 from privssl.config import Config, digest, load, to_yaml
 from privssl.errors import ConfigError
 from privssl.settings import Positive, Problem, Rate, strict
@@ -34,6 +35,11 @@ class SmallConfig:
 class Small:
     Config = SmallConfig
     can_be_private = True
+    without = Without(quorum=("step",))
+
+    @classmethod
+    def without_reply(cls, cfg: Any, *, private: bool) -> Without:
+        return cls.without
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from toy_worlds import Played, at_server, federation, play, same_bits
 
 from privssl.agents import Agent, LabelledRows, UnlabelledRows
-from privssl.algorithms.base import Context, on_agent
+from privssl.algorithms.base import Context, Without, on_agent
 from privssl.engines import Call, Engine
 from privssl.engines.local import LocalEngine
 from privssl.engines.sites import SiteError
@@ -50,7 +50,11 @@ class Told(Message):
 class Steps:
     """Stands for an algorithm. ``text`` of a message is a file, where a step needs one."""
 
-    plan = None
+    plan = cfg = None
+
+    @classmethod
+    def without_reply(cls, cfg: object, *, private: bool) -> Without:
+        return Without(quorum=("draw", "hush"), skip=("count",), needed_because="All are needed")
 
     @on_agent
     def draw(self, agent: Agent, msg: Told, ctx: Context) -> Told:

@@ -195,7 +195,8 @@ def test_a_run_whose_site_dies_stops_after_a_checkpoint_and_goes_on_to_the_same_
         return real(letter)
 
     over.doors.handlers["s0 opened"] = dies_in_round_3
-    outcome = over.train("run.visit_seconds=0.3", "run.checkpoint_every=100")
+    how = ("run.visit_seconds=2.0", "run.checkpoint_every=100", "run.absent=stop")
+    outcome = over.train(*how)
     assert_refused(
         outcome, "s0 has no reply to support_pass in round 3 (gone)",
         f"The checkpoint is of round 2: go on with --resume {over.place.run}",
@@ -206,6 +207,39 @@ def test_a_run_whose_site_dies_stops_after_a_checkpoint_and_goes_on_to_the_same_
     assert over.place.results()["rounds"] == 4
     # Round 3 was paid for once: the same letter got the stored reply.
     assert len(over.journal("s0").events) == charged + 1 == 4
+
+
+def test_a_visit_that_was_lost_stops_a_run_which_says_how_it_goes_on_without_it(
+    tmp_path: Path,
+) -> None:
+    over = Over(tmp_path, PRIVATE)
+    real = over.doors.handlers["s0 opened"]
+
+    def dies_after_the_charge(letter: bytes) -> Any:
+        known, answer = len(over.journal("s0").events), real(letter)
+        if b'"round":3' not in letter or len(over.journal("s0").events) == known:
+            return answer
+        for stored in (over.sites / "s0" / "runs").rglob("*.answer"):
+            stored.unlink()
+        return None
+
+    over.doors.handlers["s0 opened"] = dies_after_the_charge
+    strict = ("run.absent=stop", "run.checkpoint_every=100")
+    lost = "s0 has no reply to support_pass in round 3 (lost): the visit was charged and broke off"
+    way = "To go on without it: --resume with run.absent=skip"
+    assert_refused(over.train(*strict), lost, way)
+    charged = len(over.journal("s0").events)
+    over.open()
+    # It stays lost, however often the run is asked to go on.
+    assert_refused(over.train("--resume", over.place.run, *strict), lost, way)
+    assert len(over.journal("s0").events) == charged
+    outcome = over.train("--resume", over.place.run, "run.absent=skip")
+    assert outcome.status == 0, outcome.err
+    assert over.place.results()["rounds"] == 4
+    assert [m["sites/absent"] for m in metrics(over.place)] == ["0", "0", "1", "0"]
+    # Round 3 was paid for once, and round 4 done.
+    assert len(over.journal("s0").events) == charged + 1 == 4
+    assert audit.main([str(over.place.run)]) == 0
 
 
 def _made(folder: Path) -> Path:

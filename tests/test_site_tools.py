@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from certificates import listening
 
 from privssl.engines import flower_post
 from privssl.engines.flower_post import OFFLINE, FlowerPost, environment
@@ -39,6 +41,12 @@ def flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def link() -> Iterator[str]:
+    with listening(None) as address:
+        yield address
+
+
 def started(there: Any, folder: Path) -> str:
     there.start()
     end = time.monotonic() + 20
@@ -48,10 +56,10 @@ def started(there: Any, folder: Path) -> str:
 
 
 def test_a_supernode_is_started_offline_with_the_door_and_nothing_else_of_the_site(
-    flower: Path, tmp_path: Path
+    flower: Path, link: str, tmp_path: Path
 ) -> None:
     own = tmp_path / "own"
-    there = SuperNode(tmp_path / "door", own, "127.0.0.1:8000", "", "")
+    there = SuperNode(tmp_path / "door", own, link, "", "")
     try:
         said = started(there, own)
         told = dict(
@@ -60,17 +68,17 @@ def test_a_supernode_is_started_offline_with_the_door_and_nothing_else_of_the_si
     finally:
         there.stop()
     assert f'--node-config door="{tmp_path / "door"}"' in said
-    assert "--insecure" in said and "--superlink 127.0.0.1:8000" in said
+    assert "--insecure" in said and f"--superlink {link}" in said
     assert {name: told[name] for name in OFFLINE} == OFFLINE
     assert told["FLWR_HOME"] == told["TMPDIR"] == str(own) and "PYTHONPATH" not in told
     assert there._process is not None and there._process.poll() is not None  # it was ended
 
 
 def test_a_supernode_that_ends_is_followed_by_another(
-    flower: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joining, "PAUSE", 0.05)
-    there = SuperNode(tmp_path / "door", tmp_path / "own", "127.0.0.1:8000", "", "")
+    there = SuperNode(tmp_path / "door", tmp_path / "own", link, "", "")
     try:
         started(there, tmp_path / "own")
         assert there._process is not None
@@ -87,6 +95,7 @@ def test_a_supernode_that_ends_is_followed_by_another(
 @pytest.mark.parametrize(
     ("address", "certificate", "landlock", "text"),
     [
+        ("example.org:http", "", 7, "give host:port"),
         ("example.org:8000", "", 7, "would cross a network in clear"),
         ("example.org:8000", "ca.crt", 0, "no Landlock .* as another user"),
         ("here", "", 7, "give host:port"),
@@ -103,14 +112,16 @@ def test_no_supernode_is_started_where_rows_would_be_at_risk(
 
 
 @pytest.mark.skipif(not fence.version(), reason="this kernel has no Landlock")
-def test_the_supernode_of_a_site_cannot_read_the_sites_folder(flower: Path, tmp_path: Path) -> None:
+def test_the_supernode_of_a_site_cannot_read_the_sites_folder(
+    flower: Path, link: str, tmp_path: Path
+) -> None:
     (tmp_path / "rows").write_text("patient 4711")
     (flower / "flower-supernode").write_text(
         f'#!/bin/sh\ncat {tmp_path / "rows"} > "$FLWR_HOME/stolen" 2> "$FLWR_HOME/error"\n'
         'echo "$@" > "$FLWR_HOME/flower-supernode"\nsleep 30\n'
     )
     own = tmp_path / "own"
-    there = SuperNode(tmp_path / "door", own, "127.0.0.1:8000", "", "")
+    there = SuperNode(tmp_path / "door", own, link, "", "")
     try:
         started(there, own)
     finally:
@@ -153,9 +164,15 @@ def test_a_site_whose_rows_lie_inside_the_fence_is_refused(flower: Path, tmp_pat
 def test_the_coordinator_says_what_flower_said_where_it_takes_no_run(
     flower: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(SiteError, match=r"Flower took no run .*Is the SuperLink of run.superlink"):
+    (flower / "flwr").write_text("#!/bin/sh\necho 'I would rather not'\nexit 3\n")
+    with (
+        listening(None) as address,
+        pytest.raises(SiteError, match=r"run failed: I would"),
+    ):
+        FlowerPost(address, "")
+    with pytest.raises(SiteError, match=r"run\.superlink: nobody answers at 127\.0\.0\.1:1"):
         FlowerPost("127.0.0.1:1", "")
-    with pytest.raises(SiteError, match=r"run\.certificate: there is no file"):
+    with pytest.raises(ConfigError, match=r"none: No such file .* Give the root certificate"):
         FlowerPost("127.0.0.1:1", str(tmp_path / "none"))
 
 

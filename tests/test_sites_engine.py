@@ -86,7 +86,7 @@ def says(name: str, role: Any = "query", agreement: str = AGREED) -> Callable[[b
 def test_sites_are_found_by_asking_whatever_their_addresses_and_in_whatever_order() -> None:
     there = meet({"x": says("q10"), "y": says("q2"), "z": says("q9")}, "q10", "q9", "q2")
     assert [agent.id for agent in there.roster()] == ["q2", "q9", "q10"]
-    assert there._address == {"q10": "x", "q2": "y", "q9": "z"}
+    assert there._sites.address == {"q10": "x", "q2": "y", "q9": "z"}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_site_that_comes_late_is_waited_for() -> None:
         ready = time.monotonic() - begun > 0.1
         return says("q0")(letter) if ready else wire.to_bytes(Answer("", error="data"))
 
-    assert meet({"x": late}, "q0")._address == {"q0": "x"}
+    assert meet({"x": late}, "q0")._sites.address == {"q0": "x"}
 
 
 def test_no_visit_is_made_before_all_are_there() -> None:
@@ -234,7 +234,23 @@ def test_a_run_stops_at_a_word_or_goes_on_without_the_agent_as_its_config_says(
     with pytest.raises(SiteError, match=rf"^q1 has no reply to draw in round 1 \({word}\): "):
         ask(strict, STEPS.draw)
     assert words(ask(lenient, STEPS.draw)) == ["", word, ""]
-    assert words(ask(lenient, STEPS.draw, whom="q1")) == [word]  # alone: skipped
+    with pytest.raises(SiteError, match=r"--resume with run\.absent=skip"):
+        ask(strict, STEPS.count, whom="q1")
+    assert words(ask(lenient, STEPS.count, whom="q1")) == [word]  # in sequence: skipped
+
+
+def test_an_agent_is_skipped_only_in_a_pass_from_agent_to_agent(here: Path) -> None:
+    there = engine(here, SKIP)
+    bend(there, "q1", error("failed"))
+    with pytest.raises(SiteError, match="Nobody else replied either"):
+        ask(there, STEPS.draw, whom="q1")  # a mean over one, who is away
+
+
+def test_a_step_that_stands_on_everyone_stops_a_run_whatever_its_config_says(here: Path) -> None:
+    there = engine(here, SKIP)
+    bend(there, "q1", error("failed"))
+    with pytest.raises(SiteError, match=r"q1 has no reply to look .*\. All are needed$"):
+        ask(there, STEPS.look)
 
 
 def test_a_site_that_never_answers_is_gone_at_the_deadline(here: Path) -> None:
@@ -250,8 +266,13 @@ def test_below_the_quorum_a_parallel_step_stops_the_run(here: Path) -> None:
     bend(there, "q1", error("failed"))
     assert words(ask(there, STEPS.draw)) == ["", "failed", ""]  # 2 of 3 are enough
     bend(there, "q0", error("lost"))
-    with pytest.raises(SiteError, match="q0 has no reply"):
+    way = r"q0 has no reply .*\. 1 of 3 replied, and run\.quorum is 0\.6\. .*run\.quorum=0\.3333$"
+    with pytest.raises(SiteError, match=way):
         ask(there, STEPS.draw, number=2)
+    lower = engine(here / "lower", dataclasses.replace(SKIP, quorum=0.3333))  # what it said
+    for name in ("q0", "q1"):
+        bend(lower, name, error("lost"))
+    assert words(ask(lower, STEPS.draw)) == ["lost", "lost", ""]
 
 
 @pytest.mark.parametrize("word", ["version", "config"])
@@ -338,4 +359,4 @@ def test_agents_of_a_labelled_server_are_no_sites(here: Path) -> None:
     parties = at_server().agents
     there = posts.engine(parties, make("fedssl"), 0, here)
     at_home: list[Agent] = [a for a in parties if a.id == "server"]
-    assert len(at_home) == 1 and "server" not in there._address
+    assert len(at_home) == 1 and "server" not in there._sites.address

@@ -113,6 +113,26 @@ class Phase:
     saved: bool = False  # a checkpoint after its last round, whatever run.checkpoint_every says
 
 
+@dataclass(frozen=True)
+class Without:
+    """What becomes of a run over sites where an agent has no reply to a step, for every step.
+
+    A site that declines has replied. What is missing here was lost on the way, or broke off.
+    """
+
+    #: Averaged, or nothing of it is: goes on with those who replied, if they are ``run.quorum`` of
+    #: those who were asked, never with fewer.
+    quorum: tuple[str, ...] = ()
+    #: From agent to agent: with ``run.absent: skip`` the next one takes what the last one sent.
+    skip: tuple[str, ...] = ()
+    #: Stands on everyone: the run stops, and goes on when they are back.
+    needed: tuple[str, ...] = ()
+    #: Why so, in a sentence for whoever waits for them.
+    needed_because: str = ""
+    #: ``run.absent`` where the config says nothing.
+    absent: Literal["stop", "skip"] = "stop"
+
+
 class Algorithm(ABC, Generic[State]):
     """Base of all algorithms. ``State`` is a frozen dataclass of state dicts and numbers."""
 
@@ -124,6 +144,8 @@ class Algorithm(ABC, Generic[State]):
     mechanism: ClassVar[Literal["dp-sgd", "census"]] = "dp-sgd"
     #: What the height and width of rows must be multiples of.
     sides_divisible_by: ClassVar[int] = 1
+    #: What a run over sites goes on without; a step that is not named is needed of all.
+    without: ClassVar[Without] = Without()
     #: Class of the state, so that a checkpoint can be read back.
     StateType: ClassVar[type[Any]]
 
@@ -144,6 +166,16 @@ class Algorithm(ABC, Generic[State]):
             config: the ``privssl.config.Config`` being checked.
         """
         return iter(())
+
+    @classmethod
+    def without_reply(cls, cfg: Any, *, private: bool) -> Without:
+        """What a run over sites goes on without, with these settings of the algorithm.
+
+        Args:
+            cfg: the ``algorithm`` section.
+            private: whether the run is under a privacy plan.
+        """
+        return cls.without
 
     @classmethod
     def make_plan(

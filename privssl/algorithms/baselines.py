@@ -39,7 +39,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from privssl import learn, optimisers, seeds
 from privssl.agents import LabelledRows, SupportAgent
-from privssl.algorithms.base import Algorithm, Context, Task, on_agent
+from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.local_ssl import Share, no_statistics
 from privssl.data.views import view
 from privssl.messages import Message, StateDict, average
@@ -152,6 +152,7 @@ class _Supervised(Algorithm[State]):
     """The shared round and step; a subclass says who learns."""
 
     StateType = State
+    without = Without(quorum=("labelled_pass",))
     cfg: LocalTraining
 
     def __init__(self, config: LocalTraining, task: Task, plan: PrivatePlan | None = None) -> None:
@@ -188,6 +189,7 @@ class ServerSL(_Supervised):
     """The labelled server alone: what labels are worth without agents."""
 
     Config = ServerSLConfig
+    without = Without(needed=("labelled_pass",), needed_because="It has the labels, all of them")
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:

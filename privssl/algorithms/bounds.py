@@ -21,7 +21,7 @@ from torch import Tensor
 
 from privssl import learn
 from privssl.agents import QueryAgent, SupportAgent
-from privssl.algorithms.base import Algorithm, Context, Task, on_agent
+from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.local_ssl import (
     ClassifierTraining,
     federate,
@@ -87,6 +87,7 @@ class _Bound(Algorithm[State]):
     """The shared rounds and steps; a subclass sets the switches and nothing else."""
 
     StateType = State
+    without = Without(quorum=("support_pass", "query_pass"))
     cfg: ClassifierTraining
     uses_unlabelled: ClassVar[bool]
 

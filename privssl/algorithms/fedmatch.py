@@ -39,7 +39,7 @@ from torch import Tensor
 
 from privssl import learn
 from privssl.agents import AgentRef, MixedAgent, QueryAgent, SupportAgent
-from privssl.algorithms.base import Algorithm, Context, Task, on_agent
+from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.helper_agents import bundled, draw_probe, nearest, unbundled
 from privssl.algorithms.local_ssl import needs_unlabelled
 from privssl.algorithms.two_halves import (
@@ -142,6 +142,8 @@ class FedMatch(Algorithm[State]):
 
     Config = FedMatchConfig
     StateType = State
+    # What it holds of an agent, and an agent of it, is as of the last visit that both know of.
+    without = Without(quorum=("learn_sigma", "learn_psi", "learn_both"))
     cfg: FedMatchConfig
 
     def __init__(self, config: FedMatchConfig, task: Task, plan: PrivatePlan | None = None) -> None:

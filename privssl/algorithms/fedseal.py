@@ -40,7 +40,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from privssl import learn, optimisers, seeds
 from privssl.agents import LabelledRows, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.algorithms import signs
-from privssl.algorithms.base import Algorithm, Context, Task, on_agent
+from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.local_ssl import Share, needs_unlabelled, no_statistics
 from privssl.data.views import view
 from privssl.messages import Done, Message, Reply, StateDict, average
@@ -160,6 +160,13 @@ class FedSEAL(Algorithm[State]):
 
     Config = FedSEALConfig
     StateType = State
+    # Of predictions that it missed, an agent's own mean is simply not made.
+    without = Without(
+        quorum=(
+            "bootstrap", "learn_from_labels", "class_thresholds", "remember_prediction",
+            "learn_from_both_signs",
+        )
+    )  # fmt: skip
     cfg: FedSEALConfig
 
     def __init__(self, config: FedSEALConfig, task: Task, plan: PrivatePlan | None = None) -> None:

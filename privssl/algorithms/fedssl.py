@@ -48,6 +48,7 @@ from privssl.algorithms.base import (
     Context,
     NetworkFactory,
     Task,
+    Without,
     on_agent,
 )
 from privssl.algorithms.gmixup import (
@@ -156,6 +157,14 @@ class FedSSL(Algorithm[State]):
     can_be_private = True
     sides_divisible_by = 4  # G and D halve them twice
     cfg: FedSSLConfig
+
+    @classmethod
+    def without_reply(cls, cfg: FedSSLConfig, *, private: bool) -> Without:
+        """In sequence, who is away may be passed over, as one whose budget is spent: l. 3-4."""
+        if private or cfg.order == "sequential":
+            absent: Literal["skip", "stop"] = "skip" if private else "stop"
+            return Without(quorum=("query_pass",), skip=("support_pass",), absent=absent)
+        return Without(quorum=("support_pass", "query_pass"))
 
     def __init__(self, config: FedSSLConfig, task: Task, plan: PrivatePlan | None = None) -> None:
         super().__init__(config, task, plan)

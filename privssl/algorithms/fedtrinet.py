@@ -44,7 +44,7 @@ from privssl.agents import (
     SupportAgent,
     UnlabelledRows,
 )
-from privssl.algorithms.base import Algorithm, Context, Phase, Task, on_agent
+from privssl.algorithms.base import Algorithm, Context, Phase, Task, Without, on_agent
 from privssl.algorithms.local_ssl import needs_unlabelled
 from privssl.algorithms.three_players import HOT, FedTriNetConfig, Part, steps, vote
 from privssl.data.augment import NONE
@@ -107,6 +107,9 @@ class FedTriNet(Algorithm[State]):
 
     Config = FedTriNetConfig
     StateType = State
+    without = Without(
+        quorum=("supervised_pass", "confidence_pass", "mixed_pass", "support_pass", "query_pass")
+    )
     cfg: FedTriNetConfig
 
     def __init__(

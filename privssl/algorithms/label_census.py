@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from accounting.errors import BudgetExhausted
 from privssl import learn
 from privssl.agents import QueryAgent, SupportAgent
-from privssl.algorithms.base import Context, Phase, Task, on_agent
+from privssl.algorithms.base import Context, Phase, Task, Without, on_agent
 from privssl.algorithms.label_free import (
     ENCODER_ROUNDS,
     KEPT,
@@ -136,6 +136,15 @@ class LabelCensus(MapsRows):
 
     Config = LabelCensusConfig
     StateType = State
+    # The map is made once, of sums, and who has no clusters trains in no round: stopping costs
+    # nothing, going on would. A table that was lost is never made again: the others are enough,
+    # if so many are asked for (``_census_round`` counts them).
+    without = Without(
+        quorum=("answer", "vote_pass", "self_training_pass"),
+        needed=(*MapsRows.without.needed, "find_clusters"),
+        needed_because="the map of rows is made once for the whole run, and stays without those "
+        "who are away. Nothing is lost: go on with --resume when all are back",
+    )
     can_be_private = True
     mechanism = "census"
     plan: CensusPlan | None

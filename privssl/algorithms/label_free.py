@@ -22,7 +22,7 @@ from torch import Tensor
 from privssl import learn
 from privssl.agents import QueryAgent
 from privssl.algorithms import patch_encoder as patches
-from privssl.algorithms.base import Algorithm, Context, on_agent
+from privssl.algorithms.base import Algorithm, Context, Without, on_agent
 from privssl.algorithms.clusters import (
     joined,
     k_means,
@@ -132,6 +132,12 @@ class MapConfig(EncoderConfig, SelfTraining):
 class MapsRows(Algorithm[Any]):
     """The rounds that make the map, and how a row is found on it."""
 
+    without = Without(
+        needed=(
+            "patch_moments", "own_filters", "view_moments", "feature_mean", "own_cells",
+            "cell_sums", "cell_graph",
+        )
+    )  # fmt: skip
     cfg: MapConfig
 
     @property

@@ -40,7 +40,7 @@ from privssl.agents import (
     SupportAgent,
     UnlabelledRows,
 )
-from privssl.algorithms.base import Algorithm, Context, Phase, Task, on_agent
+from privssl.algorithms.base import Algorithm, Context, Phase, Task, Without, on_agent
 from privssl.algorithms.baselines import (
     Lesson,
     Proximal,
@@ -100,6 +100,7 @@ class PseudoLabelled(Algorithm[State]):
     """The shared rounds and steps; a subclass says what a visit minimises."""
 
     StateType = State
+    without = Without(quorum=("support_pass", "query_pass", "mixed_pass"))
     cfg: Guessing
 
     def __init__(self, config: Guessing, task: Task, plan: PrivatePlan | None = None) -> None:
@@ -204,6 +205,8 @@ class FedSem(PseudoLabelled):
     """FedAvg on labels, then on labels that its own classifier gave once."""
 
     Config = FedSemConfig
+    # An agent that was away when all others labelled their rows does so at its next visit.
+    without = Without(quorum=(*PseudoLabelled.without.quorum, "label_pass"))
     cfg: FedSemConfig
 
     def phases(self) -> tuple[Phase, ...]:

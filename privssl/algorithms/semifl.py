@@ -39,7 +39,7 @@ from torch.nn.functional import cross_entropy
 
 from privssl import learn, optimisers, seeds
 from privssl.agents import LabelledRows, Memory, QueryAgent, SupportAgent, UnlabelledRows
-from privssl.algorithms.base import Algorithm, Context, Task, on_agent
+from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.local_ssl import Share, needs_unlabelled
 from privssl.data.views import view
 from privssl.messages import Message, Reply, Silence, StateDict, average
@@ -143,6 +143,9 @@ class SemiFL(Algorithm[State]):
 
     Config = SemiFLConfig
     StateType = State
+    without = Without(
+        quorum=("query_pass", "support_pass", "support_statistics", "query_statistics")
+    )
     cfg: SemiFLConfig
 
     def __init__(self, config: SemiFLConfig, task: Task, plan: PrivatePlan | None = None) -> None:

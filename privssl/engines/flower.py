@@ -58,7 +58,8 @@ def bring(message: Message, context: Context) -> Message:
 def carry(grid: Grid, context: Context) -> None:
     """Do what the coordinator asks for, until it is gone.
 
-    It asks in JSON: for the ``addresses`` of nodes, or to ``exchange`` letters, which follow.
+    It asks in JSON: for the ``addresses`` of nodes, which come with the keys that the SuperLink
+    knows them by, or to ``exchange`` letters, which follow.
     """
     with socket.socket(socket.AF_UNIX) as counter:
         counter.connect(str(context.run_config["counter"]))
@@ -68,8 +69,8 @@ def carry(grid: Grid, context: Context) -> None:
             except OSError:
                 return
             if order["do"] == "addresses":
-                nodes = sorted(str(node) for node in grid.get_node_ids())
-                _send(counter, json.dumps(nodes).encode())
+                nodes = {str(node.node_id): _pem(node.public_key) for node in grid.get_nodes()}
+                _send(counter, json.dumps(nodes, sort_keys=True).encode())
             else:
                 letters = {address: _receive(counter) for address in order["to"]}
                 answers = _exchanged(grid, letters, float(order["seconds"]))
@@ -97,6 +98,11 @@ def _exchanged(grid: Grid, letters: dict[str, bytes], seconds: float) -> dict[st
         if open_:
             time.sleep(POLL)
     return answers
+
+
+def _pem(key: bytes) -> str:
+    """A key in text, as Flower writes it; what is none is nobody's."""
+    return key.decode("ascii", errors="replace")
 
 
 def _pulled(grid: Grid, open_: Iterable[str]) -> list[Message]:

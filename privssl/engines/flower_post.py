@@ -19,13 +19,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from privssl.engines import tls
+from privssl.engines.pins import Pins
 from privssl.engines.sites import SiteError
 from privssl.settings import LOOPBACK
 from privssl.site.door import receive, send
 
+REGISTER_AT_ONCE = 4  # programs of Flower side by side
+REGISTERED = "[code: 23]"  # what Flower says of a key that it knows already
 START_SECONDS = 90.0  # for flwr run, and for the carrier to come to the socket
 GRACE = 10.0  # seconds beyond its limit in which an answer of the carrier itself must come
 #: Of all that flwr does over a network, only what we ask for.
@@ -90,21 +95,28 @@ def environment(home: Path) -> dict[str, str]:
 class FlowerPost:
     """Addresses are the numbers that Flower gives to nodes."""
 
-    def __init__(self, superlink: str, certificate: str) -> None:
+    def __init__(self, superlink: str, certificate: str, pins: Pins | None = None) -> None:
         """Start the carrier.
 
         Args:
             superlink: host:port.
             certificate: file of the root certificate; empty on loopback.
+            pins: keys of sites, which are made known to the SuperLink; None: it knows them.
 
         Raises:
             SiteError: Flower is not installed, or its SuperLink is not there.
+            privssl.errors.ConfigError: the certificate is none, or has expired.
         """
+        program("flwr")
+        if certificate and (warning := tls.check_root(Path(certificate).expanduser())):
+            log.warning("%s", warning)
+        self._superlink, self._certificate, self._pins = superlink, certificate, pins
+        self._keys: dict[str, str] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="privssl-"))
         self._carrier: socket.socket | None = None
         self._counter: socket.socket | None = None
         try:
-            self._write_app(superlink, certificate)
+            self._write_app()
             self._counter = socket.socket(socket.AF_UNIX)
             self._counter.bind(str(self._folder / "counter"))
             self._counter.listen(1)
@@ -118,13 +130,19 @@ class FlowerPost:
             carrier = self._connected()
             send(carrier, json.dumps({"do": "addresses"}).encode())
             carrier.settimeout(GRACE)
-            return [str(address) for address in json.loads(receive(carrier))]
+            self._keys = dict(json.loads(receive(carrier)))
+            return list(self._keys)
         except (OSError, SiteError, ValueError) as error:
             self._lose(error)
             return []
         except BaseException as stopped:  # Ctrl-C: an answer is on its way that nobody waits for
             self._lose(stopped)
             raise
+
+    def holder(self, address: str) -> str:
+        """The agent whose pinned key the node at an address has; empty: nobody's."""
+        assert self._pins is not None
+        return self._pins.owner(self._keys.get(address, ""))
 
     def exchange(self, letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
         if not letters:
@@ -153,19 +171,18 @@ class FlowerPost:
 
     # The carrier ----------------------------------------------------------------------------
 
-    def _write_app(self, superlink: str, certificate: str) -> None:
+    def _write_app(self) -> None:
         """Flower's app, and Flower's own config, which names the SuperLink."""
         app = self._folder / "app"
         app.mkdir()
         (app / "pyproject.toml").write_text(_APP)
         shutil.copy(Path(__file__).with_name("flower.py"), app / "relay.py")
-        lines = ["[superlink]", 'default = "ours"', "[superlink.ours]", f'address = "{superlink}"']
-        if certificate:
-            path = Path(certificate).expanduser().resolve()
-            if not path.is_file():
-                raise SiteError(f"run.certificate: there is no file {path}")
+        lines = ["[superlink]", 'default = "ours"', "[superlink.ours]"]
+        lines.append(f'address = "{self._superlink}"')
+        if self._certificate:
+            path = Path(self._certificate).expanduser().resolve()
             lines.append(f"root-certificates = {json.dumps(str(path))}")
-        elif superlink.rpartition(":")[0] in LOOPBACK:
+        elif self._superlink.rpartition(":")[0] in LOOPBACK:
             lines.append("insecure = true")
         home = self._folder / "flwr"
         home.mkdir()
@@ -173,23 +190,12 @@ class FlowerPost:
 
     def _connect(self) -> socket.socket:
         assert self._counter is not None
-        command = [
-            program("flwr"), "run", str(self._folder / "app"), "ours",
-            "--run-config", f"counter={json.dumps(str(self._folder / 'counter'))}",
-        ]  # fmt: skip
-        try:
-            done = subprocess.run(
-                command, env=environment(self._folder / "flwr"), capture_output=True, text=True,
-                stdin=subprocess.DEVNULL, timeout=START_SECONDS, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise SiteError(f"flwr run said nothing for {START_SECONDS:g} s") from None
-        if done.returncode:
-            said = (done.stderr or done.stdout).strip().splitlines()[-3:]
-            raise SiteError(
-                f"Flower took no run ({' '.join(line.strip() for line in said)}). Is the SuperLink "
-                "of run.superlink there?"
-            )
+        certificate = str(Path(self._certificate).expanduser()) if self._certificate else ""
+        if problem := tls.trouble(self._superlink, certificate):
+            raise SiteError(f"run.superlink: {problem}")
+        self._register()
+        counter = json.dumps(str(self._folder / "counter"))
+        self._flwr("run", str(self._folder / "app"), "ours", "--run-config", f"counter={counter}")
         self._counter.settimeout(START_SECONDS)
         try:
             self._carrier, _ = self._counter.accept()
@@ -199,6 +205,41 @@ class FlowerPost:
                 "must be on this machine; look at its log"
             ) from None
         return self._carrier
+
+    def _register(self) -> None:
+        """Make the keys known, again where a SuperLink that restarted has forgotten them."""
+        files = {} if self._pins is None else self._pins.files
+        with ThreadPoolExecutor(REGISTER_AT_ONCE) as pool:
+            for said in pool.map(self._registered, files.items()):
+                log.debug("%s", said)
+
+    def _registered(self, of: tuple[str, Path]) -> str:
+        name, file = of
+        command = ("supernode", "register", str(file), "ours", "--name", name)
+        return self._flwr(*command, well=REGISTERED)
+
+    def _flwr(self, *arguments: str, well: str = "") -> str:
+        """Run Flower's command, and give what it says.
+
+        Args:
+            well: an error of which all is well that has this text.
+
+        Raises:
+            SiteError: it fails, or says nothing.
+        """
+        try:
+            done = subprocess.run(
+                [program("flwr"), *arguments], env=environment(self._folder / "flwr"),
+                capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=START_SECONDS,
+                check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise SiteError(f"flwr {arguments[0]} said nothing for {START_SECONDS:g} s") from None
+        said = f"{done.stdout}\n{done.stderr}".strip()
+        if done.returncode and not (well and well in said):
+            last = " ".join(said.replace("│", " ").split())[-300:]
+            raise SiteError(f"flwr {arguments[0]} failed: {last}. Look at the SuperLink's log")
+        return said
 
     def _connected(self) -> socket.socket:
         if self._counter is None:

@@ -5,12 +5,12 @@ back (``flower.py``; in tests, a function). All that can go wrong on the way has
 
     a site answers with a word        it counts as absent, with that word (wire.ERRORS)
     no answer, or ``busy``            the same letter again, until the visit's deadline: done once
-    a site came back elsewhere        it is found again by asking every address who it is
-    two sites with one name           the run stops: nobody could say which of them was right
-    another version or config         the run stops: no visit was made
 
-Whether a run goes on without an agent is its config's to say (``run.absent``, ``run.quorum``): a
-mean over whoever happened to answer is not what was asked for. A deadline that has passed is not
+Who is at which address, and who is not believed, is for ``roster.py`` to say.
+
+Whether a run goes on without an agent is for its algorithm to bear (``Without``), and for its
+config to want (``run.absent``, ``run.quorum``): a mean over whoever happened to answer is not what
+was asked for. A deadline that has passed is not
 a cancellation: the visit may have been done and charged all the same, and its reply, stored at
 the site, is what a run that is resumed gets for the same letter.
 
@@ -23,9 +23,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,54 +35,16 @@ from privssl.agents import AgentRef, Memory, Seat, natural_order
 from privssl.algorithms.base import Algorithm
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
-from privssl.errors import RunFolderError, UserError
+from privssl.engines.roster import STOP, USUAL, Roster, meaning
+from privssl.engines.roster import Post as Post
+from privssl.engines.roster import SiteError as SiteError
+from privssl.engines.roster import Terms as Terms
+from privssl.errors import RunFolderError
 from privssl.messages import Absent, MessageError, Reply, check_numbers, pack, unpack
 from privssl.site.steps import StepError, given_by
-from privssl.wire import Answer, Hello, Introduction, Visit, WireError
+from privssl.wire import Answer, Visit, WireError
 
 log = logging.getLogger("privssl")
-
-#: What this side says where no word came, or none that can be used.
-OWN_WORDS: Mapping[str, str] = {
-    "gone": "no answer came before the deadline. It may have done the visit all the same",
-    "garbled": "its answer is not one to this visit. Look at who has its key",
-}
-STOP = ("version", "config")  # no visit can ever be made: nothing to go on with
-
-
-class SiteError(UserError):
-    """A site cannot take part, or a visit has no reply and the run may not go on without it."""
-
-
-class Post(Protocol):
-    """Carries letters. An address is its own affair, and may change with a restart."""
-
-    def addresses(self) -> Sequence[str]:
-        """All that can be reached now."""
-        ...
-
-    def exchange(self, letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
-        """Send each letter to its address and wait for the answers at most so long.
-
-        Returns:
-            address -> answer, for those that came; a letter whose carrier failed has none.
-        """
-        ...
-
-    def close(self) -> None:
-        """Let go. May be called twice."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """How long to wait, and when to go on without an agent."""
-
-    join_seconds: float = 120.0  # for all sites to be there
-    visit_seconds: float = 600.0  # for one visit, from the letter to the answer
-    patience: float = 1.0  # seconds between two letters to a site that does not answer
-    absent: Literal["stop", "skip"] = "stop"  # a call alone that has no reply
-    quorum: float = 1.0  # share of a parallel step's calls that must have one, in (0, 1]
 
 
 @dataclass
@@ -108,7 +70,8 @@ class SitesEngine:
         agreement: str,
         home: LocalEngine,
         ledgers: Sequence[str] = (),
-        terms: Terms = Terms(),
+        terms: Terms = USUAL,
+        holder: Callable[[str], str] | None = None,
     ) -> None:
         """Finds the sites.
 
@@ -117,6 +80,7 @@ class SitesEngine:
             agreement: ``config.agreement`` of this run.
             home: engine of the agents that sit here.
             ledgers: agents whose journals are wanted at the end.
+            holder: the agent whose key the one at an address has; see ``Roster``.
 
         Raises:
             SiteError: not all are there in time, two have one name, or one has another config.
@@ -124,14 +88,17 @@ class SitesEngine:
         self._post, self._terms = post, terms
         self._algorithm, self._agreement, self._home = algorithm, agreement, home
         self._expected = {a.id: a for a in sorted(expected, key=lambda a: natural_order(a.id))}
-        self._remote = [a.id for a in expected if a.seat is not Seat.SERVER]
-        self._address: dict[str, str] = {}
-        self._strangers: set[str] = set()
+        sites = [agent for agent in expected if agent.seat is not Seat.SERVER]
+        self._remote = [agent.id for agent in sites]
         self._ledgers = tuple(ledgers)
+        self._without = algorithm.without_reply(algorithm.cfg, private=algorithm.plan is not None)
         self.run = os.urandom(8).hex()
         self._tokens = dict.fromkeys(self._remote, "")
         self._carried = Carried()
-        self._join()
+        self._sites = Roster(
+            post, sites, agreement=agreement, ledgers=ledgers, terms=terms, holder=holder
+        )
+        self._sites.gather()
 
     def roster(self) -> Sequence[AgentRef]:
         return list(self._expected.values())
@@ -174,7 +141,7 @@ class SitesEngine:
         shown = dict[str, bytes]()
         end = time.monotonic() + self._terms.join_seconds
         while True:
-            asked = {a: n for n, a in self._address.items() if n not in shown}
+            asked = {a: n for n, a in self._sites.address.items() if n not in shown}
             left = max(end - time.monotonic(), 1.0)
             for address, data in self._post.exchange(dict.fromkeys(asked, letter), left).items():
                 try:
@@ -185,7 +152,7 @@ class SitesEngine:
             if not missing or time.monotonic() > end:
                 break
             time.sleep(self._terms.patience)
-            self._look_around(left)
+            self._sites.look_around(left)
         needed = [name for name in self._ledgers if not shown.get(name)]
         if needed:
             raise SiteError(
@@ -199,72 +166,6 @@ class SitesEngine:
     def close(self) -> None:
         self._post.close()
         self._home.close()
-
-    # Who is there ---------------------------------------------------------------------------
-
-    def _join(self) -> None:
-        end = time.monotonic() + self._terms.join_seconds
-        while True:
-            self._look_around(min(self._terms.join_seconds, self._terms.visit_seconds))
-            missing = [name for name in self._remote if name not in self._address]
-            if not missing:
-                log.info("All %d sites are there", len(self._remote))
-                return
-            if time.monotonic() > end:
-                raise SiteError(
-                    f"{len(missing)} of {len(self._remote)} sites are not there after "
-                    f"{self._terms.join_seconds:g} s: {', '.join(missing)}. Start them, and look "
-                    "at their logs"
-                )
-            time.sleep(self._terms.patience)
-
-    def _look_around(self, seconds: float) -> None:
-        """Ask every address that is not known who it is."""
-        now = self._post.addresses()
-        self._address = {name: a for name, a in self._address.items() if a in now}
-        known = {*self._address.values(), *self._strangers}
-        new = [address for address in now if address not in known]
-        if not new:
-            return
-        came = self._post.exchange(dict.fromkeys(new, wire.to_bytes(Hello())), seconds)
-        for address in sorted(came):
-            self._meet(address, came[address])
-
-    def _meet(self, address: str, data: bytes) -> None:
-        try:
-            found = wire.from_bytes(data, Introduction, Answer)
-        except WireError as error:
-            self._turn_away(address, error.word)
-            return
-        if isinstance(found, Answer):
-            self._turn_away(address, found.error)
-        elif found.agent not in self._tokens:
-            log.warning("A site calls itself %s, which this run does not have", found.agent)
-            self._strangers.add(address)
-        elif found.agent in self._address:
-            raise SiteError(
-                f"Two sites call themselves {found.agent}. Stop one of them: nobody can say which "
-                "of them is right"
-            )
-        elif found.agreement != self._agreement:
-            raise SiteError(f"{found.agent}: {_meaning('config')}")
-        elif found.role != self._expected[found.agent].role:
-            raise SiteError(
-                f"{found.agent} is a {found.role} agent there and "
-                f"{self._expected[found.agent].role} here. Compare the two configs"
-            )
-        elif found.agent in self._ledgers and not found.shows_ledger:
-            raise SiteError(
-                f"{found.agent} does not show its ledger (site.share_ledger), so that nothing "
-                "could be claimed at the end. Its operator can set share_ledger: true"
-            )
-        else:
-            self._address[found.agent] = address
-
-    def _turn_away(self, address: str, word: str) -> None:
-        if word in STOP:
-            raise SiteError(f"A site that wants to take part cannot: {_meaning(word)}")
-        log.warning("A site that wants to take part cannot yet: %s", _meaning(word))
 
     # One delivery ---------------------------------------------------------------------------
 
@@ -282,7 +183,7 @@ class SitesEngine:
             now = {name: places.pop(0) for name, places in turns.items()}
             turns = {name: places for name, places in turns.items() if places}
             replies |= self._visited({name: (place, calls[place]) for name, place in now.items()})
-        self._check_quorum(calls, replies)
+        self._check_absences(calls, replies)
         return [replies[place] for place in range(len(calls))]
 
     def _visited(self, calls: Mapping[str, tuple[int, Call]]) -> dict[int, Reply[Any]]:
@@ -296,7 +197,7 @@ class SitesEngine:
             left = begun + self._terms.visit_seconds - time.monotonic()
             if left <= 0:
                 break
-            sent = {self._address[n]: n for n in waiting if n in self._address}
+            sent = {self._sites.address[n]: n for n in waiting if n in self._sites.address}
             letters = {a: wire.to_bytes(visits[name]) for a, name in sent.items()}
             self._carried.letters += len(letters)
             self._carried.down += sum(map(len, letters.values()))
@@ -310,7 +211,7 @@ class SitesEngine:
             if again := [name for name in calls if name not in answers]:
                 time.sleep(min(self._terms.patience, left))
                 self._carried.again += len(again)
-                self._look_around(left)
+                self._sites.look_around(left)
         return {
             place: self._reply(call, answers.get(name) or Answer("", error=last[name]))
             for name, (place, call) in calls.items()
@@ -336,23 +237,39 @@ class SitesEngine:
                 word = "garbled"
         return Reply(call.to, Absent(word))
 
-    def _check_quorum(self, calls: Sequence[Call], replies: Mapping[int, Reply[Any]]) -> None:
-        """Raise SiteError where the run may not go on without those that are absent."""
+    def _check_absences(self, calls: Sequence[Call], replies: Mapping[int, Reply[Any]]) -> None:
+        """Raise SiteError where the algorithm does not go on without those that are absent."""
         absent = [n for n in range(len(calls)) if isinstance(replies[n].content, Absent)]
-        if not absent:
-            return
         words = {place: replies[place].content.reason for place in absent}
         for place, word in words.items():
-            log.warning("%s has no reply: %s", calls[place].key, _meaning(word))
-        enough = len(calls) - len(absent) >= self._terms.quorum * len(calls)
-        alone = len(calls) == 1 and self._terms.absent == "skip"
-        may_go_on = not set(STOP) & set(words.values())
-        if may_go_on and (alone or (len(calls) > 1 and enough)):
-            return
-        first = absent[0]
-        raise SiteError(
-            f"{calls[first].to.id} has no reply to {calls[first].step.__name__} in round "
-            f"{calls[first].round} ({words[first]}): {_meaning(words[first])}"
+            log.warning("%s has no reply: %s", calls[place].key, meaning(word))
+        for place in absent:
+            step = calls[place].step.__name__
+            asked = [n for n, call in enumerate(calls) if call.step.__name__ == step]
+            there = sum(n not in words for n in asked)
+            way = "" if words[place] in STOP else self._way_on(step, there, len(asked))
+            if way is not None:
+                raise SiteError(
+                    f"{calls[place].to.id} has no reply to {step} in round {calls[place].round} "
+                    f"({words[place]}): {meaning(words[place])}{way}"
+                )
+
+    def _way_on(self, step: str, there: int, asked: int) -> str | None:
+        """None where the run goes on with those that replied; else how it could."""
+        quorum = self._terms.quorum
+        if step in self._without.skip:
+            if self._terms.absent == "skip":
+                return None
+            return ". To go on without it: --resume with run.absent=skip"
+        if step not in self._without.quorum:
+            return f". {self._without.needed_because or 'This step needs all of them'}"
+        if there >= quorum * asked:
+            return None
+        if not there:
+            return ". Nobody else replied either, so there is nothing to go on with"
+        return (
+            f". {there} of {asked} replied, and run.quorum is {quorum:g}. To go on with these: "
+            f"--resume with run.quorum={math.floor(1e4 * there / asked) / 1e4:g}"
         )
 
 
@@ -373,10 +290,6 @@ def _answer(data: bytes, visit: Visit) -> Answer:
     if answer.id != visit.id or not math.isfinite(answer.weight) or answer.weight < 0:
         return Answer("", error="garbled")
     return answer
-
-
-def _meaning(word: str) -> str:
-    return {**wire.ERRORS, **OWN_WORDS}.get(word, word)
 
 
 def _letters(text: str) -> Tensor:

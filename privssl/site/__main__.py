@@ -63,20 +63,19 @@ def _parser() -> argparse.ArgumentParser:
         help="root certificate of the SuperLink; needed off this machine",
     )  # fmt: skip
     parser.add_argument(
-        "--key",
-        default="",
-        metavar="FILE",
+        "--key", default="", metavar="FILE",
         help="private key that the SuperLink knows this site by",
-    )
+    )  # fmt: skip
     return parser
 
 
 def _site(options: argparse.Namespace, stack: ExitStack) -> int:
     from privssl.site import door, settings
-    from privssl.site.joining import SuperNode
+    from privssl.site.joining import SuperNode, check_files
     from privssl.site.opening import opened
 
     site = settings.load(options.site)
+    check_files(options.certificate, options.key)
     desk = opened(site)
     for path in filter(_seen_by_others, site.secrets):
         log.warning("Other users of this system can read %s. chmod -R go= closes it", path)

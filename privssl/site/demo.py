@@ -2,8 +2,10 @@
 
 Draws the split of a config, writes a SITE.yaml for each agent, and starts what a real deployment
 has on machines of their own: a SuperLink, one site with its SuperNode for each agent, and the
-training command with ``run.engine: flower``. All of it listens on loopback alone and ends with
-this command. What remains is in FOLDER, to be looked at: SITE.yaml, ledger and log of each site.
+training command with ``run.engine: flower``. Letters go through TLS, every site has a key, and its
+name is pinned to it, by keys and certificates that are made here. All of it listens on loopback
+alone and ends with this command. What remains is in FOLDER, to be looked at: SITE.yaml, ledger and
+log of each site.
 """
 
 import argparse
@@ -16,13 +18,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.table import Table
 
 from privssl.errors import RunFolderError, UserError
 from privssl.process import INTERRUPTED
+from privssl.site import keys
 
 CONFIG = "configs/fedssl_dp.yaml"
 #: Five sites, and so few rounds that the demonstration takes minutes.
@@ -58,15 +61,16 @@ def demonstrate(
     folder: Path, config: Path | None, overrides: Sequence[str], console: Console
 ) -> int:
     """Write the sites, start everything, train, and show the visits."""
-    names = write_sites(folder, config, overrides)
+    names, made = write_sites(folder, config, overrides), folder / "keys"
+    keys.make(made, "127.0.0.1", names)
     with ExitStack() as stack:
-        address = stack.enter_context(superlink(folder / "superlink"))
+        address = stack.enter_context(superlink(folder / "superlink", made=made))
         for name in names:
-            stack.enter_context(site(folder / name, address))
+            stack.enter_context(site(folder / name, address, *of_site(made, name)))
         for name in names:
             wait_for_site(folder / name)
         console.print(f"{len(names)} sites: {', '.join(names)}. SuperLink at {address}.")
-        status = train(folder, address).wait()
+        status = train(folder, address, *of_coordinator(made)).wait()
     console.print(visits(folder, names))
     return status
 
@@ -118,26 +122,53 @@ def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> 
 
 
 @contextmanager
-def superlink(folder: Path, port: int = 0) -> Iterator[str]:
-    """A SuperLink on loopback; its address. ``port``: 0 for one that is free."""
+def superlink(folder: Path, port: int = 0, made: Path | None = None) -> Iterator[str]:
+    """A SuperLink on loopback; its address.
+
+    Args:
+        port: 0 for one that is free.
+        made: keys and certificates, by ``privssl.site.keys``; None: letters go in clear, and
+            whoever comes is let in.
+    """
     from privssl.engines.flower_post import environment, program
 
     folder.mkdir(exist_ok=True)
     port = port or _free_port()
     command = [
-        program("flower-superlink"), "--insecure", "--host", "127.0.0.1", "--port", str(port),
+        program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port),
         "--disable-runtime-dependency-installation",
     ]  # fmt: skip
+    if made is None:
+        command.append("--insecure")
+    else:
+        command += ["--ssl-ca-certfile", str(made / "ca.crt"), "--enable-supernode-auth"]
+        command += [
+            "--ssl-certfile",
+            str(made / "link.crt"),
+            "--ssl-keyfile",
+            str(made / "link.key"),
+        ]
     with _running(command, folder / "log", environment(folder)) as process:
         _wait(lambda: _listens(port), process, folder / "log")
         yield f"127.0.0.1:{port}"
 
 
+def of_site(made: Path, name: str) -> tuple[str, ...]:
+    """Arguments for the site of an agent."""
+    return "--certificate", str(made / "ca.crt"), "--key", str(made / name)
+
+
+def of_coordinator(made: Path) -> tuple[str, ...]:
+    """Arguments for the training command."""
+    return f"run.certificate={made / 'ca.crt'}", f"run.keys={made}"
+
+
 @contextmanager
-def site(folder: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
+def site(folder: Path, address: str, *more: str) -> Iterator[subprocess.Popen[bytes]]:
     """The site of a folder, with its SuperNode, on its way."""
     command = [sys.executable, "-m", "privssl.site", str(folder / "site.yaml")]
-    with _running([*command, "--superlink", address], folder / "out", dict(os.environ)) as process:
+    command += ["--superlink", address, *more]
+    with _running(command, folder / "out", dict(os.environ)) as process:
         yield process
 
 
@@ -151,13 +182,21 @@ def wait_for_site(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def train(folder: Path, address: str, *more: str, output: bool = True) -> subprocess.Popen[bytes]:
-    """The training command, on its way. ``output``: not for a run that goes on, which has one."""
-    return subprocess.Popen([
+def train(
+    folder: Path, address: str, *more: str, output: bool = True, said: BinaryIO | None = None
+) -> subprocess.Popen[bytes]:
+    """The training command, on its way.
+
+    Args:
+        output: not for a run that goes on, which has one.
+        said: file for what it says; None: this terminal.
+    """
+    command = [
         sys.executable, "-m", "privssl.train", str(folder / "experiment.yaml"),
         "run.engine=flower", f"run.superlink={address}", "run.workers=auto", *more,
         *([f"run.output={folder / 'run'}"] if output else []),
-    ])  # fmt: skip
+    ]  # fmt: skip
+    return subprocess.Popen(command, stdout=said, stderr=said)
 
 
 @contextmanager

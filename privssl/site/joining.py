@@ -2,14 +2,20 @@
 
 It gets the path of the door and nothing else of the site, and runs behind a fence (fence.py): a
 SuperLink sends it code. Where there can be no fence, none is started for a SuperLink on another
-machine. Whatever ends it, another one is started after a pause: a SuperLink that restarts, and one
-that still takes the former SuperNode for alive (Flower refuses a second session of one key until
-the first has lapsed), are waited out. An operator who wants the SuperNode under another user of
-the system starts it by hand instead: docs/deploy.md.
+machine. An operator who wants the SuperNode under another user of the system starts it by hand
+instead: docs/deploy.md.
+
+    nobody answers, or TLS fails     none is started; why is said, and looked at again (tls.py)
+    the SuperLink refuses it         what Flower said is translated, and another one follows
+    it ends otherwise                another one follows after a pause
+    it loses the SuperLink           it tries for a minute, ends, and the first line holds
+
+A SuperNode alone would try for ever, and not say what is wrong.
 """
 
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,12 +25,26 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from privssl.engines import tls
 from privssl.engines.flower_post import environment, program
 from privssl.errors import ConfigError
 from privssl.settings import LOOPBACK
 from privssl.site import fence
 
-PAUSE = 15.0  # seconds before another try
+PAUSE = 15.0  # seconds before another SuperNode
+LOOK = 3.0  # seconds between two looks at a SuperLink that cannot be spoken with
+LOST = 60  # seconds in which a SuperNode may try to reach a SuperLink again
+#: What a SuperLink answers to a SuperNode that wants in (flwr.supercore.error), for an operator.
+_REFUSED = {
+    "2001": "the SuperLink asks every site for a key. Give --key, and the public one (.pub) to "
+    "whoever runs the coordinator (run.keys)",
+    "2004": "the SuperLink does not know the key of this site, or takes its former SuperNode "
+    "for alive, which passes within a minute or so. If it goes on: give the public key (.pub) to "
+    "whoever runs the coordinator (run.keys)",
+}
+_CODE = re.compile(r"\[code: ([0-9]+)\]")
+_TAIL = 2**16  # bytes of its log in which the reason is looked for
+_KEY = "-----BEGIN OPENSSH PRIVATE KEY-----"
 
 log = logging.getLogger("privssl")
 
@@ -47,11 +67,12 @@ class SuperNode:
 
         Raises:
             ConfigError: letters would cross a network in clear, or code from another machine would
-                run as this user without a fence, or secrets lie inside of it.
+                run as this user without a fence, or secrets lie inside of it; certificate or key
+                is none.
             SiteError: Flower is not installed.
         """
-        host = superlink.rpartition(":")[0]
-        if not host:
+        host, _, port = superlink.rpartition(":")
+        if not (host and port.isdecimal()):
             raise ConfigError(f"--superlink is {superlink!r}: give host:port")
         if host not in LOOPBACK and not certificate:
             raise ConfigError(
@@ -69,14 +90,16 @@ class SuperNode:
                 "No fence: this system has no Landlock, so that code which the SuperLink on this "
                 "machine sends can read rows and ledger. For trials alone"
             )
+        check_files(certificate, key)
         files = [Path(path) for path in (certificate, key) if path]
         self._command = [
             *(_fenced(folder, files, secrets) if fence.version() else []),
             program("flower-supernode"), "--superlink", superlink,
             *(["--root-certificates", certificate] if certificate else ["--insecure"]),
             *(["--auth-supernode-private-key", key] if key else []),
-            "--node-config", f'door="{door}"',
+            "--node-config", f'door="{door}"', "--max-wait-time", str(LOST),
         ]  # fmt: skip
+        self._superlink, self._certificate = superlink, certificate
         self._folder = folder
         # Beside the folder: in it, shipped code could put a link to any file of this user in the
         # log's place, and would be given that file to write into when the next one starts.
@@ -100,25 +123,66 @@ class SuperNode:
         self._end(signal.SIGKILL)
 
     def _keep_up(self) -> None:
+        said = ""
         while not self._stopped.is_set():
-            with self._log.open("ab") as out:
-                port = ["--host", "127.0.0.1", "--port", str(_free_port())]  # for its own helpers
-                own = {**environment(self._folder), "TMPDIR": str(self._folder)}
-                self._process = subprocess.Popen(
-                    [*self._command, *port], env=own, stdout=out, stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL, start_new_session=True,
-                )  # fmt: skip
-            status = self._process.wait()
+            trouble = tls.trouble(self._superlink, self._certificate)
+            if trouble:
+                if trouble != said:
+                    log.warning("No SuperNode yet: %s", trouble)
+                said = trouble
+                self._stopped.wait(LOOK)
+                continue
+            said = ""
+            log.info("Starts a SuperNode for the SuperLink at %s", self._superlink)
+            why = self._run()
             if not self._stopped.is_set():
-                log.warning("The SuperNode ended with status %d; another one follows", status)
+                log.warning("The SuperNode ended: %s. Another one follows", why)
                 self._end(signal.SIGKILL)
                 self._stopped.wait(PAUSE)
+
+    def _run(self) -> str:
+        """A SuperNode until it ends; why it did."""
+        with self._log.open("ab") as out:
+            begins = out.tell()
+            port = ["--host", "127.0.0.1", "--port", str(_free_port())]  # for its own helpers
+            own = {**environment(self._folder), "TMPDIR": str(self._folder)}
+            self._process = subprocess.Popen(
+                [*self._command, *port], env=own, stdout=out, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        status = self._process.wait()
+        with self._log.open("rb") as log_:
+            log_.seek(max(begins, log_.seek(0, os.SEEK_END) - _TAIL))
+            code = _CODE.search(log_.read().decode(errors="replace"))
+        if code is not None and code[1] in _REFUSED:
+            return _REFUSED[code[1]]
+        return f"status {status}, see {self._log}"
 
     def _end(self, number: signal.Signals) -> None:
         """Its helpers are in its process group."""
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
+
+
+def check_files(certificate: str, key: str) -> None:
+    """Look at what the operator gave for TLS. Raises ConfigError where it is none.
+
+    A certificate that expires soon is spoken of in the log.
+    """
+    if certificate and (warning := tls.check_root(Path(certificate))):
+        log.warning("%s", warning)
+    if not key:
+        return
+    try:
+        first = Path(key).read_text(encoding="ascii", errors="replace").partition("\n")[0]
+    except OSError as error:
+        raise ConfigError(f"{key}: {error.strerror}. Give the private key of this site") from None
+    if first.strip() != _KEY:
+        raise ConfigError(
+            f"{key}: not a private key of OpenSSH. Make one: ssh-keygen -t ecdsa -b 384 -N '' -f "
+            "FILE"
+        )
 
 
 def _fenced(folder: Path, files: Sequence[Path], secrets: Sequence[Path]) -> list[str]:

@@ -59,7 +59,12 @@ def make(folder: Path, host: str, names: Sequence[str], days: int = DAYS) -> Non
         raise UserError(f"{folder}: {error.strerror}. Give a folder that is not there") from None
     with tempfile.TemporaryDirectory() as scratch:
         key, request, extra = (Path(scratch) / name for name in ("ca.key", "link.csr", "extra"))
-        extra.write_text(f"subjectAltName={_alternative(host)}\nextendedKeyUsage=serverAuth\n")
+        # Key identifiers: Python 3.13 asks for them.
+        extra.write_text(
+            f"subjectAltName={_alternative(host)}\nextendedKeyUsage=serverAuth\n"
+            "basicConstraints=critical,CA:FALSE\nkeyUsage=critical,digitalSignature\n"
+            "subjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
+        )
         _curve_key(key)
         _openssl(
             "req", "-x509", "-new", "-key", key, "-sha384", "-days", days, "-subj",
