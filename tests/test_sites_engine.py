@@ -6,6 +6,7 @@ Sites are those of posts.py, in this process; what is between them and the engin
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,25 @@ def test_a_site_that_comes_late_is_waited_for() -> None:
         return says("q0")(letter) if ready else wire.to_bytes(Answer("", error="data"))
 
     assert meet({"x": late}, "q0")._sites.address == {"q0": "x"}
+
+
+class Waits(Doors):
+    """As a network: who is there and says nothing is waited for as long as one may."""
+
+    def exchange(self, letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
+        came = super().exchange(letters, seconds)
+        if any(address in self.handlers and address not in came for address in letters):
+            time.sleep(seconds)
+        return came
+
+
+def test_one_that_is_there_and_says_nothing_costs_no_other_its_visit(here: Path) -> None:
+    terms = dataclasses.replace(SOON, visit_seconds=2.0, hello_seconds=0.1)
+    with closing(engine(here, terms, post=Waits)) as there:
+        post = doors(there)
+        post.handlers["mute"] = lambda letter: None
+        post.handlers["elsewhere"] = post.handlers.pop("at q0")  # q0 was started again
+        assert words(ask(there, STEPS.count, whom="q0")) == [""]
 
 
 def test_no_visit_is_made_before_all_are_there() -> None:
