@@ -129,6 +129,8 @@ def shown_journals(
         problems = [str(problem) for problem in journal.problems]
         if not problems and journal.plan.agent != name:
             problems = [f"it is of {journal.plan.agent}"]
+        if not problems and (unpaid := engine.unpaid(name, journal.visits)):
+            problems = [f"it lacks {unpaid} visits that were charged, as if from a backup"]
         if problems:
             raise SiteError(
                 f"The ledger that {name} shows is not in order: {problems[0]}. Its operator must "

@@ -58,6 +58,7 @@ Token = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 AgentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 RunName = Annotated[str, Field(pattern=r"^[0-9a-z]{1,32}$")]
+RECEIPT = 32  # hex digits of a visit's id that stand in the ledger
 #: What an agent notes is named under ``train/``: no site writes over a measure of the coordinator.
 NOTE = r"^train/[A-Za-z0-9_/]{1,64}$"
 NoteName = Annotated[str, Field(pattern=NOTE)]
@@ -109,6 +110,11 @@ class Visit:
         header = {k: v for k, v in vars(self).items() if k not in ("deadline", "body")}
         return hashlib.sha256(encode(header) + hashlib.sha256(self.body).digest()).hexdigest()
 
+    @property
+    def receipt(self) -> str:
+        """The part of its id that stands in the ledger."""
+        return self.id[:RECEIPT]
+
 
 @dataclass(frozen=True, config=strict)
 class Answer:
@@ -120,6 +126,7 @@ class Answer:
     weight: float = 1.0
     notes: Mapping[NoteName, float] = dataclasses.field(default_factory=dict)
     memory: Token = ""  # the token under which the agent's memory is now known
+    charged: bool = False  # whether the agent's ledger has paid for it
     body: bytes = b""
 
 

@@ -242,6 +242,30 @@ def test_a_visit_that_was_lost_stops_a_run_which_says_how_it_goes_on_without_it(
     assert audit.main([str(over.place.run)]) == 0
 
 
+def test_a_ledger_that_was_put_back_from_a_backup_makes_no_claim(tmp_path: Path) -> None:
+    over = Over(tmp_path, PRIVATE)
+    true, kept = over.doors.handlers["s0 opened"], tmp_path / "backup"
+    now = true
+
+    def forgets(letter: bytes) -> Any:
+        """As it is when the second round begins, it is put back when the fourth does."""
+        nonlocal now
+        if b'"round":2' in letter and not kept.exists():
+            kept.mkdir()
+            shutil.copytree(over.sites / "s0" / "ledger", kept / "ledger")
+            shutil.copy(over.sites / "s0" / "ledger.mark", kept)
+        if b'"round":4' in letter and now is true:
+            shutil.copytree(kept, over.sites / "s0", dirs_exist_ok=True)
+            now = opening.opened(settings.load(over.sites / "s0" / "site.yaml")).handle
+        return now(letter)
+
+    over.doors.handlers["s0 opened"] = forgets
+    lacks = "ledger that s0 shows is not in order: it lacks 2 visits that were charged, as if from"
+    assert_refused(over.train("run.checkpoint_every=1"), lacks)
+    assert over.journal("s0").problems == []  # by itself it is in order
+    assert_refused(over.train("--resume", over.place.run), lacks)  # the checkpoint remembers
+
+
 def _made(folder: Path) -> Path:
     folder.mkdir()
     return folder

@@ -132,7 +132,7 @@ def test_the_supernode_of_a_site_cannot_read_the_sites_folder(
 
 @pytest.mark.skipif(not fence.version(), reason="this kernel has no Landlock")
 def test_code_behind_the_fence_cannot_have_the_site_write_for_it(
-    flower: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The site opens the SuperNode's log, with its own rights, each time that it starts one."""
     monkeypatch.setattr(joining, "PAUSE", 0.05)
@@ -143,7 +143,7 @@ def test_code_behind_the_fence_cannot_have_the_site_write_for_it(
         'echo once >> started\ntest $(wc -l < started) -ge 3 && echo "$@" > flower-supernode\n'
         "test $(wc -l < started) -ge 3 && sleep 30\n"
     )
-    there = SuperNode(tmp_path / "door", own, "127.0.0.1:8000", "", "")
+    there = SuperNode(tmp_path / "door", own, link, "", "")
     try:
         started(there, own)
     finally:
@@ -176,6 +176,7 @@ def test_the_coordinator_says_what_flower_said_where_it_takes_no_run(
         FlowerPost("127.0.0.1:1", str(tmp_path / "none"))
 
 
+@pytest.mark.usefixtures("flower")
 def test_after_ctrl_c_no_late_answer_is_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while letters are away; then, as a run does that stops, leave is taken."""
 

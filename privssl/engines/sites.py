@@ -23,7 +23,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,7 @@ from privssl.engines.roster import Terms as Terms
 from privssl.errors import RunFolderError
 from privssl.messages import Absent, MessageError, Reply, check_numbers, pack, unpack
 from privssl.site.steps import StepError, given_by
-from privssl.wire import Answer, Visit, WireError
+from privssl.wire import RECEIPT, Answer, Visit, WireError
 
 log = logging.getLogger("privssl")
 
@@ -94,6 +94,7 @@ class SitesEngine:
         self._without = algorithm.without_reply(algorithm.cfg, private=algorithm.plan is not None)
         self.run = os.urandom(8).hex()
         self._tokens = dict.fromkeys(self._remote, "")
+        self._receipts = dict.fromkeys(self._remote, "")  # of the replies that were charged
         self._carried = Carried()
         self._sites = Roster(
             post, sites, agreement=agreement, ledgers=ledgers, terms=terms, holder=holder
@@ -106,7 +107,11 @@ class SitesEngine:
     def memories(self) -> Mapping[str, Memory]:
         here = self._home.memories()
         there = {
-            name: {"run": _letters(self.run), "visit": _letters(token)}
+            name: {
+                "run": _letters(self.run),
+                "visit": _letters(token),
+                "charged": _letters(self._receipts[name]),
+            }
             for name, token in self._tokens.items()
         }
         return {name: here[name] if name in here else there[name] for name in self._expected}
@@ -120,8 +125,14 @@ class SitesEngine:
             )
         for name, memory in remote.items():
             self._tokens[name] = _text(memory["visit"]) if memory else ""
+            self._receipts[name] = _text(memory["charged"]) if memory else ""
         self.run = next((_text(memory["run"]) for memory in remote.values() if memory), self.run)
         self._home.restore(memories)
+
+    def unpaid(self, agent: str, visits: Iterable[str]) -> int:
+        """How many replies that an agent said were charged are not among its ledger's visits."""
+        has, told = {visit.rpartition("@")[2] for visit in visits}, self._receipts[agent]
+        return sum(told[at : at + RECEIPT] not in has for at in range(0, len(told), RECEIPT))
 
     def carried(self) -> Carried:
         """What was carried since this was last asked."""
@@ -213,7 +224,9 @@ class SitesEngine:
                 self._carried.again += len(again)
                 self._sites.look_around(left)
         return {
-            place: self._reply(call, answers.get(name) or Answer("", error=last[name]))
+            place: self._reply(
+                call, answers.get(name) or Answer("", error=last[name]), visits[name].receipt
+            )
             for name, (place, call) in calls.items()
         }
 
@@ -224,13 +237,15 @@ class SitesEngine:
             message=type(call.message).__name__, deadline=deadline, body=pack(call.message),
         )  # fmt: skip
 
-    def _reply(self, call: Call, answer: Answer) -> Reply[Any]:
+    def _reply(self, call: Call, answer: Answer, receipt: str) -> Reply[Any]:
         """The reply in an answer; ``Absent`` where there is none."""
         word = answer.error
         if not word:
             try:
                 content = unpack(given_by(call.step, answer.message), answer.body)
                 self._tokens[call.to.id] = answer.memory
+                if answer.charged:
+                    self._receipts[call.to.id] += receipt
                 return Reply(call.to, content, answer.weight, dict(answer.notes))
             except (MessageError, StepError) as error:
                 log.warning("The answer of %s to %s: %s", call.to.id, call.key, error)
@@ -275,7 +290,7 @@ class SitesEngine:
 
 def is_name(memory: Memory) -> bool:
     """Whether this names what an agent remembers at its site, and is not that itself."""
-    return set(memory) == {"run", "visit"}
+    return set(memory) == {"run", "visit", "charged"}
 
 
 def _answer(data: bytes, visit: Visit) -> Answer:

@@ -42,8 +42,6 @@ from privssl.wire import Answer, Farewell, Hello, Introduction, Visit, WireError
 
 log = logging.getLogger("privssl")
 
-RECEIPT = 32  # hex digits of a visit's id that stand in the ledger
-
 
 class PaidRows(LabelledRows):
     """Labelled rows under an account: out of reach until the visit at hand was charged."""
@@ -175,7 +173,7 @@ class Desk:
         agent = self._agent(account, work.memory)
         ctx = Context(
             seed=self.seed, round=visit.round, agent=agent.id, visit_key=_key(visit),
-            attempt=visit.id[:RECEIPT], device=self.device,
+            attempt=visit.receipt, device=self.device,
             telemetry=account is None and self.share_notes,
         )  # fmt: skip
         try:
@@ -185,11 +183,12 @@ class Desk:
         finally:  # the charge counts whatever became of the visit
             if account is not None:
                 self.store.mark = account.seq, account.head
+        charged = account is not None and account.charged(_receipt(visit))
         token = self._remember(visit, work.memory, agent.memory)
         answer = wire.to_bytes(
             Answer(
                 visit.id, message=type(content).__name__, weight=ctx.weight,
-                notes=_sendable(ctx.notes), memory=token, body=body,
+                notes=_sendable(ctx.notes), memory=token, charged=charged, body=body,
             )
         )  # fmt: skip
         self.store.put_answer(visit.run, visit.id, answer)
@@ -278,4 +277,4 @@ def _key(visit: Visit) -> str:
 
 def _receipt(visit: Visit) -> str:
     """The name under which the ledger knows the visit: ``Context.receipt``."""
-    return f"{_key(visit)}@{visit.id[:RECEIPT]}"
+    return f"{_key(visit)}@{visit.receipt}"
