@@ -321,7 +321,7 @@ def test_memories_are_names_and_no_rows_and_another_engines_are_refused(here: Pa
     ask(there, STEPS.count, whom="q0")
     kept = there.memories()
     assert {name: set(memory) for name, memory in kept.items()} == {
-        name: {"run", "visit"} for name in ("q0", "q1", "q2")
+        name: {"run", "visit", "charged"} for name in ("q0", "q1", "q2")
     }
     assert len(kept["q0"]["visit"]) == 64 and len(kept["q1"]["visit"]) == 0
     with pytest.raises(RunFolderError, match=r"run\.engine=local"):

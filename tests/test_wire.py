@@ -144,7 +144,14 @@ def test_a_list_of_the_names_of_fields_is_no_letter(kind: Any) -> None:
     "name", ["test/accuracy", "round", "loss", "train/a,b", "train/\x1b[2J", "train/a\n", "train/"]
 )
 def test_a_site_names_no_measure_that_is_not_its_own(name: str) -> None:
-    fields = {"id": "", "error": "", "message": "", "weight": real(1.0), "memory": ""}
+    fields = {
+        "id": "",
+        "error": "",
+        "message": "",
+        "weight": real(1.0),
+        "memory": "",
+        "charged": False,
+    }
     assert word_of(made_by_hand("Answer", fields | {"notes": {name: real(0.5)}})) == "refused"
     own = made_by_hand("Answer", fields | {"notes": {"train/loss": real(0.5)}})
     assert wire.from_bytes(own, Answer).notes == {"train/loss": 0.5}  # the control
