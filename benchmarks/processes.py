@@ -86,9 +86,9 @@ def carry_out(
     peak, used, cpu = 0.0, dict[int, float](), [(begun, 0.0)]
     try:
         while running[0].poll() is None and time.monotonic() - begun < limit:
-            marked = _marked(word)
-            peak = max(peak, sum(map(_pss, marked)))
-            used |= {process: _cpu(process) or used.get(process, 0.0) for process in marked}
+            there = marked(word)
+            peak = max(peak, sum(map(pss, there)))
+            used |= {process: _cpu(process) or used.get(process, 0.0) for process in there}
             cpu.append((time.monotonic(), sum(used.values())))
             with suppress(subprocess.TimeoutExpired):
                 running[0].wait(EVERY)
@@ -109,7 +109,7 @@ def carry_out(
 def end_all(word: str) -> None:
     """Kill every process that carries the mark, until there is none."""
     for _ in range(50):
-        left = _marked(word)
+        left = marked(word)
         if not left:
             return
         for process in left:
@@ -123,7 +123,8 @@ def _drain(stream: Any, kept: list[str]) -> None:
         kept.extend(stream)
 
 
-def _marked(word: str) -> list[int]:
+def marked(word: str) -> list[int]:
+    """The processes that carry a mark."""
     found, sign = [], f"{MARK}={word}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -133,7 +134,7 @@ def _marked(word: str) -> list[int]:
     return found
 
 
-def _pss(process: int) -> float:
+def pss(process: int) -> float:
     """Megabytes; 0 of one that has ended."""
     with suppress(OSError):
         for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():

@@ -7,7 +7,14 @@ import pytest
 import torch
 from command_line import command
 
-from benchmarks import census_curve, census_map, epsilon_figure, uneven_split, workers
+from benchmarks import (
+    census_curve,
+    census_map,
+    epsilon_figure,
+    sites_memory,
+    uneven_split,
+    workers,
+)
 from benchmarks.epsilon_figure import Point, points_of
 from privssl.config import load
 from privssl.data.manifest import Manifest
@@ -143,3 +150,11 @@ def test_rounds_are_timed_for_each_number_of_workers(capsys: pytest.CaptureFixtu
     private = str(CONFIG.with_name("fedssl_dp.yaml"))
     assert workers.main([private]) == 2
     assert "work in one process" in capsys.readouterr().err
+
+
+def test_memory_of_sites_counts_growth_after_the_warm_up_and_not_before() -> None:
+    after = [{"flat": 80.0, "grows": 100.0 + more} for more in (0, 25)]
+    rounds = [{"flat": 50.0, "grows": 100.0}, *after]
+    *_, flat, grows = sites_memory.table(rounds, 1).splitlines()
+    assert flat == "| flat | 80.0 | 80.0 | 80.0 | 80.0 | 0.0% |"
+    assert grows == "| grows | 100.0 | 100.0 | 125.0 | 125.0 | 25.0% |"

@@ -24,6 +24,7 @@ from benchmarks import (
     plain_loop,
     private_step,
     processes,
+    sites_memory,
 )
 from benchmarks.cell import ours as cell_ours
 from benchmarks.cell import plain as cell_plain
@@ -41,7 +42,7 @@ SMALL = argparse.Namespace(data="digits", agents=2, rows=24, batch=10, epochs=2,
         b.main
         for b in (
             *(against_flower_and_pfl, batched_agents, hot_loop, methods, plain_loop),
-            private_step,
+            *(private_step, sites_memory),
         )
     ],
     ids=lambda main: main.__module__.partition(".")[2],

@@ -1,0 +1,158 @@
+"""Whether the memory of a run over sites grows with its rounds.
+
+    python -m benchmarks.sites_memory [--rounds 50] [--sites 5]
+
+A SuperLink and so many sites, each with its SuperNode, are processes on loopback, and the training
+command runs over them: FedAvg on digits, no privacy, one parallel step in a round, so that a round
+is little else than its letters. When a line of metrics.csv says that a round is over, processes
+are weighed: the coordinator, the SuperLink, Flower's server process (it carries the coordinator's
+letters), and of the first site the site itself and its SuperNode. A weight is PSS, by which a page
+that several processes share counts in part for each of them.
+
+The first ``--warm-up`` rounds are not counted: caches fill and the first checkpoint is written.
+Of the others the table has the first, lowest, highest and last weight, and by how much the highest
+lies above the lowest. Linux (/proc); needs Flower; about ten seconds for a round.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from benchmarks.processes import MARK, about, end_all, marked, pss
+from privssl.errors import UserError
+from privssl.site import demo
+
+CONFIG = """
+data: {{name: digits, labelled: 100}}
+agents: {{support: {sites}, query: 0}}
+model: {{name: small_cnn}}
+algorithm: {{name: fedavg, rounds: {rounds}, local_epochs: 1, batch_size: 32, learning_rate: 0.02}}
+"""
+#: What is weighed, by a word of its command line.
+WEIGHED = {
+    "coordinator": "privssl.train",
+    "SuperLink": "flower-superlink",
+    "server process": "flwr-serverapp",
+    "a site": "privssl.site",
+    "its SuperNode": "flower-supernode",
+}
+EVERY = 0.2  # seconds between two looks at metrics.csv
+LIMIT = 120.0  # seconds that a round may take
+
+Weights = Mapping[str, float]  # MB, by the names of WEIGHED
+
+
+def measure(folder: Path, rounds: int, sites: int) -> Iterator[Weights]:
+    """Weights after each round."""
+    config = folder / "config.yaml"
+    # One round more, so that all that is weighed is there after the last of them.
+    config.write_text(CONFIG.format(rounds=rounds + 1, sites=sites))
+    with ExitStack() as stack:
+        word = stack.enter_context(_all_marked())
+        names = demo.write_sites(folder / "sites", config, [])
+        address = stack.enter_context(demo.superlink(folder / "sites" / "superlink"))
+        for name in names:
+            stack.enter_context(demo.site(folder / "sites" / name, address))
+        for name in names:
+            demo.wait_for_site(folder / "sites" / name)
+        run = demo.train(folder / "sites", address, "--quiet")
+        for number in range(1, rounds + 1):
+            _wait_for_round(number, folder / "sites" / "run" / "metrics.csv", run)
+            yield _weighed(word)
+        if run.wait(LIMIT):
+            raise UserError(f"the run ended with status {run.returncode}")
+
+
+@contextmanager
+def _all_marked() -> Iterator[str]:
+    """All that is started inside carries a word, by which it is found, and is ended."""
+    word = uuid.uuid4().hex
+    os.environ[MARK] = word
+    try:
+        yield word
+    finally:
+        del os.environ[MARK]
+        end_all(word)
+
+
+def _wait_for_round(number: int, metrics: Path, run: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + LIMIT
+    while not metrics.exists() or len(metrics.read_text().splitlines()) <= number:
+        if run.poll() is not None or time.monotonic() > end:
+            raise UserError(f"round {number} did not end within {LIMIT:g} s")
+        time.sleep(EVERY)
+
+
+def _weighed(word: str) -> Weights:
+    """Of each kind the process that was started first: it stands for the others."""
+    found = sorted(marked(word))
+    lines = {process: _command_line(process) for process in found}
+    kinds = {
+        kind: next((process for process in found if name in lines[process]), None)
+        for kind, name in WEIGHED.items()
+    }
+    if missing := [kind for kind, process in kinds.items() if process is None]:
+        raise UserError(f"There is no process of the {', '.join(missing)} any more")
+    return {kind: pss(process) for kind, process in kinds.items() if process is not None}
+
+
+def _command_line(process: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""
+
+
+# The table -------------------------------------------------------------------------------------
+
+
+def table(weights: Sequence[Weights], warm_up: int) -> str:
+    """What is left after the warm-up, a line for each process."""
+    lines = [
+        f"| PSS, MB | round {warm_up + 1} | lowest | highest | round {len(weights)} | span |",
+        "|---" * 6 + "|",
+    ]
+    for kind in weights[0]:
+        seen = [weight[kind] for weight in weights[warm_up:]]
+        low, high = min(seen), max(seen)
+        cells = " | ".join(f"{value:.1f}" for value in (seen[0], low, high, seen[-1]))
+        lines.append(f"| {kind} | {cells} | {high / low - 1:.1%} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 2 where something could not be started or ended before its time."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.sites_memory", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--sites", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=5, help="rounds that are not counted")
+    options = parser.parse_args(arguments)
+    if not 0 <= options.warm_up < options.rounds:
+        parser.error("--warm-up must leave a round to count")
+    print(f"{about()} {options.sites} sites, {options.rounds} rounds\n", flush=True)
+    begun, weights = time.monotonic(), list[Weights]()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for weight in measure(Path(folder), options.rounds, options.sites):
+                weights.append(weight)
+                told = ", ".join(f"{kind} {value:.1f}" for kind, value in weight.items())
+                print(f"round {len(weights)}: {told}", file=sys.stderr, flush=True)
+    except UserError as problem:
+        print(str(problem), file=sys.stderr)
+        return problem.exit_status
+    print(table(weights, options.warm_up))
+    print(f"\n{time.monotonic() - begun:.0f} seconds, start and end included")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
