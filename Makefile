@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo-sites train test test-all check format clean
+.PHONY: help demo-sites train test test-flower test-all check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -37,7 +37,10 @@ demo-sites: $(VENV)/.installed-flower  ## a coordinator and five sites over Flow
 	$(RUN) -m privssl.site.demo runs/demo-sites-$$(date +%Y%m%d-%H%M%S) $(DEMO_ARGS)
 
 test: $(VENV)/.installed-dev  ## run the tests that take seconds
-	$(RUN) -m pytest $(PARALLEL) -m "not slow" $(TESTS)
+	$(RUN) -m pytest $(PARALLEL) -m "not slow and not flower" $(TESTS)
+
+test-flower: $(VENV)/.installed-dev  ## run the tests over Flower that take minutes together
+	$(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/test_flower*.py))
 
 test-all: $(VENV)/.installed-dev  ## run every test
 	$(RUN) -m pytest $(PARALLEL) $(TESTS)

@@ -1,60 +1,81 @@
-"""Over Flower itself: a SuperLink and five SuperNodes on loopback, once for all tests here.
+"""Over Flower itself: one SuperLink and five SuperNodes on loopback, for all tests here.
 
 What sites and their engine owe is tested without a network (test_engine_conformance.py,
 test_sites_engine.py, test_run_over_sites.py); here, that Flower carries their letters, and that
-all that Flower's processes can do to a run is to hold it up. SuperNodes know doors, not what is
-behind: each test puts sites of its own there. All of it is slow, and needs privssl[flower].
+all that Flower's processes can do to a run is to hold it up. It needs privssl[flower].
+
+A letter costs Flower some seconds and a process of its own, whatever is in it. So SuperNodes are
+started once and know doors, not what is behind: each door has a conformance site and one for each
+of five methods, and the first byte of a letter says which of them it is for. The runs of the five
+methods go on side by side from the beginning, each with a carrier of its own, while the tests of
+the conformance suite use the same SuperNodes.
 """
 
 import contextlib
 import dataclasses
+import functools
+import multiprocessing
 import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import posts
 import pytest
 import test_engine_conformance as conformance
+import torch
 from command_line import command
-from test_engine_conformance import STEPS, Told, agents, ask
+from test_engine_conformance import STEPS, Told, ask
 from test_resume import Place
 from test_run_over_sites import DIGITS, on_digits
-from test_site import serving
 
 from accounting.ledger import read_journal
 from privssl import run_engine
+from privssl.engines import Call, flower_post
 from privssl.engines.flower_post import FlowerPost
 from privssl.engines.local import LocalEngine
-from privssl.engines.sites import SitesEngine, Terms
-from privssl.site import demo, opening, settings
+from privssl.engines.sites import SiteError, SitesEngine, Terms
+from privssl.messages import Absent
+from privssl.site import demo, door, opening, settings
 from privssl.site.demo import superlink, write_sites
 from privssl.site.joining import SuperNode
 
 FLOWER = (Path(sys.executable).parent / "flwr").exists() or shutil.which("flwr")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.flower,
     pytest.mark.skipif(not FLOWER, reason="Flower is not installed: pip install '.[flower]'"),
 ]
 NAMES = ("s0", "s1", "q0", "q1", "q2")
-PATIENT = Terms(join_seconds=120.0, visit_seconds=120.0)
+PATIENT = Terms(join_seconds=300.0, visit_seconds=300.0)
+Handler = Callable[[bytes], bytes]
+#: Stands before a command that gets a network of its own.
+ALONE = ["unshare", "--map-root-user", "--net"]
+
+#: First byte of a letter: which of the sites behind a door it is for.
+CONFORMANCE = b"-"
+MARKS = {method: str(number).encode() for number, method in enumerate(DIGITS)}
 
 
-@dataclasses.dataclass
+# The network -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
 class Network:
-    """A SuperLink, and a SuperNode for each door."""
+    """A SuperLink, SuperNodes, and behind their doors the sites of five runs, under way."""
 
     folder: Path
     address: str
-    nodes: dict[str, SuperNode]
-
-    def door(self, name: str) -> Path:
-        return self.folder / name / "door"
+    runs: Mapping[str, BaseProcess]  # by method
+    seen: set[str]  # remote addresses of all connections until now
 
 
 @pytest.fixture(scope="module")
@@ -62,132 +83,128 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     folder = tmp_path_factory.mktemp("net")
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(superlink(folder / "link"))
-        nodes = {}
-        for name in NAMES:
+        for name, sites in _sites(folder).items():
             (folder / name).mkdir()
+            stack.enter_context(kept_up(folder / name / "door", functools.partial(_chosen, sites)))
             node = SuperNode(folder / name / "door", folder / name / "flower", address, "", "")
             stack.callback(node.stop)
             node.start()
-            nodes[name] = node
-        yield Network(folder, address, nodes)
+        yield Network(
+            folder, address,
+            runs={method: stack.enter_context(_run(folder, address, method)) for method in DIGITS},
+            seen=stack.enter_context(_watched(folder)),
+        )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def post(network: Network) -> Iterator[FlowerPost]:
-    """One carrier for all tests: starting one takes ten seconds."""
-    with contextlib.closing(FlowerPost(network.address, "")) as found:
-        end = time.monotonic() + 90
-        while len(found.addresses()) < len(NAMES) and time.monotonic() < end:
-            time.sleep(1)
-        yield found
+def parties() -> list[Any]:
+    """Five agents of the conformance suite."""
+    return conformance.agents(4, 7, 5, 3, 6)
 
 
-class Lent:
-    """A post that is not closed by whoever uses it."""
+def _sites(folder: Path) -> dict[str, dict[bytes, Handler]]:
+    """What is behind each door, by the first byte of letters to it."""
+    found: dict[str, dict[bytes, Handler]] = {name: {} for name in NAMES}
+    for name, agent in zip(NAMES, parties(), strict=True):
+        found[name][CONFORMANCE] = posts.desk(agent, STEPS, folder / "conformance").handle
+    for method, mark in MARKS.items():
+        (folder / f"{method}.yaml").write_text(on_digits(method))
+        assert tuple(write_sites(folder / method, folder / f"{method}.yaml", [])) == NAMES
+        for name in NAMES:
+            site = settings.load(folder / method / name / "site.yaml")
+            found[name][mark] = opening.opened(site).handle
+    return found
 
-    def __init__(self, post: FlowerPost) -> None:
-        self._post = post
+
+def _chosen(sites: Mapping[bytes, Handler], letter: bytes) -> bytes:
+    return sites[letter[:1]](letter[1:])
+
+
+@contextlib.contextmanager
+def kept_up(path: Path, handle: Handler) -> Iterator[None]:
+    """A process behind a door, and another one whenever it dies."""
+    keeper = os.fork()
+    if keeper == 0:
+        os.setpgid(0, 0)
+        while True:
+            if os.fork() == 0:
+                try:
+                    door.serve(path, handle)
+                finally:
+                    os._exit(1)
+            os.wait()
+    try:
+        yield
+    finally:
+        os.killpg(keeper, signal.SIGKILL)
+        os.waitpid(keeper, 0)
+
+
+class Marked:
+    """A post to one of the sites behind each door."""
+
+    def __init__(self, post: FlowerPost, mark: bytes) -> None:
+        self._post, self._mark = post, mark
 
     def addresses(self) -> Sequence[str]:
         return self._post.addresses()
 
     def exchange(self, letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
-        return self._post.exchange(letters, seconds)
+        return self._post.exchange({a: self._mark + said for a, said in letters.items()}, seconds)
 
     def close(self) -> None:
-        """Others need it."""
+        self._post.close()
 
 
-@pytest.fixture
-def there(network: Network, post: FlowerPost, tmp_path: Path) -> Iterator[SitesEngine]:
-    """An engine over three sites that do the steps of the conformance suite."""
-    with contextlib.ExitStack() as stack:
-        for agent, name in zip(agents(), NAMES, strict=False):
-            desk = posts.desk(agent, STEPS, tmp_path)
-            stack.enter_context(serving(network.door(name), desk.handle))
-        yield SitesEngine(
-            Lent(post), [agent.ref for agent in agents()], algorithm=STEPS,
-            agreement=posts.AGREED, home=LocalEngine([], seed=3, device=posts.CPU), terms=PATIENT,
-        )  # fmt: skip
+@contextlib.contextmanager
+def _run(folder: Path, address: str, method: str) -> Iterator[BaseProcess]:
+    """The training command over the sites of a method, under way."""
+    process = multiprocessing.get_context("fork").Process(
+        target=_train, args=(folder, address, method)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
+        process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
-# What every engine owes ------------------------------------------------------------------------
+def _train(folder: Path, address: str, method: str) -> None:
+    """In a process of its own, whose status is that of the command."""
+    patch, there = pytest.MonkeyPatch(), place(folder, method)
+    patch.setattr(run_engine, "FlowerPost", lambda *to: Marked(FlowerPost(*to), MARKS[method]))
+    how = ("run.engine=flower", f"run.superlink={address}", "run.join_seconds=300.0", "--quiet")
+    outcome = command(there.config, there.output, *how)
+    print(outcome.out, outcome.err)
+    sys.exit(outcome.status)
 
 
-def test_replies_come_in_order_with_the_bits_of_one_process_and_a_replay_is_the_same(
-    there: SitesEngine,
-) -> None:
-    with conformance.made("local") as reference:
-        expected = ask(reference, STEPS.draw, Told(number=2.0), whom="q2 q0 q1")
-    first = ask(there, STEPS.draw, Told(number=2.0), whom="q2 q0 q1")
-    assert [reply.sender.id for reply in first] == ["q2", "q0", "q1"]
-    assert conformance.all_same(first, expected)
-    assert conformance.all_same(ask(there, STEPS.draw, Told(number=2.0), whom="q2 q0 q1"), first)
+def place(folder: Path, method: str) -> Place:
+    return Place(folder / method / "experiment.yaml", folder / method / "run")
 
 
-def test_memories_stay_at_sites_and_are_put_back(there: SitesEngine) -> None:
-    ask(there, STEPS.count, whom="q0 q1")
-    before = there.memories()
-    assert [r.said.number for r in ask(there, STEPS.count, number=2)] == [2.0, 2.0, 1.0]
-    there.restore(before)
-    assert [r.said.number for r in ask(there, STEPS.count, number=2)] == [2.0, 2.0, 1.0]
+@contextlib.contextmanager
+def _watched(folder: Path) -> Iterator[set[str]]:
+    """Remote addresses of Flower's processes under a folder, looked at every half second."""
+    seen, over = set[str](), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            seen.update(_connections(folder))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
 
 
-def test_silence_and_errors_stay_in_their_place(there: SitesEngine) -> None:
-    assert [reply.silent for reply in ask(there, STEPS.hush)] == [True, False, True]
-    with pytest.raises(Exception, match=r"q0 has no reply to fail .*\(data\)"):
-        ask(there, STEPS.fail)
-
-
-def test_large_letters_are_carried_whole(there: SitesEngine) -> None:
-    import torch
-
-    wide = Told(w={"a": torch.arange(5_000_000.0)})  # 20 MB: Flower cuts it into pieces
-    said = ask(there, STEPS.scribble, wide, whom="q1")[0].said
-    assert said.w["a"].shape == (5_000_000,) and float(said.w["a"].min()) == 9.0
-
-
-# The same bits ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", DIGITS)
-def test_five_sites_over_flower_come_to_the_weights_of_one_process(
-    network: Network, post: FlowerPost, tmp_path: Path, method: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    (tmp_path / "c.yaml").write_text(on_digits(method))
-    names = write_sites(tmp_path / "sites", tmp_path / "c.yaml", [])
-    assert tuple(names) == NAMES
-    monkeypatch.setattr(run_engine, "FlowerPost", lambda *_: Lent(post))
-    there = Place(tmp_path / "sites" / "experiment.yaml", tmp_path / "run")
-    here = Place(there.config, tmp_path / "here")
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            site = settings.load(tmp_path / "sites" / name / "site.yaml")
-            stack.enter_context(serving(network.door(name), opening.opened(site).handle))
-        outcome = command(there.config, there.output, "run.engine=flower", "--quiet")
-        assert outcome.status == 0, outcome.err
-    assert command(here.config, here.output, "run.workers=1", "--quiet").status == 0
-    mine, expected = there.weights(), here.weights()
-    assert mine.keys() == expected.keys()
-    assert all((w == expected[name]).all() for name, w in mine.items())
-
-
-# Nothing leaves loopback -------------------------------------------------------------------------
-
-
-def test_no_process_of_ours_has_a_connection_beyond_loopback(
-    network: Network, there: SitesEngine
-) -> None:
-    ask(there, STEPS.draw)
-    found = _connections(network.folder)
-    assert found, "the control: there are connections"
-    beyond = [line for line in found if not line[1].startswith(("127.", "::1"))]
-    assert beyond == []
-
-
-def _connections(folder: Path) -> list[tuple[int, str]]:
-    """(process, remote address) of TCP connections of processes of Flower under a folder."""
+def _connections(folder: Path) -> set[str]:
+    """Remote addresses of the TCP connections of Flower's processes under a folder."""
     inodes = {}
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -197,7 +214,7 @@ def _connections(folder: Path) -> list[tuple[int, str]]:
             address = socket.inet_ntop(family, words)
             if address not in ("0.0.0.0", "::"):
                 inodes[cells[9]] = address.removeprefix("::ffff:")
-    found = []
+    found = set()
     for process in (name for name in os.listdir("/proc") if name.isdigit()):
         with contextlib.suppress(OSError):
             if bytes(folder) not in Path(f"/proc/{process}/environ").read_bytes():
@@ -206,8 +223,136 @@ def _connections(folder: Path) -> list[tuple[int, str]]:
                 target = os.readlink(f"/proc/{process}/fd/{file}")
                 inode = target.removeprefix("socket:[").removesuffix("]")
                 if inode in inodes:
-                    found.append((int(process), inodes[inode]))
+                    found.add(inodes[inode])
     return found
+
+
+# What every engine owes ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def there(network: Network) -> Iterator[SitesEngine]:
+    """An engine over five sites that do the steps of the conformance suite."""
+    engine = SitesEngine(
+        Marked(FlowerPost(network.address, ""), CONFORMANCE), [agent.ref for agent in parties()],
+        algorithm=STEPS, agreement=posts.AGREED,
+        home=LocalEngine([], seed=3, device=posts.CPU), terms=PATIENT,
+    )  # fmt: skip
+    with contextlib.closing(engine):
+        yield engine
+
+
+def test_replies_come_in_order_with_the_bits_of_other_engines_and_a_replay_is_the_same(
+    there: SitesEngine,
+) -> None:
+    told, order = Told(number=2.0), "q3 q0 q4 q1 q2"
+    first = ask(there, STEPS.draw, told, order)
+    assert " ".join(reply.sender.id for reply in first) == order
+    for other in ("local", "2 workers"):
+        with conformance.made(other, parties()) as reference:
+            assert conformance.all_same(first, ask(reference, STEPS.draw, told, order))
+    assert conformance.all_same(ask(there, STEPS.draw, told, "q4 q0"), [first[2], first[1]])
+
+
+def test_calls_of_one_agent_see_the_last_and_memories_stay_at_sites_and_are_put_back(
+    there: SitesEngine,
+) -> None:
+    there.restore({})
+    assert [r.said.number for r in ask(there, STEPS.count, whom="q0 q1 q0")] == [1.0, 1.0, 2.0]
+    before, whom = there.memories(), "q1 q0 q2"
+    assert [r.said.number for r in ask(there, STEPS.count, None, whom, 2)] == [2.0, 3.0, 1.0]
+    there.restore(before)
+    assert [r.said.number for r in ask(there, STEPS.count, None, whom, 2)] == [2.0, 3.0, 1.0]
+
+
+def test_silence_and_errors_stay_in_their_place_and_the_first_by_order_ends_a_run(
+    there: SitesEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(there, "_terms", dataclasses.replace(PATIENT, quorum=0.2))
+        steps = (STEPS.fail, STEPS.fail, STEPS.hush, STEPS.fail, STEPS.diverge)
+        replies = there.deliver(
+            [Call(a, step, Told(), 1) for a, step in zip(there.roster(), steps, strict=True)]
+        )
+    absent = [r.content.reason if isinstance(r.content, Absent) else "" for r in replies]
+    assert absent == ["data", "failed", "", "", "diverged"]
+    assert replies[2].silent and replies[3].said.text == "q3"
+    with pytest.raises(SiteError, match=r"q1 has no reply to fail .*\(failed\)"):
+        ask(there, STEPS.fail, whom="q3 q1 q0", number=2)
+
+
+def test_large_letters_are_carried_whole(there: SitesEngine) -> None:
+    wide = Told(w={"a": torch.arange(5_000_000.0)})  # 20 MB: Flower cuts it into pieces
+    said = ask(there, STEPS.scribble, wide, whom="q1")[0].said
+    assert said.w["a"].shape == (5_000_000,) and float(said.w["a"].min()) == 9.0
+
+
+def test_a_visit_whose_site_is_killed_is_done_by_the_next_process_to_the_same_bits(
+    there: SitesEngine, tmp_path: Path
+) -> None:
+    marker = tmp_path / "died"
+    told, order = Told(text=str(marker)), "q2 q1 q0"
+    replies = ask(there, STEPS.die_once, told, order)
+    assert marker.exists()
+    with conformance.made("local", parties()) as reference:
+        assert conformance.all_same(replies, ask(reference, STEPS.die_once, told, order))
+
+
+# The same bits ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", DIGITS)
+def test_five_sites_over_flower_come_to_the_weights_of_one_process_and_of_workers(
+    network: Network, tmp_path: Path, method: str
+) -> None:
+    there = place(network.folder, method)
+    network.runs[method].join(500)
+    assert network.runs[method].exitcode == 0
+    for workers in (1, 2):
+        here = Place(there.config, tmp_path / f"{workers}")
+        assert command(here.config, here.output, f"run.workers={workers}", "--quiet").status == 0
+        mine, expected = there.weights(), here.weights()
+        assert mine.keys() == expected.keys()
+        assert all((w == expected[name]).all() for name, w in mine.items())
+
+
+# Nothing leaves loopback -------------------------------------------------------------------------
+
+
+def test_no_process_of_flower_had_a_connection_beyond_loopback(network: Network) -> None:
+    for run in network.runs.values():
+        run.join(500)
+    assert network.seen, "the control: there are connections"
+    assert [one for one in network.seen if not one.startswith(("127.", "::1"))] == []
+
+
+@pytest.mark.slow
+def test_a_whole_deployment_looks_for_no_way_out_of_loopback(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(PRIVATE)
+    small = ("agents.support=1", "agents.query=1", "algorithm.rounds=1")
+    demonstration = ("privssl.site.demo", tmp_path / "sites", "--config", tmp_path / "c.yaml")
+    assert ways_out("-m", *demonstration, *small) == 0
+    assert (tmp_path / "sites" / "run" / "results.json").exists()
+    # The control: Flower itself, when it is not told what our launchers tell it.
+    assert ways_out(flower_post.program("flwr"), "--version") > 0
+
+
+def ways_out(*program: object) -> int:
+    """How often a Python program, or what it starts, looks for a route that there is not.
+
+    It runs where the network is loopback and nothing else; the system counts there.
+    """
+    if not shutil.which("ip") or subprocess.run([*ALONE, "true"], check=False).returncode:
+        pytest.skip("this system makes no network namespace for us (unshare, ip)")
+    inside = 'ip link set lo up && "$@" >&2 && cat /proc/net/snmp /proc/net/snmp6'
+    done = subprocess.run(
+        [*ALONE, "sh", "-c", inside, "sh", sys.executable, *map(str, program)],
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    lines = [line.split() for line in done.stdout.splitlines()]
+    names, values = (line for line in lines if line[0] == "Ip:")
+    [six] = [line[1] for line in lines if line[0] == "Ip6OutNoRoutes"]
+    return int(values[names.index("OutNoRoutes")]) + int(six)
 
 
 # Kills -------------------------------------------------------------------------------------------
@@ -288,6 +433,7 @@ def kill(pattern: str, folder: Path) -> None:
             os.kill(process, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_private_run_survives_kills_at_six_moments_and_no_ledger_is_below_what_was_released(
     tmp_path: Path,
 ) -> None:
