@@ -331,28 +331,33 @@ def test_a_whole_deployment_looks_for_no_way_out_of_loopback(tmp_path: Path) -> 
     (tmp_path / "c.yaml").write_text(PRIVATE)
     small = ("agents.support=1", "agents.query=1", "algorithm.rounds=1")
     demonstration = ("privssl.site.demo", tmp_path / "sites", "--config", tmp_path / "c.yaml")
-    assert ways_out("-m", *demonstration, *small) == 0
-    assert (tmp_path / "sites" / "run" / "results.json").exists()
+    looks, said = ways_out("-m", *demonstration, *small)
+    assert looks == 0
+    told = ("2 sites: s0, q0", "Finished. 1 rounds", "visits done", "GUARANTEE", "CONSISTENT")
+    places = [said.rfind(words) for words in told]
+    assert places[0] >= 0 and places == sorted(places), said
     # The control: Flower itself, when it is not told what our launchers tell it.
-    assert ways_out(flower_post.program("flwr"), "--version") > 0
+    looks, said = ways_out(flower_post.program("flwr"), "--version")
+    assert looks > 0 and "Flower version" in said
 
 
-def ways_out(*program: object) -> int:
+def ways_out(*program: object) -> tuple[int, str]:
     """How often a Python program, or what it starts, looks for a route that there is not.
 
-    It runs where the network is loopback and nothing else; the system counts there.
+    It runs where the network is loopback and nothing else; the system counts there. The second
+    value is what it said.
     """
     if not shutil.which("ip") or subprocess.run([*ALONE, "true"], check=False).returncode:
         pytest.skip("this system makes no network namespace for us (unshare, ip)")
     inside = 'ip link set lo up && "$@" >&2 && cat /proc/net/snmp /proc/net/snmp6'
     done = subprocess.run(
         [*ALONE, "sh", "-c", inside, "sh", sys.executable, *map(str, program)],
-        stdout=subprocess.PIPE, text=True, check=True,
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
     lines = [line.split() for line in done.stdout.splitlines()]
     names, values = (line for line in lines if line[0] == "Ip:")
     [six] = [line[1] for line in lines if line[0] == "Ip6OutNoRoutes"]
-    return int(values[names.index("OutNoRoutes")]) + int(six)
+    return int(values[names.index("OutNoRoutes")]) + int(six), done.stderr
 
 
 # Kills -------------------------------------------------------------------------------------------

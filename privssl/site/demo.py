@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 def demonstrate(
     folder: Path, config: Path | None, overrides: Sequence[str], console: Console
 ) -> int:
-    """Write the sites, start everything, train, and show the visits."""
+    """Write the sites, start everything, train, show the visits, and audit the claim."""
     names, made = write_sites(folder, config, overrides), folder / "keys"
     keys.make(made, "127.0.0.1", names)
     with ExitStack() as stack:
@@ -72,6 +72,8 @@ def demonstrate(
         console.print(f"{len(names)} sites: {', '.join(names)}. SuperLink at {address}.")
         status = train(folder, address, *of_coordinator(made)).wait()
     console.print(visits(folder, names))
+    if status == 0:  # the last words: the claim, and that the ledgers of the sites bear it out
+        subprocess.run([sys.executable, "-m", "privssl.audit", str(folder / "run")], check=False)
     return status
 
 
