@@ -86,9 +86,9 @@ def carry_out(
     peak, used, cpu = 0.0, dict[int, float](), [(begun, 0.0)]
     try:
         while running[0].poll() is None and time.monotonic() - begun < limit:
-            there = marked(word)
-            peak = max(peak, sum(map(pss, there)))
-            used |= {process: _cpu(process) or used.get(process, 0.0) for process in there}
+            marked = _marked(word)
+            peak = max(peak, sum(map(pss, marked)))
+            used |= {process: _cpu(process) or used.get(process, 0.0) for process in marked}
             cpu.append((time.monotonic(), sum(used.values())))
             with suppress(subprocess.TimeoutExpired):
                 running[0].wait(EVERY)
@@ -109,7 +109,7 @@ def carry_out(
 def end_all(word: str) -> None:
     """Kill every process that carries the mark, until there is none."""
     for _ in range(50):
-        left = marked(word)
+        left = _marked(word)
         if not left:
             return
         for process in left:
@@ -123,8 +123,7 @@ def _drain(stream: Any, kept: list[str]) -> None:
         kept.extend(stream)
 
 
-def marked(word: str) -> list[int]:
-    """The processes that carry a mark."""
+def _marked(word: str) -> list[int]:
     found, sign = [], f"{MARK}={word}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

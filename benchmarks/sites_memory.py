@@ -20,12 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from benchmarks.processes import MARK, about, end_all, marked, pss
+from benchmarks.processes import about, pss
 from privssl.errors import UserError
 from privssl.site import demo
 
@@ -55,7 +54,6 @@ def measure(folder: Path, rounds: int, sites: int) -> Iterator[Weights]:
     # One round more, so that all that is weighed is there after the last of them.
     config.write_text(CONFIG.format(rounds=rounds + 1, sites=sites))
     with ExitStack() as stack:
-        word = stack.enter_context(_all_marked())
         names = demo.write_sites(folder / "sites", config, [])
         address = stack.enter_context(demo.superlink(folder / "sites" / "superlink"))
         for name in names:
@@ -63,23 +61,12 @@ def measure(folder: Path, rounds: int, sites: int) -> Iterator[Weights]:
         for name in names:
             demo.wait_for_site(folder / "sites" / name)
         run = demo.train(folder / "sites", address, "--quiet")
+        stack.callback(run.kill)
         for number in range(1, rounds + 1):
             _wait_for_round(number, folder / "sites" / "run" / "metrics.csv", run)
-            yield _weighed(word)
+            yield _weighed(folder)
         if run.wait(LIMIT):
             raise UserError(f"the run ended with status {run.returncode}")
-
-
-@contextmanager
-def _all_marked() -> Iterator[str]:
-    """All that is started inside carries a word, by which it is found, and is ended."""
-    word = uuid.uuid4().hex
-    os.environ[MARK] = word
-    try:
-        yield word
-    finally:
-        del os.environ[MARK]
-        end_all(word)
 
 
 def _wait_for_round(number: int, metrics: Path, run: subprocess.Popen[bytes]) -> None:
@@ -90,12 +77,11 @@ def _wait_for_round(number: int, metrics: Path, run: subprocess.Popen[bytes]) ->
         time.sleep(EVERY)
 
 
-def _weighed(word: str) -> Weights:
+def _weighed(folder: Path) -> Weights:
     """Of each kind the process that was started first: it stands for the others."""
-    found = sorted(marked(word))
-    lines = {process: _command_line(process) for process in found}
+    lines = dict(_processes(folder))
     kinds = {
-        kind: next((process for process in found if name in lines[process]), None)
+        kind: next((process for process in sorted(lines) if name in lines[process]), None)
         for kind, name in WEIGHED.items()
     }
     if missing := [kind for kind, process in kinds.items() if process is None]:
@@ -103,10 +89,14 @@ def _weighed(word: str) -> Weights:
     return {kind: pss(process) for kind, process in kinds.items() if process is not None}
 
 
-def _command_line(process: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return ""
+def _processes(folder: Path) -> Iterator[tuple[int, str]]:
+    """Processes, with their command lines, that have this folder in theirs or in FLWR_HOME."""
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                if bytes(folder) in line + (entry / "environ").read_bytes():
+                    yield int(entry.name), line.decode()
 
 
 # The table -------------------------------------------------------------------------------------

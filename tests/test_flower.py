@@ -447,10 +447,10 @@ def test_a_private_run_survives_kills_at_six_moments_and_no_ledger_is_below_what
     with contextlib.ExitStack() as stack:
         there = Deployment(tmp_path, stack)
 
-        # 1: a site in the middle of a visit, as soon as the visit is charged.
+        # 1: a site in the middle of a visit, as soon as the visit is charged; its SuperNode ends
+        # with it.
         there.until(lambda: there.charged("s0") == 1, "the first charge")
         os.killpg(there.sites["s0"].pid, signal.SIGKILL)
-        kill(ours("flower-supernode", there.folder / "s0"))  # its SuperNode is a group of its own
         there.start("s0")
 
         # 2: a SuperNode, whose site goes on and gets its letters from another one.
