@@ -86,6 +86,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
         for name, sites in _sites(folder).items():
             (folder / name).mkdir()
             stack.enter_context(kept_up(folder / name / "door", functools.partial(_chosen, sites)))
+        for name in NAMES:
             node = SuperNode(folder / name / "door", folder / name / "flower", address, "", "")
             stack.callback(node.stop)
             node.start()
@@ -122,7 +123,9 @@ def _chosen(sites: Mapping[bytes, Handler], letter: bytes) -> bytes:
 @contextlib.contextmanager
 def kept_up(path: Path, handle: Handler) -> Iterator[None]:
     """A process behind a door, and another one whenever it dies."""
-    keeper = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
+        keeper = os.fork()
     if keeper == 0:
         os.setpgid(0, 0)
         while True:
