@@ -40,6 +40,7 @@ from test_run_over_sites import DIGITS, on_digits
 
 from accounting.ledger import read_journal
 from privssl import run_engine
+from privssl.algorithms.base import Without
 from privssl.engines import Call, flower_post
 from privssl.engines.flower_post import FlowerPost
 from privssl.engines.local import LocalEngine
@@ -55,7 +56,7 @@ pytestmark = [
     pytest.mark.skipif(not FLOWER, reason="Flower is not installed: pip install '.[flower]'"),
 ]
 NAMES = ("s0", "s1", "q0", "q1", "q2")
-PATIENT = Terms(join_seconds=300.0, visit_seconds=300.0)
+PATIENT = Terms(join_seconds=300.0, visit_seconds=300.0, hello_seconds=100.0)
 Handler = Callable[[bytes], bytes]
 #: Stands before a command that gets a network of its own.
 ALONE = ["unshare", "--map-root-user", "--net"]
@@ -272,7 +273,8 @@ def test_silence_and_errors_stay_in_their_place_and_the_first_by_order_ends_a_ru
     there: SitesEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(there, "_terms", dataclasses.replace(PATIENT, quorum=0.2))
+        patch.setattr(there, "_terms", dataclasses.replace(PATIENT, absent="skip"))
+        patch.setattr(there, "_without", Without(skip=("fail", "diverge")))
         steps = (STEPS.fail, STEPS.fail, STEPS.hush, STEPS.fail, STEPS.diverge)
         replies = there.deliver(
             [Call(a, step, Told(), 1) for a, step in zip(there.roster(), steps, strict=True)]

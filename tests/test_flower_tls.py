@@ -32,6 +32,7 @@ from privssl.site.joining import SuperNode
 certificates.skip_without_openssl()
 FLOWER = (Path(sys.executable).parent / "flwr").exists() or shutil.which("flwr")
 pytestmark = [
+    pytest.mark.flower,
     pytest.mark.slow,
     pytest.mark.skipif(not FLOWER, reason="Flower is not installed: pip install '.[flower]'"),
 ]
