@@ -509,7 +509,7 @@ def test_a_toy_run_learns(name: str) -> None:
     after = play(make(name, rounds=6, **settings), parties, 6)
     begun = dataclasses.replace(after, state=after.begun)
     assert accuracy(begun, parties) < 0.35
-    assert accuracy(after, parties) > 0.6  # fedsem has 0.69 to 0.75, by the machine's rounding
+    assert accuracy(after, parties) > 0.6  # fedsem: 0.685 here, above 0.7 there, by rounding
 
 
 # Configs ------------------------------------------------------------------------------------

