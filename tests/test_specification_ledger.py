@@ -29,12 +29,13 @@ import numpy as np
 import pytest
 import torch
 from command_line import Outcome, assert_refused, tree
+from opacus.accountants.analysis import rdp
 from test_card_and_audit import card_of, plan, write_run
 from test_ledger import rebuilt
 from test_private_fedssl import Sealed, accounts, configured, context, visit
 from test_resume import PRIVATE, Place, command, ledgers, place, signalled
 
-from accounting import accountants, verify
+from accounting import verify
 from accounting.accountants import ORDERS, cost_of, epsilon
 from accounting.budget import Budget
 from accounting.canonical import real
@@ -199,7 +200,7 @@ def test_noise_from_which_no_bound_follows_is_refused_in_no_time_and_no_memory(
 
     at = place(tmp_path, PRIVATE)
     command(at.config, "--dry-run", "privacy.noise_multiplier=-2.0")  # everything is imported
-    monkeypatch.setattr(accountants, "compute_rdp", too_far)
+    monkeypatch.setattr(rdp, "compute_rdp", too_far)
     monkeypatch.setattr(prepare, "prepare", too_far)
     outcomes: list[Outcome] = []
     given = (at.config, at.output, f"privacy.noise_multiplier={noise}")
