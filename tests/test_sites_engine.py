@@ -140,6 +140,21 @@ def test_one_that_is_there_and_says_nothing_costs_no_other_its_visit(here: Path)
         assert words(ask(there, STEPS.count, whom="q0")) == [""]
 
 
+def test_a_dead_address_that_is_still_listed_is_no_second_site_of_its_name(here: Path) -> None:
+    terms = dataclasses.replace(SOON, visit_seconds=5.0, hello_seconds=0.1)
+    with closing(engine(here, terms, post=Waits)) as there:
+        post = doors(there)
+        post.handlers["elsewhere"] = post.handlers["at q0"]  # its SuperNode was started again
+        post.handlers["at q0"] = lambda letter: None
+        post.handlers["q1 again"] = post.handlers.pop("at q1")
+        assert words(ask(there, STEPS.count, whom="q1")) == [""]
+        assert there._sites.address["q0"] == "elsewhere"
+        post.handlers["q1 twice"] = post.handlers["q1 again"]  # the control: both answer
+        post.handlers["q2 again"] = post.handlers.pop("at q2")
+        with pytest.raises(SiteError, match="Two sites call themselves q1"):
+            ask(there, STEPS.count, whom="q2", number=2)
+
+
 def test_no_visit_is_made_before_all_are_there() -> None:
     heard = []
 

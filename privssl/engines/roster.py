@@ -1,7 +1,8 @@
 """Which site is at which address: found by asking, and by the key where names are pinned.
 
     answers with its name           it has that name, if its config and its role are the run's
-    two sites with one name         the run stops: nobody could say which of them was right
+    two sites with one name         the run stops: nobody could say which of them was right (one
+                                    that does not answer any more is not counted)
     another version or config       the run stops: no visit was made
     a name that is not its key's    it gets no visit, and both names are said; see ``pins.py``
     a key that is nobody's          it is not even asked
@@ -153,7 +154,7 @@ class Roster:
         elif found.agent not in self._expected:
             log.warning("A site calls itself %s, which this run does not have", found.agent)
             self._strangers.add(address)
-        elif found.agent in self.address:
+        elif self._still_there(found.agent):
             raise SiteError(
                 f"Two sites call themselves {found.agent}. Stop one of them: nobody can say which "
                 "of them is right"
@@ -173,6 +174,19 @@ class Roster:
         else:
             self._refused.pop(address, None)
             self.address[found.agent] = address
+
+    def _still_there(self, name: str) -> bool:
+        """Whether the one that has the name answers. Flower lists a dead SuperNode for a minute,
+        and the one that its site has started since is no second site."""
+        before = self.address.get(name)
+        if before is None:
+            return False
+        hello = {before: wire.to_bytes(Hello())}
+        if self._post.exchange(hello, self._terms.hello_seconds):
+            return True
+        log.warning("%s is at another address now: nobody answers at the one before", name)
+        self._strangers.add(before)
+        return False
 
     def _refuse(self, address: str, text: str) -> None:
         """Say once that the one at an address gets no visit. It is asked again: it may mend it."""
