@@ -439,7 +439,9 @@ def test_a_worker_holds_no_file_of_this_process_so_no_lock_outlives_it(tmp_path:
     def held_by(process: int | str) -> list[str]:
         folder, held = Path(f"/proc/{process}/fd"), []
         for name in os.listdir(folder):
-            with suppress(FileNotFoundError):  # closed since: a worker lets go when it begins
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # closed since: a worker lets go when it begins
                 held += [os.readlink(folder / name)] if int(name) > 2 else []
         return held
 
