@@ -26,7 +26,7 @@ from privssl.algorithms.base import Algorithm, Phase
 from privssl.card import AgentSpend, guarantee_sentence, privacy_card, render_markdown
 from privssl.checkpoint import Snapshot
 from privssl.engines import Engine
-from privssl.engines.sites import SiteError
+from privssl.engines.roster import SiteError
 from privssl.engines.workers import WorkerError
 from privssl.errors import RunFolderError
 from privssl.evaluate import Judge, Oracle

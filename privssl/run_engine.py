@@ -20,7 +20,8 @@ from privssl.engines.batched import BatchedEngine
 from privssl.engines.flower_post import FlowerPost
 from privssl.engines.local import LocalEngine
 from privssl.engines.pins import read_pins
-from privssl.engines.sites import SiteError, SitesEngine, Terms, is_name
+from privssl.engines.roster import SiteError, Terms
+from privssl.engines.sites import SitesEngine, is_name
 from privssl.engines.workers import WorkerEngine, how_many
 from privssl.errors import RunFolderError
 from privssl.evaluate import Oracle

@@ -16,7 +16,8 @@ import torch
 
 from privssl.agents import Agent, Seat
 from privssl.engines.local import LocalEngine
-from privssl.engines.sites import SitesEngine, Terms
+from privssl.engines.roster import Terms
+from privssl.engines.sites import SitesEngine
 from privssl.site.desk import Desk
 from privssl.site.store import Store
 

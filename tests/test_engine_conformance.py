@@ -29,7 +29,7 @@ from privssl.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.algorithms.base import Context, Without, on_agent
 from privssl.engines import Call, Engine
 from privssl.engines.local import LocalEngine
-from privssl.engines.sites import SiteError
+from privssl.engines.roster import SiteError
 from privssl.engines.workers import WorkerEngine, why_not
 from privssl.errors import DataError
 from privssl.messages import Message, MessageError, Reply, Silence, StateDict

@@ -44,7 +44,8 @@ from privssl.algorithms.base import Without
 from privssl.engines import Call, flower_post
 from privssl.engines.flower_post import FlowerPost
 from privssl.engines.local import LocalEngine
-from privssl.engines.sites import SiteError, SitesEngine, Terms
+from privssl.engines.roster import SiteError, Terms
+from privssl.engines.sites import SitesEngine
 from privssl.messages import Absent
 from privssl.site import demo, door, opening, settings
 from privssl.site.demo import superlink, write_sites

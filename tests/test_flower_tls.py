@@ -25,7 +25,8 @@ from privssl.agents import Agent, AgentRef
 from privssl.engines.flower_post import FlowerPost
 from privssl.engines.local import LocalEngine
 from privssl.engines.pins import read_pins
-from privssl.engines.sites import SiteError, SitesEngine, Terms
+from privssl.engines.roster import SiteError, Terms
+from privssl.engines.sites import SitesEngine
 from privssl.site import demo, keys
 from privssl.site.joining import SuperNode
 

@@ -23,7 +23,7 @@ from accounting.ledger import read_journal
 from privssl import audit, run_engine
 from privssl.algorithms.fedssl import FedSSL
 from privssl.engines import flower_post
-from privssl.engines.sites import SiteError
+from privssl.engines.roster import SiteError
 from privssl.site import opening, settings
 from privssl.site.demo import write_sites
 

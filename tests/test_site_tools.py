@@ -19,7 +19,7 @@ from certificates import listening
 
 from privssl.engines import flower_post
 from privssl.engines.flower_post import OFFLINE, FlowerPost, environment
-from privssl.engines.sites import SiteError
+from privssl.engines.roster import SiteError
 from privssl.errors import ConfigError, UserError
 from privssl.site import demo, door, fence, joining, keys, settings
 from privssl.site.joining import SuperNode

@@ -21,7 +21,8 @@ from privssl import wire
 from privssl.agents import Agent, AgentRef
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
-from privssl.engines.sites import SiteError, SitesEngine
+from privssl.engines.roster import SiteError
+from privssl.engines.sites import SitesEngine
 from privssl.errors import RunFolderError
 from privssl.messages import Absent, Done, pack
 from privssl.wire import Answer, Hello, Introduction, Visit

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from privssl.engines import tls
 from privssl.engines.pins import Pins
-from privssl.engines.sites import SiteError
+from privssl.engines.roster import SiteError
 from privssl.settings import LOOPBACK
 from privssl.site.door import receive, send
 

@@ -35,10 +35,7 @@ from privssl.agents import AgentRef, Memory, Seat, natural_order
 from privssl.algorithms.base import Algorithm
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
-from privssl.engines.roster import STOP, USUAL, Roster, meaning
-from privssl.engines.roster import Post as Post
-from privssl.engines.roster import SiteError as SiteError
-from privssl.engines.roster import Terms as Terms
+from privssl.engines.roster import STOP, USUAL, Post, Roster, SiteError, Terms, meaning
 from privssl.errors import RunFolderError
 from privssl.messages import Absent, MessageError, Reply, check_numbers, pack, unpack
 from privssl.site.steps import StepError, given_by

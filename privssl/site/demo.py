@@ -144,12 +144,8 @@ def superlink(folder: Path, port: int = 0, made: Path | None = None) -> Iterator
         command.append("--insecure")
     else:
         command += ["--ssl-ca-certfile", str(made / "ca.crt"), "--enable-supernode-auth"]
-        command += [
-            "--ssl-certfile",
-            str(made / "link.crt"),
-            "--ssl-keyfile",
-            str(made / "link.key"),
-        ]
+        command += ["--ssl-certfile", str(made / "link.crt")]
+        command += ["--ssl-keyfile", str(made / "link.key")]
     with _running(command, folder / "log", environment(folder)) as process:
         _wait(lambda: _listens(port), process, folder / "log")
         yield f"127.0.0.1:{port}"
