@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import os
 import signal
 import statistics
 import sys
@@ -28,7 +27,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, TextIO
 
-import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -45,6 +43,8 @@ from privssl.process import (
     INTERRUPTED,
     Screen,
     full_disk_told_once,
+    in_one_thread,
+    keep_freed_memory,
     logging_to,
     private_files,
     stopped_by,
@@ -122,8 +122,8 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _compare(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    in_one_thread()
+    keep_freed_memory()
     loaded = plan.load(options.arguments)
     asked = options.output or plan.default_output(loaded)
     planned = plan.all_runs(loaded, options.seeds, asked)

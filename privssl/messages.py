@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from accounting.canonical import decode_strictly
 from accounting.errors import PlanError
+from privssl import tensor_file
 from privssl.agents import AgentRef, natural_order
 from privssl.errors import UserError
 
@@ -194,26 +195,26 @@ _SCALARS = (bool, int, float, str, type(None))
 
 def pack(message: Message) -> bytes:
     """Message to bytes: safetensors, with the numbers in its header. Inverse of unpack."""
+    return b"".join(pieces_of(message))
+
+
+def pieces_of(message: Message) -> Iterator[memoryview]:
+    """The bytes of ``pack``, piece by piece; most are those of the message's own tensors."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     for name, value in vars(message).items():
         if isinstance(value, Tensor):
-            tensors[name] = _own_copy(value)
+            tensors[name] = value
         elif isinstance(value, Mapping):
             plain[name] = {"state_dict": list(value)}
-            tensors |= {f"{name}/{key}": _own_copy(tensor) for key, tensor in value.items()}
+            tensors |= {f"{name}/{key}": tensor for key, tensor in value.items()}
         elif isinstance(value, float) and not math.isfinite(value):
             plain[name] = {"float": repr(value)}  # strict JSON has no infinity
         elif isinstance(value, _SCALARS):
             plain[name] = value
         else:
             raise TypeError(f"{type(message).__name__}.{name} is a {type(value).__name__}")
-    return safetensors.torch.save(tensors, {"fields": json.dumps(plain, allow_nan=False)})
-
-
-def _own_copy(tensor: Tensor) -> Tensor:
-    """Safetensors refuses tensors that share memory; at first F and its teacher are one."""
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return tensor_file.pieces_of(tensors, {"fields": json.dumps(plain, allow_nan=False)})
 
 
 def unpack(kind: type[M], data: bytes) -> M:

@@ -1,8 +1,10 @@
-"""The process of a command: where its log goes, what stops it, and whose its files are.
+"""The process of a command: its threads and memory, where its log goes, what stops it, and whose
+its files are.
 
 Needs nothing heavy, so that a typo in a command is told before torch is loaded.
 """
 
+import ctypes
 import logging
 import os
 import signal
@@ -19,7 +21,34 @@ from privssl import durable
 INTERRUPTED = 130  # exit status
 SECONDS_TO_WIND_UP = 5.0  # in which a second Ctrl-C is taken for the first
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt's, in glibc
+KEPT = 2**28  # bytes of freed memory that malloc keeps for what is asked for next
+
 log = logging.getLogger("privssl")
+
+
+def in_one_thread() -> None:
+    """Let the calling thread compute alone, unless OMP_NUM_THREADS says otherwise.
+
+    More intra-op threads would change the order of sums, and with it the last bits.
+    """
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
+def keep_freed_memory() -> None:
+    """Let this process and its forks use memory again that they freed, where the C library can.
+
+    glibc gives larger pieces back to the system at once and gets them anew, page by page and
+    filled with zeros: where a layer has a million weights, that took longer than the arithmetic
+    of its step (docs/performance.md).
+    """
+    with suppress(AttributeError, OSError):  # another C library than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, KEPT)
+        mallopt(M_TRIM_THRESHOLD, KEPT)
 
 
 class Screen(logging.Handler):

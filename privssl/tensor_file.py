@@ -13,9 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -145,8 +144,13 @@ def too_many(tensors: int) -> str:
     )
 
 
-def header_of(tensors: Mapping[str, Tensor | Unread]) -> tuple[bytes, list[str]]:
+def header_of(
+    tensors: Mapping[str, Tensor | Unread], told: Mapping[str, str] | None = None
+) -> tuple[bytes, list[str]]:
     """The first bytes of a safetensors file, and the order in which the tensors follow them.
+
+    Args:
+        told: texts by name, the file's metadata.
 
     Raises:
         TypeError: see ``check_types``.
@@ -154,19 +158,30 @@ def header_of(tensors: Mapping[str, Tensor | Unread]) -> tuple[bytes, list[str]]
     """
     check_types(tensors)
     order = sorted(tensors, key=lambda name: (-_RANKS[tensors[name].dtype], name))
-    entries = {
-        name: {
+    entries: dict[str, Any] = {} if told is None else {"__metadata__": told}
+    for name, place in placed(tensors, order).items():
+        entries[name] = {
             "dtype": _NAMES[place.dtype],
             "shape": place.shape,
             "data_offsets": (place.at, place.at + place.size),
         }
-        for name, place in placed(tensors, order).items()
-    }
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise RunFolderError(too_many(len(tensors)))
     return len(text).to_bytes(8, "little") + text, order
+
+
+def pieces_of(
+    tensors: Mapping[str, Tensor | Unread], told: Mapping[str, str] | None = None
+) -> Iterator[memoryview]:
+    """The bytes of a safetensors file, piece by piece: tensors that lie in order are not copied.
+
+    Args and errors: see ``header_of``.
+    """
+    header, order = header_of(tensors, told)
+    yield memoryview(header)
+    yield from (bytes_of(tensors[name]) for name in order)
 
 
 def write_new(path: Path, tensors: Mapping[str, Tensor | Unread]) -> tuple[int, str]:
@@ -176,17 +191,16 @@ def write_new(path: Path, tensors: Mapping[str, Tensor | Unread]) -> tuple[int, 
         OSError: it cannot be written.
         TypeError, RunFolderError: see ``header_of``.
     """
-    header, order = header_of(tensors)
     digest, size = hashlib.sha256(), 0
 
-    def pieces() -> Iterator[memoryview]:
+    def seen() -> Iterator[memoryview]:
         nonlocal size
-        for piece in chain([memoryview(header)], (bytes_of(tensors[name]) for name in order)):
+        for piece in pieces_of(tensors):
             digest.update(piece)
             size += len(piece)
             yield piece
 
-    durable.write_new(path, pieces())
+    durable.write_new(path, seen())
     return size, digest.hexdigest()
 
 

@@ -7,7 +7,6 @@ checkpoint. The last line is always the guarantee, or the sentence that there is
 import argparse
 import json
 import logging
-import os
 import signal
 import sys
 import time
@@ -25,6 +24,8 @@ from privssl.process import (
     INTERRUPTED,
     Screen,
     full_disk_told_once,
+    in_one_thread,
+    keep_freed_memory,
     logging_to,
     private_files,
     stopped_by,
@@ -79,10 +80,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
-    import torch  # here, so that --help and a typo in the command need no second
-
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    in_one_thread()  # here, so that --help and a typo in the command need no second
+    keep_freed_memory()
     from privssl import config as configs
     from privssl import run, run_folder, session
     from privssl.prepare import prepare

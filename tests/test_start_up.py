@@ -4,6 +4,7 @@ Both take as long to import as torch itself and lie in memory once for each work
 """
 
 import copy
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -99,3 +100,25 @@ def test_no_gradient_is_recorded_through_a_step() -> None:
     optimiser.step()
     assert w.is_leaf
     torch.testing.assert_close(w.detach(), torch.tensor([0.5, 0.5]))
+
+
+HELD = """
+import os, torch
+from privssl import process
+held = lambda: int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+{call}
+before = held()
+large = torch.ones(2**24)  # 64 MiB
+del large
+print(held() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others have rules of their own")
+def test_freed_memory_stays_with_the_process_for_the_next_tensor() -> None:
+    held, given_back = (
+        int(subprocess.check_output([sys.executable, "-c", HELD.format(call=call)]))
+        for call in ("process.keep_freed_memory()", "")
+    )
+    assert held > 2**26 - 2**20
+    assert given_back < 2**22  # the negative control: as the C library has it

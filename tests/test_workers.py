@@ -485,7 +485,7 @@ def test_workers_in_the_middle_of_a_visit_end_when_their_process_is_killed(tmp_p
 def test_a_sheet_gives_back_what_was_written_last(pages: list[list[bytes]]) -> None:
     with contextlib.closing(Sheet()) as sheet:
         for parts in pages:
-            sizes = sheet.write(*parts)
+            sizes = sheet.write(*([memoryview(part)] for part in parts))
             assert sizes == [len(part) for part in parts]
             assert sheet.read(sizes) == parts
 
@@ -497,7 +497,8 @@ def test_a_sheet_is_whole_where_the_system_writes_and_reads_in_pieces(
     monkeypatch.setattr(os, "pwrite", lambda file, part, at: write(file, part[:3], at))
     monkeypatch.setattr(os, "pread", lambda file, size, at: read(file, min(size, 2), at))
     with contextlib.closing(Sheet()) as sheet:
-        assert sheet.read(sheet.write(b"0123456789", b"", b"abc")) == [b"0123456789", b"", b"abc"]
+        sizes = sheet.write([memoryview(b"0123"), memoryview(b"456789")], [], [memoryview(b"abc")])
+        assert sheet.read(sizes) == [b"0123456789", b"", b"abc"]
 
 
 # How many -----------------------------------------------------------------------------------

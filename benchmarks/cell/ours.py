@@ -20,6 +20,7 @@ from privssl.engines.local import LocalEngine
 from privssl.engines.workers import WorkerEngine
 from privssl.models import laid_out
 from privssl.models.precision import Precision, in_precision
+from privssl.process import in_one_thread, keep_freed_memory
 from privssl.settings import AgentSettings, DataSettings
 from privssl.world import Round, World
 
@@ -28,7 +29,8 @@ def main() -> None:
     """See ``benchmarks.cell``."""
     folder, rounds, word, workers = cell.given()
     precision: Precision = "bfloat16" if word == "bfloat16" else "float32"
-    torch.set_num_threads(1)
+    in_one_thread()
+    keep_freed_memory()
     x, y = cell.rows(folder)
     train = len(x) - cell.TEST_ROWS
     names = tuple(map(str, range(cell.CLASSES)))

@@ -26,6 +26,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from privssl import tensor_file
+
 STOPPING = (signal.SIGINT, signal.SIGTERM)  # meant for whoever made the workers
 
 T = TypeVar("T")
@@ -43,15 +45,18 @@ class Sheet:
     def __init__(self) -> None:
         self.file = os.memfd_create("privssl")
 
-    def write(self, *parts: bytes) -> list[int]:
-        """Put parts one after the other from the start; their sizes in bytes."""
-        at = 0
+    def write(self, *parts: Iterable[memoryview]) -> list[int]:
+        """Put parts one after the other from the start, each in pieces; their sizes in bytes."""
+        sizes, at = [], 0
         for part in parts:
-            rest = memoryview(part)
-            while rest:  # a single write ends at 2 GiB
-                done = os.pwrite(self.file, rest, at)
-                rest, at = rest[done:], at + done
-        return [len(part) for part in parts]
+            begun = at
+            for piece in part:
+                rest = piece
+                while rest:  # a single write ends at 2 GiB
+                    done = os.pwrite(self.file, rest, at)
+                    rest, at = rest[done:], at + done
+            sizes.append(at - begun)
+        return sizes
 
     def read(self, sizes: Sequence[int]) -> list[bytes]:
         """The parts that were put there; ``sizes`` as ``write`` gave them."""
@@ -71,10 +76,10 @@ class Sheet:
         self.file = -1
 
 
-def bundled(tensors: Iterable[Tensor]) -> bytes:
-    """Tensors to bytes. Unlike those of messages they may hold any number: no party sees them."""
-    plain = (t.detach().cpu().clone(memory_format=torch.contiguous_format) for t in tensors)
-    return safetensors.torch.save({str(place): tensor for place, tensor in enumerate(plain)})
+def bundled(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    """Tensors to bytes, piece by piece. Unlike those of messages they may hold any number: no
+    party sees them."""
+    return tensor_file.pieces_of({str(place): tensor for place, tensor in enumerate(tensors)})
 
 
 def unbundled(data: bytes) -> list[Tensor]:

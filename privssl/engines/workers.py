@@ -61,7 +61,7 @@ from privssl.engines.forked import (
 )
 from privssl.engines.local import LocalEngine
 from privssl.errors import UserError
-from privssl.messages import Message, Reply, pack, unpack
+from privssl.messages import Message, Reply, pieces_of, unpack
 from privssl.shelf import Shelf
 
 TRIES = 2  # workers that a call may end before the run stops
@@ -216,7 +216,7 @@ class WorkerEngine(LocalEngine):
             lanes=deque(lanes[name] for name in away),
         )
         if len({id(call.message) for call in calls}) == 1 and len(away) > 1 and self._workers:
-            [now.letter] = self._letter.write(pack(calls[0].message))
+            [now.letter] = self._letter.write(pieces_of(calls[0].message))
         return now
 
     def _may_leave(self, call: Call) -> bool:
@@ -251,7 +251,7 @@ class WorkerEngine(LocalEngine):
 
     def _send(self, worker: Worker, lane: deque[int], now: _Delivery) -> None:
         call, memory = now.calls[lane[0]], self._agents[now.calls[lane[0]].to.id].memory
-        own = [] if now.letter is not None else [pack(call.message)]
+        own = [] if now.letter is not None else [pieces_of(call.message)]
         order = {
             "agent": call.to.id,
             "step": call.step.__name__,
@@ -373,7 +373,7 @@ class WorkerEngine(LocalEngine):
             "notes": dict(reply.notes),
             "memory": list(after) if changed else None,
             "sizes": sheet.write(
-                pack(reply.content),
+                pieces_of(reply.content),
                 bundled(after.values() if changed else ()),
                 bundled(recorder.seen),
             ),

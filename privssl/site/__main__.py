@@ -9,7 +9,6 @@ stopped while serving. A site that was stopped, in whatever way, goes on where i
 
 import argparse
 import logging
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,16 @@ from rich.console import Console
 
 from accounting.errors import AccountingError
 from privssl.errors import UserError
-from privssl.process import INTERRUPTED, LogFile, Screen, logging_to, private_files, stopped_by
+from privssl.process import (
+    INTERRUPTED,
+    LogFile,
+    Screen,
+    in_one_thread,
+    keep_freed_memory,
+    logging_to,
+    private_files,
+    stopped_by,
+)
 
 if TYPE_CHECKING:
     from privssl.site.desk import Desk
@@ -76,6 +84,7 @@ def _site(options: argparse.Namespace, stack: ExitStack) -> int:
 
     site = settings.load(options.site)
     check_files(options.certificate, options.key)
+    keep_freed_memory()
     desk = opened(site)
     for path in filter(_seen_by_others, site.secrets):
         log.warning("Other users of this system can read %s. chmod -R go= closes it", path)
@@ -111,11 +120,7 @@ def _seen_by_others(path: Path) -> bool:
 
 
 def _in_one_thread(desk: "Desk", letter: bytes) -> bytes:
-    """More intra-op threads would change the order of sums, and with it the last bits."""
-    import torch
-
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # which counts for the thread that says it
+    in_one_thread()  # which counts for the thread that says it
     return desk.handle(letter)
 
 
