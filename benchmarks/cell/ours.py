@@ -33,10 +33,12 @@ def main() -> None:
     keep_freed_memory()
     x, y = cell.rows(folder)
     train = len(x) - cell.TEST_ROWS
+    tests = x[train:].copy(), y[train:].copy()  # a view would keep all rows
     names = tuple(map(str, range(cell.CLASSES)))
-    dataset = from_arrays("cell", Arrays(x[:train], y[:train], x[train:], y[train:], names))
+    dataset = from_arrays("cell", Arrays(x[:train], y[:train], *tests, names))
     settings = DataSettings("npz", "unused", labelled=train)
     federation = data.build(settings, AgentSettings(support=cell.AGENTS), 0, dataset)
+    del x, y, dataset  # each row is with its agent now, as in a run
 
     def new() -> nn.Module:
         return laid_out(in_precision(cell.CellCNN, precision)())
@@ -60,7 +62,7 @@ def main() -> None:
             world.begin(Round(number))
             state = algorithm.round(state, world)
             tell(round=number)
-    tell(**cell.judge(dict(state.F), x, y))
+    tell(**cell.judge(dict(state.F), *cell.rows(folder)))
 
 
 if __name__ == "__main__":
