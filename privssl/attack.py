@@ -212,7 +212,7 @@ class _Recorder(LocalEngine):
         self.seen: list[tuple[Message, Message]] = []
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
-        replies = super().deliver(calls)
+        replies = list(super().deliver(calls))
         self.seen += [(c.message, r.said) for c, r in zip(calls, replies, strict=True)]
         return replies
 

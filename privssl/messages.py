@@ -98,6 +98,105 @@ class Reply(Generic[M]):
         return self.content
 
 
+def equally(_: Reply[Any]) -> float:
+    """The same share for every reply, as ``weight`` of a ``Mean``."""
+    return 1.0
+
+
+class Mean:
+    """The weighted mean of one field over the agents that send it (FedAvg, McMahan et al.), taken
+    while replies come: each is added and let go, so that one network lies in memory and not one
+    for each agent. ``World.ask_each`` fills it (``into``).
+
+    >>> from privssl.agents import AgentRef
+    >>> @dataclass(frozen=True)
+    ... class Trained(Message):
+    ...     F: StateDict
+    >>> F = Mean("F")
+    >>> for name, value in (("q0", 1.0), ("q1", 4.0)):
+    ...     said = Trained({"w": torch.tensor([value])})
+    ...     F.add(Reply(AgentRef(name, "query"), said, weight=value))
+    >>> F.otherwise({})  # (1 * 1 + 4 * 4) / (1 + 4)
+    {'w': tensor([3.4000])}
+    """
+
+    def __init__(
+        self, name: str, weight: Callable[[Reply[Any]], float] = lambda reply: reply.weight
+    ) -> None:
+        """
+        Args:
+            name: field of the message, a StateDict or None (not sent).
+            weight: share of a reply, >= 0 and finite.
+        """
+        self._name, self._weight = name, weight
+        self._total, self._largest = 0.0, (0.0, "")  # of shares; the largest, and whose it is
+        self._first, self._like = "", dict[str, Tensor]()  # whose form is asked of all others
+        self._wide: dict[str, Tensor] = {}
+
+    def add(self, reply: Reply[Any]) -> None:
+        """Count a reply, unless it is silent, lacks the field or has no share.
+
+        Raises:
+            MessageError: its share, or the sum of all, is negative or not finite, or its weights
+                have other names, shapes or types than those of the first: by broadcasting or a
+                wider type one sender could otherwise take over the mean.
+        """
+        sent: StateDict | None = None if reply.silent else getattr(reply.said, self._name)
+        if sent is None:
+            return
+        share, sender = self._weight(reply), reply.sender.id
+        if not (math.isfinite(share) and share >= 0):
+            raise MessageError(
+                f"{sender} has the share {share} in the average of {self._name}: it must be a "
+                "number >= 0. Leave this agent out"
+            )
+        if not share:
+            return
+        self._total, self._largest = self._total + share, max(self._largest, (share, sender))
+        if not math.isfinite(self._total):  # every share would be 0, and the mean with it
+            largest, whose = self._largest
+            raise MessageError(
+                f"the shares in the average of {self._name} add up to no number: {whose} has "
+                f"{largest:g}. Leave this agent out"
+            )
+        if not self._first:
+            self._first = sender
+            self._like = {key: torch.empty_like(part, device="meta") for key, part in sent.items()}
+            # float64: a sum over many agents must not lose what a single one changed
+            self._wide = {
+                key: torch.zeros(part.shape, dtype=torch.float64) for key, part in sent.items()
+            }
+        self._check_form(sent, sender)
+        for key, part in sent.items():
+            self._wide[key].lerp_(part.double(), share / self._total)
+
+    def taken(self, reply: Reply[Any]) -> Reply[Any]:
+        """Add a reply; what is left of it: whose it is, its share, and that it spoke."""
+        self.add(reply)
+        return reply if reply.silent else dataclasses.replace(reply, content=Done())
+
+    def otherwise(self, nobody: StateDict) -> StateDict:
+        """The mean; ``nobody`` where nothing was added: the caller must decide what that means."""
+        if not self._first:
+            return nobody
+        return {
+            key: (self._wide[key] if like.is_floating_point() else self._wide[key].round()).to(
+                like.dtype
+            )
+            for key, like in self._like.items()
+        }
+
+    def _check_form(self, sent: StateDict, sender: str) -> None:
+        """Raise MessageError unless weights are of the form of the first's."""
+        for key in sorted(sent.keys() | self._like.keys()):
+            here, there = _form(sent, key), _form(self._like, key)
+            if here != there:
+                raise MessageError(
+                    f"{sender} and {self._first} sent {self._name} in unlike forms: {key} is "
+                    f"{here} here and {there} there. Leave the agent with the wrong one out"
+                )
+
+
 def average(
     replies: Sequence[Reply[Any]],
     name: str,
@@ -105,63 +204,21 @@ def average(
     otherwise: StateDict,
     weight: Callable[[Reply[Any]], float] = lambda reply: reply.weight,
 ) -> StateDict:
-    """Weighted mean of one field over the agents that sent it (FedAvg, McMahan et al.).
+    """``Mean`` of replies that are here already.
 
     Args:
         replies: in any order; the sum is taken in natural order of the senders, so that the
             order of arrival cannot change a bit.
-        name: field of the message, a StateDict or None (not sent).
-        otherwise: the answer when nobody sent it. Required: the caller must decide what an
-            empty round means.
-        weight: share of a reply, >= 0 and finite. All zero counts as nobody.
+        name, weight: as of ``Mean``.
+        otherwise: the answer when nobody sent it.
 
     Raises:
-        MessageError: a share, or the sum of all, is negative or not finite, or weights have other
-            names, shapes or types than those of another sender: by broadcasting or a wider type
-            one sender could otherwise take over the mean.
+        MessageError: see ``Mean.add``.
     """
-    spoke = [r for r in replies if not r.silent and getattr(r.said, name) is not None]
-    for reply in spoke:
-        if not (math.isfinite(weight(reply)) and weight(reply) >= 0):
-            raise MessageError(
-                f"{reply.sender.id} has the share {weight(reply)} in the average of {name}: it "
-                "must be a number >= 0. Leave this agent out"
-            )
-    spoke = [r for r in spoke if weight(r) > 0]
-    if not spoke:
-        return otherwise
-    spoke.sort(key=lambda reply: natural_order(reply.sender.id))
-    total = sum(weight(r) for r in spoke)
-    if not math.isfinite(total):  # every share would be 0, and the mean with it
-        largest = max(spoke, key=weight)
-        raise MessageError(
-            f"the shares in the average of {name} add up to no number: {largest.sender.id} has "
-            f"{weight(largest):g}. Leave this agent out"
-        )
-    shares = [weight(r) / total for r in spoke]
-    first: StateDict = getattr(spoke[0].said, name)
-    for reply in spoke:
-        _check_weights(reply, name, spoke[0])
-    mean = {}
-    for key, like in first.items():
-        # float64: a sum over many agents must not lose what a single one changed
-        wide = torch.zeros(like.shape, dtype=torch.float64)
-        for reply, share in zip(spoke, shares, strict=True):
-            wide.add_(getattr(reply.said, name)[key].double(), alpha=share)
-        mean[key] = (wide if like.is_floating_point() else wide.round()).to(like.dtype)
-    return mean
-
-
-def _check_weights(reply: Reply[Any], name: str, first: Reply[Any]) -> None:
-    """Raise MessageError unless a reply's weights are of the form of the first's."""
-    mine, like = getattr(reply.said, name), getattr(first.said, name)
-    for key in sorted(mine.keys() | like.keys()):
-        here, there = (_form(weights, key) for weights in (mine, like))
-        if here != there:
-            raise MessageError(
-                f"{reply.sender.id} and {first.sender.id} sent {name} in unlike forms: {key} is "
-                f"{here} here and {there} there. Leave the agent with the wrong one out"
-            )
+    mean = Mean(name, weight)
+    for reply in sorted(replies, key=lambda reply: natural_order(reply.sender.id)):
+        mean.add(reply)
+    return mean.otherwise(otherwise)
 
 
 def _form(weights: StateDict, key: str) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from privssl.agents import AgentRef, Seat
 from privssl.engines import Call, Engine, Step
-from privssl.messages import Absent, Message, Reply, payload_bytes
+from privssl.messages import Absent, Mean, Message, Reply, payload_bytes
 from privssl.seeds import stream
 
 Roster = tuple[AgentRef, ...]
@@ -73,11 +73,16 @@ class World:
         whom: Sequence[AgentRef],
         step: Step[M],
         message: Message | Callable[[AgentRef], Message],
+        into: Mean | None = None,
     ) -> list[Reply[M]]:
         """Several agents do one step, in parallel where the engine can.
 
-        ``message`` is one message for all, or a function from the agent to its own. Replies
-        come in the order of ``whom``, silences included.
+        Args:
+            message: one for all, or a function from the agent to its own.
+            into: takes each reply as it comes; that it spoke is then all that is left of it.
+
+        Returns:
+            Replies in the order of ``whom``, silences included.
         """
         calls = []
         for agent in whom:
@@ -85,15 +90,17 @@ class World:
             content = message if isinstance(message, Message) else message(agent)
             visit = self._visits[agent.id, step.__name__]
             calls.append(Call(agent, step, content, self.round.number, visit))
-        replies: list[Reply[M]] = self._engine.deliver(calls)
-        up = (payload_bytes(r.content) for r in replies if _travels(r.sender))
-        down = (payload_bytes(c.message) for c in calls if _travels(c.to))
-        self.traffic = Traffic(self.traffic.up + sum(up), self.traffic.down + sum(down))
-        self.silences += sum(r.silent and not isinstance(r.content, Absent) for r in replies)
-        self.absences += sum(isinstance(r.content, Absent) for r in replies)
-        for reply in replies:
+        replies: list[Reply[M]] = []
+        up = 0
+        for reply in self._engine.deliver(calls):
+            up += payload_bytes(reply.content) if _travels(reply.sender) else 0
+            self.silences += reply.silent and not isinstance(reply.content, Absent)
+            self.absences += isinstance(reply.content, Absent)
             for name, value in reply.notes.items():
                 self.notes.setdefault(name, []).append(value)
+            replies.append(reply if into is None else into.taken(reply))
+        down = sum(payload_bytes(c.message) for c in calls if _travels(c.to))
+        self.traffic = Traffic(self.traffic.up + up, self.traffic.down + down)
         return replies
 
     def sample(self, roster: Roster, n: int | None) -> Roster:

@@ -14,7 +14,7 @@ from privssl import seeds
 from privssl.agents import Agent, AgentRef, LabelledRows, Seat, UnlabelledRows, natural_order
 from privssl.engines.local import LocalEngine
 from privssl.errors import RoleError
-from privssl.messages import Done, Message, Silence
+from privssl.messages import Done, Mean, Message, Silence, StateDict
 from privssl.world import Round, Traffic, World
 
 LABELLED = LabelledRows(torch.zeros(3, 1, 8, 8), torch.tensor([0, 1, 2]), torch.arange(3))
@@ -148,6 +148,29 @@ def test_traffic_is_what_went_either_way_since_the_round_began() -> None:
     assert found.traffic == Traffic(up=30, down=6)
     found.begin(Round(1))
     assert found.traffic == Traffic(0, 0)
+
+
+@dataclass(frozen=True)
+class Weights(Message):
+    w: StateDict
+
+
+def send(agent: Agent, message: Word, ctx: Any) -> Weights | Silence:
+    if agent.id == "q10":
+        return Silence("nothing to say")
+    ctx.note("sent", 2.0)
+    return Weights({"w": torch.full((3,), float(len(agent.id)))})
+
+
+def test_replies_that_go_into_a_mean_are_counted_as_all_others() -> None:
+    found, mean = world(support("s0"), support("s11"), query("q10")), Mean("w")
+    replies = found.ask_each(found.agents, send, Word("abc"), into=mean)
+    said = [(r.sender.id, type(r.content).__name__) for r in replies if not r.silent]
+    assert said == [("s0", "Done"), ("s11", "Done")]
+    assert mean.otherwise({})["w"].tolist() == [2.5, 2.5, 2.5]  # (len("s0") + len("s11")) / 2
+    # up: two times 3 floats, and what the silent one says
+    assert found.traffic == Traffic(up=24 + len("nothing to say"), down=9)
+    assert (found.silences, found.absences, found.mean_notes()) == (1, 0, {"sent": 2.0})
 
 
 def test_what_a_labelled_server_says_to_itself_is_no_traffic() -> None:

@@ -467,14 +467,20 @@ PLACES: dict[str, Callable[[], Any]] = {
 }
 
 
-def assert_equal_in_lockstep(algorithm: Algorithm[Any], place: str) -> None:
+def within_for(case: str) -> float:
+    """Largest difference that rounding makes: G and D against each other carry it on, on one kind
+    of processor to 1.4e-3 (moments of the last layers of G), on others to 2e-5."""
+    return 30 * APART if case.startswith("fedssl") else APART
+
+
+def assert_equal_in_lockstep(algorithm: Algorithm[Any], place: str, within: float = APART) -> None:
     alone = play(algorithm, PLACES[place]())
     together = play(algorithm, PLACES[place](), engine=lockstepped(algorithm))
-    assert apart(alone.state, together.state) < APART
+    assert apart(alone.state, together.state) < within
     mine, theirs = alone.engine.memories(), together.engine.memories()
     assert flat(mine).keys() == flat(theirs).keys()
-    assert not flat(mine) or apart(mine, theirs) < APART
-    assert alone.world.mean_notes() == pytest.approx(together.world.mean_notes(), rel=1e-3)
+    assert not flat(mine) or apart(mine, theirs) < within
+    assert alone.world.mean_notes() == pytest.approx(together.world.mean_notes(), rel=10 * within)
     assert alone.world.traffic == together.world.traffic
 
 
@@ -493,7 +499,7 @@ def test_every_algorithm_gives_the_results_of_one_agent_after_the_other(name: st
     ],
 )  # fmt: skip
 def test_every_variant_does_wherever_labels_are(case: str, place: str) -> None:
-    assert_equal_in_lockstep(of_case(case), place)
+    assert_equal_in_lockstep(of_case(case), place, within_for(case))
 
 
 def test_batch_norm_counts_each_agents_own_batches() -> None:
@@ -527,7 +533,7 @@ def moved_on(passes: Sequence[Pass]) -> list[Any]:
     return passes_as_one(kept)
 
 
-@pytest.mark.parametrize("case", ["pseudo", "semifl", "fedmatch", "fedavg"])
+@pytest.mark.parametrize("case", ["pseudo", "semifl", "fedmatch", "fedavg", "fedssl, gate open"])
 @pytest.mark.parametrize("mistake", ["rows", "moments"])
 def test_a_mistake_shows(case: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "rows":
@@ -539,7 +545,7 @@ def test_a_mistake_shows(case: str, mistake: str, monkeypatch: pytest.MonkeyPatc
     algorithm, place = of_case(case), PLACES["support"]
     alone = play(algorithm, place())
     wrong = play(algorithm, place(), engine=lockstepped(algorithm))
-    assert apart(alone.state, wrong.state) > APART
+    assert apart(alone.state, wrong.state) > within_for(case)
 
 
 def test_lockstep_gives_the_same_bits_twice_and_portions_the_same_results() -> None:
@@ -633,7 +639,7 @@ def asked(there: Any, step: Any, names: Sequence[str]) -> list[Reply[Any]]:
     refs = {agent.id: agent for agent in there.roster()}
     visits = [Call(refs[name], step, Told(), 1, names[:n].count(name) + 1)
               for n, name in enumerate(names)]  # fmt: skip
-    replies: list[Reply[Any]] = there.deliver(visits)
+    replies: list[Reply[Any]] = list(there.deliver(visits))
     return replies
 
 

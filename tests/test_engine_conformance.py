@@ -196,7 +196,7 @@ def ask(
     """All agents, or those named, do one step with the same message."""
     roster = {agent.id: agent for agent in there.roster()}
     names, what = whom.split() or list(roster), message or Told()
-    return there.deliver([Call(roster[name], step, what, number) for name in names])
+    return list(there.deliver([Call(roster[name], step, what, number) for name in names]))
 
 
 def same(one: Reply[Any], other: Reply[Any]) -> bool:
@@ -229,14 +229,14 @@ def test_there_is_one_reply_to_each_call_in_the_order_of_the_calls(name: str, wh
         replies = ask(there, STEPS.draw, whom=whom)
         assert " ".join(reply.sender.id for reply in replies) == whom
         assert " ".join(reply.said.text for reply in replies) == whom
-        assert there.deliver([]) == []
+        assert list(there.deliver([])) == []
 
 
 class Backwards(LocalEngine):
     """Breaks the promise: replies come in another order."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
-        return super().deliver(calls)[::-1]
+        return list(super().deliver(calls))[::-1]
 
 
 def test_an_engine_that_mixes_up_replies_would_be_noticed() -> None:
@@ -279,7 +279,7 @@ def test_randomness_follows_from_seed_round_agent_step_and_visit(name: str) -> N
             Call(q1, STEPS.draw, Told(), 1),
         ]
         drawn = [tuple(reply.said.t.tolist()) for reply in there.deliver(calls)]
-        alone = [tuple(there.deliver([call])[0].said.t.tolist()) for call in calls[::-1]]
+        alone = [tuple(next(iter(there.deliver([call]))).said.t.tolist()) for call in calls[::-1]]
     assert len(set(drawn)) == 4
     assert alone == drawn[::-1]  # whatever came before, and in whatever company
 
@@ -335,7 +335,7 @@ class Forgetful(LocalEngine):
     """Breaks a promise: agents remember nothing."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
-        replies = super().deliver(calls)
+        replies = list(super().deliver(calls))
         self.restore({})
         return replies
 
@@ -438,7 +438,7 @@ def test_calls_of_one_agent_are_done_one_after_the_other_and_each_sees_the_last(
             Call(roster[n], STEPS.count, Told(), 1, v)
             for n, v in (("q0", 1), ("q1", 1), ("q0", 2), ("q0", 3), ("q1", 2))
         ]
-        replies = there.deliver(calls)
+        replies = list(there.deliver(calls))
     assert [reply.said.number for reply in replies] == [1.0, 1.0, 2.0, 3.0, 2.0]
     assert {reply.said.text for reply in replies} == {"z n a"}
 

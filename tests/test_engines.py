@@ -33,7 +33,8 @@ def engine(*names: str, **how: Any) -> LocalEngine:
 
 
 def ask(there: LocalEngine, step: Any, message: Message, round_number: int = 1) -> Reply[Any]:
-    return there.deliver([Call(there.roster()[0], step, message, round_number)])[0]
+    [reply] = there.deliver([Call(there.roster()[0], step, message, round_number)])
+    return reply
 
 
 # The border ---------------------------------------------------------------------------------

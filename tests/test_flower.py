@@ -277,8 +277,10 @@ def test_silence_and_errors_stay_in_their_place_and_the_first_by_order_ends_a_ru
         patch.setattr(there, "_terms", dataclasses.replace(PATIENT, absent="skip"))
         patch.setattr(there, "_without", Without(skip=("fail", "diverge")))
         steps = (STEPS.fail, STEPS.fail, STEPS.hush, STEPS.fail, STEPS.diverge)
-        replies = there.deliver(
-            [Call(a, step, Told(), 1) for a, step in zip(there.roster(), steps, strict=True)]
+        replies = list(
+            there.deliver(
+                [Call(a, step, Told(), 1) for a, step in zip(there.roster(), steps, strict=True)]
+            )
         )
     absent = [r.content.reason if isinstance(r.content, Absent) else "" for r in replies]
     assert absent == ["data", "failed", "", "", "diverged"]

@@ -554,7 +554,7 @@ def test_an_answer_that_is_no_table_of_this_census_is_refused(census: Tensor) ->
         def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
             if calls and calls[0].step.__name__ == "answer":
                 return [Reply(call.to, Census(census)) for call in calls]
-            return super().deliver(calls)
+            return list(super().deliver(calls))
 
     with pytest.raises(MessageError, match="table of"):
         play(make("label_census", **FEW), federation(labelled=40), engine=Liar)

@@ -18,6 +18,7 @@ from privssl.agents import AgentRef
 from privssl.algorithms import ALGORITHMS
 from privssl.messages import (
     Done,
+    Mean,
     Message,
     MessageError,
     Reply,
@@ -125,6 +126,16 @@ def test_a_small_part_survives_beside_a_thousand_others() -> None:
     mean = float(average(replies, "w", otherwise=NOBODY)["w"])
     assert mean == pytest.approx(1 + 2.0**-10 / 1001, abs=2**-23)
     assert mean != 1.0
+
+
+def test_a_mean_lets_go_of_what_it_was_given() -> None:
+    sent, mean = reply("q0", [4.0], 3.0), Mean("w")
+    left = mean.taken(sent)
+    assert (left.sender, left.weight, left.content) == (sent.sender, 3.0, Done())
+    assert mean.taken(silent("q1")) == silent("q1")
+    mean.taken(reply("q2", [8.0], 1.0))
+    assert torch.equal(mean.otherwise(NOBODY)["w"], torch.tensor([5.0]))  # (3 * 4 + 8) / 4
+    assert Mean("w").otherwise(NOBODY) is NOBODY
 
 
 # Replies ------------------------------------------------------------------------------------

@@ -321,13 +321,13 @@ def test_a_round_that_is_interrupted_leaves_the_memories_of_the_round_before(
     lying = kind(None, 0)
     there = LocalEngine(agents, seed=0, device=torch.device("cpu"), shelf=lying)
     for number in (1, 2):
-        there.deliver([Call(agent, count, Done(), number) for agent in there.roster()])
+        list(there.deliver([Call(agent, count, Done(), number) for agent in there.roster()]))
     before = there.memories()
     # Round 3 breaks off after two of three agents; who is asked then must find what round 2 left.
-    there.deliver([Call(agent, count, Done(), 3) for agent in there.roster()[:2]])
+    list(there.deliver([Call(agent, count, Done(), 3) for agent in there.roster()[:2]]))
     assert ([float(before[f"q{n}"]["n"]) for n in range(3)] == [2, 2, 2]) is whole
     there.restore(before)
-    there.deliver([Call(agent, count, Done(), 3) for agent in there.roster()])
+    list(there.deliver([Call(agent, count, Done(), 3) for agent in there.roster()]))
     after = [float(memory["n"]) for memory in there.memories().values()]
     assert (after == [3, 3, 3]) is whole
     lying.close()

@@ -381,7 +381,9 @@ def test_messages_that_are_not_finite_are_not_sent(here: Path) -> None:
     heard = len(doors(there).heard)
     roster = there.roster()
     with pytest.raises(Exception, match="not finite"):
-        there.deliver([Call(roster[0], STEPS.draw, Told(t=torch.full((3,), float("nan"))), 1)])
+        list(
+            there.deliver([Call(roster[0], STEPS.draw, Told(t=torch.full((3,), float("nan"))), 1)])
+        )
     assert len(doors(there).heard) == heard
 
 

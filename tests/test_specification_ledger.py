@@ -686,7 +686,7 @@ def train_slowly(arguments: list[str], inside: Any) -> None:
     real_visit = LocalEngine.deliver
 
     def deliver(self: LocalEngine, calls: Any) -> Any:
-        replies = real_visit(self, calls)
+        replies = list(real_visit(self, calls))
         inside.set()
         time.sleep(600)
         return replies

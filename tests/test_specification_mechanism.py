@@ -297,7 +297,7 @@ def test_on_the_wire_a_sound_visit_is_its_parameters_a_weight_of_one_and_no_note
     with accounts(prepared, tmp_path) as agents:
         engine = LocalEngine(list(agents.values()), seed=0, device=torch.device("cpu"))
         step = prepared.algorithm.support_pass
-        [reply] = engine.deliver([Call(agents["s0"].ref, step, lesson(prepared), 1)])
+        [reply] = list(engine.deliver([Call(agents["s0"].ref, step, lesson(prepared), 1)]))
     assert (reply.weight, dict(reply.notes)) == (1.0, {})
     nets = prepared.algorithm.networks()
     expected = {f"{n}/{key}" for n in ("F", "G") for key, _ in nets[n].named_parameters()}
@@ -645,7 +645,7 @@ class Runs:
         deliver, pictured, build = LocalEngine.deliver, FedSSL.pictures, data.build
 
         def hear(self: LocalEngine, calls: Any) -> list[Reply[Any]]:
-            replies = deliver(self, calls)
+            replies = list(deliver(self, calls))
             for call, reply in zip(calls, replies, strict=True):
                 sent = pack(Done() if reply.silent else reply.said)
                 told = (reply.weight, dict(reply.notes)) if reply.sender.id[0] == "s" else ()

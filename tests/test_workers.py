@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,7 +169,7 @@ def ask(
     """All agents, or those named, do one step with the same message."""
     roster = {agent.id: agent for agent in there.roster()}
     names, what = whom.split() or list(roster), message or Told()
-    return there.deliver([Call(roster[name], step, what, number) for name in names])
+    return list(there.deliver([Call(roster[name], step, what, number) for name in names]))
 
 
 def contents(replies: Sequence[Reply[Any]]) -> list[dict[str, Any]]:
@@ -476,6 +477,39 @@ def test_workers_in_the_middle_of_a_visit_end_when_their_process_is_killed(tmp_p
     os.waitpid(child, 0)
 
     assert soon(lambda: all(map(gone, workers)))
+
+
+# Replies as they come -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda parties: contextlib.closing(local(parties)), engine])
+def test_who_takes_replies_one_by_one_has_few_in_memory(make: Any) -> None:
+    parties = agents(12)
+    with make(parties) as there:
+        calls = [Call(agent, STEPS.draw, Told(), 1) for agent in there.roster()]
+        seen, most = list[weakref.ref[Tensor]](), 0
+        for reply in there.deliver(calls):
+            seen.append(weakref.ref(reply.said.t))
+            most = max(most, sum(one() is not None for one in seen))
+        assert len(seen) == 12
+        assert most <= 2
+        kept = list(there.deliver(calls))  # the control
+        seen = [weakref.ref(reply.said.t) for reply in kept]
+        assert sum(one() is not None for one in seen) == 12
+
+
+def test_a_delivery_that_is_left_unfinished_says_nothing_in_the_next() -> None:
+    parties = agents(6)
+    with engine(parties) as there:
+        for _ in range(3):
+            first = next(
+                iter(there.deliver([Call(a, STEPS.draw, Told(), 1) for a in there.roster()]))
+            )
+            assert first.sender.id == "q0"
+            del first
+            assert contents(ask(there, STEPS.draw, number=2)) == contents(
+                ask(local(agents(6)), STEPS.draw, number=2)
+            )
 
 
 # Bytes --------------------------------------------------------------------------------------

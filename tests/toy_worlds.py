@@ -113,7 +113,7 @@ class Backwards(LocalEngine):
     """The agents of a parallel step work in the opposite order."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
-        return super().deliver(calls[::-1])[::-1]
+        return list(super().deliver(calls[::-1]))[::-1]
 
 
 class OneMemory(LocalEngine):
@@ -122,7 +122,7 @@ class OneMemory(LocalEngine):
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
         replies = []
         for call in calls:
-            replies += super().deliver([call])
+            replies += list(super().deliver([call]))
             memory = self._agents[call.to.id].memory
             for agent in self._agents.values():
                 agent.memory = memory
@@ -133,7 +133,7 @@ class OneMemoryBackwards(OneMemory):
     """As OneMemory, in the opposite order."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
-        return super().deliver(calls[::-1])[::-1]
+        return list(super().deliver(calls[::-1]))[::-1]
 
 
 class Lossy(LocalEngine):
@@ -154,7 +154,7 @@ class Overheard(LocalEngine):
     """Keeps all that crosses the border: ``heard`` has every call and its reply."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
-        replies = super().deliver(calls)
+        replies = list(super().deliver(calls))
         self.heard = [*getattr(self, "heard", []), *zip(calls, replies, strict=True)]
         return replies
 

@@ -42,7 +42,7 @@ from privssl.agents import LabelledRows, SupportAgent
 from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.local_ssl import Share, no_statistics
 from privssl.data.views import view
-from privssl.messages import Message, StateDict, average
+from privssl.messages import Mean, Message, StateDict
 from privssl.privacy import PrivatePlan
 from privssl.settings import Positive, Problem, Rate, strict
 from privssl.world import Roster, World
@@ -164,8 +164,9 @@ class _Supervised(Algorithm[State]):
 
     def round(self, state: State, world: World) -> State:
         mu = self.cfg.proximal if isinstance(self.cfg, Proximal) else 0.0
-        replies = world.ask_each(self._learners(world), self.labelled_pass, Lesson(state.F, mu))
-        return State(average(replies, "F", otherwise=state.F))
+        F = Mean("F")
+        world.ask_each(self._learners(world), self.labelled_pass, Lesson(state.F, mu), into=F)
+        return State(F.otherwise(state.F))
 
     def _learners(self, world: World) -> Roster:
         """Who is asked in this round."""

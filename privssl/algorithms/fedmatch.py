@@ -53,7 +53,7 @@ from privssl.algorithms.two_halves import (
     theta,
     whole_batches,
 )
-from privssl.messages import Message, Reply, Silence, StateDict, average
+from privssl.messages import Message, Reply, Silence, StateDict, average, equally
 from privssl.privacy import PrivatePlan
 from privssl.settings import Count, Positive, Problem, strict
 from privssl.sparse import Download, Halves, sparse_download, sparse_upload, without_small
@@ -182,7 +182,7 @@ class FedMatch(Algorithm[State]):
         """Algorithm 2."""
         lesson = Lesson(state.sigma, state.psi)
         taught = world.ask_each(world.support, self.learn_sigma, lesson)  # l. 4-8
-        sigma = average(taught, "sigma", otherwise=state.sigma, weight=_equal)
+        sigma = average(taught, "sigma", otherwise=state.sigma, weight=equally)
         state = dataclasses.replace(state, sigma=sigma)
         down = self._lessons(state, world)  # l. 9-11
         replies = world.ask_each(down.agents, self.learn_psi, down.of)  # l. 12
@@ -225,8 +225,8 @@ class FedMatch(Algorithm[State]):
             embeddings[agent] = predict(self._F, theta(sigma, psi), state.probe)[0]
         return dataclasses.replace(
             state,
-            sigma=average(replies, "sigma", otherwise=state.sigma, weight=_equal),
-            psi=average(replies, "psi", otherwise=state.psi, weight=_equal),
+            sigma=average(replies, "sigma", otherwise=state.sigma, weight=equally),
+            psi=average(replies, "psi", otherwise=state.psi, weight=equally),
             embeddings={**state.embeddings, **embeddings},
             held_sigma={**state.held_sigma, **sigmas},
             held_psi={**state.held_psi, **psis},
@@ -330,8 +330,3 @@ class Lessons:
 def _place(world: World) -> Place:
     """Where labels are: at clients when agents hold both kinds of rows."""
     return "client" if any(agent.role == "mixed" for agent in world.support) else "server"
-
-
-def _equal(reply: Reply[Learned]) -> float:
-    """Agents count the same whatever they hold: Alg. 1 l. 10, Alg. 2 l. 15."""
-    return 1.0

@@ -25,7 +25,7 @@ class without validation rows, for which Eq. 5 divides by 0, is never positive. 
 is left out where a batch norm needs two. Where the paper is silent: Config and docs/fedseal.md.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, final
@@ -43,7 +43,7 @@ from privssl.algorithms import signs
 from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.local_ssl import Share, needs_unlabelled, no_statistics
 from privssl.data.views import view
-from privssl.messages import Done, Message, Reply, StateDict, average
+from privssl.messages import Done, Mean, Message, StateDict, equally
 from privssl.privacy import PrivatePlan
 from privssl.settings import Count, Positive, Problem, Rate, strict
 from privssl.world import World
@@ -202,22 +202,25 @@ class FedSEAL(Algorithm[State]):
     def start(self, world: World) -> State:
         F: StateDict = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))
         if self.cfg.bootstrap_epochs:
-            F = _mean(world.ask_each(world.support, self.bootstrap, Model(F)), otherwise=F)
+            trained = Mean("F", equally)
+            world.ask_each(world.support, self.bootstrap, Model(F), into=trained)
+            F = trained.otherwise(F)
         if self.cfg.history_from_start:
             world.ask_each(world.query, self.remember_prediction, Model(F))
         return State(averaged=F, F=F)
 
     def round(self, state: State, world: World) -> State:
-        trained = world.ask_each(world.support, self.learn_from_labels, Model(state.averaged))
-        F = _mean(trained, otherwise=state.averaged)
+        trained, uploads = Mean("F", equally), Mean("F", equally)  # Eq. 2: the plain mean
+        world.ask_each(world.support, self.learn_from_labels, Model(state.averaged), into=trained)
+        F = trained.otherwise(state.averaged)
         lesson = Lesson(F, self._thresholds(F, world))
         chosen = world.sample(world.query, self.cfg.query_per_round)
         if self.cfg.history == "all" and chosen:
             training = set(chosen)
             others = [agent for agent in world.query if agent not in training]
             world.ask_each(others, self.remember_prediction, Model(F))
-        uploads = world.ask_each(chosen, self.learn_from_both_signs, lesson)
-        return State(averaged=_mean(uploads, otherwise=F), F=F)
+        world.ask_each(chosen, self.learn_from_both_signs, lesson, into=uploads)
+        return State(averaged=uploads.otherwise(F), F=F)
 
     def _thresholds(self, F: StateDict, world: World) -> Tensor:
         """tau (C,): of the server, or the mean over the holders of labels that can judge."""
@@ -385,8 +388,3 @@ def _probabilities(F: nn.Module, x: Tensor, ctx: Context) -> Tensor:
 def _too_few(F: nn.Module, batch: Tensor) -> bool:
     """Whether a batch is one row and F has a batch norm, which may need two."""
     return len(batch) == 1 and any(isinstance(layer, _BatchNorm) for layer in F.modules())
-
-
-def _mean(replies: Sequence[Reply[Model]], otherwise: StateDict) -> StateDict:
-    """The plain mean of what came: Eq. 2."""
-    return average(replies, "F", otherwise=otherwise, weight=lambda reply: 1.0)

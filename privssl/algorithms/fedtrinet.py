@@ -11,7 +11,7 @@ network as its last visit left it, c the spliced one: the shallow half of W, the
     third player: splice, then fine-tune          _visit, models.surgery.splice
     vote of three, rows above theta(t)            three_players.vote
     loss on labels + lambda * on pseudo-labels    three_players.steps, _learn (Eq. 6)
-    mean of what participants trained (Eq. 1)     messages.average
+    mean of what participants trained (Eq. 1)     messages.Mean
 
 Where an agent lacks one kind of rows its term drops out, so labels may be anywhere. The paper has
 mixed agents alone (``labels-at-client``). A support agent finds nothing to admit and keeps to its
@@ -48,7 +48,7 @@ from privssl.algorithms.base import Algorithm, Context, Phase, Task, Without, on
 from privssl.algorithms.local_ssl import needs_unlabelled
 from privssl.algorithms.three_players import HOT, FedTriNetConfig, Part, steps, vote
 from privssl.data.augment import NONE
-from privssl.messages import Message, Reply, Silence, StateDict, average
+from privssl.messages import Mean, Message, Silence, StateDict
 from privssl.models.surgery import splice
 from privssl.privacy import PrivatePlan
 from privssl.settings import Problem
@@ -149,12 +149,12 @@ class FedTriNet(Algorithm[State]):
         return State(learn.fresh_weights(self.task.new_classifier, world.rng("init F")))
 
     def round(self, state: State, world: World) -> State:
-        t = self._clock(world.round.number)
+        t, mean = self._clock(world.round.number), Mean("F")
         if t < 0:  # phase 1
             cold = world.round.number <= self.cfg.cold_start
             learners = world.support if cold else self._drawn(world, world.support)
-            taught = world.ask_each(learners, self.supervised_pass, Global(state.F))
-            return dataclasses.replace(state, F=average(taught, "F", otherwise=state.F))  # Eq. 1
+            world.ask_each(learners, self.supervised_pass, Global(state.F), into=mean)
+            return dataclasses.replace(state, F=mean.otherwise(state.F))  # Eq. 1
         taking_part = self._drawn(world, world.agents)
         confidence = state.confidence
         if self.cfg.measured == "every_round" or t == 0:
@@ -162,12 +162,11 @@ class FedTriNet(Algorithm[State]):
             confidence = self._ask_confidence(state, world, asked)
         threshold = self.cfg.threshold(confidence, t)
         lesson = Lesson(state.F, threshold)
-        replies: list[Reply[Trained]] = [
-            *world.ask_each(_having(taking_part, "mixed"), self.mixed_pass, lesson),
-            *world.ask_each(_having(taking_part, "support", "server"), self.support_pass, lesson),
-            *world.ask_each(_having(taking_part, "query"), self.query_pass, lesson),
-        ]
-        return State(average(replies, "F", otherwise=state.F), confidence, threshold)  # Eq. 1
+        with_labels = _having(taking_part, "support", "server")
+        world.ask_each(_having(taking_part, "mixed"), self.mixed_pass, lesson, into=mean)
+        world.ask_each(with_labels, self.support_pass, lesson, into=mean)
+        world.ask_each(_having(taking_part, "query"), self.query_pass, lesson, into=mean)
+        return State(mean.otherwise(state.F), confidence, threshold)  # Eq. 1
 
     def _clock(self, round_number: int) -> int:
         """Rounds since phase 2 began: 0 in its first, negative in phase 1."""

@@ -46,7 +46,7 @@ from privssl.algorithms.local_ssl import needs_unlabelled, no_statistics
 from privssl.algorithms.votes import class_given_cluster, class_posterior
 from privssl.census_plan import CensusPlan
 from privssl.losses import soft_cross_entropy
-from privssl.messages import Done, Message, MessageError, Silence, StateDict, average
+from privssl.messages import Done, Mean, Message, MessageError, Silence, StateDict
 from privssl.pictures import census_plot
 from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, strict
@@ -236,14 +236,15 @@ class LabelCensus(MapsRows):
             return state  # no label was released: there is nothing to learn from
         F, rate, number = state.F, self.cfg.learning_rate, world.round.number_in_phase
         taking_part = world.sample(world.query, self.cfg.query_per_round)
+        learned = Mean("F")
         if world.round.phase == "votes":
             votes = VoteLesson(state.classes, F, rate)
-            replies = world.ask_each(taking_part, self.vote_pass, votes)
+            world.ask_each(taking_part, self.vote_pass, votes, into=learned)
         else:
             lesson = SelfLesson(state.classes, F, rate, state.teacher)
-            replies = world.ask_each(taking_part, self.self_training_pass, lesson)
+            world.ask_each(taking_part, self.self_training_pass, lesson, into=learned)
             number += self.cfg.vote_rounds
-        F = average(replies, "F", otherwise=F)
+        F = learned.otherwise(F)
         teacher = learn.moving_average(state.teacher, F, self.cfg.decay(number))
         return replace(state, F=F, teacher=teacher)
 

@@ -50,7 +50,7 @@ from privssl.algorithms.baselines import (
     load,
 )
 from privssl.algorithms.local_ssl import needs_unlabelled, no_statistics
-from privssl.messages import Done, StateDict, average
+from privssl.messages import Done, Mean, StateDict
 from privssl.privacy import PrivatePlan
 from privssl.settings import Count, Problem, strict
 from privssl.world import World
@@ -127,16 +127,18 @@ class PseudoLabelled(Algorithm[State]):
         """
         if any(agent.role == "mixed" for agent in world.agents):
             return self._all_at_once(state, world, unlabelled=unlabelled)
-        taught = world.ask_each(
+        taught, learned = Mean("F"), Mean("F")
+        world.ask_each(
             world.support, self.support_pass,
             lambda who: Lesson(state.F, 0.0 if who.seat is Seat.SERVER else self.cfg.proximal),
+            into=taught,
         )  # fmt: skip
-        labelled = average(taught, "F", otherwise=state.F)
+        labelled = taught.otherwise(state.F)
         if not unlabelled:
             return State(labelled, labelled)
         drawn = world.sample(world.query, self.cfg.agents_per_round)
-        replies = world.ask_each(drawn, self.query_pass, Lesson(labelled, self.cfg.proximal))
-        return State(average(replies, "F", otherwise=labelled), labelled)
+        world.ask_each(drawn, self.query_pass, Lesson(labelled, self.cfg.proximal), into=learned)
+        return State(learned.otherwise(labelled), labelled)
 
     def _all_at_once(self, state: State, world: World, *, unlabelled: bool) -> State:
         roster = world.query if unlabelled else world.support
@@ -146,9 +148,10 @@ class PseudoLabelled(Algorithm[State]):
         )
         lesson = Lesson(state.F, self.cfg.proximal)
         step = self.mixed_pass if unlabelled else self.support_pass
-        replies = world.ask_each(mixed, step, lesson)
-        replies += world.ask_each(others, self.query_pass, lesson)
-        F = average(replies, "F", otherwise=state.F)
+        learned = Mean("F")
+        world.ask_each(mixed, step, lesson, into=learned)
+        world.ask_each(others, self.query_pass, lesson, into=learned)
+        F = learned.otherwise(state.F)
         return State(F, F)
 
     def classifier(self, state: State) -> StateDict:

@@ -27,7 +27,7 @@ momentum moves parameters alone. An agent without a sure row is silent. docs/sem
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, final
 
@@ -42,7 +42,7 @@ from privssl.agents import LabelledRows, Memory, QueryAgent, SupportAgent, Unlab
 from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.local_ssl import Share, needs_unlabelled
 from privssl.data.views import view
-from privssl.messages import Message, Reply, Silence, StateDict, average
+from privssl.messages import Mean, Message, Silence, StateDict, equally
 from privssl.mixup import sample_mix
 from privssl.models.static_norm import collect, statistics_of
 from privssl.privacy import PrivatePlan
@@ -168,29 +168,31 @@ class SemiFL(Algorithm[State]):
 
     def round(self, state: State, world: World) -> State:
         taking_part = world.sample(world.query, self.cfg.query_per_round)
-        replies = world.ask_each(taking_part, self.query_pass, Lesson(state.F))
-        active = [reply for reply in replies if not reply.silent]
-        beside = state.F if self.cfg.fine_tune else self._fine_tuned(state.F, world)
-        F, velocity = self._aggregated(beside, state.velocity, active)
+        mean = Mean("F", equally)
+        replies = world.ask_each(taking_part, self.query_pass, Lesson(state.F), into=mean)
+        active = sum(not reply.silent for reply in replies)
+        F, velocity = state.F, state.velocity
+        if not self.cfg.fine_tune:
+            F = self._fine_tuned(F, world)
+        if active:
+            F, velocity = self._aggregated(F, velocity, mean.otherwise(F))
         if self.cfg.fine_tune:
             F = self._fine_tuned(F, world)
-        return State(self._with_statistics(F, world), velocity, len(active))
+        return State(self._with_statistics(F, world), velocity, active)
 
     def _aggregated(
-        self, F: StateDict, velocity: StateDict, active: Sequence[Reply[Trained]]
+        self, F: StateDict, velocity: StateDict, mean: StateDict
     ) -> tuple[StateDict, StateDict]:
         """One step from F to the mean of the active agents, each counting the same."""
-        if not active:
-            return F, velocity
-        mean = average(active, "F", otherwise=F, weight=lambda reply: 1.0)
         if not self.cfg.fine_tune:  # F was trained beside the agents: one half each
             mean = {name: (F[name] + value) / 2 for name, value in mean.items()}
         return momentum_step(F, velocity, mean, self.cfg.global_momentum)
 
     def _fine_tuned(self, F: StateDict, world: World) -> StateDict:
         """F after training where labels are."""
-        replies = world.ask_each(world.support, self.support_pass, Lesson(F))
-        return {**F, **average(replies, "F", otherwise=F)}
+        learned = Mean("F")
+        world.ask_each(world.support, self.support_pass, Lesson(F), into=learned)
+        return {**F, **learned.otherwise(F)}
 
     def _with_statistics(self, F: StateDict, world: World) -> StateDict:
         """F with statistics gathered over agents, where its norm has any.
@@ -199,10 +201,11 @@ class SemiFL(Algorithm[State]):
         """
         if not statistics_of(self._F):
             return F
-        replies = world.ask_each(world.support, self.support_statistics, Lesson(F))
+        gathered = Mean("statistics")
+        world.ask_each(world.support, self.support_statistics, Lesson(F), into=gathered)
         if self.cfg.statistics == "everyone":
-            replies += world.ask_each(world.query, self.query_statistics, Lesson(F))
-        return {**F, **average(replies, "statistics", otherwise={})}
+            world.ask_each(world.query, self.query_statistics, Lesson(F), into=gathered)
+        return {**F, **gathered.otherwise({})}
 
     def classifier(self, state: State) -> StateDict:
         return state.F

@@ -5,7 +5,7 @@ call is one whole visit of one agent, and its key (round, agent, step, visit) se
 repeatable randomness, so that every engine computes the same bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -54,8 +54,11 @@ class Engine(Protocol):
         """All agents in natural order."""
         ...
 
-    def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
-        """One reply per call, in the order of the calls."""
+    def deliver(self, calls: Sequence[Call]) -> Iterable[Reply[Any]]:
+        """One reply per call, in the order of the calls, each as soon as it and those before it
+        are there: who takes them one by one has one of them in memory. Until all are taken, no
+        other delivery may begin; one that is left unfinished is broken off.
+        """
         ...
 
     def memories(self) -> Mapping[str, Memory]:

@@ -81,7 +81,7 @@ class BatchedEngine(LocalEngine):
         self._copies = []
         super().close()
 
-    def _carried_out(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+    def _carried_out(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
         together = self._that_may_meet(calls)
         if len(together) < 2:
             return super()._carried_out(calls)
@@ -89,7 +89,7 @@ class BatchedEngine(LocalEngine):
         for start in range(0, len(together), self._at_once):
             some = together[start : start + self._at_once]
             replies |= zip(some, self._side_by_side([calls[place] for place in some]), strict=True)
-        return [replies.get(place) or self._visit(call) for place, call in enumerate(calls)]
+        return (replies.get(place) or self._visit(call) for place, call in enumerate(calls))
 
     def _that_may_meet(self, calls: Sequence[Call]) -> list[int]:
         """Places of the calls that may be in lockstep."""

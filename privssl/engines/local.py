@@ -6,7 +6,7 @@ Tensors are copied at the border, so that an agent cannot write into the server'
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,12 +45,13 @@ class LocalEngine:
     def roster(self) -> Sequence[AgentRef]:
         return [agent.ref for agent in self._agents.values()]
 
-    def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+    def deliver(self, calls: Sequence[Call]) -> Iterable[Reply[Any]]:
+        """See ``Engine.deliver``. Nothing is done before the first reply is asked for."""
         return self._carried_out(calls)
 
-    def _carried_out(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+    def _carried_out(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
         """What ``deliver`` answers; ``workers.py`` has another way to the same bits."""
-        return [self._visit(call) for call in calls]
+        return map(self._visit, calls)
 
     def _visit(self, call: Call) -> Reply[Any]:
         reply = self._worked(call, self._across(call.message))

@@ -36,7 +36,7 @@ import logging
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
@@ -135,11 +135,6 @@ class _Delivery:
                 return lane
         return None
 
-    def unfinished(self) -> bool:
-        """Whether workers have, or have yet to get, a call that matters."""
-        lanes = [*self.lanes, *(lane for _, lane in self.running.values())]
-        return any(self.matters(lane[0]) for lane in lanes)
-
 
 class WorkerEngine(LocalEngine):
     """Delivers the calls of a parallel step to worker processes, all others in this process."""
@@ -188,21 +183,19 @@ class WorkerEngine(LocalEngine):
 
     # One delivery --------------------------------------------------------------------------
 
-    def _carried_out(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+    def _carried_out(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
         now = self._planned(calls)
         if not self._workers or len(now.lanes) + len(now.here) < 2 or not now.lanes:
-            return super()._carried_out(calls)
+            yield from super()._carried_out(calls)
+            return
         self._fill_places()
         try:
-            self._spread(now)
+            yield from self._spread(now)
         finally:
             for worker, _ in now.running.values():
                 self._dismiss(worker)
         if now.failed:
             raise now.failed[min(now.failed)]
-        for place in range(len(calls)):
-            self._tell_meter(now.seen.get(place, []))
-        return [now.replies[place] for place in range(len(calls))]
 
     def _planned(self, calls: Sequence[Call]) -> _Delivery:
         lanes: dict[str, deque[int]] = {}
@@ -227,18 +220,29 @@ class WorkerEngine(LocalEngine):
         agent = self._agents[name]
         return sum(len(rows) for rows in (agent.held_labelled, agent.held_unlabelled) if rows)
 
-    def _spread(self, now: _Delivery) -> None:
-        while True:
-            for worker in filter(None, list(self._workers)):
-                if worker.pipe not in now.running and (lane := now.next_lane()):
-                    self._send(worker, lane, now)
-            if now.here:
-                self._visit_here(now)
-            elif not now.unfinished():
-                break
-            busy = list(now.running)
-            for pipe in wait(busy, timeout=0 if now.here or not busy else None):
-                self._receive(*now.running[pipe], now)  # type: ignore[index]
+    def _spread(self, now: _Delivery) -> Iterator[Reply[Any]]:
+        for place in range(len(now.calls)):
+            while place not in now.replies:
+                if not now.matters(place):
+                    return
+                self._go_on(now)
+            self._tell_meter(now.seen.pop(place, []))
+            yield now.replies.pop(place)
+
+    def _go_on(self, now: _Delivery) -> None:
+        """Give every worker something to do, and take what comes."""
+        self._hand_out(now)
+        if now.here:
+            self._visit_here(now)
+        busy = list(now.running)
+        for pipe in wait(busy, timeout=0 if now.here or not busy else None):
+            self._receive(*now.running[pipe], now)  # type: ignore[index]
+        self._hand_out(now)  # before a reply is taken: nobody waits for that
+
+    def _hand_out(self, now: _Delivery) -> None:
+        for worker in filter(None, list(self._workers)):
+            if worker.pipe not in now.running and (lane := now.next_lane()):
+                self._send(worker, lane, now)
 
     def _visit_here(self, now: _Delivery) -> None:
         """One call of this process, while workers do theirs."""
