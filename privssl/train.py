@@ -29,6 +29,7 @@ from privssl.process import (
     logging_to,
     private_files,
     stopped_by,
+    without_collections,
 )
 
 log = logging.getLogger("privssl")
@@ -80,13 +81,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
-    in_one_thread()  # here, so that --help and a typo in the command need no second
+    with without_collections():  # here, so that --help and a typo in the command need no second
+        from privssl import config as configs
+        from privssl import run, run_folder, session
+        from privssl.prepare import prepare
+        from privssl.tracker import ProgressTracker
+    in_one_thread()
     keep_freed_memory()
-    from privssl import config as configs
-    from privssl import run, run_folder, session
-    from privssl.prepare import prepare
-    from privssl.tracker import ProgressTracker
-
     started = time.perf_counter()
     config = configs.load(options.config, options.overrides)
     if options.resume is not None:

@@ -11,7 +11,6 @@ Embeddings are of different rounds: an agent's is as old as its last visit.
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from scipy.spatial import KDTree
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
@@ -41,6 +40,8 @@ def nearest(
     asking = [agent for agent in agents if agent in seen]
     if not asking or not count or len(seen) < 2:
         return {}
+    from scipy.spatial import KDTree  # here: it takes 0.2 s, and most runs have no helpers
+
     tree = KDTree(torch.stack([embeddings[agent] for agent in seen]).double().numpy())
     found = {}
     for agent in asking:

@@ -14,7 +14,6 @@ All of it is post-processing of H and of what query agents sent: it reads no lab
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.special import gammaln
 from torch import Tensor
 
 FAR = 6.0  # log odds of 400: bound of a class's prior; standard deviations that are no chance
@@ -120,6 +119,8 @@ def _log_law(
         normal: NDArray[np.float64] = -np.square(seen - mean) / (2 * variance)
         return np.asarray(normal - np.log(variance) / 2)
     counts = np.arange(int(mean + 12 * np.sqrt(mean) + 30))
+    from scipy.special import gammaln  # here: runs of other algorithms need none of scipy
+
     law = np.exp(counts * np.log(mean) - mean - gammaln(counts + 1))
     for _ in range(agents if epsilon is not None else 0):
         noise = np.exp(-float(epsilon or 0) * np.abs(np.arange(-wide, wide + 1)))
