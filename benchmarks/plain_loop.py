@@ -50,6 +50,7 @@ from privssl.learn import fresh_weights
 from privssl.models import build_classifier
 from privssl.models.convnets import SmallCNN
 from privssl.models.precision import Precision
+from privssl.process import keep_freed_memory
 from privssl.settings import AgentSettings, DataSettings, ModelSettings
 from privssl.world import Round, World
 
@@ -266,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     defaults = torch.get_num_threads()
     torch.set_num_threads(1)  # before anything runs: workers are forked from a process with one
+    keep_freed_memory()
     print(about())
     try:
         work = Work.of(options)

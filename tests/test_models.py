@@ -16,6 +16,7 @@ from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.learn import weights_of
 from privssl.messages import StateDict
 from privssl.models import CLASSIFIERS, build_classifier
+from privssl.models.dropout import Dropout
 from privssl.models.static_norm import StaticNorm, collect, statistics_of
 from privssl.models.surgery import splice
 from privssl.privacy import call, frozen, refuse_coupling_layers
@@ -501,3 +502,64 @@ def test_a_narrow_network_has_the_weights_of_a_wide_one_and_nearly_its_gradients
     assert (rounded - logits).norm() < 0.05 * logits.norm()
     assert torch.cosine_similarity(gradient, coarse, dim=0) > 0.98
     assert not torch.equal(rounded, logits)  # it is on
+
+
+# Dropout ------------------------------------------------------------------------------------
+
+
+def dropped(p: float, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """400,000 ones, channels last, through dropout in training."""
+    ones = torch.ones(50, 40, 20, 10, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    with seeded(stream(seed, 1, "q0", "dropout")):
+        after: Tensor = Dropout(p)(ones)
+        return after
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.25, 0.3, 0.5, 0.9])
+def test_dropout_keeps_the_share_it_was_told_and_as_large_as_torch_makes_it(
+    p: float, dtype: torch.dtype
+) -> None:
+    after = dropped(p, dtype)
+    [large] = set(after[after != 0].tolist())
+    torchs = torch.nn.functional.dropout(torch.ones(1000, dtype=dtype), p)
+    assert {large} == set(torchs[torchs != 0].tolist())
+    assert abs(float((after == 0).float().mean()) - p) < 5 * (p * (1 - p) / 400_000) ** 0.5
+
+
+@pytest.mark.parametrize("p", [0.25, 0.3])
+def test_dropout_is_as_likely_in_every_place_whatever_was_drawn_beside_it(p: float) -> None:
+    in_memory = dropped(p).permute(0, 2, 3, 1).reshape(-1, 8) == 0  # a word has eight bytes
+    rates = in_memory.float().mean(dim=0)
+    assert float((rates - p).abs().max()) < 5 * (p * (1 - p) / 50_000) ** 0.5
+    together = in_memory.float().T.cov() / (p * (1 - p))
+    assert float((together - torch.eye(8)).abs().max()) < 5 / 50_000**0.5
+
+
+def test_a_gradient_goes_through_what_was_kept() -> None:
+    x = torch.ones(1000, requires_grad=True)
+    after = Dropout(0.5)(x)
+    after.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, after.detach())
+
+
+def test_dropout_follows_from_the_seed() -> None:
+    assert torch.equal(dropped(0.5, seed=1), dropped(0.5, seed=1))
+    assert not torch.equal(dropped(0.5, seed=1), dropped(0.5, seed=2))
+
+
+def test_dropout_changes_nothing_in_evaluation_and_knows_none_and_all() -> None:
+    x = torch.linspace(-1, 1, 100)
+    assert torch.equal(Dropout(0.5).eval()(x), x)
+    assert torch.equal(Dropout(0.0)(x), x)
+    assert not Dropout(1.0)(x).any()
+    almost = Dropout(1 - 2.0**-40)(x)
+    assert almost.isfinite().all()
+
+
+def test_networks_are_built_with_it() -> None:
+    network = build_classifier(ModelSettings("trinet_cnn"), (1, 28, 28), 10)
+    kinds = [type(layer) for layer in network.modules()]
+    assert Dropout in kinds
+    assert torch.nn.Dropout not in kinds

@@ -7,6 +7,7 @@ from torch import nn
 
 from privssl.errors import DataError
 from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
+from privssl.models.dropout import with_fast_dropout
 from privssl.models.precision import Precision, in_precision
 from privssl.models.resnet import ResNet9
 from privssl.models.wide_resnet import WideResNet28x2
@@ -52,9 +53,11 @@ def build_classifier(
 
 
 def laid_out(network: Network) -> Network:
-    """The network with its kernels as rows lie in memory: channels last, for faster convolutions.
+    """The network as it is trained fastest: its kernels as rows lie in memory, channels last, and
+    dropout that takes less time to draw.
 
     To be done when a network is built and not when it is used: in another layout sums round
     differently, and the first visit of a process, of a resumed run say, would differ from the next.
     """
+    with_fast_dropout(network)
     return network.to(memory_format=torch.channels_last)
