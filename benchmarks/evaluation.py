@@ -15,6 +15,7 @@ import torch
 from privssl.evaluate import CHUNK, accuracy
 from privssl.models import build_classifier
 from privssl.models.precision import Precision
+from privssl.process import keep_freed_memory
 from privssl.settings import ModelSettings
 
 CASES: list[tuple[ModelSettings, tuple[int, int, int]]] = [
@@ -43,6 +44,7 @@ def milliseconds(
 def main() -> int:
     """Prints a Markdown table."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     torch.manual_seed(0)
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, one thread\n")
     names = [

@@ -33,6 +33,7 @@ from privssl.data.views import view
 from privssl.learn import network_input
 from privssl.models import build_classifier
 from privssl.models.precision import Precision
+from privssl.process import keep_freed_memory
 from privssl.settings import ModelSettings
 
 SMALL, RESNET = ModelSettings("small_cnn"), ModelSettings("resnet9", 4, "none")
@@ -152,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--passes", type=int, default=5)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    keep_freed_memory()
     torch.manual_seed(0)
     print(f"{about()}\nOne thread.\n")
     arithmetic(options.passes)

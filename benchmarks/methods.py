@@ -32,6 +32,7 @@ from privssl.config import load
 from privssl.errors import UserError
 from privssl.evaluate import Oracle
 from privssl.prepare import prepare
+from privssl.process import keep_freed_memory
 from privssl.run import planned_rounds
 from privssl.run_engine import make_engine
 from privssl.world import World
@@ -66,6 +67,7 @@ def overrides(method: str, data: str, workers: int, rounds: int) -> list[str]:
 def play(config: Path, changes: Sequence[str]) -> None:
     """A run's rounds, telling of each when it is over."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     prepared = prepare(load(config, list(changes)))
     with (
         tempfile.TemporaryDirectory() as folder,

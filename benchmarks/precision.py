@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from privssl.learn import network_input
 from privssl.models import build_classifier
 from privssl.models.precision import Precision
+from privssl.process import keep_freed_memory
 from privssl.settings import ModelSettings
 
 CASES: list[tuple[ModelSettings, tuple[int, int, int], int]] = [
@@ -50,6 +51,7 @@ def milliseconds(
 def main() -> int:
     """Prints a Markdown table."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     torch.manual_seed(0)
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, one thread\n")
     print(

@@ -37,6 +37,7 @@ from privssl.algorithms.fedssl import FedSSLConfig
 from privssl.algorithms.gmixup import Callables, Mixing, row_losses
 from privssl.models import build_classifier, laid_out
 from privssl.privacy import PrivatePlan, PrivateTraining, call
+from privssl.process import keep_freed_memory
 from privssl.row_gradients import Parameters
 from privssl.settings import ModelSettings
 
@@ -267,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--passes", type=int, default=5)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    keep_freed_memory()
     torch.manual_seed(0)
     warnings.simplefilter("ignore")  # Opacus' remarks on its own modes
     print(f"{about()}\nOpacus {opacus_version}. One thread. In brackets: times 'no privacy'.\n")

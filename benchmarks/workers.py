@@ -23,6 +23,7 @@ from privssl.config import load
 from privssl.errors import UserError
 from privssl.evaluate import Oracle
 from privssl.prepare import prepare
+from privssl.process import keep_freed_memory
 from privssl.run import planned_rounds
 from privssl.run_engine import make_engine
 from privssl.world import World
@@ -64,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides = [text for text in options.configs if "=" in text]
     numbers = [int(n) for n in options.workers.split(",")]
     torch.set_num_threads(1)
+    keep_freed_memory()
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}\n")
     print("| config | " + " | ".join(f"{n}, s" for n in numbers) + " | times |")
     print("|---" * (len(numbers) + 2) + "|")
