@@ -20,8 +20,8 @@ Precision = Literal["float32", "bfloat16"]
 Network = TypeVar("Network", bound=nn.Module)
 
 
-#: Their training steps take 0.85 of the time or less (docs/performance.md); those of LeNet and of
-#: FedTriNet's CNN take as long, or longer.
+#: Their training steps take less time where batches are large, and never much more
+#: (docs/performance.md); those of LeNet and of FedTriNet's CNN take as long, or longer.
 WIDE = ("small_cnn", "resnet9", "wresnet28x2")
 
 
