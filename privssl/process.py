@@ -50,7 +50,6 @@ def without_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
         gc.enable()
 
 

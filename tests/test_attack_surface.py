@@ -284,6 +284,7 @@ MAY = {
     ),
     "privssl.site.keys": "subprocess",
     "privssl.site.fence": "ctypes",
+    "privssl.process": "ctypes",  # two calls of the C library that is loaded, with constants
 }
 
 

@@ -176,15 +176,20 @@ def test_an_interruption_ends_every_piece() -> None:
 
 
 def test_ctrl_c_while_a_piece_works_ends_it_where_it_asks_next() -> None:
-    went_on = []
+    went_on, sent = [], threading.Event()
 
     def work(ask: lockstep.Ask) -> None:
-        time.sleep(0.3)
+        sent.wait(60)  # a busy machine may start the timer late
+        time.sleep(0.2)
         ask(1)
         went_on.append(1)
 
+    def press() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        sent.set()
+
     threads = threading.active_count()
-    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.05, press).start()
     with pytest.raises(KeyboardInterrupt):
         in_lockstep([work, work], no_answer, CPU)
     assert not went_on and threading.active_count() == threads
