@@ -189,9 +189,14 @@ def test_ctrl_c_while_a_piece_works_ends_it_where_it_asks_next() -> None:
         sent.set()
 
     threads = threading.active_count()
+    # A shell starts what runs in its background with Ctrl-C ignored.
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.05, press).start()
-    with pytest.raises(KeyboardInterrupt):
-        in_lockstep([work, work], no_answer, CPU)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_lockstep([work, work], no_answer, CPU)
+    finally:
+        signal.signal(signal.SIGINT, former)
     assert not went_on and threading.active_count() == threads
 
 
