@@ -213,7 +213,8 @@ class FedMatch(Algorithm[State]):
         return Lessons(agents, downloads, helpers)
 
     def _gathered(self, state: State, down: "Lessons", said: Sequence[Reply[Learned]]) -> State:
-        """The new models are embedded and averaged, each counting the same."""
+        """The new models are embedded and averaged, each counting the same whatever its agent holds
+        (Alg. 1 l. 10, Alg. 2 l. 15)."""
         replies = [reply for reply in said if not reply.silent]
         sigmas, psis, embeddings = {}, {}, {}
         for reply in replies:

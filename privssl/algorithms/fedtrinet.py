@@ -149,7 +149,8 @@ class FedTriNet(Algorithm[State]):
         return State(learn.fresh_weights(self.task.new_classifier, world.rng("init F")))
 
     def round(self, state: State, world: World) -> State:
-        t, mean = self._clock(world.round.number), Mean("F")
+        t = self._clock(world.round.number)
+        mean = Mean("F")  # of what participants trained
         if t < 0:  # phase 1
             cold = world.round.number <= self.cfg.cold_start
             learners = world.support if cold else self._drawn(world, world.support)
