@@ -128,6 +128,28 @@ def test_a_small_part_survives_beside_a_thousand_others() -> None:
     assert mean != 1.0
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"w": torch.ones(1)},  # would be broadcast over both numbers
+        {"w": torch.ones(2, dtype=torch.float64)},
+        {"v": torch.ones(2)},
+        {"w": torch.ones(2), "v": torch.ones(2)},
+    ],
+)
+def test_weights_of_another_form_are_not_averaged(other: StateDict) -> None:
+    mean = Mean("w")
+    mean.add(reply("q0", [1.0, 2.0]))
+    with pytest.raises(MessageError, match="q1 and q0 sent w in unlike forms"):
+        mean.add(Reply(AgentRef("q1", "query"), Note(other)))
+
+
+@pytest.mark.parametrize("share", [-1.0, math.nan, math.inf])
+def test_a_share_that_is_no_number_from_0_is_refused(share: float) -> None:
+    with pytest.raises(MessageError, match="q0 has the share"):
+        Mean("w").add(reply("q0", [1.0], share))
+
+
 def test_a_mean_lets_go_of_what_it_was_given() -> None:
     sent, mean = reply("q0", [4.0], 3.0), Mean("w")
     left = mean.taken(sent)
