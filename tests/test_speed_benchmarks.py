@@ -33,7 +33,9 @@ from benchmarks.processes import Told, carry_out
 from privssl.config import load
 from privssl.prepare import prepare
 
-SMALL = argparse.Namespace(data="digits", agents=2, rows=24, batch=10, epochs=2, rounds=2)
+SMALL = argparse.Namespace(
+    data="digits", agents=2, rows=24, batch=10, epochs=2, rounds=2, augment="none"
+)
 
 
 @pytest.mark.parametrize(
