@@ -70,7 +70,7 @@ CPU = torch.device("cpu")
 class Images(Dataset[tuple[Tensor, int]]):
     """Rows of one agent, as torchvision's data sets hand them out."""
 
-    def __init__(self, x: np.ndarray, y: np.ndarray, augment: str) -> None:
+    def __init__(self, x: np.ndarray, y: np.ndarray, augment: str = "none") -> None:
         """x (N, channels, height, width) uint8; y (N,); augment: a name among our views."""
         self.x, self.y = x.transpose(0, 2, 3, 1), y
         middle, by = (0.5,) * x.shape[1], AUGMENTATIONS[augment]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,6 +100,21 @@ def test_a_plain_loop_and_our_engine_take_the_same_steps_to_the_same_weights() -
         other.play(1)
         other.play(3)
         assert apart(other.weights(), ours.weights()) > 1e-4
+
+
+def test_rows_are_augmented_by_the_plain_loop_and_ours_or_by_neither() -> None:
+    row = np.arange(64, dtype=np.uint8).reshape(1, 1, 8, 8).repeat(20, axis=0)
+    for augment, views in (("none", 1), ("mid", 20)):
+        images = plain_loop.Images(row, np.zeros(20, dtype=np.int64), augment)
+        assert len({images[n][0].numpy().tobytes() for n in range(20)}) == views
+    trained = []
+    for augment in ("none", "mid"):
+        work = Work.of(argparse.Namespace(**vars(SMALL) | {"augment": augment}))
+        with contextlib.ExitStack() as stack:
+            ours = work.ours("float32", 1, stack)
+            ours.play(1)
+            trained.append(ours.weights())
+    assert apart(*trained) > 1e-4
 
 
 def test_a_competitor_that_trained_otherwise_is_reported(
