@@ -15,7 +15,9 @@ from pydantic.dataclasses import dataclass
 strict = ConfigDict(extra="forbid", strict=True)
 
 Network = Literal["F", "G", "D"]
-PartitionName = Literal["iid", "dirichlet", "classes_per_agent", "round_robin", "imbalanced"]
+PartitionName = Literal[
+    "iid", "dirichlet", "dirichlet_equal", "classes_per_agent", "round_robin", "imbalanced"
+]
 #: Keys of the privacy section that only training with noisy gradients has.
 DP_SGD_KEYS = (
     *("update_at_support", "protect", "noise_multiplier", "clip_norm", "sample_rate", "steps"),
@@ -108,7 +110,7 @@ class DataSettings:
     stratified: bool = True  # equally many labelled rows of each class
     validation: Count = 0  # labelled training rows kept out of every agent, to choose settings on
     partition: PartitionName = "iid"
-    alpha: Rate | None = None  # dirichlet: small is skewed
+    alpha: Rate | None = None  # dirichlet, dirichlet_equal: small is skewed
     k: Positive | None = None  # classes_per_agent
     labelled_partition: PartitionName | None = None  # absent: as `partition`
     labelled_alpha: Rate | None = None
@@ -122,14 +124,15 @@ class DataSettings:
             ("", self.partition, self.alpha, self.k),
             ("labelled_", self.labelled_partition, self.labelled_alpha, self.labelled_k),
         ):
-            for number, name, value in (
-                ("alpha", "dirichlet", alpha),
-                ("k", "classes_per_agent", k),
+            for number, names, value in (
+                ("alpha", ("dirichlet", "dirichlet_equal"), alpha),
+                ("k", ("classes_per_agent",), k),
             ):
-                if rule == name and value is None:
-                    yield Problem(f"{kind}{number}", f"missing: {kind}partition {name} needs it")
-                if rule != name and value is not None:
-                    yield Problem(f"{kind}{number}", f"has no effect: it belongs to {name}")
+                if rule in names and value is None:
+                    yield Problem(f"{kind}{number}", f"missing: {kind}partition {rule} needs it")
+                if rule not in names and value is not None:
+                    text = f"has no effect: it belongs to {' and '.join(names)}"
+                    yield Problem(f"{kind}{number}", text)
         if self.name in ("npz", "image_folder") and not self.root:
             yield Problem("root", f"missing: {self.name} reads it")
 

@@ -78,7 +78,7 @@ def test_mixed_agents_hold_both_kinds_and_query_agents_share_the_unlabelled_rows
     validation=st.integers(0, 200),
     unlabelled=st.none() | st.integers(3, 500),
     stratified=st.booleans(),
-    rule=st.sampled_from(["iid", "dirichlet"]),
+    rule=st.sampled_from(["iid", "dirichlet", "dirichlet_equal"]),
     seed=st.integers(0, 2**40),
 )
 def test_no_row_is_held_twice_and_none_is_lost(
@@ -86,7 +86,7 @@ def test_no_row_is_held_twice_and_none_is_lost(
 ) -> None:
     found = federation(
         seed=seed, labelled=labelled, validation=validation, unlabelled=unlabelled,
-        stratified=stratified, partition=rule, alpha=0.1 if rule == "dirichlet" else None,
+        stratified=stratified, partition=rule, alpha=None if rule == "iid" else 0.1,
     )  # fmt: skip
     everyone = ids(found)
     rest = 1000 - labelled - validation if unlabelled is None else unlabelled
@@ -94,6 +94,20 @@ def test_no_row_is_held_twice_and_none_is_lost(
     assert sum(len(a.labelled) for a in found.agents if a.role == "support") == labelled
     if unlabelled is None:
         assert everyone == list(range(1000))
+
+
+def test_agents_of_equal_size_choose_their_classes_among_all_rows_that_are_free() -> None:
+    # 100 rows of each class; 3 agents with 60 rows of one class each. Were 180 rows picked first,
+    # no class would have much more than 18 of them.
+    found = federation(
+        labelled=100, unlabelled=180, partition="dirichlet_equal", alpha=1e-6,
+        labelled_partition="iid",
+    )  # fmt: skip
+    _, held = class_counts(found)
+    assert [counts.max() for counts in held.values()] == [60, 60, 60]
+    # The rule of the unlabelled rows does not tell how many labelled ones there are.
+    found = federation(labelled=100, unlabelled=180, partition="dirichlet_equal", alpha=1e-6)
+    assert [len(agent.labelled) for agent in found.agents[:2]] == [50, 50]
 
 
 def test_rows_come_with_their_own_images_and_labels() -> None:

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 from privssl.data.partition import (
     ClassesPerAgent,
     Dirichlet,
+    DirichletEqual,
     Iid,
     Imbalanced,
     Ints,
     Partition,
     RoundRobin,
+    _drawn_classes,
     from_settings,
 )
 from privssl.errors import DataError
@@ -40,6 +42,8 @@ RULES: tuple[Partition, ...] = (
     Dirichlet(0.5),
     Dirichlet(1e-300),
     Dirichlet(1e300),
+    DirichletEqual(0.5),
+    DirichletEqual(1e-300),
     RoundRobin(),
     Imbalanced(),
 )
@@ -141,6 +145,64 @@ def test_under_dirichlet_no_agent_is_without_rows(alpha: float, rows: int, seed:
         assert every_row_once(hands, rows)
 
 
+@given(
+    labels=st.lists(st.integers(0, 4), min_size=1, max_size=60),
+    agents=st.integers(1, 9),
+    alpha=st.floats(1e-300, 1e300),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+def test_agents_of_equal_size_take_so_many_rows_as_are_asked_for_and_none_twice(
+    labels: list[int], agents: int, alpha: float, seed: int, data: st.DataObject
+) -> None:
+    rows = data.draw(st.integers(1, len(labels)))
+    agents = min(agents, rows)
+    hands = DirichletEqual(alpha, rows).split(np.array(labels), agents, rng(seed))
+    sizes = [len(hand) for hand in hands]
+    assert (len(hands), sum(sizes)) == (agents, rows)
+    assert max(sizes) - min(sizes) <= 1
+    assert len(set(np.concatenate(hands).tolist())) == rows
+
+
+def test_agents_of_equal_size_have_the_spread_of_classes_that_the_distribution_gives() -> None:
+    # A share of a symmetric Dirichlet over C classes has mean 1/C and variance
+    # (C - 1) / (C^2 (C alpha + 1)), and of 100 draws (1 - 1/100) of it and m (1 - m) / 100 more:
+    # C = 4, alpha = 0.5: 3 / 48 = 0.0625, together 0.99 * 0.0625 + 0.1875 / 100 = 0.06375.
+    labels = balanced(400 * 4 * 100, 4)
+    shares = counts(labels, DirichletEqual(0.5, 400 * 100).split(labels, 400, rng()), 4) / 100
+    assert shares.mean(axis=0) == pytest.approx([0.25] * 4, abs=0.04)
+    assert shares.var() == pytest.approx(0.06375, rel=0.1)
+
+
+def test_with_a_tiny_alpha_an_agent_of_equal_size_has_one_class_until_it_is_used_up() -> None:
+    labels = balanced(1000, 4)  # 250 of each
+    table = counts(labels, DirichletEqual(1e-9, 400).split(labels, 4, rng(1)), 4)
+    assert (table.max(axis=1) == 100).all()
+    table = counts(labels, DirichletEqual(1e-9, 1000).split(labels, 4, rng(1)), 4)
+    assert (table.sum(axis=0) == 250).all()
+    assert (table.sum(axis=1) == 250).all()
+
+
+def test_a_class_that_is_used_up_is_not_drawn_and_others_keep_their_odds() -> None:
+    # One row of class 0, and classes 1 and 2 at 1 : 3. Of 1,001 rows class 0 gives its one, and
+    # the others give about 250 and 750: the odds do not move because class 0 is gone.
+    left = np.array([1, 5000, 5000])
+    drawn = _drawn_classes(np.array([0.6, 0.1, 0.3]), 1001, left, rng())
+    assert drawn[0] == 1
+    assert drawn.sum() == 1001
+    assert drawn[1] == pytest.approx(250, abs=5 * (1000 * 0.25 * 0.75) ** 0.5)
+    # Where nothing that it wants is left, what is left is as likely as each other row.
+    drawn = _drawn_classes(np.array([1.0, 0.0, 0.0]), 1001, left, rng())
+    assert drawn[1] == pytest.approx(500, abs=5 * (1000 * 0.25) ** 0.5)
+
+
+def test_more_rows_than_there_are_cannot_be_handed_out() -> None:
+    with pytest.raises(DataError, match="6 of 5 rows"):
+        DirichletEqual(1.0, 6).split(balanced(5), 2, rng())
+    with pytest.raises(DataError, match="4 agents are to share 3 rows"):
+        DirichletEqual(1.0, 3).split(balanced(5), 4, rng())
+
+
 def test_the_spread_of_class_shares_is_that_of_the_distribution() -> None:
     # A share of a symmetric Dirichlet over n agents has mean 1/n and variance
     # (n - 1) / (n^2 (n alpha + 1)): here n = 4, alpha = 1, so 3 / 80.
@@ -222,6 +284,7 @@ def test_imbalanced_needs_ten_classes() -> None:
 def test_a_config_names_each_rule() -> None:
     assert from_settings("iid") == Iid()
     assert from_settings("dirichlet", alpha=0.1) == Dirichlet(0.1)
+    assert from_settings("dirichlet_equal", alpha=0.3) == DirichletEqual(0.3)
     assert from_settings("classes_per_agent", k=2) == ClassesPerAgent(2)
     assert from_settings("round_robin") == RoundRobin()
     assert from_settings("imbalanced") == Imbalanced()

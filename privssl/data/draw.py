@@ -13,7 +13,7 @@ import numpy as np
 from privssl import seeds
 from privssl.data.datasets import Dataset
 from privssl.data.manifest import Holding, Manifest
-from privssl.data.partition import Ints, Partition, from_settings
+from privssl.data.partition import DirichletEqual, Ints, Partition, from_settings
 from privssl.errors import DataError
 from privssl.settings import AgentSettings, DataSettings
 
@@ -72,6 +72,10 @@ def draw(data: DataSettings, who: Holders, seed: int, dataset: Dataset) -> Manif
     labels: Ints = dataset.y_train.numpy()
     labelled, validation, unlabelled = _draw_rows(data, labels, seed, wanted=bool(who.unlabelled))
     rule = labelled_rule = from_settings(data.partition, data.alpha, data.k)
+    if isinstance(rule, DirichletEqual):  # it chooses its rows by class
+        rule = dataclasses.replace(rule, rows=data.unlabelled)
+    elif data.unlabelled is not None:
+        unlabelled = _pick(unlabelled, labels, data.unlabelled, False, _rng(seed, "unlabelled"))
     if data.labelled_partition is not None:
         labelled_rule = from_settings(data.labelled_partition, data.labelled_alpha, data.labelled_k)
     with_labels = _hand_out("labelled", labelled_rule, who.labelled, labelled, labels, seed)
@@ -96,7 +100,7 @@ def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool 
 def _draw_rows(
     data: DataSettings, labels: Ints, seed: int, *, wanted: bool
 ) -> tuple[Ints, Ints, Ints]:
-    """Labelled, validation and unlabelled row ids, disjoint.
+    """Labelled and validation row ids, and those that may be had without labels; disjoint.
 
     Args:
         wanted: whether any agent holds unlabelled rows.
@@ -118,14 +122,8 @@ def _draw_rows(
     labelled = _pick(everything, labels, data.labelled, data.stratified, _rng(seed, "labelled"))
     rest = np.setdiff1d(everything, labelled)
     validation = _pick(rest, labels, data.validation, data.stratified, _rng(seed, "validation"))
-    rest = np.setdiff1d(rest, validation)
-    if not wanted:
-        unlabelled = rest[:0]
-    elif data.unlabelled is None:
-        unlabelled = rest
-    else:
-        unlabelled = _pick(rest, labels, data.unlabelled, False, _rng(seed, "unlabelled"))
-    return np.sort(labelled), np.sort(validation), unlabelled
+    rest = np.setdiff1d(rest, validation) if wanted else rest[:0]
+    return np.sort(labelled), np.sort(validation), rest
 
 
 def _pick(

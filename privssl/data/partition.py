@@ -1,7 +1,8 @@
-"""Who gets which rows: five rules, each a small frozen class with one method.
+"""Who gets which rows: six rules, each a small frozen class with one method.
 
-All of them give every row to exactly one agent. Sources: Dirichlet per class is Hsu et al. 2019
-(arXiv:1909.06335); round robin is Fan et al., section 5.5; the imbalance table is FedMatch's
+All of them give every row to exactly one agent, and one can be told to leave rows over. Sources:
+Dirichlet per class is Hsu et al. 2019 (arXiv:1909.06335), per agent FedSEAL's (Bian et al.,
+arXiv:2110.07829); round robin is Fan et al., section 5.5; the imbalance table is FedMatch's
 (the authors' released code).
 """
 
@@ -17,6 +18,7 @@ from privssl.errors import DataError
 from privssl.settings import PartitionName
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 class Partition(Protocol):
@@ -31,8 +33,9 @@ class Partition(Protocol):
             rng: the only randomness.
 
         Returns:
-            One sorted array of row numbers per agent: disjoint, together 0..N-1. Rules by
-            class may leave an agent without rows when a class has fewer rows than owners.
+            One sorted array of row numbers per agent: disjoint, together 0..N-1 unless the rule
+            says how many rows it hands out. Rules by class may leave an agent without rows when a
+            class has fewer rows than owners.
 
         Raises:
             DataError: more agents than rows, or a rule that cannot fit these classes.
@@ -78,6 +81,60 @@ class Dirichlet:
             for hand, part in zip(hands, np.split(rows, ends), strict=True):
                 hand.append(part)
         return _nobody_empty([np.concatenate(hand) for hand in hands], rng)
+
+
+@dataclass(frozen=True)
+class DirichletEqual:
+    """Agents of equal size (within one), whose class shares are drawn from a symmetric Dirichlet.
+
+    One agent after the other, in random order, draws the class of each of its rows from its
+    shares, and takes a row of that class that nobody has. Of a class that is used up no more is
+    drawn; when all of an agent's classes are, rows that are left are as likely as each other.
+
+    Args:
+        alpha: see :class:`Dirichlet`. Small: an agent has one class, and classes may be left over.
+        rows: how many are handed out in all; None: every row, so that the last agents get what
+            the first left. Many more rows than that keep the shares what they were drawn as.
+    """
+
+    alpha: float
+    rows: int | None = None
+
+    def split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
+        """See :meth:`Partition.split`. Raises DataError where there are fewer than ``rows``."""
+        total = len(labels) if self.rows is None else self.rows
+        if total > len(labels):
+            raise DataError(
+                f"partition dirichlet_equal: {total} of {len(labels)} rows. Ask for fewer"
+            )
+        _check(labels[:total], agents)
+        alpha = min(max(self.alpha, 1e-9), 1e9)
+        classes = int(labels.max()) + 1
+        # All shares before any row, so that they do not depend on how many rows there are.
+        shares = rng.dirichlet(np.full(classes, alpha), size=agents)  # (agents, C)
+        order = rng.permutation(agents)
+        sizes, pools = _even_sizes(total, order), _rows_of_classes(labels, rng)
+        left = np.bincount(labels, minlength=classes)
+        hands: list[Ints] = [labels[:0]] * agents
+        for agent in order:
+            drawn = _drawn_classes(shares[agent], sizes[agent], left, rng)
+            hands[agent] = np.sort(
+                np.concatenate([p[left[c] - drawn[c] : left[c]] for c, p in pools.items()])
+            )
+            left = left - drawn
+        return hands
+
+
+def _drawn_classes(shares: Floats, rows: int, left: Ints, rng: np.random.Generator) -> Ints:
+    """How many of so many rows are of each class (C,), no more than are ``left`` of it."""
+    drawn = np.zeros_like(left)
+    while missing := rows - int(drawn.sum()):
+        chances = np.where(drawn < left, shares, 0.0)
+        if not chances.sum():
+            chances = (left - drawn).astype(float)
+        more = rng.multinomial(missing, chances / chances.sum())
+        drawn = np.minimum(drawn + more, left)  # what a class cannot give is drawn anew
+    return drawn
 
 
 @dataclass(frozen=True)
@@ -176,10 +233,10 @@ def from_settings(
     Raises:
         DataError: dirichlet without alpha, or classes_per_agent without k.
     """
-    if name == "dirichlet":
+    if name in ("dirichlet", "dirichlet_equal"):
         if alpha is None:
-            raise DataError("partition dirichlet needs alpha, for example 0.5")
-        return Dirichlet(alpha)
+            raise DataError(f"partition {name} needs alpha, for example 0.5")
+        return Dirichlet(alpha) if name == "dirichlet" else DirichletEqual(alpha)
     if name == "classes_per_agent":
         if k is None:
             raise DataError("partition classes_per_agent needs k, for example 2")
