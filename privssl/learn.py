@@ -4,7 +4,7 @@ Which rows make the batches, a step down a loss, an Adam whose moments stay with
 visits, and the moving average that a server keeps. What is minimised is the algorithm's business.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -78,38 +78,44 @@ def ahead(
 class Descent:
     """One step that is to be taken down a loss."""
 
-    optimiser: torch.optim.Optimizer
+    optimisers: tuple[torch.optim.Optimizer, ...]  # of different parameters
     loss: Tensor  # scalar
-    clip_norm: float | None  # the optimiser's whole gradient is shortened to it, if it is longer
+    clip_norm: float | None  # the whole gradient is shortened to it, if it is longer
 
     def parameters(self) -> list[Tensor]:
         """What it may move."""
-        groups = self.optimiser.param_groups
+        groups = [group for one in self.optimisers for group in one.param_groups]
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
 
 def minimise(
-    optimiser: torch.optim.Optimizer, loss: Tensor, *, clip_norm: float | None = None
+    optimiser: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    loss: Tensor,
+    *,
+    clip_norm: float | None = None,
 ) -> Tensor:
-    """One step of an optimiser down a scalar loss, which is returned without its graph.
+    """One step of an optimiser, or of several, down a scalar loss; the loss without its graph.
 
-    Gradients are those by the optimiser's own parameters; one that the loss does not reach stays
+    Gradients are those by the optimisers' own parameters; one that the loss does not reach stays
     put. All training goes through here, so that an engine can take a step of several agents as one
     (``descending``).
 
     Args:
         clip_norm: longest norm of the gradient of all parameters together; None: any.
     """
-    _descend.get()(Descent(optimiser, loss, clip_norm))
+    several = (optimiser,) if isinstance(optimiser, torch.optim.Optimizer) else tuple(optimiser)
+    _descend.get()(Descent(several, loss, clip_norm))
     return loss.detach()
 
 
 def _alone(step: Descent) -> None:
-    step.optimiser.zero_grad(set_to_none=True)
+    for optimiser in step.optimisers:
+        optimiser.zero_grad(set_to_none=True)
     step.loss.backward(inputs=step.parameters())  # type: ignore[no-untyped-call]
     if step.clip_norm is not None:
         nn.utils.clip_grad_norm_(step.parameters(), step.clip_norm)
-    step.optimiser.step()
+    for optimiser in step.optimisers:
+        optimiser.step()
 
 
 _descend: ContextVar[Callable[[Descent], None]] = ContextVar("descend", default=_alone)
@@ -127,39 +133,63 @@ def descending(by: Callable[[Descent], None]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class AdamGroup:
-    """One network and how its parameters are stepped."""
+    """One network and how it is stepped: an agent keeps its moments from visit to visit."""
 
     network: nn.Module
     learning_rate: float
     betas: tuple[float, float]
 
 
-class KeptAdam:
-    """Adam over several networks whose moments an agent remembers from visit to visit.
+@dataclass(frozen=True)
+class SGDGroup:
+    """One network and how it is stepped: nothing is kept, momentum starts anew at every visit."""
 
-    That agents keep an optimiser is a cross-silo assumption (few agents, all taking part in
+    network: nn.Module
+    learning_rate: float
+    momentum: float
+
+
+class LocalOptimiser:
+    """Adam or SGD for each of several networks, with what an agent remembers of it.
+
+    That agents keep Adam's moments is a cross-silo assumption (few agents, all taking part in
     every round); with sampled agents moments are merely older.
     """
 
-    def __init__(self, groups: Mapping[str, AdamGroup], memory: Memory, prefix: str) -> None:
+    def __init__(
+        self, groups: Mapping[str, AdamGroup | SGDGroup], memory: Memory, prefix: str
+    ) -> None:
         """``prefix`` separates this optimiser's memory from others of the same agent."""
-        self._named = {
+        self._optimisers: list[torch.optim.Optimizer] = [
+            optimisers.SGD(
+                group.network.parameters(), lr=group.learning_rate, momentum=group.momentum
+            )
+            for group in groups.values()
+            if isinstance(group, SGDGroup)
+        ]
+        kept = {net: group for net, group in groups.items() if isinstance(group, AdamGroup)}
+        self._kept = {
             f"{prefix}/{net}/{name}": parameter
-            for net, group in groups.items()
+            for net, group in kept.items()
             for name, parameter in group.network.named_parameters()
         }
-        self._adam = optimisers.Adam(
+        if not kept:
+            self._moments: Mapping[Tensor, dict[str, Tensor]] = {}
+            return
+        adam = optimisers.Adam(
             [
                 {
                     "params": list(group.network.parameters()),
                     "lr": group.learning_rate,
                     "betas": group.betas,
                 }
-                for group in groups.values()
+                for group in kept.values()
             ],
             fused=True,
         )
-        for key, parameter in self._named.items():
+        self._optimisers.append(adam)
+        self._moments = adam.state
+        for key, parameter in self._kept.items():
             if f"{key}#step" in memory:
                 # The fused kernel walks through memory and asks nobody for strides: moments must
                 # lie as the parameter lies, and a checkpoint brings them back in plain order.
@@ -170,19 +200,19 @@ class KeptAdam:
                     for slot in ("exp_avg", "exp_avg_sq")
                 }
                 step = memory[f"{key}#step"].to(parameter.device, copy=True)
-                self._adam.state[parameter] = {"step": step, **moments}
+                adam.state[parameter] = {"step": step, **moments}
 
     def minimise(self, loss: Tensor) -> None:
         """One step on a scalar loss. A parameter that the loss does not reach stays put."""
-        minimise(self._adam, loss)
+        minimise(self._optimisers, loss)
 
     def remember(self) -> dict[str, Tensor]:
-        """The moments, to be merged into the agent's memory."""
-        kept: dict[str, Tensor] = {}
-        for key, parameter in self._named.items():
-            for slot, value in self._adam.state.get(parameter, {}).items():
-                kept[f"{key}#{slot}"] = value.detach().cpu()
-        return kept
+        """Adam's moments, to be merged into the agent's memory."""
+        return {
+            f"{key}#{slot}": value.detach().cpu()
+            for key, parameter in self._kept.items()
+            for slot, value in self._moments.get(parameter, {}).items()
+        }
 
 
 def moving_average(kept: StateDict, new: StateDict, decay: float) -> StateDict:
@@ -225,7 +255,7 @@ def batches(fields: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tenso
 
 
 def fit(
-    adam: KeptAdam,
+    optimiser: LocalOptimiser,
     fields: Mapping[str, Tensor],
     size: int,
     loss: Callable[[dict[str, Tensor]], Tensor],
@@ -234,7 +264,7 @@ def fit(
     losses = []
     for batch in batches(fields, size):
         now = loss(batch)
-        adam.minimise(now)
+        optimiser.minimise(now)
         losses.append(now.detach())
     return mean_of(losses)
 

@@ -166,7 +166,7 @@ class JointSteps:
 
     def take(self, steps: Sequence[Descent]) -> None:
         """What ``learn.minimise`` does, for all of them."""
-        self._join([step.optimiser for step in steps])
+        self._join([one for step in steps for one in step.optimisers])
         for optimiser in self._joint:
             optimiser.zero_grad(set_to_none=True)
         losses, moved = [step.loss for step in steps], [step.parameters() for step in steps]

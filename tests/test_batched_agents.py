@@ -401,7 +401,8 @@ class Forgetful(JointSteps):
 
     def take(self, steps: Sequence[learn.Descent]) -> None:
         for step in steps:
-            step.optimiser.state.clear()
+            for optimiser in step.optimisers:
+                optimiser.state.clear()
         self._own = []
         super().take(steps)
 
@@ -415,8 +416,10 @@ def walked(
     optimisers = [kind(network) for kind, network in zip(kinds, networks, strict=True)]
     for n in range(4):
         steps = [
-            learn.Descent(one, network(torch.rand(3, 1, 8, 8, generator=rng(f"{n}"))).exp().sum(),
-                          0.5 if place == 1 else None)
+            learn.Descent(
+                (one,), network(torch.rand(3, 1, 8, 8, generator=rng(f"{n}"))).exp().sum(),
+                0.5 if place == 1 else None,
+            )
             for place, (one, network) in enumerate(zip(optimisers, networks, strict=True))
             if n < 2 or place > 0
         ]  # fmt: skip
@@ -426,7 +429,7 @@ def walked(
 
 def one_by_one(steps: Sequence[learn.Descent]) -> None:
     for step in steps:
-        learn.minimise(step.optimiser, step.loss, clip_norm=step.clip_norm)
+        learn.minimise(step.optimisers, step.loss, clip_norm=step.clip_norm)
 
 
 @pytest.mark.parametrize("kinds", [(sgd, sgd, sgd), (adam, adam, adam), (sgd, adam, slower)])
@@ -442,7 +445,7 @@ def test_a_joint_step_sees_a_rate_that_was_changed() -> None:
         def changed(steps: Sequence[learn.Descent]) -> None:
             take(steps)
             for step in steps:
-                step.optimiser.param_groups[0]["lr"] *= 0.5
+                step.optimisers[0].param_groups[0]["lr"] *= 0.5
 
         return changed
 

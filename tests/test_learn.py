@@ -71,8 +71,8 @@ def losses(steps: range, net: nn.Module) -> list[Tensor]:
 
 
 def visit(net: nn.Module, memory: Mapping[str, Tensor], steps: range) -> dict[str, Tensor]:
-    """Some steps of a fresh KeptAdam over a remembered state; what it remembers after."""
-    adam = learn.KeptAdam({"F": learn.AdamGroup(net, 0.05, (0.9, 0.99))}, memory, "support")
+    """Some steps of a fresh optimiser over a remembered state; what it remembers after."""
+    adam = learn.LocalOptimiser({"F": learn.AdamGroup(net, 0.05, (0.9, 0.99))}, memory, "support")
     for step in steps:
         adam.minimise(losses(range(step, step + 1), net)[0])
     return adam.remember()
@@ -124,11 +124,44 @@ def test_parameters_that_a_loss_does_not_reach_stay_put() -> None:
     before, moving = learn.weights_of(other), learn.weights_of(reached)
     groups = {name: learn.AdamGroup(net, 0.1, (0.9, 0.99)) for name, net in
               (("F", reached), ("G", other))}  # fmt: skip
-    adam = learn.KeptAdam(groups, {}, "support")
+    adam = learn.LocalOptimiser(groups, {}, "support")
     adam.minimise(reached(torch.ones(1, 2)).square().sum())
     assert same_bits(learn.weights_of(other), before)
     assert not same_bits(learn.weights_of(reached), moving)
     assert not any("/G/" in key for key in adam.remember())
+
+
+def test_one_step_goes_down_by_sgd_in_one_network_and_by_adam_in_another() -> None:
+    F, G, alone_F, alone_G = network(), network(), network(), network()
+    x = torch.rand(2, 2, 6, 6, generator=rng("rows"))
+
+    def loss(F: nn.Module, G: nn.Module) -> Tensor:
+        product: Tensor = F(x) * G(x)
+        return product.square().mean()
+
+    def visit(memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        optimiser = learn.LocalOptimiser(
+            {"F": learn.SGDGroup(F, 0.1, 0.9), "G": learn.AdamGroup(G, 0.1, (0.5, 0.99))},
+            memory, "support",
+        )  # fmt: skip
+        for _ in range(2):
+            optimiser.minimise(loss(F, G))
+        return optimiser.remember()
+
+    adam = torch.optim.Adam(alone_G.parameters(), lr=0.1, betas=(0.5, 0.99), fused=True)
+    memory: dict[str, Tensor] = {}
+    for _ in range(2):  # visits: SGD starts anew, Adam goes on
+        sgd = torch.optim.SGD(alone_F.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            sgd.zero_grad()
+            adam.zero_grad()
+            loss(alone_F, alone_G).backward()  # type: ignore[no-untyped-call]
+            sgd.step()
+            adam.step()
+        memory = visit(memory)
+    assert same_bits(F.state_dict(), alone_F.state_dict())
+    assert same_bits(G.state_dict(), alone_G.state_dict())
+    assert all(key.startswith("support/G/") for key in memory)
 
 
 # Weights ------------------------------------------------------------------------------------

@@ -155,8 +155,7 @@ class _Bound(Algorithm[State]):
         ctx: Context, group: str,
     ) -> Classifier:  # fmt: skip
         F = learn.load(self._F.to(ctx.device), msg.F)
-        group_of_F = learn.AdamGroup(F, self.cfg.learning_rate, (0.9, 0.99))
-        adam = learn.KeptAdam({"F": group_of_F}, agent.memory, group)
+        optimiser = learn.LocalOptimiser({"F": self.cfg.stepping(F)}, agent.memory, group)
         seen = self.cfg.augmentation()(learn.network_input(x, ctx.device), ctx.rng("augment F"))
         rng = ctx.rng("mixup")
 
@@ -165,8 +164,8 @@ class _Bound(Algorithm[State]):
             return soft_cross_entropy(F(rows), labels).mean()
 
         fields = {"x": seen, "p": p.to(ctx.device)}
-        ctx.note(f"train/loss_F/{group}", learn.fit(adam, fields, self.cfg.batch_size, loss))
-        agent.memory = {**agent.memory, **adam.remember()}
+        ctx.note(f"train/loss_F/{group}", learn.fit(optimiser, fields, self.cfg.batch_size, loss))
+        agent.memory = {**agent.memory, **optimiser.remember()}
         return Classifier(learn.weights_of(F))
 
     def _mixed(self, x: Tensor, p: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -324,14 +324,14 @@ class FedSSL(Algorithm[State]):
         """Ordinary local training of some of the networks."""
         trained = [name for name in trained if name != "F" or msg.trains_classifier]
         nets = self._loaded(msg, ctx)
-        rates = {
-            "F": learn.AdamGroup(nets["F"], self.cfg.learning_rate, (0.9, 0.99)),
+        how: dict[str, learn.AdamGroup | learn.SGDGroup] = {
+            "F": self.cfg.stepping(nets["F"]),
             "G": learn.AdamGroup(nets["G"], self.cfg.generator_learning_rate, (0.5, 0.99)),
             "D": learn.AdamGroup(nets["D"], self.cfg.discriminator_learning_rate, (0.5, 0.99)),
         }
         for name, network in nets.items():
             network.requires_grad_(name in trained)
-        adam = learn.KeptAdam({name: rates[name] for name in trained}, agent.memory, group)
+        optimiser = learn.LocalOptimiser({n: how[n] for n in trained}, agent.memory, group)
         functions = Callables(nets["F"], nets["G"], nets["D"], frozen(nets["F"]), frozen(nets["D"]))
         losses: dict[str, list[Tensor]] = {name: [] for name in NETWORKS}
         agreements = []
@@ -344,12 +344,12 @@ class FedSSL(Algorithm[State]):
                 self.cfg, functions, batch, now, mixes and msg.mixes_teach
             )
             means = {name: by_network[name].mean() for name in NETWORKS}
-            adam.minimise(torch.stack(list(means.values())).sum())
+            optimiser.minimise(torch.stack(list(means.values())).sum())
             for name in now:
                 losses[name].append(means[name].detach())
             if mixes:
                 agreements.append(agree.float().mean())
-        agent.memory = {**agent.memory, **adam.remember()}
+        agent.memory = {**agent.memory, **optimiser.remember()}
         for name, steps in losses.items():
             if steps:
                 ctx.note(f"train/loss_{name}/{group}", learn.mean_of(steps))

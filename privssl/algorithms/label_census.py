@@ -321,12 +321,12 @@ class LabelCensus(MapsRows):
         fields = {"x": self.cfg.augmentation()(x, ctx.rng("augment F")), "p": p.to(ctx.device)}
         F = learn.load(self._F.to(ctx.device), msg.F)
         group = learn.AdamGroup(F, msg.learning_rate, (0.9, 0.99))
-        adam = learn.KeptAdam({"F": group}, agent.memory, "F")
+        optimiser = learn.LocalOptimiser({"F": group}, agent.memory, "F")
         loss = learn.fit(
-            adam, fields, self.cfg.batch_size,
+            optimiser, fields, self.cfg.batch_size,
             lambda b: soft_cross_entropy(F(b["x"]), b["p"]).mean(),
         )  # fmt: skip
-        agent.memory = {**agent.memory, **adam.remember()}
+        agent.memory = {**agent.memory, **optimiser.remember()}
         ctx.note("train/loss_F", loss)
         return Classifier(learn.weights_of(F))
 
