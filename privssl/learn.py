@@ -149,6 +149,9 @@ class SGDGroup:
     momentum: float
 
 
+Group = AdamGroup | SGDGroup
+
+
 class LocalOptimiser:
     """Adam or SGD for each of several networks, with what an agent remembers of it.
 
@@ -156,9 +159,7 @@ class LocalOptimiser:
     every round); with sampled agents moments are merely older.
     """
 
-    def __init__(
-        self, groups: Mapping[str, AdamGroup | SGDGroup], memory: Memory, prefix: str
-    ) -> None:
+    def __init__(self, groups: Mapping[str, Group], memory: Memory, prefix: str) -> None:
         """``prefix`` separates this optimiser's memory from others of the same agent."""
         self._optimisers: list[torch.optim.Optimizer] = [
             optimisers.SGD(

@@ -324,7 +324,7 @@ class FedSSL(Algorithm[State]):
         """Ordinary local training of some of the networks."""
         trained = [name for name in trained if name != "F" or msg.trains_classifier]
         nets = self._loaded(msg, ctx)
-        how: dict[str, learn.AdamGroup | learn.SGDGroup] = {
+        how: dict[str, learn.Group] = {
             "F": self.cfg.stepping(nets["F"]),
             "G": learn.AdamGroup(nets["G"], self.cfg.generator_learning_rate, (0.5, 0.99)),
             "D": learn.AdamGroup(nets["D"], self.cfg.discriminator_learning_rate, (0.5, 0.99)),

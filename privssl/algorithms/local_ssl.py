@@ -57,7 +57,7 @@ class ClassifierTraining(SelfTraining):
     optimiser: Literal["adam", "sgd"] = "adam"
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of sgd; starts anew at every visit
 
-    def stepping(self, F: nn.Module) -> learn.AdamGroup | learn.SGDGroup:
+    def stepping(self, F: nn.Module) -> learn.Group:
         """How F is stepped at an agent."""
         if self.optimiser == "sgd":
             return learn.SGDGroup(F, self.learning_rate, self.momentum)
