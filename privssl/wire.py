@@ -60,7 +60,7 @@ AgentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 RunName = Annotated[str, Field(pattern=r"^[0-9a-z]{1,32}$")]
 RECEIPT = 32  # hex digits of a visit's id that stand in the ledger
 #: What an agent notes is named under ``train/``: no site writes over a measure of the coordinator.
-NOTE = r"^train/[A-Za-z0-9_/]{1,64}$"
+NOTE = r"^train/[A-Za-z0-9_/-]{1,64}$"
 NoteName = Annotated[str, Field(pattern=NOTE)]
 Number = Annotated[int, Field(ge=0, le=10**9)]
 

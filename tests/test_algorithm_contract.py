@@ -7,6 +7,7 @@ that take other paths through the same code are listed in CASES.
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from privssl.data import Federation
 from privssl.data.datasets import Dataset
 from privssl.engines.local import LocalEngine
 from privssl.messages import Message, MessageError
+from privssl.wire import NOTE
 
 NEEDS: dict[str, dict[str, Any]] = {
     # with a higher threshold no agent is sure of a row, and none learns
@@ -118,6 +120,15 @@ def test_a_round_changes_the_released_classifier(case: str) -> None:
     first = None if len(algorithm(case).phases()) > 1 else 1  # in some phase, where there are any
     after = played(case, rounds=first)
     assert not same_bits(after.algorithm.classifier(after.begun), after.classifier)
+
+
+@every_case
+def test_what_agents_note_has_names_that_a_site_would_send(case: str) -> None:
+    after = played(case, engine=Overheard)
+    assert isinstance(after.engine, Overheard)
+    named = {name for _, reply in after.engine.heard for name in reply.notes}
+    assert named
+    assert [name for name in named if not re.fullmatch(NOTE, name)] == []
 
 
 @every_case
