@@ -15,7 +15,7 @@ Competitors take turns, a round each, in one process; a competitor's time is the
 rounds but for the first. The first round counts steps of optimisers, which must agree; at the end
 the weights of plain float32 and ours float32 must agree within 1e-2 (sums are taken in another
 order, and training spreads that), and all accuracies within 0.03. With ``--augment`` both rotate
-and shift rows as far, but by draws of their own, so that only accuracies are compared. "1 thread"
+and shift rows as far, but by draws of their own, so that only accuracies are compared, to 0.05. "1 thread"
 is one intra-op thread; "defaults" is what PyTorch takes by itself. Ours has one thread for each
 process.
 Exit status: 1 where training did not agree.
@@ -60,7 +60,9 @@ from privssl.settings import AgentSettings, DataSettings, ModelSettings
 from privssl.world import Round, World
 
 SEED, RATE, MOMENTUM = 0, 0.02, 0.9
-WEIGHTS_APART, ACCURACY_APART = 1e-2, 0.03
+WEIGHTS_APART = 1e-2
+#: By whether both draw the same augmentation; 0.026 was seen of draws of their own.
+ACCURACY_APART = {True: 0.03, False: 0.05}
 CPU = torch.device("cpu")
 
 
@@ -327,7 +329,7 @@ def report(competitors: Sequence[Competitor], work: Work, options: argparse.Name
     same_rows = options.augment == "none"
     agree = (
         (distance <= WEIGHTS_APART or not same_rows)
-        and spread <= ACCURACY_APART
+        and spread <= ACCURACY_APART[same_rows]
         and len({one.steps for one in competitors if one.steps}) == 1
     )
     print()
@@ -337,7 +339,7 @@ def report(competitors: Sequence[Competitor], work: Work, options: argparse.Name
             f"{WEIGHTS_APART:g})."
         )
     print(
-        f"Accuracies: {spread:.4f} apart (at most {ACCURACY_APART:g}). "
+        f"Accuracies: {spread:.4f} apart (at most {ACCURACY_APART[same_rows]:g}). "
         + ("Trained alike." if agree else "NOT trained alike.")
     )
     return 0 if agree else 1

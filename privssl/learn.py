@@ -174,9 +174,11 @@ class LocalOptimiser:
             for net, group in kept.items()
             for name, parameter in group.network.named_parameters()
         }
-        if not kept:
-            self._moments: Mapping[Tensor, dict[str, Tensor]] = {}
-            return
+        self._moments: Mapping[Tensor, dict[str, Tensor]] = {}
+        if kept:
+            self._adam(list(kept.values()), memory)
+
+    def _adam(self, groups: Sequence[AdamGroup], memory: Memory) -> None:
         adam = optimisers.Adam(
             [
                 {
@@ -184,7 +186,7 @@ class LocalOptimiser:
                     "lr": group.learning_rate,
                     "betas": group.betas,
                 }
-                for group in kept.values()
+                for group in groups
             ],
             fused=True,
         )

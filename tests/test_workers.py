@@ -524,15 +524,32 @@ def test_a_sheet_gives_back_what_was_written_last(pages: list[list[bytes]]) -> N
             assert sheet.read(sizes) == parts
 
 
-def test_a_sheet_is_whole_where_the_system_writes_and_reads_in_pieces(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    write, read = os.pwrite, os.pread
-    monkeypatch.setattr(os, "pwrite", lambda file, part, at: write(file, part[:3], at))
-    monkeypatch.setattr(os, "pread", lambda file, size, at: read(file, min(size, 2), at))
-    with contextlib.closing(Sheet()) as sheet:
-        sizes = sheet.write([memoryview(b"0123"), memoryview(b"456789")], [], [memoryview(b"abc")])
-        assert sheet.read(sizes) == [b"0123456789", b"", b"abc"]
+def test_a_sheet_that_grows_keeps_what_is_on_it_and_another_process_sees_it_all() -> None:
+    with contextlib.closing(Sheet()) as sheet, contextlib.closing(Sheet()) as answer:
+        [small] = sheet.write([memoryview(b"seen before the fork")])
+        sizes = [1, 5000, 100_000]
+        pipe = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(pipe[0], 1)  # what follows was written after the fork, beyond what it had mapped
+            parts = sheet.read([small, *sizes])
+            answer.write([memoryview(part) for part in parts])
+            os._exit(0)
+        sheet.write([memoryview(b"seen before the fork")], *([memoryview(b"x" * n)] for n in sizes))
+        os.write(pipe[1], b".")
+        assert os.waitpid(child, 0)[1] == 0
+        assert answer.read([small, sum(sizes)]) == [b"seen before the fork", b"x" * sum(sizes)]
+        for file in pipe:
+            os.close(file)
+
+
+def test_a_sheet_opens_one_file_and_closes_it() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    sheet = Sheet()
+    sheet.write([memoryview(b"x" * 100_000)])
+    assert len(set(os.listdir("/proc/self/fd")) - before) == 1
+    sheet.close()
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 # How many -----------------------------------------------------------------------------------
