@@ -15,9 +15,9 @@ Competitors take turns, a round each, in one process; a competitor's time is the
 rounds but for the first. The first round counts steps of optimisers, which must agree; at the end
 the weights of plain float32 and ours float32 must agree within 1e-2 (sums are taken in another
 order, and training spreads that), and all accuracies within 0.03. With ``--augment`` both rotate
-and shift rows as far, but by draws of their own, so that only accuracies are compared, to 0.05. "1 thread"
-is one intra-op thread; "defaults" is what PyTorch takes by itself. Ours has one thread for each
-process.
+and shift rows as far, but by draws of their own, so that only accuracies are compared, to 0.05.
+"1 thread" is one intra-op thread; "defaults" is what PyTorch takes by itself. Ours has one thread
+for each process.
 Exit status: 1 where training did not agree.
 """
 

@@ -531,7 +531,7 @@ def test_a_sheet_that_grows_keeps_what_is_on_it_and_another_process_sees_it_all(
         pipe = os.pipe()
         child = os.fork()
         if child == 0:
-            os.read(pipe[0], 1)  # what follows was written after the fork, beyond what it had mapped
+            os.read(pipe[0], 1)  # what follows was written after the fork, on pages new to it
             parts = sheet.read([small, *sizes])
             answer.write([memoryview(part) for part in parts])
             os._exit(0)

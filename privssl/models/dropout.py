@@ -24,7 +24,7 @@ class Dropout(nn.Dropout):
 
 
 def _kept(like: Tensor, p: float) -> Tensor:
-    """Which numbers are kept, each with probability 1 - p: 0 or 1, of the shape and strides of like.
+    """1 where a number is kept, with probability 1 - p, else 0; of the shape and strides of like.
 
     A byte tells where p is a whole number of 256ths; elsewhere four do, to within 2^-32.
     """
