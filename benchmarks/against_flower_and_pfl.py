@@ -8,7 +8,7 @@ compute alike):
 
     python3 -m venv OTHER && OTHER/bin/pip install 'flwr[simulation]' pfl torch==VERSION torchvision
 
-What is done is in ``benchmarks/cell/__init__.py``, how each does it in the file that the table
+What is done is in ``benchmarks/cell/work.py``, how each does it in the file that the table
 names; each of those opens with the choices that were made for it. A competitor that cannot be
 imported is left out, and the command says so.
 
@@ -38,7 +38,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import cell
+from benchmarks.cell import work as cell
 from benchmarks.processes import Told, about, carry_out
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,7 +12,8 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-strict = ConfigDict(extra="forbid", strict=True)
+# Schemas are built when a section is read: a run reads one algorithm's, and imports all.
+strict = ConfigDict(extra="forbid", strict=True, defer_build=True)
 
 Network = Literal["F", "G", "D"]
 PartitionName = Literal[

@@ -300,6 +300,18 @@ def test_fixmatch_teaches_sure_rows_alone(mean_over: str, rows: int) -> None:
     assert visited("fixmatch", batch, **twice) == pytest.approx([2 * expected[0]], rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["fixmatch", "uda"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_row_is_taught_what_its_own_clean_view_was_called_whatever_batch_it_is_in(
+    name: str, size: int
+) -> None:
+    """Views are made for several batches at once: one taken from another row would cost 4 more."""
+    sure = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
+    expected = -math.log(P_SURE) if name == "fixmatch" else 0.0
+    found = visited(name, sure * 2, threshold=0.9, batch_size=size)
+    assert found == pytest.approx([expected] * (6 // size), rel=1e-4, abs=1e-5)
+
+
 def test_a_row_at_the_threshold_counts_and_a_batch_without_one_is_no_step() -> None:
     at = torch.tensor([1.0, 0.0, 0.0]).softmax(dim=0)[0]
     above = torch.nextafter(at, torch.tensor(2.0))

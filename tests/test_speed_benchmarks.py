@@ -19,7 +19,6 @@ import torch
 from benchmarks import (
     against_flower_and_pfl,
     batched_agents,
-    cell,
     hot_loop,
     methods,
     plain_loop,
@@ -29,6 +28,7 @@ from benchmarks import (
 )
 from benchmarks.cell import ours as cell_ours
 from benchmarks.cell import plain as cell_plain
+from benchmarks.cell import work as cell
 from benchmarks.plain_loop import Work, apart, counted_steps
 from benchmarks.processes import Told, carry_out
 from privssl.config import load

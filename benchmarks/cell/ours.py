@@ -1,32 +1,34 @@
 """The cell as privssl does it: the algorithm ``fedavg``, its engine, worker processes.
 
 What a run has beside it (run folder, tracker, checkpoints, evaluation) is left out, as it is of
-the others.
+the others. Imports are done as a run does them.
 """
 
 from contextlib import closing
 
-import torch
-from torch import nn
+from privssl.process import in_one_thread, keep_freed_memory, without_collections
 
-from benchmarks import cell
-from benchmarks.processes import tell
-from privssl import data
-from privssl.algorithms.base import Task
-from privssl.algorithms.baselines import FedAvg, FedAvgConfig, State
-from privssl.data.arrays import Arrays
-from privssl.data.datasets import from_arrays
-from privssl.engines.local import LocalEngine
-from privssl.engines.workers import WorkerEngine
-from privssl.models import laid_out
-from privssl.models.precision import Precision, in_precision
-from privssl.process import in_one_thread, keep_freed_memory
-from privssl.settings import AgentSettings, DataSettings
-from privssl.world import Round, World
+with without_collections():
+    import torch
+    from torch import nn
+
+    from benchmarks.cell import work as cell
+    from benchmarks.processes import tell
+    from privssl import data
+    from privssl.algorithms.base import Task
+    from privssl.algorithms.baselines import FedAvg, FedAvgConfig, State
+    from privssl.data.arrays import Arrays
+    from privssl.data.datasets import from_arrays
+    from privssl.engines.local import LocalEngine
+    from privssl.engines.workers import WorkerEngine
+    from privssl.models import laid_out
+    from privssl.models.precision import Precision, in_precision
+    from privssl.settings import AgentSettings, DataSettings
+    from privssl.world import Round, World
 
 
 def main() -> None:
-    """See ``benchmarks.cell``."""
+    """See ``benchmarks.cell.work``."""
     folder, rounds, word, workers = cell.given()
     precision: Precision = "bfloat16" if word == "bfloat16" else "float32"
     in_one_thread()

@@ -5,13 +5,13 @@ Threads are what PyTorch takes by itself, layouts and precision too.
 
 import torch
 
-from benchmarks import cell
+from benchmarks.cell import work as cell
 from benchmarks.plain_loop import Images, local_training, mean
 from benchmarks.processes import tell
 
 
 def main() -> None:
-    """See ``benchmarks.cell``."""
+    """See ``benchmarks.cell.work``."""
     folder, rounds, _, _ = cell.given()
     x, y = cell.rows(folder)
     network = cell.CellCNN()

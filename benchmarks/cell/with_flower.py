@@ -24,7 +24,7 @@ from flwr.simulation import run_simulation
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks import cell
+from benchmarks.cell import work as cell
 from benchmarks.processes import tell
 
 
@@ -95,7 +95,7 @@ def server(folder: Path, rounds: int) -> ServerApp:
 
 
 def main() -> None:
-    """See ``benchmarks.cell``."""
+    """See ``benchmarks.cell.work``."""
     folder, rounds, precision, actors = cell.given()
     run_simulation(
         server_app=server(folder, rounds),

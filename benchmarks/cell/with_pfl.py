@@ -26,7 +26,7 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks import cell
+from benchmarks.cell import work as cell
 from benchmarks.processes import tell
 
 
@@ -57,7 +57,7 @@ class Ticks(TrainingProcessCallback):  # type: ignore[misc]  # pfl's environment
 
 
 def main() -> None:
-    """See ``benchmarks.cell``. Every process of pfl does this."""
+    """See ``benchmarks.cell.work``. Every process of pfl does this."""
     folder, rounds, precision, _ = cell.given()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     np.random.seed(0)

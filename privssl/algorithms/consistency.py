@@ -107,14 +107,21 @@ class _Consistent(PseudoLabelled):
         order, weak, strong = ctx.rng("order"), ctx.rng("weak view"), ctx.rng("strong view")
         size, held = self.cfg.batch_size, (len(labelled), len(unlabelled))
         shares = []
+
+        def strong_view(rows: Tensor) -> Tensor:
+            x = learn.network_input(unlabelled.x[rows], ctx.device)
+            return self.cfg.strong_view(x, strong)
+
         for _ in range(self.cfg.local_epochs):
-            for mine, others in joint_batches(*held, size, self.cfg.steps_of, order):
+            batches = list(joint_batches(*held, size, self.cfg.steps_of, order))
+            views = learn.ahead((others for _, others in batches), strong_view)
+            for (mine, others), x_u in zip(batches, views, strict=True):
                 x = learn.network_input(unlabelled.x[others], ctx.device)
                 p = self._guess(F, x, weak)  # (B, C)
                 kept = p.amax(dim=1) >= self.cfg.threshold  # (B,)
                 ctx.pseudo_labels(unlabelled.ids[others], p, kept.cpu())
                 x_l = self.cfg.weak_view(learn.network_input(labelled.x[mine], ctx.device), weak)
-                seen = torch.cat([x_l, self.cfg.strong_view(x[kept], strong)])
+                seen = torch.cat([x_l, x_u[kept]])
                 if len(others):
                     shares.append(float(kept.float().mean()))
                 if not can_learn_from(F, len(seen)):

@@ -117,7 +117,7 @@ def _agent(name: str, holding: Holding, dataset: Dataset) -> Agent:
     unlabelled = None
     if holding.unlabelled:
         ids = torch.tensor(holding.unlabelled)
-        unlabelled = UnlabelledRows(dataset.x_train[ids], ids)  # indexing by a tensor copies
+        unlabelled = UnlabelledRows(_copied(dataset.x_train, ids), ids)
     return Agent(
         id=name,
         seat=Seat.SERVER if name == SERVER else Seat.EDGE,
@@ -130,7 +130,13 @@ def _labelled(rows: tuple[int, ...], dataset: Dataset) -> LabelledRows | None:
     if not rows:
         return None
     ids = torch.tensor(rows)
-    return LabelledRows(dataset.x_train[ids], dataset.y_train[ids], ids)
+    return LabelledRows(_copied(dataset.x_train, ids), _copied(dataset.y_train, ids), ids)
+
+
+def _copied(rows: Tensor, ids: Tensor) -> Tensor:
+    """Rows of an agent's own; by index_select, which copies them whole: rows[ids] takes ten times
+    as long."""
+    return rows.index_select(0, ids)
 
 
 def _replay(data: DataSettings, who: Holders, dataset: Dataset) -> Manifest:

@@ -77,7 +77,7 @@ class Sheet:
             pages = torch.from_file(
                 f"/proc/self/fd/{self.file}", shared=True, size=size, dtype=torch.uint8
             )
-            self._seen = memoryview(pages.numpy())
+            self._seen = pages.numpy().data
         return self._seen
 
     def close(self) -> None:

@@ -1,0 +1,96 @@
+"""One piece of work that every competitor of ``benchmarks.against_flower_and_pfl`` does.
+
+pfl-research's CIFAR-10 benchmark (apple/pfl-research, benchmarks/image_classification, "simple_cnn"
+with IID users): 1,000 agents with 50 images each, 50 of them drawn in a round, one local epoch in
+batches of 10 by plain SGD (0.1), the mean of what they send. Images are made: one pattern for each
+of ten classes, and noise.
+
+Nothing here needs privssl: competitors have environments of their own, with torch and numpy.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+AGENTS, ROWS_EACH, PER_ROUND, BATCH, RATE = 1000, 50, 50, 10, 0.1
+SHAPE, CLASSES, TEST_ROWS = (3, 32, 32), 10, 1000
+#: Constant, as ``privssl.learn.network_input`` has it: levels 0..255 to [-1, 1].
+MIDDLE, SCALE = 127.5, 127.5
+
+
+class CellCNN(nn.Module):
+    """The network: 1,626,442 parameters. (B, 3, 32, 32) in [-1, 1] -> (B, 10) logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 32, 3), nn.ReLU(),
+            nn.Conv2d(32, 64, 3), nn.ReLU(),
+            nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(),
+            nn.Linear(64 * 14 * 14, 128), nn.ReLU(), nn.Dropout(0.5),
+            nn.Linear(128, CLASSES),
+        )  # fmt: skip
+        for layer in self.body:
+            if isinstance(layer, nn.Conv2d | nn.Linear):
+                nn.init.xavier_uniform_(layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.body(x)
+        return logits
+
+
+def begin() -> dict[str, Tensor]:
+    """The weights that every competitor starts from."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return CellCNN().state_dict()
+
+
+def make_rows(folder: Path) -> None:
+    """Write the images: x.npy (51000, 3, 32, 32) uint8 and y.npy (51000,) int64.
+
+    The last 1,000 are for tests; agent k has rows 50 k to 50 k + 49.
+    """
+    rng = np.random.RandomState(0)
+    patterns = rng.normal(0, 1, (CLASSES, 3, 8, 8)).repeat(4, axis=2).repeat(4, axis=3)
+    count = AGENTS * ROWS_EACH + TEST_ROWS
+    y = rng.randint(0, CLASSES, count).astype(np.int64)
+    x = np.empty((count, *SHAPE), np.uint8)
+    for part in np.array_split(np.arange(count), 51):  # in pieces: noise takes eight times the room
+        levels = 128 + 25 * patterns[y[part]] + rng.normal(0, 60, (len(part), *SHAPE))
+        x[part] = np.clip(levels, 0, 255).astype(np.uint8)
+    np.save(folder / "x.npy", x)
+    np.save(folder / "y.npy", y)
+
+
+def rows(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """What ``make_rows`` wrote, mapped: processes share the pages that nobody writes to."""
+    x, y = (np.load(folder / f"{name}.npy", mmap_mode="c") for name in "xy")
+    return x, y
+
+
+def judge(weights: dict[str, Tensor], x: np.ndarray, y: np.ndarray) -> dict[str, float]:
+    """Loss and accuracy on the test rows."""
+    network = CellCNN()
+    network.load_state_dict({name: value.float() for name, value in weights.items()})
+    network.eval()
+    with torch.no_grad():
+        parts = torch.split(
+            torch.from_numpy(x[-TEST_ROWS:]), 50
+        )  # few: no peak of memory comes from here
+        logits = torch.cat([network(part.float().sub(MIDDLE).div(SCALE)) for part in parts])
+        truth = torch.from_numpy(y[-TEST_ROWS:])
+        return {
+            "loss": float(cross_entropy(logits, truth)),
+            "accuracy": float((logits.argmax(dim=1) == truth).float().mean()),
+        }
+
+
+def given() -> tuple[Path, int, str, int]:
+    """What a competitor is told on its command line: folder, rounds, precision, processes."""
+    folder, rounds, precision, processes = sys.argv[1:5]
+    return Path(folder), int(rounds), precision, int(processes)
