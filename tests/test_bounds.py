@@ -95,6 +95,29 @@ def test_query_agents_wait_until_the_warm_up_is_over(name: str) -> None:
     assert asked == [(1, *s) for s in SUPPORT] + [(2, *s) for s in [*SUPPORT, *QUERY]]
 
 
+@pytest.mark.parametrize("name", ["supervise", "pseudo", "mixmatch", "fedssl"])
+def test_f_is_stepped_as_configured_by_sgd_without_a_memory_or_by_adam_with_its_moments(
+    name: str,
+) -> None:
+    def moments(**settings: Any) -> set[str]:
+        after = play(make(name, **settings), federation(), 2)
+        kept = [key for memory in after.engine.memories().values() for key in memory]
+        return {key for key in kept if "/F/" in key and "#exp_avg" in key}
+
+    assert not moments(optimiser="sgd")
+    assert moments() == moments(optimiser="adam") != set()
+
+
+def test_momentum_is_that_of_sgd_and_adam_has_none() -> None:
+    def trained(**settings: Any) -> Any:
+        return play(make("supervise", **settings), federation(), 1).state
+
+    assert not same_bits(
+        trained(optimiser="sgd", momentum=0.9), trained(optimiser="sgd", momentum=0.0)
+    )
+    assert same_bits(trained(momentum=0.9), trained(momentum=0.0))
+
+
 @pytest.mark.parametrize(
     ("name", "refused"),
     [("supervise", []), ("pseudo", ["agents.query"]), ("mixmatch", ["agents.query"])],
