@@ -288,5 +288,6 @@ def squared_distance(F: nn.Module, anchor: list[Tensor]) -> Tensor:
 
 def can_learn_from(F: nn.Module, rows: int) -> bool:
     """Whether F can take a training step on so many rows: some, and two where it has batch norm."""
-    couples = any(isinstance(layer, _BatchNorm) for layer in F.modules())
-    return rows > (1 if couples else 0)
+    return rows > 1 or (
+        rows == 1 and not any(isinstance(layer, _BatchNorm) for layer in F.modules())
+    )
