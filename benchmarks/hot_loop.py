@@ -11,6 +11,10 @@ optimiser, Python.
 Second table: the share of a local step (``network_input``, the view, forward, backward, SGD) that
 the view takes. The project's limit is a tenth.
 
+Third table: what the time of a step goes into, by torch's profiler, which makes small operations
+longer than they are: read it for what comes first. ``cell`` is pfl's network, of which
+``benchmarks.against_flower_and_pfl`` trains many.
+
 One thread; CPU time of this process, so that other work counts only by what it does to caches and
 clock. Cases take turns, ``--passes`` times; a number is the median. ``small_cnn`` has rows of
 1x28x28, ``resnet9`` of 3x32x32, both as runs lay them out (channels-last).
@@ -20,19 +24,23 @@ import argparse
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.cell.work import SHAPE, CellCNN
 from benchmarks.processes import about
+from privssl import optimisers
 from privssl.data.views import view
 from privssl.learn import network_input
-from privssl.models import build_classifier
-from privssl.models.precision import Precision
+from privssl.models import build_classifier, laid_out
+from privssl.models.precision import Precision, in_precision
 from privssl.process import keep_freed_memory
 from privssl.settings import ModelSettings
 
@@ -47,6 +55,17 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
 VIEWS = ("weak", "strong", "crop", "fixmatch", "fedmatch", "fedseal")
 SIDES = (512, 1024, 2048)  # of the matrices
 ENOUGH = 0.1  # CPU seconds that one reading takes at least
+#: What an operation counts as: the first whose words are in its name.
+PARTS = {
+    "convolutions": ("convolution",),
+    "products": ("aten::mm", "addmm", "bmm"),
+    "pooling": ("pool", "fill_"),  # its gradient is put on zeros
+    "norms": ("norm",),
+    "rectifiers": ("clamp_min", "threshold"),
+    "copies": ("copy_", "contiguous", "clone"),
+    "optimiser": ("Optimizer", "aten::add_"),
+}
+REST = "rest"
 
 
 def median_seconds(
@@ -75,12 +94,17 @@ def product(side: int, precision: Precision) -> Callable[[], Tensor]:
 class Step:
     """A training step on rows that are there already."""
 
-    def __init__(self, model: ModelSettings, rows: int, precision: Precision) -> None:
-        shape = SHAPES[model.name]
+    def __init__(self, network: nn.Module, shape: tuple[int, int, int], rows: int) -> None:
         self.stored = torch.randint(256, (rows, *shape), dtype=torch.uint8)
         self.x, self.y = network_input(self.stored), torch.randint(10, (rows,))
-        self.network = build_classifier(model, shape, 10, precision).train()
-        self.sgd = torch.optim.SGD(self.network.parameters(), lr=1e-3, momentum=0.9)
+        self.network = network.train()
+        self.sgd = optimisers.SGD(self.network.parameters(), lr=1e-3, momentum=0.9)
+
+    @classmethod
+    def of(cls, model: ModelSettings, rows: int, precision: Precision) -> "Step":
+        """With one of our classifiers."""
+        shape = SHAPES[model.name]
+        return cls(build_classifier(model, shape, 10, precision), shape, rows)
 
     def __call__(self) -> None:
         self.sgd.zero_grad()
@@ -99,7 +123,7 @@ def arithmetic(passes: int) -> None:
     """The first table."""
     products = {f"{p} {side}": product(side, p) for p in PRECISIONS for side in SIDES}
     steps = {
-        f"{m.name}, width {m.width} | {rows} | {p}": Step(m, rows, p)
+        f"{m.name}, width {m.width} | {rows} | {p}": Step.of(m, rows, p)
         for m, rows in STEPS
         for p in PRECISIONS
     }
@@ -124,7 +148,7 @@ def augmentation(passes: int) -> None:
     print("\n| view | network | rows | ms of the view | share, float32 | share, bfloat16 |")
     print("|---" * 6 + "|")
     for model, rows in ((SMALL, 10), (SMALL, 32), (RESNET, 10), (RESNET, 100)):
-        steps = {p: Step(model, rows, p) for p in PRECISIONS}
+        steps = {p: Step.of(model, rows, p) for p in PRECISIONS}
         rng, x = torch.Generator().manual_seed(0), steps["float32"].x
         stored = steps["float32"].stored
         under = "weak" if model.name == "small_cnn" else "crop"
@@ -144,8 +168,38 @@ def augmentation(passes: int) -> None:
             )
 
 
+def whereabouts() -> None:
+    """The third table."""
+    print("\n| network | rows | precision | " + " | ".join([*PARTS, REST]) + " |")
+    print("|---" * (4 + len(PARTS)) + "|")
+    for precision in PRECISIONS:
+        steps = {
+            f"{m.name}, width {m.width} | {rows}": Step.of(m, rows, precision)
+            for m, rows in ((SMALL, 10), (SMALL, 128), (RESNET, 100))
+        }
+        steps["cell | 10"] = Step(laid_out(in_precision(CellCNN, precision)()), SHAPE, 10)
+        for name, step in steps.items():
+            shares = parts(step)
+            cells = " | ".join(f"{shares[part]:.0%}" for part in [*PARTS, REST])
+            print(f"| {name} | {precision} | {cells} |", flush=True)
+
+
+def parts(step: Callable[[], object], steps: int = 20) -> dict[str, float]:
+    """Which share of a step's time goes into what; they add up to 1."""
+    for _ in range(2):  # in a first profile, memory comes from the system anew, page by page
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            for _ in range(steps):
+                with record_function("step"):  # its own time is that of Python between operations
+                    step()
+    spent: Counter[str] = Counter()
+    for entry in seen.key_averages():
+        found = (part for part, words in PARTS.items() if any(w in entry.key for w in words))
+        spent[next(found, REST)] += entry.self_cpu_time_total
+    return {part: spent[part] / spent.total() for part in [*PARTS, REST]}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints two Markdown tables."""
+    """Prints three Markdown tables."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.hot_loop", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -158,6 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{about()}\nOne thread.\n")
     arithmetic(options.passes)
     augmentation(options.passes)
+    whereabouts()
     return 0
 
 

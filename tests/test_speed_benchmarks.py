@@ -279,7 +279,15 @@ def test_operations_of_a_step_are_those_of_its_products_forward_and_backward() -
     ]
     # Backward: the gradient of weights costs as much, and that of inputs, but for the first's.
     expected = 3 * sum(forward) - forward[0]
-    assert hot_loop.Step(hot_loop.SMALL, rows, "float32").operations() == expected
+    assert hot_loop.Step.of(hot_loop.SMALL, rows, "float32").operations() == expected
+
+
+def test_the_time_of_a_step_is_shared_out_by_what_it_was_for() -> None:
+    a = torch.randn(500, 500)
+    shares = hot_loop.parts(lambda: a @ a)  # 250 million operations, and next to nothing else
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["products"] > 0.5
+    assert hot_loop.parts(lambda: a.clone())["products"] == 0
 
 
 # Other programs ------------------------------------------------------------------------------
