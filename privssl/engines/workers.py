@@ -9,9 +9,9 @@ A call travels as the *names* of agent, step and message class, the message as `
 makes it, and the agent's memory. This process owns all memories and takes the new one from the
 reply, so any worker can take any agent: the one with most rows first, the next to whoever is
 free. Names and sizes go through a pipe, on which both sides wait asleep. Bytes lie in memory that
-both see: one sheet for a message that goes to everybody, one for each worker. Measured beside
-other work, a round trip of 26 MB takes 42 ms so and 84 ms through the pipe; one of 120 kB takes
-0.1 ms either way.
+both see: one sheet for a message that goes to everybody, one for each worker. Measured, 26 MB one
+way take 3 ms so, 7 ms where that memory is written and read as a file, twice that through the
+pipe; 120 kB take 0.1 ms either way.
 
 What stays in this process: a call without company (a sequential pass), and every agent that has
 a privacy account. So journals, locks and private noise belong to one process, and nothing has to
