@@ -2,7 +2,6 @@
 statistics are collected; networks made of two.
 """
 
-import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -619,41 +618,3 @@ def test_networks_are_built_with_it_where_it_means_the_same() -> None:
     network = laid_out(nn.Sequential(nn.Flatten(), nn.Flatten(0, 1), nn.Sequential(nn.Flatten())))
     leaves = [layer for layer in network.modules() if not any(layer.children())]
     assert [type(layer) for layer in leaves] == [Flatten, nn.Flatten, Flatten]
-
-
-# Rectifiers behind pooling -------------------------------------------------------------------
-
-
-def rectified_and_pooled() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 2, 1))
-
-
-@pytest.mark.parametrize("ties", [False, True])
-def test_a_network_that_pools_first_has_the_outputs_and_gradients_of_one_that_rectifies_first(
-    ties: bool,
-) -> None:
-    network = rectified_and_pooled()
-    with torch.no_grad():  # in whole numbers, windows have several largest values, and zeros
-        for parameter in network.parameters() if ties else ():
-            parameter.copy_(torch.randint(-1, 2, parameter.shape))
-    x = torch.randint(-2, 3, (40, 2, 9, 9)).float() if ties else torch.randn(40, 2, 9, 9)
-    found = []
-    for one in (copy.deepcopy(network), laid_out(copy.deepcopy(network))):
-        rows = x.contiguous(memory_format=torch.channels_last).requires_grad_()
-        out = one.to(memory_format=torch.channels_last)(rows)
-        out.square().sum().backward()
-        found.append([out.detach(), rows.grad, *(p.grad for p in one.parameters())])
-        rows.grad = None
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_only_a_rectifier_and_the_maximum_change_places() -> None:
-    def order(*layers: nn.Module) -> list[type]:
-        return [type(layer) for layer in laid_out(nn.Sequential(*layers))]
-
-    assert order(nn.ReLU(), nn.MaxPool2d(2)) == [nn.MaxPool2d, nn.ReLU]
-    assert list(laid_out(rectified_and_pooled()).state_dict()) == list(
-        rectified_and_pooled().state_dict()
-    )
-    for kept in ((nn.ReLU(), nn.AvgPool2d(2)), (nn.GELU(), nn.MaxPool2d(2))):  # not the same
-        assert order(*kept) == list(map(type, kept))

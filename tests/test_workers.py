@@ -393,6 +393,20 @@ def test_an_idle_worker_that_was_killed_is_replaced() -> None:
         assert [reply.said.text for reply in ask(there, STEPS.where)] == ["q0", "q1", "q2"]
 
 
+def test_a_worker_maps_its_own_sheet_and_the_one_that_is_for_all() -> None:
+    def mapped(process: int) -> int:
+        return Path(f"/proc/{process}/maps").read_text().count("memfd:privssl")
+
+    with engine() as there:
+        ask(there, STEPS.where)
+        first, _ = processes_of(there)
+        assert mapped(os.getpid()) == 3  # two workers' and the one for all
+        os.kill(first, signal.SIGKILL)  # the next is forked from a process that has mapped them all
+        for _ in range(2):
+            ask(there, STEPS.where)
+        assert [mapped(process) for process in processes_of(there)] == [2, 2]
+
+
 def test_a_visit_that_no_worker_survives_is_an_error_that_says_what_to_do() -> None:
     with engine() as there:
         with pytest.raises(WorkerError) as error:
@@ -531,10 +545,14 @@ def test_a_sheet_that_grows_keeps_what_is_on_it_and_another_process_sees_it_all(
         pipe = os.pipe()
         child = os.fork()
         if child == 0:
-            os.read(pipe[0], 1)  # what follows was written after the fork, on pages new to it
-            parts = sheet.read([small, *sizes])
-            answer.write([memoryview(part) for part in parts])
-            os._exit(0)
+            try:
+                os.close(pipe[1])
+                os.read(pipe[0], 1)  # what follows was written after the fork, on pages new to it
+                parts = sheet.read([small, *sizes])
+                answer.write([memoryview(part) for part in parts])
+                os._exit(0)
+            finally:
+                os._exit(1)
         sheet.write([memoryview(b"seen before the fork")], *([memoryview(b"x" * n)] for n in sizes))
         os.write(pipe[1], b".")
         assert os.waitpid(child, 0)[1] == 0

@@ -346,6 +346,8 @@ class WorkerEngine(LocalEngine):
     # In the worker -------------------------------------------------------------------------
 
     def _serve(self, pipe: Connection, sheet: Sheet) -> None:
+        for other in filter(None, self._workers):  # whose sheets would outlive them here
+            other.sheet.unmap()
         while True:
             try:
                 order = json.loads(pipe.recv_bytes())

@@ -1,6 +1,5 @@
 """Classifiers by name."""
 
-from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -56,9 +55,8 @@ def build_classifier(
 
 def laid_out(network: Network) -> Network:
     """The network as it is trained fastest: its kernels as rows lie in memory, channels last,
-    dropout that takes less time to draw, flattening that keeps gradients in that order, and
-    rectifiers behind the pooling that they stood before, where they have a quarter of the numbers.
-    No parameter changes its name, and but for dropout's draws no number changes.
+    dropout that takes less time to draw, and flattening that keeps gradients in that order. No
+    parameter changes its name.
 
     To be done when a network is built and not when it is used: in another layout sums round
     differently, and the first visit of a process, of a resumed run say, would differ from the next.
@@ -69,8 +67,4 @@ def laid_out(network: Network) -> Network:
                 setattr(module, name, Dropout(child.p, child.inplace).train(child.training))
             if type(child) is nn.Flatten and (child.start_dim, child.end_dim) == (1, -1):
                 setattr(module, name, Flatten().train(child.training))
-        if isinstance(module, nn.Sequential):
-            for place, pair in enumerate(pairwise(list(module))):
-                if [type(layer) for layer in pair] == [nn.ReLU, nn.MaxPool2d]:
-                    module[place], module[place + 1] = pair[1], pair[0]
     return network.to(memory_format=torch.channels_last)
