@@ -24,11 +24,15 @@ def network_input(x: Tensor, device: torch.device | str = "cpu") -> Tensor:
         x: (B, channels, height, width), uint8 in 0..255 or float32 in [0, 1].
 
     Returns:
-        float32 in [-1, 1] on the device, channels last in memory (faster convolutions).
+        float32 in [-1, 1] on the device, channels last in memory (faster convolutions), to the
+        stride of a single channel: by that a convolution chooses in which order it adds, and it
+        differs between rows read from files and rows that were copied.
     """
     x = x.to(device)
     scaled = x.float() / 127.5 - 1 if x.dtype == torch.uint8 else 2 * x - 1
-    return scaled.contiguous(memory_format=torch.channels_last)
+    scaled = scaled.contiguous(memory_format=torch.channels_last)
+    _, channels, height, width = x.shape
+    return scaled.as_strided(x.shape, (height * width * channels, 1, width * channels, channels))
 
 
 def draw_rows(held: int, count: int, rng: torch.Generator) -> Tensor:

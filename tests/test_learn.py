@@ -27,8 +27,20 @@ def test_stored_rows_become_network_input_by_a_public_constant() -> None:
     expected = torch.tensor([-1.0, -0.6, 1.0]).view(1, 1, 1, 3)  # 51 / 127.5 - 1 = -0.6
     assert_close(learn.network_input(stored), expected)
     assert_close(learn.network_input(stored / 255), expected)
-    colour = learn.network_input(torch.zeros(2, 3, 4, 4))
-    assert colour.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_rows_lie_in_memory_alike_whatever_way_they_are_stored(channels: int) -> None:
+    height, width = 4, 5
+    plain = torch.rand(2, channels, height, width)
+    last = torch.empty_like(plain, memory_format=torch.channels_last).copy_(plain)
+    assert last.stride() != plain.stride()
+    # Numbers from a row to the next, a channel, a line, a pixel: by arithmetic.
+    strides = (height * width * channels, 1, width * channels, channels)
+    for stored in (plain, last, plain[:, :, :1].expand(plain.shape)):
+        rows = learn.network_input(stored)
+        assert rows.stride() == strides
+        assert torch.equal(rows, 2 * stored - 1)
 
 
 @given(held=st.integers(1, 40), count=st.integers(1, 200))

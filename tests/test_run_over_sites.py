@@ -116,9 +116,7 @@ def at_visit(number: int, action: Any) -> Iterator[None]:
 # The same bits -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(m, marks=[pytest.mark.slow] * (m != "fedssl")) for m in DIGITS]
-)
+@pytest.mark.parametrize("method", DIGITS)
 def test_a_run_over_sites_ends_with_the_weights_and_measures_of_one_process(
     tmp_path: Path, method: str
 ) -> None:
@@ -306,15 +304,16 @@ def test_a_site_that_is_missing_is_named_and_nothing_is_trained(private: Over) -
 
 
 def test_with_leave_to_skip_a_run_goes_on_without_a_site_and_counts_it(tmp_path: Path) -> None:
-    over = Over(tmp_path, PLAIN)
+    over = Over(tmp_path, PLAIN.replace("rounds: 4", "rounds: 2"))
     real = over.doors.handlers["q1 opened"]
     over.doors.handlers["q1 opened"] = lambda letter: (
         None if b'"letter":"Visit"' in letter else real(letter)
     )
-    how = ("run.visit_seconds=0.2", "run.quorum=0.5")
+    # A visit's time is long beside the two of sites that are there, on a busy machine too.
+    how = ("run.visit_seconds=1.5", "run.quorum=0.5")
     outcome = over.train(*how)
     assert outcome.status == 0, outcome.err
-    assert [m["sites/absent"] for m in metrics(over.place)] == ["1"] * 4
+    assert [m["sites/absent"] for m in metrics(over.place)] == ["1"] * 2
     assert over.place.results()["status"] == "finished"
 
 
