@@ -38,7 +38,7 @@ from benchmarks.cell.work import SHAPE, CellCNN
 from benchmarks.processes import about
 from privssl import optimisers
 from privssl.data.views import view
-from privssl.learn import network_input
+from privssl.learn import minimise, network_input
 from privssl.models import build_classifier, laid_out
 from privssl.models.precision import Precision, in_precision
 from privssl.process import keep_freed_memory
@@ -58,12 +58,12 @@ ENOUGH = 0.1  # CPU seconds that one reading takes at least
 #: What an operation counts as: the first whose words are in its name.
 PARTS = {
     "convolutions": ("convolution",),
-    "products": ("aten::mm", "addmm", "bmm"),
+    "products": ("aten::mm", "addmm", "bmm", "linear"),
     "pooling": ("pool", "fill_"),  # its gradient is put on zeros
     "norms": ("norm",),
     "rectifiers": ("clamp_min", "threshold"),
     "copies": ("copy_", "contiguous", "clone"),
-    "optimiser": ("Optimizer", "aten::add_"),
+    "optimiser": ("aten::add_", "aten::mul_"),
 }
 REST = "rest"
 
@@ -107,9 +107,7 @@ class Step:
         return cls(build_classifier(model, shape, 10, precision), shape, rows)
 
     def __call__(self) -> None:
-        self.sgd.zero_grad()
-        cross_entropy(self.network(self.x), self.y).backward()  # type: ignore[no-untyped-call]
-        self.sgd.step()
+        minimise(self.sgd, cross_entropy(self.network(self.x), self.y))
 
     def operations(self) -> int:
         """Of products and convolutions, forward and backward."""

@@ -29,8 +29,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision import transforms
 
 from benchmarks.processes import about
-from privssl import data, seeds
+from privssl import data, optimisers, seeds
 from privssl.agents import Agent
 from privssl.algorithms.base import Task
 from privssl.algorithms.baselines import FedAvg, FedAvgConfig, State
@@ -228,17 +229,26 @@ class Work:
 
 @contextmanager
 def counted_steps() -> Iterator[list[int]]:
-    """Inside, the steps of all optimisers of this process are counted in the list's one number."""
+    """Inside, the steps of all optimisers of this process are counted in the list's one number:
+    torch's by a hook, and ours, which call none, one by one."""
     count = [0]
 
-    def step(*_: Any) -> None:
+    def counted(*_: Any) -> None:
         count[0] += 1
 
-    handle = register_optimizer_step_post_hook(step)
-    try:
+    def counting(step: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(step)  # to torch it looks like ours
+        def taken(*given: Any) -> Any:
+            counted()
+            return step(*given)
+
+        return taken
+
+    with ExitStack() as stack:
+        stack.callback(register_optimizer_step_post_hook(counted).remove)
+        for kind in (optimisers.SGD, optimisers.Adam):
+            stack.enter_context(patch.object(kind, "step", counting(kind.step)))
         yield count
-    finally:
-        handle.remove()
 
 
 def take_turns(competitors: Sequence[Competitor], rounds: int) -> None:

@@ -113,11 +113,12 @@ def minimise(
 
 
 def _alone(step: Descent) -> None:
-    for optimiser in step.optimisers:
-        optimiser.zero_grad(set_to_none=True)
-    step.loss.backward(inputs=step.parameters())  # type: ignore[no-untyped-call]
+    parameters = step.parameters()
+    for parameter in parameters:
+        parameter.grad = None
+    step.loss.backward(inputs=parameters)  # type: ignore[no-untyped-call]
     if step.clip_norm is not None:
-        nn.utils.clip_grad_norm_(step.parameters(), step.clip_norm)
+        nn.utils.clip_grad_norm_(parameters, step.clip_norm)
     for optimiser in step.optimisers:
         optimiser.step()
 

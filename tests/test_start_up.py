@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from privssl import optimisers
 
@@ -91,6 +92,20 @@ def test_steps_are_those_of_torch_to_the_bit(ours: Make, torchs: Make) -> None:
     mine, theirs = trained(ours), trained(torchs)
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     assert not torch.equal(mine[0], first.weight)
+
+
+def test_a_step_opens_no_record_for_a_profiler() -> None:
+    def records(kind: type[torch.optim.Optimizer]) -> list[str]:
+        w = torch.ones(2, requires_grad=True)
+        optimiser = kind([w], lr=0.5)  # type: ignore[call-arg]
+        w.sum().backward()  # type: ignore[no-untyped-call]
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            optimiser.step()
+        return [entry.key for entry in seen.key_averages() if "Optimizer" in entry.key]
+
+    for ours, torchs in ((optimisers.SGD, torch.optim.SGD), (optimisers.Adam, torch.optim.Adam)):
+        assert records(ours) == []
+        assert len(records(torchs)) == 1  # the negative control
 
 
 def test_no_gradient_is_recorded_through_a_step() -> None:

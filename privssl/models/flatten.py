@@ -18,22 +18,20 @@ class Flatten(nn.Flatten):
     """``torch.nn.Flatten()`` of rows (B, Ch, H, W)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() < LARGE or not x.is_contiguous(memory_format=torch.channels_last):
-            return super().forward(x)
-        flat: Tensor = _Flattened.apply(x)
-        return flat
+        alone = not torch._C._are_functorch_transforms_active()  # vmap has its own layouts
+        if alone and x.numel() >= LARGE and x.is_contiguous(memory_format=torch.channels_last):
+            flat: Tensor = _Flattened.apply(x)
+            return flat
+        return super().forward(x)
 
 
 class _Flattened(torch.autograd.Function):
-    generate_vmap_rule = True
-
+    # Without setup_context, as only a transform would need it: torch looks up the signature of
+    # every call that has one, which takes as long as flattening.
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
         return x.flatten(1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.shape = inputs[0].shape
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
