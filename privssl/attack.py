@@ -61,7 +61,7 @@ from privssl.errors import RunFolderError
 from privssl.learn import load, network_input
 from privssl.mechanism_attack import MechanismAttack, attack_mechanism
 from privssl.messages import Message, Reply, StateDict
-from privssl.privacy import CHUNK, PrivatePlan, call, os_uniform
+from privssl.privacy import PrivatePlan, call, os_uniform
 from privssl.row_gradients import Parameters, per_row_gradients
 from privssl.world import Round, World
 
@@ -69,6 +69,7 @@ CONFIDENCE = 1 - 0.05 / 3  # of each of three tests, so that all together are wr
 CANARIES = 1000  # of the one-run attack
 GUESSES = 400  # half of them "in", half "out"; no guess about the others
 FEWEST = 200  # canaries where nothing is guaranteed: about 100 are out, for 1% false alarms
+AT_ONCE = 64  # canaries whose gradients are made in one go
 ALARM = 1e-4  # a p-value below it contradicts the promised distribution
 ROUNDING = 1e-5  # relative, of a contribution in single precision
 
@@ -368,7 +369,7 @@ def _moved_along(
         return loss(call(network, here["here"]), fields["x"][None], fields["y"][None])
 
     units = []
-    for x, y in zip(*(torch.split(part, CHUNK) for part in canaries), strict=True):
+    for x, y in zip(*(torch.split(part, AT_ONCE) for part in canaries), strict=True):
         found = per_row_gradients(row_loss, parameters, {"x": x, "y": y})["here"]
         gradients = torch.cat([g.flatten(1) for g in found.values()], dim=1)
         # Directions alone: clipping shortens most gradients to one length.

@@ -605,7 +605,7 @@ def test_the_sum_does_not_depend_on_chunks_or_on_the_physical_batch(
     sparse = plan(sample_rate=0.05)
     assert sparse.capacity(300) == 31
     mask = [row % 20 == 3 for row in range(300)]
-    monkeypatch.setattr(privacy, "CHUNK", chunk)
+    monkeypatch.setattr(privacy, "rows_at_once", lambda *_: chunk)
     draw_rows(monkeypatch, mask)
     network, x = small_network(), small_rows(300)
     moved = moved_by(network, x, sparse)
@@ -615,6 +615,22 @@ def test_the_sum_does_not_depend_on_chunks_or_on_the_physical_batch(
         alone = torch.cat([x[:pad], x[row : row + 1]])
         expected += clipped_by_hand(network, alone, 1.0) - clipped_by_hand(network, x[:pad], 1.0)
     torch.testing.assert_close(moved, expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "views", "rows"),
+    [
+        (30_000, 1, 256),
+        (30_000, 2, 128),  # 256 views
+        (30_000, 16, 64),
+        (400_000, 1, 167),  # 2^26 / 400,000 = 167.8: at most 256 MiB of gradients
+        (6_500_000, 1, 64),
+    ],
+)
+def test_more_rows_are_computed_at_once_where_views_and_gradients_leave_room(
+    parameters: int, views: int, rows: int
+) -> None:
+    assert privacy.rows_at_once(parameters, views) == rows
 
 
 @pytest.mark.usefixtures("no_noise")

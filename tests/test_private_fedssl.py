@@ -542,9 +542,9 @@ def test_draws_that_go_by_the_place_in_the_batch_would_be_noticed(
     assert _shift_of_the_others(configured, tmp_path, "public") > 1e-3
 
 
-def test_rows_beyond_the_first_chunk_have_draws_of_their_own(
+def test_rows_beyond_the_first_block_have_draws_of_their_own(
     configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("privssl.algorithms.gmixup.CHUNK", 4)
+    monkeypatch.setattr("privssl.algorithms.gmixup.BLOCK", 4)
     fields = _fields_of_one_step(configured, tmp_path / "1", "public", slice(None))
     assert len({row["z"].numpy().tobytes() for row in fields.values()}) == 12

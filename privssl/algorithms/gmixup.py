@@ -25,7 +25,6 @@ from privssl.algorithms.local_ssl import ClassifierTraining
 from privssl.losses import soft_cross_entropy
 from privssl.mixup import mix, sample_mix
 from privssl.privacy import (
-    CHUNK,
     PrivatePlan,
     PrivateTraining,
     call,
@@ -34,6 +33,8 @@ from privssl.privacy import (
 )
 from privssl.row_gradients import Parameters
 from privssl.settings import Positive, Rate, strict
+
+BLOCK = 64  # rows that are drawn for together, where their number is public
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -196,7 +197,7 @@ def train_privately(
     the numbers of all after it: there a block is one row, named by its own id.
     """
     cfg = dataclasses.replace(cfg, augment=plan.augment)
-    size = CHUNK if counts_public else 1
+    size = BLOCK if counts_public else 1
     drawn: dict[int, Mapping[str, Tensor]] = {}  # block -> its rows with their draws, in this step
     step_of_drawn = -1
 
