@@ -19,6 +19,7 @@ cases take turns and a number is the median of ``--passes`` readings. The projec
 """
 
 import argparse
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ from generators import ImageDiscriminator, ImageGenerator
 from privssl.algorithms.fedssl import FedSSLConfig
 from privssl.algorithms.gmixup import Callables, Mixing, row_losses
 from privssl.models import build_classifier, laid_out
-from privssl.privacy import PrivatePlan, PrivateTraining, call
+from privssl.privacy import PrivatePlan, PrivateTraining, call, rows_at_once
 from privssl.process import keep_freed_memory
 from privssl.row_gradients import Parameters
 from privssl.settings import ModelSettings
@@ -127,6 +128,12 @@ def plan(rows: int, protect: tuple[str, ...], sigma: float) -> PrivatePlan:
     )  # fmt: skip
 
 
+def at_once(nets: Mapping[str, nn.Module]) -> int:
+    """Rows of a pass, as a visit has them."""
+    parameters = sum(p.numel() for net in nets.values() for p in net.parameters())
+    return rows_at_once(parameters, math.prod(SHAPE))
+
+
 def our_step(case: Case, sigma: float = 1.0) -> Callable[[], None]:
     """privssl's."""
     network, criterion = case.new(), case.criterion()
@@ -141,7 +148,8 @@ def our_step(case: Case, sigma: float = 1.0) -> Callable[[], None]:
         loss: Tensor = criterion(call(network, parameters["N"])(*inputs), row["target"][None])
         return loss
 
-    return lambda: training.run(len(case.target), fields_of, row_loss)
+    many = at_once({"N": network})
+    return lambda: training.run(len(case.target), fields_of, row_loss, at_once=many)
 
 
 def opacus_step(
@@ -199,7 +207,11 @@ def joint_steps(rows: int) -> dict[str, Callable[[], None]]:
     def fields_of(picked: Tensor, _: int) -> Mapping[str, Tensor]:
         return {name: value[picked][:, None] for name, value in fields.items()}
 
-    return {"open": open_one, "ours": lambda: training.run(rows, fields_of, loss)}
+    many = at_once(nets)
+    return {
+        "open": open_one,
+        "ours": lambda: training.run(rows, fields_of, loss, at_once=many),
+    }
 
 
 def moved(case: Case, make: Callable[[Case], Callable[[], None]]) -> Tensor:

@@ -113,9 +113,10 @@ def minimise(
 
 
 def _alone(step: Descent) -> None:
+    for group in (group for one in step.optimisers for group in one.param_groups):
+        for parameter in group["params"]:  # frozen ones too: an old gradient would move them
+            parameter.grad = None
     parameters = step.parameters()
-    for parameter in parameters:
-        parameter.grad = None
     step.loss.backward(inputs=parameters)  # type: ignore[no-untyped-call]
     if step.clip_norm is not None:
         nn.utils.clip_grad_norm_(parameters, step.clip_norm)

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.testing import assert_close
 from toy_worlds import same_bits
 
-from privssl import learn
+from privssl import learn, optimisers
 from privssl.seeds import stream
 
 
@@ -141,6 +141,19 @@ def test_parameters_that_a_loss_does_not_reach_stay_put() -> None:
     assert same_bits(learn.weights_of(other), before)
     assert not same_bits(learn.weights_of(reached), moving)
     assert not any("/G/" in key for key in adam.remember())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_is_frozen_or_not_reached_from_now_on_stays_put_from_now_on(frozen: bool) -> None:
+    """SGD would go on by momentum, weight decay and the gradient of before."""
+    reached, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    sgd = optimisers.SGD([reached, other], lr=0.1, momentum=0.9, weight_decay=0.1)
+    learn.minimise(sgd, reached.sum() + other.sum())
+    moved = other.detach().clone()
+    assert not torch.equal(moved, torch.ones(2))
+    other.requires_grad_(not frozen)
+    learn.minimise(sgd, (reached + other).sum() if frozen else reached.sum())
+    assert torch.equal(other, moved)
 
 
 def test_one_step_goes_down_by_sgd_in_one_network_and_by_adam_in_another() -> None:

@@ -104,12 +104,15 @@ def flat(network: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in network.parameters()])
 
 
-def moved_by(network: nn.Module, x: Tensor, the_plan: PrivatePlan) -> Tensor:
+def moved_by(network: nn.Module, x: Tensor, the_plan: PrivatePlan, at_once: int = 64) -> Tensor:
     """By how much one visit moves the weights, downhill, all parameters in one vector."""
     trained = copy.deepcopy(network)
     p = torch.eye(CLASSES, dtype=torch.float64)[torch.arange(len(x)) % CLASSES]
     training = PrivateTraining(the_plan, {"F": trained})
-    training.run(len(x), lambda rows, step: {"x": x[rows], "p": p[rows]}, small_loss(trained))
+    training.run(
+        len(x), lambda rows, step: {"x": x[rows], "p": p[rows]}, small_loss(trained),
+        at_once=at_once,
+    )  # fmt: skip
     return flat(network) - flat(trained)
 
 
@@ -597,7 +600,7 @@ def test_the_divisor_is_the_public_batch_size_whatever_was_drawn(
 
 
 @pytest.mark.usefixtures("no_noise")
-@pytest.mark.parametrize("chunk", [1, 4, 64])
+@pytest.mark.parametrize("chunk", [1, 4, 64, 256])
 def test_the_sum_does_not_depend_on_chunks_or_on_the_physical_batch(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -605,10 +608,9 @@ def test_the_sum_does_not_depend_on_chunks_or_on_the_physical_batch(
     sparse = plan(sample_rate=0.05)
     assert sparse.capacity(300) == 31
     mask = [row % 20 == 3 for row in range(300)]
-    monkeypatch.setattr(privacy, "rows_at_once", lambda *_: chunk)
     draw_rows(monkeypatch, mask)
     network, x = small_network(), small_rows(300)
-    moved = moved_by(network, x, sparse)
+    moved = moved_by(network, x, sparse, chunk)
     expected = torch.zeros_like(moved)
     for row in range(3, 300, 20):
         pad = row % CLASSES  # rows before it, so that the row keeps its label
@@ -618,19 +620,19 @@ def test_the_sum_does_not_depend_on_chunks_or_on_the_physical_batch(
 
 
 @pytest.mark.parametrize(
-    ("parameters", "views", "rows"),
+    ("parameters", "numbers", "rows"),
     [
-        (30_000, 1, 256),
-        (30_000, 2, 128),  # 256 views
-        (30_000, 16, 64),
-        (400_000, 1, 167),  # 2^26 / 400,000 = 167.8: at most 256 MiB of gradients
-        (6_500_000, 1, 64),
+        (30_000, 1 * 28 * 28, 256),
+        (30_000, 2 * 28 * 28, 64),  # two views
+        (30_000, 3 * 32 * 32, 64),
+        (30_000, 1 * 64 * 64, 64),
+        (400_000, 1 * 28 * 28, 64),
     ],
 )
-def test_more_rows_are_computed_at_once_where_views_and_gradients_leave_room(
-    parameters: int, views: int, rows: int
+def test_more_rows_are_computed_at_once_where_they_and_the_networks_are_small(
+    parameters: int, numbers: int, rows: int
 ) -> None:
-    assert privacy.rows_at_once(parameters, views) == rows
+    assert privacy.rows_at_once(parameters, numbers) == rows
 
 
 @pytest.mark.usefixtures("no_noise")

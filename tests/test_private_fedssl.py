@@ -455,7 +455,7 @@ def _fields_of_one_step(
     )  # fmt: skip
     seen: dict[int, dict[str, Tensor]] = {}
 
-    def look(self: Any, rows: int, fields_of: Any, row_loss: Any) -> None:
+    def look(self: Any, rows: int, fields_of: Any, row_loss: Any, **_: int) -> None:
         fields = fields_of(torch.arange(rows), 0)
         for place, number in enumerate(agent.labelled.ids.tolist()):
             seen[number] = {name: value[place] for name, value in fields.items()}
@@ -531,15 +531,35 @@ def test_draws_that_go_by_the_place_in_the_batch_would_be_noticed(
 ) -> None:
     real = PrivateTraining.run
 
-    def by_place(self: Any, rows: int, fields_of: Any, row_loss: Any) -> None:
+    def by_place(self: Any, rows: int, fields_of: Any, row_loss: Any, **how: int) -> None:
         def fields(picked: Tensor, step: int) -> Any:
             drawn, own = fields_of(torch.arange(len(picked)), step), fields_of(picked, step)
             return {**drawn, "p1": own["p1"], "strong": own["strong"].flip(0)}
 
-        real(self, rows, fields, row_loss)
+        real(self, rows, fields, row_loss, **how)
 
     monkeypatch.setattr(PrivateTraining, "run", by_place)
     assert _shift_of_the_others(configured, tmp_path, "public") > 1e-3
+
+
+def test_public_sizes_decide_how_many_rows_are_computed_at_once(
+    configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, given = [], []
+
+    def decide(parameters: int, numbers: int) -> int:
+        sizes.append((parameters, numbers))
+        return 7
+
+    monkeypatch.setattr("privssl.algorithms.gmixup.rows_at_once", decide)
+    monkeypatch.setattr(PrivateTraining, "run", lambda *_, at_once: given.append(at_once))
+    prepared = prepare(configured("privacy.views=2"))
+    [agent, *_] = prepared.labelled_agents
+    with accounts(prepared, tmp_path):
+        visit(prepared, agent, context("s0"))
+    protected = prepared.algorithm.networks()["F"]
+    assert sizes == [(sum(p.numel() for p in protected.parameters()), 2 * 1 * 8 * 8)]
+    assert given == [7]
 
 
 def test_rows_beyond_the_first_block_have_draws_of_their_own(

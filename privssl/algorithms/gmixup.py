@@ -30,11 +30,12 @@ from privssl.privacy import (
     call,
     check_rows_independent,
     refuse_coupling_layers,
+    rows_at_once,
 )
 from privssl.row_gradients import Parameters
 from privssl.settings import Positive, Rate, strict
 
-BLOCK = 64  # rows that are drawn for together, where their number is public
+BLOCK = 64  # rows whose chance is drawn in one go, where their number is public
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -232,7 +233,9 @@ def train_privately(
         return torch.stack([loss.mean() for loss in losses.values()]).sum()
 
     protected = {name: nets[name] for name in plan.protect}
-    PrivateTraining(plan, protected).run(len(rows), fields_of, row_loss)
+    parameters = sum(p.numel() for net in protected.values() for p in net.parameters())
+    at_once = rows_at_once(parameters, plan.views * rows.x.shape[1:].numel())
+    PrivateTraining(plan, protected).run(len(rows), fields_of, row_loss, at_once=at_once)
 
 
 def canary_losses(cfg: Mixes, task: Task) -> Mapping[str, CanaryLoss]:
