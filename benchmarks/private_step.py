@@ -128,12 +128,6 @@ def plan(rows: int, protect: tuple[str, ...], sigma: float) -> PrivatePlan:
     )  # fmt: skip
 
 
-def at_once(nets: Mapping[str, nn.Module]) -> int:
-    """Rows of a pass, as a visit has them."""
-    parameters = sum(p.numel() for net in nets.values() for p in net.parameters())
-    return rows_at_once(parameters, math.prod(SHAPE))
-
-
 def our_step(case: Case, sigma: float = 1.0) -> Callable[[], None]:
     """privssl's."""
     network, criterion = case.new(), case.criterion()
@@ -148,8 +142,8 @@ def our_step(case: Case, sigma: float = 1.0) -> Callable[[], None]:
         loss: Tensor = criterion(call(network, parameters["N"])(*inputs), row["target"][None])
         return loss
 
-    many = at_once({"N": network})
-    return lambda: training.run(len(case.target), fields_of, row_loss, at_once=many)
+    at_once = rows_at_once({"N": network}, math.prod(SHAPE))
+    return lambda: training.run(len(case.target), fields_of, row_loss, at_once=at_once)
 
 
 def opacus_step(
@@ -207,10 +201,10 @@ def joint_steps(rows: int) -> dict[str, Callable[[], None]]:
     def fields_of(picked: Tensor, _: int) -> Mapping[str, Tensor]:
         return {name: value[picked][:, None] for name, value in fields.items()}
 
-    many = at_once(nets)
+    at_once = rows_at_once(nets, math.prod(SHAPE))
     return {
         "open": open_one,
-        "ours": lambda: training.run(rows, fields_of, loss, at_once=many),
+        "ours": lambda: training.run(rows, fields_of, loss, at_once=at_once),
     }
 
 

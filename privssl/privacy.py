@@ -34,7 +34,7 @@ from privssl.row_gradients import RowLoss, factored_gradients
 from privssl.settings import PrivacySettings
 
 
-def rows_at_once(parameters: int, numbers: int) -> int:
+def rows_at_once(networks: Mapping[str, nn.Module], numbers: int) -> int:
     """How many rows' gradients are made, and held, at once: 256, or 64. Public sizes decide.
 
     Each pass has costs of its own, which 256 rows bear better: a step of one network on 256 small
@@ -42,9 +42,10 @@ def rows_at_once(parameters: int, numbers: int) -> int:
     every row's windows at every convolution; larger images leave the caches, and take longer.
 
     Args:
-        parameters: of all protected networks.
+        networks: the protected ones.
         numbers: of a row as the networks see it: views x channels x height x width.
     """
+    parameters = sum(p.numel() for net in networks.values() for p in net.parameters())
     return 256 if parameters <= 2**18 and numbers <= 2**10 else 64
 
 

@@ -547,8 +547,8 @@ def test_public_sizes_decide_how_many_rows_are_computed_at_once(
 ) -> None:
     sizes, given = [], []
 
-    def decide(parameters: int, numbers: int) -> int:
-        sizes.append((parameters, numbers))
+    def decide(networks: Mapping[str, Any], numbers: int) -> int:
+        sizes.append((list(networks), numbers))
         return 7
 
     monkeypatch.setattr("privssl.algorithms.gmixup.rows_at_once", decide)
@@ -557,8 +557,7 @@ def test_public_sizes_decide_how_many_rows_are_computed_at_once(
     [agent, *_] = prepared.labelled_agents
     with accounts(prepared, tmp_path):
         visit(prepared, agent, context("s0"))
-    protected = prepared.algorithm.networks()["F"]
-    assert sizes == [(sum(p.numel() for p in protected.parameters()), 2 * 1 * 8 * 8)]
+    assert sizes == [(["F"], 2 * 1 * 8 * 8)]
     assert given == [7]
 
 

@@ -233,8 +233,7 @@ def train_privately(
         return torch.stack([loss.mean() for loss in losses.values()]).sum()
 
     protected = {name: nets[name] for name in plan.protect}
-    parameters = sum(p.numel() for net in protected.values() for p in net.parameters())
-    at_once = rows_at_once(parameters, plan.views * rows.x.shape[1:].numel())
+    at_once = rows_at_once(protected, plan.views * rows.x.shape[1:].numel())
     PrivateTraining(plan, protected).run(len(rows), fields_of, row_loss, at_once=at_once)
 
 
