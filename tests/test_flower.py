@@ -13,6 +13,7 @@ the conformance suite use the same SuperNodes.
 
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -58,6 +59,7 @@ pytestmark = [
 ]
 NAMES = ("s0", "s1", "q0", "q1", "q2")
 PATIENT = Terms(join_seconds=300.0, visit_seconds=300.0, hello_seconds=100.0)
+HUNG = 450.0  # seconds after which a run says where it is, and ends
 Handler = Callable[[bytes], bytes]
 #: Stands before a command that gets a network of its own.
 ALONE = ["unshare", "--map-root-user", "--net"]
@@ -88,15 +90,14 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
         for name, sites in _sites(folder).items():
             (folder / name).mkdir()
             stack.enter_context(kept_up(folder / name / "door", functools.partial(_chosen, sites)))
+        # Before the first SuperNode, whose thread greets the SuperLink: a fork at that very moment
+        # inherits locks of OpenSSL that nobody would ever open. Runs wait for their sites.
+        runs = {method: stack.enter_context(_run(folder, address, method)) for method in DIGITS}
         for name in NAMES:
             node = SuperNode(folder / name / "door", folder / name / "flower", address, "", "")
             stack.callback(node.stop)
             node.start()
-        yield Network(
-            folder, address,
-            runs={method: stack.enter_context(_run(folder, address, method)) for method in DIGITS},
-            seen=stack.enter_context(_watched(folder)),
-        )  # fmt: skip
+        yield Network(folder, address, runs, seen=stack.enter_context(_watched(folder)))
 
 
 def parties() -> list[Any]:
@@ -178,6 +179,7 @@ def _run(folder: Path, address: str, method: str) -> Iterator[BaseProcess]:
 
 def _train(folder: Path, address: str, method: str) -> None:
     """In a process of its own, whose status is that of the command."""
+    faulthandler.dump_traceback_later(HUNG, exit=True)
     patch, there = pytest.MonkeyPatch(), place(folder, method)
     patch.setattr(run_engine, "FlowerPost", lambda *to: Marked(FlowerPost(*to), MARKS[method]))
     how = ("run.engine=flower", f"run.superlink={address}", "run.join_seconds=300.0", "--quiet")
