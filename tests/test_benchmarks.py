@@ -11,9 +11,9 @@ from benchmarks import (
     census_curve,
     census_map,
     epsilon_figure,
+    rounds,
     sites_memory,
     uneven_split,
-    workers,
 )
 from benchmarks.epsilon_figure import Point, points_of
 from privssl.config import load
@@ -141,15 +141,33 @@ def test_other_labels_on_the_same_map_end_where_a_whole_run_ends(tmp_path: Path)
 
 def test_rounds_are_timed_for_each_number_of_workers(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(CONFIG.with_name("fedssl.yaml"))
-    given = ["algorithm.local_steps=1", "--rounds", "1", "--workers", "1,2"]
-    assert workers.main([config, *given]) == 0
+    assert rounds.main([config, "algorithm.local_steps=1", "--rounds", "1"]) == 0
     *_, line = capsys.readouterr().out.splitlines()
     name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
     one, two, times = map(float, cells)
     assert name == "fedssl" and one > 0 and two > 0 and times > 0
     private = str(CONFIG.with_name("fedssl_dp.yaml"))
-    assert workers.main([private]) == 2
+    assert rounds.main([private]) == 2
     assert "work in one process" in capsys.readouterr().err
+
+
+def test_any_setting_can_be_varied_and_the_ratio_is_of_the_first_to_the_last(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds_of_rounds(path: Path, given: list[str], number: int, phase: str) -> list[float]:
+        assert (path.stem, number, phase) == ("fedssl", 4, "")
+        one, also = {"run.precision=float32": (3.0, 100.0), "run.precision=bfloat16": (2.0, 1.5)}[
+            given[-1]
+        ]
+        assert given[:-1] == ["run.workers=1"]
+        return [also, one, one]  # the median is not the mean
+
+    monkeypatch.setattr(rounds, "seconds_of_rounds", seconds_of_rounds)
+    varied = ["--vary", "run.precision=float32,bfloat16", "--rounds", "4"]
+    assert rounds.main([str(CONFIG.with_name("fedssl.yaml")), "run.workers=1", *varied]) == 0
+    *_, head, _, line = capsys.readouterr().out.splitlines()
+    assert head == "| config | run.precision=float32, s | run.precision=bfloat16, s | times |"
+    assert line == "| fedssl | 3.00 | 2.00 | 1.50 |"
 
 
 def test_memory_of_sites_counts_growth_after_the_warm_up_and_not_before() -> None:

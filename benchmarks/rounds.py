@@ -1,11 +1,13 @@
-"""Seconds of a round with one worker process, two, and so on: what the cores are worth.
+"""Seconds of a round under one setting and under another: with one worker process and with two,
+or in float32 and in bfloat16.
 
-    python -m benchmarks.workers CONFIG... [--workers 1,2] [--rounds 6] [section.key=value ...]
+    python -m benchmarks.rounds CONFIG... [--vary run.workers=1,2] [--rounds 6] [KEY=VALUE ...]
 
 Plays the first rounds of each config, of the phase named by --phase where it has several, without
-evaluation, pictures or files, once for each number of workers in turn and three times over; a
-number's time is the median of its rounds. Prints a Markdown table with the ratio to the first
-number. Other work on the machine shows in it: leave the machine alone.
+evaluation, pictures or files, under each value in turn and three times over; a value's time is the
+median of its rounds. Prints a Markdown table with the ratio of the first to the last. For precision
+give run.workers=1 as well: two processes on two cores also tell how free the cores were. Other work
+on the machine shows in it: leave the machine alone.
 """
 
 import argparse
@@ -31,11 +33,9 @@ from privssl.world import World
 PASSES = 3
 
 
-def seconds_of_rounds(
-    path: Path, overrides: Sequence[str], workers: int, rounds: int, phase: str
-) -> list[float]:
+def seconds_of_rounds(path: Path, overrides: Sequence[str], rounds: int, phase: str) -> list[float]:
     """Of each of the first rounds (of a phase, if one is named), but for the very first."""
-    prepared = prepare(load(path, [*overrides, f"run.workers={workers}"]))
+    prepared = prepare(load(path, overrides))
     if prepared.plan is not None:
         raise UserError(f"{path}: agents with a privacy account work in one process. Leave it out")
     algorithm = prepared.algorithm
@@ -56,31 +56,32 @@ def seconds_of_rounds(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0, or 2 where a config cannot be measured."""
-    parser = argparse.ArgumentParser(prog="benchmarks.workers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.rounds", description=__doc__)
     parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
-    parser.add_argument("--workers", default="1,2")
+    parser.add_argument("--vary", default="run.workers=1,2", metavar="KEY=VALUE,VALUE")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--phase", default="")
     options = parser.parse_intermixed_args(arguments)
     overrides = [text for text in options.configs if "=" in text]
-    numbers = [int(n) for n in options.workers.split(",")]
+    key, _, values = options.vary.partition("=")
+    varied = [f"{key}={value}" for value in values.split(",")]
     torch.set_num_threads(1)
     keep_freed_memory()
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}\n")
-    print("| config | " + " | ".join(f"{n}, s" for n in numbers) + " | times |")
-    print("|---" * (len(numbers) + 2) + "|")
+    print("| config | " + " | ".join(f"{one}, s" for one in varied) + " | times |")
+    print("|---" * (len(varied) + 2) + "|")
     for name in (text for text in options.configs if "=" not in text):
-        seen: dict[int, list[float]] = {n: [] for n in numbers}
+        seen: dict[str, list[float]] = {one: [] for one in varied}
         try:
             for _ in range(PASSES):
-                for n in numbers:
-                    seen[n] += seconds_of_rounds(
-                        Path(name), overrides, n, options.rounds, options.phase
+                for one in varied:
+                    seen[one] += seconds_of_rounds(
+                        Path(name), [*overrides, one], options.rounds, options.phase
                     )
         except UserError as error:
             print(error, file=sys.stderr)
             return 2
-        times = [statistics.median(seen[n]) for n in numbers]
+        times = [statistics.median(seen[one]) for one in varied]
         cells = [f"{t:.2f}" for t in times] + [f"{times[0] / times[-1]:.2f}"]
         print(f"| {Path(name).stem} | " + " | ".join(cells) + " |", flush=True)
     return 0
