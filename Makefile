@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo-sites train test test-flower test-all check format clean
+.PHONY: help demo-sites train test test-oldest test-flower test-all check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +38,9 @@ demo-sites: $(VENV)/.installed-flower  ## a coordinator and five sites over Flow
 
 test: $(VENV)/.installed-dev  ## run the tests that take seconds
 	$(RUN) -m pytest $(PARALLEL) -m "not slow and not flower" $(TESTS)
+
+test-oldest:  ## the same with the oldest torch that we support, in an environment of its own
+	PIP_CONSTRAINT='$(CURDIR)/tests/oldest.txt' $(MAKE) test VENV=.venv-oldest
 
 test-flower: $(VENV)/.installed-dev  ## run the tests over Flower that take minutes together
 	$(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/test_flower*.py))

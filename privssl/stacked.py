@@ -29,6 +29,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from privssl.learn import Descent
 from privssl.models.flatten import Flatten
+from privssl.models.group_norm import GroupNorm
 from privssl.models.linear import Linear
 from privssl.models.precision import precision_of
 from privssl.models.static_norm import StaticNorm
@@ -37,8 +38,8 @@ ROWS_AT_ONCE = 4096  # of one stacked pass, over all agents: what it computes mu
 
 #: Layers that compute each row by itself, and the same in training as in evaluation.
 BY_ROW = (
-    nn.Conv2d, nn.ConvTranspose2d, nn.Linear, Linear, nn.GroupNorm, nn.MaxPool2d, nn.ReLU,
-    nn.LeakyReLU, nn.Tanh, nn.Flatten, Flatten, nn.Unflatten, nn.Identity,
+    nn.Conv2d, nn.ConvTranspose2d, nn.Linear, Linear, nn.GroupNorm, GroupNorm, nn.MaxPool2d,
+    nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Flatten, Flatten, nn.Unflatten, nn.Identity,
 )  # fmt: skip
 
 

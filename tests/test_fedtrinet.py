@@ -711,7 +711,7 @@ def test_three_players_learn_the_toy_rows() -> None:
     after = play(algorithm, clients(labelled=100, unlabelled=100), 8)
     network, device = algorithm.task.new_classifier(), torch.device("cpu")
     reached = accuracy(network, after.classifier, TOY.x_test, TOY.y_test, device=device)
-    assert reached > 0.9  # chance is 0.1
+    assert reached > 0.8  # chance is 0.1
     assert algorithm.metrics(after.state) == {
         "train/confidence": after.state.confidence,
         "train/threshold": after.state.threshold,

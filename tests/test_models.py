@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn import functional
 from torch.testing import assert_close
 
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.learn import weights_of
 from privssl.messages import StateDict
-from privssl.models import CLASSIFIERS, build_classifier, laid_out
+from privssl.models import CLASSIFIERS, build_classifier, group_norm, laid_out
 from privssl.models.dropout import Dropout
 from privssl.models.flatten import LARGE, Flatten
 from privssl.models.static_norm import StaticNorm, collect, statistics_of
@@ -241,6 +242,27 @@ def test_a_batch_is_its_rows_one_at_a_time(name: str) -> None:
     parameters: dict[str, Tensor] = dict(network.named_parameters())
     one = vmap(lambda row: functional_call(network, parameters, (row[None],))[0])
     assert_close(one(x), batch)
+
+
+def test_older_torches_are_never_asked_how_rows_lie_under_vmap_and_norms_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # With them this whole file is the test: `make test-oldest`.
+    seen, real = [], functional.group_norm
+
+    def asked(x: Tensor, *others: Any) -> Tensor:
+        seen.append(x.dim())
+        return real(x, *others)
+
+    monkeypatch.setattr(functional, "group_norm", asked)
+    network, x = classifier("small_cnn").eval(), rows(4)
+    parameters: dict[str, Tensor] = dict(network.named_parameters())
+    one = vmap(lambda row: functional_call(network, parameters, (row[None],))[0])
+    for older in {True, group_norm.ASKS}:
+        monkeypatch.setattr(group_norm, "ASKS", older)
+        seen.clear()
+        assert_close(one(x), network(x))
+        assert seen == ([3, 3, 3] if older else [4, 4, 4]) + [4, 4, 4]
 
 
 @pytest.mark.parametrize("norm", NORMS)

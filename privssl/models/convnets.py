@@ -7,13 +7,14 @@ the convolution before it (measured 2.2 times per training step, docs/fedssl.md)
 import torch
 from torch import Tensor, nn
 
+from privssl.models.group_norm import GroupNorm
 from privssl.models.static_norm import StaticNorm
 
 
 def norm_layer(norm: str, channels: int) -> nn.Module:
     """Normalisation over channels. "batch" and "static" couple rows: private runs refuse them."""
     if norm == "group":
-        return nn.GroupNorm(4 if channels % 4 == 0 else 1, channels)
+        return GroupNorm(4 if channels % 4 == 0 else 1, channels)
     if norm == "batch":
         return nn.BatchNorm2d(channels)
     if norm == "static":
