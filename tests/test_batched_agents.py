@@ -500,7 +500,7 @@ def assert_equal_in_lockstep(algorithm: Algorithm[Any], place: str, within: floa
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_gives_the_results_of_one_agent_after_the_other(name: str) -> None:
     if name == "semifl" and torch.__version__ < "2.7":
-        pytest.xfail("weights 2.6e-4 apart, momentum 9e-3; not with torch 2.11 and 2.15; not known why")
+        pytest.xfail("2.6e-4 apart, its momentum 9e-3; why is not known; later ones are not")
     assert_equal_in_lockstep(of_case(name), "support")
 
 
