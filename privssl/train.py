@@ -1,5 +1,7 @@
 """``python -m privssl.train CONFIG.yaml [section.key=value ...]``: one run, from file to claim.
 
+With ``--resume RUN_DIR`` the config may be absent: a run has its own in its folder.
+
 Exit status: 0 finished or budget spent, 2 the user's mistake, 130 interrupted after a
 checkpoint. The last line is always the guarantee, or the sentence that there is none.
 """
@@ -37,7 +39,7 @@ log = logging.getLogger("privssl")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    options = _parser().parse_intermixed_args(argv)
+    options = _options(argv)
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         stack.enter_context(logging_to(Screen()))
@@ -55,12 +57,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             return INTERRUPTED
 
 
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; a run that is resumed brings its own config, so that its folder is enough."""
+    parser = _parser()
+    options = parser.parse_intermixed_args(argv)
+    first = options.config
+    if options.resume is not None and first and "=" in first and not Path(first).exists():
+        options.overrides.insert(0, first)  # it was no file, but the first of the values
+        options.config = None
+    if options.config is None and options.resume is None:
+        parser.error("which config? Give a YAML file, for example configs/fedssl.yaml")
+    options.config = Path(options.config or options.resume / "config.yaml")
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m privssl.train",
         description="Train one classifier from many parties and say what it leaked.",
     )
-    parser.add_argument("config", type=Path, help="a YAML file, for example configs/fedssl.yaml")
+    parser.add_argument(
+        "config", nargs="?",
+        help="a YAML file, for example configs/fedssl.yaml; with --resume, the run's own if absent",
+    )  # fmt: skip
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value",
         help="set or change a value of the file, for example run.seed=1",

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -284,13 +284,35 @@ def start_or_go_on(here: Place) -> list[str]:
 # Going on -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["its own", "the original"])
-def test_either_config_serves_to_go_on(copy: Place, unbroken: Place, which: str) -> None:
-    config = copy.run / "config.yaml" if which == "its own" else copy.config
+@pytest.mark.parametrize("which", ["its own", "the original", "none"])
+def test_either_config_serves_to_go_on_and_none_is_its_own(
+    copy: Place, unbroken: Place, which: str
+) -> None:
+    config = {"its own": [copy.run / "config.yaml"], "the original": [copy.config], "none": []}
 
-    assert command(config, "--resume", copy.run).status == 0
+    assert command(*config[which], "--resume", copy.run).status == 0
 
     assert same(copy, unbroken)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)], ids=["before", "after"])
+def test_values_are_held_against_the_run_without_a_config_too(
+    copy: Place, unbroken: Place, order: Sequence[int]
+) -> None:
+    def resumed(value: str) -> Outcome:
+        given = (value, "--resume", copy.run)
+        return command(*(given[place] for place in order))
+
+    assert_refused(resumed("run.seed=7"), "run.seed is 7 here")
+    assert resumed("run.checkpoint_every=1").status == 0
+    assert same(copy, unbroken)
+
+
+def test_a_command_without_any_config_asks_for_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        train.main([])
+    assert stopped.value.code == 2
+    assert "which config? Give a YAML file" in capsys.readouterr().err
 
 
 def test_a_finished_run_is_left_as_it_is_and_says_so(unbroken: Place) -> None:
@@ -377,6 +399,11 @@ def test_a_config_that_would_change_results_is_refused_with_what_differs(
     assert_refused(command(copy.config, "--resume", copy.run, override), *fragments)
 
     assert tree(copy.run) == before
+
+
+def test_a_folder_that_is_not_there_is_named_without_a_config_too(here: Place) -> None:
+    assert_refused(command("--resume", here.run), str(here.run), "no such file")
+    assert not here.run.exists()
 
 
 def test_a_folder_that_is_no_run_cannot_be_resumed(here: Place) -> None:
