@@ -1,7 +1,7 @@
 """Seconds of a round with agents one after the other, and with many in one stream of kernels.
 
     python -m benchmarks.batched_agents CONFIG... [--at-once 1,8,32] [--rounds 6] [--phase NAME]
-        [section.key=value ...]
+        [--count] [section.key=value ...]
 
 Plays the first rounds of each config on the device that ``run.device`` names (auto: a GPU, where
 there is one), without evaluation, pictures or files, with each number of agents at once in turn and
@@ -9,6 +9,11 @@ three times over. A number's time is the median of its rounds but for each first
 ratio of the first number's seconds to its own. ``apart`` is the largest difference of a weight from
 the classifier of the first number after as many rounds: rounding, and what training has made of it
 (docs/batched_agents.md).
+
+With ``--count`` nothing is timed: rounds are played on ``benchmarks.far_device``, which counts what
+a GPU would be asked for. ``kernels`` are operations of a round, ``copies`` tensors that go to the
+device, ``waits`` how often the program needs something back before it goes on. ``times`` is the
+ratio of kernels: asking for them is what agents with small networks cost a GPU.
 
 A round has no more agents at once than its algorithm asks: give ``agents.query=32`` and, where
 agents are drawn, ``algorithm.query_per_round=32``. Other work on the machine shows in the numbers.
@@ -18,14 +23,16 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks import far_device
+from benchmarks.far_device import Asked
 from benchmarks.processes import about
 from privssl.config import load
 from privssl.errors import UserError
@@ -36,6 +43,7 @@ from privssl.run_engine import make_engine
 from privssl.world import World
 
 PASSES = 3
+TIMED = "s | CPU s | times | apart"
 
 
 @dataclass
@@ -43,12 +51,15 @@ class Measured:
     """What rounds took, and where they led."""
 
     seconds: list[float] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)  # where it is counted
     cpu: list[float] = field(default_factory=list)  # of this process
     classifier: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def prepared(path: Path, overrides: Sequence[str], at_once: int) -> Prepared:
-    """A config with so many agents at once.
+def prepared(
+    path: Path, overrides: Sequence[str], at_once: int, device: torch.device | None
+) -> Prepared:
+    """A config with so many agents at once, on its own device or on another.
 
     Raises:
         UserError: it cannot be run so, or agents work one by one whatever is asked.
@@ -57,13 +68,18 @@ def prepared(path: Path, overrides: Sequence[str], at_once: int) -> Prepared:
     found = prepare(load(path, changes))
     if found.plan is not None:
         raise UserError(f"{path}: agents with a privacy account work one by one. Leave it out")
-    return found
+    return found if device is None else replace(found, device=device)
 
 
-def play(one: Prepared, rounds: int, phase: str, into: Measured) -> None:
+def play(
+    one: Prepared, rounds: int, phase: str, into: Measured, asked: Callable[[], Asked] | None
+) -> None:
     """Adds the first rounds (of a phase, if one is named), but for the very first.
 
     A round ends with weights on the CPU, so nothing that a GPU was told to do is left then.
+
+    Args:
+        asked: what the device was asked for since the call before, where that is counted.
     """
     algorithm, played = one.algorithm, 0
     with closing(make_engine(one, Oracle(one.federation.true_labels))) as engine:
@@ -73,6 +89,8 @@ def play(one: Prepared, rounds: int, phase: str, into: Measured) -> None:
             if played > rounds:
                 break
             world.begin(now)
+            if asked is not None:
+                asked()
             begun, cpu = time.perf_counter(), time.process_time()
             state = algorithm.round(state, world)
             if now.phase == (phase or now.phase):
@@ -80,6 +98,8 @@ def play(one: Prepared, rounds: int, phase: str, into: Measured) -> None:
                 if played > 1:
                     into.seconds.append(time.perf_counter() - begun)
                     into.cpu.append(time.process_time() - cpu)
+                    if asked is not None:
+                        into.asked.append(asked())
     into.classifier = algorithm.classifier(state)
 
 
@@ -100,6 +120,23 @@ def lines(name: str, measured: Mapping[int, Measured]) -> list[str]:
     return found
 
 
+def counts(name: str, measured: Mapping[int, Measured]) -> list[str]:
+    """Rows of the other table: what a round asks a device for."""
+    found = []
+    first = 0.0
+    for at_once, one in measured.items():
+        kernels, copies, waits = (
+            statistics.median(float(getattr(asked, what)) for asked in one.asked)
+            for what in ("kernels", "to", "waits")
+        )
+        first = first or kernels
+        found.append(
+            f"| {name} | {at_once} | {kernels:,.0f} | {copies:,.0f} | {waits:,.0f} "
+            f"| {first / kernels:.1f} |"
+        )
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a Markdown table; 2 where a config cannot be measured."""
     parser = argparse.ArgumentParser(
@@ -110,26 +147,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-once", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--phase", default="")
+    parser.add_argument("--count", action="store_true", help="what a GPU would be asked for")
     options = parser.parse_intermixed_args(arguments)
     overrides = [text for text in options.configs if "=" in text]
     numbers = [int(n) for n in options.at_once.split(",")]
     torch.set_num_threads(1)
+    device = far_device.begin() if options.count else None
+    asked = far_device.asked if options.count else None
     for place, name in enumerate(text for text in options.configs if "=" not in text):
         measured = {n: Measured() for n in numbers}
         try:
-            for _ in range(PASSES):
+            for _ in range(1 if options.count else PASSES):
                 for n in numbers:
-                    one = prepared(Path(name), overrides, n)
-                    play(one, options.rounds, options.phase, measured[n])
+                    one = prepared(Path(name), overrides, n, device)
+                    play(one, options.rounds, options.phase, measured[n], asked)
         except UserError as error:
             print(error, file=sys.stderr)
             return 2
         if not place:
             print(f"{_machine(one.device)}\n")
-            print(
-                "| config | agents at once | s | CPU s | times | apart |\n|---|---|---|---|---|---|"
-            )
-        print("\n".join(lines(Path(name).stem, measured)), flush=True)
+            columns = "kernels | copies | waits | times" if options.count else TIMED
+            print(f"| config | agents at once | {columns} |")
+            print("|---" * (3 + columns.count("|")) + "|")
+        table = counts if options.count else lines
+        print("\n".join(table(Path(name).stem, measured)), flush=True)
     return 0
 
 

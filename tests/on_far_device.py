@@ -1,0 +1,111 @@
+"""The program of ``test_far_device.py``: a process that has begun a far device keeps it for life.
+
+Plays everything on the CPU and on the far device, and prints as JSON what was equal.
+"""
+
+import json
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from test_algorithm_contract import CASES, algorithm
+from toy_worlds import federation, play, same_bits
+
+from accounting import discrete_laplace
+from benchmarks import far_device
+from privssl import learn, prepare, privacy, train
+from privssl.agents import Agent
+from privssl.engines.batched import BatchedEngine
+from privssl.engines.local import LocalEngine
+
+CPU = torch.device("cpu")
+CONFIGS = Path(__file__).parents[1] / "configs"
+SHORT = ["algorithm.rounds=2", "algorithm.warm_up=1"]
+#: Whole runs: a config, and what makes it short.
+RUNS = {
+    "no privacy": ("fedssl", SHORT),
+    "F under noise": ("fedssl_dp", [*SHORT, "privacy.steps=4"]),
+    "F, G and D under noise": (
+        "fedssl_dp",
+        [*SHORT, "privacy.steps=2", "privacy.update_at_support=[F,G,D]",
+         "privacy.protect=[F,G,D]", "algorithm.spectral_norm=false"],
+    ),
+    "label census": (
+        "label_census", ["algorithm.vote_rounds=1", "algorithm.self_training_rounds=1"],
+    ),
+}  # fmt: skip
+
+
+def rounds(case: str, device: torch.device, *, together: bool, seed: int = 0) -> Any:
+    """State and memories after a few rounds."""
+    ours = algorithm(case)
+
+    def engine(agents: Sequence[Agent], **how: Any) -> LocalEngine:
+        how["device"] = device
+        if together:
+            return BatchedEngine(agents, algorithm=ours, at_once=8, **how)
+        return LocalEngine(agents, **how)
+
+    after = play(ours, federation(), engine=engine, seed=seed)  # type: ignore[arg-type]
+    return {"state": vars(after.state), "memories": after.engine.memories()}
+
+
+def run(name: str, device: torch.device, folder: str, *more: str) -> bytes:
+    """The weights that a whole run leaves behind; the system's noise is the same every time."""
+    config, short = RUNS[name]
+    output = Path(folder, f"{name} {device}".replace(" ", "-"))
+    arguments = [str(CONFIGS / f"{config}.yaml"), *short, *more]
+    system = SimpleNamespace(urandom=random.Random(0).randbytes)
+    with (
+        patch.object(prepare, "device_of", lambda name: device),
+        patch.object(privacy, "os", system),
+        patch.object(discrete_laplace, "os", system),
+    ):
+        status = train.main([*arguments, f"run.output={output}", "run.workers=1"])
+    assert status == 0, status
+    return (output / "classifier.safetensors").read_bytes()
+
+
+def refusal(device: torch.device) -> str:
+    """What is said where rows stay on the CPU."""
+    real = learn.network_input
+    with patch.object(learn, "network_input", lambda x, device="cpu": real(x)):
+        try:
+            rounds("fedavg", device, together=False)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    far = far_device.begin()
+    played = {
+        how: {
+            case: same_bits(
+                rounds(case, CPU, together=together), rounds(case, far, together=together)
+            )
+            for case in CASES
+        }
+        for how, together in (("alone", False), ("together", True))
+    }
+    asked = far_device.asked()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {name: run(name, CPU, folder) == run(name, far, folder) for name in RUNS}
+    other = same_bits(
+        rounds("fedavg", CPU, together=False), rounds("fedavg", far, together=False, seed=1)
+    )
+    seen = {
+        "played": played, "runs": runs, "another seed": other, "refusal": refusal(far),
+        "kernels": asked.kernels, "convolutions": asked.by_name["aten::convolution"],
+    }  # fmt: skip
+    print("\n" + json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()
