@@ -9,9 +9,9 @@ docs/fedssl.md). No layer couples rows.
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm
 
 from generators.base import ConditionalDiscriminator, ConditionalGenerator
+from generators.spectral import spectral_norm
 
 
 class ImageGenerator(ConditionalGenerator):

@@ -12,7 +12,7 @@ In a pass sums are taken in another order, so float32 results differ from an age
 last bits. A step differs in nothing.
 
 What is not stacked is computed as ever (``Stackable.never``, ``alone``): layers that are not listed
-here (a spectral norm writes into its buffers), networks in bfloat16, dropout in training, static
+here, networks in bfloat16, dropout in training, static
 norms outside of it. Where no layer couples rows, batches of different lengths make one pass all
 the same: shorter ones are filled up with their last row, whose output goes nowhere. Layers that do
 couple them, batch and static norms in training, get batches of one length.
@@ -26,7 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils import parametrize
 
+from generators.spectral import SpectralNorm
 from privssl.learn import Descent
 from privssl.models.flatten import Flatten
 from privssl.models.group_norm import GroupNorm
@@ -42,6 +44,9 @@ BY_ROW = (
     nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Flatten, Flatten, nn.Unflatten, nn.Identity,
 )  # fmt: skip
 
+#: Layers that do something else in training, and are asked which it is (``alone``, ``couples``).
+BY_MODE = (_DropoutNd, nn.BatchNorm2d, SpectralNorm)
+
 
 class Stackable:
     """One agent's copy of a network, as far as stacking must know it."""
@@ -51,10 +56,9 @@ class Stackable:
         self.name, self.network = name, network
         self._parameters = _places(network, "_parameters")
         self._buffers = _places(network, "_buffers")
-        leaves = [layer for layer in network.modules() if not any(layer.children())]
-        self._by_mode = [layer for layer in leaves if type(layer) not in BY_ROW]
+        self._by_mode = [layer for layer in _layers(network) if _kind(layer) not in BY_ROW]
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
-        known = all(isinstance(layer, _DropoutNd | nn.BatchNorm2d) for layer in self._by_mode)
+        known = all(isinstance(layer, BY_MODE) for layer in self._by_mode)
         self.never = not known or hooked or precision_of(network) != "float32"
 
     def alone(self) -> bool:
@@ -79,6 +83,17 @@ class Stackable:
         """Of parameters and of buffers, in the order of the two above."""
         parameters, buffers = ([n for n, *_ in p] for p in (self._parameters, self._buffers))
         return parameters, buffers
+
+
+def _layers(network: nn.Module) -> list[nn.Module]:
+    """What computes: modules without others inside, and those that have a weight made for them."""
+    made = [layer for layer in network.modules() if parametrize.is_parametrized(layer)]
+    return [*made, *(layer for layer in network.modules() if not any(layer.children()))]
+
+
+def _kind(layer: nn.Module) -> type:
+    """Its class; torch gives a layer whose weight is made for it one of its own."""
+    return parametrize.type_before_parametrizations(layer)
 
 
 def _alone_now(layer: nn.Module) -> bool:

@@ -290,7 +290,8 @@ def test_rows_that_changed_places_show() -> None:
     assert largest_gap(alone[2:], swapped[2:]) < APART
 
 
-def test_generators_and_discriminators_can_be_stacked() -> None:
+@pytest.mark.parametrize("spectral", [True, False])
+def test_generators_and_discriminators_can_be_stacked(spectral: bool) -> None:
     drawn = rng("numbers")
 
     def numbers(*shape: int) -> Tensor:
@@ -299,7 +300,7 @@ def test_generators_and_discriminators_can_be_stacked() -> None:
     shape, rows = (1, 8, 8), (5, 3, 5)
     with seeded(rng("G and D")):
         G = [ImageGenerator(shape, 10, width=8) for _ in rows]
-        D = [ImageDiscriminator(shape, 10, width=8, spectral=False) for _ in rows]
+        D = [ImageDiscriminator(shape, 10, width=8, spectral=spectral) for _ in rows]
     mixing = [
         (numbers(b, *shape), numbers(b, 10), numbers(b, 10), numbers(b, 32), numbers(b, 2))
         for b in rows
@@ -367,7 +368,10 @@ def test_what_cannot_be_stacked_is_left_alone() -> None:
 
     collect(static, looked_at())
     assert seen == [False]
-    assert not stacks(ImageDiscriminator((1, 8, 8), 10), x[0], torch.rand(4, 10))  # spectral norm
+    torchs = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(10, 3))  # it writes to `out`
+    assert not stacks(torchs, torch.rand(4, 10)) and stacks(nn.Linear(10, 3), torch.rand(4, 10))
+    unknown = nn.utils.parametrize.register_parametrization(nn.Linear(10, 3), "bias", nn.Softplus())
+    assert not stacks(unknown, torch.rand(4, 10))
     assert not stacks(nn.Sequential(plain, nn.Softplus()))  # a layer that nobody has looked at
     inside: list[bool] = []
 

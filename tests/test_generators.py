@@ -1,7 +1,9 @@
 """G and D: shapes, sizes, what each looks at, independent rows; and the losses of Eq. 6 and 7."""
 
+import copy
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from generators import (
     realistic_loss,
     reconstruction_loss,
 )
+from generators.spectral import spectral_norm
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
 B, C = 3, 5
@@ -145,6 +148,28 @@ def test_a_mixed_label_is_judged_between_its_parts() -> None:
     D, x = discriminator(), inputs()["x"]
     p, q = torch.eye(C)[:B], torch.eye(C)[1 : B + 1]
     assert_close(D(x, 0.3 * p + 0.7 * q), 0.3 * D(x, p) + 0.7 * D(x, q))
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(7, 5), nn.Conv2d(3, 4, 4)])
+def test_spectral_normalisation_is_torchs_to_the_bit(layer: nn.Module) -> None:
+    x = drawn(2, 7) if isinstance(layer, nn.Linear) else drawn(2, 3, 6, 6)
+    ways: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "torch's": torch.nn.utils.parametrizations.spectral_norm,
+        "ours": spectral_norm,
+    }
+    seen = {}
+    for name, normalised in ways.items():
+        network = make(partial(normalised, copy.deepcopy(layer)))
+        twice = network(x) + network(x)  # each moves the vectors
+        twice.square().sum().backward()
+        gradients = [p.grad for p in network.parameters()]
+        seen[name] = [twice, *network.eval()(x), *network.state_dict().values(), *gradients]
+        assert list(network.state_dict()) == [
+            "bias", "parametrizations.weight.original",
+            "parametrizations.weight.0._u", "parametrizations.weight.0._v",
+        ]  # fmt: skip
+    for one, other in zip(*seen.values(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("spectral", [True, False])
