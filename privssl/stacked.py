@@ -158,15 +158,23 @@ def _stacked(passes: Sequence[Pass]) -> Sequence[Any]:
         return functional_call(first.copy.network, (parameters, buffers), inputs)
 
     stacked: Tensor = vmap(of_one)(parameters, buffers, *inputs)
-    for place, one in enumerate(passes):  # a batch norm has counted
-        for own, new in zip(one.copy.buffers(), buffers.values(), strict=True):
-            own.copy_(new[place])
-    return [out[:count] for out, count in zip(stacked.unbind(0), rows, strict=True)]
+    own = [buffer for one in passes for buffer in one.copy.buffers()]
+    if own:  # a batch norm has counted, a spectral norm has moved its vectors
+        moved = zip(*(buffer.unbind(0) for buffer in buffers.values()), strict=True)
+        torch._foreach_copy_(own, [buffer for of_agent in moved for buffer in of_agent])
+    return [
+        out if len(out) == count else out[:count]
+        for out, count in zip(stacked.unbind(0), rows, strict=True)
+    ]
 
 
 def _by_agent(tensors: Any) -> list[Tensor]:
     """Each agent's list of tensors to one list of tensors (agents, ...)."""
-    return [torch.stack(same) for same in zip(*tensors, strict=True)]
+    stacks = [torch.stack(same) for same in zip(*tensors, strict=True)]
+    for stack in stacks:
+        if stack.requires_grad:  # put in order once, not by each agent for itself
+            stack.register_hook(torch.Tensor.contiguous)
+    return stacks
 
 
 def _filled(x: Tensor, rows: int) -> Tensor:
