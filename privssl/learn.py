@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from privssl import optimisers, seeds
+from privssl import optimisers, seeds, transfers
 from privssl.agents import Memory
 from privssl.messages import StateDict
 
@@ -156,6 +156,7 @@ class SGDGroup:
 
 
 Group = AdamGroup | SGDGroup
+ADAM = ("step", "exp_avg", "exp_avg_sq")  # what Adam remembers of a parameter
 
 
 class LocalOptimiser:
@@ -198,18 +199,16 @@ class LocalOptimiser:
         )
         self._optimisers.append(adam)
         self._moments = adam.state
+        own: dict[str, Tensor] = {}
         for key, parameter in self._kept.items():
             if f"{key}#step" in memory:
                 # The fused kernel walks through memory and asks nobody for strides: moments must
                 # lie as the parameter lies, and a checkpoint brings them back in plain order.
-                moments = {
-                    slot: torch.empty_like(parameter, requires_grad=False).copy_(
-                        memory[f"{key}#{slot}"]
-                    )
-                    for slot in ("exp_avg", "exp_avg_sq")
-                }
-                step = memory[f"{key}#step"].to(parameter.device, copy=True)
-                adam.state[parameter] = {"step": step, **moments}
+                step = torch.empty_like(memory[f"{key}#step"], device=parameter.device)
+                moments = (torch.empty_like(parameter, requires_grad=False) for _ in range(2))
+                adam.state[parameter] = dict(zip(ADAM, (step, *moments), strict=True))
+                own |= {f"{key}#{slot}": v for slot, v in adam.state[parameter].items()}
+        transfers.put(own, {name: memory[name] for name in own})
 
     def minimise(self, loss: Tensor) -> None:
         """One step on a scalar loss. A parameter that the loss does not reach stays put."""
@@ -217,11 +216,12 @@ class LocalOptimiser:
 
     def remember(self) -> dict[str, Tensor]:
         """Adam's moments, to be merged into the agent's memory."""
-        return {
-            f"{key}#{slot}": value.detach().cpu()
+        moments = {
+            f"{key}#{slot}": value
             for key, parameter in self._kept.items()
             for slot, value in self._moments.get(parameter, {}).items()
         }
+        return transfers.moved(moments, torch.device("cpu"))
 
 
 def moving_average(kept: StateDict, new: StateDict, decay: float) -> StateDict:
@@ -237,7 +237,10 @@ def moving_average(kept: StateDict, new: StateDict, decay: float) -> StateDict:
 
 def load(network: nn.Module, weights: StateDict) -> nn.Module:
     """Put weights into a network, by copying, and set it to training mode."""
-    network.load_state_dict(dict(weights))
+    own = {name: tensor.detach() for name, tensor in network.state_dict().items()}
+    if {n: t.shape for n, t in own.items()} != {n: w.shape for n, w in weights.items()}:
+        network.load_state_dict(dict(weights))  # it says what does not fit
+    transfers.put(own, weights)
     return network.train()
 
 
@@ -253,7 +256,7 @@ def fresh_weights(build: Callable[[], nn.Module], rng: torch.Generator) -> dict[
 
 def weights_of(network: nn.Module) -> dict[str, Tensor]:
     """A network's state dict as plain CPU tensors of their own."""
-    return {key: value.detach().to("cpu", copy=True) for key, value in network.state_dict().items()}
+    return transfers.copied(network.state_dict())
 
 
 def batches(fields: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:

@@ -173,7 +173,7 @@ def _by_agent(tensors: Any) -> list[Tensor]:
     stacks = [torch.stack(same) for same in zip(*tensors, strict=True)]
     for stack in stacks:
         if stack.requires_grad:  # put in order once, not by each agent for itself
-            stack.register_hook(torch.Tensor.contiguous)
+            stack.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
     return stacks
 
 

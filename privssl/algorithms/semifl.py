@@ -27,7 +27,7 @@ momentum moves parameters alone. An agent without a sure row is silent. docs/sem
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, final
 
@@ -37,7 +37,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from privssl import learn, optimisers, seeds
+from privssl import learn, optimisers, seeds, transfers
 from privssl.agents import LabelledRows, Memory, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.local_ssl import Share, needs_unlabelled
@@ -227,7 +227,7 @@ class SemiFL(Algorithm[State]):
         if momentum is None:
             return Silence("no row has a sure label")
         agent.memory = {**agent.memory, **momentum}
-        return Trained(_copied(F.named_parameters()))
+        return Trained(transfers.copied(dict(F.named_parameters())))
 
     @on_agent
     def support_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Trained:
@@ -240,7 +240,7 @@ class SemiFL(Algorithm[State]):
         momentum = descend(F, losses, self.cfg, agent.memory if kept else {}, "support", ctx)
         if kept and momentum is not None:
             agent.memory = {**agent.memory, **momentum}
-        return Trained(_copied(F.named_parameters()))
+        return Trained(transfers.copied(dict(F.named_parameters())))
 
     @on_agent
     def support_statistics(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Statistics:
@@ -344,9 +344,10 @@ def descend(
         named.values(), lr=cfg.rate(ctx.round), momentum=cfg.momentum,
         weight_decay=cfg.weight_decay, nesterov=cfg.momentum > 0,
     )  # fmt: skip
-    for key in named.keys() & memory.keys():
+    remembered = {key: memory[key] for key in named if key in memory}
+    for key, momentum in transfers.moved(remembered, ctx.device).items():
         # laid out as the parameter: a checkpoint brings it back in plain order
-        kept = torch.empty_like(named[key], requires_grad=False).copy_(memory[key])
+        kept = torch.empty_like(named[key], requires_grad=False).copy_(momentum)
         sgd.state[named[key]]["momentum_buffer"] = kept
     values = []
     with seeds.seeded(ctx.rng("dropout")):
@@ -356,7 +357,7 @@ def descend(
         return None
     ctx.note(f"train/loss_F/{group}", learn.mean_of(values))
     buffers = {key: sgd.state[p].get("momentum_buffer") for key, p in named.items()}
-    return _copied((key, buffer) for key, buffer in buffers.items() if buffer is not None)
+    return transfers.copied({key: b for key, b in buffers.items() if b is not None})
 
 
 def momentum_step(
@@ -386,8 +387,3 @@ def passes(held: int, size: int, epochs: float, rng: torch.Generator) -> Iterato
     rows = size * math.ceil(share * math.ceil(held / size))
     for _ in range(math.ceil(epochs)):
         yield torch.randperm(held, generator=rng)[:rows]
-
-
-def _copied(named: Iterable[tuple[str, Tensor]]) -> StateDict:
-    """Tensors by name, as plain CPU tensors of their own."""
-    return {name: value.detach().to("cpu", copy=True) for name, value in named}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, kl_div
 
-from privssl import learn, optimisers, seeds
+from privssl import learn, optimisers, seeds, transfers
 from privssl.agents import LabelledRows, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.algorithms.base import Context
 from privssl.algorithms.helper_agents import agreement
@@ -161,10 +161,8 @@ class Visit:
 
     def learned(self, half: Half) -> dict[str, Tensor]:
         """One half as it is now: plain CPU tensors of their own."""
-        return {
-            name: weight.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, weight in self._halves[half].items()
-        }
+        plain = {name: weight.contiguous() for name, weight in self._halves[half].items()}
+        return transfers.copied(plain)
 
     def end(self) -> None:
         """Tell the losses, and remember the pace where labels set it."""
@@ -225,12 +223,11 @@ class Visit:
 def _leaves(weights: StateDict, device: torch.device) -> dict[str, Tensor]:
     # Kernels lie as the images do, channels last: convolutions are faster then.
     return {
-        name: weight.to(
-            device, copy=True,
-            memory_format=torch.channels_last if weight.dim() == 4 else torch.preserve_format,
+        name: weight.clone(
+            memory_format=torch.channels_last if weight.dim() == 4 else torch.preserve_format
         ).requires_grad_()
-        for name, weight in weights.items()
-    }  # fmt: skip
+        for name, weight in transfers.moved(weights, device).items()
+    }
 
 
 # Order and pace -----------------------------------------------------------------------------

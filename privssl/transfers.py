@@ -1,0 +1,64 @@
+"""Many tensors to a device and back, as one.
+
+The networks of this package are a dozen small tensors each, their optimisers' moments three dozen.
+A GPU takes as long to copy one of them as all, and for each that comes back the program waits.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The tensors on a device, each with its numbers, type and strides, without their graphs.
+
+    Those that are there already keep their memory. Those that arrive have memory of their own on
+    the CPU, and share it with each other on other devices.
+    """
+    arrived = {name: tensor.detach() for name, tensor in tensors.items()}
+    for (_, place), names in _by_kind(tensors).items():
+        if place == device:
+            continue
+        sent = [_dense(arrived[name]) for name in names]
+        flat = torch.cat([one.as_strided((one.numel(),), (1,)) for one in sent]).to(device)
+        at = 0
+        for name, one in zip(names, sent, strict=True):
+            there = flat.as_strided(one.shape, one.stride(), at)
+            arrived[name] = there.clone() if device.type == "cpu" else there
+            at += one.numel()
+    return arrived
+
+
+@torch.no_grad()
+def put(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Write numbers into tensors of one device, which keep their strides.
+
+    Args:
+        values: from any device, under the same names.
+    """
+    if into:
+        there = moved(values, next(iter(into.values())).device)
+        torch._foreach_copy_(list(into.values()), [there[name] for name in into])
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Plain CPU tensors, each with memory of its own and the strides that it had."""
+    here = moved(tensors, torch.device("cpu"))
+    return {
+        name: one.clone() if tensors[name].device.type == "cpu" else one
+        for name, one in here.items()
+    }
+
+
+def _by_kind(tensors: Mapping[str, Tensor]) -> dict[tuple[torch.dtype, torch.device], list[str]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    for name, one in tensors.items():
+        kinds.setdefault((one.dtype, one.device), []).append(name)
+    return kinds
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy, whose numbers lie side by side in memory, in whatever order."""
+    whole = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor if whole else tensor.contiguous()
