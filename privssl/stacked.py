@@ -21,15 +21,17 @@ couple them, batch and static norms in training, get batches of one length.
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from generators.spectral import SpectralNorm
-from privssl.learn import Descent
+from privssl.learn import Computation, Descent
 from privssl.models.flatten import Flatten
 from privssl.models.group_norm import GroupNorm
 from privssl.models.linear import Linear
@@ -102,6 +104,10 @@ def _alone_now(layer: nn.Module) -> bool:
     return isinstance(layer, _DropoutNd) and layer.training and layer.p > 0
 
 
+#: Of networks in copies of an algorithm for agents in lockstep: what stacking must know of them.
+COPIES: WeakKeyDictionary[nn.Module, Stackable] = WeakKeyDictionary()
+
+
 @dataclass(frozen=True, eq=False)
 class Pass:
     """One forward pass that an agent asks for."""
@@ -158,10 +164,7 @@ def _stacked(passes: Sequence[Pass]) -> Sequence[Any]:
         return functional_call(first.copy.network, (parameters, buffers), inputs)
 
     stacked: Tensor = vmap(of_one)(parameters, buffers, *inputs)
-    own = [buffer for one in passes for buffer in one.copy.buffers()]
-    if own:  # a batch norm has counted, a spectral norm has moved its vectors
-        moved = zip(*(buffer.unbind(0) for buffer in buffers.values()), strict=True)
-        torch._foreach_copy_(own, [buffer for of_agent in moved for buffer in of_agent])
+    _put_back([one.copy for one in passes], list(buffers.values()))
     return [
         out if len(out) == count else out[:count]
         for out, count in zip(stacked.unbind(0), rows, strict=True)
@@ -182,6 +185,70 @@ def _filled(x: Tensor, rows: int) -> Tensor:
     return torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing else x
 
 
+def computed_as_one(wanted: Sequence[Computation]) -> list[Any]:
+    """What agents want to have computed, in their order. ``can_compute`` has said yes to each."""
+    kinds: dict[Hashable, list[int]] = {}
+    for place, one in enumerate(wanted):
+        kinds.setdefault(_kind_of(one), []).append(place)
+    found: dict[int, Any] = {}
+    for places in kinds.values():
+        rows = len(next(iter(wanted[places[0]].fields.values())))
+        at_once = max(1, ROWS_AT_ONCE // max(1, rows))
+        for start in range(0, len(places), at_once):
+            some = places[start : start + at_once]
+            found |= zip(some, _computed([wanted[place] for place in some]), strict=True)
+    return [found[place] for place in range(len(wanted))]
+
+
+def can_compute(one: Computation) -> bool:
+    """Whether a function of networks and rows can be computed for several agents as one."""
+    copies = [COPIES.get(network) for network in one.networks.values()]
+    return all(copy is not None and not copy.alone() for copy in copies)
+
+
+def _kind_of(one: Computation) -> Hashable:
+    """Computations of one kind can be stacked."""
+    copies = [COPIES[network] for network in one.networks.values()]
+    modes = tuple((copy.modes(), *(p.requires_grad for p in copy.parameters())) for copy in copies)
+    forms = tuple((name, x.shape, x.dtype, x.requires_grad) for name, x in one.fields.items())
+    return one.function, tuple(one.networks), modes, forms, one.settings, torch.is_grad_enabled()
+
+
+def _computed(wanted: Sequence[Computation]) -> Sequence[Any]:
+    """Results of computations of one kind."""
+    first = wanted[0]
+    if len(wanted) == 1:
+        return [first.alone()]
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, network in first.networks.items():
+        copies = [COPIES[one.networks[name]] for one in wanted]
+        names, buffer_names = COPIES[network].names()
+        stacks = _by_agent(copy.parameters() for copy in copies)
+        buffers = _by_agent(copy.buffers() for copy in copies)
+        tensors[name] = dict(zip([*names, *buffer_names], [*stacks, *buffers], strict=True))
+    fields = dict(zip(first.fields, _by_agent(one.fields.values() for one in wanted), strict=True))
+
+    def of_one(tensors: Any, fields: Any) -> Any:
+        return first.function(first.networks, tensors, fields, *first.settings)
+
+    found = vmap(of_one)(tensors, fields)
+    for name in first.networks:
+        copies = [COPIES[one.networks[name]] for one in wanted]
+        _put_back(copies, [tensors[name][key] for key in copies[0].names()[1]])
+    leaves, form = tree_flatten(found)
+    by_agent = zip(*(leaf.unbind(0) for leaf in leaves), strict=True)
+    return [tree_unflatten(list(own), form) for own in by_agent]
+
+
+def _put_back(copies: Sequence[Stackable], buffers: Sequence[Tensor]) -> None:
+    """What a pass has written into stacked buffers: a batch norm counts, a spectral norm moves its
+    vectors."""
+    own = [buffer for copy in copies for buffer in copy.buffers()]
+    if own:
+        moved = zip(*(buffer.unbind(0) for buffer in buffers), strict=True)
+        torch._foreach_copy_(own, [buffer for of_agent in moved for buffer in of_agent])
+
+
 class JointSteps:
     """Steps of several agents' optimisers as one. Remembers the joint optimisers that it made."""
 
@@ -196,7 +263,8 @@ class JointSteps:
         for optimiser in self._joint:
             optimiser.zero_grad(set_to_none=True)
         losses, moved = [step.loss for step in steps], [step.parameters() for step in steps]
-        torch.autograd.backward(losses, inputs=[p for own in moved for p in own])
+        total = torch.stack(losses).sum()  # one number, one backward pass; derivatives are each's
+        torch.autograd.backward([total], inputs=[p for own in moved for p in own])
         for step, own in zip(steps, moved, strict=True):
             if step.clip_norm is not None:
                 nn.utils.clip_grad_norm_(own, step.clip_norm)

@@ -35,7 +35,6 @@ from typing import Any, Literal, final
 
 import numpy as np
 import pydantic.dataclasses
-import torch
 from torch import Tensor, nn
 
 from accounting.errors import BudgetExhausted
@@ -52,13 +51,13 @@ from privssl.algorithms.base import (
     on_agent,
 )
 from privssl.algorithms.gmixup import (
-    Callables,
+    NETWORKS,
     Mixes,
     Mixing,
     canary_losses,
     check_private_rows,
     draw_mixing,
-    row_losses,
+    step_losses,
     train_privately,
 )
 from privssl.algorithms.local_ssl import (
@@ -71,13 +70,10 @@ from privssl.algorithms.local_ssl import (
 from privssl.messages import Message, Reply, Silence, StateDict
 from privssl.models import laid_out
 from privssl.models.precision import in_precision
-from privssl.privacy import PrivatePlan, frozen
+from privssl.privacy import PrivatePlan
 from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, Rate, strict
 from privssl.world import Roster, World
-
-NETWORKS = ("F", "G", "D")
-
 
 # What travels -------------------------------------------------------------------------------
 
@@ -332,23 +328,22 @@ class FedSSL(Algorithm[State]):
         for name, network in nets.items():
             network.requires_grad_(name in trained)
         optimiser = learn.LocalOptimiser({n: how[n] for n in trained}, agent.memory, group)
-        functions = Callables(nets["F"], nets["G"], nets["D"], frozen(nets["F"]), frozen(nets["D"]))
         losses: dict[str, list[Tensor]] = {name: [] for name in NETWORKS}
         agreements = []
         for step, batch in enumerate(mixing.batches(self.cfg.batch_size)):
             mixes = step % self.cfg.mix_every == 0 or not self.cfg.real_rows
-            now = [name for name in trained if mixes or name == "F"]
+            now = tuple(name for name in trained if mixes or name == "F")
             if not now:
                 continue
-            by_network, agree = row_losses(
-                self.cfg, functions, batch, now, mixes and msg.mixes_teach
+            means, loss, agreement = learn.compute(
+                step_losses, nets, vars(batch), self.cfg, now, mixes and msg.mixes_teach
             )
-            means = {name: by_network[name].mean() for name in NETWORKS}
-            optimiser.minimise(torch.stack(list(means.values())).sum())
-            for name in now:
-                losses[name].append(means[name].detach())
+            optimiser.minimise(loss)
+            for name, mean in zip(NETWORKS, means.detach(), strict=True):
+                if name in now:
+                    losses[name].append(mean)
             if mixes:
-                agreements.append(agree.float().mean())
+                agreements.append(agreement)
         agent.memory = {**agent.memory, **optimiser.remember()}
         for name, steps in losses.items():
             if steps:

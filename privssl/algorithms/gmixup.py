@@ -35,6 +35,7 @@ from privssl.privacy import (
 from privssl.row_gradients import Parameters
 from privssl.settings import Positive, Rate, strict
 
+NETWORKS = ("F", "G", "D")
 BLOCK = 64  # rows whose chance is drawn in one go, where their number is public
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -133,7 +134,7 @@ def row_losses(
     """
     learns_real = "F" in trained and cfg.real_rows
     learns_mixes = "F" in trained and mixes_teach and cfg.weight_mix > 0
-    loss = {name: torch.zeros_like(b.lam) for name in ("F", "G", "D")}
+    loss = {name: torch.zeros_like(b.lam) for name in NETWORKS}
     if not learns_mixes and "G" not in trained and "D" not in trained:
         if learns_real:
             loss["F"] = soft_cross_entropy(nets.F(b.strong), b.p1)
@@ -171,6 +172,18 @@ def row_losses(
     if learns_real:
         loss["F"] = loss["F"] + soft_cross_entropy(logits, b.p1)
     return loss, logits_hat.argmax(dim=1) == p_mix.argmax(dim=1)
+
+
+def step_losses(
+    nets: Mapping[str, nn.Module], parameters: Parameters, fields: Mapping[str, Tensor],
+    cfg: Mixes, trained: tuple[str, ...], mixes_teach: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of a batch: the mean loss of each network (3,), what is minimised (), and the share of mixes
+    that F calls what they are ()."""
+    functions = Callables.of(nets, parameters)
+    by_network, agree = row_losses(cfg, functions, Mixing(**fields), trained, mixes_teach)
+    means = torch.stack([by_network[name].mean() for name in NETWORKS])
+    return means, means.sum(), agree.float().mean()
 
 
 def train_privately(

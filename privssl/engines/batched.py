@@ -36,7 +36,16 @@ from privssl.engines.local import LocalEngine
 from privssl.lockstep import Ask, in_lockstep
 from privssl.messages import Reply
 from privssl.shelf import Shelf
-from privssl.stacked import JointSteps, Pass, Stackable, can_stack, passes_as_one
+from privssl.stacked import (
+    COPIES,
+    JointSteps,
+    Pass,
+    Stackable,
+    can_compute,
+    can_stack,
+    computed_as_one,
+    passes_as_one,
+)
 
 
 def why_not(device: torch.device, precision: str) -> str | None:
@@ -111,17 +120,26 @@ class BatchedEngine(LocalEngine):
         def piece(visit: Call) -> Callable[[Ask], Reply[Any]]:
             def work(ask: Ask) -> Reply[Any]:
                 _ask.set(ask)  # the thread, and with it the context, is this piece's own
-                with learn.descending(ask):
+
+                def compute(one: learn.Computation) -> Any:
+                    return ask(one) if can_compute(one) else one.alone()
+
+                with learn.side_by_side(ask, compute):
                     return self._visit(visit)
 
             return work
 
         steps = JointSteps()
 
-        def answer(questions: Sequence[Pass | learn.Descent]) -> dict[int, Any]:
+        def answer(
+            questions: Sequence[Pass | learn.Computation | learn.Descent],
+        ) -> dict[int, Any]:
             passes = {n: asked for n, asked in enumerate(questions) if isinstance(asked, Pass)}
             if passes:
                 return dict(zip(passes, passes_as_one(list(passes.values())), strict=True))
+            wanted = {n: w for n, w in enumerate(questions) if isinstance(w, learn.Computation)}
+            if wanted:
+                return dict(zip(wanted, computed_as_one(list(wanted.values())), strict=True))
             steps.take([asked for asked in questions if isinstance(asked, learn.Descent)])
             return dict.fromkeys(range(len(questions)))
 
@@ -167,3 +185,4 @@ def _let_ask(copy: Stackable) -> None:
         return ask(Pass(copy, alone, inputs, torch.is_grad_enabled()))
 
     network.forward = forward
+    COPIES[network] = copy
