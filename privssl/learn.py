@@ -4,11 +4,10 @@ Which rows make the batches, a step down a loss, an Adam whose moments stay with
 visits, and the moving average that a server keeps. What is minimised is the algorithm's business.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +102,7 @@ def minimise(
 
     Gradients are those by the optimisers' own parameters; one that the loss does not reach stays
     put. All training goes through here, so that an engine can take a step of several agents as one
-    (``side_by_side``).
+    (``descending``).
 
     Args:
         clip_norm: longest norm of the gradient of all parameters together; None: any.
@@ -125,57 +124,17 @@ def _alone(step: Descent) -> None:
         optimiser.step()
 
 
-@dataclass(frozen=True, eq=False)
-class Computation:
-    """Something that an agent computes from rows by a function that all agents share."""
-
-    function: Callable[..., Any]
-    networks: Mapping[str, nn.Module]
-    fields: Mapping[str, Tensor]
-    settings: tuple[Hashable, ...]
-
-    def alone(self) -> Any:
-        """The function's result, computed here."""
-        parameters = {name: dict(net.named_parameters()) for name, net in self.networks.items()}
-        return self.function(self.networks, parameters, self.fields, *self.settings)
-
-
-def compute(
-    function: Callable[..., Any], networks: Mapping[str, nn.Module], fields: Mapping[str, Tensor],
-    *settings: Hashable,
-) -> Any:  # fmt: skip
-    """``function(networks, parameters, fields, *settings)``, with the networks' own parameters.
-
-    What goes through here an engine may compute for several agents as one (``side_by_side``).
-
-    Args:
-        function: of parameters (network -> name -> tensor) and fields; the networks lend their
-            form. It draws nothing, and no number decides what it does. Returns tensors, in
-            mappings or tuples or alone.
-        fields: tensors (B, ...) of one B.
-        settings: what else it is given.
-    """
-    return _compute.get()(Computation(function, networks, fields, settings))
-
-
 _descend: ContextVar[Callable[[Descent], None]] = ContextVar("descend", default=_alone)
-_compute: ContextVar[Callable[[Computation], Any]] = ContextVar(
-    "compute", default=Computation.alone
-)
 
 
 @contextmanager
-def side_by_side(
-    descend: Callable[[Descent], None], compute: Callable[[Computation], Any]
-) -> Iterator[None]:
-    """Inside, on this thread, the two take the steps of ``minimise`` and do what ``compute`` is
-    asked for."""
-    before = _descend.set(descend), _compute.set(compute)
+def descending(by: Callable[[Descent], None]) -> Iterator[None]:
+    """Inside, on this thread, ``by`` takes the steps of ``minimise``."""
+    before = _descend.set(by)
     try:
         yield
     finally:
-        _descend.reset(before[0])
-        _compute.reset(before[1])
+        _descend.reset(before)
 
 
 @dataclass(frozen=True)

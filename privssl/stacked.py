@@ -31,12 +31,13 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from generators.spectral import SpectralNorm
-from privssl.learn import Computation, Descent
+from privssl.learn import Descent
 from privssl.models.flatten import Flatten
 from privssl.models.group_norm import GroupNorm
 from privssl.models.linear import Linear
 from privssl.models.precision import precision_of
 from privssl.models.static_norm import StaticNorm
+from privssl.together import Computation
 
 ROWS_AT_ONCE = 4096  # of one stacked pass, over all agents: what it computes must fit in memory
 

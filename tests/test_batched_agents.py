@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,15 @@ from privssl.prepare import prepare
 from privssl.run_engine import make_engine
 from privssl.seeds import seeded, stream
 from privssl.settings import ModelSettings
-from privssl.stacked import JointSteps, Pass, Stackable, can_stack, passes_as_one
+from privssl.stacked import (
+    JointSteps,
+    Pass,
+    Stackable,
+    can_stack,
+    computed_as_one,
+    passes_as_one,
+)
+from privssl.together import Computation
 
 CPU = torch.device("cpu")
 APART = 1e-4
@@ -525,17 +533,24 @@ def test_batch_norm_counts_each_agents_own_batches() -> None:
     assert_equal_in_lockstep(make("fedavg", norm="batch", width=8, local_epochs=2), "support")
 
 
-@pytest.mark.parametrize("case", ["pseudo", "semifl", "fedmatch, every row sure"])
-def test_visits_do_meet(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("pseudo", "_stacked"), ("pseudo", "_computed"), ("semifl", "_stacked"),
+        ("fedmatch, every row sure", "_stacked"), ("fedavg", "_computed"),
+        ("fedssl, gate open", "_computed"),
+    ],
+)  # fmt: skip
+def test_visits_do_meet(case: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The control of the tests above: engines that never stack anything would pass them.
     sizes = []
-    real = stacked._stacked
+    real = getattr(stacked, what)
 
-    def counted(passes: Sequence[Pass]) -> Sequence[Any]:
-        sizes.append(len(passes))
-        return real(passes)
+    def counted(several: Sequence[Any]) -> Sequence[Any]:
+        sizes.append(len(several))
+        return real(several)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(stacked, "_stacked", counted)
+    monkeypatch.setattr(stacked, what, counted)
     algorithm = of_case(case)
     play(algorithm, three_each(), engine=lockstepped(algorithm))
     assert sizes.count(3) > 0.9 * len(sizes)
@@ -552,11 +567,24 @@ def moved_on(passes: Sequence[Pass]) -> list[Any]:
     return passes_as_one(kept)
 
 
+def fields_moved_on(wanted: Sequence[Computation]) -> list[Any]:
+    """The same, in what is computed of rows: one field of each agent is its neighbour's. (Were all,
+    agents would have changed places, and their mean would be what it is.)"""
+    kept = []
+    for place, one in enumerate(wanted):
+        name, value = next(iter(one.fields.items()))
+        other = wanted[place - 1].fields.get(name, value)
+        moved = replace(one, fields={**one.fields, name: other})
+        kept.append(moved if other.shape == value.shape else one)
+    return computed_as_one(kept)
+
+
 @pytest.mark.parametrize("case", ["pseudo", "semifl", "fedmatch", "fedavg", "fedssl, gate open"])
 @pytest.mark.parametrize("mistake", ["rows", "moments"])
 def test_a_mistake_shows(case: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "rows":
         monkeypatch.setattr(batched, "passes_as_one", moved_on)
+        monkeypatch.setattr(batched, "computed_as_one", fields_moved_on)
     elif case == "fedmatch":
         return  # its SGD has no moments
     else:

@@ -297,10 +297,10 @@ class Mixed:
         self.lam: list[float] = []
         self.sizes: list[int] = []
 
-    def __call__(self, logits: Tensor, y1: Tensor, y2: Tensor, lam: float) -> Tensor:
+    def __call__(self, logits: Tensor, y1: Tensor, y2: Tensor, lam: Tensor) -> Tensor:
         self.first += y1.tolist()
         self.second += y2.tolist()
-        self.lam.append(lam)
+        self.lam.append(float(lam))
         self.sizes.append(len(y1))
         return mix_loss(logits, y1, y2, lam)
 

@@ -143,7 +143,9 @@ void by_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     TORCH_CHECK(!foreign || (rows && takes_rows_by_the_cpu(name)),
                 "Expected all tensors to be on the same device: ", name,
                 " on a far device was given one of the cpu");
-    if (rows && tensor.defined() && tensor.scalar_type() == at::kBool) count("aten::nonzero");
+    if (foreign) count("to");
+    // How many rows a mask picks only the device knows.
+    if (rows && !foreign && tensor.scalar_type() == at::kBool) count("aten::nonzero");
     return near(tensor);
   };
   for (size_t i = 0; i < arguments; ++i) {

@@ -34,7 +34,6 @@ import pydantic.dataclasses
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from privssl import learn, optimisers, seeds
@@ -42,9 +41,11 @@ from privssl.agents import LabelledRows, SupportAgent
 from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.local_ssl import Share, no_statistics
 from privssl.data.views import view
+from privssl.losses import label_loss
 from privssl.messages import Mean, Message, StateDict
 from privssl.privacy import PrivatePlan
 from privssl.settings import Positive, Problem, Rate, strict
+from privssl.together import compute
 from privssl.world import Roster, World
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -250,7 +251,8 @@ def labelled_losses(
         for picked in learn.epoch_batches(len(rows), cfg.batch_size, order):
             if can_learn_from(F, len(picked)):
                 x = cfg.weak_view(learn.network_input(rows.x[picked], ctx.device), views)
-                yield cross_entropy(F(x), rows.y[picked].to(ctx.device))
+                y = rows.y[picked].to(ctx.device)
+                yield compute(label_loss, {"F": F}, {"x": x, "y": y})
 
 
 def descend(

@@ -29,12 +29,13 @@ from privssl.algorithms.local_ssl import (
     no_statistics,
     one_hot,
 )
-from privssl.losses import soft_cross_entropy
+from privssl.losses import classifier_loss
 from privssl.messages import Message, Reply, StateDict
 from privssl.mixup import local_mixup
 from privssl.privacy import PrivatePlan
 from privssl.pseudo import guess_labels
 from privssl.settings import Problem, Rate, strict
+from privssl.together import compute
 from privssl.world import World
 
 
@@ -161,7 +162,8 @@ class _Bound(Algorithm[State]):
 
         def loss(batch: dict[str, Tensor]) -> Tensor:
             rows, labels = self._mixed(batch["x"], batch["p"], rng)
-            return soft_cross_entropy(F(rows), labels).mean()
+            mean: Tensor = compute(classifier_loss, {"F": F}, {"x": rows, "p": labels})
+            return mean
 
         fields = {"x": seen, "p": p.to(ctx.device)}
         ctx.note(f"train/loss_F/{group}", learn.fit(optimiser, fields, self.cfg.batch_size, loss))

@@ -73,6 +73,7 @@ from privssl.models.precision import in_precision
 from privssl.privacy import PrivatePlan
 from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, Rate, strict
+from privssl.together import compute
 from privssl.world import Roster, World
 
 # What travels -------------------------------------------------------------------------------
@@ -335,7 +336,7 @@ class FedSSL(Algorithm[State]):
             now = tuple(name for name in trained if mixes or name == "F")
             if not now:
                 continue
-            means, loss, agreement = learn.compute(
+            means, loss, agreement = compute(
                 step_losses, nets, vars(batch), self.cfg, now, mixes and msg.mixes_teach
             )
             optimiser.minimise(loss)

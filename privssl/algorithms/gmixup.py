@@ -27,13 +27,14 @@ from privssl.mixup import mix, sample_mix
 from privssl.privacy import (
     PrivatePlan,
     PrivateTraining,
-    call,
     check_rows_independent,
+    frozen,
     refuse_coupling_layers,
     rows_at_once,
 )
 from privssl.row_gradients import Parameters
 from privssl.settings import Positive, Rate, strict
+from privssl.together import Own, with_parameters
 
 NETWORKS = ("F", "G", "D")
 BLOCK = 64  # rows whose chance is drawn in one go, where their number is public
@@ -86,11 +87,16 @@ class Callables:
         """The networks with given parameters; a network that is given none is frozen."""
 
         def live(name: str) -> Callable[..., Tensor]:
-            return call(nets[name], parameters[name]) if name in parameters else fixed(name)
+            if name not in parameters:
+                return fixed(name)
+            return with_parameters(nets[name], parameters[name])
 
         def fixed(name: str) -> Callable[..., Tensor]:
-            given = parameters.get(name, dict(nets[name].named_parameters()))
-            return call(nets[name], {key: value.detach() for key, value in given.items()})
+            given = parameters.get(name)
+            if given is None or isinstance(given, Own):
+                return frozen(nets[name])
+            detached = {key: value.detach() for key, value in given.items()}
+            return with_parameters(nets[name], detached)
 
         return cls(live("F"), live("G"), live("D"), fixed("F"), fixed("D"))
 

@@ -20,6 +20,7 @@ reaches it comes from unlabelled rows alone. docs/label_census.md.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal, final
 
 import numpy as np
@@ -45,11 +46,12 @@ from privssl.algorithms.label_free import (
 from privssl.algorithms.local_ssl import needs_unlabelled, no_statistics
 from privssl.algorithms.votes import class_given_cluster, class_posterior
 from privssl.census_plan import CensusPlan
-from privssl.losses import soft_cross_entropy
+from privssl.losses import classifier_loss
 from privssl.messages import Done, Mean, Message, MessageError, Silence, StateDict
 from privssl.pictures import census_plot
 from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, strict
+from privssl.together import compute
 from privssl.world import World
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -324,7 +326,7 @@ class LabelCensus(MapsRows):
         optimiser = learn.LocalOptimiser({"F": group}, agent.memory, "F")
         loss = learn.fit(
             optimiser, fields, self.cfg.batch_size,
-            lambda b: soft_cross_entropy(F(b["x"]), b["p"]).mean(),
+            partial(compute, classifier_loss, {"F": F}),
         )  # fmt: skip
         agent.memory = {**agent.memory, **optimiser.remember()}
         ctx.note("train/loss_F", loss)

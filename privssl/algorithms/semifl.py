@@ -9,7 +9,7 @@ visit, not from the model that they train; (2) the server fine-tunes the average
     agents drawn for the round                        round -> world.sample
     pseudo-labels of the global model, max P >= tau   query_pass -> pseudo.guess_labels
     FIX: rows with a sure label, MIX: any local row   _given_label_losses
-    CE(strong view, y) + lambda CE(mix, y1, y2)       _given_label_losses, mix_loss
+    CE(strong view, y) + lambda CE(mix, y1, y2)       fix_and_mix_loss, mix_loss
     average of active agents, global momentum 0.5     _aggregated, momentum_step
     server trains E epochs on its labels              support_pass
     static batch norm: statistics of all rows         _with_statistics, *_statistics
@@ -27,7 +27,7 @@ momentum moves parameters alone. An agent without a sure row is silent. docs/sem
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, final
 
@@ -42,12 +42,15 @@ from privssl.agents import LabelledRows, Memory, QueryAgent, SupportAgent, Unlab
 from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.local_ssl import Share, needs_unlabelled
 from privssl.data.views import view
+from privssl.losses import label_loss
 from privssl.messages import Mean, Message, Silence, StateDict, equally
 from privssl.mixup import sample_mix
 from privssl.models.static_norm import collect, statistics_of
 from privssl.privacy import PrivatePlan
 from privssl.pseudo import guess_labels
+from privssl.row_gradients import Parameters
 from privssl.settings import Positive, Problem, Rate, strict
+from privssl.together import compute, with_parameters
 from privssl.world import World
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
@@ -280,13 +283,10 @@ class SemiFL(Algorithm[State]):
                 "x2": self.cfg.weak_view(x[other], weak), "y2": y[other].to(ctx.device),
             }  # fmt: skip
             for batch in learn.batches(views, self.cfg.batch_size):
-                loss = cross_entropy(F(batch["strong"]), batch["y"])
                 if self.cfg.mix_weight:
-                    lam = float(sample_mix(1, self.cfg.mix_alpha, mixing))
-                    logits = F(lam * batch["x1"] + (1 - lam) * batch["x2"])
-                    mixed = mix_loss(logits, batch["y"], batch["y2"], lam)
-                    loss = loss + self.cfg.mix_weight * mixed
-                yield loss
+                    lam = sample_mix(1, self.cfg.mix_alpha, mixing)[0].double()
+                    batch = {**batch, "lam": lam.to(ctx.device)}
+                yield compute(fix_and_mix_loss, {"F": F}, batch, self.cfg.mix_weight)
 
     def _own_label_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
         """FixMatch: the model in training labels every batch; rows that are not sure are left."""
@@ -312,7 +312,7 @@ class SemiFL(Algorithm[State]):
         for order in passes(len(x), size, self.cfg.server_epochs, ctx.rng("order")):
             views = {"x": self.cfg.weak_view(x[order], weak), "y": y[order]}
             for batch in learn.batches(views, size):
-                yield cross_entropy(F(batch["x"]), batch["y"])
+                yield compute(label_loss, {"F": F}, batch)
 
     def _loaded(self, msg: Lesson, ctx: Context) -> nn.Module:
         return learn.load(self._F.to(ctx.device), msg.F)
@@ -371,7 +371,25 @@ def momentum_step(
     return {**F, **{name: F[name] - step for name, step in v.items()}}, v
 
 
-def mix_loss(logits: Tensor, y1: Tensor, y2: Tensor, lam: float) -> Tensor:
+def fix_and_mix_loss(
+    nets: Mapping[str, nn.Module], parameters: Parameters, batch: Mapping[str, Tensor],
+    mix_weight: float,
+) -> Tensor:  # fmt: skip
+    """CE(F(strong), y) + mix_weight mix_loss of F(lam x1 + (1 - lam) x2), a scalar.
+
+    Args:
+        batch: views strong, x1 and x2 (B, *shape), their classes y (of strong and x1) and y2 (B,),
+            and, where ``mix_weight`` is not 0, lam ().
+    """
+    F = with_parameters(nets["F"], parameters["F"])
+    loss = cross_entropy(F(batch["strong"]), batch["y"])
+    if not mix_weight:
+        return loss
+    logits = F(batch["lam"] * batch["x1"] + (1 - batch["lam"]) * batch["x2"])
+    return loss + mix_weight * mix_loss(logits, batch["y"], batch["y2"], batch["lam"])
+
+
+def mix_loss(logits: Tensor, y1: Tensor, y2: Tensor, lam: float | Tensor) -> Tensor:
     """lam CE(logits, y1) + (1 - lam) CE(logits, y2): logits (B, C), y1 and y2 (B,), scalar."""
     return lam * cross_entropy(logits, y1) + (1 - lam) * cross_entropy(logits, y2)
 

@@ -46,6 +46,7 @@ from privssl.stacked import (
     computed_as_one,
     passes_as_one,
 )
+from privssl.together import Computation, computing
 
 
 def why_not(device: torch.device, precision: str) -> str | None:
@@ -121,10 +122,10 @@ class BatchedEngine(LocalEngine):
             def work(ask: Ask) -> Reply[Any]:
                 _ask.set(ask)  # the thread, and with it the context, is this piece's own
 
-                def compute(one: learn.Computation) -> Any:
+                def jointly(one: Computation) -> Any:
                     return ask(one) if can_compute(one) else one.alone()
 
-                with learn.side_by_side(ask, compute):
+                with learn.descending(ask), computing(jointly):
                     return self._visit(visit)
 
             return work
@@ -132,12 +133,12 @@ class BatchedEngine(LocalEngine):
         steps = JointSteps()
 
         def answer(
-            questions: Sequence[Pass | learn.Computation | learn.Descent],
+            questions: Sequence[Pass | Computation | learn.Descent],
         ) -> dict[int, Any]:
             passes = {n: asked for n, asked in enumerate(questions) if isinstance(asked, Pass)}
             if passes:
                 return dict(zip(passes, passes_as_one(list(passes.values())), strict=True))
-            wanted = {n: w for n, w in enumerate(questions) if isinstance(w, learn.Computation)}
+            wanted = {n: w for n, w in enumerate(questions) if isinstance(w, Computation)}
             if wanted:
                 return dict(zip(wanted, computed_as_one(list(wanted.values())), strict=True))
             steps.take([asked for asked in questions if isinstance(asked, learn.Descent)])
