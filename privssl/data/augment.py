@@ -10,12 +10,15 @@ times faster than torch's ``affine_grid``, which multiplies a small matrix per r
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from privssl.together import compute
 
 BLANK = -1.0  # what lies outside of an image, and inside of a cut: black in [-1, 1]
 
@@ -56,28 +59,8 @@ class Augmentation:
         """
         if self == NONE:
             return x
-        chance = torch.rand(len(x), 10, generator=rng).to(x.device)  # (B, 10) in [0, 1)
-        either_way = 2 * chance - 1  # (B, 10) in [-1, 1)
-        height, width = x.shape[2:]
-        view = x
-        if self.flip:
-            view = torch.where(chance[:, 9, None, None, None] < 0.5, view.flip(3), view)
-        if self.crop:
-            reach = torch.tensor([int(self.crop * side) for side in (height, width)])
-            reach = reach.to(x.device)  # whole pixels; each shift in -reach..reach is as likely
-            shift = (chance[:, 7:9] * (2 * reach + 1)).long() - reach
-            view = move_mirrored(view, shift)
-        if self.rotation or self.scale or self.shear or self.shift:
-            maps = affine(
-                angle=either_way[:, 0] * self.rotation,
-                zoom=1 + either_way[:, 1] * self.scale,
-                shear=either_way[:, 2] * self.shear,
-                shift=either_way[:, 3:5] * self.shift,
-                aspect=height / width,
-            )
-            view = warp(view, maps)
-        if self.cutout:
-            view = cut_out(view, self.cutout, chance[:, 5:7])
+        chance = torch.rand(len(x), 10, generator=rng)  # in [0, 1)
+        view: Tensor = compute(_views, {}, {"x": x, "chance": chance}, self)
         channels_last = x.is_contiguous(memory_format=torch.channels_last)
         form = torch.channels_last if channels_last else torch.contiguous_format
         return view.contiguous(memory_format=form)
@@ -96,6 +79,32 @@ AUGMENTATIONS = {
     "mid": Augmentation(rotation=12, shift=2 / 28),
     "strong": Augmentation(rotation=25, scale=0.2, shear=0.3, shift=3 / 28, cutout=8 / 28),
 }
+
+
+def _views(_: object, __: object, fields: Mapping[str, Tensor], how: Augmentation) -> Tensor:
+    """A view of each row x (B, Ch, H, W), by its chance (B, 10) in [0, 1); for ``compute``."""
+    x = fields["x"]
+    chance = fields["chance"].to(x.device)
+    either_way = 2 * chance - 1  # (B, 10) in [-1, 1)
+    height, width = x.shape[2:]
+    view = x
+    if how.flip:
+        view = torch.where(chance[:, 9, None, None, None] < 0.5, view.flip(3), view)
+    if how.crop:
+        reach = torch.tensor([int(how.crop * side) for side in (height, width)])
+        reach = reach.to(x.device)  # whole pixels; each shift in -reach..reach is as likely
+        shift = (chance[:, 7:9] * (2 * reach + 1)).long() - reach
+        view = move_mirrored(view, shift)
+    if how.rotation or how.scale or how.shear or how.shift:
+        maps = affine(
+            angle=either_way[:, 0] * how.rotation,
+            zoom=1 + either_way[:, 1] * how.scale,
+            shear=either_way[:, 2] * how.shear,
+            shift=either_way[:, 3:5] * how.shift,
+            aspect=height / width,
+        )
+        view = warp(view, maps)
+    return cut_out(view, how.cutout, chance[:, 5:7]) if how.cutout else view
 
 
 def affine(*, angle: Tensor, zoom: Tensor, shear: Tensor, shift: Tensor, aspect: float) -> Tensor:
