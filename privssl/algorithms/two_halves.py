@@ -30,6 +30,7 @@ from privssl.data.views import view
 from privssl.messages import StateDict
 from privssl.settings import Positive, Rate, strict
 from privssl.sparse import Cuts, Halves
+from privssl.together import compute
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Half: TypeAlias = Literal["sigma", "psi"]
@@ -141,7 +142,8 @@ class Visit:
         y = rows.y[picked].to(self._ctx.device)
         loss = label_loss(self._logits(weights, x), y, self._cfg.probabilities)
         self._losses["sigma"].append(loss.detach())
-        loss = self._cfg.labelled_weight * loss + weight_decay(weights, self._cfg.weight_decay)
+        decay = compute(_decayed, {}, _fields(theta=weights), self._cfg.weight_decay)
+        loss = self._cfg.labelled_weight * loss + decay
         self._step("sigma", loss)
 
     def learn_psi(
@@ -149,11 +151,9 @@ class Visit:
     ) -> None:
         """One step on L_u: Eq. 5. Without a sure row it is one on the penalties alone."""
         cfg, weights = self._cfg, self._theta()
-        loss = penalties(
-            self._halves["sigma"], self._halves["psi"],
-            l2=cfg.l2_weight, l1=self._numbers.l1_weight,
-        )  # fmt: skip
-        loss = loss + weight_decay(weights, cfg.weight_decay)
+        fields = _fields(**self._halves, theta=weights)
+        strengths = cfg.l2_weight, self._numbers.l1_weight, cfg.weight_decay
+        loss = compute(_held_back, {}, fields, *strengths)
         if len(picked):
             loss = loss + self._consistency(weights, rows, picked, helpers)
         self._losses["psi"].append(loss.detach())
@@ -201,7 +201,8 @@ class Visit:
 
     def _theta(self) -> dict[str, Tensor]:
         """sigma + psi, with a gradient to both."""
-        return theta(self._halves["sigma"], self._halves["psi"])
+        weights: dict[str, Tensor] = compute(_theta_of, {}, _fields(**self._halves))
+        return weights
 
     def _helper_says(self, psi: StateDict, x: Tensor) -> Tensor:
         """Probabilities of the sigma that was sent with a helper's psi."""
@@ -218,6 +219,33 @@ class Visit:
         """Move one half, unless nothing in the loss depends on it."""
         if loss.requires_grad:
             learn.minimise(self._sgd[half], loss)
+
+
+# Of all weights, as ``compute`` takes them: one field for each tensor of each half.
+
+
+def _fields(**halves: StateDict) -> dict[str, Tensor]:
+    return {f"{half}/{name}": w for half, named in halves.items() for name, w in named.items()}
+
+
+def _of(half: str, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    start = f"{half}/"
+    return {key[len(start) :]: w for key, w in fields.items() if key.startswith(start)}
+
+
+def _theta_of(_: object, __: object, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return theta(_of("sigma", fields), _of("psi", fields))
+
+
+def _decayed(_: object, __: object, fields: Mapping[str, Tensor], decay: float) -> Tensor:
+    return weight_decay(_of("theta", fields), decay)
+
+
+def _held_back(
+    _: object, __: object, fields: Mapping[str, Tensor], l2: float, l1: float, decay: float
+) -> Tensor:
+    loss = penalties(_of("sigma", fields), _of("psi", fields), l2=l2, l1=l1)
+    return loss + weight_decay(_of("theta", fields), decay)
 
 
 def _leaves(weights: StateDict, device: torch.device) -> dict[str, Tensor]:
@@ -352,6 +380,8 @@ def penalties(sigma: StateDict, psi: StateDict, *, l2: float, l1: float) -> Tens
     return torch.stack(terms).sum()
 
 
-def weight_decay(weights: StateDict, share: float) -> Tensor | float:
-    """share sum w^2."""
-    return share * sum(w.square().sum() for w in weights.values()) if share else 0.0
+def weight_decay(weights: StateDict, share: float) -> Tensor:
+    """share sum w^2, a scalar."""
+    if not share:
+        return next(iter(weights.values())).new_zeros(())
+    return share * torch.stack([w.square().sum() for w in weights.values()]).sum()
