@@ -1,12 +1,9 @@
 """Losses for classifiers: one number per row, so that any of them can be clipped row by row."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
-
-from privssl.row_gradients import Parameters
-from privssl.together import with_parameters
 
 
 def soft_cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
@@ -22,17 +19,11 @@ def soft_cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
     return -(p * logits.log_softmax(dim=1)).sum(dim=1)
 
 
-def classifier_loss(
-    nets: Mapping[str, nn.Module], parameters: Parameters, fields: Mapping[str, Tensor]
-) -> Tensor:
-    """Mean of it over rows ``x`` that the classifier "F" sees, with targets ``p``, for
-    ``compute``."""
-    logits = with_parameters(nets["F"], parameters["F"])(fields["x"])
-    return soft_cross_entropy(logits, fields["p"]).mean()
+def classifier_loss(fields: Mapping[str, Tensor], *, F: Callable[..., Tensor]) -> Tensor:
+    """Its mean over rows ``x`` that a classifier sees, with targets ``p``; for ``compute``."""
+    return soft_cross_entropy(F(fields["x"]), fields["p"]).mean()
 
 
-def label_loss(
-    nets: Mapping[str, nn.Module], parameters: Parameters, fields: Mapping[str, Tensor]
-) -> Tensor:
-    """The same with classes ``y`` (B,) for targets."""
-    return cross_entropy(with_parameters(nets["F"], parameters["F"])(fields["x"]), fields["y"])
+def label_loss(fields: Mapping[str, Tensor], *, F: Callable[..., Tensor]) -> Tensor:
+    """The same with classes ``y`` (B,)."""
+    return cross_entropy(F(fields["x"]), fields["y"])

@@ -37,7 +37,7 @@ from privssl.models.group_norm import GroupNorm
 from privssl.models.linear import Linear
 from privssl.models.precision import precision_of
 from privssl.models.static_norm import StaticNorm
-from privssl.together import Computation
+from privssl.together import Called, Computation
 
 ROWS_AT_ONCE = 4096  # of one stacked pass, over all agents: what it computes must fit in memory
 
@@ -193,7 +193,8 @@ def computed_as_one(wanted: Sequence[Computation]) -> list[Any]:
         kinds.setdefault(_kind_of(one), []).append(place)
     found: dict[int, Any] = {}
     for places in kinds.values():
-        rows = len(next(iter(wanted[places[0]].fields.values())))
+        fields = wanted[places[0]].fields.values()
+        rows = max((len(x) for x in fields if x.dim()), default=1)
         at_once = max(1, ROWS_AT_ONCE // max(1, rows))
         for start in range(0, len(places), at_once):
             some = places[start : start + at_once]
@@ -230,7 +231,8 @@ def _computed(wanted: Sequence[Computation]) -> Sequence[Any]:
     fields = dict(zip(first.fields, _by_agent(one.fields.values() for one in wanted), strict=True))
 
     def of_one(tensors: Any, fields: Any) -> Any:
-        return first.function(first.networks, tensors, fields, *first.settings)
+        networks = {n: Called(net, tensors[n]) for n, net in first.networks.items()}
+        return first.of(fields, networks)
 
     found = vmap(of_one)(tensors, fields)
     for name in first.networks:

@@ -9,71 +9,67 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
 
-class Own(Mapping[str, Tensor]):
-    """The parameters that a network has, by name; looked up when one is asked for."""
+@dataclass(frozen=True, eq=False)
+class Called:
+    """A network as a function of rows, with its own parameters or others in place of them."""
 
-    def __init__(self, network: nn.Module) -> None:
-        self._network = network
+    network: nn.Module
+    tensors: Mapping[str, Tensor] | None = None  # parameters and buffers; None: its own
 
-    @cached_property
-    def _named(self) -> dict[str, Tensor]:
-        return dict(self._network.named_parameters())
+    def __call__(self, *rows: Tensor) -> Any:
+        if self.tensors is None:
+            return self.network(*rows)
+        return functional_call(self.network, dict(self.tensors), rows)
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._named[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._named)
-
-    def __len__(self) -> int:
-        return len(self._named)
-
-
-def with_parameters(network: nn.Module, parameters: Mapping[str, Tensor]) -> Callable[..., Tensor]:
-    """The network as a function, with these in place of its parameters."""
-    if isinstance(parameters, Own):
-        return network  # functional_call takes as long as a small layer
-    return lambda *rows: functional_call(network, dict(parameters), rows)
+    def frozen(self) -> "Called":
+        """The same, through which gradients flow, but not into its parameters."""
+        own = self.network.named_parameters()
+        tensors = dict(own) if self.tensors is None else self.tensors
+        return Called(self.network, {name: tensor.detach() for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True, eq=False)
 class Computation:
-    """Something that an agent computes from rows by a function that all agents share."""
+    """What an agent wants to have computed, by a function that all agents share."""
 
     function: Callable[..., Any]
-    networks: Mapping[str, nn.Module]
     fields: Mapping[str, Tensor]
     settings: tuple[Hashable, ...]
+    networks: Mapping[str, nn.Module]
 
     def alone(self) -> Any:
         """The function's result, computed here."""
-        own = {name: Own(network) for name, network in self.networks.items()}
-        return self.function(self.networks, own, self.fields, *self.settings)
+        return self.of(self.fields, {name: Called(net) for name, net in self.networks.items()})
+
+    def of(self, fields: Mapping[str, Tensor], networks: Mapping[str, Called]) -> Any:
+        """The function of others' tensors."""
+        return self.function(fields, *self.settings, **networks)
 
 
 def compute(
-    function: Callable[..., Any], networks: Mapping[str, nn.Module], fields: Mapping[str, Tensor],
+    function: Callable[..., Any],
+    fields: Mapping[str, Tensor],
     *settings: Hashable,
-) -> Any:  # fmt: skip
-    """``function(networks, parameters, fields, *settings)``, with the networks' own parameters.
+    **networks: nn.Module,
+) -> Any:
+    """``function(fields, *settings, **networks)``, each network as :class:`Called`.
 
     What goes through here an engine may compute for several agents as one (``computing``).
 
     Args:
-        function: of parameters (network -> name -> tensor) and fields; the networks lend their
-            form. It draws nothing, and no number decides what it does. Returns tensors, in
-            mappings or tuples or alone.
-        fields: tensors (B, ...) of one B.
-        settings: what else it is given.
+        function: draws nothing, and no number decides what it does. Returns tensors, in mappings
+            or tuples or alone.
+        fields: tensors of this agent.
+        settings: what else decides about the result.
+        networks: of this agent.
     """
-    return _by.get()(Computation(function, networks, fields, settings))
+    return _by.get()(Computation(function, fields, settings, networks))
 
 
 _by: ContextVar[Callable[[Computation], Any]] = ContextVar("by", default=Computation.alone)

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,6 +40,7 @@ from privssl.engines.workers import WorkerEngine
 from privssl.errors import ConfigError, DataError
 from privssl.evaluate import Oracle
 from privssl.lockstep import GivenUp, in_lockstep
+from privssl.losses import label_loss
 from privssl.messages import Message, Reply
 from privssl.models.precision import Precision
 from privssl.models.static_norm import collect
@@ -51,11 +52,12 @@ from privssl.stacked import (
     JointSteps,
     Pass,
     Stackable,
+    can_compute,
     can_stack,
     computed_as_one,
     passes_as_one,
 )
-from privssl.together import Computation
+from privssl.together import Called, Computation
 
 CPU = torch.device("cpu")
 APART = 1e-4
@@ -565,6 +567,66 @@ def moved_on(passes: Sequence[Pass]) -> list[Any]:
         for place, one in enumerate(passes)
     ]  # fmt: skip
     return passes_as_one(kept)
+
+
+def softened(fields: Mapping[str, Tensor], by: float, *, F: Called, D: Called) -> dict[str, Any]:
+    """Runs through two networks, through one of them twice, and returns a tree."""
+    p = F(fields["x"]).softmax(dim=1)
+    judged = D(fields["x"], p)
+    return {"one": (judged * by).sum(), "rest": (p, D.frozen()(fields["x"], p).mean())}
+
+
+def computations(rows: Sequence[int], by: Sequence[float]) -> list[Computation]:
+    """One for each agent; D has spectral norms, whose vectors move."""
+    found = []
+    for place, (count, factor) in enumerate(zip(rows, by, strict=True)):
+        with seeded(rng(f"F and D {place}")):
+            F = models.build_classifier(ModelSettings(width=8), (1, 8, 8), 10)
+            D = ImageDiscriminator((1, 8, 8), 10, width=8)
+            x = torch.rand(count, 1, 8, 8).requires_grad_()
+        for name, network in {"F": F, "D": D}.items():
+            stacked.COPIES[network] = Stackable(name, network)
+        found.append(Computation(softened, {"x": x}, (factor,), {"F": F, "D": D}))
+    return found
+
+
+def results(computed: Sequence[Any], of: Sequence[Computation]) -> list[Tensor]:
+    """All that came of them: numbers, derivatives, and what networks have kept."""
+    losses = [tree["one"] + tree["rest"][1] for tree in computed]
+    torch.autograd.backward(losses)
+    found = [x for tree in computed for x in (tree["one"], *tree["rest"])]
+    for one in of:
+        found.append(one.fields["x"].grad)
+        for network in one.networks.values():
+            found += [p.grad for p in network.parameters()]
+            found += network.buffers()
+    return [x.detach() for x in found]
+
+
+@pytest.mark.parametrize("rows", [(6, 6, 6), (6, 4, 6)])
+@pytest.mark.parametrize("by", [(2.0, 2.0, 2.0), (2.0, 3.0, 2.0)])
+def test_computations_of_several_agents_are_each_ones_own(
+    rows: Sequence[int], by: Sequence[float]
+) -> None:
+    alone, together = computations(rows, by), computations(rows, by)
+    assert all(map(can_compute, together))
+    first = results([one.alone() for one in alone], alone)
+    second = results(computed_as_one(together), together)
+    for one, other in zip(first, second, strict=True):
+        assert torch.allclose(one, other, atol=APART)
+    assert len({stacked._kind_of(one) for one in together}) == len(set(zip(rows, by, strict=True)))
+
+
+def test_what_cannot_be_computed_as_one_is_left_to_its_agent() -> None:
+    dropping = models.build_classifier(ModelSettings("trinet_cnn"), (1, 8, 8), 10).train()
+    strange = models.build_classifier(ModelSettings(), (1, 8, 8), 10)
+    x = {"x": torch.rand(4, 1, 8, 8)}
+    assert can_compute(Computation(label_loss, x, (), {}))
+    assert not can_compute(Computation(label_loss, x, (), {"F": strange}))  # nobody's copy
+    stacked.COPIES[dropping] = Stackable("F", dropping)
+    assert not can_compute(Computation(label_loss, x, (), {"F": dropping}))
+    dropping.eval()
+    assert can_compute(Computation(label_loss, x, (), {"F": dropping}))
 
 
 def fields_moved_on(wanted: Sequence[Computation]) -> list[Any]:

@@ -252,7 +252,7 @@ def labelled_losses(
             if can_learn_from(F, len(picked)):
                 x = cfg.weak_view(learn.network_input(rows.x[picked], ctx.device), views)
                 y = rows.y[picked].to(ctx.device)
-                yield compute(label_loss, {"F": F}, {"x": x, "y": y})
+                yield compute(label_loss, {"x": x, "y": y}, F=F)
 
 
 def descend(

@@ -162,7 +162,7 @@ class _Bound(Algorithm[State]):
 
         def loss(batch: dict[str, Tensor]) -> Tensor:
             rows, labels = self._mixed(batch["x"], batch["p"], rng)
-            mean: Tensor = compute(classifier_loss, {"F": F}, {"x": rows, "p": labels})
+            mean: Tensor = compute(classifier_loss, {"x": rows, "p": labels}, F=F)
             return mean
 
         fields = {"x": seen, "p": p.to(ctx.device)}

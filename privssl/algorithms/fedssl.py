@@ -337,7 +337,7 @@ class FedSSL(Algorithm[State]):
             if not now:
                 continue
             means, loss, agreement = compute(
-                step_losses, nets, vars(batch), self.cfg, now, mixes and msg.mixes_teach
+                step_losses, vars(batch), self.cfg, now, mixes and msg.mixes_teach, **nets
             )
             optimiser.minimise(loss)
             for name, mean in zip(NETWORKS, means.detach(), strict=True):

@@ -27,14 +27,14 @@ from privssl.mixup import mix, sample_mix
 from privssl.privacy import (
     PrivatePlan,
     PrivateTraining,
+    call,
     check_rows_independent,
-    frozen,
     refuse_coupling_layers,
     rows_at_once,
 )
 from privssl.row_gradients import Parameters
 from privssl.settings import Positive, Rate, strict
-from privssl.together import Own, with_parameters
+from privssl.together import Called
 
 NETWORKS = ("F", "G", "D")
 BLOCK = 64  # rows whose chance is drawn in one go, where their number is public
@@ -87,16 +87,11 @@ class Callables:
         """The networks with given parameters; a network that is given none is frozen."""
 
         def live(name: str) -> Callable[..., Tensor]:
-            if name not in parameters:
-                return fixed(name)
-            return with_parameters(nets[name], parameters[name])
+            return call(nets[name], parameters[name]) if name in parameters else fixed(name)
 
         def fixed(name: str) -> Callable[..., Tensor]:
-            given = parameters.get(name)
-            if given is None or isinstance(given, Own):
-                return frozen(nets[name])
-            detached = {key: value.detach() for key, value in given.items()}
-            return with_parameters(nets[name], detached)
+            given = parameters.get(name, dict(nets[name].named_parameters()))
+            return call(nets[name], {key: value.detach() for key, value in given.items()})
 
         return cls(live("F"), live("G"), live("D"), fixed("F"), fixed("D"))
 
@@ -181,12 +176,12 @@ def row_losses(
 
 
 def step_losses(
-    nets: Mapping[str, nn.Module], parameters: Parameters, fields: Mapping[str, Tensor],
-    cfg: Mixes, trained: tuple[str, ...], mixes_teach: bool,
+    fields: Mapping[str, Tensor], cfg: Mixes, trained: tuple[str, ...], mixes_teach: bool,
+    *, F: Called, G: Called, D: Called,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Of a batch: the mean loss of each network (3,), what is minimised (), and the share of mixes
     that F calls what they are ()."""
-    functions = Callables.of(nets, parameters)
+    functions = Callables(F, G, D, F.frozen(), D.frozen())
     by_network, agree = row_losses(cfg, functions, Mixing(**fields), trained, mixes_teach)
     means = torch.stack([by_network[name].mean() for name in NETWORKS])
     return means, means.sum(), agree.float().mean()

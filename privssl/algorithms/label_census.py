@@ -326,7 +326,7 @@ class LabelCensus(MapsRows):
         optimiser = learn.LocalOptimiser({"F": group}, agent.memory, "F")
         loss = learn.fit(
             optimiser, fields, self.cfg.batch_size,
-            partial(compute, classifier_loss, {"F": F}),
+            partial(compute, classifier_loss, F=F),
         )  # fmt: skip
         agent.memory = {**agent.memory, **optimiser.remember()}
         ctx.note("train/loss_F", loss)

@@ -27,7 +27,7 @@ momentum moves parameters alone. An agent without a sure row is silent. docs/sem
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, final
 
@@ -48,9 +48,8 @@ from privssl.mixup import sample_mix
 from privssl.models.static_norm import collect, statistics_of
 from privssl.privacy import PrivatePlan
 from privssl.pseudo import guess_labels
-from privssl.row_gradients import Parameters
 from privssl.settings import Positive, Problem, Rate, strict
-from privssl.together import compute, with_parameters
+from privssl.together import compute
 from privssl.world import World
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
@@ -286,7 +285,7 @@ class SemiFL(Algorithm[State]):
                 if self.cfg.mix_weight:
                     lam = sample_mix(1, self.cfg.mix_alpha, mixing)[0].double()
                     batch = {**batch, "lam": lam.to(ctx.device)}
-                yield compute(fix_and_mix_loss, {"F": F}, batch, self.cfg.mix_weight)
+                yield compute(fix_and_mix_loss, batch, self.cfg.mix_weight, F=F)
 
     def _own_label_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
         """FixMatch: the model in training labels every batch; rows that are not sure are left."""
@@ -312,7 +311,7 @@ class SemiFL(Algorithm[State]):
         for order in passes(len(x), size, self.cfg.server_epochs, ctx.rng("order")):
             views = {"x": self.cfg.weak_view(x[order], weak), "y": y[order]}
             for batch in learn.batches(views, size):
-                yield compute(label_loss, {"F": F}, batch)
+                yield compute(label_loss, batch, F=F)
 
     def _loaded(self, msg: Lesson, ctx: Context) -> nn.Module:
         return learn.load(self._F.to(ctx.device), msg.F)
@@ -372,16 +371,10 @@ def momentum_step(
 
 
 def fix_and_mix_loss(
-    nets: Mapping[str, nn.Module], parameters: Parameters, batch: Mapping[str, Tensor],
-    mix_weight: float,
-) -> Tensor:  # fmt: skip
-    """CE(F(strong), y) + mix_weight mix_loss of F(lam x1 + (1 - lam) x2), a scalar.
-
-    Args:
-        batch: views strong, x1 and x2 (B, *shape), their classes y (of strong and x1) and y2 (B,),
-            and, where ``mix_weight`` is not 0, lam ().
-    """
-    F = with_parameters(nets["F"], parameters["F"])
+    batch: Mapping[str, Tensor], mix_weight: float, *, F: Callable[..., Tensor]
+) -> Tensor:
+    """CE(F(strong), y) + mix_weight mix_loss of F(lam x1 + (1 - lam) x2), a scalar. y is the class
+    of strong and of x1."""
     loss = cross_entropy(F(batch["strong"]), batch["y"])
     if not mix_weight:
         return loss

@@ -142,7 +142,7 @@ class Visit:
         y = rows.y[picked].to(self._ctx.device)
         loss = label_loss(self._logits(weights, x), y, self._cfg.probabilities)
         self._losses["sigma"].append(loss.detach())
-        decay = compute(_decayed, {}, _fields(theta=weights), self._cfg.weight_decay)
+        decay = compute(_decayed, _fields(theta=weights), self._cfg.weight_decay)
         loss = self._cfg.labelled_weight * loss + decay
         self._step("sigma", loss)
 
@@ -153,7 +153,7 @@ class Visit:
         cfg, weights = self._cfg, self._theta()
         fields = _fields(**self._halves, theta=weights)
         strengths = cfg.l2_weight, self._numbers.l1_weight, cfg.weight_decay
-        loss = compute(_held_back, {}, fields, *strengths)
+        loss = compute(_held_back, fields, *strengths)
         if len(picked):
             loss = loss + self._consistency(weights, rows, picked, helpers)
         self._losses["psi"].append(loss.detach())
@@ -201,7 +201,7 @@ class Visit:
 
     def _theta(self) -> dict[str, Tensor]:
         """sigma + psi, with a gradient to both."""
-        weights: dict[str, Tensor] = compute(_theta_of, {}, _fields(**self._halves))
+        weights: dict[str, Tensor] = compute(_theta_of, _fields(**self._halves))
         return weights
 
     def _helper_says(self, psi: StateDict, x: Tensor) -> Tensor:
@@ -233,17 +233,15 @@ def _of(half: str, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key[len(start) :]: w for key, w in fields.items() if key.startswith(start)}
 
 
-def _theta_of(_: object, __: object, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _theta_of(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return theta(_of("sigma", fields), _of("psi", fields))
 
 
-def _decayed(_: object, __: object, fields: Mapping[str, Tensor], decay: float) -> Tensor:
+def _decayed(fields: Mapping[str, Tensor], decay: float) -> Tensor:
     return weight_decay(_of("theta", fields), decay)
 
 
-def _held_back(
-    _: object, __: object, fields: Mapping[str, Tensor], l2: float, l1: float, decay: float
-) -> Tensor:
+def _held_back(fields: Mapping[str, Tensor], l2: float, l1: float, decay: float) -> Tensor:
     loss = penalties(_of("sigma", fields), _of("psi", fields), l2=l2, l1=l1)
     return loss + weight_decay(_of("theta", fields), decay)
 

@@ -60,7 +60,7 @@ class Augmentation:
         if self == NONE:
             return x
         chance = torch.rand(len(x), 10, generator=rng)  # in [0, 1)
-        view: Tensor = compute(_views, {}, {"x": x, "chance": chance}, self)
+        view: Tensor = compute(_views, {"x": x, "chance": chance}, self)
         channels_last = x.is_contiguous(memory_format=torch.channels_last)
         form = torch.channels_last if channels_last else torch.contiguous_format
         return view.contiguous(memory_format=form)
@@ -81,7 +81,7 @@ AUGMENTATIONS = {
 }
 
 
-def _views(_: object, __: object, fields: Mapping[str, Tensor], how: Augmentation) -> Tensor:
+def _views(fields: Mapping[str, Tensor], how: Augmentation) -> Tensor:
     """A view of each row x (B, Ch, H, W), by its chance (B, 10) in [0, 1); for ``compute``."""
     x = fields["x"]
     chance = fields["chance"].to(x.device)
