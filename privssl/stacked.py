@@ -21,7 +21,6 @@ couple them, batch and static norms in training, get batches of one length.
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +48,10 @@ BY_ROW = (
 
 #: Layers that do something else in training, and are asked which it is (``alone``, ``couples``).
 BY_MODE = (_DropoutNd, nn.BatchNorm2d, SpectralNorm)
+
+
+#: Under this name a network of an agent's copy of its algorithm has its ``Stackable``.
+COPY = "_stackable"
 
 
 class Stackable:
@@ -103,10 +106,6 @@ def _alone_now(layer: nn.Module) -> bool:
     if isinstance(layer, StaticNorm):
         return not layer.training  # it looks at what it has counted, or counts
     return isinstance(layer, _DropoutNd) and layer.training and layer.p > 0
-
-
-#: Of networks in copies of an algorithm for agents in lockstep: what stacking must know of them.
-COPIES: WeakKeyDictionary[nn.Module, Stackable] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,22 +197,27 @@ def computed_as_one(wanted: Sequence[Computation]) -> list[Any]:
         at_once = max(1, ROWS_AT_ONCE // max(1, rows))
         for start in range(0, len(places), at_once):
             some = places[start : start + at_once]
-            found |= zip(some, _computed([wanted[place] for place in some]), strict=True)
+            with torch.set_grad_enabled(wanted[some[0]].derivatives):
+                found |= zip(some, _computed([wanted[place] for place in some]), strict=True)
     return [found[place] for place in range(len(wanted))]
 
 
 def can_compute(one: Computation) -> bool:
     """Whether a function of networks and rows can be computed for several agents as one."""
-    copies = [COPIES.get(network) for network in one.networks.values()]
+    copies = [vars(network).get(COPY) for network in one.networks.values()]
     return all(copy is not None and not copy.alone() for copy in copies)
 
 
 def _kind_of(one: Computation) -> Hashable:
     """Computations of one kind can be stacked."""
-    copies = [COPIES[network] for network in one.networks.values()]
+    copies = list(_copies(one).values())
     modes = tuple((copy.modes(), *(p.requires_grad for p in copy.parameters())) for copy in copies)
     forms = tuple((name, x.shape, x.dtype, x.requires_grad) for name, x in one.fields.items())
-    return one.function, tuple(one.networks), modes, forms, one.settings, torch.is_grad_enabled()
+    return one.function, tuple(one.networks), modes, forms, one.settings, one.derivatives
+
+
+def _copies(one: Computation) -> dict[str, Stackable]:
+    return {name: vars(network)[COPY] for name, network in one.networks.items()}
 
 
 def _computed(wanted: Sequence[Computation]) -> Sequence[Any]:
@@ -221,12 +225,12 @@ def _computed(wanted: Sequence[Computation]) -> Sequence[Any]:
     first = wanted[0]
     if len(wanted) == 1:
         return [first.alone()]
+    copies = [_copies(one) for one in wanted]
     tensors: dict[str, dict[str, Tensor]] = {}
-    for name, network in first.networks.items():
-        copies = [COPIES[one.networks[name]] for one in wanted]
-        names, buffer_names = COPIES[network].names()
-        stacks = _by_agent(copy.parameters() for copy in copies)
-        buffers = _by_agent(copy.buffers() for copy in copies)
+    for name in first.networks:
+        names, buffer_names = copies[0][name].names()
+        stacks = _by_agent(own[name].parameters() for own in copies)
+        buffers = _by_agent(own[name].buffers() for own in copies)
         tensors[name] = dict(zip([*names, *buffer_names], [*stacks, *buffers], strict=True))
     fields = dict(zip(first.fields, _by_agent(one.fields.values() for one in wanted), strict=True))
 
@@ -235,9 +239,9 @@ def _computed(wanted: Sequence[Computation]) -> Sequence[Any]:
         return first.of(fields, networks)
 
     found = vmap(of_one)(tensors, fields)
-    for name in first.networks:
-        copies = [COPIES[one.networks[name]] for one in wanted]
-        _put_back(copies, [tensors[name][key] for key in copies[0].names()[1]])
+    for name, stacked in tensors.items():
+        _, buffer_names = copies[0][name].names()
+        _put_back([own[name] for own in copies], [stacked[key] for key in buffer_names])
     leaves, form = tree_flatten(found)
     by_agent = zip(*(leaf.unbind(0) for leaf in leaves), strict=True)
     return [tree_unflatten(list(own), form) for own in by_agent]

@@ -8,9 +8,10 @@ them (``stacked.py``). Outside of an engine that does so it is a plain call.
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -42,6 +43,7 @@ class Computation:
     fields: Mapping[str, Tensor]
     settings: tuple[Hashable, ...]
     networks: Mapping[str, nn.Module]
+    derivatives: bool = field(default_factory=torch.is_grad_enabled)  # whether any are wanted
 
     def alone(self) -> Any:
         """The function's result, computed here."""

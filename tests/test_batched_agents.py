@@ -10,10 +10,12 @@ flips.
 
 import copy
 import functools
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -585,7 +587,7 @@ def computations(rows: Sequence[int], by: Sequence[float]) -> list[Computation]:
             D = ImageDiscriminator((1, 8, 8), 10, width=8)
             x = torch.rand(count, 1, 8, 8).requires_grad_()
         for name, network in {"F": F, "D": D}.items():
-            stacked.COPIES[network] = Stackable(name, network)
+            setattr(network, stacked.COPY, Stackable(name, network))
         found.append(Computation(softened, {"x": x}, (factor,), {"F": F, "D": D}))
     return found
 
@@ -617,13 +619,32 @@ def test_computations_of_several_agents_are_each_ones_own(
     assert len({stacked._kind_of(one) for one in together}) == len(set(zip(rows, by, strict=True)))
 
 
+def test_who_wants_no_derivatives_of_a_computation_gets_none() -> None:
+    with torch.no_grad():
+        plain = computations((6, 6), (2.0, 2.0))
+    wanted = [*plain, *computations((6, 6), (2.0, 2.0))]
+    asks = [one["one"].requires_grad for one in computed_as_one(wanted)]
+    assert asks == [False, False, True, True]
+
+
+def test_an_engine_that_is_done_lets_its_copies_go() -> None:
+    algorithm = of_case("pseudo")
+    engine = play(algorithm, three_each(), engine=lockstepped(algorithm)).engine
+    assert isinstance(engine, BatchedEngine)
+    copies = [weakref.ref(copy._F) for copy in engine._copies]  # type: ignore[attr-defined]
+    assert copies and all(one() is not None for one in copies)
+    del engine
+    gc.collect()
+    assert all(one() is None for one in copies)
+
+
 def test_what_cannot_be_computed_as_one_is_left_to_its_agent() -> None:
     dropping = models.build_classifier(ModelSettings("trinet_cnn"), (1, 8, 8), 10).train()
     strange = models.build_classifier(ModelSettings(), (1, 8, 8), 10)
     x = {"x": torch.rand(4, 1, 8, 8)}
     assert can_compute(Computation(label_loss, x, (), {}))
     assert not can_compute(Computation(label_loss, x, (), {"F": strange}))  # nobody's copy
-    stacked.COPIES[dropping] = Stackable("F", dropping)
+    setattr(dropping, stacked.COPY, Stackable("F", dropping))
     assert not can_compute(Computation(label_loss, x, (), {"F": dropping}))
     dropping.eval()
     assert can_compute(Computation(label_loss, x, (), {"F": dropping}))

@@ -142,8 +142,9 @@ class Visit:
         y = rows.y[picked].to(self._ctx.device)
         loss = label_loss(self._logits(weights, x), y, self._cfg.probabilities)
         self._losses["sigma"].append(loss.detach())
-        decay = compute(_decayed, _fields(theta=weights), self._cfg.weight_decay)
-        loss = self._cfg.labelled_weight * loss + decay
+        loss = self._cfg.labelled_weight * loss
+        if self._cfg.weight_decay:
+            loss = loss + compute(_decayed, _fields(theta=weights), self._cfg.weight_decay)
         self._step("sigma", loss)
 
     def learn_psi(
@@ -243,7 +244,7 @@ def _decayed(fields: Mapping[str, Tensor], decay: float) -> Tensor:
 
 def _held_back(fields: Mapping[str, Tensor], l2: float, l1: float, decay: float) -> Tensor:
     loss = penalties(_of("sigma", fields), _of("psi", fields), l2=l2, l1=l1)
-    return loss + weight_decay(_of("theta", fields), decay)
+    return loss + weight_decay(_of("theta", fields), decay) if decay else loss
 
 
 def _leaves(weights: StateDict, device: torch.device) -> dict[str, Tensor]:
@@ -380,6 +381,4 @@ def penalties(sigma: StateDict, psi: StateDict, *, l2: float, l1: float) -> Tens
 
 def weight_decay(weights: StateDict, share: float) -> Tensor:
     """share sum w^2, a scalar."""
-    if not share:
-        return next(iter(weights.values())).new_zeros(())
     return share * torch.stack([w.square().sum() for w in weights.values()]).sum()

@@ -37,7 +37,7 @@ from privssl.lockstep import Ask, in_lockstep
 from privssl.messages import Reply
 from privssl.shelf import Shelf
 from privssl.stacked import (
-    COPIES,
+    COPY,
     JointSteps,
     Pass,
     Stackable,
@@ -186,4 +186,4 @@ def _let_ask(copy: Stackable) -> None:
         return ask(Pass(copy, alone, inputs, torch.is_grad_enabled()))
 
     network.forward = forward
-    COPIES[network] = copy
+    setattr(network, COPY, copy)
