@@ -1,21 +1,24 @@
-"""Forward passes and optimiser steps of several agents, each done as one for all of them.
+"""Forward passes, computations and optimiser steps of several agents, each done as one for all.
 
 A *pass*: the weights of agents' copies of one network are stacked, their rows as well, and
 ``torch.func.vmap`` runs the network over the agents: one kernel where there were as many as agents.
 What comes out is taken apart again, with the graph of its derivatives, so that each agent computes
 its loss of it as if it were alone. Nothing of one agent enters another's rows.
 
+A *computation* (``together.py``): the same for a function of several networks and of tensors, with
+all that it does between calling them, where agents' tensors have the same shapes.
+
 A *step*: derivatives of all losses in one backward pass, which goes back through the stacked
 networks once; then one optimiser over the parameters of all, with each agent's own moments.
 
-In a pass sums are taken in another order, so float32 results differ from an agent's own in their
-last bits. A step differs in nothing.
+In the first two sums are taken in another order, so float32 results differ from an agent's own in
+their last bits. A step differs in nothing.
 
 What is not stacked is computed as ever (``Stackable.never``, ``alone``): layers that are not listed
-here, networks in bfloat16, dropout in training, static
-norms outside of it. Where no layer couples rows, batches of different lengths make one pass all
-the same: shorter ones are filled up with their last row, whose output goes nowhere. Layers that do
-couple them, batch and static norms in training, get batches of one length.
+here, networks in bfloat16, dropout in training, static norms outside of it. Where no layer couples
+rows, batches of different lengths make one pass all the same: shorter ones are filled up with their
+last row, whose output goes nowhere. Layers that do couple them, batch and static norms in training,
+get batches of one length.
 """
 
 from collections.abc import Callable, Hashable, Sequence
