@@ -152,7 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides = [text for text in options.configs if "=" in text]
     numbers = [int(n) for n in options.at_once.split(",")]
     torch.set_num_threads(1)
-    device = far_device.begin() if options.count else None
+    try:
+        device = far_device.begin() if options.count else None
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
     asked = far_device.asked if options.count else None
     for place, name in enumerate(text for text in options.configs if "=" not in text):
         measured = {n: Measured() for n in numbers}

@@ -37,10 +37,11 @@ from generators import ImageDiscriminator, ImageGenerator
 from privssl.algorithms.fedssl import FedSSLConfig
 from privssl.algorithms.gmixup import Callables, Mixing, row_losses
 from privssl.models import build_classifier, laid_out
-from privssl.privacy import PrivatePlan, PrivateTraining, call, rows_at_once
+from privssl.privacy import PrivatePlan, PrivateTraining, rows_at_once
 from privssl.process import keep_freed_memory
 from privssl.row_gradients import Parameters
 from privssl.settings import ModelSettings
+from privssl.together import Called
 
 SHAPE, CLASSES, NOISE = (1, 28, 28), 10, 32
 MODES = ("hooks", "functorch", "ew", "ghost")
@@ -139,7 +140,7 @@ def our_step(case: Case, sigma: float = 1.0) -> Callable[[], None]:
 
     def row_loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
         inputs = [row[str(place)][None] for place in range(len(case.inputs))]
-        loss: Tensor = criterion(call(network, parameters["N"])(*inputs), row["target"][None])
+        loss: Tensor = criterion(Called(network, parameters["N"])(*inputs), row["target"][None])
         return loss
 
     at_once = rows_at_once({"N": network}, math.prod(SHAPE))

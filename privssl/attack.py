@@ -61,8 +61,9 @@ from privssl.errors import RunFolderError
 from privssl.learn import load, network_input
 from privssl.mechanism_attack import MechanismAttack, attack_mechanism
 from privssl.messages import Message, Reply, StateDict
-from privssl.privacy import PrivatePlan, call, os_uniform
+from privssl.privacy import PrivatePlan, os_uniform
 from privssl.row_gradients import Parameters, per_row_gradients
+from privssl.together import Called
 from privssl.world import Round, World
 
 CONFIDENCE = 1 - 0.05 / 3  # of each of three tests, so that all together are wrong in 5% at most
@@ -366,7 +367,7 @@ def _moved_along(
     parameters = {"here": dict(network.named_parameters())}
 
     def row_loss(here: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
-        return loss(call(network, here["here"]), fields["x"][None], fields["y"][None])
+        return loss(Called(network, here["here"]), fields["x"][None], fields["y"][None])
 
     units = []
     for x, y in zip(*(torch.split(part, AT_ONCE) for part in canaries), strict=True):

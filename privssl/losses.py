@@ -19,11 +19,11 @@ def soft_cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
     return -(p * logits.log_softmax(dim=1)).sum(dim=1)
 
 
-def classifier_loss(fields: Mapping[str, Tensor], *, F: Callable[..., Tensor]) -> Tensor:
+def soft_label_loss(fields: Mapping[str, Tensor], *, F: Callable[..., Tensor]) -> Tensor:
     """Its mean over rows ``x`` that a classifier sees, with targets ``p``; for ``compute``."""
     return soft_cross_entropy(F(fields["x"]), fields["p"]).mean()
 
 
-def label_loss(fields: Mapping[str, Tensor], *, F: Callable[..., Tensor]) -> Tensor:
+def hard_label_loss(fields: Mapping[str, Tensor], *, F: Callable[..., Tensor]) -> Tensor:
     """The same with classes ``y`` (B,)."""
     return cross_entropy(F(fields["x"]), fields["y"])

@@ -23,7 +23,6 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from accounting.accountants import calibrate_noise, epsilon
 from accounting.budget import rounded_up
@@ -286,16 +285,6 @@ class PrivateTraining:
             parameter.grad.div_(self._plan.expected_batch)
         self._optimizer.original_optimizer.step()
         self._optimizer.zero_grad()  # the sum without noise does not outlive its step
-
-
-def call(network: nn.Module, parameters: Mapping[str, Tensor]) -> Callable[..., Tensor]:
-    """The network as a function with other parameters in place of its own."""
-    return lambda *args: functional_call(network, dict(parameters), args)
-
-
-def frozen(network: nn.Module) -> Callable[..., Tensor]:
-    """The network as a function through which gradients flow, but not into its parameters."""
-    return call(network, {name: p.detach() for name, p in network.named_parameters()})
 
 
 _COUPLING = (nn.modules.batchnorm._BatchNorm,)

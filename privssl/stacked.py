@@ -195,8 +195,8 @@ def computed_as_one(wanted: Sequence[Computation]) -> list[Any]:
         kinds.setdefault(_kind_of(one), []).append(place)
     found: dict[int, Any] = {}
     for places in kinds.values():
-        fields = wanted[places[0]].fields.values()
-        rows = max((len(x) for x in fields if x.dim()), default=1)
+        leaves, _ = tree_flatten(wanted[places[0]].fields)
+        rows = max((len(x) for x in leaves if x.dim()), default=1)
         at_once = max(1, ROWS_AT_ONCE // max(1, rows))
         for start in range(0, len(places), at_once):
             some = places[start : start + at_once]
@@ -215,7 +215,8 @@ def _kind_of(one: Computation) -> Hashable:
     """Computations of one kind can be stacked."""
     copies = list(_copies(one).values())
     modes = tuple((copy.modes(), *(p.requires_grad for p in copy.parameters())) for copy in copies)
-    forms = tuple((name, x.shape, x.dtype, x.requires_grad) for name, x in one.fields.items())
+    leaves, tree = tree_flatten(one.fields)
+    forms = repr(tree), *((x.shape, x.dtype, x.requires_grad) for x in leaves)
     return one.function, tuple(one.networks), modes, forms, one.settings, one.derivatives
 
 
@@ -235,7 +236,8 @@ def _computed(wanted: Sequence[Computation]) -> Sequence[Any]:
         stacks = _by_agent(own[name].parameters() for own in copies)
         buffers = _by_agent(own[name].buffers() for own in copies)
         tensors[name] = dict(zip([*names, *buffer_names], [*stacks, *buffers], strict=True))
-    fields = dict(zip(first.fields, _by_agent(one.fields.values() for one in wanted), strict=True))
+    stacks = _by_agent(tree_flatten(one.fields)[0] for one in wanted)
+    fields = tree_unflatten(stacks, tree_flatten(first.fields)[1])
 
     def of_one(tensors: Any, fields: Any) -> Any:
         networks = {n: Called(net, tensors[n]) for n, net in first.networks.items()}

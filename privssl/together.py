@@ -40,7 +40,7 @@ class Computation:
     """What an agent wants to have computed, by a function that all agents share."""
 
     function: Callable[..., Any]
-    fields: Mapping[str, Tensor]
+    fields: Mapping[Any, Any]
     settings: tuple[Hashable, ...]
     networks: Mapping[str, nn.Module]
     derivatives: bool = field(default_factory=torch.is_grad_enabled)  # whether any are wanted
@@ -49,14 +49,14 @@ class Computation:
         """The function's result, computed here."""
         return self.of(self.fields, {name: Called(net) for name, net in self.networks.items()})
 
-    def of(self, fields: Mapping[str, Tensor], networks: Mapping[str, Called]) -> Any:
+    def of(self, fields: Mapping[Any, Any], networks: Mapping[str, Called]) -> Any:
         """The function of others' tensors."""
         return self.function(fields, *self.settings, **networks)
 
 
 def compute(
     function: Callable[..., Any],
-    fields: Mapping[str, Tensor],
+    fields: Mapping[Any, Any],
     *settings: Hashable,
     **networks: nn.Module,
 ) -> Any:
@@ -67,7 +67,7 @@ def compute(
     Args:
         function: draws nothing, and no number decides what it does. Returns tensors, in mappings
             or tuples or alone.
-        fields: tensors of this agent.
+        fields: tensors of this agent, or mappings of tensors.
         settings: what else decides about the result.
         networks: of this agent.
     """

@@ -6,7 +6,7 @@ Plays everything on the CPU and on the far device, and prints as JSON what was e
 import json
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,11 +55,11 @@ def rounds(case: str, device: torch.device, *, together: bool, seed: int = 0) ->
     return {"state": vars(after.state), "memories": after.engine.memories()}
 
 
-def run(name: str, device: torch.device, folder: str, *more: str) -> bytes:
+def run(name: str, device: torch.device, folder: str) -> bytes:
     """The weights that a whole run leaves behind; the system's noise is the same every time."""
     config, short = RUNS[name]
     output = Path(folder, f"{name} {device}".replace(" ", "-"))
-    arguments = [str(CONFIGS / f"{config}.yaml"), *short, *more]
+    arguments = [str(CONFIGS / f"{config}.yaml"), *short]
     system = SimpleNamespace(urandom=random.Random(0).randbytes)
     with (
         patch.object(prepare, "device_of", lambda name: device),
@@ -71,15 +71,43 @@ def run(name: str, device: torch.device, folder: str, *more: str) -> bytes:
     return (output / "classifier.safetensors").read_bytes()
 
 
-def refusal(device: torch.device) -> str:
-    """What is said where rows stay on the CPU."""
+def refusals(far: torch.device) -> dict[str, str]:
+    """What is said where tensors of two devices meet, or one goes where it cannot."""
+    x, y = torch.rand(3, 3).to(far), torch.rand(3, 3)
     real = learn.network_input
-    with patch.object(learn, "network_input", lambda x, device="cpu": real(x)):
+
+    def rows_stay() -> None:
+        with patch.object(learn, "network_input", lambda x, device="cpu": real(x)):
+            rounds("fedavg", far, together=False)
+
+    attempts: dict[str, Callable[[], object]] = {
+        "rows stay": rows_stay,
+        "added": lambda: x + y,
+        "picked": lambda: x.gather(1, y.long()),
+        "masked": lambda: x.masked_fill(y > 0.5, 0.0),
+        "listed": lambda: torch._foreach_add_([x], [y]),
+        "into the cpu": lambda: y.index_add(0, torch.arange(3).to(far), y),
+        "numpy": x.numpy,
+    }
+    said = {}
+    for name, attempt in attempts.items():
         try:
-            rounds("fedavg", device, together=False)
-        except RuntimeError as error:
-            return str(error)
-    return "nothing"
+            attempt()
+            said[name] = "nothing"
+        except (RuntimeError, TypeError) as error:
+            said[name] = str(error)
+    return said
+
+
+def counted(far: torch.device) -> dict[str, int]:
+    """What is counted of work that can be counted by hand."""
+    far_device.asked()
+    x = torch.ones(2, 2).to(far)  # a copy
+    total = ((x + x) @ x).sum()  # three kernels
+    whole = x[torch.tensor([0])].view(2)  # a copy of row numbers, a kernel
+    assert float(total) == 16.0 and float(whole.cpu()[0]) == 1.0  # an answer; a copy back
+    seen = far_device.asked()
+    return {n: getattr(seen, n) for n in ("kernels", "to", "back", "answers", "waits")}
 
 
 def main() -> None:
@@ -101,7 +129,8 @@ def main() -> None:
         rounds("fedavg", CPU, together=False), rounds("fedavg", far, together=False, seed=1)
     )
     seen = {
-        "played": played, "runs": runs, "another seed": other, "refusal": refusal(far),
+        "played": played, "runs": runs, "another seed": other,
+        "refusals": refusals(far), "counted": counted(far),
         "kernels": asked.kernels, "convolutions": asked.by_name["aten::convolution"],
     }  # fmt: skip
     print("\n" + json.dumps(seen))

@@ -26,6 +26,7 @@ import pytest
 import torch
 from test_algorithm_contract import CASES
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from toy_worlds import Played, apart, at_clients, at_server, federation, flat, make, play, same_bits
 
 from generators import ImageDiscriminator, ImageGenerator
@@ -42,7 +43,7 @@ from privssl.engines.workers import WorkerEngine
 from privssl.errors import ConfigError, DataError
 from privssl.evaluate import Oracle
 from privssl.lockstep import GivenUp, in_lockstep
-from privssl.losses import label_loss
+from privssl.losses import hard_label_loss
 from privssl.messages import Message, Reply
 from privssl.models.precision import Precision
 from privssl.models.static_norm import collect
@@ -642,12 +643,12 @@ def test_what_cannot_be_computed_as_one_is_left_to_its_agent() -> None:
     dropping = models.build_classifier(ModelSettings("trinet_cnn"), (1, 8, 8), 10).train()
     strange = models.build_classifier(ModelSettings(), (1, 8, 8), 10)
     x = {"x": torch.rand(4, 1, 8, 8)}
-    assert can_compute(Computation(label_loss, x, (), {}))
-    assert not can_compute(Computation(label_loss, x, (), {"F": strange}))  # nobody's copy
+    assert can_compute(Computation(hard_label_loss, x, (), {}))
+    assert not can_compute(Computation(hard_label_loss, x, (), {"F": strange}))  # nobody's copy
     setattr(dropping, stacked.COPY, Stackable("F", dropping))
-    assert not can_compute(Computation(label_loss, x, (), {"F": dropping}))
+    assert not can_compute(Computation(hard_label_loss, x, (), {"F": dropping}))
     dropping.eval()
-    assert can_compute(Computation(label_loss, x, (), {"F": dropping}))
+    assert can_compute(Computation(hard_label_loss, x, (), {"F": dropping}))
 
 
 def fields_moved_on(wanted: Sequence[Computation]) -> list[Any]:
@@ -655,10 +656,10 @@ def fields_moved_on(wanted: Sequence[Computation]) -> list[Any]:
     agents would have changed places, and their mean would be what it is.)"""
     kept = []
     for place, one in enumerate(wanted):
-        name, value = next(iter(one.fields.items()))
-        other = wanted[place - 1].fields.get(name, value)
-        moved = replace(one, fields={**one.fields, name: other})
-        kept.append(moved if other.shape == value.shape else one)
+        (mine, *rest), form = tree_flatten(one.fields)
+        other = tree_flatten(wanted[place - 1].fields)[0][0]
+        moved = replace(one, fields=tree_unflatten([other, *rest], form))
+        kept.append(moved if other.shape == mine.shape else one)
     return computed_as_one(kept)
 
 

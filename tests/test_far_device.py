@@ -46,9 +46,17 @@ def test_other_work_has_other_bits(seen: Any) -> None:
     assert not seen["another seed"]
 
 
-def test_rows_that_stay_on_the_cpu_are_refused(seen: Any) -> None:
-    assert "torch.FloatTensor" in seen["refusal"]
-    assert "should be the same" in seen["refusal"]
+def test_what_a_gpu_refuses_is_refused(seen: Any) -> None:
+    said = seen["refusals"]
+    assert "torch.FloatTensor" in said["rows stay"] and "should be the same" in said["rows stay"]
+    assert "can't convert far:0" in said["numpy"]
+    for name in said.keys() - {"rows stay", "numpy"}:
+        assert "same device" in said[name], name
+
+
+def test_what_is_asked_for_is_counted(seen: Any) -> None:
+    # by hand, in ``on_far_device.counted``
+    assert seen["counted"] == {"kernels": 4, "to": 2, "back": 1, "answers": 1, "waits": 2}
 
 
 def test_the_device_has_done_the_work(seen: Any) -> None:

@@ -26,8 +26,8 @@ from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.messages import Reply
 from privssl.models.convnets import SmallCNN
-from privssl.privacy import frozen
 from privssl.seeds import seeded, stream
+from privssl.together import Called
 
 ALL = ("F", "G", "D")
 
@@ -189,7 +189,9 @@ def networks() -> dict[str, nn.Module]:
 
 
 def functions(nets: Mapping[str, nn.Module]) -> Callables:
-    return Callables(nets["F"], nets["G"], nets["D"], frozen(nets["F"]), frozen(nets["D"]))
+    return Callables(
+        nets["F"], nets["G"], nets["D"], Called(nets["F"]).frozen(), Called(nets["D"]).frozen()
+    )
 
 
 def drawn(*shape: int, purpose: str = "x") -> Tensor:

@@ -22,9 +22,10 @@ from privssl.models.dropout import Dropout
 from privssl.models.flatten import LARGE, Flatten
 from privssl.models.static_norm import StaticNorm, collect, statistics_of
 from privssl.models.surgery import splice
-from privssl.privacy import call, frozen, refuse_coupling_layers
+from privssl.privacy import refuse_coupling_layers
 from privssl.seeds import seeded, stream
 from privssl.settings import ModelSettings
+from privssl.together import Called
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 9, 15)]
 NORMS = ["group", "batch", "static", "none"]
@@ -478,12 +479,12 @@ def test_networks_of_two_architectures_cannot_be_spliced() -> None:
 def test_a_network_can_be_called_with_other_parameters_than_its_own() -> None:
     network = nn.Linear(2, 1)
     other = {"weight": torch.tensor([[2.0, 3.0]]), "bias": torch.tensor([1.0])}
-    assert call(network, other)(torch.tensor([[1.0, 1.0]])).item() == 6.0  # 2 + 3 + 1
+    assert Called(network, other)(torch.tensor([[1.0, 1.0]])).item() == 6.0  # 2 + 3 + 1
 
 
 def test_through_a_frozen_network_gradients_flow_but_not_into_it() -> None:
     network, x = nn.Linear(2, 1), torch.ones(1, 2, requires_grad=True)
-    frozen(network)(x).sum().backward()  # type: ignore[no-untyped-call]
+    Called(network).frozen()(x).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, network.weight.detach())
     weight: Tensor = network.weight
     assert weight.grad is None

@@ -36,7 +36,6 @@ from privssl.models.convnets import LeNet, SmallCNN
 from privssl.privacy import (
     PrivatePlan,
     PrivateTraining,
-    call,
     check_rows_independent,
     make_plan,
     os_normal,
@@ -45,6 +44,7 @@ from privssl.privacy import (
 )
 from privssl.row_gradients import Parameters, RowLoss, per_row_gradients
 from privssl.settings import PrivacySettings
+from privssl.together import Called
 
 SHAPE, CLASSES, NOISE = (1, 8, 8), 3, 5
 BARE = PrivatePlan(
@@ -94,7 +94,7 @@ def small_rows(count: int, seed: int = 0) -> Tensor:
 
 def small_loss(network: nn.Module) -> RowLoss:
     def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        logits = call(network, parameters["F"])(row["x"][None])
+        logits = Called(network, parameters["F"])(row["x"][None])
         return soft_cross_entropy(logits, row["p"][None])[0]
 
     return loss
@@ -479,7 +479,7 @@ def test_another_row_leaves_a_rows_gradient_bit_equal(which: str, value: float) 
     network = build()
 
     def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        return rows_of(call(network, parameters["N"]), {k: v[None] for k, v in row.items()})[0]
+        return rows_of(Called(network, parameters["N"]), {k: v[None] for k, v in row.items()})[0]
 
     fields = {key: field[:, 0] for key, field in mixing(rows=4, views=1).items()}
     before = per_row_gradients(loss, parameters_of({"N": network}), fields)["N"]

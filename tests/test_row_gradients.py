@@ -20,8 +20,8 @@ from torch.nn import functional
 from privssl.clipping import Outer, RowGradients, Rows, clipped_sums
 from privssl.errors import PrivacyError
 from privssl.models.convnets import LeNet, SmallCNN
-from privssl.privacy import call
 from privssl.row_gradients import Parameters, RowLoss, factored_gradients, per_row_gradients
+from privssl.together import Called
 
 ROWS = 4
 
@@ -70,7 +70,7 @@ def test_gradients_of_every_shipped_network_are_those_of_one_row_at_a_time(which
     network = build().double()
 
     def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        return rows_of(call(network, parameters["N"]), {k: v[None] for k, v in row.items()})[0]
+        return rows_of(Called(network, parameters["N"]), {k: v[None] for k, v in row.items()})[0]
 
     fields = {key: field[:, 0] for key, field in mixing(ROWS, 1, torch.float64).items()}
     check_equal(loss, {"N": network}, fields)
@@ -117,7 +117,7 @@ def test_layers_of_any_kind_have_the_gradients_of_one_row_at_a_time(which: str) 
     network = LAYERS[which]().double()
 
     def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        out: Tensor = call(network, parameters["N"])(row["x"])
+        out: Tensor = Called(network, parameters["N"])(row["x"])
         return out.square().sum()
 
     x = torch.randn(ROWS, 3, 5, 7, 8, generator=torch.Generator().manual_seed(0)).double()
@@ -190,7 +190,7 @@ def test_an_output_that_is_changed_in_place_is_refused_by_the_layers_name() -> N
     network = nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True), nn.Linear(2, 1))
     with pytest.raises(PrivacyError, match=r"output of N\.0\.weight is changed in place"):
         factored_gradients(
-            lambda p, row: call(network, p["N"])(row["x"][None]).sum(),
+            lambda p, row: Called(network, p["N"])(row["x"][None]).sum(),
             parameters_of({"N": network}),
             {"x": torch.ones(ROWS, 3)},
         )
@@ -204,7 +204,7 @@ def test_another_row_leaves_a_rows_gradient_bit_equal(build: type[nn.Module], va
 
     def each(x: Tensor) -> list[Tensor]:
         found = factored_gradients(
-            lambda p, row: call(network, p["N"])(row["x"]).square().sum(),
+            lambda p, row: Called(network, p["N"])(row["x"]).square().sum(),
             parameters_of({"N": network}),
             {"x": x},
         ).values()

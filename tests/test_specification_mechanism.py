@@ -60,6 +60,7 @@ from privssl.prepare import Prepared, prepare
 from privssl.privacy import PrivateTraining, os_normal
 from privssl.row_gradients import per_row_gradients
 from privssl.settings import ModelSettings
+from privssl.together import Called
 
 ALL = ("privacy.update_at_support=[F, D, G]", "privacy.protect=[F, D, G]")
 
@@ -243,8 +244,9 @@ def test_gradients_of_the_generator_equal_those_of_opacus_hooks() -> None:
 
     def row(parameters: Any, r: Any) -> Tensor:
         given = [r[key][None] for key in ("mild", "p1", "p2", "z", "lam")]
-        made = privacy.call(network, parameters["G"])(*given[:4], given[4][:, None])
-        return made.square().sum()
+        made = Called(network, parameters["G"])(*given[:4], given[4][:, None])
+        total: Tensor = made.square().sum()
+        return total
 
     found = per_row_gradients(row, parameters_of({"G": network}), f)["G"]
     given = (f["mild"], f["p1"], f["p2"], f["z"], f["lam"][:, None])

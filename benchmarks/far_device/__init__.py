@@ -24,10 +24,12 @@ from typing import Any
 
 import torch
 
+from privssl.errors import UserError
+
 NAME = "far"
 OLDEST = 2, 15  # torch
 #: What starts no kernel.
-FREE = ("is_set_to", "resize_", "set_", "record_stream", "empty", "unfold")
+FREE = ("is_set_to", "resize_", "set_", "record_stream", "unfold", "_local_scalar_dense")
 #: What a program has to wait for: how many numbers there are, or what a number is, decides how it
 #: goes on.
 ANSWERED = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2",
@@ -66,10 +68,11 @@ def begin() -> torch.device:
     """The device, made known to torch.
 
     Raises:
-        RuntimeError: there is none here (``why_not``), or it did not compile.
+        UserError: there can be none here (``why_not``).
+        RuntimeError: it did not compile.
     """
     if reason := why_not():
-        raise RuntimeError(f"No far device: {reason}")
+        raise UserError(f"Nothing can be counted here: {reason}")
     from torch.utils.cpp_extension import load  # it looks for compilers
 
     os.environ["PATH"] = _path()

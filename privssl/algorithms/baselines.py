@@ -41,7 +41,7 @@ from privssl.agents import LabelledRows, SupportAgent
 from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.local_ssl import Share, no_statistics
 from privssl.data.views import view
-from privssl.losses import label_loss
+from privssl.losses import hard_label_loss
 from privssl.messages import Mean, Message, StateDict
 from privssl.privacy import PrivatePlan
 from privssl.settings import Positive, Problem, Rate, strict
@@ -252,7 +252,7 @@ def labelled_losses(
             if can_learn_from(F, len(picked)):
                 x = cfg.weak_view(learn.network_input(rows.x[picked], ctx.device), views)
                 y = rows.y[picked].to(ctx.device)
-                yield compute(label_loss, {"x": x, "y": y}, F=F)
+                yield compute(hard_label_loss, {"x": x, "y": y}, F=F)
 
 
 def descend(

@@ -29,7 +29,7 @@ from privssl.algorithms.local_ssl import (
     no_statistics,
     one_hot,
 )
-from privssl.losses import classifier_loss
+from privssl.losses import soft_label_loss
 from privssl.messages import Message, Reply, StateDict
 from privssl.mixup import local_mixup
 from privssl.privacy import PrivatePlan
@@ -162,7 +162,7 @@ class _Bound(Algorithm[State]):
 
         def loss(batch: dict[str, Tensor]) -> Tensor:
             rows, labels = self._mixed(batch["x"], batch["p"], rng)
-            mean: Tensor = compute(classifier_loss, {"x": rows, "p": labels}, F=F)
+            mean: Tensor = compute(soft_label_loss, {"x": rows, "p": labels}, F=F)
             return mean
 
         fields = {"x": seen, "p": p.to(ctx.device)}

@@ -27,7 +27,6 @@ from privssl.mixup import mix, sample_mix
 from privssl.privacy import (
     PrivatePlan,
     PrivateTraining,
-    call,
     check_rows_independent,
     refuse_coupling_layers,
     rows_at_once,
@@ -86,14 +85,10 @@ class Callables:
     def of(cls, nets: Mapping[str, nn.Module], parameters: Parameters) -> "Callables":
         """The networks with given parameters; a network that is given none is frozen."""
 
-        def live(name: str) -> Callable[..., Tensor]:
-            return call(nets[name], parameters[name]) if name in parameters else fixed(name)
-
-        def fixed(name: str) -> Callable[..., Tensor]:
-            given = parameters.get(name, dict(nets[name].named_parameters()))
-            return call(nets[name], {key: value.detach() for key, value in given.items()})
-
-        return cls(live("F"), live("G"), live("D"), fixed("F"), fixed("D"))
+        given = {name: Called(nets[name], parameters.get(name)) for name in NETWORKS}
+        frozen = {name: called.frozen() for name, called in given.items()}
+        live = {name: (given if name in parameters else frozen)[name] for name in NETWORKS}
+        return cls(live["F"], live["G"], live["D"], frozen["F"], frozen["D"])
 
 
 def draw_mixing(cfg: Mixes, x: Tensor, p1: Tensor, ctx: Context) -> Mixing:

@@ -46,7 +46,7 @@ from privssl.algorithms.label_free import (
 from privssl.algorithms.local_ssl import needs_unlabelled, no_statistics
 from privssl.algorithms.votes import class_given_cluster, class_posterior
 from privssl.census_plan import CensusPlan
-from privssl.losses import classifier_loss
+from privssl.losses import soft_label_loss
 from privssl.messages import Done, Mean, Message, MessageError, Silence, StateDict
 from privssl.pictures import census_plot
 from privssl.pseudo import guess_labels
@@ -326,7 +326,7 @@ class LabelCensus(MapsRows):
         optimiser = learn.LocalOptimiser({"F": group}, agent.memory, "F")
         loss = learn.fit(
             optimiser, fields, self.cfg.batch_size,
-            partial(compute, classifier_loss, F=F),
+            partial(compute, soft_label_loss, F=F),
         )  # fmt: skip
         agent.memory = {**agent.memory, **optimiser.remember()}
         ctx.note("train/loss_F", loss)

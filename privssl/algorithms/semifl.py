@@ -42,7 +42,7 @@ from privssl.agents import LabelledRows, Memory, QueryAgent, SupportAgent, Unlab
 from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.local_ssl import Share, needs_unlabelled
 from privssl.data.views import view
-from privssl.losses import label_loss
+from privssl.losses import hard_label_loss
 from privssl.messages import Mean, Message, Silence, StateDict, equally
 from privssl.mixup import sample_mix
 from privssl.models.static_norm import collect, statistics_of
@@ -283,7 +283,7 @@ class SemiFL(Algorithm[State]):
             }  # fmt: skip
             for batch in learn.batches(views, self.cfg.batch_size):
                 if self.cfg.mix_weight:
-                    lam = sample_mix(1, self.cfg.mix_alpha, mixing)[0].double()
+                    lam = sample_mix(1, self.cfg.mix_alpha, mixing)[0].double()  # so is 1 - lam
                     batch = {**batch, "lam": lam.to(ctx.device)}
                 yield compute(fix_and_mix_loss, batch, self.cfg.mix_weight, F=F)
 
@@ -311,7 +311,7 @@ class SemiFL(Algorithm[State]):
         for order in passes(len(x), size, self.cfg.server_epochs, ctx.rng("order")):
             views = {"x": self.cfg.weak_view(x[order], weak), "y": y[order]}
             for batch in learn.batches(views, size):
-                yield compute(label_loss, batch, F=F)
+                yield compute(hard_label_loss, batch, F=F)
 
     def _loaded(self, msg: Lesson, ctx: Context) -> nn.Module:
         return learn.load(self._F.to(ctx.device), msg.F)

@@ -144,7 +144,7 @@ class Visit:
         self._losses["sigma"].append(loss.detach())
         loss = self._cfg.labelled_weight * loss
         if self._cfg.weight_decay:
-            loss = loss + compute(_decayed, _fields(theta=weights), self._cfg.weight_decay)
+            loss = loss + compute(_decayed, {"theta": weights}, self._cfg.weight_decay)
         self._step("sigma", loss)
 
     def learn_psi(
@@ -152,9 +152,8 @@ class Visit:
     ) -> None:
         """One step on L_u: Eq. 5. Without a sure row it is one on the penalties alone."""
         cfg, weights = self._cfg, self._theta()
-        fields = _fields(**self._halves, theta=weights)
         strengths = cfg.l2_weight, self._numbers.l1_weight, cfg.weight_decay
-        loss = compute(_held_back, fields, *strengths)
+        loss = compute(_held_back, {**self._halves, "theta": weights}, *strengths)
         if len(picked):
             loss = loss + self._consistency(weights, rows, picked, helpers)
         self._losses["psi"].append(loss.detach())
@@ -202,7 +201,7 @@ class Visit:
 
     def _theta(self) -> dict[str, Tensor]:
         """sigma + psi, with a gradient to both."""
-        weights: dict[str, Tensor] = compute(_theta_of, _fields(**self._halves))
+        weights: dict[str, Tensor] = compute(_theta_of, self._halves)
         return weights
 
     def _helper_says(self, psi: StateDict, x: Tensor) -> Tensor:
@@ -222,29 +221,17 @@ class Visit:
             learn.minimise(self._sgd[half], loss)
 
 
-# Of all weights, as ``compute`` takes them: one field for each tensor of each half.
+def _theta_of(halves: Mapping[str, StateDict]) -> dict[str, Tensor]:
+    return theta(halves["sigma"], halves["psi"])
 
 
-def _fields(**halves: StateDict) -> dict[str, Tensor]:
-    return {f"{half}/{name}": w for half, named in halves.items() for name, w in named.items()}
+def _decayed(weights: Mapping[str, StateDict], share: float) -> Tensor:
+    return weight_decay(weights["theta"], share)
 
 
-def _of(half: str, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    start = f"{half}/"
-    return {key[len(start) :]: w for key, w in fields.items() if key.startswith(start)}
-
-
-def _theta_of(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return theta(_of("sigma", fields), _of("psi", fields))
-
-
-def _decayed(fields: Mapping[str, Tensor], decay: float) -> Tensor:
-    return weight_decay(_of("theta", fields), decay)
-
-
-def _held_back(fields: Mapping[str, Tensor], l2: float, l1: float, decay: float) -> Tensor:
-    loss = penalties(_of("sigma", fields), _of("psi", fields), l2=l2, l1=l1)
-    return loss + weight_decay(_of("theta", fields), decay) if decay else loss
+def _held_back(weights: Mapping[str, StateDict], l2: float, l1: float, decay: float) -> Tensor:
+    loss = penalties(weights["sigma"], weights["psi"], l2=l2, l1=l1)
+    return loss + weight_decay(weights["theta"], decay) if decay else loss
 
 
 def _leaves(weights: StateDict, device: torch.device) -> dict[str, Tensor]:
