@@ -26,7 +26,7 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -311,6 +311,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return report(competitors, work, options)
 
 
+def table(competitors: Sequence[Competitor], right: Mapping[str, float], images: int) -> None:
+    """Prints it.
+
+    Args:
+        competitors: the plain loop on one thread comes first, then, if it takes more by itself,
+            with PyTorch's defaults.
+        right: accuracy of each by its name.
+        images: that a round learns from.
+    """
+    times = {one.name: statistics.median(one.seconds) for one in competitors}
+    first, last = competitors[0], competitors[1 if competitors[1].threads > 1 else 0]
+    print(
+        "| competitor | s per round | images/s | times plain, 1 thread | times plain, defaults "
+        "| accuracy | steps of round 1 here |\n|---|---|---|---|---|---|---|"
+    )
+    for one in competitors:
+        seconds = times[one.name]
+        print(
+            f"| {one.name} | {seconds:.3f} | {images / seconds:.0f} "
+            f"| {times[first.name] / seconds:.2f} | {times[last.name] / seconds:.2f} "
+            f"| {right[one.name]:.4f} | {one.steps or 'elsewhere'} |"
+        )
+
+
 def report(competitors: Sequence[Competitor], work: Work, options: argparse.Namespace) -> int:
     """The table, and what did not agree."""
     images = options.agents * options.rows * options.epochs
@@ -319,20 +343,9 @@ def report(competitors: Sequence[Competitor], work: Work, options: argparse.Name
         f"{options.batch}, {options.epochs} local epochs, augmentation {options.augment}, "
         f"{options.rounds} timed rounds\n"
     )
-    times = {one.name: statistics.median(one.seconds) for one in competitors}
-    first, last = competitors[0], competitors[1 if competitors[1].threads > 1 else 0]
-    print(
-        "| competitor | s per round | images/s | times plain, 1 thread | times plain, defaults "
-        "| accuracy | steps of round 1 here |\n|---|---|---|---|---|---|---|"
-    )
+    first = competitors[0]
     right = {one.name: work.accuracy(one.weights()) for one in competitors}
-    for one in competitors:
-        seconds = times[one.name]
-        print(
-            f"| {one.name} | {seconds:.3f} | {images / seconds:.0f} "
-            f"| {times[first.name] / seconds:.2f} | {times[last.name] / seconds:.2f} "
-            f"| {right[one.name]:.4f} | {one.steps or 'elsewhere'} |"
-        )
+    table(competitors, right, images)
     counterpart = next(one for one in competitors if one.name.startswith("ours, float32, 1"))
     distance = apart(first.weights(), counterpart.weights())
     spread = max(right.values()) - min(right.values())

@@ -5,6 +5,7 @@ No test here measures time.
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -15,12 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchvision import transforms
 
 from benchmarks import (
     against_flower_and_pfl,
     batched_agents,
     hot_loop,
     methods,
+    plain_fixmatch,
     plain_loop,
     private_step,
     processes,
@@ -38,6 +41,10 @@ SMALL = argparse.Namespace(
     data="digits", agents=2, rows=24, batch=10, epochs=2, rounds=2, augment="none"
 )
 
+FEW = argparse.Namespace(
+    data="digits", agents=2, rows=40, labels=50, batch=10, rate=0.02, warm_up=300
+)
+
 
 @pytest.mark.parametrize(
     "main",
@@ -45,7 +52,7 @@ SMALL = argparse.Namespace(
         b.main
         for b in (
             *(against_flower_and_pfl, batched_agents, hot_loop, methods, plain_loop),
-            *(private_step, sites_memory),
+            *(plain_fixmatch, private_step, sites_memory),
         )
     ],
     ids=lambda main: main.__module__.partition(".")[2],
@@ -129,6 +136,57 @@ def test_a_competitor_that_trained_otherwise_is_reported(
         competitors[0].play(3)
         assert plain_loop.report(competitors, work, SMALL) == 1
         assert "NOT trained alike." in capsys.readouterr().out
+
+
+def test_fixmatch_by_a_plain_loop_and_by_our_engine_lead_to_the_same_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where neither changes its rows: views are drawn by each for itself."""
+    alike = dataclasses.replace(plain_fixmatch.Work.of(FEW).config, weak="none", strong="none")
+    monkeypatch.setattr(plain_fixmatch.Work, "config", alike)
+    monkeypatch.setattr(plain_fixmatch, "CROP", 0)
+    monkeypatch.setattr(transforms, "RandomApply", lambda *_: lambda image: image)
+    work = plain_fixmatch.Work.of(FEW)
+    shares: tuple[list[float], list[float]] = ([], [])
+    with contextlib.ExitStack() as stack:
+        plain = work.plain("plain", 1, shares[0])
+        ours = work.ours("float32", 1, shares[1], stack)
+        for number in (1, 2):
+            plain.play(number)
+            ours.play(number)
+        assert shares[0] == pytest.approx(shares[1])
+        assert 0.1 < sum(shares[0]) / len(shares[0]) < 1.0  # some are sure, some are not
+        assert apart(plain.weights(), work.begin) > 1e-3
+        assert apart(plain.weights(), ours.weights()) < 1e-5
+        # the control: batches in another order
+        plain.play(4)
+        ours.play(3)
+        assert apart(plain.weights(), ours.weights()) > 1e-4
+
+
+def test_fixmatch_by_a_plain_loop_sees_a_weak_and_a_strong_view_of_a_row() -> None:
+    row = torch.arange(64, dtype=torch.uint8).reshape(1, 1, 8, 8).repeat(40, 1, 1, 1).numpy()
+    views = plain_fixmatch.TwoViews(row)
+    weak = {views[n][0].numpy().tobytes() for n in range(40)}
+    strong = {views[n][1].numpy().tobytes() for n in range(40)}
+    assert 2 <= len(weak) <= 9  # one pixel each way
+    assert len(strong) > 9
+    assert {views[n][2] for n in range(40)} == {-1}
+    labelled = plain_fixmatch.TwoViews(row, np.full(40, 7))
+    assert {labelled[n][2] for n in range(40)} == {7}
+
+
+@pytest.mark.parametrize(
+    ("right", "shares", "status"),
+    [((0.9, 0.94), (0.5, 0.55), 0), ((0.9, 0.8), (0.5, 0.55), 1), ((0.9, 0.9), (0.5, 0.7), 1)],
+)
+def test_fixmatch_that_trained_otherwise_is_reported(
+    right: tuple[float, ...], shares: tuple[float, float], status: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    kept = {"plain": [shares[0]], "ours": [shares[1]]}
+    assert plain_fixmatch.verdict(0.5, right, kept) == status
+    assert ("NOT trained alike." in capsys.readouterr().out) == bool(status)
 
 
 # pfl's cell ----------------------------------------------------------------------------------

@@ -1,0 +1,301 @@
+"""Our engine against FedAvg-FixMatch as research code writes it, on the same work.
+
+    python -m benchmarks.plain_fixmatch [--data mnist] [--agents 10] [--rows 300] [--batch 32]
+        [--rate 0.005] [--labels 100] [--warm-up 200] [--rounds 5]
+
+A server with few labelled rows trains on weak views of them; then agents without labels train on
+their own sure guesses (FixMatch: the class of a weak view, where it is sure, is asked of a strong
+view), and their weights are averaged.
+
+The plain loop: for each party a deep copy of the global network, a ``Dataset`` that makes a PIL
+image of a row and puts it through torchvision's ``RandomCrop``, for the strong view ``RandAugment``
+after it, ``ToTensor`` and ``Normalize``; a ``DataLoader`` without worker processes; every row of a
+batch goes through the network, the loss of those that are not sure is multiplied by 0; SGD in
+float32 with PyTorch's defaults. Ours: the algorithm ``fixmatch``. Network, first weights, rows,
+batches, their order, epochs, threshold and rates are the same; both draw the same 14 operations of
+RandAugment, two for a row, each carried out every second time. Views are each loop's own draws, so
+that weights differ and accuracies and shares of sure rows are compared.
+
+Both begin from a network that learned from the server's rows, as in a run that is under way: a
+fresh one is sure of nothing, and ours passes over rows that are not sure. Shares are told.
+Turns, medians and columns as in ``benchmarks.plain_loop``.
+Exit status: 1 where training did not agree.
+"""
+
+import argparse
+import copy
+import dataclasses
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms
+
+from benchmarks.plain_loop import (
+    Competitor,
+    Order,
+    mean,
+    table,
+    take_turns,
+)
+from benchmarks.processes import about
+from privssl import data, optimisers, seeds
+from privssl.agents import Agent
+from privssl.algorithms.base import Task
+from privssl.algorithms.consistency import FixMatch, FixMatchConfig
+from privssl.algorithms.pseudo_baselines import State
+from privssl.engines.local import LocalEngine
+from privssl.engines.workers import WorkerEngine
+from privssl.errors import UserError
+from privssl.evaluate import accuracy
+from privssl.learn import fresh_weights, minimise, network_input
+from privssl.models import build_classifier
+from privssl.models.precision import Precision
+from privssl.process import keep_freed_memory
+from privssl.settings import AgentSettings, DataSettings, ModelSettings
+from privssl.world import Round, World
+
+SEED, MOMENTUM, THRESHOLD = 0, 0.9, 0.9
+WARM_UP_RATE = 0.005
+CROP = 1 / 8  # of the side, each way
+ACCURACY_APART, SHARES_APART = 0.05, 0.1
+CPU = torch.device("cpu")
+
+
+# As research code writes it ------------------------------------------------------------------
+
+
+class TwoViews(Dataset[tuple[Tensor, Tensor, int]]):
+    """A weak view, a strong one and the label of each row; -1 where there is none."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray | None = None) -> None:
+        """x (N, channels, side, side) uint8; y (N,). With labels the strong view is the weak."""
+        self.x, self.y = x.transpose(0, 2, 3, 1), y
+        side, middle = x.shape[2], (0.5,) * x.shape[1]
+        self.crop = transforms.RandomCrop(side, int(CROP * side), padding_mode="reflect")
+        drawn = transforms.RandomApply([transforms.RandAugment(1)], 0.5)
+        self.strong = transforms.Compose([self.crop, drawn, drawn])
+        self.tensor = transforms.Compose(
+            [transforms.ToTensor(), transforms.Normalize(middle, middle)]
+        )
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, int]:
+        row = self.x[number]
+        image = Image.fromarray(row[:, :, 0] if row.shape[2] == 1 else row)
+        weak: Tensor = self.tensor(self.crop(image))
+        if self.y is not None:
+            return weak, weak, int(self.y[number])
+        return weak, self.tensor(self.strong(image)), -1
+
+
+def local_training(
+    network: nn.Module, views: TwoViews, *, order: torch.Generator, batch: int, rate: float
+) -> tuple[dict[str, Tensor], float]:
+    """An epoch of SGD on a copy of the network; its weights, and the share of sure rows."""
+    local = copy.deepcopy(network).train()
+    loader = DataLoader(views, batch, sampler=Order(len(views), order))
+    sgd = torch.optim.SGD(local.parameters(), lr=rate, momentum=MOMENTUM)
+    kept = 0
+    for weak, strong, y in loader:
+        if views.y is not None:
+            loss = cross_entropy(local(weak), y)
+        else:
+            with torch.no_grad():
+                p = local(weak).softmax(dim=1)  # group norm: training or not is the same
+            sure = p.amax(dim=1) >= THRESHOLD
+            kept += int(sure.sum())
+            if not sure.any():  # as ours: momentum does not go on alone
+                continue
+            loss = (cross_entropy(local(strong), p.argmax(dim=1), reduction="none") * sure).mean()
+        sgd.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        sgd.step()
+    return copy.deepcopy(local.state_dict()), kept / len(views)
+
+
+# Both, a round at a time ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done."""
+
+    federation: data.Federation
+    begin: dict[str, Tensor]
+    batch: int
+    rate: float
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "Work":
+        """With a network that has learned from the server's rows.
+
+        Raises UserError where the data set is not there.
+        """
+        settings = DataSettings(
+            options.data, labels="labels-at-server", labelled=options.labels,
+            unlabelled=options.agents * options.rows,
+        )  # fmt: skip
+        federation = data.build(settings, AgentSettings(query=options.agents), SEED)
+        work = cls(federation, {}, options.batch, options.rate)
+        begin = fresh_weights(work.new, seeds.stream(SEED, 0, "world", "init"))
+        network = work.new()
+        network.load_state_dict(begin)
+        sgd = optimisers.SGD(network.parameters(), lr=WARM_UP_RATE, momentum=MOMENTUM)
+        config, rng = work.config, seeds.stream(SEED, 0, "world", "warm-up")
+        for server in (a for a in federation.agents if a.held_unlabelled is None):
+            x, y = network_input(server.labelled.x), server.labelled.y
+            for _ in range(options.warm_up):
+                minimise(sgd, cross_entropy(network(config.weak_view(x, rng)), y))
+        return dataclasses.replace(work, begin=dict(network.state_dict()))
+
+    @property
+    def config(self) -> FixMatchConfig:
+        """Ours, for the training that is written above."""
+        return FixMatchConfig(
+            rounds=1, local_epochs=1, batch_size=self.batch, learning_rate=self.rate,
+            momentum=MOMENTUM, weak="crop", guess_on="weak", strong="fedseal", threshold=THRESHOLD,
+            mean_over="batch", released="averaged",
+        )  # fmt: skip
+
+    def new(self, precision: Precision = "float32") -> nn.Module:
+        """small_cnn."""
+        dataset = self.federation.dataset
+        return build_classifier(ModelSettings(), dataset.shape, dataset.classes, precision)
+
+    def plain(self, name: str, threads: int, shares: list[float]) -> Competitor:
+        """The loop above. shares: where the shares of sure rows in the last round are put."""
+        network = self.new()
+        network.load_state_dict(self.begin)
+
+        def visit(agent: Agent, number: int) -> tuple[dict[str, Tensor], float]:
+            server = agent.held_unlabelled is None
+            step = "support_pass" if server else "query_pass"
+            order = seeds.stream(SEED, number, agent.id, f"{number}/{agent.id}/{step}/1:order")
+            rows = agent.labelled if server else agent.unlabelled
+            views = TwoViews(rows.x.numpy(), agent.labelled.y.numpy() if server else None)
+            return local_training(network, views, order=order, batch=self.batch, rate=self.rate)
+
+        def play(number: int) -> None:
+            torch.manual_seed(number)  # of views
+            agents = self.federation.agents
+            for server in (a for a in agents if a.held_unlabelled is None):
+                network.load_state_dict(visit(server, number)[0])
+            others = [agent for agent in agents if agent.held_unlabelled is not None]
+            sent = [visit(agent, number) for agent in others]
+            network.load_state_dict(
+                mean([weights for weights, _ in sent], [len(agent.unlabelled) for agent in others])
+            )
+            shares[:] = [share for _, share in sent]
+
+        return Competitor(name, play, lambda: dict(network.state_dict()), threads)
+
+    def ours(
+        self, precision: Precision, workers: int, shares: list[float], stack: ExitStack
+    ) -> Competitor:
+        """privssl's; its workers are forked now."""
+        dataset = self.federation.dataset
+        task = Task(dataset.classes, dataset.shape, partial(self.new, precision), precision)
+        algorithm, agents = FixMatch(self.config, task), self.federation.agents
+        engine = stack.enter_context(
+            closing(
+                LocalEngine(agents, seed=SEED, device=CPU)
+                if workers == 1
+                else WorkerEngine(
+                    agents, algorithm=algorithm, workers=workers, seed=SEED, device=CPU
+                )
+            )
+        )
+        world, states = World(engine, SEED), [State(self.begin, self.begin)]
+
+        def play(number: int) -> None:
+            world.begin(Round(number))
+            states[:] = [algorithm.round(states[0], world)]
+            shares[:] = world.notes["train/kept"]
+
+        name = f"ours, {precision}, {workers} process{'es' * (workers > 1)}"
+        return Competitor(name, play, lambda: dict(states[0].F))
+
+    def accuracy(self, weights: dict[str, Tensor]) -> float:
+        """On the test rows."""
+        dataset = self.federation.dataset
+        return accuracy(self.new(), weights, dataset.x_test, dataset.y_test, device=CPU)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a Markdown table."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.plain_fixmatch", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--data", default="mnist", choices=("mnist", "fashion_mnist", "digits"))
+    parser.add_argument("--agents", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=300, help="of each agent")
+    parser.add_argument("--labels", type=int, default=100, help="at the server")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument(
+        "--rate", type=float, default=0.005, help="of learning; small batches: less"
+    )
+    parser.add_argument("--warm-up", type=int, default=200, help="steps on labels before")
+    parser.add_argument("--rounds", type=int, default=5, help="timed ones")
+    options = parser.parse_args(arguments)
+    defaults = torch.get_num_threads()
+    torch.set_num_threads(1)  # before anything runs: workers are forked from a process with one
+    keep_freed_memory()
+    print(about())
+    try:
+        work = Work.of(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    shares: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        precisions: tuple[Precision, ...] = ("float32", "bfloat16")
+        ours = [
+            work.ours(p, n, shares.setdefault(f"ours, {p}, {n}", []), stack)
+            for n in (1, 2)
+            for p in precisions
+        ]
+        plain = [
+            work.plain(f"plain loop, float32, {label}", n, shares.setdefault(f"plain, {label}", []))
+            for n, label in {1: "1 thread", defaults: f"defaults ({defaults} threads)"}.items()
+        ]
+        competitors = [*plain, *ours]
+        take_turns(competitors, options.rounds)
+    print(
+        f"{options.data}, {options.labels} labels at the server, {options.agents} agents with "
+        f"{options.rows} rows, batches of {options.batch}, rate {options.rate}, "
+        f"{options.rounds} timed rounds\n"
+    )
+    right = {one.name: work.accuracy(one.weights()) for one in competitors}
+    table(competitors, right, images=options.agents * options.rows + options.labels)
+    return verdict(work.accuracy(work.begin), list(right.values()), shares)
+
+
+def verdict(begun: float, right: Sequence[float], shares: dict[str, list[float]]) -> int:
+    """Says whether all trained alike; 0 if so, else 1."""
+    kept = {name: sum(of) / len(of) for name, of in shares.items()}
+    spread, shares_spread = (max(of) - min(of) for of in (right, kept.values()))
+    agree = spread <= ACCURACY_APART and shares_spread <= SHARES_APART
+    print(f"\nAccuracy before the first round: {begun:.4f}. Sure rows in the last: ", end="")
+    print(", ".join(f"{name} {share:.3f}" for name, share in kept.items()))
+    print(
+        f"Accuracies: {spread:.4f} apart (at most {ACCURACY_APART}); shares of sure rows: "
+        f"{shares_spread:.3f} (at most {SHARES_APART}). "
+        + ("Trained alike." if agree else "NOT trained alike.")
+    )
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
