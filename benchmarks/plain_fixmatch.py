@@ -42,35 +42,34 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from benchmarks.plain_loop import (
+    CPU,
+    SEED,
     Competitor,
     Order,
+    engine_of,
     mean,
+    set_up,
     table,
     take_turns,
 )
-from benchmarks.processes import about
 from privssl import data, optimisers, seeds
 from privssl.agents import Agent
 from privssl.algorithms.base import Task
 from privssl.algorithms.consistency import FixMatch, FixMatchConfig
 from privssl.algorithms.pseudo_baselines import State
-from privssl.engines.local import LocalEngine
-from privssl.engines.workers import WorkerEngine
 from privssl.errors import UserError
 from privssl.evaluate import accuracy
 from privssl.learn import fresh_weights, minimise, network_input
 from privssl.models import build_classifier
 from privssl.models.precision import Precision
-from privssl.process import keep_freed_memory
 from privssl.settings import AgentSettings, DataSettings, ModelSettings
 from privssl.world import Round, World
 
-SEED, MOMENTUM, THRESHOLD = 0, 0.9, 0.9
+MOMENTUM, THRESHOLD = 0.9, 0.9
 WARM_UP_RATE = 0.005
 CROP = 1 / 8  # of the side, each way
 ACCURACY_APART, SHARES_APART = 0.05, 0.1
 VALIDATION = 500  # rows that accuracy is measured on: rates were chosen so that nothing collapses
-CPU = torch.device("cpu")
 
 
 # As research code writes it ------------------------------------------------------------------
@@ -151,16 +150,24 @@ class Work:
         )  # fmt: skip
         federation = data.build(settings, AgentSettings(query=options.agents), SEED)
         work = cls(federation, {}, options.batch, options.rate)
-        begin = fresh_weights(work.new, seeds.stream(SEED, 0, "world", "init"))
         network = work.new()
-        network.load_state_dict(begin)
+        network.load_state_dict(fresh_weights(work.new, seeds.stream(SEED, 0, "world", "init")))
         sgd = optimisers.SGD(network.parameters(), lr=WARM_UP_RATE, momentum=MOMENTUM)
-        config, rng = work.config, seeds.stream(SEED, 0, "world", "warm-up")
-        for server in (a for a in federation.agents if a.held_unlabelled is None):
-            x, y = network_input(server.labelled.x), server.labelled.y
-            for _ in range(options.warm_up):
-                minimise(sgd, cross_entropy(network(config.weak_view(x, rng)), y))
+        rows, rng = work.server.labelled, seeds.stream(SEED, 0, "world", "warm-up")
+        for _ in range(options.warm_up):
+            x = work.config.weak_view(network_input(rows.x), rng)
+            minimise(sgd, cross_entropy(network(x), rows.y))
         return dataclasses.replace(work, begin=dict(network.state_dict()))
+
+    @property
+    def server(self) -> Agent:
+        """It has the labels."""
+        return next(agent for agent in self.federation.agents if agent.role == "server")
+
+    @property
+    def others(self) -> list[Agent]:
+        """They have none."""
+        return [agent for agent in self.federation.agents if agent.role == "query"]
 
     @property
     def config(self) -> FixMatchConfig:
@@ -168,7 +175,7 @@ class Work:
         return FixMatchConfig(
             rounds=1, local_epochs=1, batch_size=self.batch, learning_rate=self.rate,
             momentum=MOMENTUM, weak="crop", guess_on="weak", strong="fedseal", threshold=THRESHOLD,
-            mean_over="batch", released="averaged",
+            mean_over="batch",
         )  # fmt: skip
 
     def new(self, precision: Precision = "float32") -> nn.Module:
@@ -181,24 +188,23 @@ class Work:
         network = self.new()
         network.load_state_dict(self.begin)
 
-        def visit(agent: Agent, number: int) -> tuple[dict[str, Tensor], float]:
-            server = agent.held_unlabelled is None
-            step = "support_pass" if server else "query_pass"
+        def visit(
+            agent: Agent, number: int, step: str, views: TwoViews
+        ) -> tuple[dict[str, Tensor], float]:
             order = seeds.stream(SEED, number, agent.id, f"{number}/{agent.id}/{step}/1:order")
-            rows = agent.labelled if server else agent.unlabelled
-            views = TwoViews(rows.x.numpy(), agent.labelled.y.numpy() if server else None)
             return local_training(network, views, order=order, batch=self.batch, rate=self.rate)
 
         def play(number: int) -> None:
             torch.manual_seed(number)  # of views
-            agents = self.federation.agents
-            for server in (a for a in agents if a.held_unlabelled is None):
-                network.load_state_dict(visit(server, number)[0])
-            others = [agent for agent in agents if agent.held_unlabelled is not None]
-            sent = [visit(agent, number) for agent in others]
-            network.load_state_dict(
-                mean([weights for weights, _ in sent], [len(agent.unlabelled) for agent in others])
-            )
+            rows = self.server.labelled
+            views = TwoViews(rows.x.numpy(), rows.y.numpy())
+            network.load_state_dict(visit(self.server, number, "support_pass", views)[0])
+            sent = [
+                visit(agent, number, "query_pass", TwoViews(agent.unlabelled.x.numpy()))
+                for agent in self.others
+            ]
+            held = [len(agent.unlabelled) for agent in self.others]
+            network.load_state_dict(mean([weights for weights, _ in sent], held))
             shares[:] = [share for _, share in sent]
 
         return Competitor(name, play, lambda: dict(network.state_dict()), threads)
@@ -210,15 +216,7 @@ class Work:
         dataset = self.federation.dataset
         task = Task(dataset.classes, dataset.shape, partial(self.new, precision), precision)
         algorithm, agents = FixMatch(self.config, task), self.federation.agents
-        engine = stack.enter_context(
-            closing(
-                LocalEngine(agents, seed=SEED, device=CPU)
-                if workers == 1
-                else WorkerEngine(
-                    agents, algorithm=algorithm, workers=workers, seed=SEED, device=CPU
-                )
-            )
-        )
+        engine = stack.enter_context(closing(engine_of(agents, algorithm, workers)))
         world, states = World(engine, SEED), [State(self.begin, self.begin)]
 
         def play(number: int) -> None:
@@ -253,10 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=int, default=200, help="steps on labels before")
     parser.add_argument("--rounds", type=int, default=5, help="timed ones")
     options = parser.parse_args(arguments)
-    defaults = torch.get_num_threads()
-    torch.set_num_threads(1)  # before anything runs: workers are forked from a process with one
-    keep_freed_memory()
-    print(about())
+    defaults = set_up()
     try:
         work = Work.of(options)
     except UserError as error:

@@ -45,9 +45,10 @@ from torchvision import transforms
 from benchmarks.processes import about
 from privssl import data, optimisers, seeds
 from privssl.agents import Agent
-from privssl.algorithms.base import Task
+from privssl.algorithms.base import Algorithm, Task
 from privssl.algorithms.baselines import FedAvg, FedAvgConfig, State
 from privssl.data.augment import AUGMENTATIONS
+from privssl.engines import Engine
 from privssl.engines.local import LocalEngine
 from privssl.engines.workers import WorkerEngine
 from privssl.errors import UserError
@@ -204,14 +205,7 @@ class Work:
         dataset = self.federation.dataset
         task = Task(dataset.classes, dataset.shape, partial(self.new, precision), precision)
         algorithm, agents = FedAvg(config, task), self.federation.agents
-        common: dict[str, Any] = {"seed": SEED, "device": CPU}
-        engine = stack.enter_context(
-            closing(
-                LocalEngine(agents, **common)
-                if workers == 1
-                else WorkerEngine(agents, algorithm=algorithm, workers=workers, **common)
-            )
-        )
+        engine = stack.enter_context(closing(engine_of(agents, algorithm, workers)))
         world, states = World(engine, SEED), [State(self.begin)]
 
         def play(number: int) -> None:
@@ -225,6 +219,13 @@ class Work:
         """On the test rows."""
         dataset, network = self.federation.dataset, self.new("float32")
         return accuracy(network, weights, dataset.x_test, dataset.y_test, device=CPU)
+
+
+def engine_of(agents: Sequence[Agent], algorithm: Algorithm[Any], workers: int) -> Engine:
+    """Ours; worker processes are forked now."""
+    if workers == 1:
+        return LocalEngine(agents, seed=SEED, device=CPU)
+    return WorkerEngine(agents, algorithm=algorithm, workers=workers, seed=SEED, device=CPU)
 
 
 @contextmanager
@@ -249,6 +250,16 @@ def counted_steps() -> Iterator[list[int]]:
         for kind in (optimisers.SGD, optimisers.Adam):
             stack.enter_context(patch.object(kind, "step", counting(kind.step)))
         yield count
+
+
+def set_up() -> int:
+    """What comes before everything else: says where this is. How many threads PyTorch takes by
+    itself; from here it takes one, as workers are forked from a process with one."""
+    defaults = torch.get_num_threads()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    print(about())
+    return defaults
 
 
 def take_turns(competitors: Sequence[Competitor], rounds: int) -> None:
@@ -288,10 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="timed ones")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args(arguments)
-    defaults = torch.get_num_threads()
-    torch.set_num_threads(1)  # before anything runs: workers are forked from a process with one
-    keep_freed_memory()
-    print(about())
+    defaults = set_up()
     try:
         work = Work.of(options)
     except UserError as error:
