@@ -5,6 +5,7 @@ Stands alone: imports numpy, scipy, Opacus' accountants and, where installed, dp
     events       what was released                 SampledGaussian, PureEpsilon, ...
     accountants  what it costs                     epsilon, calibrate_noise, max_steps
     verify       the same from another library     pld_bracket
+    coins        what noise is made of             random_words
     discrete_laplace  noise for counts             discrete_laplace, log_pmf
     budget       promise and claim, as sentences   Budget, Guarantee, Nominal
     plan         what one agent promises           AccountPlan

@@ -6,7 +6,7 @@ floating point has no such guarantee: the gaps between its values tell what was 
 (Mironov 2012). Here nothing is rounded: the sampler is that of Canonne, Kamath and Steinke 2020
 (arXiv:2004.00010), which compares whole numbers with whole numbers and knows no logarithm.
 
-    coins     words of 64 bits from the operating system; never seeded, stored or resumed
+    coins     words of 64 bits, see ``coins.py``; never seeded, stored or resumed
     epsilon   rounded DOWN to a multiple of 2^-20 (0.5, 1, 2, 4, 8 are such), so that the noise is
               never less than what was asked for; :func:`exact_epsilon` is what is drawn with
 
@@ -15,12 +15,12 @@ can time it learns something of the noise. Side channels are no part of any clai
 """
 
 import math
-import os
 from fractions import Fraction
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from accounting.coins import random_words
 from accounting.errors import PlanError
 from accounting.events import MAX_PURE_EPSILON, check_real
 
@@ -139,12 +139,7 @@ def _below(bound: int, count: int) -> NDArray[np.uint64]:
     The first 2^64 mod bound words are drawn again, so that what is left is a multiple of bound.
     """
     surplus = np.uint64(_WORDS % bound)
-    words = _words(count)
+    words = random_words(count)
     while (again := words < surplus).any():
-        words[again] = _words(int(np.count_nonzero(again)))
+        words[again] = random_words(int(np.count_nonzero(again)))
     return words % np.uint64(bound)
-
-
-def _words(count: int) -> NDArray[np.uint64]:
-    """``count`` words of 64 coins each from the operating system."""
-    return np.frombuffer(os.urandom(8 * count), dtype=np.uint64).copy()

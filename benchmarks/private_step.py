@@ -5,8 +5,7 @@
 Networks: the classifier F (small_cnn, 1x28x28), the generator G and the discriminator D alone, and
 all three by FedSSL's joint loss, which hooks cannot differentiate (networks that run through each
 other), so that there only the step without privacy is to be had. Ours is ``PrivateTraining.run`` as
-a visit calls it: per-row gradients by vmap, joint clipping, noise from the operating system, mean,
-step. Opacus is ``PrivacyEngine.make_private`` in its grad_sample_modes hooks, functorch, ew and
+a visit calls it: per-row gradients by vmap, joint clipping, noise that is never seeded, mean, step. Opacus is ``PrivacyEngine.make_private`` in its grad_sample_modes hooks, functorch, ew and
 ghost, without Poisson sampling, its noise from torch's generator. All see the same rows, clip to 1
 with noise multiplier 1, and step by SGD; every row is in every batch.
 

@@ -18,8 +18,8 @@ A census of labels is attacked as such instead of both: see ``census_attack.py``
 Without a guarantee there is nothing to refute. Then the made-up agent is about as small as the
 run's agents, and what counts is how many of its rows are found.
 
-Coins and data come from the operating system. Each test is decided before it is run: the number
-of canaries, of guesses and the score follow from constants here and from public settings.
+Coins and data are never seeded. Each test is decided before it is run: the number of canaries, of
+guesses and the score follow from constants here and from public settings.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ from privssl.errors import RunFolderError
 from privssl.learn import load, network_input
 from privssl.mechanism_attack import MechanismAttack, attack_mechanism
 from privssl.messages import Message, Reply, StateDict
-from privssl.privacy import PrivatePlan, os_uniform
+from privssl.privacy import PrivatePlan, secure_uniform
 from privssl.row_gradients import Parameters, per_row_gradients
 from privssl.together import Called
 from privssl.world import Round, World
@@ -240,8 +240,8 @@ def attack_messages(
     shape = (canaries, *task.shape)
     noise = np.frombuffer(os.urandom(int(np.prod(shape))), dtype=np.uint8).copy()
     x = torch.from_numpy(noise).view(shape)
-    y = torch.from_numpy((os_uniform(canaries) * task.classes).astype(np.int64))
-    included = os_uniform(canaries) < 0.5
+    y = torch.from_numpy((secure_uniform(canaries) * task.classes).astype(np.int64))
+    included = secure_uniform(canaries) < 0.5
     seen = _visits_of(
         algorithm, plan, LabelledRows(x, y, torch.arange(canaries)), included, visits, promised
     )

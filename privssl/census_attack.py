@@ -33,7 +33,7 @@ from accounting.discrete_laplace import log_pmf
 from accounting.two_worlds import two_world_from_scores
 from privssl.census_plan import CensusPlan
 from privssl.mechanism_attack import trials_to_see
-from privssl.privacy import os_uniform
+from privssl.privacy import secure_uniform
 
 ALARM = 1e-6  # level of each test
 
@@ -78,7 +78,7 @@ def attack_census(plan: CensusPlan, censuses: int, epsilon: float, classes: int)
         math.log(2 * cells / ALARM) / max(often, 1e-9),
     )
     tables = min(max(_FEWEST, math.ceil(wanted)), _MOST)
-    included = os_uniform(tables * cells).reshape(tables, 1, cells) < 0.5
+    included = secure_uniform(tables * cells).reshape(tables, 1, cells) < 0.5
     counts = np.repeat(included.astype(np.int64), censuses, axis=1)  # (tables, censuses, cells)
     released = np.stack([_released(plan, table, classes) for table in counts.reshape(-1, cells)])
     y = released.reshape(counts.shape)

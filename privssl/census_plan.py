@@ -55,7 +55,7 @@ class CensusPlan:
             counts: (K, C), whole numbers >= 0: labelled rows by cluster and class.
 
         Returns:
-            (K, C) int64 on the CPU; may be negative. Noise is drawn there, by the operating system.
+            (K, C) int64 on the CPU; may be negative. Noise is drawn there.
 
         Raises:
             PrivacyError: these are no counts.

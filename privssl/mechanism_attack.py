@@ -30,7 +30,7 @@ from accounting.empirical import (
     sample_rate_p,
 )
 from accounting.two_worlds import two_world_from_scores
-from privssl.privacy import PrivatePlan, PrivateTraining, os_uniform
+from privssl.privacy import PrivatePlan, PrivateTraining, secure_uniform
 from privssl.row_gradients import Parameters
 
 COORDINATES = 2000  # canaries of one repetition
@@ -82,7 +82,7 @@ def attack_mechanism(
     repetitions = min(affordable, -(-wanted // COORDINATES))
     inside, outside = [], []
     for _ in range(repetitions):
-        included = os_uniform(COORDINATES) < 0.5
+        included = secure_uniform(COORDINATES) < 0.5
         releases = _releases(plan, steps, included)
         inside.append(releases[included])
         outside.append(releases[~included])

@@ -1,4 +1,4 @@
-"""Opacus' optimiser with noise of the operating system: the noisy step of ``privacy.py``.
+"""Opacus' optimiser with noise that no seed repeats: the noisy step of ``privacy.py``.
 
 A file of its own because importing Opacus takes as long as importing torch, and only a visit
 under DP-SGD needs it.
@@ -10,13 +10,13 @@ from opacus.optimizers import DPOptimizer
 from privssl import privacy
 
 
-class OSNoise(DPOptimizer):  # type: ignore[misc]  # opacus carries no types
-    """Opacus' optimiser, with the noise drawn by :func:`privssl.privacy.os_normal`."""
+class SecureNoise(DPOptimizer):  # type: ignore[misc]  # opacus carries no types
+    """Opacus' optimiser, with the noise drawn by :func:`privssl.privacy.secure_normal`."""
 
     def add_noise(self) -> None:
         scale = self.noise_multiplier * self.max_grad_norm
         for parameter in self.params:
-            noise = torch.from_numpy(privacy.os_normal(parameter.numel()) * scale)
+            noise = torch.from_numpy(privacy.secure_normal(parameter.numel()) * scale)
             # The sum is taken in float64, on the CPU (not every device has it): what is released
             # is rounded after the noise.
             noisy = parameter.summed_grad.cpu().double() + noise.view(parameter.shape)

@@ -5,7 +5,7 @@ The per-row gradients come from one per-row loss under vmap, which cannot mix ro
 all protected networks is clipped row by row and summed (``clipping.py``); Opacus' ``DPOptimizer``
 adds the noise and steps. Around it, ours:
 
-* masks and noise come from the operating system. They are never seeded, stored or resumed;
+* masks and noise are made of ``accounting.coins``. They are never seeded, stored or resumed;
   torch's CPU generator is not used because it keeps 32 bits of its seed.
 * rows whose gradient is not finite contribute zero, silently: an error would tell of them.
 * the divisor is the public expected batch size, and an empty batch takes a noisy step.
@@ -15,7 +15,6 @@ More in docs/privacy.md. Abadi et al. 2016; Mironov et al. 2019.
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from accounting.accountants import calibrate_noise, epsilon
 from accounting.budget import rounded_up
+from accounting.coins import random_words
 from accounting.events import Composed, Event, SampledGaussian, Unprotected, leaves
 from privssl.clipping import clipped_sums
 from privssl.errors import PrivacyError
@@ -48,16 +48,17 @@ def rows_at_once(networks: Mapping[str, nn.Module], numbers: int) -> int:
     return 256 if parameters <= 2**18 and numbers <= 2**10 else 64
 
 
-def os_uniform(count: int) -> np.ndarray:
-    """``count`` float64 numbers in [0, 1), 53 bits each, from the operating system."""
-    words = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def secure_uniform(count: int) -> np.ndarray:
+    """``count`` float64 numbers in [0, 1), 53 bits each, that nobody can foretell."""
+    return (random_words(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def os_normal(count: int) -> np.ndarray:
-    """``count`` standard normal float64 numbers from the operating system (Box and Muller)."""
+def secure_normal(count: int) -> np.ndarray:
+    """``count`` standard normal float64 numbers that nobody can foretell (Box and Muller)."""
     half = (count + 1) // 2
-    uniform = torch.from_numpy(os_uniform(2 * half))  # torch's functions are faster than numpy's
+    uniform = torch.from_numpy(
+        secure_uniform(2 * half)
+    )  # torch's functions are faster than numpy's
     radius = (-2.0 * torch.log1p(-uniform[:half])).sqrt()  # 1 - u is in (0, 1]
     angle = 2.0 * math.pi * uniform[half:]
     normal: np.ndarray = torch.cat([radius * angle.cos(), radius * angle.sin()])[:count].numpy()
@@ -132,7 +133,7 @@ class PrivatePlan:
         """A Poisson mask (rows,): each row independently with the sample rate."""
         if self.sample_rate == 1.0:
             return torch.ones(rows, dtype=torch.bool)
-        return torch.from_numpy(os_uniform(rows) < self.sample_rate)
+        return torch.from_numpy(secure_uniform(rows) < self.sample_rate)
 
     def capacity(self, rows: int) -> int:
         """Physical rows of a batch. Small agents always compute all rows, so that time does
@@ -207,9 +208,9 @@ class PrivateTraining:
                 "matrix products are rounded (torch.set_float32_matmul_precision), so that a row "
                 "could weigh more than its clip norm. Set it to highest"
             )
-        from privssl.noisy_steps import OSNoise  # Opacus: seconds that only private runs pay
+        from privssl.noisy_steps import SecureNoise  # Opacus: seconds that only private runs pay
 
-        self._optimizer = OSNoise(
+        self._optimizer = SecureNoise(
             # Fresh for every visit, so its momentum has seen this visit's noisy gradients only.
             torch.optim.SGD(parameters, lr=plan.learning_rate, momentum=plan.momentum),
             noise_multiplier=plan.noise_multiplier,

@@ -4,14 +4,13 @@ Plays everything on the CPU and on the far device, and prints as JSON what was e
 """
 
 import json
-import random
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from test_algorithm_contract import CASES, algorithm
 from toy_worlds import federation, play, same_bits
@@ -56,15 +55,19 @@ def rounds(case: str, device: torch.device, *, together: bool, seed: int = 0) ->
 
 
 def run(name: str, device: torch.device, folder: str) -> bytes:
-    """The weights that a whole run leaves behind; the system's noise is the same every time."""
+    """The weights that a whole run leaves behind; noise is the same every time."""
     config, short = RUNS[name]
     output = Path(folder, f"{name} {device}".replace(" ", "-"))
     arguments = [str(CONFIGS / f"{config}.yaml"), *short]
-    system = SimpleNamespace(urandom=random.Random(0).randbytes)
+    generator = np.random.default_rng(0)
+
+    def words(count: int) -> np.ndarray:
+        return generator.integers(2**64, size=count, dtype=np.uint64)
+
     with (
         patch.object(prepare, "device_of", lambda name: device),
-        patch.object(privacy, "os", system),
-        patch.object(discrete_laplace, "os", system),
+        patch.object(privacy, "random_words", words),
+        patch.object(discrete_laplace, "random_words", words),
     ):
         status = train.main([*arguments, f"run.output={output}", "run.workers=1"])
     assert status == 0, status

@@ -83,8 +83,8 @@ Patch = pytest.MonkeyPatch
 
 
 def half_the_noise(patch: Patch) -> None:
-    real = privacy.os_normal
-    patch.setattr(privacy, "os_normal", lambda count: 0.5 * real(count))
+    real = privacy.secure_normal
+    patch.setattr(privacy, "secure_normal", lambda count: 0.5 * real(count))
 
 
 def no_clipping(patch: Patch) -> None:
@@ -108,12 +108,12 @@ def each_network_clipped_alone(patch: Patch) -> None:
 
 
 def reused_noise(patch: Patch) -> None:
-    patch.setattr(privacy, "os_normal", functools.cache(privacy.os_normal))
+    patch.setattr(privacy, "secure_normal", functools.cache(privacy.secure_normal))
 
 
 def larger_sample_rate(patch: Patch) -> None:
     def draw(self: PrivatePlan, rows: int) -> torch.Tensor:
-        return torch.from_numpy(privacy.os_uniform(rows) < 1.5 * self.sample_rate)
+        return torch.from_numpy(privacy.secure_uniform(rows) < 1.5 * self.sample_rate)
 
     patch.setattr(PrivatePlan, "draw_batch", draw)
 
@@ -175,8 +175,8 @@ def test_missing_noise_also_shows_as_more_epsilon_than_is_claimed(
     claims_little = dataclasses.replace(PLAN, noise_multiplier=8.0)
     _, problems = on_mechanism(claims_little)
     assert problems == []
-    real = privacy.os_normal
-    monkeypatch.setattr(privacy, "os_normal", lambda count: 0.01 * real(count))
+    real = privacy.secure_normal
+    monkeypatch.setattr(privacy, "secure_normal", lambda count: 0.01 * real(count))
     _, problems = on_mechanism(claims_little)
     claimed = epsilon([claims_little.event] * 2, DELTA)
     assert any(f"above the {claimed:.4f} that they are charged" in text for text in problems)
@@ -267,7 +267,7 @@ def test_without_noise_the_same_claim_is_refuted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Claimed is epsilon 0.5, refuted from 45 of 60 on; without noise 52 to 60 were right.
-    monkeypatch.setattr(privacy, "os_normal", lambda count: np.zeros(count))
+    monkeypatch.setattr(privacy, "secure_normal", lambda count: np.zeros(count))
     found = on_messages(tmp_path, "privacy.noise_multiplier=1.0", claimed=0.5)
     assert found.rejects_claim
     report = AttackReport("s0", 0.5, DELTA, sound=True)

@@ -47,7 +47,7 @@ from privssl.errors import DataError, RunFolderError, UserError
 from privssl.learn import load as into_network
 from privssl.messages import MessageError, Silence, average, pack, unpack
 from privssl.models import build_classifier
-from privssl.noisy_steps import OSNoise
+from privssl.noisy_steps import SecureNoise
 from privssl.prepare import Prepared, prepare
 from privssl.settings import AgentSettings, DataSettings, ModelSettings
 from privssl.yaml_lines import YamlError
@@ -654,14 +654,14 @@ class Released:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sums: list[Tensor] = []
         self.noisy: list[Tensor] = []
-        real = OSNoise.add_noise
+        real = SecureNoise.add_noise
 
         def look(optimizer: Any) -> None:
             self.sums.append(torch.cat([p.summed_grad.flatten() for p in optimizer.params]))
             real(optimizer)
             self.noisy.append(torch.cat([p.grad.flatten() for p in optimizer.params]))
 
-        patch.setattr(OSNoise, "add_noise", look)
+        patch.setattr(SecureNoise, "add_noise", look)
 
     def noise_is_whole(self) -> bool:
         """Whether every released number has noise on it that is as large as planned: 4 x 0.5."""
@@ -697,7 +697,7 @@ def test_the_check_of_released_numbers_notices_that_rows_without_a_finite_gradie
 def test_under_hostile_weights_one_row_still_moves_the_sum_by_at_most_the_clip_norm(
     value: float, share: float, protected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(privacy, "os_normal", np.zeros)
+    monkeypatch.setattr(privacy, "secure_normal", np.zeros)
     released = Released(monkeypatch)
     came = damaged(lesson(protected), value, share)
     for number, shade in enumerate((0.3, math.nan)):

@@ -123,7 +123,7 @@ def seeded_noise(patch: Patch) -> None:
     def words(count: int) -> NDArray[np.uint64]:
         return torch.randint(-(2**63), 2**63 - 1, (count,)).numpy().view(np.uint64)
 
-    patch.setattr(sampler, "_words", words)
+    patch.setattr(sampler, "random_words", words)
 
 
 def continuous_noise_that_is_rounded(patch: Patch) -> None:

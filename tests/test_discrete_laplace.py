@@ -5,7 +5,6 @@ level of one in a million: by chance one of them fails once in 100,000 runs of t
 """
 
 import math
-import os
 import random
 import time
 from fractions import Fraction
@@ -115,7 +114,7 @@ def test_a_word_that_would_bias_a_remainder_is_drawn_again(monkeypatch: pytest.M
         asked.append(count)
         return np.array(next(words), dtype=np.uint64)
 
-    monkeypatch.setattr(module, "_words", told)
+    monkeypatch.setattr(module, "random_words", told)
     assert module._below(3, 3).tolist() == [2, 2, 1]
     assert asked == [3, 2, 1]
 
@@ -153,15 +152,15 @@ def test_the_check_of_seeds_notices_a_seeded_generator(monkeypatch: pytest.Monke
     def seeded(count: int) -> NDArray[np.uint64]:
         return np.frombuffer(np.random.bytes(8 * count), dtype=np.uint64).copy()
 
-    monkeypatch.setattr(module, "_words", seeded)
+    monkeypatch.setattr(module, "random_words", seeded)
     assert np.array_equal(after_the_same_seeds(), after_the_same_seeds())
 
 
-def test_all_coins_are_the_operating_systems(monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(count: int) -> bytes:
+def test_all_coins_are_words_that_nobody_can_foretell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(count: int) -> NDArray[np.uint64]:
         raise OSError("no coins")
 
-    monkeypatch.setattr(os, "urandom", closed)
+    monkeypatch.setattr(module, "random_words", closed)
     with pytest.raises(OSError, match="no coins"):
         discrete_laplace(1.0, 1)
 

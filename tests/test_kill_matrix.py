@@ -31,7 +31,7 @@ from accounting.accountants import epsilon
 from accounting.ledger import Account, Journal, read_journal
 from privssl import checkpoint, config, durable, privacy, row_gradients, run
 from privssl.algorithms.fedssl import FedSSL
-from privssl.noisy_steps import OSNoise
+from privssl.noisy_steps import SecureNoise
 from privssl.prepare import prepare
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
@@ -114,7 +114,7 @@ def plant(kill: Kill, *, resumed: bool) -> None:
         die()
 
     append, save, write = journals.JournalFile.append, checkpoint.save, durable.write_new
-    gradients, noise = row_gradients.factored_gradients, OSNoise.add_noise
+    gradients, noise = row_gradients.factored_gradients, SecureNoise.add_noise
     first_step = STEPS * (kill.visit - 1) + 1
     # A run that begins saves its state before round 1 as well.
     saves = (kill.visit + 1) // VISITS + (not resumed)
@@ -131,7 +131,7 @@ def plant(kill: Kill, *, resumed: bool) -> None:
             vars(privacy)["factored_gradients"] = nth(first_step + 1, die, gradients)
         case "after the noise":
             dies = nth(first_step, and_then_die(noise), noise)
-            OSNoise.add_noise = dies  # type: ignore[method-assign]
+            SecureNoise.add_noise = dies  # type: ignore[method-assign]
         case "before the settle":
             on_append("settle", die)
         case "after the settle":
@@ -150,7 +150,7 @@ def plant(kill: Kill, *, resumed: bool) -> None:
 def observe(path: Path) -> None:
     """Write down, before it can be released, whose rows are read and what noise is drawn."""
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    read, normal = FedSSL._train_privately, privacy.os_normal
+    read, normal = FedSSL._train_privately, privacy.secure_normal
 
     def reads(self: Any, agent: Any, *given: Any) -> Any:
         os.write(log, f"read {agent.id}\n".encode())
@@ -162,7 +162,7 @@ def observe(path: Path) -> None:
         return numbers
 
     FedSSL._train_privately = reads  # type: ignore[method-assign, assignment]
-    privacy.os_normal = draws
+    privacy.secure_normal = draws
 
 
 def charge_late() -> None:
@@ -201,7 +201,7 @@ def seed_the_noise() -> None:
     def draws(count: int) -> np.ndarray:
         return generator.standard_normal(count)
 
-    privacy.os_normal = draws
+    privacy.secure_normal = draws
 
 
 BUGS = {"late": charge_late, "refund": refund_open_visits, "seeded": seed_the_noise}

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from scipy import stats
+from test_coins import in_a_fork
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,9 +39,9 @@ from privssl.privacy import (
     PrivateTraining,
     check_rows_independent,
     make_plan,
-    os_normal,
-    os_uniform,
     refuse_coupling_layers,
+    secure_normal,
+    secure_uniform,
 )
 from privssl.row_gradients import Parameters, RowLoss, per_row_gradients
 from privssl.settings import PrivacySettings
@@ -59,14 +60,14 @@ def plan(**changes: Any) -> PrivatePlan:
 
 @pytest.fixture
 def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(privacy, "os_normal", np.zeros)
+    monkeypatch.setattr(privacy, "secure_normal", np.zeros)
 
 
 def draw_rows(monkeypatch: pytest.MonkeyPatch, *masks: list[bool]) -> None:
     """Each call for a mask gets the next of these in place of the operating system's."""
     draws = itertools.cycle(masks)
     monkeypatch.setattr(
-        privacy, "os_uniform", lambda count: np.where(next(draws), 0.0, np.nextafter(1.0, 0.0))
+        privacy, "secure_uniform", lambda count: np.where(next(draws), 0.0, np.nextafter(1.0, 0.0))
     )
 
 
@@ -174,7 +175,7 @@ def test_one_row_more_or_less_or_nulled_moves_the_sum_by_at_most_the_clip_norm(
     case: tuple[nn.Module, Tensor, int, float],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(privacy, "os_normal", np.zeros)
+        patch.setattr(privacy, "secure_normal", np.zeros)
         assert largest_shift(*case) <= 1 + 1e-5
 
 
@@ -533,7 +534,7 @@ def test_other_layers_that_keep_statistics_of_rows_are_refused(layer: nn.Module)
 
 
 def test_a_step_without_rows_is_a_step_of_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(privacy, "os_normal", np.ones)
+    monkeypatch.setattr(privacy, "secure_normal", np.ones)
     draw_rows(monkeypatch, [False] * 6)
     shift = moved_by(
         small_network(), small_rows(6),
@@ -544,7 +545,7 @@ def test_a_step_without_rows_is_a_step_of_noise(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_loop_that_skips_empty_batches_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(privacy, "os_normal", np.ones)
+    monkeypatch.setattr(privacy, "secure_normal", np.ones)
     draw_rows(monkeypatch, [False] * 6)
     monkeypatch.setattr(PrivateTraining, "_step", lambda self: None)  # no row, no step
     numbers = plan(sample_rate=0.5, noise_multiplier=2.0, clip_norm=0.5, steps=3)
@@ -556,7 +557,7 @@ def test_a_loop_that_skips_empty_batches_would_be_noticed(monkeypatch: pytest.Mo
 def test_what_is_sent_is_the_mean_of_the_last_iterates_all_of_them_with_noise(
     share: float, mean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(privacy, "os_normal", np.ones)
+    monkeypatch.setattr(privacy, "secure_normal", np.ones)
     # Three steps of noise 1 leave the weights 1, 2 and 3 below where they came in.
     shift = moved_by(small_network(), small_rows(0), plan(steps=3, average_last=share))
     torch.testing.assert_close(shift, torch.full_like(shift, mean))
@@ -565,7 +566,7 @@ def test_what_is_sent_is_the_mean_of_the_last_iterates_all_of_them_with_noise(
 def test_an_agent_without_rows_makes_all_its_steps_and_reads_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(privacy, "os_normal", np.ones)
+    monkeypatch.setattr(privacy, "secure_normal", np.ones)
     network = nn.Linear(2, 1)
     before = flat(network)
 
@@ -694,7 +695,7 @@ def test_noise_is_normal_with_the_planned_deviation_to_less_than_two_percent() -
 
 
 def test_uniform_numbers_are_uniform_and_below_one() -> None:
-    numbers = os_uniform(DRAWS)
+    numbers = secure_uniform(DRAWS)
     assert numbers.min() >= 0 and numbers.max() < 1
     assert stats.ks_1samp(numbers, stats.uniform.cdf, method="asymp").statistic < TOO_FAR
 
@@ -702,9 +703,9 @@ def test_uniform_numbers_are_uniform_and_below_one() -> None:
 def test_noise_without_luck_has_no_infinite_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     for extreme in (0.0, 1 - 2.0**-53):
         monkeypatch.setattr(
-            privacy, "os_uniform", lambda count, value=extreme: np.full(count, value)
+            privacy, "secure_uniform", lambda count, value=extreme: np.full(count, value)
         )
-        assert np.isfinite(os_normal(3)).all()
+        assert np.isfinite(secure_normal(3)).all()
 
 
 @pytest.fixture
@@ -713,10 +714,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     drawn: list[np.ndarray] = []
 
     def record(count: int) -> np.ndarray:
-        drawn.append(os_normal(count))
+        drawn.append(secure_normal(count))
         return drawn[-1]
 
-    monkeypatch.setattr(privacy, "os_normal", record)
+    monkeypatch.setattr(privacy, "secure_normal", record)
     return drawn
 
 
@@ -749,27 +750,16 @@ def test_the_check_of_repeats_notices_a_seeded_generator() -> None:
     assert repeats(drawn) == 10
 
 
-def in_a_fork(draw: Callable[[], np.ndarray]) -> np.ndarray:
-    """What a forked child draws."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(writing, draw().tobytes())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        numbers = np.frombuffer(pipe.read(), dtype=np.float64)
-    os.waitpid(child, 0)
-    return numbers
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_draws_other_noise() -> None:
-    assert repeats([in_a_fork(lambda: os_normal(100)), os_normal(100)]) == 0
+    def in_a_child(draw: Callable[[], np.ndarray]) -> np.ndarray:
+        return np.frombuffer(in_a_fork(lambda: draw().tobytes()), dtype=np.float64)
+
+    assert repeats([in_a_child(lambda: secure_normal(100)), secure_normal(100)]) == 0
     # The negative control: a generator that is copied into the child repeats there.
     ambient = np.random.default_rng(1)
-    copied = in_a_fork(lambda: ambient.standard_normal(100))
+    copied = in_a_child(lambda: ambient.standard_normal(100))
     assert repeats([copied, ambient.standard_normal(100)]) == 100
 
 

@@ -428,7 +428,7 @@ def test_run_seed_reaches_neither_masks_nor_noise(
     configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[np.ndarray] = []
-    for name in ("os_uniform", "os_normal"):
+    for name in ("secure_uniform", "secure_normal"):
         real = getattr(privacy, name)
 
         def record(count: int, real: Callable[[int], np.ndarray] = real) -> np.ndarray:
@@ -511,7 +511,7 @@ def _shift_of_the_others(
         here.mkdir(parents=True)
         with pytest.MonkeyPatch.context() as patch, accounts(prepared, here):
             patch.setattr(PrivatePlan, "draw_batch", lambda *_, mask=mask: mask)
-            patch.setattr(privacy, "os_normal", lambda count: np.zeros(count))
+            patch.setattr(privacy, "secure_normal", lambda count: np.zeros(count))
             sent = algorithm.support_pass(agent, told, context("s0"))
         assert isinstance(sent, Networks) and sent.F is not None
         sums.append(torch.cat([w.flatten().double() for w in sent.F.values()]))

@@ -38,7 +38,7 @@ from privssl.algorithms.fedssl import FedSSL, Lesson
 from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError, PrivacyError, UserError
 from privssl.messages import Done, Silence, pack, unpack
-from privssl.noisy_steps import OSNoise
+from privssl.noisy_steps import SecureNoise
 from privssl.prepare import prepare
 from privssl.site import door, opening, settings
 from privssl.site.__main__ import main
@@ -140,7 +140,7 @@ def watched() -> Iterator[dict[str, int]]:
         return action
 
     with (
-        at_moment(privacy, "os_normal", counted("noise")),
+        at_moment(privacy, "secure_normal", counted("noise")),
         at_moment(FedSSL, "_train_privately", counted("read")),
     ):
         yield seen
@@ -339,7 +339,7 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "within the reserve": (FILE, "append", on_line("reserve", half_a_line), ""),
     "after the reserve": (FILE, "append", on_line("reserve", after), "lost"),
     "before the first gradient": (privacy, "factored_gradients", before, "lost"),
-    "after the noise": (OSNoise, "add_noise", after, "lost"),
+    "after the noise": (SecureNoise, "add_noise", after, "lost"),
     "before the settle": (FILE, "append", on_line("settle", before), "lost"),
     "after the settle": (FILE, "append", on_line("settle", after), "lost"),
     "before the answer is stored": (Store, "put_answer", before, "lost"),
@@ -397,7 +397,7 @@ def test_a_site_that_pays_after_it_has_read_would_be_found_out(place: Path) -> N
     def killed() -> bytes:
         Account.spend = late  # type: ignore[method-assign]
         in_reach = at_moment(Desk, "_agent", _with_open_rows)
-        with noted(notes), in_reach, at_moment(OSNoise, "add_noise", after):
+        with noted(notes), in_reach, at_moment(SecureNoise, "add_noise", after):
             return opened(place).handle(letter)
 
     assert in_a_fork(killed) is None

@@ -55,7 +55,7 @@ from privssl.card import render_markdown
 from privssl.config import Config
 from privssl.engines.local import LocalEngine
 from privssl.messages import Silence
-from privssl.noisy_steps import OSNoise
+from privssl.noisy_steps import SecureNoise
 from privssl.prepare import Prepared
 from privssl.privacy import PrivatePlan
 
@@ -395,7 +395,7 @@ def uncoupled(config: Config, folder: Path) -> list[str]:
     happened: list[str] = []
     masks: list[tuple[bool, ...]] = []
     noise: list[np.ndarray] = []
-    draw, add = PrivatePlan.draw_batch, OSNoise.add_noise
+    draw, add = PrivatePlan.draw_batch, SecureNoise.add_noise
 
     def draws(self: PrivatePlan, rows: int) -> torch.Tensor:
         happened.append("batch")
@@ -411,7 +411,7 @@ def uncoupled(config: Config, folder: Path) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch, accounts(prepared, folder) as agents:
         patch.setattr(PrivatePlan, "draw_batch", draws)
-        patch.setattr(OSNoise, "add_noise", adds)
+        patch.setattr(SecureNoise, "add_noise", adds)
         assert not isinstance(visit(prepared, agents["s0"], context("s0")), Silence)
     [event] = read_journal(folder / "s0.jsonl").events
     assert isinstance(event, SampledGaussian) and isinstance(prepared.plan, PrivatePlan)
@@ -456,7 +456,7 @@ SWAPPED: dict[str, tuple[Any, str, Any, list[str]]] = {
         PrivatePlan, "draw_batch", one_batch_for_all(PrivatePlan.draw_batch),
         ["batches are not fresh"],
     ),
-    "half the noise is drawn": (privacy, "os_normal", half_the_noise, ["noise"]),
+    "half the noise is drawn": (privacy, "secure_normal", half_the_noise, ["noise"]),
     "every row is in every batch": (
         PrivatePlan, "draw_batch", lambda self, rows: torch.ones(rows, dtype=torch.bool),
         ["batches are not fresh", "rate"],

@@ -55,9 +55,9 @@ from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError, PrivacyError
 from privssl.messages import Done, Message, Reply, pack
 from privssl.models import build_classifier
-from privssl.noisy_steps import OSNoise
+from privssl.noisy_steps import SecureNoise
 from privssl.prepare import Prepared, prepare
-from privssl.privacy import PrivateTraining, os_normal
+from privssl.privacy import PrivateTraining, secure_normal
 from privssl.row_gradients import per_row_gradients
 from privssl.settings import ModelSettings
 from privssl.together import Called
@@ -77,7 +77,7 @@ def configured(tmp_path: Path) -> Callable[..., config.Config]:
 
 @pytest.fixture
 def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(privacy, "os_normal", np.zeros)
+    monkeypatch.setattr(privacy, "secure_normal", np.zeros)
 
 
 # 17: sensitivity of a whole visit ----------------------------------------------------------------
@@ -333,7 +333,7 @@ def test_a_visit_in_which_no_row_was_drawn_is_charged_and_sends_its_noise(
     configured: Callable[..., config.Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw_rows(monkeypatch, [False] * 12)
-    monkeypatch.setattr(privacy, "os_normal", np.ones)
+    monkeypatch.setattr(privacy, "secure_normal", np.ones)
     prepared = prepare(configured("privacy.learning_rate=1.0", "privacy.average_last=0.0"))
     came = lesson(prepared)
     with accounts(prepared, tmp_path) as agents:
@@ -418,7 +418,7 @@ def coupling(halves: NDArray[np.float64]) -> float:
 
 def test_the_two_numbers_of_a_pair_are_independent() -> None:
     pairs = 500_000
-    normal: NDArray[np.float64] = os_normal(2 * pairs).reshape(2, pairs)
+    normal: NDArray[np.float64] = secure_normal(2 * pairs).reshape(2, pairs)
     six_sigma = 6 / math.sqrt(pairs)
     assert coupling(normal) < six_sigma
     first = normal[0, :]
@@ -449,12 +449,12 @@ def test_two_resumes_from_one_checkpoint_draw_other_noise(
         def draw(
             count: int, kind: str = kind, seeded: np.random.Generator = seeded
         ) -> NDArray[np.float64]:
-            numbers = os_normal(count) if kind == "ours" else seeded.standard_normal(count)
+            numbers = secure_normal(count) if kind == "ours" else seeded.standard_normal(count)
             drawn[kind].append(numbers)
             return numbers
 
         with monkeypatch.context() as patch:
-            patch.setattr(privacy, "os_normal", draw)
+            patch.setattr(privacy, "secure_normal", draw)
             snapshot = checkpoint.load(folder / "checkpoints", digest)
             run.execute(prepare(chosen), folder, list, snapshot)
     assert len(drawn["ours"]) > 20 and repeats(drawn["ours"]) == 0
@@ -470,7 +470,7 @@ def rows_in_sums(poisson: privacy.PrivatePlan) -> NDArray[np.float64]:
     """Which rows took part in each sum that was released (steps, rows), read off the sums before
     their noise: row i has the gradient e_i."""
     sums: list[NDArray[np.float64]] = []
-    add_noise = OSNoise.add_noise
+    add_noise = SecureNoise.add_noise
 
     def look(self: Any) -> None:
         sums.append(self.params[0].summed_grad.detach().numpy().copy())
@@ -483,7 +483,7 @@ def rows_in_sums(poisson: privacy.PrivatePlan) -> NDArray[np.float64]:
         return (parameters["F"]["weight"][0] * row["x"]).sum()  # type: ignore[no-any-return]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OSNoise, "add_noise", look)
+        patch.setattr(SecureNoise, "add_noise", look)
         PrivateTraining(poisson, {"F": network}).run(HELD, lambda p, step: {"x": unit[p]}, loss)
     return np.concatenate(sums).round()
 
@@ -630,8 +630,8 @@ class Runs:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(here)
             chance = 0.0 if drawn else np.nextafter(1.0, 0.0)
-            patch.setattr(privacy, "os_uniform", lambda count: np.full(count, chance))
-            patch.setattr(privacy, "os_normal", np.zeros)
+            patch.setattr(privacy, "secure_uniform", lambda count: np.full(count, chance))
+            patch.setattr(privacy, "secure_normal", np.zeros)
             patch.setattr(os, "urandom", lambda count: bytes(count))
             self._listen(patch, traffic, fewer)
             if plant is not None:

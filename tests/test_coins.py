@@ -1,0 +1,106 @@
+"""What all noise is made of: that words are fair, and that no copy of a process repeats them.
+
+Statistical tests have a level of one in a million.
+"""
+
+import ctypes
+import os
+import ssl
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest, chisquare
+
+from accounting.coins import random_words
+
+LEVEL = 1e-6
+WORDS = 200_000
+NEW_PROCESS_NUMBERS = 0x20000000  # CLONE_NEWPID of unshare(2)
+
+Draw = Callable[[], bytes]
+
+
+def worst_bit(words: np.ndarray) -> float:
+    """The smallest p-value of: each of 64 bits is set in half of the words; times 64."""
+    bits = [int(np.count_nonzero(words >> np.uint64(bit) & np.uint64(1))) for bit in range(64)]
+    return float(64 * min(binomtest(ones, len(words), 0.5).pvalue for ones in bits))
+
+
+def test_words_are_fair_coins() -> None:
+    words = random_words(WORDS)
+    assert words.shape == (WORDS,) and words.dtype == np.uint64
+    assert worst_bit(words) > LEVEL
+    bytes_ = np.bincount(words.view(np.uint8), minlength=256)
+    assert chisquare(bytes_).pvalue > LEVEL
+    # The controls: a bit that is set in 51 of 100 words, and a byte that never comes.
+    assert worst_bit(words | (np.arange(WORDS) % 50 == 0).astype(np.uint64) << np.uint64(9)) < LEVEL
+    bytes_[7] = 0
+    assert chisquare(bytes_).pvalue < LEVEL
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 100_000])
+def test_as_many_words_as_were_asked_for_and_none_twice(count: int) -> None:
+    words = np.concatenate([random_words(count), random_words(count)])
+    assert len(words) == len(np.unique(words)) == 2 * count  # chance of a repeat: 1e-9
+
+
+def in_a_fork(do: Draw) -> bytes:
+    """What ``do`` returns in a forked process."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writing, do())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    return told
+
+
+def two_awakenings(draw: Draw) -> tuple[bytes, bytes]:
+    """Twice 16 bytes, drawn by a process that goes on twice from one picture of its memory.
+
+    So may a virtual machine. Here it is a fork whose copy has the same process number, by which
+    OpenSSL notices forks; that takes a right which not every system grants.
+    """
+    system = ctypes.CDLL(None)
+
+    def as_number_one(do: Draw) -> bytes:
+        if system.unshare(NEW_PROCESS_NUMBERS):
+            return b""
+        return in_a_fork(lambda: do() if os.getpid() == 1 else b"")
+
+    def wakes_twice() -> bytes:
+        ssl.RAND_bytes(1)  # the generator has a state before the picture is taken
+        return as_number_one(draw) + draw()
+
+    told = in_a_fork(lambda: as_number_one(wakes_twice))  # a fork: this process keeps its numbers
+    if len(told) != 32:
+        pytest.skip("this system lets no process have process numbers of its own")
+    return told[:16], told[16:]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_process_that_wakes_twice_from_one_picture_draws_other_words() -> None:
+    one, other = two_awakenings(lambda: random_words(2).tobytes())
+    assert one != other
+    # The negative control: OpenSSL by itself repeats what it drew.
+    one, other = two_awakenings(lambda: ssl.RAND_bytes(16))
+    assert one == other
+
+
+@pytest.mark.parametrize(("source", "name"), [(os, "urandom"), (ssl, "RAND_bytes")])
+def test_without_random_bytes_there_are_no_words(
+    source: object, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(count: int) -> bytes:
+        raise OSError("no coins")
+
+    monkeypatch.setattr(source, name, closed)
+    with pytest.raises(OSError, match="no coins"):
+        random_words(1)
