@@ -5,9 +5,10 @@
 Networks: the classifier F (small_cnn, 1x28x28), the generator G and the discriminator D alone, and
 all three by FedSSL's joint loss, which hooks cannot differentiate (networks that run through each
 other), so that there only the step without privacy is to be had. Ours is ``PrivateTraining.run`` as
-a visit calls it: per-row gradients by vmap, joint clipping, noise that is never seeded, mean, step. Opacus is ``PrivacyEngine.make_private`` in its grad_sample_modes hooks, functorch, ew and
-ghost, without Poisson sampling, its noise from torch's generator. All see the same rows, clip to 1
-with noise multiplier 1, and step by SGD; every row is in every batch.
+a visit calls it: per-row gradients by vmap, joint clipping, noise that no seed repeats, mean, step.
+Opacus is ``PrivacyEngine.make_private`` in its grad_sample_modes hooks, functorch, ew and ghost,
+without Poisson sampling, its noise from torch's generator. All see the same rows, clip to 1 with
+noise multiplier 1, and step by SGD; every row is in every batch.
 
 A step without privacy is taken on the network as runs have it (channels-last). Opacus' steps are
 tried channels-last and in PyTorch's own layout, and the faster counts for Opacus; ours is as runs

@@ -56,13 +56,11 @@ def secure_uniform(count: int) -> np.ndarray:
 def secure_normal(count: int) -> np.ndarray:
     """``count`` standard normal float64 numbers that nobody can foretell (Box and Muller)."""
     half = (count + 1) // 2
-    uniform = torch.from_numpy(
-        secure_uniform(2 * half)
-    )  # torch's functions are faster than numpy's
-    radius = (-2.0 * torch.log1p(-uniform[:half])).sqrt()  # 1 - u is in (0, 1]
-    angle = 2.0 * math.pi * uniform[half:]
-    normal: np.ndarray = torch.cat([radius * angle.cos(), radius * angle.sin()])[:count].numpy()
-    return normal
+    uniform = torch.from_numpy(secure_uniform(2 * half))  # torch is faster than numpy
+    radius = uniform[:half].neg_().log1p_().mul_(-2.0).sqrt_()  # 1 - u is in (0, 1]
+    angle = uniform[half:].mul_(2.0 * math.pi)
+    normal: np.ndarray = torch.cat([angle.cos().mul_(radius), angle.sin().mul_(radius)]).numpy()
+    return normal[:count]
 
 
 class Plan(Protocol):

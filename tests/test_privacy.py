@@ -738,7 +738,7 @@ def test_noise_never_repeats_across_steps_parameters_and_runs_of_one_seed(
     for _ in range(2):
         seed_everything()
         moved_by(small_network(), small_rows(3), plan(steps=4))
-    assert len(recorded) == 2 * 4 * 4  # runs, steps, parameters
+    assert len(recorded) == 2 * 4  # runs, steps
     assert repeats(recorded) == 0
 
 
