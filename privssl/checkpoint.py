@@ -12,7 +12,8 @@ snapshot. Nothing is unpickled. A tensor's name is the JSON pointer (RFC 6901) o
 What belongs to single agents may be more than fits in memory. So it is written one tensor at a
 time, also from where it lies on a disk, and a snapshot that was loaded holds none of it: what an
 agent remembers is read from the snapshot's file when it is asked for, and the file must be there
-still.
+still. Agents may be ten thousand, each with a hundred tensors: those of one agent are one row of
+bytes in the file, and snapshot.json has what they are (``forms``) once for all agents.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -36,14 +37,14 @@ from accounting.canonical import MAX_INTEGER, decode_strictly
 from accounting.errors import PlanError
 from privssl import durable, tensor_file
 from privssl.errors import RunFolderError
-from privssl.tensor_file import InFile, Unread
+from privssl.tensor_file import InFile, Item, Packed, Place, Unread
 
 logger = logging.getLogger(__name__)
 
 Leaf: TypeAlias = Tensor | int | float | str | bool | None
 StateTree: TypeAlias = Mapping[str, "StateTree"] | tuple["StateTree", ...] | Leaf
 
-FORMAT = 1
+FORMAT = 2
 #: How many names lead to a mapping of tensors that belongs to one agent, in each tree.
 TREES = {"state": 2, "memories": 1}
 MAX_JSON_BYTES = 64 * 2**20
@@ -81,8 +82,8 @@ def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
         The folder of this snapshot.
 
     Raises:
-        RunFolderError: the disk is full or not writable, or there are more tensors than could be
-            read again. Older snapshots are as they were.
+        RunFolderError: the disk is full or not writable, or there are more tensors or agents than
+            could be read again. Older snapshots are as they were.
     """
     target = folder / f"round_{snapshot.round:05d}"
     temporary = folder / f"{durable.TEMPORARY}{target.name}"
@@ -168,23 +169,34 @@ def _own_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
-def _about(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Tensor | Unread]]]:
+def _about(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Item]]]:
     """What snapshot.json says, but for the files beside it, and the tensors of each of those."""
     about: dict[str, Any] = {
         "format": FORMAT,
         "round": snapshot.round,
         "config_digest": snapshot.config_digest,
-        "extra": _outline(dict(snapshot.extra), "", {}),
+        "extra": _outline(dict(snapshot.extra), "", {}, {}),
     }
-    trees: dict[str, dict[str, Tensor | Unread]] = {name: {} for name in TREES}
+    forms: dict[str, int] = {}  # JSON -> number
+    trees: dict[str, dict[str, Item]] = {name: {} for name in TREES}
     for name, tensors in trees.items():
-        about[name] = {"outline": _outline(getattr(snapshot, name), "", tensors)}
+        outline = _outline(getattr(snapshot, name), "", tensors, forms, TREES[name])
+        about[name] = {"outline": outline}
         tensor_file.check_types(tensors)
+    about["forms"] = list(map(json.loads, forms))
     return about, trees
 
 
-def _outline(tree: StateTree | Unread, pointer: str, tensors: dict[str, Tensor | Unread]) -> Any:
-    """A tree as JSON, with its tensors moved to ``tensors`` under their JSON pointers."""
+def _outline(
+    tree: StateTree | Unread, pointer: str, tensors: dict[str, Item], forms: dict[str, int],
+    left: int = -1,
+) -> Any:  # fmt: skip
+    """A tree as JSON, with its tensors moved to ``tensors`` under their JSON pointers. Mappings of
+    tensors to which ``left`` names lead are packed, and what they hold moved to ``forms``."""
+
+    def inner(branch: StateTree | Unread, name: str, left: int = -1) -> Any:
+        return _outline(branch, f"{pointer}/{name}", tensors, forms, left)
+
     if isinstance(tree, Tensor | Unread):
         tensors[pointer or "/"] = tree
         return {"tensor": pointer or "/"}
@@ -192,10 +204,14 @@ def _outline(tree: StateTree | Unread, pointer: str, tensors: dict[str, Tensor |
         if not all(isinstance(key, str) for key in tree):
             raise TypeError(f"a key at {pointer or '/'} of a state tree is not text")
         items = tree.unread() if isinstance(tree, InFile) else tree
-        inner = {k: _outline(v, f"{pointer}/{_escaped(k)}", tensors) for k, v in items.items()}
-        return {"mapping": inner}
+        own = {k: v for k, v in items.items() if isinstance(v, Tensor | Unread)}
+        if left == 0 and own and len(own) == len(items):
+            packed = tensors[pointer] = Packed(own)
+            form = json.dumps(packed.form())  # agents are many, the forms of what they hold few
+            return {"packed": [pointer, forms.setdefault(form, len(forms))]}
+        return {"mapping": {k: inner(v, _escaped(k), left - 1) for k, v in items.items()}}
     if isinstance(tree, tuple):
-        return {"tuple": [_outline(v, f"{pointer}/{i}", tensors) for i, v in enumerate(tree)]}
+        return {"tuple": [inner(v, str(i)) for i, v in enumerate(tree)]}
     if isinstance(tree, float) and not math.isfinite(tree):
         return {"float": repr(tree)}  # strict JSON has no infinity
     if isinstance(tree, int) and abs(tree) > MAX_INTEGER:
@@ -265,11 +281,9 @@ def _read(folder: Path) -> Snapshot:
             raise _Damaged(f"format {about['format']!r}, this version reads {FORMAT}")
         if type(about["round"]) is not int or f"round_{about['round']:05d}" != folder.name:
             raise _Damaged(f"snapshot.json is of round {about['round']}")
-        trees = {
-            name: _tree(folder / f"{name}.safetensors", about[name], left)
-            for name, left in TREES.items()
-        }
-        extra = _filled(about["extra"], _NO_TENSORS)
+        forms = list(map(tensor_file.places_in, about["forms"]))
+        trees = {name: _tree(folder / f"{name}.safetensors", about[name], forms) for name in TREES}
+        extra = _filled(about["extra"], _NO_TENSORS, [])
         _check_kinds(trees["memories"], about["config_digest"], extra)
         return Snapshot(
             round=about["round"],
@@ -295,13 +309,13 @@ def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
         raise TypeError("extra holds something else than texts and numbers")
 
 
-def _tree(path: Path, about: Mapping[str, Any], left: int) -> Any:
-    """A tree; mappings of tensors to which ``left`` names lead are left in the file."""
+def _tree(path: Path, about: Mapping[str, Any], forms: Sequence[Mapping[str, Place]]) -> Any:
+    """A tree; mappings that are packed are left in the file."""
     size = about["bytes"]
     try:
         if _size(path, size) != size or tensor_file.sha256_of(path) != about["sha256"]:
             raise _Damaged(f"{path.name} does not match its checksum")
-        return _filled(about["outline"], tensor_file.opened(path), left)
+        return _filled(about["outline"], tensor_file.opened(path), forms)
     except SafetensorError as error:
         raise _Damaged(f"{path.name} is not safetensors ({error})") from error
     except OSError as error:
@@ -328,8 +342,8 @@ def _bytes(path: Path, limit: int) -> bytes:
         raise _Damaged(f"{path.name}: {error.strerror}") from error
 
 
-def _filled(outline: Any, tensors: InFile, left: int = -1) -> Any:
-    """Inverse of ``_outline``; mappings of tensors to which ``left`` names lead stay unread."""
+def _filled(outline: Any, tensors: InFile, forms: Sequence[Mapping[str, Place]]) -> Any:
+    """Inverse of ``_outline``; mappings that are packed stay unread."""
     if not isinstance(outline, dict):
         if isinstance(outline, list):
             raise TypeError("a bare list")
@@ -337,18 +351,15 @@ def _filled(outline: Any, tensors: InFile, left: int = -1) -> Any:
     [(kind, value)] = outline.items()
     if kind == "tensor":
         return tensors[value]
+    if kind == "packed":
+        pointer, number = value
+        return tensors.within(pointer, forms[number])
     if kind == "mapping":
-        if left == 0 and value and all(map(_is_tensor, value.values())):
-            return tensors.only({key: item["tensor"] for key, item in value.items()})
-        return {key: _filled(item, tensors, left - 1) for key, item in value.items()}
+        return {key: _filled(item, tensors, forms) for key, item in value.items()}
     if kind == "tuple":
-        return tuple(_filled(item, tensors) for item in value)
+        return tuple(_filled(item, tensors, forms) for item in value)
     if kind == "float":
         return float(value)
     if kind == "int":
         return int(value)
     raise ValueError(f"unknown kind {kind!r}")
-
-
-def _is_tensor(outline: Any) -> bool:
-    return isinstance(outline, dict) and list(outline) == ["tensor"]

@@ -17,7 +17,7 @@ class SecureNoise(DPOptimizer):  # type: ignore[misc]  # opacus carries no types
         sizes = [parameter.numel() for parameter in self.params]
         noise = torch.from_numpy(privacy.secure_normal(sum(sizes)))
         noise *= self.noise_multiplier * self.max_grad_norm
-        for parameter, own in zip(self.params, noise.split(sizes), strict=True):
+        for parameter, own in zip(self.params, torch.split(noise, sizes), strict=True):
             # The sum is taken in float64, on the CPU (not every device has it): what is released
             # is rounded after the noise.
             noisy = parameter.summed_grad.cpu().double().add_(own.view(parameter.shape))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,6 +34,7 @@ _RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 
 MAX_HEADER_BYTES = 100_000_000  # what safetensors opens
 _CHUNK = 2**20  # bytes that are read at once to be hashed
+_LARGEST = 2**48  # numbers of a tensor, more than there will ever be
 
 #: Reads bytes of a file: (from where, how many) -> so many bytes. Raises OSError.
 Read = Callable[[int, int], bytearray]
@@ -82,10 +83,17 @@ class InFile(Mapping[str, Tensor]):
         """Its tensors by name, none of them read."""
         return {name: Unread(self, name) for name in self._places}
 
-    def only(self, names: Mapping[str, str]) -> "InFile":
-        """Some of them: new name -> name here. Raises KeyError when one is missing."""
-        places = {new: self._places[name] for new, name in names.items()}
-        return InFile(self._read, places, self._start)
+    def within(self, name: str, places: Mapping[str, Place]) -> "InFile":
+        """The tensors of which one of these is packed. They may share their places with others.
+
+        Raises:
+            KeyError: it is missing.
+            ValueError: it has not as many bytes as they take.
+        """
+        packed = self._places[name]
+        if packed.size != sum(place.size for place in places.values()):
+            raise ValueError(f"{name} is not as long as what lies in it")
+        return InFile(self._read, places, self._start + packed.at)
 
 
 class Unread(NamedTuple):
@@ -107,6 +115,49 @@ class Unread(NamedTuple):
         return self.where[self.name]
 
 
+class Packed(NamedTuple):
+    """Tensors that a file lists as one row of bytes, in which they lie one behind the other.
+
+    What single agents hold has the same names and shapes at all of them, and would fill the list
+    with these, once for each agent.
+    """
+
+    tensors: Mapping[str, Tensor | Unread]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(math.prod(t.shape) * t.dtype.itemsize for t in self.tensors.values()),)
+
+    def form(self) -> dict[str, Any]:
+        """Names, types and shapes in order, as JSON."""
+        check_types(self.tensors)
+        return {name: [_NAMES[t.dtype], list(t.shape)] for name, t in self.tensors.items()}
+
+
+def places_in(form: Mapping[str, Any]) -> dict[str, Place]:
+    """Where the tensors of a ``Packed.form`` lie in it.
+
+    Raises:
+        LookupError, TypeError, ValueError: it is none.
+    """
+    found: dict[str, Place] = {}
+    at = 0
+    for name, (dtype, shape) in form.items():
+        if not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"{name} has the shape {shape!r}")
+        if math.prod(max(n, 1) for n in shape) >= _LARGEST:
+            raise ValueError(f"{name} is larger than any tensor")
+        found[name] = place = Place(_DTYPES[dtype], tuple(shape), at)
+        at += place.size
+    return found
+
+
+Item: TypeAlias = Tensor | Unread | Packed  # of a file
+
 # Writing ------------------------------------------------------------------------------------
 
 
@@ -117,9 +168,7 @@ def bytes_of(tensor: Tensor | Unread) -> memoryview:
     return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")
 
 
-def placed(
-    tensors: Mapping[str, Tensor] | Mapping[str, Tensor | Unread], names: Iterable[str]
-) -> dict[str, Place]:
+def placed(tensors: Mapping[str, Item], names: Iterable[str]) -> dict[str, Place]:
     """Where each tensor is to begin, when they lie one behind the other in the order of names."""
     found: dict[str, Place] = {}
     at = 0
@@ -129,23 +178,23 @@ def placed(
     return found
 
 
-def check_types(tensors: Mapping[str, Tensor | Unread]) -> None:
+def check_types(tensors: Mapping[str, Item]) -> None:
     """Raise TypeError where a tensor is of a type that no message could carry."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
             raise TypeError(f"{name} is a tensor of {tensor.dtype}")
 
 
-def too_many(tensors: int) -> str:
+def too_many(entries: int) -> str:
     """The message where a file could not list so many."""
     return (
-        f"The server and its agents remember {tensors} tensors, more than a checkpoint can list. "
-        "Have fewer agents, or a model with fewer layers"
+        f"A checkpoint cannot list {entries} entries: one for every tensor of the server, and one "
+        "for every agent that remembers something. Have fewer agents"
     )
 
 
 def header_of(
-    tensors: Mapping[str, Tensor | Unread], told: Mapping[str, str] | None = None
+    tensors: Mapping[str, Item], told: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[str]]:
     """The first bytes of a safetensors file, and the order in which the tensors follow them.
 
@@ -173,7 +222,7 @@ def header_of(
 
 
 def pieces_of(
-    tensors: Mapping[str, Tensor | Unread], told: Mapping[str, str] | None = None
+    tensors: Mapping[str, Item], told: Mapping[str, str] | None = None
 ) -> Iterator[memoryview]:
     """The bytes of a safetensors file, piece by piece: tensors that lie in order are not copied.
 
@@ -181,10 +230,13 @@ def pieces_of(
     """
     header, order = header_of(tensors, told)
     yield memoryview(header)
-    yield from (bytes_of(tensors[name]) for name in order)
+    for name in order:
+        item = tensors[name]
+        each = item.tensors.values() if isinstance(item, Packed) else (item,)
+        yield from (bytes_of(tensor) for tensor in each)
 
 
-def write_new(path: Path, tensors: Mapping[str, Tensor | Unread]) -> tuple[int, str]:
+def write_new(path: Path, tensors: Mapping[str, Item]) -> tuple[int, str]:
     """Write a safetensors file that does not exist yet, down to the disk; its size and SHA-256.
 
     Raises:

@@ -163,7 +163,9 @@ def as_header(path: Path, content: bytes) -> object:
     return unpack(Note, len(content).to_bytes(8, "little") + content)
 
 
-SNAPSHOT = Snapshot(1, {"F": {"w": torch.ones(2)}}, {"q0": {}}, "d", {"best": 0.1})
+SNAPSHOT = Snapshot(
+    1, {"F": {"w": torch.ones(2)}}, {"q0": {}, "q1": {"m": torch.ones(3)}}, "d", {"best": 0.1}
+)
 
 
 def as_snapshot(path: Path, content: bytes) -> object:
@@ -760,6 +762,18 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
     "a memory of numbers": lambda a: a["memories"].update(
         outline={"mapping": {"q0": {"mapping": {"x": 3}}}}
     ),
+    "a memory longer than its bytes": lambda a: a.update(forms=[{"m": ["F32", [4]]}]),
+    "a memory shorter than its bytes": lambda a: a.update(forms=[{"m": ["F32", [2]]}]),
+    "a memory of negative sizes": lambda a: a.update(forms=[{"m": ["F32", [-1, -3]]}]),
+    "a memory of nothing, endless": lambda a: a.update(
+        forms=[{"m": ["F32", [3]], "n": ["F32", [0, 2**62]]}]
+    ),
+    "a memory of an unknown type": lambda a: a.update(forms=[{"m": ["object", [3]]}]),
+    "a memory in a form that is not there": lambda a: a.update(forms=[]),
+    "a memory where no bytes are": lambda a: a["memories"].update(
+        outline={"mapping": {"q1": {"packed": ["/q2", 0]}}}
+    ),
+    "forms that are no list": lambda a: a.update(forms=3),
     "extra that is a text": lambda a: a.update(extra="x"),
     "extra with a tree": lambda a: a.update(
         extra={"mapping": {"round": {"mapping": {}}}}

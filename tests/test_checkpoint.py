@@ -189,7 +189,7 @@ DAMAGES = {
     "key twice": text('{"format": 1, "format": 1}'),
     "a list": text("[]"),
     "deep": text("[" * 100_000),
-    "another format": edit_json(format=2),
+    "another format": edit_json(format=3),
     "another round": edit_json(round=21),
     "round no number": edit_json(round="20"),
     "state of no kind": edit_json(state=3),

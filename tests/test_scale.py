@@ -147,6 +147,26 @@ def test_a_loaded_snapshot_holds_nothing_of_single_agents(tmp_path: Path) -> Non
     assert back.memories["q1"] == {}
 
 
+def test_what_an_agent_remembers_is_one_entry_of_a_file_however_many_tensors_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A file that may list no more than 60 agents, and JSON that could not list 6,000 tensors.
+    monkeypatch.setattr(tensor_file, "MAX_HEADER_BYTES", 60 * 80)
+    monkeypatch.setattr(checkpoint, "MAX_JSON_BYTES", 60 * 300)
+    many = {f"w{n}": torch.full((2, 3), float(n)) for n in range(96)}
+    memories = {f"q{n}": {**many, **ODD, "own": torch.tensor(n)} for n in range(50)}
+    memories["other"] = numbers(3)  # of another form
+    checkpoint.save(tmp_path, checkpoint.Snapshot(1, {"held": memories}, memories, "d"))
+    back: Any = checkpoint.load(tmp_path, "d")
+    for agent, memory in memories.items():
+        assert bits(back.memories[agent]) == bits(memory) == bits(back.state["held"][agent])
+    # What was read can be written again, and the control: tensors of the server are each listed.
+    checkpoint.save(tmp_path, checkpoint.Snapshot(2, {}, back.memories, "d"))
+    assert bits(checkpoint.load(tmp_path, "d").memories["q49"]) == bits(memories["q49"])
+    with pytest.raises(RunFolderError, match="cannot list 105 entries"):
+        checkpoint.save(tmp_path, checkpoint.Snapshot(3, {"F": memories["q0"]}, {}, "d"))
+
+
 def test_a_checkpoint_that_could_not_be_read_again_is_refused_and_the_older_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +175,7 @@ def test_a_checkpoint_that_could_not_be_read_again_is_refused_and_the_older_one_
     for module, name in ((checkpoint, "MAX_JSON_BYTES"), (tensor_file, "MAX_HEADER_BYTES")):
         with monkeypatch.context() as smaller:
             smaller.setattr(module, name, 1000)
-            with pytest.raises(RunFolderError, match="remember 40 tensors, more than"):
+            with pytest.raises(RunFolderError, match="cannot list 40 entries"):
                 checkpoint.save(tmp_path, checkpoint.Snapshot(2, {}, many, "d"))
         assert sorted(os.listdir(tmp_path)) == ["latest", "round_00001"]
         assert checkpoint.load(tmp_path, "d").round == 1
