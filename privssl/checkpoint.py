@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 Leaf: TypeAlias = Tensor | int | float | str | bool | None
 StateTree: TypeAlias = Mapping[str, "StateTree"] | tuple["StateTree", ...] | Leaf
 
-FORMAT = 2
+FORMAT = 2  # 1 listed the tensors of single agents one by one, and is still read
 #: How many names lead to a mapping of tensors that belongs to one agent, in each tree.
 TREES = {"state": 2, "memories": 1}
 MAX_JSON_BYTES = 64 * 2**20
@@ -277,11 +277,11 @@ def _candidates(folder: Path) -> list[str]:
 def _read(folder: Path) -> Snapshot:
     try:
         about = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
-        if about["format"] != FORMAT:
-            raise _Damaged(f"format {about['format']!r}, this version reads {FORMAT}")
+        if about["format"] not in (1, FORMAT):
+            raise _Damaged(f"format {about['format']!r}, this version reads 1 to {FORMAT}")
         if type(about["round"]) is not int or f"round_{about['round']:05d}" != folder.name:
             raise _Damaged(f"snapshot.json is of round {about['round']}")
-        forms = list(map(tensor_file.places_in, about["forms"]))
+        forms = list(map(tensor_file.places_in, about.get("forms", [])))
         trees = {name: _tree(folder / f"{name}.safetensors", about[name], forms) for name in TREES}
         extra = _filled(about["extra"], _NO_TENSORS, [])
         _check_kinds(trees["memories"], about["config_digest"], extra)
@@ -301,7 +301,8 @@ def _read(folder: Path) -> Snapshot:
 def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
     """Raise TypeError unless the parts are what :class:`Snapshot` says. What the state holds is
     for its algorithm to know."""
-    if not all(isinstance(memory, InFile) or memory == {} for memory in memories.values()):
+    here = (memory for memory in memories.values() if not isinstance(memory, InFile))
+    if not all(isinstance(value, Tensor) for memory in here for value in memory.values()):
         raise TypeError("an agent remembers something else than tensors")
     if not isinstance(digest, str):
         raise TypeError("config_digest is no text")

@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from privssl import durable
+from privssl import checkpoint, durable
 from privssl.checkpoint import Snapshot, StateTree, load, mark, save, save_weights
 from privssl.errors import RunFolderError
 
@@ -141,6 +141,20 @@ def test_a_run_that_went_back_drops_what_came_after(tmp_path: Path) -> None:
     save(tmp_path, snapshot(20, "again"), keep=3)  # after a resume from round 10
     assert names(tmp_path) == ["latest", "round_00010", "round_00020"]
     assert load(tmp_path, "again").round == 20
+
+
+def test_a_snapshot_of_the_first_format_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as earlier:  # it listed the tensors of single agents one by one
+        earlier.setattr(checkpoint, "TREES", dict.fromkeys(checkpoint.TREES, -1))
+        earlier.setattr(checkpoint, "FORMAT", 1)
+        written = save(tmp_path, snapshot(10))
+    about = json.loads((written / "snapshot.json").read_text())
+    assert about.pop("forms") == []
+    (written / "snapshot.json").write_text(json.dumps(about))
+    back = load(tmp_path, "d")
+    assert same(snapshot(10).state, back.state) and same(snapshot(10).memories, back.memories)
 
 
 def test_another_config_is_refused(tmp_path: Path) -> None:
