@@ -4,10 +4,15 @@ A file of its own because importing Opacus takes as long as importing torch, and
 under DP-SGD needs it.
 """
 
+import math
+
 import torch
 from opacus.optimizers import DPOptimizer
+from torch import Tensor
 
 from privssl import privacy
+
+GRID = 2.0**-12  # at most, of the noise's deviation: what is released lies so far apart
 
 
 class SecureNoise(DPOptimizer):  # type: ignore[misc]  # opacus carries no types
@@ -16,9 +21,28 @@ class SecureNoise(DPOptimizer):  # type: ignore[misc]  # opacus carries no types
     def add_noise(self) -> None:
         sizes = [parameter.numel() for parameter in self.params]
         noise = torch.from_numpy(privacy.secure_normal(sum(sizes)))
-        noise *= self.noise_multiplier * self.max_grad_norm
+        deviation = self.noise_multiplier * self.max_grad_norm
+        noise *= deviation
         for parameter, own in zip(self.params, torch.split(noise, sizes), strict=True):
-            # The sum is taken in float64, on the CPU (not every device has it): what is released
-            # is rounded after the noise.
+            # In float64, on the CPU (not every device has it): what is released is rounded after
+            # the noise.
             noisy = parameter.summed_grad.cpu().double().add_(own.view(parameter.shape))
-            parameter.grad = noisy.to(parameter.device, parameter.dtype)
+            parameter.grad = on_grid(noisy, deviation).to(parameter.device, parameter.dtype)
+
+
+def on_grid(sums: Tensor, deviation: float) -> Tensor:
+    """Sums with noise, rounded in place to whole multiples of a power of two.
+
+    Floating-point noise has gaps, and what it is added to shifts them: which numbers can come out
+    at all would tell of the rows (Mironov 2012). On the grid the same numbers can come out whatever
+    was summed, each in the place of 2^40 sums with noise. The grid is public, so rounding costs no
+    privacy, and it moves a sum by less than a six-thousandth of its noise.
+
+    Args:
+        sums: float64.
+        deviation: of the noise, >= 0; without any, nothing is rounded.
+    """
+    if not deviation:
+        return sums
+    step = GRID * 2.0 ** (math.frexp(deviation)[1] - 1)  # of the power of two below the deviation
+    return sums.div_(step).round_().mul_(step)

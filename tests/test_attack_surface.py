@@ -31,12 +31,13 @@ from test_privacy import CLASSES, SHAPE
 from test_private_fedssl import PRIVATE, accounts, context, lesson
 from test_specification_mechanism import ALL, ONE_STEP, visit_with, with_row
 from torch import Tensor
+from toy_worlds import without_noise
 
 from accounting.canonical import MAX_INTEGER, decode_strictly
 from accounting.errors import AccountingError, PlanError
 from accounting.journal import read_content
 from accounting.ledger import read_journal
-from privssl import audit, checkpoint, config, durable, privacy
+from privssl import audit, checkpoint, config, durable
 from privssl.algorithms.fedssl import FedSSL, Lesson, Networks
 from privssl.checkpoint import Snapshot
 from privssl.data import arrays, image_folder
@@ -699,7 +700,7 @@ def test_the_check_of_released_numbers_notices_that_rows_without_a_finite_gradie
 def test_under_hostile_weights_one_row_still_moves_the_sum_by_at_most_the_clip_norm(
     value: float, share: float, protected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(privacy, "secure_normal", np.zeros)
+    without_noise(monkeypatch)
     released = Released(monkeypatch)
     came = damaged(lesson(protected), value, share)
     for number, shade in enumerate((0.3, math.nan)):

@@ -26,14 +26,16 @@ from scipy import stats
 from test_coins import in_a_fork
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from toy_worlds import without_noise
 
 from generators import ImageDiscriminator, ImageGenerator
-from privssl import privacy
+from privssl import noisy_steps, privacy
 from privssl.algorithms.gmixup import Callables, Mixes, Mixing, row_losses
 from privssl.clipping import Outer, RowGradients, Rows, clipped_sums
 from privssl.errors import PrivacyError
 from privssl.losses import soft_cross_entropy
 from privssl.models.convnets import LeNet, SmallCNN
+from privssl.noisy_steps import SecureNoise
 from privssl.privacy import (
     PrivatePlan,
     PrivateTraining,
@@ -60,7 +62,7 @@ def plan(**changes: Any) -> PrivatePlan:
 
 @pytest.fixture
 def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(privacy, "secure_normal", np.zeros)
+    without_noise(monkeypatch)
 
 
 def draw_rows(monkeypatch: pytest.MonkeyPatch, *masks: list[bool]) -> None:
@@ -175,7 +177,7 @@ def test_one_row_more_or_less_or_nulled_moves_the_sum_by_at_most_the_clip_norm(
     case: tuple[nn.Module, Tensor, int, float],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(privacy, "secure_normal", np.zeros)
+        without_noise(patch)
         assert largest_shift(*case) <= 1 + 1e-5
 
 
@@ -694,6 +696,47 @@ def test_noise_is_normal_with_the_planned_deviation_to_less_than_two_percent() -
     assert distance[0.98] > TOO_FAR and distance[1.02] > TOO_FAR
 
 
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """All noise that is drawn from here on."""
+    drawn: list[np.ndarray] = []
+
+    def record(count: int) -> np.ndarray:
+        drawn.append(secure_normal(count))
+        return drawn[-1].copy()
+
+    monkeypatch.setattr(privacy, "secure_normal", record)
+    return drawn
+
+
+def noisy(sums: Tensor) -> Tensor:
+    """What is released of sums, with noise of deviation 0.91 on each."""
+    parameter = nn.Parameter(torch.zeros_like(sums))
+    optimizer = SecureNoise(
+        torch.optim.SGD([parameter], lr=1.0), noise_multiplier=1.3, max_grad_norm=0.7,
+        expected_batch_size=None, loss_reduction="sum",
+    )  # fmt: skip
+    parameter.summed_grad = sums  # type: ignore[attr-defined]
+    optimizer.add_noise()
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+@pytest.mark.parametrize("total", [0.0, 1 / 3, -1e-9, 50.0])
+def test_the_same_numbers_come_out_whatever_noise_was_added_to(
+    total: float, monkeypatch: pytest.MonkeyPatch, recorded: list[np.ndarray]
+) -> None:
+    sums = torch.full((10_000,), total)
+    released = noisy(sums).double() * 2**13  # 0.91 lies between 2^-1 and 2^0; 2^-1 / 2^12
+    assert torch.equal(released, released.round())
+    before = sums.double() + 0.91 * torch.from_numpy(recorded[0])
+    assert float((released / 2**13 - before).abs().max()) <= 2**-14
+    # The control: sums with noise as they are lie anywhere.
+    monkeypatch.setattr(noisy_steps, "on_grid", lambda sums, deviation: sums)
+    anywhere = noisy(sums).double() * 2**13
+    assert not torch.equal(anywhere, anywhere.round())
+
+
 def test_uniform_numbers_are_uniform_and_below_one() -> None:
     numbers = secure_uniform(DRAWS)
     assert numbers.min() >= 0 and numbers.max() < 1
@@ -706,19 +749,6 @@ def test_noise_without_luck_has_no_infinite_draw(monkeypatch: pytest.MonkeyPatch
             privacy, "secure_uniform", lambda count, value=extreme: np.full(count, value)
         )
         assert np.isfinite(secure_normal(3)).all()
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
-    """All noise that is drawn from here on."""
-    drawn: list[np.ndarray] = []
-
-    def record(count: int) -> np.ndarray:
-        drawn.append(secure_normal(count))
-        return drawn[-1]
-
-    monkeypatch.setattr(privacy, "secure_normal", record)
-    return drawn
 
 
 def seed_everything() -> None:

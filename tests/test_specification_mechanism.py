@@ -43,6 +43,7 @@ from test_privacy import (
 )
 from test_private_fedssl import PRIVATE, accounts, context, lesson, visit
 from torch import Tensor, nn
+from toy_worlds import without_noise
 
 from accounting.ledger import read_journal
 from generators.objectives import discriminator_loss
@@ -77,7 +78,7 @@ def configured(tmp_path: Path) -> Callable[..., config.Config]:
 
 @pytest.fixture
 def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(privacy, "secure_normal", np.zeros)
+    without_noise(monkeypatch)
 
 
 # 17: sensitivity of a whole visit ----------------------------------------------------------------
@@ -631,7 +632,7 @@ class Runs:
             patch.chdir(here)
             chance = 0.0 if drawn else np.nextafter(1.0, 0.0)
             patch.setattr(privacy, "secure_uniform", lambda count: np.full(count, chance))
-            patch.setattr(privacy, "secure_normal", np.zeros)
+            without_noise(patch)
             patch.setattr(os, "urandom", lambda count: bytes(count))
             self._listen(patch, traffic, fewer)
             if plant is not None:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
-from privssl import checkpoint, models
+from privssl import checkpoint, models, noisy_steps, privacy
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, Task
 from privssl.checkpoint import Snapshot
@@ -278,3 +280,9 @@ def apart(first: Any, second: Any) -> float:
 def finite(tree: Any) -> bool:
     """Whether no number in it is infinite or NaN."""
     return all(bool(torch.as_tensor(v).isfinite().all()) for v in flat(tree).values())
+
+
+def without_noise(patch: pytest.MonkeyPatch) -> None:
+    """Private steps release their sums as they are: neither with noise nor rounded."""
+    patch.setattr(privacy, "secure_normal", np.zeros)
+    patch.setattr(noisy_steps, "on_grid", lambda sums, deviation: sums)
