@@ -12,7 +12,7 @@ from torch import Tensor
 
 from privssl import privacy
 
-GRID = 2.0**-12  # at most, of the noise's deviation: what is released lies so far apart
+GRID = 2.0**-16  # at most, of the noise's deviation: what is released lies so far apart
 
 
 class SecureNoise(DPOptimizer):  # type: ignore[misc]  # opacus carries no types
@@ -35,8 +35,8 @@ def on_grid(sums: Tensor, deviation: float) -> Tensor:
 
     Floating-point noise has gaps, and what it is added to shifts them: which numbers can come out
     at all would tell of the rows (Mironov 2012). On the grid the same numbers can come out whatever
-    was summed, each in the place of a hundred billion sums. The grid is public, so rounding costs
-    no privacy, and it moves a sum by at most an eight-thousandth of the noise's deviation.
+    was summed, each in the place of ten billion sums. The grid is public, so rounding costs no
+    privacy, and it moves a sum by at most 2^-17 of the noise's deviation.
 
     Args:
         sums: float64.
