@@ -139,7 +139,7 @@ def _below(bound: int, count: int) -> NDArray[np.uint64]:
     The first 2^64 mod bound words are drawn again, so that what is left is a multiple of bound.
     """
     surplus = np.uint64(_WORDS % bound)
-    words = random_words(count)
+    words = random_words(count).copy()
     while (again := words < surplus).any():
         words[again] = random_words(int(np.count_nonzero(again)))
     return words % np.uint64(bound)

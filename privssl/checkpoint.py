@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 Leaf: TypeAlias = Tensor | int | float | str | bool | None
 StateTree: TypeAlias = Mapping[str, "StateTree"] | tuple["StateTree", ...] | Leaf
 
-FORMAT = 2  # 1 listed the tensors of single agents one by one, and is still read
+FORMAT = 2  # 1 listed the tensors of single agents one by one; it is read, into memory
 #: How many names lead to a mapping of tensors that belongs to one agent, in each tree.
 TREES = {"state": 2, "memories": 1}
 MAX_JSON_BYTES = 64 * 2**20
@@ -277,7 +277,7 @@ def _candidates(folder: Path) -> list[str]:
 def _read(folder: Path) -> Snapshot:
     try:
         about = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
-        if about["format"] not in (1, FORMAT):
+        if type(about["format"]) is not int or about["format"] not in (1, FORMAT):
             raise _Damaged(f"format {about['format']!r}, this version reads 1 to {FORMAT}")
         if type(about["round"]) is not int or f"round_{about['round']:05d}" != folder.name:
             raise _Damaged(f"snapshot.json is of round {about['round']}")
@@ -301,13 +301,18 @@ def _read(folder: Path) -> Snapshot:
 def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
     """Raise TypeError unless the parts are what :class:`Snapshot` says. What the state holds is
     for its algorithm to know."""
-    here = (memory for memory in memories.values() if not isinstance(memory, InFile))
-    if not all(isinstance(value, Tensor) for memory in here for value in memory.values()):
+    if type(memories) is not dict or not all(map(_is_memory, memories.values())):
         raise TypeError("an agent remembers something else than tensors")
     if not isinstance(digest, str):
         raise TypeError("config_digest is no text")
     if not all(isinstance(value, str | int | float) for value in extra.values()):
         raise TypeError("extra holds something else than texts and numbers")
+
+
+def _is_memory(memory: Any) -> bool:
+    if type(memory) is dict:  # an empty one, or of the first format
+        return all(isinstance(value, Tensor) for value in memory.values())
+    return isinstance(memory, InFile)
 
 
 def _tree(path: Path, about: Mapping[str, Any], forms: Sequence[Mapping[str, Place]]) -> Any:
@@ -354,6 +359,8 @@ def _filled(outline: Any, tensors: InFile, forms: Sequence[Mapping[str, Place]])
         return tensors[value]
     if kind == "packed":
         pointer, number = value
+        if type(number) is not int or number < 0:
+            raise ValueError(f"form {number!r}")
         return tensors.within(pointer, forms[number])
     if kind == "mapping":
         return {key: _filled(item, tensors, forms) for key, item in value.items()}

@@ -20,27 +20,27 @@ class SecureNoise(DPOptimizer):  # type: ignore[misc]  # opacus carries no types
 
     def add_noise(self) -> None:
         sizes = [parameter.numel() for parameter in self.params]
-        noise = torch.from_numpy(privacy.secure_normal(sum(sizes)))
         deviation = self.noise_multiplier * self.max_grad_norm
-        noise *= deviation
+        noise = torch.from_numpy(privacy.secure_normal(sum(sizes))) * deviation
         for parameter, own in zip(self.params, torch.split(noise, sizes), strict=True):
             # In float64, on the CPU (not every device has it): what is released is rounded after
             # the noise.
-            noisy = parameter.summed_grad.cpu().double().add_(own.view(parameter.shape))
-            parameter.grad = on_grid(noisy, deviation).to(parameter.device, parameter.dtype)
+            noisy = parameter.summed_grad.to("cpu", torch.float64, copy=True)
+            noisy = on_grid(noisy.add_(own.view(parameter.shape)), deviation)
+            parameter.grad = noisy.to(parameter.device, parameter.dtype)
 
 
 def on_grid(sums: Tensor, deviation: float) -> Tensor:
     """Sums with noise, rounded in place to whole multiples of a power of two.
 
     Floating-point noise has gaps, and what it is added to shifts them: which numbers can come out
-    at all would tell of the rows (Mironov 2012). On the grid the same numbers can come out whatever
-    was summed, each in the place of ten billion sums. The grid is public, so rounding costs no
-    privacy, and it moves a sum by at most 2^-17 of the noise's deviation.
+    at all would tell of the rows (Mironov 2012). The grid is wider than these gaps, so that the
+    same numbers can come out whatever was summed (but for a chance that docs/privacy.md states). It
+    is public: rounding costs no privacy. It moves a sum by at most 2^-17 of the deviation.
 
     Args:
         sums: float64.
-        deviation: of the noise, >= 0; without any, nothing is rounded.
+        deviation: of the noise, from 1e-300; or 0, then nothing is rounded.
     """
     if not deviation:
         return sums

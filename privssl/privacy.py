@@ -54,11 +54,16 @@ def secure_uniform(count: int) -> np.ndarray:
 
 
 def secure_normal(count: int) -> np.ndarray:
-    """``count`` standard normal float64 numbers that nobody can foretell (Box and Muller)."""
+    """``count`` standard normal float64 numbers that nobody can foretell (Box and Muller).
+
+    A radius is made of all 64 bits of a word: of 53 the largest would lie so far apart that two
+    numbers of one radius could tell what was added to them. None is larger than 9.42.
+    """
     half = (count + 1) // 2
-    uniform = torch.from_numpy(secure_uniform(2 * half))  # torch is faster than numpy
-    radius = uniform[:half].neg_().log1p_().mul_(-2.0).sqrt_()  # 1 - u is in (0, 1]
-    angle = uniform[half:].mul_(2.0 * math.pi)
+    words = random_words(half).astype(np.float64)
+    tail = torch.from_numpy(words).add_(1.0).mul_(2.0**-64)  # in (0, 1]
+    radius = tail.log_().mul_(-2.0).sqrt_()
+    angle = torch.from_numpy(secure_uniform(half)).mul_(2.0 * math.pi)  # torch is faster than numpy
     normal: np.ndarray = torch.cat([angle.cos().mul_(radius), angle.sin().mul_(radius)]).numpy()
     return normal[:count]
 

@@ -34,7 +34,7 @@ _RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 
 MAX_HEADER_BYTES = 100_000_000  # what safetensors opens
 _CHUNK = 2**20  # bytes that are read at once to be hashed
-_LARGEST = 2**48  # numbers of a tensor, more than there will ever be
+_LARGEST, _MOST_SIZES = 2**48, 64  # numbers and sizes of a tensor, more than there will ever be
 
 #: Reads bytes of a file: (from where, how many) -> so many bytes. Raises OSError.
 Read = Callable[[int, int], bytearray]
@@ -88,11 +88,13 @@ class InFile(Mapping[str, Tensor]):
 
         Raises:
             KeyError: it is missing.
-            ValueError: it has not as many bytes as they take.
+            ValueError: it is no row of as many bytes as they take.
         """
         packed = self._places[name]
-        if packed.size != sum(place.size for place in places.values()):
-            raise ValueError(f"{name} is not as long as what lies in it")
+        if packed.dtype != torch.uint8 or packed.size != sum(
+            place.size for place in places.values()
+        ):
+            raise ValueError(f"{name} is not what is said to lie in it")
         return InFile(self._read, places, self._start + packed.at)
 
 
@@ -147,8 +149,8 @@ def places_in(form: Mapping[str, Any]) -> dict[str, Place]:
     found: dict[str, Place] = {}
     at = 0
     for name, (dtype, shape) in form.items():
-        if not all(type(n) is int and n >= 0 for n in shape):
-            raise ValueError(f"{name} has the shape {shape!r}")
+        if len(shape) > _MOST_SIZES or not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"{name} has no shape of a tensor")
         if math.prod(max(n, 1) for n in shape) >= _LARGEST:
             raise ValueError(f"{name} is larger than any tensor")
         found[name] = place = Place(_DTYPES[dtype], tuple(shape), at)
@@ -189,7 +191,7 @@ def too_many(entries: int) -> str:
     """The message where a file could not list so many."""
     return (
         f"A checkpoint cannot list {entries} entries: one for every tensor of the server, and one "
-        "for every agent that remembers something. Have fewer agents"
+        "for every agent that remembers something. Have fewer agents, or fewer layers"
     )
 
 

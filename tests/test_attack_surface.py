@@ -774,6 +774,22 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
     "a memory where no bytes are": lambda a: a["memories"].update(
         outline={"mapping": {"q1": {"packed": ["/q2", 0]}}}
     ),
+    "a memory of two kinds of bytes": lambda a: a["state"].update(
+        outline={"mapping": {"F": {"packed": ["/F/w", 1]}}}
+    ) or a["forms"].append({"w": ["F64", [1]]}),
+    "a form from the end": lambda a: a["memories"].update(
+        outline={"mapping": {"q1": {"packed": ["/q1", -1]}}}
+    ),
+    "a form that is true": lambda a: a["memories"].update(
+        outline={"mapping": {"q1": {"packed": ["/q1", True]}}}
+    ) or a["forms"].append(a["forms"][0]),
+    "a form of endless sizes": lambda a: a["forms"].append({"m": ["F32", [2**53 - 1] * 100_000]}),
+    "a memory that is a tensor": lambda a: a["memories"].update(
+        outline={"mapping": {"q1": {"tensor": "/q1"}}}
+    ),
+    "memories that are a tensor": lambda a: a["memories"].update(outline={"tensor": "/q1"}),
+    "memories that are one": lambda a: a["memories"].update(outline={"packed": ["/q1", 0]}),
+    "a format that is true": lambda a: a.update(format=True),
     "forms that are no list": lambda a: a.update(forms=3),
     "extra that is a text": lambda a: a.update(extra="x"),
     "extra with a tree": lambda a: a.update(

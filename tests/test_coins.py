@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, chisquare
 
+from accounting import coins
 from accounting.coins import random_words
 
 LEVEL = 1e-6
 WORDS = 200_000
-NEW_PROCESS_NUMBERS = 0x20000000  # CLONE_NEWPID of unshare(2)
+NEW_PROCESS_NUMBERS, NEW_USER = 0x20000000, 0x10000000  # CLONE_NEWPID, CLONE_NEWUSER of unshare(2)
+NO_RIGHT = b"no right"
 
 Draw = Callable[[], bytes]
 
@@ -46,18 +48,19 @@ def test_as_many_words_as_were_asked_for_and_none_twice(count: int) -> None:
 
 
 def in_a_fork(do: Draw) -> bytes:
-    """What ``do`` returns in a forked process."""
+    """What ``do`` returns in a forked process. An error there is one here."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         try:
             os.write(writing, do())
-        finally:
-            os._exit(0)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         told = pipe.read()
-    os.waitpid(child, 0)
+    assert os.waitpid(child, 0)[1] == 0
     return told
 
 
@@ -67,20 +70,22 @@ def two_awakenings(draw: Draw) -> tuple[bytes, bytes]:
     So may a virtual machine. Here it is a fork whose copy has the same process number, by which
     OpenSSL notices forks; that takes a right which not every system grants.
     """
-    system = ctypes.CDLL(None)
+    unshare = ctypes.CDLL(None).unshare
 
     def as_number_one(do: Draw) -> bytes:
-        if system.unshare(NEW_PROCESS_NUMBERS):
-            return b""
-        return in_a_fork(lambda: do() if os.getpid() == 1 else b"")
+        if unshare(NEW_PROCESS_NUMBERS) and unshare(NEW_USER | NEW_PROCESS_NUMBERS):
+            return NO_RIGHT
+        return in_a_fork(do)
 
     def wakes_twice() -> bytes:
+        assert os.getpid() == 1
         ssl.RAND_bytes(1)  # the generator has a state before the picture is taken
         return as_number_one(draw) + draw()
 
     told = in_a_fork(lambda: as_number_one(wakes_twice))  # a fork: this process keeps its numbers
-    if len(told) != 32:
+    if told.startswith(NO_RIGHT):
         pytest.skip("this system lets no process have process numbers of its own")
+    assert len(told) == 32
     return told[:16], told[16:]
 
 
@@ -92,6 +97,20 @@ def test_a_process_that_wakes_twice_from_one_picture_draws_other_words() -> None
     # The negative control: OpenSSL by itself repeats what it drew.
     one, other = two_awakenings(lambda: ssl.RAND_bytes(16))
     assert one == other
+
+
+def test_more_words_than_are_made_at_once_are_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coins, "_AT_ONCE", 24)
+    words = random_words(100)
+    assert len(words) == len(np.unique(words)) == 100
+
+
+def test_a_library_that_takes_no_notice_of_seeds_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coins, "_SEEDED_ANEW", False)  # as with LibreSSL, BoringSSL, AWS-LC
+    monkeypatch.setattr(os, "urandom", lambda count: bytes(range(count)))
+    assert random_words(2).tobytes() == bytes(range(16))
 
 
 @pytest.mark.parametrize(("source", "name"), [(os, "urandom"), (ssl, "RAND_bytes")])

@@ -66,7 +66,7 @@ def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw_rows(monkeypatch: pytest.MonkeyPatch, *masks: list[bool]) -> None:
-    """Each call for a mask gets the next of these in place of the operating system's."""
+    """Each call for a mask gets the next of these."""
     draws = itertools.cycle(masks)
     monkeypatch.setattr(
         privacy, "secure_uniform", lambda count: np.where(next(draws), 0.0, np.nextafter(1.0, 0.0))
@@ -744,11 +744,36 @@ def test_uniform_numbers_are_uniform_and_below_one() -> None:
 
 
 def test_noise_without_luck_has_no_infinite_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    for extreme in (0.0, 1 - 2.0**-53):
-        monkeypatch.setattr(
-            privacy, "secure_uniform", lambda count, value=extreme: np.full(count, value)
-        )
+    for extreme in (0, 1, 2**64 - 1):
+        give_words(monkeypatch, extreme)
         assert np.isfinite(secure_normal(3)).all()
+
+
+def give_words(monkeypatch: pytest.MonkeyPatch, *words: int) -> None:
+    """What coins give from here on, as often as it is asked for."""
+    given = np.array(words, dtype=np.uint64)
+    monkeypatch.setattr(privacy, "random_words", lambda count: np.resize(given, count))
+
+
+def gap_of_radii(monkeypatch: pytest.MonkeyPatch, word: int, bits: int) -> float:
+    """Between the noise of two words beside each other, at angle 0, where so many bits count."""
+    radii = []
+    monkeypatch.setattr(privacy, "secure_uniform", np.zeros)
+    for one in (word, word + 1):
+        give_words(monkeypatch, one << (64 - bits))
+        radii.append(float(secure_normal(1)[0]))
+    return radii[0] - radii[1]
+
+
+def test_noise_lies_closer_than_the_grid_but_once_in_ten_to_the_fifteen_draws(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Gaps grow with the radius, which falls as the word grows. Deviation 1; the finer of the grids.
+    rare = int(1e-15 * 2**64)
+    assert 0 < gap_of_radii(monkeypatch, rare, 64) < noisy_steps.GRID / 2
+    assert gap_of_radii(monkeypatch, rare // 4, 64) > noisy_steps.GRID / 2
+    # The control: with the 53 bits of a uniform number they lie apart a thousand times as often.
+    assert gap_of_radii(monkeypatch, int(0.7e-12 * 2**53), 53) > noisy_steps.GRID / 2
 
 
 def seed_everything() -> None:
@@ -770,6 +795,36 @@ def test_noise_never_repeats_across_steps_parameters_and_runs_of_one_seed(
         moved_by(small_network(), small_rows(3), plan(steps=4))
     assert len(recorded) == 2 * 4  # runs, steps
     assert repeats(recorded) == 0
+
+
+def noise_that_lands(network: nn.Module) -> list[tuple[float, ...]]:
+    """The first three numbers that each parameter is given in each of two steps, without rows."""
+    landed: list[tuple[float, ...]] = []
+    add_noise = SecureNoise.add_noise
+
+    def look(self: SecureNoise) -> None:
+        add_noise(self)
+        landed.extend(tuple(p.grad.flatten()[:3].tolist()) for p in self.params if p.numel() >= 3)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SecureNoise, "add_noise", look)
+        moved_by(network, small_rows(0), plan(steps=2))
+    return landed
+
+
+def test_every_parameter_of_every_step_is_given_noise_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    landed = noise_that_lands(small_network())
+    assert len(landed) == len(set(landed)) == 2 * 4  # steps, parameters
+    # The control: one stretch of noise for all parameters.
+    real = torch.split
+
+    def same_for_all(noise: Tensor, sizes: Any) -> Any:
+        return [noise[:n] for n in sizes] if isinstance(sizes, list) else real(noise, sizes)
+
+    monkeypatch.setattr(torch, "split", same_for_all)
+    assert len(set(noise_that_lands(small_network()))) == 2
 
 
 def test_the_check_of_repeats_notices_a_seeded_generator() -> None:
