@@ -12,8 +12,8 @@ snapshot. Nothing is unpickled. A tensor's name is the JSON pointer (RFC 6901) o
 What belongs to single agents may be more than fits in memory. So it is written one tensor at a
 time, also from where it lies on a disk, and a snapshot that was loaded holds none of it: what an
 agent remembers is read from the snapshot's file when it is asked for, and the file must be there
-still (format 1 is read whole). Agents may be ten thousand, each with a hundred tensors: those of one
-agent are one row of bytes in the file, and snapshot.json has what they are (``forms``) once for
+still (format 1 is read whole). Agents may be ten thousand, each with a hundred tensors: those of
+one agent are one row of bytes in the file, and snapshot.json has what they are (``forms``) once for
 all agents.
 """
 
