@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from toy_worlds import without_noise
 
 from accounting import verify
 from accounting.accountants import epsilon
@@ -267,7 +267,7 @@ def test_without_noise_the_same_claim_is_refuted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Claimed is epsilon 0.5, refuted from 45 of 60 on; without noise 52 to 60 were right.
-    monkeypatch.setattr(privacy, "secure_normal", lambda count: np.zeros(count))
+    without_noise(monkeypatch)
     found = on_messages(tmp_path, "privacy.noise_multiplier=1.0", claimed=0.5)
     assert found.rejects_claim
     report = AttackReport("s0", 0.5, DELTA, sound=True)

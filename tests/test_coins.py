@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from posts import in_a_fork
 from scipy.stats import binomtest, chisquare
 
 from accounting import coins
@@ -47,23 +48,6 @@ def test_as_many_words_as_were_asked_for_and_none_twice(count: int) -> None:
     assert len(words) == len(np.unique(words)) == 2 * count  # chance of a repeat: 1e-9
 
 
-def in_a_fork(do: Draw) -> bytes:
-    """What ``do`` returns in a forked process. An error there is one here."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.write(writing, do())
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        told = pipe.read()
-    assert os.waitpid(child, 0)[1] == 0
-    return told
-
-
 def two_awakenings(draw: Draw) -> tuple[bytes, bytes]:
     """Twice 16 bytes, drawn by a process that goes on twice from one picture of its memory.
 
@@ -75,7 +59,9 @@ def two_awakenings(draw: Draw) -> tuple[bytes, bytes]:
     def as_number_one(do: Draw) -> bytes:
         if unshare(NEW_PROCESS_NUMBERS) and unshare(NEW_USER | NEW_PROCESS_NUMBERS):
             return NO_RIGHT
-        return in_a_fork(do)
+        told = in_a_fork(do)
+        assert told is not None
+        return told
 
     def wakes_twice() -> bytes:
         assert os.getpid() == 1
@@ -83,13 +69,13 @@ def two_awakenings(draw: Draw) -> tuple[bytes, bytes]:
         return as_number_one(draw) + draw()
 
     told = in_a_fork(lambda: as_number_one(wakes_twice))  # a fork: this process keeps its numbers
+    assert told is not None  # no process died
     if told.startswith(NO_RIGHT):
         pytest.skip("this system lets no process have process numbers of its own")
     assert len(told) == 32
     return told[:16], told[16:]
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_process_that_wakes_twice_from_one_picture_draws_other_words() -> None:
     one, other = two_awakenings(lambda: random_words(2).tobytes())

@@ -22,8 +22,8 @@ import torch
 from hypothesis import given, settings
 from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
+from posts import in_a_fork
 from scipy import stats
-from test_coins import in_a_fork
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_worlds import without_noise
@@ -836,10 +836,11 @@ def test_the_check_of_repeats_notices_a_seeded_generator() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_draws_other_noise() -> None:
     def in_a_child(draw: Callable[[], np.ndarray]) -> np.ndarray:
-        return np.frombuffer(in_a_fork(lambda: draw().tobytes()), dtype=np.float64)
+        told = in_a_fork(lambda: draw().tobytes())
+        assert told is not None
+        return np.frombuffer(told, dtype=np.float64)
 
     assert repeats([in_a_child(lambda: secure_normal(100)), secure_normal(100)]) == 0
     # The negative control: a generator that is copied into the child repeats there.

@@ -19,6 +19,7 @@ import torch
 from scipy.optimize import brentq
 from scipy.stats import norm
 from torch import Tensor
+from toy_worlds import without_noise
 
 from accounting.accountants import epsilon
 from accounting.events import SampledGaussian
@@ -511,7 +512,7 @@ def _shift_of_the_others(
         here.mkdir(parents=True)
         with pytest.MonkeyPatch.context() as patch, accounts(prepared, here):
             patch.setattr(PrivatePlan, "draw_batch", lambda *_, mask=mask: mask)
-            patch.setattr(privacy, "secure_normal", lambda count: np.zeros(count))
+            without_noise(patch)
             sent = algorithm.support_pass(agent, told, context("s0"))
         assert isinstance(sent, Networks) and sent.F is not None
         sums.append(torch.cat([w.flatten().double() for w in sent.F.values()]))
