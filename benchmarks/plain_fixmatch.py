@@ -46,6 +46,7 @@ from benchmarks.plain_loop import (
     SEED,
     Competitor,
     Order,
+    common_options,
     engine_of,
     mean,
     set_up,
@@ -236,20 +237,12 @@ class Work:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a Markdown table."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.plain_fixmatch", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--data", default="mnist", choices=("mnist", "fashion_mnist", "digits"))
-    parser.add_argument("--agents", type=int, default=10)
-    parser.add_argument("--rows", type=int, default=300, help="of each agent")
+    parser = common_options("benchmarks.plain_fixmatch", __doc__, rows=300, batch=32)
     parser.add_argument("--labels", type=int, default=100, help="at the server")
-    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument(
         "--rate", type=float, default=0.005, help="of learning; small batches: less"
     )
     parser.add_argument("--warm-up", type=int, default=200, help="steps on labels before")
-    parser.add_argument("--rounds", type=int, default=5, help="timed ones")
     options = parser.parse_args(arguments)
     defaults = set_up()
     try:

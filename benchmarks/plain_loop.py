@@ -284,19 +284,26 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a Markdown table."""
+def common_options(
+    module: str, about: str | None, *, rows: int, batch: int
+) -> argparse.ArgumentParser:
+    """Those of both comparisons with a plain loop, with their defaults."""
     parser = argparse.ArgumentParser(
-        prog="benchmarks.plain_loop", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog=module, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", default="mnist", choices=("mnist", "fashion_mnist", "digits"))
     parser.add_argument("--agents", type=int, default=10)
-    parser.add_argument("--rows", type=int, default=100, help="of each agent")
-    parser.add_argument("--batch", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=rows, help="of each agent")
+    parser.add_argument("--batch", type=int, default=batch)
+    parser.add_argument("--rounds", type=int, default=5, help="timed ones")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a Markdown table."""
+    parser = common_options("benchmarks.plain_loop", __doc__, rows=100, batch=10)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--augment", default="none", choices=("none", "weak", "mid"))
-    parser.add_argument("--rounds", type=int, default=5, help="timed ones")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args(arguments)
     defaults = set_up()
