@@ -257,6 +257,16 @@ def pack(message: Message) -> bytes:
 
 def pieces_of(message: Message) -> Iterator[memoryview]:
     """The bytes of ``pack``, piece by piece; most are those of the message's own tensors."""
+    plain, tensors = parts_of(message)
+    return tensor_file.pieces_of(tensors, {"fields": json.dumps(plain, allow_nan=False)})
+
+
+def parts_of(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What strict JSON can hold of a message, and its tensors by name. ``joined`` is the inverse.
+
+    Raises:
+        TypeError: a field is of a type that no message has.
+    """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     for name, value in vars(message).items():
@@ -271,7 +281,7 @@ def pieces_of(message: Message) -> Iterator[memoryview]:
             plain[name] = value
         else:
             raise TypeError(f"{type(message).__name__}.{name} is a {type(value).__name__}")
-    return tensor_file.pieces_of(tensors, {"fields": json.dumps(plain, allow_nan=False)})
+    return plain, tensors
 
 
 def unpack(kind: type[M], data: bytes) -> M:
@@ -285,7 +295,11 @@ def unpack(kind: type[M], data: bytes) -> M:
             type than the class declares, or a tensor is of no usual type or not finite. The text
             holds names and types, no values.
     """
-    plain, tensors = _opened(data)
+    return joined(kind, *_opened(data))
+
+
+def joined(kind: type[M], plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> M:
+    """A message of the given class from the parts of one. Raises MessageError as ``unpack``."""
     allowed = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(kind):

@@ -36,6 +36,7 @@ from privssl.engines.local import LocalEngine
 from privssl.engines.workers import WorkerEngine, WorkerError, how_many, why_not
 from privssl.errors import ConfigError, DataError
 from privssl.messages import Message, Reply
+from privssl.tensor_file import Packed
 
 CPU = torch.device("cpu")
 HERE = os.getpid()
@@ -529,34 +530,65 @@ def test_a_delivery_that_is_left_unfinished_says_nothing_in_the_next() -> None:
 # Bytes --------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.lists(st.binary(max_size=20), max_size=4), max_size=3))
-def test_a_sheet_gives_back_what_was_written_last(pages: list[list[bytes]]) -> None:
+KINDS = st.sampled_from([torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.int64])
+
+
+@given(st.lists(st.lists(st.lists(KINDS, max_size=4), max_size=3), max_size=3))
+def test_a_sheet_gives_back_what_was_written_last(pages: list[list[list[torch.dtype]]]) -> None:
     with contextlib.closing(Sheet()) as sheet:
-        for parts in pages:
-            sizes = sheet.write(*([memoryview(part)] for part in parts))
-            assert sizes == [len(part) for part in parts]
-            assert sheet.read(sizes) == parts
+        for kinds in pages:
+            parts = [  # of 0, 3, 6 and 9 numbers: most begin where no number of their type may
+                {str(n): torch.arange(3 * n).to(kind) for n, kind in enumerate(each)}
+                for each in kinds
+            ]
+            forms = json.loads(json.dumps(sheet.write(*parts)))  # they go through a pipe
+            for part, back in zip(parts, sheet.read(forms), strict=True):
+                assert list(back) == list(part)
+                assert [back[name].dtype for name in part] == [t.dtype for t in part.values()]
+                assert all(torch.equal(back[name], part[name]) for name in part)
+
+
+def test_what_was_read_from_a_sheet_stays_when_others_write_on_it() -> None:
+    with contextlib.closing(Sheet()) as sheet:
+        [[read]] = [part.values() for part in sheet.read(sheet.write({"w": torch.ones(3, 2)}))]
+        sheet.write({"w": torch.zeros(3, 2)})
+        assert torch.equal(read, torch.ones(3, 2))
+
+
+def test_strides_and_single_numbers_survive_a_sheet() -> None:
+    kernel = torch.arange(36.0).reshape(2, 2, 3, 3).to(memory_format=torch.channels_last)
+    step = torch.tensor(7.0)
+    odd = torch.tensor([True])  # what follows it begins at an odd byte
+    with contextlib.closing(Sheet()) as sheet:
+        [back] = sheet.read(sheet.write({"odd": odd, "kernel": kernel, "step": step}))
+    assert torch.equal(back["kernel"], kernel) and back["kernel"].is_contiguous()
+    assert back["step"].shape == () and back["step"] == 7
+    assert back["odd"].dtype == torch.bool
 
 
 def test_a_sheet_that_grows_keeps_what_is_on_it_and_another_process_sees_it_all() -> None:
+    first = torch.arange(20, dtype=torch.uint8)
+    others = [torch.full((size,), 7, dtype=torch.uint8) for size in (1, 5000, 100_000)]
     with contextlib.closing(Sheet()) as sheet, contextlib.closing(Sheet()) as answer:
-        [small] = sheet.write([memoryview(b"seen before the fork")])
-        sizes = [1, 5000, 100_000]
+        [small] = sheet.write({"seen before the fork": first})
+        rest = {str(len(other)): other for other in others}
+        forms = [small, Packed(rest).form()]
         pipe = os.pipe()
         child = os.fork()
         if child == 0:
             try:
                 os.close(pipe[1])
                 os.read(pipe[0], 1)  # what follows was written after the fork, on pages new to it
-                parts = sheet.read([small, *sizes])
-                answer.write([memoryview(part) for part in parts])
+                answer.write(*sheet.read(forms))
                 os._exit(0)
             finally:
                 os._exit(1)
-        sheet.write([memoryview(b"seen before the fork")], *([memoryview(b"x" * n)] for n in sizes))
+        assert sheet.write({"seen before the fork": first}, rest) == forms
         os.write(pipe[1], b".")
         assert os.waitpid(child, 0)[1] == 0
-        assert answer.read([small, sum(sizes)]) == [b"seen before the fork", b"x" * sum(sizes)]
+        before, after = answer.read(forms)
+        assert torch.equal(before["seen before the fork"], first)
+        assert all(torch.equal(after[name], rest[name]) for name in rest)
         for file in pipe:
             os.close(file)
 
@@ -564,7 +596,7 @@ def test_a_sheet_that_grows_keeps_what_is_on_it_and_another_process_sees_it_all(
 def test_a_sheet_opens_one_file_and_closes_it() -> None:
     before = set(os.listdir("/proc/self/fd"))
     sheet = Sheet()
-    sheet.write([memoryview(b"x" * 100_000)])
+    sheet.write({"x": torch.zeros(100_000)})
     assert len(set(os.listdir("/proc/self/fd")) - before) == 1
     sheet.close()
     assert set(os.listdir("/proc/self/fd")) == before

@@ -15,18 +15,17 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, TypeVar
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from privssl import tensor_file
+from privssl.tensor_file import Packed, Place, places_in
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)  # meant for whoever made the workers
 
@@ -45,44 +44,51 @@ class Sheet:
 
     def __init__(self) -> None:
         self.file = os.memfd_create("privssl")
-        self._seen = memoryview(bytearray())
+        self._seen = torch.empty(0, dtype=torch.uint8)
 
-    def write(self, *parts: Iterable[memoryview]) -> list[int]:
-        """Put parts one after the other from the start, each in pieces; their sizes in bytes."""
-        sizes, at = [], 0
-        for part in parts:
-            begun = at
-            for piece in part:
-                self._mapped(at + len(piece))[at : at + len(piece)] = piece
-                at += len(piece)
-            sizes.append(at - begun)
-        return sizes
+    def write(self, *parts: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+        """Put parts one behind the other from the start. Returns what ``read`` asks for, as JSON.
 
-    def read(self, sizes: Sequence[int]) -> list[bytes]:
-        """The parts that were put there; ``sizes`` as ``write`` gave them."""
-        parts, at, seen = [], 0, self._mapped(sum(sizes))
-        for size in sizes:
-            parts.append(bytes(seen[at : at + size]))
-            at += size
+        Raises:
+            TypeError: a tensor is of a type that no message could carry.
+        """
+        forms = [Packed(part).form() for part in parts]
+        at = 0
+        for tensor in (tensor for part in parts for tensor in part.values()):
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            self._mapped(at + len(data))[at:].copy_(data)
+            at += len(data)
+        return forms
+
+    def read(self, forms: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
+        """The parts that were put there. Each tensor has memory of its own."""
+        parts, begun = [], 0
+        for places in map(places_in, forms):
+            parts.append({name: self._copied(begun, place) for name, place in places.items()})
+            begun += sum(place.size for place in places.values())
         return parts
 
-    def _mapped(self, size: int) -> memoryview:
-        """The first bytes, so many or more."""
+    def _copied(self, begun: int, place: Place) -> Tensor:
+        at = begun + place.at
+        data = self._mapped(at + place.size)[at:].clone()
+        return data.view(place.dtype).reshape(place.shape)
+
+    def _mapped(self, size: int) -> Tensor:
+        """The first bytes (size,)."""
         if size > len(self._seen):
-            size = 2 ** (size - 1).bit_length()  # only pages that are written to take memory
-            if size > os.fstat(self.file).st_size:
-                os.ftruncate(self.file, size)  # torch could, and would lose the first byte
+            whole = 2 ** (size - 1).bit_length()  # only pages that are written to take memory
+            if whole > os.fstat(self.file).st_size:
+                os.ftruncate(self.file, whole)  # torch could, and would lose the first byte
             # By its path, which leaves no second file behind, as Python's own mmap would: a fork
             # closes all that it does not know.
-            pages = torch.from_file(
-                f"/proc/self/fd/{self.file}", shared=True, size=size, dtype=torch.uint8
+            self._seen = torch.from_file(
+                f"/proc/self/fd/{self.file}", shared=True, size=whole, dtype=torch.uint8
             )
-            self._seen = pages.numpy().data
-        return self._seen
+        return self._seen[:size]
 
     def unmap(self) -> None:
         """Let go of the memory in this process, a fork say, until it is next asked for."""
-        self._seen = memoryview(bytearray())
+        self._seen = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
         """Give the memory back. May be called twice."""
@@ -90,18 +96,6 @@ class Sheet:
         if self.file >= 0:
             os.close(self.file)
         self.file = -1
-
-
-def bundled(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """Tensors to bytes, piece by piece. Unlike those of messages they may hold any number: no
-    party sees them."""
-    return tensor_file.pieces_of({str(place): tensor for place, tensor in enumerate(tensors)})
-
-
-def unbundled(data: bytes) -> list[Tensor]:
-    """The inverse of ``bundled``."""
-    tensors = safetensors.torch.load(data)
-    return [tensors[str(place)] for place in range(len(tensors))]
 
 
 # Names and errors ----------------------------------------------------------------------------

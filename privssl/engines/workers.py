@@ -5,13 +5,13 @@ somebody writes to it, so no row is ever copied or sent, and each worker has net
 to train, which stay with it. A worker has one intra-op thread and does the arithmetic that this
 process would have done: 1, 2 and 4 workers give the same bits.
 
-A call travels as the *names* of agent, step and message class, the message as ``messages.pack``
-makes it, and the agent's memory. This process owns all memories and takes the new one from the
-reply, so any worker can take any agent: the one with most rows first, the next to whoever is
-free. Names and sizes go through a pipe, on which both sides wait asleep. Bytes lie in memory that
-both see: one sheet for a message that goes to everybody, one for each worker. Measured, 26 MB one
-way take 3 ms so, 7 ms where that memory is written and read as a file, twice that through the
-pipe; 120 kB take 0.1 ms either way.
+A call travels as the *names* of agent, step and message class, the fields of the message and the
+agent's memory. This process owns all memories and takes the new one from the reply, so any worker
+can take any agent: the one with most rows first, the next to whoever is free. Names, numbers and
+shapes go through a pipe, on which both sides wait asleep. Tensors lie in memory that both see: one
+sheet for a message that goes to everybody, one for each worker. They are copied once in and once
+out, and nothing packs them: bytes of a file, which messages across a network are, were copied
+twice more, and took three times as long to read.
 
 What stays in this process: a call without company (a sequential pass), and every agent that has
 a privacy account. So journals, locks and private noise belong to one process, and nothing has to
@@ -51,17 +51,15 @@ from privssl.engines.forked import (
     Lifeline,
     Sheet,
     Worker,
-    bundled,
     class_of,
     name_of,
     raised,
     signals_waiting,
     told,
-    unbundled,
 )
 from privssl.engines.local import LocalEngine
 from privssl.errors import UserError
-from privssl.messages import Message, Reply, pieces_of, unpack
+from privssl.messages import Message, Reply, joined, parts_of
 from privssl.shelf import Shelf
 
 TRIES = 2  # workers that a call may end before the run stops
@@ -117,7 +115,7 @@ class _Delivery:
     calls: Sequence[Call]
     here: deque[int]  # for this process, in order
     lanes: deque[deque[int]]  # for workers: an agent's calls, in order; the longest agent first
-    letter: int | None = None  # bytes of the message that all calls share
+    letter: dict[str, Any] | None = None  # where the tensors lie of the message all calls share
     running: dict[Connection, tuple[Worker, deque[int]]] = field(default_factory=dict)
     deaths: Counter[int] = field(default_factory=Counter)
     replies: dict[int, Reply[Any]] = field(default_factory=dict)
@@ -209,7 +207,7 @@ class WorkerEngine(LocalEngine):
             lanes=deque(lanes[name] for name in away),
         )
         if len({id(call.message) for call in calls}) == 1 and len(away) > 1 and self._workers:
-            [now.letter] = self._letter.write(pieces_of(calls[0].message))
+            [now.letter] = self._letter.write(parts_of(calls[0].message)[1])
         return now
 
     def _may_leave(self, call: Call) -> bool:
@@ -255,16 +253,17 @@ class WorkerEngine(LocalEngine):
 
     def _send(self, worker: Worker, lane: deque[int], now: _Delivery) -> None:
         call, memory = now.calls[lane[0]], self._agents[now.calls[lane[0]].to.id].memory
-        own = [] if now.letter is not None else [pieces_of(call.message)]
+        fields, tensors = parts_of(call.message)
+        own = [] if now.letter is not None else [tensors]
         order = {
             "agent": call.to.id,
             "step": call.step.__name__,
             "round": call.round,
             "visit": call.visit,
             "kind": name_of(type(call.message)),
+            "fields": fields,
             "letter": now.letter,
-            "memory": list(memory),
-            "sizes": worker.sheet.write(*own, bundled(memory.values())),
+            "sheet": worker.sheet.write(*own, dict(memory)),
         }
         now.running[worker.pipe] = worker, lane
         try:
@@ -292,12 +291,12 @@ class WorkerEngine(LocalEngine):
         """A worker's answer as reply and observations; raises what the step raised there."""
         if "error" in answer:
             raise raised(answer)
-        content, memory, seen = worker.sheet.read(answer["sizes"])
-        message = unpack(class_of(Message, *answer["kind"]), content)
-        if answer["memory"] is not None:
-            kept = zip(answer["memory"], unbundled(memory), strict=True)
-            self._remember(call.to.id, dict(kept))
-        return Reply(call.to, message, answer["weight"], answer["notes"]), unbundled(seen)
+        tensors, memory, seen = worker.sheet.read(answer["sheet"])
+        message = joined(class_of(Message, *answer["kind"]), answer["fields"], tensors)
+        if answer["remembers"]:
+            self._remember(call.to.id, memory)
+        reply = Reply(call.to, message, answer["weight"], answer["notes"])
+        return reply, list(seen.values())
 
     def _tell_meter(self, seen: Sequence[Tensor]) -> None:
         for ids, labels, kept in zip(seen[::3], seen[1::3], seen[2::3], strict=True):
@@ -361,11 +360,10 @@ class WorkerEngine(LocalEngine):
 
     def _answer(self, order: dict[str, Any], sheet: Sheet) -> dict[str, Any]:
         """Do one visit; the content, the memory and the observations are left on the sheet."""
-        *own, remembered = sheet.read(order["sizes"])
-        [content] = own or self._letter.read([order["letter"]])
-        message = unpack(class_of(Message, *order["kind"]), content)
+        *own, before = sheet.read(order["sheet"])
+        [tensors] = own or self._letter.read([order["letter"]])
+        message = joined(class_of(Message, *order["kind"]), order["fields"], tensors)
         agent, recorder = self._agents[order["agent"]], _Recorder()
-        before = dict(zip(order["memory"], unbundled(remembered), strict=True))
         agent.memory = before
         self._meter = None if self._meter is None else recorder
         step = getattr(self._algorithm, order["step"])
@@ -373,16 +371,15 @@ class WorkerEngine(LocalEngine):
         reply = self._worked(call, message)
         after, agent.memory = agent.memory, {}
         changed = after is not before
+        fields, tensors = parts_of(reply.content)
+        seen = {str(place): tensor for place, tensor in enumerate(recorder.seen)}
         return {
             "kind": name_of(type(reply.content)),
+            "fields": fields,
             "weight": reply.weight,
             "notes": dict(reply.notes),
-            "memory": list(after) if changed else None,
-            "sizes": sheet.write(
-                pieces_of(reply.content),
-                bundled(after.values() if changed else ()),
-                bundled(recorder.seen),
-            ),
+            "remembers": changed,
+            "sheet": sheet.write(tensors, after if changed else {}, seen),
         }
 
 
