@@ -127,6 +127,11 @@ def _alone(step: Descent) -> None:
 _descend: ContextVar[Callable[[Descent], None]] = ContextVar("descend", default=_alone)
 
 
+def steps_alone() -> bool:
+    """Whether ``minimise`` takes its steps by itself, and not together with those of others."""
+    return _descend.get() is _alone
+
+
 @contextmanager
 def descending(by: Callable[[Descent], None]) -> Iterator[None]:
     """Inside, on this thread, ``by`` takes the steps of ``minimise``."""

@@ -641,3 +641,52 @@ def test_networks_are_built_with_it_where_it_means_the_same() -> None:
     network = laid_out(nn.Sequential(nn.Flatten(), nn.Flatten(0, 1), nn.Sequential(nn.Flatten())))
     leaves = [layer for layer in network.modules() if not any(layer.children())]
     assert [type(layer) for layer in leaves] == [Flatten, nn.Flatten, Flatten]
+
+
+# Rectifiers that wait for pooling ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rectifier_after_pooling_gives_the_same_bits_and_gradients(dtype: torch.dtype) -> None:
+    # Whole numbers from -2 to 2: ties, zeros, and windows in which nothing is above zero.
+    x = torch.randint(-2, 3, (6, 4, 8, 8), generator=stream(0, 0, "world", "ties")).to(dtype)
+    windows = x.unfold(2, 2, 2).unfold(3, 2, 2).amax(dim=(-1, -2))
+    assert all(bool((windows == level).any()) for level in (-1, 0, 2))
+    g = torch.rand(6, 4, 4, 4, generator=stream(0, 0, "world", "slope")).to(dtype)
+    plain, late = (nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)) for _ in range(2))
+    assert isinstance(laid_out(late)[0], nn.MaxPool2d)
+    found: list[tuple[Tensor, Any]] = []
+    for network in (plain, late):
+        rows = x.clone().requires_grad_()
+        out = network(rows)
+        out.backward(g)
+        found.append((out.detach(), rows.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_only_neighbours_that_mean_the_same_change_places() -> None:
+    network = laid_out(
+        nn.Sequential(
+            nn.Conv2d(1, 2, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.LeakyReLU(),
+            nn.MaxPool2d(2), nn.ReLU(), nn.AvgPool2d(2), nn.Sequential(nn.ReLU()), nn.MaxPool2d(1),
+            nn.ReLU(), nn.MaxPool2d(1, return_indices=True),
+        )
+    )  # fmt: skip
+    assert [type(layer).__name__ for layer in network] == [
+        "Conv2d", "MaxPool2d", "ReLU", "LeakyReLU", "MaxPool2d", "ReLU", "AvgPool2d", "Sequential",
+        "MaxPool2d", "ReLU", "MaxPool2d",
+    ]  # fmt: skip
+    assert set(network.state_dict()) == {"0.weight", "0.bias"}
+
+
+def test_resnet9_pools_after_its_second_third_and_fourth_convolution() -> None:
+    F: Any = classifier("resnet9", (3, 32, 32), norm="none")
+    seen: list[tuple[str, int]] = []
+    for name, layer in F.named_modules():
+        if isinstance(layer, nn.Conv2d):
+            layer.register_forward_hook(lambda _, __, y, name=name: seen.append((name, y.shape[2])))
+    F(rows(1, (3, 32, 32)))
+    assert seen == [
+        ("conv1.0", 32), ("conv2.0", 32), ("residual1.0.0", 16), ("residual1.1.0", 16),
+        ("conv3.0", 16), ("conv4.0", 8), ("residual2.0.0", 4), ("residual2.1.0", 4),
+    ]  # fmt: skip

@@ -27,6 +27,7 @@ that its released code never adds (``weight_decay``).
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, final
 
@@ -43,6 +44,7 @@ from privssl.algorithms.local_ssl import Share, no_statistics
 from privssl.data.views import view
 from privssl.losses import hard_label_loss
 from privssl.messages import Mean, Message, StateDict
+from privssl.models.kept_steps import plain_sgd
 from privssl.privacy import PrivatePlan
 from privssl.settings import Positive, Problem, Rate, strict
 from privssl.together import compute
@@ -265,13 +267,9 @@ def descend(
         losses: scalars; each is computed after the step on the one before. None: F goes back as
             it came, so that a visit with nothing to learn holds the average where it was.
     """
-    sgd = optimisers.SGD(
-        F.parameters(), lr=cfg.rate(ctx.round), momentum=cfg.momentum,
-        weight_decay=cfg.weight_decay,
-    )  # fmt: skip
     anchor = [p.detach().clone() for p in F.parameters()] if msg.proximal else []
     values = []
-    with seeds.seeded(ctx.rng("dropout")):
+    with seeds.seeded(ctx.rng("dropout")), _sgd(F, cfg, msg, ctx) as sgd:
         for loss in losses:
             values.append(loss.detach())
             if msg.proximal:
@@ -280,6 +278,18 @@ def descend(
     if values:
         ctx.note("train/loss_F", learn.mean_of(values))
     return Trained(learn.weights_of(F))
+
+
+def _sgd(
+    F: nn.Module, cfg: LocalTraining, msg: Lesson, ctx: Context
+) -> AbstractContextManager[optimisers.SGD]:
+    rate = cfg.rate(ctx.round)
+    if cfg.momentum or cfg.weight_decay or msg.proximal:
+        sgd = optimisers.SGD(
+            F.parameters(), lr=rate, momentum=cfg.momentum, weight_decay=cfg.weight_decay
+        )
+        return nullcontext(sgd)
+    return plain_sgd(F, rate)
 
 
 def squared_distance(F: nn.Module, anchor: list[Tensor]) -> Tensor:

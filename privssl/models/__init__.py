@@ -56,8 +56,10 @@ def build_classifier(
 
 def laid_out(network: Network) -> Network:
     """The network as it is trained fastest: its kernels as rows lie in memory, channels last,
-    dropout that takes less time to draw, flattening that keeps gradients in that order, and large
-    linear layers by the faster library. No parameter changes its name.
+    dropout that takes less time to draw, flattening that keeps gradients in that order, large
+    linear layers by the faster library, and rectifiers that wait until pooling has left a quarter
+    of the numbers (which of several is the largest they do not change). No parameter changes its
+    name.
 
     To be done when a network is built and not when it is used: in another layout sums round
     differently, and the first visit of a process, of a resumed run say, would differ from the next.
@@ -70,4 +72,13 @@ def laid_out(network: Network) -> Network:
                 setattr(module, name, Flatten().train(child.training))
             if type(child) is nn.Linear and child.weight.numel() >= LARGE:
                 child.__class__ = Linear  # it keeps its parameters
+        if type(module) is nn.Sequential:
+            _rectify_late(module)
     return network.to(memory_format=torch.channels_last)
+
+
+def _rectify_late(layers: nn.Sequential) -> None:
+    for place in range(len(layers) - 1):
+        first, second = layers[place], layers[place + 1]
+        if type(first) is nn.ReLU and type(second) is nn.MaxPool2d and not second.return_indices:
+            layers[place], layers[place + 1] = second, first

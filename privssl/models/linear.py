@@ -8,10 +8,13 @@ differ between machines by other makers, as they do between many machines anyway
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from privssl.models.kept_steps import Kept
 
 #: Weights. FedAvg's and pfl-research's CNNs have 1.6 million in one layer. In layers a few times
 #: smaller than this limit the gain is lost in a step's other work: those stay as they were.
@@ -23,7 +26,11 @@ CPUINFO = Path("/proc/cpuinfo")
 class Linear(nn.Linear):
     """``torch.nn.Linear`` of LARGE weights or more."""
 
+    kept: "Kept | None" = None  # steps that its weights lack, see kept_steps.py
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.kept is not None:
+            return self.kept.output(x, self.bias)
         if onednn_is_faster() and _is_plain(x, self.weight):
             # Contiguous: in which order sums are taken would depend on how rows lie in memory.
             y: Tensor = _Linear.apply(x.contiguous(), self.weight, self.bias)
@@ -77,6 +84,13 @@ class _Linear(torch.autograd.Function):
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
     return _product(left, right.t())
+
+
+def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """left @ right.T + bias, of matrices of one type, by the faster library; no derivative."""
+    if onednn_is_faster() and left.dtype == torch.float32 and len(left) >= FEWEST:
+        return _product(left, right, bias)
+    return nn.functional.linear(left, right, bias)
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -37,31 +37,31 @@ class ResNet9(nn.Module):
         super().__init__()
         first, second, third, fourth = (factor * width for factor in (4, 8, 16, 32))
         self.conv1 = _convolution(shape[0], first, norm)
-        self.conv2 = _convolution(first, second, norm)
+        self.conv2 = _convolution(first, second, norm, halved=True)
         self.residual1 = _residual(second, norm)
-        self.conv3 = _convolution(second, third, norm)
-        self.conv4 = _convolution(third, fourth, norm)
+        self.conv3 = _convolution(second, third, norm, halved=True)
+        self.conv4 = _convolution(third, fourth, norm, halved=True)
         self.residual2 = _residual(fourth, norm)
-        self.halve = nn.MaxPool2d(2)
         self.head = nn.Linear(fourth, classes, bias=norm != "none")
         if norm == "none":
             for parameter in self.parameters():
                 _scale_variance(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.halve(self.conv2(self.conv1(x)))
+        x = self.conv2(self.conv1(x))
         x = self.residual1(x) + x
-        x = self.halve(self.conv4(self.halve(self.conv3(x))))
+        x = self.conv4(self.conv3(x))
         x = self.residual2(x) + x
         logits: Tensor = self.head(x.amax(dim=(2, 3)))
         return logits
 
 
-def _convolution(channels: int, out: int, norm: str) -> nn.Sequential:
-    """3x3, normalised where there is a norm, rectified; the image keeps its size."""
+def _convolution(channels: int, out: int, norm: str, *, halved: bool = False) -> nn.Sequential:
+    """3x3, normalised where there is a norm, rectified; the image keeps its size or is halved."""
     bias = norm != "none"
     convolution = nn.Conv2d(channels, out, 3, padding=1, bias=bias)
-    return nn.Sequential(convolution, norm_layer(norm, out), nn.ReLU())
+    pooling = [nn.MaxPool2d(2)] if halved else []
+    return nn.Sequential(convolution, norm_layer(norm, out), nn.ReLU(), *pooling)
 
 
 def _residual(channels: int, norm: str) -> nn.Sequential:

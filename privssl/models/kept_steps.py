@@ -1,0 +1,166 @@
+"""Plain SGD on a large linear layer, its steps kept as the few rows that they are made of.
+
+The gradient of a linear layer's weights W (out, in) is G^T X, of the batch's inputs X (B, in) and
+the gradients G (B, out) of its outputs. Small agents take short visits of small batches: written
+out, every step of ten rows on a million weights makes a million numbers from ten thousand, reads
+and writes W, and the next reads it again. All that takes memory's time, a third of a step of
+pfl-research's CIFAR-10 network in bfloat16 (docs/performance.md). Kept as rows,
+
+    W_t = W_0 + G^T X              G: -rate times the rows so far, (rows, out); X: (rows, in)
+    x W_t^T = x W_0^T + (x X^T) G          forward
+    g W_t   = g W_0   + (g G^T) X          backward
+
+a step reads W_0 twice and writes nothing of its size. When ``ROOM`` rows are kept, and at the end
+of a visit, they are added to W. It is the same step, rounded elsewhere: in bfloat16 W_0 is rounded
+and what was learned since is not rounded into it at every step.
+
+For SGD without momentum or weight decay, whose past is the weights alone, and on a CPU.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from privssl import learn, optimisers
+from privssl.models.linear import Linear, product
+
+#: Rows. More make each step read more, fewer write W more often; of 32 to 128 none is faster.
+ROOM = 64
+
+
+class Kept:
+    """The steps of one layer. As ``Linear.kept`` they take part in all that it computes."""
+
+    def __init__(self, weight: Tensor, rate: float) -> None:
+        """
+        Args:
+            weight: (out, in), float32 on the CPU, W_0; ``end`` writes to it.
+            rate: of the steps, > 0.
+        """
+        self._parameter, self._weight, self._rate = weight, weight.detach(), rate
+        self._start = torch.empty(0)  # W_0 in the type of products; empty until it is asked for
+        self._X = self._G = torch.empty(0)
+        self._count = 0  # rows of both that are in use
+        self._heard: list[tuple[Tensor, Tensor]] = []  # x and g of the step that is being taken
+
+    def output(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W_t^T + bias for rows x (B, in), (B, out); under autocast in its type."""
+        narrow = torch.is_autocast_enabled("cpu")
+        kind = torch.get_autocast_dtype("cpu") if narrow else self._weight.dtype
+        if not len(self._start) or self._start.dtype != kind:
+            self._begin(kind)
+        with torch.autocast("cpu", enabled=False):
+            bias = None if bias is None else bias.to(kind)
+            y: Tensor = _Output.apply(x.to(kind).contiguous(), self._parameter, bias, self)
+        return y
+
+    def step(self) -> None:
+        """W_{t+1} from W_t: a step down what ``backward`` was given since the last one."""
+        for x, g in self._heard:
+            if self._count + len(x) > ROOM:
+                self.end()
+            if len(x) > ROOM:
+                self._add(g * -self._rate, x)
+                continue
+            there = slice(self._count, self._count + len(x))
+            self._X[there] = x
+            torch.mul(g, -self._rate, out=self._G[there])
+            self._count += len(x)
+        self._heard.clear()
+
+    def end(self) -> None:
+        """Add to W what is kept. Steps may go on after it."""
+        if self._count:
+            self._add(*self._rows())
+        self._count = 0
+
+    def _begin(self, kind: torch.dtype) -> None:
+        self.end()
+        self._start = self._weight.to(kind)
+        if self._X.dtype != kind or not len(self._X):
+            self._X, self._G = (torch.empty(ROOM, n, dtype=kind) for n in self._weight.shape[::-1])
+
+    def _add(self, G: Tensor, X: Tensor) -> None:
+        self._weight.add_(product(G.t(), X.t()))
+        self._start = torch.empty(0)
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        return self._G[: self._count], self._X[: self._count]
+
+    def _forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        G, X = self._rows()
+        y = product(x, self._start, bias)
+        return y.addmm_(x @ X.t(), G) if len(X) else y
+
+    def _slope(self, g: Tensor) -> Tensor:
+        G, X = self._rows()
+        slope = product(g, self._start.t())
+        return slope.addmm_(g @ G.t(), X) if len(X) else slope
+
+
+class _Output(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Tensor, bias: Tensor | None, kept: Kept) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.kept = kept
+        return kept._forward(x, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (x,), kept = gradients, ctx.saved_tensors, ctx.kept
+        kept._heard.append((x, g))
+        of_x, _, of_bias, _ = ctx.needs_input_grad
+        # None for the weights: the optimiser then has nothing to do with them.
+        return kept._slope(g) if of_x else None, None, g.sum(dim=0) if of_bias else None, None
+
+
+class _KeepingSGD(optimisers.SGD):
+    """SGD whose steps some layers keep."""
+
+    def __init__(self, network: nn.Module, rate: float, kept: Sequence[Kept]) -> None:
+        super().__init__(network.parameters(), lr=rate)
+        self._kept = kept
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for layer in self._kept:
+            layer.step()
+
+
+@contextmanager
+def plain_sgd(network: nn.Module, rate: float) -> Iterator[optimisers.SGD]:
+    """SGD on all parameters of a network. Inside, weights of its large linear layers are those
+    that it came with: its forward pass knows better. Outside they are what they should be.
+
+    Inside, every backward pass must be one of ``learn.minimise``, with this optimiser and no
+    ``clip_norm``: of the gradient of such a layer it would know nothing.
+
+    Args:
+        rate: learning rate, >= 0.
+    """
+    layers = _that_can_keep(network) if learn.steps_alone() else []
+    kept = [Kept(layer.weight, rate) for layer in layers]
+    try:
+        for layer, own in zip(layers, kept, strict=True):
+            layer.kept = own
+        yield _KeepingSGD(network, rate, kept)
+    finally:
+        for layer, own in zip(layers, kept, strict=True):
+            layer.kept = None
+            own.end()
+
+
+def _that_can_keep(network: nn.Module) -> list[Linear]:
+    """Large linear layers on the CPU that learn, and share their weights with no other module."""
+    owners = Counter(
+        id(p) for module in network.modules() for p in module.parameters(recurse=False)
+    )
+    return [
+        layer for layer in network.modules()
+        if isinstance(layer, Linear) and layer.weight.device.type == "cpu"
+        and layer.weight.requires_grad and owners[id(layer.weight)] == 1
+    ]  # fmt: skip
