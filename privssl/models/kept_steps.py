@@ -130,6 +130,8 @@ class _KeepingSGD(optimisers.SGD):
         for layer in self._kept:
             layer.step()
 
+    step.hooked = True  # type: ignore[attr-defined]  # see optimisers.py
+
 
 @contextmanager
 def plain_sgd(network: nn.Module, rate: float) -> Iterator[optimisers.SGD]:
