@@ -58,6 +58,31 @@ def test_reading_a_config_without_privacy_loads_neither_opacus_nor_what_draws() 
     assert "opacus" in loaded(plan, *slow)  # a private one does
 
 
+COLLECTED = """
+import gc
+from privssl.process import without_collections
+{before}
+seen = []
+gc.callbacks.append(lambda when, what: seen.append(when))
+with without_collections():
+    import torch
+    during = len(seen)
+print(during, gc.get_freeze_count(), gc.isenabled())
+"""
+
+
+def test_the_garbage_collector_never_looks_at_what_imports_made() -> None:
+    def found(before: str) -> list[str]:
+        code = COLLECTED.format(before=before)
+        return subprocess.check_output([sys.executable, "-c", code], text=True).split()
+
+    during, frozen, enabled = found("")
+    assert (during, enabled) == ("0", "True")
+    assert int(frozen) > 50_000
+    # Where torch was there before, so may be garbage, which would stay for ever.
+    assert found("import torch") == ["0", "0", "True"]
+
+
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
