@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -252,13 +252,9 @@ _SCALARS = (bool, int, float, str, type(None))
 
 def pack(message: Message) -> bytes:
     """Message to bytes: safetensors, with the numbers in its header. Inverse of unpack."""
-    return b"".join(pieces_of(message))
-
-
-def pieces_of(message: Message) -> Iterator[memoryview]:
-    """The bytes of ``pack``, piece by piece; most are those of the message's own tensors."""
     plain, tensors = parts_of(message)
-    return tensor_file.pieces_of(tensors, {"fields": json.dumps(plain, allow_nan=False)})
+    told = {"fields": json.dumps(plain, allow_nan=False)}
+    return b"".join(tensor_file.pieces_of(tensors, told))
 
 
 def parts_of(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:

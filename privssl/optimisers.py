@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 class SGD(torch.optim.SGD):
-    """``torch.optim.SGD``, which hands all parameters to torch at once: half of a step's time where
-    they are small, and the same arithmetic."""
+    """``torch.optim.SGD``, which hands all parameters to torch at once: the same arithmetic, up to
+    half of a step's time where they are small. It may write into gradients."""
 
     def __init__(self, parameters: Iterable[Tensor], **settings: Any) -> None:
         super().__init__(parameters, foreach=True, **settings)

@@ -1,5 +1,8 @@
 """Steps of plain SGD that large linear layers keep as rows: the weights are those of arithmetic."""
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -170,8 +173,11 @@ def test_inside_the_network_knows_its_steps_and_its_weights_do_not() -> None:
     assert large.kept is None
 
 
-def test_in_bfloat16_they_come_nearer_to_arithmetic_than_steps_that_are_written_out() -> None:
-    losses = [on(drawn(10, 5, name=f"{n}")) for n in range(5)]
+@pytest.mark.parametrize("steps", [5, 20])  # fewer rows than are kept, and more
+def test_in_bfloat16_they_come_nearer_to_arithmetic_than_steps_that_are_written_out(
+    steps: int,
+) -> None:
+    losses = [on(drawn(10, 5, name=f"{n}")) for n in range(steps)]
     start = made()
     began = learn.weights_of(start)["large.weight"]
     expected = exact(start, losses)["large.weight"]
@@ -186,6 +192,56 @@ def test_in_bfloat16_they_come_nearer_to_arithmetic_than_steps_that_are_written_
                 learn.minimise(sgd, loss(network))
         errors.append(float((learn.weights_of(network)["large.weight"] - expected).norm()))
     assert errors[0] < errors[1] < 0.1 * float((expected - began).norm())
+
+
+def test_in_bfloat16_layers_multiply_in_it_and_know_steps_that_were_added() -> None:
+    losses = [on(drawn(16, 5, name=f"{n}")) for n in range(9)]  # more than are kept, twice
+    before, after = made(), made()
+    after.load_state_dict(exact(before, losses))
+    network: Any = made(in_precision(Net, "bfloat16"))
+    x = drawn(10, WIDE)
+    with plain_sgd(network, RATE) as sgd, torch.no_grad():
+        with torch.enable_grad():
+            for loss in losses:
+                learn.minimise(sgd, loss(network))
+        found = network.large(x)
+        start = before.get_submodule("large")(x)
+        way = after.get_submodule("large")(x) - start
+    assert found.dtype == torch.bfloat16
+    went = float(((found - start) * way).sum() / way.square().sum())  # rounding goes all ways
+    assert went == pytest.approx(1, abs=0.05)
+
+
+def test_more_dimensions_than_two_are_rows_as_well() -> None:
+    network = made(OnlyLarge)
+    start = learn.weights_of(network)
+    losses = [on(drawn(3, 4, WIDE)), on(drawn(WIDE)), on(drawn(9, WIDE))]
+    expected = exact(network, losses)
+    assert_exact(descended(network, losses), expected, start)
+
+
+def test_a_visit_leaves_nothing_behind_and_its_steps_remember_no_graph() -> None:
+    network = made()
+    large: Any = network.large
+    with plain_sgd(network, RATE) as sgd:
+        for n in range(9):
+            learn.minimise(sgd, on(drawn(10, 5, name=f"{n}"))(network))
+        kept: Kept = large.kept
+        assert not (kept._X.requires_grad or kept._G.requires_grad)
+        copy.deepcopy(network)
+        left = weakref.ref(kept)
+    assert large.weight.is_leaf
+    del sgd, kept
+    gc.collect()
+    assert left() is None
+
+
+def test_second_derivatives_are_refused() -> None:
+    network, x = made(), drawn(9, 5).requires_grad_()
+    with plain_sgd(network, RATE):
+        (slope,) = torch.autograd.grad(network(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            slope.square().sum().backward()  # type: ignore[no-untyped-call]
 
 
 def test_what_fails_inside_loses_no_step() -> None:
@@ -231,6 +287,11 @@ def test_layers_that_share_their_weights_keep_nothing() -> None:
     assert keepers(twin) == []
 
 
+def test_a_layer_elsewhere_than_on_the_cpu_keeps_nothing() -> None:
+    with torch.device("meta"):
+        assert keepers(laid_out(Net())) == []
+
+
 def test_where_steps_of_several_agents_are_taken_as_one_nothing_is_kept() -> None:
     with learn.descending(lambda step: None):
         assert keepers(made()) == []
@@ -269,3 +330,17 @@ def test_runs_keep_steps_of_plain_sgd_alone_and_workers_come_to_the_same_bits(
     assert bool(steps) is keep
     first, second = weights
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_agents_side_by_side_take_plain_steps(tmp_path: Path) -> None:
+    changes = ["algorithm.momentum=0.0", "algorithm.rounds=1", "algorithm.local_epochs=1"]
+    weights = []
+    for side_by_side in (1, 4):
+        place = Place(Path("configs/fedavg.yaml"), tmp_path / f"{side_by_side}")
+        outcome = command(
+            place.config, place.output, f"run.batched_agents={side_by_side}", *changes
+        )
+        assert outcome.status == 0, outcome.err
+        weights.append(place.weights())
+    for name, value in weights[0].items():
+        assert_close(weights[1][name], value, rtol=1e-3, atol=1e-5)

@@ -27,10 +27,11 @@ from hypothesis import strategies as st
 from test_resume import PRIVATE, Place, command, place, same, wait_for
 from torch import Tensor
 
-from privssl import config, prepare
+from privssl import config, messages, prepare
 from privssl.agents import Agent, UnlabelledRows
 from privssl.algorithms.fedssl import FedSSL
 from privssl.engines import Call
+from privssl.engines import local as local_engine
 from privssl.engines.forked import Sheet
 from privssl.engines.local import LocalEngine
 from privssl.engines.workers import WorkerEngine, WorkerError, how_many, why_not
@@ -527,6 +528,24 @@ def test_a_delivery_that_is_left_unfinished_says_nothing_in_the_next() -> None:
             )
 
 
+def test_with_check_wire_messages_to_and_from_workers_become_bytes_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed: list[str] = []
+
+    def pack(message: Message) -> bytes:
+        packed.append(str(message.text) if isinstance(message, Told) else "")
+        return messages.pack(message)
+
+    monkeypatch.setattr(local_engine, "pack", pack)
+    for check in (False, True):
+        with engine(check_wire=check) as there:
+            found = contents(ask(there, STEPS.draw, number=2))
+        assert found == contents(ask(local(agents()), STEPS.draw, number=2))
+        # What all three are sent, once; what each answers.
+        assert sorted(packed) == (["", "q0", "q1", "q2"] if check else [])
+
+
 # Bytes --------------------------------------------------------------------------------------
 
 
@@ -564,6 +583,15 @@ def test_strides_and_single_numbers_survive_a_sheet() -> None:
     assert torch.equal(back["kernel"], kernel) and back["kernel"].is_contiguous()
     assert back["step"].shape == () and back["step"] == 7
     assert back["odd"].dtype == torch.bool
+
+
+def test_a_sheet_takes_numbers_without_their_graph_and_no_type_that_messages_lack() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    with contextlib.closing(Sheet()) as sheet:
+        [back] = sheet.read(sheet.write({"w": weight * 2}))
+        assert torch.equal(back["w"], torch.full((3,), 2.0)) and not back["w"].requires_grad
+        with pytest.raises(TypeError, match=r"z is a tensor of torch\.complex64"):
+            sheet.write({"z": torch.ones(2, dtype=torch.complex64)})
 
 
 def test_a_sheet_that_grows_keeps_what_is_on_it_and_another_process_sees_it_all() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from privssl.agents import Agent, AgentRef, Memory, natural_order
 from privssl.algorithms.base import Context, LabelMeter
 from privssl.engines import Call
-from privssl.messages import Message, Reply, Silence, check_numbers, pack, unpack
+from privssl.messages import M, Message, Reply, Silence, check_numbers, pack, unpack
 from privssl.seeds import seeded
 from privssl.shelf import Shelf
 
@@ -78,7 +78,7 @@ class LocalEngine:
 
     def _across(self, message: Message) -> Message:
         if self._check_wire:
-            return unpack(type(message), pack(message))
+            return as_bytes_and_back(message)
         if isinstance(message, Silence):
             return message
         for name, value in vars(message).items():  # a run that diverged must say so, not go on
@@ -99,6 +99,11 @@ class LocalEngine:
         for agent in self._agents.values():
             if agent.account is not None:
                 agent.account.close()
+
+
+def as_bytes_and_back(message: M) -> M:
+    """What would arrive of a message across a network. Raises MessageError as ``unpack`` does."""
+    return unpack(type(message), pack(message))
 
 
 def _copy(value: Any) -> Any:

@@ -11,10 +11,10 @@ pfl-research's CIFAR-10 network in bfloat16 (docs/performance.md). Kept as rows,
     g W_t   = g W_0   + (g G^T) X          backward
 
 a step reads W_0 twice and writes nothing of its size. When ``ROOM`` rows are kept, and at the end
-of a visit, they are added to W. It is the same step, rounded elsewhere: in bfloat16 W_0 is rounded
-and what was learned since is not rounded into it at every step.
+of a visit, they are added to W, in float32. It is the same step, rounded elsewhere.
 
-For SGD without momentum or weight decay, whose past is the weights alone, and on a CPU.
+For SGD without momentum or weight decay, whose past is the weights alone, and on a CPU. The
+networks that come with privssl have no layer so large on images of up to 32 by 32.
 """
 
 from collections import Counter
@@ -24,9 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from privssl import learn, optimisers
 from privssl.models.linear import Linear, product
+from privssl.models.precision import precision_of
 
 #: Rows. More make each step read more, fewer write W more often; of 32 to 128 none is faster.
 ROOM = 64
@@ -35,71 +37,74 @@ ROOM = 64
 class Kept:
     """The steps of one layer. As ``Linear.kept`` they take part in all that it computes."""
 
-    def __init__(self, weight: Tensor, rate: float) -> None:
+    def __init__(self, weight: Tensor, rate: float, kind: torch.dtype) -> None:
         """
         Args:
             weight: (out, in), float32 on the CPU, W_0; ``end`` writes to it.
-            rate: of the steps, > 0.
+            rate: of the steps, >= 0.
+            kind: in which products are taken.
         """
-        self._parameter, self._weight, self._rate = weight, weight.detach(), rate
-        self._start = torch.empty(0)  # W_0 in the type of products; empty until it is asked for
-        self._X = self._G = torch.empty(0)
+        self._W, self._rate, self._kind = weight, rate, kind
+        self._start = torch.empty(0)  # W_0 of that kind; empty until it is asked for
+        self._G = torch.empty(ROOM, weight.shape[0])
+        self._X = torch.empty(ROOM, weight.shape[1], dtype=kind)
         self._count = 0  # rows of both that are in use
         self._heard: list[tuple[Tensor, Tensor]] = []  # x and g of the step that is being taken
 
     def output(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W_t^T + bias for rows x (B, in), (B, out); under autocast in its type."""
-        narrow = torch.is_autocast_enabled("cpu")
-        kind = torch.get_autocast_dtype("cpu") if narrow else self._weight.dtype
-        if not len(self._start) or self._start.dtype != kind:
-            self._begin(kind)
+        """x W_t^T + bias for x (..., in), (..., out), of the kind of the products."""
         with torch.autocast("cpu", enabled=False):
-            bias = None if bias is None else bias.to(kind)
-            y: Tensor = _Output.apply(x.to(kind).contiguous(), self._parameter, bias, self)
-        return y
+            rows = x.to(self._kind).reshape(-1, x.shape[-1]).contiguous()
+            bias = None if bias is None else bias.to(self._kind)
+            y: Tensor = _Output.apply(rows, self._W, bias, self)
+        return y.view(*x.shape[:-1], -1)
 
+    @torch.no_grad()
     def step(self) -> None:
-        """W_{t+1} from W_t: a step down what ``backward`` was given since the last one."""
+        """W_{t+1} from W_t: a step down what backward passes gave since the last one."""
         for x, g in self._heard:
             if self._count + len(x) > ROOM:
                 self.end()
             if len(x) > ROOM:
-                self._add(g * -self._rate, x)
+                self._add(-self._rate * g.float(), x)
                 continue
             there = slice(self._count, self._count + len(x))
             self._X[there] = x
-            torch.mul(g, -self._rate, out=self._G[there])
+            self._G[there] = -self._rate * g.float()
             self._count += len(x)
         self._heard.clear()
 
+    @torch.no_grad()
     def end(self) -> None:
         """Add to W what is kept. Steps may go on after it."""
         if self._count:
-            self._add(*self._rows())
+            self._add(self._G[: self._count], self._X[: self._count])
         self._count = 0
 
-    def _begin(self, kind: torch.dtype) -> None:
-        self.end()
-        self._start = self._weight.to(kind)
-        if self._X.dtype != kind or not len(self._X):
-            self._X, self._G = (torch.empty(ROOM, n, dtype=kind) for n in self._weight.shape[::-1])
-
     def _add(self, G: Tensor, X: Tensor) -> None:
-        self._weight.add_(product(G.t(), X.t()))
+        self._W.add_(product(G.t(), X.float().t()))
         self._start = torch.empty(0)
 
-    def _rows(self) -> tuple[Tensor, Tensor]:
-        return self._G[: self._count], self._X[: self._count]
-
-    def _forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        G, X = self._rows()
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W_t^T + bias, (B, in) to (B, out)."""
+        if not len(self._start):
+            self._start = self._W.detach().to(self._kind)
         y = product(x, self._start, bias)
+        G, X = self._rows()
         return y.addmm_(x @ X.t(), G) if len(X) else y
 
-    def _slope(self, g: Tensor) -> Tensor:
-        G, X = self._rows()
+    def hear(self, x: Tensor, g: Tensor) -> None:
+        """The next step goes down the gradient g^T x, too."""
+        self._heard.append((x.detach(), g.detach()))
+
+    def backward(self, g: Tensor) -> Tensor:
+        """g W_t, (B, out) to (B, in)."""
         slope = product(g, self._start.t())
+        G, X = self._rows()
         return slope.addmm_(g @ G.t(), X) if len(X) else slope
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        return self._G[: self._count].to(self._kind), self._X[: self._count]
 
 
 class _Output(torch.autograd.Function):
@@ -107,15 +112,17 @@ class _Output(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, _: Tensor, bias: Tensor | None, kept: Kept) -> Tensor:
         ctx.save_for_backward(x)
         ctx.kept = kept
-        return kept._forward(x, bias)
+        return kept.forward(x, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (g,), (x,), kept = gradients, ctx.saved_tensors, ctx.kept
-        kept._heard.append((x, g))
+        (g,), (x,) = gradients, ctx.saved_tensors
         of_x, _, of_bias, _ = ctx.needs_input_grad
+        ctx.kept.hear(x, g)
         # None for the weights: the optimiser then has nothing to do with them.
-        return kept._slope(g) if of_x else None, None, g.sum(dim=0) if of_bias else None, None
+        slope = ctx.kept.backward(g) if of_x else None
+        return slope, None, g.sum(dim=0) if of_bias else None, None
 
 
 class _KeepingSGD(optimisers.SGD):
@@ -136,7 +143,8 @@ class _KeepingSGD(optimisers.SGD):
 @contextmanager
 def plain_sgd(network: nn.Module, rate: float) -> Iterator[optimisers.SGD]:
     """SGD on all parameters of a network. Inside, weights of its large linear layers are those
-    that it came with: its forward pass knows better. Outside they are what they should be.
+    that it came with: its forward pass knows better, and nobody else (``functional_call``,
+    ``state_dict``). Outside they are what they should be.
 
     Inside, every backward pass must be one of ``learn.minimise``, with this optimiser and no
     ``clip_norm``: of the gradient of such a layer it would know nothing.
@@ -145,7 +153,11 @@ def plain_sgd(network: nn.Module, rate: float) -> Iterator[optimisers.SGD]:
         rate: learning rate, >= 0.
     """
     layers = _that_can_keep(network) if learn.steps_alone() else []
-    kept = [Kept(layer.weight, rate) for layer in layers]
+    if not layers:
+        yield optimisers.SGD(network.parameters(), lr=rate)
+        return
+    kind = torch.bfloat16 if precision_of(network) == "bfloat16" else torch.float32
+    kept = [Kept(layer.weight, rate, kind) for layer in layers]
     try:
         for layer, own in zip(layers, kept, strict=True):
             layer.kept = own
