@@ -10,7 +10,7 @@ agent's memory. This process owns all memories and takes the new one from the re
 can take any agent: the one with most rows first, the next to whoever is free. Names, numbers and
 shapes go through a pipe, on which both sides wait asleep. Tensors lie in memory that both see: one
 sheet for a message that goes to everybody, one for each worker. They are copied once in and once
-out: made bytes of a file in between, they took three times as long to read.
+out: made bytes of a file in between, they took nearly twice as long to read.
 
 What stays in this process: a call without company (a sequential pass), and every agent that has
 a privacy account. So journals, locks and private noise belong to one process, and nothing has to
