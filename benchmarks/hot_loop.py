@@ -40,6 +40,7 @@ from privssl import optimisers
 from privssl.data.views import view
 from privssl.learn import minimise, network_input
 from privssl.models import build_classifier, laid_out
+from privssl.models.kept_steps import plain_sgd
 from privssl.models.precision import Precision, in_precision
 from privssl.process import keep_freed_memory
 from privssl.settings import ModelSettings
@@ -53,6 +54,7 @@ STEPS: list[tuple[ModelSettings, int]] = [
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
 #: Name of the view, and what lies under it.
 VIEWS = ("weak", "strong", "crop", "fixmatch", "fedmatch", "fedseal")
+RATE = 1e-3
 SIDES = (512, 1024, 2048)  # of the matrices
 ENOUGH = 0.1  # CPU seconds that one reading takes at least
 #: What an operation counts as: the first whose words are in its name.
@@ -63,7 +65,7 @@ PARTS = {
     "norms": ("norm",),
     "rectifiers": ("clamp_min", "threshold"),
     "copies": ("copy_", "contiguous", "clone"),
-    "optimiser": ("aten::add_", "aten::mul_"),
+    "optimiser": ("aten::add_", "aten::mul_", "aten::_foreach"),
 }
 REST = "rest"
 
@@ -94,17 +96,21 @@ def product(side: int, precision: Precision) -> Callable[[], Tensor]:
 class Step:
     """A training step on rows that are there already."""
 
-    def __init__(self, network: nn.Module, shape: tuple[int, int, int], rows: int) -> None:
+    def __init__(
+        self, network: nn.Module, shape: tuple[int, int, int], rows: int, sgd: optimisers.SGD
+    ) -> None:
         self.stored = torch.randint(256, (rows, *shape), dtype=torch.uint8)
         self.x, self.y = network_input(self.stored), torch.randint(10, (rows,))
         self.network = network.train()
-        self.sgd = optimisers.SGD(self.network.parameters(), lr=1e-3, momentum=0.9)
+        self.sgd = sgd
 
     @classmethod
     def of(cls, model: ModelSettings, rows: int, precision: Precision) -> "Step":
         """With one of our classifiers."""
         shape = SHAPES[model.name]
-        return cls(build_classifier(model, shape, 10, precision), shape, rows)
+        network = build_classifier(model, shape, 10, precision)
+        sgd = optimisers.SGD(network.parameters(), lr=RATE, momentum=0.9)
+        return cls(network, shape, rows, sgd)
 
     def __call__(self) -> None:
         minimise(self.sgd, cross_entropy(self.network(self.x), self.y))
@@ -175,9 +181,11 @@ def whereabouts() -> None:
             f"{m.name}, width {m.width} | {rows}": Step.of(m, rows, precision)
             for m, rows in ((SMALL, 10), (SMALL, 128), (RESNET, 100))
         }
-        steps["cell | 10"] = Step(laid_out(in_precision(CellCNN, precision)()), SHAPE, 10)
-        for name, step in steps.items():
-            shares = parts(step)
+        found = {name: parts(step) for name, step in steps.items()}
+        cell = laid_out(in_precision(CellCNN, precision)())
+        with plain_sgd(cell, RATE) as sgd:  # as pfl has it
+            found["cell | 10"] = parts(Step(cell, SHAPE, 10, sgd))
+        for name, shares in found.items():
             cells = " | ".join(f"{shares[part]:.0%}" for part in [*PARTS, REST])
             print(f"| {name} | {precision} | {cells} |", flush=True)
 
