@@ -292,6 +292,10 @@ def test_a_layer_elsewhere_than_on_the_cpu_keeps_nothing() -> None:
         assert keepers(laid_out(Net())) == []
 
 
+def test_a_layer_of_wider_numbers_keeps_nothing() -> None:
+    assert keepers(made().double()) == []
+
+
 def test_where_steps_of_several_agents_are_taken_as_one_nothing_is_kept() -> None:
     with learn.descending(lambda step: None):
         assert keepers(made()) == []
