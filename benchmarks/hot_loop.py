@@ -15,6 +15,9 @@ Third table: what the time of a step goes into, by torch's profiler, which makes
 longer than they are: read it for what comes first. ``cell`` is pfl's network, of which
 ``benchmarks.against_flower_and_pfl`` trains many.
 
+Fourth table: a step of that network, its large layer's steps written out, and kept as rows in
+visits of five (``privssl/models/kept_steps.py``).
+
 One thread; CPU time of this process, so that other work counts only by what it does to caches and
 clock. Cases take turns, ``--passes`` times; a number is the median. ``small_cnn`` has rows of
 1x28x28, ``resnet9`` of 3x32x32, both as runs lay them out (channels-last).
@@ -55,6 +58,7 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
 #: Name of the view, and what lies under it.
 VIEWS = ("weak", "strong", "crop", "fixmatch", "fedmatch", "fedseal")
 RATE = 1e-3
+VISIT = 5  # steps of an agent of pfl's
 SIDES = (512, 1024, 2048)  # of the matrices
 ENOUGH = 0.1  # CPU seconds that one reading takes at least
 #: What an operation counts as: the first whose words are in its name.
@@ -182,12 +186,36 @@ def whereabouts() -> None:
             for m, rows in ((SMALL, 10), (SMALL, 128), (RESNET, 100))
         }
         found = {name: parts(step) for name, step in steps.items()}
-        cell = laid_out(in_precision(CellCNN, precision)())
-        with plain_sgd(cell, RATE) as sgd:  # as pfl has it
-            found["cell | 10"] = parts(Step(cell, SHAPE, 10, sgd))
+        cell = cell_step(precision)
+        found["cell | 10"] = parts(partial(visit, cell), steps=20 // VISIT)
         for name, shares in found.items():
             cells = " | ".join(f"{shares[part]:.0%}" for part in [*PARTS, REST])
             print(f"| {name} | {precision} | {cells} |", flush=True)
+
+
+def cell_step(precision: Precision) -> Step:
+    """Of pfl's network, by plain SGD, as pfl has it."""
+    network = laid_out(in_precision(CellCNN, precision)())
+    return Step(network, SHAPE, 10, optimisers.SGD(network.parameters(), lr=RATE))
+
+
+def visit(step: Step) -> None:
+    """As many steps as an agent of pfl's takes, of which the large layer keeps its own."""
+    with plain_sgd(step.network, RATE) as step.sgd:
+        for _ in range(VISIT):
+            step()
+
+
+def kept_steps(passes: int) -> None:
+    """The fourth table."""
+    print("\n| cell, 10 rows | written out, ms | kept, ms | times |\n|---|---|---|---|")
+    for precision in PRECISIONS:
+        cases: dict[str, Callable[[], object]] = {
+            "out": cell_step(precision), "kept": partial(visit, cell_step(precision)),
+        }  # fmt: skip
+        times = median_seconds(cases, passes)
+        out, kept = times["out"] * 1e3, times["kept"] * 1e3 / VISIT
+        print(f"| {precision} | {out:.2f} | {kept:.2f} | {out / kept:.2f} |", flush=True)
 
 
 def parts(step: Callable[[], object], steps: int = 20) -> dict[str, float]:
@@ -205,7 +233,7 @@ def parts(step: Callable[[], object], steps: int = 20) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints three Markdown tables."""
+    """Prints four Markdown tables."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.hot_loop", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -219,6 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arithmetic(options.passes)
     augmentation(options.passes)
     whereabouts()
+    kept_steps(options.passes)
     return 0
 
 

@@ -574,7 +574,7 @@ def test_what_was_read_from_a_sheet_stays_when_others_write_on_it() -> None:
         assert torch.equal(read, torch.ones(3, 2))
 
 
-def test_strides_and_single_numbers_survive_a_sheet() -> None:
+def test_numbers_survive_a_sheet_however_they_lie_in_memory() -> None:
     kernel = torch.arange(36.0).reshape(2, 2, 3, 3).to(memory_format=torch.channels_last)
     step = torch.tensor(7.0)
     odd = torch.tensor([True])  # what follows it begins at an odd byte

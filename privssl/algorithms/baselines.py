@@ -283,6 +283,7 @@ def descend(
 def _sgd(
     F: nn.Module, cfg: LocalTraining, msg: Lesson, ctx: Context
 ) -> AbstractContextManager[optimisers.SGD]:
+    """A fresh SGD on F. Its steps are on F's weights when the context ends."""
     rate = cfg.rate(ctx.round)
     if cfg.momentum or cfg.weight_decay or msg.proximal:
         sgd = optimisers.SGD(
