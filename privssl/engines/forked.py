@@ -55,7 +55,7 @@ class Sheet:
         forms = [Packed(part).form() for part in parts]
         at = 0
         for tensor in (tensor for part in parts for tensor in part.values()):
-            data = tensor.detach().cpu().reshape(-1).view(torch.uint8)
+            data = tensor.cpu().reshape(-1).view(torch.uint8)
             self._mapped(at + len(data))[at:].copy_(data)
             at += len(data)
         return forms
