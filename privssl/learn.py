@@ -264,6 +264,12 @@ def weights_of(network: nn.Module) -> dict[str, Tensor]:
     return transfers.copied(network.state_dict())
 
 
+def to_send(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A network's tensors on the CPU, for the reply of a step and for nothing else: they may be the
+    network's own still. An engine copies what a step returns before it asks for the next one."""
+    return transfers.moved(tensors, torch.device("cpu"))
+
+
 def batches(fields: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
     """Split tensors of equal first dimension into batches of ``size`` rows, in order."""
     length = len(next(iter(fields.values())))

@@ -51,6 +51,7 @@ class Steps:
     """Stands for an algorithm. ``text`` of a message is a file, where a step needs one."""
 
     plan = cfg = None
+    desk = torch.zeros(3)
 
     @classmethod
     def without_reply(cls, cfg: object, *, private: bool) -> Without:
@@ -88,6 +89,18 @@ class Steps:
         msg.t.fill_(9.0)
         agent.memory = {"a": msg.w["a"], "t": msg.t}
         return msg
+
+    @on_agent
+    def add_one(self, agent: Agent, msg: Told, ctx: Context) -> Told:
+        """Writes into what it was given, in ways that torch has for it."""
+        msg.t.add_(1)
+        torch._foreach_add_([msg.w["a"].requires_grad_().detach()[:1]], 1)
+        return Told(t=msg.t, w={"a": msg.w["a"].detach()})
+
+    @on_agent
+    def fill(self, agent: Agent, msg: Told, ctx: Context) -> Told:
+        """Sends what it will write over in the next visit."""
+        return Told(t=self.desk.fill_(len(agent.unlabelled)), w={"a": self.desk[:2]})
 
     @on_agent
     def hush(self, agent: Agent, msg: Told, ctx: Context) -> Told | Silence:
@@ -356,6 +369,35 @@ def test_an_agent_cannot_write_into_the_servers_state(name: str, whom: str) -> N
         reply = ask(there, STEPS.scribble, sent, whom)[0]
     assert torch.equal(sent.w["a"], torch.ones(2)) and torch.equal(sent.t, torch.zeros(3))
     assert torch.equal(reply.said.w["a"], torch.full((2,), 9.0))  # the control: it did write
+
+
+class Sharing(LocalEngine):
+    """Hands every agent the very same message, and the server what agents still have."""
+
+    def _across(self, message: Message) -> Message:
+        return message
+
+
+@every_engine
+def test_an_agent_gets_what_was_sent_whatever_the_one_before_it_wrote_there(name: str) -> None:
+    with made(name) as there:
+        for reply in [*ask(there, STEPS.add_one), *ask(there, STEPS.add_one, number=2)]:
+            assert torch.equal(reply.said.t, torch.ones(3))
+            assert torch.equal(reply.said.w["a"], torch.tensor([2.0, 1.0]))
+
+
+@every_engine
+def test_a_reply_stays_as_it_was_returned_whatever_the_next_visit_writes_there(name: str) -> None:
+    with made(name) as there:
+        replies = ask(there, STEPS.fill)
+    assert [reply.said.t.tolist() for reply in replies] == [[n] * 3 for n in (4, 7, 5)]
+    assert [reply.said.w["a"].tolist() for reply in replies] == [[n] * 2 for n in (4, 7, 5)]
+
+
+def test_an_engine_whose_agents_share_memory_would_be_noticed() -> None:
+    shared = Sharing(agents(), seed=3, device=CPU)
+    assert [reply.said.t[0] for reply in ask(shared, STEPS.add_one)] == [3, 3, 3]
+    assert [reply.said.t[0] for reply in ask(shared, STEPS.fill)] == [5, 5, 5]
 
 
 @every_engine

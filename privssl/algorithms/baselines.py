@@ -277,7 +277,7 @@ def descend(
             learn.minimise(sgd, loss)
     if values:
         ctx.note("train/loss_F", learn.mean_of(values))
-    return Trained(learn.weights_of(F))
+    return Trained(learn.to_send(F.state_dict()))
 
 
 def _sgd(

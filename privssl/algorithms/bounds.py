@@ -168,7 +168,7 @@ class _Bound(Algorithm[State]):
         fields = {"x": seen, "p": p.to(ctx.device)}
         ctx.note(f"train/loss_F/{group}", learn.fit(optimiser, fields, self.cfg.batch_size, loss))
         agent.memory = {**agent.memory, **optimiser.remember()}
-        return Classifier(learn.weights_of(F))
+        return Classifier(learn.to_send(F.state_dict()))
 
     def _mixed(self, x: Tensor, p: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         if isinstance(self.cfg, MixMatchConfig):

@@ -266,7 +266,7 @@ class FedSEAL(Algorithm[State]):
         for _ in range(self.cfg.server_epochs):
             losses += self._labelled_epoch(F, sgd, rows, taught, ctx, rng)
         ctx.note("train/loss_labelled", learn.mean_of(losses))
-        return Model(learn.weights_of(F))
+        return Model(learn.to_send(F.state_dict()))
 
     @on_agent
     def class_thresholds(self, agent: SupportAgent, msg: Model, ctx: Context) -> Thresholds:
@@ -330,7 +330,7 @@ class FedSEAL(Algorithm[State]):
                     loss = signs.batch_loss(how, up, down, both.sizes, weights)
                     losses.append(learn.minimise(sgd, loss))
         ctx.note("train/loss_signs", learn.mean_of(losses))
-        return Model(learn.weights_of(F))
+        return Model(learn.to_send(F.state_dict()))
 
     def _remembered(self, agent: QueryAgent, weights: StateDict, ctx: Context) -> Tensor:
         """p-bar (N, C) with one more model in it: Eq. 8."""

@@ -386,7 +386,7 @@ class FedSSL(Algorithm[State]):
 def _sent(
     nets: Mapping[str, nn.Module], trained: Sequence[str], agreement: float | None = None
 ) -> Networks:
-    F, G, D = (learn.weights_of(nets[n]) if n in trained else None for n in NETWORKS)
+    F, G, D = (learn.to_send(nets[n].state_dict()) if n in trained else None for n in NETWORKS)
     return Networks(F, G, D, agreement)
 
 

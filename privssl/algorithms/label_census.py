@@ -330,7 +330,7 @@ class LabelCensus(MapsRows):
         )  # fmt: skip
         agent.memory = {**agent.memory, **optimiser.remember()}
         ctx.note("train/loss_F", loss)
-        return Classifier(learn.weights_of(F))
+        return Classifier(learn.to_send(F.state_dict()))
 
     # The one step at support agents -----------------------------------------------------------
 

@@ -229,7 +229,7 @@ class SemiFL(Algorithm[State]):
         if momentum is None:
             return Silence("no row has a sure label")
         agent.memory = {**agent.memory, **momentum}
-        return Trained(transfers.copied(dict(F.named_parameters())))
+        return Trained(learn.to_send(dict(F.named_parameters())))
 
     @on_agent
     def support_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Trained:
@@ -242,7 +242,7 @@ class SemiFL(Algorithm[State]):
         momentum = descend(F, losses, self.cfg, agent.memory if kept else {}, "support", ctx)
         if kept and momentum is not None:
             agent.memory = {**agent.memory, **momentum}
-        return Trained(transfers.copied(dict(F.named_parameters())))
+        return Trained(learn.to_send(dict(F.named_parameters())))
 
     @on_agent
     def support_statistics(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Statistics:

@@ -15,7 +15,7 @@ from torch import Tensor
 from privssl.agents import Agent, AgentRef, Memory, natural_order
 from privssl.algorithms.base import Context, LabelMeter
 from privssl.engines import Call
-from privssl.messages import M, Message, Reply, Silence, check_numbers, pack, unpack
+from privssl.messages import M, Message, Reply, Silence, check, pack, unpack
 from privssl.seeds import seeded
 from privssl.shelf import Shelf
 
@@ -81,8 +81,7 @@ class LocalEngine:
             return as_bytes_and_back(message)
         if isinstance(message, Silence):
             return message
-        for name, value in vars(message).items():  # a run that diverged must say so, not go on
-            check_numbers(f"{type(message).__name__}.{name}", value)
+        check(message)  # a run that diverged must say so, not go on
         return type(message)(**{name: _copy(value) for name, value in vars(message).items()})
 
     def _remember(self, agent: str, memory: Memory) -> None:
@@ -112,3 +111,10 @@ def _copy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _copy(item) for key, item in value.items()}
     return value
+
+
+def wired(calls: Sequence[Call]) -> list[Call]:
+    """The calls as a network would bring them. What shared a message shares one."""
+    sent = {id(call.message): call.message for call in calls}
+    arrived = {key: as_bytes_and_back(message) for key, message in sent.items()}
+    return [dataclasses.replace(call, message=arrived[id(call.message)]) for call in calls]

@@ -37,7 +37,7 @@ from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.engines.roster import STOP, USUAL, Post, Roster, SiteError, Terms, meaning
 from privssl.errors import RunFolderError
-from privssl.messages import Absent, MessageError, Reply, check_numbers, pack, unpack
+from privssl.messages import Absent, MessageError, Reply, check, pack, unpack
 from privssl.site.steps import StepError, given_by
 from privssl.wire import RECEIPT, Answer, Visit, WireError
 
@@ -181,8 +181,7 @@ class SitesEngine:
         replies: dict[int, Reply[Any]] = {}
         turns: dict[str, list[int]] = {}
         for place, call in enumerate(calls):
-            for name, value in vars(call.message).items():
-                check_numbers(f"{type(call.message).__name__}.{name}", value)
+            check(call.message)
             if call.to.seat is Seat.SERVER:
                 [replies[place]] = self._home.deliver([call])
             else:

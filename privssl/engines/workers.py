@@ -36,7 +36,7 @@ import os
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
@@ -56,9 +56,9 @@ from privssl.engines.forked import (
     signals_waiting,
     told,
 )
-from privssl.engines.local import LocalEngine, as_bytes_and_back
+from privssl.engines.local import LocalEngine, as_bytes_and_back, wired
 from privssl.errors import UserError
-from privssl.messages import Message, Reply, joined, parts_of
+from privssl.messages import Message, Reply, check, joined, parts_of
 from privssl.shelf import Shelf
 
 TRIES = 2  # workers that a call may end before the run stops
@@ -181,7 +181,7 @@ class WorkerEngine(LocalEngine):
     # One delivery --------------------------------------------------------------------------
 
     def _carried_out(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
-        now = self._planned(_wired(calls) if self._check_wire else calls)
+        now = self._planned(wired(calls) if self._check_wire else calls)
         if not self._workers or len(now.lanes) + len(now.here) < 2 or not now.lanes:
             yield from super()._carried_out(calls)
             return
@@ -206,6 +206,7 @@ class WorkerEngine(LocalEngine):
             lanes=deque(lanes[name] for name in away),
         )
         if len({id(call.message) for call in calls}) == 1 and len(away) > 1 and self._workers:
+            check(calls[0].message)  # once, and not by everybody who reads it
             [now.letter] = self._letter.write(parts_of(calls[0].message)[1])
         return now
 
@@ -363,12 +364,15 @@ class WorkerEngine(LocalEngine):
         *own, before = sheet.read(order["sheet"])
         [tensors] = own or self._letter.read([order["letter"]])
         message = joined(class_of(Message, *order["kind"]), order["fields"], tensors)
+        if own:
+            check(message)
         agent, recorder = self._agents[order["agent"]], _Recorder()
         agent.memory = before
         self._meter = None if self._meter is None else recorder
         step = getattr(self._algorithm, order["step"])
         call = Call(agent.ref, step, message, order["round"], order["visit"])
         reply = self._worked(call, message)
+        check(reply.content)
         after, agent.memory = agent.memory, {}
         changed = after is not before
         fields, tensors = parts_of(reply.content)
@@ -381,13 +385,6 @@ class WorkerEngine(LocalEngine):
             "remembers": changed,
             "sheet": sheet.write(tensors, after if changed else {}, seen),
         }
-
-
-def _wired(calls: Sequence[Call]) -> list[Call]:
-    """The calls as a network would bring them. What shared a message shares one."""
-    sent = {id(call.message): call.message for call in calls}
-    arrived = {key: as_bytes_and_back(message) for key, message in sent.items()}
-    return [replace(call, message=arrived[id(call.message)]) for call in calls]
 
 
 class _Recorder:
