@@ -264,10 +264,27 @@ def weights_of(network: nn.Module) -> dict[str, Tensor]:
     return transfers.copied(network.state_dict())
 
 
+_copied_at_once: ContextVar[bool] = ContextVar("copied_at_once", default=False)
+
+
+@contextmanager
+def copied_at_once() -> Iterator[None]:
+    """Inside, on this thread, whoever calls a step copies what it returns before anything else."""
+    before = _copied_at_once.set(True)
+    try:
+        yield
+    finally:
+        _copied_at_once.reset(before)
+
+
 def to_send(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A network's tensors on the CPU, for the reply of a step and for nothing else: they may be the
-    network's own still. An engine copies what a step returns before it asks for the next one."""
-    return transfers.moved(tensors, torch.device("cpu"))
+    """A network's tensors as plain CPU tensors, for the reply of a step and for nothing else.
+
+    They have memory of their own, but for an engine that says ``copied_at_once``.
+    """
+    if _copied_at_once.get():
+        return transfers.moved(tensors, torch.device("cpu"))
+    return transfers.copied(tensors)
 
 
 def batches(fields: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:

@@ -228,6 +228,18 @@ def test_initial_weights_follow_from_the_generator_alone_down_to_the_buffers() -
     assert not torch.equal(drawn[0][original], drawn[2][original])
 
 
+def test_what_a_step_sends_is_copied_once_by_the_step_or_by_whoever_called_it() -> None:
+    own = {"w": torch.ones(3, requires_grad=True), "b": torch.zeros(2)}
+    sent = learn.to_send(own)
+    with learn.copied_at_once():
+        lent = learn.to_send(own)
+        with torch.no_grad():
+            own["w"].fill_(2.0)
+    assert sent["w"].tolist() == [1, 1, 1] and lent["w"].tolist() == [2, 2, 2]
+    assert not sent["w"].requires_grad and not lent["w"].requires_grad
+    assert learn.to_send(own)["b"].data_ptr() != own["b"].data_ptr()  # it ends with the context
+
+
 def test_weights_read_from_a_network_are_copies_and_so_are_those_put_into_it() -> None:
     net = nn.Linear(2, 1).eval()
     taken = learn.weights_of(net)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from privssl import learn
 from privssl.agents import Agent, AgentRef, Memory, natural_order
 from privssl.algorithms.base import Context, LabelMeter
 from privssl.engines import Call
@@ -59,7 +60,8 @@ class LocalEngine:
         return dataclasses.replace(reply, content=self._across(reply.content))
 
     def _worked(self, call: Call, message: Message) -> Reply[Any]:
-        """The step itself. What comes in and what goes out is not copied here."""
+        """The step itself. What comes in and what goes out is not copied here: the caller copies
+        the reply before another step is taken."""
         agent = self._agents[call.to.id]
         ctx = Context(
             seed=self._seed,
@@ -72,7 +74,8 @@ class LocalEngine:
             telemetry=agent.account is None,
             meter=self._meter,
         )
-        with seeded(ctx.rng("torch")):  # dropout asks torch's own generator, which nobody seeded
+        # dropout asks torch's own generator, which nobody seeded
+        with seeded(ctx.rng("torch")), learn.copied_at_once():
             content = call.step(agent, message, ctx)
         return Reply(agent.ref, content, weight=ctx.weight, notes=dict(ctx.notes))
 
