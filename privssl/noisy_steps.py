@@ -19,15 +19,16 @@ class SecureNoise(DPOptimizer):  # type: ignore[misc]  # opacus carries no types
     """Opacus' optimiser, with the noise drawn by :func:`privssl.privacy.secure_normal`."""
 
     def add_noise(self) -> None:
-        sizes = [parameter.numel() for parameter in self.params]
+        # In float64, on the CPU (not every device has it): what is released is rounded after the
+        # noise. All parameters at once: there are dozens, most of a few numbers.
+        sums = torch.cat([parameter.summed_grad.reshape(-1) for parameter in self.params])
         deviation = self.noise_multiplier * self.max_grad_norm
-        noise = torch.from_numpy(privacy.secure_normal(sum(sizes))) * deviation
-        for parameter, own in zip(self.params, torch.split(noise, sizes), strict=True):
-            # In float64, on the CPU (not every device has it): what is released is rounded after
-            # the noise.
-            noisy = parameter.summed_grad.to("cpu", torch.float64, copy=True)
-            noisy = on_grid(noisy.add_(own.view(parameter.shape)), deviation)
-            parameter.grad = noisy.to(parameter.device, parameter.dtype)
+        noise = torch.from_numpy(privacy.secure_normal(len(sums))) * deviation
+        noisy = on_grid(sums.to("cpu", torch.float64).add_(noise), deviation)
+        sizes = [parameter.numel() for parameter in self.params]
+        for parameter, own in zip(self.params, torch.split(noisy, sizes), strict=True):
+            # it lies in memory as its parameter does
+            parameter.grad = torch.empty_like(parameter).copy_(own.view(parameter.shape))
 
 
 def on_grid(sums: Tensor, deviation: float) -> Tensor:

@@ -60,12 +60,19 @@ def secure_normal(count: int) -> np.ndarray:
     numbers of one radius could tell what was added to them. None is larger than 9.42.
     """
     half = (count + 1) // 2
-    words = random_words(half).astype(np.float64)
-    tail = torch.from_numpy(words).add_(1.0).mul_(2.0**-64)  # in (0, 1]
+    tail = torch.from_numpy(_as_floats(random_words(half))).add_(1.0).mul_(2.0**-64)  # in (0, 1]
     radius = tail.log_().mul_(-2.0).sqrt_()
     angle = torch.from_numpy(secure_uniform(half)).mul_(2.0 * math.pi)  # torch is faster than numpy
     normal: np.ndarray = torch.cat([angle.cos().mul_(radius), angle.sin().mul_(radius)]).numpy()
     return normal[:count]
+
+
+def _as_floats(words: np.ndarray) -> np.ndarray:
+    """Words as the float64 numbers that are nearest to them: what ``astype`` says, in a third of
+    the time. It branches on a word's highest bit, which no processor can guess of coins."""
+    floats: np.ndarray = (words >> np.uint64(11)).astype(np.float64) * 2.0**11
+    floats += (words & np.uint64(2**11 - 1)).astype(np.float64)
+    return floats
 
 
 class Plan(Protocol):

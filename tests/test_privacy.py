@@ -19,7 +19,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from posts import in_a_fork
@@ -39,6 +39,7 @@ from privssl.noisy_steps import SecureNoise
 from privssl.privacy import (
     PrivatePlan,
     PrivateTraining,
+    _as_floats,
     check_rows_independent,
     make_plan,
     refuse_coupling_layers,
@@ -741,6 +742,14 @@ def test_uniform_numbers_are_uniform_and_below_one() -> None:
     numbers = secure_uniform(DRAWS)
     assert numbers.min() >= 0 and numbers.max() < 1
     assert stats.ks_1samp(numbers, stats.uniform.cdf, method="asymp").statistic < TOO_FAR
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1))
+@example([0, 1, 2**53 - 1, 2**53 + 1, 2**54 + 3, 2**63 - 1, 2**63, 2**63 + 1024, 2**63 + 1025])
+@example([2**63 + 3072, 2**64 - 1024, 2**64 - 1025, 2**64 - 1])
+def test_words_become_the_numbers_that_are_nearest_to_them(words: list[int]) -> None:
+    found = _as_floats(np.array(words, dtype=np.uint64))
+    assert found.tolist() == [float(word) for word in words]  # Python rounds to the nearest
 
 
 def test_noise_without_luck_has_no_infinite_draw(monkeypatch: pytest.MonkeyPatch) -> None:
