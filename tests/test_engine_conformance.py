@@ -441,6 +441,10 @@ def test_numbers_that_are_not_finite_come_over_the_border_in_neither_direction(n
             ask(there, STEPS.diverge)
         with pytest.raises(MessageError, match=r"Told\.t has numbers that are not finite"):
             ask(there, STEPS.draw, Told(t=torch.full((3,), float("inf"))))
+        own = [Told(), Told(), Told(w={"a": torch.full((2,), float("nan"))})]
+        calls = [Call(a, STEPS.draw, m, 1) for a, m in zip(there.roster(), own, strict=True)]
+        with pytest.raises(MessageError, match=r"Told\.w has numbers that are not finite"):
+            list(there.deliver(calls))
         assert not ask(there, STEPS.draw, number=2)[0].silent  # the control
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_worlds import same_bits
 
+from privssl import messages
 from privssl.agents import AgentRef
 from privssl.algorithms import ALGORITHMS
 from privssl.messages import (
@@ -63,6 +64,18 @@ NOBODY = {"w": torch.tensor([7.0])}
 def test_the_average_weighs_every_agent_by_its_share() -> None:
     mean = average([reply("a", [2.0, 0.0], 1), reply("b", [6.0, 4.0], 3)], "w", otherwise=NOBODY)
     assert torch.equal(mean["w"], torch.tensor([5.0, 3.0]))  # (2 + 3 * 6) / 4, (0 + 3 * 4) / 4
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4,), (3, 3), (2, 3, 2, 2)])
+def test_the_average_of_a_weight_of_any_size_and_layout_has_all_of_its_numbers(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(messages, "PIECE", 4)  # as many as a piece, fewer, more, no multiple
+    plain = [torch.arange(math.prod(shape)).reshape(shape) * factor + 1.0 for factor in (1, 5)]
+    sent = [w.to(memory_format=torch.channels_last) if w.dim() == 4 else w for w in plain]
+    replies = [reply(name, w) for name, w in zip("ab", sent, strict=True)]
+    expected = (plain[0] + plain[1]) / 2
+    assert torch.equal(average(replies, "w", otherwise=NOBODY)["w"], expected)
 
 
 def test_a_rule_for_weights_takes_the_place_of_the_share() -> None:
