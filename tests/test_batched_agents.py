@@ -1,11 +1,12 @@
 """Agents in lockstep: the results of one after the other, and nothing left of a visit that failed.
 
-Equal means: up to float32 sums in another order. A first step differs by about 1e-7 of what it
-computes; over a few rounds APART stands far above what was ever seen (2e-5) and far below what any
-mistake makes, as the controls show. Two things grow from rounding to something visible and are no
-mistakes: a parameter without any effect, whose gradient is all rounding and which Adam moves by
-its whole rate (a bias before a norm of single channels: networks here are 8 wide), and a label that
-flips.
+Equal means: up to sums in another order. In float64 that leaves 1e-13 after a few rounds. In
+float32 a first step differs by about 1e-7 of what it computes; over a few rounds APART stands far
+above what was ever seen (2e-5) and far below what any mistake makes, as the controls show. Two
+things grow from rounding to something visible and are no mistakes: a parameter without any effect,
+whose gradient is all rounding and which Adam moves by its whole rate (a bias before a norm of
+single channels: networks here are 8 wide), and whatever is decided: a label, or which pixel of four
+is the largest.
 """
 
 import copy
@@ -36,6 +37,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, Task
 from privssl.algorithms.baselines import FedAvg, FedAvgConfig
 from privssl.config import load
+from privssl.data import augment
 from privssl.engines import Call, batched
 from privssl.engines.batched import BatchedEngine
 from privssl.engines.local import LocalEngine
@@ -514,24 +516,49 @@ def assert_equal_in_lockstep(algorithm: Algorithm[Any], place: str, within: floa
     assert alone.world.traffic == together.world.traffic
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_gives_the_results_of_one_agent_after_the_other(name: str) -> None:
-    if name == "semifl" and torch.__version__ < "2.7":
-        pytest.xfail("2.6e-4 apart, its momentum 9e-3; why is not known; later ones are not")
-    assert_equal_in_lockstep(of_case(name), "support")
+def cases_but(*without: str) -> pytest.MarkDecorator:
+    """Every case wherever labels are; an algorithm as it comes, with support agents, is fast."""
+    return pytest.mark.parametrize(
+        ("case", "place"),
+        [
+            pytest.param(c, p, marks=[pytest.mark.slow] * (c not in ALGORITHMS or p != "support"))
+            for c in CASES for p in PLACES if c not in without
+        ],
+    )  # fmt: skip
+
+
+#: With torch 2.6 a rounding of float32 grows in these (docs/batched_agents.md). In float64, where
+#: they are tested as well, none does.
+GROWING = {("semifl", "support"), ("fedtrinet", "client")}
 
 
 # Every bias before a batch norm is without effect, so Adam leads those of this case astray.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "place"),
-    [
-        (case, place) for case in CASES for place in PLACES
-        if case != "pseudo, batch norm" and not (case in ALGORITHMS and place == "support")
-    ],
-)  # fmt: skip
-def test_every_variant_does_wherever_labels_are(case: str, place: str) -> None:
+@cases_but("pseudo, batch norm")
+def test_results_are_those_of_one_agent_after_the_other(case: str, place: str) -> None:
+    if (case, place) in GROWING and torch.__version__ < "2.7":
+        pytest.skip("a rounding grows")
     assert_equal_in_lockstep(of_case(case), place, within_for(case))
+
+
+@pytest.fixture
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Networks and rows are float64, and so is what is computed of them."""
+    narrow = learn.network_input
+    monkeypatch.setattr(learn, "network_input", lambda *x, **how: narrow(*x, **how).double())
+    torch.set_default_dtype(torch.float64)
+    augment._places.cache_clear()  # its numbers are of the default type
+    yield
+    torch.set_default_dtype(torch.float32)
+    augment._places.cache_clear()
+
+
+# Those left out have numbers of float32, or of bfloat16, whatever torch's default is.
+@cases_but("label_census", "fedssl, as printed", "fedssl, bfloat16", "fedmatch, bfloat16")
+@pytest.mark.usefixtures("in_float64")
+def test_in_float64_they_are_so_to_eleven_digits(case: str, place: str) -> None:
+    # What is left between the two ways is rounding, then, and not a mistake that is small.
+    without_effect = case == "pseudo, batch norm"
+    assert_equal_in_lockstep(of_case(case), place, 1e-8 if without_effect else 1e-11)
 
 
 def test_batch_norm_counts_each_agents_own_batches() -> None:
