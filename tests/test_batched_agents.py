@@ -561,6 +561,18 @@ def test_in_float64_they_are_so_to_eleven_digits(case: str, place: str) -> None:
     assert_equal_in_lockstep(of_case(case), place, 1e-8 if without_effect else 1e-11)
 
 
+@pytest.mark.usefixtures("in_float64")
+def test_a_mistake_of_one_in_a_million_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = stacked._stacked
+    monkeypatch.setattr(
+        stacked, "_stacked", lambda passes: [out * (1 + 1e-6) for out in real(passes)]
+    )
+    algorithm = of_case("fixmatch")
+    alone = play(algorithm, three_each())
+    together = play(algorithm, three_each(), engine=lockstepped(algorithm))
+    assert 1e-10 < apart(alone.state, together.state) < APART  # in float32 it might be rounding
+
+
 def test_batch_norm_counts_each_agents_own_batches() -> None:
     assert_equal_in_lockstep(make("fedavg", norm="batch", width=8, local_epochs=2), "support")
 
