@@ -16,8 +16,6 @@ seconds) and mean, standard deviation and the worst seed per epsilon; --output w
 import argparse
 import itertools
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -29,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.processes import about
 from privssl import run_folder
 from privssl.algorithms.label_census import LabelCensus
 from privssl.config import Config, load
@@ -153,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"# {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    print(f"# {about()}")
     for epsilon in epsilons:
         of = [r["test"] for r in records if r["epsilon"] == epsilon and "also" not in r]
         spread = statistics.stdev(of) if len(of) > 1 else 0.0

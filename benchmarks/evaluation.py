@@ -6,12 +6,12 @@ One thread. ``plain`` is how PyTorch lays networks out by default; ``privssl.eva
 out channels-last and takes the number of rows that is marked. Ratios hold within one run.
 """
 
-import platform
 import sys
 import time
 
 import torch
 
+from benchmarks.processes import about
 from privssl.evaluate import CHUNK, accuracy
 from privssl.models import build_classifier
 from privssl.models.precision import Precision
@@ -46,7 +46,7 @@ def main() -> int:
     torch.set_num_threads(1)
     keep_freed_memory()
     torch.manual_seed(0)
-    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, one thread\n")
+    print(f"{about()}\nOne thread.\n")
     names = [
         f"{layout}, {n}{' (ours)' * (n == CHUNK and layout == 'channels-last')}"
         for layout in ("plain", "channels-last")

@@ -2,11 +2,12 @@
 
     python -m benchmarks.hot_loop [--passes 5]
 
-First table: floating-point operations of a training step (forward, backward; counted by
-torch.utils.flop_counter: convolutions and matrix products) over its CPU time (with SGD), against
-the best rate of square matrix products in the same precision, measured in the same minutes. What
-keeps a step from 100 % is everything that is no product: pooling, norms, rectifiers, copies,
-optimiser, Python.
+First table: milliseconds of a training step (forward, backward, SGD) of our classifiers in float32
+and in bfloat16, and how many times as fast the latter is. In brackets its floating-point
+operations (convolutions and matrix products, as torch.utils.flop_counter counts them) over its
+time, against the best rate of square matrix products in the same precision, measured in the same
+minutes. What keeps a step from 100 % is everything that is no product: pooling, norms, rectifiers,
+copies, optimiser, Python.
 
 Second table: the share of a local step (``network_input``, the view, forward, backward, SGD) that
 the view takes. The project's limit is a tenth.
@@ -19,8 +20,8 @@ Fourth table: a step of that network, its large layer's steps written out, and k
 visits of five (``privssl/models/kept_steps.py``).
 
 One thread; CPU time of this process, so that other work counts only by what it does to caches and
-clock. Cases take turns, ``--passes`` times; a number is the median. ``small_cnn`` has rows of
-1x28x28, ``resnet9`` of 3x32x32, both as runs lay them out (channels-last).
+clock. Cases take turns, ``--passes`` times; a number is the median. ``resnet9`` has rows of
+3x32x32, the others of 1x28x28, all as runs lay them out (channels-last).
 """
 
 import argparse
@@ -28,8 +29,9 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +51,12 @@ from privssl.process import keep_freed_memory
 from privssl.settings import ModelSettings
 
 SMALL, RESNET = ModelSettings("small_cnn"), ModelSettings("resnet9", 4, "none")
-FULL = ModelSettings("resnet9", 16, "none")
-SHAPES = {"small_cnn": (1, 28, 28), "resnet9": (3, 32, 32)}
+LENET, TRINET = (ModelSettings(name, norm="none") for name in ("lenet", "trinet_cnn"))
+NARROW, FULL = (ModelSettings("resnet9", width, "none") for width in (2, 16))
+GREY, COLOUR = (1, 28, 28), (3, 32, 32)
 STEPS: list[tuple[ModelSettings, int]] = [
-    (SMALL, 10), (SMALL, 32), (SMALL, 128), (RESNET, 10), (RESNET, 100), (FULL, 10), (FULL, 32),
+    (SMALL, 10), (SMALL, 32), (SMALL, 64), (SMALL, 128), (LENET, 32), (TRINET, 50), (NARROW, 10),
+    (NARROW, 100), (RESNET, 10), (RESNET, 100), (FULL, 10), (FULL, 32),
 ]  # fmt: skip
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
 #: Name of the view, and what lies under it.
@@ -73,12 +77,14 @@ PARTS = {
 }
 REST = "rest"
 
+Name = TypeVar("Name", bound=Hashable)
+
 
 def median_seconds(
-    cases: Mapping[str, Callable[[], object]], passes: int, enough: float = ENOUGH
-) -> dict[str, float]:
+    cases: Mapping[Name, Callable[[], object]], passes: int, enough: float = ENOUGH
+) -> dict[Name, float]:
     """CPU seconds of each call, the cases in turn. Each is called once before."""
-    seen: dict[str, list[float]] = {name: [] for name in cases}
+    seen: dict[Name, list[float]] = {name: [] for name in cases}
     for call in cases.values():
         call()
     for _ in range(passes):
@@ -111,7 +117,7 @@ class Step:
     @classmethod
     def of(cls, model: ModelSettings, rows: int, precision: Precision) -> "Step":
         """With one of our classifiers."""
-        shape = SHAPES[model.name]
+        shape = COLOUR if model.name == "resnet9" else GREY
         network = build_classifier(model, shape, 10, precision)
         sgd = optimisers.SGD(network.parameters(), lr=RATE, momentum=0.9)
         return cls(network, shape, rows, sgd)
@@ -129,26 +135,24 @@ class Step:
 
 def arithmetic(passes: int) -> None:
     """The first table."""
-    products = {f"{p} {side}": product(side, p) for p in PRECISIONS for side in SIDES}
-    steps = {
-        f"{m.name}, width {m.width} | {rows} | {p}": Step.of(m, rows, p)
-        for m, rows in STEPS
-        for p in PRECISIONS
+    products = {(p, side): product(side, p) for p in PRECISIONS for side in SIDES}
+    steps = {(p, case): Step.of(*case, p) for case in STEPS for p in PRECISIONS}
+    rates = {
+        key: 2 * key[1] ** 3 / seconds / 1e9
+        for key, seconds in median_seconds(products, passes).items()
     }
-    operations = {name: step.operations() for name, step in steps.items()}
-    times = median_seconds({**products, **steps}, passes)
-    best = {p: max(2 * side**3 / times[f"{p} {side}"] / 1e9 for side in SIDES) for p in PRECISIONS}
+    best = {p: max(rates[p, side] for side in SIDES) for p in PRECISIONS}
     told = ", ".join(f"{p} {rate:.0f} GFLOP/s" for p, rate in best.items())
     print(f"Matrix products, the best of sides {', '.join(map(str, SIDES))}: {told}\n")
-    print(
-        "| network | rows | precision | MFLOP | ms | GFLOP/s | of products |\n" + "|---" * 7 + "|"
-    )
-    for name, count in operations.items():
-        rate = count / times[name] / 1e9
-        share = rate / best[name.rpartition(" ")[2]]  # type: ignore[index]
-        print(
-            f"| {name} | {count / 1e6:.0f} | {times[name] * 1e3:.2f} | {rate:.0f} | {share:.0%} |"
-        )
+    print("| network | width | rows | MFLOP | float32, ms | bfloat16, ms | times |")
+    print("|---" * 7 + "|")
+    times = median_seconds(steps, passes)
+    for case in STEPS:
+        (model, rows), count = case, steps["float32", case].operations() / 1e6
+        taken = {p: times[p, case] * 1e3 for p in PRECISIONS}
+        cells = " | ".join(f"{ms:.1f} ({count / ms / best[p]:.0%})" for p, ms in taken.items())
+        gain = taken["float32"] / taken["bfloat16"]
+        print(f"| {model.name} | {model.width} | {rows} | {count:.0f} | {cells} | {gain:.2f} |")
 
 
 def augmentation(passes: int) -> None:

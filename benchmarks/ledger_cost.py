@@ -18,7 +18,6 @@ import contextlib
 import io
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -29,9 +28,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
 from accounting.ledger import Account
+from benchmarks.processes import about
 from privssl import train
 from privssl.config import load
 from privssl.errors import UserError
@@ -139,16 +137,6 @@ def fsync_seconds(times: int = 20) -> float:
     return statistics.median(taken)
 
 
-def machine() -> str:
-    """What the numbers were measured on."""
-    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    return (
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs{load}, Python "
-        f"{platform.python_version()}, torch {torch.__version__}, "
-        f"fsync of a line {1e3 * fsync_seconds():.2f} ms"
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -171,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    print(f"machine: {machine()}")
+    print(f"{about()}; fsync of a line {1e3 * fsync_seconds():.2f} ms")
     shares = []
     for number in range(1, options.repeats + 1):
         found = measure(options.config, options.overrides)

@@ -11,7 +11,6 @@ on the machine shows in it: leave the machine alone.
 """
 
 import argparse
-import platform
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.processes import about
 from privssl.config import load
 from privssl.errors import UserError
 from privssl.evaluate import Oracle
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     varied = [f"{key}={value}" for value in values.split(",")]
     torch.set_num_threads(1)
     keep_freed_memory()
-    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}\n")
+    print(f"{about()}\nOne thread for each process.\n")
     print("| config | " + " | ".join(f"{one}, s" for one in varied) + " | times |")
     print("|---" * (len(varied) + 2) + "|")
     for name in (text for text in options.configs if "=" not in text):

@@ -19,7 +19,6 @@ FedSEAL's own rule, that every agent predicts in every round, makes its rounds g
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.processes import about
 
 LABELLED, TESTED, CLASSES = 100, 200, 10
 CHUNK = 10_000  # rows that are made at once
@@ -167,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(measure(configs[0], overrides, options.cell)))
         return 0
     print(
-        f"{platform.processor() or platform.machine()}; {options.rows} rows of {options.side} x "
+        f"{about()}\nOne thread for each process; {options.rows} rows of {options.side} x "
         f"{options.side} pixels each, {options.sampled} agents in a round, "
         f"{options.rounds} rounds, {options.workers} workers\n"
     )

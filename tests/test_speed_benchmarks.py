@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import platform
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -64,6 +65,22 @@ def test_each_command_says_what_it_measures(
         main(["--help"])
     assert ended.value.code == 0
     assert "python -m benchmarks." in capsys.readouterr().out
+
+
+def test_the_head_of_a_table_tells_two_processors_of_one_name_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(processes, "CPUINFO", info)
+    one = "processor\t: {}\ncpu family\t: {}\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n"
+    heads = []
+    for family in (25, 26):
+        info.write_text("\n".join(one.format(number, family) for number in range(2)))
+        heads.append(processes.about())
+    assert heads[0].startswith("AMD EPYC (family 25, model 17), ")
+    assert heads[1].startswith("AMD EPYC (family 26, model 17), ")
+    info.write_text("processor\t: 0\nCPU part\t: 0xd40\n")  # ARM has other fields
+    assert processes.about().startswith(f"{platform.machine()}, ")
 
 
 # Agents in one stream of kernels --------------------------------------------------------------
