@@ -47,7 +47,8 @@ class Rows:
         # vmap gives one gradient for all rows, where it does not depend on them.
         own = self.each.contiguous() if 0 in self.each.stride() else self.each
         # 0 times infinity would be NaN. Always, not if need be: that would tell of rows.
-        total = torch.einsum("i,i...", factors, own.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+        finite = own.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        total = (factors @ finite.flatten(1)).view(own.shape[1:])
         return total if self.axes is None else total.permute(self.axes)
 
 

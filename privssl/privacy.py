@@ -27,6 +27,7 @@ from accounting.accountants import calibrate_noise, epsilon
 from accounting.budget import rounded_up
 from accounting.coins import random_words
 from accounting.events import Composed, Event, SampledGaussian, Unprotected, leaves
+from privssl import optimisers
 from privssl.clipping import clipped_sums
 from privssl.errors import PrivacyError
 from privssl.row_gradients import RowLoss, factored_gradients
@@ -207,7 +208,7 @@ class PrivateTraining:
                 "(buffers) would be sent without noise"
             )
         self._plan = plan
-        self._networks = networks
+        self._parameters = {name: dict(net.named_parameters()) for name, net in networks.items()}
         parameters = [p for net in networks.values() for p in net.parameters()]
         if len({id(p) for p in parameters}) < len(parameters):
             raise PrivacyError(
@@ -222,7 +223,7 @@ class PrivateTraining:
 
         self._optimizer = SecureNoise(
             # Fresh for every visit, so its momentum has seen this visit's noisy gradients only.
-            torch.optim.SGD(parameters, lr=plan.learning_rate, momentum=plan.momentum),
+            optimisers.SGD(parameters, lr=plan.learning_rate, momentum=plan.momentum),
             noise_multiplier=plan.noise_multiplier,
             max_grad_norm=plan.clip_norm,
             expected_batch_size=None,
@@ -274,28 +275,27 @@ class PrivateTraining:
         return [m.lerp_(n, 1 / (seen + 1)) for m, n in zip(mean, now, strict=True)]
 
     def _zero(self) -> None:
-        self._optimizer.zero_grad()
         for parameter in self._optimizer.params:
             parameter.summed_grad = torch.zeros_like(parameter)
 
     def _add_clipped(self, fields: Mapping[str, Tensor], mask: Tensor, row_loss: RowLoss) -> None:
         """Adds the clipped gradients of a chunk of rows to the running sum."""
-        parameters = {name: dict(net.named_parameters()) for name, net in self._networks.items()}
-        gradients = factored_gradients(row_loss, parameters, fields)
+        gradients = factored_gradients(row_loss, self._parameters, fields)
         if gradients:
             clipped = clipped_sums(list(gradients.values()), mask, self._plan.clip_norm)
             for (net, name), total in zip(gradients, clipped, strict=True):
-                of = parameters[net][name]
+                of = self._parameters[net][name]
                 if total.shape != of.shape:  # += would repeat a smaller one
                     raise PrivacyError(f"the gradient of {net}.{name} has shape {total.shape}")
                 of.summed_grad += total  # type: ignore[attr-defined]
 
     def _step(self) -> None:
         self._optimizer.add_noise()
-        for parameter in self._optimizer.params:
-            parameter.grad.div_(self._plan.expected_batch)
+        parameters = self._optimizer.params
+        torch._foreach_div_([p.grad for p in parameters], self._plan.expected_batch)
         self._optimizer.original_optimizer.step()
-        self._optimizer.zero_grad()  # the sum without noise does not outlive its step
+        for parameter in parameters:  # the sum without noise does not outlive its step
+            parameter.grad = parameter.summed_grad = None
 
 
 _COUPLING = (nn.modules.batchnorm._BatchNorm,)
