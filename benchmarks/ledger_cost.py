@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    print(f"{about()}; fsync of a line {1e3 * fsync_seconds():.2f} ms")
+    print(f"machine: {about()}; fsync of a line {1e3 * fsync_seconds():.2f} ms")
     shares = []
     for number in range(1, options.repeats + 1):
         found = measure(options.config, options.overrides)
