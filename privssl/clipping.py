@@ -48,7 +48,7 @@ class Rows:
         own = self.each.contiguous() if 0 in self.each.stride() else self.each
         # 0 times infinity would be NaN. Always, not if need be: that would tell of rows.
         finite = own.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        total = (factors @ finite.flatten(1)).view(own.shape[1:])
+        total = (factors @ finite.reshape(len(own), -1)).view(own.shape[1:])
         return total if self.axes is None else total.permute(self.axes)
 
 

@@ -188,10 +188,12 @@ def test_clipped_sums_are_those_of_opacus_and_of_rows_one_by_one() -> None:
     samples = [
         torch.randn(5, 3, generator=drawing) * sizes[:, None],
         torch.randn(5, 2, 2, generator=drawing) * sizes[:, None, None],
+        (torch.randn(4, 5, 3, generator=drawing) * sizes[:, None]).movedim(0, 2),  # out of order
+        torch.randn(5, generator=drawing) * sizes,  # of a parameter that is one number
     ]
     drawn = torch.tensor([True, True, False, True, True])
     samples[0][4, 1] = math.nan
-    expected = [torch.zeros(3), torch.zeros(2, 2)]
+    expected = [torch.zeros(s.shape[1:]) for s in samples]
     for row in (0, 1, 3):
         norm = math.sqrt(sum(float(s[row].square().sum()) for s in samples))
         for total, sample in zip(expected, samples, strict=True):
