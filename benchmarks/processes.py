@@ -154,18 +154,21 @@ def _cpu(process: int) -> float:
 
 
 def about() -> str:
-    """The machine and versions, a line for the head of a table."""
+    """The machine and versions, a line for the head of a table. On any system."""
+    ours = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if ours else os.cpu_count()
+    load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     return (
-        f"{_chip()}, {len(os.sched_getaffinity(0))} cores, Python {sys.version.split()[0]}, "
-        f"torch {version('torch')}. Load average at the start: {os.getloadavg()[0]:.1f} "
-        "(of other work, if this began on its own)"
+        f"{_chip()}, {cores} cores, Python {sys.version.split()[0]}, torch {version('torch')}. "
+        f"Load average at the start: {load} (of other work, if this began on its own)"
     )
 
 
 def _chip() -> str:
     """The processor. By its name alone nobody tells two generations apart: a virtual machine says
     "AMD EPYC" of a Zen 4 (family 25) and of a Zen 5 (26), whose AVX-512 is twice as wide."""
-    pairs = (line.partition(":") for line in CPUINFO.read_text().splitlines())
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    pairs = (line.partition(":") for line in lines)
     told = {key.strip(): value.strip() for key, _, value in pairs}
     name = told.get("model name", platform.machine())
     more = [f"{key} {told[full]}" for key, full in GENERATION.items() if full in told]

@@ -81,6 +81,9 @@ def test_the_head_of_a_table_tells_two_processors_of_one_name_apart(
     assert heads[1].startswith("AMD EPYC (family 26, model 17), ")
     info.write_text("processor\t: 0\nCPU part\t: 0xd40\n")  # ARM has other fields
     assert processes.about().startswith(f"{platform.machine()}, ")
+    info.unlink()
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert processes.about().startswith(f"{platform.machine()}, {os.cpu_count()} cores, ")
 
 
 # Agents in one stream of kernels --------------------------------------------------------------
