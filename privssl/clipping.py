@@ -30,7 +30,11 @@ class RowGradients(Protocol):
         """(B,), at least the norms of what :meth:`total` adds. Not finite, if a number is not."""
 
     def total(self, factors: Tensor) -> Tensor:
-        """The sum over rows of factor times gradient (*shape); a factor 0 leaves a row out."""
+        """The sum over rows of factor times gradient (*shape); a factor 0 leaves a row out.
+
+        Args:
+            factors: (B,); or (A, B), where the rows are A agents' with B each: (A, *shape).
+        """
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,12 @@ class Rows:
         own = self.each.contiguous() if 0 in self.each.stride() else self.each
         # 0 times infinity would be NaN. Always, not if need be: that would tell of rows.
         finite = own.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        total = (factors @ finite.reshape(len(own), -1)).view(own.shape[1:])
-        return total if self.axes is None else total.permute(self.axes)
+        agents, numbers = factors.shape[:-1], finite.reshape(*factors.shape, -1)
+        sums = torch.bmm(factors[:, None], numbers) if agents else factors @ numbers
+        total = sums.view(agents + own.shape[1:])
+        if self.axes is None:
+            return total
+        return total.permute(*range(len(agents)), *(len(agents) + axis for axis in self.axes))
 
 
 @dataclass(frozen=True)
@@ -69,9 +77,11 @@ class Outer:
         return norms.to(self.left.dtype)
 
     def total(self, factors: Tensor) -> Tensor:
-        left = _finite(self.left) * factors[:, None, None]
-        total: Tensor = left.flatten(0, 1).mT @ _finite(self.right).flatten(0, 1)
-        return total
+        left, agents = _finite(self.left) * factors.reshape(-1, 1, 1), factors.shape[:-1]
+        left, right = (
+            t.reshape(*agents, -1, t.shape[-1]) for t in (left, _finite(self.right))
+        )  # (rows times places, p or d), of each agent
+        return left.mT @ right
 
 
 def clipped_sums(
@@ -85,15 +95,16 @@ def clipped_sums(
     Args:
         gradients: of each parameter, one at least, B >= 1 rows.
         drawn: (B,) whether a row counts. One that does not adds nothing, and neither does one whose
-            gradient is not finite or has no finite norm.
+            gradient is not finite or has no finite norm. (A, B) for rows of A agents.
         clip_norm: > 0.
 
     Returns:
-        One sum for each parameter.
+        One sum for each parameter; of A agents (A, *shape).
     """
-    norms = torch.stack([one.norms() for one in gradients], dim=1).norm(dim=1)  # (B,)
-    if norms.shape != drawn.shape:
-        raise ValueError(f"gradients of {len(norms)} rows, where {len(drawn)} were looked at")
+    norms = torch.stack([one.norms() for one in gradients], dim=1).norm(dim=1)
+    if len(norms) != drawn.numel():
+        raise ValueError(f"gradients of {len(norms)} rows, where {drawn.numel()} were looked at")
+    norms = norms.view(drawn.shape)
     keep = norms.isfinite() & drawn.to(norms.device)  # not so, if one number of the row is not
     factors = torch.where(keep, (clip_norm / (norms + 1e-6)).clamp(max=1.0), 0.0)
     return [one.total(factors) for one in gradients]

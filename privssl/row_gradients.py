@@ -11,9 +11,12 @@ slow at it. ``factored_gradients`` has the same numbers in the form in which the
 * backward is plain autograd, once, down to these outputs; what it would do to their weights is done
   here: for a linear layer nothing at all (``clipping.Outer``), for a convolution a product of
   gradient and windows, which is several times faster than the grouped convolutions of vmap.
+
+Several agents' rows can be done so together (``agents``), for a GPU: forward one vmap more, over
+agents and their weights; from there on rows are rows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +61,7 @@ def per_row_gradients(
 
 
 def factored_gradients(
-    row_loss: RowLoss, parameters: Parameters, fields: Mapping[str, Tensor]
+    row_loss: RowLoss, parameters: Parameters, fields: Mapping[str, Tensor], *, agents: bool = False
 ) -> dict[Key, RowGradients]:
     """What :func:`per_row_gradients` returns, not multiplied out: (network, name) -> gradients.
 
@@ -66,15 +69,18 @@ def factored_gradients(
 
     Args:
         row_loss, parameters, fields: as there. Parameters need gradients.
+        agents: whether parameters (A, *shape) and fields (A, B, ...) are those of A agents.
+            Gradients are then of A times B rows, the first agent's first.
 
     Raises:
         PrivacyError: a layer's input or output is changed in place after it, and its gradient
             cannot be known.
     """
-    rows = len(next(iter(fields.values())))
+    depth = 2 if agents else 1  # of vmaps
+    rows = next(iter(fields.values())).shape[depth - 1]
     whole = {(net, name): p for net, named in parameters.items() for name, p in named.items()}
-    own = {key: p.detach().expand(rows, *p.shape).requires_grad_() for key, p in whole.items()}
-    watch = _Watch(whole)
+    own = {key: _seen_by_each(p.detach(), rows, depth - 1) for key, p in whole.items()}
+    watch = _Watch({key for key, p in whole.items() if p.requires_grad}, depth)
 
     def watched(own: Mapping[Key, Tensor], row: Mapping[str, Tensor]) -> Tensor:
         watch.know(own)
@@ -83,7 +89,14 @@ def factored_gradients(
                 {net: {n: own[net, n] for n in named} for net, named in parameters.items()}, row
             )
 
-    losses = vmap(watched, randomness="different")(own, dict(fields))  # (B,)
+    def of_agent(
+        whole: Mapping[Key, Tensor], own: Mapping[Key, Tensor], rows: Mapping[str, Tensor]
+    ) -> Tensor:
+        watch.whole = whole
+        return vmap(watched, randomness="different")(own, rows)  # (B,)
+
+    compute = vmap(of_agent, randomness="different") if agents else of_agent
+    losses = compute(whole, own, dict(fields))
     for seen in watch.calls:
         seen.check_untouched()
     if not losses.requires_grad:
@@ -95,12 +108,18 @@ def factored_gradients(
     parts: dict[Key, list[RowGradients]] = {key: [] for key in whole}
     for key, gradient in zip(own, found, strict=False):
         if gradient is not None:
-            parts[key].append(Rows(gradient))
+            parts[key].append(Rows(gradient.flatten(0, 1) if agents else gradient))
     for seen, gradient in zip(watch.calls, found[len(own) :], strict=True):
         if gradient is not None:
             for key, part in seen.of_parameters(gradient):
                 parts[key].append(part)
     return {key: _added(each) for key, each in parts.items() if each}
+
+
+def _seen_by_each(parameter: Tensor, rows: int, at: int) -> Tensor:
+    """One tensor as if each row had its own, with a dimension more, of rows."""
+    size = (*parameter.shape[:at], rows, *parameter.shape[at:])
+    return parameter.unsqueeze(at).expand(size).requires_grad_()
 
 
 @dataclass(frozen=True)
@@ -109,11 +128,11 @@ class _Call:
 
     layer: Callable[..., Any]
     given: Mapping[str, Any]  # its arguments by name
-    weight: tuple[Key, Tensor]
+    weight: tuple[Key, torch.Size]  # and its shape
     bias: Key | None
-    input: Tensor  # (B, ...)
-    output: Tensor  # of the graph; rows are along ``rows_at``
-    rows_at: int
+    input: Tensor  # (B, ...), or (A, B, ...)
+    output: Tensor  # of the graph; rows, or agents and rows, are along ``rows_at``
+    rows_at: tuple[int, ...]
     versions: tuple[int, int]  # of input and output, when the layer was done
 
     def check_untouched(self) -> None:
@@ -127,19 +146,22 @@ class _Call:
 
     def of_parameters(self, gradient: Tensor) -> list[tuple[Key, RowGradients]]:
         """Gradients of weight and bias from that of the output."""
-        key, weight = self.weight
-        g = gradient.movedim(self.rows_at, 0)  # (B, T, channels, ...), linear: (B, ..., features)
+        key, shape = self.weight
+        x, g = self.input, gradient.movedim(self.rows_at, tuple(range(len(self.rows_at))))
+        if len(self.rows_at) > 1:  # weights are not needed here, so rows are rows, whoever's
+            x, g = x.flatten(0, 1), g.flatten(0, 1)
+        # (B, T, channels, ...), linear: (B, ..., features)
         if self.layer is functional.linear:
-            left, right = (t.reshape(len(t), -1, t.shape[-1]) for t in (g, self.input))
+            left, right = (t.reshape(len(t), -1, t.shape[-1]) for t in (g, x))
             return [(key, _product(left, right)), *self._of_bias(left.sum(dim=1))]
         places = (1, *range(3, g.dim()))
         if self.layer is functional.group_norm:
             groups, eps = self.given["num_groups"], self.given["eps"]
-            normed = functional.group_norm(self.input.flatten(0, 1), groups, eps=eps)
+            normed = functional.group_norm(x.flatten(0, 1), groups, eps=eps)
             mine = (g * normed.view_as(g)).sum(dim=places)
         else:
-            mine = _of_kernels(self.layer, self.given, self.input, g, weight.shape)
-        axes = (0, 3, 1, 2) if weight.dim() == 4 else None
+            mine = _of_kernels(self.layer, self.given, x, g, shape)
+        axes = (0, 3, 1, 2) if len(shape) == 4 else None
         return [(key, Rows(mine, axes)), *self._of_bias(g.sum(dim=places))]
 
     def _of_bias(self, each: Tensor) -> list[tuple[Key, RowGradients]]:
@@ -157,14 +179,20 @@ _ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {
     functional.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
 }  # fmt: skip
 
+_IN_PAIRS = ("stride", "padding", "output_padding", "dilation")
+
 
 class _Watch(TorchFunctionMode):
     """While a loss runs: does the calls that it knows with the one weight, and writes them down."""
 
-    def __init__(self, whole: Mapping[Key, Tensor]) -> None:
+    whole: Mapping[Key, Tensor]  # the one weight of all rows, by its name
+
+    def __init__(self, moving: Set[Key], depth: int) -> None:
+        """``moving``: what needs gradients. ``depth``: of vmaps around the loss, of agents and rows
+        or of rows alone."""
         super().__init__()
         self.calls: list[_Call] = []
-        self._whole = whole
+        self._moving, self._depth = moving, depth
         self._key_of: dict[int, Key] = {}
         self._level: int | None = None
 
@@ -178,7 +206,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.detach and id(args[0]) in self._key_of:  # a frozen use: the one weight
-            return self._whole[self._key_of[id(args[0])]].detach()
+            return self.whole[self._key_of[id(args[0])]].detach()
         if func in _ARGUMENTS:
             given = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
             if self._knows(func, given):
@@ -193,13 +221,13 @@ class _Watch(TorchFunctionMode):
         # In a vmap or grad of the loss's own, what looks like rows may be something else.
         if maybe_current_level() != self._level:
             return False
-        if maybe_get_bdim(x) < 0 or is_functorch_wrapped_tensor(get_unwrapped(x)):
+        if len(_beneath(x, self._depth)[1]) < self._depth:
             return False
-        used = [self._whole[self._key_of[id(t)]] for t in (weight, bias) if t is not None]
-        if not (torch.is_grad_enabled() and all(t.requires_grad for t in used)):
+        used = {self._key_of[id(t)] for t in (weight, bias) if t is not None}
+        if not (torch.is_grad_enabled() and used <= self._moving):
             return False
         if layer is functional.linear:
-            shape = self._whole[self._key_of[id(weight)]].shape
+            shape = self.whole[self._key_of[id(weight)]].shape
             return len(shape) == 2 and (bias is None or bias.shape == shape[:1])
         if layer is functional.group_norm:
             return bool(x.dim() >= 2)
@@ -211,22 +239,47 @@ class _Watch(TorchFunctionMode):
         key = self._key_of[id(given["weight"])]
         bias = None if given.get("bias") is None else self._key_of[id(given["bias"])]
         x = given["input"]
-        one = {"weight": self._whole[key], "bias": None if bias is None else self._whole[bias]}
-        out: Tensor = layer(**{**given, **one})
-        inner, read = get_unwrapped(out), get_unwrapped(x).movedim(maybe_get_bdim(x), 0).detach()
+        one = {"weight": self.whole[key], "bias": None if bias is None else self.whole[bias]}
+        # (2,) for (2, 2) is understood by layers, not by vmap over their weights
+        pairs = {name: _pair(given[name]) for name in _IN_PAIRS if name in given}
+        out: Tensor = layer(**{**given, **pairs, **one})
+        inner, rows_at = _beneath(out, self._depth)
+        read, places = _beneath(x, self._depth)
+        read = read.movedim(places, tuple(range(self._depth))).detach()
         self.calls.append(
             _Call(
                 layer=layer,
                 given=given,
-                weight=(key, self._whole[key]),
+                weight=(key, self.whole[key].shape),
                 bias=bias,
                 input=read,
                 output=inner,
-                rows_at=maybe_get_bdim(out),
+                rows_at=rows_at,
                 versions=(read._version, inner._version),
             )
         )
         return out
+
+
+def _beneath(tensor: Tensor, depth: int) -> tuple[Tensor, tuple[int, ...]]:
+    """What lies beneath vmaps, and which of its dimensions they run along, the outermost's first.
+
+    Fewer of them than ``depth`` where it is not what the vmaps around a loss make: something is the
+    same for all rows, or wrapped by what the loss does itself.
+    """
+    places: list[int] = []
+    for _ in range(depth):
+        place = maybe_get_bdim(tensor)
+        if place < 0:
+            return tensor, ()
+        tensor = get_unwrapped(tensor)
+        places.append(place)
+    if is_functorch_wrapped_tensor(tensor):
+        return tensor, ()
+    if depth == 1:
+        return tensor, (places[0],)
+    rows, agents = places  # rows: counted without the dimension of agents
+    return tensor, (agents, rows + (rows >= agents))
 
 
 def _product(left: Tensor, right: Tensor) -> RowGradients:

@@ -50,6 +50,41 @@ def check_equal(loss: RowLoss, nets: Mapping[str, nn.Module], fields: Mapping[st
             torch.testing.assert_close(mine.total(factors), total, rtol=1e-6, atol=tiny)
             norms = reference.flatten(1).norm(dim=1)
             torch.testing.assert_close(mine.norms(), norms, rtol=2e-3, atol=tiny)
+    check_side_by_side(loss, parameters, fields)
+
+
+def check_side_by_side(
+    loss: RowLoss, parameters: Parameters, fields: Mapping[str, Tensor], rtol: float = 1e-6
+) -> None:
+    """Norms and sums of three agents, whose weights and rows differ, are those of each alone."""
+    weights: list[Parameters] = [
+        {
+            net: {name: (p.detach() * (1 + 0.1 * n)).requires_grad_() for name, p in named.items()}
+            for net, named in parameters.items()
+        }
+        for n in range(3)
+    ]
+    rows = [{name: value.roll(n, 0) for name, value in fields.items()} for n in range(3)]
+    stacked = {
+        net: {
+            name: torch.stack([own[net][name].detach() for own in weights]).requires_grad_()
+            for name in named
+        }
+        for net, named in parameters.items()
+    }
+    together = {name: torch.stack([own[name] for own in rows]) for name in fields}
+    found = factored_gradients(loss, stacked, together, agents=True)
+    factors = torch.tensor([[0.5, 0, 2, 1], [1, 1, 0, 3], [0, 1, 1, 1]], dtype=torch.float64)
+    for n in range(3):
+        alone = factored_gradients(loss, weights[n], rows[n])
+        assert list(found) == list(alone)
+        totals = {key: own.total(factors[n]) for key, own in alone.items()}
+        tiny = 1e-9 * max(float(total.abs().max()) for total in totals.values())
+        for key, own in alone.items():
+            total, mine = totals[key], found[key].total(factors)[n]
+            torch.testing.assert_close(mine, total, rtol=rtol, atol=tiny)
+            norms = found[key].norms()[ROWS * n : ROWS * (n + 1)]
+            torch.testing.assert_close(norms, own.norms(), rtol=2e-3, atol=tiny)
 
 
 @pytest.mark.parametrize(
@@ -362,3 +397,26 @@ def test_a_factor_whose_squares_vanish_is_still_measured(
 def test_gradients_of_other_rows_than_were_drawn_from_are_refused() -> None:
     with pytest.raises(ValueError, match="gradients of 7 rows, where 1 were looked at"):
         clipped_sums([Rows(torch.ones(7, 2))], torch.tensor([True]), 1.0)
+
+
+@pytest.mark.parametrize("value", [1.0, 1e30, math.nan])
+def test_another_agents_row_leaves_an_agents_sum_bit_equal(value: float) -> None:
+    network = SmallCNN(shape=(1, 8, 8), classes=3, norm="group", width=4)
+    own = dict(network.named_parameters())
+    parameters = {"F": {n: torch.stack([p.detach()] * 2).requires_grad_() for n, p in own.items()}}
+
+    def loss(p: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        return Called(network, p["F"])(row["x"][None]).square().sum()
+
+    def sums(x: Tensor) -> list[Tensor]:
+        found = factored_gradients(loss, parameters, {"x": x}, agents=True)
+        return clipped_sums(list(found.values()), torch.ones(x.shape[:2], dtype=torch.bool), 1.0)
+
+    x = torch.randn(2, ROWS, 1, 8, 8)
+    moved = x.clone()
+    moved[1, 2] = value
+    before, after = sums(x), sums(moved)
+    for was, now in zip(before, after, strict=True):
+        assert torch.equal(was[0], now[0])
+        assert now.isfinite().all()
+    assert any(not torch.equal(was[1], now[1]) for was, now in zip(before, after, strict=True))
