@@ -5,6 +5,7 @@ under DP-SGD needs it.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from opacus.optimizers import DPOptimizer
@@ -19,16 +20,33 @@ class SecureNoise(DPOptimizer):  # type: ignore[misc]  # opacus carries no types
     """Opacus' optimiser, with the noise drawn by :func:`privssl.privacy.secure_normal`."""
 
     def add_noise(self) -> None:
-        # In float64, on the CPU (not every device has it): what is released is rounded after the
-        # noise. All parameters at once: there are dozens, most of a few numbers.
-        sums = torch.cat([parameter.summed_grad.reshape(-1) for parameter in self.params])
-        deviation = self.noise_multiplier * self.max_grad_norm
+        add_noise([self])
+
+
+def add_noise(optimisers: Sequence[SecureNoise]) -> None:
+    """Noise on the sums of one agent or of several, each with its own, as gradients of parameters.
+
+    In float64, on the CPU (not every device has it): what is released is rounded after the noise.
+    All parameters at once: there are dozens, most of a few numbers, and a device is waited for.
+    """
+    parameters = [parameter for one in optimisers for parameter in one.params]
+    noisy = torch.cat([parameter.summed_grad.reshape(-1) for parameter in parameters])
+    device, kind = noisy.device, noisy.dtype
+    noisy = noisy.to("cpu", torch.float64)
+    sizes = [sum(parameter.numel() for parameter in one.params) for one in optimisers]
+    for one, sums in zip(optimisers, torch.split(noisy, sizes), strict=True):
+        deviation = one.noise_multiplier * one.max_grad_norm
         noise = torch.from_numpy(privacy.secure_normal(len(sums))) * deviation
-        noisy = on_grid(sums.to("cpu", torch.float64).add_(noise), deviation)
-        sizes = [parameter.numel() for parameter in self.params]
-        for parameter, own in zip(self.params, torch.split(noisy, sizes), strict=True):
-            # it lies in memory as its parameter does
-            parameter.grad = torch.empty_like(parameter).copy_(own.view(parameter.shape))
+        on_grid(sums.add_(noise), deviation)
+    if device.type != "cpu":  # in one go
+        noisy = noisy.to(kind).to(device)
+    each = torch.split(noisy, [parameter.numel() for parameter in parameters])
+    gradients = [torch.empty_like(parameter) for parameter in parameters]  # lie in memory alike
+    torch._foreach_copy_(
+        gradients, [own.view_as(g) for own, g in zip(each, gradients, strict=True)]
+    )
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def on_grid(sums: Tensor, deviation: float) -> Tensor:

@@ -17,7 +17,7 @@ More in docs/privacy.md. Abadi et al. 2016; Mironov et al. 2019.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -27,10 +27,10 @@ from accounting.accountants import calibrate_noise, epsilon
 from accounting.budget import rounded_up
 from accounting.coins import random_words
 from accounting.events import Composed, Event, SampledGaussian, Unprotected, leaves
-from privssl import optimisers
-from privssl.clipping import clipped_sums
+from privssl import optimisers, together
 from privssl.errors import PrivacyError
-from privssl.row_gradients import RowLoss, factored_gradients
+from privssl.private_steps import ClippedSums, NoisyStep
+from privssl.row_gradients import RowLoss
 from privssl.settings import PrivacySettings
 
 
@@ -254,7 +254,6 @@ class PrivateTraining:
             # Rows that were not drawn fill the batch up to its public size, masked out.
             others = (~mask).nonzero()[:, 0]
             order = torch.cat([drawn, others])[: max(self._plan.capacity(rows), len(drawn))]
-            self._zero()
             for part in torch.split(order, at_once):
                 if len(part):
                     self._add_clipped(fields_of(part, step), mask[part], row_loss)
@@ -274,28 +273,20 @@ class PrivateTraining:
             return now
         return [m.lerp_(n, 1 / (seen + 1)) for m, n in zip(mean, now, strict=True)]
 
-    def _zero(self) -> None:
-        for parameter in self._optimizer.params:
-            parameter.summed_grad = torch.zeros_like(parameter)
-
     def _add_clipped(self, fields: Mapping[str, Tensor], mask: Tensor, row_loss: RowLoss) -> None:
         """Adds the clipped gradients of a chunk of rows to the running sum."""
-        gradients = factored_gradients(row_loss, self._parameters, fields)
-        if gradients:
-            clipped = clipped_sums(list(gradients.values()), mask, self._plan.clip_norm)
-            for (net, name), total in zip(gradients, clipped, strict=True):
-                of = self._parameters[net][name]
-                if total.shape != of.shape:  # += would repeat a smaller one
-                    raise PrivacyError(f"the gradient of {net}.{name} has shape {total.shape}")
-                of.summed_grad += total  # type: ignore[attr-defined]
+        wanted = ClippedSums(row_loss, self._parameters, fields, mask, self._plan.clip_norm)
+        for (net, name), total in together.ask(wanted).items():
+            of: Any = self._parameters[net][name]
+            if total.shape != of.shape:  # adding would repeat a smaller one
+                raise PrivacyError(f"the gradient of {net}.{name} has shape {total.shape}")
+            of.summed_grad = total if of.summed_grad is None else of.summed_grad.add_(total)
 
     def _step(self) -> None:
-        self._optimizer.add_noise()
-        parameters = self._optimizer.params
-        torch._foreach_div_([p.grad for p in parameters], self._plan.expected_batch)
-        self._optimizer.original_optimizer.step()
-        for parameter in parameters:  # the sum without noise does not outlive its step
-            parameter.grad = parameter.summed_grad = None
+        for parameter in self._optimizer.params:
+            if parameter.summed_grad is None:  # no row, or no row's loss depends on it
+                parameter.summed_grad = torch.zeros_like(parameter)
+        together.ask(NoisyStep(self._optimizer, self._plan.expected_batch))
 
 
 _COUPLING = (nn.modules.batchnorm._BatchNorm,)

@@ -161,7 +161,7 @@ def _stacked(passes: Sequence[Pass]) -> Sequence[Any]:
     parameters = dict(zip(names, _by_agent(p.copy.parameters() for p in passes), strict=True))
     buffers = dict(zip(buffer_names, _by_agent(p.copy.buffers() for p in passes), strict=True))
     rows = [len(one.inputs[0]) for one in passes]
-    inputs = _by_agent([_filled(x, max(rows)) for x in one.inputs] for one in passes)
+    inputs = _by_agent([filled(x, max(rows)) for x in one.inputs] for one in passes)
 
     def of_one(parameters: Any, buffers: Any, *inputs: Tensor) -> Any:
         return functional_call(first.copy.network, (parameters, buffers), inputs)
@@ -183,7 +183,8 @@ def _by_agent(tensors: Any) -> list[Tensor]:
     return stacks
 
 
-def _filled(x: Tensor, rows: int) -> Tensor:
+def filled(x: Tensor, rows: int) -> Tensor:
+    """Rows (B, ...) and copies of the last one, ``rows`` in all."""
     missing = rows - len(x)
     return torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing else x
 
@@ -280,6 +281,12 @@ class JointSteps:
         for step, own in zip(steps, moved, strict=True):
             if step.clip_norm is not None:
                 nn.utils.clip_grad_norm_(own, step.clip_norm)
+        for optimiser in self._joint:
+            optimiser.step()
+
+    def down(self, own: Sequence[torch.optim.Optimizer]) -> None:
+        """Steps of all, down the gradients that their parameters have."""
+        self._join(own)
         for optimiser in self._joint:
             optimiser.step()
 

@@ -1,15 +1,16 @@
-"""Computations that several agents may have done as one.
+"""What several agents may have done as one.
 
 On a GPU a small network's loss costs what it takes to ask for its dozens of small operations, once
 for each agent. What is a function of parameters and rows alone can be asked for once for all of
-them (``stacked.py``). Outside of an engine that does so it is a plain call.
+them (``stacked.py``), and so can a step of DP-SGD (``private_stacks.py``). Outside of an engine
+that does so it is a plain call.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,33 @@ class Called:
         own = self.network.named_parameters()
         tensors = dict(own) if self.tensors is None else self.tensors
         return Called(self.network, {name: tensor.detach() for name, tensor in tensors.items()})
+
+
+class Question(Protocol):
+    """What an agent wants to have done."""
+
+    def alone(self) -> Any:
+        """It is done here, for this agent."""
+
+
+def ask(question: Question) -> Any:
+    """Have something done, with others or alone (``answering``)."""
+    return _answer.get()(question)
+
+
+_answer: ContextVar[Callable[[Question], Any]] = ContextVar(
+    "answer", default=lambda question: question.alone()
+)
+
+
+@contextmanager
+def answering(answer: Callable[[Question], Any]) -> Iterator[None]:
+    """Inside, on this thread, ``answer`` does what is asked for."""
+    before = _answer.set(answer)
+    try:
+        yield
+    finally:
+        _answer.reset(before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +90,7 @@ def compute(
 ) -> Any:
     """``function(fields, *settings, **networks)``, each network as :class:`Called`.
 
-    What goes through here an engine may compute for several agents as one (``computing``).
+    What goes through here an engine may compute for several agents as one.
 
     Args:
         function: draws nothing, and no number decides what it does. Returns tensors, in mappings
@@ -71,17 +99,19 @@ def compute(
         settings: what else decides about the result.
         networks: of this agent.
     """
-    return _by.get()(Computation(function, fields, settings, networks))
+    return ask(Computation(function, fields, settings, networks))
 
 
-_by: ContextVar[Callable[[Computation], Any]] = ContextVar("by", default=Computation.alone)
+@dataclass(frozen=True, eq=False)
+class RowFunction:
+    """The loss of one row, by a function that all agents share: ``row_gradients.RowLoss``."""
 
+    function: Callable[..., Tensor]  # as that of ``compute``, of one row's fields
+    settings: tuple[Hashable, ...]
+    networks: Mapping[str, nn.Module]
 
-@contextmanager
-def computing(by: Callable[[Computation], Any]) -> Iterator[None]:
-    """Inside, on this thread, ``by`` does what ``compute`` is asked for."""
-    before = _by.set(by)
-    try:
-        yield
-    finally:
-        _by.reset(before)
+    def __call__(
+        self, parameters: Mapping[str, Mapping[str, Tensor]], fields: Mapping[str, Tensor]
+    ) -> Tensor:
+        called = {n: Called(net, parameters.get(n)) for n, net in self.networks.items()}
+        return self.function(fields, *self.settings, **called)

@@ -268,7 +268,8 @@ def test_the_operations_of_a_private_step_do_not_depend_on_what_rows_hold() -> N
         fields = mixing(rows=3, views=2)
         fields["strong"][1, 0] = fields["mild"][1, 0] = bad
         mask = torch.tensor([True, True, False])
-        training._zero()
+        for parameter in (p for net in nets.values() for p in net.parameters()):
+            parameter.summed_grad = None  # type: ignore[attr-defined]  # as when a step begins
         return lambda: training._add_clipped(fields, mask, joint_loss(nets, ("F", "G", "D")))
 
     usual = operations(step(0.5))

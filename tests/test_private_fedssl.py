@@ -552,7 +552,7 @@ def test_public_sizes_decide_how_many_rows_are_computed_at_once(
         sizes.append((list(networks), numbers))
         return 7
 
-    monkeypatch.setattr("privssl.algorithms.gmixup.rows_at_once", decide)
+    monkeypatch.setattr("privssl.private_rows.rows_at_once", decide)
     monkeypatch.setattr(PrivateTraining, "run", lambda *_, at_once: given.append(at_once))
     prepared = prepare(configured("privacy.views=2"))
     [agent, *_] = prepared.labelled_agents
@@ -565,6 +565,6 @@ def test_public_sizes_decide_how_many_rows_are_computed_at_once(
 def test_rows_beyond_the_first_block_have_draws_of_their_own(
     configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("privssl.algorithms.gmixup.BLOCK", 4)
+    monkeypatch.setattr("privssl.private_rows.BLOCK", 4)
     fields = _fields_of_one_step(configured, tmp_path / "1", "public", slice(None))
     assert len({row["z"].numpy().tobytes() for row in fields.values()}) == 12

@@ -18,25 +18,18 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot, softplus
 
 from generators.objectives import discriminator_loss, realistic_loss, reconstruction_loss
-from privssl import learn, seeds
+from privssl import learn, private_rows, seeds
 from privssl.agents import LabelledRows
 from privssl.algorithms.base import CanaryLoss, Context, Task
 from privssl.algorithms.local_ssl import ClassifierTraining
 from privssl.losses import soft_cross_entropy
 from privssl.mixup import mix, sample_mix
-from privssl.privacy import (
-    PrivatePlan,
-    PrivateTraining,
-    check_rows_independent,
-    refuse_coupling_layers,
-    rows_at_once,
-)
+from privssl.privacy import PrivatePlan, check_rows_independent, refuse_coupling_layers
 from privssl.row_gradients import Parameters
 from privssl.settings import Positive, Rate, strict
 from privssl.together import Called
 
 NETWORKS = ("F", "G", "D")
-BLOCK = 64  # rows whose chance is drawn in one go, where their number is public
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -199,51 +192,21 @@ def train_privately(
         nets: "F", "G" and "D"; those that the plan protects are trained.
         rows: the labelled rows of one agent, N >= 0.
         counts_public: whether neighbours have as many rows.
-
-    What is drawn for a row (its augmentation, p2, z, lambda) depends on nothing but which row it is
-    and the step: never on which other rows are in the batch, or one row's being there would show in
-    the gradients of all others, and sampling would amplify nothing. Draws are made for fixed blocks
-    of row numbers, and a batch takes its rows from them. With private counts a row more would move
-    the numbers of all after it: there a block is one row, named by its own id.
     """
     cfg = dataclasses.replace(cfg, augment=plan.augment)
-    size = BLOCK if counts_public else 1
-    drawn: dict[int, Mapping[str, Tensor]] = {}  # block -> its rows with their draws, in this step
-    step_of_drawn = -1
 
-    def block(number: int, step: int) -> Mapping[str, Tensor]:
-        """All rows of a block with their draws: (rows, views, ...)."""
-        members = torch.arange(number * size, min((number + 1) * size, len(rows)))
-        repeated = members.repeat_interleave(plan.views)
-        name = number if counts_public else int(rows.ids[number])
-        here = dataclasses.replace(ctx, visit_key=f"{ctx.visit_key}#{step}/{name}")
-        labels = torch.eye(classes)[rows.y[repeated]]
-        fields = vars(draw_mixing(cfg, rows.x[repeated], labels, here))
-        shape = (len(members), plan.views)
-        return {name: torch.unflatten(value, 0, shape) for name, value in fields.items()}
-
-    def fields_of(picked: Tensor, step: int) -> Mapping[str, Tensor]:
-        """Rows with their draws: (B, views, ...), the views of a row stay in the row."""
-        nonlocal step_of_drawn
-        if step != step_of_drawn:
-            drawn.clear()
-            step_of_drawn = step
-        numbers, places = (picked // size).tolist(), (picked % size).tolist()
-        for number in set(numbers) - drawn.keys():
-            drawn[number] = block(number, step)
-        return {
-            name: torch.stack([drawn[n][name][p] for n, p in zip(numbers, places, strict=True)])
-            for name in drawn[numbers[0]]
-        }
+    def draw(x: Tensor, y: Tensor, here: Context) -> Mapping[str, Tensor]:
+        return vars(draw_mixing(cfg, x, torch.eye(classes)[y], here))
 
     def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
         functions = Callables.of(nets, parameters)
         losses, _ = row_losses(cfg, functions, Mixing(**fields), plan.protect, mixes_teach)
         return torch.stack([loss.mean() for loss in losses.values()]).sum()
 
-    protected = {name: nets[name] for name in plan.protect}
-    at_once = rows_at_once(protected, plan.views * rows.x.shape[1:].numel())
-    PrivateTraining(plan, protected).run(len(rows), fields_of, row_loss, at_once=at_once)
+    private_rows.train_privately(
+        plan, {name: nets[name] for name in plan.protect}, rows, ctx, draw, row_loss,
+        counts_public=counts_public,
+    )  # fmt: skip
 
 
 def canary_losses(cfg: Mixes, task: Task) -> Mapping[str, CanaryLoss]:

@@ -7,15 +7,16 @@ step down a loss (``learn.minimise``), it waits for the others, and the pass or 
 all of them at once (``stacked.py``). An algorithm does not know of it.
 
 First all passes that visits wait for; when every visit waits for a step, the steps: so one that had
-more passes before a step meets the others again there. One with fewer steps leaves earlier.
+more passes before a step meets the others again there. One with fewer steps leaves earlier. Steps
+of DP-SGD go the same way (``private_stacks.py``). Each agent's account is charged by its own visit,
+before its rows are read, and nothing of its rows or its noise enters another's network.
 
 Each visit has a copy of the algorithm with networks of its own. An algorithm keeps nothing between
 visits, so the copy serves another agent afterwards.
 
-What is done one after the other as ever: a call without company (a sequential pass), and agents
-that have a privacy account. Their gradients are clipped row by row, and no algorithm trains them
-in parallel: Algorithm 2 of Fan et al. takes them in sequence. Results equal those of the other
-engines up to the rounding of float32: docs/batched_agents.md.
+What is done one after the other as ever: a call without company (a sequential pass, as that of
+Algorithm 2 of Fan et al.). Results equal those of the other engines up to the rounding of float32:
+docs/batched_agents.md.
 """
 
 import copy
@@ -35,6 +36,8 @@ from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.lockstep import Ask, in_lockstep
 from privssl.messages import Reply
+from privssl.private_stacks import can_sum, steps_as_one, sums_as_one
+from privssl.private_steps import ClippedSums, NoisyStep
 from privssl.shelf import Shelf
 from privssl.stacked import (
     COPY,
@@ -46,7 +49,7 @@ from privssl.stacked import (
     computed_as_one,
     passes_as_one,
 )
-from privssl.together import Computation, computing
+from privssl.together import Computation, Question, answering
 
 
 def why_not(device: torch.device, precision: str) -> str | None:
@@ -106,7 +109,7 @@ class BatchedEngine(LocalEngine):
         often = Counter(call.to.id for call in calls)
         return [
             place for place, call in enumerate(calls)
-            if often[call.to.id] == 1 and self._agents[call.to.id].account is None
+            if often[call.to.id] == 1
             and getattr(self._algorithm, call.step.__name__, None) == call.step
         ]  # fmt: skip
 
@@ -122,29 +125,39 @@ class BatchedEngine(LocalEngine):
             def work(ask: Ask) -> Reply[Any]:
                 _ask.set(ask)  # the thread, and with it the context, is this piece's own
 
-                def jointly(one: Computation) -> Any:
-                    return ask(one) if can_compute(one) else one.alone()
+                def jointly(one: Question) -> Any:
+                    return ask(one) if _can_be_joint(one) else one.alone()
 
-                with learn.descending(ask), computing(jointly):
+                with learn.descending(ask), answering(jointly):
                     return self._visit(visit)
 
             return work
 
-        steps = JointSteps()
+        steps, private = JointSteps(), JointSteps()
+        at_once: tuple[tuple[type, Callable[[Any], Sequence[Any]]], ...] = (
+            (Pass, passes_as_one), (Computation, computed_as_one), (ClippedSums, sums_as_one)
+        )  # fmt: skip
 
-        def answer(
-            questions: Sequence[Pass | Computation | learn.Descent],
-        ) -> dict[int, Any]:
-            passes = {n: asked for n, asked in enumerate(questions) if isinstance(asked, Pass)}
-            if passes:
-                return dict(zip(passes, passes_as_one(list(passes.values())), strict=True))
-            wanted = {n: w for n, w in enumerate(questions) if isinstance(w, Computation)}
-            if wanted:
-                return dict(zip(wanted, computed_as_one(list(wanted.values())), strict=True))
-            steps.take([asked for asked in questions if isinstance(asked, learn.Descent)])
+        def answer(questions: Sequence[Any]) -> dict[int, Any]:
+            for kind, as_one in at_once:
+                wanted = {n: asked for n, asked in enumerate(questions) if isinstance(asked, kind)}
+                if wanted:
+                    return dict(zip(wanted, as_one(list(wanted.values())), strict=True))
+            descents = [asked for asked in questions if isinstance(asked, learn.Descent)]
+            noisy = [asked for asked in questions if isinstance(asked, NoisyStep)]
+            if descents:
+                steps.take(descents)
+            if noisy:
+                steps_as_one(noisy, private)
             return dict.fromkeys(range(len(questions)))
 
         return in_lockstep([piece(visit) for visit in visits], answer, self._device)
+
+
+def _can_be_joint(one: Question) -> bool:
+    if isinstance(one, Computation):
+        return can_compute(one)
+    return can_sum(one) if isinstance(one, ClippedSums) else True
 
 
 # Networks that ask ---------------------------------------------------------------------------

@@ -1,0 +1,87 @@
+"""A visit of DP-SGD to an agent's rows: what is drawn for each, and what one pass holds.
+
+What is drawn for a row (its view, a class to mix in) depends on nothing but which row it is and the
+step: never on which other rows are in the batch, or one row's being there would show in the
+gradients of all others, and sampling would amplify nothing. Draws are made for fixed blocks of row
+numbers, and a batch takes its rows from them. With private counts a row more would move the numbers
+of all after it: there a block is one row, named by its own id.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from privssl.agents import LabelledRows
+from privssl.algorithms.base import Context
+from privssl.privacy import PrivatePlan, PrivateTraining, rows_at_once
+from privssl.row_gradients import RowLoss
+
+BLOCK = 64  # rows whose chance is drawn in one go, where their number is public
+
+#: (rows as stored (N, *shape), classes (N,), whose random numbers) -> fields of a loss (N, ...)
+Draw = Callable[[Tensor, Tensor, Context], Mapping[str, Tensor]]
+
+
+def train_privately(
+    plan: PrivatePlan,
+    networks: Mapping[str, nn.Module],
+    rows: LabelledRows,
+    ctx: Context,
+    draw: Draw,
+    row_loss: RowLoss,
+    *,
+    counts_public: bool,
+) -> None:
+    """One visit of DP-SGD, in place. The caller has paid for the plan's event before.
+
+    Args:
+        networks: the protected ones.
+        rows: the labelled rows of one agent, N >= 0.
+        draw: asked for each view of each row; all views of a row reach its loss together.
+        row_loss: the loss of one row, of fields (views, ...).
+        counts_public: whether neighbours have as many rows.
+    """
+    drawn = _Drawn(rows, plan.views, ctx, draw, counts_public)
+    at_once = rows_at_once(networks, plan.views * rows.x.shape[1:].numel())
+    PrivateTraining(plan, networks).run(len(rows), drawn.fields, row_loss, at_once=at_once)
+
+
+class _Drawn:
+    """Rows with all that is drawn for them, in one step after the other."""
+
+    def __init__(
+        self, rows: LabelledRows, views: int, ctx: Context, draw: Draw, counts_public: bool
+    ) -> None:
+        self._rows, self._views, self._ctx, self._draw = rows, views, ctx, draw
+        self._counts_public, self._size = counts_public, BLOCK if counts_public else 1
+        self._blocks: dict[int, Mapping[str, Tensor]] = {}  # of this step, by number
+        self._step = -1
+
+    def fields(self, picked: Tensor, step: int) -> Mapping[str, Tensor]:
+        """Of rows by number (B,): (B, views, ...)."""
+        if step != self._step:
+            self._blocks, self._step = {}, step
+        numbers, places = (picked // self._size).tolist(), (picked % self._size).tolist()
+        for number in set(numbers) - self._blocks.keys():
+            self._blocks[number] = self._block(number)
+        return {
+            name: torch.stack(
+                [self._blocks[n][name][p] for n, p in zip(numbers, places, strict=True)]
+            )
+            for name in self._blocks[numbers[0]]
+        }
+
+    def _block(self, number: int) -> Mapping[str, Tensor]:
+        """All rows of a block with their draws: (rows, views, ...)."""
+        first, rows = number * self._size, self._rows
+        members = torch.arange(first, min(first + self._size, len(rows)))
+        name = number if self._counts_public else int(rows.ids[number])
+        here = dataclasses.replace(
+            self._ctx, visit_key=f"{self._ctx.visit_key}#{self._step}/{name}"
+        )
+        repeated = members.repeat_interleave(self._views)
+        fields = self._draw(rows.x[repeated], rows.y[repeated], here)
+        shape = (len(members), self._views)
+        return {name: torch.unflatten(value, 0, shape) for name, value in fields.items()}

@@ -1,0 +1,63 @@
+"""What a step of DP-SGD asks for: sums of clipped gradients, and a step down them with noise.
+
+``privacy.PrivateTraining`` asks, through ``together.ask``. Alone, it is done here as it is asked;
+side by side with other agents it is done in ``private_stacks.py``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from privssl.clipping import RowGradients, clipped_sums
+from privssl.row_gradients import Key, Parameters, RowLoss, factored_gradients
+
+if TYPE_CHECKING:
+    from privssl.noisy_steps import SecureNoise
+
+
+@dataclass(frozen=True, eq=False)
+class ClippedSums:
+    """What a private step asks for: the sums over rows of clipped gradients."""
+
+    row_loss: RowLoss
+    parameters: Parameters
+    fields: Mapping[str, Tensor]  # (B, ...), B >= 1
+    drawn: Tensor  # (B,) whether a row counts
+    clip_norm: float
+
+    def alone(self) -> dict[Key, Tensor]:
+        """Of each parameter that a row's loss depends on."""
+        gradients = factored_gradients(self.row_loss, self.parameters, self.fields)
+        return self.clipped(gradients, self.drawn)
+
+    def clipped(self, gradients: Mapping[Key, RowGradients], drawn: Tensor) -> dict[Key, Tensor]:
+        if not gradients:
+            return {}
+        sums = clipped_sums(list(gradients.values()), drawn, self.clip_norm)
+        return dict(zip(gradients, sums, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class NoisyStep:
+    """A step down sums of clipped gradients, with noise on them."""
+
+    optimiser: "SecureNoise"
+    expected_batch: float
+
+    def alone(self) -> None:
+        self.optimiser.add_noise()
+        self.average()
+        self.optimiser.original_optimizer.step()
+        self.forget()
+
+    def average(self) -> None:
+        """Sums with noise become gradients: the divisor is public."""
+        torch._foreach_div_([p.grad for p in self.optimiser.params], self.expected_batch)
+
+    def forget(self) -> None:
+        """The sum without noise does not outlive its step."""
+        for parameter in self.optimiser.params:
+            parameter.grad = parameter.summed_grad = None
