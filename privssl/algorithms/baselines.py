@@ -7,7 +7,7 @@
     papers                                            here
     local training: epochs of SGD, cross-entropy      labelled_pass -> labelled_losses, descend
     FedAvg: the mean, by rows held                    _Supervised.round, LocalTraining.weigh
-    FedAvg under a plan: DP-SGD at agents             FedAvg._private_pass
+    FedAvg under a plan: DP-SGD at agents             FedAvg, private_classifier
     FedProx: + mu / 2 |theta - theta_global|^2        descend, squared_distance
 
 ``LocalTraining`` is the one set of settings for these and for FixMatch, UDA (consistency.py) and
@@ -32,7 +32,6 @@ on labelled validation rows that no agent has here. (4) No weight decay: FedMatc
 that its released code never adds (``weight_decay``).
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -42,7 +41,6 @@ import pydantic.dataclasses
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from accounting.errors import BudgetExhausted
@@ -50,14 +48,18 @@ from privssl import learn, optimisers, seeds
 from privssl.agents import LabelledRows, SupportAgent
 from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.local_ssl import Share, no_statistics
+from privssl.algorithms.private_classifier import (
+    check_classifier,
+    private_problems,
+    train_classifier,
+)
 from privssl.data.views import view
 from privssl.losses import hard_label_loss
 from privssl.messages import Mean, Message, Silence, StateDict
 from privssl.models.kept_steps import plain_sgd
-from privssl.privacy import PrivatePlan, check_rows_independent, refuse_coupling_layers
-from privssl.private_rows import train_privately
+from privssl.privacy import PrivatePlan
 from privssl.settings import Positive, Problem, Rate, strict
-from privssl.together import RowFunction, compute
+from privssl.together import compute
 from privssl.world import Roster, World
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -244,20 +246,13 @@ class FedAvg(_Averaged):
     def problems(cls, config: Any) -> Iterator[Problem]:
         yield from super().problems(config)
         if config.privacy is not None:
-            yield from _private_problems(config)
+            yield from private_problems(config)
 
     def networks(self) -> Mapping[str, nn.Module]:
         return {"F": self._F}
 
     def check_private(self) -> None:
-        refuse_coupling_layers(self.networks())
-        rng, rows = seeds.stream(0, 0, "world", "check rows"), 3
-        x = torch.rand(rows, *self.task.shape, generator=rng) * 2 - 1
-        F = self._F.eval()
-        check_rows_independent(
-            lambda fields: cross_entropy(F(fields["x"]), torch.arange(rows), reduction="none"),
-            {"x": x},
-        )
+        check_classifier(self._F, self.task)
 
     def _learners(self, world: World) -> Roster:
         over = self.plan is not None and world.round.number > self.plan.visits
@@ -267,64 +262,12 @@ class FedAvg(_Averaged):
     def labelled_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Trained | Silence:
         if self.plan is None:
             return super().labelled_pass(agent, msg, ctx)
-        return self._private_pass(agent, msg, ctx)
-
-    def _private_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Trained | Silence:
-        """DP-SGD on labelled rows: pay, then read."""
-        assert self.plan is not None and agent.account is not None
-        augment = self.plan.augment
-
-        def draw(x: Tensor, y: Tensor, here: Context) -> Mapping[str, Tensor]:
-            real = learn.network_input(x, ctx.device)
-            seen = view(augment, real, here.rng("weak view"), flip=self.cfg.flip)
-            return {"x": seen, "y": y.to(ctx.device)}
-
+        F = load(self._F, msg, ctx)
         try:
-            with agent.account.spend(self.plan.event, ctx.receipt):
-                F = load(self._F, msg, ctx)
-                train_privately(
-                    self.plan, {"F": F}, agent.labelled, ctx, draw,
-                    RowFunction(hard_label_loss, (), {"F": F}),
-                    counts_public=agent.account.plan.record_counts == "public",
-                )  # fmt: skip
-                return Trained(learn.to_send(F.state_dict()))
+            train_classifier(self.plan, F, agent, ctx, flip=self.cfg.flip)
         except BudgetExhausted:
             return Silence("privacy budget is spent")
-
-
-#: Of the ``algorithm`` section, what the ``privacy`` section says in its place.
-_SAID_THERE = {
-    "local_epochs": "privacy.steps",
-    "batch_size": "privacy.sample_rate",
-    "learning_rate": "privacy.learning_rate",
-    "learning_rate_decay": "privacy.learning_rate",
-    "momentum": "privacy.momentum",
-    "weight_decay": "privacy.clip_norm",
-    "weak": "privacy.augment",
-}
-
-
-def _private_problems(config: Any) -> Iterator[Problem]:
-    """What private local training cannot have, or would not look at."""
-    usual = {spec.name: spec.default for spec in dataclasses.fields(FedAvgConfig)}
-    for key, there in _SAID_THERE.items():
-        if getattr(config.algorithm, key) != usual[key]:
-            yield Problem(
-                f"algorithm.{key}",
-                f"has no effect on private steps, which the privacy section describes ({there}). "
-                "Leave it out",
-            )
-    privacy = config.privacy
-    if {*privacy.update_at_support, *privacy.protect} != {"F"}:
-        yield Problem(
-            "privacy.protect", "fedavg trains F and has no G or D. Set [F], or leave it out"
-        )
-    if privacy.visits is not None and privacy.visits < config.algorithm.rounds:
-        yield Problem(
-            "algorithm.rounds",
-            f"{config.algorithm.rounds}, but after {privacy.visits} (privacy.visits) nobody would "
-            "learn any more. Leave privacy.visits out",
-        )
+        return Trained(learn.to_send(F.state_dict()))
 
 
 @final
