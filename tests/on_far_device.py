@@ -19,6 +19,7 @@ from accounting import discrete_laplace
 from benchmarks import far_device
 from privssl import learn, prepare, privacy, train
 from privssl.agents import Agent
+from privssl.engines import batched
 from privssl.engines.batched import BatchedEngine
 from privssl.engines.local import LocalEngine
 
@@ -33,6 +34,10 @@ RUNS = {
         "fedssl_dp",
         [*SHORT, "privacy.steps=2", "privacy.update_at_support=[F,G,D]",
          "privacy.protect=[F,G,D]", "algorithm.spectral_norm=false"],
+    ),
+    "agents under noise": ("fedavg_dp", ["algorithm.rounds=2", "privacy.steps=2"]),
+    "agents under noise, together": (
+        "fedavg_dp", ["algorithm.rounds=2", "privacy.steps=2", "run.batched_agents=2"],
     ),
     "label census": (
         "label_census", ["algorithm.vote_rounds=1", "algorithm.self_training_rounds=1"],
@@ -66,6 +71,7 @@ def run(name: str, device: torch.device, folder: str) -> bytes:
 
     with (
         patch.object(prepare, "device_of", lambda name: device),
+        patch.object(batched, "why_not", lambda device, precision: None),
         patch.object(privacy, "random_words", words),
         patch.object(discrete_laplace, "random_words", words),
     ):
