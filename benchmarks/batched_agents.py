@@ -8,20 +8,22 @@ there is one), without evaluation, pictures or files, with each number of agents
 three times over. A number's time is the median of its rounds but for each first. ``times`` is the
 ratio of the first number's seconds to its own. ``apart`` is the largest difference of a weight from
 the classifier of the first number after as many rounds: rounding, and what training has made of it
-(docs/batched_agents.md).
+(docs/batched_agents.md), and of a private run its noise, which is never the same.
 
 With ``--count`` nothing is timed: rounds are played on ``benchmarks.far_device``, which counts what
 a GPU would be asked for. ``kernels`` are operations of a round, ``copies`` tensors that go to the
 device, ``waits`` how often the program needs something back before it goes on. ``times`` is the
 ratio of kernels: asking for them is what agents with small networks cost a GPU.
 
-A round has no more agents at once than its algorithm asks: give ``agents.query=32`` and, where
-agents are drawn, ``algorithm.query_per_round=32``. Other work on the machine shows in the numbers.
+A round has no more agents at once than its algorithm asks: give ``agents.query=32`` (FedAvg under
+noise: ``agents.support=32``) and, where agents are drawn, ``algorithm.query_per_round=32``. Other
+work on the machine shows in the numbers.
 """
 
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -40,6 +42,7 @@ from privssl.evaluate import Oracle
 from privssl.prepare import Prepared, prepare
 from privssl.run import planned_rounds
 from privssl.run_engine import make_engine
+from privssl.run_folder import opened_accounts
 from privssl.world import World
 
 PASSES = 3
@@ -62,12 +65,10 @@ def prepared(
     """A config with so many agents at once, on its own device or on another.
 
     Raises:
-        UserError: it cannot be run so, or agents work one by one whatever is asked.
+        UserError: it cannot be run so.
     """
     changes = [*overrides, "run.workers=1", f"run.batched_agents={at_once}"]
     found = prepare(load(path, changes))
-    if found.plan is not None:
-        raise UserError(f"{path}: agents with a privacy account work one by one. Leave it out")
     return found if device is None else replace(found, device=device)
 
 
@@ -82,7 +83,11 @@ def play(
         asked: what the device was asked for since the call before, where that is counted.
     """
     algorithm, played = one.algorithm, 0
-    with closing(make_engine(one, Oracle(one.federation.true_labels))) as engine:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        opened_accounts(one, Path(folder), None),
+        closing(make_engine(one, Oracle(one.federation.true_labels))) as engine,
+    ):
         world = World(engine, one.config.run.seed)
         state = algorithm.start(world)
         for now in planned_rounds(algorithm.phases()):

@@ -24,7 +24,7 @@ from accounting.accountants import epsilon
 from accounting.events import SampledGaussian
 from accounting.one_run import one_run_ceiling
 from accounting.two_worlds import two_world_ceiling
-from privssl import attack, audit, config, mechanism_attack, privacy, run
+from privssl import attack, audit, config, mechanism_attack, privacy, private_steps, run
 from privssl.attack import AttackReport, CanaryAttack, attack_messages
 from privssl.clipping import RowGradients
 from privssl.mechanism_attack import MechanismAttack, attack_mechanism, trials_to_see
@@ -93,7 +93,7 @@ def no_clipping(patch: Patch) -> None:
     ) -> list[torch.Tensor]:
         return [sample.total(drawn.float()) for sample in samples]
 
-    patch.setattr(privacy, "clipped_sums", added)
+    patch.setattr(private_steps, "clipped_sums", added)
 
 
 def each_network_clipped_alone(patch: Patch) -> None:
@@ -104,7 +104,7 @@ def each_network_clipped_alone(patch: Patch) -> None:
         factors = [(clip_norm / norm).clamp(max=1.0) * drawn for norm in norms]
         return [sample.total(f) for f, sample in zip(factors, samples, strict=True)]
 
-    patch.setattr(privacy, "clipped_sums", added)
+    patch.setattr(private_steps, "clipped_sums", added)
 
 
 def reused_noise(patch: Patch) -> None:

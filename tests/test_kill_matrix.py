@@ -29,7 +29,7 @@ from accounting import journal as journals
 from accounting import verify
 from accounting.accountants import epsilon
 from accounting.ledger import Account, Journal, read_journal
-from privssl import checkpoint, config, durable, privacy, row_gradients, run
+from privssl import checkpoint, config, durable, privacy, private_steps, row_gradients, run
 from privssl.algorithms.fedssl import FedSSL
 from privssl.noisy_steps import SecureNoise
 from privssl.prepare import prepare
@@ -126,9 +126,9 @@ def plant(kill: Kill, *, resumed: bool) -> None:
         case "after the reserve":
             on_append("reserve", and_then_die(append))
         case "before the first gradient":
-            vars(privacy)["factored_gradients"] = nth(first_step, die, gradients)
+            vars(private_steps)["factored_gradients"] = nth(first_step, die, gradients)
         case "between two steps":
-            vars(privacy)["factored_gradients"] = nth(first_step + 1, die, gradients)
+            vars(private_steps)["factored_gradients"] = nth(first_step + 1, die, gradients)
         case "after the noise":
             dies = nth(first_step, and_then_die(noise), noise)
             SecureNoise.add_noise = dies  # type: ignore[method-assign]

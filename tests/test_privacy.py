@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy_worlds import without_noise
 
 from generators import ImageDiscriminator, ImageGenerator
-from privssl import noisy_steps, privacy
+from privssl import noisy_steps, privacy, private_steps
 from privssl.algorithms.gmixup import Callables, Mixes, Mixing, row_losses
 from privssl.clipping import Outer, RowGradients, Rows, clipped_sums
 from privssl.errors import PrivacyError
@@ -307,7 +307,7 @@ def test_a_sum_of_another_shape_than_the_parameter_is_refused_and_not_repeated(
     def narrow(_loss: RowLoss, _parameters: object, fields: Mapping[str, Tensor]) -> Any:
         return {("F", "0.bias"): Rows(torch.ones(len(fields["x"]), 1, dtype=torch.float64))}
 
-    monkeypatch.setattr(privacy, "factored_gradients", narrow)  # 0.bias has three numbers
+    monkeypatch.setattr(private_steps, "factored_gradients", narrow)  # 0.bias has three numbers
     with pytest.raises(PrivacyError, match=r"gradient of F\.0\.bias has shape .*\[1\]"):
         moved_by(network, small_rows(4), BARE)
 
@@ -332,7 +332,7 @@ def test_the_check_of_sensitivity_notices_that_clipping_is_left_out(
     def only_sums(samples: list[RowGradients], drawn: Tensor, clip_norm: float) -> list[Tensor]:
         return [sample.total(drawn.double()) for sample in samples]
 
-    monkeypatch.setattr(privacy, "clipped_sums", only_sums)
+    monkeypatch.setattr(private_steps, "clipped_sums", only_sums)
     assert largest_shift(small_network(), small_rows(4), 2, clip=0.1) > 1 + 1e-5
 
 

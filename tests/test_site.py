@@ -33,7 +33,7 @@ from accounting import journal as journals
 from accounting.errors import AccountingError
 from accounting.ledger import Account, read_journal
 from privssl import config as configs
-from privssl import durable, privacy, wire
+from privssl import durable, privacy, private_steps, wire
 from privssl.algorithms.fedssl import FedSSL, Lesson
 from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError, PrivacyError, UserError
@@ -338,7 +338,7 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "before the reserve": (FILE, "append", on_line("reserve", before), ""),
     "within the reserve": (FILE, "append", on_line("reserve", half_a_line), ""),
     "after the reserve": (FILE, "append", on_line("reserve", after), "lost"),
-    "before the first gradient": (privacy, "factored_gradients", before, "lost"),
+    "before the first gradient": (private_steps, "factored_gradients", before, "lost"),
     "after the noise": (SecureNoise, "add_noise", after, "lost"),
     "before the settle": (FILE, "append", on_line("settle", before), "lost"),
     "after the settle": (FILE, "append", on_line("settle", after), "lost"),

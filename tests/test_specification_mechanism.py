@@ -799,7 +799,7 @@ def test_the_text_of_a_crash_in_a_private_visit_holds_no_row(
 
 
 def test_every_algorithm_that_can_be_private_is_under_these_tests() -> None:
-    # Another one needs the tests above for its own private pass. A census has its own:
-    # test_census_plan, test_census_attack, test_label_census.
+    # Another one needs the tests above for its own private pass. FedAvg has them in
+    # test_private_fedavg; a census in test_census_plan, test_census_attack, test_label_census.
     private = {name: kind.mechanism for name, kind in ALGORITHMS.items() if kind.can_be_private}
-    assert private == {"fedssl": "dp-sgd", "label_census": "census"}
+    assert private == {"fedssl": "dp-sgd", "fedavg": "dp-sgd", "label_census": "census"}

@@ -101,6 +101,9 @@ def test_agents_at_once_are_timed_and_led_to_the_same_classifier(
     assert [row[1] for row in rows] == ["1", "2"]
     assert rows[0][4] == "1.00"
     assert 0 < float(rows[1][5].removesuffix(" |")) < 1e-4  # 0: nothing was done otherwise
+    private = [str(methods.CONFIGS / "fedavg_dp.yaml"), *asked[1:], "privacy.steps=2"]
+    assert batched_agents.main([*private, "data.labelled=40", "model.width=8"]) == 0
+    assert capsys.readouterr().out.count("| fedavg_dp |") == 2
     assert batched_agents.main([*asked, *small, "run.precision=bfloat16"]) == 2
     assert "are computed one by one" in capsys.readouterr().err
 
