@@ -406,7 +406,8 @@ def test_another_agents_row_leaves_an_agents_sum_bit_equal(value: float) -> None
     parameters = {"F": {n: torch.stack([p.detach()] * 2).requires_grad_() for n, p in own.items()}}
 
     def loss(p: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        return Called(network, p["F"])(row["x"][None]).square().sum()
+        total: Tensor = Called(network, p["F"])(row["x"][None]).square().sum()
+        return total
 
     def sums(x: Tensor) -> list[Tensor]:
         found = factored_gradients(loss, parameters, {"x": x}, agents=True)
