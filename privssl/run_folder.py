@@ -24,6 +24,7 @@ from accounting.ledger import Account, read_journal
 from accounting.plan import AccountPlan, refuse_change
 from privssl import config as configs
 from privssl import durable
+from privssl.algorithms import ALGORITHMS
 from privssl.card import Release, guarantee_sentence, headline_sentence
 from privssl.census_plan import CENSUS
 from privssl.checkpoint import Snapshot
@@ -351,7 +352,8 @@ def releases(plan: Plan | AccountPlan, config: Config) -> list[Release]:
             (name, "not covered", through if name in plan.protect else without)
             for name in plan.update
         ]
-    if config.data.labels == "labels-at-client":
+    queries = ALGORITHMS[config.algorithm.name].reads_unlabelled
+    if queries and config.data.labels == "labels-at-client":
         why = "from the agent's unlabelled rows and what the server sent; reads no label"
         sent.append(("networks of its query pass", "post-processing", why))
         if plan.update == (CENSUS,):
@@ -363,7 +365,7 @@ def releases(plan: Plan | AccountPlan, config: Config) -> list[Release]:
         (
             "its weight in the average",
             "post-processing",
-            "the constant 1; in a query pass the number of its unlabelled rows",
+            "the constant 1" + ("; in a query pass the number of its unlabelled rows" * queries),
         ),
         (
             "that it declines, when its budget is spent",

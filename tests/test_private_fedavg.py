@@ -286,6 +286,17 @@ def test_attacks_on_a_run_find_no_more_than_it_claims(
     assert audit.main([str(tmp_path / "run"), "--empirical"]) == 0
 
 
+def test_the_card_lists_nothing_of_unlabelled_rows_which_nobody_reads(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    mixed = ("data.labels=labels-at-client", "agents.support=0", "agents.query=0", "agents.mixed=3")
+    results = carry_out(prepare(configured(*mixed)), tmp_path / "run")
+    assert results["status"] == "finished"
+    card = (tmp_path / "run" / "privacy.md").read_text()
+    assert "trained by DP-SGD under the agent's account" in card and "the constant 1" in card
+    assert "query pass" not in card
+
+
 # What a config may ask ----------------------------------------------------------------------------
 
 

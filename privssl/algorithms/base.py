@@ -142,6 +142,8 @@ class Algorithm(ABC, Generic[State]):
     can_be_private: ClassVar[bool] = False
     #: How labelled rows are protected there: by noise on gradients, or on counts of labels.
     mechanism: ClassVar[Literal["dp-sgd", "census"]] = "dp-sgd"
+    #: Whether agents are asked for anything that is made of their unlabelled rows.
+    reads_unlabelled: ClassVar[bool] = True
     #: What the height and width of rows must be multiples of.
     sides_divisible_by: ClassVar[int] = 1
     #: What a run over sites goes on without; a step that is not named is needed of all.

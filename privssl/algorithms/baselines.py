@@ -167,6 +167,7 @@ class _Supervised(Algorithm[State]):
     """The shared round and step; a subclass says who learns."""
 
     StateType = State
+    reads_unlabelled = False
     without = Without(quorum=("labelled_pass",))
     cfg: LocalTraining
 
