@@ -16,7 +16,13 @@ import pytest
 import torch
 from test_batched_agents import in_float64  # noqa: F401
 from test_private_fedssl import Sealed, accounts, carry_out, context, epsilon_of_full_batches
-from test_specification_mechanism import as_floats, header, tensor_names
+from test_specification_mechanism import (
+    as_floats,
+    header,
+    tensor_names,
+    with_row,
+    without_row,
+)
 from torch import Tensor, nn
 from toy_worlds import apart, same_bits, without_noise
 
@@ -221,22 +227,6 @@ def moved(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return float(gap.norm()) / 1000 * (25 / 3) / CLIP  # learning rate, public divisor
 
 
-def with_fifth(value: float) -> Callable[[LabelledRows], LabelledRows]:
-    """The rows with the fifth in another shade. NaN: a row that counts nothing."""
-
-    def change(rows: LabelledRows) -> LabelledRows:
-        x = rows.x.clone()
-        x[4] = value
-        return LabelledRows(x, rows.y, rows.ids)
-
-    return change
-
-
-def without_fifth(rows: LabelledRows) -> LabelledRows:
-    left = torch.arange(len(rows)) != 4
-    return LabelledRows(rows.x[left], rows.y[left], rows.ids[left])
-
-
 @BOTH
 @pytest.mark.parametrize("value", [0.3, 1e15])
 def test_a_row_that_is_nulled_moves_its_own_agents_sum_by_at_most_the_clip_norm_and_no_others(
@@ -245,8 +235,8 @@ def test_a_row_that_is_nulled_moves_its_own_agents_sum_by_at_most_the_clip_norm_
 ) -> None:  # fmt: skip
     without_noise(monkeypatch)
     prepared = prepare(configured(*ONE_STEP))
-    whole = sums_of_a_visit(prepared, tmp_path / "1", at_once, with_fifth(value))
-    nulled = sums_of_a_visit(prepared, tmp_path / "2", at_once, with_fifth(math.nan))
+    whole = sums_of_a_visit(prepared, tmp_path / "1", at_once, with_row(value))
+    nulled = sums_of_a_visit(prepared, tmp_path / "2", at_once, with_row(math.nan))
     assert moved(whole[1], nulled[1]) <= 1 + 1e-4
     if value == 0.3:
         assert moved(whole[1], nulled[1]) > 0.5  # such a row is clipped, so the bound is reached
@@ -263,7 +253,7 @@ def test_with_private_counts_a_row_less_moves_it_by_at_most_the_clip_norm(
     without_noise(monkeypatch)
     prepared = prepare(configured(*ONE_STEP, f"privacy.record_counts={counts}"))
     whole = sums_of_a_visit(prepared, tmp_path / "1", at_once, lambda rows: rows)
-    fewer = sums_of_a_visit(prepared, tmp_path / "2", at_once, without_fifth)
+    fewer = sums_of_a_visit(prepared, tmp_path / "2", at_once, without_row)
     assert (moved(whole[1], fewer[1]) <= 1 + 1e-4) == bounded
 
 
