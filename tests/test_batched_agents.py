@@ -852,6 +852,15 @@ def test_visits_with_unlike_numbers_of_passes_meet_at_their_steps(
     assert sizes == [3, 3, 2]  # q3's second and last is taken with the others' second
 
 
+def test_an_agent_with_a_privacy_account_meets_the_others() -> None:
+    # What it does with its labelled rows is in test_private_fedavg.
+    steps = Steps()
+    there = engine_of(steps)
+    there._agents["q1"].account = object()
+    replies = asked(there, steps.where, ["q0", "q1", "q2"])
+    assert HERE not in {reply.said.text for reply in replies}
+
+
 def test_what_has_no_company_or_is_somebody_elses_works_alone() -> None:
     steps = Steps()
     for names, step in (
