@@ -453,7 +453,7 @@ def test_a_loss_that_agents_do_not_share_is_not_stacked() -> None:
     assert not can(shared, {**own, "G": own["F"]})  # a network that the loss does not name
 
 
-def test_gradients_are_made_for_all_agents_as_one_from_forward_to_sum(
+def test_gradients_and_noise_are_made_for_all_agents_as_one(
     configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times: list[bool] = []
@@ -465,9 +465,18 @@ def test_gradients_are_made_for_all_agents_as_one_from_forward_to_sum(
 
     monkeypatch.setattr(private_stacks, "factored_gradients", counted)
     monkeypatch.setattr("privssl.private_steps.factored_gradients", counted)
+    agents: list[int] = []
+    add_noise = noisy_steps.add_noise
+
+    def with_noise(optimisers: Sequence[noisy_steps.SecureNoise]) -> None:
+        agents.append(len(optimisers))
+        add_noise(optimisers)
+
+    monkeypatch.setattr(noisy_steps, "add_noise", with_noise)
     chosen = prepare(configured("run.batched_agents=3"))
     carry_out(chosen, tmp_path / "run")
     assert times == [True] * 9  # three rounds of three steps
+    assert agents == [3] * 9
 
 
 # Noise --------------------------------------------------------------------------------------------
