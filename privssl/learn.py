@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from privssl import optimisers, seeds, transfers
+from privssl import optimisers, seeds, together, transfers
 from privssl.agents import Memory
 from privssl.messages import StateDict
 
@@ -91,6 +91,17 @@ class Descent:
         groups = [group for one in self.optimisers for group in one.param_groups]
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
+    def alone(self) -> None:
+        for group in (group for one in self.optimisers for group in one.param_groups):
+            for parameter in group["params"]:  # frozen ones too: an old gradient would move them
+                parameter.grad = None
+        parameters = self.parameters()
+        self.loss.backward(inputs=parameters)  # type: ignore[no-untyped-call]
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+        for optimiser in self.optimisers:
+            optimiser.step()
+
 
 def minimise(
     optimiser: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -102,44 +113,14 @@ def minimise(
 
     Gradients are those by the optimisers' own parameters; one that the loss does not reach stays
     put. All training goes through here, so that an engine can take a step of several agents as one
-    (``descending``).
+    (``together.ask``).
 
     Args:
         clip_norm: longest norm of the gradient of all parameters together; None: any.
     """
     several = (optimiser,) if isinstance(optimiser, torch.optim.Optimizer) else tuple(optimiser)
-    _descend.get()(Descent(several, loss, clip_norm))
+    together.ask(Descent(several, loss, clip_norm))
     return loss.detach()
-
-
-def _alone(step: Descent) -> None:
-    for group in (group for one in step.optimisers for group in one.param_groups):
-        for parameter in group["params"]:  # frozen ones too: an old gradient would move them
-            parameter.grad = None
-    parameters = step.parameters()
-    step.loss.backward(inputs=parameters)  # type: ignore[no-untyped-call]
-    if step.clip_norm is not None:
-        nn.utils.clip_grad_norm_(parameters, step.clip_norm)
-    for optimiser in step.optimisers:
-        optimiser.step()
-
-
-_descend: ContextVar[Callable[[Descent], None]] = ContextVar("descend", default=_alone)
-
-
-def steps_alone() -> bool:
-    """Whether ``minimise`` takes its steps by itself, and not together with those of others."""
-    return _descend.get() is _alone
-
-
-@contextmanager
-def descending(by: Callable[[Descent], None]) -> Iterator[None]:
-    """Inside, on this thread, ``by`` takes the steps of ``minimise``."""
-    before = _descend.set(by)
-    try:
-        yield
-    finally:
-        _descend.reset(before)
 
 
 @dataclass(frozen=True)

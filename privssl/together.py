@@ -48,9 +48,16 @@ def ask(question: Question) -> Any:
     return _answer.get()(question)
 
 
-_answer: ContextVar[Callable[[Question], Any]] = ContextVar(
-    "answer", default=lambda question: question.alone()
-)
+def _alone(question: Question) -> Any:
+    return question.alone()
+
+
+_answer: ContextVar[Callable[[Question], Any]] = ContextVar("answer", default=_alone)
+
+
+def nobody_answers() -> bool:
+    """Whether all that is asked for on this thread is done alone."""
+    return _answer.get() is _alone
 
 
 @contextmanager

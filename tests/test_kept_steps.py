@@ -13,7 +13,7 @@ from test_resume import Place, command
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from privssl import learn, optimisers
+from privssl import learn, optimisers, together
 from privssl.models import laid_out, linear
 from privssl.models.kept_steps import ROOM, Kept, plain_sgd
 from privssl.models.linear import LARGE, Linear, onednn_is_faster
@@ -297,7 +297,7 @@ def test_a_layer_of_wider_numbers_keeps_nothing() -> None:
 
 
 def test_where_steps_of_several_agents_are_taken_as_one_nothing_is_kept() -> None:
-    with learn.descending(lambda step: None):
+    with together.answering(lambda step: None):
         assert keepers(made()) == []
     assert keepers(made()) == ["large"]
 

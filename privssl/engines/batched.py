@@ -128,7 +128,7 @@ class BatchedEngine(LocalEngine):
                 def jointly(one: Question) -> Any:
                     return ask(one) if _can_be_joint(one) else one.alone()
 
-                with learn.descending(ask), answering(jointly):
+                with answering(jointly):
                     return self._visit(visit)
 
             return work

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from privssl import learn, optimisers
+from privssl import optimisers, together
 from privssl.models.linear import Linear, product
 from privssl.models.precision import precision_of
 
@@ -154,7 +154,7 @@ def plain_sgd(network: nn.Module, rate: float) -> Iterator[optimisers.SGD]:
     Args:
         rate: learning rate, >= 0.
     """
-    layers = _that_can_keep(network) if learn.steps_alone() else []
+    layers = _that_can_keep(network) if together.nobody_answers() else []
     if not layers:
         yield optimisers.SGD(network.parameters(), lr=rate)
         return
