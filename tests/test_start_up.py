@@ -1,6 +1,6 @@
-"""What a process does not load: torch's compiler, and Opacus where nothing is private.
+"""What a process does not load: torch's compiler, Opacus without privacy, other algorithms.
 
-Both take as long to import as torch itself and lie in memory once for each worker process.
+The first two take as long to import as torch itself and lie in memory once for each worker process.
 """
 
 import copy
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from privssl import optimisers
+from privssl.algorithms import ALGORITHMS
 
 CONFIG = Path(__file__).parents[1] / "configs" / "server_sl.yaml"
 COMPILER = "torch._dynamo"
@@ -44,17 +45,25 @@ def test_training_steps_do_not_load_the_compiler() -> None:
     assert loaded(f"import {COMPILER}", COMPILER)  # the check can see it
 
 
+PREPARED = (
+    "from pathlib import Path; from privssl import config, prepare\n"
+    f"prepare.prepare(config.load(Path({str(CONFIG)!r}), ['data.name=toy']))"
+)
+
+
+def test_a_run_imports_its_own_algorithm_and_no_other() -> None:
+    modules = {kind.__module__ for kind in ALGORITHMS.values()}
+    assert len(modules) > 5
+    assert loaded(PREPARED, *modules) == [ALGORITHMS["server_sl"].__module__]
+
+
 def test_reading_a_config_without_privacy_loads_neither_opacus_nor_what_draws() -> None:
-    prepare = (
-        "from pathlib import Path; from privssl import config, prepare\n"
-        f"prepare.prepare(config.load(Path({str(CONFIG)!r}), ['data.name=toy']))"
-    )
     plan = (
         "from accounting import calibrate_noise\n"
         "calibrate_noise(epsilon=8.0, delta=1e-5, sample_rate=0.1, steps=10)"
     )
     slow = ("opacus", "scipy", "sklearn", "matplotlib", "tensorboard", COMPILER)
-    assert not loaded(prepare, *slow)
+    assert not loaded(PREPARED, *slow)
     assert "opacus" in loaded(plan, *slow)  # a private one does
 
 
