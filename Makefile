@@ -39,7 +39,7 @@ demo-sites: $(VENV)/.installed-flower  ## a coordinator and five sites over Flow
 test: $(VENV)/.installed-dev  ## run the tests that take seconds
 	$(RUN) -m pytest $(PARALLEL) -m "not slow and not flower" $(TESTS)
 
-test-oldest:  ## the same with the oldest torch that we support, in an environment of its own
+test-oldest:  ## the same with the oldest packages that we support, in an environment of its own
 	PIP_CONSTRAINT='$(CURDIR)/tests/oldest.txt' $(MAKE) test VENV=.venv-oldest
 
 test-flower: $(VENV)/.installed-dev  ## run the tests over Flower that take minutes together

@@ -122,7 +122,12 @@ def _needed(schema: Mapping[str, Any]) -> str:
         return either([str(name) for name in schema.get("enum", [schema.get("const")])])
     if schema.get("type") == "array":
         return f"a list of {_needed(schema.get('items', {}))}"
-    bounds = [f"{sign} {schema[name]}" for name, sign in _BOUNDS.items() if name in schema]
+    bounds = [f"{sign} {_bound(schema[name])}" for name, sign in _BOUNDS.items() if name in schema]
     return " ".join(
         [_TYPES.get(schema.get("type", ""), "another value"), " and ".join(bounds)]
     ).strip()
+
+
+def _bound(number: float) -> float:
+    """Pydantic before 2.8 writes the 0 of a range as 0.0 where its values have fractions."""
+    return int(number) if float(number).is_integer() else number

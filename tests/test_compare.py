@@ -20,7 +20,7 @@ import command_line
 import numpy as np
 import pytest
 from command_line import Outcome, assert_refused, tree
-from matplotlib.collections import FillBetweenPolyCollection
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -674,7 +674,7 @@ def test_the_band_is_one_standard_deviation_and_one_seed_has_none() -> None:
     alone = comparison_plot.figure({"ours": [a]})
 
     for axes in several.axes:
-        (band,) = (c for c in axes.collections if isinstance(c, FillBetweenPolyCollection))
+        (band,) = (c for c in axes.collections if isinstance(c, PolyCollection))
         box = band.get_paths()[0].get_extents()
         half = 0.2 / math.sqrt(2)  # |0.2 - 0.4| / sqrt(2), in round 1; in round 2 there is none
         assert (box.ymin, box.ymax) == pytest.approx((0.3 - half, 0.6))
