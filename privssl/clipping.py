@@ -6,8 +6,8 @@ would tell of the row. (How long an operation takes on very small numbers is the
 
 A row's gradient is a :class:`Rows`, written out, or an :class:`Outer`, two factors whose product is
 never made for one row alone: a linear layer has as many weights as these have numbers multiplied
-with each other (Goodfellow 2015; Li et al. 2022, "ghost clipping"). What is measured to clip is
-what is summed, in both.
+with each other (Goodfellow 2015; Li et al. 2022, "ghost clipping"), and so has a convolution, whose
+places are those that its kernel meets. What is measured to clip is what is summed, in both.
 """
 
 from collections.abc import Sequence
@@ -66,6 +66,8 @@ class Outer:
 
     left: Tensor  # (B, T, p)
     right: Tensor  # (B, T, d)
+    #: Of a convolution, whose weight is (p, channels, height, width): d is height, width, channels.
+    kernel: tuple[int, int, int] | None = None
 
     def norms(self) -> Tensor:
         if self.left.shape[1] == 1:
@@ -81,7 +83,13 @@ class Outer:
         left, right = (
             t.reshape(*agents, -1, t.shape[-1]) for t in (left, _finite(self.right))
         )  # (rows times places, p or d), of each agent
-        return left.mT @ right
+        return self.shaped(left.mT @ right)
+
+    def shaped(self, matrices: Tensor) -> Tensor:
+        """(..., p, d) -> (..., *shape of the parameter)."""
+        if self.kernel is None:
+            return matrices
+        return matrices.view(*matrices.shape[:-1], *self.kernel).movedim(-1, -3)
 
 
 def clipped_sums(

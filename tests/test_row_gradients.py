@@ -124,6 +124,12 @@ class Any2d(nn.Module):
         return out
 
 
+def twice(channels: int) -> nn.Module:
+    """A kernel that meets 12 places of each row, and then 12 more."""
+    shared = nn.Conv2d(channels, channels, 3, padding=1)
+    return nn.Sequential(nn.Conv2d(6, channels, 3), shared, nn.Tanh(), shared)
+
+
 LAYERS: dict[str, Callable[[], Any2d]] = {
     "stride": lambda: Any2d(nn.Conv2d(6, 4, (3, 2), stride=(2, 1), padding=(0, 1)), 4),
     "stride that leaves a border": lambda: Any2d(nn.Conv2d(6, 4, 2, stride=3), 4),
@@ -140,6 +146,11 @@ LAYERS: dict[str, Callable[[], Any2d]] = {
         nn.ConvTranspose2d(6, 4, 3, stride=2, padding=1, output_padding=1), 4
     ),
     "transposed in groups": lambda: Any2d(nn.ConvTranspose2d(6, 4, 2, groups=2), 4),
+    "few places": lambda: Any2d(
+        nn.Sequential(nn.Conv2d(6, 40, (4, 3)), nn.ConvTranspose2d(40, 30, (2, 3))), 30
+    ),
+    "few places, twice": lambda: Any2d(twice(30), 30),
+    "places that are few once, and not twice": lambda: Any2d(twice(20), 20),
     "group norm": lambda: Any2d(nn.GroupNorm(3, 6), 6),
     "group norm without weights": lambda: Any2d(nn.GroupNorm(3, 6, affine=False), 6),
     "layer norm": lambda: Any2d(nn.LayerNorm([6, 4, 4]), 6),
@@ -157,6 +168,27 @@ def test_layers_of_any_kind_have_the_gradients_of_one_row_at_a_time(which: str) 
 
     x = torch.randn(ROWS, 3, 5, 7, 8, generator=torch.Generator().manual_seed(0)).double()
     check_equal(loss, {"N": network}, {"x": x})
+
+
+@pytest.mark.parametrize(
+    ("layer", "factors"),
+    [
+        (nn.Conv2d(6, 40, 3), True),  # 3 images of 2 by 2 places
+        (nn.Conv2d(6, 4, 3), False),  # the same places, of a few weights
+        (nn.Conv2d(6, 40, 1), False),  # 16 places in each image
+        (nn.ConvTranspose2d(6, 40, 4, padding=3), False),  # its kernel meets those of its input
+    ],
+)
+def test_kernels_of_many_weights_that_meet_few_places_are_not_multiplied_out(
+    layer: nn.Conv2d | nn.ConvTranspose2d, factors: bool
+) -> None:
+    network = Any2d(layer, layer.out_channels)
+    found = factored_gradients(
+        lambda p, row: Called(network, p["N"])(row["x"]).square().sum(),
+        parameters_of({"N": network}),
+        {"x": torch.randn(ROWS, 3, 5, 7, 8)},
+    )
+    assert isinstance(found["N", "layer.weight"], Outer if factors else Rows)
 
 
 def weight_as_a_number(p: Parameters, x: Tensor) -> Tensor:
@@ -305,7 +337,7 @@ def test_a_row_with_a_factor_beyond_numbers_adds_nothing(
     both[side][1, 0, 1] = bad
     if bad == 1e30:  # finite, but the product of two such has no norm
         both["left"][1], both["right"][1] = bad, bad
-    [total] = clipped_sums([Outer(**both)], torch.tensor([True, True]), 1e6)
+    [total] = clipped_sums([Outer(both["left"], both["right"])], torch.tensor([True, True]), 1e6)
     torch.testing.assert_close(total, torch.full((2, 3), float(places)))
 
 
