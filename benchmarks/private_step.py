@@ -1,6 +1,7 @@
 """A step of our DP-SGD against the same step without privacy, and against Opacus in its modes.
 
     python -m benchmarks.private_step [--rows 16 64 256] [--passes 5]
+        [--classifier NAME [--width 16]]
 
 Networks: the classifier F (small_cnn, 1x28x28), the generator G and the discriminator D alone, and
 all three by FedSSL's joint loss, which hooks cannot differentiate (networks that run through each
@@ -8,7 +9,8 @@ other), so that there only the step without privacy is to be had. Ours is ``Priv
 a visit calls it: per-row gradients by vmap, joint clipping, noise that no seed repeats, mean, step.
 Opacus is ``PrivacyEngine.make_private`` in its grad_sample_modes hooks, functorch, ew and ghost,
 without Poisson sampling, its noise from torch's generator. All see the same rows, clip to 1 with
-noise multiplier 1, and step by SGD; every row is in every batch.
+noise multiplier 1, and step by SGD; every row is in every batch. With ``--classifier`` it is that
+classifier alone, on 3x32x32 rows.
 
 A step without privacy is taken on the network as runs have it (channels-last). Opacus' steps are
 tried channels-last and in PyTorch's own layout, and the faster counts for Opacus; ours is as runs
@@ -24,6 +26,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from opacus import PrivacyEngine
@@ -36,7 +39,7 @@ from benchmarks.processes import about
 from generators import ImageDiscriminator, ImageGenerator
 from privssl.algorithms.fedssl import FedSSLConfig
 from privssl.algorithms.gmixup import Callables, Mixing, row_losses
-from privssl.models import build_classifier, laid_out
+from privssl.models import CLASSIFIERS, build_classifier, laid_out
 from privssl.privacy import PrivatePlan, PrivateTraining, rows_at_once
 from privssl.process import keep_freed_memory
 from privssl.row_gradients import Parameters
@@ -44,6 +47,7 @@ from privssl.settings import ModelSettings
 from privssl.together import Called
 
 SHAPE, CLASSES, NOISE = (1, 28, 28), 10, 32
+COLOUR = (3, 32, 32)
 MODES = ("hooks", "functorch", "ew", "ghost")
 LAYOUTS = {"channels-last": torch.channels_last, "plain": torch.contiguous_format}
 CLIP, RATE = 1.0, 1e-4  # a rate so small that nothing is learned, or diverges
@@ -75,10 +79,14 @@ class Case:
     target: Tensor  # (B, ...)
 
 
+def images(rows: int, shape: tuple[int, int, int]) -> Tensor:
+    """Random ones, (B, *shape), as runs lay them out."""
+    return (torch.rand(rows, *shape) * 2 - 1).contiguous(memory_format=torch.channels_last)
+
+
 def cases(rows: int) -> dict[str, Case]:
     """F, G and D on random rows."""
-    x, y = torch.rand(rows, *SHAPE) * 2 - 1, torch.randint(CLASSES, (rows,))
-    x = x.contiguous(memory_format=torch.channels_last)
+    x, y = images(rows, SHAPE), torch.randint(CLASSES, (rows,))
     p, p2 = (torch.rand(rows, CLASSES).softmax(dim=1) for _ in range(2))
     z, whole = torch.rand(rows, NOISE), torch.ones(rows, 1)
     return {
@@ -86,6 +94,13 @@ def cases(rows: int) -> dict[str, Case]:
         "G": Case(generator, RowMeans, (x, p, p2, z, whole), x[:, None]),
         "D": Case(discriminator, nn.BCEWithLogitsLoss, (x, p), torch.ones(rows)),
     }
+
+
+def coloured_case(rows: int, model: ModelSettings) -> Case:
+    """A classifier of coloured images on random rows."""
+    new = partial(build_classifier, model, COLOUR, CLASSES)
+    y = torch.randint(CLASSES, (rows,))
+    return Case(new, nn.CrossEntropyLoss, (images(rows, COLOUR),), y)
 
 
 def classifier() -> nn.Module:
@@ -143,7 +158,7 @@ def our_step(case: Case, sigma: float = 1.0) -> Callable[[], None]:
         loss: Tensor = criterion(Called(network, parameters["N"])(*inputs), row["target"][None])
         return loss
 
-    at_once = rows_at_once({"N": network}, math.prod(SHAPE))
+    at_once = rows_at_once({"N": network}, case.inputs[0][0].numel())
     return lambda: training.run(len(case.target), fields_of, row_loss, at_once=at_once)
 
 
@@ -273,6 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--classifier", choices=CLASSIFIERS)
+    parser.add_argument("--width", type=int, default=16)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -284,6 +301,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "| not slower than Opacus |\n" + "|---" * (6 + len(MODES)) + "|"
     )
     for rows in options.rows:
+        if options.classifier:
+            model = ModelSettings(name=options.classifier, width=options.width)
+            times = median_seconds(steps_of(coloured_case(rows, model)), options.passes)
+            print(line(f"{model.name}, width {model.width}", rows, times), flush=True)
+            continue
         for name, case in cases(rows).items():
             print(line(name, rows, median_seconds(steps_of(case), options.passes)), flush=True)
         times = median_seconds(joint_steps(rows), options.passes)

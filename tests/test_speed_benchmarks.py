@@ -37,6 +37,7 @@ from benchmarks.plain_loop import Work, apart, counted_steps
 from benchmarks.processes import Told, carry_out
 from privssl.config import load
 from privssl.prepare import prepare
+from privssl.settings import ModelSettings
 
 SMALL = argparse.Namespace(
     data="digits", agents=2, rows=24, batch=10, epochs=2, rounds=2, augment="none"
@@ -298,6 +299,13 @@ def test_a_phase_is_timed_from_its_second_round() -> None:
 def test_our_private_step_and_those_of_opacus_are_one_step(network: str, mode: str) -> None:
     torch.manual_seed(0)
     private_step.check(private_step.cases(6)[network], mode, torch.contiguous_format)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_that_holds_for_a_network_whose_kernels_are_clipped_as_factors() -> None:
+    torch.manual_seed(0)
+    case = private_step.coloured_case(6, ModelSettings(name="resnet9", width=4))
+    private_step.check(case, "ghost", torch.contiguous_format)
 
 
 @pytest.mark.filterwarnings("ignore")
