@@ -124,10 +124,10 @@ class Any2d(nn.Module):
         return out
 
 
-def twice(channels: int) -> nn.Module:
-    """A kernel that meets 12 places of each row, and then 12 more."""
+def twice(channels: int, first: nn.Module, between: nn.Module) -> nn.Module:
+    """A kernel that a row goes through twice."""
     shared = nn.Conv2d(channels, channels, 3, padding=1)
-    return nn.Sequential(nn.Conv2d(6, channels, 3), shared, nn.Tanh(), shared)
+    return nn.Sequential(first, shared, between, shared)
 
 
 LAYERS: dict[str, Callable[[], Any2d]] = {
@@ -149,8 +149,14 @@ LAYERS: dict[str, Callable[[], Any2d]] = {
     "few places": lambda: Any2d(
         nn.Sequential(nn.Conv2d(6, 40, (4, 3)), nn.ConvTranspose2d(40, 30, (2, 3))), 30
     ),
-    "few places, twice": lambda: Any2d(twice(30), 30),
-    "places that are few once, and not twice": lambda: Any2d(twice(20), 20),
+    # 12 places of each row, and then 12 more
+    "few places, twice": lambda: Any2d(twice(30, nn.Conv2d(6, 30, 3), nn.Tanh()), 30),
+    "places that are few in one use, and many in two": lambda: Any2d(
+        twice(20, nn.Conv2d(6, 20, 3), nn.Tanh()), 20
+    ),
+    "places that are many in one use, and few in the other": lambda: Any2d(
+        twice(20, nn.Conv2d(6, 20, 1), nn.AdaptiveMaxPool2d(1)), 20
+    ),
     "group norm": lambda: Any2d(nn.GroupNorm(3, 6), 6),
     "group norm without weights": lambda: Any2d(nn.GroupNorm(3, 6, affine=False), 6),
     "layer norm": lambda: Any2d(nn.LayerNorm([6, 4, 4]), 6),
