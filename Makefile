@@ -8,6 +8,8 @@ CONFIG ?= configs/fedssl_dp.yaml
 # run folder that exists, because it holds results and the record of the privacy spent.
 ARGS ?= $(if $(filter file,$(origin CONFIG)),run.overwrite=true)
 TESTS ?=
+# Of setup.cfg: what is installed for tests.
+EXTRA ?= dev
 # A whole suite on all cores, one file to a worker at a time; a few files in one process.
 PARALLEL ?= $(if $(TESTS),,--numprocesses auto --dist loadfile)
 
@@ -40,7 +42,7 @@ test: $(VENV)/.installed-dev  ## run the tests that take seconds
 	$(RUN) -m pytest $(PARALLEL) -m "not slow and not flower" $(TESTS)
 
 test-oldest:  ## the same with the oldest packages that we support, in an environment of its own
-	PIP_CONSTRAINT='$(CURDIR)/tests/oldest.txt' $(MAKE) test VENV=.venv-oldest
+	PIP_CONSTRAINT='$(CURDIR)/tests/oldest.txt' $(MAKE) test VENV=.venv-oldest EXTRA=test
 
 test-flower: $(VENV)/.installed-dev  ## run the tests over Flower that take minutes together
 	$(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/test_flower*.py))
@@ -71,7 +73,7 @@ $(VENV)/.installed: setup.cfg pyproject.toml | $(RUN)
 
 $(VENV)/.installed-dev: setup.cfg pyproject.toml | $(RUN)
 	@echo 'Installing privssl, what it needs and the tools: the first time takes minutes.'
-	$(RUN) -m pip install --editable '.[dev]'
+	$(RUN) -m pip install --editable '.[$(EXTRA)]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-flower: setup.cfg pyproject.toml | $(RUN)
