@@ -20,6 +20,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
 
 from privssl.errors import RunFolderError
+from privssl.process import without_tensorflow
 
 DASHES = ("-", "--", ":", "-.")  # after ten colours the next dash, so that lines stay apart
 COLOURS = 10  # of matplotlib's default cycle
@@ -70,6 +71,7 @@ def curve(folder: Path) -> Curve:
 
 def _round_seconds(folder: Path) -> dict[int, float]:
     """Round -> wall seconds; a round that a resumed run did again counts once."""
+    without_tensorflow()
     kept = {event_accumulator.SCALARS: 0, event_accumulator.IMAGES: 1}  # 0: all of them
     events = event_accumulator.EventAccumulator(str(folder), size_guidance=kept)
     if folder.is_dir():

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 
 from rich.console import Console
 
@@ -68,6 +69,16 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, KEPT)
         mallopt(M_TRIM_THRESHOLD, KEPT)
+
+
+def without_tensorflow() -> None:
+    """Let TensorBoard write and read by its own means where TensorFlow is installed, too.
+
+    It would import it, which takes seconds, and a full disk would be an error of TensorFlow's. The
+    module that says so is what TensorBoard looks for (``tensorboard.compat.tf``).
+    """
+    name = "tensorboard.compat.notf"
+    sys.modules.setdefault(name, ModuleType(name))
 
 
 class Screen(logging.Handler):

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from privssl import durable
 from privssl.errors import RunFolderError
+from privssl.process import without_tensorflow
 
 Image = NDArray[np.uint8]  # (H, W) or (H, W, 3)
 
@@ -54,6 +55,7 @@ class TensorBoardTracker:
     """
 
     def __init__(self, folder: Path, resume_after: int | None = None) -> None:
+        without_tensorflow()
         # Imported here: it takes a second, and a run without TensorBoard should not wait.
         from torch.utils.tensorboard import SummaryWriter
 

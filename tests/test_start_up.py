@@ -67,6 +67,32 @@ def test_reading_a_config_without_privacy_loads_neither_opacus_nor_what_draws() 
     assert "opacus" in loaded(plan, *slow)  # a private one does
 
 
+LOOKED_FOR = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+seen = []
+sys.addaudithook(lambda event, told: event == "import" and seen.append(told[0]))
+{write}
+print("tensorflow" in seen)
+"""
+
+
+def test_tensorflow_is_not_imported_where_it_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "tensorflow").mkdir()
+    (tmp_path / "tensorflow" / "__init__.py").write_text("raise ImportError")
+    events = str(tmp_path / "events")
+
+    def imported(write: str) -> str:
+        code = LOOKED_FOR.format(folder=str(tmp_path), write=write)
+        return subprocess.check_output([sys.executable, "-c", code], text=True).strip()
+
+    ours = f"from privssl.tracker import *; TensorBoardTracker(Path({events!r})).close()"
+    torchs = f"from torch.utils.tensorboard import *; SummaryWriter({events!r}).close()"
+    assert imported(ours) == "False"
+    assert imported(torchs) == "True"  # the control: TensorBoard looks for it
+
+
 COLLECTED = """
 import gc
 from privssl.process import without_collections
