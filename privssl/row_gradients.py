@@ -42,7 +42,7 @@ RowLoss = Callable[[Parameters, Mapping[str, Tensor]], Tensor]
 Key = tuple[str, str]  # network, parameter name
 
 #: A weight is left as two factors, if it has so many times more numbers than these have pairs of
-#: places. With 2 small_cnn's steps took a quarter longer, and ResNet-9's gained nothing.
+#: places. With 2 small_cnn's steps took a quarter longer, and a wide ResNet-9's gained nothing.
 MANY = 8
 
 

@@ -35,6 +35,8 @@ from privssl.clipping import Outer, RowGradients, Rows, clipped_sums
 from privssl.errors import PrivacyError
 from privssl.losses import soft_cross_entropy
 from privssl.models.convnets import LeNet, SmallCNN
+from privssl.models.resnet import ResNet9
+from privssl.models.wide_resnet import WideResNet28x2
 from privssl.noisy_steps import SecureNoise
 from privssl.privacy import (
     PrivatePlan,
@@ -470,6 +472,8 @@ SHIPPED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
         lambda: SmallCNN(SHAPE, CLASSES, width=4, norm="none"), classifier_rows,
     ),
     "LeNet": (lambda: LeNet(SHAPE, CLASSES, width=4), classifier_rows),
+    "ResNet9": (lambda: ResNet9(SHAPE, CLASSES, width=2), classifier_rows),
+    "WideResNet28x2": (lambda: WideResNet28x2(SHAPE, CLASSES, width=2), classifier_rows),
     "ImageGenerator": (lambda: networks()["G"], generator_rows),
     "ImageDiscriminator": (lambda: networks()["D"], discriminator_rows),
     # As the published scheme has it: spectral, therefore frozen and in eval.
