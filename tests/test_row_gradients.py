@@ -426,10 +426,11 @@ def test_an_input_that_is_changed_after_its_layer_is_refused() -> None:
 @pytest.mark.parametrize("clip", [1.0, 1e-2, 1e-4])
 @pytest.mark.parametrize("small", [1e-30, 2.6e-23, 1e-22, 1e-19])
 @pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("places", [1, 2, 9])
 def test_a_factor_whose_squares_vanish_is_still_measured(
-    small: float, clip: float, swapped: bool
+    small: float, clip: float, swapped: bool, places: int
 ) -> None:
-    sides = torch.full((1, 1, 512), small), torch.full((1, 1, 512), 7e17)
+    sides = torch.full((1, places, 512), small), torch.full((1, places, 512), 7e17)
     assert longest(Outer(*(reversed(sides) if swapped else sides)), clip) <= 1 + 1e-4
 
 
