@@ -1,7 +1,8 @@
 """privssl against pfl-research, Flower's simulation and a plain loop, on pfl's CIFAR-10 cell.
 
     python -m benchmarks.against_flower_and_pfl [--pfl-python PATH] [--flower-python PATH]
-                                                [--rounds 5] [--passes 3] [--only NAME ...]
+                                                [--rounds 5] [--passes 3] [--beside 0]
+                                                [--only NAME ...]
 
 The two frameworks need an environment (one for both will do; the torch of ours, so that all
 compute alike):
@@ -23,7 +24,7 @@ does move it (pfl in float32: 5.1 and 7.3 s on a busy machine), so neither is fo
 counted once (PSS). ``loss`` and ``accuracy`` are on 1,000 test rows after all rounds: everybody
 starts from the same weights, draws agents by a sampler of its own, and should come to much the
 same. All have ``--cores`` (2) in sum: processes of one thread each, but for the plain loop, which
-is left with PyTorch's defaults.
+is left with PyTorch's defaults. With ``--beside N`` they share them with N processes of other work.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.cell import work as cell
-from benchmarks.processes import Told, about, carry_out
+from benchmarks.processes import Told, about, beside_option, carry_out, other_work
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 60.0  # seconds that start and one round may take, before a repeat is given up
@@ -176,12 +177,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="timed ones of a repeat")
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--cores", type=int, default=2)
+    beside_option(parser)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="parts of names")
     options = parser.parse_args(arguments)
     print(about())
     taking_part = competitors(options)
     failed = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, other_work(options.beside):
         cell.make_rows(Path(folder))
         for number in range(options.passes):
             for one in taking_part:
@@ -200,8 +202,8 @@ def report(
     files = {one.name: f"cell/{one.module}.py" for one in taking_part}
     print(
         f"\n{cell.AGENTS:,} agents of {cell.ROWS_EACH} rows, {cell.PER_ROUND} in a round, batches "
-        f"of {cell.BATCH}, one epoch. {options.cores} cores, {options.passes} passes of "
-        f"{options.rounds} timed rounds.\n\n| competitor | rounds/s (slowest, fastest) "
+        f"of {cell.BATCH}, one epoch. {options.cores} cores, {options.beside} processes of other work "
+        f"beside, {options.passes} passes of {options.rounds} timed rounds.\n\n| competitor | rounds/s (slowest, fastest) "
         "| CPU s per round | start, s | memory, MB | loss | accuracy | file |\n" + "|---" * 8 + "|"
     )
     for name, n in told.items():

@@ -1,7 +1,7 @@
 """Our engine against FedAvg-FixMatch as research code writes it, on the same work.
 
     python -m benchmarks.plain_fixmatch [--data mnist] [--agents 10] [--rows 300] [--batch 32]
-        [--rate 0.005] [--labels 100] [--warm-up 200] [--rounds 5]
+        [--rate 0.005] [--labels 100] [--warm-up 200] [--rounds 5] [--beside 0]
 
 A server with few labelled rows trains on weak views of them; then agents without labels train on
 their own sure guesses (FixMatch: the class of a weak view, where it is sure, is asked of a strong
@@ -20,7 +20,7 @@ Both begin from a network that learned from the server's rows, as in a run that 
 fresh one is sure of nothing, and ours passes over rows that are not sure. Shares are told. A rate
 that is too high for RandAugment on digits (0.02, and 0.005 with batches of 10) lets both collapse,
 each in its own way, and the check below fails.
-Turns, medians and columns as in ``benchmarks.plain_loop``.
+Turns, medians, columns and ``--beside`` as in ``benchmarks.plain_loop``.
 Exit status: 1 where training did not agree.
 """
 
@@ -53,6 +53,7 @@ from benchmarks.plain_loop import (
     table,
     take_turns,
 )
+from benchmarks.processes import other_work
 from privssl import data, optimisers, seeds
 from privssl.agents import Agent
 from privssl.algorithms.base import Task
@@ -263,11 +264,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for n, label in {1: "1 thread", defaults: f"defaults ({defaults} threads)"}.items()
         ]
         competitors = [*plain, *ours]
+        stack.enter_context(other_work(options.beside))
         take_turns(competitors, options.rounds)
     print(
         f"{options.data}, {options.labels} labels at the server, {options.agents} agents with "
         f"{options.rows} rows, batches of {options.batch}, rate {options.rate}, "
-        f"{options.rounds} timed rounds\n"
+        f"{options.rounds} timed rounds, {options.beside} processes of other work beside\n"
     )
     right = {one.name: work.accuracy(one.weights()) for one in competitors}
     table(competitors, right, images=options.agents * options.rows + options.labels)

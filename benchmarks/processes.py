@@ -4,6 +4,7 @@ Whatever a program starts inherits a word in its environment, by which it is fou
 (Ray's) leave their process group and their parent. Linux.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -13,8 +14,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -107,6 +108,28 @@ def carry_out(
     lines = [json.loads(s.removeprefix(SIGN)) for s in texts[0] if s.startswith(SIGN)]
     errors = "".join(texts[1])[-2000:]
     return Told(begun, tuple(lines), peak, tuple(cpu), running[0].returncode, errors)
+
+
+def beside_option(parser: argparse.ArgumentParser) -> None:
+    """What ``other_work`` is given."""
+    parser.add_argument(
+        "--beside", type=int, default=0, metavar="N",
+        help="processes of other work that keep a core busy each all the while (0)",
+    )  # fmt: skip
+
+
+@contextmanager
+def other_work(processes: int) -> Iterator[None]:
+    """Inside, so many processes beside this one keep a core busy each, as others do on a machine
+    that is shared. Each ends when its pipe does: also with a benchmark that was killed."""
+    busy = "import os, threading as t\n"
+    busy += "t.Thread(target=lambda: (os.read(0, 1), os._exit(0))).start()\nwhile True: pass"
+    with ExitStack() as stack:
+        for _ in range(processes):
+            stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", busy], stdin=subprocess.PIPE)
+            )
+        yield
 
 
 def end_all(word: str) -> None:

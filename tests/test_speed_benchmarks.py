@@ -9,7 +9,9 @@ import dataclasses
 import os
 import platform
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ from privssl.prepare import prepare
 from privssl.settings import ModelSettings
 
 SMALL = argparse.Namespace(
-    data="digits", agents=2, rows=24, batch=10, epochs=2, rounds=2, augment="none"
+    data="digits", agents=2, rows=24, batch=10, epochs=2, rounds=2, augment="none", beside=0
 )
 
 FEW = argparse.Namespace(
@@ -157,9 +159,48 @@ def test_a_competitor_that_trained_otherwise_is_reported(
         plain_loop.take_turns(competitors, 1)
         assert plain_loop.report(competitors, work, SMALL) == 0
         assert "Trained alike." in capsys.readouterr().out
-        competitors[0].play(3)
+        first, competitors[0].first = competitors[0].first, work.begin
         assert plain_loop.report(competitors, work, SMALL) == 1
         assert "NOT trained alike." in capsys.readouterr().out
+        competitors[0].first = first
+        constant = {name: torch.zeros_like(value) for name, value in work.begin.items()}
+        competitors[0].weights = lambda: constant  # one class for all rows, by the end
+        assert plain_loop.report(competitors, work, SMALL) == 1
+        assert "NOT trained alike." in capsys.readouterr().out
+
+
+def test_other_work_keeps_cores_busy_until_its_benchmark_ends_or_is_killed() -> None:
+    with processes.other_work(2):
+        beside = children(os.getpid())
+        assert len(beside) == 2
+        assert all(running(one) for one in beside)
+    assert not any(running(one) for one in beside)
+    with processes.other_work(0):
+        assert children(os.getpid()) == []
+    killed = "import time; from benchmarks.processes import other_work as w\n"
+    killed += "with w(1): print('begun', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", killed], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"begun\n"
+        (beside_it,) = children(parent.pid)
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while running(beside_it):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def children(parent: int) -> list[int]:
+    """Of its first thread, as Linux lists them."""
+    return [int(n) for n in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def running(process: int) -> bool:
+    """Whether it is there, and no zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_fixmatch_by_a_plain_loop_and_by_our_engine_lead_to_the_same_weights(
