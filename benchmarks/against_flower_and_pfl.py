@@ -202,8 +202,9 @@ def report(
     files = {one.name: f"cell/{one.module}.py" for one in taking_part}
     print(
         f"\n{cell.AGENTS:,} agents of {cell.ROWS_EACH} rows, {cell.PER_ROUND} in a round, batches "
-        f"of {cell.BATCH}, one epoch. {options.cores} cores, {options.beside} processes of other work "
-        f"beside, {options.passes} passes of {options.rounds} timed rounds.\n\n| competitor | rounds/s (slowest, fastest) "
+        f"of {cell.BATCH}, one epoch. {options.cores} cores, {options.beside} processes of other "
+        f"work beside, {options.passes} passes of {options.rounds} timed rounds.\n\n"
+        "| competitor | rounds/s (slowest, fastest) "
         "| CPU s per round | start, s | memory, MB | loss | accuracy | file |\n" + "|---" * 8 + "|"
     )
     for name, n in told.items():
