@@ -62,6 +62,9 @@ def carry_out(
 ) -> Told:
     """Run commands side by side until the first of them ends, then end all that is left.
 
+    They stay in the session of this process: Linux shares cores between sessions (autogroup), and
+    a competitor of two commands would get twice the share beside other work.
+
     Args:
         commands: the first is the one whose lines count.
         environments: added to this process's, one for each command.
@@ -76,7 +79,6 @@ def carry_out(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
         )
         for command, more in zip(commands, environments, strict=True)
     ]
@@ -121,13 +123,16 @@ def beside_option(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def other_work(processes: int) -> Iterator[None]:
     """Inside, so many processes beside this one keep a core busy each, as others do on a machine
-    that is shared. Each ends when its pipe does: also with a benchmark that was killed."""
+    that is shared: each in a session of its own, by which Linux shares cores (autogroup). Each
+    ends when its pipe does: also with a benchmark that was killed."""
     busy = "import os, threading as t\n"
     busy += "t.Thread(target=lambda: (os.read(0, 1), os._exit(0))).start()\nwhile True: pass"
     with ExitStack() as stack:
         for _ in range(processes):
             stack.enter_context(
-                subprocess.Popen([sys.executable, "-c", busy], stdin=subprocess.PIPE)
+                subprocess.Popen(
+                    [sys.executable, "-c", busy], stdin=subprocess.PIPE, start_new_session=True
+                )
             )
         yield
 

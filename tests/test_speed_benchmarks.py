@@ -174,6 +174,7 @@ def test_other_work_keeps_cores_busy_until_its_benchmark_ends_or_is_killed() -> 
         beside = children(os.getpid())
         assert len(beside) == 2
         assert all(running(one) for one in beside)
+        assert len({os.getsid(0), *map(os.getsid, beside)}) == 3
     assert not any(running(one) for one in beside)
     with processes.other_work(0):
         assert children(os.getpid()) == []
@@ -448,6 +449,16 @@ def test_nothing_that_a_program_started_outlives_its_measurement(
     left = carry_out([command], [environment], limit=60).lines[0]["child"]
     assert _alive(left)
     os.kill(left, signal.SIGKILL)
+
+
+def test_commands_side_by_side_share_a_session_and_so_one_share_of_the_cores(
+    tmp_path: Path,
+) -> None:
+    files = [tmp_path / "one", tmp_path / "other"]
+    note = "import os, sys; open(sys.argv[1], 'w').write(str(os.getsid(0)))"
+    told = carry_out([[sys.executable, "-c", note, str(f)] for f in files], [{}, {}], limit=60)
+    assert told.status == 0
+    assert [int(file.read_text()) for file in files] == [os.getsid(0)] * 2
 
 
 def test_a_program_is_ended_at_its_limit() -> None:

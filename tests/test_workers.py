@@ -5,6 +5,7 @@ beside it: a worker that is really another process, an engine that forgets, a lo
 """
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -250,6 +251,49 @@ def test_a_worker_has_one_thread_whatever_this_process_has() -> None:
             assert ask(there, STEPS.where, whom="q0")[0].said.number == 2.0  # the control
         finally:
             torch.set_num_threads(1)
+
+
+@pytest.fixture
+def two_cores() -> Iterator[tuple[int, int]]:
+    """The cores that this process, and what it forks, may use for the length of a test."""
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("one core, and workers cannot be spread")
+    one, other, *_ = sorted(before)
+    os.sched_setaffinity(0, {one, other})
+    yield one, other
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize(
+    ("workers", "places"),
+    [(1, ["either"]), (2, ["one", "other"]), (3, ["either"] * 3), (4, ["one", "other"] * 2)],
+)
+def test_workers_that_are_as_many_on_each_core_keep_to_it_and_no_others_do(
+    workers: int, places: list[str], two_cores: tuple[int, int]
+) -> None:
+    one, other = two_cores
+    kept = {"one": {one}, "other": {other}, "either": {one, other}}
+    meant = [kept[place] for place in places]
+    with engine(agents(workers + 1), workers=workers) as there:
+        for _ in range(2):  # the second time one has been replaced, and need not have had a visit
+            ask(there, STEPS.where)
+            assert soon(lambda: list(map(os.sched_getaffinity, processes_of(there))) == meant)
+            os.kill(processes_of(there)[-1], signal.SIGKILL)
+    assert os.sched_getaffinity(0) == {one, other}  # of this process
+
+
+def test_a_core_that_is_taken_away_ends_no_worker(
+    two_cores: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(process: int, cores: set[int]) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refused)
+    with engine() as there:
+        ask(there, STEPS.where)
+        assert [os.sched_getaffinity(p) for p in processes_of(there)] == [set(two_cores)] * 2
+    monkeypatch.undo()  # before the fixture gives cores back
 
 
 def test_the_longest_agent_is_first_and_equals_go_in_the_order_of_calls(tmp_path: Path) -> None:

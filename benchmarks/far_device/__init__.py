@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.backend_registration import rename_privateuse1_backend
 
 from privssl.errors import UserError
 
@@ -78,7 +79,7 @@ def begin() -> torch.device:
     os.environ["PATH"] = _path()
     source = Path(__file__).parent / "far.cpp"
     load("privssl_far_device", [str(source)], extra_cflags=["-O1"], is_python_module=False)
-    torch.utils.rename_privateuse1_backend(NAME)
+    rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _Module(NAME))
     return torch.device(NAME)
 

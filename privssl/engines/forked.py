@@ -265,6 +265,23 @@ def _live(serve: Callable[[], None], lifeline: Lifeline, kept: set[int]) -> NoRe
         os._exit(status)
 
 
+def keep_to_core(place: int, workers: int) -> None:
+    """Keep this process to one core, where so many workers are as many on each; else do nothing.
+
+    Linux divides a machine between programs, not between processes: beside one busy program it
+    thinks two cores well balanced with all workers on one and that program on the other, so two
+    workers took the time of one. With fewer workers than cores, each is better left free: another
+    run would choose the same cores.
+
+    Args:
+        place: of this worker among them, from 0.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if workers % len(cores) == 0:
+        with suppress(OSError):  # a core that was taken away meanwhile
+            os.sched_setaffinity(0, {cores[place % len(cores)]})
+
+
 def _end_with(lifeline: Lifeline) -> None:
     """End this process, in whatever step it is, when the one at the other end has ended."""
     os.read(lifeline.file, 1)

@@ -37,6 +37,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
@@ -51,6 +52,7 @@ from privssl.engines.forked import (
     Sheet,
     Worker,
     class_of,
+    keep_to_core,
     name_of,
     raised,
     signals_waiting,
@@ -314,7 +316,7 @@ class WorkerEngine(LocalEngine):
     def _hire(self, place: int) -> None:
         with signals_waiting():
             try:
-                worker = Worker.forked(self._serve, self._lifeline, [self._letter])
+                worker = Worker.forked(partial(self._serve, place), self._lifeline, [self._letter])
             except OSError as error:
                 raise WorkerError(
                     f"The system starts no worker process: {error.strerror}. Set run.workers=1, "
@@ -345,7 +347,8 @@ class WorkerEngine(LocalEngine):
 
     # In the worker -------------------------------------------------------------------------
 
-    def _serve(self, pipe: Connection, sheet: Sheet) -> None:
+    def _serve(self, place: int, pipe: Connection, sheet: Sheet) -> None:
+        keep_to_core(place, len(self._workers))
         for other in filter(None, self._workers):  # whose sheets would outlive them here
             other.sheet.unmap()
         while True:
