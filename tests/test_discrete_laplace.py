@@ -100,9 +100,10 @@ def test_a_coin_of_chance_e_to_the_minus_gamma_is_one() -> None:
         numerators = np.full(DRAWS, gamma.numerator, dtype=np.uint64)
         heads = int(module._bernoulli_exp(numerators, gamma.denominator).sum())
         assert binomtest(heads, DRAWS, math.exp(-gamma)).pvalue > LEVEL
-        # The control: one percent beside it would be seen.
+        # The control: three percent beside it would be seen. (Two are 6.8 standard deviations, of
+        # which the level takes 4.9: chance hid them once in 40 runs.)
         if gamma:
-            assert binomtest(heads, DRAWS, math.exp(-gamma) * 0.98).pvalue < LEVEL
+            assert binomtest(heads, DRAWS, math.exp(-gamma) * 0.97).pvalue < LEVEL
 
 
 def test_a_word_that_would_bias_a_remainder_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
