@@ -293,7 +293,6 @@ def test_a_core_that_is_taken_away_ends_no_worker(
     with engine() as there:
         ask(there, STEPS.where)
         assert [os.sched_getaffinity(p) for p in processes_of(there)] == [set(two_cores)] * 2
-    monkeypatch.undo()  # before the fixture gives cores back
 
 
 def test_the_longest_agent_is_first_and_equals_go_in_the_order_of_calls(tmp_path: Path) -> None:
