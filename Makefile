@@ -13,6 +13,9 @@ EXTRA ?= dev
 # A whole suite on all cores, one file to a worker at a time; a few files in one process.
 PARALLEL ?= $(if $(TESTS),,--numprocesses auto --dist loadfile)
 
+# What pip reads or compiles: a change installs anew.
+INSTALLS := setup.cfg setup.py pyproject.toml privssl/kernels/pooled.cpp
+
 VENV := .venv
 RUN := $(VENV)/bin/python
 
@@ -66,17 +69,17 @@ clean:  ## remove caches and build files; .venv and runs stay
 
 # The stamps are written after pip has succeeded, so an interrupted installation is taken up
 # again, and a changed dependency is installed.
-$(VENV)/.installed: setup.cfg pyproject.toml | $(RUN)
+$(VENV)/.installed: $(INSTALLS) | $(RUN)
 	@echo 'Installing privssl and what it needs: torch is large, the first time takes minutes.'
 	$(RUN) -m pip install --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: setup.cfg pyproject.toml | $(RUN)
+$(VENV)/.installed-dev: $(INSTALLS) | $(RUN)
 	@echo 'Installing privssl, what it needs and the tools: the first time takes minutes.'
 	$(RUN) -m pip install --editable '.[$(EXTRA)]'
 	@touch $@ $(VENV)/.installed
 
-$(VENV)/.installed-flower: setup.cfg pyproject.toml | $(RUN)
+$(VENV)/.installed-flower: $(INSTALLS) | $(RUN)
 	@echo 'Installing privssl and Flower: torch is large, the first time takes minutes.'
 	$(RUN) -m pip install --editable '.[flower]'
 	@touch $@ $(VENV)/.installed

@@ -41,7 +41,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.cell.work import SHAPE, CellCNN
 from benchmarks.processes import about
-from privssl import optimisers
+from privssl import kernels, optimisers
 from privssl.data.views import view
 from privssl.learn import minimise, network_input
 from privssl.models import build_classifier, laid_out
@@ -128,7 +128,7 @@ class Step:
     def operations(self) -> int:
         """Of products and convolutions, forward and backward."""
         counter = FlopCounterMode(display=False)
-        with counter:
+        with counter, kernels.torch_alone():  # it sees no others
             self()
         return int(counter.get_total_flops())
 

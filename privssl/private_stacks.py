@@ -15,8 +15,9 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from privssl.layer_gradients import Key
 from privssl.private_steps import ClippedSums, NoisyStep
-from privssl.row_gradients import Key, factored_gradients
+from privssl.row_gradients import factored_gradients
 from privssl.stacked import COPY, JointSteps, filled
 from privssl.together import RowFunction
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from privssl.clipping import RowGradients, clipped_sums
-from privssl.row_gradients import Key, Parameters, RowLoss, factored_gradients
+from privssl.layer_gradients import Key
+from privssl.row_gradients import Parameters, RowLoss, factored_gradients
 
 if TYPE_CHECKING:
     from privssl.noisy_steps import SecureNoise

@@ -18,7 +18,7 @@ agents and their weights; from there on rows are rows.
 """
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,17 +33,14 @@ from torch.func import grad, vmap
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from privssl.clipping import Outer, RowGradients, Rows
-from privssl.errors import PrivacyError
+from privssl import kernels
+from privssl.clipping import RowGradients, Rows
+from privssl.layer_gradients import Call, Key, LayerCall, PooledCall, added, in_pair
+from privssl.models.pooled import of_rows, plain, pooled
 
 Parameters = Mapping[str, Mapping[str, Tensor]]  # network -> parameter name -> tensor
 #: (parameters of the protected networks, one row's fields without batch dimension) -> scalar
 RowLoss = Callable[[Parameters, Mapping[str, Tensor]], Tensor]
-Key = tuple[str, str]  # network, parameter name
-
-#: A weight is left as two factors, if it has so many times more numbers than these have pairs of
-#: places. With 2 small_cnn's steps took a quarter longer, and a wide ResNet-9's gained nothing.
-MANY = 8
 
 
 def per_row_gradients(
@@ -118,58 +115,13 @@ def factored_gradients(
         if gradient is not None:
             for key, part in seen.of_parameters(gradient):
                 parts[key].append(part)
-    return {key: _added(each) for key, each in parts.items() if each}
+    return {key: added(each) for key, each in parts.items() if each}
 
 
 def _seen_by_each(parameter: Tensor, rows: int, at: int) -> Tensor:
     """One tensor as if each row had its own, with a dimension more, of rows."""
     size = (*parameter.shape[:at], rows, *parameter.shape[at:])
     return parameter.unsqueeze(at).expand(size).requires_grad_()
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A layer that was called with watched parameters, for all rows."""
-
-    layer: Callable[..., Any]
-    given: Mapping[str, Any]  # its arguments by name
-    weight: tuple[Key, torch.Size]  # and its shape
-    bias: Key | None
-    input: Tensor  # (B, ...), or (A, B, ...)
-    output: Tensor  # of the graph; rows, or agents and rows, are along ``rows_at``
-    rows_at: tuple[int, ...]
-    versions: tuple[int, int]  # of input and output, when the layer was done
-
-    def check_untouched(self) -> None:
-        now = {"input": self.input._version, "output": self.output._version}
-        for (which, version), before in zip(now.items(), self.versions, strict=True):
-            if version != before:
-                raise PrivacyError(
-                    f"the {which} of {'.'.join(self.weight[0])} is changed in place, so that the "
-                    "gradients of single rows cannot be known. Use a network without inplace=True"
-                )
-
-    def of_parameters(self, gradient: Tensor) -> list[tuple[Key, RowGradients]]:
-        """Gradients of weight and bias from that of the output."""
-        key, shape = self.weight
-        x, g = self.input, gradient.movedim(self.rows_at, tuple(range(len(self.rows_at))))
-        if len(self.rows_at) > 1:  # weights are not needed here, so rows are rows, whoever's
-            x, g = x.flatten(0, 1), g.flatten(0, 1)
-        # (B, T, channels, ...), linear: (B, ..., features)
-        if self.layer is functional.linear:
-            left, right = (t.reshape(len(t), -1, t.shape[-1]) for t in (g, x))
-            return [(key, _product(left, right)), *self._of_bias(left.sum(dim=1))]
-        places = (1, *range(3, g.dim()))
-        if self.layer is functional.group_norm:
-            groups, eps = self.given["num_groups"], self.given["eps"]
-            normed = functional.group_norm(x.flatten(0, 1), groups, eps=eps)
-            mine: RowGradients = Rows((g * normed.view_as(g)).sum(dim=places))
-        else:
-            mine = _of_kernels(self.layer, self.given, x, g, shape)
-        return [(key, mine), *self._of_bias(g.sum(dim=places))]
-
-    def _of_bias(self, each: Tensor) -> list[tuple[Key, RowGradients]]:
-        return [] if self.bias is None else [(self.bias, Rows(each))]
 
 
 _ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {
@@ -195,7 +147,7 @@ class _Watch(TorchFunctionMode):
         """``moving``: what needs gradients. ``depth``: of vmaps around the loss, of agents and rows
         or of rows alone."""
         super().__init__()
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
         self._moving, self._depth = moving, depth
         self._key_of: dict[int, Key] = {}
         self._level: int | None = None
@@ -215,7 +167,23 @@ class _Watch(TorchFunctionMode):
             given = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
             if self._knows(func, given):
                 return self._done(func, given)
+        if func is pooled:
+            return self._pooled(*args)
         return func(*args, **kwargs)
+
+    def _pooled(self, x: Tensor, own: kernels.Parameters, form: kernels.Form) -> Tensor:
+        """Several layers that kernels of ours do as one; not for agents side by side."""
+        keys = [None if p is None else self._key_of.get(id(p)) for p in own]
+        moves = all(p is None or key in self._moving for p, key in zip(own, keys, strict=True))
+        of_layer = {"input": x, "weight": own.weight, "bias": own.bias}
+        if self._depth > 1 or not moves or not self._knows(pooled, of_layer):
+            with self:  # single layers may be known
+                return plain(x, own, form)
+        key = self._key_of[id(own.weight)]
+        whole = [None if other is None else self.whole[other] for other in keys[1:]]
+        out, visit = of_rows(x, kernels.Parameters(self.whole[key], *whole), form)
+        self._write_down(x, out, partial(PooledCall, weight=key, keys=keys, visit=visit))
+        return out
 
     def _knows(self, layer: Callable[..., Any], given: Mapping[str, Any]) -> bool:
         """Whether gradients of this call can be made from its input and its output's gradient."""
@@ -235,7 +203,7 @@ class _Watch(TorchFunctionMode):
             return len(shape) == 2 and (bias is None or bias.shape == shape[:1])
         if layer is functional.group_norm:
             return bool(x.dim() >= 2)
-        dense = given.get("groups", 1) == 1 and _pair(given.get("dilation", 1)) == (1, 1)
+        dense = given.get("groups", 1) == 1 and in_pair(given.get("dilation", 1)) == (1, 1)
         padded = not isinstance(given.get("padding", 0), str)
         return dense and padded and x.dim() == 4 and len(x) > 0
 
@@ -245,24 +213,19 @@ class _Watch(TorchFunctionMode):
         x = given["input"]
         one = {"weight": self.whole[key], "bias": None if bias is None else self.whole[bias]}
         # (2,) for (2, 2) is understood by layers, not by vmap over their weights
-        pairs = {name: _pair(given[name]) for name in _IN_PAIRS if name in given}
+        pairs = {name: in_pair(given[name]) for name in _IN_PAIRS if name in given}
         out: Tensor = layer(**{**given, **pairs, **one})
+        shape = self.whole[key].shape
+        called = partial(LayerCall, weight=key, layer=layer, given=given, shape=shape, bias=bias)
+        self._write_down(x, out, called)
+        return out
+
+    def _write_down(self, x: Tensor, out: Tensor, called: Callable[..., Call]) -> None:
         inner, rows_at = _beneath(out, self._depth)
         read, places = _beneath(x, self._depth)
         read = read.movedim(places, tuple(range(self._depth))).detach()
-        self.calls.append(
-            _Call(
-                layer=layer,
-                given=given,
-                weight=(key, self.whole[key].shape),
-                bias=bias,
-                input=read,
-                output=inner,
-                rows_at=rows_at,
-                versions=(read._version, inner._version),
-            )
-        )
-        return out
+        versions = (read._version, inner._version)
+        self.calls.append(called(input=read, output=inner, rows_at=rows_at, versions=versions))
 
 
 def _beneath(tensor: Tensor, depth: int) -> tuple[Tensor, tuple[int, ...]]:
@@ -284,91 +247,3 @@ def _beneath(tensor: Tensor, depth: int) -> tuple[Tensor, tuple[int, ...]]:
         return tensor, (places[0],)
     rows, agents = places  # rows: counted without the dimension of agents
     return tensor, (agents, rows + (rows >= agents))
-
-
-def _product(
-    left: Tensor, right: Tensor, kernel: tuple[int, int, int] | None = None
-) -> RowGradients:
-    """(B, T, p) and (B, T, d): multiplied out where that is less work (Bu et al. 2022).
-
-    ``kernel``: as in :class:`clipping.Outer`.
-    """
-    places, p, d = left.shape[1], left.shape[2], right.shape[2]
-    no_float64 = left.device.type == "mps"
-    if MANY * places**2 > p * d or (places > 1 and no_float64):
-        each = left.mT @ right
-        if kernel is None:
-            return Rows(each)
-        return Rows(each.view(*each.shape[:2], *kernel), (0, 3, 1, 2))
-    return Outer(left, right, kernel)
-
-
-def _of_kernels(
-    layer: Callable[..., Any], given: Mapping[str, Any], x: Tensor, g: Tensor, shape: torch.Size
-) -> RowGradients:
-    """Gradients of a convolution's weight, of its ``shape`` (first, second, height, width), from
-    inputs and output gradients (B, T, channels, h, w).
-
-    A kernel slides over the larger of two images and meets a place of the smaller one.
-    """
-    larger, smaller = (x, g) if layer is functional.conv2d else (g, x)
-    seen = _windows(
-        larger.flatten(0, 1),
-        shape[2:],
-        _pair(given.get("stride", 1)),
-        _pair(given.get("padding", 0)),
-    )
-    met = smaller.flatten(0, 1).flatten(2).mT  # (B T, places, first)
-    left, right = (t.reshape(len(x), -1, t.shape[-1]) for t in (met, seen))
-    return _product(left, right, (shape[2], shape[3], shape[1]))
-
-
-def _windows(
-    x: Tensor, kernel: torch.Size, stride: tuple[int, int], padding: tuple[int, int]
-) -> Tensor:
-    """What a kernel sees at every place: (N, channels, h, w) -> (N, places, kernel channels).
-
-    ``functional.unfold``, in the order in which memory is copied fastest (5 times as fast).
-    """
-    x = functional.pad(x, (padding[1], padding[1], padding[0], padding[0]))
-    many = x.shape[1] >= 4
-    x = x.contiguous(memory_format=torch.channels_last if many else torch.contiguous_format)
-    (high, wide), (down, right) = kernel, stride
-    places = ((x.shape[2] - high) // down + 1, (x.shape[3] - wide) // right + 1)
-    n, c, h, w = x.stride()
-    if many:  # channels lie side by side
-        size = (len(x), *places, high, wide, x.shape[1])
-        return x.as_strided(size, (n, h * down, w * right, h, w, c)).reshape(
-            len(x), places[0] * places[1], -1
-        )
-    size = (len(x), high, wide, x.shape[1], *places)
-    return x.as_strided(size, (n, h, w, c, h * down, w * right)).reshape(
-        len(x), -1, places[0] * places[1]
-    ).mT  # fmt: skip
-
-
-def _added(parts: list[RowGradients]) -> RowGradients:
-    """One of several gradients of one parameter, which came by several ways."""
-    if len(parts) == 1:
-        return parts[0]
-    outer = [part for part in parts if isinstance(part, Outer)]
-    if len(outer) == len(parts):
-        left, right = (torch.cat([getattr(o, s) for o in outer], 1) for s in ("left", "right"))
-        return _product(left, right, outer[0].kernel)
-    total = _written_out(parts[0])
-    for part in parts[1:]:
-        total = total + _written_out(part)
-    return Rows(total)
-
-
-def _written_out(part: RowGradients) -> Tensor:
-    """(B, *shape of the parameter)."""
-    if isinstance(part, Outer):
-        return part.shaped(part.left.mT @ part.right)
-    assert isinstance(part, Rows)
-    return part.each if part.axes is None else part.each.permute(0, *(a + 1 for a in part.axes))
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    one, *other = (value,) if isinstance(value, int) else value
-    return (one, *other) if other else (one, one)

@@ -287,6 +287,7 @@ MAY = {
     ),
     "privssl.site.keys": "subprocess",
     "privssl.site.fence": "ctypes",
+    "privssl.kernels": "ctypes",  # kernels that were compiled beside it when it was installed
     "privssl.process": "ctypes",  # two calls of the C library that is loaded, with constants
 }
 

@@ -395,6 +395,7 @@ def test_precision_auto_is_said_as_what_it_is_here(
 ) -> None:
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: capable)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("privssl.kernels.generation", lambda: None)
     path = write(SOUND + f"run: {{precision: auto}}\nmodel: {{name: {model}}}\n")
     config = load(path, (), TABLE)
     assert config.run.precision == expected

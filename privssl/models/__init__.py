@@ -10,6 +10,7 @@ from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
 from privssl.models.dropout import Dropout
 from privssl.models.flatten import Flatten
 from privssl.models.linear import LARGE, Linear
+from privssl.models.pooled import fused
 from privssl.models.precision import Precision, in_precision
 from privssl.models.resnet import ResNet9
 from privssl.models.wide_resnet import WideResNet28x2
@@ -74,6 +75,7 @@ def laid_out(network: Network) -> Network:
                 child.__class__ = Linear  # it keeps its parameters
         if type(module) is nn.Sequential:
             _rectify_late(module)
+            fused(module)
     return network.to(memory_format=torch.channels_last)
 
 

@@ -7,6 +7,7 @@ dimensions it does not ask.
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 ASKS = torch.__version__ < "2.14"
 
@@ -15,6 +16,13 @@ class GroupNorm(nn.GroupNorm):
     """``torch.nn.GroupNorm``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if ASKS and torch._C._are_functorch_transforms_active():
-            return super().forward(x.flatten(2)).view_as(x)
-        return super().forward(x)
+        return group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """``torch.nn.functional.group_norm``."""
+    if ASKS and torch._C._are_functorch_transforms_active():
+        return functional.group_norm(x.flatten(2), groups, weight, bias, eps).view_as(x)
+    return functional.group_norm(x, groups, weight, bias, eps)

@@ -16,6 +16,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from privssl import kernels
+
 Precision = Literal["float32", "bfloat16"]
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -23,6 +25,7 @@ Network = TypeVar("Network", bound=nn.Module)
 #: Their training steps take less time where batches are large, and never much more
 #: (docs/performance.md); those of LeNet and of FedTriNet's CNN take as long, or longer.
 WIDE = ("small_cnn", "resnet9", "wresnet28x2")
+POOLED = ("small_cnn",)  # not so, where kernels of our own do their layers
 
 
 def faster(classifier: str, device: str) -> Precision:
@@ -34,7 +37,8 @@ def faster(classifier: str, device: str) -> Precision:
         device: as ``run.device``.
     """
     on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-    narrow = on_cpu and torch.cpu._is_avx512_bf16_supported() and classifier in WIDE
+    gains = classifier in WIDE and not (classifier in POOLED and kernels.generation())
+    narrow = on_cpu and torch.cpu._is_avx512_bf16_supported() and gains
     return "bfloat16" if narrow else "float32"
 
 
@@ -62,7 +66,7 @@ def _narrow(kind: type[nn.Module]) -> type:
             super().__init__(*given, **named)
             for module in self.modules():
                 if isinstance(module, nn.GroupNorm):
-                    module.register_forward_pre_hook(_widened)
+                    module.register_forward_pre_hook(widened)
 
         def forward(self, x: Tensor, *others: Tensor) -> Tensor:
             with torch.autocast(x.device.type, torch.bfloat16):
@@ -73,6 +77,6 @@ def _narrow(kind: type[nn.Module]) -> type:
     return Narrow
 
 
-def _widened(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+def widened(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
     """Group norm reads float32: in bfloat16 it takes ten times as long on a CPU."""
     return (given[0].float(),)

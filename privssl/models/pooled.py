@@ -1,0 +1,292 @@
+"""Convolution, pooling, norm and rectifier as one, by kernels of our own.
+
+Small networks lose more time between these four layers than in them, and three quarters of what a
+convolution's backward pass multiplies are zeros that pooling put there. ``privssl/kernels`` does
+all four in one go, and leaves the zeros out (docs/performance.md says what it is worth). Every
+number is what torch's layers make, but for rounding.
+
+No layer is replaced and no parameter changes its name: :func:`fused` gives a ``Sequential`` a
+forward pass that sees where the four follow each other, and takes torch's way wherever the kernels
+do not apply: on a GPU, in float64, with several threads, for agents side by side.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from privssl import kernels
+from privssl.kernels import Done, Form, Parameters
+from privssl.models.group_norm import group_norm
+from privssl.models.precision import widened
+
+#: Weights of one convolution, by whether products are narrow. With more, torch is as fast.
+MOST_WEIGHTS = {False: 2**17, True: 2**15}
+MOST_NUMBERS = 2**24  # of a row, read or made
+
+# Which layers -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """Places in a Sequential of layers that the kernels do as one."""
+
+    convolution: int
+    norm: int | None
+    rectified: bool
+    end: int  # the first place behind
+
+
+class FusedSequential(nn.Sequential):
+    """A Sequential some of whose layers are done as one, where they can be."""
+
+    runs: dict[int, Run]  # by the place where each begins
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers, at = list(self), 0
+        while at < len(layers):
+            run = self.runs.get(at)
+            asked = None if run is None else _asked(x, layers, run)
+            if run is None or asked is None:
+                x, at = layers[at](x), at + 1
+            else:
+                x, at = pooled(x, *asked), run.end
+        return x
+
+
+def fused(layers: nn.Sequential) -> None:
+    """Give it the forward pass of ``FusedSequential``, if there is anything to fuse."""
+    found = [_run(list(layers), place) for place in range(len(layers))]
+    runs = {run.convolution: run for run in found if run is not None}
+    if runs:
+        layers.__class__ = FusedSequential
+        cast(FusedSequential, layers).runs = runs
+
+
+def _run(layers: Sequence[nn.Module], first: int) -> Run | None:
+    """The longest run that begins here."""
+    if not _convolves(layers[first]):
+        return None
+    pooling = _next(layers, first)
+    if pooling is None or not _pools(layers[pooling]):
+        return None
+    norm, last = _next(layers, pooling), pooling
+    if norm is not None and _norms(layers[norm]):
+        last = norm
+    else:
+        norm = None
+    rectifier = _next(layers, last)
+    rectified = rectifier is not None and type(layers[rectifier]) is nn.ReLU
+    return Run(first, norm, rectified, (rectifier if rectified and rectifier else last) + 1)
+
+
+def _next(layers: Sequence[nn.Module], place: int) -> int | None:
+    """The place of the next layer that does anything."""
+    behind = range(place + 1, len(layers))
+    return next((at for at in behind if type(layers[at]) is not nn.Identity), None)
+
+
+def _convolves(layer: nn.Module) -> bool:
+    return (
+        type(layer) is nn.Conv2d
+        and (layer.stride, layer.dilation, layer.groups) == ((1, 1), (1, 1), 1)
+        and layer.padding_mode == "zeros"
+        and not isinstance(layer.padding, str)
+    )
+
+
+def _pools(layer: nn.Module) -> bool:
+    """Whether it takes the largest of every two by two places, each place once."""
+    return (
+        type(layer) is nn.MaxPool2d
+        and all(size in (2, (2, 2)) for size in (layer.kernel_size, layer.stride))
+        and layer.padding in (0, (0, 0))
+        and layer.dilation in (1, (1, 1))
+        and not (layer.ceil_mode or layer.return_indices)
+    )
+
+
+def _norms(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.GroupNorm) and layer.affine
+
+
+def _asked(x: Tensor, layers: Sequence[nn.Module], run: Run) -> tuple[Parameters, Form] | None:
+    """What the kernels would be asked for with these rows; None: torch does the work."""
+    convolution = cast(nn.Conv2d, layers[run.convolution])
+    narrow, weight = torch.is_autocast_enabled("cpu"), convolution.weight
+    apply = (
+        kernels.generation() is not None
+        and torch.get_num_threads() == 1
+        and type(x) is Tensor  # and nothing that looks like one to torch alone
+        and type(weight) in (Tensor, nn.Parameter)
+        and x.device.type == weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and x.dim() == 4
+        and (_narrow_is_known(x) if narrow else x.dtype == torch.float32)
+        and not any(map(_is_watched, layers[run.convolution : run.end]))
+    )
+    if not apply:
+        return None
+    norm = None if run.norm is None else cast(nn.GroupNorm, layers[run.norm])
+    groups, eps = (0, 0.0) if norm is None else (norm.num_groups, norm.eps)
+    padding = cast(tuple[int, int], convolution.padding)
+    form = Form(padding, groups, eps, run.rectified, narrow)
+    if not _fits(x.shape, weight.shape, form):
+        return None
+    affine = (None, None) if norm is None else (norm.weight, norm.bias)
+    return Parameters(weight, convolution.bias, *affine), form
+
+
+def _narrow_is_known(x: Tensor) -> bool:
+    to_bfloat16 = torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return to_bfloat16 and kernels.can_be_narrow() and x.dtype in (torch.float32, torch.bfloat16)
+
+
+def _is_watched(layer: nn.Module) -> bool:
+    """Whether somebody wants to see what this layer reads or makes."""
+    before = layer._forward_pre_hooks
+    return bool(
+        (before and any(hook is not widened for hook in before.values()))
+        or layer._forward_hooks
+        or layer._backward_hooks
+    )
+
+
+@lru_cache(maxsize=256)
+def _fits(rows: torch.Size, weight: torch.Size, form: Form) -> bool:
+    """Whether rows can be pooled, and are not too large."""
+    padded = [side + 2 * zeros for side, zeros in zip(rows[2:], form.padding, strict=True)]
+    left = [(side - high + 1) // 2 for side, high in zip(padded, weight[2:], strict=True)]
+    numbers = max(rows[1] * math.prod(padded), weight[0] * math.prod(left))
+    fit = rows[0] > 0 and min(left) > 0 and numbers <= MOST_NUMBERS
+    # Rows of other channels: torch says it best.
+    return fit and weight.numel() <= MOST_WEIGHTS[form.narrow] and rows[1] == weight[1]
+
+
+# What they compute ------------------------------------------------------------------------------
+
+
+def pooled(x: Tensor, own: Parameters, form: Form) -> Tensor:
+    """Convolution, the largest of two by two places, group norm, rectifier.
+
+    Args:
+        x: (B, channels, height, width); float32, or bfloat16 where ``form`` is narrow.
+        own: gamma and beta are those of the norm, (kernels,), or None where there is none.
+        form: fits the rows.
+
+    Returns:
+        (B, kernels, height, width after pooling), float32.
+    """
+    if has_torch_function_variadic(x, own.weight):
+        found: Tensor = handle_torch_function(pooled, (x, own.weight), x, own, form)
+        return found
+    if torch._C._are_functorch_transforms_active():
+        return plain(x, own, form)
+    found = _Pooled.apply(x, *own, Visit(form), None)
+    return found
+
+
+def plain(x: Tensor, own: Parameters, form: Form) -> Tensor:
+    """What :func:`pooled` computes, by torch's layers."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=form.narrow):
+        y = functional.conv2d(x, own.weight, own.bias, padding=form.padding)
+        y = functional.max_pool2d(y, 2)
+        if form.groups:
+            y = group_norm(y.float(), form.groups, own.gamma, own.beta, form.eps)
+        y = functional.relu(y) if form.rectified else y
+    return y.float()
+
+
+class Visit:
+    """One forward pass through the kernels, and what it leaves for the way back."""
+
+    def __init__(self, form: Form, per_row: int | None = None) -> None:
+        """``per_row``: images of one row, where rows are told apart."""
+        self.form, self._per_row = form, per_row
+        self._left: tuple[Parameters, Done] | None = None
+
+    def forward(self, x: Tensor, own: Parameters) -> Tensor:
+        """(B, ...); or, where rows are told apart, (rows, images of one, ...) of (rows times
+        images, ...)."""
+        y, done = kernels.forward(x.float(), own, self.form)
+        self._left = own, done
+        if self._per_row is None:
+            return y
+        # Not a view, whose changes in place torch would refuse in other words than ours.
+        size = (len(y) // self._per_row, self._per_row, *y.shape[1:])
+        stride = (self._per_row * y.stride(0), *y.stride())
+        return y.new_empty(0).set_(y.untyped_storage(), 0, size, stride)
+
+    def back(
+        self, gradient: Tensor, *, inputs: bool, parameters: bool
+    ) -> tuple[Tensor | None, Parameters | None]:
+        """Gradients of inputs, and for all or for each row one of parameters, from the output's.
+        As ``kernels.backward`` gives them."""
+        assert self._left is not None
+        own, done = self._left
+        gradient = gradient if self._per_row is None else gradient.flatten(0, 1)
+        together = (self._per_row or len(gradient)) if parameters else None
+        return kernels.backward(gradient, own, self.form, done, inputs=inputs, together=together)
+
+
+class _Pooled(torch.autograd.Function):
+    # Without setup_context, as in models/flatten.py.
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
+        """Of x, what ``Parameters`` has, a visit, and what else the output shall depend on."""
+        *own, ctx.visit, _ = given
+        # As they are, so that torch notices who changes them before the way back.
+        ctx.save_for_backward(x, *own)
+        y: Tensor = ctx.visit.forward(x, Parameters(*own))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (x, *own), wanted = ctx.saved_tensors, ctx.needs_input_grad[:5]
+        if torch.is_grad_enabled():  # derivatives of derivatives, which the kernels do not have
+            some = [t for t, want in zip((x, *own), wanted, strict=True) if want]
+            y = plain(x, Parameters(*own), ctx.visit.form)
+            found = iter(torch.autograd.grad(y, some, gradients, create_graph=True))
+            return *(next(found) if want else None for want in wanted), None, None
+        of_x, sums = ctx.visit.back(gradients[0], inputs=wanted[0], parameters=any(wanted[1:]))
+        of_x = of_x if of_x is None else of_x.to(x.dtype)
+        if sums is None:
+            return of_x, *(None,) * 6
+        others = (g if g is None else g[0] for g in sums[1:])
+        return of_x, sums.weight[0].permute(0, 3, 1, 2), *others, None, None
+
+
+class _OfRows(torch.autograd.Function):
+    """The same in a vmap over rows, of several images each, with parameters that all rows share."""
+
+    @staticmethod
+    def forward(*_: Any) -> Tensor:
+        raise AssertionError("it is for vmap")
+
+    @staticmethod
+    def setup_context(*_: Any) -> None:
+        """As torch wants it of whoever has a vmap."""
+
+    @staticmethod
+    def vmap(info: Any, where: Any, x: Tensor, *given: Any) -> tuple[Tensor, int]:
+        return _Pooled.apply(x.movedim(where[0], 0).flatten(0, 1), *given), 0
+
+
+def of_rows(x: Tensor, own: Parameters, form: Form) -> tuple[Tensor, Visit]:
+    """:func:`pooled` inside of one vmap over rows, and its way back.
+
+    Args:
+        x: of one row, (images, channels, height, width).
+        own: what all rows share. Its gradients are left to the visit: nothing flows there, but the
+            output has a gradient in any case.
+    """
+    visit, anchor = Visit(form, per_row=len(x)), torch.zeros((), requires_grad=True)
+    detached = (p if p is None else p.detach() for p in own)
+    found: Tensor = _OfRows.apply(x, *detached, visit, anchor)
+    return found, visit

@@ -1,0 +1,30 @@
+"""Compiles privssl/kernels, where it can be; everything else about the project is in setup.cfg.
+
+Each kernel is made for several generations of processors, and privssl takes the one that fits. What
+does not compile, for want of a compiler or on a processor of another kind, is left out: torch's
+kernels then do the work.
+"""
+
+from setuptools import Extension, setup
+
+#: As privssl/kernels/__init__.py knows them.
+GENERATIONS = {
+    "avx2": ["-march=x86-64-v3"],
+    "avx512": ["-march=x86-64-v4"],
+    "bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+}
+# A compiler that carries inputs of one turn of a loop over to the next runs out of registers.
+FLAGS = ["-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-predictive-commoning"]
+
+setup(
+    ext_modules=[
+        Extension(
+            f"privssl.kernels._pooled_{name}",
+            ["privssl/kernels/pooled.cpp"],
+            extra_compile_args=[*FLAGS, *processor],
+            language="c++",
+            optional=True,
+        )
+        for name, processor in GENERATIONS.items()
+    ]
+)
