@@ -20,7 +20,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from privssl import __version__, checkpoint, data, pictures
+from privssl import __version__, checkpoint, data, kernels, pictures
 from privssl import config as configs
 from privssl.algorithms.base import Algorithm, Phase
 from privssl.card import AgentSpend, guarantee_sentence, privacy_card, render_markdown
@@ -320,6 +320,7 @@ class Run:
                 "privssl": __version__,
                 "torch": version("torch"),
                 "opacus": version("opacus"),
+                "kernels": kernels.generation() or "torch",
             },
         }
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from accounting.budget import Nominal
-from privssl import checkpoint, run, run_folder
+from privssl import checkpoint, kernels, run, run_folder
 from privssl import config as configs
 from privssl.prepare import Prepared
 from privssl.process import LogFile, logging_to
@@ -71,7 +71,10 @@ def _log_start(prepared: Prepared) -> None:
         *(prepared.federation.manifest.hash[:12], config.source),
     )
     roles = ", ".join(f"{agent.id} ({agent.role})" for agent in agents)
-    log.info("Device %s, torch %s. Agents: %s", prepared.device, version("torch"), roles)
+    log.info(
+        "Device %s, torch %s, kernels %s. Agents: %s",
+        *(prepared.device, version("torch"), kernels.generation() or "torch", roles),
+    )
     warn(config.warnings)
     if prepared.plan is not None and prepared.plan.scope == "as_published":
         warn([_nominal_warning(prepared)])

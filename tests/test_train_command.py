@@ -30,7 +30,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 )
 
 from accounting.ledger import read_journal
-from privssl import audit, checkpoint, durable
+from privssl import audit, checkpoint, durable, kernels
 
 PRIVATE = PLAIN + "privacy: {epsilon: 4.0, delta: 1.0e-3, sample_rate: 1.0, steps: 2, visits: 2}\n"
 PUBLISHED = PLAIN + (
@@ -436,7 +436,8 @@ def test_results_json_has_the_fields_of_the_contract(plain: Finished, private: F
     assert (results["status"], results["rounds"], results["labels"]) == ("finished", 3, 40)
     assert set(results["test_accuracy"]) == {"final", "best", "best_round"}
     assert set(results["seconds"]) == {"total", "round_median"}
-    assert set(results["versions"]) == {"privssl", "torch", "opacus"}
+    assert set(results["versions"]) == {"privssl", "torch", "opacus", "kernels"}
+    assert results["versions"]["kernels"] in ("torch", *kernels.GENERATIONS)
     assert results["privacy"] == {"guarantee": None, "nominal_epsilon": None, "scope": "none"}
     split = json.loads((plain.folder / "split.json").read_text())
     assert results["split_hash"] == split["hash"]

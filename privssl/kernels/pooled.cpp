@@ -135,7 +135,7 @@ struct Wide {
   static constexpr Index AT_ONCE = 1;
   using Word = float;
   using Weights = V;
-  static Word word(const float* channel, Index, Index) { return *channel; }
+  static Word word(const float* channel, Index) { return *channel; }
   static Weights weights(const Word* from) { return load(from); }
   static V add(V sum, Weights w, Word x) { return sum + w * x; }
 };
@@ -152,8 +152,8 @@ struct Narrow {
     if (f != f) return 0x7fc0;
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   }
-  static Word word(const float* channel, Index stride, Index left) {
-    return rounded(channel[0]) | (left > 1 ? rounded(channel[stride]) << 16 : 0);
+  static Word word(const float* channel, Index left) {
+    return rounded(channel[0]) | (left > 1 ? rounded(channel[1]) << 16 : 0);
   }
   static Weights weights(const Word* from) { return (Weights)_mm512_loadu_si512(from); }
   static V add(V sum, Weights w, Word x) {
@@ -162,84 +162,220 @@ struct Narrow {
 };
 #endif
 
-// Weights as tiles read them: vectors of kernels, by channel (or two) and tap.
-template <class How>
-void pack(const Sizes& of, const float* weights, typename How::Word* to) {
-  for (Index first = 0; first < of.Kp; first += LANES)
-    for (Index c = 0; c < of.C; c += How::AT_ONCE)
-      for (Index tap = 0; tap < of.taps; tap++, to += LANES)
-        for (Index a = 0; a < LANES && first + a < of.K; a++)
-          to[a] = How::word(weights + ((first + a) * of.taps + tap) * of.C + c, 1, of.C - c);
+// The largest of four vectors of kernels, and which of them it was. The first of equals; and NaN is
+// larger than all, as in torch.
+inline void pool(const V four[4], float* largest, uint8_t* where) {
+  V most = four[0];
+  Lanes<LANES>::Whole which{};
+#pragma GCC unroll 3
+  for (int32_t n = 1; n < 4; n++) {
+    const auto more = (four[n] > most) | (four[n] != four[n]);
+    most = more ? four[n] : most;
+    which = more ? n - Lanes<LANES>::Whole{} : which;
+  }
+  store(largest, most);
+  *reinterpret_cast<Lanes<LANES>::Bytes*>(where) =
+      __builtin_convertvector(which, Lanes<LANES>::Bytes);
 }
 
-// A row, channel (or two) by channel, with zeros around.
+// A convolution as it is written: LANES kernels at two lines of some places at a time.
 template <class How>
-void planes(const Sizes& of, const float* row, typename How::Word* to) {
-  for (Index i = 0; i < of.height; i++)
-    for (Index j = 0; j < of.width; j++, row += of.C) {
-      auto* at = to + (i + of.down) * of.Wp + j + of.right;
-      for (Index c = 0; c < of.C; c += How::AT_ONCE, at += of.Hp * of.Wp)
-        *at = How::word(row + c, 1, of.C - c);
+class Direct {
+ public:
+  using Word = typename How::Word;
+
+  Direct(const Sizes& of, const float* weights, const float* bias)
+      : of_(of), words_((of.C + How::AT_ONCE - 1) / How::AT_ONCE),
+        weights_(of.Kp * words_ * of.taps), planes_(words_ * of.Hp * of.Wp), bias_(bias) {
+    Word* to = weights_;  // vectors of kernels, by channel (or two) and tap
+    for (Index first = 0; first < of.Kp; first += LANES)
+      for (Index c = 0; c < of.C; c += How::AT_ONCE)
+        for (Index tap = 0; tap < of.taps; tap++, to += LANES)
+          for (Index a = 0; a < LANES && first + a < of.K; a++)
+            to[a] = How::word(weights + ((first + a) * of.taps + tap) * of.C + c, of.C - c);
+  }
+
+  void of_row(const float* x, float* largest, uint8_t* where) {
+    for (Index i = 0; i < of_.height; i++)  // channel (or two) by channel, with zeros around
+      for (Index j = 0; j < of_.width; j++, x += of_.C) {
+        Word* at = planes_ + (i + of_.down) * of_.Wp + j + of_.right;
+        for (Index c = 0; c < of_.C; c += How::AT_ONCE, at += of_.Hp * of_.Wp)
+          *at = How::word(x + c, of_.C - c);
+      }
+    for (Index first = 0; first < of_.Kp; first += LANES)
+      for (Index i = 0; i < of_.ph; i++)
+        for (Index j = 0, columns; j < of_.pw; j += columns / 2) {
+          columns = std::min<Index>(2 * (of_.pw - j), COLUMNS);
+          const Index to = (i * of_.pw + j) * of_.Kp + first;
+          tile_of<COLUMNS>(columns, planes_ + 2 * (i * of_.Wp + j), first, largest + to, where + to);
+        }
+  }
+
+ private:
+  template <Index T>
+  void tile_of(Index columns, const Word* x, Index first, float* largest, uint8_t* where) {
+    if constexpr (T > 0) {
+      if (columns == T) return tile<T>(x, first, largest, where);
+      tile_of<T - 2>(columns, x, first, largest, where);
     }
-}
+  }
 
-// LANES kernels at two lines of T places: the largest of every four, and which of them it was.
-template <class How, Index T>
-void tile(const Sizes& of, const typename How::Word* x, const typename How::Word* w, V bias,
-          float* largest, uint8_t* where) {
-  V sums[2][T];
-  for (Index t = 0; t < T; t++) sums[0][t] = sums[1][t] = bias;
-  for (Index c = 0; c < of.C; c += How::AT_ONCE, x += of.Hp * of.Wp)
-    for (Index i = 0; i < of.high; i++) {
-      const auto *upper = x + i * of.Wp, *lower = upper + of.Wp;
-      for (Index j = 0; j < of.wide; j++, upper++, lower++, w += LANES) {
-        const auto weights = How::weights(w);
+  template <Index T>
+  void tile(const Word* x, Index first, float* largest, uint8_t* where) {
+    const Word* w = weights_ + first * words_ * of_.taps;
+    V sums[2][T];
 #pragma GCC unroll 16
-        for (Index t = 0; t < T; t++) {
-          sums[0][t] = How::add(sums[0][t], weights, upper[t]);
-          sums[1][t] = How::add(sums[1][t], weights, lower[t]);
+    for (Index t = 0; t < T; t++) sums[0][t] = sums[1][t] = load(bias_ + first);
+    for (Index c = 0; c < words_; c++, x += of_.Hp * of_.Wp)
+      for (Index i = 0; i < of_.high; i++) {
+        const Word *upper = x + i * of_.Wp, *lower = upper + of_.Wp;
+        for (Index j = 0; j < of_.wide; j++, upper++, lower++, w += LANES) {
+          const auto weights = How::weights(w);
+#pragma GCC unroll 16
+          for (Index t = 0; t < T; t++) {
+            sums[0][t] = How::add(sums[0][t], weights, upper[t]);
+            sums[1][t] = How::add(sums[1][t], weights, lower[t]);
+          }
         }
       }
-    }
 #pragma GCC unroll 8
-  for (Index t = 0; t < T; t += 2, largest += of.Kp, where += of.Kp) {
-    const V others[3] = {sums[0][t + 1], sums[1][t], sums[1][t + 1]};
-    V most = sums[0][t];
-    Lanes<LANES>::Whole which{};
-#pragma GCC unroll 3
-    for (Index n = 0; n < 3; n++) {  // the first of equals, and NaN is larger than all, as in torch
-      const auto more = (others[n] > most) | (others[n] != others[n]);
-      most = more ? others[n] : most;
-      which = more ? static_cast<int32_t>(n + 1) - Lanes<LANES>::Whole{} : which;
+    for (Index t = 0; t < T; t += 2, largest += of_.Kp, where += of_.Kp) {
+      const V four[4] = {sums[0][t], sums[0][t + 1], sums[1][t], sums[1][t + 1]};
+      pool(four, largest, where);
     }
-    store(largest, most);
-    *reinterpret_cast<Lanes<LANES>::Bytes*>(where) =
-        __builtin_convertvector(which, Lanes<LANES>::Bytes);
   }
-}
 
-template <class How, Index T, class... Given>
-void tile_of(Index columns, const Given&... given) {
-  if constexpr (T > 0) {
-    if (columns == T) return tile<How, T>(given...);
-    tile_of<How, T - 2>(columns, given...);
-  }
-}
+  const Sizes& of_;
+  const Index words_;  // of all channels
+  Room<Word> weights_, planes_;
+  const float* bias_;
+};
 
-template <class How>
-void convolve_and_pool(const Sizes& of, const typename How::Word* planes,
-                       const typename How::Word* weights, const float* bias, float* largest,
-                       uint8_t* where) {
-  const Index each = (of.C + How::AT_ONCE - 1) / How::AT_ONCE * of.taps * LANES;
-  for (Index first = 0; first < of.Kp; first += LANES, weights += each)
-    for (Index i = 0; i < of.ph; i++)
-      for (Index j = 0, columns; j < of.pw; j += columns / 2) {
-        columns = std::min<Index>(2 * (of.pw - j), COLUMNS);
-        const Index to = (i * of.pw + j) * of.Kp + first;
-        tile_of<How, COLUMNS>(columns, of, planes + 2 * (i * of.Wp + j), weights,
-                              load(bias + first), largest + to, where + to);
+// Of kernels of three by three: Winograd's F(2x2, 3x3) (Lavin and Gray, arXiv 1509.09308, section
+// 4.1). The four places that are pooled are what it computes at once, by 16 products where there
+// were 36:  Y = A' ((G w G') (B' x B)) A.
+class Winograd {
+ public:
+  Winograd(const Sizes& of, const float* weights, const float* bias)
+      : of_(of), half_((of.Wp + 1) / 2 + LANES), places_(of.M + LANES + MOST),
+        weights_(16 * of.C * of.Kp), planes_(of.C * of.Hp * 2 * half_),
+        seen_(16 * of.C * places_), sums_(16 * places_ * LANES), bias_(bias) {
+    for (Index k = 0; k < of.K; k++)
+      for (Index c = 0; c < of.C; c += LANES) {
+        const Index some = std::min(LANES, of.C - c);
+        V lines[4][3], w[4];
+        for (Index j = 0; j < 3; j++) {
+          V g[3];
+          for (Index i = 0; i < 3; i++)
+            g[i] = load_some(weights + (k * 9 + i * 3 + j) * of.C + c, some);
+          filter(g[0], g[1], g[2], w);
+          for (Index i = 0; i < 4; i++) lines[i][j] = w[i];
+        }
+        for (Index i = 0; i < 4; i++) {
+          filter(lines[i][0], lines[i][1], lines[i][2], w);
+          for (Index j = 0; j < 4; j++) {
+            float* to = weights_ + ((k / LANES * 16 + i * 4 + j) * of.C + c) * LANES + k % LANES;
+            for (Index a = 0; a < some; a++) to[a * LANES] = w[j][a];
+          }
+        }
       }
-}
+  }
+
+  void of_row(const float* x, float* largest, uint8_t* where) {
+    for (Index i = 0; i < of_.height; i++)  // by channel and line; even columns, then odd ones
+      for (Index j = 0; j < of_.width; j++, x += of_.C) {
+        const Index column = j + of_.right;
+        float* at = planes_ + (i + of_.down) * 2 * half_ + column % 2 * half_ + column / 2;
+        for (Index c = 0; c < of_.C; c++) at[c * of_.Hp * 2 * half_] = x[c];
+      }
+    transform();
+    for (Index first = 0; first < of_.Kp; first += LANES) {
+      const Index parts = (of_.M + MOST - 1) / MOST, each = ((of_.M + parts - 1) / parts + 1) / 2 * 2;
+      for (Index m = 0; m < of_.M; m += each) multiply_of<MOST>(each, first, m);
+      for (Index m = 0; m < of_.M; m++)
+        back(sums_ + m * LANES, load(bias_ + first), largest + m * of_.Kp + first,
+             where + m * of_.Kp + first);
+    }
+  }
+
+ private:
+  static constexpr Index MOST = HELD / 4 * 4;  // places whose sums stay in registers
+
+  static void filter(V a, V b, V c, V* to) {
+    to[0] = a, to[1] = 0.5f * (a + b + c), to[2] = 0.5f * (a - b + c), to[3] = c;
+  }
+
+  // Inputs, by product, channel and place. What is behind the last place of a line the next line
+  // writes over.
+  void transform() {
+    for (Index c = 0; c < of_.C; c++)
+      for (Index i = 0; i < of_.ph; i++)
+        for (Index j = 0; j < of_.pw; j += LANES) {
+          const float* lines = planes_ + (c * of_.Hp + 2 * i) * 2 * half_ + j;
+          float* to = seen_ + c * places_ + i * of_.pw + j;
+          V columns[4][4];  // even, odd, and the same one further, of the four sums of lines
+          for (Index n = 0; n < 4; n++) {
+            const float* from = lines + n % 2 * half_ + n / 2;
+            V line[4];
+            for (Index l = 0; l < 4; l++) line[l] = load(from + l * 2 * half_);
+            columns[n][0] = line[0] - line[2], columns[n][1] = line[1] + line[2];
+            columns[n][2] = line[2] - line[1], columns[n][3] = line[1] - line[3];
+          }
+          for (Index l = 0; l < 4; l++) {
+            const V all[4] = {columns[0][l] - columns[2][l], columns[1][l] + columns[2][l],
+                              columns[2][l] - columns[1][l], columns[1][l] - columns[3][l]};
+            for (Index n = 0; n < 4; n++) store(to + (l * 4 + n) * of_.C * places_, all[n]);
+          }
+        }
+  }
+
+  template <Index T>
+  void multiply_of(Index places, Index first, Index m) {
+    if constexpr (T > 0) {
+      if (places == T) return multiply<T>(first, m);
+      multiply_of<T - 2>(places, first, m);
+    }
+  }
+
+  // Each of the 16 products of T places, summed over channels.
+  template <Index T>
+  void multiply(Index first, Index m) {
+    const float *w = weights_ + first * 16 * of_.C, *x = seen_ + m;
+    float* to = sums_ + m * LANES;
+    for (Index n = 0; n < 16; n++, to += places_ * LANES) {
+      V sums[T];
+#pragma GCC unroll 28
+      for (Index t = 0; t < T; t++) sums[t] = V{};  // "= {}" would write to memory first
+      for (Index c = 0; c < of_.C; c++, w += LANES, x += places_) {
+        const V weights = load(w);
+#pragma GCC unroll 28
+        for (Index t = 0; t < T; t++) sums[t] += weights * x[t];
+      }
+#pragma GCC unroll 28
+      for (Index t = 0; t < T; t++) store(to + t * LANES, sums[t]);
+    }
+  }
+
+  void back(const float* sums, V bias, float* largest, uint8_t* where) {
+    V lines[2][4];
+    for (Index n = 0; n < 4; n++) {
+      V m[4];
+      for (Index l = 0; l < 4; l++) m[l] = load(sums + (l * 4 + n) * places_ * LANES);
+      lines[0][n] = m[0] + m[1] + m[2], lines[1][n] = m[1] - m[2] - m[3];
+    }
+    V four[4];
+    for (Index l = 0; l < 2; l++) {
+      four[2 * l] = lines[l][0] + lines[l][1] + lines[l][2] + bias;
+      four[2 * l + 1] = lines[l][1] - lines[l][2] - lines[l][3] + bias;
+    }
+    pool(four, largest, where);
+  }
+
+  const Sizes& of_;
+  const Index half_, places_;  // room for them, and for whole vectors of them
+  Room<float> weights_, planes_, seen_, sums_;
+  const float* bias_;
+};
 
 // Mean, and one over the standard deviation, of each group of channels over all places.
 void moments(const Sizes& of, const Layers& layers, const float* z, float* sums, float* found) {
@@ -286,21 +422,17 @@ struct Norm {
   V output(V z, Index k) { return normed(z, k) * load(gamma + k) + load(beta + k); }
 };
 
-template <class How>
+template <class Convolution>
 void forward(const Layers& layers, const float* x, const float* weights, const float* bias,
              const float* gamma, const float* beta, float* y, float* z, uint8_t* where,
              float* found) {
   const Sizes of(layers);
-  const Index words = (of.C + How::AT_ONCE - 1) / How::AT_ONCE;
-  Room<typename How::Word> packed(of.Kp * words * of.taps);
-  Room<typename How::Word> plane(words * of.Hp * of.Wp);
   Room<float> biases(of.Kp), sums(of.Kp);
-  Norm norm(of, gamma, beta);
   if (bias) std::copy(bias, bias + of.K, static_cast<float*>(biases));
-  pack<How>(of, weights, packed);
+  Convolution convolution(of, weights, biases);
+  Norm norm(of, gamma, beta);
   for (int64_t n = 0; n < layers.rows; n++) {
-    planes<How>(of, x + n * of.height * of.line, plane);
-    convolve_and_pool<How>(of, plane, packed, biases, z, where);
+    convolution.of_row(x + n * of.height * of.line, z, where);
     if (layers.groups) {
       moments(of, layers, z, sums, found);
       norm.of_row(of, layers.groups, found);
@@ -335,6 +467,14 @@ struct Row {
   Index strip;       // pooled places whose inputs fit into the first cache
 };
 
+template <Index L, Index HIGH, Index R>
+inline void nothing(Vector<L> (&sums)[HIGH][R]) {
+#pragma GCC unroll 8
+  for (Index i = 0; i < HIGH; i++)
+#pragma GCC unroll 16
+    for (Index r = 0; r < R; r++) sums[i][r] = Vector<L>{};
+}
+
 // Sums over pooled places of gradient times what the kernel saw there: HIGH lines of the kernel by
 // R vectors of L numbers.
 template <Index L, Index HIGH, Index R>
@@ -342,7 +482,8 @@ void weight_gradients(const Row& row) {
   for (Index from = 0; from < row.M; from += row.strip) {
     const Index to = std::min(row.M, from + row.strip);
     for (Index k = 0; k < row.K; k++) {
-      Vector<L> sums[HIGH][R] = {};
+      Vector<L> sums[HIGH][R];
+        nothing<L, HIGH, R>(sums);
       const float* g = row.g + from * row.Kp + k;
       const uint8_t* where = row.where + from * row.Kp + k;
       for (Index m = from; m < to; m++, g += row.Kp, where += row.Kp) {
@@ -393,7 +534,8 @@ void input_gradients(const Row& row) {
       those_at(row.where + m * row.Kp + first, g, std::min<Index>(64, row.K - first), bits);
       for (Index p = 0; p < 4; p++) {
         if (!bits[p]) continue;
-        Vector<L> sums[HIGH][R] = {};
+        Vector<L> sums[HIGH][R];
+        nothing<L, HIGH, R>(sums);
         for (; bits[p]; bits[p] &= bits[p] - 1) {
           const int k = __builtin_ctzll(bits[p]);
           const float* weights = row.weights + (first + k) * row.high * row.run;
@@ -404,7 +546,9 @@ void input_gradients(const Row& row) {
             for (Index r = 0; r < R; r++) sums[i][r] += load<L>(weights + r * L) * by;
         }
         float* to = row.dx + row.base[m] + row.shift[p];
+#pragma GCC unroll 8
         for (Index i = 0; i < HIGH; i++, to += row.line)
+#pragma GCC unroll 16
           for (Index r = 0; r < R; r++)
             add_or_put<L>(to + r * L, sums[i][r], row.left - r * L, true);
       }
@@ -510,9 +654,11 @@ void pooled_forward(const Layers* layers, const float* x, const float* weights, 
                     float* found) {
 #ifdef __AVX512BF16__
   if (layers->narrow && layers->channels > 1)
-    return forward<Narrow>(*layers, x, weights, bias, gamma, beta, y, z, where, found);
+    return forward<Direct<Narrow>>(*layers, x, weights, bias, gamma, beta, y, z, where, found);
 #endif
-  forward<Wide>(*layers, x, weights, bias, gamma, beta, y, z, where, found);
+  const bool winograd = layers->high == 3 && layers->wide == 3 && layers->channels > 3;
+  (winograd ? forward<Winograd> : forward<Direct<Wide>>)(*layers, x, weights, bias, gamma, beta, y, z,
+                                                         where, found);
 }
 
 // Gradients, from dy: of x (or none, where it is null), and for every ``together`` rows of weights,
