@@ -11,7 +11,6 @@ from setuptools import Extension, setup
 GENERATIONS = {
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4"],
-    "bf16": ["-march=x86-64-v4", "-mavx512bf16"],
 }
 # A compiler that carries inputs of one turn of a loop over to the next runs out of registers.
 FLAGS = ["-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-predictive-commoning"]

@@ -27,7 +27,6 @@ log = logging.getLogger("privssl")
 VERSION = 1  # of what is called, as pooled.cpp has it
 #: Names of what setup.py compiles, the latest first, and whether this processor understands it.
 GENERATIONS: dict[str, Callable[[], bool]] = {
-    "bf16": lambda: torch.cpu._is_avx512_supported() and torch.cpu._is_avx512_bf16_supported(),
     "avx512": lambda: torch.cpu._is_avx512_supported(),
     "avx2": lambda: torch.cpu._is_avx2_supported(),
 }
@@ -41,7 +40,7 @@ class Layers(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 *("rows", "height", "width", "channels", "kernels", "high", "wide", "down"),
-                *("right", "groups", "rectified", "narrow", "together"),
+                *("right", "groups", "rectified", "together"),
             )
         ),
         ("eps", ctypes.c_double),
@@ -55,7 +54,6 @@ class Form(NamedTuple):
     groups: int  # of the norm; 0: there is none
     eps: float  # of the norm
     rectified: bool
-    narrow: bool = False  # forward products of bfloat16
 
 
 class Parameters(NamedTuple):
@@ -93,11 +91,6 @@ def torch_alone() -> Iterator[None]:
         yield
     finally:
         _torch_alone.reset(before)
-
-
-def can_be_narrow() -> bool:
-    """Whether forward products can be of bfloat16."""
-    return generation() == "bf16"
 
 
 def forward(x: Tensor, own: Parameters, form: Form) -> tuple[Tensor, Done]:
@@ -184,7 +177,7 @@ def _layers(x: torch.Size, weight: torch.Size, form: Form, together: int) -> Lay
     kernels, high, wide, _ = weight
     return Layers(
         rows, height, width, channels, kernels, high, wide, *form.padding, form.groups,
-        form.rectified, form.narrow, together, form.eps,
+        form.rectified, together, form.eps,
     )  # fmt: skip
 
 

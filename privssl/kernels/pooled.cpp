@@ -106,7 +106,6 @@ struct Layers {
   int64_t kernels, high, wide, down, right;  // of the convolution; zeros around the inputs
   int64_t groups;                           // of the norm; 0: there is none
   int64_t rectified;                        // 1: by a rectifier, 0: not
-  int64_t narrow;                           // 1: forward products are of bfloat16, where it can be
   int64_t together;                         // rows whose gradients are one sum, in order
   double eps;                               // of the norm
 };
@@ -130,38 +129,6 @@ struct Sizes {
 
 // Forward --------------------------------------------------------------------------------------
 
-// How inputs and weights are multiplied: one channel at a time, or two in bfloat16.
-struct Wide {
-  static constexpr Index AT_ONCE = 1;
-  using Word = float;
-  using Weights = V;
-  static Word word(const float* channel, Index) { return *channel; }
-  static Weights weights(const Word* from) { return load(from); }
-  static V add(V sum, Weights w, Word x) { return sum + w * x; }
-};
-
-#ifdef __AVX512BF16__
-struct Narrow {
-  static constexpr Index AT_ONCE = 2;
-  using Word = uint32_t;  // of two channels
-  using Weights = __m512bh;
-  // To the nearest, ties to even; NaN stays NaN.
-  static uint32_t rounded(float f) {
-    uint32_t bits;
-    std::memcpy(&bits, &f, 4);
-    if (f != f) return 0x7fc0;
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  }
-  static Word word(const float* channel, Index left) {
-    return rounded(channel[0]) | (left > 1 ? rounded(channel[1]) << 16 : 0);
-  }
-  static Weights weights(const Word* from) { return (Weights)_mm512_loadu_si512(from); }
-  static V add(V sum, Weights w, Word x) {
-    return (V)_mm512_dpbf16_ps((__m512)sum, w, (__m512bh)_mm512_set1_epi32(x));
-  }
-};
-#endif
-
 // The largest of four vectors of kernels, and which of them it was. The first of equals; and NaN is
 // larger than all, as in torch.
 inline void pool(const V four[4], float* largest, uint8_t* where) {
@@ -179,28 +146,23 @@ inline void pool(const V four[4], float* largest, uint8_t* where) {
 }
 
 // A convolution as it is written: LANES kernels at two lines of some places at a time.
-template <class How>
 class Direct {
  public:
-  using Word = typename How::Word;
-
   Direct(const Sizes& of, const float* weights, const float* bias)
-      : of_(of), words_((of.C + How::AT_ONCE - 1) / How::AT_ONCE),
-        weights_(of.Kp * words_ * of.taps), planes_(words_ * of.Hp * of.Wp), bias_(bias) {
-    Word* to = weights_;  // vectors of kernels, by channel (or two) and tap
+      : of_(of), weights_(of.Kp * of.C * of.taps), planes_(of.C * of.Hp * of.Wp), bias_(bias) {
+    float* to = weights_;  // vectors of kernels, by channel and tap
     for (Index first = 0; first < of.Kp; first += LANES)
-      for (Index c = 0; c < of.C; c += How::AT_ONCE)
+      for (Index c = 0; c < of.C; c++)
         for (Index tap = 0; tap < of.taps; tap++, to += LANES)
           for (Index a = 0; a < LANES && first + a < of.K; a++)
-            to[a] = How::word(weights + ((first + a) * of.taps + tap) * of.C + c, of.C - c);
+            to[a] = weights[((first + a) * of.taps + tap) * of.C + c];
   }
 
   void of_row(const float* x, float* largest, uint8_t* where) {
-    for (Index i = 0; i < of_.height; i++)  // channel (or two) by channel, with zeros around
+    for (Index i = 0; i < of_.height; i++)  // channel by channel, with zeros around
       for (Index j = 0; j < of_.width; j++, x += of_.C) {
-        Word* at = planes_ + (i + of_.down) * of_.Wp + j + of_.right;
-        for (Index c = 0; c < of_.C; c += How::AT_ONCE, at += of_.Hp * of_.Wp)
-          *at = How::word(x + c, of_.C - c);
+        float* at = planes_ + (i + of_.down) * of_.Wp + j + of_.right;
+        for (Index c = 0; c < of_.C; c++) at[c * of_.Hp * of_.Wp] = x[c];
       }
     for (Index first = 0; first < of_.Kp; first += LANES)
       for (Index i = 0; i < of_.ph; i++)
@@ -213,7 +175,7 @@ class Direct {
 
  private:
   template <Index T>
-  void tile_of(Index columns, const Word* x, Index first, float* largest, uint8_t* where) {
+  void tile_of(Index columns, const float* x, Index first, float* largest, uint8_t* where) {
     if constexpr (T > 0) {
       if (columns == T) return tile<T>(x, first, largest, where);
       tile_of<T - 2>(columns, x, first, largest, where);
@@ -221,20 +183,20 @@ class Direct {
   }
 
   template <Index T>
-  void tile(const Word* x, Index first, float* largest, uint8_t* where) {
-    const Word* w = weights_ + first * words_ * of_.taps;
+  void tile(const float* x, Index first, float* largest, uint8_t* where) {
+    const float* w = weights_ + first * of_.C * of_.taps;
     V sums[2][T];
 #pragma GCC unroll 16
     for (Index t = 0; t < T; t++) sums[0][t] = sums[1][t] = load(bias_ + first);
-    for (Index c = 0; c < words_; c++, x += of_.Hp * of_.Wp)
+    for (Index c = 0; c < of_.C; c++, x += of_.Hp * of_.Wp)
       for (Index i = 0; i < of_.high; i++) {
-        const Word *upper = x + i * of_.Wp, *lower = upper + of_.Wp;
+        const float *upper = x + i * of_.Wp, *lower = upper + of_.Wp;
         for (Index j = 0; j < of_.wide; j++, upper++, lower++, w += LANES) {
-          const auto weights = How::weights(w);
+          const V weights = load(w);
 #pragma GCC unroll 16
           for (Index t = 0; t < T; t++) {
-            sums[0][t] = How::add(sums[0][t], weights, upper[t]);
-            sums[1][t] = How::add(sums[1][t], weights, lower[t]);
+            sums[0][t] += weights * upper[t];
+            sums[1][t] += weights * lower[t];
           }
         }
       }
@@ -246,8 +208,7 @@ class Direct {
   }
 
   const Sizes& of_;
-  const Index words_;  // of all channels
-  Room<Word> weights_, planes_;
+  Room<float> weights_, planes_;
   const float* bias_;
 };
 
@@ -464,6 +425,9 @@ struct Row {
   Index shift[4];    // how far from there each begins
   Index M, K, Kp, high, run, line;
   Index left;        // numbers of the run from here on
+  bool sparse;       // whether many gradients are zeros
+  Index* at;         // room for the places of others, of a strip,
+  float* by;         // and for these
   Index strip;       // pooled places whose inputs fit into the first cache
 };
 
@@ -482,17 +446,28 @@ void weight_gradients(const Row& row) {
   for (Index from = 0; from < row.M; from += row.strip) {
     const Index to = std::min(row.M, from + row.strip);
     for (Index k = 0; k < row.K; k++) {
-      Vector<L> sums[HIGH][R];
-        nothing<L, HIGH, R>(sums);
       const float* g = row.g + from * row.Kp + k;
       const uint8_t* where = row.where + from * row.Kp + k;
-      for (Index m = from; m < to; m++, g += row.Kp, where += row.Kp) {
-        const float* seen = row.x + row.base[m] + row.shift[*where];
-        const float by = *g;
+      Vector<L> sums[HIGH][R];
+      nothing<L, HIGH, R>(sums);
+      const auto add_what = [&](Index at, float by) {
+        const float* seen = row.x + at;
 #pragma GCC unroll 8
         for (Index i = 0; i < HIGH; i++, seen += row.line)
 #pragma GCC unroll 16
           for (Index r = 0; r < R; r++) sums[i][r] += load<L>(seen + r * L) * by;
+      };
+      if (row.sparse) {
+        Index count = 0;
+        for (Index m = from; m < to; m++, g += row.Kp, where += row.Kp) {
+          row.at[count] = row.base[m] + row.shift[*where];
+          row.by[count] = *g;
+          count += *g != 0;
+        }
+        for (Index n = 0; n < count; n++) add_what(row.at[n], row.by[n]);
+      } else {
+        for (Index m = from; m < to; m++, g += row.Kp, where += row.Kp)
+          add_what(row.base[m] + row.shift[*where], *g);
       }
       const bool add = row.add || from > 0;
       for (Index i = 0; i < HIGH; i++)
@@ -652,13 +627,9 @@ int64_t pooled_filled_up(int64_t kernels) { return (kernels + LANES - 1) / LANES
 void pooled_forward(const Layers* layers, const float* x, const float* weights, const float* bias,
                     const float* gamma, const float* beta, float* y, float* z, uint8_t* where,
                     float* found) {
-#ifdef __AVX512BF16__
-  if (layers->narrow && layers->channels > 1)
-    return forward<Direct<Narrow>>(*layers, x, weights, bias, gamma, beta, y, z, where, found);
-#endif
   const bool winograd = layers->high == 3 && layers->wide == 3 && layers->channels > 3;
-  (winograd ? forward<Winograd> : forward<Direct<Wide>>)(*layers, x, weights, bias, gamma, beta, y, z,
-                                                         where, found);
+  (winograd ? forward<Winograd> : forward<Direct>)(*layers, x, weights, bias, gamma, beta, y, z, where,
+                                                   found);
 }
 
 // Gradients, from dy: of x (or none, where it is null), and for every ``together`` rows of weights,
@@ -672,7 +643,9 @@ void pooled_backward(const Layers* layers, const float* dy, const float* x, cons
   Room<float> kept(dx ? of.K * each + LANES : 0);  // vectors end behind what they are of
   Room<float> inputs(of.Hp * line + LANES), dinputs(dx ? of.Hp * line + LANES : 0);
   Room<float> g(of.M * of.Kp);
-  Room<Index> base(of.M);
+  const bool sparse = layers->rectified && !layers->groups;  // norms leave no zeros
+  Room<Index> base(of.M), places(of.M);
+  Room<float> by(of.M);
   Norm norm(of, gamma, beta);
   if (dx) std::copy(weights, weights + of.K * each, static_cast<float*>(kept));
   for (Index m = 0; m < of.M; m++) base[m] = 2 * (m / of.pw * line + m % of.pw * of.C);
@@ -703,7 +676,7 @@ void pooled_backward(const Layers* layers, const float* dy, const float* x, cons
         for (Index a = 0; a < std::min(LANES, of.K - k); a++) dbias[sum * of.K + k + a] += total[a];
       }
     Row row{inputs, dx ? static_cast<float*>(dinputs) : nullptr, kept, nullptr, false, g, where,
-            base, {0, of.C, line, line + of.C}, of.M, of.K, of.Kp, of.high, run, line, run,
+            base, {0, of.C, line, line + of.C}, of.M, of.K, of.Kp, of.high, run, line, run, sparse, places, by,
             of.pw * std::max<Index>(1, (NEAR / line - of.high) / 2)};
     if (dweights) {
       for (Index i = 0; i < of.height; i++)

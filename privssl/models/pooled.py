@@ -26,8 +26,7 @@ from privssl.kernels import Done, Form, Parameters
 from privssl.models.group_norm import group_norm
 from privssl.models.precision import widened
 
-#: Weights of one convolution, by whether products are narrow. With more, torch is as fast.
-MOST_WEIGHTS = {False: 2**17, True: 2**15}
+MOST_WEIGHTS = 2**17  # of one convolution; with more, torch is as fast
 MOST_NUMBERS = 2**24  # of a row, read or made
 
 # Which layers -----------------------------------------------------------------------------------
@@ -119,7 +118,7 @@ def _norms(layer: nn.Module) -> bool:
 def _asked(x: Tensor, layers: Sequence[nn.Module], run: Run) -> tuple[Parameters, Form] | None:
     """What the kernels would be asked for with these rows; None: torch does the work."""
     convolution = cast(nn.Conv2d, layers[run.convolution])
-    narrow, weight = torch.is_autocast_enabled("cpu"), convolution.weight
+    weight = convolution.weight
     apply = (
         kernels.generation() is not None
         and torch.get_num_threads() == 1
@@ -128,7 +127,7 @@ def _asked(x: Tensor, layers: Sequence[nn.Module], run: Run) -> tuple[Parameters
         and x.device.type == weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and x.dim() == 4
-        and (_narrow_is_known(x) if narrow else x.dtype == torch.float32)
+        and _may_be_float32(x)
         and not any(map(_is_watched, layers[run.convolution : run.end]))
     )
     if not apply:
@@ -136,16 +135,19 @@ def _asked(x: Tensor, layers: Sequence[nn.Module], run: Run) -> tuple[Parameters
     norm = None if run.norm is None else cast(nn.GroupNorm, layers[run.norm])
     groups, eps = (0, 0.0) if norm is None else (norm.num_groups, norm.eps)
     padding = cast(tuple[int, int], convolution.padding)
-    form = Form(padding, groups, eps, run.rectified, narrow)
+    form = Form(padding, groups, eps, run.rectified)
     if not _fits(x.shape, weight.shape, form):
         return None
     affine = (None, None) if norm is None else (norm.weight, norm.bias)
     return Parameters(weight, convolution.bias, *affine), form
 
 
-def _narrow_is_known(x: Tensor) -> bool:
-    to_bfloat16 = torch.get_autocast_dtype("cpu") == torch.bfloat16
-    return to_bfloat16 and kernels.can_be_narrow() and x.dtype in (torch.float32, torch.bfloat16)
+def _may_be_float32(x: Tensor) -> bool:
+    """Whether layers work in float32; or in bfloat16, where these do not: they take no longer."""
+    if not torch.is_autocast_enabled("cpu"):
+        return x.dtype == torch.float32
+    to = torch.get_autocast_dtype("cpu")
+    return to == torch.bfloat16 and x.dtype in (torch.float32, torch.bfloat16)
 
 
 def _is_watched(layer: nn.Module) -> bool:
@@ -166,7 +168,7 @@ def _fits(rows: torch.Size, weight: torch.Size, form: Form) -> bool:
     numbers = max(rows[1] * math.prod(padded), weight[0] * math.prod(left))
     fit = rows[0] > 0 and min(left) > 0 and numbers <= MOST_NUMBERS
     # Rows of other channels: torch says it best.
-    return fit and weight.numel() <= MOST_WEIGHTS[form.narrow] and rows[1] == weight[1]
+    return fit and weight.numel() <= MOST_WEIGHTS and rows[1] == weight[1]
 
 
 # What they compute ------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ def pooled(x: Tensor, own: Parameters, form: Form) -> Tensor:
     """Convolution, the largest of two by two places, group norm, rectifier.
 
     Args:
-        x: (B, channels, height, width); float32, or bfloat16 where ``form`` is narrow.
+        x: (B, channels, height, width); float32, or what a layer in bfloat16 made.
         own: gamma and beta are those of the norm, (kernels,), or None where there is none.
         form: fits the rows.
 
@@ -194,13 +196,11 @@ def pooled(x: Tensor, own: Parameters, form: Form) -> Tensor:
 
 def plain(x: Tensor, own: Parameters, form: Form) -> Tensor:
     """What :func:`pooled` computes, by torch's layers."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=form.narrow):
-        y = functional.conv2d(x, own.weight, own.bias, padding=form.padding)
-        y = functional.max_pool2d(y, 2)
-        if form.groups:
-            y = group_norm(y.float(), form.groups, own.gamma, own.beta, form.eps)
-        y = functional.relu(y) if form.rectified else y
-    return y.float()
+    y = functional.conv2d(x.float(), own.weight, own.bias, padding=form.padding)
+    y = functional.max_pool2d(y, 2)
+    if form.groups:
+        y = group_norm(y.float(), form.groups, own.gamma, own.beta, form.eps)
+    return functional.relu(y) if form.rectified else y
 
 
 class Visit:
