@@ -516,13 +516,14 @@ def test_a_toy_run_learns(name: str) -> None:
         settings |= {"strong": "weak", "weak": "none", "threshold": 0.6}
         settings |= {"unlabelled_weight": 0.1}  # with 1 rounding decides: 0.21 to 0.97 by seed
     if name == "fedsem":
-        settings |= {"warm_up": 4}  # labels of an untrained network would be for good
+        settings |= {"warm_up": 6}  # labels of an untrained network would be for good
+    rounds = 8 if name == "fedsem" else 6
     place = at_clients if name in ("fedprox", "fedsem") else at_server
     parties = place(labelled=100, unlabelled=60)
-    after = play(make(name, rounds=6, **settings), parties, 6)
+    after = play(make(name, rounds=rounds, **settings), parties, rounds)
     begun = dataclasses.replace(after, state=after.begun)
     assert accuracy(begun, parties) < 0.35
-    assert accuracy(after, parties) > 0.6  # fedsem: 0.685 here, above 0.7 there, by rounding
+    assert accuracy(after, parties) > 0.6  # fedsem: 0.73 to 0.97 by seed and rounding
 
 
 # Configs ------------------------------------------------------------------------------------
