@@ -1,16 +1,17 @@
 // A convolution, the largest of every two by two places of it, group norm, rectifier: as one, of one
 // row after the other, so that what lies between them stays in the processor's caches.
 //
-// Forward, the sums of a tile of places are held in registers, pooled there and written once.
+// Forward, the sums of a tile of places are held in registers, pooled there and written once; or, of
+// kernels of three by three, the four places that are pooled are one tile of Winograd's.
 // Backward, pooling has sent three of four gradients nowhere: the gradients of weights and of
 // inputs are sums over pooled places alone, a quarter of the multiplications of a convolution's own
-// backward pass, which is done with a gradient that is mostly zeros. Rectified zeros are left out
-// of the sums for inputs, too.
+// backward pass, which is done with a gradient that is mostly zeros. What rectifiers made zero is
+// left out as well.
 //
 // Arrays are float32, rows x height x width x channels ("channels last"), kernels x height x width x
-// channels. A compiler makes this file for several generations of processors (setup.cfg), and
-// privssl/kernels/__init__.py takes the one that fits; no other thread is used. privssl/models/
-// pooled.py is what calls, and says what each number means.
+// channels. setup.py has this file compiled for several generations of processors, of which
+// privssl/kernels/__init__.py takes the one that fits; no other thread is used. What is written
+// here has as many rows as inputs and outputs, and each row is computed by itself.
 
 #include <algorithm>
 #include <cmath>
@@ -36,7 +37,7 @@ constexpr Index LANES = 8, HELD = 12;
 #endif
 constexpr Index COLUMNS = HELD / 4 * 2;  // of a tile of two lines, even
 constexpr Index LINE = 64;               // bytes of a cache
-constexpr Index NEAR = 1 << 14;          // numbers, half of what the first cache holds
+constexpr Index NEAR = 1 << 14;          // numbers that one of the inner caches holds
 
 template <Index L>
 struct Lanes {
@@ -428,7 +429,7 @@ struct Row {
   bool sparse;       // whether many gradients are zeros
   Index* at;         // room for the places of others, of a strip,
   float* by;         // and for these
-  Index strip;       // pooled places whose inputs fit into the first cache
+  Index strip;       // pooled places whose inputs stay near
 };
 
 template <Index L, Index HIGH, Index R>
