@@ -20,6 +20,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <utility>
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
@@ -677,8 +678,8 @@ void pooled_backward(const Layers* layers, const float* dy, const float* x, cons
         for (Index a = 0; a < std::min(LANES, of.K - k); a++) dbias[sum * of.K + k + a] += total[a];
       }
     Row row{inputs, dx ? static_cast<float*>(dinputs) : nullptr, kept, nullptr, false, g, where,
-            base, {0, of.C, line, line + of.C}, of.M, of.K, of.Kp, of.high, run, line, run, sparse, places, by,
-            of.pw * std::max<Index>(1, (NEAR / line - of.high) / 2)};
+            base, {0, of.C, line, line + of.C}, of.M, of.K, of.Kp, of.high, run, line, run,
+            sparse, places, by, of.pw * std::max<Index>(1, (NEAR / line - of.high) / 2)};
     if (dweights) {
       for (Index i = 0; i < of.height; i++)
         std::copy(x + i * of.line, x + (i + 1) * of.line, inputs + at + i * line);
@@ -695,4 +696,5 @@ void pooled_backward(const Layers* layers, const float* dy, const float* x, cons
     z += of.M * of.Kp, where += of.M * of.Kp, found += 2 * layers->groups;
   }
 }
-}
+
+}  // extern "C"
