@@ -14,7 +14,7 @@ EXTRA ?= dev
 PARALLEL ?= $(if $(TESTS),,--numprocesses auto --dist loadfile)
 
 # What pip reads or compiles: a change installs anew.
-INSTALLS := setup.cfg setup.py pyproject.toml privssl/kernels/pooled.cpp
+INSTALLS := setup.cfg setup.py pyproject.toml $(wildcard privssl/kernels/*.?pp)
 
 VENV := .venv
 RUN := $(VENV)/bin/python

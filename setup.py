@@ -5,6 +5,8 @@ does not compile, for want of a compiler or on a processor of another kind, is l
 kernels then do the work.
 """
 
+from pathlib import Path
+
 from setuptools import Extension, setup
 
 #: As privssl/kernels/__init__.py knows them.
@@ -20,6 +22,7 @@ setup(
         Extension(
             f"privssl.kernels._pooled_{name}",
             ["privssl/kernels/pooled.cpp"],
+            depends=sorted(map(str, Path("privssl/kernels").glob("*.hpp"))),
             extra_compile_args=[*FLAGS, *processor],
             language="c++",
             optional=True,

@@ -28,7 +28,7 @@ MANY = 8
 class Call(ABC):
     """A layer, or several that are done as one, called with watched parameters for all rows."""
 
-    weight: Key
+    ends: tuple[Key, Key]  # the weights that read the input, and made the output
     input: Tensor  # (B, ...), or (A, B, ...)
     output: Tensor  # of the graph; rows, or agents and rows, are along ``rows_at``
     rows_at: tuple[int, ...]
@@ -40,10 +40,12 @@ class Call(ABC):
 
     def check_untouched(self) -> None:
         now = {"input": self.input._version, "output": self.output._version}
-        for (which, version), before in zip(now.items(), self.versions, strict=True):
+        for (which, version), before, key in zip(
+            now.items(), self.versions, self.ends, strict=True
+        ):
             if version != before:
                 raise PrivacyError(
-                    f"the {which} of {'.'.join(self.weight)} is changed in place, so that the "
+                    f"the {which} of {'.'.join(key)} is changed in place, so that the "
                     "gradients of single rows cannot be known. Use a network without inplace=True"
                 )
 
@@ -61,7 +63,7 @@ class LayerCall(Call):
     bias: Key | None
 
     def of_parameters(self, gradient: Tensor) -> list[tuple[Key, RowGradients]]:
-        key, x, g = self.weight, self.input, self.rows_first(gradient)
+        key, x, g = self.ends[0], self.input, self.rows_first(gradient)
         if len(self.rows_at) > 1:  # weights are not needed here, so rows are rows, whoever's
             x, g = x.flatten(0, 1), g.flatten(0, 1)
         # (B, T, channels, ...), linear: (B, ..., features)
@@ -83,18 +85,19 @@ class LayerCall(Call):
 
 @dataclass(frozen=True, kw_only=True)
 class PooledCall(Call):
-    """Convolution, pooling, norm and rectifier, by kernels that give each row a sum of its own."""
+    """Convolution, pooling, norm and rectifier, and again, by kernels that give each row a sum of
+    its own."""
 
-    keys: Sequence[Key | None]  # of its parameters, as ``kernels.Parameters`` has them
+    keys: Sequence[Key | None]  # of its parameters, as the visit has them
     visit: Visit
 
     def of_parameters(self, gradient: Tensor) -> list[tuple[Key, RowGradients]]:
         _, sums = self.visit.back(self.rows_first(gradient), inputs=False, parameters=True)
-        assert sums is not None
-        axes = ((0, 3, 1, 2), None, None, None)  # the weight's channels are last
-        each = zip(self.keys, sums, axes, strict=True)
         return [
-            (key, Rows(g, order)) for key, g, order in each if key is not None and g is not None
+            # Weights as they lie in memory, channels last.
+            (key, Rows(g.permute(0, 1, 3, 4, 2), (0, 3, 1, 2)) if g.dim() > 2 else Rows(g))
+            for key, g in zip(self.keys, sums, strict=True)
+            if key is not None and g is not None
         ]
 
 

@@ -221,9 +221,15 @@ def moving_average(kept: StateDict, new: StateDict, decay: float) -> StateDict:
     }
 
 
-def load(network: nn.Module, weights: StateDict) -> nn.Module:
-    """Put weights into a network, by copying, and set it to training mode."""
-    own = {name: tensor.detach() for name, tensor in network.state_dict().items()}
+def load(network: nn.Module, weights: StateDict, device: torch.device | None = None) -> nn.Module:
+    """Put weights into a network, by copying, and set it to training mode.
+
+    Args:
+        device: where it then is; None: where it was.
+    """
+    own = network.state_dict()
+    if device is not None and any(tensor.device != device for tensor in own.values()):
+        own = network.to(device).state_dict()
     if {n: t.shape for n, t in own.items()} != {n: w.shape for n, w in weights.items()}:
         network.load_state_dict(dict(weights))  # it says what does not fit
     transfers.put(own, weights)

@@ -2,17 +2,17 @@
 
 A message class stands at the top of its algorithm's file, so a reader sees what travels
 before anything else. This module has what all of them share: the two ways of sending nothing,
-the reply, the average that a server takes, and the bytes that a network would carry.
+the reply, and the bytes that a network would carry. What a server averages is ``mean.py``'s.
 
 Who sends may mean harm. Bytes become the message that was asked for, with finite numbers in its
-tensors, or a ``MessageError``; an average is taken only of weights of one form.
+tensors, or a ``MessageError``.
 """
 
 import dataclasses
 import json
 import math
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -24,14 +24,11 @@ from torch import Tensor
 from accounting.canonical import decode_strictly
 from accounting.errors import PlanError
 from privssl import tensor_file
-from privssl.agents import AgentRef, natural_order
+from privssl.agents import AgentRef
 from privssl.errors import UserError
 
 StateDict = Mapping[str, Tensor]
 
-#: Numbers that are averaged at once. Their float64 stay in a cache: of 1.6 million, that saves a
-#: fifth of the time.
-PIECE = 2**18
 MAX_HEADER_BYTES = 2**24  # names and shapes of the tensors of one message
 #: Of what a message's tensors may be made; safetensors knows more, for which torch lacks maths.
 DTYPES = frozenset(
@@ -99,142 +96,6 @@ class Reply(Generic[M]):
         if isinstance(self.content, Silence):
             raise SilentReply(f"{self.sender.id} was silent: {self.content.reason}")
         return self.content
-
-
-def equally(_: Reply[Any]) -> float:
-    """The same share for every reply, as ``weight`` of a ``Mean``."""
-    return 1.0
-
-
-class Mean:
-    """The weighted mean of one field over the agents that send it (FedAvg, McMahan et al.), taken
-    while replies come: each is added and let go, so that one network lies in memory and not one
-    for each agent. ``World.ask_each`` fills it (``into``).
-
-    >>> from privssl.agents import AgentRef
-    >>> @dataclass(frozen=True)
-    ... class Trained(Message):
-    ...     F: StateDict
-    >>> F = Mean("F")
-    >>> for name, value in (("q0", 1.0), ("q1", 4.0)):
-    ...     said = Trained({"w": torch.tensor([value])})
-    ...     F.add(Reply(AgentRef(name, "query"), said, weight=value))
-    >>> F.otherwise({})  # (1 * 1 + 4 * 4) / (1 + 4)
-    {'w': tensor([3.4000])}
-    """
-
-    def __init__(
-        self, name: str, weight: Callable[[Reply[Any]], float] = lambda reply: reply.weight
-    ) -> None:
-        """
-        Args:
-            name: field of the message, a StateDict or None (not sent).
-            weight: share of a reply, >= 0 and finite.
-        """
-        self._name, self._weight = name, weight
-        self._total, self._largest = 0.0, (0.0, "")  # of shares; the largest, and whose it is
-        self._first, self._like = "", dict[str, Tensor]()  # whose form is asked of all others
-        self._wide: dict[str, Tensor] = {}
-
-    def add(self, reply: Reply[Any]) -> None:
-        """Count a reply, unless it is silent, lacks the field or has no share.
-
-        Raises:
-            MessageError: its share, or the sum of all, is negative or not finite, or its weights
-                have other names, shapes or types than those of the first: by broadcasting or a
-                wider type one sender could otherwise take over the mean.
-        """
-        sent: StateDict | None = None if reply.silent else getattr(reply.said, self._name)
-        if sent is None:
-            return
-        share, sender = self._weight(reply), reply.sender.id
-        if not (math.isfinite(share) and share >= 0):
-            raise MessageError(
-                f"{sender} has the share {share} in the average of {self._name}: it must be a "
-                "number >= 0. Leave this agent out"
-            )
-        if not share:
-            return
-        self._total, self._largest = self._total + share, max(self._largest, (share, sender))
-        if not math.isfinite(self._total):  # every share would be 0, and the mean with it
-            largest, whose = self._largest
-            raise MessageError(
-                f"the shares in the average of {self._name} add up to no number: {whose} has "
-                f"{largest:g}. Leave this agent out"
-            )
-        if not self._first:
-            self._first = sender
-            self._like = {key: torch.empty_like(part, device="meta") for key, part in sent.items()}
-            # float64: a sum over many agents must not lose what a single one changed
-            self._wide = {
-                key: torch.zeros(part.shape, dtype=torch.float64) for key, part in sent.items()
-            }
-        self._check_form(sent, sender)
-        for key, part in sent.items():
-            whole = self._wide[key].view(-1), part.reshape(-1)
-            for mean, piece in zip(*(torch.split(flat, PIECE) for flat in whole), strict=True):
-                mean.lerp_(piece.double(), share / self._total)
-
-    def taken(self, reply: Reply[Any]) -> Reply[Any]:
-        """Add a reply; what is left of it: whose it is, its share, and that it spoke."""
-        self.add(reply)
-        return reply if reply.silent else dataclasses.replace(reply, content=Done())
-
-    def otherwise(self, nobody: StateDict) -> StateDict:
-        """The mean; ``nobody`` where nothing was added: the caller must decide what that means."""
-        if not self._first:
-            return nobody
-        return {
-            key: (self._wide[key] if like.is_floating_point() else self._wide[key].round()).to(
-                like.dtype
-            )
-            for key, like in self._like.items()
-        }
-
-    def _check_form(self, sent: StateDict, sender: str) -> None:
-        """Raise MessageError unless weights are of the form of the first's."""
-        for key in sorted(sent.keys() | self._like.keys()):
-            here, there = _form(sent, key), _form(self._like, key)
-            if here != there:
-                raise MessageError(
-                    f"{sender} and {self._first} sent {self._name} in unlike forms: {key} is "
-                    f"{here} here and {there} there. Leave the agent with the wrong one out"
-                )
-
-
-def average(
-    replies: Sequence[Reply[Any]],
-    name: str,
-    *,
-    otherwise: StateDict,
-    weight: Callable[[Reply[Any]], float] = lambda reply: reply.weight,
-) -> StateDict:
-    """``Mean`` of replies that are here already.
-
-    Args:
-        replies: in any order; the sum is taken in natural order of the senders, so that the
-            order of arrival cannot change a bit.
-        name, weight: as of ``Mean``.
-        otherwise: the answer when nobody sent it.
-
-    Raises:
-        MessageError: see ``Mean.add``.
-    """
-    mean = Mean(name, weight)
-    for reply in sorted(replies, key=lambda reply: natural_order(reply.sender.id)):
-        mean.add(reply)
-    return mean.otherwise(otherwise)
-
-
-def _form(weights: StateDict, key: str) -> str:
-    """Type and shape of a tensor in words.
-
-    >>> _form({"w": torch.ones(2, 3)}, "w"), _form({}, "w")
-    ('float32 [2, 3]', 'absent')
-    """
-    if key not in weights:
-        return "absent"
-    return f"{str(weights[key].dtype).removeprefix('torch.')} {list(weights[key].shape)}"
 
 
 def payload_bytes(message: Message) -> int:

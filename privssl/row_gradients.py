@@ -17,7 +17,7 @@ Several agents' rows can be done so together (``agents``), for a GPU: forward on
 agents and their weights; from there on rows are rows.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from privssl import kernels
 from privssl.clipping import RowGradients, Rows
 from privssl.layer_gradients import Call, Key, LayerCall, PooledCall, added, in_pair
-from privssl.models.pooled import of_rows, plain, pooled
+from privssl.models.pooled import flat, of_rows, plain, pooled, unflat
 
 Parameters = Mapping[str, Mapping[str, Tensor]]  # network -> parameter name -> tensor
 #: (parameters of the protected networks, one row's fields without batch dimension) -> scalar
@@ -171,18 +171,23 @@ class _Watch(TorchFunctionMode):
             return self._pooled(*args)
         return func(*args, **kwargs)
 
-    def _pooled(self, x: Tensor, own: kernels.Parameters, form: kernels.Form) -> Tensor:
+    def _pooled(
+        self, x: Tensor, own: Sequence[kernels.Parameters], forms: tuple[kernels.Form, ...]
+    ) -> Tensor:
         """Several layers that kernels of ours do as one; not for agents side by side."""
-        keys = [None if p is None else self._key_of.get(id(p)) for p in own]
-        moves = all(p is None or key in self._moving for p, key in zip(own, keys, strict=True))
-        of_layer = {"input": x, "weight": own.weight, "bias": own.bias}
-        if self._depth > 1 or not moves or not self._knows(pooled, of_layer):
+        known = all(
+            self._knows(pooled, {"input": x, "weight": each.weight, "bias": each.bias})
+            and all(p is None or self._key_of.get(id(p)) in self._moving for p in each)
+            for each in own
+        )
+        if self._depth > 1 or not known:
             with self:  # single layers may be known
-                return plain(x, own, form)
-        key = self._key_of[id(own.weight)]
-        whole = [None if other is None else self.whole[other] for other in keys[1:]]
-        out, visit = of_rows(x, kernels.Parameters(self.whole[key], *whole), form)
-        self._write_down(x, out, partial(PooledCall, weight=key, keys=keys, visit=visit))
+                return plain(x, own, forms)
+        keys = [None if p is None else self._key_of[id(p)] for p in flat(own)]
+        whole = unflat([None if key is None else self.whole[key] for key in keys])
+        out, visit = of_rows(x, whole, forms)
+        ends = self._key_of[id(own[0].weight)], self._key_of[id(own[-1].weight)]
+        self._write_down(x, out, partial(PooledCall, ends=ends, keys=keys, visit=visit))
         return out
 
     def _knows(self, layer: Callable[..., Any], given: Mapping[str, Any]) -> bool:
@@ -216,7 +221,9 @@ class _Watch(TorchFunctionMode):
         pairs = {name: in_pair(given[name]) for name in _IN_PAIRS if name in given}
         out: Tensor = layer(**{**given, **pairs, **one})
         shape = self.whole[key].shape
-        called = partial(LayerCall, weight=key, layer=layer, given=given, shape=shape, bias=bias)
+        called = partial(
+            LayerCall, ends=(key, key), layer=layer, given=given, shape=shape, bias=bias
+        )
         self._write_down(x, out, called)
         return out
 

@@ -14,7 +14,8 @@ import torch
 
 from privssl.agents import AgentRef, Seat
 from privssl.engines import Call, Engine, Step
-from privssl.messages import Absent, Mean, Message, Reply, payload_bytes
+from privssl.mean import Mean
+from privssl.messages import Absent, Message, Reply, payload_bytes
 from privssl.seeds import stream
 
 Roster = tuple[AgentRef, ...]

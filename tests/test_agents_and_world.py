@@ -14,7 +14,8 @@ from privssl import seeds
 from privssl.agents import Agent, AgentRef, LabelledRows, Seat, UnlabelledRows, natural_order
 from privssl.engines.local import LocalEngine
 from privssl.errors import RoleError
-from privssl.messages import Done, Mean, Message, Silence, StateDict
+from privssl.mean import Mean
+from privssl.messages import Done, Message, Silence, StateDict
 from privssl.world import Round, Traffic, World
 
 LABELLED = LabelledRows(torch.zeros(3, 1, 8, 8), torch.tensor([0, 1, 2]), torch.arange(3))

@@ -46,7 +46,8 @@ from privssl.data import manifest as manifests
 from privssl.data.datasets import load
 from privssl.errors import DataError, RunFolderError, UserError
 from privssl.learn import load as into_network
-from privssl.messages import MessageError, Silence, average, pack, unpack
+from privssl.mean import average
+from privssl.messages import MessageError, Silence, pack, unpack
 from privssl.models import build_classifier
 from privssl.noisy_steps import SecureNoise
 from privssl.prepare import Prepared, prepare

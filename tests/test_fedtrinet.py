@@ -42,7 +42,8 @@ from privssl.data.augment import Augmentation
 from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError
 from privssl.evaluate import accuracy
-from privssl.messages import Reply, average
+from privssl.mean import average
+from privssl.messages import Reply
 from privssl.models.surgery import splice
 from privssl.settings import ModelSettings
 from privssl.world import Round, World

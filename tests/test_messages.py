@@ -16,19 +16,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_worlds import same_bits
 
-from privssl import messages
+from privssl import mean as averages
 from privssl.agents import AgentRef
 from privssl.algorithms import ALGORITHMS
+from privssl.mean import Mean, average
 from privssl.messages import (
     Done,
-    Mean,
     Message,
     MessageError,
     Reply,
     Silence,
     SilentReply,
     StateDict,
-    average,
     check_numbers,
     pack,
     payload_bytes,
@@ -72,12 +71,32 @@ def test_the_average_weighs_every_agent_by_its_share() -> None:
 def test_the_average_of_a_weight_of_any_size_and_layout_has_all_of_its_numbers(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(messages, "PIECE", 4)  # as many as a piece, fewer, more, no multiple
+    monkeypatch.setattr(averages, "PIECE", 4)  # as many as a piece, fewer, more, no multiple
     plain = [torch.arange(math.prod(shape)).reshape(shape) * factor + 1.0 for factor in (1, 5)]
     sent = [w.to(memory_format=torch.channels_last) if w.dim() == 4 else w for w in plain]
     replies = [reply(name, w) for name, w in zip("ab", sent, strict=True)]
     expected = (plain[0] + plain[1]) / 2
     assert torch.equal(average(replies, "w", otherwise=NOBODY)["w"], expected)
+
+
+def test_fields_are_averaged_each_by_itself_however_many_are_done_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(averages, "PIECE", 4)  # several fields, parts of one, or one alone
+    sizes = {"a": 1, "b": 2, "none": 0, "c": 6, "d": 4, "e": 1}
+    sent = [
+        {name: (torch.arange(count) + at) * 10.0**at for name, count in sizes.items()}
+        for at in (1, 2)
+    ]
+    sent = [{**one, "steps": torch.tensor([at])} for at, one in zip((2, 6), sent, strict=True)]
+    replies = [
+        Reply(AgentRef(name, "query"), Note(one)) for name, one in zip("ab", sent, strict=True)
+    ]
+    found = average(replies, "w", otherwise=NOBODY)
+    assert list(found) == [*sizes, "steps"]
+    for name in sizes:
+        assert torch.equal(found[name], (sent[0][name] + sent[1][name]) / 2)
+    assert found["steps"].dtype == torch.int64 and found["steps"].tolist() == [4]
 
 
 def test_a_rule_for_weights_takes_the_place_of_the_share() -> None:

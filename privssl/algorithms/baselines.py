@@ -55,7 +55,8 @@ from privssl.algorithms.private_classifier import (
 )
 from privssl.data.views import view
 from privssl.losses import hard_label_loss
-from privssl.messages import Mean, Message, Silence, StateDict
+from privssl.mean import Mean
+from privssl.messages import Message, Silence, StateDict
 from privssl.models.kept_steps import plain_sgd
 from privssl.privacy import PrivatePlan
 from privssl.settings import Positive, Problem, Rate, strict
@@ -283,7 +284,7 @@ class FedProx(_Averaged):
 
 def load(F: nn.Module, msg: Lesson, ctx: Context) -> nn.Module:
     """The global weights in a network on the visit's device, in training mode."""
-    return learn.load(F.to(ctx.device), msg.F)
+    return learn.load(F, msg.F, ctx.device)
 
 
 def labelled_losses(

@@ -141,7 +141,7 @@ class _Bound(Algorithm[State]):
         ctx.weight = float(len(rows))
         picked = self._picked(len(rows), ctx)
         guesses = guess_labels(
-            learn.load(self._F.to(ctx.device), msg.teacher),
+            learn.load(self._F, msg.teacher, ctx.device),
             learn.network_input(rows.x[picked], ctx.device), augment=self.cfg.augmentation("weak"),
             views=self.cfg.views, sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),
         )  # fmt: skip
@@ -155,7 +155,7 @@ class _Bound(Algorithm[State]):
         self, x: Tensor, p: Tensor, agent: SupportAgent | QueryAgent, msg: Lesson,
         ctx: Context, group: str,
     ) -> Classifier:  # fmt: skip
-        F = learn.load(self._F.to(ctx.device), msg.F)
+        F = learn.load(self._F, msg.F, ctx.device)
         optimiser = learn.LocalOptimiser({"F": self.cfg.stepping(F)}, agent.memory, group)
         seen = self.cfg.augmentation()(learn.network_input(x, ctx.device), ctx.rng("augment F"))
         rng = ctx.rng("mixup")

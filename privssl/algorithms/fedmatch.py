@@ -53,7 +53,8 @@ from privssl.algorithms.two_halves import (
     theta,
     whole_batches,
 )
-from privssl.messages import Message, Reply, Silence, StateDict, average, equally
+from privssl.mean import average, equally
+from privssl.messages import Message, Reply, Silence, StateDict
 from privssl.privacy import PrivatePlan
 from privssl.settings import Count, Positive, Problem, strict
 from privssl.sparse import Download, Halves, sparse_download, sparse_upload, without_small

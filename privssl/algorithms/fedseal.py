@@ -43,7 +43,8 @@ from privssl.algorithms import signs
 from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.local_ssl import Share, needs_unlabelled, no_statistics
 from privssl.data.views import view
-from privssl.messages import Done, Mean, Message, StateDict, equally
+from privssl.mean import Mean, equally
+from privssl.messages import Done, Message, StateDict
 from privssl.privacy import PrivatePlan
 from privssl.settings import Count, Positive, Problem, Rate, strict
 from privssl.world import World
@@ -366,7 +367,7 @@ class FedSEAL(Algorithm[State]):
     # Local training -------------------------------------------------------------------------
 
     def _loaded(self, weights: StateDict, ctx: Context) -> nn.Module:
-        return learn.load(self._F.to(ctx.device), weights)
+        return learn.load(self._F, weights, ctx.device)
 
     def _sgd(self, F: nn.Module, ctx: Context) -> optimisers.SGD:
         rate = self.cfg.rate(ctx.round)

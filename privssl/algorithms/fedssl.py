@@ -268,7 +268,7 @@ class FedSSL(Algorithm[State]):
         rows = agent.unlabelled
         ctx.weight = float(len(rows))
         picked = learn.draw_rows(len(rows), self._rows_per_visit, ctx.rng("rows"))
-        teacher = learn.load(self._networks["F"].to(ctx.device), msg.teacher)
+        teacher = learn.load(self._networks["F"], msg.teacher, ctx.device)
         seen = learn.network_input(rows.x[picked], ctx.device)
         q1 = guess_labels(
             teacher, seen, augment=self.cfg.augmentation("weak"), views=self.cfg.views,
@@ -368,7 +368,7 @@ class FedSSL(Algorithm[State]):
 
     def _loaded(self, msg: Lesson, ctx: Context) -> dict[str, nn.Module]:
         return {
-            name: learn.load(self._networks[name].to(ctx.device), getattr(msg, name))
+            name: learn.load(self._networks[name], getattr(msg, name), ctx.device)
             for name in NETWORKS
         }
 

@@ -11,7 +11,7 @@ network as its last visit left it, c the spliced one: the shallow half of W, the
     third player: splice, then fine-tune          _visit, models.surgery.splice
     vote of three, rows above theta(t)            three_players.vote
     loss on labels + lambda * on pseudo-labels    three_players.steps, _learn (Eq. 6)
-    mean of what participants trained (Eq. 1)     messages.Mean
+    mean of what participants trained (Eq. 1)     mean.Mean
 
 Where an agent lacks one kind of rows its term drops out, so labels may be anywhere. The paper has
 mixed agents alone (``labels-at-client``). A support agent finds nothing to admit and keeps to its
@@ -48,7 +48,8 @@ from privssl.algorithms.base import Algorithm, Context, Phase, Task, Without, on
 from privssl.algorithms.local_ssl import needs_unlabelled
 from privssl.algorithms.three_players import HOT, FedTriNetConfig, Part, steps, vote
 from privssl.data.augment import NONE
-from privssl.messages import Mean, Message, Silence, StateDict
+from privssl.mean import Mean
+from privssl.messages import Message, Silence, StateDict
 from privssl.models.surgery import splice
 from privssl.privacy import PrivatePlan
 from privssl.settings import Problem
@@ -302,7 +303,7 @@ class FedTriNet(Algorithm[State]):
             ctx.weight = float(rows)
 
     def _load(self, weights: StateDict, ctx: Context) -> None:
-        learn.load(self._F.to(ctx.device), weights)
+        learn.load(self._F, weights, ctx.device)
 
     @torch.no_grad()
     def _predict(

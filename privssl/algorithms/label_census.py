@@ -47,7 +47,8 @@ from privssl.algorithms.local_ssl import needs_unlabelled, no_statistics
 from privssl.algorithms.votes import class_given_cluster, class_posterior
 from privssl.census_plan import CensusPlan
 from privssl.losses import soft_label_loss
-from privssl.messages import Done, Mean, Message, MessageError, Silence, StateDict
+from privssl.mean import Mean
+from privssl.messages import Done, Message, MessageError, Silence, StateDict
 from privssl.pictures import census_plot
 from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, strict
@@ -299,7 +300,7 @@ class LabelCensus(MapsRows):
             return NO_CLUSTERS
         picked = self._picked(agent, ctx)
         p = guess_labels(
-            learn.load(self._F.to(ctx.device), msg.teacher),
+            learn.load(self._F, msg.teacher, ctx.device),
             learn.network_input(agent.unlabelled.x[picked], ctx.device),
             augment=self.cfg.augmentation("weak"), views=self.cfg.views,
             sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),
@@ -321,7 +322,7 @@ class LabelCensus(MapsRows):
         ctx.pseudo_labels(rows.ids[picked], p)
         x = learn.network_input(rows.x[picked], ctx.device)
         fields = {"x": self.cfg.augmentation()(x, ctx.rng("augment F")), "p": p.to(ctx.device)}
-        F = learn.load(self._F.to(ctx.device), msg.F)
+        F = learn.load(self._F, msg.F, ctx.device)
         group = learn.AdamGroup(F, msg.learning_rate, (0.9, 0.99))
         optimiser = learn.LocalOptimiser({"F": group}, agent.memory, "F")
         loss = learn.fit(

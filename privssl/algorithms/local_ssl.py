@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from privssl import learn
 from privssl.agents import LabelledRows
 from privssl.data.augment import AUGMENTATIONS, Augmentation
-from privssl.messages import Reply, StateDict, average
+from privssl.mean import average
+from privssl.messages import Reply, StateDict
 from privssl.settings import Count, Positive, Problem, Rate, strict
 
 Share = Annotated[float, Field(ge=0, le=1)]

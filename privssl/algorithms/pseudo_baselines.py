@@ -50,7 +50,8 @@ from privssl.algorithms.baselines import (
     load,
 )
 from privssl.algorithms.local_ssl import needs_unlabelled, no_statistics
-from privssl.messages import Done, Mean, StateDict
+from privssl.mean import Mean
+from privssl.messages import Done, StateDict
 from privssl.privacy import PrivatePlan
 from privssl.settings import Count, Problem, strict
 from privssl.world import World

@@ -43,7 +43,8 @@ from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
 from privssl.algorithms.local_ssl import Share, needs_unlabelled
 from privssl.data.views import view
 from privssl.losses import hard_label_loss
-from privssl.messages import Mean, Message, Silence, StateDict, equally
+from privssl.mean import Mean, equally
+from privssl.messages import Message, Silence, StateDict
 from privssl.mixup import sample_mix
 from privssl.models.static_norm import collect, statistics_of
 from privssl.privacy import PrivatePlan
@@ -220,7 +221,7 @@ class SemiFL(Algorithm[State]):
     @on_agent
     def query_pass(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Trained | Silence:
         """Guess labels with the global model, learn from the sure ones."""
-        F = self._loaded(msg, ctx)
+        F = learn.load(self._F, msg.F, ctx.device)
         if self.cfg.pseudo_labels == "training":
             losses = self._own_label_losses(F, agent.unlabelled, ctx)
         else:
@@ -236,7 +237,7 @@ class SemiFL(Algorithm[State]):
         """Fine-tune: cross-entropy of weak views of labelled rows."""
         rows = agent.labelled
         ctx.weight = float(len(rows))
-        F = self._loaded(msg, ctx)
+        F = learn.load(self._F, msg.F, ctx.device)
         kept = self.cfg.profile == "semifl-head"
         losses = self._true_label_losses(F, rows, ctx)
         momentum = descend(F, losses, self.cfg, agent.memory if kept else {}, "support", ctx)
@@ -313,12 +314,9 @@ class SemiFL(Algorithm[State]):
             for batch in learn.batches(views, size):
                 yield compute(hard_label_loss, batch, F=F)
 
-    def _loaded(self, msg: Lesson, ctx: Context) -> nn.Module:
-        return learn.load(self._F.to(ctx.device), msg.F)
-
     def _gathered(self, x: Tensor, msg: Lesson, ctx: Context) -> Statistics:
         """Mean of the statistics of batches that differ by at most a row; not augmented."""
-        F = self._loaded(msg, ctx)
+        F = learn.load(self._F, msg.F, ctx.device)
         rng = seeds.stream(ctx.seed, 0, ctx.agent, "statistics")  # the same order in every round
         x = x[torch.randperm(len(x), generator=rng)]  # rows by class would vary too little
         parts = torch.tensor_split(x, -(-len(x) // BIG_BATCH))

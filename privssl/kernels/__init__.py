@@ -11,20 +11,20 @@ Here tensors become addresses; which layers go through this, and when, says ``mo
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 log = logging.getLogger("privssl")
 
-VERSION = 1  # of what is called, as pooled.cpp has it
+VERSION = 2  # of what is called, as pooled.cpp has it
 #: Names of what setup.py compiles, the latest first, and whether this processor understands it.
 GENERATIONS: dict[str, Callable[[], bool]] = {
     "avx512": lambda: torch.cpu._is_avx512_supported(),
@@ -33,14 +33,14 @@ GENERATIONS: dict[str, Callable[[], bool]] = {
 
 
 class Layers(ctypes.Structure):
-    """What is asked for; the fields are explained in ``pooled.cpp``, which has the same."""
+    """What is asked for; the fields are explained in ``layers.hpp``, which has the same."""
 
     _fields_ = (
         *(
             (name, ctypes.c_int64)
             for name in (
                 *("rows", "height", "width", "channels", "kernels", "high", "wide", "down"),
-                *("right", "groups", "rectified", "together"),
+                *("right", "groups", "rectified"),
             )
         ),
         ("eps", ctypes.c_double),
@@ -55,6 +55,14 @@ class Form(NamedTuple):
     eps: float  # of the norm
     rectified: bool
 
+    def pooled(self, sides: Sequence[int], kernel: Sequence[int]) -> tuple[int, int]:
+        """Height and width of the output, from those of a row and of the convolution's kernel."""
+        high, wide = (
+            (side + 2 * zeros - taps + 1) // 2
+            for side, zeros, taps in zip(sides, self.padding, kernel, strict=True)
+        )
+        return high, wide
+
 
 class Parameters(NamedTuple):
     """Of a convolution and its norm, or their gradients. None where a layer has none."""
@@ -67,15 +75,13 @@ class Parameters(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Done:
-    """What a forward pass leaves for the way back; the last three as ``pooled.cpp`` has them."""
+    """What a forward pass leaves for the way back."""
 
-    library: ctypes.CDLL
-
-    x: Tensor  # (rows, height, width, channels)
-    weight: Tensor  # (kernels, high, wide, channels)
-    largest: Tensor
-    where: Tensor
-    moments: Tensor
+    plan: "Plan"
+    x: Tensor  # (rows, channels, height, width), channels last in memory
+    own: Sequence[Tensor | None]  # parameters, weights channels last, as addresses lead there
+    addresses: "ctypes.Array[ctypes.c_void_p]"
+    left: Tensor  # bytes, as ``layers.hpp`` lays them out
 
 
 def generation() -> str | None:
@@ -93,91 +99,131 @@ def torch_alone() -> Iterator[None]:
         _torch_alone.reset(before)
 
 
-def forward(x: Tensor, own: Parameters, form: Form) -> tuple[Tensor, Done]:
-    """The layers' output, and what :func:`backward` needs.
+def forward(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> tuple[Tensor, Done]:
+    """The output of layers that follow each other, and what :func:`backward` needs.
 
     Args:
         x: (rows, channels, height, width) float32 on the CPU, one row at least.
         own: float32 on the CPU.
-        form: of which at least one whole place of pooling is left.
+        forms: one for each; at least one whole place of pooling is left by each.
 
     Returns:
         (rows, kernels, height, width after pooling) float32, channels last in memory.
     """
-    library = _library()
-    x, weight = _last(x), _last(own.weight)
-    layers = _layers(x.shape, weight.shape, form, x.shape[0])
-    down, right = form.padding
-    high = (layers.height + 2 * down - layers.high + 1) // 2
-    wide = (layers.width + 2 * right - layers.wide + 1) // 2
-    size = (layers.rows, layers.kernels, high, wide)
-    y = torch.empty(size, memory_format=torch.channels_last)
-    filled_up = library.pooled_filled_up(layers.kernels)
-    largest = torch.empty(layers.rows, high * wide, filled_up)
-    where = torch.empty(largest.shape, dtype=torch.uint8)
-    moments = torch.empty(layers.rows, layers.groups, 2)
-    library.pooled_forward(
-        layers, x.data_ptr(), weight.data_ptr(), _at(own.bias), _at(own.gamma), _at(own.beta),
-        y.data_ptr(), largest.data_ptr(), where.data_ptr(), moments.data_ptr(),
-    )  # fmt: skip
-    return y, Done(library, x, weight, largest, where, moments)
+    dense = [p if p is None else _last(p) for each in own for p in each]
+    shapes = tuple(p if p is None else p.shape for p in dense)
+    plan = _plan(_library(), x.shape, shapes, forms)
+    y = torch.empty(plan.output, memory_format=torch.channels_last)
+    left = torch.empty(plan.left, dtype=torch.uint8)
+    addresses = plan.addresses(*map(_at, dense))
+    done = Done(plan, _last(x), dense, addresses, left)
+    plan.library.pooled_forward(
+        len(forms), plan.layers, addresses, done.x.data_ptr(), y.data_ptr(), done.left.data_ptr()
+    )
+    return y, done
 
 
 def backward(
-    gradient: Tensor, own: Parameters, form: Form, done: Done, *,
-    inputs: bool, together: int | None = None,
-) -> tuple[Tensor | None, Parameters | None]:  # fmt: skip
+    gradient: Tensor, done: Done, *, inputs: bool, together: int | None = None
+) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of inputs and of parameters.
 
     Args:
         gradient: of the output.
-        own: as in the forward pass.
-        done: what the forward pass left.
+        done: what the forward pass left. Parameters are what they were.
         inputs: whether those of inputs are wanted.
         together: rows, in order, whose gradients of parameters are one sum; None: no gradients of
             parameters.
 
     Returns:
-        Gradients of inputs, as inputs; and of parameters, with a dimension more in front, of sums,
-        and that of the weight channels last, (sums, kernels, high, wide, channels).
+        Gradients of inputs, as inputs; and of parameters, (sums, numbers of all parameters), of
+        which ``Plan.parameters`` says what is where.
     """
-    rows = len(done.x)
-    layers = _layers(done.x.shape, done.weight.shape, form, together or rows)
+    plan = done.plan
     dx = torch.empty_like(done.x) if inputs else None
-    sums = None
-    if together:
-        weight, *others = (_sums_of(p, rows // together) for p in (done.weight, *own[1:]))
-        sums = Parameters(weight, *others)
+    sums = torch.empty(-(-len(done.x) // together), plan.numbers) if together else None
     gradient = _last(gradient)
-    done.library.pooled_backward(
-        layers, gradient.data_ptr(), done.x.data_ptr(), done.weight.data_ptr(), _at(own.gamma),
-        _at(own.beta), done.largest.data_ptr(), done.where.data_ptr(), done.moments.data_ptr(),
-        _at(dx), *map(_at, sums or (None,) * 4),
+    plan.library.pooled_backward(
+        len(plan.layers), plan.layers, done.addresses, done.x.data_ptr(), gradient.data_ptr(),
+        done.left.data_ptr(), together or 1, _at(dx), _at(sums),
     )  # fmt: skip
-    return None if dx is None else dx.permute(0, 3, 1, 2), sums
+    return dx, sums
 
 
 def _last(tensor: Tensor) -> Tensor:
-    """(N, height, width, channels) of (N, channels, height, width), copied if need be."""
-    return tensor.permute(0, 2, 3, 1).contiguous()
-
-
-def _sums_of(parameter: Any, count: int) -> Any:
-    """Room for so many gradients of it, if there is one."""
-    return None if parameter is None else parameter.new_empty(count, *parameter.shape)
+    """The same numbers one behind the other, channels last in memory; copied if need be."""
+    if tensor.dim() == 4:
+        return tensor.contiguous(memory_format=torch.channels_last)
+    return tensor.contiguous()
 
 
 def _at(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+class Place(NamedTuple):
+    """Where a parameter's gradient lies in sums."""
+
+    size: tuple[int, ...]  # the parameter's
+    strides: tuple[int, ...]
+    first: int
+
+    def of(self, sums: Tensor) -> Tensor:
+        """(*size) of the first of sums (sums, numbers)."""
+        return sums.as_strided(self.size, self.strides, self.first)
+
+    def of_each(self, sums: Tensor) -> Tensor:
+        """(sums, *size)."""
+        count, size, strides = len(sums), self.size, self.strides
+        return sums.as_strided((count, *size), (sums.stride(0), *strides), self.first)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All that follows from shapes."""
+
+    library: ctypes.CDLL
+    layers: "ctypes.Array[Layers]"
+    addresses: type["ctypes.Array[ctypes.c_void_p]"]  # of parameters, four for each of the layers
+    output: tuple[int, int, int, int]
+    left: int  # bytes
+    parameters: tuple[Place | None, ...]  # as addresses; None where there is none
+    numbers: int  # of all parameters
+
+
 @lru_cache(maxsize=256)
-def _layers(x: torch.Size, weight: torch.Size, form: Form, together: int) -> Layers:
-    rows, height, width, channels = x
-    kernels, high, wide, _ = weight
-    return Layers(
-        rows, height, width, channels, kernels, high, wide, *form.padding, form.groups,
-        form.rectified, together, form.eps,
+def _plan(
+    library: ctypes.CDLL,
+    rows: torch.Size,
+    own: tuple[torch.Size | None, ...],
+    forms: tuple[Form, ...],
+) -> Plan:
+    """``own``: shapes of parameters, as addresses."""
+    (count, _, *sides), found = rows, []
+    weights = [weight for weight in own[:: len(Parameters._fields)] if weight is not None]
+    for (kernels, channels, *kernel), form in zip(weights, forms, strict=True):
+        found.append(
+            Layers(
+                count, *sides, channels, kernels, *kernel, *form.padding, form.groups,
+                form.rectified, form.eps,
+            )
+        )  # fmt: skip
+        sides = list(form.pooled(sides, kernel))
+    places, numbers = list[Place | None](), 0
+    for shape in own:
+        if shape is None:
+            places.append(None)
+            continue
+        strides: tuple[int, ...] = (1,)
+        if len(shape) == 4:
+            _, channels, high, wide = shape
+            strides = (channels * high * wide, 1, wide * channels, channels)
+        places.append(Place(shape, strides, numbers))
+        numbers += shape.numel()
+    layers = (Layers * len(found))(*found)
+    return Plan(
+        library, layers, ctypes.c_void_p * len(own), (count, weights[-1][0], sides[0], sides[1]),
+        library.pooled_left(len(found), layers), tuple(places), numbers,
     )  # fmt: skip
 
 
@@ -206,12 +252,12 @@ def _loaded(name: str) -> ctypes.CDLL | None:
     file = next(Path(__file__).parent.glob(f"_pooled_{name}.*"), None)
     if file is None:
         return None
-    library, pointer = ctypes.CDLL(str(file)), ctypes.c_void_p
-    library.pooled_filled_up.argtypes = [ctypes.c_int64]
-    library.pooled_filled_up.restype = ctypes.c_int64
-    for function, tensors in ((library.pooled_forward, 9), (library.pooled_backward, 13)):
-        function.argtypes = [ctypes.POINTER(Layers), *[pointer] * tensors]
-        function.restype = None
+    library, pointer, number = ctypes.CDLL(str(file)), ctypes.c_void_p, ctypes.c_int64
+    layers = ctypes.POINTER(Layers)
+    library.pooled_left.argtypes, library.pooled_left.restype = [number, layers], number
+    library.pooled_forward.argtypes = [number, layers, *[pointer] * 4]
+    library.pooled_backward.argtypes = [number, layers, *[pointer] * 4, number, *[pointer] * 2]
+    library.pooled_forward.restype = library.pooled_backward.restype = None
     return library
 
 

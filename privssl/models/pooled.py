@@ -11,7 +11,7 @@ do not apply: on a GPU, in float64, with several threads, for agents side by sid
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -38,8 +38,8 @@ class Run:
 
     convolution: int
     norm: int | None
-    rectified: bool
     end: int  # the first place behind
+    form: Form
 
 
 class FusedSequential(nn.Sequential):
@@ -50,12 +50,11 @@ class FusedSequential(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         layers, at = list(self), 0
         while at < len(layers):
-            run = self.runs.get(at)
-            asked = None if run is None else _asked(x, layers, run)
-            if run is None or asked is None:
+            asked = _asked(x, layers, self.runs, at)
+            if asked is None:
                 x, at = layers[at](x), at + 1
             else:
-                x, at = pooled(x, *asked), run.end
+                x, at = pooled(x, asked.own, asked.forms), asked.end
         return x
 
 
@@ -82,7 +81,13 @@ def _run(layers: Sequence[nn.Module], first: int) -> Run | None:
         norm = None
     rectifier = _next(layers, last)
     rectified = rectifier is not None and type(layers[rectifier]) is nn.ReLU
-    return Run(first, norm, rectified, (rectifier if rectified and rectifier else last) + 1)
+    groups, eps = 0, 0.0
+    if norm is not None:
+        normed = cast(nn.GroupNorm, layers[norm])
+        groups, eps = normed.num_groups, normed.eps
+    padding = cast(tuple[int, int], cast(nn.Conv2d, layers[first]).padding)
+    form = Form(padding, groups, eps, rectified)
+    return Run(first, norm, (rectifier if rectified and rectifier else last) + 1, form)
 
 
 def _next(layers: Sequence[nn.Module], place: int) -> int | None:
@@ -115,31 +120,53 @@ def _norms(layer: nn.Module) -> bool:
     return isinstance(layer, nn.GroupNorm) and layer.affine
 
 
-def _asked(x: Tensor, layers: Sequence[nn.Module], run: Run) -> tuple[Parameters, Form] | None:
-    """What the kernels would be asked for with these rows; None: torch does the work."""
-    convolution = cast(nn.Conv2d, layers[run.convolution])
-    weight = convolution.weight
+@dataclass(frozen=True)
+class Asked:
+    """What the kernels are asked for: runs that follow each other."""
+
+    own: tuple[Parameters, ...]
+    forms: tuple[Form, ...]
+    end: int  # the first place behind
+
+
+def _asked(
+    x: Tensor, layers: Sequence[nn.Module], runs: Mapping[int, Run], at: int
+) -> Asked | None:
+    """As many runs from a place on as the kernels can do with these rows; None: torch does the
+    work."""
     apply = (
-        kernels.generation() is not None
+        at in runs
+        and kernels.generation() is not None
         and torch.get_num_threads() == 1
         and type(x) is Tensor  # and nothing that looks like one to torch alone
-        and type(weight) in (Tensor, nn.Parameter)
-        and x.device.type == weight.device.type == "cpu"
-        and weight.dtype == torch.float32
+        and x.device.type == "cpu"
         and x.dim() == 4
         and _may_be_float32(x)
+    )
+    own, forms, ends = list[Parameters](), list[Form](), list[int]()
+    while apply and at in runs and _may_be_done(layers, runs[at]):
+        run = runs[at]
+        # Not by name: modules search for their parameters, which takes longer.
+        convolution = layers[run.convolution]._parameters
+        norm = {} if run.norm is None else layers[run.norm]._parameters
+        weight, bias = cast(Tensor, convolution["weight"]), convolution["bias"]
+        own.append(Parameters(weight, bias, norm.get("weight"), norm.get("bias")))
+        forms.append(run.form)
+        ends.append(at := run.end)
+    if not own:
+        return None
+    some = _fitting(x.shape, tuple(each.weight.shape for each in own), tuple(forms))
+    return Asked(tuple(own[:some]), tuple(forms[:some]), ends[some - 1]) if some else None
+
+
+def _may_be_done(layers: Sequence[nn.Module], run: Run) -> bool:
+    weight = cast(Tensor, layers[run.convolution]._parameters.get("weight"))  # or of a hook
+    return (
+        type(weight) in (Tensor, nn.Parameter)
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
         and not any(map(_is_watched, layers[run.convolution : run.end]))
     )
-    if not apply:
-        return None
-    norm = None if run.norm is None else cast(nn.GroupNorm, layers[run.norm])
-    groups, eps = (0, 0.0) if norm is None else (norm.num_groups, norm.eps)
-    padding = cast(tuple[int, int], convolution.padding)
-    form = Form(padding, groups, eps, run.rectified)
-    if not _fits(x.shape, weight.shape, form):
-        return None
-    affine = (None, None) if norm is None else (norm.weight, norm.bias)
-    return Parameters(weight, convolution.bias, *affine), form
 
 
 def _may_be_float32(x: Tensor) -> bool:
@@ -161,61 +188,79 @@ def _is_watched(layer: nn.Module) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _fits(rows: torch.Size, weight: torch.Size, form: Form) -> bool:
-    """Whether rows can be pooled, and are not too large."""
-    padded = [side + 2 * zeros for side, zeros in zip(rows[2:], form.padding, strict=True)]
-    left = [(side - high + 1) // 2 for side, high in zip(padded, weight[2:], strict=True)]
-    numbers = max(rows[1] * math.prod(padded), weight[0] * math.prod(left))
-    fit = rows[0] > 0 and min(left) > 0 and numbers <= MOST_NUMBERS
-    # Rows of other channels: torch says it best.
-    return fit and weight.numel() <= MOST_WEIGHTS and rows[1] == weight[1]
+def _fitting(rows: torch.Size, weights: Sequence[torch.Size], forms: Sequence[Form]) -> int:
+    """Of how many runs rows can be pooled, and are not too large."""
+    (count, channels, *sides), fit = rows, 0
+    for weight, form in zip(weights, forms, strict=True):
+        padded = [side + 2 * zeros for side, zeros in zip(sides, form.padding, strict=True)]
+        left = form.pooled(sides, weight[2:])
+        numbers = max(channels * math.prod(padded), weight[0] * math.prod(left))
+        there = count > 0 and min(left) > 0 and channels == weight[1]  # else torch says it best
+        if not there or numbers > MOST_NUMBERS or weight.numel() > MOST_WEIGHTS:
+            break
+        channels, sides, fit = weight[0], list(left), fit + 1
+    return fit
 
 
 # What they compute ------------------------------------------------------------------------------
 
 
-def pooled(x: Tensor, own: Parameters, form: Form) -> Tensor:
-    """Convolution, the largest of two by two places, group norm, rectifier.
+def pooled(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> Tensor:
+    """Convolution, the largest of two by two places, group norm, rectifier; and again.
 
     Args:
         x: (B, channels, height, width); float32, or what a layer in bfloat16 made.
-        own: gamma and beta are those of the norm, (kernels,), or None where there is none.
-        form: fits the rows.
+        own: of layers that follow each other. gamma and beta are those of the norm, (kernels,), or
+            None where there is none.
+        forms: one for each, which fit the rows.
 
     Returns:
         (B, kernels, height, width after pooling), float32.
     """
-    if has_torch_function_variadic(x, own.weight):
-        found: Tensor = handle_torch_function(pooled, (x, own.weight), x, own, form)
+    weights = [each.weight for each in own]
+    if has_torch_function_variadic(x, *weights):
+        found: Tensor = handle_torch_function(pooled, (x, *weights), x, own, forms)
         return found
     if torch._C._are_functorch_transforms_active():
-        return plain(x, own, form)
-    found = _Pooled.apply(x, *own, Visit(form), None)
+        return plain(x, own, forms)
+    found = _Pooled.apply(x, *flat(own), Visit(forms), None)
     return found
 
 
-def plain(x: Tensor, own: Parameters, form: Form) -> Tensor:
+def plain(x: Tensor, own: Sequence[Parameters], forms: Sequence[Form]) -> Tensor:
     """What :func:`pooled` computes, by torch's layers."""
-    y = functional.conv2d(x.float(), own.weight, own.bias, padding=form.padding)
-    y = functional.max_pool2d(y, 2)
-    if form.groups:
-        y = group_norm(y.float(), form.groups, own.gamma, own.beta, form.eps)
-    return functional.relu(y) if form.rectified else y
+    for each, form in zip(own, forms, strict=True):
+        x = functional.conv2d(x.float(), each.weight, each.bias, padding=form.padding)
+        x = functional.max_pool2d(x, 2)
+        if form.groups:
+            x = group_norm(x.float(), form.groups, each.gamma, each.beta, form.eps)
+        x = functional.relu(x) if form.rectified else x
+    return x
+
+
+def flat(own: Sequence[Parameters]) -> list[Tensor | None]:
+    """Parameters one behind the other; :func:`unflat` is the inverse."""
+    return [parameter for each in own for parameter in each]
+
+
+def unflat(given: Sequence[Any]) -> list[Parameters]:
+    """Parameters of each of the layers, from all of them."""
+    four = len(Parameters._fields)
+    return [Parameters(*given[at : at + four]) for at in range(0, len(given), four)]
 
 
 class Visit:
     """One forward pass through the kernels, and what it leaves for the way back."""
 
-    def __init__(self, form: Form, per_row: int | None = None) -> None:
+    def __init__(self, forms: tuple[Form, ...], per_row: int | None = None) -> None:
         """``per_row``: images of one row, where rows are told apart."""
-        self.form, self._per_row = form, per_row
-        self._left: tuple[Parameters, Done] | None = None
+        self.forms, self._per_row = forms, per_row
+        self._done: Done | None = None
 
-    def forward(self, x: Tensor, own: Parameters) -> Tensor:
+    def forward(self, x: Tensor, own: Sequence[Parameters]) -> Tensor:
         """(B, ...); or, where rows are told apart, (rows, images of one, ...) of (rows times
         images, ...)."""
-        y, done = kernels.forward(x.float(), own, self.form)
-        self._left = own, done
+        y, self._done = kernels.forward(x.float(), own, self.forms)
         if self._per_row is None:
             return y
         # Not a view, whose changes in place torch would refuse in other words than ours.
@@ -225,41 +270,44 @@ class Visit:
 
     def back(
         self, gradient: Tensor, *, inputs: bool, parameters: bool
-    ) -> tuple[Tensor | None, Parameters | None]:
-        """Gradients of inputs, and for all or for each row one of parameters, from the output's.
-        As ``kernels.backward`` gives them."""
-        assert self._left is not None
-        own, done = self._left
-        gradient = gradient if self._per_row is None else gradient.flatten(0, 1)
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Gradients of inputs, and of parameters: (*shape), or (rows, *shape) where rows are told
+        apart; none where none are wanted."""
+        assert self._done is not None
+        told_apart = self._per_row is not None
+        gradient = gradient.flatten(0, 1) if told_apart else gradient
         together = (self._per_row or len(gradient)) if parameters else None
-        return kernels.backward(gradient, own, self.form, done, inputs=inputs, together=together)
+        dx, sums = kernels.backward(gradient, self._done, inputs=inputs, together=together)
+        if sums is None:
+            return dx, []
+        places = self._done.plan.parameters
+        if told_apart:
+            return dx, [None if place is None else place.of_each(sums) for place in places]
+        return dx, [None if place is None else place.of(sums) for place in places]
 
 
 class _Pooled(torch.autograd.Function):
     # Without setup_context, as in models/flatten.py.
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
-        """Of x, what ``Parameters`` has, a visit, and what else the output shall depend on."""
+        """Of x, what ``Parameters`` have, a visit, and what else the output shall depend on."""
         *own, ctx.visit, _ = given
         # As they are, so that torch notices who changes them before the way back.
         ctx.save_for_backward(x, *own)
-        y: Tensor = ctx.visit.forward(x, Parameters(*own))
+        y: Tensor = ctx.visit.forward(x, unflat(own))
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x, *own), wanted = ctx.saved_tensors, ctx.needs_input_grad[:5]
+        (x, *own), wanted = ctx.saved_tensors, ctx.needs_input_grad[:-2]
         if torch.is_grad_enabled():  # derivatives of derivatives, which the kernels do not have
             some = [t for t, want in zip((x, *own), wanted, strict=True) if want]
-            y = plain(x, Parameters(*own), ctx.visit.form)
+            y = plain(x, unflat(own), ctx.visit.forms)
             found = iter(torch.autograd.grad(y, some, gradients, create_graph=True))
             return *(next(found) if want else None for want in wanted), None, None
         of_x, sums = ctx.visit.back(gradients[0], inputs=wanted[0], parameters=any(wanted[1:]))
         of_x = of_x if of_x is None else of_x.to(x.dtype)
-        if sums is None:
-            return of_x, *(None,) * 6
-        others = (g if g is None else g[0] for g in sums[1:])
-        return of_x, sums.weight[0].permute(0, 3, 1, 2), *others, None, None
+        return of_x, *(sums or (None,) * len(own)), None, None
 
 
 class _OfRows(torch.autograd.Function):
@@ -278,7 +326,7 @@ class _OfRows(torch.autograd.Function):
         return _Pooled.apply(x.movedim(where[0], 0).flatten(0, 1), *given), 0
 
 
-def of_rows(x: Tensor, own: Parameters, form: Form) -> tuple[Tensor, Visit]:
+def of_rows(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> tuple[Tensor, Visit]:
     """:func:`pooled` inside of one vmap over rows, and its way back.
 
     Args:
@@ -286,7 +334,7 @@ def of_rows(x: Tensor, own: Parameters, form: Form) -> tuple[Tensor, Visit]:
         own: what all rows share. Its gradients are left to the visit: nothing flows there, but the
             output has a gradient in any case.
     """
-    visit, anchor = Visit(form, per_row=len(x)), torch.zeros((), requires_grad=True)
-    detached = (p if p is None else p.detach() for p in own)
+    visit, anchor = Visit(forms, per_row=len(x)), torch.zeros((), requires_grad=True)
+    detached = (p if p is None else p.detach() for p in flat(own))
     found: Tensor = _OfRows.apply(x, *detached, visit, anchor)
     return found, visit

@@ -1,0 +1,85 @@
+// Vectors of numbers as the processor has them, and memory that suits them.
+
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+namespace {
+
+using Index = std::ptrdiff_t;
+
+#if defined(__AVX512F__)
+constexpr Index LANES = 16, HELD = 28;  // numbers in a vector; vectors that stay in registers
+#else
+constexpr Index LANES = 8, HELD = 12;
+#endif
+constexpr Index COLUMNS = HELD / 4 * 2;  // of a tile of two lines, even
+constexpr Index LINE = 64;               // bytes of a cache
+constexpr Index NEAR = 1 << 14;          // numbers that one of the inner caches holds
+
+template <Index L>
+struct Lanes {
+  typedef float Numbers __attribute__((vector_size(4 * L), aligned(4), may_alias));
+  typedef int32_t Whole __attribute__((vector_size(4 * L), aligned(4), may_alias));
+  typedef uint8_t Bytes __attribute__((vector_size(L), aligned(1), may_alias));
+};
+template <Index L>
+using Vector = typename Lanes<L>::Numbers;
+using V = Vector<LANES>;
+
+template <Index L = LANES>
+inline Vector<L> load(const float* from) {
+  return *reinterpret_cast<const Vector<L>*>(from);
+}
+template <Index L>
+inline void store(float* to, Vector<L> v) {
+  *reinterpret_cast<Vector<L>*>(to) = v;
+}
+inline void store(float* to, V v) { store<LANES>(to, v); }
+
+inline V load_some(const float* from, Index count) {
+  if (count >= LANES) return load(from);
+  V v{};
+  for (Index a = 0; a < count; a++) v[a] = from[a];
+  return v;
+}
+template <Index L>
+inline void store_some(float* to, Vector<L> v, Index count) {
+  if (count >= L) return store<L>(to, v);
+  for (Index a = 0; a < count; a++) to[a] = v[a];
+}
+
+template <Index L>
+inline void add_or_put(float* to, Vector<L> v, Index count, bool add) {
+  if (count >= L)
+    store<L>(to, add ? load<L>(to) + v : v);
+  else
+    for (Index a = 0; a < count; a++) to[a] = add ? to[a] + v[a] : v[a];
+}
+
+// Memory that begins with a line of the cache, filled with zeros.
+template <class T>
+class Room {
+ public:
+  explicit Room(size_t count) : size_((count * sizeof(T) + LINE - 1) / LINE * LINE) {
+    held_.reset(static_cast<T*>(std::aligned_alloc(LINE, std::max<size_t>(size_, LINE))));
+    if (!held_) std::abort();
+    clear();
+  }
+  void clear() { std::memset(held_.get(), 0, size_); }
+  operator T*() { return held_.get(); }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { std::free(p); }
+  };
+  size_t size_;
+  std::unique_ptr<T, Free> held_;
+};
+
+}  // namespace
