@@ -16,6 +16,8 @@ from privssl import optimisers, seeds, together, transfers
 from privssl.agents import Memory
 from privssl.messages import StateDict
 
+AT_ONCE = 512  # rows whose views are made in one go
+
 
 def network_input(x: Tensor, device: torch.device | str = "cpu") -> Tensor:
     """Rows as stored to rows as networks take them, by a public constant.
@@ -56,7 +58,7 @@ def epoch_batches(held: int, size: int, rng: torch.Generator) -> Iterator[Tensor
 
 
 def ahead(
-    batches: Iterable[Tensor], seen: Callable[[Tensor], Tensor], at_once: int = 512
+    batches: Iterable[Tensor], seen: Callable[[Tensor], Tensor], at_once: int = AT_ONCE
 ) -> Iterator[Tensor]:
     """Views of batches, one after the other, made for many batches in one go.
 
@@ -76,6 +78,21 @@ def ahead(
             waiting = []
     if waiting:
         yield from torch.split(seen(torch.cat(waiting)), list(map(len, waiting)))
+
+
+def views_of(
+    stored: Tensor,
+    batches: Iterable[Tensor],
+    view: Callable[[Tensor], Tensor],
+    device: torch.device,
+) -> Iterator[Tensor]:
+    """Views of batches of stored rows (N, *shape), made :func:`ahead`.
+
+    Args:
+        batches: row numbers, each (B,); B may be 0.
+        view: rows as networks take them (n, *shape) -> what is seen of them (n, ...).
+    """
+    return ahead(batches, lambda rows: view(network_input(stored[rows], device)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -257,6 +257,22 @@ def test_the_mean_of_losses_and_of_none() -> None:
     assert learn.mean_of([]) == 0.0
 
 
+def test_views_of_stored_rows_are_of_what_networks_take_and_of_the_rows_that_were_asked_for() -> (
+    None
+):
+    stored = torch.arange(6, dtype=torch.uint8).reshape(6, 1, 1, 1) * 51
+    batches = [torch.tensor([5, 0]), torch.tensor([], dtype=torch.long), torch.tensor([2])]
+    calls = []
+
+    def negative(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return -x
+
+    views = list(learn.views_of(stored, batches, negative, torch.device("cpu")))
+    assert [v.flatten().tolist() for v in views] == [[-1.0, 1.0], [], pytest.approx([0.2])]
+    assert calls == [3]  # made for all of them in one go
+
+
 def test_views_made_ahead_are_those_of_their_batches_and_made_for_many_at_once() -> None:
     batches = [*torch.split(torch.arange(25), 4), torch.empty(0, dtype=torch.int64)]
     asked: list[int] = []

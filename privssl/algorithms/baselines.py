@@ -291,13 +291,14 @@ def labelled_losses(
     F: nn.Module, rows: LabelledRows, cfg: LocalTraining, ctx: Context
 ) -> Iterator[Tensor]:
     """Mean cross-entropy of each batch of weak views, epoch after epoch."""
-    order, views = ctx.rng("order"), ctx.rng("weak view")
+    order, chance = ctx.rng("order"), ctx.rng("weak view")
     for _ in range(cfg.local_epochs):
-        for picked in learn.epoch_batches(len(rows), cfg.batch_size, order):
-            if can_learn_from(F, len(picked)):
-                x = cfg.weak_view(learn.network_input(rows.x[picked], ctx.device), views)
-                y = rows.y[picked].to(ctx.device)
-                yield compute(hard_label_loss, {"x": x, "y": y}, F=F)
+        epoch = learn.epoch_batches(len(rows), cfg.batch_size, order)
+        batches = [picked for picked in epoch if can_learn_from(F, len(picked))]
+        seen = learn.views_of(rows.x, batches, lambda x: cfg.weak_view(x, chance), ctx.device)
+        for picked, x in zip(batches, seen, strict=True):
+            y = rows.y[picked].to(ctx.device)
+            yield compute(hard_label_loss, {"x": x, "y": y}, F=F)
 
 
 def descend(

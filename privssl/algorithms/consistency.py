@@ -108,19 +108,28 @@ class _Consistent(PseudoLabelled):
         size, held = self.cfg.batch_size, (len(labelled), len(unlabelled))
         shares = []
 
-        def strong_view(rows: Tensor) -> Tensor:
-            x = learn.network_input(unlabelled.x[rows], ctx.device)
+        def weak_view(x: Tensor) -> Tensor:
+            return self.cfg.weak_view(x, weak)
+
+        def strong_view(x: Tensor) -> Tensor:
             return self.cfg.strong_view(x, strong)
+
+        def clean_view(x: Tensor) -> Tensor:
+            return weak_view(x) if self.cfg.guess_on == "weak" else x
 
         for _ in range(self.cfg.local_epochs):
             batches = list(joint_batches(*held, size, self.cfg.steps_of, order))
-            views = learn.ahead((others for _, others in batches), strong_view)
-            for (mine, others), x_u in zip(batches, views, strict=True):
-                x = learn.network_input(unlabelled.x[others], ctx.device)
-                p = self._guess(F, x, weak)  # (B, C)
+            of_mine, of_others = ([pair[which] for pair in batches] for which in (0, 1))
+            views = zip(
+                learn.views_of(labelled.x, of_mine, weak_view, ctx.device),
+                learn.views_of(unlabelled.x, of_others, clean_view, ctx.device),
+                learn.views_of(unlabelled.x, of_others, strong_view, ctx.device),
+                strict=True,
+            )
+            for (mine, others), (x_l, x, x_u) in zip(batches, views, strict=True):
+                p = self._guess(F, x)  # (B, C)
                 kept = p.amax(dim=1) >= self.cfg.threshold  # (B,)
                 ctx.pseudo_labels(unlabelled.ids[others], p, kept.cpu())
-                x_l = self.cfg.weak_view(learn.network_input(labelled.x[mine], ctx.device), weak)
                 seen = torch.cat([x_l, x_u[kept]])
                 if len(others):
                     shares.append(float(kept.float().mean()))
@@ -140,12 +149,11 @@ class _Consistent(PseudoLabelled):
             ctx.note("train/kept", sum(shares) / len(shares))
 
     @torch.no_grad()
-    def _guess(self, F: nn.Module, x: Tensor, rng: torch.Generator) -> Tensor:
-        """Class probabilities (B, C) of clean views by the network in training."""
+    def _guess(self, F: nn.Module, x: Tensor) -> Tensor:
+        """Class probabilities (B, C) of clean or weak views by the network in training."""
         if not len(x):
             return torch.empty(0, self.task.classes, device=x.device)
-        seen = self.cfg.weak_view(x, rng) if self.cfg.guess_on == "weak" else x
-        p: Tensor = F.eval()(seen).softmax(dim=1)
+        p: Tensor = F.eval()(x).softmax(dim=1)
         F.train()
         return p
 

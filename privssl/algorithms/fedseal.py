@@ -292,13 +292,15 @@ class FedSEAL(Algorithm[State]):
         ctx: Context, rng: torch.Generator,
     ) -> list[Tensor]:  # fmt: skip
         """One pass over labelled rows; the losses of its batches."""
+        epoch = learn.epoch_batches(len(taught), self.cfg.batch_size, rng)
+        batches = [taught[batch] for batch in epoch if not _too_few(F, batch)]
+        view = partial(self.cfg.view, self.cfg.server_view, rng=rng)
         losses = []
-        for batch in learn.epoch_batches(len(taught), self.cfg.batch_size, rng):
-            if not _too_few(F, batch):
-                x = learn.network_input(rows.x[taught[batch]], ctx.device)
-                logits = F(self.cfg.view(self.cfg.server_view, x, rng))
-                loss = cross_entropy(logits, rows.y[taught[batch]].to(ctx.device))
-                losses.append(learn.minimise(sgd, loss))
+        for batch, x in zip(
+            batches, learn.views_of(rows.x, batches, view, ctx.device), strict=True
+        ):
+            loss = cross_entropy(F(x), rows.y[batch].to(ctx.device))
+            losses.append(learn.minimise(sgd, loss))
         return losses
 
     # Steps where unlabelled rows are --------------------------------------------------------

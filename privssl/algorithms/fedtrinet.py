@@ -339,13 +339,13 @@ class FedTriNet(Algorithm[State]):
             return  # the shallow half is everything, and frozen
         sgd = optimisers.SGD(trained, lr=self.cfg.learning_rate, momentum=self.cfg.momentum)
         augment, rng = self.cfg.augmentation(), ctx.rng(f"view, {purpose}")
-        losses: list[Tensor] = []
-        for parts in planned:
-            rows = torch.cat([picked for picked, _ in parts])
-            if len(rows) == 1 and self._couples:
-                continue  # batch norm cannot normalise a single row
-            logits = self._F(augment(learn.network_input(x[rows], ctx.device), rng))
-            by_part = torch.split(logits, [len(picked) for picked, _ in parts])
+        steps = [(torch.cat([picked for picked, _ in parts]), parts) for parts in planned]
+        if self._couples:  # batch norm cannot normalise a single row
+            steps = [(rows, parts) for rows, parts in steps if len(rows) > 1]
+        batches, losses = [rows for rows, _ in steps], list[Tensor]()
+        seen = learn.views_of(x, batches, lambda x: augment(x, rng), ctx.device)
+        for (_, parts), views in zip(steps, seen, strict=True):
+            by_part = torch.split(self._F(views), [len(picked) for picked, _ in parts])
             loss = torch.stack(
                 [
                     weight * functional.cross_entropy(mine, y[picked].to(ctx.device))
