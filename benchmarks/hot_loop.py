@@ -44,7 +44,7 @@ from benchmarks.cell.work import SHAPE, CellCNN
 from benchmarks.processes import about
 from privssl import kernels, optimisers
 from privssl.data.views import view
-from privssl.learn import AT_ONCE, minimise, network_input
+from privssl.learn import SEEN_AT_ONCE, minimise, network_input
 from privssl.models import build_classifier, laid_out
 from privssl.models.kept_steps import plain_sgd
 from privssl.models.precision import Precision, in_precision
@@ -164,8 +164,9 @@ def augmentation(passes: int) -> None:
     for model, rows in ((SMALL, 10), (SMALL, 32), (RESNET, 10), (RESNET, 100)):
         steps = {p: Step.of(model, rows, p) for p in PRECISIONS}
         rng = torch.Generator().manual_seed(0)
-        stored = torch.randint(256, (AT_ONCE, *steps["float32"].x.shape[1:]), dtype=torch.uint8)
-        x, of_batch = network_input(stored), rows / AT_ONCE
+        shape = steps["float32"].x.shape[1:]
+        stored = torch.randint(256, (SEEN_AT_ONCE // shape.numel(), *shape), dtype=torch.uint8)
+        x, of_batch = network_input(stored), rows / len(stored)
         under = "weak" if model.name == "small_cnn" else "crop"
         cases: dict[str, Callable[[], object]] = {p: steps[p] for p in PRECISIONS}
         cases["input"] = partial(network_input, stored)

@@ -326,7 +326,10 @@ class FedSEAL(Algorithm[State]):
         losses, how = [], self.cfg.batches
         for _ in range(self.cfg.client_epochs):
             batches = signs.signed_batches(how, both, self.cfg.batch_size, order)
-            seen = learn.ahead(batches, partial(self._seen, agent.unlabelled, both, ctx, views))
+            seen = learn.ahead(
+                batches, partial(self._seen, agent.unlabelled, both, ctx, views),
+                learn.seen_at_once(agent.unlabelled.x),
+            )  # fmt: skip
             for batch, x in zip(batches, seen, strict=True):
                 if not _too_few(F, batch):
                     up, down = signs.row_losses(F(x), both, batch)
