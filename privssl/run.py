@@ -201,7 +201,7 @@ class Run:
         reached = values.get("test/accuracy")
         if reached is not None:
             found["final"] = reached
-            if reached > before.best:
+            if reached > before.best or not before.best_round:
                 found |= {"best": reached, "best_round": now.number}
         held_out = values.get("validation/accuracy")  # test rows choose nothing, no checkpoint
         if held_out is not None and saves and held_out > before.saved_best:

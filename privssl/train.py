@@ -179,11 +179,15 @@ def _report(
         "interrupted": f"Interrupted; go on with --resume {folder}",
     }
     took = "" if seconds is None else f", {seconds:.0f} s"
+    reached = (
+        f"Test accuracy {accuracy['final']:.4f} (best {accuracy['best']:.4f} in round "
+        f"{accuracy['best_round']})"
+        if accuracy["best_round"]
+        else "No round was evaluated yet"
+    )
     console.print(
-        f"{words[status]}. {results['rounds']} rounds{took}. Test accuracy "
-        f"{accuracy['final']:.4f} (best {accuracy['best']:.4f} in round "
-        f"{accuracy['best_round']}). Results in {folder}; pictures: "
-        f"tensorboard --logdir {folder / 'tensorboard'}",
+        f"{words[status]}. {results['rounds']} rounds{took}. {reached}. Results in {folder}; "
+        f"pictures: tensorboard --logdir {folder / 'tensorboard'}",
         markup=False,
     )
     console.print(sentence, style="bold", markup=False)

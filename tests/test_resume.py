@@ -209,6 +209,15 @@ def test_an_interruption_before_the_first_round_says_what_to_do(here: Place) -> 
     assert command(here.config, here.output, "run.overwrite=true", "algorithm.rounds=1").status == 0
 
 
+def test_a_run_that_was_stopped_before_any_evaluation_says_so_and_no_accuracy(here: Place) -> None:
+    with stopping_at(call=CALLS_OF_A_ROUND + 1):
+        outcome = command(here.config, here.output, "run.evaluate_every=3")
+
+    assert outcome.status == 130
+    assert "1 rounds" in outcome.out and "No round was evaluated yet." in outcome.out
+    assert "Test accuracy" not in outcome.out
+
+
 # A shell's background job ignores Ctrl-C: what "before" is, only this process knows.
 BEFORE = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
