@@ -290,6 +290,17 @@ def test_gradients_of_single_rows_are_those_of_each_row_alone(shape: str) -> Non
                 assert torch.equal(each[part], other)
 
 
+@pytest.mark.usefixtures("each_generation")
+def test_parameters_that_lie_apart_in_memory_are_read_as_what_they_are() -> None:
+    case = SHAPES["second"]()
+    expected = case.outcome(case.by_kernels)
+    apart = (p if p is None else p.repeat_interleave(2, dim=0)[::2] for p in case.own[0])
+    case.own = (Parameters(*apart),)  # type: ignore[arg-type]
+    assert not any(p is None or p.is_contiguous() for p in case.own[0])
+    for mine, reference in zip(case.outcome(case.by_kernels), expected, strict=True):
+        assert torch.equal(mine, reference)
+
+
 def test_derivatives_of_derivatives_are_torchs(calls: list[str]) -> None:
     case = SHAPES["second"]()
 
@@ -442,6 +453,15 @@ def test_layers_around_one_that_is_watched_are_done_as_one_all_the_same(calls: l
     assert_close(network(ROWS), expected, rtol=1e-4, atol=1e-5)
     # All three; then the first, and the last, with torch's between them.
     assert calls == ["forward"] * 3 and len(seen) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_weight_that_a_hook_makes_is_left_to_torch(calls: list[str]) -> None:
+    layers = laid_out(nn.Sequential(convolution(), nn.MaxPool2d(2)))
+    assert isinstance(layers, FusedSequential)
+    nn.utils.weight_norm(layers[0])
+    assert layers(torch.zeros(2, 3, 8, 8)).shape == (2, 4, 3, 3)
+    assert calls == []
 
 
 def test_what_they_made_may_be_changed_in_place() -> None:
