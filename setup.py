@@ -14,19 +14,25 @@ GENERATIONS = {
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4"],
 }
-# A compiler that carries inputs of one turn of a loop over to the next runs out of registers.
-FLAGS = ["-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-predictive-commoning"]
+FLAGS = ["-std=c++20", "-O3", "-fno-math-errno"]
+#: A compiler that carries inputs of one turn of a loop over to the next runs out of registers; and
+#: views have the same bits as torch's only where products and sums are rounded one by one.
+KERNELS = {
+    "pooled": ["-ffp-contract=fast", "-fno-predictive-commoning"],
+    "views": ["-ffp-contract=off", "-fno-trapping-math"],
+}
 
 setup(
     ext_modules=[
         Extension(
-            f"privssl.kernels._pooled_{name}",
-            ["privssl/kernels/pooled.cpp"],
+            f"privssl.kernels._{kernel}_{name}",
+            [f"privssl/kernels/{kernel}.cpp"],
             depends=sorted(map(str, Path("privssl/kernels").glob("*.hpp"))),
-            extra_compile_args=[*FLAGS, *processor],
+            extra_compile_args=[*FLAGS, *special, *processor],
             language="c++",
             optional=True,
         )
+        for kernel, special in KERNELS.items()
         for name, processor in GENERATIONS.items()
     ]
 )

@@ -14,9 +14,10 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,13 +34,16 @@ from privssl.world import World
 PASSES = 3
 
 
-def seconds_of_rounds(path: Path, overrides: Sequence[str], rounds: int, phase: str) -> list[float]:
-    """Of each of the first rounds (of a phase, if one is named), but for the very first."""
+def of_rounds(
+    path: Path, overrides: Sequence[str], rounds: int, phase: str, clock: Callable[[], Any]
+) -> list[Any]:
+    """What a clock says that each of the first rounds took (of a phase, if one is named), but for
+    the very first."""
     prepared = prepare(load(path, overrides))
     if prepared.plan is not None:
         raise UserError(f"{path}: agents with a privacy account work in one process. Leave it out")
     algorithm = prepared.algorithm
-    found: list[float] = []
+    found: list[Any] = []
     with closing(make_engine(prepared, Oracle(prepared.federation.true_labels))) as engine:
         world = World(engine, prepared.config.run.seed)
         state = algorithm.start(world)
@@ -47,10 +51,10 @@ def seconds_of_rounds(path: Path, overrides: Sequence[str], rounds: int, phase: 
             if len(found) > rounds:
                 break
             world.begin(now)
-            begun = time.perf_counter()
+            begun = clock()
             state = algorithm.round(state, world)
             if now.phase == (phase or now.phase):
-                found.append(time.perf_counter() - begun)
+                found.append(clock() - begun)
     return found[1:]
 
 
@@ -75,9 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             for _ in range(PASSES):
                 for one in varied:
-                    seen[one] += seconds_of_rounds(
-                        Path(name), [*overrides, one], options.rounds, options.phase
-                    )
+                    seen[one] += of_rounds(
+                        Path(name), [*overrides, one], options.rounds, options.phase,
+                        time.perf_counter,
+                    )  # fmt: skip
         except UserError as error:
             print(error, file=sys.stderr)
             return 2

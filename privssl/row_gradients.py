@@ -33,8 +33,8 @@ from torch.func import grad, vmap
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from privssl import kernels
 from privssl.clipping import RowGradients, Rows
+from privssl.kernels import pooled as kernel
 from privssl.layer_gradients import Call, Key, LayerCall, PooledCall, added, in_pair
 from privssl.models.pooled import flat, of_rows, plain, pooled, unflat
 
@@ -172,7 +172,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _pooled(
-        self, x: Tensor, own: Sequence[kernels.Parameters], forms: tuple[kernels.Form, ...]
+        self, x: Tensor, own: Sequence[kernel.Parameters], forms: tuple[kernel.Form, ...]
     ) -> Tensor:
         """Several layers that kernels of ours do as one; not for agents side by side."""
         known = all(

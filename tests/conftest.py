@@ -9,8 +9,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["MPLBACKEND"] = "Agg"
 
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
 import torch
 from hypothesis import settings
+from kernel_generations import HERE
+
+from privssl import kernels
 
 # More threads would change the order of sums, and with it the last bits of a result.
 torch.set_num_threads(1)
@@ -21,3 +28,10 @@ torch.use_deterministic_algorithms(True)
 # are the same every time, so that a red run can be repeated; elsewhere they are fresh ones.
 settings.register_profile("privssl", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("privssl")
+
+
+@pytest.fixture(params=HERE)
+def each_generation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Kernels of ours do the work, as they were compiled for each generation of processors."""
+    with patch.object(kernels, "_latest", lambda: request.param):
+        yield request.param

@@ -288,7 +288,10 @@ MAY = {
     ),
     "privssl.site.keys": "subprocess",
     "privssl.site.fence": "ctypes",
-    "privssl.kernels": "ctypes",  # kernels that were compiled beside it when it was installed
+    # kernels that were compiled beside them when privssl was installed
+    **dict.fromkeys(
+        ("privssl.kernels", "privssl.kernels.pooled", "privssl.kernels.views"), "ctypes"
+    ),
     "privssl.process": "ctypes",  # two calls of the C library that is loaded, with constants
 }
 

@@ -1,6 +1,7 @@
 """Views of images: what each change does, by arithmetic, and that no row sees another."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from privssl import kernels
 from privssl.data.augment import (
     AUGMENTATIONS,
     BLANK,
@@ -18,6 +20,7 @@ from privssl.data.augment import (
     move_mirrored,
     warp,
 )
+from privssl.kernels import views
 
 ALL = Augmentation(rotation=25, scale=0.2, shear=0.3, shift=0.1, cutout=0.3, crop=0.125, flip=True)
 
@@ -135,14 +138,38 @@ def test_a_small_turn_is_counter_clockwise() -> None:
 
 
 def test_a_crop_is_a_window_on_the_image_padded_by_mirroring() -> None:
-    x = images(4, 3, 6, 7)
-    shift = torch.tensor([[2, 0], [0, -3], [-2, 1], [0, 0]])
-    padded = torch.nn.functional.pad(x, (3, 3, 3, 3), mode="reflect")
+    x = images(5, 3, 6, 7)
+    shift = torch.tensor([[2, 0], [0, -3], [-2, 1], [0, 0], [-2, 1]])
+    flipped = torch.tensor([False, False, False, True, True])  # before it is shifted
+    mirrored = torch.where(flipped[:, None, None, None], x.flip(3), x)
+    padded = torch.nn.functional.pad(mirrored, (3, 3, 3, 3), mode="reflect")
     windows = [
         padded[i, :, 3 - down : 9 - down, 3 - right : 10 - right]
         for i, (down, right) in enumerate(shift.tolist())
     ]
-    assert torch.equal(move_mirrored(x, shift), torch.stack(windows))
+    with kernels.torch_alone():
+        assert torch.equal(move_mirrored(x, shift, flipped), torch.stack(windows))
+
+
+@pytest.mark.usefixtures("each_generation")
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("channels", [1, 2, 3])
+@pytest.mark.parametrize(("height", "width"), [(6, 9), (1, 1), (28, 28), (2, 40)])
+def test_our_kernels_shift_and_mirror_as_torch_does(
+    height: int, width: int, channels: int, form: torch.memory_format
+) -> None:
+    x = torch.rand(40, channels, height, width, generator=rng(1)).contiguous(memory_format=form)
+    shift = torch.stack(
+        [torch.randint(1 - side, side, (40,), generator=rng(2)) for side in (height, width)], dim=1
+    )
+    flipped = torch.rand(40, generator=rng(3)) < 0.5
+    with patch.object(views, "moved", wraps=views.moved) as asked:
+        ours = move_mirrored(x, shift, flipped)
+    assert asked.call_count == 1
+    with kernels.torch_alone():
+        assert torch.equal(ours, move_mirrored(x, shift, flipped))
+    assert ours.is_contiguous(memory_format=form)
+    assert torch.equal(move_mirrored(x[::2], shift[::2], flipped[::2]), ours[::2])
 
 
 def test_every_whole_shift_up_to_the_reach_of_a_crop_is_as_likely() -> None:

@@ -6,7 +6,7 @@ bit. Every generation that was compiled and that this processor knows is tried.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_generations import HERE
 from test_privacy import parameters_of
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,7 +23,8 @@ from torch.testing import assert_close
 from privssl import kernels
 from privssl.clipping import clipped_sums
 from privssl.errors import PrivacyError
-from privssl.kernels import Form, Parameters
+from privssl.kernels import pooled as kernel
+from privssl.kernels.pooled import Form, Parameters
 from privssl.models import build_classifier, laid_out, pooled, precision
 from privssl.models.pooled import FusedSequential
 from privssl.row_gradients import Parameters as Networks
@@ -31,19 +33,11 @@ from privssl.seeds import seeded, stream
 from privssl.settings import ModelSettings
 from privssl.together import Called
 
-HERE = [n for n, known in kernels.GENERATIONS.items() if kernels._loaded(n) is not None and known()]
-
 
 def test_kernels_are_there_where_a_compiler_made_them() -> None:
     if not HERE:
         pytest.skip("nothing was compiled for this processor: no C++ compiler, or it is no x86-64")
     assert kernels.generation() == HERE[0]
-
-
-@pytest.fixture(params=HERE)
-def each_generation(request: pytest.FixtureRequest) -> Iterator[str]:
-    with patch.object(kernels, "_latest", lambda: request.param):
-        yield request.param
 
 
 @pytest.fixture
@@ -53,13 +47,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.skip("no kernels were compiled")
     seen: list[str] = []
     for name in ("forward", "backward"):
-        real = getattr(kernels, name)
+        real = getattr(kernel, name)
 
         def spy(*given: Any, name: str = name, real: Any = real, **k: Any) -> Any:
             seen.append(name)
             return real(*given, **k)
 
-        monkeypatch.setattr(kernels, name, spy)
+        monkeypatch.setattr(kernel, name, spy)
     return seen
 
 
@@ -94,9 +88,9 @@ class Case:
 
         self.x = drawn(rows, channels, *sides)
         own, forms = [], []
-        for out, kernel, padding, groups, rectified, bias in layers:
+        for out, taps, padding, groups, rectified, bias in layers:
             groups = 0 if whole else groups
-            weight = drawn(out, channels, *kernel)
+            weight = drawn(out, channels, *taps)
             affine = (drawn(out), drawn(out)) if groups else (None, None)
             own.append(Parameters(weight, drawn(out) if bias else None, *affine))
             forms.append(Form(padding, groups, 1e-5, rectified))
@@ -265,8 +259,8 @@ def test_no_number_beside_theirs_is_written(shape: str) -> None:
         patch.object(torch, "empty", guarded(torch.empty)),
         patch.object(torch, "empty_like", guarded(torch.empty_like)),
     ):
-        _, done = kernels.forward(case.x, case.own, case.forms)
-        kernels.backward(case.gradient, done, inputs=True, together=1)
+        _, done = kernel.forward(case.x, case.own, case.forms)
+        kernel.backward(case.gradient, done, inputs=True, together=1)
     assert len(held) == 4  # output and what is left; gradients of inputs and of parameters
     for room, own in held:
         assert (room[:guard] == 7).all() and (room[guard + own.numel() :] == 7).all()
@@ -276,9 +270,9 @@ def test_no_number_beside_theirs_is_written(shape: str) -> None:
 @pytest.mark.usefixtures("each_generation")
 def test_gradients_of_single_rows_are_those_of_each_row_alone(shape: str) -> None:
     case = SHAPES[shape](rows=6)
-    _, done = kernels.forward(case.x, case.own, case.forms)
+    _, done = kernel.forward(case.x, case.own, case.forms)
     for together in (1, 2, 3, 6):
-        _, sums = kernels.backward(case.gradient, done, inputs=False, together=together)
+        _, sums = kernel.backward(case.gradient, done, inputs=False, together=together)
         assert sums is not None and len(sums) == 6 // together
         mine = [place.of_each(sums) for place in done.plan.parameters if place is not None]
         for part in range(len(sums)):
@@ -499,7 +493,7 @@ def test_kernels_of_another_version_are_not_used_and_said_so(
 ) -> None:
     if not HERE:
         pytest.skip("no kernels were compiled")
-    monkeypatch.setattr(kernels, "VERSION", -1)
+    monkeypatch.setitem(kernels.VERSIONS, "views", -1)
     monkeypatch.setattr(kernels, "_latest", kernels._latest.__wrapped__)
     monkeypatch.setattr(logging.getLogger("privssl"), "propagate", True)
     assert kernels.generation() is None
@@ -511,7 +505,7 @@ def test_kernels_of_another_version_are_not_used_and_said_so(
 
 
 def test_where_nothing_was_compiled_torch_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_loaded", lambda name: None)
+    monkeypatch.setattr(kernels, "library", lambda kernel, generation: None)
     monkeypatch.setattr(kernels, "_latest", kernels._latest.__wrapped__)
     assert kernels.generation() is None
     assert small_cnn()(ROWS).shape == (4, 10)
@@ -581,7 +575,7 @@ def test_a_row_moves_no_other_rows_gradient(calls: list[str]) -> None:
     assert "backward" in calls
 
 
-def neighbours_gradients(*given: Any, real: Any = kernels.backward, **k: Any) -> Any:
+def neighbours_gradients(*given: Any, real: Any = kernel.backward, **k: Any) -> Any:
     """A mistake: every row's sum is its neighbour's as well."""
     of_x, sums = real(*given, **k)
     return of_x, None if sums is None else sums + sums.roll(1, 0)
@@ -606,7 +600,7 @@ def test_a_row_moves_the_clipped_sum_by_no_more_than_the_clip_norm(
     assert 0.99 * clip < moved() <= clip
     assert "backward" in calls
     # The control: a row of which others' sums have a share shows when it is nulled.
-    monkeypatch.setattr(kernels, "backward", neighbours_gradients)
+    monkeypatch.setattr(kernel, "backward", neighbours_gradients)
     changed = {**FIELDS, "x": ROWS.clone()}
     changed["x"][2] = 0
     before, after = written_out(network, FIELDS), written_out(network, changed)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,16 +13,10 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-from privssl.data.rand_augment import (
+from privssl import kernels
+from privssl.data.image_operations import (
     BLACK,
-    COLUMNS,
-    FEDMATCH,
-    FEDSEAL,
-    FIXMATCH,
-    RANDAUGMENTS,
     Change,
-    Operation,
-    RandAugment,
     Rotate,
     Shear,
     Translate,
@@ -37,6 +32,16 @@ from privssl.data.rand_augment import (
     sharpness,
     solarize,
 )
+from privssl.data.rand_augment import (
+    COLUMNS,
+    FEDMATCH,
+    FEDSEAL,
+    FIXMATCH,
+    RANDAUGMENTS,
+    Operation,
+    RandAugment,
+)
+from privssl.kernels import views
 from privssl.learn import network_input
 
 every_variant = pytest.mark.parametrize("name", RANDAUGMENTS)
@@ -180,10 +185,12 @@ def share_beyond_one_level(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize("shape", [GREY, COLOURED, OBLONG])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_is_pils_to_one_level(name: str, shape: tuple[int, int, int]) -> None:
+    # By torch; kernels of ours do the same to the bit (below).
     change, reference, amounts, ties = OPERATIONS[name]
     x = photos(*shape)
     for amount in amounts:
-        ours = levels(always(change, amount)(network_input(x).contiguous(), rng()))
+        with kernels.torch_alone():
+            ours = levels(always(change, amount)(network_input(x).contiguous(), rng()))
         assert share_beyond_one_level(ours, by_pil(x, reference, amount)) <= ties, amount
 
 
@@ -251,6 +258,76 @@ def test_a_cut_in_a_larger_image_has_its_side() -> None:
     cut = cutout(torch.zeros(1, 1, 100, 90), torch.tensor([40.0]), torch.tensor([[0.5, 0.3]]))
     assert (cut[0, 0] == 127).nonzero().aminmax(dim=0).min.tolist() == [30, 7]
     assert int((cut == 127).sum()) == 40 * 40
+
+
+# Kernels of ours ---------------------------------------------------------------------------
+
+FORMATS = (torch.contiguous_format, torch.channels_last)
+SHAPES = (GREY, COLOURED, OBLONG, (2, 9, 7), (4, 5, 2), (1, 1, 1), (1, 2, 3), (3, 64, 40))
+
+
+def by_both(variant: RandAugment, x: Tensor, seed: int = 3) -> tuple[Tensor, Tensor]:
+    """Views by a kernel of ours, and by torch."""
+    assert kernels.generation() is not None
+    with patch.object(views, "changed", wraps=views.changed) as asked:
+        ours = variant(x, rng(seed))
+    assert asked.call_count == 1
+    with kernels.torch_alone(), patch.object(views, "changed", side_effect=AssertionError):
+        return ours, variant(x, rng(seed))
+
+
+@pytest.mark.usefixtures("each_generation")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", FORMATS)
+@every_variant
+def test_our_kernels_make_the_same_views_to_the_bit_in_the_same_memory_format(
+    name: str, form: torch.memory_format, shape: tuple[int, int, int]
+) -> None:
+    x = network_input(photos(*shape).repeat(50, 1, 1, 1)).contiguous(memory_format=form)
+    ours, reference = by_both(RANDAUGMENTS[name], x)
+    assert torch.equal(ours, reference)
+    assert ours.is_contiguous(memory_format=form) and reference.is_contiguous(memory_format=form)
+
+
+@pytest.mark.usefixtures("each_generation")
+@pytest.mark.parametrize("shape", [GREY, COLOURED, OBLONG])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_our_kernels_have_every_operation_to_the_bit_at_any_amount(
+    name: str, shape: tuple[int, int, int]
+) -> None:
+    change, _, amounts, _ = OPERATIONS[name]
+    reach = max(amounts) - min(amounts)
+    # Beyond what any variant asks for; posterize would keep fewer bits than none.
+    wide = (min(amounts) - reach, max(amounts) + reach) if name != "posterize" else (0, 8)
+    any_amount = RandAugment((Operation(change, *wide),), 2, 1.0, "uniform")
+    ours, reference = by_both(any_amount, network_input(photos(*shape).repeat(40, 1, 1, 1)))
+    assert torch.equal(ours, reference)
+
+
+@pytest.mark.usefixtures("each_generation")
+def test_our_kernels_take_images_that_lie_anyhow_in_memory_and_some_rows_of_more() -> None:
+    x = torch.rand(9, 8, 10, 3, generator=rng(1)).permute(0, 3, 2, 1)[::2, :, 1:] * 2 - 1
+    ours, reference = by_both(FEDSEAL, x)
+    assert torch.equal(ours, reference)
+    ours, reference = by_both(FEDSEAL, images(0, 3))
+    assert ours.shape == reference.shape == (0, 3, 8, 8)
+
+
+@pytest.mark.usefixtures("each_generation")
+@every_variant
+def test_an_image_that_is_no_numbers_harms_no_other(name: str) -> None:
+    x = images(60, 3)
+    clean = RANDAUGMENTS[name](x, rng())
+    x[::2] = float("nan")
+    x[2] = float("inf")
+    assert torch.equal(RANDAUGMENTS[name](x, rng())[1::2], clean[1::2])
+
+
+def test_what_our_kernels_do_not_have_is_left_to_torch() -> None:
+    with patch.object(views, "changed", side_effect=AssertionError):
+        always(Recorder())(images(), rng())
+        RandAugment((Operation(invert), Operation(Recorder())), 2, 1.0, "full")(images(), rng())
+        always(invert)(images().double(), rng())
 
 
 # The variants -------------------------------------------------------------------------------

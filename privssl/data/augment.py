@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from privssl.kernels import views
 from privssl.together import compute
 
 BLANK = -1.0  # what lies outside of an image, and inside of a cut: black in [-1, 1]
@@ -88,13 +89,11 @@ def _views(fields: Mapping[str, Tensor], how: Augmentation) -> Tensor:
     either_way = 2 * chance - 1  # (B, 10) in [-1, 1)
     height, width = x.shape[2:]
     view = x
-    if how.flip:
-        view = torch.where(chance[:, 9, None, None, None] < 0.5, view.flip(3), view)
-    if how.crop:
+    if how.flip or how.crop:
         reach = torch.tensor([int(how.crop * side) for side in (height, width)])
         reach = reach.to(x.device)  # whole pixels; each shift in -reach..reach is as likely
         shift = (chance[:, 7:9] * (2 * reach + 1)).long() - reach
-        view = move_mirrored(view, shift)
+        view = move_mirrored(view, shift, flipped=(chance[:, 9] < 0.5) & how.flip)
     if how.rotation or how.scale or how.shear or how.shift:
         maps = affine(
             angle=either_way[:, 0] * how.rotation,
@@ -159,15 +158,19 @@ def _places(height: int, width: int, device: torch.device) -> Tensor:
     return torch.stack([right, down, torch.ones_like(down)]).reshape(3, height * width)
 
 
-def move_mirrored(x: Tensor, shift: Tensor) -> Tensor:
+def move_mirrored(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
     """Shift by whole pixels; what comes in from outside is the image mirrored at its edge pixel.
 
     Args:
         x: (B, Ch, H, W).
         shift: (B, 2) whole pixels down and to the right, less than the side.
+        flipped: (B,), whether an image is mirrored left to right before it is shifted.
     """
+    if views.do(x):
+        return views.moved(x, shift, flipped)
     rows, channels, height, width = x.shape
     down, right = _mirrored(height, shift[:, 0]), _mirrored(width, shift[:, 1])  # (B, H), (B, W)
+    right = torch.where(flipped[:, None], width - 1 - right, right)
     pixel = (down[:, :, None] * width + right[:, None, :]).view(rows, 1, height * width)
     flat = x.reshape(rows, channels, height * width)
     return flat.gather(2, pixel.expand_as(flat)).view(rows, channels, height, width)

@@ -1,87 +1,34 @@
 """Kernels of our own, compiled when privssl is installed, where there is a C++ compiler.
 
-``pooled.cpp`` is made for several generations of x86-64 processors (``setup.py``), and the latest
-that this one understands is loaded. Without a compiler, or on other processors, there is none, and
-torch's kernels do all work: results are the same but for rounding. ``PRIVSSL_KERNELS=torch`` in the
-environment asks for that.
+    pooled.py  pooled.cpp  a convolution with what surrounds it; when: models/pooled.py
+    views.py   views.cpp   RandAugment; when: data/rand_augment.py
 
-Here tensors become addresses; which layers go through this, and when, says ``models/pooled.py``.
+Each is made for several generations of x86-64 processors (``setup.py``), and the latest that this
+one understands is loaded. Without a compiler, or on other processors, there is none, and torch's
+kernels do all work: results are the same but for rounding. ``PRIVSSL_KERNELS=torch`` in the
+environment asks for that.
 """
 
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 log = logging.getLogger("privssl")
 
-VERSION = 2  # of what is called, as pooled.cpp has it
-#: Names of what setup.py compiles, the latest first, and whether this processor understands it.
+#: What setup.py compiles, and the version of what is called there, as its source has it.
+VERSIONS = {"pooled": 2, "views": 1}
+#: Names of what it is compiled for, the latest first, and whether this processor understands it.
 GENERATIONS: dict[str, Callable[[], bool]] = {
     "avx512": lambda: torch.cpu._is_avx512_supported(),
     "avx2": lambda: torch.cpu._is_avx2_supported(),
 }
-
-
-class Layers(ctypes.Structure):
-    """What is asked for; the fields are explained in ``layers.hpp``, which has the same."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                *("rows", "height", "width", "channels", "kernels", "high", "wide", "down"),
-                *("right", "groups", "rectified"),
-            )
-        ),
-        ("eps", ctypes.c_double),
-    )
-
-
-class Form(NamedTuple):
-    """What surrounds a convolution: zeros, pooling of two by two, a norm, a rectifier."""
-
-    padding: tuple[int, int]  # (down, right)
-    groups: int  # of the norm; 0: there is none
-    eps: float  # of the norm
-    rectified: bool
-
-    def pooled(self, sides: Sequence[int], kernel: Sequence[int]) -> tuple[int, int]:
-        """Height and width of the output, from those of a row and of the convolution's kernel."""
-        high, wide = (
-            (side + 2 * zeros - taps + 1) // 2
-            for side, zeros, taps in zip(sides, self.padding, kernel, strict=True)
-        )
-        return high, wide
-
-
-class Parameters(NamedTuple):
-    """Of a convolution and its norm, or their gradients. None where a layer has none."""
-
-    weight: Tensor  # (kernels, channels, high, wide)
-    bias: Tensor | None  # (kernels,), as the next two
-    gamma: Tensor | None
-    beta: Tensor | None
-
-
-@dataclass(frozen=True, eq=False)
-class Done:
-    """What a forward pass leaves for the way back."""
-
-    plan: "Plan"
-    x: Tensor  # (rows, channels, height, width), channels last in memory
-    own: Sequence[Tensor | None]  # parameters, weights channels last, as addresses lead there
-    addresses: "ctypes.Array[ctypes.c_void_p]"
-    left: Tensor  # bytes, as ``layers.hpp`` lays them out
 
 
 def generation() -> str | None:
@@ -99,145 +46,17 @@ def torch_alone() -> Iterator[None]:
         _torch_alone.reset(before)
 
 
-def forward(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> tuple[Tensor, Done]:
-    """The output of layers that follow each other, and what :func:`backward` needs.
-
-    Args:
-        x: (rows, channels, height, width) float32 on the CPU, one row at least.
-        own: float32 on the CPU.
-        forms: one for each; at least one whole place of pooling is left by each.
-
-    Returns:
-        (rows, kernels, height, width after pooling) float32, channels last in memory.
-    """
-    dense = [p if p is None else _last(p) for each in own for p in each]
-    shapes = tuple(p if p is None else p.shape for p in dense)
-    plan = _plan(_library(), x.shape, shapes, forms)
-    y = torch.empty(plan.output, memory_format=torch.channels_last)
-    left = torch.empty(plan.left, dtype=torch.uint8)
-    addresses = plan.addresses(*map(_at, dense))
-    done = Done(plan, _last(x), dense, addresses, left)
-    plan.library.pooled_forward(
-        len(forms), plan.layers, addresses, done.x.data_ptr(), y.data_ptr(), done.left.data_ptr()
-    )
-    return y, done
-
-
-def backward(
-    gradient: Tensor, done: Done, *, inputs: bool, together: int | None = None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of inputs and of parameters.
-
-    Args:
-        gradient: of the output.
-        done: what the forward pass left. Parameters are what they were.
-        inputs: whether those of inputs are wanted.
-        together: rows, in order, whose gradients of parameters are one sum; None: no gradients of
-            parameters.
-
-    Returns:
-        Gradients of inputs, as inputs; and of parameters, (sums, numbers of all parameters), of
-        which ``Plan.parameters`` says what is where.
-    """
-    plan = done.plan
-    dx = torch.empty_like(done.x) if inputs else None
-    sums = torch.empty(-(-len(done.x) // together), plan.numbers) if together else None
-    gradient = _last(gradient)
-    plan.library.pooled_backward(
-        len(plan.layers), plan.layers, done.addresses, done.x.data_ptr(), gradient.data_ptr(),
-        done.left.data_ptr(), together or 1, _at(dx), _at(sums),
-    )  # fmt: skip
-    return dx, sums
-
-
-def _last(tensor: Tensor) -> Tensor:
-    """The same numbers one behind the other, channels last in memory; copied if need be."""
-    if tensor.dim() == 4:
-        return tensor.contiguous(memory_format=torch.channels_last)
-    return tensor.contiguous()
-
-
-def _at(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-class Place(NamedTuple):
-    """Where a parameter's gradient lies in sums."""
-
-    size: tuple[int, ...]  # the parameter's
-    strides: tuple[int, ...]
-    first: int
-
-    def of(self, sums: Tensor) -> Tensor:
-        """(*size) of the first of sums (sums, numbers)."""
-        return sums.as_strided(self.size, self.strides, self.first)
-
-    def of_each(self, sums: Tensor) -> Tensor:
-        """(sums, *size)."""
-        count, size, strides = len(sums), self.size, self.strides
-        return sums.as_strided((count, *size), (sums.stride(0), *strides), self.first)
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """All that follows from shapes."""
-
-    library: ctypes.CDLL
-    layers: "ctypes.Array[Layers]"
-    addresses: type["ctypes.Array[ctypes.c_void_p]"]  # of parameters, four for each of the layers
-    output: tuple[int, int, int, int]
-    left: int  # bytes
-    parameters: tuple[Place | None, ...]  # as addresses; None where there is none
-    numbers: int  # of all parameters
-
-
-@lru_cache(maxsize=256)
-def _plan(
-    library: ctypes.CDLL,
-    rows: torch.Size,
-    own: tuple[torch.Size | None, ...],
-    forms: tuple[Form, ...],
-) -> Plan:
-    """``own``: shapes of parameters, as addresses."""
-    (count, _, *sides), found = rows, []
-    weights = [weight for weight in own[:: len(Parameters._fields)] if weight is not None]
-    for (kernels, channels, *kernel), form in zip(weights, forms, strict=True):
-        found.append(
-            Layers(
-                count, *sides, channels, kernels, *kernel, *form.padding, form.groups,
-                form.rectified, form.eps,
-            )
-        )  # fmt: skip
-        sides = list(form.pooled(sides, kernel))
-    places, numbers = list[Place | None](), 0
-    for shape in own:
-        if shape is None:
-            places.append(None)
-            continue
-        strides: tuple[int, ...] = (1,)
-        if len(shape) == 4:
-            _, channels, high, wide = shape
-            strides = (channels * high * wide, 1, wide * channels, channels)
-        places.append(Place(shape, strides, numbers))
-        numbers += shape.numel()
-    layers = (Layers * len(found))(*found)
-    return Plan(
-        library, layers, ctypes.c_void_p * len(own), (count, weights[-1][0], sides[0], sides[1]),
-        library.pooled_left(len(found), layers), tuple(places), numbers,
-    )  # fmt: skip
-
-
 _torch_alone = ContextVar("torch_alone", default=os.environ.get("PRIVSSL_KERNELS") == "torch")
 
 
 @cache
 def _latest() -> str | None:
     """The latest generation that was compiled from this source and that this processor knows."""
-    for name, known in GENERATIONS.items():
-        library = _loaded(name) if known() else None
-        if library is not None and library.pooled_version() == VERSION:
+    for name in (name for name, known in GENERATIONS.items() if known()):
+        found = versions(name)
+        if found == VERSIONS:
             return name
-        if library is not None:
+        if found:
             log.warning(
                 "privssl/kernels was compiled from another version, and torch's kernels do its "
                 "work. To compile it anew: pip install --editable ."
@@ -246,22 +65,14 @@ def _latest() -> str | None:
     return None
 
 
+def versions(generation: str) -> dict[str, int]:
+    """Of what was compiled for it."""
+    there = {kernel: library(kernel, generation) for kernel in VERSIONS}
+    return {k: getattr(held, f"{k}_version")() for k, held in there.items() if held is not None}
+
+
 @cache
-def _loaded(name: str) -> ctypes.CDLL | None:
-    """None: it was not compiled."""
-    file = next(Path(__file__).parent.glob(f"_pooled_{name}.*"), None)
-    if file is None:
-        return None
-    library, pointer, number = ctypes.CDLL(str(file)), ctypes.c_void_p, ctypes.c_int64
-    layers = ctypes.POINTER(Layers)
-    library.pooled_left.argtypes, library.pooled_left.restype = [number, layers], number
-    library.pooled_forward.argtypes = [number, layers, *[pointer] * 4]
-    library.pooled_backward.argtypes = [number, layers, *[pointer] * 4, number, *[pointer] * 2]
-    library.pooled_forward.restype = library.pooled_backward.restype = None
-    return library
-
-
-def _library() -> ctypes.CDLL:
-    library = _loaded(generation() or "")
-    assert library is not None, "who calls has asked for generation()"
-    return library
+def library(kernel: str, generation: str) -> ctypes.CDLL | None:
+    """One of ``VERSIONS`` as it was compiled for a generation; None: it was not."""
+    file = next(Path(__file__).parent.glob(f"_{kernel}_{generation}.*"), None)
+    return None if file is None else ctypes.CDLL(str(file))

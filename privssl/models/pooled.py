@@ -22,7 +22,8 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from privssl import kernels
-from privssl.kernels import Done, Form, Parameters
+from privssl.kernels import pooled as kernel
+from privssl.kernels.pooled import Done, Form, Parameters
 from privssl.models.group_norm import group_norm
 from privssl.models.precision import widened
 
@@ -260,7 +261,7 @@ class Visit:
     def forward(self, x: Tensor, own: Sequence[Parameters]) -> Tensor:
         """(B, ...); or, where rows are told apart, (rows, images of one, ...) of (rows times
         images, ...)."""
-        y, self._done = kernels.forward(x.float(), own, self.forms)
+        y, self._done = kernel.forward(x.float(), own, self.forms)
         if self._per_row is None:
             return y
         # Not a view, whose changes in place torch would refuse in other words than ours.
@@ -277,7 +278,7 @@ class Visit:
         told_apart = self._per_row is not None
         gradient = gradient.flatten(0, 1) if told_apart else gradient
         together = (self._per_row or len(gradient)) if parameters else None
-        dx, sums = kernels.backward(gradient, self._done, inputs=inputs, together=together)
+        dx, sums = kernel.backward(gradient, self._done, inputs=inputs, together=together)
         if sums is None:
             return dx, []
         places = self._done.plan.parameters

@@ -1,0 +1,120 @@
+"""Views of images: ``views.cpp``. When which: ``data/augment.py`` and ``data/rand_augment.py``."""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from privssl import kernels
+
+#: As ``views.cpp`` numbers them.
+CHANGES = (
+    *("identity", "autocontrast", "equalize", "invert", "posterize", "solarize", "brightness"),
+    *("contrast", "color", "sharpness", "shear", "translate", "rotate", "cutout"),
+)
+
+
+class Kind(NamedTuple):
+    """An operation."""
+
+    change: str  # of ``CHANGES``
+    axis: str = "x"  # "x": along rows, "y": along columns; what slides
+    pixels_used: int = 1  # that a pixel is made from: 1, 2 or 4; of shear
+    of_side: bool = False  # amounts are fractions of the side, and not pixels; of translate
+    outside: float = 0.0  # level of what comes in; of rotate
+
+
+class _Images(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ("rows", "channels", "height", "width", "last")
+    )
+
+
+class _Kind(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("change", "down", "used", "of_side")),
+        ("outside", ctypes.c_float),
+    )
+
+
+def do(x: Tensor) -> bool:
+    """Whether kernels of ours can make views of these images."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and kernels.generation() is not None
+
+
+def moved(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
+    """What ``augment.move_mirrored`` says, for images that we :func:`do`.
+
+    Args:
+        x: (B, Ch, H, W).
+        shift: (B, 2) int64.
+        flipped: (B,) bool.
+
+    Returns:
+        As x, and in its memory format if that is dense.
+    """
+    x, images = _dense(x)
+    y, drawn = torch.empty_like(x), (shift.contiguous(), flipped.contiguous())
+    _library().views_move(images, *map(_at, (*drawn, x, y)))
+    return y
+
+
+def changed(
+    x: Tensor, kinds: Sequence[Kind], which: Tensor, amount: Tensor, place: Tensor
+) -> Tensor:
+    """Images that we :func:`do`, each changed by some operations, one after the other.
+
+    Args:
+        x: (B, Ch, H, W) in [-1, 1].
+        kinds: what is numbered by ``which``.
+        which: (B, count) int64 below len(kinds); below 0: none.
+        amount: (B, count) float32.
+        place: (B, count, 2) float32 in [0, 1).
+
+    Returns:
+        As x, and in its memory format if that is dense.
+    """
+    x, images = _dense(x)
+    y = torch.empty_like(x)
+    table = (_Kind * len(kinds))(
+        *(
+            _Kind(CHANGES.index(k.change), k.axis == "y", k.pixels_used, k.of_side, k.outside)
+            for k in kinds
+        )
+    )
+    drawn = which.contiguous(), amount.contiguous(), place.contiguous()
+    _library().views_change(images, which.shape[1], table, *map(_at, (*drawn, x, y)))
+    return y
+
+
+def _dense(x: Tensor) -> tuple[Tensor, _Images]:
+    """The images one behind the other, channels last or first in memory; copied if need be."""
+    last = x.is_contiguous(memory_format=torch.channels_last)
+    x = x if last else x.contiguous()
+    return x, _Images(*x.shape, last)
+
+
+def _at(tensor: Tensor) -> int:
+    return tensor.data_ptr()
+
+
+def _library() -> ctypes.CDLL:
+    library = _functions(kernels.generation() or "")
+    assert library is not None, "who calls has asked for do()"
+    return library
+
+
+@cache
+def _functions(generation: str) -> ctypes.CDLL | None:
+    library = kernels.library("views", generation)
+    if library is not None:
+        pointer, images = ctypes.c_void_p, ctypes.POINTER(_Images)
+        library.views_move.argtypes = [images, *[pointer] * 4]
+        library.views_change.argtypes = [
+            images, ctypes.c_int64, ctypes.POINTER(_Kind), *[pointer] * 5
+        ]  # fmt: skip
+        library.views_move.restype = library.views_change.restype = None
+    return library
