@@ -19,7 +19,9 @@ FLAGS = ["-std=c++20", "-O3", "-fno-math-errno"]
 #: views have the same bits as torch's only where products and sums are rounded one by one.
 KERNELS = {
     "pooled": ["-ffp-contract=fast", "-fno-predictive-commoning"],
+    "correlation": ["-ffp-contract=fast", "-fno-predictive-commoning"],
     "views": ["-ffp-contract=off", "-fno-trapping-math"],
+    "noise": ["-ffp-contract=fast", "-fno-trapping-math"],
 }
 
 setup(

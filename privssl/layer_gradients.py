@@ -4,6 +4,7 @@
 one backward pass.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from privssl.clipping import Outer, RowGradients, Rows
 from privssl.errors import PrivacyError
+from privssl.kernels import correlation
 from privssl.models.pooled import Visit
 
 Key = tuple[str, str]  # network, parameter name
@@ -130,14 +132,18 @@ def _product(
 
     ``kernel``: as in :class:`clipping.Outer`.
     """
-    places, p, d = left.shape[1], left.shape[2], right.shape[2]
-    no_float64 = left.device.type == "mps"
-    if MANY * places**2 > p * d or (places > 1 and no_float64):
+    if _less_work(left.shape[1], left.shape[2] * right.shape[2], left.device):
         each = left.mT @ right
         if kernel is None:
             return Rows(each)
         return Rows(each.view(*each.shape[:2], *kernel), (0, 3, 1, 2))
     return Outer(left, right, kernel)
+
+
+def _less_work(places: int, numbers: int, device: torch.device) -> bool:
+    """Whether a weight of so many numbers is to be multiplied out."""
+    no_float64 = device.type == "mps"
+    return MANY * places**2 > numbers or (places > 1 and no_float64)
 
 
 def _of_kernels(
@@ -149,19 +155,19 @@ def _of_kernels(
     A kernel slides over the larger of two images and meets a place of the smaller one.
     """
     larger, smaller = (x, g) if layer is functional.conv2d else (g, x)
-    seen = _windows(
-        larger.flatten(0, 1),
-        shape[2:],
-        in_pair(given.get("stride", 1)),
-        in_pair(given.get("padding", 0)),
-    )
+    kernel, stride = in_pair(tuple(shape[2:])), in_pair(given.get("stride", 1))
+    padding = in_pair(given.get("padding", 0))
+    places = math.prod((smaller.shape[1], *smaller.shape[3:]))
+    if correlation.do(larger) and _less_work(places, shape.numel(), x.device):
+        return Rows(correlation.sums(larger, smaller, kernel, stride, padding), (3, 2, 0, 1))
+    seen = _windows(larger.flatten(0, 1), kernel, stride, padding)
     met = smaller.flatten(0, 1).flatten(2).mT  # (B T, places, first)
     left, right = (t.reshape(len(x), -1, t.shape[-1]) for t in (met, seen))
-    return _product(left, right, (shape[2], shape[3], shape[1]))
+    return _product(left, right, (*kernel, shape[1]))
 
 
 def _windows(
-    x: Tensor, kernel: torch.Size, stride: tuple[int, int], padding: tuple[int, int]
+    x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
 ) -> Tensor:
     """What a kernel sees at every place: (N, channels, h, w) -> (N, places, kernel channels).
 

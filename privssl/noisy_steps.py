@@ -36,8 +36,8 @@ def add_noise(optimisers: Sequence[SecureNoise]) -> None:
     sizes = [sum(parameter.numel() for parameter in one.params) for one in optimisers]
     for one, sums in zip(optimisers, torch.split(noisy, sizes), strict=True):
         deviation = one.noise_multiplier * one.max_grad_norm
-        noise = torch.from_numpy(privacy.secure_normal(len(sums))) * deviation
-        on_grid(sums.add_(noise), deviation)
+        noise = torch.from_numpy(privacy.secure_normal(len(sums)))
+        on_grid(sums.add_(noise, alpha=deviation), deviation)
     if device.type != "cpu":  # in one go
         noisy = noisy.to(kind).to(device)
     each = torch.split(noisy, [parameter.numel() for parameter in parameters])
@@ -64,4 +64,4 @@ def on_grid(sums: Tensor, deviation: float) -> Tensor:
     if not deviation:
         return sums
     step = GRID * 2.0 ** (math.frexp(deviation)[1] - 1)  # of the power of two below the deviation
-    return sums.div_(step).round_().mul_(step)
+    return sums.mul_(1 / step).round_().mul_(step)  # exact: powers of two, none out of range

@@ -27,8 +27,9 @@ from accounting.accountants import calibrate_noise, epsilon
 from accounting.budget import rounded_up
 from accounting.coins import random_words
 from accounting.events import Composed, Event, SampledGaussian, Unprotected, leaves
-from privssl import optimisers, together
+from privssl import kernels, optimisers, together
 from privssl.errors import PrivacyError
+from privssl.kernels import noise
 from privssl.private_steps import ClippedSums, NoisyStep
 from privssl.row_gradients import RowLoss
 from privssl.settings import PrivacySettings
@@ -51,21 +52,40 @@ def rows_at_once(networks: Mapping[str, nn.Module], numbers: int) -> int:
 
 def secure_uniform(count: int) -> np.ndarray:
     """``count`` float64 numbers in [0, 1), 53 bits each, that nobody can foretell."""
-    return (random_words(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return _as_uniform(random_words(count))
 
 
 def secure_normal(count: int) -> np.ndarray:
-    """``count`` standard normal float64 numbers that nobody can foretell (Box and Muller).
+    """``count`` standard normal float64 numbers that nobody can foretell."""
+    half = (count + 1) // 2
+    return box_muller(random_words(half), random_words(half))[:count]
+
+
+def box_muller(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """Two standard normal float64 numbers of each pair of words (Box and Muller 1958).
 
     A radius is made of all 64 bits of a word: of 53 the largest would lie so far apart that two
-    numbers of one radius could tell what was added to them. None is larger than 9.42.
+    numbers of one radius could tell what was added to them. None is larger than 9.42. Of an angle
+    53 bits count.
+
+    Args:
+        radii, angles: uint64 (pairs,).
+
+    Returns:
+        (2 pairs,): all cosines, then all sines.
     """
-    half = (count + 1) // 2
-    tail = torch.from_numpy(_as_floats(random_words(half))).add_(1.0).mul_(2.0**-64)  # in (0, 1]
+    if kernels.generation() is not None:
+        return noise.normal(radii, angles)
+    tail = torch.from_numpy(_as_floats(radii)).add_(1.0).mul_(2.0**-64)  # in (0, 1]
     radius = tail.log_().mul_(-2.0).sqrt_()
-    angle = torch.from_numpy(secure_uniform(half)).mul_(2.0 * math.pi)  # torch is faster than numpy
+    angle = torch.from_numpy(_as_uniform(angles)).mul_(2.0 * math.pi)  # torch is faster than numpy
     normal: np.ndarray = torch.cat([angle.cos().mul_(radius), angle.sin().mul_(radius)]).numpy()
-    return normal[:count]
+    return normal
+
+
+def _as_uniform(words: np.ndarray) -> np.ndarray:
+    """Their highest 53 bits, as float64 in [0, 1)."""
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _as_floats(words: np.ndarray) -> np.ndarray:

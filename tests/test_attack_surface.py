@@ -290,7 +290,14 @@ MAY = {
     "privssl.site.fence": "ctypes",
     # kernels that were compiled beside them when privssl was installed
     **dict.fromkeys(
-        ("privssl.kernels", "privssl.kernels.pooled", "privssl.kernels.views"), "ctypes"
+        (
+            "privssl.kernels",
+            "privssl.kernels.pooled",
+            "privssl.kernels.views",
+            "privssl.kernels.noise",
+            "privssl.kernels.correlation",
+        ),
+        "ctypes",
     ),
     "privssl.process": "ctypes",  # two calls of the C library that is loaded, with constants
 }

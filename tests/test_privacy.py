@@ -42,6 +42,7 @@ from privssl.privacy import (
     PrivatePlan,
     PrivateTraining,
     _as_floats,
+    box_muller,
     check_rows_independent,
     make_plan,
     refuse_coupling_layers,
@@ -789,25 +790,20 @@ def give_words(monkeypatch: pytest.MonkeyPatch, *words: int) -> None:
     monkeypatch.setattr(privacy, "random_words", lambda count: np.resize(given, count))
 
 
-def gap_of_radii(monkeypatch: pytest.MonkeyPatch, word: int, bits: int) -> float:
+def gap_of_radii(word: int, bits: int) -> float:
     """Between the noise of two words beside each other, at angle 0, where so many bits count."""
-    radii = []
-    monkeypatch.setattr(privacy, "secure_uniform", np.zeros)
-    for one in (word, word + 1):
-        give_words(monkeypatch, one << (64 - bits))
-        radii.append(float(secure_normal(1)[0]))
-    return radii[0] - radii[1]
+    words = np.array([word, word + 1], dtype=np.uint64) << np.uint64(64 - bits)
+    one, other, *_ = box_muller(words, np.zeros(2, dtype=np.uint64))
+    return float(one - other)
 
 
-def test_noise_lies_closer_than_the_grid_but_once_in_ten_to_the_fifteen_draws(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_noise_lies_closer_than_the_grid_but_once_in_ten_to_the_fifteen_draws() -> None:
     # Gaps grow with the radius, which falls as the word grows. Deviation 1; the finer of the grids.
     rare = int(1e-15 * 2**64)
-    assert 0 < gap_of_radii(monkeypatch, rare, 64) < noisy_steps.GRID / 2
-    assert gap_of_radii(monkeypatch, rare // 4, 64) > noisy_steps.GRID / 2
+    assert 0 < gap_of_radii(rare, 64) < noisy_steps.GRID / 2
+    assert gap_of_radii(rare // 4, 64) > noisy_steps.GRID / 2
     # The control: with the 53 bits of a uniform number they lie apart a thousand times as often.
-    assert gap_of_radii(monkeypatch, int(0.7e-12 * 2**53), 53) > noisy_steps.GRID / 2
+    assert gap_of_radii(int(0.7e-12 * 2**53), 53) > noisy_steps.GRID / 2
 
 
 def seed_everything() -> None:

@@ -291,11 +291,11 @@ def test_our_kernels_make_the_same_views_to_the_bit_in_the_same_memory_format(
 
 @pytest.mark.usefixtures("each_generation")
 @pytest.mark.parametrize("shape", [GREY, COLOURED, OBLONG])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", [*OPERATIONS, "cutout"])
 def test_our_kernels_have_every_operation_to_the_bit_at_any_amount(
     name: str, shape: tuple[int, int, int]
 ) -> None:
-    change, _, amounts, _ = OPERATIONS[name]
+    change, _, amounts, _ = {**OPERATIONS, "cutout": (cutout, None, (0, 20), None)}[name]
     reach = max(amounts) - min(amounts)
     # Beyond what any variant asks for; posterize would keep fewer bits than none.
     wide = (min(amounts) - reach, max(amounts) + reach) if name != "posterize" else (0, 8)

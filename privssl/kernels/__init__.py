@@ -1,11 +1,14 @@
 """Kernels of our own, compiled when privssl is installed, where there is a C++ compiler.
 
     pooled.py  pooled.cpp  a convolution with what surrounds it; when: models/pooled.py
-    views.py   views.cpp   RandAugment; when: data/rand_augment.py
+    views.py   views.cpp   RandAugment and crops; when: data/rand_augment.py, data/augment.py
+    correlation.py  correlation.cpp  gradients of a convolution's weights, of each row; when:
+                                     layer_gradients.py
+    noise.py   noise.cpp   normal numbers from random words; when: privacy.py
 
 Each is made for several generations of x86-64 processors (``setup.py``), and the latest that this
 one understands is loaded. Without a compiler, or on other processors, there is none, and torch's
-kernels do all work: results are the same but for rounding. ``PRIVSSL_KERNELS=torch`` in the
+kernels do all work: results are the same but for rounding, and views to the bit. ``PRIVSSL_KERNELS=torch`` in the
 environment asks for that.
 """
 
@@ -23,7 +26,7 @@ import torch
 log = logging.getLogger("privssl")
 
 #: What setup.py compiles, and the version of what is called there, as its source has it.
-VERSIONS = {"pooled": 2, "views": 1}
+VERSIONS = {"pooled": 2, "views": 1, "noise": 1, "correlation": 1}
 #: Names of what it is compiled for, the latest first, and whether this processor understands it.
 GENERATIONS: dict[str, Callable[[], bool]] = {
     "avx512": lambda: torch.cpu._is_avx512_supported(),

@@ -1,0 +1,77 @@
+"""Gradients of a convolution's weights, of each row: ``correlation.cpp``. When:
+``layer_gradients.py``."""
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from privssl import kernels
+
+
+class _Correlation(ctypes.Structure):
+    """As ``correlation.cpp`` has it."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in (
+            *("images", "together", "height", "width", "channels", "above", "left"),
+            *("tall", "broad", "makes", "high", "wide", "down", "right"),
+        )
+    )
+
+
+def do(x: Tensor) -> bool:
+    """Whether the kernel is there for such numbers."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and torch.get_num_threads() == 1
+        and kernels.generation() is not None
+    )
+
+
+def sums(
+    seen: Tensor,
+    met: Tensor,
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+) -> Tensor:
+    """Over images and places where the kernel meets what is seen: this times what is met there.
+
+    Args:
+        seen: (B, T, channels, height, width), T images of each row, that we :func:`do`.
+        met: (B, T, made, tall, broad), of as many places as the kernel meets or fewer.
+        kernel: (height, width).
+        stride: (down, right), of the kernel over what is seen.
+        padding: (above and below, left and right) zeros around what is seen.
+
+    Returns:
+        (B, height, width of the kernel, channels, made).
+    """
+    (rows, together, channels, *sides), (made, *places) = seen.shape, met.shape[2:]
+    for side, taps, step, zeros, many in zip(sides, kernel, stride, padding, places, strict=True):
+        if (many - 1) * step + taps > side + 2 * zeros:
+            raise ValueError(f"a kernel of {kernel} meets fewer places of {sides} than {places}")
+    x, g = (t.flatten(0, 1).contiguous(memory_format=torch.channels_last) for t in (seen, met))
+    of = _Correlation(
+        rows * together, together, *sides, channels, *padding, *places, made, *kernel, *stride
+    )
+    found = torch.empty(rows, *kernel, channels, made)
+    library = _functions(kernels.generation() or "")
+    assert library is not None, "who calls has asked for do()"
+    library.correlation_sums(of, x.data_ptr(), g.data_ptr(), found.data_ptr())
+    return found
+
+
+@cache
+def _functions(generation: str) -> ctypes.CDLL | None:
+    library = kernels.library("correlation", generation)
+    if library is not None:
+        library.correlation_sums.argtypes = [
+            ctypes.POINTER(_Correlation), *[ctypes.c_void_p] * 3
+        ]  # fmt: skip
+        library.correlation_sums.restype = None
+    return library
