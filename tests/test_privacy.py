@@ -7,6 +7,7 @@ Every check of a guarantee is shown to fail when what it checks is broken on pur
 
 import copy
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -14,12 +15,14 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
+from kernel_generations import HERE
 from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from posts import in_a_fork
@@ -29,10 +32,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy_worlds import without_noise
 
 from generators import ImageDiscriminator, ImageGenerator
-from privssl import noisy_steps, privacy, private_steps
+from privssl import kernels, noisy_steps, privacy, private_steps
 from privssl.algorithms.gmixup import Callables, Mixes, Mixing, row_losses
 from privssl.clipping import Outer, RowGradients, Rows, clipped_sums
 from privssl.errors import PrivacyError
+from privssl.kernels import noise
 from privssl.losses import soft_cross_entropy
 from privssl.models.convnets import LeNet, SmallCNN
 from privssl.models.resnet import ResNet9
@@ -193,6 +197,7 @@ def test_clipped_sums_are_those_of_opacus_and_of_rows_one_by_one() -> None:
         torch.randn(5, 2, 2, generator=drawing) * sizes[:, None, None],
         (torch.randn(4, 5, 3, generator=drawing) * sizes[:, None]).movedim(0, 2),  # out of order
         torch.randn(5, generator=drawing) * sizes,  # of a parameter that is one number
+        torch.randn(5, 700, generator=drawing) * sizes[:, None] / 20,
     ]
     drawn = torch.tensor([True, True, False, True, True])
     samples[0][4, 1] = math.nan
@@ -236,10 +241,13 @@ def sum_with(bad: float, sums: Callable[..., object]) -> Callable[[], object]:
 
     def work() -> None:
         whole, left, right = torch.ones(4, 600), torch.ones(4, 1, 3), torch.ones(4, 2, 5)
-        for part in (whole, left, right):
+        small, smaller = torch.ones(4, 3, 2), torch.ones(4)
+        for part in (whole, left, right, small, smaller):
             part[2].view(-1)[0] = bad
         gradients = [
             Rows(whole),
+            Rows(small, (1, 0)),
+            Rows(smaller),
             Outer(left, torch.ones(4, 1, 2)),
             Outer(torch.ones(4, 2, 2), right),
         ]
@@ -778,16 +786,56 @@ def test_words_become_the_numbers_that_are_nearest_to_them(words: list[int]) -> 
     assert found.tolist() == [float(word) for word in words]  # Python rounds to the nearest
 
 
+@pytest.fixture(params=[None, *HERE], ids=str)
+def each_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Noise is made by torch, and by our kernel as it was compiled for each generation."""
+    with patch.object(kernels, "_latest", lambda: request.param):
+        yield
+
+
+@pytest.mark.usefixtures("each_way")
 def test_noise_without_luck_has_no_infinite_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     for extreme in (0, 1, 2**64 - 1):
-        give_words(monkeypatch, extreme)
+        word = np.array([extreme], dtype=np.uint64)
+        monkeypatch.setattr(privacy, "random_words", functools.partial(np.resize, word))
         assert np.isfinite(secure_normal(3)).all()
 
 
-def give_words(monkeypatch: pytest.MonkeyPatch, *words: int) -> None:
-    """What coins give from here on, as often as it is asked for."""
-    given = np.array(words, dtype=np.uint64)
-    monkeypatch.setattr(privacy, "random_words", lambda count: np.resize(given, count))
+def from_words(radius: int, angle: int) -> tuple[float, float]:
+    """The paper's formula for one pair of words, in numbers of more digits."""
+    tail = np.longdouble((float(radius) + 1.0) * 2.0**-64)
+    turn = 8 * np.arctan(np.longdouble(1)) * np.longdouble(angle >> 11) / 2**53
+    size = np.sqrt(-2 * np.log(tail))
+    return float(size * np.cos(turn)), float(size * np.sin(turn))
+
+
+WORDS = st.integers(0, 2**64 - 1)
+QUARTERS = [turn * 2**61 + near for turn in range(8) for near in (-2048, 0, 2048)]
+
+
+@given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=40))
+@example([(2**64 - 1 - k, angle % 2**64) for angle in QUARTERS for k in (0, 2**11, 2**12, 2**40)])
+@example([(2**k, angle % 2**64) for angle in QUARTERS for k in range(64)])
+@example([(k, 2**63 + k) for k in range(5)])
+@example([])
+def test_any_words_become_the_numbers_of_box_and_muller(words: list[tuple[int, int]]) -> None:
+    radii, angles = (np.array([w[n] for w in words], dtype=np.uint64) for n in (0, 1))
+    expected = np.array([from_words(*pair) for pair in words]).reshape(-1, 2).T.flatten()
+    for way in (None, *HERE):
+        with patch.object(kernels, "_latest", lambda way=way: way):
+            # Radii up to 9.4, of angles that are good to 7e-16.
+            np.testing.assert_allclose(box_muller(radii, angles), expected, rtol=0, atol=8e-15)
+
+
+@pytest.mark.usefixtures("each_generation")
+def test_a_kernel_for_noise_is_asked_where_there_is_one() -> None:
+    with patch.object(noise, "normal", wraps=noise.normal) as asked:
+        secure_normal(3)
+        with kernels.torch_alone():
+            secure_normal(3)
+    assert asked.call_count == 1
+    with pytest.raises(ValueError, match=r"radii \(2,\) and angles \(3,\)"):
+        noise.normal(np.zeros(2, dtype=np.uint64), np.zeros(3, dtype=np.uint64))
 
 
 def gap_of_radii(word: int, bits: int) -> float:
@@ -797,6 +845,7 @@ def gap_of_radii(word: int, bits: int) -> float:
     return float(one - other)
 
 
+@pytest.mark.usefixtures("each_way")
 def test_noise_lies_closer_than_the_grid_but_once_in_ten_to_the_fifteen_draws() -> None:
     # Gaps grow with the radius, which falls as the word grows. Deviation 1; the finer of the grids.
     rare = int(1e-15 * 2**64)

@@ -1,15 +1,15 @@
 """Kernels of our own, compiled when privssl is installed, where there is a C++ compiler.
 
-    pooled.py  pooled.cpp  a convolution with what surrounds it; when: models/pooled.py
-    views.py   views.cpp   RandAugment and crops; when: data/rand_augment.py, data/augment.py
-    correlation.py  correlation.cpp  gradients of a convolution's weights, of each row; when:
-                                     layer_gradients.py
-    noise.py   noise.cpp   normal numbers from random words; when: privacy.py
+                                                                     asked for by
+    pooled       a convolution with what surrounds it                models/pooled.py
+    correlation  gradients of a convolution's weights, of each row   layer_gradients.py
+    noise        normal numbers from random words                    privacy.py
+    views        RandAugment and crops                               data/
 
-Each is made for several generations of x86-64 processors (``setup.py``), and the latest that this
-one understands is loaded. Without a compiler, or on other processors, there is none, and torch's
-kernels do all work: results are the same but for rounding, and views to the bit. ``PRIVSSL_KERNELS=torch`` in the
-environment asks for that.
+Each, a .py and a .cpp, is made for several generations of x86-64 processors (``setup.py``), and the
+latest that this one understands is loaded. Without a compiler, or on other processors, there is
+none, and torch's kernels do all work: results are the same but for rounding, and views to the bit.
+``PRIVSSL_KERNELS=torch`` in the environment asks for that.
 """
 
 import ctypes

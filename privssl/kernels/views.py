@@ -41,8 +41,13 @@ class _Kind(ctypes.Structure):
 
 
 def do(x: Tensor) -> bool:
-    """Whether kernels of ours can make views of these images."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and kernels.generation() is not None
+    """Whether kernels of ours can make views of these images; agents side by side are torch's."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and not torch._C._are_functorch_transforms_active()
+        and kernels.generation() is not None
+    )
 
 
 def moved(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:

@@ -18,6 +18,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import (
+    _add_batch_dim,
+    get_unwrapped,
+    maybe_current_level,
+    maybe_get_bdim,
+)
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
@@ -311,22 +318,6 @@ class _Pooled(torch.autograd.Function):
         return of_x, *(sums or (None,) * len(own)), None, None
 
 
-class _OfRows(torch.autograd.Function):
-    """The same in a vmap over rows, of several images each, with parameters that all rows share."""
-
-    @staticmethod
-    def forward(*_: Any) -> Tensor:
-        raise AssertionError("it is for vmap")
-
-    @staticmethod
-    def setup_context(*_: Any) -> None:
-        """As torch wants it of whoever has a vmap."""
-
-    @staticmethod
-    def vmap(info: Any, where: Any, x: Tensor, *given: Any) -> tuple[Tensor, int]:
-        return _Pooled.apply(x.movedim(where[0], 0).flatten(0, 1), *given), 0
-
-
 def of_rows(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> tuple[Tensor, Visit]:
     """:func:`pooled` inside of one vmap over rows, and its way back.
 
@@ -335,7 +326,11 @@ def of_rows(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> tu
         own: what all rows share. Its gradients are left to the visit: nothing flows there, but the
             output has a gradient in any case.
     """
-    visit, anchor = Visit(forms, per_row=len(x)), torch.zeros((), requires_grad=True)
-    detached = (p if p is None else p.detach() for p in flat(own))
-    found: Tensor = _OfRows.apply(x, *detached, visit, anchor)
-    return found, visit
+    visit, level, place = Visit(forms, per_row=len(x)), maybe_current_level(), maybe_get_bdim(x)
+    assert level is not None
+    with temporarily_pop_interpreter_stack():  # vmap is told the result: asking it takes longer
+        anchor = torch.zeros((), requires_grad=True)
+        images = get_unwrapped(x).movedim(place, 0).flatten(0, 1)
+        detached = (p if p is None else p.detach() for p in flat(own))
+        found = _Pooled.apply(images, *detached, visit, anchor)
+    return _add_batch_dim(found, 0, level), visit
