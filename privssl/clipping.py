@@ -21,9 +21,6 @@ BLOCK = 512  # numbers of a gradient whose squares are added up in one go
 #: Rounding moves a product of factors by 1e-7 of what is multiplied. Where its terms cancel, this
 #: is much beside what is left: a row is taken to be as long as a thousandth of its terms, at least.
 CANCELLED = 1e-6
-#: Numbers of a gradient that is measured and summed with others of its kind: of biases and norms,
-#: most of a network's parameters, operations take longer to begin than to do.
-FEW = 512
 
 
 class RowGradients(Protocol):
@@ -40,7 +37,7 @@ class RowGradients(Protocol):
         """
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Rows:
     """Gradients row by row, in any order of their axes."""
 
@@ -56,19 +53,14 @@ class Rows:
         # 0 times infinity would be NaN. Always, not if need be: that would tell of rows.
         finite = own.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         agents, numbers = factors.shape[:-1], finite.reshape(*factors.shape, -1)
-        sums = torch.bmm(factors[:, None], numbers)[:, 0] if agents else factors @ numbers
-        return self.shaped(sums)
-
-    def shaped(self, numbers: Tensor) -> Tensor:
-        """(..., numbers of the parameter, in the order of ``each``) -> (..., *shape of it)."""
-        several = numbers.shape[:-1]
-        own = numbers.view(several + self.each.shape[1:])
+        sums = torch.bmm(factors[:, None], numbers) if agents else factors @ numbers
+        total = sums.view(agents + own.shape[1:])
         if self.axes is None:
-            return own
-        return own.permute(*range(len(several)), *(len(several) + axis for axis in self.axes))
+            return total
+        return total.permute(*range(len(agents)), *(len(agents) + axis for axis in self.axes))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Outer:
     """Gradients of a matrix: the sum over T places of left_t right_t^T."""
 
@@ -117,21 +109,13 @@ def clipped_sums(
     Returns:
         One sum for each parameter; of A agents (A, *shape).
     """
-    few = [one for one in gradients if isinstance(one, Rows) and one.each[:1].numel() <= FEW]
-    flat = [one.each.reshape(len(one.each), -1) for one in few]
-    joined = Rows(torch.cat(flat, dim=1)) if few else None
-    alone = [one for one in gradients if one not in few] + ([joined] if joined else [])
-    norms = torch.stack([one.norms() for one in alone], dim=1).norm(dim=1)
+    norms = torch.stack([one.norms() for one in gradients], dim=1).norm(dim=1)
     if len(norms) != drawn.numel():
         raise ValueError(f"gradients of {len(norms)} rows, where {drawn.numel()} were looked at")
     norms = norms.view(drawn.shape)
     keep = norms.isfinite() & drawn.to(norms.device)  # not so, if one number of the row is not
     factors = torch.where(keep, (clip_norm / (norms + 1e-6)).clamp(max=1.0), 0.0)
-    totals = {id(one): one.total(factors) for one in alone}
-    if joined is not None:
-        parts = torch.split(totals[id(joined)], [each.shape[1] for each in flat], dim=-1)
-        totals |= {id(one): one.shaped(part) for one, part in zip(few, parts, strict=True)}
-    return [totals[id(one)] for one in gradients]
+    return [one.total(factors) for one in gradients]
 
 
 def _finite(factor: Tensor) -> Tensor:
