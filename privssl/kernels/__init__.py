@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,3 +80,21 @@ def library(kernel: str, generation: str) -> ctypes.CDLL | None:
     """One of ``VERSIONS`` as it was compiled for a generation; None: it was not."""
     file = next(Path(__file__).parent.glob(f"_{kernel}_{generation}.*"), None)
     return None if file is None else ctypes.CDLL(str(file))
+
+
+def function(name: str, *arguments: Any, result: Any = None) -> Callable[[str | None], Any]:
+    """A function of a kernel, which its name begins with: of each generation, as ctypes calls it.
+
+    Args:
+        arguments, result: types of ctypes.
+    """
+
+    @cache
+    def of(generation: str | None) -> Any:
+        held = library(name.partition("_")[0], generation or "")
+        assert held is not None, "who calls has asked for generation()"
+        found = getattr(held, name)
+        found.argtypes, found.restype = arguments, result
+        return found
+
+    return of

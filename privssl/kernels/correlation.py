@@ -2,7 +2,6 @@
 ``layer_gradients.py``."""
 
 import ctypes
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,6 +19,9 @@ class _Correlation(ctypes.Structure):
             *("tall", "broad", "makes", "high", "wide", "down", "right"),
         )
     )
+
+
+_SUMS = kernels.function("correlation_sums", ctypes.POINTER(_Correlation), *[ctypes.c_void_p] * 3)
 
 
 def do(x: Tensor) -> bool:
@@ -60,18 +62,5 @@ def sums(
         rows * together, together, *sides, channels, *padding, *places, made, *kernel, *stride
     )
     found = torch.empty(rows, *kernel, channels, made)
-    library = _functions(kernels.generation() or "")
-    assert library is not None, "who calls has asked for do()"
-    library.correlation_sums(of, x.data_ptr(), g.data_ptr(), found.data_ptr())
+    _SUMS(kernels.generation())(of, x.data_ptr(), g.data_ptr(), found.data_ptr())
     return found
-
-
-@cache
-def _functions(generation: str) -> ctypes.CDLL | None:
-    library = kernels.library("correlation", generation)
-    if library is not None:
-        library.correlation_sums.argtypes = [
-            ctypes.POINTER(_Correlation), *[ctypes.c_void_p] * 3
-        ]  # fmt: skip
-        library.correlation_sums.restype = None
-    return library

@@ -1,12 +1,13 @@
 """Normal numbers from random words: ``noise.cpp``. When: ``privacy.box_muller``."""
 
 import ctypes
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from privssl import kernels
+
+_NORMAL = kernels.function("noise_normal", ctypes.c_int64, *[ctypes.c_void_p] * 3)
 
 
 def normal(radii: NDArray[np.uint64], angles: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -22,16 +23,5 @@ def normal(radii: NDArray[np.uint64], angles: NDArray[np.uint64]) -> NDArray[np.
     if radii.shape != angles.shape or radii.ndim != 1:
         raise ValueError(f"radii {radii.shape} and angles {angles.shape} are not (pairs,) both")
     made = np.empty(2 * len(radii))
-    library = _functions(kernels.generation() or "")
-    assert library is not None
-    library.noise_normal(len(radii), radii.ctypes.data, angles.ctypes.data, made.ctypes.data)
+    _NORMAL(kernels.generation())(len(radii), *(a.ctypes.data for a in (radii, angles, made)))
     return made
-
-
-@cache
-def _functions(generation: str) -> ctypes.CDLL | None:
-    library = kernels.library("noise", generation)
-    if library is not None:
-        library.noise_normal.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 3]
-        library.noise_normal.restype = None
-    return library

@@ -6,7 +6,7 @@ Here tensors become addresses; which layers go through this, and when, says ``mo
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,14 @@ class Layers(ctypes.Structure):
         ),
         ("eps", ctypes.c_double),
     )
+
+
+_POINTER, _COUNTED = ctypes.c_void_p, (ctypes.c_int64, ctypes.POINTER(Layers))
+_LEFT = kernels.function("pooled_left", *_COUNTED, result=ctypes.c_int64)
+_FORWARD = kernels.function("pooled_forward", *_COUNTED, *[_POINTER] * 4)
+_BACKWARD = kernels.function(
+    "pooled_backward", *_COUNTED, *[_POINTER] * 4, ctypes.c_int64, *[_POINTER] * 2
+)
 
 
 class Form(NamedTuple):
@@ -80,12 +88,12 @@ def forward(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> tu
     """
     dense = [p if p is None else _last(p) for each in own for p in each]
     shapes = tuple(p if p is None else p.shape for p in dense)
-    plan = _plan(_library(), x.shape, shapes, forms)
+    plan = _plan(kernels.generation(), x.shape, shapes, forms)
     y = torch.empty(plan.output, memory_format=torch.channels_last)
     left = torch.empty(plan.left, dtype=torch.uint8)
     addresses = plan.addresses(*map(_at, dense))
     done = Done(plan, _last(x), dense, addresses, left)
-    plan.library.pooled_forward(
+    _FORWARD(plan.generation)(
         len(forms), plan.layers, addresses, done.x.data_ptr(), y.data_ptr(), done.left.data_ptr()
     )
     return y, done
@@ -111,7 +119,7 @@ def backward(
     dx = torch.empty_like(done.x) if inputs else None
     sums = torch.empty(-(-len(done.x) // together), plan.numbers) if together else None
     gradient = _last(gradient)
-    plan.library.pooled_backward(
+    _BACKWARD(plan.generation)(
         len(plan.layers), plan.layers, done.addresses, done.x.data_ptr(), gradient.data_ptr(),
         done.left.data_ptr(), together or 1, _at(dx), _at(sums),
     )  # fmt: skip
@@ -150,7 +158,7 @@ class Place(NamedTuple):
 class Plan:
     """All that follows from shapes."""
 
-    library: ctypes.CDLL
+    generation: str | None  # of the kernels that go forward and back
     layers: "ctypes.Array[Layers]"
     addresses: type["ctypes.Array[ctypes.c_void_p]"]  # of parameters, four for each of the layers
     output: tuple[int, int, int, int]
@@ -161,7 +169,7 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def _plan(
-    library: ctypes.CDLL,
+    generation: str | None,
     rows: torch.Size,
     own: tuple[torch.Size | None, ...],
     forms: tuple[Form, ...],
@@ -190,24 +198,6 @@ def _plan(
         numbers += shape.numel()
     layers = (Layers * len(found))(*found)
     return Plan(
-        library, layers, ctypes.c_void_p * len(own), (count, weights[-1][0], sides[0], sides[1]),
-        library.pooled_left(len(found), layers), tuple(places), numbers,
+        generation, layers, ctypes.c_void_p * len(own), (count, weights[-1][0], sides[0], sides[1]),
+        _LEFT(generation)(len(found), layers), tuple(places), numbers,
     )  # fmt: skip
-
-
-def _library() -> ctypes.CDLL:
-    library = _functions(kernels.generation() or "")
-    assert library is not None, "who calls has asked for generation()"
-    return library
-
-
-@cache
-def _functions(generation: str) -> ctypes.CDLL | None:
-    library = kernels.library("pooled", generation)
-    if library is not None:
-        pointer, number, layers = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(Layers)
-        library.pooled_left.argtypes, library.pooled_left.restype = [number, layers], number
-        library.pooled_forward.argtypes = [number, layers, *[pointer] * 4]
-        library.pooled_backward.argtypes = [number, layers, *[pointer] * 4, number, *[pointer] * 2]
-        library.pooled_forward.restype = library.pooled_backward.restype = None
-    return library

@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -40,6 +39,13 @@ class _Kind(ctypes.Structure):
     )
 
 
+_POINTER, _LIKE = ctypes.c_void_p, ctypes.POINTER(_Images)
+_MOVE = kernels.function("views_move", _LIKE, *[_POINTER] * 4)
+_CHANGE = kernels.function(
+    "views_change", _LIKE, ctypes.c_int64, ctypes.POINTER(_Kind), *[_POINTER] * 5
+)
+
+
 def do(x: Tensor) -> bool:
     """Whether kernels of ours can make views of these images; agents side by side are torch's."""
     return (
@@ -63,7 +69,7 @@ def moved(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
     """
     x, images = _dense(x)
     y, drawn = torch.empty_like(x), (shift.contiguous(), flipped.contiguous())
-    _library().views_move(images, *map(_at, (*drawn, x, y)))
+    _MOVE(kernels.generation())(images, *map(_at, (*drawn, x, y)))
     return y
 
 
@@ -91,7 +97,8 @@ def changed(
         )
     )
     drawn = which.contiguous(), amount.contiguous(), place.contiguous()
-    _library().views_change(images, which.shape[1], table, *map(_at, (*drawn, x, y)))
+    change = _CHANGE(kernels.generation())
+    change(images, which.shape[1], table, *map(_at, (*drawn, x, y)))
     return y
 
 
@@ -104,22 +111,3 @@ def _dense(x: Tensor) -> tuple[Tensor, _Images]:
 
 def _at(tensor: Tensor) -> int:
     return tensor.data_ptr()
-
-
-def _library() -> ctypes.CDLL:
-    library = _functions(kernels.generation() or "")
-    assert library is not None, "who calls has asked for do()"
-    return library
-
-
-@cache
-def _functions(generation: str) -> ctypes.CDLL | None:
-    library = kernels.library("views", generation)
-    if library is not None:
-        pointer, images = ctypes.c_void_p, ctypes.POINTER(_Images)
-        library.views_move.argtypes = [images, *[pointer] * 4]
-        library.views_change.argtypes = [
-            images, ctypes.c_int64, ctypes.POINTER(_Kind), *[pointer] * 5
-        ]  # fmt: skip
-        library.views_move.restype = library.views_change.restype = None
-    return library
