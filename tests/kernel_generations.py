@@ -1,5 +1,10 @@
-"""The generations of processors that our kernels were compiled for and that this one knows."""
+"""The generations of processors that our kernels were compiled for and that this one knows. None
+where ``PRIVSSL_KERNELS=torch`` asks for torch's alone."""
 
 from privssl import kernels
 
-HERE = [name for name, known in kernels.GENERATIONS.items() if known() and kernels.versions(name)]
+HERE = [
+    name
+    for name, known in kernels.GENERATIONS.items()
+    if kernels.generation() is not None and known() and kernels.versions(name)
+]
