@@ -15,9 +15,13 @@ from test_privacy import parameters_of
 from torch import Tensor, nn
 from torch.nn import functional
 
+from generators import ImageDiscriminator
 from privssl import kernels
+from privssl.clipping import clipped_sums
 from privssl.kernels import correlation
+from privssl.models import laid_out
 from privssl.row_gradients import factored_gradients
+from privssl.seeds import seeded, stream
 from privssl.together import Called
 
 if not HERE:
@@ -134,6 +138,44 @@ def test_private_steps_ask_for_convolutions_whose_weights_are_written_out() -> N
     assert gradients_asked(network.double(), x.double()) == []
     with kernels.torch_alone():
         assert gradients_asked(network.float(), x) == []
+
+
+def neighbours_sums(*given: Any, real: Any = correlation.sums) -> Tensor:
+    """A mistake: every row's sum is its neighbour's as well."""
+    found: Tensor = real(*given)
+    return found + found.roll(1, 0)
+
+
+def test_in_a_private_step_a_row_reaches_its_own_gradient_and_moves_the_sum_by_the_clip_norm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with seeded(stream(0, 0, "world", "D")):
+        network, clip = laid_out(ImageDiscriminator((1, 8, 8), 3, spectral=False)), 1e-3
+    x = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+    def gradients(x: Tensor) -> dict[Any, Any]:
+        return factored_gradients(
+            lambda p, row: Called(network, p["D"])(row["x"][None], row["p"][None]).sum(),
+            parameters_of({"D": network}),
+            {"x": x, "p": torch.full((4, 3), 1 / 3)},
+        )
+
+    def total(drawn: Tensor) -> Tensor:
+        sums = clipped_sums(list(gradients(x).values()), drawn, clip)
+        return torch.cat([one.flatten() for one in sums])
+
+    def others_notice() -> bool:
+        """Whether the gradient of a row is another when the row before it is."""
+        changed, last = x.clone(), torch.tensor([0.0, 0.0, 0.0, 1.0])
+        changed[2] = 0
+        before, after = gradients(x), gradients(changed)
+        return any(not torch.equal(before[k].total(last), after[k].total(last)) for k in before)
+
+    everyone, without = torch.ones(4, dtype=torch.bool), torch.arange(4) != 2
+    assert 0.99 * clip < float((total(everyone) - total(without)).norm()) <= clip
+    assert not others_notice()
+    monkeypatch.setattr(correlation, "sums", neighbours_sums)
+    assert others_notice()  # the control
 
 
 def test_with_several_threads_torch_does_it() -> None:

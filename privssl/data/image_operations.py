@@ -2,8 +2,8 @@
 
 RandAugment (``rand_augment.py``) is made of these. A result differs from PIL's by at most one
 level (it cuts fractions off where we round), and where the nearest pixel is a tie. On a CPU
-``kernels/views.cpp`` does the same, with the same roundings: what is changed here is to be changed
-there.
+``kernels/views.cpp`` does the same, with the same roundings (of up to 65,793 pixels, whose sums
+float32 has exactly): what is changed here is to be changed there.
 """
 
 from collections.abc import Callable
@@ -182,7 +182,9 @@ class Rotate:
 
     def __call__(self, x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
         rows, channels, height, width = x.shape
-        turn = torch.deg2rad(amount.double())[:, None, None]  # (n, 1, 1)
+        # Rounded once, so that every library has the same bits; Apple's GPUs have no float64.
+        wide = amount if amount.device.type == "mps" else amount.double()
+        turn = torch.deg2rad(wide)[:, None, None]  # (n, 1, 1)
         cos, sin = turn.cos().float(), turn.sin().float()
         down = (torch.arange(height, device=x.device) + 0.5 - height / 2)[:, None]  # (H, 1)
         right = torch.arange(width, device=x.device) + 0.5 - width / 2  # (W,)

@@ -11,7 +11,7 @@ _NORMAL = kernels.function("noise_normal", ctypes.c_int64, *[ctypes.c_void_p] * 
 
 
 def normal(radii: NDArray[np.uint64], angles: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """What ``privacy.box_muller`` says, to 2e-15; who calls has asked for ``kernels.generation``.
+    """What ``privacy.box_muller`` says, within 8e-15; where there is a kernel.
 
     Args:
         radii, angles: words (pairs,).
