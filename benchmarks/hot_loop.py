@@ -1,9 +1,11 @@
 """How close local training is to what the machine can do, and the share that augmentation takes.
 
-    python -m benchmarks.hot_loop [--passes 5]
+    python -m benchmarks.hot_loop [--passes 5] [--precisions float32 bfloat16]
 
-First table: milliseconds of a training step (forward, backward, SGD) of our classifiers in float32
-and in bfloat16, and how many times as fast the latter is. In brackets its floating-point
+By default in float32, and in bfloat16 where the processor has instructions for it.
+
+First table: milliseconds of a training step (forward, backward, SGD) of our classifiers, and how
+many times as fast bfloat16 is as float32. In brackets its floating-point
 operations (convolutions and matrix products, as torch.utils.flop_counter counts them) over its
 time, against the best rate of square matrix products in the same precision, measured in the same
 minutes. What keeps a step from 100 % is everything that is no product: pooling, norms, rectifiers,
@@ -47,7 +49,7 @@ from privssl.data.views import view
 from privssl.learn import SEEN_AT_ONCE, minimise, network_input
 from privssl.models import build_classifier, laid_out
 from privssl.models.kept_steps import plain_sgd
-from privssl.models.precision import Precision, in_precision
+from privssl.models.precision import Precision, has_instructions, in_precision
 from privssl.process import keep_freed_memory
 from privssl.settings import ModelSettings
 
@@ -135,47 +137,52 @@ class Step:
         return int(counter.get_total_flops())
 
 
-def arithmetic(passes: int) -> None:
+def arithmetic(passes: int, precisions: Sequence[Precision]) -> None:
     """The first table."""
-    products = {(p, side): product(side, p) for p in PRECISIONS for side in SIDES}
-    steps = {(p, case): Step.of(*case, p) for case in STEPS for p in PRECISIONS}
+    products = {(p, side): product(side, p) for p in precisions for side in SIDES}
+    steps = {(p, case): Step.of(*case, p) for case in STEPS for p in precisions}
     rates = {
         key: 2 * key[1] ** 3 / seconds / 1e9
         for key, seconds in median_seconds(products, passes).items()
     }
-    best = {p: max(rates[p, side] for side in SIDES) for p in PRECISIONS}
+    best = {p: max(rates[p, side] for side in SIDES) for p in precisions}
     told = ", ".join(f"{p} {rate:.0f} GFLOP/s" for p, rate in best.items())
     print(f"Matrix products, the best of sides {', '.join(map(str, SIDES))}: {told}\n")
-    print("| network | width | rows | MFLOP | float32, ms | bfloat16, ms | times |")
-    print("|---" * 7 + "|")
+    both = set(PRECISIONS) <= set(precisions)
+    columns = [*(f"{p}, ms" for p in precisions), *(["times"] if both else [])]
+    print("| network | width | rows | MFLOP | " + " | ".join(columns) + " |")
+    print("|---" * (4 + len(columns)) + "|")
     times = median_seconds(steps, passes)
     for case in STEPS:
-        (model, rows), count = case, steps["float32", case].operations() / 1e6
-        taken = {p: times[p, case] * 1e3 for p in PRECISIONS}
-        cells = " | ".join(f"{ms:.1f} ({count / ms / best[p]:.0%})" for p, ms in taken.items())
-        gain = taken["float32"] / taken["bfloat16"]
-        print(f"| {model.name} | {model.width} | {rows} | {count:.0f} | {cells} | {gain:.2f} |")
+        (model, rows), count = case, steps[precisions[0], case].operations() / 1e6
+        taken = {p: times[p, case] * 1e3 for p in precisions}
+        cells = [f"{ms:.1f} ({count / ms / best[p]:.0%})" for p, ms in taken.items()]
+        if both:
+            cells.append(f"{taken['float32'] / taken['bfloat16']:.2f}")
+        start = f"| {model.name} | {model.width} | {rows} | {count:.0f} | "
+        print(start + " | ".join(cells) + " |", flush=True)
 
 
-def augmentation(passes: int) -> None:
+def augmentation(passes: int, precisions: Sequence[Precision]) -> None:
     """The second table."""
-    print("\n| view | network | rows | ms of the view | share, float32 | share, bfloat16 |")
-    print("|---" * 6 + "|")
+    shares_of = " | ".join(f"share, {p}" for p in precisions)
+    print(f"\n| view | network | rows | ms of the view | {shares_of} |")
+    print("|---" * (4 + len(precisions)) + "|")
     for model, rows in ((SMALL, 10), (SMALL, 32), (RESNET, 10), (RESNET, 100)):
-        steps = {p: Step.of(model, rows, p) for p in PRECISIONS}
+        steps = {p: Step.of(model, rows, p) for p in precisions}
         rng = torch.Generator().manual_seed(0)
-        shape = steps["float32"].x.shape[1:]
+        shape = steps[precisions[0]].x.shape[1:]
         stored = torch.randint(256, (SEEN_AT_ONCE // shape.numel(), *shape), dtype=torch.uint8)
         x, of_batch = network_input(stored), rows / len(stored)
         under = "weak" if model.name == "small_cnn" else "crop"
-        cases: dict[str, Callable[[], object]] = {p: steps[p] for p in PRECISIONS}
+        cases: dict[str, Callable[[], object]] = {p: steps[p] for p in precisions}
         cases["input"] = partial(network_input, stored)
         for name in VIEWS:
             cases[name] = partial(view, name, x, rng, flip=model is not SMALL, under=under)
         times = median_seconds(cases, passes)
-        times = {name: t * (1 if name in PRECISIONS else of_batch) for name, t in times.items()}
+        times = {name: t * (1 if name in precisions else of_batch) for name, t in times.items()}
         for name in VIEWS:
-            shares = [times[name] / (times[name] + times["input"] + times[p]) for p in PRECISIONS]
+            shares = [times[name] / (times[name] + times["input"] + times[p]) for p in precisions]
             cells = " | ".join(f"{share:.0%}" for share in shares)
             on = f"{name} on {under}" if name.startswith("f") else name
             print(
@@ -185,11 +192,11 @@ def augmentation(passes: int) -> None:
             )
 
 
-def whereabouts() -> None:
+def whereabouts(precisions: Sequence[Precision]) -> None:
     """The third table."""
     print("\n| network | rows | precision | " + " | ".join([*PARTS, REST]) + " |")
     print("|---" * (4 + len(PARTS)) + "|")
-    for precision in PRECISIONS:
+    for precision in precisions:
         steps = {
             f"{m.name}, width {m.width} | {rows}": Step.of(m, rows, precision)
             for m, rows in ((SMALL, 10), (SMALL, 128), (RESNET, 100))
@@ -215,10 +222,10 @@ def visit(step: Step) -> None:
             step()
 
 
-def kept_steps(passes: int) -> None:
+def kept_steps(passes: int, precisions: Sequence[Precision]) -> None:
     """The fourth table."""
     print("\n| cell, 10 rows | written out, ms | kept, ms | times |\n|---|---|---|---|")
-    for precision in PRECISIONS:
+    for precision in precisions:
         cases: dict[str, Callable[[], object]] = {
             "out": cell_step(precision), "kept": partial(visit, cell_step(precision)),
         }  # fmt: skip
@@ -243,20 +250,22 @@ def parts(step: Callable[[], object], steps: int = 20) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints four Markdown tables."""
+    usual = PRECISIONS if has_instructions() else PRECISIONS[:1]
     parser = argparse.ArgumentParser(
         prog="benchmarks.hot_loop", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=usual)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     keep_freed_memory()
     torch.manual_seed(0)
     print(f"{about()}\nOne thread.\n")
-    arithmetic(options.passes)
-    augmentation(options.passes)
-    whereabouts()
-    kept_steps(options.passes)
+    arithmetic(options.passes, options.precisions)
+    augmentation(options.passes, options.precisions)
+    whereabouts(options.precisions)
+    kept_steps(options.passes, options.precisions)
     return 0
 
 

@@ -24,7 +24,7 @@ import yaml
 from privssl.algorithms import ALGORITHMS
 from privssl.draft import ORDER, Draft, unless_bad
 from privssl.errors import ConfigError
-from privssl.models.precision import Precision, faster
+from privssl.models.precision import Precision, faster, is_emulated
 from privssl.plain_words import either, report, show
 from privssl.settings import (
     DP_SGD_KEYS,
@@ -256,6 +256,11 @@ def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> It
 
 
 def _warnings(config: Config) -> Iterator[str]:
+    if is_emulated(config.run.precision, config.run.device):
+        yield (
+            "run.precision is bfloat16, for which this processor has no instructions: steps can "
+            "take ten times as long as in float32. Set it to auto"
+        )
     if config.run.engine == "flower" and config.run.certificate and not config.run.keys:
         yield (
             "run.keys is empty, so that names are pinned to no keys: a site that the SuperLink "

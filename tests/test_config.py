@@ -405,6 +405,33 @@ def test_precision_auto_is_said_as_what_it_is_here(
     assert load(path, ["privacy.epsilon=8"], TABLE).run.precision == "float32"
 
 
+@pytest.mark.parametrize(
+    ("capable", "machine", "device", "warns"),
+    [
+        (True, "x86_64", "cpu", False),
+        (False, "x86_64", "cpu", True),
+        (False, "x86_64", "auto", True),
+        (False, "x86_64", "cuda", False),
+        (False, "aarch64", "cpu", False),  # of which torch does not say what it can
+    ],
+)
+def test_bfloat16_without_instructions_for_it_is_warned_of(
+    write: Any, monkeypatch: pytest.MonkeyPatch, capable: bool, machine: str, device: str,
+    warns: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: capable)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    path = write(SOUND + f"run: {{precision: bfloat16, device: {device}}}\n")
+    warned = load(path, (), TABLE).warnings
+    assert warned == (
+        "run.precision is bfloat16, for which this processor has no instructions: steps can "
+        "take ten times as long as in float32. Set it to auto",
+    ) * warns  # fmt: skip
+    for other in ("float32", "auto"):
+        assert load(path, [f"run.precision={other}"], TABLE).warnings == ()
+
+
 @pytest.mark.parametrize("norm", ["batch", "static"])
 def test_a_norm_that_couples_rows_is_refused_in_a_private_run_alone(write: Any, norm: str) -> None:
     path = write(SOUND + f"model: {{norm: {norm}}}\n")

@@ -4,12 +4,13 @@ Convolutions and linear layers of a narrow network read their rows and weights r
 bfloat16 (8 bits of fraction) and add up in float32 (torch.autocast); weights, gradients of
 weights, optimisers, averages and everything outside of ``forward`` stay float32. On a CPU with
 AVX-512 BF16 or AMX a training step takes half to nine tenths of the time, depending on the
-network (docs/performance.md); elsewhere it may be slower.
+network (docs/performance.md); on one without, up to ten times as long.
 
 Runs under DP-SGD refuse it: their per-row gradients are clipped and noised in float32. A label
 census takes it: what it releases are counts.
 """
 
+import platform
 from functools import cache
 from typing import Any, Literal, TypeVar
 
@@ -36,10 +37,29 @@ def faster(classifier: str, device: str) -> Precision:
         classifier: as ``model.name``.
         device: as ``run.device``.
     """
-    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
     gains = classifier in WIDE and not (classifier in POOLED and kernels.generation())
-    narrow = on_cpu and torch.cpu._is_avx512_bf16_supported() and gains
+    narrow = _on_cpu(device) and has_instructions() and gains
     return "bfloat16" if narrow else "float32"
+
+
+def is_emulated(precision: Precision, device: str) -> bool:
+    """Whether this machine multiplies so by way of other instructions, and takes longer.
+
+    Args:
+        device: as ``run.device``.
+    """
+    x86 = platform.machine() in ("x86_64", "AMD64")  # of others it is not known
+    return precision == "bfloat16" and _on_cpu(device) and x86 and not has_instructions()
+
+
+def has_instructions() -> bool:
+    """Whether the processor, of x86, has instructions for bfloat16."""
+    found: bool = torch.cpu._is_avx512_bf16_supported()
+    return found
+
+
+def _on_cpu(device: str) -> bool:
+    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
 
 def in_precision(kind: type[Network], precision: Precision) -> type[Network]:
