@@ -6,9 +6,6 @@
 #pragma once
 
 #include "layers.hpp"
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -17,7 +14,7 @@ namespace {
 struct Row {
   const float* x;        // inputs with zeros around
   float* dx;             // gradients of them, to be added to
-  const float* weights;  // (kernels, high, run)
+  const float* weights;  // (kernels, high, run); or by vectors of channels
   float* dweights;       // gradients of them
   bool add;              // to what is there; else over it
   const float* g;        // (pooled places, Kp) gradients of the largest
@@ -27,8 +24,9 @@ struct Row {
   Index M, K, Kp, high, run, line;
   Index left;        // numbers of the run from here on
   bool sparse;       // whether many gradients are zeros
-  Index* at;         // room for the places of others, of a strip,
-  float* by;         // and for these
+  const int32_t* spots;  // (pooled places, Kp) where in x the largest begins
+  int32_t* at;       // room for those of a strip,
+  float* by;         // and for their gradients
   Index strip;       // pooled places whose inputs stay near
 };
 
@@ -40,79 +38,113 @@ inline void nothing(Vector<L> (&sums)[HIGH][R]) {
     for (Index r = 0; r < R; r++) sums[i][r] = Vector<L>{};
 }
 
+// Of a kernel, at a strip of pooled places: where in x what it saw begins, and the gradients.
+struct Seen {
+  const int32_t* at;
+  const float* by;
+  Index count, step;  // from one to the next
+};
+
+inline Seen seen(const Row& row, Index k, Index from, Index to) {
+  const Seen all{row.spots + from * row.Kp + k, row.g + from * row.Kp + k, to - from, row.Kp};
+  if (!row.sparse) return all;
+  Index count = 0;
+  const float* by = all.by;
+  for (const int32_t* at = all.at; at < all.at + all.count * row.Kp; at += row.Kp, by += row.Kp) {
+    row.at[count] = *at, row.by[count] = *by;
+    count += *by != 0;
+  }
+  return {row.at, row.by, count, 1};
+}
+
+// Adds what a kernel saw, times gradients: HIGH lines of it by R vectors.
+template <Index L, Index HIGH, Index R>
+inline void add_seen(Vector<L> (&sums)[HIGH][R], const float* x, Index line, Index apart, Seen seen) {
+  for (; seen.count > 0; seen.count--, seen.at += seen.step, seen.by += seen.step) {
+    const float *from = x + *seen.at, g = *seen.by;
+#pragma GCC unroll 8
+    for (Index i = 0; i < HIGH; i++, from += line)
+#pragma GCC unroll 16
+      for (Index r = 0; r < R; r++) sums[i][r] += load<L>(from + r * apart) * g;
+  }
+}
+
 // Sums over pooled places of gradient times what the kernel saw there: HIGH lines of the kernel by
 // R vectors of L numbers.
 template <Index L, Index HIGH, Index R>
 void weight_gradients(const Row& row) {
-  for (Index from = 0; from < row.M; from += row.strip) {
-    const Index to = std::min(row.M, from + row.strip);
+  for (Index from = 0; from < row.M; from += row.strip)
     for (Index k = 0; k < row.K; k++) {
-      const float* g = row.g + from * row.Kp + k;
-      const uint8_t* where = row.where + from * row.Kp + k;
       Vector<L> sums[HIGH][R];
       nothing<L, HIGH, R>(sums);
-      const auto add_what = [&](Index at, float by) {
-        const float* seen = row.x + at;
-#pragma GCC unroll 8
-        for (Index i = 0; i < HIGH; i++, seen += row.line)
-#pragma GCC unroll 16
-          for (Index r = 0; r < R; r++) sums[i][r] += load<L>(seen + r * L) * by;
-      };
-      if (row.sparse) {
-        Index count = 0;
-        for (Index m = from; m < to; m++, g += row.Kp, where += row.Kp) {
-          row.at[count] = row.base[m] + row.shift[*where];
-          row.by[count] = *g;
-          count += *g != 0;
-        }
-        for (Index n = 0; n < count; n++) add_what(row.at[n], row.by[n]);
-      } else {
-        for (Index m = from; m < to; m++, g += row.Kp, where += row.Kp)
-          add_what(row.base[m] + row.shift[*where], *g);
-      }
-      const bool add = row.add || from > 0;
+      add_seen<L, HIGH, R>(sums, row.x, row.line, L,
+                           seen(row, k, from, std::min(row.M, from + row.strip)));
       for (Index i = 0; i < HIGH; i++)
         for (Index r = 0; r < R; r++) {
           float* at = row.dweights + (k * row.high + i) * row.run + r * L;
-          add_or_put<L>(at, sums[i][r], row.left - r * L, add);
+          add_or_put<L>(at, sums[i][r], row.left - r * L, row.add || from > 0);
         }
     }
-  }
 }
 
+#ifndef __AVX512F__
+// The same of kernels of three by three, a vector of channels at a time: nine sums are what registers
+// hold. By itself, or the compiler would run out of registers for addresses.
+__attribute__((noinline)) void weight_gradients_of_nine(float* to, Index line, Index C, bool add,
+                                                        const float* x, const Seen& seen) {
+  V sums[3][3];
+  nothing<LANES, 3, 3>(sums);
+  add_seen<LANES, 3, 3>(sums, x, line, C, seen);
+#pragma GCC unroll 3
+  for (Index i = 0; i < 3; i++)
+#pragma GCC unroll 3
+    for (Index j = 0; j < 3; j++, to += C) add_or_put<LANES>(to, sums[i][j], LANES, add);
+}
+
+void weight_gradients_of_three(const Row& row, Index C) {
+  for (Index from = 0; from < row.M; from += row.strip)
+    for (Index k = 0; k < row.K; k++) {
+      const Seen what = seen(row, k, from, std::min(row.M, from + row.strip));
+      for (Index c = 0; c < C; c += LANES)
+        weight_gradients_of_nine(row.dweights + k * 9 * C + c, row.line, C, row.add || from > 0,
+                                 row.x + c, what);
+    }
+}
+#endif
+
+// Numbers of two lines of inputs, as many of each as half a vector holds.
+inline V two_lines(const float* x, Index line) {
 #ifdef __AVX512F__
+  return (V)_mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(x)), _mm256_loadu_ps(x + line), 1);
+#else
+  return (V)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(x)), _mm_loadu_ps(x + line), 1);
+#endif
+}
+
 // The same of inputs of one channel, LANES kernels at once: what each saw at a tap is picked from the
-// two lines, of eight numbers, where its largest can be. What is behind kernels has no gradient.
+// two lines where its largest can be. What is behind kernels has no gradient.
+constexpr Index ONE = LANES == 16 ? 5 : 3;  // high and wide: whose sums registers hold
 template <Index HIGH, Index WIDE>
 void weight_gradients_of_one_channel(const Row& row) {
-  static_assert(WIDE < 8);
+  static_assert(WIDE < LANES / 2);
+  const W firsts{0, 1, LANES / 2, LANES / 2 + 1};  // of the four of a pooled place
   for (Index first = 0; first < row.K; first += LANES) {
-    __m512 sums[HIGH][WIDE];
-#pragma GCC unroll 5
-    for (Index i = 0; i < HIGH; i++)
-#pragma GCC unroll 5
-      for (Index j = 0; j < WIDE; j++) sums[i][j] = _mm512_setzero_ps();
+    V sums[HIGH][WIDE];
+    nothing<LANES, HIGH, WIDE>(sums);
     for (Index m = 0; m < row.M; m++) {
       const float* x = row.x + row.base[m];
-      const __m512 g = _mm512_loadu_ps(row.g + m * row.Kp + first);
-      const void* which = row.where + m * row.Kp + first;
-      const __m512i where = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(which)));
-      const __m512i below = _mm512_and_si512(where, _mm512_set1_epi32(2));
-      const __m512i at = _mm512_add_epi32(where, _mm512_add_epi32(_mm512_slli_epi32(below, 1), below));
+      const V g = load(row.g + m * row.Kp + first);
+      const W at = picked(firsts, widened(row.where + m * row.Kp + first));
 #pragma GCC unroll 5
       for (Index i = 0; i < HIGH; i++, x += row.line) {
-        const __m512 two = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(x)),
-                                              _mm256_loadu_ps(x + row.line), 1);
+        const V two = two_lines(x, row.line);
 #pragma GCC unroll 5
-        for (Index j = 0; j < WIDE; j++) {
-          const __m512i here = _mm512_add_epi32(at, _mm512_set1_epi32(j));
-          sums[i][j] = _mm512_fmadd_ps(_mm512_permutexvar_ps(here, two), g, sums[i][j]);
-        }
+        for (Index j = 0; j < WIDE; j++) sums[i][j] += picked(two, at + int32_t(j)) * g;
       }
     }
     float each[HIGH][WIDE][LANES];
     for (Index i = 0; i < HIGH; i++)
-      for (Index j = 0; j < WIDE; j++) _mm512_storeu_ps(each[i][j], sums[i][j]);
+      for (Index j = 0; j < WIDE; j++) store(each[i][j], sums[i][j]);
     for (Index k = first; k < std::min(row.K, first + LANES); k++)
       for (Index i = 0; i < HIGH; i++)
         for (Index j = 0; j < WIDE; j++) {
@@ -121,7 +153,6 @@ void weight_gradients_of_one_channel(const Row& row) {
         }
   }
 }
-#endif
 
 // Which of up to 64 kernels had their largest at each of the four places, and a gradient there.
 inline void those_at(const uint8_t* where, const float* g, Index count, uint64_t bits[4]) {
@@ -135,11 +166,19 @@ inline void those_at(const uint8_t* where, const float* g, Index count, uint64_t
   for (Index p = 0; p < 4; p++)
     bits[p] = in & moved & _mm512_cmpeq_epi8_mask(each, _mm512_set1_epi8(p));
 #else
-  for (Index p = 0; p < 4; p++) bits[p] = 0;
-  for (Index k = 0; k < count; k++) {
-    const uint64_t bit = uint64_t{g[k] != 0} << k;
-    for (Index p = 0; p < 4; p++) bits[p] |= where[k] == p ? bit : 0;
+  uint64_t moved = 0;
+  for (Index k = 0; k < count; k += 8)
+    moved |= uint64_t(_mm256_movemask_ps(_mm256_cmp_ps(_mm256_loadu_ps(g + k), _mm256_setzero_ps(),
+                                                       _CMP_NEQ_UQ))) << k;
+  if (count < 64) moved &= (uint64_t{1} << count) - 1;
+  bits[0] = bits[1] = bits[2] = bits[3] = 0;
+  for (Index k = 0; k < count; k += 32) {  // ``Left`` has room behind
+    const __m256i each = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(where + k));
+    for (Index p = 0; p < 4; p++)
+      bits[p] |= uint64_t(uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(each, _mm256_set1_epi8(p)))))
+                 << k;
   }
+  for (Index p = 0; p < 4; p++) bits[p] &= moved;
 #endif
 }
 
@@ -169,55 +208,79 @@ void input_gradients(const Row& row) {
         for (Index i = 0; i < HIGH; i++, to += row.line)
 #pragma GCC unroll 16
           for (Index r = 0; r < R; r++)
-            add_or_put<L>(to + r * L, sums[i][r], row.left - r * L, true);
+            add_first<L>(to + r * L, sums[i][r], row.left - r * L);
       }
     }
 }
 
-#ifdef __AVX512F__
-// The same of kernels of three by three. The four of a pooled place see four by four places of the
-// inputs, whose sums stay in registers, a vector of channels at a time, for those kernels whose
-// weights stay near.
-constexpr Index SOME = 32;
+// The same of kernels of three by three, a vector of channels at a time. ``weights``: of the vector's
+// channels (kernels, 9, LANES), for those kernels that stay near.
+constexpr Index SOME = 512 / LANES;
 
-template <Index P>
-inline void add_where_largest(V (&sums)[4][4], uint64_t bits, const float* weights, const float* g,
-                              Index C) {
+template <Index SIDE, Index P>
+inline void add_where_largest(V (&sums)[SIDE][SIDE], uint64_t bits, const float* weights,
+                              const float* g) {
   for (; bits; bits &= bits - 1) {
     const int k = __builtin_ctzll(bits);
-    const float* of = weights + k * 9 * C;
+    const float* of = weights + k * 9 * LANES;
     const float by = g[k];
 #pragma GCC unroll 3
     for (Index i = 0; i < 3; i++)
 #pragma GCC unroll 3
-      for (Index j = 0; j < 3; j++) sums[i + P / 2][j + P % 2] += load(of + (i * 3 + j) * C) * by;
+      for (Index j = 0; j < 3; j++) sums[i + P / 2][j + P % 2] += load(of + (i * 3 + j) * LANES) * by;
   }
+}
+
+template <Index SIDE>
+inline void load_square(V (&sums)[SIDE][SIDE], const float* from, Index line, Index C) {
+#pragma GCC unroll 4
+  for (Index i = 0; i < SIDE; i++)
+#pragma GCC unroll 4
+    for (Index j = 0; j < SIDE; j++) sums[i][j] = load(from + i * line + j * C);
+}
+
+template <Index SIDE>
+inline void store_square(const V (&sums)[SIDE][SIDE], float* to, Index line, Index C) {
+#pragma GCC unroll 4
+  for (Index i = 0; i < SIDE; i++)
+#pragma GCC unroll 4
+    for (Index j = 0; j < SIDE; j++) store(to + i * line + j * C, sums[i][j]);
+}
+
+// Of one of the four alone, by itself: the compiler would otherwise run out of registers for bits.
+__attribute__((noinline)) void input_gradients_of_one(float* to, Index line, Index C, uint64_t bits,
+                                                      const float* weights, const float* g) {
+  V sums[3][3];
+  load_square<3>(sums, to, line, C);
+  add_where_largest<3, 0>(sums, bits, weights, g);
+  store_square<3>(sums, to, line, C);
 }
 
 void input_gradients_of_three(const Row& row, Index C) {
   for (Index c = 0; c < C; c += LANES)
     for (Index first = 0; first < row.K; first += SOME)
       for (Index m = 0; m < row.M; m++) {
-        const float *g = row.g + m * row.Kp + first, *weights = row.weights + first * 9 * C + c;
+        const float* g = row.g + m * row.Kp + first;
+        const float* weights = row.weights + (c / LANES * row.K + first) * 9 * LANES;
         uint64_t bits[4];
         those_at(row.where + m * row.Kp + first, g, std::min(SOME, row.K - first), bits);
         float* to = row.dx + row.base[m] + c;
+#ifdef __AVX512F__
+        // The four of a pooled place see four by four places of the inputs, whose sums stay in
+        // registers.
         V sums[4][4];
-#pragma GCC unroll 4
-        for (Index i = 0; i < 4; i++)
-#pragma GCC unroll 4
-          for (Index j = 0; j < 4; j++) sums[i][j] = load(to + i * row.line + j * C);
-        add_where_largest<0>(sums, bits[0], weights, g, C);
-        add_where_largest<1>(sums, bits[1], weights, g, C);
-        add_where_largest<2>(sums, bits[2], weights, g, C);
-        add_where_largest<3>(sums, bits[3], weights, g, C);
-#pragma GCC unroll 4
-        for (Index i = 0; i < 4; i++)
-#pragma GCC unroll 4
-          for (Index j = 0; j < 4; j++) store(to + i * row.line + j * C, sums[i][j]);
+        load_square<4>(sums, to, row.line, C);
+        add_where_largest<4, 0>(sums, bits[0], weights, g);
+        add_where_largest<4, 1>(sums, bits[1], weights, g);
+        add_where_largest<4, 2>(sums, bits[2], weights, g);
+        add_where_largest<4, 3>(sums, bits[3], weights, g);
+        store_square<4>(sums, to, row.line, C);
+#else
+        for (Index p = 0; p < 4; p++)
+          input_gradients_of_one(to + row.shift[p], row.line, C, bits[p], weights, g);
+#endif
       }
 }
-#endif
 
 struct OfWeights {
   static bool whole(const Row&) { return true; }
@@ -243,26 +306,36 @@ bool if_it_fits(const Row& row, Index high, Index vectors) {
   return false;
 }
 
-// A kernel's sums all at once where registers hold them (3 or 5 lines); else line by line, in parts.
+// A kernel's sums all at once where registers hold them (3 or 5 lines); else a few lines, or one line,
+// in parts.
 template <class Of>
 void in_registers(const Row& row) {
-  constexpr Index HALF = LANES / 2, PART = 12;
+  constexpr Index HALF = LANES / 2, PART = 12, LINES = LANES == 8 ? 3 : 1;
   const Index vectors = (row.run + LANES - 1) / LANES;
   if (row.run <= HALF &&
       (if_it_fits<Of, HALF, 3, 1>(row, row.high, 1) || if_it_fits<Of, HALF, 5, 1>(row, row.high, 1)))
     return;
-  if (Of::whole(row) && (if_it_fits<Of, LANES, 3, HELD / 3>(row, row.high, vectors) ||
+  const bool whole = Of::whole(row);
+  if (whole && (if_it_fits<Of, LANES, 3, HELD / 3>(row, row.high, vectors) ||
       if_it_fits<Of, LANES, 5, HELD / 5>(row, row.high, vectors)))
     return;
-  for (Index i = 0; i < row.high; i++)
+  const Index most = whole ? std::min(LINES, std::max<Index>(1, HELD / vectors)) : 1;
+  for (Index i = 0, lines; i < row.high; i += lines) {
+    lines = std::min(most, row.high - i);
     for (Index r = 0; r < vectors; r += PART) {
       Row part = row;
       part.x += i * row.line + r * LANES, part.weights += i * row.run + r * LANES;
       if (row.dx) part.dx += i * row.line + r * LANES;
       if (row.dweights) part.dweights += i * row.run + r * LANES;
       part.left = row.run - r * LANES;
-      if_it_fits<Of, LANES, 1, PART>(part, 1, std::min(PART, vectors - r));
+      const Index some = std::min(PART, vectors - r);
+      if constexpr (LINES > 1)
+        if (if_it_fits<Of, LANES, 3, HELD / 3>(part, lines, some) ||
+            if_it_fits<Of, LANES, 2, HELD / 2>(part, lines, some))
+          continue;
+      if_it_fits<Of, LANES, 1, PART>(part, 1, some);
     }
+  }
 }
 
 // From gradients of outputs to those of the largest, and of gamma and beta.
@@ -273,9 +346,10 @@ void through_norm(const Sizes& of, const Layers& layers, Norm& norm, const float
   Room<float> plain(of.Kp), along(of.Kp);
   for (Index k = 0; k < of.Kp; k += LANES) {
     V sum{}, product{};
+    const Norm::Some mine = norm.some(k);
     for (Index m = 0; m < of.M; m++) {
-      const V mine = load(g + m * of.Kp + k);
-      sum += mine, product += mine * norm.normed(load(z + m * of.Kp + k), k);
+      const V by = load(g + m * of.Kp + k);
+      sum += by, product += by * mine.normed(load(z + m * of.Kp + k));
     }
     store(plain + k, sum), store(along + k, product);
   }
@@ -290,13 +364,15 @@ void through_norm(const Sizes& of, const Layers& layers, Norm& norm, const float
     }
     std::fill(plain + from, plain + to, a / count), std::fill(along + from, along + to, b / count);
   }
-  for (Index k = 0; k < of.Kp; k += LANES)
+  for (Index k = 0; k < of.Kp; k += LANES) {
+    const Norm::Some mine = norm.some(k);
+    const V part = load(plain + k), other = load(along + k);
     for (Index m = 0; m < of.M; m++) {
       float* at = g + m * of.Kp + k;
-      const V normed = norm.normed(load(z + m * of.Kp + k), k);
-      store(at, load(norm.scale + k) *
-                    (load(norm.gamma + k) * load(at) - load(plain + k) - normed * load(along + k)));
+      const V normed = mine.normed(load(z + m * of.Kp + k));
+      store(at, mine.scale * (mine.gamma * load(at) - part - normed * other));
     }
+  }
 }
 
 // A row's gradients of parameters, to be added to what is there. What has none is null.
@@ -312,8 +388,16 @@ class Backward {
         weights_(inputs ? of_.K * of_.taps * of_.C + LANES : 0),  // vectors end behind these
         inputs_(of_.Hp * line_ + LANES), dinputs_(inputs ? of_.Hp * line_ + LANES : 0),
         dx_(inputs ? of_.height * of_.line : 0), g_(of_.M * of_.Kp), by_(of_.M), base_(of_.M),
-        places_(of_.M), norm_(of_, own.gamma, own.beta), of_inputs_(inputs) {
-    if (inputs) std::copy(own.weights, own.weights + of_.K * of_.taps * of_.C, weights_ + 0);
+        spots_(of_.M * of_.Kp), at_(of_.M), norm_(of_, own.gamma, own.beta), of_inputs_(inputs),
+        by_vectors_(of_.high == 3 && of_.wide == 3 && of_.C % LANES == 0) {
+    if (inputs) {
+      // By vectors of channels: (vectors, kernels, taps, LANES).
+      const Index vectors = by_vectors_ ? of_.C / LANES : 1, size = of_.C / vectors;
+      const float* from = own.weights;
+      for (Index n = 0; n < of_.K * of_.taps; n++)
+        for (Index v = 0; v < vectors; v++, from += size)
+          std::copy(from, from + size, weights_ + (v * of_.K * of_.taps + n) * size);
+    }
     for (Index m = 0; m < of_.M; m++) base_[m] = 2 * (m / of_.pw * line_ + m % of_.pw * of_.C);
   }
 
@@ -333,24 +417,27 @@ class Backward {
     const bool sparse = layers_.rectified && !layers_.groups;
     Row row{inputs_, of_inputs_ ? dinputs_ + 0 : nullptr, weights_, sums.weights, !begin, g_,
             left_.where, base_, {0, of_.C, line_, line_ + of_.C}, of_.M, of_.K, of_.Kp, of_.high,
-            run_, line_, run_, sparse, places_, by_,
+            run_, line_, run_, sparse, spots_, at_, by_,
             of_.pw * std::max<Index>(1, (NEAR / line_ - of_.high) / 2)};
     if (sums.weights) {
       of_.pad(x, inputs_);
-#ifdef __AVX512F__
-      if (of_.C == 1 && of_.high == 5 && of_.wide == 5 && !sparse)
-        weight_gradients_of_one_channel<5, 5>(row);
-      else
+      if (of_.C == 1 && of_.high == ONE && of_.wide == ONE && !sparse)
+        weight_gradients_of_one_channel<ONE, ONE>(row);
+      else {
+        find_spots();
+#ifndef __AVX512F__
+        if (by_vectors_)
+          weight_gradients_of_three(row, of_.C);
+        else
 #endif
-        in_registers<OfWeights>(row);
+          in_registers<OfWeights>(row);
+      }
     }
     if (of_inputs_) {
       dinputs_.clear();
-#ifdef __AVX512F__
-      if (of_.high == 3 && of_.wide == 3 && of_.C % LANES == 0)
+      if (by_vectors_)
         input_gradients_of_three(row, of_.C);
       else
-#endif
         in_registers<OfInputs>(row);
       of_.cut(dinputs_, dx_);
     }
@@ -361,16 +448,31 @@ class Backward {
  private:
   // From gradients of the output to those behind the rectifier, or of what pooling left.
   void through_rectifier(const float* dy) {
-    if (layers_.groups) norm_.of_row(of_, layers_.groups, left_.moments);
-    for (Index k = 0; k < of_.Kp; k += LANES)
+    const bool normed = layers_.groups, rectified = layers_.rectified;
+    if (normed) norm_.of_row(of_, layers_.groups, left_.moments);
+    const float* largest = left_.largest;
+    float* g = g_;
+    for (Index k = 0; k < of_.Kp; k += LANES) {
+      const Norm::Some norm = norm_.some(k);
       for (Index m = 0; m < of_.M; m++) {
         V mine = load_some(dy + m * of_.K + k, of_.K - k);
-        V out = load(left_.largest + m * of_.Kp + k);
-        if (layers_.rectified) {
-          if (layers_.groups) out = norm_.output(out, k);
+        if (rectified) {
+          const V z = load(largest + m * of_.Kp + k), out = normed ? norm.output(z) : z;
           mine = out <= 0 ? V{} : mine;
         }
-        store(g_ + m * of_.Kp + k, mine);
+        store(g + m * of_.Kp + k, mine);
+      }
+    }
+  }
+
+  // Where in the inputs the largest are, by pooled place and kernel.
+  void find_spots() {
+    const int32_t right = of_.C, down = line_;
+    const W shifts{0, right, down, down + right};
+    for (Index m = 0; m < of_.M; m++)
+      for (Index n = m * of_.Kp; n < (m + 1) * of_.Kp; n += LANES) {
+        const W spots = int32_t(base_[m]) + picked(shifts, widened(left_.where + n));
+        *reinterpret_cast<W*>(spots_ + n) = spots;
       }
   }
 
@@ -379,9 +481,10 @@ class Backward {
   Left left_;  // of the next row
   const Index run_, line_;
   Room<float> weights_, inputs_, dinputs_, dx_, g_, by_;
-  Room<Index> base_, places_;
+  Room<Index> base_;
+  Room<int32_t> spots_, at_;
   Norm norm_;
-  const bool of_inputs_;
+  const bool of_inputs_, by_vectors_;
 };
 
 }  // namespace

@@ -268,13 +268,16 @@ class Forward {
       moments(of_, layers_, z, sums_, found);
       norm_.of_row(of_, layers_.groups, found);
     }
-    for (Index k = 0; k < of_.Kp; k += LANES)
+    const bool normed = layers_.groups, rectified = layers_.rectified;
+    for (Index k = 0; k < of_.Kp; k += LANES) {
+      const Norm::Some norm = norm_.some(k);
       for (Index m = 0; m < of_.M; m++) {
         V out = load(z + m * of_.Kp + k);
-        if (layers_.groups) out = norm_.output(out, k);
-        if (layers_.rectified) out = out < 0 ? V{} : out;
+        if (normed) out = norm.output(out);
+        if (rectified) out = out < 0 ? V{} : out;
         store_some<LANES>(y + m * of_.K + k, out, of_.K - k);
       }
+    }
     left_.next(of_, layers_);
     return y;
   }

@@ -81,7 +81,7 @@ inline size_t lay_out(int64_t count, const Layers* layers, char* room, Left* lef
     here.moments = reinterpret_cast<float*>(take(rows * layers[n].groups * 2 * sizeof(float)));
     if (n + 1 < count)
       here.output = reinterpret_cast<float*>(take(rows * of.M * of.K * sizeof(float)));
-    here.where = reinterpret_cast<uint8_t*>(take(numbers));
+    here.where = reinterpret_cast<uint8_t*>(take(numbers + 32));  // vectors end behind these
     if (left) left[n] = here;
   }
   return end;
@@ -103,8 +103,15 @@ struct Norm {
       scale[k] = found[k / (of.K / groups) * 2 + 1];
     }
   }
-  V normed(V z, Index k) { return (z - load(mean + k)) * load(scale + k); }
-  V output(V z, Index k) { return normed(z, k) * load(gamma + k) + load(beta + k); }
+  // For channels from k on: read once, where the compiler would read them at every place.
+  struct Some {
+    V mean, scale, gamma, beta;
+    V normed(V z) const { return (z - mean) * scale; }
+    V output(V z) const { return normed(z) * gamma + beta; }
+  };
+  Some some(Index k) {
+    return {load(mean + k), load(scale + k), load(gamma + k), load(beta + k)};
+  }
 };
 
 }  // namespace

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <immintrin.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -61,6 +63,34 @@ inline void add_or_put(float* to, Vector<L> v, Index count, bool add) {
   else
     for (Index a = 0; a < count; a++) to[a] = add ? to[a] + v[a] : v[a];
 }
+
+// Adds the first numbers of a vector, and zeros to what is behind them, which is there.
+template <Index L>
+inline void add_first(float* to, Vector<L> v, Index count) {
+  if (count < L) {
+    typename Lanes<L>::Whole place;
+    for (Index a = 0; a < L; a++) place[a] = a;
+    v = place < int32_t(count) ? v : Vector<L>{};
+  }
+  store<L>(to, load<L>(to) + v);
+}
+
+// What a vector of numbers has at the places that a vector of whole ones says; and bytes as whole
+// numbers. (The compiler's own ways take several times as long.)
+using W = Lanes<LANES>::Whole;
+#if defined(__AVX512F__)
+inline V picked(V from, W at) { return (V)_mm512_permutexvar_ps((__m512i)at, (__m512)from); }
+inline W picked(W from, W at) { return (W)_mm512_permutexvar_epi32((__m512i)at, (__m512i)from); }
+inline W widened(const uint8_t* from) {
+  return (W)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+#else
+inline V picked(V from, W at) { return (V)_mm256_permutevar8x32_ps((__m256)from, (__m256i)at); }
+inline W picked(W from, W at) { return (W)_mm256_permutevar8x32_epi32((__m256i)from, (__m256i)at); }
+inline W widened(const uint8_t* from) {
+  return (W)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+}
+#endif
 
 // Memory that begins with a line of the cache, filled with zeros.
 template <class T>

@@ -42,11 +42,11 @@ def faster(classifier: str, device: str) -> Precision:
     return "bfloat16" if narrow else "float32"
 
 
-def is_emulated(precision: Precision, device: str) -> bool:
+def is_emulated(precision: Precision | Literal["auto"], device: str) -> bool:
     """Whether this machine multiplies so by way of other instructions, and takes longer.
 
     Args:
-        device: as ``run.device``.
+        precision, device: as in section ``run``.
     """
     x86 = platform.machine() in ("x86_64", "AMD64")  # of others it is not known
     return precision == "bfloat16" and _on_cpu(device) and x86 and not has_instructions()
