@@ -148,6 +148,7 @@ SHAPES: dict[str, Callable[..., Case]] = {
     "long row": of(2, 5, (5, 70), Layer(17, (1, 1), (0, 0))),
     "long row of three": of(2, 5, (6, 70), Layer(17, (3, 3), groups=1)),
     "no square": of(1, 40, (7, 9), Layer(24, (2, 7), (1, 3))),
+    "many places": of(2, 16, (32, 40), Layer(24, (3, 3), groups=3)),
     "over 64": of(2, 7, (30, 30), Layer(70, (3, 3), (0, 0), 7)),
     "many lines": of(2, 200, (6, 6), Layer(24, (7, 2), (3, 1), 4)),
     "one place": of(4, 4, (2, 2), Layer(4, (1, 1), (0, 0))),
@@ -221,6 +222,18 @@ def test_what_is_no_number_is_where_torch_has_it_and_in_no_other_row() -> None:
         mine, reference = case.by_kernels(case.x, case.own), case.by_torch(case.x, case.own)
         assert torch.equal(mine[0].isnan(), reference[0].isnan()) and mine[0].isnan().any()
         assert torch.equal(mine[1], clean[1])
+
+
+@pytest.mark.parametrize("shape", ["second", "wide", "no padding"])
+@pytest.mark.usefixtures("each_generation")
+def test_a_gradient_that_is_no_number_goes_where_torch_sends_it(shape: str) -> None:
+    case = SHAPES[shape]()
+    case.gradient[0, :, 1, 2] = math.nan
+    for mine, reference in zip(
+        case.outcome(case.by_kernels), case.outcome(case.by_torch), strict=True
+    ):
+        assert torch.equal(mine.isnan(), reference.isnan())
+    assert case.outcome(case.by_kernels)[1][0].isnan().any()
 
 
 @pytest.mark.usefixtures("each_generation")

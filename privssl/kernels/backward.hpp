@@ -112,22 +112,13 @@ void weight_gradients_of_three(const Row& row, Index C) {
 }
 #endif
 
-// Numbers of two lines of inputs, as many of each as half a vector holds.
-inline V two_lines(const float* x, Index line) {
 #ifdef __AVX512F__
-  return (V)_mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(x)), _mm256_loadu_ps(x + line), 1);
-#else
-  return (V)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(x)), _mm_loadu_ps(x + line), 1);
-#endif
-}
-
 // The same of inputs of one channel, LANES kernels at once: what each saw at a tap is picked from the
-// two lines where its largest can be. What is behind kernels has no gradient.
-constexpr Index ONE = LANES == 16 ? 5 : 3;  // high and wide: whose sums registers hold
+// two lines, of eight numbers, where its largest can be. What is behind kernels has no gradient.
 template <Index HIGH, Index WIDE>
 void weight_gradients_of_one_channel(const Row& row) {
-  static_assert(WIDE < LANES / 2);
-  const W firsts{0, 1, LANES / 2, LANES / 2 + 1};  // of the four of a pooled place
+  static_assert(WIDE < 8);
+  const W firsts{0, 1, 8, 9};  // of the four of a pooled place
   for (Index first = 0; first < row.K; first += LANES) {
     V sums[HIGH][WIDE];
     nothing<LANES, HIGH, WIDE>(sums);
@@ -137,7 +128,8 @@ void weight_gradients_of_one_channel(const Row& row) {
       const W at = picked(firsts, widened(row.where + m * row.Kp + first));
 #pragma GCC unroll 5
       for (Index i = 0; i < HIGH; i++, x += row.line) {
-        const V two = two_lines(x, row.line);
+        const __m512 upper = _mm512_castps256_ps512(_mm256_loadu_ps(x));
+        const V two = (V)_mm512_insertf32x8(upper, _mm256_loadu_ps(x + row.line), 1);
 #pragma GCC unroll 5
         for (Index j = 0; j < WIDE; j++) sums[i][j] += picked(two, at + int32_t(j)) * g;
       }
@@ -153,6 +145,7 @@ void weight_gradients_of_one_channel(const Row& row) {
         }
   }
 }
+#endif
 
 // Which of up to 64 kernels had their largest at each of the four places, and a gradient there.
 inline void those_at(const uint8_t* where, const float* g, Index count, uint64_t bits[4]) {
@@ -170,7 +163,6 @@ inline void those_at(const uint8_t* where, const float* g, Index count, uint64_t
   for (Index k = 0; k < count; k += 8)
     moved |= uint64_t(_mm256_movemask_ps(_mm256_cmp_ps(_mm256_loadu_ps(g + k), _mm256_setzero_ps(),
                                                        _CMP_NEQ_UQ))) << k;
-  if (count < 64) moved &= (uint64_t{1} << count) - 1;
   bits[0] = bits[1] = bits[2] = bits[3] = 0;
   for (Index k = 0; k < count; k += 32) {  // ``Left`` has room behind
     const __m256i each = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(where + k));
@@ -421,17 +413,16 @@ class Backward {
             of_.pw * std::max<Index>(1, (NEAR / line_ - of_.high) / 2)};
     if (sums.weights) {
       of_.pad(x, inputs_);
-      if (of_.C == 1 && of_.high == ONE && of_.wide == ONE && !sparse)
-        weight_gradients_of_one_channel<ONE, ONE>(row);
-      else {
-        find_spots();
-#ifndef __AVX512F__
-        if (by_vectors_)
-          weight_gradients_of_three(row, of_.C);
-        else
+      find_spots();
+#ifdef __AVX512F__
+      if (of_.C == 1 && of_.high == 5 && of_.wide == 5 && !sparse)
+        weight_gradients_of_one_channel<5, 5>(row);
+#else
+      if (by_vectors_)
+        weight_gradients_of_three(row, of_.C);
 #endif
-          in_registers<OfWeights>(row);
-      }
+      else
+        in_registers<OfWeights>(row);
     }
     if (of_inputs_) {
       dinputs_.clear();

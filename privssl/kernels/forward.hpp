@@ -20,16 +20,15 @@ class Convolution {
 // larger than all, as in torch.
 inline void pool(const V four[4], float* largest, uint8_t* where) {
   V most = four[0];
-  Lanes<LANES>::Whole which{};
+  W which{};
 #pragma GCC unroll 3
   for (int32_t n = 1; n < 4; n++) {
     const auto more = (four[n] > most) | (four[n] != four[n]);
     most = more ? four[n] : most;
-    which = more ? n - Lanes<LANES>::Whole{} : which;
+    which = more ? n - W{} : which;
   }
   store(largest, most);
-  *reinterpret_cast<Lanes<LANES>::Bytes*>(where) =
-      __builtin_convertvector(which, Lanes<LANES>::Bytes);
+  store_bytes(where, which);
 }
 
 // A convolution as it is written: LANES kernels at two lines of some places at a time.

@@ -28,7 +28,6 @@ template <Index L>
 struct Lanes {
   typedef float Numbers __attribute__((vector_size(4 * L), aligned(4), may_alias));
   typedef int32_t Whole __attribute__((vector_size(4 * L), aligned(4), may_alias));
-  typedef uint8_t Bytes __attribute__((vector_size(L), aligned(1), may_alias));
 };
 template <Index L>
 using Vector = typename Lanes<L>::Numbers;
@@ -75,8 +74,8 @@ inline void add_first(float* to, Vector<L> v, Index count) {
   store<L>(to, load<L>(to) + v);
 }
 
-// What a vector of numbers has at the places that a vector of whole ones says; and bytes as whole
-// numbers. (The compiler's own ways take several times as long.)
+// What a vector of numbers has at the places that a vector of whole ones says; bytes as whole numbers,
+// and whole numbers from 0 to 127 as bytes. (The compiler's own ways take several times as long.)
 using W = Lanes<LANES>::Whole;
 #if defined(__AVX512F__)
 inline V picked(V from, W at) { return (V)_mm512_permutexvar_ps((__m512i)at, (__m512)from); }
@@ -84,11 +83,18 @@ inline W picked(W from, W at) { return (W)_mm512_permutexvar_epi32((__m512i)at, 
 inline W widened(const uint8_t* from) {
   return (W)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
+inline void store_bytes(uint8_t* to, W v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)v));
+}
 #else
-inline V picked(V from, W at) { return (V)_mm256_permutevar8x32_ps((__m256)from, (__m256i)at); }
 inline W picked(W from, W at) { return (W)_mm256_permutevar8x32_epi32((__m256i)from, (__m256i)at); }
 inline W widened(const uint8_t* from) {
   return (W)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+}
+inline void store_bytes(uint8_t* to, W v) {
+  const __m256i all = (__m256i)v;
+  const __m128i two = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(two, two));
 }
 #endif
 
