@@ -5,11 +5,10 @@
 By default in float32, and in bfloat16 where the processor has instructions for it.
 
 First table: milliseconds of a training step (forward, backward, SGD) of our classifiers, and how
-many times as fast bfloat16 is as float32. In brackets its floating-point
-operations (convolutions and matrix products, as torch.utils.flop_counter counts them) over its
-time, against the best rate of square matrix products in the same precision, measured in the same
-minutes. What keeps a step from 100 % is everything that is no product: pooling, norms, rectifiers,
-copies, optimiser, Python.
+many times as fast bfloat16 is as float32. In brackets its floating-point operations (convolutions
+and matrix products, as torch.utils.flop_counter counts them) over its time, against the best rate
+of square matrix products in the same precision, measured in the same minutes. What keeps a step
+from 100 % is everything that is no product: pooling, norms, rectifiers, copies, optimiser, Python.
 
 Second table: the share of a local step (``network_input``, the view, forward, backward, SGD) that
 the view takes, where views are made ahead for many batches, as most algorithms have them

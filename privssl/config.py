@@ -259,7 +259,7 @@ def _warnings(config: Config) -> Iterator[str]:
     if is_emulated(config.run.precision, config.run.device):
         yield (
             "run.precision is bfloat16, for which this processor has no instructions: steps can "
-            "take ten times as long as in float32. Set it to auto"
+            "take several times as long as in float32. Set it to auto"
         )
     if config.run.engine == "flower" and config.run.certificate and not config.run.keys:
         yield (

@@ -426,7 +426,7 @@ def test_bfloat16_without_instructions_for_it_is_warned_of(
     warned = load(path, (), TABLE).warnings
     assert warned == (
         "run.precision is bfloat16, for which this processor has no instructions: steps can "
-        "take ten times as long as in float32. Set it to auto",
+        "take several times as long as in float32. Set it to auto",
     ) * warns  # fmt: skip
     for other in ("float32", "auto"):
         assert load(path, [f"run.precision={other}"], TABLE).warnings == ()

@@ -239,6 +239,7 @@ inline void store_square(const V (&sums)[SIDE][SIDE], float* to, Index line, Ind
     for (Index j = 0; j < SIDE; j++) store(to + i * line + j * C, sums[i][j]);
 }
 
+#ifndef __AVX512F__
 // Of one of the four alone, by itself: the compiler would otherwise run out of registers for bits.
 __attribute__((noinline)) void input_gradients_of_one(float* to, Index line, Index C, uint64_t bits,
                                                       const float* weights, const float* g) {
@@ -247,6 +248,7 @@ __attribute__((noinline)) void input_gradients_of_one(float* to, Index line, Ind
   add_where_largest<3, 0>(sums, bits, weights, g);
   store_square<3>(sums, to, line, C);
 }
+#endif
 
 void input_gradients_of_three(const Row& row, Index C) {
   for (Index c = 0; c < C; c += LANES)

@@ -4,7 +4,7 @@ Convolutions and linear layers of a narrow network read their rows and weights r
 bfloat16 (8 bits of fraction) and add up in float32 (torch.autocast); weights, gradients of
 weights, optimisers, averages and everything outside of ``forward`` stay float32. On a CPU with
 AVX-512 BF16 or AMX a training step takes half to nine tenths of the time, depending on the
-network (docs/performance.md); on one without, up to ten times as long.
+network (docs/performance.md); on one without, several times as long.
 
 Runs under DP-SGD refuse it: their per-row gradients are clipped and noised in float32. A label
 census takes it: what it releases are counts.
