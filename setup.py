@@ -20,6 +20,7 @@ FLAGS = ["-std=c++20", "-O3", "-fno-math-errno"]
 KERNELS = {
     "pooled": ["-ffp-contract=fast", "-fno-predictive-commoning"],
     "correlation": ["-ffp-contract=fast", "-fno-predictive-commoning"],
+    "clipping": ["-ffp-contract=fast"],
     "views": ["-ffp-contract=off", "-fno-trapping-math"],
     "noise": ["-ffp-contract=fast", "-fno-trapping-math"],
 }

@@ -12,10 +12,15 @@ places are those that its kernel meets. What is measured to clip is what is summ
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from privssl import kernels
+from privssl.kernels import clipping as kernel
+from privssl.kernels.clipping import Lines
 
 BLOCK = 512  # numbers of a gradient whose squares are added up in one go
 #: Rounding moves a product of factors by 1e-7 of what is multiplied. Where its terms cancel, this
@@ -35,6 +40,13 @@ class RowGradients(Protocol):
         Args:
             factors: (B,); or (A, B), where the rows are A agents' with B each: (A, *shape).
         """
+
+    def lines(self) -> Lines | None:
+        """What the kernel measures and adds up in place of :meth:`norms` and :meth:`total`, if it
+        can."""
+
+    def placed(self, totals: Tensor, first: int) -> Tensor:
+        """The sum (*shape) that the kernel made: where it begins among those of all parameters."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,13 @@ class Rows:
         if self.axes is None:
             return total
         return total.permute(*range(len(agents)), *(len(agents) + axis for axis in self.axes))
+
+    def lines(self) -> Lines | None:
+        return (self.each, None) if kernels.do(self.each) else None
+
+    def placed(self, totals: Tensor, first: int) -> Tensor:
+        shape, strides = _places(self.each.shape[1:], self.axes)
+        return totals.as_strided(shape, strides, first)
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,14 @@ class Outer:
         )  # (rows times places, p or d), of each agent
         return self.shaped(left.mT @ right)
 
+    def lines(self) -> Lines | None:
+        one = self.left.shape[1] == 1 and kernels.do(self.left)
+        return (self.left, self.right) if one else None
+
+    def placed(self, totals: Tensor, first: int) -> Tensor:
+        high, wide = self.left.shape[-1], self.right.shape[-1]
+        return self.shaped(totals.as_strided((high, wide), (wide, 1), first))
+
     def shaped(self, matrices: Tensor) -> Tensor:
         """(..., p, d) -> (..., *shape of the parameter)."""
         if self.kernel is None:
@@ -109,13 +136,39 @@ def clipped_sums(
     Returns:
         One sum for each parameter; of A agents (A, *shape).
     """
-    norms = torch.stack([one.norms() for one in gradients], dim=1).norm(dim=1)
+    lines = [one.lines() if drawn.dim() == 1 else None for one in gradients]
+    norms = [one.norms() for one, there in zip(gradients, lines, strict=True) if there is None]
+    norm = torch.stack(norms, dim=1).norm(dim=1) if norms else None
+    known = [there for there in lines if there is not None]
+    if known:
+        factors = kernel.factors(known, norm, drawn, clip_norm)
+    else:
+        assert norm is not None
+        factors = _factors(norm, drawn, clip_norm)
+    totals, first = kernel.totals(known, factors) if known else factors, 0
+    sums = list[Tensor]()
+    for one, there in zip(gradients, lines, strict=True):
+        sums.append(one.total(factors) if there is None else one.placed(totals, first))
+        first += 0 if there is None else kernel.numbers(there)
+    return sums
+
+
+def _factors(norms: Tensor, drawn: Tensor, clip_norm: float) -> Tensor:
+    """What rows of these norms are multiplied with, in the shape of ``drawn``."""
     if len(norms) != drawn.numel():
         raise ValueError(f"gradients of {len(norms)} rows, where {drawn.numel()} were looked at")
     norms = norms.view(drawn.shape)
     keep = norms.isfinite() & drawn.to(norms.device)  # not so, if one number of the row is not
-    factors = torch.where(keep, (clip_norm / (norms + 1e-6)).clamp(max=1.0), 0.0)
-    return [one.total(factors) for one in gradients]
+    return torch.where(keep, (clip_norm / (norms + 1e-6)).clamp(max=1.0), 0.0)
+
+
+@lru_cache(maxsize=1024)
+def _places(kept: torch.Size, axes: tuple[int, ...] | None) -> tuple[torch.Size, tuple[int, ...]]:
+    """Shape and strides of a parameter, of the shape in which its gradients are kept densely."""
+    strides = kernel.strides(kept)
+    if axes is None:
+        return kept, strides
+    return torch.Size(kept[axis] for axis in axes), tuple(strides[axis] for axis in axes)
 
 
 def _finite(factor: Tensor) -> Tensor:

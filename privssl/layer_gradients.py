@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from privssl import kernels
 from privssl.clipping import Outer, RowGradients, Rows
 from privssl.errors import PrivacyError
 from privssl.kernels import correlation
@@ -158,7 +159,7 @@ def _of_kernels(
     kernel, stride = in_pair(tuple(shape[2:])), in_pair(given.get("stride", 1))
     padding = in_pair(given.get("padding", 0))
     places = math.prod((smaller.shape[1], *smaller.shape[3:]))
-    if correlation.do(larger) and _less_work(places, shape.numel(), x.device):
+    if kernels.do(larger) and _less_work(places, shape.numel(), x.device):
         return Rows(correlation.sums(larger, smaller, kernel, stride, padding), (3, 2, 0, 1))
     seen = _windows(larger.flatten(0, 1), kernel, stride, padding)
     met = smaller.flatten(0, 1).flatten(2).mT  # (B T, places, first)

@@ -11,7 +11,8 @@ import torch
 from opacus.optimizers import DPOptimizer
 from torch import Tensor
 
-from privssl import privacy
+from privssl import kernels, privacy
+from privssl.kernels import noise as kernel
 
 GRID = 2.0**-16  # at most, of the noise's deviation: what is released lies so far apart
 
@@ -27,17 +28,39 @@ def add_noise(optimisers: Sequence[SecureNoise]) -> None:
     """Noise on the sums of one agent or of several, each with its own, as gradients of parameters.
 
     In float64, on the CPU (not every device has it): what is released is rounded after the noise.
-    All parameters at once: there are dozens, most of a few numbers, and a device is waited for.
     """
+    if all(kernels.do(parameter.summed_grad) for one in optimisers for parameter in one.params):
+        for one in optimisers:
+            _add_by_kernel(one)
+    else:
+        _add_by_torch(optimisers)
+
+
+def _add_by_kernel(optimiser: SecureNoise) -> None:
+    sums, gradients = list[Tensor](), list[Tensor]()
+    for parameter in optimiser.params:
+        gradient = torch.empty_like(parameter)  # lies in memory alike
+        there = parameter.summed_grad.stride() == gradient.stride()
+        sums.append(parameter.summed_grad if there else gradient.copy_(parameter.summed_grad))
+        gradients.append(gradient)
+        parameter.grad = gradient
+    deviation = _deviation(optimiser)
+    noise = privacy.secure_normal(sum(one.numel() for one in sums))
+    kernel.add(sums, noise, deviation, grid(deviation), gradients)
+
+
+def _add_by_torch(optimisers: Sequence[SecureNoise]) -> None:
+    """All parameters at once: there are dozens, most of few numbers, and a device is waited for."""
     parameters = [parameter for one in optimisers for parameter in one.params]
     noisy = torch.cat([parameter.summed_grad.reshape(-1) for parameter in parameters])
     device, kind = noisy.device, noisy.dtype
     noisy = noisy.to("cpu", torch.float64)
     sizes = [sum(parameter.numel() for parameter in one.params) for one in optimisers]
     for one, sums in zip(optimisers, torch.split(noisy, sizes), strict=True):
-        deviation = one.noise_multiplier * one.max_grad_norm
-        noise = torch.from_numpy(privacy.secure_normal(len(sums)))
-        on_grid(sums.add_(noise, alpha=deviation), deviation)
+        deviation = _deviation(one)
+        sums.add_(torch.from_numpy(privacy.secure_normal(len(sums))), alpha=deviation)
+        if step := grid(deviation):
+            sums.mul_(1 / step).round_().mul_(step)  # exact: powers of two, none out of range
     if device.type != "cpu":  # in one go
         noisy = noisy.to(kind).to(device)
     each = torch.split(noisy, [parameter.numel() for parameter in parameters])
@@ -49,8 +72,12 @@ def add_noise(optimisers: Sequence[SecureNoise]) -> None:
         parameter.grad = gradient
 
 
-def on_grid(sums: Tensor, deviation: float) -> Tensor:
-    """Sums with noise, rounded in place to whole multiples of a power of two.
+def _deviation(optimiser: SecureNoise) -> float:
+    return float(optimiser.noise_multiplier * optimiser.max_grad_norm)
+
+
+def grid(deviation: float) -> float:
+    """Sums with noise of this deviation are rounded to whole multiples of it, a power of two.
 
     Floating-point noise has gaps, and what it is added to shifts them: which numbers can come out
     at all would tell of the rows (Mironov 2012). The grid is wider than these gaps, so that the
@@ -58,10 +85,6 @@ def on_grid(sums: Tensor, deviation: float) -> Tensor:
     is public: rounding costs no privacy. It moves a sum by at most 2^-17 of the deviation.
 
     Args:
-        sums: float64.
-        deviation: of the noise, from 1e-300; or 0, then nothing is rounded.
+        deviation: from 1e-300; or 0, then nothing is rounded, and so is this.
     """
-    if not deviation:
-        return sums
-    step = GRID * 2.0 ** (math.frexp(deviation)[1] - 1)  # of the power of two below the deviation
-    return sums.mul_(1 / step).round_().mul_(step)  # exact: powers of two, none out of range
+    return GRID * 2.0 ** (math.frexp(deviation)[1] - 1) if deviation else 0.0

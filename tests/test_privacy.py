@@ -68,6 +68,13 @@ def plan(**changes: Any) -> PrivatePlan:
     return dataclasses.replace(BARE, **changes)
 
 
+@pytest.fixture(params=[None, *HERE], ids=str)
+def each_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Torch does all work, and our kernels do, as they were compiled for each generation."""
+    with patch.object(kernels, "_latest", lambda: request.param):
+        yield
+
+
 @pytest.fixture
 def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     without_noise(monkeypatch)
@@ -189,6 +196,7 @@ def test_one_row_more_or_less_or_nulled_moves_the_sum_by_at_most_the_clip_norm(
         assert largest_shift(*case) <= 1 + 1e-5
 
 
+@pytest.mark.usefixtures("each_way")
 def test_clipped_sums_are_those_of_opacus_and_of_rows_one_by_one() -> None:
     sizes = torch.tensor([0.01, 1, 1, 100, 1])
     drawing = torch.Generator().manual_seed(0)
@@ -256,6 +264,7 @@ def sum_with(bad: float, sums: Callable[..., object]) -> Callable[[], object]:
     return work
 
 
+@pytest.mark.usefixtures("each_way")
 def test_the_operations_of_a_clipped_sum_do_not_depend_on_what_rows_hold() -> None:
     for bad in (math.nan, math.inf, 1e30, 0.0):
         assert operations(sum_with(bad, clipped_sums)) == operations(sum_with(0.5, clipped_sums))
@@ -288,6 +297,7 @@ def test_the_operations_of_a_private_step_do_not_depend_on_what_rows_hold() -> N
     assert all(operations(step(bad)) == usual for bad in (math.nan, math.inf, 1e30, 0.0))
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("numbers", [1, 511, 512, 513, 300_000, 3_000_001])
 def test_a_row_of_very_many_numbers_weighs_no_more_than_the_clip_norm(numbers: int) -> None:
     [total] = clipped_sums([Rows(torch.full((1, numbers), 0.7))], torch.tensor([True]), 0.1)
@@ -323,12 +333,14 @@ def test_a_sum_of_another_shape_than_the_parameter_is_refused_and_not_repeated(
         moved_by(network, small_rows(4), BARE)
 
 
+@pytest.mark.usefixtures("each_way")
 def test_a_gradient_that_does_not_depend_on_the_row_is_summed_like_others() -> None:
     sample = torch.tensor([[3.0, 4.0]]).expand(5, 2)  # as vmap returns it
     [total] = clipped_sums([Rows(sample)], torch.tensor([True, True, False, True, True]), 1.0)
     torch.testing.assert_close(total, torch.tensor([2.4, 3.2]))
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])  # 1e30 has no finite norm
 def test_a_row_whose_gradient_is_beyond_numbers_adds_nothing(bad: float) -> None:
     samples = [Rows(torch.tensor([[3.0, 4.0], [bad, 1.0]]))]
@@ -744,9 +756,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     return drawn
 
 
-def noisy(sums: Tensor) -> Tensor:
+def noisy(sums: Tensor, parameter: nn.Parameter | None = None) -> Tensor:
     """What is released of sums, with noise of deviation 0.91 on each."""
-    parameter = nn.Parameter(torch.zeros_like(sums))
+    parameter = nn.Parameter(torch.zeros_like(sums)) if parameter is None else parameter
     optimizer = SecureNoise(
         torch.optim.SGD([parameter], lr=1.0), noise_multiplier=1.3, max_grad_norm=0.7,
         expected_batch_size=None, loss_reduction="sum",
@@ -757,6 +769,7 @@ def noisy(sums: Tensor) -> Tensor:
     return parameter.grad
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("total", [0.0, 1 / 3, -1e-9, 50.0])
 def test_the_same_numbers_come_out_whatever_noise_was_added_to(
     total: float, monkeypatch: pytest.MonkeyPatch, recorded: list[np.ndarray]
@@ -767,9 +780,18 @@ def test_the_same_numbers_come_out_whatever_noise_was_added_to(
     before = sums.double() + 0.91 * torch.from_numpy(recorded[0])
     assert float((released / 2**17 - before).abs().max()) <= 2**-18
     # The control: sums with noise as they are lie anywhere.
-    monkeypatch.setattr(noisy_steps, "on_grid", lambda sums, deviation: sums)
+    monkeypatch.setattr(noisy_steps, "grid", lambda deviation: 0.0)
     anywhere = noisy(sums).double() * 2**17
     assert not torch.equal(anywhere, anywhere.round())
+
+
+@pytest.mark.usefixtures("each_way", "no_noise")
+def test_a_sum_is_released_where_it_belongs_however_parameters_lie_in_memory() -> None:
+    sums = torch.arange(3.0 * 4 * 5 * 2).view(3, 4, 5, 2)
+    for of in (sums, sums.contiguous(memory_format=torch.channels_last)):
+        for as_they_lie in (of, sums.contiguous(memory_format=torch.channels_last)):
+            parameter = nn.Parameter(torch.zeros_like(as_they_lie))
+            assert torch.equal(noisy(of, parameter), sums)
 
 
 def test_uniform_numbers_are_uniform_and_below_one() -> None:
@@ -784,13 +806,6 @@ def test_uniform_numbers_are_uniform_and_below_one() -> None:
 def test_words_become_the_numbers_that_are_nearest_to_them(words: list[int]) -> None:
     found = _as_floats(np.array(words, dtype=np.uint64))
     assert found.tolist() == [float(word) for word in words]  # Python rounds to the nearest
-
-
-@pytest.fixture(params=[None, *HERE], ids=str)
-def each_way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Noise is made by torch, and by our kernel as it was compiled for each generation."""
-    with patch.object(kernels, "_latest", lambda: request.param):
-        yield
 
 
 @pytest.mark.usefixtures("each_way")

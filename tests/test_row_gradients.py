@@ -292,6 +292,53 @@ def test_another_row_leaves_a_rows_gradient_bit_equal(build: type[nn.Module], va
     assert any(not torch.equal(a[2], b[2]) for a, b in zip(after, before, strict=True))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    "further",
+    [
+        {},
+        {"ignore_index": 1},  # of some rows all views, of some one
+        {"label_smoothing": 0.1},  # as vmap does it, like the next
+        {"weight": torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)},
+    ],
+)
+def test_gradients_of_cross_entropy_are_those_of_one_row_at_a_time(
+    reduction: str, further: dict[str, object]
+) -> None:
+    network = nn.Linear(5, 3)
+    y = torch.tensor([[0, 2], [2, 0], [0, 1], [2, 2] if reduction == "mean" else [1, 1]])
+    fields = {"x": torch.randn(ROWS, 2, 5, dtype=torch.float64), "y": y}
+
+    def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        logits = Called(network, parameters["N"])(row["x"])
+        found: Tensor = functional.cross_entropy(
+            logits,
+            row["y"],
+            reduction=reduction,
+            **further,  # type: ignore[arg-type]
+        )
+        return found
+
+    check_equal(loss, {"N": network}, fields)
+
+
+def test_cross_entropy_of_single_views_or_of_classes_that_all_rows_share_is_the_same() -> None:
+    network = nn.Linear(5, 3)
+    fields = {"x": torch.randn(ROWS, 2, 5, dtype=torch.float64)}
+
+    def each(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        logits = Called(network, parameters["N"])(row["x"])
+        y = row["x"][:, 0].gt(0).long()
+        return functional.cross_entropy(logits, y, reduction="none").square().sum()
+
+    def shared(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        logits = Called(network, parameters["N"])(row["x"])
+        return functional.cross_entropy(logits, torch.tensor([2, 0]))
+
+    for loss in (each, shared):
+        check_equal(loss, {"N": network}, fields)
+
+
 # What is measured is never less than what is summed -------------------------------------------
 
 

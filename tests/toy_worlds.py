@@ -285,4 +285,4 @@ def finite(tree: Any) -> bool:
 def without_noise(patch: pytest.MonkeyPatch) -> None:
     """Private steps release their sums as they are: neither with noise nor rounded."""
     patch.setattr(privacy, "secure_normal", np.zeros)
-    patch.setattr(noisy_steps, "on_grid", lambda sums, deviation: sums)
+    patch.setattr(noisy_steps, "grid", lambda deviation: 0.0)

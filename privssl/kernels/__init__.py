@@ -3,7 +3,8 @@
                                                                      asked for by
     pooled       a convolution with what surrounds it                models/pooled.py
     correlation  gradients of a convolution's weights, of each row   layer_gradients.py
-    noise        normal numbers from random words                    privacy.py
+    clipping     norms and sums of rows' gradients                   clipping.py
+    noise        normal numbers from random words, sums with them    privacy.py, noisy_steps.py
     views        RandAugment and crops                               data/
 
 Each, a .py and a .cpp, is made for several generations of x86-64 processors (``setup.py``), and the
@@ -15,7 +16,7 @@ none, and torch's kernels do all work: results are the same but for rounding, an
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -27,7 +28,7 @@ import torch
 log = logging.getLogger("privssl")
 
 #: What setup.py compiles, and the version of what is called there, as its source has it.
-VERSIONS = {"pooled": 2, "views": 1, "noise": 1, "correlation": 1}
+VERSIONS = {"pooled": 2, "views": 1, "noise": 2, "correlation": 1, "clipping": 1}
 #: Names of what it is compiled for, the latest first, and whether this processor understands it.
 GENERATIONS: dict[str, Callable[[], bool]] = {
     "avx512": lambda: torch.cpu._is_avx512_supported(),
@@ -38,6 +39,16 @@ GENERATIONS: dict[str, Callable[[], bool]] = {
 def generation() -> str | None:
     """Which of ``GENERATIONS`` does the work; None: torch's kernels do all of it."""
     return None if _torch_alone.get() else _latest()
+
+
+def do(numbers: torch.Tensor) -> bool:
+    """Whether kernels are there for such numbers, and torch does not use several threads."""
+    return (
+        numbers.device.type == "cpu"
+        and numbers.dtype == torch.float32
+        and torch.get_num_threads() == 1
+        and generation() is not None
+    )
 
 
 @contextmanager
@@ -98,3 +109,16 @@ def function(name: str, *arguments: Any, result: Any = None) -> Callable[[str | 
         return found
 
     return of
+
+
+NUMBERS = ctypes.POINTER(ctypes.c_int64)  # of structures whose fields are all so wide
+
+
+def in_a_row(numbers: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
+    """Fields of structures, one behind the other."""
+    return _so_many(len(numbers))(*numbers)
+
+
+@cache  # ctypes would make a class anew at each call
+def _so_many(count: int) -> "type[ctypes.Array[ctypes.c_int64]]":
+    return ctypes.c_int64 * count

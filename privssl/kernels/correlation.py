@@ -24,16 +24,6 @@ class _Correlation(ctypes.Structure):
 _SUMS = kernels.function("correlation_sums", ctypes.POINTER(_Correlation), *[ctypes.c_void_p] * 3)
 
 
-def do(x: Tensor) -> bool:
-    """Whether the kernel is there for such numbers."""
-    return (
-        x.device.type == "cpu"
-        and x.dtype == torch.float32
-        and torch.get_num_threads() == 1
-        and kernels.generation() is not None
-    )
-
-
 def sums(
     seen: Tensor,
     met: Tensor,
@@ -44,7 +34,7 @@ def sums(
     """Over images and places where the kernel meets what is seen: this times what is met there.
 
     Args:
-        seen: (B, T, channels, height, width), T images of each row, that we :func:`do`.
+        seen: (B, T, channels, height, width), T images of each row, that ``kernels.do``.
         met: (B, T, made, tall, broad), of as many places as the kernel meets or fewer.
         kernel: (height, width).
         stride: (down, right), of the kernel over what is seen.

@@ -1,13 +1,19 @@
-"""Normal numbers from random words: ``noise.cpp``. When: ``privacy.box_muller``."""
+"""Normal numbers from random words, and sums with such noise: ``noise.cpp``. When:
+``privacy.box_muller`` and ``noisy_steps.add_noise``."""
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from privssl import kernels
 
 _NORMAL = kernels.function("noise_normal", ctypes.c_int64, *[ctypes.c_void_p] * 3)
+_ADD = kernels.function(
+    "noise_add", ctypes.c_int64, kernels.NUMBERS, ctypes.c_void_p, *[ctypes.c_double] * 2
+)
 
 
 def normal(radii: NDArray[np.uint64], angles: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -25,3 +31,33 @@ def normal(radii: NDArray[np.uint64], angles: NDArray[np.uint64]) -> NDArray[np.
     made = np.empty(2 * len(radii))
     _NORMAL(kernels.generation())(len(radii), *(a.ctypes.data for a in (radii, angles, made)))
     return made
+
+
+def add(
+    sums: Sequence[Tensor],
+    noise: NDArray[np.float64],
+    deviation: float,
+    step: float,
+    noisy: Sequence[Tensor],
+) -> None:
+    """Sum plus deviation times noise, in float64, rounded to whole multiples of a step.
+
+    Args:
+        sums: of each parameter, of numbers that ``kernels.do``, dense in memory.
+        noise: one number for each of all sums.
+        step: a power of two; 0: nothing is rounded.
+        noisy: where it is written to, each as its sums lie in memory; or the sums themselves.
+    """
+    numbers = [number for s, to in zip(sums, noisy, strict=True) for number in _at(s, to)]
+    noise = np.ascontiguousarray(noise, dtype=np.float64)
+    if noise.shape != (sum(numbers[::3]),):
+        raise ValueError(f"noise {noise.shape} for {sum(numbers[::3])} sums")
+    _ADD(kernels.generation())(
+        len(sums), kernels.in_a_row(numbers), noise.ctypes.data, deviation, step
+    )
+
+
+def _at(sums: Tensor, noisy: Tensor) -> tuple[int, int, int]:
+    if sums.shape != noisy.shape or sums.stride() != noisy.stride():
+        raise ValueError("sums are to be written to where numbers lie in another order")
+    return sums.numel(), sums.data_ptr(), noisy.data_ptr()

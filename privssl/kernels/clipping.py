@@ -1,0 +1,100 @@
+"""How much rows count by their norms, and the sum of what they then are: ``clipping.cpp``. When:
+``privssl/clipping.py``."""
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from privssl import kernels
+
+_GRADIENTS = (ctypes.c_int64, ctypes.c_int64, kernels.NUMBERS)  # rows, parameters, where
+_POINTER = ctypes.c_void_p
+_FACTORS = kernels.function(
+    "clipping_factors", *_GRADIENTS, _POINTER, _POINTER, ctypes.c_double, _POINTER
+)
+_TOTALS = kernels.function("clipping_totals", *_GRADIENTS, _POINTER, _POINTER)
+
+#: Gradients of a parameter (B, ...), of numbers that ``kernels.do``; or two factors, each number of
+#: one times each of the other.
+Lines = tuple[Tensor, Tensor | None]
+
+
+def factors(
+    gradients: Sequence[Lines], norms: Tensor | None, drawn: Tensor, clip_norm: float
+) -> Tensor:
+    """What ``clipping.clipped_sums`` multiplies rows with (B,).
+
+    Args:
+        gradients: of each parameter.
+        norms: (B,), of other parameters' gradients.
+        drawn: (B,) whether a row counts.
+    """
+    rows = len(gradients[0][0])
+    if drawn.shape != (rows,) or not (norms is None or norms.shape == (rows,)):
+        raise ValueError(f"gradients of {rows} rows, where {drawn.numel()} were looked at")
+    drawn, norms = drawn.cpu().contiguous(), None if norms is None else norms.float().contiguous()
+    found = torch.empty(rows)
+    dense = [_dense(one) for one in gradients]
+    _FACTORS(kernels.generation())(
+        *_all(dense), None if norms is None else norms.data_ptr(), drawn.data_ptr(), clip_norm,
+        found.data_ptr(),
+    )  # fmt: skip
+    return found
+
+
+def totals(gradients: Sequence[Lines], factors: Tensor) -> Tensor:
+    """Sums over rows of factor times gradient, in which what is no finite number counts as 0.
+
+    Args:
+        gradients: of each parameter.
+        factors: (B,), as those above.
+
+    Returns:
+        (numbers of all parameters,), one parameter behind the other.
+    """
+    if any(len(one) != len(factors) for one, _ in gradients):
+        raise ValueError(f"{len(factors)} factors for other numbers of rows")
+    dense = [_dense(one) for one in gradients]
+    found = torch.empty(sum(numbers(one) for one in gradients))
+    _TOTALS(kernels.generation())(*_all(dense), factors.data_ptr(), found.data_ptr())
+    return found
+
+
+def numbers(of: Lines) -> int:
+    """Of the parameter."""
+    each, other = of
+    return each.numel() // len(each) * (1 if other is None else other.numel() // len(other))
+
+
+def _dense(of: Lines) -> Lines:
+    """The numbers of a row one behind the other; it may be one row for all."""
+    each, other = of
+    return _packed(each), None if other is None else _packed(other)
+
+
+def _packed(each: Tensor) -> Tensor:
+    if each.is_contiguous() or each.stride()[1:] == strides(each.shape[1:]):
+        return each
+    return each.contiguous()
+
+
+@lru_cache(maxsize=1024)
+def strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of numbers that lie one behind the other."""
+    return tuple(shape[place + 1 :].numel() for place in range(len(shape)))
+
+
+def _all(gradients: Sequence[Lines]) -> "tuple[int, int, ctypes.Array[ctypes.c_int64]]":
+    """As ``_GRADIENTS``."""
+    fields = [field for each, other in gradients for field in (*_at(each), *_at(other))]
+    return len(gradients[0][0]), len(gradients), kernels.in_a_row(fields)
+
+
+def _at(each: Tensor | None) -> tuple[int, int, int]:
+    """Numbers of a row, those to the next, and where the first one lies."""
+    if each is None:
+        return 0, 0, 0
+    return each.numel() // len(each), each.stride(0), each.data_ptr()

@@ -1,0 +1,89 @@
+"""A network as a function of its parameters: ``together.Called``."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from privssl import together
+from privssl.together import Called
+
+
+class Tied(nn.Module):
+    """One weight under two names, one buffer, and a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.again = self.first
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.again(self.second(self.first(x))) + self.shift
+        return found
+
+
+def others(network: nn.Module) -> dict[str, Tensor]:
+    """Other parameters and buffers for it."""
+    own = (*network.named_parameters(), *network.named_buffers())
+    return {name: torch.randn_like(tensor) for name, tensor in own}
+
+
+def by_torch(network: nn.Module, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Of a copy: torch 2.14 leaves a network whose names shared a weight with two of them."""
+    found: Tensor = functional_call(copy.deepcopy(network), tensors, (x,))
+    return found
+
+
+def test_other_tensors_are_used_under_every_name_that_a_network_has_for_them() -> None:
+    network, x = Tied(), torch.randn(2, 3)
+    tensors, own = others(network), network(x)
+    assert sorted(tensors) == ["first.bias", "first.weight", "shift"]
+    expected = by_torch(network, tensors, x)
+    assert torch.equal(Called(network, tensors)(x), expected)
+    assert not torch.equal(own, expected)
+    assert torch.equal(network(x), own)  # and are gone afterwards
+    assert network.second.weight is network.first.weight
+    # By another of its names, too.
+    tensors["second.weight"] = tensors.pop("first.weight")
+    assert torch.equal(Called(network, tensors)(x), expected)
+
+
+def test_some_tensors_leave_the_others_as_they_are() -> None:
+    network, x = Tied(), torch.randn(2, 3)
+    some = {"shift": torch.zeros(3)}
+    assert torch.equal(Called(network, some)(x), by_torch(network, some, x))
+
+
+def test_a_network_that_fails_has_its_own_tensors_again() -> None:
+    network = Tied()
+    own = {name: p.detach().clone() for name, p in network.named_parameters()}
+    with pytest.raises(RuntimeError):
+        Called(network, others(network))(torch.randn(2, 4))  # of three numbers
+    assert all(torch.equal(p, own[name]) for name, p in network.named_parameters())
+
+
+def test_a_name_that_a_network_does_not_have_changes_nothing() -> None:
+    network, x = Tied(), torch.randn(2, 3)
+    own = network(x)
+    with pytest.raises(KeyError, match=r"third\.weight"):
+        Called(network, {**others(network), "third.weight": torch.ones(3)})(x)
+    assert torch.equal(network(x), own)
+
+
+def test_a_copy_of_a_network_is_another_one_and_none_is_kept() -> None:
+    network, x = Tied(), torch.randn(2, 3)
+    Called(network, others(network))(x)
+    other = copy.deepcopy(network)
+    tensors = others(other)
+    assert torch.equal(Called(other, tensors)(x), by_torch(other, tensors, x))
+    gone = weakref.ref(other)
+    del other
+    gc.collect()
+    assert gone() is None
+    assert network in together._PLACES
