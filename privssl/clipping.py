@@ -10,6 +10,7 @@ with each other (Goodfellow 2015; Li et al. 2022, "ghost clipping"), and so has 
 places are those that its kernel meets. What is measured to clip is what is summed, in both.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -90,12 +91,13 @@ class Outer:
 
     def norms(self) -> Tensor:
         if self.left.shape[1] == 1:
-            return _length(self.left) * _length(self.right)
+            lengths = _length(self.left), _length(self.right)
+            return _unless_longest(lengths[0] * lengths[1], *lengths)
         left, right = self.left.double(), self.right.double()
         squares = ((left @ left.mT) * (right @ right.mT)).sum(dim=(1, 2))
         terms = (left.norm(dim=2) * right.norm(dim=2)).sum(dim=1).square()
-        norms: Tensor = (squares.clamp(min=0.0) + CANCELLED * terms).sqrt()
-        return norms.to(self.left.dtype)
+        norms = (squares.clamp(min=0.0) + CANCELLED * terms).sqrt().to(self.left.dtype)
+        return _unless_longest(norms, *(side.flatten(1).norm(dim=1) for side in (left, right)))
 
     def total(self, factors: Tensor) -> Tensor:
         left, agents = _finite(self.left) * factors.reshape(-1, 1, 1), factors.shape[:-1]
@@ -105,8 +107,9 @@ class Outer:
         return self.shaped(left.mT @ right)
 
     def lines(self) -> Lines | None:
-        one = self.left.shape[1] == 1 and kernels.do(self.left)
-        return (self.left, self.right) if one else None
+        there = self.left.shape[1] == 1 and self.left.numel() and self.right.numel()
+        known = there and kernels.do(self.left) and kernels.do(self.right)
+        return (self.left, self.right) if known else None
 
     def placed(self, totals: Tensor, first: int) -> Tensor:
         high, wide = self.left.shape[-1], self.right.shape[-1]
@@ -180,6 +183,14 @@ def _length(factor: Tensor) -> Tensor:
     product may be as large as this one is small."""
     largest = factor.abs().flatten(1).amax(dim=1).clamp(min=torch.finfo(factor.dtype).tiny)
     return largest * _norms(factor / largest[:, None, None])
+
+
+def _unless_longest(norms: Tensor, *lengths: Tensor) -> Tensor:
+    """Infinite, where a factor is longer than a row that is written out may be: the other one then
+    lies among the last numbers above 0, which have few digits left to round to."""
+    longest = math.sqrt(torch.finfo(norms.dtype).max)
+    keep = torch.stack([length < longest for length in lengths]).all(dim=0)
+    return norms.where(keep, math.inf)
 
 
 def _norms(sample: Tensor) -> Tensor:

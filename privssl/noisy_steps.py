@@ -29,7 +29,8 @@ def add_noise(optimisers: Sequence[SecureNoise]) -> None:
 
     In float64, on the CPU (not every device has it): what is released is rounded after the noise.
     """
-    if all(kernels.do(parameter.summed_grad) for one in optimisers for parameter in one.params):
+    parameters = [parameter for one in optimisers for parameter in one.params]
+    if all(kernels.do(p) and kernels.do(p.summed_grad) for p in parameters):
         for one in optimisers:
             _add_by_kernel(one)
     else:
@@ -43,10 +44,11 @@ def _add_by_kernel(optimiser: SecureNoise) -> None:
         there = parameter.summed_grad.stride() == gradient.stride()
         sums.append(parameter.summed_grad if there else gradient.copy_(parameter.summed_grad))
         gradients.append(gradient)
-        parameter.grad = gradient
     deviation = _deviation(optimiser)
     noise = privacy.secure_normal(sum(one.numel() for one in sums))
     kernel.add(sums, noise, deviation, grid(deviation), gradients)
+    for parameter, gradient in zip(optimiser.params, gradients, strict=True):
+        parameter.grad = gradient  # not before there is noise on it
 
 
 def _add_by_torch(optimisers: Sequence[SecureNoise]) -> None:
@@ -85,6 +87,6 @@ def grid(deviation: float) -> float:
     is public: rounding costs no privacy. It moves a sum by at most 2^-17 of the deviation.
 
     Args:
-        deviation: from 1e-300; or 0, then nothing is rounded, and so is this.
+        deviation: from 1e-300; or 0: then nothing is rounded, and the result is 0.
     """
     return GRID * 2.0 ** (math.frexp(deviation)[1] - 1) if deviation else 0.0

@@ -4,8 +4,10 @@
 gradient of one row's loss. It makes every row's gradient of every weight, with kernels that are
 slow at it. ``factored_gradients`` has the same numbers in the form in which they arise:
 
-* forward, the loss runs under vmap as well, so rows cannot mix; each row has parameters of its own
-  (one tensor, seen B times), so that whatever a loss does with them has the right gradient.
+* forward, the loss runs under vmap as well, so rows cannot mix; what leaves it for being slow in it
+  (cross-entropy of classes, layers that kernels of ours do) is done for each row by itself. A row
+  has parameters of its own (one tensor, seen B times), so that whatever a loss does with them has
+  the right gradient.
 * the calls that are nearly all of the time (linear, convolutions, group norm) are recognised while
   they run. They are done with the one weight; their inputs and outputs are kept.
 * backward is plain autograd, once, down to these outputs; what it would do to their weights is done
@@ -40,6 +42,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from privssl.clipping import RowGradients, Rows
+from privssl.errors import PrivacyError
 from privssl.kernels import pooled as kernel
 from privssl.layer_gradients import Call, Key, LayerCall, PooledCall, added, in_pair
 from privssl.models.pooled import flat, of_rows, plain, pooled, unflat
@@ -143,6 +146,12 @@ def _over_rows(
     """
     lazy_load_decompositions()
     rows = len(next(iter(fields.values())))
+    if any(len(tensor) != rows for tensor in (*own.values(), *fields.values())):
+        lengths = {name: len(tensor) for name, tensor in fields.items()}
+        raise PrivacyError(
+            f"fields are of different numbers of rows, {lengths}: one of a single row would reach "
+            "all others. Give every row its own"
+        )
     level = _vmap_increment_nesting(rows, "different")
     try:
         one = loss(
@@ -208,11 +217,14 @@ class _Watch(TorchFunctionMode):
     def _tells_classes(
         self, logits: Tensor, y: Tensor, *, weight: Tensor | None, size_average: bool | None,
         ignore_index: int, reduce: bool | None, reduction: str, label_smoothing: float,
+        **others: Any,
     ) -> bool:  # fmt: skip
         """Whether it is a cross-entropy of whole classes, as :func:`_of_classes` has it."""
         plain = weight is None and size_average is None and reduce is None and not label_smoothing
+        plain = plain and reduction in ("none", "mean", "sum") and y.dtype == torch.long
+        plain = plain and not others  # of a later torch
         known = self._depth == 1 and maybe_current_level() == self._level
-        shapes = logits.dim() == 2 and y.dim() == 1 and not y.is_floating_point()
+        shapes = logits.dim() == 2 and y.dim() == 1
         return plain and known and shapes and all(len(_beneath(t, 1)[1]) == 1 for t in (logits, y))
 
     def _pooled(
@@ -280,7 +292,10 @@ class _Watch(TorchFunctionMode):
 
 
 def _of_classes(logits: Tensor, y: Tensor, ignored: int, reduction: str) -> Tensor:
-    """Cross-entropy inside of one vmap over rows, which does it by a dozen operations in Python."""
+    """Cross-entropy inside of one vmap over rows, which does it by a dozen operations in Python.
+
+    Rows stay apart: each image's loss is of its own logits, and is added to its own row's alone.
+    """
     level = maybe_current_level()
     assert level is not None
     (x, places), (classes, at) = _beneath(logits, 1), _beneath(y, 1)

@@ -6,7 +6,7 @@ them (``stacked.py``), and so can a step of DP-SGD (``private_stacks.py``). Outs
 that does so it is a plain call.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -41,8 +41,12 @@ class Called:
 def _in_place(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, these are its parameters and buffers. ``torch.func.functional_call`` looks for
     tensors that have several names at each call, which takes five times as long."""
-    places = _places_of(network)
-    moved = [(held, name, tensor) for n, tensor in tensors.items() for held, name in places[n]]
+    names = _names_of_shared(network)
+    moved = [
+        (*_place(network, name), tensor)
+        for first, tensor in tensors.items()
+        for name in names.get(first, (first,))
+    ]
     before = [held[name] for held, name, _ in moved]
     try:
         for held, name, tensor in moved:
@@ -53,22 +57,33 @@ def _in_place(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[Non
             held[name] = own
 
 
-def _places_of(network: nn.Module) -> dict[str, list[tuple[dict[str, Tensor | None], str]]]:
-    """By the name of a parameter or buffer: where modules have it, several if they share it."""
-    if network not in _PLACES:
-        found: dict[int, list[tuple[dict[str, Tensor | None], str]]] = {}
-        names: dict[str, int] = {}
+def _place(network: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+    """The parameters or buffers of the module that has it, and its name there."""
+    *path, last = name.split(".")
+    module: nn.Module | None = network
+    for part in path:
+        assert module is not None
+        module = module._modules[part]
+    assert module is not None
+    held: Any = module._parameters if last in module._parameters else module._buffers
+    return held, last
+
+
+def _names_of_shared(network: nn.Module) -> Mapping[str, Sequence[str]]:
+    """All names of a tensor by each of them, where it has several. Looked for once: tensors are
+    not to be shared after a network's first call, nor no longer shared."""
+    if network not in _SHARED:
+        names: dict[int, list[str]] = {}
         for path, module in network.named_modules(remove_duplicate=False):
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
-                    if tensor is not None:
-                        names[f"{path}.{name}" if path else name] = id(tensor)
-                        found.setdefault(id(tensor), []).append((held, name))
-        _PLACES[network] = {name: found[which] for name, which in names.items()}
-    return _PLACES[network]
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    names.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
+        several = [own for own in names.values() if len(own) > 1]
+        _SHARED[network] = {name: own for own in several for name in own}
+    return _SHARED[network]
 
 
-_PLACES = WeakKeyDictionary[nn.Module, dict[str, list[tuple[dict[str, Tensor | None], str]]]]()
+_SHARED = WeakKeyDictionary[nn.Module, Mapping[str, Sequence[str]]]()
 
 
 class Question(Protocol):

@@ -194,8 +194,40 @@ def test_one_gradient_for_all_rows_counts_once_for_each() -> None:
 def test_other_numbers_of_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="gradients of 2 rows, where 3 were looked at"):
         clipped_sums([Rows(torch.ones(2, 4))], torch.tensor([True] * 3), 1.0)
-    with pytest.raises(ValueError, match="3 factors for other numbers of rows"):
+    with pytest.raises(ValueError, match="3 factors for another number of rows"):
         kernel.totals([(torch.ones(2, 4), None)], torch.ones(3))
+    drawn = torch.tensor([True] * 3)
+    with pytest.raises(ValueError, match="different numbers of rows"):
+        clipped_sums([Rows(torch.ones(3, 4)), Rows(torch.ones(2, 4))], drawn, 1.0)
+    with pytest.raises(ValueError, match="different numbers of rows"):
+        clipped_sums([Outer(torch.ones(3, 1, 4), torch.ones(2, 1, 4))], drawn, 1.0)
+
+
+def test_what_the_kernel_does_not_know_is_left_to_torch_or_refused() -> None:
+    wide = Outer(torch.ones(3, 1, 4), torch.ones(3, 1, 5, dtype=torch.float64))
+    assert wide.lines() is None
+    with pytest.raises(ValueError, match="not float32 on the CPU"):
+        kernel.totals([(wide.left, wide.right)], torch.ones(3))
+    assert Outer(torch.ones(3, 1, 5), torch.ones(3, 1, 0)).lines() is None  # an empty one
+
+
+@pytest.mark.usefixtures("each_generation")
+def test_numbers_whose_sign_is_only_noted_have_it() -> None:
+    minus = torch.view_as_complex(torch.ones(3, 2)).conj().imag  # -1, as torch says
+    [found] = clipped_sums([Rows(minus[:, None])], torch.tensor([True] * 3), 100.0)
+    assert found.tolist() == [-3.0]
+
+
+@pytest.mark.usefixtures("each_generation")
+def test_a_default_for_other_tensors_changes_nothing() -> None:
+    each, drawn = torch.full((3, 4), 100.0), torch.tensor([True] * 3)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        [found] = clipped_sums([Rows(each)], drawn, 100.0)
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(found, torch.full((4,), 150.0))
 
 
 # Noise on sums --------------------------------------------------------------------------------
@@ -231,5 +263,12 @@ def test_noise_for_other_numbers_than_there_are_is_refused() -> None:
     add = partial(noise.add, deviation=1.0, step=0.0)
     with pytest.raises(ValueError, match=r"noise \(3,\) for 4 sums"):
         add([torch.ones(4)], torch.ones(3).double().numpy(), noisy=[torch.ones(4)])
+    four = torch.ones(4).double().numpy()
     with pytest.raises(ValueError, match="lie in another order"):
-        add([torch.ones(2, 2)], torch.ones(4).double().numpy(), noisy=[torch.ones(2, 2).mT])
+        add([torch.ones(2, 2)], four, noisy=[torch.ones(2, 2).mT])
+    for sums in (torch.ones(4).bfloat16(), torch.ones(8)[::2], torch.ones(4).double()):
+        with pytest.raises(ValueError, match="float32 on the CPU, without gaps"):
+            add([sums], four, noisy=[sums])
+    turned = torch.ones(2, 3).mT
+    add([turned], torch.arange(6.0).double().numpy(), noisy=[turned])
+    assert turned.tolist() == [[1, 4], [2, 5], [3, 6]]

@@ -794,6 +794,28 @@ def test_a_sum_is_released_where_it_belongs_however_parameters_lie_in_memory() -
             assert torch.equal(noisy(of, parameter), sums)
 
 
+@pytest.mark.usefixtures("each_way")
+def test_parameters_in_bfloat16_have_noise_on_sums_in_float32() -> None:
+    parameter = nn.Parameter(torch.zeros(300, dtype=torch.bfloat16))
+    released = noisy(torch.full((300,), 2.0), parameter)
+    assert released.dtype == torch.bfloat16
+    assert 1.7 < float(released.double().mean()) < 2.3
+    assert 0.7 < float(released.double().std()) < 1.1
+
+
+@pytest.mark.usefixtures("each_way")
+def test_without_noise_there_is_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_count: int) -> np.ndarray:
+        raise OSError("no coins")
+
+    monkeypatch.setattr(privacy, "secure_normal", fails)
+    for sums in (torch.arange(6.0).view(2, 3), torch.arange(6.0).view(3, 2).mT):
+        parameter = nn.Parameter(torch.zeros(2, 3))
+        with pytest.raises(OSError, match="no coins"):
+            noisy(sums, parameter)
+        assert parameter.grad is None
+
+
 def test_uniform_numbers_are_uniform_and_below_one() -> None:
     numbers = secure_uniform(DRAWS)
     assert numbers.min() >= 0 and numbers.max() < 1

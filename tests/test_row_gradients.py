@@ -7,16 +7,19 @@ else a loss may do with a weight; and what is measured to clip is never less tha
 
 import math
 from collections.abc import Callable, Mapping
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_generations import HERE
 from test_privacy import SHIPPED, joint_loss, mixing, networks, parameters_of
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn import functional
 
+from privssl import clipping, kernels
 from privssl.clipping import Outer, RowGradients, Rows, clipped_sums
 from privssl.errors import PrivacyError
 from privssl.models.convnets import LeNet, SmallCNN
@@ -481,6 +484,34 @@ def test_a_factor_whose_squares_vanish_is_still_measured(
     assert longest(Outer(*(reversed(sides) if swapped else sides)), clip) <= 1 + 1e-4
 
 
+def beside_a_longest_one(places: int) -> tuple[Tensor, Tensor]:
+    """Factors whose product is nearly as long as a row may be. What the first becomes when it is
+    clipped to 1e-3 is 2.55 times the least number above 0, and is rounded to 3 times."""
+    left, right = torch.zeros(1, places, 10**6), torch.full((1, places, 1), 2.8e38)
+    left[:, 0] = 6e-23
+    return left, right
+
+
+@pytest.mark.parametrize("way", [None, *HERE], ids=str)
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("places", [1, 2])
+def test_a_factor_that_has_no_digits_left_weighs_no_more_than_the_clip_norm(
+    way: str | None, swapped: bool, places: int
+) -> None:
+    sides = beside_a_longest_one(places)
+    with patch.object(kernels, "_latest", lambda: way):
+        assert longest(Outer(*(reversed(sides) if swapped else sides)), 1e-3) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_the_check_of_lost_digits_notices_factors_of_any_length(places: int) -> None:
+    with (
+        patch.object(kernels, "_latest", lambda: None),
+        patch.object(clipping, "_unless_longest", lambda norms, *_: norms),
+    ):
+        assert longest(Outer(*beside_a_longest_one(places)), 1e-3) > 1.1
+
+
 def test_gradients_of_other_rows_than_were_drawn_from_are_refused() -> None:
     with pytest.raises(ValueError, match="gradients of 7 rows, where 1 were looked at"):
         clipped_sums([Rows(torch.ones(7, 2))], torch.tensor([True]), 1.0)
@@ -508,3 +539,36 @@ def test_another_agents_row_leaves_an_agents_sum_bit_equal(value: float) -> None
         assert torch.equal(was[0], now[0])
         assert now.isfinite().all()
     assert any(not torch.equal(was[1], now[1]) for was, now in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [(6, 1), (1, 6), (6, 3)])
+def test_fields_of_fewer_rows_are_refused_since_one_would_reach_all_rows(
+    lengths: tuple[int, int],
+) -> None:
+    network = nn.Linear(2, 1)
+
+    def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        answer: Tensor = Called(network, parameters["N"])(row["x"])
+        return (answer - row["y"]).square().sum()
+
+    fields = {"x": torch.randn(lengths[0], 2), "y": torch.randn(lengths[1], 1)}
+    with pytest.raises(PrivacyError, match="different numbers of rows"):
+        factored_gradients(loss, parameters_of({"N": network}), fields)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.uint8])
+def test_classes_of_other_whole_numbers_are_left_to_torch(kind: torch.dtype) -> None:
+    network = nn.Linear(5, 3)
+    fields = {"x": torch.randn(ROWS, 2, 5), "y": torch.ones(ROWS, 2).to(kind)}
+
+    def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(Called(network, parameters["N"])(row["x"]), row["y"])
+
+    def said(work: Callable[[RowLoss, Parameters, Mapping[str, Tensor]], object]) -> str:
+        try:
+            work(loss, parameters_of({"N": network}), fields)
+        except (RuntimeError, ValueError) as error:
+            return type(error).__name__
+        return ""
+
+    assert said(factored_gradients) == said(per_row_gradients)

@@ -5,6 +5,7 @@
     correlation  gradients of a convolution's weights, of each row   layer_gradients.py
     clipping     norms and sums of rows' gradients                   clipping.py
     noise        normal numbers from random words, sums with them    privacy.py, noisy_steps.py
+    spectral     a weight over its largest singular value            models/spectral.py
     views        RandAugment and crops                               data/
 
 Each, a .py and a .cpp, is made for several generations of x86-64 processors (``setup.py``), and the
@@ -28,7 +29,7 @@ import torch
 log = logging.getLogger("privssl")
 
 #: What setup.py compiles, and the version of what is called there, as its source has it.
-VERSIONS = {"pooled": 2, "views": 1, "noise": 2, "correlation": 1, "clipping": 1}
+VERSIONS = {"pooled": 2, "views": 1, "noise": 2, "correlation": 1, "clipping": 1, "spectral": 1}
 #: Names of what it is compiled for, the latest first, and whether this processor understands it.
 GENERATIONS: dict[str, Callable[[], bool]] = {
     "avx512": lambda: torch.cpu._is_avx512_supported(),
@@ -44,7 +45,7 @@ def generation() -> str | None:
 def do(numbers: torch.Tensor) -> bool:
     """Whether kernels are there for such numbers, and torch does not use several threads."""
     return (
-        numbers.device.type == "cpu"
+        numbers.is_cpu
         and numbers.dtype == torch.float32
         and torch.get_num_threads() == 1
         and generation() is not None

@@ -1,5 +1,5 @@
 // How much a row counts by its norm, and the sum of what rows then are, for the clipping of DP-SGD:
-// each reads all gradients once.
+// two functions, of which each reads all gradients once.
 //
 // A row is measured and added up by the same operations whatever is in it, without a branch: how
 // long they take says nothing of it but what the processor lets out about very small numbers.
@@ -60,6 +60,11 @@ void add_rows(Index numbers, Index next, const float* each, const float* factors
   for (Index r = 0; r < ROWS; r++)
     sum += factors[r] * finite(load_some(each + r * next + n, numbers - n));
   store_some<LANES>(total + n, sum, numbers - n);
+}
+
+// 1 or 0, without a branch.
+inline uint32_t is_finite(float x) {
+  return (std::bit_cast<uint32_t>(x) & 0x7f800000) != 0x7f800000;
 }
 
 double squares(const float* each, Index numbers) {
@@ -136,20 +141,23 @@ extern "C" {
 int clipping_version() { return 1; }
 
 // factors (rows): 1 or what makes a row so long as clip_norm; 0 for a row that is not drawn, and for
-// one with a number that is none or a norm whose square is beyond float32. Squares are added up in
+// one with a number that is none or a norm, of a factor too, whose square is beyond float32. Squares are added up in
 // float64: a row of a million numbers loses no digits, and one of very small ones is not taken for 0.
 // norms (rows) are those of parameters that are not here, or nothing.
 void clipping_factors(int64_t rows, int64_t parameters, const Gradients* of, const float* norms,
                       const uint8_t* drawn, double clip_norm, float* factors) {
   for (Index r = 0; r < rows; r++) {
     double sum = norms ? double(norms[r]) * norms[r] : 0;
+    uint32_t keep = drawn[r] != 0;
     for (const Gradients *one = of, *end = of + parameters; one < end; one++) {
       const double own = squares(one->each + r * one->next, one->numbers);
-      sum += one->other ? own * squares(one->other + r * one->next_other, one->others) : own;
+      const double more = one->other ? squares(one->other + r * one->next_other, one->others) : 1;
+      keep &= is_finite(float(own)) & is_finite(float(more));
+      sum += own * more;
     }
+    keep &= is_finite(float(sum));
     const float factor = std::min(float(clip_norm) / (float(std::sqrt(sum)) + 1e-6f), 1.0f);
-    const uint32_t keep = (std::bit_cast<uint32_t>(float(sum)) & 0x7f800000) != 0x7f800000;
-    factors[r] = std::bit_cast<float>(std::bit_cast<uint32_t>(factor) & -(keep & (drawn[r] != 0)));
+    factors[r] = std::bit_cast<float>(std::bit_cast<uint32_t>(factor) & -keep);
   }
 }
 

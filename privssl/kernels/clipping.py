@@ -17,8 +17,9 @@ _FACTORS = kernels.function(
 )
 _TOTALS = kernels.function("clipping_totals", *_GRADIENTS, _POINTER, _POINTER)
 
-#: Gradients of a parameter (B, ...), of numbers that ``kernels.do``; or two factors, each number of
-#: one times each of the other.
+#: Gradients of a parameter (B, ...), a line of numbers for each row, float32 on the CPU where
+#: ``kernels.do``; or two factors, neither empty, of which each number of one counts times each of
+#: the other.
 Lines = tuple[Tensor, Tensor | None]
 
 
@@ -32,12 +33,12 @@ def factors(
         norms: (B,), of other parameters' gradients.
         drawn: (B,) whether a row counts.
     """
-    rows = len(gradients[0][0])
+    rows = _rows(gradients)
     if drawn.shape != (rows,) or not (norms is None or norms.shape == (rows,)):
         raise ValueError(f"gradients of {rows} rows, where {drawn.numel()} were looked at")
-    drawn, norms = drawn.cpu().contiguous(), None if norms is None else norms.float().contiguous()
-    found = torch.empty(rows)
-    dense = [_dense(one) for one in gradients]
+    drawn = drawn.to("cpu", torch.bool).contiguous()
+    norms = None if norms is None else norms.to("cpu", torch.float32).contiguous()
+    dense, found = [_dense(one) for one in gradients], _empty(rows)
     _FACTORS(kernels.generation())(
         *_all(dense), None if norms is None else norms.data_ptr(), drawn.data_ptr(), clip_norm,
         found.data_ptr(),
@@ -55,12 +56,27 @@ def totals(gradients: Sequence[Lines], factors: Tensor) -> Tensor:
     Returns:
         (numbers of all parameters,), one parameter behind the other.
     """
-    if any(len(one) != len(factors) for one, _ in gradients):
-        raise ValueError(f"{len(factors)} factors for other numbers of rows")
-    dense = [_dense(one) for one in gradients]
-    found = torch.empty(sum(numbers(one) for one in gradients))
+    if factors.shape != (_rows(gradients),) or factors.dtype != torch.float32:
+        raise ValueError(f"{len(factors)} factors for another number of rows")
+    factors, dense = factors.contiguous(), [_dense(one) for one in gradients]
+    found = _empty(sum(numbers(one) for one in gradients))
     _TOTALS(kernels.generation())(*_all(dense), factors.data_ptr(), found.data_ptr())
     return found
+
+
+def _rows(gradients: Sequence[Lines]) -> int:
+    """B. The kernel believes what it is told, so it is looked at here."""
+    all_of_them = [one for of in gradients for one in of if one is not None]
+    rows = len(all_of_them[0])
+    known = ((one.is_cpu, one.dtype, one.shape[0]) for one in all_of_them)
+    if any(each != (True, torch.float32, rows) for each in known):
+        raise ValueError("gradients are of different numbers of rows, or not float32 on the CPU")
+    return rows
+
+
+def _empty(count: int) -> Tensor:
+    """Whatever the default is elsewhere."""
+    return torch.empty(count, dtype=torch.float32, device="cpu")
 
 
 def numbers(of: Lines) -> int:
@@ -76,6 +92,7 @@ def _dense(of: Lines) -> Lines:
 
 
 def _packed(each: Tensor) -> Tensor:
+    each = each.resolve_neg()
     if each.is_contiguous() or each.stride()[1:] == strides(each.shape[1:]):
         return each
     return each.contiguous()

@@ -34,7 +34,7 @@ def sums(
     """Over images and places where the kernel meets what is seen: this times what is met there.
 
     Args:
-        seen: (B, T, channels, height, width), T images of each row, that ``kernels.do``.
+        seen: (B, T, channels, height, width), T images of each row, where ``kernels.do``.
         met: (B, T, made, tall, broad), of as many places as the kernel meets or fewer.
         kernel: (height, width).
         stride: (down, right), of the kernel over what is seen.
@@ -51,6 +51,6 @@ def sums(
     of = _Correlation(
         rows * together, together, *sides, channels, *padding, *places, made, *kernel, *stride
     )
-    found = torch.empty(rows, *kernel, channels, made)
+    found = x.new_empty(rows, *kernel, channels, made)
     _SUMS(kernels.generation())(of, x.data_ptr(), g.data_ptr(), found.data_ptr())
     return found

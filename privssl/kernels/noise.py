@@ -5,6 +5,7 @@ import ctypes
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -43,7 +44,7 @@ def add(
     """Sum plus deviation times noise, in float64, rounded to whole multiples of a step.
 
     Args:
-        sums: of each parameter, of numbers that ``kernels.do``, dense in memory.
+        sums: of each parameter, float32 on the CPU (``kernels.do``), without gaps in memory.
         noise: one number for each of all sums.
         step: a power of two; 0: nothing is rounded.
         noisy: where it is written to, each as its sums lie in memory; or the sums themselves.
@@ -60,4 +61,11 @@ def add(
 def _at(sums: Tensor, noisy: Tensor) -> tuple[int, int, int]:
     if sums.shape != noisy.shape or sums.stride() != noisy.stride():
         raise ValueError("sums are to be written to where numbers lie in another order")
+    known = sums.is_cpu and noisy.is_cpu and sums.dtype == noisy.dtype == torch.float32
+    if not (known and _has_no_gaps(noisy)):
+        raise ValueError("sums with noise are float32 on the CPU, without gaps in memory")
     return sums.numel(), sums.data_ptr(), noisy.data_ptr()
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()

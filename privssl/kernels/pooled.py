@@ -89,8 +89,8 @@ def forward(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> tu
     dense = [p if p is None else _last(p) for each in own for p in each]
     shapes = tuple(p if p is None else p.shape for p in dense)
     plan = _plan(kernels.generation(), x.shape, shapes, forms)
-    y = torch.empty(plan.output, memory_format=torch.channels_last)
-    left = torch.empty(plan.left, dtype=torch.uint8)
+    y = torch.empty(plan.output, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    left = torch.empty(plan.left, dtype=torch.uint8, device=x.device)
     addresses = plan.addresses(*map(_at, dense))
     done = Done(plan, _last(x), dense, addresses, left)
     _FORWARD(plan.generation)(
@@ -117,7 +117,8 @@ def backward(
     """
     plan = done.plan
     dx = torch.empty_like(done.x) if inputs else None
-    sums = torch.empty(-(-len(done.x) // together), plan.numbers) if together else None
+    count = -(-len(done.x) // together) if together else 0
+    sums = done.x.new_empty(count, plan.numbers) if together else None
     gradient = _last(gradient)
     _BACKWARD(plan.generation)(
         len(plan.layers), plan.layers, done.addresses, done.x.data_ptr(), gradient.data_ptr(),

@@ -5,6 +5,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+import generators.spectral
 from privssl.errors import DataError
 from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
 from privssl.models.dropout import Dropout
@@ -13,6 +14,7 @@ from privssl.models.linear import LARGE, Linear
 from privssl.models.pooled import fused
 from privssl.models.precision import Precision, in_precision
 from privssl.models.resnet import ResNet9
+from privssl.models.spectral import SpectralNorm
 from privssl.models.wide_resnet import WideResNet28x2
 from privssl.settings import ModelSettings
 
@@ -58,9 +60,9 @@ def build_classifier(
 def laid_out(network: Network) -> Network:
     """The network as it is trained fastest: its kernels as rows lie in memory, channels last,
     dropout that takes less time to draw, flattening that keeps gradients in that order, large
-    linear layers by the faster library, and rectifiers that wait until pooling has left a quarter
-    of the numbers (which of several is the largest they do not change). No parameter changes its
-    name.
+    linear layers by the faster library, spectral norms by a kernel, and rectifiers that wait until
+    pooling has left a quarter of the numbers (which of several is the largest they do not change).
+    No parameter changes its name.
 
     To be done when a network is built and not when it is used: in another layout sums round
     differently, and the first visit of a process, of a resumed run say, would differ from the next.
@@ -73,6 +75,8 @@ def laid_out(network: Network) -> Network:
                 setattr(module, name, Flatten().train(child.training))
             if type(child) is nn.Linear and child.weight.numel() >= LARGE:
                 child.__class__ = Linear  # it keeps its parameters
+            if type(child) is generators.spectral.SpectralNorm:
+                child.__class__ = SpectralNorm
         if type(module) is nn.Sequential:
             _rectify_late(module)
             fused(module)
