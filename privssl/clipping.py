@@ -139,20 +139,24 @@ def clipped_sums(
     Returns:
         One sum for each parameter; of A agents (A, *shape).
     """
+    # Those of parameters that the kernel does. It knows nothing of agents side by side.
     lines = [one.lines() if drawn.dim() == 1 else None for one in gradients]
     norms = [one.norms() for one, there in zip(gradients, lines, strict=True) if there is None]
     norm = torch.stack(norms, dim=1).norm(dim=1) if norms else None
     known = [there for there in lines if there is not None]
-    if known:
-        factors = kernel.factors(known, norm, drawn, clip_norm)
-    else:
+    if not known:
         assert norm is not None
         factors = _factors(norm, drawn, clip_norm)
-    totals, first = kernel.totals(known, factors) if known else factors, 0
+        return [one.total(factors) for one in gradients]
+    factors = kernel.factors(known, norm, drawn, clip_norm)
+    totals, first = kernel.totals(known, factors), 0
     sums = list[Tensor]()
     for one, there in zip(gradients, lines, strict=True):
-        sums.append(one.total(factors) if there is None else one.placed(totals, first))
-        first += 0 if there is None else kernel.numbers(there)
+        if there is None:
+            sums.append(one.total(factors))
+        else:
+            sums.append(one.placed(totals, first))
+            first += kernel.numbers(there)
     return sums
 
 

@@ -32,10 +32,14 @@ def scale(
         The weight over its singular value, channels last in memory; the left vector; the right one,
         as the weight lies in memory; the value.
     """
-    if not u.is_contiguous() or not v.is_contiguous():
-        raise ValueError("vectors of a spectral norm that are to be moved are spread in memory")
+    high, channels = weight.shape[:2]
+    for vector, numbers in ((u, high), (v, weight.numel() // high)):
+        if vector.shape != (numbers,) or not (kernels.do(vector) and vector.is_contiguous()):
+            raise ValueError(
+                f"a spectral norm's vector of {numbers} numbers is not that long, not float32 on "
+                "the CPU, or spread in memory"
+            )
     dense = _last(weight)
-    high, channels = len(weight), weight.shape[1]
     right, scaled = torch.empty_like(v), torch.empty_like(dense)
     value = _SCALE(kernels.generation())(
         high, weight.numel() // (high * channels), channels, dense.data_ptr(), u.data_ptr(),

@@ -25,6 +25,7 @@ class SpectralNorm(spectral.SpectralNorm):
         known = (
             type(weight) in (Tensor, torch.nn.Parameter)
             and weight.dim() in (2, 4)
+            and weight.numel() > 0
             and self.dim == 0
             and kernels.do(weight)
             and not torch._C._are_functorch_transforms_active()
