@@ -51,6 +51,6 @@ def sums(
     of = _Correlation(
         rows * together, together, *sides, channels, *padding, *places, made, *kernel, *stride
     )
-    found = x.new_empty(rows, *kernel, channels, made)
+    found = torch.empty((rows, *kernel, channels, made), dtype=x.dtype, device=x.device)
     _SUMS(kernels.generation())(of, x.data_ptr(), g.data_ptr(), found.data_ptr())
     return found

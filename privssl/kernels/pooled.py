@@ -117,8 +117,8 @@ def backward(
     """
     plan = done.plan
     dx = torch.empty_like(done.x) if inputs else None
-    count = -(-len(done.x) // together) if together else 0
-    sums = done.x.new_empty(count, plan.numbers) if together else None
+    size = (-(-len(done.x) // together), plan.numbers) if together else (0, 0)
+    sums = torch.empty(size, dtype=done.x.dtype, device=done.x.device) if together else None
     gradient = _last(gradient)
     _BACKWARD(plan.generation)(
         len(plan.layers), plan.layers, done.addresses, done.x.data_ptr(), gradient.data_ptr(),

@@ -66,7 +66,7 @@ float spectral_scale(int64_t high, int64_t taps, int64_t channels, const float* 
   const Index wide = taps * channels;
   for (Index t = 0; t < taps; t++)
     for (Index c = 0; c < channels; c++) right[t * channels + c] = v[c * taps + t];
-  float value;  // left W right
+  float value = 0;  // left W right
   for (Index n = 0; n < iterations; n++) {
     times(weight, high, wide, right, left);
     normalise(left, high, float(eps));
