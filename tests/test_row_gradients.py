@@ -325,6 +325,27 @@ def test_gradients_of_cross_entropy_are_those_of_one_row_at_a_time(
     check_equal(loss, {"N": network}, fields)
 
 
+@pytest.mark.parametrize("value", [1e30, math.inf, math.nan])
+def test_another_rows_logits_leave_a_rows_gradient_of_cross_entropy_bit_equal(value: float) -> None:
+    network, x = nn.Linear(5, 3), torch.randn(ROWS, 2, 5)
+    y = torch.tensor([[0, 2], [2, 0], [0, 1], [2, 2]])
+
+    def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(Called(network, parameters["N"])(row["x"]), row["y"])
+
+    def bias(x: Tensor) -> Tensor:
+        found = factored_gradients(loss, parameters_of({"N": network}), {"x": x, "y": y})
+        mine = found["N", "bias"]
+        assert isinstance(mine, Rows)
+        return mine.each
+
+    moved = x.clone()
+    moved[2] = value
+    before, after = bias(x), bias(moved)
+    assert torch.equal(before[[0, 1, 3]], after[[0, 1, 3]])
+    assert not torch.equal(before[2], after[2])
+
+
 def test_cross_entropy_of_single_views_or_of_classes_that_all_rows_share_is_the_same() -> None:
     network = nn.Linear(5, 3)
     fields = {"x": torch.randn(ROWS, 2, 5, dtype=torch.float64)}

@@ -52,6 +52,13 @@ def do(numbers: torch.Tensor) -> bool:
     )
 
 
+def channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers without gaps, channels last in memory; copied if need be."""
+    if tensor.dim() == 4:
+        return tensor.contiguous(memory_format=torch.channels_last)
+    return tensor.contiguous()
+
+
 @contextmanager
 def torch_alone() -> Iterator[None]:
     """Inside, on this thread, torch's kernels do all work."""

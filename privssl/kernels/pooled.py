@@ -86,13 +86,13 @@ def forward(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> tu
     Returns:
         (rows, kernels, height, width after pooling) float32, channels last in memory.
     """
-    dense = [p if p is None else _last(p) for each in own for p in each]
+    dense = [p if p is None else kernels.channels_last(p) for each in own for p in each]
     shapes = tuple(p if p is None else p.shape for p in dense)
     plan = _plan(kernels.generation(), x.shape, shapes, forms)
     y = torch.empty(plan.output, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     left = torch.empty(plan.left, dtype=torch.uint8, device=x.device)
     addresses = plan.addresses(*map(_at, dense))
-    done = Done(plan, _last(x), dense, addresses, left)
+    done = Done(plan, kernels.channels_last(x), dense, addresses, left)
     _FORWARD(plan.generation)(
         len(forms), plan.layers, addresses, done.x.data_ptr(), y.data_ptr(), done.left.data_ptr()
     )
@@ -119,19 +119,12 @@ def backward(
     dx = torch.empty_like(done.x) if inputs else None
     size = (-(-len(done.x) // together), plan.numbers) if together else (0, 0)
     sums = torch.empty(size, dtype=done.x.dtype, device=done.x.device) if together else None
-    gradient = _last(gradient)
+    gradient = kernels.channels_last(gradient)
     _BACKWARD(plan.generation)(
         len(plan.layers), plan.layers, done.addresses, done.x.data_ptr(), gradient.data_ptr(),
         done.left.data_ptr(), together or 1, _at(dx), _at(sums),
     )  # fmt: skip
     return dx, sums
-
-
-def _last(tensor: Tensor) -> Tensor:
-    """The same numbers one behind the other, channels last in memory; copied if need be."""
-    if tensor.dim() == 4:
-        return tensor.contiguous(memory_format=torch.channels_last)
-    return tensor.contiguous()
 
 
 def _at(tensor: Tensor | None) -> int | None:

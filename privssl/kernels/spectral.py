@@ -39,7 +39,7 @@ def scale(
                 f"a spectral norm's vector of {numbers} numbers is not that long, not float32 on "
                 "the CPU, or spread in memory"
             )
-    dense = _last(weight)
+    dense = kernels.channels_last(weight)
     right, scaled = torch.empty_like(v), torch.empty_like(dense)
     value = _SCALE(kernels.generation())(
         high, weight.numel() // (high * channels), channels, dense.data_ptr(), u.data_ptr(),
@@ -50,16 +50,9 @@ def scale(
 
 def back(gradient: Tensor, scaled: Tensor, left: Tensor, right: Tensor, value: float) -> Tensor:
     """Gradient of the weight, from that of what it was scaled to, and what that gave."""
-    dense, found = _last(gradient), torch.empty_like(scaled)
+    dense, found = kernels.channels_last(gradient), torch.empty_like(scaled)
     _BACK(kernels.generation())(
         len(dense), dense.numel() // len(dense), dense.data_ptr(), scaled.data_ptr(),
         left.data_ptr(), right.data_ptr(), value, found.data_ptr(),
     )  # fmt: skip
     return found
-
-
-def _last(tensor: Tensor) -> Tensor:
-    """Channels last in memory; copied if need be."""
-    if tensor.dim() == 4:
-        return tensor.contiguous(memory_format=torch.channels_last)
-    return tensor.contiguous()
