@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Callable
 from hashlib import md5
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,44 @@ def test_mnist_is_read_from_its_files(tmp_path: Path) -> None:
     found = load(DataSettings(name="mnist", root=str(tmp_path)))
     assert found.x_train.tolist() == x[:, None].tolist()
     assert found.y_test.tolist() == [3, 1, 4, 1, 5]
+
+
+def test_mnist_is_read_without_torchvision(tmp_path: Path) -> None:
+    # To import it takes as long as torch, and most of what a run on MNIST has to do at its start.
+    idx_files(tmp_path, np.zeros((5, 28, 28), np.uint8), np.arange(5, dtype=np.uint8))
+    code = (
+        "import sys; from privssl.data.datasets import load; from privssl.settings import *\n"
+        "load(DataSettings(name='mnist', root=sys.argv[1])); print('torchvision' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    assert subprocess.check_output(command, text=True) == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda content: content[:-1], "has 3919 bytes for 5 x 28 x 28"),
+        (lambda content: content + b"0", "has 3921 bytes for 5 x 28 x 28"),
+        (lambda content: content[:12], "does not begin as an IDX file of bytes with 3 axes"),
+        (lambda content: b"", "does not begin as an IDX file of bytes with 3 axes"),
+        (lambda content: b"\x00\x00\x0d" + content[3:], "does not begin"),  # of float32
+        (lambda content: content[:3] + b"\x01" + content[4:], "does not begin"),
+        (lambda content: b"\x1f\x8b" + content, "does not begin"),  # as gzip does
+        # More than a machine has, and more than 64 bits can say.
+        (
+            lambda content: content[:4] + b"\xff" * 12 + content[16:],
+            r"has 3920 bytes for 4294967295 x 42\d+ x",
+        ),
+    ],
+)
+def test_an_idx_file_that_is_not_what_its_head_says_is_refused(
+    change: Callable[[bytes], bytes], said: str, tmp_path: Path
+) -> None:
+    idx_files(tmp_path, np.zeros((5, 28, 28), np.uint8), np.zeros(5, np.uint8))
+    path = tmp_path / "MNIST/raw/t10k-images-idx3-ubyte"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(DataError, match=rf"damaged \(t10k-images-idx3-ubyte {said}"):
+        load(DataSettings(name="mnist", root=str(tmp_path)))
 
 
 def test_an_mnist_whose_files_do_not_belong_together_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """MNIST, Fashion-MNIST, CIFAR-10 and SVHN: from disk, and through torchvision when absent.
 
 Files lie where torchvision puts them, so a folder that another project filled serves as well.
-torchvision is imported only here and only when one of these sets is asked for.
+torchvision is imported only here, to download a set and to read CIFAR-10.
 
 CIFAR-10 is published as pickles, which can run code. torchvision compares the MD5 of each file
 with that of the published one before it opens it, so no other pickle is ever loaded.
@@ -10,6 +10,7 @@ with that of the published one before it opens it, so no other pickle is ever lo
 import contextlib
 import json
 import logging
+import math
 import os
 import shlex
 import socket
@@ -135,16 +136,34 @@ def _idx(folder: str, class_names: tuple[str, ...]) -> Callable[[Path], Arrays]:
     """A reader of MNIST's four files below ``folder``."""
 
     def read(root: Path) -> Arrays:
-        from torchvision.datasets.mnist import read_image_file, read_label_file
-
-        parts = []
-        for part in ("train", "t10k"):
-            parts.append(read_image_file(root / folder / f"{part}-images-idx3-ubyte")[:, None])
-            parts.append(read_label_file(root / folder / f"{part}-labels-idx1-ubyte"))
-        x_train, y_train, x_test, y_test = (tensor.numpy() for tensor in parts)
+        (x_train, y_train), (x_test, y_test) = (
+            (
+                _idx_file(root / folder / f"{part}-images-idx3-ubyte", axes=3)[:, None],
+                _idx_file(root / folder / f"{part}-labels-idx1-ubyte", axes=1).astype(np.int64),
+            )
+            for part in ("train", "t10k")
+        )
         return Arrays(x_train, y_train, x_test, y_test, class_names)
 
     return read
+
+
+def _idx_file(path: Path, axes: int) -> NDArray[np.uint8]:
+    """Bytes in the format of MNIST's page: 0, 0, 8 (unsigned bytes) and how many axes there are;
+    the length of each, four bytes from high to low; the bytes.
+
+    torchvision's reader is not asked: to import it takes as long as torch.
+    """
+    content = np.fromfile(path, np.uint8)
+    begin = 4 + 4 * axes
+    if content[:4].tolist() != [0, 0, 8, axes] or len(content) < begin:
+        raise ValueError(f"{path.name} does not begin as an IDX file of bytes with {axes} axes")
+    lengths = content[4:begin].view(">u4").tolist()
+    if len(content) - begin != math.prod(lengths):
+        raise ValueError(
+            f"{path.name} has {len(content) - begin} bytes for {' x '.join(map(str, lengths))}"
+        )
+    return content[begin:].reshape(lengths)
 
 
 def _cifar10(root: Path) -> Arrays:
