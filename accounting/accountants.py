@@ -52,6 +52,9 @@ _ORDERS = np.array(ORDERS)
 _PRV_LIMIT = 40.0  # above this RDP epsilon the numeric accountant needs gigabytes
 _PRV_MIN_DELTA = 1e-10
 _CALIBRATION_RANGE = (0.3, 1000.0)  # noise multipliers that calibration tries
+_TICKS = 10_000  # of a noise multiplier of 1: four decimals
+#: Where calibration begins to look. Whole ones: broken orders are sums of many more terms.
+_FEW_ORDERS = tuple(map(float, (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,23 +244,50 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
     def costs(sigma: float) -> float:
         return _cost(SampledGaussian(sigma, sample_rate, steps)).epsilon(delta)
 
-    def log_excess(log_sigma: float) -> float:  # nearly a straight line: Brent needs ~8 costs
-        return math.log(max(costs(math.exp(log_sigma)), 1e-300) / epsilon)
+    def costs_at_most(sigma: float, orders: Sequence[float]) -> float:
+        if sample_rate == 1:
+            return costs(sigma)  # by the formula, without orders
+        return rdp_epsilon([SampledGaussian(sigma, sample_rate, steps)], delta, orders)
+
+    def enough(orders: Sequence[float], high: float) -> float:
+        """Noise in ``least..high`` that these orders can tell to be enough: nearly the least."""
+
+        def log_excess(log_sigma: float) -> float:  # nearly a straight line: Brent needs ~8 costs
+            return math.log(max(costs_at_most(math.exp(log_sigma), orders), 1e-300) / epsilon)
+
+        if log_excess(math.log(least)) <= 0:
+            return least
+        if log_excess(math.log(high)) >= 0:
+            return high
+        return math.exp(brentq(log_excess, math.log(least), math.log(high), xtol=1e-7))
+
+    def near_best(sigma: float) -> Sequence[float]:
+        """Five orders about the one that tells least: over orders, epsilon has one valley."""
+        low, high = 0, len(ORDERS) - 1
+        while low < high:
+            here = (low + high) // 2
+            at_here, next_to_it = (
+                costs_at_most(sigma, ORDERS[n : n + 1]) for n in (here, here + 1)
+            )
+            low, high = (low, here) if at_here <= next_to_it else (here + 1, high)
+        return ORDERS[max(0, low - 2) : low + 3]
 
     least, most = _CALIBRATION_RANGE
-    if epsilon <= 0 or costs(most) > epsilon:
+    # All orders take 0.1 s and more, a few of them a hundredth; and a few never tell too little. So
+    # few say where to look, and all of them are asked at last whether a tick less would do.
+    if epsilon <= 0 or (costs_at_most(most, _FEW_ORDERS) > epsilon and costs(most) > epsilon):
         raise PlanError(
             f"epsilon {epsilon:g} at delta {delta:g} cannot pay for {steps} steps at sample rate "
             f"{sample_rate:g}, even with noise {most:g}. Plan fewer steps or a "
             f"larger epsilon."
         )
-    if costs(least) <= epsilon:
-        return least
-    root = math.exp(brentq(log_excess, math.log(least), math.log(most), xtol=1e-7))
-    ticks = math.floor(root * 1e4)
-    while costs(ticks / 1e4) > epsilon:
+    noise = enough(_FEW_ORDERS, most)
+    ticks = math.ceil(enough(near_best(noise), noise) * _TICKS)
+    while ticks > least * _TICKS and costs(lower := (ticks - 1) / _TICKS) <= epsilon:
+        ticks = min(ticks - 1, math.ceil(enough(near_best(lower), lower) * _TICKS))
+    while costs(ticks / _TICKS) > epsilon:
         ticks += 1
-    return ticks / 1e4
+    return ticks / _TICKS
 
 
 def max_steps(*, epsilon: float, delta: float, sample_rate: float, noise_multiplier: float) -> int:

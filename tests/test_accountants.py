@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from opacus.accountants import GaussianAccountant
 from opacus.accountants.analysis import rdp
@@ -392,15 +392,45 @@ def test_only_canonical_records_are_read(line: bytes, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "rate", "steps"), [(8.0, 1.0, 200), (4.0, 0.4, 50), (2.0, 0.02, 500)]
+    ("target", "rate", "steps"),
+    [
+        *((8.0, 1.0, 200), (4.0, 0.4, 50), (2.0, 0.02, 500)),
+        (60.0, 0.3, 40),  # by an order between 1 and 2
+        (0.05, 0.01, 300),  # by one of the longest
+        (0.011, 1.0, 4),  # the most noise that is tried is hardly enough
+        (0.0125, 0.9, 4),
+    ],
 )
-def test_calibrated_noise_is_on_the_safe_side_and_no_larger_than_needed(
+def test_calibrated_noise_is_on_the_safe_side_and_a_tick_less_is_not(
     target: float, rate: float, steps: int
 ) -> None:
     sigma = calibrate_noise(epsilon=target, delta=1e-5, sample_rate=rate, steps=steps)
     assert sigma == round(sigma, 4)
     assert epsilon([SampledGaussian(sigma, rate, steps)], 1e-5) <= target
-    assert epsilon([SampledGaussian(sigma - 2e-4, rate, steps)], 1e-5) > target
+    assert epsilon([SampledGaussian(sigma - 1e-4, rate, steps)], 1e-5) > target
+
+
+@given(
+    target=st.floats(0.05, 80.0),
+    rate=st.floats(0.01, 0.9),
+    steps=st.integers(1, 300),
+    delta=st.sampled_from([1e-9, 1e-5, 1e-2]),
+)
+@settings(deadline=None, max_examples=5)
+def test_calibrated_noise_is_the_least_of_all_that_have_four_decimals(
+    target: float, rate: float, steps: int, delta: float
+) -> None:
+    low, high = 3_000, 10_000_000  # from 0.3 to 1000, as calibration says
+
+    def fits(ticks: int) -> bool:
+        return epsilon([SampledGaussian(ticks / 10_000, rate, steps)], delta) <= target
+
+    assume(fits(high))
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    found = calibrate_noise(epsilon=target, delta=delta, sample_rate=rate, steps=steps)
+    assert found == low / 10_000
 
 
 def test_calibrated_noise_gives_back_the_noise_of_the_closed_form_anchors() -> None:

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from scipy.io import savemat
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
 from privssl.data.arrays import Arrays, read_npz
 from privssl.data.datasets import Dataset, from_arrays, load
@@ -38,26 +40,24 @@ def test_rows_are_scaled_by_a_public_constant() -> None:
     torch.testing.assert_close(network_input(rows / 255), wanted)
 
 
-def test_digits_are_those_of_scikit_learn_with_a_fifth_of_each_class_held_out() -> None:
-    from sklearn.datasets import load_digits
+def digits_of_scikit_learn() -> dict[str, NDArray[np.uint8]]:
+    """All images of scikit-learn, a fifth of each class held out. 16 shades become 255.
 
-    found = load(DataSettings(name="digits"))
-    assert (found.classes, found.shape, found.x_train.dtype) == (10, (1, 8, 8), torch.uint8)
-    # Every image once, in training or in test, with its own label: 16 shades become 255.
-    rows = torch.cat([found.x_train, found.x_test]).flatten(1)
-    mine = sorted(
-        (*row, label)
-        for row, label in zip(
-            rows.tolist(), torch.cat([found.y_train, found.y_test]).tolist(), strict=True
-        )
-    )
+    ``np.savez_compressed("privssl/data/digits.npz", **digits_of_scikit_learn())`` made the file.
+    """
     original = load_digits()
-    theirs = sorted(
-        (*(int(255 * shade / 16 + 0.5) for shade in row), int(label))
-        for row, label in zip(original.data.tolist(), original.target.tolist(), strict=True)
-    )
-    assert mine == theirs
-    held_out = found.y_test.bincount() / torch.tensor(np.bincount(original.target))
+    x = np.round(original.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8)
+    y = original.target.astype(np.uint8)
+    parts = train_test_split(x, y, test_size=0.2, random_state=0, stratify=y)
+    return dict(zip(("x_train", "x_test", "y_train", "y_test"), parts, strict=True))
+
+
+def test_digits_are_those_of_scikit_learn_with_a_fifth_of_each_class_held_out() -> None:
+    found, wanted = load(DataSettings(name="digits")), digits_of_scikit_learn()
+    assert (found.classes, found.shape, found.x_train.dtype) == (10, (1, 8, 8), torch.uint8)
+    for name, array in wanted.items():
+        assert np.array_equal(np.squeeze(getattr(found, name).numpy()), array)
+    held_out = found.y_test.bincount() / torch.cat([found.y_train, found.y_test]).bincount()
     assert bool(((held_out - 0.2).abs() < 0.01).all())
 
 

@@ -1,6 +1,7 @@
-"""What a process does not load: torch's compiler, Opacus without privacy, other algorithms.
+"""What a process does not load: torch's compiler, torchvision, Opacus without privacy, other
+algorithms.
 
-The first two take as long to import as torch itself and lie in memory once for each worker process.
+The first three take as long to import as torch itself and lie in memory once for each worker.
 """
 
 import copy
@@ -47,7 +48,7 @@ def test_training_steps_do_not_load_the_compiler() -> None:
 
 PREPARED = (
     "from pathlib import Path; from privssl import config, prepare\n"
-    f"prepare.prepare(config.load(Path({str(CONFIG)!r}), ['data.name=toy']))"
+    f"prepare.prepare(config.load(Path({str(CONFIG)!r}), ['data.name=digits']))"
 )
 
 
@@ -62,7 +63,7 @@ def test_reading_a_config_without_privacy_loads_neither_opacus_nor_what_draws() 
         "from accounting import calibrate_noise\n"
         "calibrate_noise(epsilon=8.0, delta=1e-5, sample_rate=0.1, steps=10)"
     )
-    slow = ("opacus", "scipy", "sklearn", "matplotlib", "tensorboard", COMPILER)
+    slow = ("opacus", "scipy", "sklearn", "torchvision", "matplotlib", "tensorboard", COMPILER)
     assert not loaded(PREPARED, *slow)
     assert "opacus" in loaded(plan, *slow)  # a private one does
 
