@@ -105,17 +105,18 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         from privssl import run, run_folder, session
         from privssl.prepare import prepare
         from privssl.tracker import ProgressTracker
-    in_one_thread()
-    keep_freed_memory()
-    started = time.perf_counter()
-    config = configs.load(options.config, options.overrides)
-    if options.resume is not None:
-        run_folder.check_resumable(options.resume, config)
-        known = run_folder.outcome(options.resume)
-        if known is not None and known[0]["status"] != "interrupted":
-            console.print("This run has finished already; nothing was changed.")
-            return _report(options, *known, options.resume, console)
-    prepared = prepare(config)
+
+        in_one_thread()
+        keep_freed_memory()
+        started = time.perf_counter()
+        config = configs.load(options.config, options.overrides)
+        if options.resume is not None:
+            run_folder.check_resumable(options.resume, config)
+            known = run_folder.outcome(options.resume)
+            if known is not None and known[0]["status"] != "interrupted":
+                console.print("This run has finished already; nothing was changed.")
+                return _report(options, *known, options.resume, console)
+        prepared = prepare(config)  # a private run imports Opacus for it
     if options.dry_run:
         session.warn(config.warnings)
         _describe(prepared, console)

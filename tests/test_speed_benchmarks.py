@@ -31,6 +31,7 @@ from benchmarks import (
     private_step,
     processes,
     sites_memory,
+    start,
 )
 from benchmarks.cell import ours as cell_ours
 from benchmarks.cell import plain as cell_plain
@@ -56,7 +57,7 @@ FEW = argparse.Namespace(
         b.main
         for b in (
             *(against_flower_and_pfl, batched_agents, hot_loop, methods, plain_loop),
-            *(plain_fixmatch, private_step, sites_memory),
+            *(plain_fixmatch, private_step, sites_memory, start),
         )
     ],
     ids=lambda main: main.__module__.partition(".")[2],
@@ -68,6 +69,24 @@ def test_each_command_says_what_it_measures(
         main(["--help"])
     assert ended.value.code == 0
     assert "python -m benchmarks." in capsys.readouterr().out
+
+
+def test_a_start_is_told_in_its_parts_and_ends_before_the_first_round(tmp_path: Path) -> None:
+    told = start.launched("configs/server_sl.yaml", "data.name=toy", f"run.output={tmp_path}/run")
+    assert told.status == 130  # interrupted
+    found = start.stages(told)
+    parts = [found[name] for name in ("torch", "imports", "work")]
+    assert min(parts) > 0
+    assert sum(parts) == pytest.approx(found["in all"])
+    assert found["in all"] == pytest.approx(told.lines[-1]["at"] - told.begun)
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("round_*")] == ["round_00000"]
+
+
+def test_a_start_that_fails_is_told_with_what_it_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert start.main(["configs/server_sl.yaml", "run.sead=1", "--passes", "1"]) == 1
+    assert "Did you mean" in capsys.readouterr().err
 
 
 def test_the_head_of_a_table_tells_two_processors_of_one_name_apart(
