@@ -14,7 +14,8 @@ from torch import Tensor
 
 from privssl.agents import Agent, Seat
 from privssl.data import Federation, build, class_counts
-from privssl.data.datasets import Dataset, load
+from privssl.data.datasets import Dataset, checksum, load
+from privssl.data.manifest import Manifest
 from privssl.errors import DataError
 from privssl.settings import AgentSettings, DataSettings
 
@@ -178,6 +179,11 @@ def test_under_one_rule_both_kinds_of_rows_of_a_mixed_agent_are_of_the_same_clas
 # Hidden labels ------------------------------------------------------------------------------
 
 
+def of_rows(split: Manifest, dataset: Dataset) -> tuple[Manifest, Dataset]:
+    """The split as if it had been drawn for these rows."""
+    return dataclasses.replace(split, checksum=checksum(dataset)), dataset
+
+
 def test_the_labels_of_unlabelled_rows_reach_no_agent() -> None:
     drawn = federation(labelled=50, validation=20)
     hidden = torch.cat([agent.unlabelled.ids for agent in drawn.agents[2:]])
@@ -185,16 +191,14 @@ def test_the_labels_of_unlabelled_rows_reach_no_agent() -> None:
     permuted[hidden] = permuted[hidden.roll(1)]
     assert not torch.equal(permuted, TOY.y_train)
     # The same split is replayed with other labels: a new draw would look at all classes.
-    split = dataclasses.replace(drawn.manifest, checksum="00" * 32)
-    other = dataclasses.replace(TOY, y_train=permuted, checksum="00" * 32)
-    replayed = replay(split, other)
+    replayed = replay(*of_rows(drawn.manifest, dataclasses.replace(TOY, y_train=permuted)))
     for before, after in zip(drawn.agents, replayed.agents, strict=True):
         assert all(map(torch.equal, held(before), held(after)))
     assert torch.equal(replayed.true_labels, permuted)
     # The control: the label of a labelled row is seen.
     seen = TOY.y_train.clone()
     seen[drawn.agents[0].labelled.ids[0]] += 1
-    changed = replay(split, dataclasses.replace(other, y_train=seen))
+    changed = replay(*of_rows(drawn.manifest, dataclasses.replace(TOY, y_train=seen)))
     assert not all(map(torch.equal, held(drawn.agents[0]), held(changed.agents[0])))
 
 
@@ -268,7 +272,7 @@ def test_a_split_that_does_not_fit_the_config_is_refused(
 
 
 def test_a_split_of_other_rows_is_refused() -> None:
-    other = dataclasses.replace(TOY, checksum="00" * 32)
+    other = dataclasses.replace(TOY, x_train=TOY.x_train.flip(0))
     with pytest.raises(DataError, match="checksum"):
         replay(federation(labelled=50, validation=20).manifest, other)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from privssl.data import manifest as manifests
-from privssl.data.datasets import load
+from privssl.data.datasets import checksum, load
 from privssl.data.manifest import Holding, Manifest, read
 from privssl.errors import DataError
 from privssl.settings import DataSettings
@@ -180,8 +180,9 @@ def test_a_file_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) 
 
 def test_a_split_of_other_data_is_refused() -> None:
     toy = load(DataSettings(name="toy"))
-    example(checksum=toy.checksum, rows=1000).check(toy)
+    theirs = checksum(toy)
+    example(checksum=theirs, rows=1000).check(toy, theirs)
     with pytest.raises(DataError, match="Use the same data"):
-        example(rows=1000).check(toy)
+        example(rows=1000).check(toy, theirs)
     with pytest.raises(DataError, match="40 training rows"):
-        example(checksum=toy.checksum).check(toy)
+        example(checksum=theirs).check(toy, theirs)

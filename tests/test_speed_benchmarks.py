@@ -300,7 +300,7 @@ def test_a_competitor_on_the_cell_tells_of_each_round_and_is_judged(
         play()
     assert count[0] == 2 * 2 * 5  # rounds, agents, batches of 10 of 50 rows
     told = capsys.readouterr().out.splitlines()
-    assert [line.partition('"round": ')[2] for line in told] == ["1}", "2}", ""]
+    assert [line.partition('"round": ')[2] for line in told] == ["0}", "1}", "2}", ""]
     assert '"loss": ' in told[-1]
 
 
@@ -308,15 +308,18 @@ def test_rates_start_and_cpu_are_read_from_what_a_competitor_told() -> None:
     # Launched at 100, rounds end at 110, 112, 116 and 118: three timed ones of 2, 4 and 2 s. The
     # first would have taken 2 s as well, so 8 s were the start. 3 CPU seconds from 110 to 118.
     lines: list[dict[str, Any]] = [
-        {"at": at, "round": n} for n, at in enumerate((110, 112, 116, 118), 1)
+        {"at": at, "round": n} for n, at in enumerate((107, 110, 112, 116, 118))
     ]
     lines.append({"at": 119, "loss": 1.0, "accuracy": 0.5})
     told = Told(100.0, tuple(lines), 512.0, ((100.0, 0.0), (110.0, 4.0), (118.0, 7.0)), 0, "")
     one = against_flower_and_pfl.Competitor("it", "ours", Path(), "float32", [told])
     numbers = one.numbers()
     assert (numbers.rate, numbers.rates) == (0.5, (0.25, 0.5))
-    assert (numbers.start, numbers.memory, numbers.cpu) == (8.0, 512.0, 1.0)
+    assert (numbers.begins, numbers.start) == (7.0, 8.0)
+    assert (numbers.memory, numbers.cpu) == (512.0, 1.0)
     assert (numbers.loss, numbers.accuracy) == (1.0, 0.5)
+    one.told = [dataclasses.replace(told, lines=told.lines[1:])]  # it cannot say where it begins
+    assert (one.numbers().begins, one.numbers().start) == (8.0, 8.0)
 
 
 def test_a_competitor_that_cannot_be_imported_is_left_out_and_named(

@@ -60,6 +60,7 @@ def main() -> None:
     )
     with closing(engine):
         world, state = World(engine, 0), State(cell.begin())
+        tell(round=0)
         for number in range(1, rounds + 1):
             world.begin(Round(number))
             state = algorithm.round(state, world)

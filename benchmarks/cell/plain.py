@@ -17,6 +17,7 @@ def main() -> None:
     network = cell.CellCNN()
     network.load_state_dict(cell.begin())
     chance = torch.Generator().manual_seed(0)
+    tell(round=0)
     for number in range(1, rounds + 1):
         sent = []
         for agent in torch.randperm(cell.AGENTS, generator=chance)[: cell.PER_ROUND].tolist():

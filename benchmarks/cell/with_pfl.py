@@ -47,7 +47,11 @@ class Model(cell.CellCNN):
 
 
 class Ticks(TrainingProcessCallback):  # type: ignore[misc]  # pfl's environment has its types
-    """Tells when a round is over."""
+    """Tells when the first round begins and when each is over."""
+
+    def on_train_begin(self, *, model: Any) -> Metrics:
+        tell(round=0)
+        return Metrics()
 
     def after_central_iteration(
         self, aggregate_metrics: Any, model: Any, *, central_iteration: int

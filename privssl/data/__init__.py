@@ -9,6 +9,7 @@ Unlabelled rows lose their labels here. ``Federation.true_labels`` has them, for
 """
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from privssl.agents import Agent, AgentRef, LabelledRows, Seat, UnlabelledRows, natural_order
 from privssl.data import manifest as manifests
-from privssl.data.datasets import Dataset, expanded, load
-from privssl.data.draw import SERVER, Holders, draw, holders, settings_of_split
+from privssl.data.datasets import Dataset, checksum, expanded, load
+from privssl.data.draw import SERVER, Holders, Split, draw, holders, settings_of_split
 from privssl.data.manifest import Holding, Manifest
 from privssl.errors import DataError
 from privssl.settings import AgentSettings, DataSettings
@@ -52,26 +53,39 @@ def build(
     """
     dataset = dataset or load(data)
     who = holders(data.labels, agents)
-    split = _replay(data, who, dataset) if data.split else draw(data, who, seed, dataset)
-    return Federation(
-        dataset=_without_training_rows(dataset),
+    # Hashing takes half of all this, and other threads can work meanwhile.
+    with ThreadPoolExecutor(1) as beside:
+        told = beside.submit(checksum, dataset)
+        split: Split | Manifest
+        if data.split:
+            split = _replay(data, who, dataset, told.result())
+        else:
+            split = draw(data, who, seed, dataset)
         # In an order that no file decides: JSON sorts its keys.
-        agents=tuple(_agent(name, split.agents[name], dataset) for name in who.everyone),
-        validation=_labelled(split.validation, dataset),
-        true_labels=dataset.y_train.clone(),
-        manifest=split,
-    )
+        held = tuple(_agent(name, split.agents[name], dataset) for name in who.everyone)
+        validation = _labelled(split.validation, dataset)
+    if not isinstance(split, Manifest):
+        split = _manifest(split, data, seed, dataset, told.result())
+    rest, labels = _without_training_rows(dataset), dataset.y_train.clone()
+    return Federation(rest, held, validation, labels, split)
 
 
 def held_elsewhere(data: DataSettings, seed: int, dataset: Dataset | None = None) -> Federation:
     """What a coordinator has whose agents are sites: the test rows, and nobody's rows."""
     dataset = dataset or load(data)
-    nobody = Manifest(
-        dataset=dataset.name, checksum=dataset.checksum, rows=len(dataset.y_train), seed=seed,
-        settings=settings_of_split(data), agents={}, validation=(),
-    )  # fmt: skip
+    nobody = _manifest(Split({}, ()), data, seed, dataset, checksum(dataset))
     rest = _without_training_rows(dataset)
     return Federation(rest, (), None, dataset.y_train.clone(), nobody)
+
+
+def _manifest(
+    split: Split, data: DataSettings, seed: int, dataset: Dataset, digest: str
+) -> Manifest:
+    """What is kept and shown of a split that was drawn."""
+    return Manifest(
+        dataset=dataset.name, checksum=digest, rows=len(dataset.y_train), seed=seed,
+        settings=settings_of_split(data), agents=split.agents, validation=split.validation,
+    )  # fmt: skip
 
 
 def _without_training_rows(dataset: Dataset) -> Dataset:
@@ -139,10 +153,10 @@ def _copied(rows: Tensor, ids: Tensor) -> Tensor:
     return rows.index_select(0, ids)
 
 
-def _replay(data: DataSettings, who: Holders, dataset: Dataset) -> Manifest:
+def _replay(data: DataSettings, who: Holders, dataset: Dataset, digest: str) -> Manifest:
     """The split of a file, if it is one of this data, these agents and these numbers of rows."""
     split = manifests.read(expanded("split", data.split))
-    split.check(dataset)
+    split.check(dataset, digest)
     _check_agents(data, split, "labelled", who.labelled)
     _check_agents(data, split, "unlabelled", who.unlabelled)
     counts: dict[str, tuple[int | None, int]] = {

@@ -1,4 +1,4 @@
-"""Data sets: images and classes in memory, in a fixed order, with a checksum.
+"""Data sets: images and classes in memory, in a fixed order, and the checksum that names them.
 
 ``load`` is the only door. Rows keep the type they are stored in; ``learn.network_input`` turns
 a batch of them into what networks see, by a public constant: means and deviations of the data
@@ -34,7 +34,6 @@ class Dataset:
     x_test: Tensor
     y_test: Tensor
     class_names: tuple[str, ...]
-    checksum: str  # sha256, hex, of all rows and labels with their shapes
 
     @property
     def classes(self) -> int:
@@ -67,13 +66,20 @@ def expanded(key: str, text: str) -> Path:
 
 def from_arrays(name: str, arrays: Arrays) -> Dataset:
     """A data set from arrays that a reader has checked."""
-    rows = [np.ascontiguousarray(array) for array in arrays[:4]]
+    x_train, y_train, x_test, y_test = (
+        torch.from_numpy(np.ascontiguousarray(array)) for array in arrays[:4]
+    )
+    return Dataset(name, x_train, y_train, x_test, y_test, arrays.class_names)
+
+
+def checksum(dataset: Dataset) -> str:
+    """SHA-256, as hex digits, of all rows and labels with their shapes."""
     digest = hashlib.sha256()
-    for array in rows:
+    for rows in (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test):
+        array = rows.numpy()
         digest.update(f"{array.shape}{array.dtype.str}".encode())
         digest.update(array.data)
-    x_train, y_train, x_test, y_test = (torch.from_numpy(array) for array in rows)
-    return Dataset(name, x_train, y_train, x_test, y_test, arrays.class_names, digest.hexdigest())
+    return digest.hexdigest()
 
 
 def _read(settings: DataSettings) -> Arrays:

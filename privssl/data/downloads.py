@@ -154,7 +154,7 @@ def _idx_file(path: Path, axes: int) -> NDArray[np.uint8]:
 
     torchvision's reader is not asked: to import it takes as long as torch.
     """
-    content = np.fromfile(path, np.uint8)
+    content = np.frombuffer(bytearray(path.read_bytes()), np.uint8)
     begin = 4 + 4 * axes
     if content[:4].tolist() != [0, 0, 8, axes] or len(content) < begin:
         raise ValueError(f"{path.name} does not begin as an IDX file of bytes with {axes} axes")

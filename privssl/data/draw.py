@@ -6,13 +6,14 @@ each kind is handed out by its own rule to the agents that hold it. All of it fo
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from privssl import seeds
 from privssl.data.datasets import Dataset
-from privssl.data.manifest import Holding, Manifest
+from privssl.data.manifest import Holding
 from privssl.data.partition import DirichletEqual, Ints, Partition, from_settings
 from privssl.errors import DataError
 from privssl.settings import AgentSettings, DataSettings
@@ -62,7 +63,14 @@ def holders(labels: str, agents: AgentSettings) -> Holders:
     return found
 
 
-def draw(data: DataSettings, who: Holders, seed: int, dataset: Dataset) -> Manifest:
+class Split(NamedTuple):
+    """Row ids of each agent, and of the validation rows; a ``Manifest`` has both, too."""
+
+    agents: Mapping[str, Holding]
+    validation: tuple[int, ...]
+
+
+def draw(data: DataSettings, who: Holders, seed: int, dataset: Dataset) -> Split:
     """Draw a split.
 
     Raises:
@@ -80,14 +88,9 @@ def draw(data: DataSettings, who: Holders, seed: int, dataset: Dataset) -> Manif
         labelled_rule = from_settings(data.labelled_partition, data.labelled_alpha, data.labelled_k)
     with_labels = _hand_out("labelled", labelled_rule, who.labelled, labelled, labels, seed)
     without = _hand_out("unlabelled", rule, who.unlabelled, unlabelled, labels, seed)
-    return Manifest(
-        dataset=dataset.name,
-        checksum=dataset.checksum,
-        rows=len(labels),
-        seed=seed,
-        settings=settings_of_split(data),
-        agents={a: Holding(with_labels.get(a, ()), without.get(a, ())) for a in who.everyone},
-        validation=tuple(validation.tolist()),
+    return Split(
+        {a: Holding(with_labels.get(a, ()), without.get(a, ())) for a in who.everyone},
+        tuple(validation.tolist()),
     )
 
 
@@ -139,7 +142,7 @@ def _pick(
     classes = labels[rows]
     turn = rng.permutation(int(classes.max()) + 1)  # which classes give the rows left over
     rank = np.empty(len(rows), dtype=np.int64)  # of a row among the rows of its class
-    for number in np.unique(classes):
+    for number in np.flatnonzero(np.bincount(classes)):
         mine = classes == number
         rank[mine] = np.arange(mine.sum())
     # The first of each class, then the second of each, and so on.

@@ -81,13 +81,13 @@ class Manifest:
         except OSError as error:
             raise DataError(f"{path} cannot be written: {error.strerror}") from None
 
-    def check(self, dataset: Dataset) -> None:
-        """Raises DataError unless this is a split of exactly these rows."""
-        if (self.checksum, self.rows) != (dataset.checksum, len(dataset.y_train)):
+    def check(self, dataset: Dataset, checksum: str) -> None:
+        """Raises DataError unless this is a split of exactly these rows, with their checksum."""
+        if (self.checksum, self.rows) != (checksum, len(dataset.y_train)):
             raise DataError(
                 f"the split was drawn for {self.dataset} with {self.rows} training rows and "
                 f"checksum {self.checksum[:12]}, but {dataset.name} here has "
-                f"{len(dataset.y_train)} and {dataset.checksum[:12]}. Use the same data, or "
+                f"{len(dataset.y_train)} and {checksum[:12]}. Use the same data, or "
                 "leave data.split out to draw a new split"
             )
 

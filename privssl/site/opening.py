@@ -131,7 +131,7 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
     ids: dict[bool, tuple[int, ...]] = {True: everything, False: everything}
     if site.rows.split:
         split = manifest.read(site.path(site.rows.split))
-        split.check(dataset)
+        split.check(dataset, datasets.checksum(dataset))
         holding = split.agents.get(site.site.agent, manifest.Holding((), ()))
         ids = {True: holding.labelled, False: holding.unlabelled}
     elif labelled and unlabelled:
