@@ -15,11 +15,10 @@ imported is left out, and the command says so.
 
 A repeat is a new process: one round that is not timed, then ``--rounds`` that are. Passes go
 through all competitors in turn, so that other work on the machine is spread over them. ``rounds/s``
-is one by the median over all timed rounds. ``begins`` is from the launch of the process to where its
-first round begins (imports, rows, splitting, starting other processes); ``start`` to the end of
-that round, less a median round, so that what is done at first sight counts, too. Flower starts
-its processes within its first round and has ``start`` for both.
-``CPU`` is what a round takes of all
+is one by the median over all timed rounds. ``begins`` is from the launch of the process until its
+first round begins (imports, rows, splitting, starting other processes); ``start`` until the end of
+that round, less a median round, so that what is done at first sight counts, too. Flower starts its
+processes within its first round and has ``start`` for both. ``CPU`` is what a round takes of all
 processes together, daemons included; other work on the machine moves it less than rounds/s, but
 does move it (pfl in float32: 5.1 and 7.3 s on a busy machine), so neither is for quoting from one.
 ``memory`` is the largest sum over all processes that a repeat started, pages shared by several
