@@ -29,7 +29,7 @@ from accounting.coins import random_words
 from accounting.events import Composed, Event, SampledGaussian, Unprotected, leaves
 from privssl import kernels, optimisers, together
 from privssl.errors import PrivacyError
-from privssl.kernels import noise
+from privssl.kernels import noise, proof
 from privssl.private_steps import ClippedSums, NoisyStep
 from privssl.row_gradients import RowLoss
 from privssl.settings import PrivacySettings
@@ -219,7 +219,8 @@ class PrivateTraining:
         Raises:
             PrivacyError: one of them has buffers, which would be sent and are never noisy, or two
                 share a parameter, whose gradient would be clipped as two; or products are rounded
-                so much that a row could weigh more than was measured.
+                so much that a row could weigh more than was measured; or a kernel of ours that
+                clips or draws does not do so on this processor.
         """
         moving = [name for name, net in networks.items() if any(True for _ in net.buffers())]
         if moving:
@@ -239,6 +240,7 @@ class PrivateTraining:
                 "matrix products are rounded (torch.set_float32_matmul_precision), so that a row "
                 "could weigh more than its clip norm. Set it to highest"
             )
+        proof.refuse_wrong_kernels()
         from privssl.noisy_steps import SecureNoise  # Opacus: seconds that only private runs pay
 
         self._optimizer = SecureNoise(

@@ -1,0 +1,76 @@
+"""Before a private step, kernels of ours show that they clip, draw and add as a guarantee needs."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from kernel_generations import HERE
+from test_privacy import plan
+from torch import Tensor, nn
+
+from privssl import kernels
+from privssl.errors import PrivacyError
+from privssl.kernels import clipping, noise, proof
+from privssl.privacy import PrivateTraining
+
+if not HERE:
+    pytest.skip("no kernels were compiled", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew() -> Iterator[None]:
+    proof._wrong.cache_clear()
+    yield
+    proof._wrong.cache_clear()
+
+
+def begin() -> None:
+    PrivateTraining(plan(), {"F": nn.Linear(2, 2)})
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_kernels_of_each_generation_do_as_they_should(name: str) -> None:
+    with patch.object(kernels, "_latest", lambda: name):
+        begin()
+    assert proof._wrong.cache_info().misses == 1
+
+
+FACTORS, TOTALS, NORMAL, ADD = clipping.factors, clipping.totals, noise.normal, noise.add
+
+
+def shifted(sums: Any, noise: Any, deviation: float, step: float, noisy: list[Tensor]) -> None:
+    """Right but for one number, which lies between two points of the grid."""
+    ADD(sums, noise, deviation, step, noisy)
+    noisy[-1][-1] += 0.4 * step
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "wrong", "said"),
+    [
+        (clipping, "factors", lambda *a: torch.ones_like(FACTORS(*a)), "clips rows"),
+        # A ten-thousandth too much, of one row; a row that was not drawn; one beyond numbers.
+        (clipping, "factors", lambda *a: FACTORS(*a) * (1 + 1e-4 * torch.eye(7)[4]), "clips rows"),
+        (clipping, "factors", lambda *a: FACTORS(*a) + 0.1 * torch.eye(7)[1], "clips rows"),
+        (clipping, "factors", lambda *a: FACTORS(*a) + 1e-3 * torch.eye(7)[5], "clips rows"),
+        (clipping, "factors", lambda *a: FACTORS(*a) * torch.nan, "clips rows"),
+        (clipping, "totals", lambda g, f: TOTALS(g, f + f * torch.eye(7)[3]), "clips rows"),
+        (clipping, "totals", lambda g, f: TOTALS(g, f).roll(1), "clips rows"),
+        (noise, "normal", lambda *a: 0.999 * NORMAL(*a), "draws noise"),
+        (noise, "normal", lambda *a: np.roll(NORMAL(*a), 1), "draws noise"),
+        (noise, "add", lambda s, n, d, *a: ADD(s, n, 0.999 * d, *a), "adds noise to sums"),
+        (noise, "add", lambda s, n, d, step, *a: ADD(s, n, d, 0.0, *a), "adds noise to sums"),
+        (noise, "add", lambda s, n, *a: ADD(s, n[::-1], *a), "adds noise to sums"),
+        (noise, "add", shifted, "adds noise to sums"),
+    ],
+)
+def test_a_kernel_that_does_something_else_is_refused_with_what_to_do(
+    module: Any, name: str, wrong: Callable[..., Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, wrong)
+    with pytest.raises(PrivacyError, match=f"kernel that {said} .* PRIVSSL_KERNELS=torch"):
+        begin()
+    with kernels.torch_alone():  # as that environment has it
+        begin()
