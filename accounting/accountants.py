@@ -20,7 +20,7 @@ without privacy asks for no cost of them.
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -241,15 +241,18 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
     check_sample_rate(sample_rate)
     check_count("steps", steps)
 
-    def costs(sigma: float) -> float:
-        return _cost(SampledGaussian(sigma, sample_rate, steps)).epsilon(delta)
+    def event(sigma: float) -> SampledGaussian:
+        return SampledGaussian(sigma, sample_rate, steps)
 
-    def costs_at_most(sigma: float, orders: Sequence[float]) -> float:
+    def fits(ticks: int) -> bool:
+        return _cost(event(ticks / _TICKS)).epsilon(delta) <= epsilon
+
+    def costs_at_most(sigma: float, orders: tuple[float, ...]) -> float:
         if sample_rate == 1:
-            return costs(sigma)  # by the formula, without orders
-        return rdp_epsilon([SampledGaussian(sigma, sample_rate, steps)], delta, orders)
+            return _cost(event(sigma)).epsilon(delta)  # by the formula, without orders
+        return rdp_to_epsilon(_rdp(event(sigma), orders), delta, orders)
 
-    def enough(orders: Sequence[float], high: float) -> float:
+    def enough(orders: tuple[float, ...], high: float) -> float:
         """Noise in ``least..high`` that these orders can tell to be enough: nearly the least."""
 
         def log_excess(log_sigma: float) -> float:  # nearly a straight line: Brent needs ~8 costs
@@ -261,7 +264,7 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
             return high
         return math.exp(brentq(log_excess, math.log(least), math.log(high), xtol=1e-7))
 
-    def near_best(sigma: float) -> Sequence[float]:
+    def near_best(sigma: float) -> tuple[float, ...]:
         """Five orders about the one that tells least: over orders, epsilon has one valley."""
         low, high = 0, len(ORDERS) - 1
         while low < high:
@@ -273,21 +276,43 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
         return ORDERS[max(0, low - 2) : low + 3]
 
     least, most = _CALIBRATION_RANGE
+    first, last = round(least * _TICKS), round(most * _TICKS)
     # All orders take 0.1 s and more, a few of them a hundredth; and a few never tell too little. So
-    # few say where to look, and all of them are asked at last whether a tick less would do.
-    if epsilon <= 0 or (costs_at_most(most, _FEW_ORDERS) > epsilon and costs(most) > epsilon):
+    # few say where to look, and all of them are asked at last, there and a tick below.
+    if epsilon <= 0 or not (costs_at_most(most, _FEW_ORDERS) <= epsilon or fits(last)):
         raise PlanError(
             f"epsilon {epsilon:g} at delta {delta:g} cannot pay for {steps} steps at sample rate "
             f"{sample_rate:g}, even with noise {most:g}. Plan fewer steps or a "
             f"larger epsilon."
         )
-    noise = enough(_FEW_ORDERS, most)
-    ticks = math.ceil(enough(near_best(noise), noise) * _TICKS)
-    while ticks > least * _TICKS and costs(lower := (ticks - 1) / _TICKS) <= epsilon:
-        ticks = min(ticks - 1, math.ceil(enough(near_best(lower), lower) * _TICKS))
-    while costs(ticks / _TICKS) > epsilon:
-        ticks += 1
-    return ticks / _TICKS
+    noise, orders = most, _FEW_ORDERS
+    for _ in range(9):  # three or four do
+        noise = enough(orders, noise)
+        before, orders = orders, near_best(noise)
+        if orders == before:
+            break
+    return _least_that_fits(fits, first, math.ceil(noise * _TICKS), last) / _TICKS
+
+
+def _least_that_fits(fits: Callable[[int], bool], first: int, guess: int, last: int) -> int:
+    """The least number in first..last that fits, where larger ones fit as well and the last does:
+    two questions if the guess is right, and few if it is nearly so."""
+    if fits(guess):
+        step, fitting, failing = 1, guess, guess - 1
+        while failing >= first and fits(failing):
+            step, fitting = 2 * step, failing
+            failing = fitting - step
+        failing = max(failing, first - 1)
+    else:
+        step, failing, fitting = 1, guess, guess + 1
+        while fitting < last and not fits(fitting):
+            step, failing = 2 * step, fitting
+            fitting = failing + step
+        fitting = min(fitting, last)
+    while fitting - failing > 1:
+        middle = (fitting + failing) // 2
+        fitting, failing = (middle, failing) if fits(middle) else (fitting, middle)
+    return fitting
 
 
 def max_steps(*, epsilon: float, delta: float, sample_rate: float, noise_multiplier: float) -> int:

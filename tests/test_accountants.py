@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.accountants import GaussianAccountant
 from opacus.accountants.analysis import rdp
@@ -23,6 +23,7 @@ from scipy.stats import norm
 
 from accounting import verify
 from accounting.accountants import (
+    _least_that_fits,
     calibrate_noise,
     epsilon,
     gaussian_epsilon,
@@ -412,25 +413,45 @@ def test_calibrated_noise_is_on_the_safe_side_and_a_tick_less_is_not(
 
 @given(
     target=st.floats(0.05, 80.0),
-    rate=st.floats(0.01, 0.9),
+    rate=st.floats(1e-3, 0.9),
     steps=st.integers(1, 300),
     delta=st.sampled_from([1e-9, 1e-5, 1e-2]),
 )
-@settings(deadline=None, max_examples=5)
-def test_calibrated_noise_is_the_least_of_all_that_have_four_decimals(
+@settings(deadline=None, max_examples=10)
+def test_calibrated_noise_of_any_plan_fits_and_a_tick_less_does_not(
     target: float, rate: float, steps: int, delta: float
 ) -> None:
-    low, high = 3_000, 10_000_000  # from 0.3 to 1000, as calibration says
+    def fits(sigma: float) -> bool:
+        return epsilon([SampledGaussian(sigma, rate, steps)], delta) <= target
 
-    def fits(ticks: int) -> bool:
-        return epsilon([SampledGaussian(ticks / 10_000, rate, steps)], delta) <= target
+    try:
+        found = calibrate_noise(epsilon=target, delta=delta, sample_rate=rate, steps=steps)
+    except PlanError:
+        assert not fits(1000.0)
+        return
+    assert fits(found)
+    assert found == 0.3 or not fits(found - 1e-4)
 
-    assume(fits(high))
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    found = calibrate_noise(epsilon=target, delta=delta, sample_rate=rate, steps=steps)
-    assert found == low / 10_000
+
+def test_noise_is_found_where_divergences_are_too_small_for_numbers() -> None:
+    # At most orders they are rounded to 0 there, and few orders tell nothing of what others say.
+    sigma = calibrate_noise(epsilon=0.001, delta=1e-5, sample_rate=1e-8, steps=100)
+    assert epsilon([SampledGaussian(sigma, 1e-8, 100)], 1e-5) <= 0.001
+    assert epsilon([SampledGaussian(sigma - 1e-4, 1e-8, 100)], 1e-5) > 0.001
+
+
+@pytest.mark.parametrize("least", range(3, 21))
+@pytest.mark.parametrize("guess", [3, 4, 9, 19, 20])
+def test_the_least_number_that_fits_is_found_from_any_guess(least: int, guess: int) -> None:
+    asked = []
+
+    def fits(number: int) -> bool:
+        asked.append(number)
+        return number >= least
+
+    assert _least_that_fits(fits, 3, guess, 20) == least
+    assert all(3 <= number <= 20 for number in asked)
+    assert len(asked) <= (2 if guess == least else 10)
 
 
 def test_calibrated_noise_gives_back_the_noise_of_the_closed_form_anchors() -> None:

@@ -31,6 +31,7 @@ from toy_worlds import (
     at_server,
     federation,
     finite,
+    held_as_in,
     make,
     play,
     rounds_played,
@@ -264,14 +265,12 @@ def test_hidden_labels_change_no_bit_and_given_labels_do(
     case: str, place: str, tmp_path: Path
 ) -> None:
     parties = PLACES[place]()
-    parties.manifest.write(tmp_path / "split.json")
-    again = {"split": str(tmp_path / "split.json")}
     reference = played(case, parties).state
-    hidden = PLACES[place](dataset=relabelled(parties, labelled=False), **again)
+    hidden = PLACES[place](**held_as_in(parties, relabelled(parties, labelled=False), tmp_path))
     assert not torch.equal(hidden.true_labels, parties.true_labels)
     assert same_bits(reference, played(case, hidden).state)
     # The control, and the proof that wherever the labels are, somebody learns from them.
-    given = PLACES[place](dataset=relabelled(parties, labelled=True), **again)
+    given = PLACES[place](**held_as_in(parties, relabelled(parties, labelled=True), tmp_path))
     assert not same_bits(reference, played(case, given).state)
 
 

@@ -1,5 +1,6 @@
 """FedMatch: its losses and steps against plain arithmetic, its costs, helpers and both scripts."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from toy_worlds import (
     at_server,
     federation,
     finite,
+    held_as_in,
     make,
     play,
     same_bits,
@@ -672,13 +674,10 @@ def test_hidden_labels_change_no_bit_of_psi_that_learns_from_every_row(
     place: str, tmp_path: Path
 ) -> None:
     parties: Federation = PLACES[place]()
-    parties.manifest.write(tmp_path / "split.json")
     y = TOY.y_train.clone()
     hidden = [i for h in parties.manifest.agents.values() for i in h.unlabelled]
     y[hidden] = y[hidden].flip(0)
-    other = PLACES[place](
-        dataset=type(TOY)(**{**vars(TOY), "y_train": y}), split=str(tmp_path / "split.json")
-    )
+    other = PLACES[place](**held_as_in(parties, dataclasses.replace(TOY, y_train=y), tmp_path))
     assert not torch.equal(other.true_labels, parties.true_labels)
     first, second = (play(fedmatch(**EAGER), p, 3).state for p in (parties, other))
     assert same_bits(first, second)

@@ -24,6 +24,7 @@ from toy_worlds import (
     at_server,
     federation,
     finite,
+    held_as_in,
     make,
     play,
     same_bits,
@@ -609,13 +610,10 @@ def test_one_seed_twice_gives_the_same_bits_and_the_order_of_agents_changes_noth
 
 def test_true_classes_of_unlabelled_rows_change_no_bit(tmp_path: Path) -> None:
     parties = at_server()
-    parties.manifest.write(tmp_path / "split.json")
     y = TOY.y_train.clone()
     ids = [i for held in parties.manifest.agents.values() for i in held.unlabelled]
     y[ids] = y[ids].flip(0)
-    hidden = at_server(
-        dataset=dataclasses.replace(TOY, y_train=y), split=str(tmp_path / "split.json")
-    )
+    hidden = at_server(**held_as_in(parties, dataclasses.replace(TOY, y_train=y), tmp_path))
     assert not torch.equal(hidden.true_labels, parties.true_labels)
     assert same_bits(play(brief(), parties, 2).state, play(brief(), hidden, 2).state)
 

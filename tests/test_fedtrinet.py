@@ -21,6 +21,7 @@ from toy_worlds import (
     at_server,
     federation,
     finite,
+    held_as_in,
     play,
     same_bits,
 )
@@ -468,8 +469,6 @@ def test_hidden_labels_change_no_bit_where_every_row_is_admitted_and_kept(
         return {"F": after.state.F, **after.engine.memories()}
 
     parties = clients()
-    parties.manifest.write(tmp_path / "split.json")
-    again: dict[str, Any] = {"split": str(tmp_path / "split.json")}
     ids = {
         kind: [i for held in parties.manifest.agents.values() for i in getattr(held, kind)]
         for kind in ("labelled", "unlabelled")
@@ -478,7 +477,7 @@ def test_hidden_labels_change_no_bit_where_every_row_is_admitted_and_kept(
     for kind, unchanged in (("unlabelled", True), ("labelled", False)):  # the control: labels do
         y = TOY.y_train.clone()
         y[ids[kind]] = (y[ids[kind]] + 1) % 10
-        other = clients(dataset=dataclasses.replace(TOY, y_train=y), **again)
+        other = clients(**held_as_in(parties, dataclasses.replace(TOY, y_train=y), tmp_path))
         assert same_bits(reference, trained(other)) == unchanged
 
 

@@ -22,7 +22,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, Task
 from privssl.checkpoint import Snapshot
 from privssl.data import Federation, build
-from privssl.data.datasets import Dataset, load
+from privssl.data.datasets import Dataset, checksum, load
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.messages import Message, Reply, Silence
@@ -57,6 +57,14 @@ def federation(
     asked: dict[str, Any] = {"labels": labels, "labelled": 20, "unlabelled": 60} | data
     agents = AgentSettings(support, query, mixed)
     return build(DataSettings(name="toy", **asked), agents, 0, dataset)
+
+
+def held_as_in(parties: Federation, dataset: Dataset, folder: Path) -> dict[str, Any]:
+    """What a federation is to be given so that each agent holds the same rows, of this data set:
+    a new draw would look at all classes."""
+    split = dataclasses.replace(parties.manifest, checksum=checksum(dataset))
+    split.write(folder / "split.json")
+    return {"dataset": dataset, "split": str(folder / "split.json")}
 
 
 def at_server(**data: Any) -> Federation:
