@@ -21,8 +21,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 MARK = "PRIVSSL_BENCHMARK"
 SIGN = "#benchmark "  # begins a line of standard output that is meant for the benchmark
 EVERY = 0.25  # seconds between two weighings
@@ -44,6 +42,8 @@ class Told:
 
     def cpu_between(self, one: float, other: float) -> float:
         """CPU seconds that its processes took between two times; other work is not in it."""
+        import numpy as np  # here: benchmarks.start times imports, and has this module before
+
         times, used = zip(*self.cpu, strict=True)
         begun, ended = np.interp([one, other], times, used)
         return float(ended - begun)

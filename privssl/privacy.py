@@ -185,7 +185,9 @@ def make_plan(settings: PrivacySettings, *, rounds: int, rows_per_agent: float) 
 
     Raises:
         accounting.errors.PlanError: no noise fits the budget.
+        PrivacyError: a kernel of ours that clips or draws does not do so on this processor.
     """
+    proof.refuse_wrong_kernels()  # before a visit is paid for; the training itself asks again
     visits = min(settings.visits or rounds, rounds) if settings.epsilon > 0 else 0
     noise = settings.noise_multiplier
     if noise is None:

@@ -43,11 +43,11 @@ def in_one_thread() -> None:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Inside, for imports and what stays, Python's garbage collector rests, and it never looks at
-    what was made there.
+    """Inside, Python's garbage collector rests, and it never looks at what was made there.
 
-    It would look again and again through all of torch's modules, of which nearly all stays in any
-    case: a fifth of the time, and a tenth more when it is let in again.
+    For imports and preparing, whose objects live as long as the process. It would look again and
+    again through all of torch's modules, of which nearly all stays in any case: a fifth of the
+    time, and a tenth more when it is let in again.
     """
     anew = "torch" not in sys.modules  # else what there is may be somebody's garbage
     gc.disable()

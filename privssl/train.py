@@ -116,7 +116,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
             if known is not None and known[0]["status"] != "interrupted":
                 console.print("This run has finished already; nothing was changed.")
                 return _report(options, *known, options.resume, console)
-        prepared = prepare(config)  # a private run imports Opacus for it
+        prepared = prepare(config)  # it stays, too, and imports Opacus for a private run
     if options.dry_run:
         session.warn(config.warnings)
         _describe(prepared, console)

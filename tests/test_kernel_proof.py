@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from privssl import kernels
 from privssl.errors import PrivacyError
 from privssl.kernels import clipping, noise, proof
-from privssl.privacy import PrivateTraining
+from privssl.privacy import PrivateTraining, make_plan
+from privssl.settings import PrivacySettings
 
 if not HERE:
     pytest.skip("no kernels were compiled", allow_module_level=True)
@@ -32,9 +33,14 @@ def begin() -> None:
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_kernels_of_each_generation_do_as_they_should(name: str) -> None:
-    with patch.object(kernels, "_latest", lambda: name):
-        begin()
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_kernels_of_each_generation_do_as_they_should(kind: torch.dtype, name: str) -> None:
+    torch.set_default_dtype(kind)
+    try:
+        with patch.object(kernels, "_latest", lambda: name):
+            begin()
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert proof._wrong.cache_info().misses == 1
 
 
@@ -51,6 +57,9 @@ def shifted(sums: Any, noise: Any, deviation: float, step: float, noisy: list[Te
     ("module", "name", "wrong", "said"),
     [
         (clipping, "factors", lambda *a: torch.ones_like(FACTORS(*a)), "clips rows"),
+        # Short rows made long; and nothing known of what is measured elsewhere.
+        (clipping, "factors", lambda *a: FACTORS(*a) * (1 + torch.eye(7)[0]), "clips rows"),
+        (clipping, "factors", lambda g, told, *a: FACTORS(g, None, *a), "clips rows"),
         # A ten-thousandth too much, of one row; a row that was not drawn; one beyond numbers.
         (clipping, "factors", lambda *a: FACTORS(*a) * (1 + 1e-4 * torch.eye(7)[4]), "clips rows"),
         (clipping, "factors", lambda *a: FACTORS(*a) + 0.1 * torch.eye(7)[1], "clips rows"),
@@ -72,5 +81,9 @@ def test_a_kernel_that_does_something_else_is_refused_with_what_to_do(
     monkeypatch.setattr(module, name, wrong)
     with pytest.raises(PrivacyError, match=f"kernel that {said} .* PRIVSSL_KERNELS=torch"):
         begin()
+    settings = PrivacySettings(epsilon=8.0, noise_multiplier=1.0, delta=1e-5, sample_rate=0.5)
+    with pytest.raises(PrivacyError):  # before a visit is paid for
+        make_plan(settings, rounds=1, rows_per_agent=10)
     with kernels.torch_alone():  # as that environment has it
         begin()
+        make_plan(settings, rounds=1, rows_per_agent=10)

@@ -82,6 +82,25 @@ def test_a_start_is_told_in_its_parts_and_ends_before_the_first_round(tmp_path: 
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("round_*")] == ["round_00000"]
 
 
+def test_imports_are_timed_once_and_those_of_torch_by_themselves(tmp_path: Path) -> None:
+    (tmp_path / "outer.py").write_text("import time; time.sleep(0.2); import inner")
+    (tmp_path / "inner.py").write_text("import time; time.sleep(0.3); import torch")
+    (tmp_path / "torch.py").write_text("import time; time.sleep(0.4)")  # in place of the true one
+    code = (
+        "from benchmarks.start import Imports; imports = Imports(); seen = []\n"
+        "imports.then['inner'] = lambda module: seen.append(module.__name__)\n"
+        "import sys, time; sys.path.insert(0, sys.argv[1]); begun = time.monotonic()\n"
+        "before = imports.seconds; import outer, torch; took = time.monotonic() - begun\n"
+        "print(imports.seconds - before, imports.torch, took, *seen)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    *told, seen = subprocess.check_output(command, text=True).split()
+    seconds, of_torch, took = map(float, told)
+    assert seen == "inner"
+    assert of_torch >= 0.4
+    assert of_torch + 0.5 <= seconds <= took  # counted twice, they would be more than it took
+
+
 def test_a_start_that_fails_is_told_with_what_it_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

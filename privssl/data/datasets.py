@@ -76,7 +76,7 @@ def checksum(dataset: Dataset) -> str:
     """SHA-256, as hex digits, of all rows and labels with their shapes."""
     digest = hashlib.sha256()
     for rows in (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test):
-        array = rows.numpy()
+        array = np.ascontiguousarray(rows.numpy())
         digest.update(f"{array.shape}{array.dtype.str}".encode())
         digest.update(array.data)
     return digest.hexdigest()
@@ -97,11 +97,12 @@ def _read(settings: DataSettings) -> Arrays:
 def _digits() -> Arrays:
     """1,797 handwritten digits of 8x8 pixels with 17 shades, the same that scikit-learn has.
 
-    In a file of our own, because to import scikit-learn takes most of a second. It was written by
-    ``tests/test_datasets.py``, which also says which rows are for tests: a fifth of each class,
-    the same whatever run.seed is.
+    In a file of our own, because to import scikit-learn takes most of a second. A fifth of each
+    class is for tests, the same rows whatever run.seed is; tests/test_datasets.py says which, and
+    how the file was made.
 
-    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI 1998 (CC BY).
+    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine
+    Learning Repository, 1998 (doi 10.24432/C50P49, CC BY 4.0).
     """
     return read_npz(Path(__file__).with_name("digits.npz"))
 

@@ -11,8 +11,8 @@
 Each, a .py and a .cpp, is made for several generations of x86-64 processors (``setup.py``), and the
 latest that this one understands is loaded. Without a compiler, or on other processors, there is
 none, and torch's kernels do all work: results are the same but for rounding, and views to the bit.
-``PRIVSSL_KERNELS=torch`` in the environment asks for that. Those that a guarantee rests on are held
-against plain arithmetic in each process that makes one (``proof.py``).
+``PRIVSSL_KERNELS=torch`` in the environment asks for that. Those that clip rows, draw noise and add
+it are held against plain arithmetic in each process that trains with noise (``proof.py``).
 """
 
 import ctypes
