@@ -22,6 +22,7 @@ from toy_worlds import (
     at_clients,
     at_server,
     federation,
+    held_as_in,
     finite,
     make,
     play,
@@ -589,13 +590,12 @@ def test_one_seed_is_one_result_in_any_order_through_bytes_and_over_a_checkpoint
 @every_variant
 def test_hidden_labels_change_no_bit(variant: str, tmp_path: Path) -> None:
     parties = at_server()
-    parties.manifest.write(tmp_path / "split.json")
-    again = {"split": str(tmp_path / "split.json")}
     reference = play(varied(variant), parties, 1).state
-    hidden = at_server(dataset=relabelled(parties, labelled=False), **again)
+    hidden = at_server(**held_as_in(parties, relabelled(parties, labelled=False), tmp_path))
     assert not torch.equal(hidden.true_labels, parties.true_labels)
     assert same_bits(reference, play(varied(variant), hidden, 1).state)
-    given_ = at_server(dataset=relabelled(parties, labelled=True), **again)  # the control
+    # The control.
+    given_ = at_server(**held_as_in(parties, relabelled(parties, labelled=True), tmp_path))
     assert not same_bits(reference, play(varied(variant), given_, 1).state)
 
 
