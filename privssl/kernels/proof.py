@@ -75,7 +75,7 @@ def _draws() -> bool:
     """Words from the smallest to the largest."""
     words = np.random.default_rng(0).integers(0, 2**64, (2, PAIRS), dtype=np.uint64)
     words[:, :3] = [[0, 0, 2**64 - 1], [0, 2**64 - 1, 0]]
-    tail = (words[0].astype(np.longdouble) + 1) / 2**64  # in (0, 1]
+    tail = (words[0].astype(np.longdouble) + 1) * 2.0**-64  # in (0, 1]
     radius = np.sqrt(-2 * np.log(tail)).astype(np.float64)
     angle = 2 * math.pi * ((words[1] >> np.uint64(11)).astype(np.float64) / 2**53)
     normal = np.concatenate([np.cos(angle) * radius, np.sin(angle) * radius])
