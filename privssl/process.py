@@ -139,7 +139,10 @@ def stopped_by(*signals: signal.Signals) -> Iterator[None]:
         nonlocal stopped
         if time.monotonic() - stopped > SECONDS_TO_WIND_UP:
             stopped = time.monotonic()
-            raise KeyboardInterrupt
+            if _whole.depth:
+                _whole.stopped = True
+            else:
+                raise KeyboardInterrupt
 
     former = {number: signal.signal(number, stop) for number in signals}
     try:
@@ -147,6 +150,32 @@ def stopped_by(*signals: signal.Signals) -> Iterator[None]:
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+class _Whole:
+    """How many blocks that are done whole the main thread is in, and whether one was stopped."""
+
+    depth = 0
+    stopped = False
+
+
+_whole = _Whole()
+
+
+@contextmanager
+def done_whole() -> Iterator[None]:
+    """Inside, the KeyboardInterrupt of ``stopped_by`` waits for the end. In the main thread.
+
+    For code of others that takes locks: left in the middle, it may never let go of them.
+    """
+    _whole.depth += 1
+    try:
+        yield
+    finally:
+        _whole.depth -= 1
+        if _whole.stopped and not _whole.depth:
+            _whole.stopped = False
+            raise KeyboardInterrupt
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from privssl import durable
 from privssl.errors import RunFolderError
-from privssl.process import without_tensorflow
+from privssl.process import done_whole, without_tensorflow
 
 Image = NDArray[np.uint8]  # (H, W) or (H, W, 3)
 
@@ -49,6 +49,9 @@ class Tracker(Protocol):
 class TensorBoardTracker:
     """Event files in a folder; the x-axis is the round.
 
+    TensorBoard hands what it gets to a thread, through a queue. A Ctrl-C in the middle of that left
+    the queue locked, and the run did not end: each call is done whole.
+
     Args:
         folder: ``tensorboard`` of the run.
         resume_after: the last round that stays when a run goes on; later points vanish.
@@ -61,26 +64,26 @@ class TensorBoardTracker:
 
         self._folder = folder
         purge = None if resume_after is None else resume_after + 1
-        with durable.writing(folder):
+        with done_whole(), durable.writing(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             writer: Any = SummaryWriter(str(folder), purge_step=purge)
             self._writer = writer
 
     def round(self, record: RoundRecord) -> None:
-        with durable.writing(self._folder):
+        with done_whole(), durable.writing(self._folder):
             for tag, value in record.values.items():
                 self._writer.add_scalar(tag, value, record.round)
             # Each round: a killed run must not miss points of rounds that a checkpoint has.
             self._writer.flush()
 
     def images(self, round_number: int, tag: str, image: Image) -> None:
-        with durable.writing(self._folder):
+        with done_whole(), durable.writing(self._folder):
             layout = "HW" if image.ndim == 2 else "HWC"
             self._writer.add_image(tag, image, round_number, dataformats=layout)
             self._writer.flush()
 
     def close(self) -> None:
-        with durable.writing(self._folder):
+        with done_whole(), durable.writing(self._folder):
             self._writer.close()
 
 

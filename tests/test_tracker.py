@@ -1,10 +1,12 @@
 """Trackers: a line per round, the same bytes after a resume, nothing drawn twice."""
 
+import contextlib
 import csv
 import errno
 import io
 import math
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
+from privssl import process
 from privssl.errors import RunFolderError
 from privssl.tracker import (
     CsvTracker,
@@ -274,3 +277,26 @@ def test_all_of_them_are_trackers_and_take_pictures(tmp_path: Path) -> None:
     for tracker in trackers:
         tracker.images(1, "images/x", picture)
         tracker.close()
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["done whole", "control"])
+def test_a_stop_waits_until_tensorboard_has_a_record(
+    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In the middle it left TensorBoard's queue locked, and closing waited for ever.
+    if not whole:
+        monkeypatch.setattr("privssl.tracker.done_whole", contextlib.nullcontext)
+    board = TensorBoardTracker(tmp_path)
+    reached, flush = list[str](), board._writer.flush
+
+    def stopped_in_the_middle() -> None:
+        signal.raise_signal(signal.SIGINT)
+        reached.append("the end")
+        flush()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(board._writer, "flush", stopped_in_the_middle)
+        with process.stopped_by(signal.SIGINT), pytest.raises(KeyboardInterrupt):
+            board.round(RoundRecord(1, 1, "train", {"a": 1.0}))
+    assert reached == (["the end"] if whole else [])
+    board.close()
