@@ -26,10 +26,10 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo-sites train test test-oldest test-flower test-all check format clean
+.PHONY: help demo-sites train test test-oldest test-avx512 test-flower test-all check format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo '  make train CONFIG=configs/fedssl.yaml ARGS="algorithm.rounds=5 run.seed=1"'
 	@echo '  make test TESTS=tests/test_config.py'
@@ -46,6 +46,9 @@ test: $(VENV)/.installed-dev  ## run the tests that take seconds
 
 test-oldest:  ## the same with the oldest packages that we support, in an environment of its own
 	PIP_CONSTRAINT='$(CURDIR)/tests/oldest.txt' $(MAKE) test VENV=.venv-oldest EXTRA=test
+
+test-avx512: $(VENV)/.installed-dev  ## test what kernels do with AVX-512, on processors with AVX2 alone
+	$(RUN) tests/avx512_on_avx2.py $(TESTS)
 
 test-flower: $(VENV)/.installed-dev  ## run the tests over Flower that take minutes together
 	$(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/test_flower*.py))

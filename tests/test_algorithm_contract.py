@@ -179,7 +179,13 @@ def test_a_visit_does_not_depend_on_what_its_process_did_before(case: str) -> No
 
 
 def test_networks_that_are_laid_out_anew_in_each_visit_would_be_noticed() -> None:
-    assert not same_bits(played("fedssl").state, played("fedssl", engine=UnusedAndPlain).state)
+    # In which case depends on torch's version and on the processor: another layout need not round
+    # differently everywhere.
+    assert any(
+        not same_bits(played(case).state, played(case, engine=UnusedAndPlain).state)
+        for case in CASES
+        if case.startswith("fedssl, ")
+    )
 
 
 # What travels --------------------------------------------------------------------------------
