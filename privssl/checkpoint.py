@@ -107,7 +107,7 @@ def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
                 target.rename(folder / f"{durable.TEMPORARY}replaced-{target.name}")
             temporary.rename(target)
             durable.sync_folder(folder)
-        except (OSError, RunFolderError):
+        except BaseException:  # Ctrl-C, too
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         mark(folder, "latest", snapshot.round)

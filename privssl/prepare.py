@@ -194,7 +194,12 @@ def device_of(name: str) -> torch.device:
 
 
 def _check_side_by_side(run: RunSettings, device: torch.device) -> None:
-    reason = workers.why_not(device)
+    reason, threads = workers.why_not(device), torch.get_num_threads()
+    if reason is None and threads > 1:  # results would depend on the number of workers
+        reason = (
+            f"torch has {threads} threads here (OMP_NUM_THREADS), and a worker has one, which "
+            "rounds differently (OMP_NUM_THREADS=1 before the command gives all of them one)"
+        )
     if run.workers != "auto" and run.workers > 1 and reason is not None:
         raise ConfigError(f"run.workers is {run.workers}, but {reason}. Give 1, or auto")
     reason = batched.why_not(device, run.precision)

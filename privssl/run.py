@@ -11,7 +11,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,12 +26,13 @@ from privssl.algorithms.base import Algorithm, Phase
 from privssl.card import AgentSpend, guarantee_sentence, privacy_card, render_markdown
 from privssl.checkpoint import Snapshot
 from privssl.engines import Engine
+from privssl.engines.forked import WorkerError
 from privssl.engines.roster import SiteError
-from privssl.engines.workers import WorkerError
 from privssl.errors import RunFolderError
 from privssl.evaluate import Judge, Oracle
 from privssl.learn import network_input
 from privssl.prepare import Prepared
+from privssl.process import done_whole
 from privssl.run_engine import carried, make_engine, refuse_names_of_memories, shown_journals
 from privssl.run_folder import (
     LEDGER_HEAD,
@@ -170,6 +171,12 @@ class Run:
         begun = time.perf_counter()
         self._world.begin(now)
         state = self._algorithm.round(self._kept.state, self._world)
+        # What is asked for once in a run is safe before Ctrl-C is heard.
+        with done_whole() if now.saved else nullcontext():
+            self._end(now, state, begun, last=last)
+
+    def _end(self, now: Round, state: Any, begun: float, *, last: bool) -> None:
+        """What follows a round: it is measured, told of, kept, and sometimes saved."""
         values = self._measure(state, now, last)
         seconds = time.perf_counter() - begun
         self._tell(now, state, {**values, "time/round_s": seconds}, last)

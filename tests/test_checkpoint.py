@@ -316,6 +316,20 @@ def test_a_write_that_is_killed_is_invisible_and_cleaned_up_by_the_next(tmp_path
     assert names(tmp_path) == ["latest", "round_00010", "round_00020"]
 
 
+def test_a_write_that_ctrl_c_ends_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, snapshot(10))
+
+    def pressed(path: Path, content: bytes) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(durable, "write_new", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, snapshot(20))
+    assert names(tmp_path) == ["latest", "round_00010"]
+
+
 def test_snapshots_are_for_their_owner_alone(tmp_path: Path) -> None:
     folder = save(tmp_path, snapshot(10))
     assert folder.stat().st_mode & 0o777 == 0o700

@@ -1,14 +1,19 @@
 """The label census: losses, k-means over parties, votes, and who is asked what."""
 
+import contextlib
 import itertools
+import json
 import math
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from command_line import command
 from torch import Tensor, nn
 from toy_worlds import (
     Mute,
@@ -41,10 +46,11 @@ from privssl.census_plan import make_plan
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.messages import MessageError, Reply
-from privssl.run import planned_rounds
+from privssl.process import INTERRUPTED
+from privssl.run import Run, planned_rounds
 from privssl.seeds import stream
 from privssl.settings import PrivacySettings
-from privssl.world import World
+from privssl.world import Round, World
 
 FEW: dict[str, Any] = {
     "clusters": 5, "cells": 12, "cluster_rounds": 3, "vote_rounds": 1, "self_training_rounds": 1,
@@ -474,6 +480,40 @@ def test_the_answers_are_saved_at_once_because_they_cannot_be_asked_for_again() 
     assert [now.phase for now in rounds if now.saved] == ["census"]
     others = planned_rounds(make("fedsem").phases())
     assert not any(now.saved for now in others)
+
+
+def test_nothing_that_can_fail_lies_between_the_answers_and_their_checkpoint() -> None:
+    after = play(make("label_census", **FEW), federation(labelled=40), engine=Overheard)
+    assert isinstance(after.engine, Overheard)
+    calls = [call for call, _ in after.engine.heard]
+    answered = [call.round for call in calls if call.step.__name__ == "answer"]
+    in_that_round = [c.step.__name__ for c in calls if c.round in answered]
+    assert in_that_round == ["find_clusters"] * 2 + ["answer"] * 2
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["done whole", "control"])
+def test_ctrl_c_after_the_answers_waits_for_their_checkpoint(
+    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not whole:
+        monkeypatch.setattr("privssl.run.done_whole", contextlib.nullcontext)
+    real, left = Run._measure, [signal.SIGINT]
+
+    def pressed(self: Run, state: Any, now: Round, last: bool) -> dict[str, float]:
+        if now.phase == "census" and left:
+            signal.raise_signal(left.pop())
+        return real(self, state, now, last)
+
+    monkeypatch.setattr(Run, "_measure", pressed)
+    settings = ["cluster_rounds=3", "vote_rounds=1", "self_training_rounds=1", "local_steps=1"]
+    config = Path(__file__).parents[1] / "configs" / "label_census.yaml"
+    changes = [f"algorithm.{setting}" for setting in settings]
+    outcome = command(config, *changes, f"run.output={tmp_path / 'run'}", "run.workers=1")
+    assert outcome.status == INTERRUPTED
+    resumed = command("--resume", tmp_path / "run")
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    lost = "budget_exhausted"  # nobody answers twice
+    assert (resumed.status, results["status"]) == (0, "finished" if whole else lost)
 
 
 def test_a_picture_shows_the_released_counts_and_numbers_tell_clusters_in_doubt() -> None:

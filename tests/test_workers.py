@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from command_line import assert_refused
@@ -33,9 +34,9 @@ from privssl.agents import Agent, UnlabelledRows
 from privssl.algorithms.fedssl import FedSSL
 from privssl.engines import Call
 from privssl.engines import local as local_engine
-from privssl.engines.forked import Sheet
+from privssl.engines.forked import Sheet, WorkerError
 from privssl.engines.local import LocalEngine
-from privssl.engines.workers import WorkerEngine, WorkerError, how_many, why_not
+from privssl.engines.workers import WorkerEngine, how_many, why_not
 from privssl.errors import ConfigError, DataError
 from privssl.messages import Message, Reply
 from privssl.tensor_file import Packed
@@ -74,6 +75,13 @@ class Odd(Exception):  # noqa: N818
 
     def __init__(self, one: int, other: int) -> None:
         super().__init__(f"{one} and {other}")
+
+
+class Speechless(Exception):  # noqa: N818
+    """Cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
 
 
 class Steps:
@@ -136,6 +144,17 @@ class Steps:
             os.kill(os.getpid(), signal.SIGKILL)
         return Told(text=agent.id)
 
+    def end(self, agent: Agent, message: Told, ctx: Any) -> Told:
+        os.kill(os.getpid(), int(message.number))
+        return Told()
+
+    def no_json(self, agent: Agent, message: Told, ctx: Any) -> Told:
+        ctx.weight = np.int64(3)
+        return Told()
+
+    def speechless(self, agent: Agent, message: Told, ctx: Any) -> Told:
+        raise Speechless
+
     def sleep(self, agent: Agent, message: Told, ctx: Any) -> Told:
         Path(message.text, f"{agent.id}-{os.getpid()}").touch()
         time.sleep(60)
@@ -188,6 +207,11 @@ def contents(replies: Sequence[Reply[Any]]) -> list[dict[str, Any]]:
 
 def processes_of(there: WorkerEngine) -> list[int]:
     return [worker.process for worker in there._workers if worker is not None]
+
+
+def all_ended(there: WorkerEngine) -> bool:
+    """Whether nothing can be sent to any of its workers; a zombie may hold a pipe for a moment."""
+    return all(worker.pipe.poll() for worker in there._workers if worker is not None)
 
 
 def gone(process: int) -> bool:
@@ -435,11 +459,59 @@ def test_a_worker_that_dies_is_replaced_and_its_visit_done_again_to_the_same_bit
     )
 
 
-def test_an_idle_worker_that_was_killed_is_replaced() -> None:
-    with engine() as there:
+def test_workers_that_ended_between_visits_are_replaced_and_no_visit_is_blamed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parties = agents(6)
+    with engine(parties, workers=4) as there:
         for process in processes_of(there):
             os.kill(process, signal.SIGKILL)
-        assert [reply.said.text for reply in ask(there, STEPS.where)] == ["q0", "q1", "q2"]
+        assert soon(lambda: all_ended(there))
+        replies = ask(there, STEPS.where)
+    assert [reply.said.text for reply in replies] == [agent.id for agent in parties]
+    said = "A worker process was ended by SIGKILL between visits, and is replaced."
+    assert [record.getMessage() for record in caplog.records] == [said] * 4
+
+
+def test_workers_that_end_before_they_do_anything_end_the_delivery() -> None:
+    class Short(WorkerEngine):
+        def _serve(self, place: int, pipe: Any, sheet: Sheet) -> None:
+            return
+
+        def _hand_out(self, now: Any) -> None:
+            assert soon(lambda: all_ended(self))
+            super()._hand_out(now)
+
+    with engine(kind=Short) as there, pytest.raises(WorkerError) as error:
+        ask(there, STEPS.where)
+    assert str(error.value) == (
+        "6 worker processes ended before they got anything to do: the last ended with status 0. "
+        "Set run.workers=1, so that all agents work in one process"
+    )
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGUSR1, "SIGUSR1"), (40, "signal 40")])
+def test_a_worker_may_be_ended_by_any_signal(
+    number: int, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine() as there, pytest.raises(WorkerError) as error:
+        ask(there, STEPS.end, Told(number=number))
+    assert str(error.value) == (
+        f"2 worker processes in turn did not survive end of q0: the last was ended by {name}. "
+        "Set run.workers=1, so that all agents work in one process"
+    )
+    assert f"was ended by {name} during end of q" in caplog.records[0].getMessage()
+
+
+def test_an_answer_that_is_no_json_is_an_error_of_the_step_and_no_workers_death(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with engine() as there:
+        with pytest.raises(TypeError, match="int64 is not JSON serializable"):
+            ask(there, STEPS.no_json)
+        with pytest.raises(RuntimeError, match="Speechless"):
+            ask(there, STEPS.speechless)
+    assert not caplog.records
 
 
 def test_a_worker_maps_its_own_sheet_and_the_one_that_is_for_all() -> None:
@@ -626,7 +698,10 @@ def test_numbers_survive_a_sheet_however_they_lie_in_memory() -> None:
     step = torch.tensor(7.0)
     odd = torch.tensor([True])  # what follows it begins at an odd byte
     with contextlib.closing(Sheet()) as sheet:
-        [back] = sheet.read(sheet.write({"odd": odd, "kernel": kernel, "step": step}))
+        every_other = torch.arange(12.0)[::2]
+        tensors = {"odd": odd, "kernel": kernel, "step": step, "every other": every_other}
+        [back] = sheet.read(sheet.write(tensors))
+    assert back["every other"].tolist() == [0, 2, 4, 6, 8, 10]
     assert torch.equal(back["kernel"], kernel) and back["kernel"].is_contiguous()
     assert back["step"].shape == () and back["step"] == 7
     assert back["odd"].dtype == torch.bool
@@ -639,6 +714,16 @@ def test_a_sheet_takes_numbers_without_their_graph_and_no_type_that_messages_lac
         assert torch.equal(back["w"], torch.full((3,), 2.0)) and not back["w"].requires_grad
         with pytest.raises(TypeError, match=r"z is a tensor of torch\.complex64"):
             sheet.write({"z": torch.ones(2, dtype=torch.complex64)})
+
+
+def test_a_system_that_has_no_memory_to_share_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(file: int, size: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    with engine() as there:
+        monkeypatch.setattr(os, "ftruncate", refused)
+        with pytest.raises(WorkerError, match=r"no 16384 bytes to share: File too.*run\.workers=1"):
+            ask(there, STEPS.where, Told(t=torch.zeros(4096)))
 
 
 def test_a_sheet_that_grows_keeps_what_is_on_it_and_another_process_sees_it_all() -> None:
@@ -729,6 +814,12 @@ def test_a_number_of_workers_is_refused_where_there_can_be_none(
         "run.workers is 2, but torch sees a GPU, and beside one it cannot train in worker "
         "processes (hide it: CUDA_VISIBLE_DEVICES= before the command). Give 1, or auto"
     )
+    for allowed in ("run.workers=1", "run.workers=auto"):
+        prepared(allowed)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # results would not be those of one
+    with pytest.raises(ConfigError, match=r"torch has 2 threads here .* Give 1, or auto"):
+        prepared("run.workers=2")
     for allowed in ("run.workers=1", "run.workers=auto"):
         prepared(allowed)
     monkeypatch.setattr(sys, "platform", "darwin")

@@ -28,7 +28,7 @@ from torch.utils.backend_registration import rename_privateuse1_backend
 from privssl.errors import UserError
 
 NAME = "far"
-OLDEST = 2, 15  # torch
+OLDEST = 2, 14  # torch
 #: What starts no kernel.
 FREE = ("is_set_to", "resize_", "set_", "record_stream", "unfold", "_local_scalar_dense")
 #: What a program has to wait for: how many numbers there are, or what a number is, decides how it
@@ -56,7 +56,7 @@ class Asked:
 def why_not() -> str | None:
     """Why it cannot be begun here, as half a sentence; None: it can."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
-        return "it is written for the C++ interface of torch 2.15"
+        return "it is written for the C++ interface of torch 2.14"
     missing = [tool for tool in ("c++", "ninja") if shutil.which(tool, path=_path()) is None]
     if missing:
         return f"there is no {' and no '.join(missing)} to compile it with"

@@ -209,6 +209,9 @@ class LabelCensus(MapsRows):
         return self._training_round(state, world)
 
     def _census_round(self, state: State, world: World) -> State:
+        # First, because an answer is given once: nothing that can fail may lie between it and the
+        # checkpoint that keeps it.
+        world.ask_each(world.query, self.find_clusters, map_of(state))
         asked = () if self.plan is not None and not self.plan.visits else world.support
         answers = said(world.ask_each(asked, self.answer, map_of(state)))
         if not answers:
@@ -230,7 +233,6 @@ class LabelCensus(MapsRows):
             purity=self.cfg.purity, balanced=self.cfg.balanced,
             borders=state.borders, coupling=self.cfg.coupling,
         )  # fmt: skip
-        world.ask_each(world.query, self.find_clusters, map_of(state))
         return replace(state, histogram=histogram, classes=classes, answers=len(answers))
 
     def _training_round(self, state: State, world: World) -> State:

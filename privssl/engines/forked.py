@@ -1,7 +1,8 @@
 """Processes forked from this one, and what passes between the two: names, bytes and errors.
 
 ``workers.py`` says who does what; here is how. A worker is killed, never asked: it owns nothing
-that a kill could harm. It outlives neither its engine's process nor a closed engine.
+that a kill could harm. It outlives neither its engine's process nor a closed engine (one that was
+stopped by SIGSTOP ends when it is let go on).
 
 Nothing that arrives chooses what is built: there is no pickle, and the name of a class finds one
 that both processes have already.
@@ -25,11 +26,16 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from privssl.errors import UserError
 from privssl.tensor_file import Packed, Place, places_in
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)  # meant for whoever made the workers
 
 T = TypeVar("T")
+
+
+class WorkerError(UserError):
+    """Worker processes cannot start, get no memory, or end whenever they do a certain visit."""
 
 
 # Bytes ---------------------------------------------------------------------------------------
@@ -51,11 +57,12 @@ class Sheet:
 
         Raises:
             TypeError: a tensor is of a type that no message could carry.
+            WorkerError: the system gives no more memory.
         """
         forms = [Packed(part).form() for part in parts]
         at = 0
         for tensor in (tensor for part in parts for tensor in part.values()):
-            data = tensor.cpu().reshape(-1).view(torch.uint8)
+            data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
             self._mapped(at + len(data))[at:].copy_(data)
             at += len(data)
         return forms
@@ -78,7 +85,13 @@ class Sheet:
         if size > len(self._seen):
             whole = 2 ** (size - 1).bit_length()  # only pages that are written to take memory
             if whole > os.fstat(self.file).st_size:
-                os.ftruncate(self.file, whole)  # torch could, and would lose the first byte
+                try:
+                    os.ftruncate(self.file, whole)  # torch could, and would lose the first byte
+                except OSError as error:
+                    raise WorkerError(
+                        f"The system gives worker processes no {whole} bytes to share: "
+                        f"{error.strerror}. Set run.workers=1, and all agents work in one process"
+                    ) from error
             # By its path, which leaves no second file behind, as Python's own mmap would: a fork
             # closes all that it does not know.
             self._seen = torch.from_file(
@@ -132,10 +145,14 @@ class ErrorInWorker(Exception):  # noqa: N818  (it only shows where another one 
 def told(error: BaseException) -> dict[str, Any]:
     """An error as names and plain values; ``raised`` is the inverse."""
     plain = all(isinstance(value, str | int | float | None) for value in error.args)
+    try:
+        text = str(error)
+    except Exception:  # of an error that cannot say what it is
+        text = ""
     return {
         "error": name_of(type(error)),
-        "arguments": list(error.args) if plain else [str(error)],
-        "text": str(error),
+        "arguments": list(error.args) if plain else [text],
+        "text": text,
         "trace": "".join(traceback.format_exception(error)),
     }
 
@@ -235,9 +252,11 @@ class Worker:
         except (ProcessLookupError, ChildProcessError):
             return "had ended"  # and somebody else has waited for it
         code = os.waitstatus_to_exitcode(status)
-        if code < 0:
+        if code >= 0:
+            return f"ended with status {code}"
+        with suppress(ValueError):
             return f"was ended by {signal.Signals(-code).name}"
-        return f"ended with status {code}"
+        return f"was ended by signal {-code}"  # most of the real-time ones have no name
 
 
 def _live(serve: Callable[[], None], lifeline: Lifeline, kept: set[int]) -> NoReturn:

@@ -51,6 +51,7 @@ from privssl.engines.forked import (
     Lifeline,
     Sheet,
     Worker,
+    WorkerError,
     class_of,
     keep_to_core,
     name_of,
@@ -59,17 +60,13 @@ from privssl.engines.forked import (
     told,
 )
 from privssl.engines.local import LocalEngine, as_bytes_and_back, wired
-from privssl.errors import UserError
 from privssl.messages import Message, Reply, check, joined, parts_of
 from privssl.shelf import Shelf
 
 TRIES = 2  # workers that a call may end before the run stops
+UNUSED = 3  # workers for each place that may end in a delivery before they got a call
 
 log = logging.getLogger("privssl")
-
-
-class WorkerError(UserError):
-    """Worker processes cannot be started, or end whenever they do a certain visit."""
 
 
 # How many ------------------------------------------------------------------------------------
@@ -118,7 +115,8 @@ class _Delivery:
     lanes: deque[deque[int]]  # for workers: an agent's calls, in order; the longest agent first
     letter: dict[str, Any] | None = None  # where the tensors lie of the message all calls share
     running: dict[Connection, tuple[Worker, deque[int]]] = field(default_factory=dict)
-    deaths: Counter[int] = field(default_factory=Counter)
+    deaths: Counter[int] = field(default_factory=Counter)  # of workers, by the call they had
+    unused: int = 0  # workers that had ended before they got a call
     replies: dict[int, Reply[Any]] = field(default_factory=dict)
     seen: dict[int, list[Tensor]] = field(default_factory=dict)  # what the meter is to be told
     failed: dict[int, Exception] = field(default_factory=dict)
@@ -271,7 +269,7 @@ class WorkerEngine(LocalEngine):
         try:
             worker.pipe.send_bytes(json.dumps(order).encode())
         except OSError:
-            self._bury(worker, lane, now)
+            self._replace(worker, lane, now)
 
     def _receive(self, worker: Worker, lane: deque[int], now: _Delivery) -> None:
         try:
@@ -328,6 +326,21 @@ class WorkerEngine(LocalEngine):
         self._workers = [None if other is worker else other for other in self._workers]
         return worker.end()
 
+    def _replace(self, worker: Worker, lane: deque[int], now: _Delivery) -> None:
+        """A worker had ended before it got a call: it says nothing about the visit."""
+        how = self._dismiss(worker)
+        del now.running[worker.pipe]
+        now.unused += 1
+        if now.unused < UNUSED * len(self._workers):
+            log.warning("A worker process %s between visits, and is replaced.", how)
+            now.lanes.appendleft(lane)
+        else:
+            now.failed[lane[0]] = WorkerError(
+                f"{now.unused} worker processes ended before they got anything to do: the last "
+                f"{how}. Set run.workers=1, so that all agents work in one process"
+            )
+        self._fill_places()
+
     def _bury(self, worker: Worker, lane: deque[int], now: _Delivery) -> None:
         """A worker has ended in the middle of a visit, which somebody else has to do."""
         how, place = self._dismiss(worker), lane[0]
@@ -338,10 +351,11 @@ class WorkerEngine(LocalEngine):
             log.warning("A worker process %s during %s, which is done again.", how, visit)
             now.lanes.appendleft(lane)
         else:
+            killed = "SIGKILL is how the system takes memory back. " if "SIGKILL" in how else ""
             now.failed[place] = WorkerError(
                 f"{TRIES} worker processes in turn did not survive {visit}: the last {how}. "
-                "SIGKILL is how the system takes memory back. Set run.workers=1, so that all "
-                "agents work in one process, or give the run more memory"
+                f"{killed}Set run.workers=1, so that all agents work in one process"
+                f"{', or give the run more memory' if killed else ''}"
             )
         self._fill_places()
 
@@ -357,10 +371,10 @@ class WorkerEngine(LocalEngine):
             except (EOFError, OSError):
                 return
             try:
-                answer = self._answer(order, sheet)
+                answer = json.dumps(self._answer(order, sheet))
             except BaseException as error:
-                answer = told(error)
-            pipe.send_bytes(json.dumps(answer).encode())
+                answer = json.dumps(told(error))
+            pipe.send_bytes(answer.encode())
 
     def _answer(self, order: dict[str, Any], sheet: Sheet) -> dict[str, Any]:
         """Do one visit; the content, the memory and the observations are left on the sheet."""
