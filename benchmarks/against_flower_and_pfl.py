@@ -41,7 +41,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.cell import work as cell
-from benchmarks.processes import Told, about, beside_option, carry_out, other_work
+from benchmarks.processes import Told, about, at_least, beside_option, carry_out, other_work
+from privssl.models.precision import has_instructions
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 60.0  # seconds that start and one round may take, before a repeat is given up
@@ -180,14 +181,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--pfl-python", type=Path, metavar="PATH")
     parser.add_argument("--flower-python", type=Path, metavar="PATH")
-    parser.add_argument("--rounds", type=int, default=5, help="timed ones of a repeat")
-    parser.add_argument("--passes", type=int, default=3)
-    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="timed ones of a repeat")
+    parser.add_argument("--passes", type=at_least(1), default=3)
+    parser.add_argument("--cores", type=at_least(1), default=2)
     beside_option(parser)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="parts of names")
     options = parser.parse_args(arguments)
     print(about())
     taking_part = competitors(options)
+    if not taking_part:
+        parser.error(f"--only {' '.join(options.only)} is part of no competitor's name")
+    if not has_instructions() and any(one.precision == "bfloat16" for one in taking_part):
+        print("This processor has no instructions for bfloat16: it is emulated.")
     failed = []
     with tempfile.TemporaryDirectory() as folder, other_work(options.beside):
         cell.make_rows(Path(folder))
@@ -226,8 +231,9 @@ def report(
         ("privssl, bfloat16", "pfl-research, bfloat16", "1.25"),
         ("privssl, float32", "pfl-research, float32", "1"),
         ("privssl, bfloat16", "Flower simulation, bfloat16", "2.5"),
-        ("privssl, float32", "Flower simulation, float32", ""),
+        ("privssl, float32", "Flower simulation, float32", "2.5"),
         ("privssl, bfloat16", "plain loop, float32, defaults", "2.3"),
+        ("privssl, float32", "plain loop, float32, defaults", "2.3"),
     ):
         if ours in told and theirs in told:
             one, other = told[ours], told[theirs]

@@ -35,7 +35,8 @@ from torch import Tensor
 
 from benchmarks import far_device
 from benchmarks.far_device import Asked
-from benchmarks.processes import about
+from benchmarks.processes import about, at_least, numbers
+from benchmarks.rounds import check_phase
 from privssl.config import load
 from privssl.errors import UserError
 from privssl.evaluate import Oracle
@@ -149,13 +150,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
-    parser.add_argument("--at-once", default="1,8,32")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--at-once", type=numbers, default=[1, 8, 32])
+    parser.add_argument("--rounds", type=at_least(1), default=6)
     parser.add_argument("--phase", default="")
     parser.add_argument("--count", action="store_true", help="what a GPU would be asked for")
     options = parser.parse_intermixed_args(arguments)
     overrides = [text for text in options.configs if "=" in text]
-    numbers = [int(n) for n in options.at_once.split(",")]
+    configs = [text for text in options.configs if "=" not in text]
+    if not configs:
+        parser.error("which config? Give a YAML file, for example configs/semifl.yaml")
     torch.set_num_threads(1)
     try:
         device = far_device.begin() if options.count else None
@@ -163,12 +166,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     asked = far_device.asked if options.count else None
-    for place, name in enumerate(text for text in options.configs if "=" not in text):
-        measured = {n: Measured() for n in numbers}
+    for place, name in enumerate(configs):
+        measured = {n: Measured() for n in options.at_once}
         try:
             for _ in range(1 if options.count else PASSES):
-                for n in numbers:
+                for n in options.at_once:
                     one = prepared(Path(name), overrides, n, device)
+                    check_phase(Path(name), one.algorithm, options.phase)
                     play(one, options.rounds, options.phase, measured[n], asked)
         except UserError as error:
             print(error, file=sys.stderr)
@@ -185,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _machine(device: torch.device) -> str:
     gpu = f"{torch.cuda.get_device_name(device)}, " if device.type == "cuda" else ""
-    return f"Device {device}: {gpu}{about()}"
+    return f"Device {device}: {gpu}{about()}\nOne thread."
 
 
 if __name__ == "__main__":

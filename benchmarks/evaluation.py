@@ -2,19 +2,22 @@
 
     python -m benchmarks.evaluation
 
-One thread. ``plain`` is how PyTorch lays networks out by default; ``privssl.evaluate`` lays them
-out channels-last and takes the number of rows that is marked. Ratios hold within one run.
+One thread; bfloat16 where the processor has instructions for it. ``plain`` is how PyTorch lays
+networks out by default; ``privssl.evaluate`` lays them out channels-last and takes the number of
+rows that is marked. Ratios hold within one run.
 """
 
+import argparse
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
 
 from benchmarks.processes import about
 from privssl.evaluate import CHUNK, accuracy
 from privssl.models import build_classifier
-from privssl.models.precision import Precision
+from privssl.models.precision import Precision, has_instructions
 from privssl.process import keep_freed_memory
 from privssl.settings import ModelSettings
 
@@ -41,8 +44,12 @@ def milliseconds(
     return (time.process_time() - begun) / ROWS * 1e6
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a Markdown table."""
+    argparse.ArgumentParser(
+        prog="benchmarks.evaluation", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args(arguments)  # fmt: skip
     torch.set_num_threads(1)
     keep_freed_memory()
     torch.manual_seed(0)
@@ -53,7 +60,9 @@ def main() -> int:
         for n in PASSES
     ]
     print("| network | precision | " + " | ".join(names) + " |\n" + "|---" * 8 + "|")
-    precisions: tuple[Precision, ...] = ("float32", "bfloat16")
+    precisions: list[Precision] = ["float32"]
+    if has_instructions():
+        precisions.append("bfloat16")
     for model, shape in CASES:
         for precision in precisions:
             cells = [

@@ -42,7 +42,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.cell.work import SHAPE, CellCNN
-from benchmarks.processes import about
+from benchmarks.processes import about, at_least
 from privssl import kernels, optimisers
 from privssl.data.views import view
 from privssl.learn import SEEN_AT_ONCE, minimise, network_input
@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="benchmarks.hot_loop", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--passes", type=at_least(1), default=5)
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=usual)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

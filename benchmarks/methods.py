@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.processes import Told, about, carry_out, tell
+from benchmarks.processes import Told, about, carry_out, numbers, tell
 from privssl import run_folder
 from privssl.config import load
 from privssl.errors import UserError
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--data", default="digits", choices=("digits", "mnist", "fashion_mnist"))
-    parser.add_argument("--workers", default="1,2")
+    parser.add_argument("--workers", type=numbers, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=4, help="timed ones of a phase, >= 2")
     parser.add_argument("--only", nargs="+", choices=tuple(METHODS), default=tuple(METHODS))
     parser.add_argument("--play", nargs="+", help=argparse.SUPPRESS)  # the process of a method
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| method | phase | workers | s | CPU s | memory, MB |\n|---|---|---|---|---|---|")
     failed = False
     for method in options.only:
-        for workers in map(int, options.workers.split(",")):
+        for workers in options.workers:
             changes = overrides(method, options.data, workers, options.rounds)
             command = [sys.executable, "-m", "benchmarks.methods", "--play"]
             command += [str(CONFIGS / f"{method}.yaml"), *changes]

@@ -259,9 +259,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for n in (1, 2)
             for p in precisions
         ]
+        threads = {1: "1 thread"}
+        if defaults > 1:
+            threads[defaults] = f"defaults ({defaults} threads)"
         plain = [
             work.plain(f"plain loop, float32, {label}", n, shares.setdefault(f"plain, {label}", []))
-            for n, label in {1: "1 thread", defaults: f"defaults ({defaults} threads)"}.items()
+            for n, label in threads.items()
         ]
         competitors = [*plain, *ours]
         stack.enter_context(other_work(options.beside))

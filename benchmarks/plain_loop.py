@@ -24,6 +24,7 @@ Exit status: 1 where training did not agree.
 
 import argparse
 import copy
+import os
 import statistics
 import sys
 import time
@@ -43,7 +44,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision import transforms
 
-from benchmarks.processes import about, beside_option, other_work
+from benchmarks.processes import about, at_least, beside_option, other_work
 from privssl import data, optimisers, seeds
 from privssl.agents import Agent
 from privssl.algorithms.base import Algorithm, Task
@@ -261,6 +262,9 @@ def set_up() -> int:
     torch.set_num_threads(1)
     keep_freed_memory()
     print(about())
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        if name in os.environ:
+            print(f"{name}={os.environ[name]} is set: PyTorch's defaults are others without it.")
     return defaults
 
 
@@ -295,10 +299,10 @@ def common_options(
         prog=module, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", default="mnist", choices=("mnist", "fashion_mnist", "digits"))
-    parser.add_argument("--agents", type=int, default=10)
-    parser.add_argument("--rows", type=int, default=rows, help="of each agent")
-    parser.add_argument("--batch", type=int, default=batch)
-    parser.add_argument("--rounds", type=int, default=5, help="timed ones")
+    parser.add_argument("--agents", type=at_least(1), default=10)
+    parser.add_argument("--rows", type=at_least(1), default=rows, help="of each agent")
+    parser.add_argument("--batch", type=at_least(1), default=batch)
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="timed ones")
     beside_option(parser)
     return parser
 
@@ -306,9 +310,9 @@ def common_options(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a Markdown table."""
     parser = common_options("benchmarks.plain_loop", __doc__, rows=100, batch=10)
-    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--epochs", type=at_least(1), default=1)
     parser.add_argument("--augment", default="none", choices=("none", "weak", "mid"))
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=at_least(1), default=2)
     options = parser.parse_args(arguments)
     defaults = set_up()
     try:
@@ -341,16 +345,18 @@ def table(competitors: Sequence[Competitor], right: Mapping[str, float], images:
         images: that a round learns from.
     """
     times = {one.name: statistics.median(one.seconds) for one in competitors}
-    first, last = competitors[0], competitors[1 if competitors[1].threads > 1 else 0]
+    plain = {"1 thread": competitors[0]}
+    if competitors[1].threads > 1:
+        plain["defaults"] = competitors[1]
     print(
-        "| competitor | s per round | images/s | times plain, 1 thread | times plain, defaults "
-        "| accuracy | steps of round 1 here |\n|---|---|---|---|---|---|---|"
+        f"| competitor | s per round | images/s | {' | '.join(f'times plain, {n}' for n in plain)} "
+        f"| accuracy | steps of round 1 here |\n{'|---' * (5 + len(plain))}|"
     )
     for one in competitors:
         seconds = times[one.name]
+        ratios = " | ".join(f"{times[other.name] / seconds:.2f}" for other in plain.values())
         print(
-            f"| {one.name} | {seconds:.3f} | {images / seconds:.0f} "
-            f"| {times[first.name] / seconds:.2f} | {times[last.name] / seconds:.2f} "
+            f"| {one.name} | {seconds:.3f} | {images / seconds:.0f} | {ratios} "
             f"| {right[one.name]:.4f} | {one.steps or 'elsewhere'} |"
         )
 

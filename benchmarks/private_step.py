@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.hot_loop import median_seconds
-from benchmarks.processes import about
+from benchmarks.processes import about, at_least
 from generators import ImageDiscriminator, ImageGenerator
 from privssl.algorithms.fedssl import FedSSLConfig
 from privssl.algorithms.gmixup import Callables, Mixing, row_losses
@@ -287,11 +287,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="benchmarks.private_step", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--rows", type=at_least(1), nargs="+", default=[16, 64, 256])
+    parser.add_argument("--passes", type=at_least(1), default=5)
     parser.add_argument("--classifier", choices=PRIVATE)
-    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--width", type=at_least(1), help="of the classifier (16)")
     options = parser.parse_args(arguments)
+    if options.width and not options.classifier:
+        parser.error("--width is of a --classifier: name one")
     torch.set_num_threads(1)
     keep_freed_memory()
     torch.manual_seed(0)
@@ -303,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for rows in options.rows:
         if options.classifier:
-            model = ModelSettings(name=options.classifier, width=options.width)
+            model = ModelSettings(name=options.classifier, width=options.width or 16)
             times = median_seconds(steps_of(coloured_case(rows, model)), options.passes)
             print(line(f"{model.name}, width {model.width}", rows, times), flush=True)
             continue

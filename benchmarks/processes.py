@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -112,10 +112,26 @@ def carry_out(
     return Told(begun, tuple(lines), peak, tuple(cpu), running[0].returncode, errors)
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """A type for argparse: whole numbers that are not smaller."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"a whole number from {least} is needed, not {text}")
+        return int(text)
+
+    return number
+
+
+def numbers(text: str) -> list[int]:
+    """Another: whole numbers from 1 with commas between them."""
+    return [at_least(1)(part) for part in text.split(",")]
+
+
 def beside_option(parser: argparse.ArgumentParser) -> None:
     """What ``other_work`` is given."""
     parser.add_argument(
-        "--beside", type=int, default=0, metavar="N",
+        "--beside", type=at_least(0), default=0, metavar="N",
         help="processes of other work that keep a core busy each all the while (0)",
     )  # fmt: skip
 
@@ -182,12 +198,15 @@ def _cpu(process: int) -> float:
 
 
 def about() -> str:
-    """The machine and versions, a line for the head of a table. On any system."""
+    """The machine, versions and kernels, a line for the head of a table. On any system."""
+    from privssl import kernels  # here: benchmarks.start times imports, and has this module before
+
     ours = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if ours else os.cpu_count()
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     return (
-        f"{_chip()}, {cores} cores, Python {sys.version.split()[0]}, torch {version('torch')}. "
+        f"{_chip()}, {cores} cores, Python {sys.version.split()[0]}, torch {version('torch')}, "
+        f"kernels: {kernels.generation() or 'torch'}. "
         f"Load average at the start: {load} (of other work, if this began on its own)"
     )
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.processes import about
+from benchmarks.processes import about, at_least
+from privssl.algorithms.base import Algorithm
 from privssl.config import load
 from privssl.errors import UserError
 from privssl.evaluate import Oracle
@@ -41,8 +42,12 @@ def of_rounds(
     the very first."""
     prepared = prepare(load(path, overrides))
     if prepared.plan is not None:
-        raise UserError(f"{path}: agents with a privacy account work in one process. Leave it out")
+        raise UserError(
+            f"{path}: private rounds are timed by benchmarks.methods and by "
+            "benchmarks.batched_agents. Give a config without privacy"
+        )
     algorithm = prepared.algorithm
+    check_phase(path, algorithm, phase)
     found: list[Any] = []
     with closing(make_engine(prepared, Oracle(prepared.federation.true_labels))) as engine:
         world = World(engine, prepared.config.run.seed)
@@ -58,23 +63,36 @@ def of_rounds(
     return found[1:]
 
 
+def check_phase(path: Path, algorithm: Algorithm[Any], phase: str) -> None:
+    """Raises UserError where a config has no phase of that name. None is named by ``""``."""
+    names = [one.name for one in algorithm.phases()]
+    if phase and phase not in names:
+        raise UserError(f"{path}: there is no phase {phase}. Phases: {', '.join(names)}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0, or 2 where a config cannot be measured."""
-    parser = argparse.ArgumentParser(prog="benchmarks.rounds", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.rounds", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
     parser.add_argument("--vary", default="run.workers=1,2", metavar="KEY=VALUE,VALUE")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=at_least(1), default=6)
     parser.add_argument("--phase", default="")
     options = parser.parse_intermixed_args(arguments)
     overrides = [text for text in options.configs if "=" in text]
     key, _, values = options.vary.partition("=")
     varied = [f"{key}={value}" for value in values.split(",")]
+    configs = [text for text in options.configs if "=" not in text]
+    if not configs:
+        parser.error("which config? Give a YAML file, for example configs/semifl.yaml")
     torch.set_num_threads(1)
     keep_freed_memory()
     print(f"{about()}\nOne thread for each process.\n")
     print("| config | " + " | ".join(f"{one}, s" for one in varied) + " | times |")
     print("|---" * (len(varied) + 2) + "|")
-    for name in (text for text in options.configs if "=" not in text):
+    for name in configs:
         seen: dict[str, list[float]] = {one: [] for one in varied}
         try:
             for _ in range(PASSES):

@@ -7,8 +7,9 @@ Each config is run as it is, but with so many query agents of ``--rows`` rows ea
 pixels in a file beside the run. A cell is a run in a process of its own. Prints a Markdown table:
 
 * prepare: seconds from the config to agents with their rows; begin: to the first checkpoint,
-* round: seconds from one round's end to the next, and those of them that the processor worked for
-  it; medians, without the first. Other work on the machine shows in the former, less in the latter,
+* round: seconds from one round's end to the next, and those that a processor worked for the process
+  of the run (not for its workers, ``--workers``); medians, without the first. Other work on the
+  machine shows in the former, less in the latter,
 * import, peak: MB that the process held after its imports, and at most. Pages that worker
   processes share with it are in it; what they alone hold is not. Linux (/proc),
 * checkpoint: seconds and MB, after the last round.
@@ -31,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.processes import about
+from benchmarks.processes import about, at_least, numbers
 
 LABELLED, TESTED, CLASSES = 100, 200, 10
 CHUNK = 10_000  # rows that are made at once
@@ -152,20 +153,31 @@ def cell(options: argparse.Namespace, config: str, overrides: list[str], agents:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0, or the status of a cell that failed."""
-    parser = argparse.ArgumentParser(prog="benchmarks.scale", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.scale", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
-    parser.add_argument("--agents", default="10,100,1000,10000")
-    parser.add_argument("--rows", type=int, default=50, help="of each agent")
-    parser.add_argument("--side", type=int, default=8, help="pixels")
-    parser.add_argument("--sampled", type=int, default=10, help="agents in a round")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--agents", type=numbers, default=[10, 100, 1000, 10000])
+    parser.add_argument("--rows", type=at_least(1), default=50, help="of each agent")
+    parser.add_argument("--side", type=at_least(1), default=8, help="pixels")
+    parser.add_argument("--sampled", type=at_least(1), default=10, help="agents in a round")
+    parser.add_argument("--rounds", type=at_least(2), default=12)
+    parser.add_argument("--workers", type=at_least(1), default=1)
     parser.add_argument("--cell", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)
     overrides = [text for text in options.configs if "=" in text]
     configs = [text for text in options.configs if "=" not in text]
+    if not configs:
+        parser.error("which config? Give a YAML file, for example configs/semifl.yaml")
     if options.cell:
-        print(json.dumps(measure(configs[0], overrides, options.cell)))
+        from privssl.errors import UserError
+
+        try:
+            print(json.dumps(measure(configs[0], overrides, options.cell)))
+        except UserError as error:
+            print(error, file=sys.stderr)
+            return 2
         return 0
     print(
         f"{about()}\nOne thread for each process; {options.rows} rows of {options.side} x "
@@ -178,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print("|---" * 10 + "|")
     for config in configs:
-        for agents in map(int, options.agents.split(",")):
+        for agents in options.agents:
             try:
                 m = cell(options, config, overrides, agents)
             except subprocess.CalledProcessError as error:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import Told, about, carry_out, tell
+from benchmarks.processes import Told, about, at_least, carry_out, tell
 
 CONFIGS = (
     *("configs/fedssl.yaml", "configs/fedssl_dp.yaml", "configs/papers/fedssl_mnist_100_iid.yaml"),
@@ -103,11 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("words", nargs="*", metavar="CONFIG or KEY=VALUE")
-    parser.add_argument("--passes", type=int, default=3)
-    options = parser.parse_args(arguments)
+    parser.add_argument("--passes", type=at_least(1), default=3)
+    options = parser.parse_intermixed_args(arguments)
     overrides = [word for word in options.words if "=" in word]
     configs = [word for word in options.words if "=" not in word] or list(CONFIGS)
-    print(about())
+    print(f"{about()}\nOne thread for each process, unless OMP_NUM_THREADS says otherwise.")
     found: dict[str, list[dict[str, float]]] = {config: [] for config in configs}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(options.passes):

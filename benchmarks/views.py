@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from benchmarks.processes import about
+from benchmarks.processes import about, at_least
 from benchmarks.rounds import of_rounds
 from privssl.data.augment import Augmentation
 from privssl.data.rand_augment import RandAugment
@@ -61,16 +61,22 @@ def shares(path: Path, overrides: Sequence[str], rounds: int, phase: str) -> Any
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0, or 2 where a config cannot be measured."""
-    parser = argparse.ArgumentParser(prog="benchmarks.views", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.views", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("configs", nargs="+", help="files, and overrides of all of them")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--phase", default="")
     options = parser.parse_intermixed_args(arguments)
     overrides = [text for text in options.configs if "=" in text]
+    configs = [text for text in options.configs if "=" not in text]
+    if not configs:
+        parser.error("which config? Give a YAML file, for example configs/semifl.yaml")
     torch.set_num_threads(1)
     keep_freed_memory()
     print(f"{about()}\nOne thread.\n\n| config | a round, s | views, % |\n|---|---|---|")
-    for name in (text for text in options.configs if "=" not in text):
+    for name in configs:
         try:
             whole, views = shares(Path(name), overrides, options.rounds, options.phase)
         except UserError as error:

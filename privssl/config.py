@@ -96,6 +96,7 @@ def load(
     draft.check("", _privacy_problems(config, algorithms))
     draft.check("", _algorithm_problems(config, algorithms))
     draft.check("run.", _absence_problems(config, algorithms))
+    draft.check("run.", _together_problems(config))
     if draft.findings:
         raise ConfigError(report(path, draft.findings))
     run = dataclasses.replace(
@@ -114,7 +115,8 @@ def _precision(config: Config, algorithms: Mapping[str, type[Any]]) -> Precision
     """``auto`` as what it is here, so that the config of a run repeats it elsewhere."""
     if config.run.precision != "auto":
         return config.run.precision
-    if config.privacy is not None and not _is_census(config, algorithms):
+    private = config.privacy is not None and not _is_census(config, algorithms)
+    if private or config.run.batched_agents > 1:  # which is done in float32 alone
         return "float32"
     return faster(config.model.name, config.run.device)
 
@@ -253,6 +255,16 @@ def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> It
         )
     if config.run.quorum < 1 and not without.quorum:
         yield Problem("quorum", f"{name} needs the reply of every agent. Leave it out")
+
+
+def _together_problems(config: Config) -> Iterator[Problem]:
+    """What agents side by side cannot have. (What the device says to it, ``prepare`` looks at.)"""
+    if config.run.batched_agents > 1 and config.run.precision == "bfloat16":
+        yield Problem(
+            "batched_agents",
+            f"is {config.run.batched_agents}, but networks that multiply in bfloat16 are computed "
+            "one by one. Give 1, or run.precision: float32",
+        )
 
 
 def _warnings(config: Config) -> Iterator[str]:

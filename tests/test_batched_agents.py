@@ -914,8 +914,8 @@ def test_a_run_gets_the_engine_that_it_asks_for() -> None:
         (["run.batched_agents=4", "run.workers=2"],
          "4 agents in one stream work in one process, and workers is 2. Leave one of the two out"),
         (["run.batched_agents=4", "run.precision=bfloat16"],
-         "run.batched_agents is 4, but networks that multiply in bfloat16 are computed one by one "
-         "(run.precision). Give 1"),
+         "is 4, but networks that multiply in bfloat16 are computed one by one. "
+         "Give 1, or run.precision: float32"),
         (["run.batched_agents=4", "run.engine=flower"],
          "has no effect: with run.engine flower agents are sites"),
     ],

@@ -24,14 +24,18 @@ from torchvision import transforms
 from benchmarks import (
     against_flower_and_pfl,
     batched_agents,
+    evaluation,
     hot_loop,
     methods,
     plain_fixmatch,
     plain_loop,
     private_step,
     processes,
+    rounds,
+    scale,
     sites_memory,
     start,
+    views,
 )
 from benchmarks.cell import ours as cell_ours
 from benchmarks.cell import plain as cell_plain
@@ -41,6 +45,8 @@ from benchmarks.processes import Told, carry_out
 from privssl.config import load
 from privssl.prepare import prepare
 from privssl.settings import ModelSettings
+
+ROOT = Path(__file__).parents[1]
 
 SMALL = argparse.Namespace(
     data="digits", agents=2, rows=24, batch=10, epochs=2, rounds=2, augment="none", beside=0
@@ -56,8 +62,8 @@ FEW = argparse.Namespace(
     [
         b.main
         for b in (
-            *(against_flower_and_pfl, batched_agents, hot_loop, methods, plain_loop),
-            *(plain_fixmatch, private_step, sites_memory, start),
+            *(against_flower_and_pfl, batched_agents, evaluation, hot_loop, methods, plain_loop),
+            *(plain_fixmatch, private_step, rounds, scale, sites_memory, start, views),
         )
     ],
     ids=lambda main: main.__module__.partition(".")[2],
@@ -513,3 +519,58 @@ def _alive(process: int) -> bool:
     with contextlib.suppress(OSError):
         return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
     return False
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "words", "said"),
+    [
+        (rounds, ["configs/fedssl.yaml", "--rounds", "0"], "whole number from 1 is needed, not 0"),
+        (rounds, ["run.seed=1"], "which config?"),
+        (views, ["run.seed=1"], "which config?"),
+        (batched_agents, ["configs/semifl.yaml", "--at-once", "1,x"], "is needed, not x"),
+        (batched_agents, ["run.seed=1"], "which config?"),
+        (scale, ["configs/semifl.yaml", "--rounds", "1"], "from 2 is needed, not 1"),
+        (start, ["--passes", "0"], "from 1 is needed, not 0"),
+        (private_step, ["--width", "4"], "--width is of a --classifier"),
+        (against_flower_and_pfl, ["--only", "nobody"], "part of no competitor"),
+        (evaluation, ["resnet9"], "unrecognized arguments: resnet9"),
+    ],
+)
+def test_a_word_that_makes_no_sense_is_refused_before_anything_is_timed(
+    benchmark: Any, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("benchmark", [rounds, views, batched_agents])
+def test_a_phase_that_a_config_has_not_is_refused_with_those_that_it_has(
+    benchmark: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(ROOT / "configs" / "fedtrinet.yaml")
+    assert benchmark.main([config, "--rounds", "1", "--phase", "nosuch"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no phase nosuch. Phases: labels, three players" in said
+
+
+def test_a_config_that_does_not_fit_ends_the_cell_of_a_scale_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert scale.main(["configs/nope.yaml", "--agents", "10", "--rounds", "2"]) == 2
+    said = capfd.readouterr().err
+    assert "configs/nope.yaml" in said and "Traceback" not in said
+
+
+def test_benchmarks_of_starts_take_values_behind_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def launched(*words: str) -> Any:
+        asked.append(words)
+        return Told(0.0, ({"at": 3.0, "torch": 1.0, "imports": 1.5},), 100.0, (), 0, "")
+
+    monkeypatch.setattr(start, "launched", launched)
+    assert start.main(["a.yaml", "--passes", "1", "run.seed=1"]) == 0
+    [(config, output, override)] = asked
+    assert (config, override) == ("a.yaml", "run.seed=1") and output.startswith("run.output=")

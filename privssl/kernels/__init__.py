@@ -70,7 +70,13 @@ def torch_alone() -> Iterator[None]:
         _torch_alone.reset(before)
 
 
-_torch_alone = ContextVar("torch_alone", default=os.environ.get("PRIVSSL_KERNELS") == "torch")
+_asked = os.environ.get("PRIVSSL_KERNELS", "")
+_torch_alone = ContextVar("torch_alone", default=_asked == "torch")
+if _asked not in ("", "torch"):
+    log.warning(
+        "PRIVSSL_KERNELS is %r in the environment, and torch is all that it can be. Nothing "
+        "follows from it.", _asked,
+    )  # fmt: skip
 
 
 @cache

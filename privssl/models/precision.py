@@ -3,8 +3,9 @@
 Convolutions and linear layers of a narrow network read their rows and weights rounded to
 bfloat16 (8 bits of fraction) and add up in float32 (torch.autocast); weights, gradients of
 weights, optimisers, averages and everything outside of ``forward`` stay float32. On a CPU with
-AVX-512 BF16 or AMX a training step takes half to nine tenths of the time, depending on the
-network (docs/performance.md); on one without, several times as long.
+AVX-512 BF16 or AMX a training step takes from half the time to a little more than all of it:
+kernels of our own, which some networks have, are as fast in float32 (docs/performance.md). On a
+processor without, it takes several times as long.
 
 Runs under DP-SGD refuse it: their per-row gradients are clipped and noised in float32. A label
 census takes it: what it releases are counts.
