@@ -1,6 +1,10 @@
 """Before a private step, kernels of ours show that they clip, draw and add as a guarantee needs."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -87,3 +91,12 @@ def test_a_kernel_that_does_something_else_is_refused_with_what_to_do(
     with kernels.torch_alone():  # as that environment has it
         begin()
         make_plan(settings, rounds=1, rows_per_agent=10)
+
+
+@pytest.mark.parametrize(("asked", "said"), [("tourch", "'tourch'"), ("torch", ""), ("", "")])
+def test_a_word_for_the_kernels_that_means_nothing_is_told_of(asked: str, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import privssl.kernels"], capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parents[1], env={**os.environ, "PRIVSSL_KERNELS": asked},
+    )  # fmt: skip
+    assert (f"PRIVSSL_KERNELS is {said} in the environment" in done.stderr) == bool(said)
