@@ -35,7 +35,7 @@ from torch import Tensor
 
 from benchmarks import far_device
 from benchmarks.far_device import Asked
-from benchmarks.processes import about, at_least, numbers
+from benchmarks.processes import about, at_least, configs_of, numbers
 from benchmarks.rounds import check_phase
 from privssl.config import load
 from privssl.errors import UserError
@@ -155,10 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--phase", default="")
     parser.add_argument("--count", action="store_true", help="what a GPU would be asked for")
     options = parser.parse_intermixed_args(arguments)
-    overrides = [text for text in options.configs if "=" in text]
-    configs = [text for text in options.configs if "=" not in text]
-    if not configs:
-        parser.error("which config? Give a YAML file, for example configs/semifl.yaml")
+    configs, overrides = configs_of(parser, options.configs)
     torch.set_num_threads(1)
     try:
         device = far_device.begin() if options.count else None

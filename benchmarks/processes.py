@@ -128,6 +128,16 @@ def numbers(text: str) -> list[int]:
     return [at_least(1)(part) for part in text.split(",")]
 
 
+def configs_of(
+    parser: argparse.ArgumentParser, words: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Configs, one at least, and overrides of all of them, as they stand among each other."""
+    configs = [word for word in words if "=" not in word]
+    if not configs:
+        parser.error("which config? Give a YAML file, for example configs/semifl.yaml")
+    return configs, [word for word in words if "=" in word]
+
+
 def beside_option(parser: argparse.ArgumentParser) -> None:
     """What ``other_work`` is given."""
     parser.add_argument(

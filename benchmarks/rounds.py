@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.processes import about, at_least
+from benchmarks.processes import about, at_least, configs_of
 from privssl.algorithms.base import Algorithm
 from privssl.config import load
 from privssl.errors import UserError
@@ -81,12 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=at_least(1), default=6)
     parser.add_argument("--phase", default="")
     options = parser.parse_intermixed_args(arguments)
-    overrides = [text for text in options.configs if "=" in text]
+    configs, overrides = configs_of(parser, options.configs)
     key, _, values = options.vary.partition("=")
     varied = [f"{key}={value}" for value in values.split(",")]
-    configs = [text for text in options.configs if "=" not in text]
-    if not configs:
-        parser.error("which config? Give a YAML file, for example configs/semifl.yaml")
     torch.set_num_threads(1)
     keep_freed_memory()
     print(f"{about()}\nOne thread for each process.\n")

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.processes import about, at_least, numbers
+from benchmarks.processes import about, at_least, configs_of, numbers
 
 LABELLED, TESTED, CLASSES = 100, 200, 10
 CHUNK = 10_000  # rows that are made at once
@@ -166,10 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=at_least(1), default=1)
     parser.add_argument("--cell", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)
-    overrides = [text for text in options.configs if "=" in text]
-    configs = [text for text in options.configs if "=" not in text]
-    if not configs:
-        parser.error("which config? Give a YAML file, for example configs/semifl.yaml")
+    configs, overrides = configs_of(parser, options.configs)
     if options.cell:
         from privssl.errors import UserError
 

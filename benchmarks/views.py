@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from benchmarks.processes import about, at_least
+from benchmarks.processes import about, at_least, configs_of
 from benchmarks.rounds import of_rounds
 from privssl.data.augment import Augmentation
 from privssl.data.rand_augment import RandAugment
@@ -69,10 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--phase", default="")
     options = parser.parse_intermixed_args(arguments)
-    overrides = [text for text in options.configs if "=" in text]
-    configs = [text for text in options.configs if "=" not in text]
-    if not configs:
-        parser.error("which config? Give a YAML file, for example configs/semifl.yaml")
+    configs, overrides = configs_of(parser, options.configs)
     torch.set_num_threads(1)
     keep_freed_memory()
     print(f"{about()}\nOne thread.\n\n| config | a round, s | views, % |\n|---|---|---|")

@@ -96,7 +96,8 @@ def test_a_kernel_that_does_something_else_is_refused_with_what_to_do(
 @pytest.mark.parametrize(("asked", "said"), [("tourch", "'tourch'"), ("torch", ""), ("", "")])
 def test_a_word_for_the_kernels_that_means_nothing_is_told_of(asked: str, said: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "import privssl.kernels"], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", "import privssl.kernels"],
+        capture_output=True, text=True, check=True,
         cwd=Path(__file__).parents[1], env={**os.environ, "PRIVSSL_KERNELS": asked},
     )  # fmt: skip
     assert (f"PRIVSSL_KERNELS is {said} in the environment" in done.stderr) == bool(said)
