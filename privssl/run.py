@@ -171,23 +171,17 @@ class Run:
         begun = time.perf_counter()
         self._world.begin(now)
         state = self._algorithm.round(self._kept.state, self._world)
-        # What is asked for once in a run is safe before Ctrl-C is heard.
-        with done_whole() if now.saved else nullcontext():
-            self._end(now, state, begun, last=last)
-
-    def _end(self, now: Round, state: Any, begun: float, *, last: bool) -> None:
-        """What follows a round: it is measured, told of, kept, and sometimes saved."""
-        values = self._measure(state, now, last)
-        seconds = time.perf_counter() - begun
-        self._tell(now, state, {**values, "time/round_s": seconds}, last)
-        saves = last or now.number % self._config.run.checkpoint_every == 0 or now.saved
-        progress = self._after(now, values, seconds, saves)
-        # The round counts from here, after it was told of: a line too many is cut off when the
-        # run goes on, and a line that is missing would be missing for ever.
-        self._kept = Kept(self._shelf.put_parts(state), self._engine.memories(), progress)
-        self._durations.append(seconds)
-        if saves:
-            self.save()
+        with done_whole() if now.saved else nullcontext():  # what is asked for once is kept first
+            values = self._measure(state, now, last)
+            seconds = time.perf_counter() - begun
+            self._tell(now, state, {**values, "time/round_s": seconds}, last)
+            saves = last or now.number % self._config.run.checkpoint_every == 0 or now.saved
+            progress = self._after(now, values, seconds, saves)
+            # It counts from here, once told of: a line too many is cut off, one missed is missing.
+            self._kept = Kept(self._shelf.put_parts(state), self._engine.memories(), progress)
+            self._durations.append(seconds)
+            if saves:
+                self.save()
 
     def _tell(self, now: Round, state: Any, values: Mapping[str, float], last: bool) -> None:
         total = rounds_of(self._algorithm)

@@ -153,7 +153,7 @@ def test_rounds_are_timed_for_each_number_of_workers(capsys: pytest.CaptureFixtu
     assert name == "fedssl" and one > 0 and two > 0 and times > 0
     private = str(CONFIG.with_name("fedssl_dp.yaml"))
     assert rounds.main([private]) == 2
-    assert "work in one process" in capsys.readouterr().err
+    assert "Give a config without privacy" in capsys.readouterr().err
 
 
 def test_any_setting_can_be_varied_and_the_ratio_is_of_the_first_to_the_last(

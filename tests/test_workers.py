@@ -469,7 +469,7 @@ def test_workers_that_ended_between_visits_are_replaced_and_no_visit_is_blamed(
         assert soon(lambda: all_ended(there))
         replies = ask(there, STEPS.where)
     assert [reply.said.text for reply in replies] == [agent.id for agent in parties]
-    said = "A worker process was ended by SIGKILL between visits, and is replaced."
+    said = "A worker process was ended by SIGKILL between visits."
     assert [record.getMessage() for record in caplog.records] == [said] * 4
 
 
@@ -485,7 +485,7 @@ def test_workers_that_end_before_they_do_anything_end_the_delivery() -> None:
     with engine(kind=Short) as there, pytest.raises(WorkerError) as error:
         ask(there, STEPS.where)
     assert str(error.value) == (
-        "6 worker processes ended before they got anything to do: the last ended with status 0. "
+        "6 worker processes ended before they had a call: the last ended with status 0. "
         "Set run.workers=1, so that all agents work in one process"
     )
 

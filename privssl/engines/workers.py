@@ -64,7 +64,7 @@ from privssl.messages import Message, Reply, check, joined, parts_of
 from privssl.shelf import Shelf
 
 TRIES = 2  # workers that a call may end before the run stops
-UNUSED = 3  # workers for each place that may end in a delivery before they got a call
+UNUSED = 3  # workers for each place that may end in a delivery before they had a call
 
 log = logging.getLogger("privssl")
 
@@ -115,8 +115,7 @@ class _Delivery:
     lanes: deque[deque[int]]  # for workers: an agent's calls, in order; the longest agent first
     letter: dict[str, Any] | None = None  # where the tensors lie of the message all calls share
     running: dict[Connection, tuple[Worker, deque[int]]] = field(default_factory=dict)
-    deaths: Counter[int] = field(default_factory=Counter)  # of workers, by the call they had
-    unused: int = 0  # workers that had ended before they got a call
+    deaths: Counter[int | None] = field(default_factory=Counter)  # of workers, by their call
     replies: dict[int, Reply[Any]] = field(default_factory=dict)
     seen: dict[int, list[Tensor]] = field(default_factory=dict)  # what the meter is to be told
     failed: dict[int, Exception] = field(default_factory=dict)
@@ -269,13 +268,13 @@ class WorkerEngine(LocalEngine):
         try:
             worker.pipe.send_bytes(json.dumps(order).encode())
         except OSError:
-            self._replace(worker, lane, now)
+            self._bury(worker, lane, now, had_it=False)
 
     def _receive(self, worker: Worker, lane: deque[int], now: _Delivery) -> None:
         try:
             answer = json.loads(worker.pipe.recv_bytes())
         except (EOFError, OSError):
-            return self._bury(worker, lane, now)
+            return self._bury(worker, lane, now, had_it=True)
         place = lane.popleft()
         try:
             now.replies[place], now.seen[place] = self._taken(now.calls[place], worker, answer)
@@ -326,36 +325,23 @@ class WorkerEngine(LocalEngine):
         self._workers = [None if other is worker else other for other in self._workers]
         return worker.end()
 
-    def _replace(self, worker: Worker, lane: deque[int], now: _Delivery) -> None:
-        """A worker had ended before it got a call: it says nothing about the visit."""
-        how = self._dismiss(worker)
-        del now.running[worker.pipe]
-        now.unused += 1
-        if now.unused < UNUSED * len(self._workers):
-            log.warning("A worker process %s between visits, and is replaced.", how)
-            now.lanes.appendleft(lane)
-        else:
-            now.failed[lane[0]] = WorkerError(
-                f"{now.unused} worker processes ended before they got anything to do: the last "
-                f"{how}. Set run.workers=1, so that all agents work in one process"
-            )
-        self._fill_places()
-
-    def _bury(self, worker: Worker, lane: deque[int], now: _Delivery) -> None:
-        """A worker has ended in the middle of a visit, which somebody else has to do."""
+    def _bury(self, worker: Worker, lane: deque[int], now: _Delivery, *, had_it: bool) -> None:
+        """A worker has ended, in a visit or before it had the call: somebody else has to do it."""
         how, place = self._dismiss(worker), lane[0]
         del now.running[worker.pipe]
-        now.deaths[place] += 1
         visit = f"{now.calls[place].step.__name__} of {now.calls[place].to.id}"
-        if now.deaths[place] < TRIES:
-            log.warning("A worker process %s during %s, which is done again.", how, visit)
+        what, most = (place, TRIES) if had_it else (None, UNUSED * len(self._workers))
+        now.deaths[what] += 1
+        if now.deaths[what] < most:
+            when = f"during {visit}, which is done again" if had_it else "between visits"
+            log.warning("A worker process %s %s.", how, when)
             now.lanes.appendleft(lane)
         else:
+            ended = f"in turn did not survive {visit}" if had_it else "ended before they had a call"
             killed = "SIGKILL is how the system takes memory back. " if "SIGKILL" in how else ""
             now.failed[place] = WorkerError(
-                f"{TRIES} worker processes in turn did not survive {visit}: the last {how}. "
-                f"{killed}Set run.workers=1, so that all agents work in one process"
-                f"{', or give the run more memory' if killed else ''}"
+                f"{most} worker processes {ended}: the last {how}. {killed}Set run.workers=1, so "
+                f"that all agents work in one process{killed and ', or give the run more memory'}"
             )
         self._fill_places()
 
