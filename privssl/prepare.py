@@ -202,6 +202,6 @@ def _check_side_by_side(run: RunSettings, device: torch.device) -> None:
         )
     if run.workers != "auto" and run.workers > 1 and reason is not None:
         raise ConfigError(f"run.workers is {run.workers}, but {reason}. Give 1, or auto")
-    reason = batched.why_not(device, run.precision)
+    reason = batched.why_not(device)
     if run.batched_agents > 1 and reason is not None:
         raise ConfigError(f"run.batched_agents is {run.batched_agents}, but {reason}. Give 1")

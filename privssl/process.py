@@ -166,7 +166,8 @@ _whole = _Whole()
 def done_whole() -> Iterator[None]:
     """Inside, the KeyboardInterrupt of ``stopped_by`` waits for the end. In the main thread.
 
-    For code of others that takes locks: left in the middle, it may never let go of them.
+    For code of others that takes locks, which left in the middle may never let go of them, and for
+    what can be had once and is lost if it is not kept.
     """
     _whole.depth += 1
     try:

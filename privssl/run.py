@@ -151,7 +151,8 @@ class Run:
         rounds = planned_rounds(self._algorithm.phases())
         try:
             for now in rounds[self._kept.progress.round :]:
-                self._one_round(now, last=now is rounds[-1])
+                with done_whole() if now.saved else nullcontext():  # its answers are given once
+                    self._one_round(now, last=now is rounds[-1])
             state = self._algorithm.finish(self._kept.state, self._world)
             self._kept = dataclasses.replace(self._kept, state=state)
         except KeyboardInterrupt:
@@ -160,10 +161,8 @@ class Run:
             return "interrupted"
         except (WorkerError, SiteError) as error:
             self.save()
-            done = self._kept.progress.round
-            raise type(error)(
-                f"{error}. The checkpoint is of round {done}: go on with --resume {self._folder}"
-            ) from error
+            of = f"The checkpoint is of round {self._kept.progress.round}"
+            raise type(error)(f"{error}. {of}: go on with --resume {self._folder}") from error
         private = self._prepared.plan is not None  # others are silent for reasons of their own
         return "budget_exhausted" if private and self._kept.progress.refused else "finished"
 
@@ -171,17 +170,17 @@ class Run:
         begun = time.perf_counter()
         self._world.begin(now)
         state = self._algorithm.round(self._kept.state, self._world)
-        with done_whole() if now.saved else nullcontext():  # what is asked for once is kept first
-            values = self._measure(state, now, last)
-            seconds = time.perf_counter() - begun
-            self._tell(now, state, {**values, "time/round_s": seconds}, last)
-            saves = last or now.number % self._config.run.checkpoint_every == 0 or now.saved
-            progress = self._after(now, values, seconds, saves)
-            # It counts from here, once told of: a line too many is cut off, one missed is missing.
-            self._kept = Kept(self._shelf.put_parts(state), self._engine.memories(), progress)
-            self._durations.append(seconds)
-            if saves:
-                self.save()
+        values = self._measure(state, now, last)
+        seconds = time.perf_counter() - begun
+        self._tell(now, state, {**values, "time/round_s": seconds}, last)
+        saves = last or now.number % self._config.run.checkpoint_every == 0 or now.saved
+        progress = self._after(now, values, seconds, saves)
+        # The round counts from here, after it was told of: a line too many is cut off when the
+        # run goes on, and a line that is missing would be missing for ever.
+        self._kept = Kept(self._shelf.put_parts(state), self._engine.memories(), progress)
+        self._durations.append(seconds)
+        if saves:
+            self.save()
 
     def _tell(self, now: Round, state: Any, values: Mapping[str, float], last: bool) -> None:
         total = rounds_of(self._algorithm)

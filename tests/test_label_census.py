@@ -1,6 +1,7 @@
 """The label census: losses, k-means over parties, votes, and who is asked what."""
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -482,7 +483,7 @@ def test_the_answers_are_saved_at_once_because_they_cannot_be_asked_for_again() 
     assert not any(now.saved for now in others)
 
 
-def test_nothing_that_can_fail_lies_between_the_answers_and_their_checkpoint() -> None:
+def test_no_pass_over_query_agents_lies_between_the_answers_and_their_checkpoint() -> None:
     after = play(make("label_census", **FEW), federation(labelled=40), engine=Overheard)
     assert isinstance(after.engine, Overheard)
     calls = [call for call, _ in after.engine.heard]
@@ -492,19 +493,30 @@ def test_nothing_that_can_fail_lies_between_the_answers_and_their_checkpoint() -
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["done whole", "control"])
-def test_ctrl_c_after_the_answers_waits_for_their_checkpoint(
-    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["between two answers", "after them"])
+def test_ctrl_c_in_the_round_of_the_answers_waits_for_their_checkpoint(
+    whole: bool, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not whole:
         monkeypatch.setattr("privssl.run.done_whole", contextlib.nullcontext)
-    real, left = Run._measure, [signal.SIGINT]
+    left = [signal.SIGINT]
+    answer, measure = LabelCensus.answer, Run._measure
 
-    def pressed(self: Run, state: Any, now: Round, last: bool) -> dict[str, float]:
+    @functools.wraps(answer)
+    def pressed_before(self: LabelCensus, agent: Any, msg: Any, ctx: Any) -> Any:
+        if agent.id == "s1" and left:
+            signal.raise_signal(left.pop())
+        return answer(self, agent, msg, ctx)
+
+    def pressed_after(self: Run, state: Any, now: Round, last: bool) -> dict[str, float]:
         if now.phase == "census" and left:
             signal.raise_signal(left.pop())
-        return real(self, state, now, last)
+        return measure(self, state, now, last)
 
-    monkeypatch.setattr(Run, "_measure", pressed)
+    if moment == "after them":
+        monkeypatch.setattr(Run, "_measure", pressed_after)
+    else:
+        monkeypatch.setattr(LabelCensus, "answer", pressed_before)
     settings = ["cluster_rounds=3", "vote_rounds=1", "self_training_rounds=1", "local_steps=1"]
     config = Path(__file__).parents[1] / "configs" / "label_census.yaml"
     changes = [f"algorithm.{setting}" for setting in settings]

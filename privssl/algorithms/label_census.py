@@ -209,8 +209,8 @@ class LabelCensus(MapsRows):
         return self._training_round(state, world)
 
     def _census_round(self, state: State, world: World) -> State:
-        # First, because an answer is given once: nothing that can fail may lie between it and the
-        # checkpoint that keeps it.
+        # First, because an answer is given once, and all this can fail: it may not lie between the
+        # answers and the checkpoint that keeps them.
         world.ask_each(world.query, self.find_clusters, map_of(state))
         asked = () if self.plan is not None and not self.plan.visits else world.support
         answers = said(world.ask_each(asked, self.answer, map_of(state)))

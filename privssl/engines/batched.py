@@ -52,14 +52,12 @@ from privssl.stacked import (
 from privssl.together import Computation, Question, answering
 
 
-def why_not(device: torch.device, precision: str) -> str | None:
+def why_not(device: torch.device) -> str | None:
     """Why agents cannot train side by side, as half a sentence; None: they can.
 
-    >>> why_not(torch.device("cpu"), "bfloat16")
-    'networks that multiply in bfloat16 are computed one by one (run.precision)'
+    >>> why_not(torch.device("mps"))
+    'the device is mps, and this is for cuda (or cpu, where it is slower)'
     """
-    if precision != "float32":
-        return f"networks that multiply in {precision} are computed one by one (run.precision)"
     if device.type not in ("cpu", "cuda"):
         return f"the device is {device}, and this is for cuda (or cpu, where it is slower)"
     return None
