@@ -36,7 +36,8 @@ class Seat(enum.Enum):
 @dataclass(frozen=True, eq=False)
 class LabelledRows:
     """Rows with labels. x (N, channels, height, width) uint8 in 0..255 or float32 in [0, 1];
-    y (N,) int64 class numbers; ids (N,) int64 row numbers in the training set."""
+    y (N,) int64 class numbers; ids (N,) int64 row numbers in the training set, at a site in
+    its own files."""
 
     x: Tensor
     y: Tensor

@@ -4,10 +4,12 @@ What is drawn for a row (its view, a class to mix in) depends on nothing but whi
 step: never on which other rows are in the batch, or one row's being there would show in the
 gradients of all others, and sampling would amplify nothing. Draws are made for fixed blocks of row
 numbers, and a batch takes its rows from them. With private counts a row more would move the numbers
-of all after it: there a block is one row, named by its own id.
+of all after it (and the ids of a site's rows, which are their places in its file): there a block is
+one row, named by what it holds.
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping
 
 import torch
@@ -77,7 +79,7 @@ class _Drawn:
         """All rows of a block with their draws: (rows, views, ...)."""
         first, rows = number * self._size, self._rows
         members = torch.arange(first, min(first + self._size, len(rows)))
-        name = number if self._counts_public else int(rows.ids[number])
+        name = number if self._counts_public else _content(rows, number)
         here = dataclasses.replace(
             self._ctx, visit_key=f"{self._ctx.visit_key}#{self._step}/{name}"
         )
@@ -85,3 +87,9 @@ class _Drawn:
         fields = self._draw(rows.x[repeated], rows.y[repeated], here)
         shape = (len(members), self._views)
         return {name: torch.unflatten(value, 0, shape) for name, value in fields.items()}
+
+
+def _content(rows: LabelledRows, number: int) -> str:
+    """A name of one row that follows from the row alone: equal rows have the same."""
+    x, y = rows.x[number].cpu().contiguous(), int(rows.y[number])
+    return hashlib.sha256(x.numpy().tobytes() + b"%d" % y).hexdigest()

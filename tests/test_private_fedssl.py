@@ -449,7 +449,10 @@ def test_run_seed_reaches_neither_masks_nor_noise(
 def _fields_of_one_step(
     configured: Callable[..., Config], folder: Path, counts: str, hold: slice
 ) -> dict[int, dict[str, Tensor]]:
-    """What the loss of each row is given in the first step of s0's visit: row id -> fields."""
+    """What the loss of each row is given in the first step of s0's visit: row id -> fields.
+
+    The agent's ids are places among the rows it holds, as at a site whose rows are of a file.
+    """
     prepared = prepare(
         configured("privacy.sample_rate=1.0", "privacy.steps=1", "privacy.views=2",
                    f"privacy.record_counts={counts}")
@@ -458,12 +461,13 @@ def _fields_of_one_step(
 
     def look(self: Any, rows: int, fields_of: Any, row_loss: Any, **_: int) -> None:
         fields = fields_of(torch.arange(rows), 0)
-        for place, number in enumerate(agent.labelled.ids.tolist()):
+        for place, number in enumerate(ids):
             seen[number] = {name: value[place] for name, value in fields.items()}
 
     [agent, *_] = prepared.labelled_agents
     rows = agent.labelled
-    agent.held_labelled = LabelledRows(rows.x[hold], rows.y[hold], rows.ids[hold])
+    ids = rows.ids[hold].tolist()
+    agent.held_labelled = LabelledRows(rows.x[hold], rows.y[hold], torch.arange(len(ids)))
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch, accounts(prepared, folder):
         patch.setattr(PrivateTraining, "run", look)
