@@ -13,6 +13,7 @@ import importlib.util
 import math
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from accounting.errors import AccountingError, PlanError
@@ -106,7 +107,7 @@ def pld_bracket(events: Iterable[Event], delta: float, interval: float = _INTERV
     """
     _check_numeric_delta(delta)
     _need_library()
-    counted = _counted(events)
+    counted = tuple(_counted(events).items())
     if not counted:
         return Bracket(0.0, 0.0)
     bounds = [_compose(counted, pessimistic, interval, delta) for pessimistic in (False, True)]
@@ -166,14 +167,15 @@ def dp_event_source(events: Iterable[Event], delta: float) -> str:
     )
 
 
+@lru_cache(maxsize=128)  # agents often spend the same, and a card asks before its audit does
 def _compose(
-    counted: Counter[SampledGaussian | PureEpsilon],
+    counted: tuple[tuple[SampledGaussian | PureEpsilon, int], ...],
     pessimistic: bool,
     interval: float,
     delta: float,
 ) -> float:
     total: Any = None
-    for leaf, count in counted.items():
+    for leaf, count in counted:
         match leaf:
             case SampledGaussian(_, _, repeats):
                 loss = _gaussian_loss(leaf, pessimistic, interval)

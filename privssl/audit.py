@@ -8,15 +8,18 @@ installed) and holds the result against the budget and against ``privacy.json``:
 
     0  consistent        1  violated       2  the user's mistake
     3  inconclusive      4  there is no guarantee to check
+    130  interrupted: a run is only read, so nothing is lost
 """
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,12 +28,12 @@ from rich.table import Table
 from accounting.budget import rounded_up
 from accounting.errors import AccountingError
 from accounting.verify import dp_event_source
-from privssl import config as configs
-from privssl.attack import AttackReport, attack
-from privssl.card import attack_bounds, guarantee_sentence
-from privssl.claim_check import AgentReport, Findings, check, events_of
 from privssl.errors import UserError
-from privssl.mechanism_attack import MechanismAttack
+from privssl.process import INTERRUPTED, in_one_thread, stopped_by, without_collections
+
+if TYPE_CHECKING:
+    from privssl.attack import AttackReport
+    from privssl.claim_check import AgentReport, Findings
 
 
 class Verdict(IntEnum):
@@ -49,10 +52,10 @@ class Report:
     run: str
     verdict: Verdict
     claim: str
-    agents: list[AgentReport]
+    agents: "list[AgentReport]"
     problems: list[str]
     notes: list[str]
-    attack: AttackReport | None = None
+    attack: "AttackReport | None" = None
 
 
 def audit(run: Path, *, empirical: bool = False) -> Report:
@@ -63,6 +66,10 @@ def audit(run: Path, *, empirical: bool = False) -> Report:
         LedgerError: a ledger file cannot be read.
         ConfigError: with ``empirical``: its config.yaml is damaged.
     """
+    from privssl import config as configs
+    from privssl.card import guarantee_sentence
+    from privssl.claim_check import check
+
     found = check(run)
     claim = "no claim was written" if found.card is None else found.card["sentence"]
     if found.card is None and not found.agents:
@@ -71,6 +78,8 @@ def audit(run: Path, *, empirical: bool = False) -> Report:
     sound = not found.problems and not any(agent.problems for agent in found.agents)
     if empirical and found.card is not None and found.journals:
         if sound:
+            from privssl.attack import attack
+
             report.attack = attack(configs.load(run / "config.yaml"), found.card, found.journals)
             report.problems += report.attack.problems
         else:
@@ -97,14 +106,27 @@ def main(argv: Sequence[str]) -> int:
         help="print a Python program that recomputes epsilon with dp-accounting alone",
     )  # fmt: skip
     options = parser.parse_args(argv)
-    try:
-        if options.dp_event:
-            print("\n".join(_dp_events(check(options.run))) or f"# {guarantee_sentence(None)}")
-            return 0
-        report = audit(options.run, empirical=options.empirical)
-    except (UserError, AccountingError) as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    with stopped_by(signal.SIGINT, signal.SIGTERM):
+        try:
+            return _audit(options)
+        except (UserError, AccountingError) as error:
+            print(error, file=sys.stderr)
+            return error.exit_status
+        except KeyboardInterrupt:
+            print("Interrupted; nothing was changed. There is no verdict.", file=sys.stderr)
+            return INTERRUPTED
+
+
+def _audit(options: argparse.Namespace) -> int:
+    with without_collections():  # here, so that --help and a typo in the command need no second
+        from privssl.card import guarantee_sentence
+        from privssl.claim_check import check
+
+    in_one_thread()
+    if options.dp_event:
+        print("\n".join(_dp_events(check(options.run))) or f"# {guarantee_sentence(None)}")
+        return 0
+    report = audit(options.run, empirical=options.empirical)
     if options.json:
         print(json.dumps(asdict(report) | {"verdict": report.verdict.name.lower()}, indent=2))
     else:
@@ -112,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
     return int(report.verdict)
 
 
-def _verdict(found: Findings, report: Report) -> Verdict:
+def _verdict(found: "Findings", report: Report) -> Verdict:
     if report.problems or any(agent.problems for agent in found.agents):
         return Verdict.VIOLATED
     if found.card is None:
@@ -127,7 +149,9 @@ def _verdict(found: Findings, report: Report) -> Verdict:
     return Verdict.CONSISTENT
 
 
-def _dp_events(found: Findings) -> Iterator[str]:
+def _dp_events(found: "Findings") -> Iterator[str]:
+    from privssl.claim_check import events_of
+
     for name, journal in found.journals.items():
         if journal.plans:
             yield f"# agent {name}, ledger ending in {journal.head}"
@@ -178,8 +202,11 @@ def _ledger_table(report: Report) -> Table:
     return table
 
 
-def _attack_table(attack: AttackReport) -> Table:
+def _attack_table(attack: "AttackReport") -> Table:
     """What each attack saw, what it could have seen at most, and what the claim allows."""
+    from privssl.card import attack_bounds
+    from privssl.mechanism_attack import MechanismAttack
+
     kind = "epsilon" if attack.sound else "NOMINAL epsilon"
     table = Table(title=f"attacks on the plan of {escape(attack.agent)}: {kind} "
                   f"{rounded_up(attack.epsilon)} at delta {attack.delta:g}")  # fmt: skip

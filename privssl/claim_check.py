@@ -8,9 +8,8 @@ remember is in ``run_traces.py``.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ _MAX_CARD_BYTES = 1 << 24
 _RUN_FILES = ("results.json", "config.yaml", "metrics.csv")
 
 Card = dict[str, Any]
-Bracketing = Callable[[tuple[Event, ...], float], tuple[float, float]]
 
 
 @dataclass
@@ -91,11 +89,9 @@ def check(run: Path) -> Findings:
     known = {
         path.stem: _as_known(path, journals[path.stem], entries.get(path.stem)) for path in paths
     }
-    ended, bracket = run_traces.has_ended(run), _bracketing()
+    ended = run_traces.has_ended(run)
     agents = [
-        _check_agent(
-            name, journals.get(name), known.get(name), entries.get(name), card, ended, bracket
-        )
+        _check_agent(name, journals.get(name), known.get(name), entries.get(name), card, ended)
         for name in sorted(set(journals) | set(entries))
     ]
     if card is not None:
@@ -154,11 +150,6 @@ def _as_known(path: Path, journal: Journal, entry: Card | None) -> Journal:
     return journal_until(path, entry["ledger_head"])
 
 
-def _bracketing() -> Bracketing:
-    """PLD bounds, each computed once: agents often spend the same."""
-    return lru_cache(maxsize=64)(lambda events, delta: verify.pld_bracket(events, delta))
-
-
 def _read_card(run: Path) -> Card | None:
     """privacy.json with the shape that this module relies on; None when there is none."""
     path = run / "privacy.json"
@@ -214,7 +205,6 @@ def _check_agent(
     entry: Card | None,
     card: Card | None,
     ended: bool,
-    bracket: Bracketing,
 ) -> AgentReport:
     """Hold one ledger against itself, its budget, a second library, and the card.
 
@@ -244,7 +234,7 @@ def _check_agent(
     report.method = "exact" if simple and full else "RDP"
     if simple and then.plan.delta_of(then.cost) == 0:
         report.method = "sum"
-    _check_second_library(report, then, bracket)
+    _check_second_library(report, then)
     if card is not None:
         report.problems += _claim_problems(report, then, entry, card)
     return report
@@ -266,7 +256,7 @@ def _check_what_followed(report: AgentReport, journal: Journal, then: Journal, e
         report.notes.append(f"{text}. Resume the run: it writes a new card")
 
 
-def _check_second_library(report: AgentReport, journal: Journal, bracket: Bracketing) -> None:
+def _check_second_library(report: AgentReport, journal: Journal) -> None:
     """Recompute with dp-accounting: equal on integer orders, and a certified bracket."""
     if not verify.available() or (report.recomputed or 0.0) > BRACKET_LIMIT:
         return
@@ -276,7 +266,7 @@ def _check_second_library(report: AgentReport, journal: Journal, bracket: Bracke
     if theirs is not None and abs(ours - theirs) > _TOLERANCE * max(1.0, theirs):
         report.problems.append(f"RDP is {ours:.6f} by Opacus but {theirs:.6f} by dp-accounting")
     try:
-        report.pld_lower, report.pld_upper = bracket(tuple(counted), delta)
+        report.pld_lower, report.pld_upper = verify.pld_bracket(counted, delta)
     except AccountingError as error:
         report.notes.append(str(error))
 

@@ -7,6 +7,7 @@ out. Each way of lying is a control: the honest run passes the same audit.
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import tree
 
 from accounting import verify
 from accounting.accountants import epsilon, rdp_epsilon
 from accounting.budget import Budget, Guarantee, rounded_up
 from accounting.events import Composed, Event, PureEpsilon, SampledGaussian, Unprotected
 from accounting.ledger import Account, AccountPlan, read_journal
+from privssl import claim_check
 from privssl.audit import main
 from privssl.card import (
     AgentSpend,
@@ -405,6 +408,19 @@ def test_a_second_library_that_disagrees_is_violated(
     shown = capsys.readouterr().out
     assert "by dp-accounting" in shown
     assert "certified lower bound" in shown
+
+
+def test_ctrl_c_ends_an_audit_without_a_verdict_or_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, {"s0": 3})
+    before = tree(tmp_path)
+    monkeypatch.setattr(claim_check, "check", lambda _: signal.raise_signal(signal.SIGINT))
+    assert main([str(tmp_path)]) == 130
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "Interrupted; nothing was changed. There is no verdict.\n"
+    assert tree(tmp_path) == before
 
 
 def test_the_published_scheme_has_no_guarantee_to_check(

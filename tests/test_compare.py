@@ -29,6 +29,7 @@ from privssl import (
     comparison,
     comparison_plan,
     comparison_plot,
+    comparison_runs,
     pictures,
     run_folder,
 )
@@ -621,7 +622,7 @@ def test_the_screen_shows_the_results_and_where_the_table_is(shown: Outcome, who
 
 
 def test_time_left_is_each_configs_rounds_times_what_its_rounds_took() -> None:
-    pace = compare.Pace({"slow": 10, "fast": 10})
+    pace = comparison_runs.Pace({"slow": 10, "fast": 10})
     assert pace.left() is None
 
     pace.done("slow", 6.0)

@@ -1,10 +1,11 @@
 """What a process does not load: torch's compiler, torchvision, Opacus without privacy, other
-algorithms.
+algorithms, and torch before a command is known to be right; and that commands use one thread.
 
 The first three take as long to import as torch itself and lie in memory once for each worker.
 """
 
 import copy
+import importlib
 import platform
 import subprocess
 import sys
@@ -66,6 +67,46 @@ def test_reading_a_config_without_privacy_loads_neither_opacus_nor_what_draws() 
     slow = ("opacus", "scipy", "sklearn", "torchvision", "matplotlib", "tensorboard", COMPILER)
     assert not loaded(PREPARED, *slow)
     assert "opacus" in loaded(plan, *slow)  # a private one does
+
+
+COMMANDS = ("privssl.train", "privssl.compare", "privssl.audit", "privssl.site.__main__")
+ASKED = """
+from {module} import main
+try:
+    main([{argument!r}])
+except SystemExit:
+    pass
+import sys; sys.stdout = sys.__stdout__
+"""
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+@pytest.mark.parametrize("argument", ["--help", "--no-such-option"])
+def test_a_command_is_explained_before_torch_is_loaded(module: str, argument: str) -> None:
+    asked = "import io, sys; sys.stdout = io.StringIO()" + ASKED.format(**vars())
+    assert not loaded(asked, "torch")
+
+
+@pytest.mark.parametrize("module", ["train", "compare", "audit"])
+def test_a_command_computes_in_one_thread_unless_told_otherwise(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads that spin for each other beside other work take three times as long as one."""
+    main = importlib.import_module(f"privssl.{module}").main
+    arguments = [str(tmp_path)] if module == "audit" else [str(CONFIG), "--dry-run"]
+
+    def threads_after() -> int:
+        torch.set_num_threads(2)
+        try:
+            main(arguments)
+            return torch.get_num_threads()
+        finally:
+            torch.set_num_threads(1)
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads_after() == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert threads_after() == 2
 
 
 LOOKED_FOR = """
