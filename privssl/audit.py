@@ -67,23 +67,29 @@ def audit(run: Path, *, empirical: bool = False) -> Report:
         ConfigError: with ``empirical``: its config.yaml is damaged.
     """
     from privssl import config as configs
-    from privssl.card import guarantee_sentence
     from privssl.claim_check import check
 
     found = check(run)
-    claim = "no claim was written" if found.card is None else found.card["sentence"]
-    if found.card is None and not found.agents:
-        claim = guarantee_sentence(None)
-    report = Report(str(run), Verdict.CONSISTENT, claim, found.agents, found.problems, found.notes)
-    sound = not found.problems and not any(agent.problems for agent in found.agents)
+    report = _reported(run, found)
     if empirical and found.card is not None and found.journals:
-        if sound:
+        if report.verdict != Verdict.VIOLATED:
             from privssl.attack import attack
 
             report.attack = attack(configs.load(run / "config.yaml"), found.card, found.journals)
             report.problems += report.attack.problems
         else:
             report.notes.append("not attacked: what the ledgers say is already wrong")
+        report.verdict = _verdict(found, report)
+    return report
+
+
+def _reported(run: Path, found: "Findings") -> Report:
+    from privssl.card import guarantee_sentence
+
+    claim = "no claim was written" if found.card is None else found.card["sentence"]
+    if found.card is None and not found.agents:
+        claim = guarantee_sentence(None)
+    report = Report(str(run), Verdict.CONSISTENT, claim, found.agents, found.problems, found.notes)
     report.verdict = _verdict(found, report)
     return report
 
@@ -119,13 +125,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _audit(options: argparse.Namespace) -> int:
     with without_collections():  # here, so that --help and a typo in the command need no second
-        from privssl.card import guarantee_sentence
-        from privssl.claim_check import check
+        import privssl.claim_check  # noqa: F401
 
     in_one_thread()
     if options.dp_event:
-        print("\n".join(_dp_events(check(options.run))) or f"# {guarantee_sentence(None)}")
-        return 0
+        return _print_program(options.run)
     report = audit(options.run, empirical=options.empirical)
     if options.json:
         print(json.dumps(asdict(report) | {"verdict": report.verdict.name.lower()}, indent=2))
@@ -149,6 +153,30 @@ def _verdict(found: "Findings", report: Report) -> Verdict:
     return Verdict.CONSISTENT
 
 
+def _print_program(run: Path) -> int:
+    """A program for ledgers that bear out what they say; for others the reason why there is none.
+    Returns the exit status, which is that of an audit."""
+    from privssl.claim_check import check
+
+    found = check(run)
+    report = _reported(run, found)
+    if report.verdict == Verdict.VIOLATED:
+        why = ["No program is printed for ledgers that do not bear out the claim:", *_wrong(report)]
+        print("\n".join(why), file=sys.stderr)
+    elif report.verdict == Verdict.NO_GUARANTEE:  # a number without a claim would be taken for one
+        print(f"# {report.claim}")
+    else:
+        print("\n".join(_dp_events(found)))
+    return int(report.verdict)
+
+
+def _wrong(report: Report) -> Iterator[str]:
+    """Each problem on a line, with the agent it is of."""
+    yield from report.problems
+    for agent in report.agents:
+        yield from (f"{agent.agent}: {problem}" for problem in agent.problems)
+
+
 def _dp_events(found: "Findings") -> Iterator[str]:
     from privssl.claim_check import events_of
 
@@ -170,11 +198,9 @@ def _print(report: Report) -> None:
     if report.attack is not None:
         console.print(_attack_table(report.attack))
     console.print("claim: " + escape(report.claim))
-    for problem in report.problems:
+    for problem in _wrong(report):
         console.print("[red]violated:[/red] " + escape(problem))
     for agent in report.agents:
-        for problem in agent.problems:
-            console.print(f"[red]violated:[/red] {escape(agent.agent)}: {escape(problem)}")
         for note in agent.notes:
             console.print(f"note: {escape(agent.agent)}: {escape(note)}")
     for note in [*report.notes, *(report.attack.notes if report.attack else ())]:

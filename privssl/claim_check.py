@@ -78,6 +78,10 @@ def check(run: Path) -> Findings:
     cut, remembered = run_traces.check_memories(run, journals, card)
     problems = [*lost, *cut, *run_traces.claim_elsewhere(run, card)]
     notes += remembered
+    if journals:
+        asked, unasked = run_traces.config_elsewhere(run, journals, card)
+        problems += [*asked, *run_traces.curves_elsewhere(run, journals)]
+        notes += unasked
     if card is None and not paths:
         if not any((run / name).exists() for name in _RUN_FILES):
             raise RunFolderError(

@@ -100,7 +100,7 @@ class Row:
     up: Spread  # bytes from agents to the server
     down: Spread  # bytes from the server to agents
     epsilon: Epsilon
-    splits: tuple[str, ...]  # split_hash of each seed
+    splits: tuple[str, ...]  # split_hash of each seed, which private runs withhold
     differs: tuple[str, ...]
     statuses: tuple[str, ...]
     versions: tuple[Mapping[str, str], ...]  # of each seed: package -> version
@@ -229,7 +229,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
             "in accuracy may come from the split alone."
         )
     else:
-        said.append("All configs had the same split in each seed (split_hash).")
+        said.append("All configs had the same split in each seed.")
     return said
 
 

@@ -15,6 +15,7 @@ from accounting.errors import AccountingError
 from privssl import config as configs
 from privssl import run_folder
 from privssl.config import LONGEST_NAME, Config
+from privssl.data import manifest
 from privssl.errors import ConfigError, RunFolderError, UserError
 from privssl.prepare import prepare
 from privssl.run import rounds_of
@@ -37,7 +38,7 @@ class Planned:
     config: Config  # with its seed and folder
     state: State
     rounds: int
-    split: str  # split_hash
+    split: str  # the hash of its split.json
 
     @property
     def name(self) -> str:
@@ -130,7 +131,10 @@ def _planned(config: Config) -> Planned:
     if state == "finished":
         outcome = run_folder.outcome(config.folder)
         assert outcome is not None  # or it would not be finished
-        return Planned(config, state, outcome[0]["rounds"], outcome[0]["split_hash"])
+        split = manifest.read(
+            config.folder / "split.json"
+        ).hash  # results of private runs have none
+        return Planned(config, state, outcome[0]["rounds"], split)
     prepared = prepare(config)
     split = prepared.federation.manifest.hash
     return Planned(config, state, rounds_of(prepared.algorithm), split)

@@ -25,6 +25,8 @@ from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.privacy import Plan
 from privssl.settings import PrivacySettings, RunSettings
 
+WITHHELD = "withheld"  # what stands where another run would tell the hash of its split
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -41,6 +43,15 @@ class Prepared:
     @property
     def labelled_agents(self) -> tuple[Agent, ...]:
         return _labelled(self.federation)
+
+    @property
+    def told_split(self) -> str:
+        """The hash of the split, where it may leave its owner.
+
+        It is of rows and labels, without a key: who knows all of them but one label of a private
+        run could try labels until it fits. There it stays in split.json, which is the owner's.
+        """
+        return WITHHELD if self.config.privacy else self.federation.manifest.hash
 
 
 def prepare(config: Config) -> Prepared:
@@ -78,7 +89,8 @@ def prepare(config: Config) -> Prepared:
 def _federation(config: Config) -> data.Federation:
     """The rows that are on this machine. Raises ConfigError for what sites cannot have."""
     if config.run.engine == "local":
-        return data.build(config.data, config.agents, config.run.seed)
+        private = config.privacy is not None and config.privacy.record_counts == "private"
+        return data.build(config.data, config.agents, config.run.seed, labelled_is_declared=private)
     privacy, at_server = config.privacy, config.data.labels == "labels-at-server"
     for key, wrong, why in (
         ("data.validation", config.data.validation, "rows that no agent holds are at no site"),

@@ -315,7 +315,7 @@ class Run:
                 "nominal_epsilon": None if card is None else card["nominal_epsilon"],
                 "scope": "none" if plan is None else plan.scope,
             },
-            "split_hash": self._prepared.federation.manifest.hash,
+            "split_hash": self._prepared.told_split,
             "versions": {
                 "privssl": __version__,
                 "torch": version("torch"),

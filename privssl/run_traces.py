@@ -2,26 +2,38 @@
 
 A ledger that was cut, and a card written anew for what is left of it, agree with each other. But
 the run wrote the same things elsewhere too: checkpoints remember number and hash of each ledger's
-last line, results.json and privacy.md repeat the claim. Whoever falsifies one place has to find
-them all. Reads only; believes none of them.
+last line, metrics.csv what each had spent after each round, results.json and privacy.md repeat the
+claim, and config.yaml says who has a ledger and what a visit costs. Whoever falsifies one place has
+to find them all. Reads only; believes none of them.
 """
 
+import csv
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accounting.budget import Budget
 from accounting.canonical import decode_strictly
 from accounting.errors import AccountingError
+from accounting.events import SampledGaussian, leaves
+from accounting.plan import AccountPlan
 from accounting.replay import Journal, read_journal
 from privssl import config as configs
 from privssl import durable
+from privssl.algorithms import ALGORITHMS
 from privssl.card import render_markdown
 from privssl.checkpoint import MAX_JSON_BYTES
+from privssl.config import Config
+from privssl.data.draw import holders
 from privssl.errors import UserError
 from privssl.run_folder import LEDGER_HEAD, LEDGER_SEQ, ledger_of
 
 Card = dict[str, Any]
+
+_SPENT = "dp/epsilon/"  # of metrics.csv: what an agent had spent
+_ROUNDING = 1e-6  # relative
 
 _RESUME = "; if the run was killed while it wrote them, resume it: it writes them anew"
 
@@ -111,6 +123,90 @@ def claim_elsewhere(run: Path, card: Card | None) -> Iterator[str]:
             same = False
         if not same:
             yield f"privacy.md is not what privacy.json says{_RESUME}"
+
+
+def config_elsewhere(
+    run: Path, journals: Mapping[str, Journal], card: Card | None
+) -> tuple[list[str], list[str]]:
+    """Problems and notes: whether the ledgers are those that config.yaml asks for.
+
+    Sites have accounts of their own, which outlive runs: they are not asked.
+    """
+    try:
+        config = configs.load(run / "config.yaml")
+    except UserError:
+        return [], ["config.yaml is missing or cannot be read: that the ledgers charge for what it "
+                    "asked is not known"]  # fmt: skip
+    if config.run.engine != "local":
+        return [], []
+    if config.privacy is None:
+        return ["there are ledgers, but config.yaml has no privacy section"], []
+    wanted = set(holders(config.data.labels, config.agents).labelled)
+    missing = [
+        f"config.yaml gives labels to {agent}, which has no ledger"
+        for agent in sorted(wanted - journals.keys())
+    ]
+    # A run that was killed as it started has not opened all of them.
+    problems, notes = (missing, []) if card else ([], missing)
+    problems += [
+        f"there is a ledger of {agent}, to which config.yaml gives no labels"
+        for agent in sorted(journals.keys() - wanted)
+    ]
+    if config.privacy.ledger:  # the plan in force may be that of a later run
+        return problems, notes
+    try:
+        for agent, journal in journals.items():
+            if journal.plans:
+                problems += _other_plan(agent, journal.plan, config)
+    except (UserError, AccountingError) as error:
+        notes.append(f"config.yaml was not held against the ledgers: {error}")
+    return problems, notes
+
+
+def _other_plan(agent: str, plan: AccountPlan, config: Config) -> Iterator[str]:
+    """Where a ledger's plan is not the one that follows from the config."""
+    privacy = config.privacy
+    assert privacy is not None
+    if privacy.noise_multiplier is None:  # it was found for the budget, which is asked for below
+        for leaf in leaves(plan.event):
+            if isinstance(leaf, SampledGaussian):
+                privacy = dataclasses.replace(privacy, noise_multiplier=leaf.noise_multiplier)
+    labelled = len(holders(config.data.labels, config.agents).labelled)
+    asked = ALGORITHMS[config.algorithm.name].make_plan(
+        privacy, rounds=config.algorithm.rounds,
+        rows_per_agent=config.data.labelled / labelled, agents=labelled,
+    )  # fmt: skip
+    for name, said, charged in (
+        ("a visit", asked.event, plan.event),
+        ("a budget", Budget(privacy.epsilon, privacy.delta), plan.budget),
+        ("the networks", asked.update, plan.update),
+        ("protection", asked.protect, plan.protect),
+        ("row counts", privacy.record_counts, plan.record_counts),
+    ):
+        if said != charged:
+            yield f"config.yaml asks for {name} of {said}, the ledger of {agent} has {charged}"
+
+
+def curves_elsewhere(run: Path, journals: Mapping[str, Journal]) -> Iterator[str]:
+    """Where metrics.csv remembers that more was spent than a ledger has."""
+    try:
+        with (run / "metrics.csv").open(encoding="utf-8", newline="") as file:
+            last: dict[str, str] = {}
+            for line in csv.DictReader(file):
+                last |= {name: text for name, text in line.items() if name and text}
+        spent = {
+            name.removeprefix(_SPENT): float(text)
+            for name, text in last.items()
+            if name.startswith(_SPENT)
+        }
+    except (OSError, ValueError, TypeError, csv.Error):
+        return
+    for agent, journal in journals.items():
+        if journal.plans and spent.get(agent, 0.0) > journal.epsilon * (1 + _ROUNDING):
+            yield (
+                f"the ledger of {agent} was cut or replaced: metrics.csv remembers that it had "
+                f"spent {spent[agent]:.6f}, and it has {journal.epsilon:.6f}"
+            )
 
 
 def _memories(run: Path) -> tuple[list[Memory], list[str]]:

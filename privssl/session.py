@@ -68,7 +68,7 @@ def _log_start(prepared: Prepared) -> None:
     log.info(
         "Run %s: %s on %s, seed %d, split %s, config %s",
         *(config.run.name, config.algorithm.name, config.data.name, config.run.seed),
-        *(prepared.federation.manifest.hash[:12], config.source),
+        *(prepared.told_split[:12], config.source),
     )
     roles = ", ".join(f"{agent.id} ({agent.role})" for agent in agents)
     log.info(

@@ -30,11 +30,20 @@ class Called:
         with _in_place(self.network, self.tensors):
             return self.network(*rows)
 
-    def frozen(self) -> "Called":
-        """The same, through which gradients flow, but not into its parameters."""
-        own = self.network.named_parameters()
-        tensors = dict(own) if self.tensors is None else self.tensors
-        return Called(self.network, {name: tensor.detach() for name, tensor in tensors.items()})
+    def frozen(self, *, leaves_no_trace: bool = False) -> "Called":
+        """The same, through which gradients flow, but not into its parameters.
+
+        Args:
+            leaves_no_trace: whether its buffers stay as they are, too: in training mode rows that
+                pass would go into the statistics of a batch norm.
+        """
+        buffers = dict(self.network.named_buffers()) if leaves_no_trace else {}
+        own = {**buffers, **dict(self.network.named_parameters())}
+        tensors = own if self.tensors is None else self.tensors
+        return Called(
+            self.network,
+            {n: t.clone() if n in buffers else t.detach() for n, t in tensors.items()},
+        )
 
 
 @contextmanager

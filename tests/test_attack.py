@@ -359,13 +359,13 @@ def test_half_the_noise_is_violated_and_the_sentence_says_why(
 def test_the_published_scheme_has_no_guarantee_and_the_leak_of_f_is_printed(
     published: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reports = []
+    reports, real = [], attack.attack
 
     def kept(*given: Any) -> AttackReport:
-        reports.append(attack.attack(*given))
+        reports.append(real(*given))
         return reports[-1]
 
-    monkeypatch.setattr(audit, "attack", kept)
+    monkeypatch.setattr(attack, "attack", kept)
     assert audit.main([str(published), "--empirical"]) == 4
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "NOMINAL epsilon" in shown
@@ -431,9 +431,33 @@ def test_the_printed_program_runs_on_its_own_and_finds_the_same_epsilon(
         assert float(words[3]) == pytest.approx(entry["epsilon"]["pld_upper"], abs=1e-6)
 
 
+def test_no_program_is_printed_of_a_ledger_that_is_damaged(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied(sound, tmp_path / "run", lambda card: None)
+    assert audit.main([str(tmp_path / "run"), "--dp-event"]) == 0  # the control
+    capsys.readouterr()
+    ledger = tmp_path / "run" / "ledger" / "s0.jsonl"
+    damaged = ledger.read_bytes().replace(b'"seq":3', b'"seq":7')
+    assert damaged != ledger.read_bytes()
+    ledger.write_bytes(damaged)
+    assert audit.main([str(tmp_path / "run"), "--dp-event"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("No program is printed") and "s0: ledger, line 4" in shown.err
+
+
+def test_the_published_scheme_has_a_comment_that_says_nominal_and_no_program(
+    published: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert audit.main([str(published), "--dp-event"]) == 4
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("# NOMINAL epsilon")
+
+
 def test_a_run_without_ledgers_has_no_program_but_a_comment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "results.json").write_text("{}")
-    assert audit.main([str(tmp_path), "--dp-event"]) == 0
+    assert audit.main([str(tmp_path), "--dp-event"]) == 4
     assert capsys.readouterr().out.startswith("# ")

@@ -1,8 +1,10 @@
 """The local engine, in what no other engine has; test_engine_conformance.py has what all owe."""
 
 import dataclasses
+import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 from privssl.agents import Agent, UnlabelledRows
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
+from privssl.evaluate import Oracle
 from privssl.messages import Message, Reply, StateDict
 
 ROWS = UnlabelledRows(torch.zeros(4, 1, 8, 8), torch.arange(4))
@@ -92,6 +95,34 @@ def test_steps_can_report_losses_and_guesses() -> None:
     meter = Meter()
     assert ask(engine(meter=meter), draw, weights()).notes == {"loss": 0.5}
     assert meter.seen == 4
+
+
+def reachable(start: object) -> Iterator[object]:
+    """All that can be got at from an object, but for classes and modules."""
+    found, left = {id(start)}, [start]
+    while left:
+        one = left.pop()
+        yield one
+        if not isinstance(one, type | ModuleType | FunctionType):
+            new = [other for other in gc.get_referents(one) if id(other) not in found]
+            found |= set(map(id, new))
+            left += new
+
+
+def test_no_step_can_reach_what_the_meter_knows_to_be_true() -> None:
+    oracle = Oracle(torch.zeros(4, dtype=torch.int64))
+    reached: list[object] = []
+
+    def look(agent: Agent, message: Weights, ctx: Any) -> Weights:
+        reached.extend(reachable(ctx))
+        return draw(agent, message, ctx)
+
+    ask(engine(meter=oracle), look, weights())
+    assert len(reached) > 5
+    assert not any(one is oracle or one is oracle.true_labels for one in reached)
+    assert oracle.report() == {"pseudo/coverage": 1.0, "pseudo/accuracy": 0.25}
+    # The control: it would be found.
+    assert any(one is oracle.true_labels for one in reachable(SimpleNamespace(meter=oracle)))
 
 
 def test_no_curve_leaves_an_agent_whose_rows_are_under_a_claim() -> None:

@@ -19,6 +19,7 @@ from torch.testing import assert_close
 from toy_worlds import Mute, Overheard, Played, apart, federation, make, play, same_bits
 
 from generators import ImageDiscriminator, ImageGenerator
+from privssl import learn
 from privssl.algorithms.base import Context
 from privssl.algorithms.fedssl import FedSSL, FedSSLConfig, Lesson, Networks
 from privssl.algorithms.gmixup import Callables, Mixing, draw_mixing, row_losses, scale_gradient
@@ -455,6 +456,45 @@ def test_a_config_without_unlabelled_rows_is_refused(labels: str) -> None:
     assert list(FedSSL.problems(asked)) == []
     asked.model.norm = "static"  # nobody would collect its statistics
     assert [problem.key for problem in FedSSL.problems(asked)] == ["model.norm"]
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_before_the_gate_opens_f_is_that_of_pseudo_to_the_bit(norm: str) -> None:
+    """Statistics of a batch norm included: they would otherwise be those of mixes, too."""
+    ours = play(make("fedssl", norm=norm, gate=1.0, warm_up=1), federation(), 3)
+    theirs = play(make("pseudo", norm=norm, warm_up=1), federation(), 3)
+    assert ours.state.gate_round == 0
+    assert same_bits(ours.classifier, theirs.classifier)
+    opened = play(make("fedssl", norm=norm, gate=0.0, warm_up=1), federation(), 3)
+    assert not same_bits(opened.classifier, theirs.classifier)  # the control
+
+
+@pytest.mark.parametrize("name", ["fedssl", "pseudo", "mixmatch"])
+def test_pseudo_labels_of_a_row_do_not_hang_on_which_other_rows_are_guessed(name: str) -> None:
+    """With a batch norm in training mode they would, and on an agent with few classes badly."""
+    algorithm = make(name, norm="batch", augment="none", local_steps=1)
+    query = next(agent for agent in federation().agents if agent.role == "query")
+    told: list[Tensor] = []
+
+    class Ear:
+        def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None:
+            told.extend([ids, labels])
+
+    played = play(algorithm, federation(), 1, engine=Overheard)
+    assert isinstance(played.engine, Overheard)
+    message = played.engine.heard[-1][0].message
+    network = algorithm.task.new_classifier()
+    network.load_state_dict(message.teacher)
+    x = learn.network_input(query.unlabelled.x)
+    rows = {int(number): x[i : i + 1] for i, number in enumerate(query.unlabelled.ids)}
+    ctx = Context(0, 1, query.id, "1", "a", torch.device("cpu"), meter=Ear())
+    algorithm.query_pass(query, message, ctx)  # type: ignore[attr-defined]
+    ids, labels = told
+    with torch.no_grad():
+        alone = {n: int(network.eval()(rows[n]).argmax()) for n in ids.tolist()}
+        assert [alone[n] for n in ids.tolist()] == labels.tolist()
+        together = network.train()(torch.cat([rows[n] for n in ids.tolist()])).argmax(dim=1)
+    assert together.tolist() != labels.tolist()  # the control
 
 
 def test_a_gate_that_nothing_could_open_is_refused() -> None:

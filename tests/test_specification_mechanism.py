@@ -15,6 +15,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -41,7 +42,7 @@ from test_privacy import (
     plan,
     repeats,
 )
-from test_private_fedssl import PRIVATE, accounts, context, lesson, visit
+from test_private_fedssl import PRIVATE, accounts, carry_out, context, lesson, visit
 from torch import Tensor, nn
 from toy_worlds import without_noise
 
@@ -53,7 +54,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.fedssl import FedSSL, Lesson, Networks
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
-from privssl.errors import ConfigError, PrivacyError
+from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.messages import Done, Message, Reply, pack
 from privssl.models import build_classifier
 from privssl.noisy_steps import SecureNoise
@@ -706,6 +707,30 @@ def test_with_private_counts_nothing_but_the_weights_tells_of_one_row_less(
         for counts in ("private", "public")
     ]
     assert promises == [None, 12]
+
+
+@pytest.mark.parametrize("left", [slice(1, None), slice(0, 0)], ids=["one less", "none"])
+def test_with_private_counts_a_split_with_other_rows_than_declared_is_a_run_like_any_other(
+    left: slice, configured: Callable[..., config.Config], tmp_path: Path
+) -> None:
+    private = "privacy.record_counts=private"
+    whole = prepare(configured(private))
+    split = whole.federation.manifest
+    held = split.agents["s0"]
+    fewer = replace(held, labelled=held.labelled[left])
+    replace(split, agents={**split.agents, "s0": fewer}).write(tmp_path / "fewer.json")
+    given = f"data.split={tmp_path / 'fewer.json'}"
+    neighbour = prepare(configured(private, given))
+    assert [len(agent.labelled) for agent in neighbour.labelled_agents] == [
+        len(held.labelled[left]), 12
+    ]  # fmt: skip
+    assert neighbour.promises == whole.promises
+    assert neighbour.roster == whole.roster
+    results = carry_out(neighbour, tmp_path / "run")
+    assert (results["labels"], results["status"]) == (24, "finished")
+    # The control: public counts are counted.
+    with pytest.raises(DataError, match="labelled rows"):
+        prepare(configured(given))
 
 
 def test_a_batch_size_in_the_log_would_be_noticed(runs: Runs, whole: Told) -> None:

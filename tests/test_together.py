@@ -101,6 +101,26 @@ def test_a_frozen_network_answers_as_before_and_its_parameters_have_no_gradient(
     assert all(p.grad is None for p in network.parameters())
 
 
+def test_what_passes_a_network_that_shall_keep_no_trace_is_not_in_its_statistics() -> None:
+    norm = nn.BatchNorm1d(3)
+    network = nn.Sequential(nn.Linear(3, 3), norm)
+    rows = torch.randn(5, 3)
+
+    def moved(called: Called) -> bool:
+        before = {name: buffer.clone() for name, buffer in network.named_buffers()}
+        assert torch.equal(called(rows), nn.functional.batch_norm(
+            network[0](rows), None, None, norm.weight, norm.bias, training=True
+        ))  # fmt: skip
+        return any(not torch.equal(before[name], b) for name, b in network.named_buffers())
+
+    assert not moved(Called(network).frozen(leaves_no_trace=True))
+    other = {n: t.detach().clone() for n, t in network.state_dict().items()}
+    kept = {n: t.clone() for n, t in other.items()}
+    Called(network, other).frozen(leaves_no_trace=True)(rows)
+    assert all(torch.equal(other[n], kept[n]) for n in kept)
+    assert moved(Called(network).frozen())  # the control
+
+
 def test_a_module_that_was_replaced_since_is_the_one_that_is_called() -> None:
     network, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(2, 3)
     Called(network, others(network))(x)

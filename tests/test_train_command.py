@@ -11,6 +11,7 @@ import json
 import math
 import re
 import resource
+import shutil
 import socket
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +32,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from accounting.ledger import read_journal
 from privssl import audit, checkpoint, durable, kernels
+from privssl.card import privacy_card, render_markdown
 
 PRIVATE = PLAIN + "privacy: {epsilon: 4.0, delta: 1.0e-3, sample_rate: 1.0, steps: 2, visits: 2}\n"
 PUBLISHED = PLAIN + (
@@ -446,6 +448,98 @@ def test_results_json_has_the_fields_of_the_contract(plain: Finished, private: F
     assert (guarantee["delta"], guarantee["unit"]) == (1e-3, "record")
     assert guarantee["covers"] == ["F"]
     assert private_results["privacy"]["scope"] == "sound"
+
+
+def _another_plan(run: Path) -> None:
+    text = (run / "config.yaml").read_text()
+    assert "  steps: 2\n" in text
+    (run / "config.yaml").write_text(text.replace("  steps: 2\n", "  steps: 9\n"))
+
+
+def _an_agent_less(run: Path) -> None:
+    (run / "ledger" / "s1.jsonl").unlink()
+    shutil.rmtree(run / "checkpoints")
+    _card_anew(run, ["s0"])
+
+
+def _a_visit_less(run: Path) -> None:
+    for path in (run / "ledger").glob("*.jsonl"):
+        lines = path.read_bytes().splitlines(keepends=True)
+        assert len(lines) == 5  # the plan, and a reserve and a settle of each visit
+        path.write_bytes(b"".join(lines[:3]))
+    shutil.rmtree(run / "checkpoints")
+    _card_anew(run, ["s0", "s1"])
+
+
+def _nothing(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    _card_anew(run, ["s0", "s1"])
+
+
+def _card_anew(run: Path, agents: list[str]) -> None:
+    """Card, its page and results as if these ledgers were the run's."""
+    journals = [(name, read_journal(run / "ledger" / f"{name}.jsonl")) for name in agents]
+    plan = journals[0][1].plan
+    old = json.loads((run / "privacy.json").read_text())
+    card = privacy_card(
+        [(name, of.plan, tuple(of.events), of.head) for name, of in journals],
+        scope=plan.scope, delta=plan.budget.delta,
+        releases=[(r["name"], r["status"], r["why"]) for r in old["releases"]],
+        algorithm=old["algorithm"], dataset=old["dataset"],
+        task=(old["task"]["classes"], tuple(old["task"]["shape"])),
+        planned=len(journals[0][1].events),
+    )  # fmt: skip
+    results = json.loads((run / "results.json").read_text())
+    results["privacy"]["guarantee"] = card["guarantee"]
+    (run / "privacy.json").write_text(json.dumps(card))
+    (run / "privacy.md").write_text(render_markdown(card))
+    (run / "results.json").write_text(json.dumps(results))
+
+
+@pytest.mark.parametrize(
+    ("forge", "said"),
+    [
+        (_another_plan, "config.yaml asks for a visit of"),
+        (_an_agent_less, "config.yaml gives labels to s1, which has no ledger"),
+        (_a_visit_less, "metrics.csv remembers that it had spent"),
+        (_nothing, None),  # the control: what is renewed alone is no problem
+    ],
+)
+def test_a_ledger_that_other_files_of_the_run_contradict_is_violated(
+    private: Finished, tmp_path: Path, forge: Callable[[Path], None], said: str | None
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(private.folder, run)
+    forge(run)
+    report = audit.audit(run)
+    problems = report.problems + [text for agent in report.agents for text in agent.problems]
+    assert report.verdict.name == ("VIOLATED" if said else "CONSISTENT"), problems
+    assert any(said in text for text in problems) if said else not problems
+
+
+def test_an_audit_without_the_config_says_what_it_could_not_ask(
+    private: Finished, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(private.folder, run)
+    assert not any("config.yaml" in note for note in audit.audit(run).notes)
+    (run / "config.yaml").unlink()
+    assert any(note.startswith("config.yaml is missing") for note in audit.audit(run).notes)
+
+
+def test_no_file_of_a_private_run_but_its_split_tells_the_hash_of_its_split(
+    plain: Finished, private: Finished
+) -> None:
+    """Who knows all rows but one label could try labels until the hash fits."""
+
+    def tellers(of: Finished) -> set[str]:
+        start = json.loads((of.folder / "split.json").read_text())["hash"][:12].encode()
+        files = [path for path in of.folder.rglob("*") if path.is_file()]
+        return {path.name for path in files if start in path.read_bytes()}
+
+    assert tellers(private) == {"split.json"}
+    assert private.results()["split_hash"] == "withheld"
+    assert tellers(plain) == {"split.json", "results.json", "train.log"}  # the control
 
 
 def test_results_agree_with_metrics(plain: Finished) -> None:

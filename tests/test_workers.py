@@ -357,10 +357,11 @@ def test_replies_notes_weights_and_what_the_meter_is_told_are_those_of_one_proce
     assert theirs.told == mine.told and len(mine.told) == 2 * 4 * 2
 
 
-def test_true_labels_are_out_of_reach_in_a_worker() -> None:
+def test_true_labels_are_out_of_reach_of_steps_here_and_in_a_worker() -> None:
     with engine(meter=Meter()) as there:
         assert {reply.said.text for reply in ask(there, STEPS.look)} == {"False"}
-        assert ask(there, STEPS.look, whom="q0")[0].said.text == "True"  # the control
+        assert ask(there, STEPS.look, whom="q0")[0].said.text == "False"  # in this process
+    assert hasattr(Meter(), "true_labels")  # the control
 
 
 def test_an_agent_keeps_its_memory_whichever_worker_it_comes_to() -> None:

@@ -24,7 +24,7 @@ from privssl.checkpoint import Snapshot
 from privssl.data import Federation, build
 from privssl.data.datasets import Dataset, checksum, load
 from privssl.engines import Call
-from privssl.engines.local import LocalEngine
+from privssl.engines.local import Heard, LocalEngine
 from privssl.messages import Message, Reply, Silence
 from privssl.models.precision import Precision
 from privssl.settings import AgentSettings, DataSettings, ModelSettings
@@ -104,13 +104,13 @@ class Unused(LocalEngine):
     layout: torch.memory_format | None = None  # of all networks, before each visit
     _first: Any = None
 
-    def _worked(self, call: Call, message: Message) -> Reply[Any]:
+    def _worked(self, call: Call, message: Message, heard: Heard | None) -> Reply[Any]:
         self._first = self._first or copy.deepcopy(call.step.__self__)  # type: ignore[attr-defined]
         new = copy.deepcopy(self._first)
         for network in new.networks().values() if self.layout else ():
             network.to(memory_format=self.layout)
         step = getattr(new, call.step.__name__)
-        return super()._worked(dataclasses.replace(call, step=step), message)
+        return super()._worked(dataclasses.replace(call, step=step), message, heard)
 
 
 class UnusedAndPlain(Unused):

@@ -141,7 +141,7 @@ class _Bound(Algorithm[State]):
         ctx.weight = float(len(rows))
         picked = self._picked(len(rows), ctx)
         guesses = guess_labels(
-            learn.load(self._F, msg.teacher, ctx.device),
+            learn.load(self._F, msg.teacher, ctx.device).eval(),
             learn.network_input(rows.x[picked], ctx.device), augment=self.cfg.augmentation("weak"),
             views=self.cfg.views, sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),
         )  # fmt: skip

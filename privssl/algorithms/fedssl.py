@@ -268,7 +268,7 @@ class FedSSL(Algorithm[State]):
         rows = agent.unlabelled
         ctx.weight = float(len(rows))
         picked = learn.draw_rows(len(rows), self._rows_per_visit, ctx.rng("rows"))
-        teacher = learn.load(self._networks["F"], msg.teacher, ctx.device)
+        teacher = learn.load(self._networks["F"], msg.teacher, ctx.device).eval()
         seen = learn.network_input(rows.x[picked], ctx.device)
         q1 = guess_labels(
             teacher, seen, augment=self.cfg.augmentation("weak"), views=self.cfg.views,

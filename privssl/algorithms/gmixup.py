@@ -169,7 +169,7 @@ def step_losses(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Of a batch: the mean loss of each network (3,), what is minimised (), and the share of mixes
     that F calls what they are ()."""
-    functions = Callables(F, G, D, F.frozen(), D.frozen())
+    functions = Callables(F, G, D, F.frozen(leaves_no_trace=True), D.frozen())
     by_network, agree = row_losses(cfg, functions, Mixing(**fields), trained, mixes_teach)
     means = torch.stack([by_network[name].mean() for name in NETWORKS])
     return means, means.sum(), agree.float().mean()

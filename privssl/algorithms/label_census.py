@@ -302,7 +302,7 @@ class LabelCensus(MapsRows):
             return NO_CLUSTERS
         picked = self._picked(agent, ctx)
         p = guess_labels(
-            learn.load(self._F, msg.teacher, ctx.device),
+            learn.load(self._F, msg.teacher, ctx.device).eval(),
             learn.network_input(agent.unlabelled.x[picked], ctx.device),
             augment=self.cfg.augmentation("weak"), views=self.cfg.views,
             sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),

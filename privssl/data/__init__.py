@@ -40,13 +40,20 @@ class Federation:
 
 
 def build(
-    data: DataSettings, agents: AgentSettings, seed: int, dataset: Dataset | None = None
+    data: DataSettings,
+    agents: AgentSettings,
+    seed: int,
+    dataset: Dataset | None = None,
+    *,
+    labelled_is_declared: bool = False,
 ) -> Federation:
     """Load the data, split it, or replay the split of ``data.split``, and set up the agents.
 
     Args:
         seed: ``run.seed``; the split follows from it, the settings and the data.
         dataset: used instead of loading the one that ``data`` names.
+        labelled_is_declared: whether ``data.labelled`` is what was declared, and a split may have
+            another number of labelled rows, at an agent none: a refusal would tell the number.
 
     Raises:
         DataError: the data or the split cannot be had as asked; the text says why.
@@ -58,12 +65,15 @@ def build(
         told = beside.submit(checksum, dataset)
         split: Split | Manifest
         if data.split:
-            split = _replay(data, who, dataset, told.result())
+            split = _replay(data, who, dataset, told.result(), labelled_is_declared)
         else:
             split = draw(data, who, seed, dataset)
         # In an order that no file decides: JSON sorts its keys.
-        held = tuple(_agent(name, split.agents[name], dataset) for name in who.everyone)
-        validation = _labelled(split.validation, dataset)
+        held = tuple(
+            _agent(name, split.agents.get(name, Holding((), ())), name in who.labelled, dataset)
+            for name in who.everyone
+        )
+        validation = _labelled(split.validation, dataset) if split.validation else None
     if not isinstance(split, Manifest):
         split = _manifest(split, data, seed, dataset, told.result())
     rest, labels = _without_training_rows(dataset), dataset.y_train.clone()
@@ -127,7 +137,7 @@ def refs(labels: str, agents: AgentSettings) -> tuple[AgentRef, ...]:
     )  # fmt: skip
 
 
-def _agent(name: str, holding: Holding, dataset: Dataset) -> Agent:
+def _agent(name: str, holding: Holding, labels: bool, dataset: Dataset) -> Agent:
     unlabelled = None
     if holding.unlabelled:
         ids = torch.tensor(holding.unlabelled)
@@ -135,15 +145,13 @@ def _agent(name: str, holding: Holding, dataset: Dataset) -> Agent:
     return Agent(
         id=name,
         seat=Seat.SERVER if name == SERVER else Seat.EDGE,
-        held_labelled=_labelled(holding.labelled, dataset),
+        held_labelled=_labelled(holding.labelled, dataset) if labels else None,
         held_unlabelled=unlabelled,
     )
 
 
-def _labelled(rows: tuple[int, ...], dataset: Dataset) -> LabelledRows | None:
-    if not rows:
-        return None
-    ids = torch.tensor(rows)
+def _labelled(rows: tuple[int, ...], dataset: Dataset) -> LabelledRows:
+    ids = torch.tensor(rows, dtype=torch.int64)
     return LabelledRows(_copied(dataset.x_train, ids), _copied(dataset.y_train, ids), ids)
 
 
@@ -153,17 +161,21 @@ def _copied(rows: Tensor, ids: Tensor) -> Tensor:
     return rows.index_select(0, ids)
 
 
-def _replay(data: DataSettings, who: Holders, dataset: Dataset, digest: str) -> Manifest:
+def _replay(
+    data: DataSettings, who: Holders, dataset: Dataset, digest: str, labelled_is_declared: bool
+) -> Manifest:
     """The split of a file, if it is one of this data, these agents and these numbers of rows."""
     split = manifests.read(expanded("split", data.split))
     split.check(dataset, digest)
-    _check_agents(data, split, "labelled", who.labelled)
+    _check_agents(data, split, "labelled", who.labelled, some_may_have_none=labelled_is_declared)
     _check_agents(data, split, "unlabelled", who.unlabelled)
     counts: dict[str, tuple[int | None, int]] = {
         "labelled": (data.labelled, sum(len(h.labelled) for h in split.agents.values())),
         "unlabelled": (data.unlabelled, sum(len(h.unlabelled) for h in split.agents.values())),
         "validation": (data.validation, len(split.validation)),
     }
+    if labelled_is_declared:
+        del counts["labelled"]
     for key, (asked, there) in counts.items():
         if asked is not None and asked != there:
             raise DataError(
@@ -174,10 +186,15 @@ def _replay(data: DataSettings, who: Holders, dataset: Dataset, digest: str) -> 
 
 
 def _check_agents(
-    data: DataSettings, split: Manifest, kind: str, expected: tuple[str, ...]
+    data: DataSettings,
+    split: Manifest,
+    kind: str,
+    expected: tuple[str, ...],
+    *,
+    some_may_have_none: bool = False,
 ) -> None:
     there = {agent for agent, holding in split.agents.items() if getattr(holding, kind)}
-    if there != set(expected):
+    if there != set(expected) and not (some_may_have_none and there < set(expected)):
         raise DataError(
             f"{data.split} gives {kind} rows to {_names(there)}, but the config (data.labels "
             f"{data.labels}) to {_names(expected)}. Change agents, or leave data.split out"

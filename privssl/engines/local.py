@@ -21,6 +21,20 @@ from privssl.seeds import seeded
 from privssl.shelf import Shelf
 
 
+class Heard:
+    """Takes a meter's place in a step, which so cannot reach what the meter knows to be true."""
+
+    def __init__(self, seen: Sequence[Tensor] = ()) -> None:
+        self.seen = list(seen)  # ids, labels and kept of one batch after the other
+
+    def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None:
+        self.seen += [ids, labels, kept]
+
+    def tell(self, meter: LabelMeter) -> None:
+        for ids, labels, kept in zip(self.seen[::3], self.seen[1::3], self.seen[2::3], strict=True):
+            meter.observe(ids, labels, kept)
+
+
 class LocalEngine:
     """Delivers calls one after the other in this process."""
 
@@ -55,11 +69,14 @@ class LocalEngine:
         return map(self._visit, calls)
 
     def _visit(self, call: Call) -> Reply[Any]:
-        reply = self._worked(call, self._across(call.message))
+        heard = None if self._meter is None else Heard()
+        reply = self._worked(call, self._across(call.message), heard)
+        if self._meter is not None and heard is not None:
+            heard.tell(self._meter)
         self._remember(call.to.id, self._agents[call.to.id].memory)
         return dataclasses.replace(reply, content=self._across(reply.content))
 
-    def _worked(self, call: Call, message: Message) -> Reply[Any]:
+    def _worked(self, call: Call, message: Message, heard: Heard | None) -> Reply[Any]:
         """The step itself. What comes in and what goes out is not copied here: the caller copies
         the reply before another step is taken."""
         agent = self._agents[call.to.id]
@@ -72,7 +89,7 @@ class LocalEngine:
             device=self._device,
             # An account means that these rows are under a claim: no curve may leave beside it.
             telemetry=agent.account is None,
-            meter=self._meter,
+            meter=heard,
         )
         # dropout asks torch's own generator, which nobody seeded
         with seeded(ctx.rng("torch")), learn.copied_at_once():

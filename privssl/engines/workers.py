@@ -15,8 +15,7 @@ out: made bytes of a file in between, they took nearly twice as long to read.
 What stays in this process: a call without company (a sequential pass), and every agent that has
 a privacy account. So journals, locks and private noise belong to one process, and nothing has to
 be proved about noise after a fork: no worker ever draws any. Workers see no true label, either:
-there a recorder stands in for the meter, and what it heard is told to the meter here, in the
-order of the calls.
+what steps guessed comes with the reply and is told to the meter here, in the order of the calls.
 
 A worker owns nothing that a kill could harm. So it is killed where others would be asked to end:
 when the engine is closed, when a delivery breaks off (a late reply then can never be taken for
@@ -59,7 +58,7 @@ from privssl.engines.forked import (
     signals_waiting,
     told,
 )
-from privssl.engines.local import LocalEngine, as_bytes_and_back, wired
+from privssl.engines.local import Heard, LocalEngine, as_bytes_and_back, wired
 from privssl.messages import Message, Reply, check, joined, parts_of
 from privssl.shelf import Shelf
 
@@ -223,7 +222,8 @@ class WorkerEngine(LocalEngine):
                 if not now.matters(place):
                     return
                 self._go_on(now)
-            self._tell_meter(now.seen.pop(place, []))
+            if self._meter is not None:
+                Heard(now.seen.pop(place, [])).tell(self._meter)
             yield now.replies.pop(place)
 
     def _go_on(self, now: _Delivery) -> None:
@@ -298,11 +298,6 @@ class WorkerEngine(LocalEngine):
         reply = Reply(call.to, message, answer["weight"], answer["notes"])
         return reply, list(seen.values())
 
-    def _tell_meter(self, seen: Sequence[Tensor]) -> None:
-        for ids, labels, kept in zip(seen[::3], seen[1::3], seen[2::3], strict=True):
-            assert self._meter is not None  # without one, workers record nothing
-            self._meter.observe(ids, labels, kept)
-
     # Workers come and go -------------------------------------------------------------------
 
     def _fill_places(self) -> None:
@@ -349,6 +344,7 @@ class WorkerEngine(LocalEngine):
 
     def _serve(self, place: int, pipe: Connection, sheet: Sheet) -> None:
         keep_to_core(place, len(self._workers))
+        self._meter = None if self._meter is None else Heard()  # with it true labels are let go
         for other in filter(None, self._workers):  # whose sheets would outlive them here
             other.sheet.unmap()
         while True:
@@ -369,17 +365,17 @@ class WorkerEngine(LocalEngine):
         message = joined(class_of(Message, *order["kind"]), order["fields"], tensors)
         if own:
             check(message)
-        agent, recorder = self._agents[order["agent"]], _Recorder()
+        agent = self._agents[order["agent"]]
+        heard = None if self._meter is None else Heard()
         agent.memory = before
-        self._meter = None if self._meter is None else recorder
         step = getattr(self._algorithm, order["step"])
         call = Call(agent.ref, step, message, order["round"], order["visit"])
-        reply = self._worked(call, message)
+        reply = self._worked(call, message, heard)
         check(reply.content)
         after, agent.memory = agent.memory, {}
         changed = after is not before
         fields, tensors = parts_of(reply.content)
-        seen = {str(place): tensor for place, tensor in enumerate(recorder.seen)}
+        seen = {str(place): tensor for place, tensor in enumerate(heard.seen if heard else ())}
         return {
             "kind": name_of(type(reply.content)),
             "fields": fields,
@@ -388,13 +384,3 @@ class WorkerEngine(LocalEngine):
             "remembers": changed,
             "sheet": sheet.write(tensors, after if changed else {}, seen),
         }
-
-
-class _Recorder:
-    """Takes a meter's place in a worker: it holds no true label, only what it is told."""
-
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []  # ids, labels and kept of one batch after the other
-
-    def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None:
-        self.seen += [ids, labels, kept]
