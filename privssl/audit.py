@@ -85,9 +85,10 @@ def audit(run: Path, *, empirical: bool = False) -> Report:
 
 def _reported(run: Path, found: "Findings") -> Report:
     from privssl.card import guarantee_sentence
+    from privssl.run_traces import was_to_be_private
 
     claim = "no claim was written" if found.card is None else found.card["sentence"]
-    if found.card is None and not found.agents:
+    if found.card is None and not found.agents and not was_to_be_private(run):
         claim = guarantee_sentence(None)
     report = Report(str(run), Verdict.CONSISTENT, claim, found.agents, found.problems, found.notes)
     report.verdict = _verdict(found, report)

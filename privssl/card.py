@@ -36,7 +36,8 @@ SCHEMA = 1
 BRACKET_LIMIT = 40.0  # above this epsilon numeric composition takes many seconds
 
 _ROUNDING = (
-    "Rounding: noise is added in floating point; the bound holds up to a relative error of 1e-6.",
+    "Rounding: sums and noise are in floating point; a row may weigh more than the clip norm by "
+    "about 1e-7 of it for each row of the batch.",
 )
 _NOT_PROTECTED = (
     "Unlabelled rows: query agents train on them without noise.",

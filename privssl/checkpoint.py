@@ -142,9 +142,9 @@ def load(folder: Path, expected_digest: str) -> Snapshot:
             continue
         if snapshot.config_digest != expected_digest:
             raise RunFolderError(
-                f"{folder / name} belongs to another config. Compare run.seed and the sections "
-                "data, agents, model, algorithm and privacy with config.yaml of that run, or "
-                "give another run.output"
+                f"{folder / name} belongs to another config. Compare run.seed, run.precision and "
+                "the sections data, agents, model, algorithm and privacy with config.yaml of that "
+                "run, or give another run.output"
             )
         return snapshot
     if damage:
@@ -256,7 +256,14 @@ def _prune(folder: Path, current: int, keep: int) -> None:
 
 
 def _rounds(folder: Path) -> list[int]:
-    names = os.listdir(folder) if folder.is_dir() else []
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise RunFolderError(
+            f"{folder} cannot be read: {error.strerror}. Mend the permissions"
+        ) from error
     return [int(match[1]) for match in map(_FOLDER.fullmatch, names) if match]
 
 

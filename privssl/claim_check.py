@@ -78,6 +78,7 @@ def check(run: Path) -> Findings:
     cut, remembered = run_traces.check_memories(run, journals, card)
     problems = [*lost, *cut, *run_traces.claim_elsewhere(run, card)]
     notes += remembered
+    notes += run_traces.unread(run)
     if journals:
         asked, unasked = run_traces.config_elsewhere(run, journals, card)
         problems += [*asked, *run_traces.curves_elsewhere(run, journals)]
@@ -88,6 +89,8 @@ def check(run: Path) -> Findings:
                 f"{run}: not the folder of a run (no privacy.json, no ledger, no results). Give "
                 f"the folder that privssl.train wrote, for example runs/fedssl_dp-0."
             )
+        if run_traces.was_to_be_private(run):
+            notes.append("config.yaml asks for privacy: the run never came to its first visit")
         return Findings(None, {}, [], problems, notes)
     entries = {entry["agent"]: entry for entry in card["agents"]} if card else {}
     known = {
@@ -119,7 +122,7 @@ def events_of(journal: Journal) -> list[Event]:
 
 def _ledgers(run: Path) -> tuple[list[Path], list[str], list[str]]:
     """The journals of a run; problems of accounts that outlive it; and where they are."""
-    own = sorted((run / "ledger").glob("*.jsonl"))
+    own = _journals_in(run / "ledger")
     named = run_traces.lasting_accounts(run)
     if named is None:
         return own, [], []
@@ -147,6 +150,19 @@ def _ledgers(run: Path) -> tuple[list[Path], list[str], list[str]]:
     return checked, problems, notes
 
 
+def _journals_in(folder: Path) -> list[Path]:
+    """The journals of a folder, none where there is none. A glob would not tell one that may not
+    be read from one that is empty."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == ".jsonl")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise RunFolderError(
+            f"{folder}: cannot be read: {error.strerror}. Ask its owner, for whom alone it is"
+        ) from error
+
+
 def _as_known(path: Path, journal: Journal, entry: Card | None) -> Journal:
     """The journal as the card knew it; all of it where no card names one of its lines."""
     if entry is None or entry["ledger_head"] not in journal.hashes:
@@ -157,9 +173,9 @@ def _as_known(path: Path, journal: Journal, entry: Card | None) -> Journal:
 def _read_card(run: Path) -> Card | None:
     """privacy.json with the shape that this module relies on; None when there is none."""
     path = run / "privacy.json"
-    if not path.exists():
-        return None
     try:
+        if not path.exists():
+            return None
         if path.stat().st_size > _MAX_CARD_BYTES:
             raise RunFolderError(f"{path}: too large to be a privacy card")
         card = decode_strictly(path.read_bytes())

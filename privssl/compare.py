@@ -25,7 +25,7 @@ from rich.console import Console
 
 from accounting.errors import AccountingError
 from privssl import durable
-from privssl.errors import ConfigError, UserError
+from privssl.errors import ConfigError, RunFolderError, UserError
 from privssl.process import (
     INTERRUPTED,
     Screen,
@@ -122,6 +122,8 @@ def _compare(options: argparse.Namespace, console: Console, stack: ExitStack) ->
     differs = plan.different_splits(planned)
     if any(differs.values()) and not options.allow_different_splits:
         raise ConfigError(plan.cannot_share(planned, differs))
+    if (output / "split.json").exists():
+        raise RunFolderError(f"{output} is the folder of a run. Give another --output")
     if options.dry_run:
         runs.overview(planned, differs, console)
         return 0

@@ -143,7 +143,8 @@ def _planned(config: Config) -> Planned:
 def _state(config: Config) -> State:
     """What lies in the folder of a run. RunFolderError when it is something else, or other."""
     folder = config.folder
-    if not folder.exists():
+    names = run_folder.entries_of(folder)
+    if not names:
         return "new"
     if (folder / "config.yaml").is_file():
         try:
@@ -155,13 +156,12 @@ def _state(config: Config) -> State:
             return "finished"
         if (folder / "checkpoints" / "latest").exists():
             return "begun"
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
-    if names and "split.json" not in names:
+    if "split.json" not in names:
         raise RunFolderError(
             f"{folder} exists and is not a run of privssl: it is left as it is. Give another "
             "--output"
         )
-    return "stale" if names else "new"
+    return "stale"
 
 
 # One split for all --------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import yaml
 
 from privssl.algorithms import ALGORITHMS
+from privssl.data.draw import misfits
 from privssl.draft import ORDER, Draft, unless_bad
 from privssl.errors import ConfigError
 from privssl.models.precision import Precision, faster, is_emulated
@@ -97,6 +98,8 @@ def load(
     draft.check("", _algorithm_problems(config, algorithms))
     draft.check("run.", _absence_problems(config, algorithms))
     draft.check("run.", _together_problems(config))
+    if not draft.findings:  # the algorithm may have said it in its own words
+        draft.check("agents.", misfits(config.data.labels, config.agents))
     if draft.findings:
         raise ConfigError(report(path, draft.findings))
     run = dataclasses.replace(
@@ -293,15 +296,20 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=1000)
 
 
+def deciding(config: Config) -> dict[str, dict[str, Any] | None]:
+    """Everything that may change a trained bit, by section: of ``run``, seed and precision."""
+    sections = {name: _plain(getattr(config, name)) for name in ORDER}
+    run = sections["run"]
+    assert run is not None
+    return {**sections, "run": {key: run[key] for key in ("seed", "precision")}}
+
+
 def digest(config: Config) -> str:
-    """SHA-256 of everything that may change a trained bit: of ``run``, seed and precision.
+    """SHA-256 of what is :func:`deciding`.
 
     Two configs with one digest may go on from each other's checkpoints.
     """
-    parts: dict[str, Any] = {"run": {"seed": config.run.seed, "precision": config.run.precision}}
-    parts |= {name: _plain(getattr(config, name)) for name in ORDER if name != "run"}
-    text = json.dumps(parts, sort_keys=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return _hash(deciding(config))
 
 
 def agreement(config: Config, classes: Sequence[str], shape: Sequence[int]) -> str:
@@ -315,12 +323,14 @@ def agreement(config: Config, classes: Sequence[str], shape: Sequence[int]) -> s
         classes: their names, in the order of their numbers.
         shape: of a row: channels, height, width.
     """
-    parts: dict[str, Any] = {"run": {"seed": config.run.seed, "precision": config.run.precision}}
-    parts |= {name: _plain(getattr(config, name)) for name in ORDER if name != "run"}
+    parts = deciding(config)
     for section, keys in _OF_ONE_MACHINE.items():
         for key in keys:
             (parts[section] or {}).pop(key, None)
-    parts["task"] = {"classes": list(classes), "shape": list(shape)}
+    return _hash({**parts, "task": {"classes": list(classes), "shape": list(shape)}})
+
+
+def _hash(parts: Mapping[str, Any]) -> str:
     text = json.dumps(parts, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

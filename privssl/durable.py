@@ -23,7 +23,8 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise RunFolderError(
             f"{path}: cannot be written: {error.strerror or error}. Make room or mend the "
-            "permissions, then go on with --resume"
+            "permissions, then start the command again (train: with --resume; before the first "
+            "checkpoint with run.overwrite=true)"
         ) from error
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from accounting.budget import Budget
+from accounting.accountants import epsilon
+from accounting.budget import Budget, rounded_up
+from accounting.events import Unprotected, leaves
 from accounting.plan import AccountPlan
 from accounting.registry import shared_rows, unprotected_rows
 from privssl import data, models
@@ -43,6 +45,11 @@ class Prepared:
     @property
     def labelled_agents(self) -> tuple[Agent, ...]:
         return _labelled(self.federation)
+
+    @property
+    def nominal(self) -> bool:
+        """Whether its epsilons are those of a scheme that guarantees nothing."""
+        return self.plan is not None and self.plan.scope == "as_published"
 
     @property
     def told_split(self) -> str:
@@ -79,6 +86,7 @@ def prepare(config: Config) -> Prepared:
         )
         if plan.visits:
             _refuse_shared_rows(holders, federation)
+            _refuse_unaffordable(plan, config.privacy)
     promises = _promises(plan, config.privacy, holders)
     algorithm = kind(config.algorithm, task, plan)
     if plan is not None:
@@ -159,6 +167,18 @@ def promise(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Budget) 
         n_public=len(agent.labelled) if public else None,
         adjacency="zero_out" if public else "add_remove",
     )
+
+
+def _refuse_unaffordable(plan: Plan, privacy: PrivacySettings) -> None:
+    """A first visit beyond the budget would leave every support agent out, to the end."""
+    noisy = [leaf for leaf in leaves(plan.event) if not isinstance(leaf, Unprotected)]
+    cost = epsilon(noisy, privacy.delta)
+    if cost > privacy.epsilon:
+        raise PrivacyError(
+            f"one visit to a support agent costs epsilon {rounded_up(cost)}, and privacy.epsilon "
+            f"is {privacy.epsilon:g}, so that no labelled row would ever be read. Give more "
+            "privacy.noise_multiplier, fewer privacy.steps or a smaller privacy.sample_rate"
+        )
 
 
 def _refuse_shared_rows(holders: tuple[Agent, ...], federation: data.Federation) -> None:

@@ -44,12 +44,10 @@ from privssl.run_folder import (
     write_text,
 )
 from privssl.shelf import Shelf
-from privssl.tracker import RoundRecord, Tracker
+from privssl.tracker import RoundRecord, Tracker, for_the_log
 from privssl.world import Round, World
 
 Status = Literal["finished", "budget_exhausted", "interrupted"]
-
-_EVALUATED = ("test/", "validation/", "dp/epsilon/")  # tags that train.log has as well
 
 log = logging.getLogger("privssl")
 
@@ -186,9 +184,8 @@ class Run:
         total = rounds_of(self._algorithm)
         for tracker in self._trackers:
             tracker.round(RoundRecord(now.number, total, now.phase, values))
-        measured = [f"{k} {v:.4f}" for k, v in values.items() if k.startswith(_EVALUATED)]
-        if measured:
-            log.info("Round %d of %d: %s", now.number, total, ", ".join(measured))
+        if measured := for_the_log(values, nominal=self._prepared.nominal):
+            log.info("Round %d of %d: %s", now.number, total, measured)
         if last or now.number == 1 or now.number % self._config.run.images_every == 0:
             self._show(now.number, state)
 

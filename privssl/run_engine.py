@@ -15,7 +15,7 @@ from accounting.ledger import Journal, read_journal
 from privssl import config as configs
 from privssl import durable
 from privssl.agents import Memory, Seat
-from privssl.engines import Engine
+from privssl.engines import Engine, tls
 from privssl.engines.batched import BatchedEngine
 from privssl.engines.flower_post import FlowerPost
 from privssl.engines.local import LocalEngine
@@ -28,6 +28,17 @@ from privssl.evaluate import Oracle
 from privssl.prepare import Prepared
 from privssl.settings import RunSettings
 from privssl.shelf import Shelf
+
+
+def refuse_unreachable(run: RunSettings) -> None:
+    """Raise SiteError where agents are sites, and nobody is there who could carry letters."""
+    if run.engine == "flower":
+        certificate = str(Path(run.certificate).expanduser()) if run.certificate else ""
+        if problem := tls.trouble(run.superlink, certificate):
+            raise SiteError(
+                f"run.superlink: {problem}. Start it (flower-superlink), or give the host and port "
+                "where one is"
+            )
 
 
 def make_engine(prepared: Prepared, oracle: Oracle, shelf: Shelf | None = None) -> Engine:

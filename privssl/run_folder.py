@@ -5,7 +5,9 @@ runs spent is never deleted: replacing a private run moves its ledger beside the
 so. Whatever is refused is refused before anything in the folder has changed.
 """
 
+import dataclasses
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -14,8 +16,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from accounting import registry
 from accounting.errors import LedgerError
@@ -68,13 +68,9 @@ def created(prepared: Prepared) -> Iterator[Path]:
     """
     run = prepared.config.run
     folder = prepared.config.folder
-    entries = _entries(folder)
-    if entries:
-        _refuse_what_is_not_ours(folder, entries)
-        if not run.overwrite:
-            raise RunFolderError(_in_the_way(folder))
-    _check_lasting_accounts(prepared)
-    if entries:
+    check_free(prepared.config)
+    check_lasting_accounts(prepared)
+    if entries_of(folder):
         with locked(folder):
             _remove(folder)
     try:
@@ -87,8 +83,20 @@ def created(prepared: Prepared) -> Iterator[Path]:
     with locked(folder):
         # In this order: a split.json says that the folder is a run, and may be replaced.
         prepared.federation.manifest.write(folder / "split.json")
-        write_text(folder / "config.yaml", configs.to_yaml(prepared.config))
+        # Without overwrite: to run the file again must not replace the run that it is of.
+        recorded = dataclasses.replace(run, overwrite=False)
+        again = dataclasses.replace(prepared.config, run=recorded)
+        write_text(folder / "config.yaml", configs.to_yaml(again))
         yield folder
+
+
+def check_free(config: Config) -> None:
+    """Raise RunFolderError where the folder of a new run is taken, and may not be replaced."""
+    entries = entries_of(config.folder)
+    if entries:
+        _refuse_what_is_not_ours(config.folder, entries)
+        if not config.run.overwrite:
+            raise RunFolderError(_in_the_way(config.folder))
 
 
 @contextmanager
@@ -114,7 +122,7 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _entries(folder: Path) -> set[str]:
+def entries_of(folder: Path) -> set[str]:
     """What lies in a folder, without leftovers of killed writes; empty when there is none."""
     try:
         names = os.listdir(folder)
@@ -151,8 +159,8 @@ def _remove(folder: Path) -> None:
     with durable.writing(folder):
         ledger = folder / "ledger"
         if ledger.exists() and any(ledger.iterdir()):
-            kept = sorted(folder.parent.glob(f"{folder.name}.ledger-*"))
-            former = folder.parent / f"{folder.name}.ledger-{len(kept) + 1:03d}"
+            names = (f"{folder.name}.ledger-{number:03d}" for number in itertools.count(1))
+            former = next(path for path in map(folder.with_name, names) if not path.exists())
             ledger.rename(former)
             log.warning("The ledger of the replaced run is kept in %s: its rows remember.", former)
         shutil.rmtree(folder)
@@ -191,12 +199,10 @@ def check_resumable(folder: Path, config: Config) -> None:
 
 def _deciding(config: Config) -> dict[str, Any]:
     """What decides over the results of a run, by dotted key: what ``config.digest`` is made of."""
-    sections: dict[str, dict[str, Any] | None] = yaml.safe_load(configs.to_yaml(config))
     return {
         f"{name}.{key}": value
-        for name, section in sections.items()
+        for name, section in configs.deciding(config).items()
         for key, value in (section or {}).items()
-        if name != "run" or key == "seed"
     }
 
 
@@ -211,6 +217,14 @@ def outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
     results, card = _read_json(folder / "results.json"), _read_json(folder / "privacy.json")
     if results is None:
         return None
+    for name, found, keys in (
+        ("results.json", results, ("status", "rounds", "test_accuracy")),
+        ("privacy.json", card, ("releases",)),
+    ):
+        if found is not None and not (isinstance(found, dict) and set(keys) <= found.keys()):
+            raise RunFolderError(
+                f"{folder / name} is not what a run writes. Remove it, then --resume writes it anew"
+            )
     told = [tighter] if (tighter := headline_sentence(card)) else []
     if card is not None and SHIPPED_CODE[0] in {release["name"] for release in card["releases"]}:
         told.append(f"Not covered over sites: {SHIPPED_CODE[0]} ({SHIPPED_CODE[2]}).")
@@ -232,7 +246,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 # Accounts -----------------------------------------------------------------------------------
 
 
-def _check_lasting_accounts(prepared: Prepared) -> None:
+def check_lasting_accounts(prepared: Prepared) -> None:
     """Refuse, before a run folder is made or replaced, what accounts that outlive it would refuse.
 
     Raises:

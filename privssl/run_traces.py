@@ -53,6 +53,21 @@ def has_ended(run: Path) -> bool:
     return results is not None and results.get("status") in ("finished", "budget_exhausted")
 
 
+def was_to_be_private(run: Path) -> bool:
+    """Whether config.yaml has a privacy section."""
+    try:
+        return configs.load(run / "config.yaml").privacy is not None
+    except UserError:
+        return False
+
+
+def unread(run: Path) -> list[str]:
+    """Notes of files that are there and could not be held against anything."""
+    path = run / "results.json"
+    damaged = path.exists() and _results(run) is None
+    return [f"{path.name} cannot be read, so it was not compared"] if damaged else []
+
+
 def lasting_accounts(run: Path) -> Path | None:
     """Where the accounts are, when they outlive the run; None when they are its own."""
     try:

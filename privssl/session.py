@@ -15,6 +15,7 @@ from privssl import checkpoint, kernels, run, run_folder
 from privssl import config as configs
 from privssl.prepare import Prepared
 from privssl.process import LogFile, logging_to
+from privssl.run_engine import refuse_unreachable
 from privssl.tracker import CsvTracker, TensorBoardTracker, Tracker
 
 log = logging.getLogger("privssl")
@@ -35,6 +36,7 @@ def carry_out(
         stack: holds the folder's lock and log; the caller closes it when it has told what, if
             anything, went wrong, so that the log has that too.
     """
+    refuse_unreachable(prepared.config.run)  # before a former run is replaced
     if resume is None:
         folder = stack.enter_context(run_folder.created(prepared))
     else:
@@ -76,7 +78,7 @@ def _log_start(prepared: Prepared) -> None:
         *(prepared.device, version("torch"), kernels.generation() or "torch", roles),
     )
     warn(config.warnings)
-    if prepared.plan is not None and prepared.plan.scope == "as_published":
+    if prepared.nominal:
         warn([_nominal_warning(prepared)])
 
 

@@ -84,8 +84,8 @@ class RunSettings:
     def _problems_of_sites(self) -> Iterator[Problem]:
         """An engine over a network needs an address, and off this machine a certificate."""
         host, colon, port = self.superlink.rpartition(":")
-        if not (host and colon and port.isdecimal()):
-            yield Problem("superlink", f"'{self.superlink}': give host:port")
+        if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+            yield Problem("superlink", f"'{self.superlink}': give host:port, the port up to 65535")
         elif host not in LOOPBACK and not self.certificate:
             yield Problem(
                 "certificate",
@@ -95,6 +95,9 @@ class RunSettings:
         for key, usual in (("workers", "auto"), ("batched_agents", 1)):
             if getattr(self, key) != usual:
                 yield Problem(key, "has no effect: with run.engine flower agents are sites")
+
+
+MAX_SIDE = 4096  # pixels of an image, as in ``data.image_folder.MAX_PIXELS``
 
 
 @dataclass(frozen=True, config=strict)
@@ -136,6 +139,10 @@ class DataSettings:
                     yield Problem(f"{kind}{number}", text)
         if self.name in ("npz", "image_folder") and not self.root:
             yield Problem("root", f"missing: {self.name} reads it")
+        if self.image_size is not None and self.name != "image_folder":
+            yield Problem("image_size", "has no effect: it belongs to image_folder")
+        elif self.image_size is not None and self.image_size > MAX_SIDE:
+            yield Problem("image_size", f"{self.image_size}: give at most {MAX_SIDE}")
 
 
 @dataclass(frozen=True, config=strict)

@@ -171,6 +171,20 @@ def _text(value: float) -> str:
     return str(int(value)) if isinstance(value, int) else repr(float(value))
 
 
+def for_the_log(values: Mapping[str, float], *, nominal: bool) -> str:
+    """What train.log has of a round: accuracies, and what was spent. Empty where there is neither.
+
+    Args:
+        nominal: whether epsilons are those of a scheme that guarantees nothing.
+    """
+    spent = "NOMINAL dp/epsilon/" if nominal else "dp/epsilon/"
+    return ", ".join(
+        f"{name.replace('dp/epsilon/', spent)} {value:.4f}"
+        for name, value in values.items()
+        if name.startswith(("test/", "validation/", "dp/epsilon/"))
+    )
+
+
 def _lines(rows: Iterable[list[str]]) -> str:
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(rows)
@@ -185,6 +199,7 @@ class ProgressTracker:
         resume_after: the last round of an earlier session; time left is told without it.
         stream: where to; standard error, because standard output may carry results.
         every_s: seconds between two plain lines. The first and last round always have one.
+        nominal: whether epsilons are those of a scheme that guarantees nothing.
     """
 
     def __init__(
@@ -193,9 +208,12 @@ class ProgressTracker:
         resume_after: int | None = None,
         stream: TextIO | None = None,
         every_s: float = 10.0,
+        *,
+        nominal: bool = False,
     ) -> None:
         self._total = total
         self._before = resume_after or 0
+        self._epsilon = "NOMINAL epsilon" if nominal else "epsilon"
         self._stream = stream or sys.stderr
         self._every_s = every_s
         self._started = time.monotonic()
@@ -237,7 +255,7 @@ class ProgressTracker:
             parts.append(f"test accuracy {self._latest['test/accuracy']:.4f}")
         left = [v for k, v in self._latest.items() if k.startswith("dp/budget_left/")]
         if left:
-            parts.append(f"epsilon left {min(left):.2f}")
+            parts.append(f"{self._epsilon} left {min(left):.2f}")
         return ", ".join(parts)
 
     def _line(self, round_number: int, note: str) -> None:

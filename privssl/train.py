@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from accounting.errors import AccountingError
@@ -120,18 +121,31 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
     if options.dry_run:
         session.warn(config.warnings)
         _describe(prepared, console)
+        run_folder.check_lasting_accounts(prepared)
+        if options.resume is None:
+            _warn_of_a_taken_folder(config)
         return 0
     stack.enter_context(private_files())
     stack.enter_context(full_disk_told_once())
 
     def bar(after: int | None) -> list[ProgressTracker]:
-        rounds = run.rounds_of(prepared.algorithm)
-        return [] if options.quiet else [ProgressTracker(rounds, resume_after=after)]
+        rounds, nominal = run.rounds_of(prepared.algorithm), prepared.nominal
+        return [] if options.quiet else [ProgressTracker(rounds, after, nominal=nominal)]
 
     folder = session.carry_out(prepared, options.resume, bar, stack)
     outcome = run_folder.outcome(folder)
     assert outcome is not None  # execute has just written it
     return _report(options, *outcome, folder, console, time.perf_counter() - started)
+
+
+def _warn_of_a_taken_folder(config: Any) -> None:
+    """What --dry-run has to say of the folder. It does not end it: what was asked was shown."""
+    from privssl import run_folder
+
+    try:
+        run_folder.check_free(config)
+    except UserError as problem:
+        log.warning("As things are it would be refused: %s", problem)
 
 
 # What is told -------------------------------------------------------------------------------
@@ -154,7 +168,7 @@ def _describe(prepared: Any, console: Console) -> None:
         counts = ["-" if rows is None else str(len(rows)) for rows in (labelled, unlabelled)]
         if labelled is not None and hidden:
             counts[0] = "private"
-        table.add_row(agent.id, agent.role, *counts, " ".join(classes) or "unknown")
+        table.add_row(agent.id, agent.role, *counts, escape(" ".join(classes)) or "unknown")
     here = {agent.id for agent in prepared.federation.agents}
     for ref in prepared.roster:
         if ref.id not in here:

@@ -30,6 +30,7 @@ from privssl import (
     comparison_plan,
     comparison_plot,
     comparison_runs,
+    durable,
     pictures,
     run_folder,
 )
@@ -497,6 +498,30 @@ def test_a_run_whose_config_changed_is_refused_with_the_key(copy: Place) -> None
     assert_refused(outcome, "bound.yaml, seed 0", "algorithm.local_steps is 1 here, but 2 there")
     assert "--output" in outcome.err
     assert tree(copy.output) == before
+
+
+def test_results_of_one_precision_are_not_handed_out_as_those_of_another(copy: Place) -> None:
+    before = tree(copy.output)
+    outcome = copy.compare("run.precision=bfloat16")
+    assert_refused(outcome, "run.precision is bfloat16 here, but float32 there")
+    assert tree(copy.output) == before
+
+
+def test_a_folder_that_a_kill_left_empty_but_for_its_own_leftover_is_begun(here: Place) -> None:
+    left = here.output / RUNS[0]
+    left.mkdir(parents=True)
+    (left / f"{durable.TEMPORARY}split.json").write_text("{")
+    assert "start" in here.compare("--dry-run").out
+    (left / "notes.txt").write_text("mine")  # the control
+    assert_refused(here.compare("--dry-run"), "is not a run of privssl")
+
+
+def test_the_table_is_not_put_into_the_folder_of_a_run(whole: Place) -> None:
+    run = whole.output / RUNS[0]
+    before = tree(run)
+    outcome = command(*whole.configs, "--seeds", "5,", "--output", run)
+    assert_refused(outcome, str(run), "is the folder of a run", "--output")
+    assert tree(run) == before
 
 
 def test_a_setting_that_decides_over_no_result_may_change(copy: Place) -> None:

@@ -276,6 +276,34 @@ def test_a_key_that_is_wrong_because_of_its_absence_is_placed_at_its_section_or_
     assert refusal(write("algorithm: {name: fedssl}\nagents: {query: 1}\n")) == [f"line 2 {advice}"]
 
 
+def test_agents_that_hold_nothing_or_whom_nobody_needs_are_placed_at_their_line(write: Any) -> None:
+    """By every algorithm, and not only by those that say it in their own words."""
+    path = write("algorithm: {name: pseudo}\nagents:\n  support: 2\n  query: 2\n  mixed: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert "line 5" in str(caught.value)
+    assert "agents.mixed is 1, but with data.labels support there are none" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "row"),
+    [
+        (
+            "data: {image_size: 16}",
+            "line 3 data.image_size has no effect: it belongs to image_folder",
+        ),
+        (
+            "data: {name: image_folder, root: x, image_size: 100000}",
+            "line 3 data.image_size 100000: give at most 4096",
+        ),
+    ],
+)
+def test_sizes_of_images_are_for_images_in_folders_and_bounded(
+    write: Any, section: str, row: str
+) -> None:
+    assert refusal(write(SOUND + section + "\n")) == [row]
+
+
 def billion_laughs() -> str:
     lines = ["a: &a0 [x, x]"] + [f"b{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40)]
     return "\n".join(lines)

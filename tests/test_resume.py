@@ -410,6 +410,35 @@ def test_a_config_that_would_change_results_is_refused_with_what_differs(
     assert tree(copy.run) == before
 
 
+def test_another_precision_is_another_config_for_a_finished_run_too(unbroken: Place) -> None:
+    before = tree(unbroken.run)
+    outcome = command(unbroken.config, "--resume", unbroken.run, "run.precision=bfloat16")
+    assert_refused(outcome, "run.precision is bfloat16 here, but float32 there")
+    assert tree(unbroken.run) == before
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"status": "finished"}'])
+def test_results_of_another_form_are_refused_in_words(copy: Place, text: str) -> None:
+    (copy.run / "results.json").write_text(text)
+    outcome = command(copy.config, "--resume", copy.run)
+    assert_refused(outcome, "results.json is not what a run writes", "--resume writes it anew")
+
+
+def test_checkpoints_that_may_not_be_read_are_told_in_words(
+    copy: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.listdir
+
+    def refuse(path: Any) -> list[str]:
+        if str(path).endswith("checkpoints"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    outcome = command(copy.config, "--resume", copy.run)
+    assert_refused(outcome, "checkpoints cannot be read: Permission denied")
+
+
 def test_a_folder_that_is_not_there_is_named_without_a_config_too(here: Place) -> None:
     assert_refused(command("--resume", here.run), str(here.run), "no such file")
     assert not here.run.exists()

@@ -7,6 +7,7 @@ output and error; what starts, kills and resumes processes is in test_resume.py.
 import contextlib
 import csv
 import errno
+import itertools
 import json
 import math
 import re
@@ -25,6 +26,7 @@ import safetensors.torch
 import torch
 import yaml
 from command_line import PLAIN, Outcome, assert_refused, command, tree
+from PIL import Image
 from scipy.stats import norm
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
     EventAccumulator,
@@ -283,6 +285,77 @@ def test_a_run_that_is_replaced_leaves_its_ledger_beside_it(tmp_path: Path) -> N
     assert kept == spent
 
 
+@pytest.mark.parametrize("name", ["run", "q[1]"])
+def test_runs_are_replaced_again_and_again_whatever_became_of_former_ledgers(
+    tmp_path: Path, name: str
+) -> None:
+    arguments = [
+        written(tmp_path, PRIVATE), f"run.output={tmp_path / name}", "algorithm.rounds=1",
+        "run.overwrite=true", "--quiet",
+    ]  # fmt: skip
+    for _ in range(4):
+        assert command(*arguments).status == 0
+    kept = [tmp_path / f"{name}.ledger-00{number}" for number in (1, 2, 3)]
+    assert all(path.is_dir() for path in kept)
+    shutil.rmtree(kept[0])
+    assert command(*arguments).status == 0
+    assert all(path.is_dir() for path in kept)
+
+
+def test_running_the_config_of_a_run_again_does_not_replace_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = [f"run.output={run}", "algorithm.rounds=1", "run.overwrite=true", "--quiet"]
+    assert command(written(tmp_path, PLAIN), *arguments).status == 0
+    before = tree(run)
+    assert_refused(command(run / "config.yaml"), "exists and holds a run")
+    assert tree(run) == before
+
+
+def test_a_run_over_sites_without_a_superlink_leaves_the_former_run_alone(plain: Finished) -> None:
+    before = tree(plain.folder)
+    where = [f"run.output={plain.folder}", "run.overwrite=true"]
+    outcome = command(plain.config, *where, "run.engine=flower", "run.superlink=127.0.0.1:1")
+    assert_refused(outcome, "run.superlink: nobody answers at 127.0.0.1:1", "flower-superlink")
+    assert tree(plain.folder) == before
+
+
+def test_a_visit_that_costs_more_than_the_budget_is_refused_before_the_run(tmp_path: Path) -> None:
+    arguments = [written(tmp_path, PRIVATE), f"run.output={tmp_path / 'run'}"]
+    outcome = command(*arguments, "privacy.noise_multiplier=0.3", "privacy.visits=null")
+    assert_refused(outcome, "one visit to a support agent costs epsilon", "noise_multiplier")
+    assert not (tmp_path / "run").exists()
+    dearest = command(*arguments, "privacy.noise_multiplier=1.7", "--dry-run")
+    assert dearest.status == 0, dearest  # the control: one visit is within the budget
+
+
+def test_a_dry_run_says_what_a_run_would_be_refused_for(plain: Finished, tmp_path: Path) -> None:
+    taken = command(plain.config, f"run.output={plain.folder}", "--dry-run")
+    assert taken.status == 0
+    assert "As things are it would be refused" in taken.err
+    assert "exists and holds a run" in taken.err
+    assert command(plain.config, f"run.output={tmp_path / 'new'}", "--dry-run").err == ""
+    config = written(tmp_path, PRIVATE)
+    account = [f"privacy.ledger={tmp_path / 'accounts'}", f"run.output={tmp_path / 'run'}"]
+    assert command(config, *account, "privacy.ledger_epsilon=4.0", "--quiet").status == 0
+    dry = command(
+        config, account[0], f"run.output={tmp_path / 'next'}", "privacy.ledger_epsilon=9.0",
+        "--dry-run",
+    )  # fmt: skip
+    assert dry.status == 2 and "cannot rise" in dry.err
+
+
+def test_names_of_classes_are_shown_as_they_are(tmp_path: Path) -> None:
+    for part, label in itertools.product(("train", "test"), ("dog [x]", "cat")):
+        (tmp_path / "data" / part / label).mkdir(parents=True)
+        for number in range(6):
+            pixels = np.full((8, 8), 20 * number, np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "data" / part / label / f"{number}.png")
+    config = written(tmp_path, PLAIN.replace("toy, labelled: 40, unlabelled: 80", "image_folder"))
+    outcome = command(config, f"data.root={tmp_path / 'data'}", "data.labelled=4", "--dry-run")
+    assert outcome.status == 0, outcome
+    assert "dog [x]" in outcome.out
+
+
 def test_files_are_the_users_alone(plain: Finished) -> None:
     assert stat.S_IMODE(plain.folder.stat().st_mode) == 0o700
     for path in plain.folder.rglob("*"):
@@ -515,6 +588,48 @@ def test_a_ledger_that_other_files_of_the_run_contradict_is_violated(
     problems = report.problems + [text for agent in report.agents for text in agent.problems]
     assert report.verdict.name == ("VIOLATED" if said else "CONSISTENT"), problems
     assert any(said in text for text in problems) if said else not problems
+
+
+def test_an_audit_of_what_may_not_be_read_is_the_users_to_mend_and_no_verdict(
+    private: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusing(name: str, method: str) -> None:
+        real = getattr(Path, method)
+
+        def refuse(self: Path, *given: Any) -> Any:
+            if self.name == name:
+                raise PermissionError(errno.EACCES, "Permission denied", str(self))
+            return real(self, *given)
+
+        monkeypatch.setattr(Path, method, refuse)
+
+    for name, method in (("ledger", "iterdir"), ("privacy.json", "exists")):
+        refusing(name, method)
+        assert audit.main([str(private.folder)]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert "cannot be read" in shown.err and "Permission denied" in shown.err
+
+
+def test_an_audit_of_a_private_run_that_never_began_does_not_call_it_not_private(
+    private: Finished, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(private.folder / "config.yaml", run)
+    report = audit.audit(run)
+    assert report.claim == "no claim was written"
+    assert any("never came to its first visit" in note for note in report.notes)
+    assert report.verdict.name == "NO_GUARANTEE"
+
+
+def test_an_audit_says_of_damaged_results_that_it_did_not_compare_them(
+    private: Finished, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(private.folder, run)
+    (run / "results.json").write_text("{")
+    assert "results.json cannot be read, so it was not compared" in audit.audit(run).notes
 
 
 def test_an_audit_without_the_config_says_what_it_could_not_ask(

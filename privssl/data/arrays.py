@@ -126,7 +126,9 @@ def _open(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
             return found
     except (FileNotFoundError, IsADirectoryError) as error:
         what = "no such file" if isinstance(error, FileNotFoundError) else "a folder"
-        raise DataError(f"{path}: {what}. data.root names the NPZ file itself") from None
+        raise DataError(f"{path}: {what}. Give the NPZ file itself") from None
+    except PermissionError as error:
+        raise DataError(f"{path}: {error.strerror}. Mend the permissions") from None
     except _DAMAGE as error:
         raise DataError(
             f"{path} cannot be read as an NPZ file of plain numbers: {error}. "

@@ -6,7 +6,7 @@ each kind is handed out by its own rule to the agents that hold it. All of it fo
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from privssl.data.datasets import Dataset
 from privssl.data.manifest import Holding
 from privssl.data.partition import DirichletEqual, Ints, Partition, from_settings
 from privssl.errors import DataError
-from privssl.settings import AgentSettings, DataSettings
+from privssl.settings import AgentSettings, DataSettings, Problem
 
 SERVER = "server"
 
@@ -33,34 +33,41 @@ class Holders(NamedTuple):
         return tuple(dict.fromkeys((*self.labelled, *self.unlabelled)))
 
 
+def misfits(labels: str, agents: AgentSettings) -> Iterator[Problem]:
+    """Kinds of agents that ``data.labels`` needs and are none, or are and it has no use for."""
+    needed, useless = {
+        "support": ("support", ("mixed",)),
+        "labels-at-server": ("", ("support", "mixed")),
+        "labels-at-client": ("mixed", ("support",)),
+    }[labels]
+    if needed and not getattr(agents, needed):
+        text = f"data.labels is {labels}, but agents.{needed} is 0, so nobody would hold labels. "
+        yield Problem(needed, f"{text}Set agents.{needed} to at least 1")
+    for kind in useless:
+        if held := getattr(agents, kind):
+            text = (
+                f"agents.{kind} is {held}, but with data.labels {labels} there are none of them. "
+            )
+            yield Problem(kind, f"{text}Set agents.{kind} to 0")
+
+
 def holders(labels: str, agents: AgentSettings) -> Holders:
     """Who holds what under ``data.labels``.
 
     Raises:
         DataError: nobody would hold labels, or agents of a kind that cannot be in this setting.
     """
+    for _, text in misfits(labels, agents):
+        raise DataError(text)
     support, query, mixed = (
         tuple(f"{letter}{number}" for number in range(count))
         for letter, count in (("s", agents.support), ("q", agents.query), ("m", agents.mixed))
     )
-    found, needed, useless = {
-        "support": (Holders(support, query), ("support",), ("mixed",)),
-        "labels-at-server": (Holders((SERVER,), query), (), ("support", "mixed")),
-        "labels-at-client": (Holders(mixed, (*mixed, *query)), ("mixed",), ("support",)),
+    return {
+        "support": Holders(support, query),
+        "labels-at-server": Holders((SERVER,), query),
+        "labels-at-client": Holders(mixed, (*mixed, *query)),
     }[labels]
-    for kind in needed:
-        if not getattr(agents, kind):
-            raise DataError(
-                f"data.labels is {labels}, but agents.{kind} is 0, so nobody would hold labels. "
-                f"Set agents.{kind} to at least 1"
-            )
-    for kind in useless:
-        if getattr(agents, kind):
-            raise DataError(
-                f"agents.{kind} is {getattr(agents, kind)}, but with data.labels {labels} there "
-                f"are none of them. Set agents.{kind} to 0"
-            )
-    return found
 
 
 class Split(NamedTuple):

@@ -97,11 +97,17 @@ def _files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], NDArray[np
     files: list[Path] = []
     counts = []
     for name in classes:
-        images = sorted(
-            path
-            for path in (folder / name).iterdir()
-            if path.suffix.lower() in SUFFIXES and path.name[0] != "."
-        )
+        try:
+            images = sorted(
+                path
+                for path in (folder / name).iterdir()
+                if path.suffix.lower() in SUFFIXES and path.name[0] != "."
+            )
+        except OSError as error:
+            raise DataError(
+                f"{folder / name}: {error.strerror}. Mend the permissions, or remove the class "
+                "from train and test"
+            ) from None
         if not images:
             raise DataError(
                 f"{folder / name} holds no image ({', '.join(sorted(SUFFIXES))}). Add some, or "

@@ -200,6 +200,7 @@ class SitesEngine:
         visits = {name: self._visit(call, deadline) for name, (_, call) in calls.items()}
         answers: dict[str, Answer] = {}
         last: dict[str, str] = dict.fromkeys(calls, "gone")
+        asked: set[str] = set()
         while waiting := [name for name in calls if name not in answers]:
             left = begun + self._terms.visit_seconds - time.monotonic()
             if left <= 0:
@@ -207,6 +208,8 @@ class SitesEngine:
             sent = {self._sites.address[n]: n for n in waiting if n in self._sites.address}
             letters = {a: wire.to_bytes(visits[name]) for a, name in sent.items()}
             self._carried.letters += len(letters)
+            self._carried.again += len(asked.intersection(sent.values()))
+            asked |= set(sent.values())
             self._carried.down += sum(map(len, letters.values()))
             for address, data in self._post.exchange(letters, left).items():
                 self._carried.up += len(data)
@@ -215,9 +218,8 @@ class SitesEngine:
                 if answer.error != "busy":
                     answers[sent[address]] = answer
                     self._carried.seconds.append(time.monotonic() - begun)
-            if again := [name for name in calls if name not in answers]:
+            if len(answers) < len(calls):
                 time.sleep(min(self._terms.patience, left))
-                self._carried.again += len(again)
                 self._sites.look_around(left)
         return {
             place: self._reply(

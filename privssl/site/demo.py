@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -108,18 +109,17 @@ def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> 
             continue
         names.append(agent.id)
         (folder / agent.id).mkdir(mode=0o700)
-        budget = ""
+        site: dict[str, Any] = {
+            "site": {
+                "agent": agent.id, "role": agent.role, "config": "../experiment.yaml",
+                "folder": ".", "share_ledger": True, "share_notes": True,
+            },
+            "rows": {"split": "../split.json"},
+        }  # fmt: skip
         if agent.role != "query":
             privacy = loaded.privacy
-            budget = "budget: " + (
-                "null" if privacy is None
-                else f"{{epsilon: {privacy.epsilon!r}, delta: {privacy.delta:.10f}}}"
-            )  # fmt: skip
-        (folder / agent.id / "site.yaml").write_text(
-            f"site: {{agent: {agent.id}, role: {agent.role}, config: ../experiment.yaml, "
-            "folder: ., share_ledger: true, share_notes: true}\n"
-            f"rows: {{split: ../split.json}}\n{budget}\n"
-        )
+            site["budget"] = privacy and {"epsilon": privacy.epsilon, "delta": privacy.delta}
+        (folder / agent.id / "site.yaml").write_text(yaml.safe_dump(site, sort_keys=False))
     return names
 
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from privssl.errors import UserError
 from privssl.process import private_files
 
 DAYS = 90
+MOST_DAYS = 36_500  # openssl would take years beyond 9999
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +52,10 @@ def make(folder: Path, host: str, names: Sequence[str], days: int = DAYS) -> Non
     """
     for name in names:
         check_agent_id(name)
+    if doubled := [name for name, times in Counter(names).items() if times > 1]:
+        raise UserError(f"{', '.join(doubled)}: named twice. Name each agent once")
+    if not 1 <= days <= MOST_DAYS:
+        raise UserError(f"--days {days}: give 1 to {MOST_DAYS}")
     for program in ("openssl", "ssh-keygen"):
         if shutil.which(program) is None:
             raise UserError(f"{program} is not installed. Install it as this system does")

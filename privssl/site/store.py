@@ -83,8 +83,9 @@ class Store:
         """Store a reply, and delete those that are older than the last ``keep``."""
         folder = self._folder(run)
         durable.replace(folder / f"{self._number(run, visit):08d}-{visit}.answer", answer)
+        oldest = self._last(run) - self.keep
         for number, path in self._files(run):
-            if number <= self._last(run) - self.keep:
+            if number <= oldest:
                 path.unlink()
 
     # Memories -------------------------------------------------------------------------------
