@@ -19,7 +19,7 @@ accountant fills the memory on sigma = 0.01.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from accounting.canonical import Json, only_keys, read_real, real
@@ -132,6 +132,11 @@ def leaves(event: Event) -> tuple[SampledGaussian | PureEpsilon | Unprotected, .
     if isinstance(event, Composed):
         return tuple(leaf for part in event.events for leaf in leaves(part))
     return (event,)
+
+
+def protected(events: Iterable[Event]) -> list[SampledGaussian | PureEpsilon]:
+    """The simple events inside these that have a finite cost: all but unprotected reads."""
+    return [leaf for event in events for leaf in leaves(event) if not isinstance(leaf, Unprotected)]
 
 
 def event_to_json(event: Event) -> Json:

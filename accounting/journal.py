@@ -72,7 +72,7 @@ class JournalFile:
         self._broken = ""
         self._process = os.getpid()
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(path.parent)
             self._lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | _OPEN, 0o600)
         except OSError as error:
             raise LedgerError(f"{path.parent}: cannot be written ({error.strerror})") from error
@@ -174,6 +174,15 @@ class JournalFile:
 def _write_all(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory for its owner alone, and those above it, if they are not there: on disk,
+    each with its entry."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for made in missing:
+        sync_directory(made.parent)
 
 
 def sync_directory(path: Path) -> None:

@@ -6,19 +6,20 @@ The scope follows from ``update`` (networks that the agent trains on labelled ro
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from accounting.accountants import Cost, cost_of
+from accounting.accountants import NOTHING, Cost, cost_of
 from accounting.budget import ADJACENCY_WORDS, Adjacency, Budget
 from accounting.canonical import Json, only_keys, read_real, real
 from accounting.errors import PlanError
-from accounting.events import Event, Unprotected, event_from_json, event_to_json, leaves
+from accounting.events import Event, Unprotected, event_from_json, event_to_json, leaves, protected
 
 Scope = Literal["sound", "as_published"]
 
 _AGENT_ID = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?!\.)){0,63}")
-_DEVICE_NAMES = re.compile(r"(?i)(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?")  # Windows' own
+DEVICE_NAMES = re.compile(r"(?i)(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?")  # Windows' own
 _CANNOT_CHANGE = (
     "{}: {} cannot change from {} to {} while an account runs. Give the former, or use an account "
     "of its own (another ledger folder) for other rows."
@@ -81,7 +82,11 @@ class AccountPlan:
         which is why its sum is only nominal."""
         if self.scope == "sound":
             return cost_of([event])
-        return cost_of(leaf for leaf in leaves(event) if not isinstance(leaf, Unprotected))
+        return cost_of(protected([event]))
+
+    def cost(self, events: Iterable[Event]) -> Cost:
+        """The cost of all these events under this plan."""
+        return sum((self.charge(event) for event in events), NOTHING)
 
     def delta_of(self, spent: Cost) -> float:
         """The delta at which what was spent is told and held against the budget.
@@ -135,7 +140,7 @@ def check_agent_id(agent: object) -> None:
         not isinstance(agent, str)
         or not _AGENT_ID.fullmatch(agent)
         or agent.endswith(".")
-        or _DEVICE_NAMES.fullmatch(agent)
+        or DEVICE_NAMES.fullmatch(agent)
     ):
         raise PlanError(
             f"{agent!r:.40} cannot be an agent id: use 1 to 64 letters, digits, '_', '-' and "

@@ -27,7 +27,7 @@ from itertools import combinations
 from pathlib import Path
 
 from accounting.errors import LedgerError
-from accounting.journal import sync_directory
+from accounting.journal import make_directory, sync_directory
 from accounting.plan import check_agent_id
 
 _KEY_BYTES = 32
@@ -93,8 +93,7 @@ def claim(
     for agent in holdings:
         check_agent_id(agent)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        registry.mkdir(mode=0o700, exist_ok=True)
+        make_directory(registry)
         with _locked(registry):
             key = _key(registry)
             known = {path.stem: _known(path) for path in sorted(registry.glob("*.rows"))}

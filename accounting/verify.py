@@ -92,14 +92,15 @@ def rdp_epsilon(events: Iterable[Event], delta: float) -> float | None:
     return float(accountant.get_epsilon(delta)) if counted else 0.0
 
 
-def pld_bracket(events: Iterable[Event], delta: float, interval: float = _INTERVAL) -> Bracket:
+def pld_bracket(events: Iterable[Event], delta: float) -> Bracket:
     """A certified lower and upper bound on epsilon by privacy loss distributions.
+
+    The upper bound hardly depends on the width of their grid; the lower bound is too low by up to
+    half of it for each step.
 
     Args:
         events: no Unprotected ones; none give (0, 0).
         delta: at least 1e-12, below 1.
-        interval: width of the grid. The upper bound hardly depends on it; the lower bound is
-            too low by up to interval / 2 for each step.
 
     Raises:
         AccountingError: dp-accounting is not installed.
@@ -110,7 +111,7 @@ def pld_bracket(events: Iterable[Event], delta: float, interval: float = _INTERV
     counted = tuple(_counted(events).items())
     if not counted:
         return Bracket(0.0, 0.0)
-    bounds = [_compose(counted, pessimistic, interval, delta) for pessimistic in (False, True)]
+    bounds = [_compose(counted, pessimistic, delta) for pessimistic in (False, True)]
     if not all(map(math.isfinite, bounds)):
         raise PlanError(f"numeric composition found no finite epsilon at delta {delta:g}")
     return Bracket(*bounds)
@@ -171,42 +172,41 @@ def dp_event_source(events: Iterable[Event], delta: float) -> str:
 def _compose(
     counted: tuple[tuple[SampledGaussian | PureEpsilon, int], ...],
     pessimistic: bool,
-    interval: float,
     delta: float,
 ) -> float:
     total: Any = None
     for leaf, count in counted:
         match leaf:
             case SampledGaussian(_, _, repeats):
-                loss = _gaussian_loss(leaf, pessimistic, interval)
+                loss = _gaussian_loss(leaf, pessimistic)
             case PureEpsilon(each, repeats):
-                loss = _pure_loss(each, pessimistic, interval)
+                loss = _pure_loss(each, pessimistic)
         loss = loss.self_compose(count * repeats)
         total = loss if total is None else total.compose(loss)
     return float(total.get_epsilon_for_delta(delta))
 
 
-def _gaussian_loss(event: SampledGaussian, pessimistic: bool, interval: float) -> Any:
+def _gaussian_loss(event: SampledGaussian, pessimistic: bool) -> Any:
     from dp_accounting.pld import privacy_loss_distribution
 
     return privacy_loss_distribution.from_gaussian_mechanism(
         event.noise_multiplier,
         sampling_prob=event.sample_rate,
         pessimistic_estimate=pessimistic,
-        value_discretization_interval=interval,
+        value_discretization_interval=_INTERVAL,
         use_connect_dots=pessimistic,  # connect-the-dots exists for upper bounds only
     )
 
 
-def _pure_loss(each: float, pessimistic: bool, interval: float) -> Any:
+def _pure_loss(each: float, pessimistic: bool) -> Any:
     """Randomized response with epsilon rounded to the grid: up for an upper bound, else down."""
     from dp_accounting.pld import privacy_loss_distribution
 
-    cell = (math.ceil if pessimistic else math.floor)(each / interval)
-    truth = 1 / (1 + math.exp(-cell * interval))
+    cell = (math.ceil if pessimistic else math.floor)(each / _INTERVAL)
+    truth = 1 / (1 + math.exp(-cell * _INTERVAL))
     masses = {cell: truth, -cell: 1 - truth} if cell else {0: 1.0}
     return privacy_loss_distribution.PrivacyLossDistribution.create_from_rounded_probability(
-        masses, 0.0, interval, pessimistic_estimate=pessimistic
+        masses, 0.0, _INTERVAL, pessimistic_estimate=pessimistic
     )
 
 

@@ -35,7 +35,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from accounting.accountants import NOTHING, Cost
 from accounting.budget import Budget
 from accounting.ledger import Account
 from accounting.one_run import (
@@ -136,7 +135,7 @@ def attack(
         privacy, rounds=config.algorithm.rounds, rows_per_agent=rows, agents=len(card["agents"])
     )
     charged = [event for event in journal.events if event == plan.event]
-    cost: Cost = sum((journal.plan.charge(event) for event in charged), NOTHING)
+    cost = journal.plan.cost(charged)
     delta = journal.plan.delta_of(cost)
     report = AttackReport(name, cost.epsilon(delta), delta, plan.scope == "sound")
     if len(charged) < len(journal.events):

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from accounting.budget import rounded_up
 from accounting.errors import AccountingError
+from accounting.events import protected
 from accounting.verify import dp_event_source
 from privssl.errors import UserError
 from privssl.process import INTERRUPTED, in_one_thread, stopped_by, without_collections
@@ -179,12 +180,10 @@ def _wrong(report: Report) -> Iterator[str]:
 
 
 def _dp_events(found: "Findings") -> Iterator[str]:
-    from privssl.claim_check import events_of
-
     for name, journal in found.journals.items():
         if journal.plans:
             yield f"# agent {name}, ledger ending in {journal.head}"
-            yield dp_event_source(events_of(journal), journal.plan.budget.delta)
+            yield dp_event_source(protected(journal.events), journal.plan.budget.delta)
 
 
 # The report for people ----------------------------------------------------------------------

@@ -14,10 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from accounting import verify
-from accounting.accountants import NOTHING, Cost, max_repeats, prv_epsilon
+from accounting.accountants import NOTHING, max_repeats, prv_epsilon
 from accounting.budget import NO_GUARANTEE, Guarantee, Nominal, rounded_up
 from accounting.errors import AccountingError
-from accounting.events import Event, Unprotected, event_to_json, leaves
+from accounting.events import Event, event_to_json, protected
 from accounting.plan import AccountPlan, Scope
 from privssl.census_plan import CENSUS
 from privssl.errors import PrivacyError
@@ -93,9 +93,9 @@ def privacy_card(
     agents = [_agent_entry(account, kind) for account in accounts]
     epsilons = [entry["epsilon"]["value"] for entry in agents]
     overall = max(epsilons)
-    plan, total = accounts[0][1], sum((_cost(p, spent) for _, p, spent, _ in accounts), NOTHING)
+    plan, total = accounts[0][1], sum((p.cost(spent) for _, p, spent, _ in accounts), NOTHING)
     # A claim is pure where that of each agent is.
-    claimed = max(p.delta_of(_cost(p, spent)) for _, p, spent, _ in accounts)
+    claimed = max(p.delta_of(p.cost(spent)) for _, p, spent, _ in accounts)
     census = plan.update == (CENSUS,)
     card: Card = {
         "schema": SCHEMA,
@@ -295,10 +295,8 @@ def _check(
 
 def _agent_entry(account: AgentSpend, kind: str) -> Card:
     agent, plan, events, head = account
-    budget, cost = plan.budget, _cost(plan, events)
-    counted = tuple(
-        leaf for event in events for leaf in leaves(event) if not isinstance(leaf, Unprotected)
-    )
+    budget, cost = plan.budget, plan.cost(events)
+    counted = tuple(protected(events))
     delta = plan.delta_of(cost)
     value, once = cost.epsilon(delta), plan.visit_cost
     return {
@@ -326,10 +324,6 @@ def _numeric(events: tuple[Event, ...], delta: float, value: float) -> Card:
     except AccountingError as error:
         return {**none, "prv": prv_epsilon(events, delta), "why_no_bounds": str(error)}
     return {**none, "pld_lower": lower, "pld_upper": upper, "why_no_bounds": None}
-
-
-def _cost(plan: AccountPlan, events: Sequence[Event]) -> Cost:
-    return sum((plan.charge(event) for event in events), NOTHING)
 
 
 def _paper_sum(accounts: Sequence[AgentSpend], delta: float) -> float:

@@ -103,9 +103,7 @@ def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
                 raise RunFolderError(tensor_file.too_many(sum(map(len, trees.values()))))
             durable.write_new(temporary / "snapshot.json", content)
             durable.sync_folder(temporary)
-            if target.exists():  # a run that went on from an older snapshot comes by again
-                target.rename(folder / f"{durable.TEMPORARY}replaced-{target.name}")
-            temporary.rename(target)
+            _put_in_place(temporary, target)
             durable.sync_folder(folder)
         except BaseException:  # Ctrl-C, too
             shutil.rmtree(temporary, ignore_errors=True)
@@ -113,6 +111,18 @@ def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
         mark(folder, "latest", snapshot.round)
         _prune(folder, snapshot.round, keep)
     return target
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    replaced = target.with_name(f"{durable.TEMPORARY}replaced-{target.name}")
+    try:
+        if target.exists():  # a run that went on from an older snapshot comes by again
+            target.rename(replaced)
+        temporary.rename(target)
+    except BaseException:  # Ctrl-C, too: the former one is still good
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+        raise
 
 
 def mark(folder: Path, name: Literal["latest", "best"], round_number: int) -> None:

@@ -17,7 +17,7 @@ from accounting import verify
 from accounting.accountants import rdp_epsilon
 from accounting.canonical import decode_strictly
 from accounting.errors import AccountingError
-from accounting.events import Event, SampledGaussian, Unprotected, leaves
+from accounting.events import SampledGaussian, protected
 from accounting.replay import Journal, journal_until, read_journal
 from privssl import rebuilt_card, run_traces
 from privssl.card import BRACKET_LIMIT, guarantee_sentence, headline_sentence
@@ -108,16 +108,6 @@ def check(run: Path) -> Findings:
     if card is None:
         notes.append("there is no privacy.json: the run has not ended, or never wrote its claim")
     return Findings(card, journals, agents, problems, notes)
-
-
-def events_of(journal: Journal) -> list[Event]:
-    """All charges that have a finite cost, composed events taken apart."""
-    return [
-        leaf
-        for event in journal.events
-        for leaf in leaves(event)
-        if not isinstance(leaf, Unprotected)
-    ]
 
 
 def _ledgers(run: Path) -> tuple[list[Path], list[str], list[str]]:
@@ -249,7 +239,7 @@ def _check_agent(
         report.notes.append("the last line is unfinished; it is charged as a whole visit")
     _check_what_followed(report, journal, then, ended)
     report.recomputed = then.epsilon
-    simple = events_of(then)
+    simple = protected(then.events)
     full = all(isinstance(leaf, SampledGaussian) and leaf.sample_rate == 1 for leaf in simple)
     report.method = "exact" if simple and full else "RDP"
     if simple and then.plan.delta_of(then.cost) == 0:
@@ -280,7 +270,7 @@ def _check_second_library(report: AgentReport, journal: Journal) -> None:
     """Recompute with dp-accounting: equal on integer orders, and a certified bracket."""
     if not verify.available() or (report.recomputed or 0.0) > BRACKET_LIMIT:
         return
-    delta, counted = journal.plan.budget.delta, events_of(journal)
+    delta, counted = journal.plan.budget.delta, protected(journal.events)
     theirs = verify.rdp_epsilon(counted, delta)
     ours = rdp_epsilon(counted, delta, verify.INTEGER_ORDERS)
     if theirs is not None and abs(ours - theirs) > _TOLERANCE * max(1.0, theirs):

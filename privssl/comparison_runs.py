@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -33,6 +33,7 @@ from privssl.errors import ConfigError, DataError, UserError
 from privssl.prepare import prepare
 from privssl.tracker import Image, RoundRecord
 
+EVERY_S = 10.0  # from one plain line to the next; the first and last round of a run have one
 WIDTH = 200  # characters of a table that goes to a file or a pipe
 
 # Running ------------------------------------------------------------------------------------
@@ -115,15 +116,11 @@ class Board:
 
     Args:
         planned: every run.
-        stream: standard error, because standard output may carry the table.
-        every_s: seconds between two plain lines. The first and last round of a run always have one.
     """
 
-    def __init__(
-        self, planned: Sequence[Planned], stream: TextIO | None = None, every_s: float = 10.0
-    ) -> None:
-        self._planned, self._every_s = planned, every_s
-        self._stream = stream or sys.stderr
+    def __init__(self, planned: Sequence[Planned]) -> None:
+        self._planned = planned
+        self._stream = sys.stderr  # standard output may carry the table
         todo = [run for run in planned if run.state != "finished"]
         self._waiting = len(todo)
         rounds: Counter[str] = Counter()
@@ -173,7 +170,7 @@ class Board:
                 self._bar.update(self._task, completed=done, description=note, left=left)
             elif (
                 record.round in (self._first, record.total)
-                or time.monotonic() - self._printed >= self._every_s
+                or time.monotonic() - self._printed >= EVERY_S
             ):
                 self._printed = time.monotonic()
                 print(f"{self._note(record)}, {self._left()} left", file=self._stream, flush=True)

@@ -12,7 +12,6 @@ checks between sections. Delta's limits: docs/privacy.md.
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_DOWN, Context
@@ -21,6 +20,7 @@ from typing import Any, Literal
 
 import yaml
 
+from accounting.plan import DEVICE_NAMES
 from privssl.algorithms import ALGORITHMS
 from privssl.data.draw import misfits
 from privssl.draft import ORDER, Draft, unless_bad
@@ -41,7 +41,6 @@ from privssl.yaml_lines import as_yaml_number
 LONGEST_NAME = 200
 _OF_ONE_MACHINE = {"data": ("root", "split"), "privacy": ("ledger", "ledger_epsilon")}
 # Windows cannot hold files of these names, whatever their extension.
-_RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.I)
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def _name_problems(config: Config) -> Iterator[Problem]:
     """A run's name becomes a folder: it must stay where it is put, on every system."""
     name = _name(config)
     plain = name not in (".", "..") and not set(name) & set('/\\:*?"<>|')
-    if not plain or _RESERVED.fullmatch(name) or name != name.strip(" ") or name.endswith("."):
+    if not plain or DEVICE_NAMES.fullmatch(name) or name != name.strip(" ") or name.endswith("."):
         yield Problem("name", f"{show(name)} cannot be the name of a folder on every system")
     for key, text in (("name", name), ("output", config.run.output)):
         if len(text) > LONGEST_NAME:

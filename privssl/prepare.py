@@ -14,7 +14,7 @@ from torch import nn
 
 from accounting.accountants import epsilon
 from accounting.budget import Budget, rounded_up
-from accounting.events import Unprotected, leaves
+from accounting.events import protected
 from accounting.plan import AccountPlan
 from accounting.registry import shared_rows, unprotected_rows
 from privssl import data, models
@@ -171,8 +171,7 @@ def promise(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Budget) 
 
 def _refuse_unaffordable(plan: Plan, privacy: PrivacySettings) -> None:
     """A first visit beyond the budget would leave every support agent out, to the end."""
-    noisy = [leaf for leaf in leaves(plan.event) if not isinstance(leaf, Unprotected)]
-    cost = epsilon(noisy, privacy.delta)
+    cost = epsilon(protected([plan.event]), privacy.delta)
     if cost > privacy.epsilon:
         raise PrivacyError(
             f"one visit to a support agent costs epsilon {rounded_up(cost)}, and privacy.epsilon "

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from accounting.accountants import calibrate_noise, epsilon
 from accounting.budget import rounded_up
 from accounting.coins import random_words
-from accounting.events import Composed, Event, SampledGaussian, Unprotected, leaves
+from accounting.events import Composed, Event, SampledGaussian, Unprotected, protected
 from privssl import kernels, optimisers, together
 from privssl.errors import PrivacyError
 from privssl.kernels import noise, proof
@@ -150,8 +150,8 @@ class PrivatePlan:
 
     def spending(self, settings: PrivacySettings) -> str:
         """What a dry run says: the numbers of a visit, and what all visits would cost."""
-        noisy = [leaf for leaf in leaves(self.event) if not isinstance(leaf, Unprotected)]
-        spent = epsilon(noisy * self.visits, settings.delta) if self.visits else 0.0
+        visits = protected([self.event]) * self.visits
+        spent = epsilon(visits, settings.delta) if visits else 0.0
         return (
             f"Scope {self.scope}. Noise multiplier {self.noise_multiplier:g}, sample rate "
             f"{self.sample_rate:g}, {self.visits} visits of {self.steps} private steps to each "

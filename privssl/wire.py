@@ -85,7 +85,6 @@ class Introduction:
     agent: AgentName
     role: Annotated[str, Field(pattern="^(support|query|mixed)$")]
     agreement: Digest  # config.agreement: of what both sides must have alike
-    keeps: Number  # visits after which what was remembered is still there
     shows_ledger: bool  # at the end; without labels under a budget there is none to show
 
 

@@ -533,7 +533,11 @@ def test_the_check_of_lost_digits_notices_factors_of_any_length(places: int) -> 
         assert longest(Outer(*beside_a_longest_one(places)), 1e-3) > 1.1
 
 
-def test_gradients_of_other_rows_than_were_drawn_from_are_refused() -> None:
+@pytest.mark.parametrize("generation", [kernels.generation(), None])
+def test_gradients_of_other_rows_than_were_drawn_from_are_refused(
+    generation: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_latest", lambda: generation)
     with pytest.raises(ValueError, match="gradients of 7 rows, where 1 were looked at"):
         clipped_sums([Rows(torch.ones(7, 2))], torch.tensor([True]), 1.0)
 

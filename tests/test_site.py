@@ -292,7 +292,7 @@ def test_of_an_error_one_word_leaves_and_the_rest_stays_in_the_log(
 def test_an_introduction_tells_no_number_of_rows(place: Path) -> None:
     desk = opened(place)
     found = wire.from_bytes(desk.handle(wire.to_bytes(Hello())), Introduction)
-    assert found == Introduction("s0", "support", desk.agreement, 64, False)
+    assert found == Introduction("s0", "support", desk.agreement, False)
     edit(place / "c.yaml", ("labelled: 24", "labelled: 25"))  # only what is declared is in it
     assert opened(place).agreement != desk.agreement
 
@@ -601,8 +601,16 @@ def test_losses_leave_only_where_the_operator_allows_it_and_never_beside_a_budge
     assert ask(opened(place), visit).notes != {}
     edit(place / "site.yaml", ("agent: q0, role: query", "agent: s0, role: support"))
     (place / "site.yaml").write_text((place / "site.yaml").read_text() + SITE.splitlines()[-1])
-    private = opened(place)
-    assert private.share_notes and ask(private, visit_to(private)).notes == {}
+    private, noted = opened(place), []
+
+    def noting(old: Any, algorithm: FedSSL, agent: Any, told: Any, ctx: Any) -> Any:
+        ctx.note("loss", 1.0)  # of itself the private pass notes nothing
+        noted.append(dict(ctx.notes))
+        return old(algorithm, agent, told, ctx)
+
+    with at_moment(FedSSL, "_train_privately", noting):
+        assert private.share_notes and ask(private, visit_to(private)).notes == {}
+    assert noted == [{}]
 
 
 # SITE.yaml ------------------------------------------------------------------------------------
@@ -653,6 +661,30 @@ def test_an_operators_mistake_is_told_in_words(
     edit(place / "site.yaml", pair)
     with pytest.raises(UserError, match=text):
         opened(place)
+
+
+def test_a_delta_that_would_allow_to_publish_a_row_is_told_to_the_operator(place: Path) -> None:
+    edit(place / "c.yaml", ("labelled: 24", "labelled: 20"))  # 10 of an agent, and s0 has 12
+    for name in ("c.yaml", "site.yaml"):
+        edit(place / name, ("delta: 1.0e-3", "delta: 0.083"))
+    opened(place)  # the control: below 1 / 12
+    for name in ("c.yaml", "site.yaml"):
+        edit(place / name, ("delta: 0.083", "delta: 0.084"))
+    with pytest.raises(PrivacyError, match=r"budget.delta is 0.084.*Give less than 1 / 12"):
+        opened(place)
+
+
+def test_a_letter_that_states_a_larger_size_than_any_has_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(door, "MAX_BYTES", 10)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        door.send(ours, b"0123456789")
+        assert door.receive(theirs) == b"0123456789"
+        door.send(ours, b"0123456789+")
+        with pytest.raises(OSError, match="a letter of 11 bytes"):
+            door.receive(theirs)
 
 
 def test_rows_come_from_arrays_or_from_a_folder_of_the_sites_own(place: Path) -> None:

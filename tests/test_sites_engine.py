@@ -82,7 +82,7 @@ def meet(handlers: Mapping[str, Callable[[bytes], bytes]], *names: str) -> Sites
 
 
 def says(name: str, role: Any = "query", agreement: str = AGREED) -> Callable[[bytes], bytes]:
-    return lambda letter: wire.to_bytes(Introduction(name, role, agreement, 64, False))
+    return lambda letter: wire.to_bytes(Introduction(name, role, agreement, False))
 
 
 def test_sites_are_found_by_asking_whatever_their_addresses_and_in_whatever_order() -> None:

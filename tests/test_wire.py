@@ -26,7 +26,7 @@ ANSWER = Answer(
     notes={"train/loss_F": 5e-324, "train/z": -0.0, "train/big": 1.7e308},
 )  # fmt: skip
 LETTERS = (
-    Hello(), Introduction("q10", "query", "d" * 64, 64, False), VISIT, ANSWER,
+    Hello(), Introduction("q10", "query", "d" * 64, False), VISIT, ANSWER,
     Answer("", error="lost"), Farewell("r1", "a" * 64, True), Account("s0", b'{"seq":0}\n'),
     Account("q0"),
 )  # fmt: skip

@@ -80,9 +80,9 @@ def build(
     return Federation(rest, held, validation, labels, split)
 
 
-def held_elsewhere(data: DataSettings, seed: int, dataset: Dataset | None = None) -> Federation:
+def held_elsewhere(data: DataSettings, seed: int) -> Federation:
     """What a coordinator has whose agents are sites: the test rows, and nobody's rows."""
-    dataset = dataset or load(data)
+    dataset = load(data)
     nobody = _manifest(Split({}, ()), data, seed, dataset, checksum(dataset))
     rest = _without_training_rows(dataset)
     return Federation(rest, (), None, dataset.y_train.clone(), nobody)

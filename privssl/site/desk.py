@@ -104,7 +104,7 @@ class Desk:
 
     def _introduction(self) -> Introduction:
         return Introduction(
-            self.agent.id, self.agent.role, self.agreement, self.store.keep,
+            self.agent.id, self.agent.role, self.agreement,
             shows_ledger=self.journal is not None,
         )  # fmt: skip
 
