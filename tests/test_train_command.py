@@ -344,6 +344,16 @@ def test_a_dry_run_says_what_a_run_would_be_refused_for(plain: Finished, tmp_pat
     assert dry.status == 2 and "cannot rise" in dry.err
 
 
+def test_epsilons_of_the_published_scheme_are_called_nominal_in_the_log_and_on_the_screen(
+    published: Finished, private: Finished
+) -> None:
+    for of, word in ((published, "NOMINAL "), (private, "")):
+        told = re.findall(r"(\S+ )dp/epsilon/s\d", (of.folder / "train.log").read_text())
+        assert told and all((text == "NOMINAL ") == bool(word) for text in told)
+        shown = re.findall(r"(\S+ )epsilon left", of.outcome.err)
+        assert shown and all((text == "NOMINAL ") == bool(word) for text in shown)
+
+
 def test_names_of_classes_are_shown_as_they_are(tmp_path: Path) -> None:
     for part, label in itertools.product(("train", "test"), ("dog [x]", "cat")):
         (tmp_path / "data" / part / label).mkdir(parents=True)
