@@ -177,12 +177,12 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory for its owner alone, and those above it, if they are not there: on disk,
-    each with its entry."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for made in missing:
-        sync_directory(made.parent)
+    """Make a directory and those above it, if they are not there: for their owner alone, and on
+    disk, each with its entry."""
+    for folder in reversed((path, *path.parents)):
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
+            sync_directory(folder.parent)
 
 
 def sync_directory(path: Path) -> None:

@@ -19,7 +19,7 @@ from privssl.engines import Engine, tls
 from privssl.engines.batched import BatchedEngine
 from privssl.engines.flower_post import FlowerPost
 from privssl.engines.local import LocalEngine
-from privssl.engines.pins import read_pins
+from privssl.engines.pins import Pins, read_pins
 from privssl.engines.roster import SiteError, Terms
 from privssl.engines.sites import SitesEngine, is_name
 from privssl.engines.workers import WorkerEngine, how_many
@@ -30,15 +30,27 @@ from privssl.settings import RunSettings
 from privssl.shelf import Shelf
 
 
-def refuse_unreachable(run: RunSettings) -> None:
-    """Raise SiteError where agents are sites, and nobody is there who could carry letters."""
+def refuse_unreachable(prepared: Prepared) -> None:
+    """Where agents are sites: look for what they would be reached by, before a run is begun.
+
+    Raises:
+        privssl.errors.UserError: a key of a site is missing, or nobody could carry letters.
+    """
+    run = prepared.config.run
     if run.engine == "flower":
+        _pins(prepared)
         certificate = str(Path(run.certificate).expanduser()) if run.certificate else ""
         if problem := tls.trouble(run.superlink, certificate):
             raise SiteError(
                 f"run.superlink: {problem}. Start it (flower-superlink), or give the host and port "
                 "where one is"
             )
+
+
+def _pins(prepared: Prepared) -> Pins | None:
+    sites = [agent.id for agent in prepared.roster if agent.seat is not Seat.SERVER]
+    keys = prepared.config.run.keys
+    return read_pins(Path(keys), sites) if keys else None
 
 
 def make_engine(prepared: Prepared, oracle: Oracle, shelf: Shelf | None = None) -> Engine:
@@ -67,8 +79,7 @@ def _sites(prepared: Prepared, common: Mapping[str, Any]) -> SitesEngine:
     config, dataset = prepared.config, prepared.federation.dataset
     here = [agent for agent in prepared.federation.agents if agent.seat is Seat.SERVER]
     labelled = [agent.id for agent in prepared.roster if agent.role in ("support", "mixed")]
-    sites = [agent.id for agent in prepared.roster if agent.seat is not Seat.SERVER]
-    pins = read_pins(Path(config.run.keys), sites) if config.run.keys else None
+    pins = _pins(prepared)
     post = FlowerPost(config.run.superlink, config.run.certificate, pins)
     try:
         return SitesEngine(

@@ -36,7 +36,7 @@ def carry_out(
         stack: holds the folder's lock and log; the caller closes it when it has told what, if
             anything, went wrong, so that the log has that too.
     """
-    refuse_unreachable(prepared.config.run)  # before a former run is replaced
+    refuse_unreachable(prepared)  # before a former run is replaced
     if resume is None:
         folder = stack.enter_context(run_folder.created(prepared))
     else:

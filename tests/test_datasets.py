@@ -183,7 +183,7 @@ def test_what_is_no_npz_is_refused(tmp_path: Path) -> None:
     for name in ("text.npz", "one.npy", "cut.npz", "absent.npz"):
         with pytest.raises(DataError):
             load(DataSettings(name="npz", root=str(tmp_path / name)))
-    with pytest.raises(DataError, match=r"a folder\. data\.root names the NPZ file itself"):
+    with pytest.raises(DataError, match=r"a folder\. Give the NPZ file itself"):
         load(DataSettings(name="npz", root=str(tmp_path)))
 
 

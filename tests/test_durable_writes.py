@@ -76,7 +76,7 @@ def test_a_visit_is_on_the_disk_before_it_may_read_a_row(tape: Tape, tmp_path: P
 
 def test_a_new_account_has_its_folders_on_the_disk(tape: Tape, tmp_path: Path) -> None:
     account(tmp_path / "above" / "ledger").close()
-    made = [("folder", "above"), ("folder", tmp_path.name)]  # the entry of ledger, that of above
+    made = [("folder", tmp_path.name), ("folder", "above")]  # the entry of above, that of ledger
     assert tape.calls[:2] == made
     size = (tmp_path / "above" / "ledger" / "s0.jsonl").stat().st_size
     assert tape.calls[2:] == [(size, "s0.jsonl"), ("folder", "ledger")]

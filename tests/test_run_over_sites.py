@@ -78,7 +78,7 @@ class Over:
         flags = [given for given in arguments if "=" not in str(given)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(run_engine, "FlowerPost", lambda *_: self.doors)
-            patch.setattr(session, "refuse_unreachable", lambda run: None)
+            patch.setattr(session, "refuse_unreachable", lambda prepared: None)
             return command(self.place.config, *flags, *(f"{k}={v}" for k, v in how.items()))
 
     def journal(self, name: str) -> Any:

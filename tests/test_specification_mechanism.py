@@ -287,7 +287,7 @@ def test_no_network_that_can_be_protected_has_a_buffer_that_could_travel(
     model: ModelSettings, configured: Callable[..., config.Config]
 ) -> None:
     chosen = (f"model.name={model.name}", f"model.norm={model.norm}")
-    nets = prepare(configured(*ALL, *chosen, "data.image_size=8")).algorithm.networks()
+    nets = prepare(configured(*ALL, *chosen)).algorithm.networks()
     assert [name for name, net in nets.items() if list(net.buffers())] == []
     assert list(networks(spectral=True)["D"].buffers())  # the control: a buffer is seen
 
