@@ -23,6 +23,10 @@ RUN := $(VENV)/bin/python
 # few cores many times slower. Both must be set before torch loads.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
+
+# Of the thousands of modules that torch brings few are ever imported: Python compiles those when it
+# does. To compile all of them is a quarter of an installation.
+export PIP_NO_COMPILE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
