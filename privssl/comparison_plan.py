@@ -131,9 +131,8 @@ def _planned(config: Config) -> Planned:
     if state == "finished":
         outcome = run_folder.outcome(config.folder)
         assert outcome is not None  # or it would not be finished
-        split = manifest.read(
-            config.folder / "split.json"
-        ).hash  # results of private runs have none
+        # Not from the results: those of private runs withhold it.
+        split = manifest.read(config.folder / "split.json").hash
         return Planned(config, state, outcome[0]["rounds"], split)
     prepared = prepare(config)
     split = prepared.federation.manifest.hash
