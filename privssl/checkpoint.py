@@ -2,12 +2,13 @@
 
     checkpoints/round_00010/state.safetensors      tensors of the server's state
     checkpoints/round_00010/memories.safetensors   tensors that agents remember
-    checkpoints/round_00010/snapshot.json          shape of both trees, numbers, checksums
+    checkpoints/round_00010/snapshot.json          shape of both trees, numbers, checksums, its own
     checkpoints/latest, checkpoints/best           text files with the name of a folder
 
 A snapshot is written beside its place and renamed, so a folder ``round_*`` is complete or a
 disk has failed; loading checks size and SHA-256 of each file and falls back to an older
-snapshot. Nothing is unpickled. A tensor's name is the JSON pointer (RFC 6901) of its place.
+snapshot. The checksums find what a disk did, not what a person did. Nothing is unpickled. A
+tensor's name is the JSON pointer (RFC 6901) of its place.
 
 What belongs to single agents may be more than fits in memory. So it is written one tensor at a
 time, also from where it lies on a disk, and a snapshot that was loaded holds none of it: what an
@@ -18,6 +19,7 @@ all agents.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -34,7 +36,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from accounting.canonical import MAX_INTEGER, decode_strictly
+from accounting.canonical import MAX_INTEGER, decode_strictly, encode
 from accounting.errors import PlanError
 from privssl import durable, tensor_file
 from privssl.errors import RunFolderError
@@ -45,7 +47,9 @@ logger = logging.getLogger(__name__)
 Leaf: TypeAlias = Tensor | int | float | str | bool | None
 StateTree: TypeAlias = Mapping[str, "StateTree"] | tuple["StateTree", ...] | Leaf
 
-FORMAT = 2  # 1 listed the tensors of single agents one by one; it is read, into memory
+#: 1 listed the tensors of single agents one by one; it is read, into memory. 1 and 2 had no
+#: checksum of snapshot.json itself.
+FORMAT = 3
 #: How many names lead to a mapping of tensors that belongs to one agent, in each tree.
 TREES = {"state": 2, "memories": 1}
 MAX_JSON_BYTES = 64 * 2**20
@@ -98,7 +102,7 @@ def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
                 path = temporary / f"{name}.safetensors"
                 size, checksum = tensor_file.write_new(path, tensors)
                 about[name] |= {"bytes": size, "sha256": checksum}
-            content = json.dumps(about, indent=1, allow_nan=False).encode()
+            content = sealed(about)
             if len(content) > MAX_JSON_BYTES:  # it would not be read again
                 raise RunFolderError(tensor_file.too_many(sum(map(len, trees.values()))))
             durable.write_new(temporary / "snapshot.json", content)
@@ -163,6 +167,16 @@ def load(folder: Path, expected_digest: str) -> Snapshot:
             "another run.output"
         )
     raise RunFolderError(f"{folder}: there is no checkpoint to go on from. Start the run anew")
+
+
+def sealed(about: Mapping[str, Any]) -> bytes:
+    """snapshot.json of what it is to say, with the checksum of that."""
+    said = {name: value for name, value in about.items() if name != "sha256"}
+    return json.dumps({**said, "sha256": _checksum(said)}, indent=1, allow_nan=False).encode()
+
+
+def _checksum(said: Mapping[str, Any]) -> str:
+    return hashlib.sha256(encode(said)).hexdigest()
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -295,8 +309,11 @@ def _candidates(folder: Path) -> list[str]:
 def _read(folder: Path) -> Snapshot:
     try:
         about = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
-        if type(about["format"]) is not int or about["format"] not in (1, FORMAT):
+        if type(about["format"]) is not int or not 1 <= about["format"] <= FORMAT:
             raise _Damaged(f"format {about['format']!r}, this version reads 1 to {FORMAT}")
+        stated = about.pop("sha256", None)
+        if stated != _checksum(about) and (stated is not None or about["format"] > 2):
+            raise _Damaged("snapshot.json does not match its checksum")
         if type(about["round"]) is not int or f"round_{about['round']:05d}" != folder.name:
             raise _Damaged(f"snapshot.json is of round {about['round']}")
         forms = list(map(tensor_file.places_in, about.get("forms", [])))

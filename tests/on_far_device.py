@@ -25,7 +25,7 @@ from privssl.engines.local import LocalEngine
 
 CPU = torch.device("cpu")
 CONFIGS = Path(__file__).parents[1] / "configs"
-SHORT = ["algorithm.rounds=2", "algorithm.warm_up=1"]
+SHORT = ["agents.query=2", "algorithm.rounds=2", "algorithm.warm_up=1", "algorithm.local_steps=2"]
 #: Whole runs: a config, and what makes it short.
 RUNS = {
     "no privacy": ("fedssl", SHORT),
@@ -40,7 +40,8 @@ RUNS = {
         "fedavg_dp", ["algorithm.rounds=2", "privacy.steps=2", "run.batched_agents=2"],
     ),
     "label census": (
-        "label_census", ["algorithm.vote_rounds=1", "algorithm.self_training_rounds=1"],
+        "label_census",
+        ["agents.query=2", "algorithm.vote_rounds=1", "algorithm.self_training_rounds=1"],
     ),
 }  # fmt: skip
 

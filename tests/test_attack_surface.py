@@ -183,7 +183,7 @@ def as_tensors(path: Path, content: bytes) -> object:
     about = json.loads((folder / "snapshot.json").read_text())
     checksum = hashlib.sha256(content).hexdigest()
     about["state"] |= {"bytes": len(content), "sha256": checksum}
-    (folder / "snapshot.json").write_text(json.dumps(about))
+    (folder / "snapshot.json").write_bytes(checkpoint.sealed(about))
     return checkpoint.load(path, "d")
 
 
@@ -758,7 +758,7 @@ def forged(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     snapshot = checkpoint.save(folder, SNAPSHOT)
     about = json.loads((snapshot / "snapshot.json").read_text())
     change(about)
-    (snapshot / "snapshot.json").write_text(json.dumps(about))
+    (snapshot / "snapshot.json").write_bytes(checkpoint.sealed(about))
     return folder
 
 

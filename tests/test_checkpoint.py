@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from privssl import checkpoint, durable
-from privssl.checkpoint import Snapshot, StateTree, load, mark, save, save_weights
+from privssl.checkpoint import Snapshot, StateTree, load, mark, save, save_weights, sealed
 from privssl.errors import RunFolderError
 
 
@@ -151,7 +151,7 @@ def test_a_snapshot_of_the_first_format_is_read(
         earlier.setattr(checkpoint, "FORMAT", 1)
         written = save(tmp_path, snapshot(10))
     about = json.loads((written / "snapshot.json").read_text())
-    assert about.pop("forms") == []
+    assert about.pop("forms") == [] and about.pop("sha256")
     (written / "snapshot.json").write_text(json.dumps(about))
     back = load(tmp_path, "d")
     assert same(snapshot(10).state, back.state) and same(snapshot(10).memories, back.memories)
@@ -172,7 +172,7 @@ def test_a_folder_without_a_snapshot_says_so(tmp_path: Path) -> None:
 def edit_json(**changes: Any) -> Any:
     def damage(folder: Path) -> None:
         path = folder / "snapshot.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        path.write_bytes(sealed(json.loads(path.read_text()) | changes))
 
     return damage
 
@@ -187,6 +187,18 @@ def flip(folder: Path) -> None:
     (folder / "state.safetensors").write_bytes(data)
 
 
+def replace(old: str, new: str) -> Any:
+    """In snapshot.json: what is still of the right form, and says something else."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "snapshot.json"
+        before = path.read_text()
+        assert before.count(old) == 1
+        path.write_text(before.replace(old, new))
+
+    return damage
+
+
 def text(content: str) -> Any:
     return lambda folder: (folder / "snapshot.json").write_text(content)
 
@@ -195,6 +207,10 @@ DAMAGES = {
     "one bit flipped": flip,
     "tensors cut": cut("state.safetensors", 20),
     "tensors empty": cut("memories.safetensors", 0),
+    "one bit of a number flipped": replace('"best": 0.1', '"best": 0.3'),
+    "one bit of a name flipped": replace('"up"', '"uq"'),
+    "one bit of the format flipped": replace('"format": 3', '"format": 2'),
+    "one bit of its checksum's name flipped": replace('\n "sha256": "', '\n "sha257": "'),
     "json cut": cut("snapshot.json", 40),
     "tensors longer": lambda folder: os.truncate(folder / "state.safetensors", 10**6),
     "file gone": lambda folder: (folder / "memories.safetensors").unlink(),
@@ -203,7 +219,7 @@ DAMAGES = {
     "key twice": text('{"format": 1, "format": 1}'),
     "a list": text("[]"),
     "deep": text("[" * 100_000),
-    "another format": edit_json(format=3),
+    "another format": edit_json(format=4),
     "another round": edit_json(round=21),
     "round no number": edit_json(round="20"),
     "state of no kind": edit_json(state=3),
