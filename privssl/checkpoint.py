@@ -32,7 +32,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -179,19 +178,7 @@ def _checksum(said: Mapping[str, Any]) -> str:
     return hashlib.sha256(encode(said)).hexdigest()
 
 
-def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a plain state dict, loadable by safetensors alone. Raises RunFolderError."""
-    with durable.writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        durable.replace(path, safetensors.torch.save(_own_copies(weights)))
-
-
 # Writing ------------------------------------------------------------------------------------
-
-
-def _own_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Safetensors refuses tensors that share memory; a state may hold one under two names."""
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def _about(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Item]]]:

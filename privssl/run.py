@@ -20,7 +20,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from privssl import __version__, checkpoint, data, kernels, pictures
+from privssl import __version__, checkpoint, data, kernels, pictures, tensor_file
 from privssl import config as configs
 from privssl.algorithms.base import Algorithm, Phase
 from privssl.card import AgentSpend, guarantee_sentence, privacy_card, render_markdown
@@ -277,7 +277,7 @@ class Run:
         """Write the weights, the privacy card, and last of all results.json."""
         if status != "interrupted":
             weights = self._algorithm.classifier(self._kept.state)
-            checkpoint.save_weights(self._folder / "classifier.safetensors", weights)
+            tensor_file.save_weights(self._folder / "classifier.safetensors", weights)
         card = self._card(status)
         if card is not None:
             copy_ledgers(self._prepared, self._folder)

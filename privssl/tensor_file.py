@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -161,6 +162,15 @@ def places_in(form: Mapping[str, Any]) -> dict[str, Place]:
 Item: TypeAlias = Tensor | Unread | Packed  # of a file
 
 # Writing ------------------------------------------------------------------------------------
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write a plain state dict, loadable by safetensors alone. Raises RunFolderError."""
+    # it refuses tensors that share memory, and a state may hold one under two names
+    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
+    with durable.writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.replace(path, safetensors.torch.save(own))
 
 
 def bytes_of(tensor: Tensor | Unread) -> memoryview:
