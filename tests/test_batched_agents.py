@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -856,7 +857,7 @@ def test_an_agent_with_a_privacy_account_meets_the_others() -> None:
     # What it does with its labelled rows is in test_private_fedavg.
     steps = Steps()
     there = engine_of(steps)
-    there._agents["q1"].account = object()
+    there._agents["q1"].account = SimpleNamespace(visits=lambda: 0)  # type: ignore[assignment]
     replies = asked(there, steps.where, ["q0", "q1", "q2"])
     assert HERE not in {reply.said.text for reply in replies}
 

@@ -19,6 +19,7 @@ from privssl.engines import Call
 from privssl.messages import M, Message, Reply, Silence, check, pack, unpack
 from privssl.seeds import seeded
 from privssl.shelf import Shelf
+from privssl.visits import carried_out
 
 
 class Heard:
@@ -93,7 +94,7 @@ class LocalEngine:
         )
         # dropout asks torch's own generator, which nobody seeded
         with seeded(ctx.rng("torch")), learn.copied_at_once():
-            content = call.step(agent, message, ctx)
+            content = carried_out(agent, call.step, message, ctx)
         return Reply(agent.ref, content, weight=ctx.weight, notes=dict(ctx.notes))
 
     def _across(self, message: Message) -> Message:

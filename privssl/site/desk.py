@@ -9,7 +9,7 @@
 
 Steps 2 to 6 are under a lock, so that a process that was thought dead cannot work beside another
 one. Where rows are under an account they are in reach only once this visit was charged: a step
-that forgot to pay would find none (``PaidRows``). The id of a visit is part of the name under
+that forgot to pay would find none (``visits.py``). The id of a visit is part of the name under
 which it is charged, so another message under the same round and step is another visit, with a
 charge and noise of its own, as long as the budget lasts.
 
@@ -30,32 +30,18 @@ import torch
 from accounting.errors import AccountingError
 from accounting.ledger import Account
 from privssl import wire
-from privssl.agents import Agent, LabelledRows
+from privssl.agents import Agent
 from privssl.algorithms.base import Algorithm, Context
 from privssl.engines import Step, visit_key
-from privssl.errors import DataError, PrivacyError, RoleError
+from privssl.errors import DataError, RoleError
 from privssl.messages import Message, MessageError, pack, unpack
 from privssl.seeds import seeded
 from privssl.site.steps import StepError, step_of, taken_by
 from privssl.site.store import Busy, Store
+from privssl.visits import carried_out
 from privssl.wire import Answer, Farewell, Hello, Introduction, Visit, WireError
 
 log = logging.getLogger("privssl")
-
-
-class PaidRows(LabelledRows):
-    """Labelled rows under an account: out of reach until the visit at hand was charged."""
-
-    def __init__(self, rows: LabelledRows, paid: Callable[[], bool]) -> None:
-        for name, value in (("_rows", rows), ("_paid", paid)):
-            object.__setattr__(self, name, value)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name not in ("x", "y", "ids"):
-            return super().__getattribute__(name)
-        if not self._paid():
-            raise PrivacyError("labelled rows were asked for before their account was charged")
-        return getattr(self._rows, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +164,7 @@ class Desk:
         )  # fmt: skip
         try:
             with seeded(ctx.rng("torch")):
-                content = work.step(agent, work.message, ctx)
+                content = carried_out(agent, work.step, work.message, ctx)
             body = _body(content)
         finally:  # the charge counts whatever became of the visit
             if account is not None:
@@ -196,13 +182,9 @@ class Desk:
         return answer
 
     def _agent(self, account: Account | None, memory: Mapping[str, torch.Tensor]) -> Agent:
-        """The agent for one visit, with labelled rows that wait for their charge."""
-        labelled = self.agent.held_labelled
-        if account is not None and labelled is not None:
-            visits = account.visits()
-            labelled = PaidRows(labelled, lambda: account.visits() > visits)
+        """The agent for one visit."""
         return Agent(
-            id=self.agent.id, held_labelled=labelled,
+            id=self.agent.id, held_labelled=self.agent.held_labelled,
             held_unlabelled=self.agent.held_unlabelled, account=account, memory=memory,
         )  # fmt: skip
 
