@@ -81,8 +81,9 @@ def check(run: Path) -> Findings:
     notes += run_traces.unread(run)
     if journals:
         asked, unasked = run_traces.config_elsewhere(run, journals, card)
-        problems += [*asked, *run_traces.curves_elsewhere(run, journals)]
-        notes += unasked
+        moved, unmoved = run_traces.split_elsewhere(run)
+        problems += [*asked, *run_traces.curves_elsewhere(run, journals), *moved]
+        notes += [*unasked, *unmoved]
     if card is None and not paths:
         if not any((run / name).exists() for name in _RUN_FILES):
             raise RunFolderError(

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from accounting.errors import AccountingError
 from privssl import config as configs
-from privssl import run_folder
+from privssl import resuming, run_folder
 from privssl.config import LONGEST_NAME, Config
 from privssl.data import manifest
 from privssl.errors import ConfigError, RunFolderError, UserError
@@ -147,7 +147,7 @@ def _state(config: Config) -> State:
         return "new"
     if (folder / "config.yaml").is_file():
         try:
-            run_folder.check_resumable(folder, config)
+            resuming.check_resumable(folder, config)
         except RunFolderError as problem:
             raise RunFolderError(f"{problem} (for a comparison: another --output)") from None
         known = run_folder.outcome(folder)

@@ -357,10 +357,16 @@ def check_rows_independent(
         fields: a batch of at least 2 rows with floating-point tensors.
 
     Raises:
-        PrivacyError: names the rows; the layers are named by refuse_coupling_layers.
+        PrivacyError: names the rows; the layers are named by refuse_coupling_layers. Or the losses
+            draw chance of their own.
     """
     with torch.no_grad():
         before = losses(fields)
+        if not torch.equal(losses(fields), before):
+            raise PrivacyError(
+                "the same rows have other losses each time: a network or a loss draws chance of "
+                "its own, for all rows at once. Use a network without dropout"
+            )
         for row in range(len(before)):
             moved = {k: v.clone() for k, v in fields.items()}
             for value in moved.values():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from privssl.agents import LabelledRows
 from privssl.algorithms.base import Context
+from privssl.errors import PrivacyError
 from privssl.privacy import PrivatePlan, PrivateTraining, rows_at_once
 from privssl.row_gradients import RowLoss
 
@@ -38,16 +39,40 @@ def train_privately(
 ) -> None:
     """One visit of DP-SGD, in place. The caller has paid for the plan's event before.
 
+    What ``draw`` does is tried on rows that are made up, before a real one is drawn for.
+
     Args:
         networks: the protected ones.
         rows: the labelled rows of one agent, N >= 0.
         draw: asked for each view of each row; all views of a row reach its loss together.
         row_loss: the loss of one row, of fields (views, ...).
         counts_public: whether neighbours have as many rows.
+
+    Raises:
+        PrivacyError: ``draw`` lets one row into the fields of another.
     """
+    _refuse_mixing(draw, rows.x.dtype, rows.x.shape[1:], ctx)
     drawn = _Drawn(rows, plan.views, ctx, draw, counts_public)
     at_once = rows_at_once(networks, plan.views * rows.x.shape[1:].numel())
     PrivateTraining(plan, networks).run(len(rows), drawn.fields, row_loss, at_once=at_once)
+
+
+def _refuse_mixing(draw: Draw, dtype: torch.dtype, shape: torch.Size, ctx: Context) -> None:
+    """Another first row: all that is drawn for the others must stay the same, to the bit."""
+    x = torch.linspace(0, 1, 3 * shape.numel()).view(3, *shape)
+    x = x if dtype.is_floating_point else x.mul(255).to(dtype)
+    y = torch.tensor([0, 1, 0])
+    other_x, other_y = x.clone(), y.clone()
+    other_x[0], other_y[0] = x[2].flip(-1), 1
+    here = dataclasses.replace(ctx, visit_key=f"{ctx.visit_key}#tried")
+    fields, others = draw(x, y, here), draw(other_x, other_y, here)
+    mixed = [name for name in fields if not torch.equal(fields[name][1:], others[name][1:])]
+    if mixed:
+        raise PrivacyError(
+            f"{', '.join(mixed)} of a row depend on other rows of its block, or on chance that no "
+            "visit owns. Clipping row by row bounds nothing then. Draw for each row from "
+            "that row and ctx.rng alone"
+        )
 
 
 class _Drawn:

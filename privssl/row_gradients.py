@@ -19,7 +19,8 @@ Several agents' rows can be done so together (``agents``), for a GPU: forward on
 agents and their weights; from there on rows are rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -65,7 +66,7 @@ def per_row_gradients(
     plain = {
         net: {name: p.detach() for name, p in named.items()} for net, named in parameters.items()
     }
-    gradients: Parameters = vmap(grad(row_loss), in_dims=(None, 0), randomness="different")(
+    gradients: Parameters = vmap(grad(row_loss), in_dims=(None, 0), randomness="error")(
         plain, dict(fields)
     )
     return gradients
@@ -85,7 +86,7 @@ def factored_gradients(
 
     Raises:
         PrivacyError: a layer's input or output is changed in place after it, and its gradient
-            cannot be known.
+            cannot be known; or the loss draws chance.
     """
     depth = 2 if agents else 1  # of vmaps
     rows = next(iter(fields.values())).shape[depth - 1]
@@ -106,8 +107,9 @@ def factored_gradients(
         watch.whole = whole
         return _over_rows(watched, own, rows)  # (B,)
 
-    compute = vmap(of_agent, randomness="different") if agents else of_agent
-    losses = compute(whole, own, dict(fields))
+    compute = vmap(of_agent, randomness="error") if agents else of_agent
+    with _chance_refused():
+        losses = compute(whole, own, dict(fields))
     for seen in watch.calls:
         seen.check_untouched()
     if not losses.requires_grad:
@@ -127,6 +129,23 @@ def factored_gradients(
     return {key: added(each) for key, each in parts.items() if each}
 
 
+@contextmanager
+def _chance_refused() -> Iterator[None]:
+    """vmap's own refusal of chance, in words for whoever wrote the loss.
+
+    It would be drawn for all rows at once, by their places in the batch.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "random operation" not in str(error):
+            raise
+        raise PrivacyError(
+            "the loss of a row, or a network in it, draws chance of its own (dropout?): one row "
+            "more would change what is drawn for others. Draw it beside the row's other fields"
+        ) from error
+
+
 def _seen_by_each(parameter: Tensor, rows: int, at: int) -> Tensor:
     """One tensor as if each row had its own, with a dimension more, of rows."""
     size = (*parameter.shape[:at], rows, *parameter.shape[at:])
@@ -139,7 +158,7 @@ def _over_rows(
     own: Mapping[Key, Tensor],
     fields: Mapping[str, Tensor],
 ) -> Tensor:
-    """``vmap(loss, randomness="different")(own, fields)``: (B,).
+    """``vmap(loss, randomness="error")(own, fields)``: (B,).
 
     vmap looks through what it is given and gets for trees of tensors, which takes a quarter of a
     millisecond: as long as a layer of a small network.
@@ -152,7 +171,7 @@ def _over_rows(
             f"fields are of different numbers of rows, {lengths}: one of a single row would reach "
             "all others. Give every row its own"
         )
-    level = _vmap_increment_nesting(rows, "different")
+    level = _vmap_increment_nesting(rows, "error")
     try:
         one = loss(
             {key: _add_batch_dim(tensor, 0, level) for key, tensor in own.items()},

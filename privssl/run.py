@@ -33,6 +33,7 @@ from privssl.evaluate import Judge, Oracle
 from privssl.learn import network_input
 from privssl.prepare import Prepared
 from privssl.process import done_whole
+from privssl.resuming import SPLIT
 from privssl.run_engine import carried, make_engine, refuse_names_of_memories, shown_journals
 from privssl.run_folder import (
     LEDGER_HEAD,
@@ -248,12 +249,13 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint of the last finished round."""
         kept, folder = self._kept, self._folder / "checkpoints"
-        paid: dict[str, str | int] = {}  # what the accounts must remember too
+        # What must be as it was when the run goes on: rows, and what the accounts must remember.
+        fixed: dict[str, str | int] = {SPLIT: self._prepared.federation.manifest.hash}
         for agent in self._prepared.labelled_agents:
             if agent.account is not None:
-                paid[LEDGER_SEQ + agent.id] = agent.account.seq
-                paid[LEDGER_HEAD + agent.id] = agent.account.head
-                paid[RUN_ID] = agent.account.run
+                fixed[LEDGER_SEQ + agent.id] = agent.account.seq
+                fixed[LEDGER_HEAD + agent.id] = agent.account.head
+                fixed[RUN_ID] = agent.account.run
         checkpoint.save(
             folder,
             Snapshot(
@@ -261,7 +263,7 @@ class Run:
                 state=vars(kept.state),
                 memories=kept.memories,
                 config_digest=self._digest,
-                extra={**dataclasses.asdict(kept.progress), **paid},
+                extra={**dataclasses.asdict(kept.progress), **fixed},
             ),
         )
         if kept.progress.saved_best_round == kept.progress.round > 0:

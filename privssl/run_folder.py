@@ -169,43 +169,6 @@ def _remove(folder: Path) -> None:
 # Going on with a run ------------------------------------------------------------------------
 
 
-def check_resumable(folder: Path, config: Config) -> None:
-    """Whether this is the folder of a run of this config.
-
-    Raises:
-        RunFolderError: it is no run, or a setting that decides over results is another one.
-        ConfigError: its config.yaml is damaged.
-    """
-    recorded = folder / "config.yaml"
-    if not recorded.is_file():
-        raise RunFolderError(
-            f"{folder} is not the folder of a run: it has no config.yaml. Give --resume the "
-            "folder that an earlier run named in its last lines"
-        )
-    now, then = _deciding(config), _deciding(configs.load(recorded))
-    differing = [
-        f"{key} is {now.get(key, 'absent')} here, but {then.get(key, 'absent')} there"
-        for key in sorted(now.keys() | then.keys())
-        if now.get(key, "absent") != then.get(key, "absent")
-    ]
-    if differing:
-        moved = any(text.startswith(("data.root", "data.split")) for text in differing)
-        advice = " Data that was moved must be put back, or linked to." if moved else ""
-        raise RunFolderError(
-            f"{folder} belongs to another config: {'; '.join(differing)}. Go on with "
-            f"{recorded}, or start a new run with another run.output.{advice}"
-        )
-
-
-def _deciding(config: Config) -> dict[str, Any]:
-    """What decides over the results of a run, by dotted key: what ``config.digest`` is made of."""
-    return {
-        f"{name}.{key}": value
-        for name, section in configs.deciding(config).items()
-        for key, value in (section or {}).items()
-    }
-
-
 def outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
     """What a run in this folder came to: results.json, and the sentences on its guarantee.
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from accounting.budget import Nominal
-from privssl import checkpoint, kernels, run, run_folder
+from privssl import checkpoint, kernels, resuming, run, run_folder
 from privssl import config as configs
 from privssl.prepare import Prepared
 from privssl.process import LogFile, logging_to
@@ -47,6 +47,7 @@ def carry_out(
     if resume is not None:
         digest = configs.digest(prepared.config)
         snapshot = checkpoint.load(folder / "checkpoints", digest)
+        resuming.check_same_split(folder, prepared, snapshot)
     after = None if snapshot is None else snapshot.round
     _log_start(prepared)
 

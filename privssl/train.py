@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
     with without_collections():  # here, so that --help and a typo in the command need no second
         from privssl import config as configs
-        from privssl import run, run_folder, session
+        from privssl import resuming, run, run_folder, session
         from privssl.prepare import prepare
         from privssl.tracker import ProgressTracker
 
@@ -112,7 +112,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         started = time.perf_counter()
         config = configs.load(options.config, options.overrides)
         if options.resume is not None:
-            run_folder.check_resumable(options.resume, config)
+            resuming.check_resumable(options.resume, config)
             known = run_folder.outcome(options.resume)
             if known is not None and known[0]["status"] != "interrupted":
                 console.print("This run has finished already; nothing was changed.")

@@ -29,7 +29,7 @@ ALLOWED = {
 COMMANDS = tuple(
     f"privssl.{name}"
     for name in (
-        *("__main__", "train", "session", "run", "config", "prepare", "run_folder"),
+        *("__main__", "train", "session", "run", "config", "prepare", "run_folder", "resuming"),
         *("site.__main__", "site.opening"),
         *("compare", "comparison", "comparison_plan", "comparison_plot"),
         *(

@@ -28,16 +28,20 @@ from opacus.optimizers import DPOptimizer
 from posts import in_a_fork
 from scipy import stats
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_worlds import without_noise
 
 from generators import ImageDiscriminator, ImageGenerator
 from privssl import kernels, noisy_steps, privacy, private_steps
+from privssl.agents import LabelledRows
+from privssl.algorithms.base import Context, Task
 from privssl.algorithms.gmixup import Callables, Mixes, Mixing, row_losses
+from privssl.algorithms.private_classifier import check_classifier
 from privssl.clipping import Outer, RowGradients, Rows, clipped_sums
 from privssl.errors import PrivacyError
 from privssl.kernels import noise
-from privssl.losses import soft_cross_entropy
+from privssl.losses import hard_label_loss, soft_cross_entropy
 from privssl.models.convnets import LeNet, SmallCNN
 from privssl.models.resnet import ResNet9
 from privssl.models.wide_resnet import WideResNet28x2
@@ -53,9 +57,10 @@ from privssl.privacy import (
     secure_normal,
     secure_uniform,
 )
-from privssl.row_gradients import Parameters, RowLoss, per_row_gradients
+from privssl.private_rows import Draw, train_privately
+from privssl.row_gradients import Parameters, RowLoss, factored_gradients, per_row_gradients
 from privssl.settings import PrivacySettings
-from privssl.together import Called
+from privssl.together import Called, RowFunction
 
 SHAPE, CLASSES, NOISE = (1, 8, 8), 3, 5
 BARE = PrivatePlan(
@@ -1039,3 +1044,84 @@ def test_the_scope_follows_from_what_is_trained_without_noise(
     update: str, protect: str, scope: str
 ) -> None:
     assert plan(update=tuple(update), protect=tuple(protect)).scope == scope
+
+
+# Chance and other rows, where an author would not look for them ---------------------------------
+
+
+class Dropping(nn.Module):
+    """Dropout as a function: no layer tells of it."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.layer, self.share = nn.Linear(64, CLASSES), share
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.layer(functional.dropout(x.flatten(1), self.share, self.training))
+        return logits
+
+
+def test_chance_inside_of_a_network_is_refused_before_a_run_and_in_training() -> None:
+    task = Task(CLASSES, SHAPE, lambda: Dropping(0.5))
+    with pytest.raises(PrivacyError, match="draws chance of its own"):
+        check_classifier(Dropping(0.5), task)
+    check_classifier(Dropping(0.0), task)  # the control
+
+    def gradients(network: nn.Module) -> object:
+        def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+            logits: Tensor = Called(network, parameters["N"])(row["x"][None])
+            return logits.square().sum()
+
+        rows = {"x": torch.rand(3, *SHAPE)}
+        return factored_gradients(loss, parameters_of({"N": network}), rows)
+
+    with pytest.raises(PrivacyError, match="draws chance of its own"):
+        gradients(Dropping(0.5))
+    assert gradients(Dropping(0.0))
+
+
+def plain_fields(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
+    shift = torch.rand(len(x), 1, 1, 1, generator=ctx.rng("shift"))  # by places: they are public
+    return {"x": x / 255 + shift, "y": y}
+
+
+def mixed_with_its_neighbour(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
+    return {"x": (x + x.roll(1, dims=0)) / 510, "y": y}
+
+
+def one_of_the_whole_block(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
+    return {"x": x / 255, "y": y, "share": (y == 1).float().mean().expand(len(y))}
+
+
+def chance_of_nobody(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
+    return {"x": x / 255 + torch.rand(len(x), 1, 1, 1), "y": y}
+
+
+@pytest.mark.parametrize(
+    ("draw", "named"),
+    [
+        (plain_fields, None),
+        (mixed_with_its_neighbour, "^x of a row"),
+        (one_of_the_whole_block, "^share of a row"),
+        (chance_of_nobody, "^x of a row"),
+    ],
+)
+@pytest.mark.parametrize("counts_public", [True, False])
+def test_what_is_drawn_for_a_row_may_not_depend_on_others(
+    draw: Draw, named: str | None, counts_public: bool
+) -> None:
+    plan = make_plan(PrivacySettings(epsilon=8.0, steps=2), rounds=1, rows_per_agent=4)
+    rows = LabelledRows(
+        torch.randint(256, (4, *SHAPE), dtype=torch.uint8), torch.arange(4) % CLASSES,
+        torch.arange(4),
+    )  # fmt: skip
+    F, ctx = Dropping(0.0), Context(0, 1, "s0", "visit", "attempt", torch.device("cpu"))
+    loss = RowFunction(hard_label_loss, (), {"F": F})
+    before = F.layer.weight.clone()
+    if named is None:
+        train_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=counts_public)
+        assert not torch.equal(F.layer.weight, before)
+        return
+    with pytest.raises(PrivacyError, match=named):
+        train_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=counts_public)
+    assert torch.equal(F.layer.weight, before)

@@ -6,6 +6,7 @@ resume which forgets anything is found out.
 """
 
 import contextlib
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import command_line
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -31,6 +33,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from accounting.ledger import read_journal
 from privssl import audit, checkpoint, run_folder, train
+from privssl.data import manifest
 from privssl.engines.local import LocalEngine
 from privssl.tracker import CsvTracker
 
@@ -570,3 +573,60 @@ def test_a_line_that_a_crash_left_unfinished_is_charged_and_the_run_goes_on(
     assert command(private_copy.config, "--resume", private_copy.run).status == 0
 
     assert len(read_journal(ledger).events) == 4  # so that there is no visit left
+
+
+# The rows -----------------------------------------------------------------------------------------
+
+
+def with_own_rows(folder: Path, text: str, more: int = 0) -> Place:
+    """A run of rows in a file, which is written anew, with some rows more at its end."""
+    rng = np.random.default_rng(0)
+    x, y = rng.random((400, 1, 8, 8), dtype=np.float32), np.arange(400) % 10
+    there = {"x_train": x[: 300 + more], "y_train": y[: 300 + more]}
+    np.savez(folder / "rows.npz", **there, x_test=x[:50], y_test=y[:50])
+    return place(folder, text.replace("name: toy", f"name: npz, root: {folder / 'rows.npz'}"))
+
+
+def stopped_on_own_rows(folder: Path, text: str) -> Place:
+    at = with_own_rows(folder, text)
+    assert at.config.read_text() != text
+    with signalled(LocalEngine, "deliver", 7, signal.SIGINT):
+        assert command(at.config, at.output).status == 130
+    return at
+
+
+@pytest.mark.parametrize("text", [PLAIN, PRIVATE], ids=["plain", "private"])
+def test_a_run_whose_data_is_other_than_it_was_does_not_go_on(tmp_path: Path, text: str) -> None:
+    at = stopped_on_own_rows(tmp_path, text)
+    paid = {name: path.read_bytes() for name, path in ledgers(at).items()}
+    with_own_rows(tmp_path, text, more=1)
+    before = tree(at.run)
+    outcome = command(at.config, "--resume", at.run)
+    assert_refused(outcome, "began with other data", "Put the former data back")
+    assert {name: path.read_bytes() for name, path in ledgers(at).items()} == paid
+    after = tree(at.run)
+    assert {n for n in before | after if before.get(n) != after.get(n)} <= {"train.log"}
+    with_own_rows(tmp_path, text)  # the control
+    assert command(at.config, "--resume", at.run).status == 0
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_text("{")])
+def test_a_split_that_is_lost_or_damaged_is_written_anew_and_another_one_is_not_believed(
+    tmp_path: Path, harm: Callable[[Path], object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = stopped_on_own_rows(tmp_path, PRIVATE)
+    split = at.run / "split.json"
+    was = split.read_bytes()
+    assert audit.main([str(at.run)]) == 0
+    harm(split)
+    assert audit.main([str(at.run)]) == 0
+    assert "That all rounds had the same rows is not known" in capsys.readouterr().out
+    split.write_bytes(was)
+    other = manifest.read(split)
+    dataclasses.replace(other, seed=other.seed + 1).write(split)
+    assert audit.main([str(at.run)]) == 1
+    assert "is of other rows than split.json" in capsys.readouterr().out
+    assert command(at.config, "--resume", at.run).status == 0
+    assert split.read_bytes() == was
+    assert audit.main([str(at.run)]) == 0
+    capsys.readouterr()
