@@ -133,6 +133,14 @@ class Account:
         """Every charge, in order."""
         return tuple(self._journal.events)
 
+    def written(self) -> Journal:
+        """The journal as whoever reads its file finds it, after a write that broke off, too.
+
+        Raises:
+            LedgerError: the file cannot be read any more.
+        """
+        return read_journal(self._file.path)
+
     def visits(self) -> int:
         """How many visits were charged, unfinished ones included."""
         return len(self._journal.events)

@@ -41,7 +41,7 @@ from privssl.config import load
 from privssl.errors import UserError
 from privssl.evaluate import Oracle
 from privssl.prepare import Prepared, prepare
-from privssl.run import planned_rounds
+from privssl.rounds import planned_rounds
 from privssl.run_engine import make_engine
 from privssl.run_folder import opened_accounts
 from privssl.world import World

@@ -35,7 +35,7 @@ from privssl.engines.local import LocalEngine
 from privssl.errors import UserError
 from privssl.evaluate import Judge
 from privssl.prepare import Prepared, prepare
-from privssl.run import planned_rounds
+from privssl.rounds import planned_rounds
 from privssl.world import World
 
 LABEL_FREE = ("encoder", "clusters")

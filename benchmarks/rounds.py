@@ -28,7 +28,7 @@ from privssl.errors import UserError
 from privssl.evaluate import Oracle
 from privssl.prepare import prepare
 from privssl.process import keep_freed_memory
-from privssl.run import planned_rounds
+from privssl.rounds import planned_rounds
 from privssl.run_engine import make_engine
 from privssl.world import World
 

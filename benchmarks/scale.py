@@ -117,6 +117,9 @@ class _Clock:
     def images(self, round_number: int, tag: str, image: Any) -> None:
         """Pictures take their time in the round that shows them."""
 
+    def keep(self) -> None:
+        """Checkpoints take their time in the round after which they are."""
+
     def close(self) -> None:
         """Nothing to end."""
 

@@ -13,7 +13,6 @@ installed) and holds the result against the budget and against ``privacy.json``:
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -30,7 +28,8 @@ from accounting.errors import AccountingError
 from accounting.events import protected
 from accounting.verify import dp_event_source
 from privssl.errors import UserError
-from privssl.process import INTERRUPTED, in_one_thread, stopped_by, without_collections
+from privssl.process import INTERRUPTED, STOPPING, in_one_thread, stopped_by, without_collections
+from privssl.screen import Terminal, open_standard_streams, results_to_standard_output
 
 if TYPE_CHECKING:
     from privssl.attack import AttackReport
@@ -114,7 +113,8 @@ def main(argv: Sequence[str]) -> int:
         help="print a Python program that recomputes epsilon with dp-accounting alone",
     )  # fmt: skip
     options = parser.parse_args(argv)
-    with stopped_by(signal.SIGINT, signal.SIGTERM):
+    open_standard_streams()
+    with stopped_by(*STOPPING):
         try:
             return _audit(options)
         except (UserError, AccountingError) as error:
@@ -134,7 +134,8 @@ def _audit(options: argparse.Namespace) -> int:
         return _print_program(options.run)
     report = audit(options.run, empirical=options.empirical)
     if options.json:
-        print(json.dumps(asdict(report) | {"verdict": report.verdict.name.lower()}, indent=2))
+        found = asdict(report) | {"verdict": report.verdict.name.lower()}
+        results_to_standard_output(json.dumps(found, indent=2))
     else:
         _print(report)
     return int(report.verdict)
@@ -168,7 +169,7 @@ def _print_program(run: Path) -> int:
     elif report.verdict == Verdict.NO_GUARANTEE:  # a number without a claim would be taken for one
         print(f"# {report.claim}")
     else:
-        print("\n".join(_dp_events(found)))
+        results_to_standard_output("\n".join(_dp_events(found)))
     return int(report.verdict)
 
 
@@ -190,9 +191,9 @@ def _dp_events(found: "Findings") -> Iterator[str]:
 
 
 def _print(report: Report) -> None:
-    console = Console(soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     if not console.is_terminal:
-        console = Console(soft_wrap=True, width=120)  # a file or a pipe has no width of its own
+        console = Terminal(soft_wrap=True, width=120)  # a file or a pipe has no width of its own
     if report.agents:
         console.print(_ledger_table(report))
     if report.attack is not None:

@@ -81,9 +81,8 @@ def check(run: Path) -> Findings:
     notes += run_traces.unread(run)
     if journals:
         asked, unasked = run_traces.config_elsewhere(run, journals, card)
-        moved, unmoved = run_traces.split_elsewhere(run)
-        problems += [*asked, *run_traces.curves_elsewhere(run, journals), *moved]
-        notes += [*unasked, *unmoved]
+        problems += [*asked, *run_traces.curves_elsewhere(run, journals)]
+        notes += unasked
     if card is None and not paths:
         if not any((run / name).exists() for name in _RUN_FILES):
             raise RunFolderError(

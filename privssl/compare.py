@@ -15,7 +15,6 @@ Exit status as that of train: 0 finished, 2 the user's mistake, 130 interrupted.
 import argparse
 import json
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,7 +27,7 @@ from privssl import durable
 from privssl.errors import ConfigError, RunFolderError, UserError
 from privssl.process import (
     INTERRUPTED,
-    Screen,
+    STOPPING,
     full_disk_told_once,
     in_one_thread,
     keep_freed_memory,
@@ -37,6 +36,7 @@ from privssl.process import (
     stopped_by,
     without_collections,
 )
+from privssl.screen import Screen, Terminal, open_standard_streams, results_to_standard_output
 
 log = logging.getLogger("privssl")
 
@@ -44,12 +44,13 @@ log = logging.getLogger("privssl")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = _parser().parse_intermixed_args(argv)
-    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
+    open_standard_streams()
+    console = Terminal(stderr=options.json, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         screen = Screen()
         screen.addFilter(_Once())
         stack.enter_context(logging_to(screen))
-        stack.enter_context(stopped_by(signal.SIGINT, signal.SIGTERM))
+        stack.enter_context(stopped_by(*STOPPING))
         try:
             return _compare(options, console, stack)
         except (UserError, AccountingError) as problem:
@@ -140,7 +141,7 @@ def _compare(options: argparse.Namespace, console: Console, stack: ExitStack) ->
         output, rows, {name: [run.config.folder for run in of] for name, of in folders.items()}
     )
     if options.json:
-        print(json.dumps(comparison.as_json(rows), indent=2))
+        results_to_standard_output(json.dumps(comparison.as_json(rows), indent=2))
     runs.report(rows, output, console)
     return 0
 

@@ -18,7 +18,7 @@ from privssl.config import LONGEST_NAME, Config
 from privssl.data import manifest
 from privssl.errors import ConfigError, RunFolderError, UserError
 from privssl.prepare import prepare
-from privssl.run import rounds_of
+from privssl.rounds import rounds_of
 
 LONGEST_FOLDER = 100  # characters of the default folder's list of names
 # What the command itself decides for every run, and what to say instead.

@@ -25,12 +25,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 from accounting.errors import AccountingError
-from privssl import comparison, durable, run_folder, session
+from privssl import comparison, run_folder, session
 from privssl import comparison_plan as plan
 from privssl import config as configs
 from privssl.comparison_plan import Planned
 from privssl.errors import ConfigError, DataError, UserError
 from privssl.prepare import prepare
+from privssl.screen import Terminal, unheard
 from privssl.tracker import Image, RoundRecord
 
 EVERY_S = 10.0  # from one plain line to the next; the first and last round of a run have one
@@ -137,14 +138,15 @@ class Board:
                 BarColumn(bar_width=10),
                 TextColumn("{task.fields[left]}"),
             )
-            self._bar = Progress(*columns, console=Console(file=self._stream))
+            self._bar = Progress(*columns, console=Terminal(file=self._stream))
             self._task = self._bar.add_task("", total=self._total, left="")
             self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with unheard(self._stream):
+                self._bar.stop()
 
     def begin(self, run: Planned, number: int) -> None:
         """The next run, the ``number``-th of all."""
@@ -163,7 +165,7 @@ class Board:
         self._pace.done(self._run.name, record.values["time/round_s"])
         if "test/accuracy" in record.values:
             self._accuracy = f", accuracy {record.values['test/accuracy']:.4f}"
-        with durable.writing(Path("standard error")):
+        with unheard(self._stream):
             if self._bar is not None:
                 done = self._total - self._pace.open.total()
                 note, left = self._note(record), f"{self._left()} left"
@@ -177,6 +179,9 @@ class Board:
 
     def images(self, round_number: int, tag: str, image: Image) -> None:
         """A terminal shows no pictures."""
+
+    def keep(self) -> None:
+        """A terminal keeps nothing."""
 
     def close(self) -> None:
         """The run has ended; the board goes on with the next."""
@@ -199,7 +204,7 @@ def _wide(console: Console) -> Console:
     """Where a table goes: a file or a pipe has no width of its own."""
     if console.is_terminal:
         return console
-    return Console(stderr=console.stderr, highlight=False, soft_wrap=True, width=WIDTH)
+    return Terminal(stderr=console.stderr, highlight=False, soft_wrap=True, width=WIDTH)
 
 
 def overview(

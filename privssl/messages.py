@@ -55,6 +55,10 @@ class Silence(Message):
     reason: str
 
 
+#: What a step says that found its account empty: the run then ends as ``budget_exhausted``.
+BUDGET_SPENT = Silence("privacy budget is spent")
+
+
 @dataclass(frozen=True)
 class Absent(Silence):
     """No reply came, and the run goes on without it; the reason is a word of ``wire``."""

@@ -1,5 +1,4 @@
-"""The process of a command: its threads and memory, where its log goes, what stops it, and whose
-its files are.
+"""The process of a command: its threads and memory, its log, what stops it, whose its files are.
 
 Needs nothing heavy, so that a typo in a command is told before torch is loaded.
 """
@@ -17,11 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
-from rich.console import Console
-
 from privssl import durable
 
 INTERRUPTED = 130  # exit status
+#: What stops a command in good order. The last is sent when a terminal is closed.
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_TO_WIND_UP = 5.0  # in which a second Ctrl-C is taken for the first
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt's, in glibc
@@ -82,19 +81,6 @@ def without_tensorflow() -> None:
     sys.modules.setdefault(name, ModuleType(name))
 
 
-class Screen(logging.Handler):
-    """Warnings and errors on standard error, below or above a progress bar."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        warns = record.levelno == logging.WARNING
-        text = f"Warning: {record.getMessage()}" if warns else record.getMessage()
-        style = "yellow" if warns else None
-        Console(stderr=True, highlight=False, soft_wrap=True).print(text, style=style, markup=False)
-
-
 class LogFile(logging.FileHandler):
     """train.log. A line that a full disk does not take is dropped: the next write of metrics or
     of a checkpoint stops the run, and says why."""
@@ -131,7 +117,7 @@ def stopped_by(*signals: signal.Signals) -> Iterator[None]:
     """Inside, each signal is a KeyboardInterrupt; another one soon after it is not a second.
 
     People press Ctrl-C twice, and supervisors send SIGINT with SIGTERM: neither may disturb the
-    checkpoint that the first one asked for.
+    checkpoint that the first one asked for. A SIGHUP that is ignored (nohup) stays so.
     """
     stopped = -float("inf")
 
@@ -139,24 +125,39 @@ def stopped_by(*signals: signal.Signals) -> Iterator[None]:
         nonlocal stopped
         if time.monotonic() - stopped > SECONDS_TO_WIND_UP:
             stopped = time.monotonic()
+            _whole.asked = True
             if _whole.depth:
                 _whole.stopped = True
             else:
                 raise KeyboardInterrupt
 
-    former = {number: signal.signal(number, stop) for number in signals}
+    ignored = {n for n in signals if n == signal.SIGHUP and signal.getsignal(n) == signal.SIG_IGN}
+    former = {number: signal.signal(number, stop) for number in signals if number not in ignored}
     try:
         yield
     finally:
+        _whole.asked = False
         for number, handler in former.items():
             signal.signal(number, handler)
 
 
+def stop_if_asked() -> None:
+    """Raise the KeyboardInterrupt of ``stopped_by`` again where nobody has seen it.
+
+    It is raised wherever Python is at that moment. In a callback of the garbage collector, or of a
+    weak reference, Python prints and drops it.
+    """
+    if _whole.asked:
+        raise KeyboardInterrupt
+
+
 class _Whole:
-    """How many blocks that are done whole the main thread is in, and whether one was stopped."""
+    """How many blocks that are done whole the main thread is in, whether one was stopped, and
+    whether a signal has asked to stop at all."""
 
     depth = 0
     stopped = False
+    asked = False
 
 
 _whole = _Whole()

@@ -18,7 +18,7 @@ from privssl.prepare import Prepared
 
 log = logging.getLogger("privssl")
 
-#: The key under which a checkpoint remembers the hash of the run's split.
+#: The key under which a checkpoint of a run without privacy remembers the hash of its split.
 SPLIT = "split"
 
 
@@ -60,23 +60,34 @@ def _deciding(config: Config) -> dict[str, Any]:
 
 
 def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> None:
-    """Whether every agent has the rows that it had; a split.json that is damaged is written anew.
+    """Whether every agent has the rows that it had.
+
+    Without privacy a checkpoint remembers the split, and a split.json that is damaged is written
+    anew. With it only split.json may tell of the rows (``Prepared.told_split``), and is needed.
 
     Raises:
-        RunFolderError: the data is not what it was.
+        RunFolderError: the data is not what it was, or nobody knows.
     """
+    if configs.load(folder / "config.yaml").run.engine != prepared.config.run.engine:
+        return  # rows at sites have no split here: it is refused for that (run_engine.py)
     now, path = prepared.federation.manifest, folder / "split.json"
+    then = snapshot.extra.get(SPLIT)
     try:
         written = manifest.read(path).hash
     except DataError as error:
-        written = ""
+        if prepared.plan is not None:
+            raise RunFolderError(
+                f"{error}. Without it nobody knows whether the rows under the accounts are still "
+                "the same. Put it back, or start a new run with another run.output"
+            ) from error
+        written = None
         log.warning("%s. It is written anew", error)
-    then = snapshot.extra.get(SPLIT, written)  # earlier checkpoints do not remember it
-    if then not in (now.hash, ""):
-        raise RunFolderError(
-            f"{folder} began with other data: the split of its rows has the hash {str(then)[:12]}, "
-            f"that of the data as it is now {now.hash[:12]}. Put the former data back, or start a "
-            "new run with another run.output"
-        )
-    if written != now.hash:
+    for known in (then, written):
+        if known not in (None, now.hash):
+            raise RunFolderError(
+                f"{folder} began with other data: the split of its rows has the hash "
+                f"{str(known)[:12]}, that of the data as it is now {now.hash[:12]}. Put the former "
+                "data back, or start a new run with another run.output"
+            )
+    if written is None:
         now.write(path)

@@ -22,7 +22,6 @@ from torch.nn.functional import one_hot
 
 from privssl import __version__, checkpoint, data, kernels, pictures, tensor_file
 from privssl import config as configs
-from privssl.algorithms.base import Algorithm, Phase
 from privssl.card import AgentSpend, guarantee_sentence, privacy_card, render_markdown
 from privssl.checkpoint import Snapshot
 from privssl.engines import Engine
@@ -32,8 +31,9 @@ from privssl.errors import RunFolderError
 from privssl.evaluate import Judge, Oracle
 from privssl.learn import network_input
 from privssl.prepare import Prepared
-from privssl.process import done_whole
+from privssl.process import done_whole, stop_if_asked
 from privssl.resuming import SPLIT
+from privssl.rounds import planned_rounds, rounds_of
 from privssl.run_engine import carried, make_engine, refuse_names_of_memories, shown_journals
 from privssl.run_folder import (
     LEDGER_HEAD,
@@ -69,7 +69,7 @@ class Progress:
     up: int = 0
     down: int = 0
     seconds: float = 0.0
-    refused: int = 0  # silent visits; in a private run those that a budget did not pay for
+    refused: int = 0  # visits that a budget did not pay for
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,7 @@ class Run:
         rounds = planned_rounds(self._algorithm.phases())
         try:
             for now in rounds[self._kept.progress.round :]:
+                stop_if_asked()
                 with done_whole() if now.saved else nullcontext():  # its answers are given once
                     self._one_round(now, last=now is rounds[-1])
             state = self._algorithm.finish(self._kept.state, self._world)
@@ -162,8 +163,7 @@ class Run:
             self.save()
             of = f"The checkpoint is of round {self._kept.progress.round}"
             raise type(error)(f"{error}. {of}: go on with --resume {self._folder}") from error
-        private = self._prepared.plan is not None  # others are silent for reasons of their own
-        return "budget_exhausted" if private and self._kept.progress.refused else "finished"
+        return "budget_exhausted" if self._kept.progress.refused else "finished"
 
     def _one_round(self, now: Round, *, last: bool) -> None:
         begun = time.perf_counter()
@@ -171,15 +171,24 @@ class Run:
         state = self._algorithm.round(self._kept.state, self._world)
         values = self._measure(state, now, last)
         seconds = time.perf_counter() - begun
-        self._tell(now, state, {**values, "time/round_s": seconds}, last)
         saves = last or now.number % self._config.run.checkpoint_every == 0 or now.saved
         progress = self._after(now, values, seconds, saves)
+        try:
+            self._tell(now, state, {**values, "time/round_s": seconds}, last)
+        except RunFolderError:
+            if now.saved:  # its answers are worth more than a line that is missing
+                self._keep(state, progress)
+                self.save()
+            raise
         # The round counts from here, after it was told of: a line too many is cut off when the
         # run goes on, and a line that is missing would be missing for ever.
-        self._kept = Kept(self._shelf.put_parts(state), self._engine.memories(), progress)
+        self._keep(state, progress)
         self._durations.append(seconds)
         if saves:
             self.save()
+
+    def _keep(self, state: Any, progress: Progress) -> None:
+        self._kept = Kept(self._shelf.put_parts(state), self._engine.memories(), progress)
 
     def _tell(self, now: Round, state: Any, values: Mapping[str, float], last: bool) -> None:
         total = rounds_of(self._algorithm)
@@ -210,7 +219,7 @@ class Run:
             up=before.up + traffic.up,
             down=before.down + traffic.down,
             seconds=before.seconds + seconds,
-            refused=before.refused + self._world.silences,
+            refused=before.refused + self._world.refusals,
             **found,
         )
 
@@ -248,9 +257,13 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of the last finished round."""
+        for tracker in self._trackers:
+            tracker.keep()
         kept, folder = self._kept, self._folder / "checkpoints"
         # What must be as it was when the run goes on: rows, and what the accounts must remember.
-        fixed: dict[str, str | int] = {SPLIT: self._prepared.federation.manifest.hash}
+        fixed: dict[str, str | int] = {}
+        if self._prepared.plan is None:
+            fixed[SPLIT] = self._prepared.federation.manifest.hash
         for agent in self._prepared.labelled_agents:
             if agent.account is not None:
                 fixed[LEDGER_SEQ + agent.id] = agent.account.seq
@@ -350,25 +363,11 @@ class Run:
             return spends, {name: own for name, (_, own) in shown.items()}
         accounts = [a.account for a in self._prepared.labelled_agents if a.account is not None]
         outlive = self._config.privacy is not None and self._config.privacy.ledger
+        written = [(a, a.written()) for a in accounts]  # what an audit will find there
         return (
-            [(a.agent, a.plan, a.events, a.head) for a in accounts],
-            {a.agent: a.spent_by_run() for a in accounts} if outlive else None,
+            [(a.agent, j.plan, tuple(j.events), j.head) for a, j in written],
+            {a.agent: j.epsilon_of(a.run) for a, j in written} if outlive else None,
         )
-
-
-def rounds_of(algorithm: Algorithm[Any]) -> int:
-    """Rounds of a whole run."""
-    return sum(phase.rounds for phase in algorithm.phases())
-
-
-def planned_rounds(phases: Sequence[Phase]) -> list[Round]:
-    """All rounds of a run, in order."""
-    listed: list[Round] = []
-    for phase in phases:
-        for number in range(1, phase.rounds + 1):
-            saved = phase.saved and number == phase.rounds
-            listed.append(Round(len(listed) + 1, phase.name, number, saved))
-    return listed
 
 
 def execute(

@@ -3,16 +3,14 @@
 A ledger that was cut, and a card written anew for what is left of it, agree with each other. But
 the run wrote the same things elsewhere too: checkpoints remember number and hash of each ledger's
 last line, metrics.csv what each had spent after each round, results.json and privacy.md repeat the
-claim, split.json and checkpoints say whose rows they were, and config.yaml says who has a ledger
-and what a visit costs. Whoever falsifies one place has to find them all. Reads only; believes none
-of them.
+claim, and config.yaml says who has a ledger and what a visit costs. Whoever falsifies one place has
+to find them all. Reads only; believes none of them.
 """
 
 import csv
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +26,8 @@ from privssl.algorithms import ALGORITHMS
 from privssl.card import render_markdown
 from privssl.checkpoint import MAX_JSON_BYTES
 from privssl.config import Config
-from privssl.data import manifest
 from privssl.data.draw import holders
-from privssl.errors import DataError, UserError
-from privssl.resuming import SPLIT
+from privssl.errors import UserError
 from privssl.run_folder import LEDGER_HEAD, LEDGER_SEQ, ledger_of
 
 Card = dict[str, Any]
@@ -228,54 +224,26 @@ def curves_elsewhere(run: Path, journals: Mapping[str, Journal]) -> Iterator[str
             )
 
 
-def split_elsewhere(run: Path) -> tuple[list[str], list[str]]:
-    """Problems and notes: whether split.json says of the rows what checkpoints remember.
-
-    Where agents had other rows in the end, an account has not all visits to a row.
-    """
-    remembered = {
-        name: extra[SPLIT] for name, extra in _extras(run) if extra is not None and SPLIT in extra
-    }
-    if not remembered:
-        return [], []
-    try:
-        here = manifest.read(run / "split.json").hash
-    except DataError as error:
-        return [], [f"{error}. That all rounds had the same rows is not known"]
-    return [
-        f"{name} is of other rows than split.json" for name, then in remembered.items()
-        if then != here
-    ], []  # fmt: skip
-
-
 def _memories(run: Path) -> tuple[list[Memory], list[str]]:
     """What readable checkpoints remember, and the names of those that cannot be read."""
     found, unread = [], []
-    for name, extra in _extras(run):
+    for path in sorted((run / "checkpoints").glob("*/snapshot.json")):
+        name = f"checkpoint {path.parent.name}"
+        if path.parent.name.startswith(durable.TEMPORARY):
+            continue  # a killed write
         try:
-            if extra is None:
+            if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
                 raise ValueError("no file of a checkpoint")
+            extra = decode_strictly(path.read_bytes())["extra"]["mapping"]
             for key, seq in extra.items():
                 if key.startswith(LEDGER_SEQ):
                     agent = key.removeprefix(LEDGER_SEQ)
                     if type(seq) is not int or seq < 0:
                         raise TypeError("the number of a line")
                     found.append(Memory(name, agent, seq, str(extra[LEDGER_HEAD + agent])))
-        except (LookupError, TypeError, ValueError):
+        except (OSError, AccountingError, LookupError, TypeError, ValueError, AttributeError):
             unread.append(name)
     return found, unread
-
-
-def _extras(run: Path) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
-    """What each checkpoint remembers beside the state, by name; None: it cannot be read."""
-    for path in sorted((run / "checkpoints").glob("*/snapshot.json")):
-        if path.parent.name.startswith(durable.TEMPORARY):
-            continue  # a killed write
-        extra = None
-        with suppress(OSError, AccountingError, LookupError, TypeError):
-            if path.is_file() and path.stat().st_size <= MAX_JSON_BYTES:
-                extra = decode_strictly(path.read_bytes())["extra"]["mapping"]
-        yield f"checkpoint {path.parent.name}", extra if isinstance(extra, dict) else None
 
 
 def _holds(journal: Journal, memory: Memory) -> bool:

@@ -8,9 +8,11 @@ same bytes; wall-clock values (``time/*``) go to TensorBoard and the screen alon
 
 import csv
 import io
+import logging
+import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,12 +20,14 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from privssl import durable
 from privssl.errors import RunFolderError
 from privssl.process import done_whole, without_tensorflow
+from privssl.screen import Terminal, unheard
+
+log = logging.getLogger("privssl")
 
 Image = NDArray[np.uint8]  # (H, W) or (H, W, 3)
 
@@ -43,6 +47,9 @@ class Tracker(Protocol):
 
     def round(self, record: RoundRecord) -> None: ...
     def images(self, round_number: int, tag: str, image: Image) -> None: ...
+    def keep(self) -> None:
+        """Rounds so far are to be in a checkpoint: what was told of them must last as long."""
+
     def close(self) -> None: ...
 
 
@@ -82,6 +89,9 @@ class TensorBoardTracker:
             self._writer.add_image(tag, image, round_number, dataformats=layout)
             self._writer.flush()
 
+    def keep(self) -> None:
+        """Points that a power cut takes are only missing from a picture."""
+
     def close(self) -> None:
         with done_whole(), durable.writing(self._folder):
             self._writer.close()
@@ -114,8 +124,17 @@ class CsvTracker:
         self.close()
         header, rows = self._read()
         self._columns = header[1:]
+        kept = [row for row in rows if int(row[0]) <= after_round]
+        found = [int(row[0]) for row in kept]
+        if found != list(range(1, after_round + 1)):
+            lost = sorted(set(range(1, after_round + 1)) - set(found))
+            what = f"lacks {_named(lost)}" if lost else "has rounds twice or out of order"
+            log.warning(
+                "%s %s: it was changed, or the system lost it. The run goes on; its curves have "
+                "a gap", self._path, what,
+            )  # fmt: skip
         if header:
-            self._rewrite([row for row in rows if int(row[0]) <= after_round])
+            self._rewrite(kept)
 
     def round(self, record: RoundRecord) -> None:
         values = {k: _text(v) for k, v in record.values.items() if not k.startswith("time/")}
@@ -134,6 +153,11 @@ class CsvTracker:
 
     def images(self, round_number: int, tag: str, image: Image) -> None:
         """Pictures have no place in a CSV file."""
+
+    def keep(self) -> None:
+        if self._file is not None:
+            with durable.writing(self._path):
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         if self._file is not None:
@@ -166,6 +190,14 @@ class CsvTracker:
             durable.replace(self._path, text.encode())
 
 
+def _named(rounds: Sequence[int]) -> str:
+    """The first few of some rounds, and how many they are."""
+    if len(rounds) == 1:
+        return f"round {rounds[0]}"
+    some = ", ".join(map(str, rounds[:3]))
+    return f"{len(rounds)} rounds ({some}{', ...' if len(rounds) > 3 else ''})"
+
+
 def _text(value: float) -> str:
     """The shortest text that reads back as the same number."""
     return str(int(value)) if isinstance(value, int) else repr(float(value))
@@ -192,7 +224,7 @@ def _lines(rows: Iterable[list[str]]) -> str:
 
 
 class ProgressTracker:
-    """A bar on a terminal; elsewhere a line now and then.
+    """A bar on a terminal; elsewhere a line now and then. That nobody sees it ends no run.
 
     Args:
         total: rounds of the whole run.
@@ -228,7 +260,7 @@ class ProgressTracker:
                 TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
-                console=Console(file=self._stream),
+                console=Terminal(file=self._stream),
             )
             self._task = self._bar.add_task("starting", total=total, completed=self._before)
             self._bar.start()
@@ -236,7 +268,7 @@ class ProgressTracker:
     def round(self, record: RoundRecord) -> None:
         self._latest.update(record.values)
         note = self._note(record.phase)
-        with durable.writing(Path("standard error")):
+        with unheard(self._stream):
             if self._bar is not None:
                 self._bar.update(self._task, completed=record.round, description=note)
             else:
@@ -245,9 +277,13 @@ class ProgressTracker:
     def images(self, round_number: int, tag: str, image: Image) -> None:
         """A terminal shows no pictures."""
 
+    def keep(self) -> None:
+        """A terminal keeps nothing."""
+
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with unheard(self._stream):
+                self._bar.stop()
 
     def _note(self, phase: str) -> str:
         parts = [phase]
@@ -268,7 +304,6 @@ class ProgressTracker:
         left = elapsed / (round_number - self._before) * (self._total - round_number)
         times = f"{_clock(elapsed)} elapsed, {_clock(left)} left"
         print(f"round {round_number}/{self._total}: {note}, {times}", file=self._stream)
-        self._stream.flush()
 
 
 def _clock(seconds: float) -> str:

@@ -9,7 +9,6 @@ checkpoint. The last line is always the guarantee, or the sentence that there is
 import argparse
 import json
 import logging
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from accounting.errors import AccountingError
 from privssl.errors import UserError
 from privssl.process import (
     INTERRUPTED,
-    Screen,
+    STOPPING,
     full_disk_told_once,
     in_one_thread,
     keep_freed_memory,
@@ -34,6 +33,7 @@ from privssl.process import (
     stopped_by,
     without_collections,
 )
+from privssl.screen import Screen, Terminal, open_standard_streams, results_to_standard_output
 
 log = logging.getLogger("privssl")
 
@@ -41,10 +41,11 @@ log = logging.getLogger("privssl")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = _options(argv)
-    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
+    open_standard_streams()
+    console = Terminal(stderr=options.json, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         stack.enter_context(logging_to(Screen()))
-        stack.enter_context(stopped_by(signal.SIGINT, signal.SIGTERM))
+        stack.enter_context(stopped_by(*STOPPING))
         try:
             return _train(options, console, stack)
         except (UserError, AccountingError) as problem:
@@ -103,8 +104,9 @@ def _parser() -> argparse.ArgumentParser:
 def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
     with without_collections():  # here, so that --help and a typo in the command need no second
         from privssl import config as configs
-        from privssl import resuming, run, run_folder, session
+        from privssl import resuming, run_folder, session
         from privssl.prepare import prepare
+        from privssl.rounds import rounds_of
         from privssl.tracker import ProgressTracker
 
         in_one_thread()
@@ -129,8 +131,8 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
     stack.enter_context(full_disk_told_once())
 
     def bar(after: int | None) -> list[ProgressTracker]:
-        rounds, nominal = run.rounds_of(prepared.algorithm), prepared.nominal
-        return [] if options.quiet else [ProgressTracker(rounds, after, nominal=nominal)]
+        total, nominal = rounds_of(prepared.algorithm), prepared.nominal
+        return [] if options.quiet else [ProgressTracker(total, after, nominal=nominal)]
 
     folder = session.carry_out(prepared, options.resume, bar, stack)
     outcome = run_folder.outcome(folder)
@@ -186,7 +188,7 @@ def _report(
 ) -> int:  # fmt: skip
     """The last lines; returns the exit status."""
     if options.json:
-        print(json.dumps(results, indent=2))
+        results_to_standard_output(json.dumps(results, indent=2))
     accuracy, status = results["test_accuracy"], results["status"]
     words = {
         "finished": "Finished",

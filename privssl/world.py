@@ -15,7 +15,7 @@ import torch
 from privssl.agents import AgentRef, Seat
 from privssl.engines import Call, Engine, Step
 from privssl.mean import Mean
-from privssl.messages import Absent, Message, Reply, payload_bytes
+from privssl.messages import BUDGET_SPENT, Absent, Message, Reply, payload_bytes
 from privssl.seeds import stream
 
 Roster = tuple[AgentRef, ...]
@@ -61,7 +61,7 @@ class World:
         """Enter a round: visits are counted, and notes and traffic collected, from here."""
         self.round = now
         self.traffic = Traffic()
-        self.silences = self.absences = 0
+        self.silences = self.refusals = self.absences = 0
         self.notes: dict[str, list[float]] = {}
         self._visits: Counter[tuple[str, str]] = Counter()
 
@@ -96,6 +96,7 @@ class World:
         for reply in self._engine.deliver(calls):
             up += payload_bytes(reply.content) if _travels(reply.sender) else 0
             self.silences += reply.silent and not isinstance(reply.content, Absent)
+            self.refusals += reply.content == BUDGET_SPENT
             self.absences += isinstance(reply.content, Absent)
             for name, value in reply.notes.items():
                 self.notes.setdefault(name, []).append(value)

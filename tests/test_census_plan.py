@@ -38,6 +38,7 @@ from privssl.engines.local import LocalEngine
 from privssl.errors import PrivacyError
 from privssl.prepare import prepare
 from privssl.privacy import Plan
+from privssl.rounds import planned_rounds
 from privssl.settings import DP_SGD_KEYS, PrivacySettings
 from privssl.world import World
 
@@ -466,7 +467,7 @@ def released_by_all(folder: Path, epsilon: float) -> Tensor:
     world = World(LocalEngine(prepared.federation.agents, seed=0, device=prepared.device), 0)
     state = prepared.algorithm.start(world)
     with run_folder.opened_accounts(prepared, folder, None):
-        for now in run.planned_rounds(prepared.algorithm.phases()):
+        for now in planned_rounds(prepared.algorithm.phases()):
             if now.phase in ("encoder", "clusters", "census"):
                 world.begin(now)
                 state = prepared.algorithm.round(state, world)

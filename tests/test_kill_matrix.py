@@ -29,7 +29,7 @@ from accounting import journal as journals
 from accounting import verify
 from accounting.accountants import epsilon
 from accounting.ledger import Account, Journal, read_journal
-from privssl import checkpoint, config, durable, privacy, private_steps, row_gradients, run
+from privssl import checkpoint, config, durable, privacy, private_steps, row_gradients, run, visits
 from privssl.algorithms.fedssl import FedSSL
 from privssl.noisy_steps import SecureNoise
 from privssl.prepare import prepare
@@ -176,6 +176,7 @@ def charge_late() -> None:
             pass
 
     Account.spend = spend  # type: ignore[method-assign]
+    vars(visits)["PaidRows"] = lambda rows, paid: rows  # which alone would refuse it
 
 
 def refund_open_visits() -> None:

@@ -48,7 +48,8 @@ from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.messages import MessageError, Reply
 from privssl.process import INTERRUPTED
-from privssl.run import Run, planned_rounds
+from privssl.rounds import planned_rounds
+from privssl.run import Run
 from privssl.seeds import stream
 from privssl.settings import PrivacySettings
 from privssl.world import Round, World

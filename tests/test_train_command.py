@@ -664,7 +664,8 @@ def test_no_file_of_a_private_run_but_its_split_tells_the_hash_of_its_split(
 
     assert tellers(private) == {"split.json"}
     assert private.results()["split_hash"] == "withheld"
-    assert tellers(plain) == {"split.json", "results.json", "train.log"}  # the control
+    others = {"results.json", "train.log", "snapshot.json"}
+    assert tellers(plain) == {"split.json", *others}  # the control
 
 
 def test_results_agree_with_metrics(plain: Finished) -> None:

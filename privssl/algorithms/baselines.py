@@ -56,7 +56,7 @@ from privssl.algorithms.private_classifier import (
 from privssl.data.views import view
 from privssl.losses import hard_label_loss
 from privssl.mean import Mean
-from privssl.messages import Message, Silence, StateDict
+from privssl.messages import BUDGET_SPENT, Message, Silence, StateDict
 from privssl.models.kept_steps import plain_sgd
 from privssl.privacy import PrivatePlan
 from privssl.settings import Positive, Problem, Rate, strict
@@ -268,7 +268,7 @@ class FedAvg(_Averaged):
         try:
             train_classifier(self.plan, F, agent, ctx, flip=self.cfg.flip)
         except BudgetExhausted:
-            return Silence("privacy budget is spent")
+            return BUDGET_SPENT
         return Trained(learn.to_send(F.state_dict()))
 
 

@@ -67,7 +67,7 @@ from privssl.algorithms.local_ssl import (
     no_statistics,
     one_hot,
 )
-from privssl.messages import Message, Reply, Silence, StateDict
+from privssl.messages import BUDGET_SPENT, Message, Reply, Silence, StateDict
 from privssl.models import laid_out
 from privssl.models.precision import in_precision
 from privssl.privacy import PrivatePlan
@@ -294,7 +294,7 @@ class FedSSL(Algorithm[State]):
                 normal = self._train(plainly, mixing, agent, after, ctx, "support")
                 return dataclasses.replace(normal, G=private.G, agreement=None)
         except BudgetExhausted:
-            return Silence("privacy budget is spent")
+            return BUDGET_SPENT
 
     # Local training -------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ from privssl.algorithms.votes import class_given_cluster, class_posterior
 from privssl.census_plan import CensusPlan
 from privssl.losses import soft_label_loss
 from privssl.mean import Mean
-from privssl.messages import Done, Message, MessageError, Silence, StateDict
+from privssl.messages import BUDGET_SPENT, Done, Message, MessageError, Silence, StateDict
 from privssl.pictures import census_plot
 from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, strict
@@ -354,7 +354,7 @@ class LabelCensus(MapsRows):
             with agent.account.spend(self.plan.event, ctx.receipt):
                 return Census(self.plan.release(self._count(agent, msg, ctx)))
         except BudgetExhausted:
-            return Silence("privacy budget is spent")
+            return BUDGET_SPENT
 
     def _count(self, agent: SupportAgent, msg: Map, ctx: Context) -> Tensor:
         """Labelled rows by cluster and class (K, C), int64, exact.

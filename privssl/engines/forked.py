@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 
 from privssl.errors import UserError
+from privssl.process import STOPPING
 from privssl.tensor_file import Packed, Place, places_in
-
-STOPPING = (signal.SIGINT, signal.SIGTERM)  # meant for whoever made the workers
 
 T = TypeVar("T")
 
@@ -263,7 +262,7 @@ def _live(serve: Callable[[], None], lifeline: Lifeline, kept: set[int]) -> NoRe
     """A worker's life, from the fork to its end. What called it belongs to the other process."""
     status = 1
     try:
-        for number in STOPPING:
+        for number in STOPPING:  # meant for whoever made the workers
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         # Else the locks of journals and run folder would last as long as the slowest worker, and

@@ -9,27 +9,25 @@ stopped while serving. A site that was stopped, in whatever way, goes on where i
 
 import argparse
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from accounting.errors import AccountingError
 from privssl.errors import UserError
 from privssl.process import (
     INTERRUPTED,
+    STOPPING,
     LogFile,
-    Screen,
     in_one_thread,
     keep_freed_memory,
     logging_to,
     private_files,
     stopped_by,
 )
+from privssl.screen import Screen, Terminal, open_standard_streams
 
 if TYPE_CHECKING:
     from privssl.site.desk import Desk
@@ -41,9 +39,10 @@ log = logging.getLogger("privssl")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = _parser().parse_args(argv)
+    open_standard_streams()
     with ExitStack() as stack:
         stack.enter_context(logging_to(Screen()))
-        stack.enter_context(stopped_by(signal.SIGINT, signal.SIGTERM))
+        stack.enter_context(stopped_by(*STOPPING))
         stack.enter_context(private_files())
         try:
             return _site(options, stack)
@@ -89,7 +88,7 @@ def _site(options: argparse.Namespace, stack: ExitStack) -> int:
     for path in filter(_seen_by_others, site.secrets):
         log.warning("Other users of this system can read %s. chmod -R go= closes it", path)
     lines = _description(site, desk)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(highlight=False, soft_wrap=True)
     for line in lines:
         console.print(line, markup=False)
     if options.serve or options.superlink:

@@ -1,0 +1,99 @@
+"""Standard output and error of a command, whose reader may leave before the command has ended.
+
+``| head -1`` ends, a terminal is closed, a supervisor gives no standard error at all: a run goes on
+without a word then. What it did is in its folder.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from privssl.errors import UserError
+
+
+class Terminal(Console):
+    """A console on which printing ends nothing."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        with unheard(self.file):
+            super().print(*objects, **how)
+
+    def on_broken_pipe(self) -> None:
+        """rich's own ends the process, and closes standard output whichever of the two broke."""
+        raise BrokenPipeError
+
+
+class Screen(logging.Handler):
+    """Warnings and errors on standard error, below or above a progress bar."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        warns = record.levelno == logging.WARNING
+        text = f"Warning: {record.getMessage()}" if warns else record.getMessage()
+        style = "yellow" if warns else None
+        console = Terminal(stderr=True, highlight=False, soft_wrap=True)
+        console.print(text, style=style, markup=False)
+
+
+@contextmanager
+def unheard(stream: Any) -> Iterator[None]:
+    """Inside, a stream that nobody reads any more is no mistake; from then on it goes nowhere."""
+    try:
+        yield
+        stream.flush()
+    except (OSError, ValueError):  # its reader has left, or somebody closed it
+        silence(stream)
+
+
+def silence(stream: Any) -> None:
+    """Let what is written to a stream from now on, and what waits in it, go nowhere."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
+
+
+def results_to_standard_output(text: str) -> None:
+    """Print what a program is to read. A reader who has left is no mistake.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        print(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        silence(sys.stdout)
+    except OSError as error:
+        silence(sys.stdout)
+        raise UserError(
+            f"Standard output cannot be written: {error.strerror}. The same is in the folder"
+        ) from error
+
+
+def open_standard_streams() -> None:
+    """Have somewhere for standard input, output and error to go where a caller closed them.
+
+    Else the next files that are opened, a log or a ledger, get their numbers, and what any library
+    prints would go there.
+    """
+    for number in range(3):  # the lowest that is free is given next
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or _nowhere()
+    sys.stderr = sys.stderr or _nowhere()
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")
