@@ -48,8 +48,11 @@ def unheard(stream: Any) -> Iterator[None]:
     try:
         yield
         stream.flush()
-    except (OSError, ValueError):  # its reader has left, or somebody closed it
+    except OSError:  # its reader has left
         silence(stream)
+    except ValueError:
+        if not stream.closed:
+            raise
 
 
 def silence(stream: Any) -> None:

@@ -46,12 +46,14 @@ from privssl.algorithms.votes import class_given_cluster, class_posterior
 from privssl.census_plan import make_plan
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
+from privssl.errors import RunFolderError
 from privssl.messages import MessageError, Reply
 from privssl.process import INTERRUPTED
 from privssl.rounds import planned_rounds
 from privssl.run import Run
 from privssl.seeds import stream
 from privssl.settings import PrivacySettings
+from privssl.tracker import CsvTracker, RoundRecord
 from privssl.world import Round, World
 
 FEW: dict[str, Any] = {
@@ -527,6 +529,29 @@ def test_ctrl_c_in_the_round_of_the_answers_waits_for_their_checkpoint(
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     lost = "budget_exhausted"  # nobody answers twice
     assert (resumed.status, results["status"]) == (0, "finished" if whole else lost)
+
+
+def test_answers_are_kept_although_nobody_can_be_told_of_their_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = CsvTracker.round
+
+    def full(self: CsvTracker, record: RoundRecord) -> None:
+        if record.phase == "census" and not room_again:
+            raise RunFolderError("metrics.csv: cannot be written")
+        told(self, record)
+
+    room_again: list[bool] = []
+    monkeypatch.setattr(CsvTracker, "round", full)
+    settings = ["cluster_rounds=3", "vote_rounds=1", "self_training_rounds=1", "local_steps=1"]
+    config = Path(__file__).parents[1] / "configs" / "label_census.yaml"
+    changes = [f"algorithm.{setting}" for setting in settings]
+    outcome = command(config, *changes, f"run.output={tmp_path / 'run'}", "run.workers=1")
+    assert (outcome.status, "cannot be written" in outcome.err) == (2, True)
+    room_again.append(True)
+    resumed = command("--resume", tmp_path / "run")
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (resumed.status, results["status"]) == (0, "finished")
 
 
 def test_a_picture_shows_the_released_counts_and_numbers_tell_clusters_in_doubt() -> None:

@@ -30,6 +30,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
+from accounting import journal
 from accounting.ledger import read_journal
 from privssl import audit, checkpoint, run_folder, train
 from privssl.engines.local import LocalEngine
@@ -196,6 +197,26 @@ def test_a_second_signal_during_the_checkpoint_does_no_harm(here: Place, unbroke
         outcome = command(here.config, here.output)
 
     assert outcome.status == 130
+    assert here.results()["rounds"] == 2
+    assert command(here.config, "--resume", here.run).status == 0
+    assert same(here, unbroken)
+
+
+def test_an_interrupt_that_python_swallowed_stops_the_run_before_its_next_round(
+    here: Place, unbroken: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dying:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)  # its exception cannot leave from here
+
+    def swallowed(old: Any, self: Any, record: Any) -> None:
+        if record.round == 2:
+            Dying()
+        old(self, record)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda *_: None)
+    with replaced(CsvTracker, "round", swallowed):
+        assert command(here.config, here.output).status == 130
     assert here.results()["rounds"] == 2
     assert command(here.config, "--resume", here.run).status == 0
     assert same(here, unbroken)
@@ -517,6 +538,20 @@ def test_a_private_run_that_goes_on_counts_no_less(
     assert private_copy.results()["status"] == "budget_exhausted"
     assert private_copy.results()["privacy"]["guarantee"]["epsilon"] <= 4.0
     assert audit.main([str(private_copy.run)]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_an_interruption_while_a_visit_is_paid_for_leaves_a_card_of_what_the_ledgers_say(
+    tmp_path: Path, late: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = place(tmp_path, PRIVATE)
+    # s0 and s1 begin, s0 pays and settles, s1 pays: its line is on the disk, or may be.
+    with signalled(journal, "sync_directory", 6, signal.SIGINT, late=late):
+        assert command(at.config, at.output).status == 130
+    paid = {name: len(read_journal(path).events) for name, path in ledgers(at).items()}
+    assert sum(paid.values()) >= 1
+    assert audit.main([str(at.run)]) == 0
     capsys.readouterr()
 
 

@@ -5,6 +5,7 @@ import csv
 import errno
 import io
 import math
+import os
 import re
 import signal
 from pathlib import Path
@@ -192,6 +193,48 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("a file is in the way")
     with pytest.raises(RunFolderError, match=r"tensorboard: cannot be written"):
         TensorBoardTracker(tmp_path / "tensorboard")
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        ([1, 2, 3, 4], ""),
+        ([1, 2, 3, 4, 5, 6], ""),  # those after the checkpoint are written again
+        ([1, 2], "lacks 2 rounds (3, 4)"),
+        ([1, 3, 4], "lacks round 2"),
+        ([], "lacks 4 rounds (1, 2, 3, ...)"),
+        ([1, 2, 2, 3, 4], "has rounds twice or out of order"),
+    ],
+)
+def test_rounds_that_are_missing_from_the_curves_of_a_resumed_run_are_told(
+    lines: list[int], what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.csv"
+    if lines:
+        path.write_text("round,a\n" + "".join(f"{number},0.5\n" for number in lines))
+    with caplog.at_level("WARNING"):
+        CsvTracker(path, resume_after=4).close()
+    assert [r.getMessage() for r in caplog.records if what and what in r.getMessage()] or not what
+    assert len(caplog.records) == bool(what)
+
+
+def test_lines_are_on_the_disk_before_a_checkpoint_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker, forced, real = CsvTracker(tmp_path / "metrics.csv"), list[bytes](), os.fsync
+
+    def fsync(number: int) -> None:
+        real(number)
+        forced.append(Path(f"/proc/self/fd/{number}").read_bytes())
+
+    tracker.round(record(1, a=0.5))
+    monkeypatch.setattr(os, "fsync", fsync)
+    tracker.round(record(2, a=0.5))
+    assert not forced  # a round waits for no disk
+    tracker.keep()
+    assert forced == [b"round,a\n1,0.5\n2,0.5\n"]
+    tracker.close()
+    tracker.keep()
 
 
 # Screen -------------------------------------------------------------------------------------
