@@ -15,7 +15,7 @@ from privssl.agents import Agent, AgentRef, LabelledRows, Seat, UnlabelledRows, 
 from privssl.engines.local import LocalEngine
 from privssl.errors import RoleError
 from privssl.mean import Mean
-from privssl.messages import Done, Message, Silence, StateDict
+from privssl.messages import BUDGET_SPENT, Done, Message, Silence, StateDict
 from privssl.world import Round, Traffic, World
 
 LABELLED = LabelledRows(torch.zeros(3, 1, 8, 8), torch.tensor([0, 1, 2]), torch.arange(3))
@@ -124,6 +124,17 @@ def test_replies_come_in_the_order_of_asking_silences_included() -> None:
     assert [r.sender.id for r in replies] == ["q10", "q2", "q1"]
     assert [r.silent for r in replies] == [False, False, True]
     assert found.silences == 1
+
+
+def test_only_an_empty_account_counts_as_a_refusal() -> None:
+    def spent(agent: Agent, message: Word, ctx: Any) -> Silence:
+        return BUDGET_SPENT if agent.id == "s0" else Silence("no row is sure enough")
+
+    found = world()
+    found.ask_each(found.agents, spent, Word("hello"))
+    assert (found.silences, found.refusals) == (5, 1)
+    found.begin(Round(2))
+    assert (found.silences, found.refusals) == (0, 0)
 
 
 def test_every_agent_can_be_told_something_of_its_own() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 import torch
 
@@ -143,3 +144,14 @@ def test_a_writer_that_forces_nothing_would_be_noticed(tape: Tape, tmp_path: Pat
     shutil.move(tmp_path / "new", tmp_path / "file")
     os.replace(tmp_path / "file", tmp_path / "other")
     assert tape.calls == [("named", "other")]
+
+
+def test_curves_are_on_the_disk_before_the_checkpoint_of_their_rounds(
+    tape: Tape, tmp_path: Path
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(command_line.PLAIN)
+    output = f"run.output={tmp_path / 'run'}"
+    assert command_line.command(tmp_path / "tiny.yaml", output, "run.workers=1").status == 0
+    size = (tmp_path / "run" / "metrics.csv").stat().st_size
+    curves = tape.calls.index((size, "metrics.csv"))  # with the line of the last round
+    assert curves < tape.calls.index(("named", "round_00003"))
