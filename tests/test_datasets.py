@@ -176,6 +176,24 @@ def test_an_npz_that_is_not_as_described_is_refused_in_words(
     assert refusal.value.__suppress_context__ or refusal.value.__context__ is None
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"x_train": np.full((6, 4, 5), 16, np.uint8)}, "x_train has bytes up to 16. They are"),
+        ({"y_train": np.array([1, 2, 3, 1, 2, 3])}, "no training row has class 0, and"),
+        ({}, ""),
+    ],
+    ids=str,
+)
+def test_an_npz_that_is_hardly_meant_so_is_warned_of(
+    tmp_path: Path, changes: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bright = np.full((6, 4, 5), 200, np.uint8)
+    npz(tmp_path, **{"x_train": bright, "x_test": bright[:2], **changes})
+    assert [said for _ in caplog.records] == [said] * bool(said)
+    assert said in caplog.text
+
+
 def test_what_is_no_npz_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("not an archive")
     np.save(tmp_path / "one.npy", np.zeros(3))

@@ -261,6 +261,8 @@ def test_a_replayed_split_is_the_same_for_every_agent_and_keeps_its_hash() -> No
         ({"support": 1}, "labelled rows to s0, s1, but .* to s0"),
         ({"query": 0}, "unlabelled rows to q0, q1, q2, but .* to nobody"),
         ({"support": 0, "labels": "labels-at-server"}, "to s0, s1, but .* to server"),
+        ({"partition": "dirichlet", "alpha": 0.1}, "partition is dirichlet, .* drawn with iid"),
+        ({"stratified": False}, "data.stratified is False, but .* drawn with True"),
     ],
     ids=str,
 )
@@ -269,6 +271,16 @@ def test_a_split_that_does_not_fit_the_config_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=said):
         replay(federation(labelled=50, validation=20).manifest, **settings)
+
+
+def test_a_split_is_replayed_by_its_own_rule_and_by_a_config_that_names_no_other() -> None:
+    rule: dict[str, Any] = {"partition": "dirichlet", "alpha": 0.5}
+    drawn = federation(labelled=50, validation=20, **rule)
+    mute: dict[str, Any] = {}
+    for named in (mute, rule):
+        assert replay(drawn.manifest, **named).manifest.hash == drawn.manifest.hash
+    with pytest.raises(DataError, match=r"data.alpha is 0.1, but .* was drawn with 0.5"):
+        replay(drawn.manifest, partition="dirichlet", alpha=0.1)
 
 
 def test_a_split_of_other_rows_is_refused() -> None:

@@ -161,6 +161,13 @@ def _copied(rows: Tensor, ids: Tensor) -> Tensor:
     return rows.index_select(0, ids)
 
 
+#: The rules of a draw: a split that is replayed was drawn by its own.
+DRAWN_BY = (
+    *("partition", "alpha", "k", "labelled_partition", "labelled_alpha", "labelled_k"),
+    "stratified",
+)
+
+
 def _replay(
     data: DataSettings, who: Holders, dataset: Dataset, digest: str, labelled_is_declared: bool
 ) -> Manifest:
@@ -181,6 +188,13 @@ def _replay(
             raise DataError(
                 f"{data.split} has {there} {key} rows, but data.{key} is {asked}. "
                 f"Set data.{key} to {there}, or leave data.split out"
+            )
+    for rule in DRAWN_BY:
+        asked, was = getattr(data, rule), split.settings.get(rule)
+        if asked not in (was, getattr(DataSettings, rule)):  # a mute config asks for nothing
+            raise DataError(
+                f"data.{rule} is {asked}, but {data.split} was drawn with {was}, and says who has "
+                f"which rows. Leave data.{rule} out, or leave data.split out to draw a new split"
             )
     return split
 

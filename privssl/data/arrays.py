@@ -6,6 +6,7 @@ in both places the last axis is taken for the channels. Nothing in the file can 
 pickles are refused.
 """
 
+import logging
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,10 @@ from numpy.typing import NDArray
 
 from privssl.errors import DataError
 
+log = logging.getLogger("privssl")
+
 CHANNELS = (1, 3)
+DARK = 64  # bytes of which none is as large are hardly pictures
 
 MAX_BYTES = 2**34  # of one array, unpacked: a zip of a few MB can hold a thousand times more
 
@@ -68,6 +72,12 @@ def read_npz(path: Path) -> Arrays:
             f"{path}: y_test has class {y_test.max()}, but the largest in y_train is "
             f"{classes - 1}. A class without training rows cannot be learned: leave it out"
         )
+    if empty := sorted(set(range(classes)) - set(np.unique(y_train).tolist())):
+        log.warning(
+            "%s: no training row has class %s, and the classifier has an output for it all the "
+            "same. Number the classes 0, 1, 2, ... without gaps.",
+            path, ", ".join(map(str, empty[:5])) + ", ..." * (len(empty) > 5),
+        )  # fmt: skip
     return Arrays(x_train, y_train, x_test, y_test, tuple(map(str, range(classes))))
 
 
@@ -170,6 +180,12 @@ def _channels_first(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
 
 def _numbers(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
     if x.dtype == np.uint8:
+        if x.size and x.max() < DARK:
+            log.warning(
+                "%s: %s has bytes up to %d. They are taken for shades from 0 to 255, so all of it "
+                "is nearly black: bring them to that range, or give floats in [0, 1].",
+                path, name, x.max(),
+            )  # fmt: skip
         return np.ascontiguousarray(x)
     # Written so that NaN is refused as well: no comparison with it is true.
     if x.dtype.kind == "f" and x.size and x.min() >= 0 and x.max() <= 1:
