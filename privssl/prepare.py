@@ -91,6 +91,7 @@ def prepare(config: Config) -> Prepared:
     algorithm = kind(config.algorithm, task, plan)
     if plan is not None:
         algorithm.check_private()
+        _refuse_strange_networks(plan, algorithm)
     return Prepared(config, federation, algorithm, plan, promises, device, roster)
 
 
@@ -167,6 +168,16 @@ def promise(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Budget) 
         n_public=len(agent.labelled) if public else None,
         adjacency="zero_out" if public else "add_remove",
     )
+
+
+def _refuse_strange_networks(plan: Plan, algorithm: Algorithm[Any]) -> None:
+    """The claim names what leaves by the plan: networks that there are."""
+    strange = [name for name in plan.update if name not in algorithm.networks()]
+    if algorithm.mechanism == "dp-sgd" and strange:
+        raise PrivacyError(
+            f"{algorithm.cfg.name} has no network {', '.join(strange)}, which privacy."
+            f"update_at_support names. It has {', '.join(algorithm.networks()) or 'none'}"
+        )
 
 
 def _refuse_unaffordable(plan: Plan, privacy: PrivacySettings) -> None:

@@ -73,7 +73,7 @@ def private_problems(config: Any) -> Iterator[Problem]:
     """What a private run of the classifier alone cannot have, or would not look at."""
     own = {spec.name: spec.default for spec in dataclasses.fields(config.algorithm)}
     for key, there in SAID_THERE.items():
-        if getattr(config.algorithm, key) != own[key]:
+        if key in own and getattr(config.algorithm, key) != own[key]:
             yield Problem(
                 f"algorithm.{key}",
                 f"has no effect on private steps, for which privacy.{there} stands. Leave it out",
