@@ -15,11 +15,14 @@ from privssl.config import Config
 from privssl.data import manifest
 from privssl.errors import DataError, RunFolderError
 from privssl.prepare import Prepared
+from privssl.sources import fingerprint
 
 log = logging.getLogger("privssl")
 
 #: The key under which a checkpoint of a run without privacy remembers the hash of its split.
 SPLIT = "split"
+#: The key under which a checkpoint remembers the code that made it.
+SOURCES = "sources"
 
 
 def check_resumable(folder: Path, config: Config) -> None:
@@ -91,3 +94,13 @@ def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> No
             )
     if written is None:
         now.write(path)
+
+
+def warn_of_other_code(snapshot: Snapshot) -> None:
+    """Say so where the rounds of a run are made by different code."""
+    then = snapshot.extra.get(SOURCES)
+    if then not in (None, fingerprint()):
+        log.warning(
+            "The checkpoint of round %d was made by other code of privssl (sources %s, here %s). "
+            "The rounds from here on are made by this one.", snapshot.round, then, fingerprint(),
+        )  # fmt: skip

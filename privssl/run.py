@@ -32,7 +32,7 @@ from privssl.evaluate import Judge, Oracle
 from privssl.learn import network_input
 from privssl.prepare import Prepared
 from privssl.process import done_whole, stop_if_asked
-from privssl.resuming import SPLIT
+from privssl.resuming import SOURCES, SPLIT
 from privssl.rounds import planned_rounds, rounds_of
 from privssl.run_engine import carried, make_engine, refuse_names_of_memories, shown_journals
 from privssl.run_folder import (
@@ -45,6 +45,7 @@ from privssl.run_folder import (
     write_text,
 )
 from privssl.shelf import Shelf
+from privssl.sources import fingerprint
 from privssl.tracker import RoundRecord, Tracker, for_the_log
 from privssl.world import Round, World
 
@@ -261,7 +262,7 @@ class Run:
             tracker.keep()
         kept, folder = self._kept, self._folder / "checkpoints"
         # What must be as it was when the run goes on: rows, and what the accounts must remember.
-        fixed: dict[str, str | int] = {}
+        fixed: dict[str, str | int] = {SOURCES: fingerprint()}
         if self._prepared.plan is None:
             fixed[SPLIT] = self._prepared.federation.manifest.hash
         for agent in self._prepared.labelled_agents:
@@ -330,6 +331,7 @@ class Run:
             "split_hash": self._prepared.told_split,
             "versions": {
                 "privssl": __version__,
+                "sources": fingerprint(),
                 "torch": version("torch"),
                 "opacus": version("opacus"),
                 "kernels": kernels.generation() or "torch",

@@ -32,8 +32,9 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from accounting import journal
 from accounting.ledger import read_journal
-from privssl import audit, checkpoint, run_folder, train
+from privssl import audit, checkpoint, resuming, run_folder, train
 from privssl.engines.local import LocalEngine
+from privssl.sources import fingerprint, fingerprint_of
 from privssl.tracker import CsvTracker
 
 PLAIN = command_line.PLAIN.replace("rounds: 3", "rounds: 4") + "run: {checkpoint_every: 2}\n"
@@ -641,6 +642,32 @@ def test_a_run_whose_data_is_other_than_it_was_does_not_go_on(tmp_path: Path, te
     assert {n for n in before | after if before.get(n) != after.get(n)} <= {"train.log"}
     with_own_rows(tmp_path, text)  # the control
     assert command(at.config, "--resume", at.run).status == 0
+
+
+def test_a_run_that_goes_on_with_other_code_is_told_so(
+    copy: Place, unbroken: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert unbroken.results()["versions"]["sources"] == fingerprint()
+    monkeypatch.setattr(resuming, "fingerprint", lambda: "0123456789ab")
+    outcome = command(copy.config, "--resume", copy.run)
+    assert outcome.status == 0 and same(copy, unbroken)
+    said = " ".join(outcome.err.split())
+    assert "checkpoint of round 2 was made by other code of privssl (sources" in said
+    monkeypatch.undo()
+    (tmp_path / "again").mkdir()
+    quiet = place(tmp_path / "again")
+    shutil.copytree(copy.run, quiet.run)
+    (quiet.run / "results.json").unlink()
+    assert "other code" not in command(quiet.config, "--resume", quiet.run).err  # the control
+
+
+def test_any_change_of_a_source_is_another_code(tmp_path: Path) -> None:
+    (tmp_path / "privssl").mkdir()
+    seen = set()
+    for name, text in (("a.py", ""), ("a.py", "x"), ("b.py", "x"), ("b.cpp", "x"), ("c.txt", "")):
+        (tmp_path / "privssl" / name).write_text(text)
+        seen.add(fingerprint_of(tmp_path))
+    assert len(seen) == 4  # the last is no source
 
 
 HARMS = [Path.unlink, lambda path: path.write_text("{")]
