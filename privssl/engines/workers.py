@@ -356,7 +356,10 @@ class WorkerEngine(LocalEngine):
                 answer = json.dumps(self._answer(order, sheet))
             except BaseException as error:
                 answer = json.dumps(told(error))
-            pipe.send_bytes(answer.encode())
+            try:
+                pipe.send_bytes(answer.encode())
+            except OSError:  # the other process is gone
+                return
 
     def _answer(self, order: dict[str, Any], sheet: Sheet) -> dict[str, Any]:
         """Do one visit; the content, the memory and the observations are left on the sheet."""
