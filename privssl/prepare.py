@@ -91,7 +91,7 @@ def prepare(config: Config) -> Prepared:
     algorithm = kind(config.algorithm, task, plan)
     if plan is not None:
         algorithm.check_private()
-        _refuse_strange_networks(plan, algorithm)
+        refuse_strange_networks(plan, algorithm)
     return Prepared(config, federation, algorithm, plan, promises, device, roster)
 
 
@@ -170,8 +170,8 @@ def promise(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Budget) 
     )
 
 
-def _refuse_strange_networks(plan: Plan, algorithm: Algorithm[Any]) -> None:
-    """The claim names what leaves by the plan: networks that there are."""
+def refuse_strange_networks(plan: Plan, algorithm: Algorithm[Any]) -> None:
+    """Raises PrivacyError where a plan, and so the claim, names a network that there is not."""
     strange = [name for name in plan.update if name not in algorithm.networks()]
     if algorithm.mechanism == "dp-sgd" and strange:
         raise PrivacyError(

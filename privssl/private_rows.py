@@ -58,19 +58,22 @@ def train_privately(
 
 
 def _refuse_mixing(draw: Draw, dtype: torch.dtype, shape: torch.Size, ctx: Context) -> None:
-    """Another first row: all that is drawn for the others must stay the same, to the bit."""
-    x = torch.linspace(0, 1, 3 * shape.numel()).view(3, *shape)
+    """Another row, each in turn: what is drawn for the others must stay the same, to the bit."""
+    rows = 5
+    x = torch.linspace(0, 1, rows * shape.numel()).view(rows, *shape)
     x = x if dtype.is_floating_point else x.mul(255).to(dtype)
-    y = torch.tensor([0, 1, 0])
-    other_x, other_y = x.clone(), y.clone()
-    other_x[0], other_y[0] = x[2].flip(-1), 1
+    y = torch.arange(rows) % 2
     here = dataclasses.replace(ctx, visit_key=f"{ctx.visit_key}#tried")
-    fields, others = draw(x, y, here), draw(other_x, other_y, here)
-    mixed = [name for name in fields if not torch.equal(fields[name][1:], others[name][1:])]
+    before, mixed = draw(x, y, here), set[str]()
+    for row in range(rows):
+        other_x, other_y = x.clone(), y.clone()
+        other_x[row], other_y[row] = x[row - 2].flip(-1), 1 - y[row]
+        after, kept = draw(other_x, other_y, here), torch.arange(rows) != row
+        mixed |= {name for name in before if not torch.equal(before[name][kept], after[name][kept])}
     if mixed:
         raise PrivacyError(
-            f"{', '.join(mixed)} of a row depend on other rows of its block, or on chance that no "
-            "visit owns. Clipping row by row bounds nothing then. Draw for each row from "
+            f"{', '.join(sorted(mixed))} of a row depend on other rows of its block, or on chance "
+            "that no visit owns. Clipping row by row bounds nothing then. Draw for each row from "
             "that row and ctx.rng alone"
         )
 

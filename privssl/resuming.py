@@ -38,7 +38,8 @@ def check_resumable(folder: Path, config: Config) -> None:
             f"{folder} is not the folder of a run: it has no config.yaml. Give --resume the "
             "folder that an earlier run named in its last lines"
         )
-    now, then = _deciding(config), _deciding(configs.load(recorded))
+    former = configs.load(recorded)
+    now, then = _deciding(config), _deciding(former)
     differing = [
         f"{key} is {now.get(key, 'absent')} here, but {then.get(key, 'absent')} there"
         for key in sorted(now.keys() | then.keys())
@@ -50,6 +51,11 @@ def check_resumable(folder: Path, config: Config) -> None:
         raise RunFolderError(
             f"{folder} belongs to another config: {'; '.join(differing)}. Go on with "
             f"{recorded}, or start a new run with another run.output.{advice}"
+        )
+    if config.run.engine != former.run.engine:  # elsewhere accounts would begin anew
+        raise RunFolderError(
+            f"{folder} was begun with run.engine={former.run.engine}, where its accounts and "
+            f"memories are. Go on with run.engine={former.run.engine}"
         )
 
 
@@ -71,26 +77,25 @@ def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> No
     Raises:
         RunFolderError: the data is not what it was, or nobody knows.
     """
-    if configs.load(folder / "config.yaml").run.engine != prepared.config.run.engine:
-        return  # rows at sites have no split here: it is refused for that (run_engine.py)
     now, path = prepared.federation.manifest, folder / "split.json"
     then = snapshot.extra.get(SPLIT)
     try:
         written = manifest.read(path).hash
     except DataError as error:
-        if prepared.plan is not None:
+        if prepared.plan is not None:  # without the error's words, which may have hashes
             raise RunFolderError(
-                f"{error}. Without it nobody knows whether the rows under the accounts are still "
-                "the same. Put it back, or start a new run with another run.output"
-            ) from error
+                f"{path} is missing, damaged or was changed. Without it nobody knows whether the "
+                "rows under the accounts are still the same. Put it back, or start a new run with "
+                "another run.output"
+            ) from None
         written = None
         log.warning("%s. It is written anew", error)
     for known in (then, written):
         if known not in (None, now.hash):
+            # No hash of the split: the log of a private run may not tell it.
             raise RunFolderError(
-                f"{folder} began with other data: the split of its rows has the hash "
-                f"{str(known)[:12]}, that of the data as it is now {now.hash[:12]}. Put the former "
-                "data back, or start a new run with another run.output"
+                f"{folder} began with other data: its rows, or who has which, are not what they "
+                "are now. Put the former data back, or start a new run with another run.output"
             )
     if written is None:
         now.write(path)

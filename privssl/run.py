@@ -12,12 +12,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
 from torch.nn.functional import one_hot
 
 from privssl import __version__, checkpoint, data, kernels, pictures, tensor_file
@@ -32,6 +30,7 @@ from privssl.evaluate import Judge, Oracle
 from privssl.learn import network_input
 from privssl.prepare import Prepared
 from privssl.process import done_whole, stop_if_asked
+from privssl.progress import Kept, Progress
 from privssl.resuming import SOURCES, SPLIT
 from privssl.rounds import planned_rounds, rounds_of
 from privssl.run_engine import carried, make_engine, refuse_names_of_memories, shown_journals
@@ -55,31 +54,6 @@ log = logging.getLogger("privssl")
 
 
 # The loop -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a run has come to; saved with every checkpoint."""
-
-    round: int = 0
-    best: float = 0.0
-    best_round: int = 0
-    final: float = 0.0
-    saved_best: float = -1.0  # highest accuracy of a round that has a checkpoint
-    saved_best_round: int = 0
-    up: int = 0
-    down: int = 0
-    seconds: float = 0.0
-    refused: int = 0  # visits that a budget did not pay for
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What the last finished round left behind. Replaced as one, so that it is always whole."""
-
-    state: Any
-    memories: Mapping[str, Mapping[str, Tensor]]
-    progress: Progress
 
 
 class Run:
@@ -164,7 +138,8 @@ class Run:
             self.save()
             of = f"The checkpoint is of round {self._kept.progress.round}"
             raise type(error)(f"{error}. {of}: go on with --resume {self._folder}") from error
-        return "budget_exhausted" if self._kept.progress.refused else "finished"
+        private = self._prepared.plan is not None  # early checkpoints counted other silences, too
+        return "budget_exhausted" if private and self._kept.progress.refused else "finished"
 
     def _one_round(self, now: Round, *, last: bool) -> None:
         begun = time.perf_counter()
@@ -258,8 +233,13 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of the last finished round."""
-        for tracker in self._trackers:
-            tracker.keep()
+        try:
+            for tracker in self._trackers:
+                tracker.keep()
+        finally:  # a round that was paid for is worth more than its line
+            self._save()
+
+    def _save(self) -> None:
         kept, folder = self._kept, self._folder / "checkpoints"
         # What must be as it was when the run goes on: rows, and what the accounts must remember.
         fixed: dict[str, str | int] = {SOURCES: fingerprint()}

@@ -4,6 +4,7 @@
 without a word then. What it did is in its folder.
 """
 
+import errno
 import logging
 import os
 import sys
@@ -15,6 +16,9 @@ from rich.console import Console
 
 from privssl.errors import UserError
 
+#: Errors of a stream whose reader has left: a pipe, a terminal, what a caller closed.
+LEFT = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.EBADF)
+
 
 class Terminal(Console):
     """A console on which printing ends nothing."""
@@ -25,7 +29,7 @@ class Terminal(Console):
 
     def on_broken_pipe(self) -> None:
         """rich's own ends the process, and closes standard output whichever of the two broke."""
-        raise BrokenPipeError
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class Screen(logging.Handler):
@@ -44,12 +48,21 @@ class Screen(logging.Handler):
 
 @contextmanager
 def unheard(stream: Any) -> Iterator[None]:
-    """Inside, a stream that nobody reads any more is no mistake; from then on it goes nowhere."""
+    """Inside, a stream that nobody reads any more is no mistake; from then on it goes nowhere.
+
+    Raises:
+        UserError: standard output has a reader, a file on a full disk say, and cannot be written.
+    """
     try:
         yield
         stream.flush()
-    except OSError:  # its reader has left
+    except OSError as error:
         silence(stream)
+        if stream is sys.stdout and error.errno not in LEFT:
+            raise UserError(
+                f"Standard output cannot be written: {error.strerror}. The same is in the folder "
+                "of the run, or comes again with the same command"
+            ) from error
     except ValueError:
         if not stream.closed:
             raise
@@ -66,21 +79,9 @@ def silence(stream: Any) -> None:
 
 
 def results_to_standard_output(text: str) -> None:
-    """Print what a program is to read. A reader who has left is no mistake.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
+    """Print what a program is to read. Raises UserError as :func:`unheard`."""
+    with unheard(sys.stdout):
         print(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        silence(sys.stdout)
-    except OSError as error:
-        silence(sys.stdout)
-        raise UserError(
-            f"Standard output cannot be written: {error.strerror}. The same is in the folder"
-        ) from error
 
 
 def open_standard_streams() -> None:

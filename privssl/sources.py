@@ -23,7 +23,7 @@ def fingerprint_of(root: Path) -> str:
     found = hashlib.sha256()
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*")):
-            if path.suffix in ENDINGS:
+            if path.suffix in ENDINGS and path.is_file():  # an editor's lock is a link to nowhere
                 content = path.read_bytes()
                 name = path.relative_to(root).as_posix()
                 found.update(f"{name} {len(content)}\n".encode() + content)

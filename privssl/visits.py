@@ -3,19 +3,23 @@
 Engines for one machine and sites do every step through here, so a step that somebody else wrote
 keeps the promises of the framework or ends the run:
 
-* labelled rows under an account are out of reach until the visit was charged (``PaidRows``);
-* of a visit that was charged leaves what the account's plan names, and nothing beside it: no other
-  field, no weight, no note, no silence, nothing remembered for a later visit that costs nothing;
+* labelled rows under an account are in reach from the visit's charge to its end (``PaidRows``);
+* a visit is charged once, by the event of the account's plan, and what the plan names leaves, and
+  nothing beside it: no other field, no weight, no note, no silence, nothing remembered for a later
+  visit that costs nothing;
 * what an agent remembers is replaced as a whole: a step that writes into it would have other
   results in a worker process, or after a run was gone on with.
 
 What the named fields hold is for the step to have protected (``private_rows``, ``census_plan``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from torch import Tensor
+
+from accounting.events import Event
 from accounting.plan import AccountPlan
 from privssl.agents import Agent, LabelledRows, Memory
 from privssl.algorithms.base import Context
@@ -26,7 +30,7 @@ Step = Callable[[Any, Any, Context], Message]
 
 
 class PaidRows(LabelledRows):
-    """Labelled rows under an account: out of reach until the visit at hand was charged."""
+    """Labelled rows under an account: in reach once the visit at hand was charged, to its end."""
 
     def __init__(self, rows: LabelledRows, paid: Callable[[], bool]) -> None:
         for name, value in (("_rows", rows), ("_paid", paid)):
@@ -37,8 +41,8 @@ class PaidRows(LabelledRows):
             return super().__getattribute__(name)
         if not self._paid():
             raise PrivacyError(
-                "labelled rows were asked for before their account was charged. A step reads them "
-                "in account.spend alone, their number as well"
+                "labelled rows were asked for before their account was charged, or after the "
+                "visit. A step reads them in account.spend alone, their number as well"
             )
         return getattr(self._rows, name)
 
@@ -51,14 +55,15 @@ def carried_out(agent: Agent, step: Step, message: Message, ctx: Context) -> Mes
 
     Raises:
         PrivacyError: labelled rows were read, or something was to leave, that no charge covers.
-        TypeError: the step returned something else than a message.
+        TypeError: the step returned something else than a message, or remembers something else
+            than tensors.
         RuntimeError: it wrote into a tensor that the agent remembers.
     """
-    account, before = agent.account, agent.memory
+    account, before, here = agent.account, agent.memory, True
     visits = 0 if account is None else account.visits()
 
     def paid() -> bool:
-        return account is not None and account.visits() > visits
+        return here and account is not None and account.visits() > visits
 
     labelled = agent.held_labelled
     if account is not None and labelled is not None:
@@ -69,7 +74,11 @@ def carried_out(agent: Agent, step: Step, message: Message, ctx: Context) -> Mes
         held_unlabelled=agent.held_unlabelled, account=account, memory=lent,
     )  # fmt: skip
     written = _versions(before)
-    content = step(seen, message, ctx)
+    try:
+        content = step(seen, message, ctx)
+        charged = () if account is None else account.events[visits:]
+    finally:
+        here = False
     who = f"{getattr(step, '__name__', 'a step')} of {agent.id}"
     if not isinstance(content, Message):
         raise TypeError(f"{who} returned {type(content).__name__}. Return a Message, or Silence")
@@ -79,9 +88,12 @@ def carried_out(agent: Agent, step: Step, message: Message, ctx: Context) -> Mes
             "a new mapping of new tensors"
         )
     remembers = seen.memory is not lent
-    if account is not None and paid():
-        _refuse_unnamed(who, account.plan, content, ctx, remembers)
+    if account is not None and charged:
+        _refuse_unnamed(who, account.plan, charged, content, ctx, remembers)
     if remembers:
+        held = seen.memory if isinstance(seen.memory, dict) else {}  # none is read from a file
+        if strange := [name for name, value in held.items() if not isinstance(value, Tensor)]:
+            raise TypeError(f"{who} remembers {', '.join(strange)}, no tensor. Make it one")
         agent.memory = seen.memory
     return content
 
@@ -94,8 +106,9 @@ def _versions(memory: Memory) -> dict[str, int]:
 
 
 def _refuse_unnamed(
-    who: str, plan: AccountPlan, content: Message, ctx: Context, remembers: bool
-) -> None:
+    who: str, plan: AccountPlan, charged: Sequence[Event], content: Message, ctx: Context,
+    remembers: bool,
+) -> None:  # fmt: skip
     """Raises PrivacyError where a charged visit lets go of more than its plan names."""
     sent = [name for name, value in vars(content).items() if value is not None]
     found = [
@@ -103,7 +116,8 @@ def _refuse_unnamed(
         for what, wrong in (
             ("it is silent", isinstance(content, Silence)),
             (f"it sends {', '.join(sent)}", not set(sent) <= set(plan.update)),
-            (f"its weight is {ctx.weight:g}", ctx.weight != 1.0),
+            ("its weight is not 1", ctx.weight != 1.0),
+            ("it was charged otherwise than planned", tuple(charged) != (plan.event,)),
             (f"it notes {', '.join(ctx.notes)}", bool(ctx.notes)),
             ("it remembers something", remembers and plan.scope == "sound"),
         )

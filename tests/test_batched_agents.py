@@ -857,7 +857,7 @@ def test_an_agent_with_a_privacy_account_meets_the_others() -> None:
     # What it does with its labelled rows is in test_private_fedavg.
     steps = Steps()
     there = engine_of(steps)
-    there._agents["q1"].account = SimpleNamespace(visits=lambda: 0)
+    there._agents["q1"].account = SimpleNamespace(visits=lambda: 0, events=())
     replies = asked(there, steps.where, ["q0", "q1", "q2"])
     assert HERE not in {reply.said.text for reply in replies}
 

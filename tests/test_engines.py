@@ -127,7 +127,7 @@ def test_no_step_can_reach_what_the_meter_knows_to_be_true() -> None:
 
 def test_no_curve_leaves_an_agent_whose_rows_are_under_a_claim() -> None:
     meter, closed = Meter(), []
-    account: Any = SimpleNamespace(close=lambda: closed.append(1))
+    account: Any = SimpleNamespace(close=lambda: closed.append(1), visits=lambda: 0, events=())
     agent = Agent(id="s0", held_unlabelled=ROWS, account=account)
     there = LocalEngine([agent], seed=3, device=torch.device("cpu"), meter=meter)
     assert ask(there, draw, weights()).notes == {}

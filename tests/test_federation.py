@@ -277,7 +277,8 @@ def test_a_split_is_replayed_by_its_own_rule_and_by_a_config_that_names_no_other
     rule: dict[str, Any] = {"partition": "dirichlet", "alpha": 0.5}
     drawn = federation(labelled=50, validation=20, **rule)
     mute: dict[str, Any] = {}
-    for named in (mute, rule):
+    in_full = rule | {"labelled_partition": "dirichlet", "labelled_alpha": 0.5}
+    for named in (mute, rule, in_full):
         assert replay(drawn.manifest, **named).manifest.hash == drawn.manifest.hash
     with pytest.raises(DataError, match=r"data.alpha is 0.1, but .* was drawn with 0.5"):
         replay(drawn.manifest, partition="dirichlet", alpha=0.1)

@@ -531,24 +531,32 @@ def test_ctrl_c_in_the_round_of_the_answers_waits_for_their_checkpoint(
     assert (resumed.status, results["status"]) == (0, "finished" if whole else lost)
 
 
+@pytest.mark.parametrize("where", ["round", "keep"])
 def test_answers_are_kept_although_nobody_can_be_told_of_their_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = CsvTracker.round
+    told, kept = CsvTracker.round, CsvTracker.keep
+    full: list[bool] = []
 
-    def full(self: CsvTracker, record: RoundRecord) -> None:
-        if record.phase == "census" and not room_again:
+    def round_of(self: CsvTracker, record: RoundRecord) -> None:
+        full[:] = [True] * (record.phase == "census")
+        if full and where == "round":
             raise RunFolderError("metrics.csv: cannot be written")
         told(self, record)
 
-    room_again: list[bool] = []
-    monkeypatch.setattr(CsvTracker, "round", full)
+    def keep(self: CsvTracker) -> None:
+        if full:
+            raise RunFolderError("metrics.csv: cannot be written")
+        kept(self)
+
     settings = ["cluster_rounds=3", "vote_rounds=1", "self_training_rounds=1", "local_steps=1"]
     config = Path(__file__).parents[1] / "configs" / "label_census.yaml"
     changes = [f"algorithm.{setting}" for setting in settings]
-    outcome = command(config, *changes, f"run.output={tmp_path / 'run'}", "run.workers=1")
+    with monkeypatch.context() as patched:
+        patched.setattr(CsvTracker, "round", round_of)
+        patched.setattr(CsvTracker, "keep", keep)
+        outcome = command(config, *changes, f"run.output={tmp_path / 'run'}", "run.workers=1")
     assert (outcome.status, "cannot be written" in outcome.err) == (2, True)
-    room_again.append(True)
     resumed = command("--resume", tmp_path / "run")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (resumed.status, results["status"]) == (0, "finished")

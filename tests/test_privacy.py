@@ -1089,6 +1089,11 @@ def mixed_with_its_neighbour(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str,
     return {"x": (x + x.roll(1, dims=0)) / 510, "y": y}
 
 
+def mixed_with_those_after_it(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
+    later = (x / 255).flip(0).cumsum(0).flip(0)
+    return {"x": later, "y": y}
+
+
 def one_of_the_whole_block(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
     return {"x": x / 255, "y": y, "share": (y == 1).float().mean().expand(len(y))}
 
@@ -1102,6 +1107,7 @@ def chance_of_nobody(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]
     [
         (plain_fields, None),
         (mixed_with_its_neighbour, "^x of a row"),
+        (mixed_with_those_after_it, "^x of a row"),
         (one_of_the_whole_block, "^share of a row"),
         (chance_of_nobody, "^x of a row"),
     ],

@@ -637,11 +637,31 @@ def test_a_run_whose_data_is_other_than_it_was_does_not_go_on(tmp_path: Path, te
     before = tree(at.run)
     outcome = command(at.config, "--resume", at.run)
     assert_refused(outcome, "began with other data", "Put the former data back")
+    told = json.loads((at.run / "split.json").read_text())["hash"][:12]
+    assert told not in (at.run / "train.log").read_text() or text == PLAIN
     assert {name: path.read_bytes() for name, path in ledgers(at).items()} == paid
     after = tree(at.run)
     assert {n for n in before | after if before.get(n) != after.get(n)} <= {"train.log"}
     with_own_rows(tmp_path, text)  # the control
     assert command(at.config, "--resume", at.run).status == 0
+
+
+@pytest.mark.parametrize("text", [PLAIN, PRIVATE], ids=["plain", "private"])
+def test_a_run_of_one_process_does_not_go_on_at_sites_whose_accounts_would_begin_anew(
+    text: str, tmp_path: Path
+) -> None:
+    at = place(tmp_path, text)
+    with signalled(LocalEngine, "deliver", 7, signal.SIGINT):
+        assert command(at.config, at.output).status == 130
+    there = command(at.config, "--resume", at.run, "run.engine=flower", "run.superlink=localhost:9")
+    assert_refused(there, "was begun with run.engine=local", "Go on with run.engine=local")
+
+
+def test_a_link_to_nowhere_is_no_source(tmp_path: Path) -> None:
+    (tmp_path / "privssl").mkdir()
+    before = fingerprint_of(tmp_path)
+    (tmp_path / "privssl" / ".#run.py").symlink_to("somebody@somewhere.1234")  # an editor's lock
+    assert fingerprint_of(tmp_path) == before
 
 
 def test_a_run_that_goes_on_with_other_code_is_told_so(
@@ -693,5 +713,9 @@ def test_a_split_that_is_lost_or_damaged_is_written_anew_without_privacy_and_nee
     was = split.read_bytes()
     harm(split)
     assert_refused(command(at.config, "--resume", at.run), "split.json", "Put it back")
+    split.write_bytes(was.replace(b'"seed":0', b'"seed":1'))  # the reader's own words have hashes
+    assert_refused(command(at.config, "--resume", at.run), "or was changed")
+    told = json.loads(was)["hash"][:12]
+    assert told not in (at.run / "train.log").read_text()
     split.write_bytes(was)
     assert command(at.config, "--resume", at.run).status == 0

@@ -296,7 +296,7 @@ def test_checkpoints_of_sites_and_of_one_process_are_not_mixed_up(tmp_path: Path
     here = Place(over.place.config, tmp_path / "here")
     assert command(here.config, here.output).status == 0
     (here.run / "results.json").unlink()
-    assert_refused(over.train("--resume", here.run), "Go on with it with run.engine=local")
+    assert_refused(over.train("--resume", here.run), "Go on with run.engine=local")
 
 
 def test_a_site_that_is_missing_is_named_and_nothing_is_trained(private: Over) -> None:

@@ -59,16 +59,26 @@ def test_a_mistake_of_ours_is_not_taken_for_a_reader_who_left() -> None:
         closed.write("words")
 
 
-@pytest.mark.parametrize("error", GONE, ids=["pipe", "disk"])
+FULL = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [*GONE, FULL], ids=["pipe", "terminal", "disk"])
+@pytest.mark.parametrize("how", ["results", "table"])
 def test_results_that_cannot_be_written_are_told_unless_their_reader_left(
-    error: OSError, monkeypatch: pytest.MonkeyPatch
+    error: OSError, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", Gone(error))
-    if isinstance(error, BrokenPipeError):
-        results_to_standard_output("{}")
+    written = results_to_standard_output if how == "results" else Terminal().print
+    if error is FULL:
+        with pytest.raises(UserError, match="Standard output cannot be written: No space"):
+            written("{}")
     else:
-        with pytest.raises(UserError, match="Standard output cannot be written"):
-            results_to_standard_output("{}")
+        written("{}")
+
+
+def test_a_full_disk_under_standard_error_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Gone(FULL))
+    Terminal(stderr=True).print("words")
 
 
 def run(folder: Path, *arguments: str, **how: Any) -> "subprocess.Popen[bytes]":

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -155,7 +155,7 @@ def keeps_for_later(agent: Any, message: Sent, ctx: Any) -> Sent:
     ("inside", "why"),
     [
         (sends_counts, "it sends F, counts"),
-        (weighs, "its weight is 4"),
+        (weighs, "its weight is not 1"),
         (is_silent, "it is silent"),
         (notes, "it notes loss"),
         (keeps_for_later, "it remembers something"),
@@ -168,6 +168,35 @@ def test_a_visit_that_lets_go_of_more_than_its_plan_names_is_refused_and_stays_c
         ask(there, paying(inside))
     assert charges(tmp_path) == 1
     assert list(there.memories()["m0"]) == ["old"]
+
+
+def test_a_visit_is_charged_once_and_as_planned(there: LocalEngine) -> None:
+    def cheaply(agent: Any, message: Sent, ctx: Any) -> Sent:
+        with agent.account.spend(SampledGaussian(4.0, 0.5, 1), ctx.receipt):
+            return as_it_should_be(agent, message, ctx)
+
+    def twice(agent: Any, message: Sent, ctx: Any) -> Sent:
+        with agent.account.spend(EVENT, ctx.receipt + "a"):
+            pass
+        return cast(Sent, paying(as_it_should_be)(agent, message, ctx))
+
+    for step in (cheaply, twice):
+        with pytest.raises(PrivacyError, match="it was charged otherwise than planned"):
+            ask(there, step)
+
+
+def test_rows_that_were_kept_are_out_of_reach_when_their_visit_is_over(there: LocalEngine) -> None:
+    kept: list[Any] = []
+
+    def keeps_them(agent: Any, message: Sent, ctx: Any) -> Sent:
+        kept.append(agent.labelled)
+        assert len(kept[0]) == 4
+        return Sent(F=torch.ones(2))
+
+    ask(there, paying(keeps_them))
+    for look in (len, lambda rows: rows.x, lambda rows: rows.y, lambda rows: rows.ids):
+        with pytest.raises(PrivacyError, match="after the visit"):
+            look(kept[0])
 
 
 @pytest.mark.parametrize("step", [sends_counts, weighs, notes, keeps_for_later])
@@ -211,6 +240,15 @@ def test_a_new_mapping_is_remembered_and_none_is_when_a_step_breaks_off(there: L
     with pytest.raises(ValueError, match="broke off"):
         list(there.deliver([Call(there.roster()[0], remembers, Sent(), 2)]))
     assert there.memories()["m0"] is before
+
+
+def test_something_else_than_tensors_cannot_be_remembered(there: LocalEngine) -> None:
+    def counts_rounds(agent: Any, message: Sent, ctx: Any) -> Sent:
+        agent.memory = {**agent.memory, "rounds": 3}
+        return Sent()
+
+    with pytest.raises(TypeError, match="counts_rounds of m0 remembers rounds, no tensor"):
+        ask(there, counts_rounds)
 
 
 def test_a_step_that_returns_no_message_is_named(there: LocalEngine) -> None:

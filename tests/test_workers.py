@@ -242,7 +242,7 @@ def test_agents_of_a_parallel_step_work_in_workers_and_one_alone_works_in_this_p
 
 
 def test_an_agent_with_an_account_is_visited_in_this_process_alone() -> None:
-    account: Any = SimpleNamespace(close=lambda: None, visits=lambda: 0)
+    account: Any = SimpleNamespace(close=lambda: None, visits=lambda: 0, events=())
     parties = [*agents(2), Agent(id="s0", held_unlabelled=agents()[0].unlabelled, account=account)]
     meter = Meter()
     with engine(parties, meter=meter) as there:

@@ -9,8 +9,10 @@ Unlabelled rows lose their labels here. ``Federation.true_labels`` has them, for
 """
 
 import dataclasses
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -161,11 +163,12 @@ def _copied(rows: Tensor, ids: Tensor) -> Tensor:
     return rows.index_select(0, ids)
 
 
-#: The rules of a draw: a split that is replayed was drawn by its own.
-DRAWN_BY = (
-    *("partition", "alpha", "k", "labelled_partition", "labelled_alpha", "labelled_k"),
-    "stratified",
-)
+def _rules(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What rows are shared out by; labelled ones by the rule of the others where none is named."""
+    own = {name: settings.get(name) for name in ("partition", "alpha", "k", "stratified")}
+    before = "" if settings.get("labelled_partition") is None else "labelled_"
+    of_labels = {f"labelled_{n}": settings.get(f"{before}{n}") for n in ("partition", "alpha", "k")}
+    return own | of_labels
 
 
 def _replay(
@@ -189,12 +192,13 @@ def _replay(
                 f"{data.split} has {there} {key} rows, but data.{key} is {asked}. "
                 f"Set data.{key} to {there}, or leave data.split out"
             )
-    for rule in DRAWN_BY:
-        asked, was = getattr(data, rule), split.settings.get(rule)
-        if asked not in (was, getattr(DataSettings, rule)):  # a mute config asks for nothing
+    drawn, mute = _rules(split.settings), _rules(dataclasses.asdict(DataSettings()))
+    for rule, value in _rules(dataclasses.asdict(data)).items():
+        if value not in (drawn[rule], mute[rule]):  # a mute config asks for nothing
             raise DataError(
-                f"data.{rule} is {asked}, but {data.split} was drawn with {was}, and says who has "
-                f"which rows. Leave data.{rule} out, or leave data.split out to draw a new split"
+                f"data.{rule} is {value}, but {data.split} was drawn with {drawn[rule]}, and says "
+                f"who has which rows. Leave data.{rule} out, or leave data.split out to draw a new "
+                "split"
             )
     return split
 

@@ -29,7 +29,14 @@ from privssl.data import datasets, manifest
 from privssl.data.arrays import read_rows
 from privssl.data.draw import Holders, holders
 from privssl.errors import ConfigError, DataError, PrivacyError
-from privssl.prepare import check_sides, device_of, promise, row_contents, task_of
+from privssl.prepare import (
+    check_sides,
+    device_of,
+    promise,
+    refuse_strange_networks,
+    row_contents,
+    task_of,
+)
 from privssl.privacy import Plan
 from privssl.site.desk import Desk
 from privssl.site.settings import SiteConfig
@@ -201,6 +208,7 @@ def _algorithm(config: Config, held: _Held, who: Holders) -> Algorithm[Any]:
     algorithm = kind(config.algorithm, task_of(config, len(held.classes), held.shape), plan)
     if plan is not None:
         algorithm.check_private()
+        refuse_strange_networks(plan, algorithm)
     return algorithm
 
 
