@@ -19,6 +19,7 @@ from accounting import discrete_laplace
 from benchmarks import far_device
 from privssl import learn, prepare, privacy, train
 from privssl.agents import Agent
+from privssl.algorithms import ALGORITHMS
 from privssl.engines import batched
 from privssl.engines.batched import BatchedEngine
 from privssl.engines.local import LocalEngine
@@ -128,9 +129,10 @@ def main() -> None:
             case: same_bits(
                 rounds(case, CPU, together=together), rounds(case, far, together=together)
             )
-            for case in CASES
+            for case in cases
         }
-        for how, together in (("alone", False), ("together", True))
+        # side by side a visit does all that it does alone, and meets the others
+        for how, together, cases in (("alone", False, ALGORITHMS), ("together", True, CASES))
     }
     asked = far_device.asked()
     with tempfile.TemporaryDirectory() as folder:
