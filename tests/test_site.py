@@ -270,6 +270,15 @@ def test_labelled_rows_are_out_of_reach_of_a_step_that_forgot_to_pay(
     assert ask(desk, visit_to(desk, visit=2)).error == "" and found  # the control
 
 
+def test_a_plan_for_a_network_that_the_method_has_not_opens_no_site(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(place)  # the control
+    monkeypatch.setattr(FedSSL, "networks", lambda self: {"G": self._networks["G"]})
+    with pytest.raises(PrivacyError, match="fedssl has no network F"):
+        opened(place)
+
+
 def test_of_an_error_one_word_leaves_and_the_rest_stays_in_the_log(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
