@@ -127,7 +127,9 @@ class JournalFile:
         try:
             self._file = os.open(self.path, _APPEND)
         except OSError as error:
-            raise LedgerError(f"{self.path}: cannot be read and written ({error.strerror})") from error
+            raise LedgerError(
+                f"{self.path}: cannot be read and written ({error.strerror})"
+            ) from error
         self._lock_alone(self._file)
 
     def extend(self, head: str, seq: int) -> None:
