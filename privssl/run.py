@@ -303,10 +303,10 @@ class Run:
             write_text(self._folder / "privacy.json", json.dumps(card, indent=2) + "\n")
             write_text(self._folder / "privacy.md", render_markdown(card))
         self._write_results("interrupted" if problems else status, card, problems)
-        sentence = guarantee_sentence(card)
         if problems:
-            raise LedgerError(sentence)
-        log.info("%s after %d rounds. %s", status, self._kept.progress.round, sentence)
+            raise LedgerError(guarantee_sentence(card))
+        rounds = self._kept.progress.round
+        log.info("%s after %d rounds. %s", status, rounds, guarantee_sentence(card))
 
     def _write_results(
         self, status: Status, card: Mapping[str, Any] | None, problems: Sequence[str]
@@ -356,8 +356,7 @@ class Run:
         plan, privacy = self._prepared.plan, self._config.privacy
         if plan is None or privacy is None:
             return None
-        task = self._prepared.algorithm.task
-        over = status != "interrupted"
+        task, over = self._prepared.algorithm.task, status != "interrupted"
         journals, this_run, problems = spending(self._engine, self._prepared, self._folder, over)
         return privacy_card(
             [(name, j.plan, tuple(j.events), j.head) for name, j in journals.items()],
