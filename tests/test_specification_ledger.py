@@ -36,7 +36,7 @@ from test_private_fedssl import Sealed, accounts, configured, context, visit
 from test_resume import PRIVATE, Place, command, ledgers, place, signalled
 
 from accounting import verify
-from accounting.accountants import ORDERS, cost_of, epsilon
+from accounting.accountants import ORDERS, cost_of, epsilon, rdp_epsilon
 from accounting.budget import Budget
 from accounting.canonical import real
 from accounting.errors import BudgetExhausted, LedgerError, PlanError
