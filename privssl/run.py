@@ -340,7 +340,7 @@ class Run:
                 "guarantee": None if card is None else card["guarantee"],
                 "nominal_epsilon": None if card is None else card["nominal_epsilon"],
                 "scope": "none" if plan is None else plan.scope,
-                "problems": list(problems),  # of ledgers; none is claimed beside them
+                **({"problems": list(problems)} if problems else {}),  # damage to ledgers
             },
             "split_hash": self._prepared.told_split,
             "versions": {
