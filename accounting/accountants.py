@@ -90,6 +90,18 @@ class Cost:
         slack = 1 + 1e-12  # the same releases added up in another order differ by rounding
         return bool(np.all(self.rdp <= other.rdp * slack))
 
+    def summable_epsilon(self, delta: float) -> float:
+        """An epsilon of which sums over releases, at one delta, are an epsilon of them together.
+
+        Of Renyi values with a conversion term that is never below 0: what is composed costs at
+        most its value at the smallest of the terms' best orders, and Renyi divergence does not
+        fall with the order. Exact values of Gaussians may not be added up: each can be 0.
+        """
+        if delta == 0 or not self.rdp.any():
+            return self.epsilon(delta)
+        best = float((self.rdp + np.maximum(_conversion(delta, _ORDERS), 0.0)).min())
+        return min(best, self.pure) if self.is_pure else best
+
     @property
     def is_pure(self) -> bool:
         """Whether nothing but pure releases is in it (nothing at all is pure as well)."""
@@ -159,8 +171,13 @@ def rdp_to_epsilon(
 ) -> float:
     """Convert Renyi divergences at ``orders`` to epsilon. arXiv:2004.00010, Proposition 12."""
     a = _ORDERS if orders is ORDERS else np.asarray(orders)
-    bounds = rdp + np.log1p(-1 / a) - (math.log(delta) + np.log(a)) / (a - 1)
-    return max(0.0, float(bounds.min()))
+    return max(0.0, float((rdp + _conversion(delta, a)).min()))
+
+
+def _conversion(delta: float, orders: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What the conversion adds at each order; below 0 at orders above about 0.37 / delta."""
+    added = np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
+    return np.asarray(added, dtype=np.float64)
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:

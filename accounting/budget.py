@@ -12,6 +12,8 @@ from accounting.errors import PlanError
 from accounting.events import check_delta, check_real
 
 Adjacency = Literal["zero_out", "add_remove"]
+#: What was sent that a claim is about.
+Span = Literal["this run", "this run and the earlier runs of its account"]
 
 #: How each relation between neighbouring data sets is said in a sentence.
 ADJACENCY_WORDS: dict[str, str] = {
@@ -61,6 +63,7 @@ class Guarantee:
         neighbours: relation between neighbouring data sets.
         covers: names of everything covered that leaves an agent.
         rule: why one number speaks for all agents. "largest agent": their records are disjoint.
+        span: what was sent that the claim is about; other runs on the same rows cost more.
     """
 
     epsilon: float
@@ -69,6 +72,7 @@ class Guarantee:
     neighbours: Adjacency
     covers: tuple[str, ...]
     rule: Literal["largest agent"]
+    span: Span = "this run"
 
     def __str__(self) -> str:
         number = f"({rounded_up(self.epsilon)}, {self.delta:g})-DP"
@@ -76,8 +80,8 @@ class Guarantee:
             short = rounded_up(self.epsilon).rstrip("0").removesuffix(".")
             number = f"{short}-DP (pure epsilon, delta 0)"
         return (
-            f"GUARANTEE: for every support agent, all it sends ({', '.join(self.covers)}) is "
-            f"{number} with respect to "
+            f"GUARANTEE: for every support agent, all it sends in {self.span} "
+            f"({', '.join(self.covers)}) is {number} with respect to "
             f"{ADJACENCY_WORDS[self.neighbours].format(unit=self.unit)}, against an observer of "
             f"all traffic who also controls the server, all query agents and all other support "
             f"agents. Each support agent adds its own noise; no trusted aggregator. "

@@ -9,14 +9,18 @@ rows that it pays for are read only afterwards. The chain detects damage and cas
 whoever can write the file can also rebuild it, so the head (hash of the last line) and its
 number belong in a second place too: the checkpoint and the privacy card.
 
-One writer: an advisory lock on ``AGENT.lock`` beside the journal, which the operating system
-drops when its process dies. Files are readable by their owner only. POSIX systems only.
+One writer: advisory locks on ``AGENT.lock`` beside the journal and on the journal itself, so
+that neither a removed lock file nor a hard link lets a second writer in. The operating system
+drops them when their process dies. Before each line the file must still be the one that this
+writer left (same inode, length, time of change). Files are readable by their owner only. POSIX
+systems only.
 """
 
 import fcntl
 import hashlib
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,8 @@ FIRST_PREV = "0" * 64
 MAX_FILE_BYTES = 1 << 28
 
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
+_APPEND = os.O_RDWR | os.O_APPEND | os.O_NONBLOCK | _OPEN
+_PUT_BACK = "Stop what else writes there, put the true journal back, then resume"
 
 
 def line_hash(line: bytes) -> str:
@@ -69,6 +75,10 @@ class JournalFile:
         self.head = FIRST_PREV
         self.seq = -1
         self._file: int | None = None
+        self._size = 0  # bytes that are durable
+        self._digest = hashlib.sha256()  # of them
+        self._unsure = b""  # a line whose write failed: all, part or nothing of it may follow them
+        self._changed = 0  # when this writer last changed the file, in ns
         self._broken = ""
         self._process = os.getpid()
         try:
@@ -77,20 +87,24 @@ class JournalFile:
         except OSError as error:
             raise LedgerError(f"{path.parent}: cannot be written ({error.strerror})") from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            self._lock_alone(self._lock)
+        except LedgerError:
             os.close(self._lock)
+            raise
+
+    def _lock_alone(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
             raise LedgerError(
-                f"{path}: another process is using this account. Wait for it to end, or stop it; "
-                f"the lock goes with its process."
+                f"{self.path}: another process is using this account. Wait for it to end, or stop "
+                f"it; the lock goes with its process."
             ) from error
 
     def create(self, first: dict[str, Any]) -> None:
         """Make the file with its first record. Raises LedgerError if it exists."""
         try:
-            self._file = os.open(
-                self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | _OPEN, 0o600
-            )
+            self._file = os.open(self.path, _APPEND | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError as error:
             raise LedgerError(
                 f"{self.path}: exists already; its charges must not be forgotten. Resume that "
@@ -98,19 +112,89 @@ class JournalFile:
             ) from error
         except OSError as error:
             raise LedgerError(f"{self.path}: cannot be created ({error.strerror})") from error
+        self._lock_alone(self._file)
+        self._changed = os.fstat(self._file).st_ctime_ns
         try:
             self.append(first)
         except LedgerError:
-            self.path.unlink(missing_ok=True)  # nothing was spent yet: do not block a second try
+            with suppress(OSError):
+                if self._is_named():  # nothing was spent yet: do not block a second try
+                    self.path.unlink()
             raise
 
-    def extend(self, head: str, seq: int) -> None:
-        """Open an existing, verified file whose last line has this hash and number."""
+    def hold(self) -> None:
+        """Lock an existing file, before it is read in order to :meth:`extend` it."""
         try:
-            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | _OPEN)
+            self._file = os.open(self.path, _APPEND)
         except OSError as error:
-            raise LedgerError(f"{self.path}: cannot be written ({error.strerror})") from error
+            raise LedgerError(
+                f"{self.path}: cannot be read and written ({error.strerror})"
+            ) from error
+        self._lock_alone(self._file)
+
+    def extend(self, head: str, seq: int) -> None:
+        """Go on with the file that is held, whose last line has this hash and number."""
+        assert self._file is not None
+        self._changed = os.fstat(self._file).st_ctime_ns
+        content = self._content()
+        lines, torn = split_lines(content)
+        if torn or len(lines) != seq + 1 or line_hash(lines[-1]) != head:
+            raise LedgerError(f"{self.path}: was changed while it was read. {_PUT_BACK}.")
         self.head, self.seq = head, seq
+        self._size, self._digest = len(content), hashlib.sha256(content)
+
+    def damage(self) -> str:
+        """What was done to the file since this writer left it; "" where nothing was.
+
+        Every byte is compared. A line that this writer could not finish is no damage.
+        """
+        if self._file is None:
+            return ""
+        try:
+            if not self._is_named():
+                return "another file lies in its place"
+            content = self._content()
+        except OSError as error:
+            return f"cannot be read ({error.strerror})"
+        if len(content) < self._size:
+            return f"{self._size - len(content)} bytes were cut from its end"
+        if hashlib.sha256(content[: self._size]).digest() != self._digest.digest():
+            return "its bytes were changed"
+        if not self._unsure.startswith(content[self._size :]):
+            return f"{len(content) - self._size} bytes were added by another writer"
+        return ""
+
+    def refuse_damage(self) -> None:
+        """Raise LedgerError where the file is not as this writer left it.
+
+        All its bytes are read only where its length or time of change tells of another writer.
+        """
+        if self._file is None:
+            return
+        now = os.fstat(self._file)
+        with suppress(OSError):
+            if self._is_named() and (now.st_size, now.st_ctime_ns) == (self._size, self._changed):
+                return
+        if damage := self.damage():
+            self._broken = damage
+            raise LedgerError(
+                f"{self.path}: {damage} while this process used it. Nothing was read. {_PUT_BACK}."
+            )
+        self._changed = now.st_ctime_ns
+
+    def _is_named(self) -> bool:
+        """Whether the file that is written to is the one that the path names."""
+        assert self._file is not None
+        named = os.stat(self.path, follow_symlinks=False)
+        return os.path.samestat(named, os.fstat(self._file))
+
+    def _content(self) -> bytes:
+        assert self._file is not None
+        parts, at = [], 0
+        while part := os.pread(self._file, 1 << 20, at):
+            parts.append(part)
+            at += len(part)
+        return b"".join(parts)
 
     def append(self, record: dict[str, Any]) -> int:
         """Add one record; returns its number once it is on disk.
@@ -126,11 +210,14 @@ class JournalFile:
             )
         if self._broken:
             raise LedgerError(f"{self.path}: an earlier write failed ({self._broken}); resume")
+        self.refuse_damage()
         line = encode({**record, "seq": self.seq + 1, "prev": self.head})
+        self._unsure = line + b"\n"
         try:
-            _write_all(self._file, line + b"\n")
+            _write_all(self._file, self._unsure)
             os.fsync(self._file)
             sync_directory(self.path.parent)
+            self._changed = os.fstat(self._file).st_ctime_ns
         except OSError as error:
             self._broken = error.strerror or str(error)
             raise LedgerError(
@@ -140,7 +227,10 @@ class JournalFile:
         except BaseException:  # Ctrl-C: whether the line is on disk, only a fresh read can tell
             self._broken = "interrupted"
             raise
-        self.seq, self.head = self.seq + 1, line_hash(line)
+        self._digest.update(self._unsure)
+        self._size += len(self._unsure)
+        self.seq, self.head, self._unsure = self.seq + 1, line_hash(line), b""
+        self.refuse_damage()  # another writer's line may have come between check and write
         return self.seq
 
     def replace_torn_tail(self, lines: list[bytes], record: dict[str, Any]) -> None:
@@ -152,12 +242,13 @@ class JournalFile:
         fresh = self.path.with_suffix(".new")
         try:
             fresh.unlink(missing_ok=True)
-            file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600)
-            try:
-                _write_all(file, b"".join(part + b"\n" for part in (*lines, line)))
-                os.fsync(file)
-            finally:
-                os.close(file)
+            file = os.open(fresh, _APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+            former, self._file = self._file, file
+            if former is not None:
+                os.close(former)
+            self._lock_alone(file)  # before it has the journal's name
+            _write_all(file, b"".join(part + b"\n" for part in (*lines, line)))
+            os.fsync(file)
             os.replace(fresh, self.path)
             sync_directory(self.path.parent)
         except OSError as error:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 from accounting.accountants import NOTHING, Cost, max_repeats
 from accounting.budget import Budget
@@ -37,7 +37,14 @@ from accounting.replay import (
     replay,
 )
 
-__all__ = ["Account", "AccountPlan", "Journal", "read_journal"]
+__all__ = ["Account", "AccountPlan", "Balance", "Journal", "read_journal"]
+
+
+class Balance(NamedTuple):
+    """What an account was charged, and what forbids a claim about it."""
+
+    journal: Journal
+    problems: tuple[str, ...]  # empty when the journal on disk is what this account wrote
 
 
 @final
@@ -90,11 +97,12 @@ class Account:
             account = cls(file, journal, run, run_epsilon)
             if not journal.plans:
                 file.create(_plan_line(plan, run))
-                journal.begin(plan, run)
             elif (journal.plan, journal.runs[-1]) != (plan, run):
                 refuse_change(journal.plan, plan)
                 file.append(_plan_line(plan, run))
+            if file.seq > journal.seq:
                 journal.begin(plan, run)
+                journal.hashes.append(file.head)
         except BaseException:
             file.close()
             raise
@@ -133,13 +141,21 @@ class Account:
         """Every charge, in order."""
         return tuple(self._journal.events)
 
-    def written(self) -> Journal:
-        """The journal as whoever reads its file finds it, after a write that broke off, too.
+    def balance(self) -> Balance:
+        """What a claim must count: the file's journal while it is the one that this account wrote.
 
-        Raises:
-            LedgerError: the file cannot be read any more.
+        After any damage, whichever of file and memory has spent more, with the problems.
         """
-        return read_journal(self._file.path)
+        problems = [damage] if (damage := self._file.damage()) else []
+        try:
+            found = read_journal(self._file.path)
+            problems += map(str, found.problems)
+        except LedgerError as error:
+            found = Journal()
+            problems.append(str(error))
+        if problems and not (found.plans and found.epsilon > self.spent()):
+            found = self._journal
+        return Balance(found, tuple(problems))
 
     def visits(self) -> int:
         """How many visits were charged, unfinished ones included."""
@@ -194,6 +210,7 @@ class Account:
                 made durable. The block was not entered.
         """
         after = self._admitted(event, visit)
+        self._file.refuse_damage()
         try:
             reserve = self._file.append(
                 {
@@ -206,9 +223,11 @@ class Account:
         finally:  # whatever ends it, a disk or Ctrl-C: the line may be on disk, so it counts
             self._journal.charge(event)
         self._journal.visits[visit] = reserve
+        self._journal.hashes.append(self._file.head)
         yield  # an exception in the block leaves the charge as it is: rows may have been read
         with suppress(LedgerError):  # the charge stands either way; the next visit is refused
             self._file.append({"type": "settle", "reserve": reserve})
+            self._journal.hashes.append(self._file.head)
 
     def close(self) -> None:
         """Release the lock. Twice is harmless."""
@@ -264,25 +283,36 @@ def _resumed(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
             f"{file.path}: missing, though the checkpoint says that it existed. Without it nobody "
             f"knows what was spent. Put it back, or start a new run."
         )
+    file.hold()
     journal = read_journal(file.path)
-    if journal.problems:
-        raise LedgerError(f"{file.path}: {journal.problems[0]}. Put the true journal back.")
-    if journal.seq < minimum_seq:
-        raise LedgerError(
-            f"{file.path}: ends at entry {journal.seq}, but the checkpoint remembers entry "
-            f"{minimum_seq}: it was cut or rolled back. Put the true journal back."
-        )
-    if minimum_head and journal.hashes[minimum_seq] != minimum_head:
-        raise LedgerError(
-            f"{file.path}: entry {minimum_seq} is not the one that the checkpoint remembers: the "
-            f"journal was cut and written on. Put the true journal back."
-        )
+    refuse_problems(file.path, journal, minimum_seq, minimum_head)
     if journal.torn_tail:
         lines, _ = split_lines(read_content(file.path))
         file.replace_torn_tail(lines, {"type": "torn"})
         journal = replay(split_lines(read_content(file.path))[0])
     file.extend(journal.head, journal.seq)
     return journal
+
+
+def refuse_problems(
+    path: Path, journal: Journal, minimum_seq: int = 0, minimum_head: str = ""
+) -> None:
+    """Raise LedgerError where a journal is damaged, or lacks a line that is remembered elsewhere.
+
+    Args: as of :meth:`Account.open`.
+    """
+    if journal.problems:
+        raise LedgerError(f"{path}: {journal.problems[0]}. Put the true journal back.")
+    if journal.seq < minimum_seq:
+        raise LedgerError(
+            f"{path}: ends at entry {journal.seq}, but the checkpoint remembers entry "
+            f"{minimum_seq}: it was cut or rolled back. Put the true journal back."
+        )
+    if minimum_head and journal.hashes[minimum_seq] != minimum_head:
+        raise LedgerError(
+            f"{path}: entry {minimum_seq} is not the one that the checkpoint remembers: the "
+            f"journal was cut and written on. Put the true journal back."
+        )
 
 
 def _plan_line(plan: AccountPlan, run: str) -> Json:

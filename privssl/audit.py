@@ -146,7 +146,7 @@ def _verdict(found: "Findings", report: Report) -> Verdict:
         return Verdict.VIOLATED
     if found.card is None:
         return Verdict.INCONCLUSIVE if found.agents else Verdict.NO_GUARANTEE
-    if found.card["scope"] == "as_published":
+    if found.card["guarantee"] is None:
         return Verdict.NO_GUARANTEE
     overdrawn = any((agent.spent or 0.0) > (agent.budget or 0.0) for agent in found.agents)
     if overdrawn or any(agent.open for agent in found.agents):

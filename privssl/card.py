@@ -9,18 +9,17 @@ Under the published scheme (scope ``as_published``) the card has no guarantee: i
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from accounting import verify
-from accounting.accountants import NOTHING, max_repeats, prv_epsilon
-from accounting.budget import NO_GUARANTEE, Guarantee, Nominal, rounded_up
-from accounting.errors import AccountingError
-from accounting.events import Event, event_to_json, protected
+from accounting.accountants import NOTHING
+from accounting.budget import NO_GUARANTEE, Guarantee, Nominal, Span, rounded_up
+from accounting.events import Event
 from accounting.plan import AccountPlan, Scope
+from privssl.card_numbers import agent_entry, paper_sum
 from privssl.census_plan import CENSUS
 from privssl.errors import PrivacyError
+from privssl.former_ledgers import former_sentences
 
 #: agent id, its plan, one event per charged visit, hash of its ledger's last line
 AgentSpend = tuple[str, AccountPlan, Sequence[Event], str]
@@ -31,9 +30,7 @@ Status = Literal["covered", "post-processing", "not covered"]
 Release = tuple[str, Status, str]
 Card = dict[str, Any]
 
-SCHEMA = 1
-
-BRACKET_LIMIT = 40.0  # above this epsilon numeric composition takes many seconds
+SCHEMA = 2
 
 _ROUNDING = (
     "Rounding: sums and noise are in floating point; a row may weigh more than the clip norm by "
@@ -71,6 +68,8 @@ def privacy_card(
     task: Shape | None = None,
     this_run: Mapping[str, float] | None = None,
     planned: int | None = None,
+    former: Sequence[Card] = (),
+    ledger_problems: Sequence[str] = (),
 ) -> Card:
     """The card of a private run, ready for ``privacy.json``.
 
@@ -84,13 +83,16 @@ def privacy_card(
         this_run: agent -> epsilon of this run alone, where accounts outlive runs.
         planned: visits that the plan had fixed for each agent; None when the run was stopped, for
             somebody who saw its accuracy may have chosen the moment.
+        former: what replaced runs of the same folder spent; see ``former_ledgers.py``.
+        ledger_problems: what forbids a claim: damage to ledgers, each with its agent.
 
     Raises:
         PrivacyError: the inputs contradict each other, so that no true card exists.
     """
     _check(accounts, scope, delta, releases)
-    kind = "guaranteed" if scope == "sound" else "nominal"
-    agents = [_agent_entry(account, kind) for account in accounts]
+    claims = scope == "sound" and not ledger_problems
+    kind = "guaranteed" if claims else "nominal" if scope == "as_published" else "charged"
+    agents = [agent_entry(*account, kind) for account in accounts]
     epsilons = [entry["epsilon"]["value"] for entry in agents]
     overall = max(epsilons)
     plan, total = accounts[0][1], sum((p.cost(spent) for _, p, spent, _ in accounts), NOTHING)
@@ -115,11 +117,13 @@ def privacy_card(
         "agents": agents,
         "planned_visits": planned,
         "this_run": None if this_run is None else dict(this_run),
+        "former_ledgers": list(former),
+        "ledger_problems": list(ledger_problems),
         "epsilon": {
             "kind": kind,
             "overall": overall,
             "person_across_agents": total.epsilon(claimed),
-            "paper_sum": _paper_sum(accounts, claimed),
+            "paper_sum": paper_sum([(p, spent) for _, p, spent, _ in accounts], claimed),
         },
         "releases": [{"name": n, "status": status, "why": why} for n, status, why in releases],
         "not_sent": list(_NOT_SENT_IN_CENSUS if census else _NOT_SENT),
@@ -128,10 +132,13 @@ def privacy_card(
             *_NOT_PROTECTED,
             *(() if census and claimed == 0 else _ROUNDING),
         ],
-        "attack_bounds": attack_bounds(overall, claimed) if scope == "sound" else None,
+        "attack_bounds": attack_bounds(overall, claimed) if claims else None,
         "versions": {name: _version(name) for name in ("privssl", "opacus", "torch", "scipy")},
     }
-    if scope == "sound":
+    if claims:
+        span: Span = "this run"
+        if this_run is not None:
+            span = "this run and the earlier runs of its account"
         card["guarantee"] = {
             "epsilon": overall,
             "delta": claimed,
@@ -139,10 +146,15 @@ def privacy_card(
             "neighbours": plan.adjacency,
             "covers": [name for name, status, _ in releases if status == "covered"],
             "rule": "largest agent",
+            "span": span,
         }
-    fixed = this_run is None and all(
-        len(spent) == planned and all(event == plan.event for event in spent)
-        for _, plan, spent, _ in accounts
+    fixed = (
+        this_run is None
+        and not ledger_problems
+        and all(
+            len(spent) == planned and all(event == plan.event for event in spent)
+            for _, plan, spent, _ in accounts
+        )
     )
     card["headline"] = _headline(agents, kind) if fixed else None
     return {**card, "sentence": guarantee_sentence(card)}
@@ -187,6 +199,14 @@ def guarantee_sentence(card: Card | None) -> str:
     """
     if card is None:
         return NO_GUARANTEE
+    if card.get("ledger_problems"):
+        sums = card["epsilon"]
+        return (
+            f"NO GUARANTEE: the ledger is not the one that this run wrote "
+            f"({'; '.join(card['ledger_problems'])}). The run was charged {_number(card)} "
+            f"{rounded_up(sums['overall'])} (delta {card['delta']:g}), and nothing is guaranteed "
+            f"for any record. Put the true ledger back and end the run with --resume."
+        )
     if card["guarantee"] is None:
         bare = tuple(name for name in card["update"] if name not in card["protect"])
         return str(Nominal(card["nominal_epsilon"], card["delta"], tuple(card["protect"]), bare))
@@ -217,7 +237,7 @@ def attack_bounds(epsilon: float, delta: float) -> dict[str, float]:
 
 def render_markdown(card: Card) -> str:
     """The card as a page for people: ``privacy.md``."""
-    number = "epsilon" if card["kind"] == "guaranteed" else "nominal epsilon"
+    number = _number(card)
     trained = f"Trained on labelled rows: {_names(card['update'])}; with noise: "
     if card["update"] == [CENSUS]:
         trained = "No network is trained on labelled rows. Released about them, with noise: "
@@ -239,7 +259,9 @@ def render_markdown(card: Card) -> str:
         f"- Someone with one record at every agent, composed: {number} "
         f"{rounded_up(sums['person_across_agents'])}.",
         *_this_run_lines(card["this_run"], number),
-        f"- The paper's running sum, a looser bound: {number} {rounded_up(sums['paper_sum'])}.",
+        f"- The paper's running sum over visits and agents, a looser bound: {number} "
+        f"{rounded_up(sums['paper_sum'])}.",
+        *(f"- {sentence}" for sentence in former_sentences(card)),
         "",
         f"| agent | {number} | budget | numeric bounds | visits | visits left | ledger |",
         "|---|---|---|---|---|---|---|",
@@ -264,6 +286,10 @@ def render_markdown(card: Card) -> str:
         f"Versions: {', '.join(f'{name} {text}' for name, text in card['versions'].items())}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _number(card: Card) -> str:
+    return "nominal epsilon" if card["kind"] == "nominal" else "epsilon"
 
 
 def _check(
@@ -291,46 +317,6 @@ def _check(
         )
     if scope == "as_published" and "covered" in statuses.values():
         raise PrivacyError("scope as_published guarantees nothing, so nothing it sends is covered")
-
-
-def _agent_entry(account: AgentSpend, kind: str) -> Card:
-    agent, plan, events, head = account
-    budget, cost = plan.budget, plan.cost(events)
-    counted = tuple(protected(events))
-    delta = plan.delta_of(cost)
-    value, once = cost.epsilon(delta), plan.visit_cost
-    return {
-        "agent": agent,
-        "epsilon": {"kind": kind, "value": value, **_numeric(counted, delta, value)},
-        "budget": {"epsilon": budget.epsilon, "delta": budget.delta},
-        "visit": event_to_json(plan.event),
-        "visits": len(events),
-        "visits_left": max_repeats(once, budget=budget.epsilon, delta=delta, spent=cost),
-        "rows": plan.n_public,
-        "ledger_head": head,
-    }
-
-
-@lru_cache(maxsize=64)  # agents often spend the same
-def _numeric(events: tuple[Event, ...], delta: float, value: float) -> Card:
-    """Bounds by numeric composition, valid because the plan was fixed beforehand."""
-    none = {"pld_lower": None, "pld_upper": None, "prv": None}
-    if delta == 0:
-        return {**none, "why_no_bounds": "epsilon is the exact sum of pure releases"}
-    if value > BRACKET_LIMIT:
-        return {**none, "why_no_bounds": f"epsilon above {BRACKET_LIMIT:g} takes too long"}
-    try:
-        lower, upper = verify.pld_bracket(events, delta)
-    except AccountingError as error:
-        return {**none, "prv": prv_epsilon(events, delta), "why_no_bounds": str(error)}
-    return {**none, "pld_lower": lower, "pld_upper": upper, "why_no_bounds": None}
-
-
-def _paper_sum(accounts: Sequence[AgentSpend], delta: float) -> float:
-    """Epsilon of each visit on its own, added up over visits and agents: the paper's total."""
-    return math.fsum(
-        plan.charge(event).epsilon(delta) for _, plan, events, _ in accounts for event in events
-    )
 
 
 def _version(package: str) -> str:

@@ -20,7 +20,8 @@ from accounting.errors import AccountingError
 from accounting.events import SampledGaussian, protected
 from accounting.replay import Journal, journal_until, read_journal
 from privssl import rebuilt_card, run_traces
-from privssl.card import BRACKET_LIMIT, guarantee_sentence, headline_sentence
+from privssl.card import SCHEMA, guarantee_sentence, headline_sentence
+from privssl.card_numbers import BRACKET_LIMIT
 from privssl.errors import RunFolderError
 
 _TOLERANCE = 1e-6  # relative: a claim this far below its recomputation is still rounding
@@ -103,11 +104,18 @@ def check(run: Path) -> Findings:
     ]
     if card is not None:
         problems += [*_card_problems(card, agents), *rebuilt_card.problems(run, card, known)]
+        notes += _absent_former_ledgers(run, card)
     if not verify.available():
         notes.append("dp-accounting is not installed: no second library")
     if card is None:
         notes.append("there is no privacy.json: the run has not ended, or never wrote its claim")
     return Findings(card, journals, agents, problems, notes)
+
+
+def _absent_former_ledgers(run: Path, card: Card) -> Iterator[str]:
+    for name in sorted({entry["ledger"] for entry in card["former_ledgers"]}):
+        if not (run.resolve().parent / name).is_dir():
+            yield f"{name}, the ledger of a replaced run, is not beside this folder: not checked"
 
 
 def _ledgers(run: Path) -> tuple[list[Path], list[str], list[str]]:
@@ -180,6 +188,8 @@ def _read_card(run: Path) -> Card | None:
 
 def _check_shape(card: Card) -> None:
     """Raise KeyError or TypeError unless every field that is read below is there."""
+    if card["schema"] != SCHEMA:
+        raise ValueError("of another version of privssl; audit it with that version")
     if card["scope"] not in ("sound", "as_published") or not isinstance(card["sentence"], str):
         raise TypeError("scope or sentence")
     guarantee_sentence(card)  # reads the rest of what the claim is made of
@@ -194,6 +204,12 @@ def _check_shape(card: Card) -> None:
             raise TypeError("agent or ledger_head")
         numbers.append(entry["epsilon"]["value"])
     numbers += (card.get("this_run") or {}).values()
+    for former in card["former_ledgers"]:
+        if not isinstance(former["ledger"], str) or "/" in former["ledger"]:
+            raise TypeError("former_ledgers")
+        numbers += [former[key] for key in ("epsilon", "delta") if former[key] is not None]
+    if not all(isinstance(problem, str) for problem in card["ledger_problems"]):
+        raise TypeError("ledger_problems")
     for release in card["releases"]:
         if not all(isinstance(release[key], str) for key in ("name", "status", "why")):
             raise TypeError("releases")
@@ -321,7 +337,7 @@ def _claim_problems(
 def _card_problems(card: Card, agents: Sequence[AgentReport]) -> Iterator[str]:
     """What is wrong with the claim about the run as a whole."""
     guarantee, sound = card["guarantee"], card["scope"] == "sound"
-    if (guarantee is not None) != sound:
+    if (guarantee is not None) != (sound and not card["ledger_problems"]):
         yield f"scope {card['scope']} and guarantee {guarantee} contradict each other"
     if not card["agents"]:
         yield "the card names no agent"

@@ -17,6 +17,7 @@ from accounting.replay import Journal
 from privssl import config as configs
 from privssl.card import privacy_card
 from privssl.errors import PrivacyError, UserError
+from privssl.former_ledgers import former_ledgers
 from privssl.run_folder import releases
 from privssl.run_traces import lasting_accounts
 
@@ -46,6 +47,11 @@ def problems(run: Path, card: Card, known: Mapping[str, Journal]) -> Iterator[st
     yield from _release_problems(run, card, found[0].plan)
     if card.get("this_run") is None and lasting_accounts(run) is not None:
         yield "the accounts outlive the run, but the card has no this_run"
+    here = former_ledgers(run, known)
+    found_here = {entry["ledger"] for entry in here}
+    said = [entry for entry in card["former_ledgers"] if entry["ledger"] in found_here]
+    if where := _difference("former_ledgers", said, here):
+        yield f"the card's {where} is not what the ledgers of replaced runs say"
     task = card.get("task")
     try:
         made = privacy_card(
@@ -61,6 +67,8 @@ def problems(run: Path, card: Card, known: Mapping[str, Journal]) -> Iterator[st
             task=None if task is None else (task["classes"], tuple(task["shape"])),
             this_run=card.get("this_run"),
             planned=card.get("planned_visits"),
+            former=card["former_ledgers"],
+            ledger_problems=card["ledger_problems"],
         )
     except PrivacyError as error:
         yield f"no true card follows from the ledgers: {error}"

@@ -9,12 +9,16 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from accounting.errors import LedgerError
+from accounting.ledger import read_journal
 from privssl import config as configs
 from privssl.checkpoint import Snapshot
 from privssl.config import Config
 from privssl.data import manifest
 from privssl.errors import DataError, RunFolderError
 from privssl.prepare import Prepared
+from privssl.run_folder import ledger_of
+from privssl.run_traces import curves_elsewhere
 from privssl.sources import fingerprint
 
 log = logging.getLogger("privssl")
@@ -99,6 +103,22 @@ def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> No
             )
     if written is None:
         now.write(path)
+
+
+def check_spending_shown(folder: Path, prepared: Prepared) -> None:
+    """Whether each ledger has spent at least what the run's metrics.csv shows.
+
+    Checkpoints may be older than the last rounds, and so may a ledger that was put back.
+
+    Raises:
+        LedgerError: one has spent less. What else is wrong with ledgers is found on opening them.
+    """
+    ledger = ledger_of(prepared.config, folder)
+    paths = {name: ledger / f"{name}.jsonl" for name in prepared.promises}
+    journals = {name: read_journal(path) for name, path in paths.items() if path.exists()}
+    sound = {name: journal for name, journal in journals.items() if not journal.problems}
+    for problem in curves_elsewhere(folder, sound):
+        raise LedgerError(f"{problem}. Put the true ledger back")
 
 
 def warn_of_other_code(snapshot: Snapshot) -> None:

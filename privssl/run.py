@@ -18,29 +18,33 @@ from typing import Any, Literal
 
 from torch.nn.functional import one_hot
 
+from accounting.errors import LedgerError
 from privssl import __version__, checkpoint, data, kernels, pictures, tensor_file
 from privssl import config as configs
-from privssl.card import AgentSpend, guarantee_sentence, privacy_card, render_markdown
+from privssl.card import guarantee_sentence, privacy_card, render_markdown
 from privssl.checkpoint import Snapshot
 from privssl.engines import Engine
 from privssl.engines.forked import WorkerError
 from privssl.engines.roster import SiteError
 from privssl.errors import RunFolderError
 from privssl.evaluate import Judge, Oracle
+from privssl.former_ledgers import former_ledgers
 from privssl.learn import network_input
 from privssl.prepare import Prepared
 from privssl.process import done_whole, stop_if_asked
 from privssl.progress import Kept, Progress
 from privssl.resuming import SOURCES, SPLIT
 from privssl.rounds import planned_rounds, rounds_of
-from privssl.run_engine import carried, make_engine, refuse_names_of_memories, shown_journals
+from privssl.run_engine import carried, make_engine, refuse_names_of_memories, spending
 from privssl.run_folder import (
     LEDGER_HEAD,
     LEDGER_SEQ,
     RUN_ID,
     copy_ledgers,
+    damaged,
     opened_accounts,
     releases,
+    remove_claim,
     write_text,
 )
 from privssl.shelf import Shelf
@@ -132,6 +136,12 @@ class Run:
             self._kept = dataclasses.replace(self._kept, state=state)
         except KeyboardInterrupt:
             log.info("Interrupted: the checkpoint is of round %d", self._kept.progress.round)
+            self.save()
+            return "interrupted"
+        except LedgerError as error:
+            if not damaged(self._prepared):
+                raise  # a full disk, for example
+            log.error("%s", error)
             self.save()
             return "interrupted"
         except (WorkerError, SiteError) as error:
@@ -270,20 +280,43 @@ class Run:
     # What remains ---------------------------------------------------------------------------
 
     def conclude(self, status: Status) -> None:
-        """Write the weights, the privacy card, and last of all results.json."""
+        """Write the weights, the privacy card, and last of all results.json.
+
+        Raises:
+            LedgerError: a ledger was damaged while the run went on. Card and results say that
+                nothing is guaranteed, and ``--resume`` ends the run once the ledger is back.
+            SiteError: a site does not show its ledger, or a damaged one. results.json says so.
+        """
         if status != "interrupted":
             weights = self._algorithm.classifier(self._kept.state)
             tensor_file.save_weights(self._folder / "classifier.safetensors", weights)
-        card = self._card(status)
+        try:
+            card = self._card(status)
+        except SiteError as error:
+            remove_claim(self._folder)
+            self._write_results("interrupted", None, [str(error)])
+            raise
+        problems = [] if card is None else card["ledger_problems"]
         if card is not None:
-            copy_ledgers(self._prepared, self._folder)
+            if not problems:
+                copy_ledgers(self._prepared, self._folder)
             write_text(self._folder / "privacy.json", json.dumps(card, indent=2) + "\n")
             write_text(self._folder / "privacy.md", render_markdown(card))
-        results = self._results(status, card)
-        write_text(self._folder / "results.json", json.dumps(results, indent=2) + "\n")
-        log.info("%s after %d rounds. %s", status, results["rounds"], guarantee_sentence(card))
+        self._write_results("interrupted" if problems else status, card, problems)
+        if problems:
+            raise LedgerError(guarantee_sentence(card))
+        rounds = self._kept.progress.round
+        log.info("%s after %d rounds. %s", status, rounds, guarantee_sentence(card))
 
-    def _results(self, status: Status, card: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _write_results(
+        self, status: Status, card: Mapping[str, Any] | None, problems: Sequence[str]
+    ) -> None:
+        results = self._results(status, card, problems)
+        write_text(self._folder / "results.json", json.dumps(results, indent=2) + "\n")
+
+    def _results(
+        self, status: Status, card: Mapping[str, Any] | None, problems: Sequence[str]
+    ) -> dict[str, Any]:
         config, p = self._config, self._kept.progress
         plan = self._prepared.plan
         # A session that had no round left knows the mean of the others.
@@ -307,6 +340,7 @@ class Run:
                 "guarantee": None if card is None else card["guarantee"],
                 "nominal_epsilon": None if card is None else card["nominal_epsilon"],
                 "scope": "none" if plan is None else plan.scope,
+                **({"problems": list(problems)} if problems else {}),  # damage to ledgers
             },
             "split_hash": self._prepared.told_split,
             "versions": {
@@ -322,33 +356,20 @@ class Run:
         plan, privacy = self._prepared.plan, self._config.privacy
         if plan is None or privacy is None:
             return None
-        task = self._prepared.algorithm.task
-        spends, this_run = self._spent(over=status != "interrupted")
+        task, over = self._prepared.algorithm.task, status != "interrupted"
+        journals, this_run, problems = spending(self._engine, self._prepared, self._folder, over)
         return privacy_card(
-            spends,
+            [(name, j.plan, tuple(j.events), j.head) for name, j in journals.items()],
             scope=plan.scope,
             delta=privacy.delta,
             releases=releases(plan, self._config),
             algorithm=self._config.algorithm.name,
             dataset=self._config.data.name,
             task=(task.classes, task.shape),
-            planned=plan.visits if status != "interrupted" else None,
+            planned=plan.visits if over and not problems else None,
             this_run=this_run,
-        )
-
-    def _spent(self, *, over: bool) -> tuple[list[AgentSpend], dict[str, float] | None]:
-        """What each account was charged, and what of it by this run where accounts outlive it."""
-        shown = shown_journals(self._engine, self._folder, over=over)
-        spends: list[AgentSpend]
-        if shown is not None:
-            spends = [(n, j.plan, tuple(j.events), j.head) for n, (j, _) in shown.items()]
-            return spends, {name: own for name, (_, own) in shown.items()}
-        accounts = [a.account for a in self._prepared.labelled_agents if a.account is not None]
-        outlive = self._config.privacy is not None and self._config.privacy.ledger
-        written = [(a, a.written()) for a in accounts]  # what an audit will find there
-        return (
-            [(a.agent, j.plan, tuple(j.events), j.head) for a, j in written],
-            {a.agent: j.epsilon_of(a.run) for a, j in written} if outlive else None,
+            former=former_ledgers(self._folder, journals),
+            ledger_problems=problems,
         )
 
 

@@ -9,7 +9,7 @@ is about what sites of honest operators release, and each of them has the true o
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accounting.ledger import Journal, read_journal
 from privssl import config as configs
@@ -126,6 +126,34 @@ def carried(engine: Engine, absences: int) -> dict[str, float]:
     }
 
 
+class Spending(NamedTuple):
+    """What a run's accounts were charged."""
+
+    journals: dict[str, Journal]  # agent -> what counts in a claim about it
+    this_run: dict[str, float] | None  # epsilon of this run alone, where accounts outlive runs
+    problems: list[str]  # damage to ledgers; no claim is made beside it
+
+
+def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Spending:
+    """What the accounts of a run were charged, here or at its sites.
+
+    Args and errors: as of :func:`shown_journals`.
+    """
+    shown = shown_journals(engine, folder, over=over)
+    if shown is not None:
+        journals = {name: journal for name, (journal, _) in shown.items()}
+        return Spending(journals, {name: own for name, (_, own) in shown.items()}, [])
+    accounts = [a.account for a in prepared.labelled_agents if a.account is not None]
+    balances = {account.agent: account.balance() for account in accounts}
+    own = {a.agent: balances[a.agent].journal.epsilon_of(a.run) for a in accounts}
+    outlive = prepared.config.privacy is not None and prepared.config.privacy.ledger
+    return Spending(
+        {name: balance.journal for name, balance in balances.items()},
+        own if outlive else None,
+        [f"{name}: {text}" for name, balance in balances.items() for text in balance.problems],
+    )
+
+
 def shown_journals(
     engine: Engine, folder: Path, *, over: bool
 ) -> dict[str, tuple[Journal, float]] | None:
@@ -156,8 +184,8 @@ def shown_journals(
             problems = [f"it lacks {unpaid} visits that were charged, as if from a backup"]
         if problems:
             raise SiteError(
-                f"The ledger that {name} shows is not in order: {problems[0]}. Its operator must "
-                "put the true one back; then end the run with --resume"
+                f"NO GUARANTEE: the ledger that {name} shows is not in order: {problems[0]}. Its "
+                "operator must put the true one back; then end the run with --resume"
             )
         found[name] = journal, journal.epsilon_of(engine.run)
     return found

@@ -30,6 +30,7 @@ from privssl.census_plan import CENSUS
 from privssl.checkpoint import Snapshot
 from privssl.config import Config
 from privssl.errors import RunFolderError
+from privssl.former_ledgers import former_sentences
 from privssl.prepare import Prepared, bare_contents, row_contents
 from privssl.privacy import Plan
 
@@ -162,7 +163,10 @@ def _remove(folder: Path) -> None:
             names = (f"{folder.name}.ledger-{number:03d}" for number in itertools.count(1))
             former = next(path for path in map(folder.with_name, names) if not path.exists())
             ledger.rename(former)
-            log.warning("The ledger of the replaced run is kept in %s: its rows remember.", former)
+            log.warning(
+                "The replaced run's ledger was moved to %s; what it spent still counts for these "
+                "rows, and the new card names it.", former,
+            )  # fmt: skip
         shutil.rmtree(folder)
 
 
@@ -189,6 +193,7 @@ def outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
                 f"{folder / name} is not what a run writes. Remove it, then --resume writes it anew"
             )
     told = [tighter] if (tighter := headline_sentence(card)) else []
+    told += former_sentences(card)
     if card is not None and SHIPPED_CODE[0] in {release["name"] for release in card["releases"]}:
         told.append(f"Not covered over sites: {SHIPPED_CODE[0]} ({SHIPPED_CODE[2]}).")
     return results, "\n".join([*told, guarantee_sentence(card)])
@@ -281,10 +286,23 @@ def opened_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None)
         yield
 
 
+def damaged(prepared: Prepared) -> bool:
+    """Whether a ledger is not the one that its account wrote."""
+    accounts = (agent.account for agent in prepared.labelled_agents)
+    return any(account.balance().problems for account in accounts if account is not None)
+
+
 def ledger_of(config: Config, folder: Path) -> Path:
     """Where the journals of a run's agents are: its own, or those that outlive it."""
     named = "" if config.privacy is None else config.privacy.ledger
     return Path(named).expanduser() if named else folder / "ledger"
+
+
+def remove_claim(folder: Path) -> None:
+    """Remove the card of an earlier session, where no new one can be made."""
+    with durable.writing(folder):
+        for name in ("privacy.json", "privacy.md"):
+            (folder / name).unlink(missing_ok=True)
 
 
 def copy_ledgers(prepared: Prepared, folder: Path) -> None:

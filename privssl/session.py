@@ -48,6 +48,7 @@ def carry_out(
         digest = configs.digest(prepared.config)
         snapshot = checkpoint.load(folder / "checkpoints", digest)
         resuming.check_same_split(folder, prepared, snapshot)
+        resuming.check_spending_shown(folder, prepared)
         resuming.warn_of_other_code(snapshot)
     after = None if snapshot is None else snapshot.round
     _log_start(prepared)

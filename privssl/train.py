@@ -2,8 +2,8 @@
 
 With ``--resume RUN_DIR`` the config may be absent: a run has its own in its folder.
 
-Exit status: 0 finished or budget spent, 2 the user's mistake, 130 interrupted after a
-checkpoint. The last line is always the guarantee, or the sentence that there is none.
+Exit status: 0 finished or budget spent, 2 the user's mistake or a damaged ledger, 130 interrupted
+after a checkpoint. The last line is always the guarantee, or the sentence that there is none.
 """
 
 import argparse

@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 from command_line import tree
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from accounting import verify
-from accounting.accountants import epsilon, rdp_epsilon
+from accounting.accountants import NOTHING, cost_of, epsilon, rdp_epsilon
 from accounting.budget import Budget, Guarantee, rounded_up
 from accounting.events import Composed, Event, PureEpsilon, SampledGaussian, Unprotected
 from accounting.ledger import Account, AccountPlan, read_journal
@@ -35,6 +37,7 @@ from privssl.card import (
     render_markdown,
 )
 from privssl.errors import PrivacyError
+from privssl.former_ledgers import former_ledgers
 
 VISIT = SampledGaussian(noise_multiplier=8.0, sample_rate=1.0, steps=5)
 RELEASES: list[Release] = [
@@ -130,7 +133,7 @@ def test_the_claim_is_the_agent_that_spent_most_and_never_a_sum() -> None:
     assert card["guarantee"]["epsilon"] == card["epsilon"]["overall"] == pytest.approx(three)
     assert card["guarantee"]["covers"] == ["F"]  # what needs no cover is not named
     assert card["epsilon"]["person_across_agents"] == pytest.approx(epsilon([VISIT] * 4, 1e-5))
-    assert card["epsilon"]["paper_sum"] == pytest.approx(4 * one)
+    assert card["epsilon"]["paper_sum"] == pytest.approx(4 * rdp_epsilon([VISIT], 1e-5))
     assert card["nominal_epsilon"] is None
     assert card["agents"][0]["visits"] == 3
     json.dumps(card, allow_nan=False)
@@ -773,3 +776,156 @@ def test_the_command_offers_no_flag_it_does_not_have(
 def test_a_guarantee_needs_known_neighbours() -> None:
     with pytest.raises(KeyError):
         str(Guarantee(1.0, 1e-5, "record", "replace_one", ("F",), "largest agent"))  # type: ignore[arg-type]
+
+
+# --- the paper's sum ---------------------------------------------------------------------------
+
+# 20 full batches of little noise, at a delta at which one alone has epsilon 0.
+QUIET = SampledGaussian(noise_multiplier=40.0, sample_rate=1.0, steps=1)
+LARGE_DELTA = 0.019
+
+
+def test_the_papers_sum_is_not_below_what_is_composed_at_a_large_delta_with_full_batches() -> None:
+    loud = plan("s0", budget=Budget(8.0, LARGE_DELTA), event=QUIET)
+    card = card_of([("s0", loud, [QUIET] * 20, "a" * 64)], delta=LARGE_DELTA)
+    composed = card["epsilon"]["overall"]
+    assert card["epsilon"]["paper_sum"] >= composed > 0
+    assert 20 * epsilon([QUIET], LARGE_DELTA) < composed  # control: exact values added up
+
+
+@given(
+    events=st.lists(
+        st.one_of(
+            st.builds(
+                SampledGaussian,
+                st.floats(0.5, 100.0),
+                st.sampled_from([0.01, 0.3, 1.0]),
+                st.integers(1, 20),
+            ),
+            st.builds(PureEpsilon, st.floats(0.001, 2.0), st.integers(1, 3)),
+        ),
+        max_size=5,
+    ),
+    repeats=st.integers(1, 20),
+    delta=st.sampled_from([1e-9, 1e-5, 1e-3, 0.019, 0.3]),
+)
+@settings(max_examples=60)
+def test_no_list_of_releases_adds_up_to_less_than_it_costs(
+    events: list[Event], repeats: int, delta: float
+) -> None:
+    total = math.fsum(cost_of([e]).summable_epsilon(delta) for e in events * repeats)
+    assert total >= epsilon(events * repeats, delta) * (1 - 1e-9)
+
+
+def test_pure_releases_add_up_to_their_sum_with_delta_0() -> None:
+    once = cost_of([PureEpsilon(0.25, 1)])
+    assert once.summable_epsilon(0) == 0.25
+    assert (once + once).summable_epsilon(0) == (once + once).epsilon(0) == 0.5
+    assert NOTHING.summable_epsilon(1e-5) == 0
+
+
+# --- ledgers of replaced runs ------------------------------------------------------------------
+
+
+def ledger_beside(run: Path, number: int, agent: str, visits: int) -> Path:
+    """The ledger of a run that was replaced, as run.overwrite=true keeps it."""
+    path = run.with_name(f"{run.name}.ledger-{number:03d}") / f"{agent}.jsonl"
+    account = Account.open(path, plan(agent), resume=False, run=f"former{number}")
+    for visit in range(visits):
+        with account.spend(VISIT, visit=f"round {visit}"):
+            pass
+    account.close()
+    return path
+
+
+@pytest.fixture
+def replacing(tmp_path: Path) -> Path:
+    """A run in a folder in which two others were before it; its card names their ledgers."""
+    run = tmp_path / "run"
+    ledger_beside(run, 1, "s0", 3)
+    ledger_beside(run, 2, "s0", 1)
+    write_run(run, {"s0": 2})
+    journal = read_journal(run / "ledger/s0.jsonl")
+    known = {"s0": journal}
+    spend = [("s0", journal.plan, journal.events, journal.head)]
+    card = card_of(spend, former=former_ledgers(run, known), planned=2)
+    write_card(run, card)
+    write_traces(run, card)
+    return run
+
+
+def test_the_card_names_former_ledgers_with_what_they_spent(replacing: Path) -> None:
+    card = json.loads((replacing / "privacy.json").read_text())
+    found = {
+        entry["ledger"]: (entry["agent"], entry["epsilon"]) for entry in card["former_ledgers"]
+    }
+    assert found == {
+        "run.ledger-001": ("s0", pytest.approx(epsilon([VISIT] * 3, 1e-5))),
+        "run.ledger-002": ("s0", pytest.approx(epsilon([VISIT], 1e-5))),
+    }
+    page = (replacing / "privacy.md").read_text()
+    three = rounded_up(epsilon([VISIT] * 3, 1e-5))
+    assert f"run.ledger-001: s0 epsilon {three} at delta 1e-05" in page
+    assert "epsilons and deltas add up" in page
+    assert "all it sends in this run (F)" in card["sentence"]
+    assert main([str(replacing)]) == 0
+
+
+def forget(card: dict[str, Any]) -> None:
+    del card["former_ledgers"][0]
+
+
+def belittle(card: dict[str, Any]) -> None:
+    card["former_ledgers"][0]["epsilon"] /= 2
+
+
+@pytest.mark.parametrize("lie", [forget, belittle])
+def test_the_audit_reads_former_ledgers_again(
+    replacing: Path, lie: Callable[[dict[str, Any]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = json.loads((replacing / "privacy.json").read_text())
+    lie(card)
+    write_card(replacing, card)
+    (replacing / "privacy.md").write_text(render_markdown(card))
+    assert main([str(replacing)]) == 1
+    assert "what the ledgers of replaced runs say" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_former_ledger_that_is_not_there_is_noted(
+    replacing: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(replacing.with_name("run.ledger-001"))
+    assert main([str(replacing)]) == 0
+    assert "run.ledger-001, the ledger of a replaced run, is not" in capsys.readouterr().out
+
+
+def test_a_damaged_former_ledger_has_no_number(tmp_path: Path) -> None:
+    path = ledger_beside(tmp_path / "run", 1, "s0", 2)
+    path.write_bytes(path.read_bytes().replace(b"round 0", b"round 7"))
+    [entry] = former_ledgers(tmp_path / "run", {})
+    assert entry["epsilon"] is entry["delta"] is None
+    card = card_of([("s0", plan("s0"), [VISIT], "a" * 64)], former=[entry])
+    assert "s0 damaged, so nobody knows what it spent" in render_markdown(card)
+
+
+def test_a_former_ledger_that_the_account_goes_on_with_is_counted_once(tmp_path: Path) -> None:
+    path = ledger_beside(tmp_path / "run", 1, "s0", 2)
+    journal = read_journal(path)
+    assert former_ledgers(tmp_path / "run", {"s0": journal}) == []
+    assert len(former_ledgers(tmp_path / "run", {})) == 1  # control
+    ledger_beside(tmp_path / "other run", 1, "s0", 2)
+    assert len(former_ledgers(tmp_path / "run", {})) == 1  # those of other folders are theirs
+
+
+def test_an_account_that_outlives_runs_is_claimed_for_all_of_them() -> None:
+    card = card_of([("s0", plan("s0"), [VISIT], "a" * 64)], this_run={"s0": 1.0})
+    assert "all it sends in this run and the earlier runs of its account (F)" in card["sentence"]
+
+
+def test_a_card_of_another_version_is_refused_in_words(
+    replacing: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = json.loads((replacing / "privacy.json").read_text())
+    write_card(replacing, {**card, "schema": 1})
+    assert main([str(replacing)]) == 2
+    assert "audit it with that version" in capsys.readouterr().err

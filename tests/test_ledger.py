@@ -5,6 +5,7 @@ account could not pay. Processes and kills are real.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +29,7 @@ from accounting.budget import Budget
 from accounting.canonical import encode, real
 from accounting.errors import BudgetExhausted, LedgerError, PlanError
 from accounting.events import Composed, Event, PureEpsilon, SampledGaussian, Unprotected
-from accounting.journal import FIRST_PREV, line_hash
+from accounting.journal import FIRST_PREV, JournalFile, line_hash
 from accounting.ledger import Account, AccountPlan, read_journal
 
 # Full batches: closed form, so the tests need no slow accountant. One visit costs 1.0 or so.
@@ -696,3 +698,118 @@ def test_a_closed_account_pays_for_nothing(account: Account) -> None:
     account.close()
     with pytest.raises(LedgerError, match="closed"):
         visit(account, 0)
+
+
+# Two writers ---------------------------------------------------------------------------------
+
+
+def hard_link(path: Path) -> Path:
+    """The same journal under another folder's name, where no lock file is."""
+    other = path.parents[1] / "elsewhere" / path.name
+    other.parent.mkdir()
+    os.link(path, other)
+    return other
+
+
+def test_a_removed_lock_file_lets_no_second_writer_in(account: Account, path: Path) -> None:
+    path.with_suffix(".lock").unlink()
+    with pytest.raises(LedgerError, match="another process is using this account"):
+        reopened(path)
+    visit(account, 0)  # the first one goes on
+
+
+def test_a_hard_link_lets_no_second_writer_in(account: Account, path: Path) -> None:
+    visit(account, 0)
+    other = hard_link(path)
+    with pytest.raises(LedgerError, match="another process is using this account"):
+        Account.open(other, plan(), resume=True)
+    visit(account, 1)  # a link changes nothing in the file
+    account.close()
+    assert reopened(path).visits() == 2
+
+
+@pytest.mark.parametrize("way", ["no lock file", "hard link"])
+def test_control_without_a_lock_on_the_journal_itself_a_second_writer_comes_in(
+    account: Account, path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    lock, journal = JournalFile._lock_alone, account._file._file
+    assert journal is not None
+    inode = os.fstat(journal).st_ino
+
+    def only_the_lock_file(self: JournalFile, descriptor: int) -> None:
+        if os.fstat(descriptor).st_ino != inode:
+            lock(self, descriptor)
+
+    monkeypatch.setattr(JournalFile, "_lock_alone", only_the_lock_file)
+    fcntl.flock(journal, fcntl.LOCK_UN)
+    if way == "no lock file":
+        path.with_suffix(".lock").unlink()
+    second = Account.open(hard_link(path) if way == "hard link" else path, plan(), resume=True)
+    visit(second, 0)
+    second.close()
+    # What the lock lets in, the check before the next line finds.
+    with pytest.raises(LedgerError, match="added by another writer"):
+        visit(account, 1)
+
+
+def test_a_torn_tail_that_was_mended_is_locked_too(path: Path) -> None:
+    spend_three_visits(path)
+    with path.open("ab") as file:
+        file.write(b'{"type":"res')
+    mended = reopened(path)
+    path.with_suffix(".lock").unlink()
+    with pytest.raises(LedgerError, match="another process is using this account"):
+        reopened(path)
+    visit(mended, 9)
+    mended.close()
+    assert read_journal(path).problems == []
+
+
+def swap(path: Path) -> None:
+    """The same bytes in another file."""
+    copy = path.with_suffix(".copy")
+    copy.write_bytes(path.read_bytes())
+    os.replace(copy, path)
+
+
+def flip_in_place(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    time.sleep(0.02)  # longer than the clock of the file system stands still
+    with path.open("r+b") as file:
+        file.write(content)
+
+
+STRIKES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "another file": (swap, "another file lies in its place"),
+    "no file": (Path.unlink, "cannot be read"),
+    "shorter": (lambda path: os.truncate(path, path.stat().st_size - 1), "1 bytes were cut"),
+    "longer": (lambda path: os.truncate(path, path.stat().st_size + 1), "1 bytes were added"),
+    "other bytes": (flip_in_place, "its bytes were changed"),
+}
+
+
+@pytest.mark.parametrize("how", STRIKES)
+def test_a_journal_that_is_not_as_it_was_left_pays_for_nothing(
+    account: Account, path: Path, how: str
+) -> None:
+    strike, words = STRIKES[how]
+    visit(account, 0)
+    strike(path)
+    charged = account.visits()
+    with pytest.raises(LedgerError, match=words), account.spend(VISIT, visit="round 1"):
+        pytest.fail("the block was entered")
+    assert account.visits() == charged
+    journal, problems = account.balance()
+    assert words in problems[0] and journal.epsilon >= epsilon([VISIT], 1e-5)
+
+
+@pytest.mark.parametrize("how", STRIKES)
+def test_control_without_the_comparison_rows_are_read_under_a_damaged_journal(
+    account: Account, path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(JournalFile, "refuse_damage", lambda self: None)
+    visit(account, 0)
+    STRIKES[how][0](path)
+    visit(account, 1)
+    assert account.balance().problems  # and is found at the end all the same

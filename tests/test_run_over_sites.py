@@ -261,6 +261,9 @@ def test_a_ledger_that_was_put_back_from_a_backup_makes_no_claim(tmp_path: Path)
     over.doors.handlers["s0 opened"] = forgets
     lacks = "ledger that s0 shows is not in order: it lacks 2 visits that were charged, as if from"
     assert_refused(over.train("run.checkpoint_every=1"), lacks)
+    privacy = over.place.results()["privacy"]
+    assert privacy["guarantee"] is None and "it lacks 2 visits" in privacy["problems"][0]
+    assert not (over.place.run / "privacy.json").exists()
     assert over.journal("s0").problems == []  # by itself it is in order
     assert_refused(over.train("--resume", over.place.run), lacks)  # the checkpoint remembers
 

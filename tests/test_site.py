@@ -27,11 +27,13 @@ import numpy as np
 import posts
 import pytest
 import torch
+from damage import KINDS, Watched, damaged
 from posts import at_moment, in_a_fork
 
 from accounting import journal as journals
 from accounting.errors import AccountingError
 from accounting.ledger import Account, read_journal
+from accounting.replay import replay
 from privssl import config as configs
 from privssl import durable, privacy, private_steps, visits, wire
 from privssl.algorithms.fedssl import FedSSL, Lesson
@@ -575,6 +577,43 @@ def test_at_the_end_of_a_run_its_replies_go_and_the_journal_is_shown_if_allowed(
     edit(place / "site.yaml", ("folder: kept", "folder: kept, share_ledger: true"))
     shown = wire.from_bytes(opened(place).handle(leave), wire.Account)
     assert shown.body == (place / "kept/ledger/s0.jsonl").read_bytes()
+
+
+STRUCK = [(kind, visit, when) for kind in KINDS for visit in (1, 2) for when in ("in", "after")]
+
+
+def struck(place: Path, kind: str, visit: int, when: str) -> tuple[Watched, Any]:
+    """A site whose ledger is damaged at a visit: what was charged, and what it shows at the end."""
+    edit(place / "site.yaml", ("folder: kept", "folder: kept, share_ledger: true"))
+    desk = opened(place)
+    with damaged(kind, visit, when, seed=STRUCK.index((kind, visit, when))) as watched:
+        for number in (1, 2, 3):
+            assert ask(desk, visit_to(desk, visit=number)).error in ("", "ledger")
+        leave = wire.to_bytes(Farewell("r1", desk.agreement, True))
+        return watched, wire.from_bytes(desk.handle(leave), wire.Account, Answer)
+
+
+@pytest.mark.parametrize("kind, visit, when", STRUCK)
+def test_a_site_whose_ledger_is_damaged_while_it_serves_shows_no_less_than_it_charged(
+    place: Path, kind: str, visit: int, when: str
+) -> None:
+    watched, shown = struck(place, kind, visit, when)
+    if (kind, when) == ("two writers", "in"):  # a true line of another writer: all charges stay
+        journal = replay(journals.split_lines(shown.body)[0])
+        assert journal.problems == [] and len(watched.entered) == 3
+        assert journal.epsilon >= watched.spent(1e-3) - 1e-9
+    else:
+        assert len(watched.entered) == visit  # no row is read under a damaged ledger
+        assert shown == Answer("", error="ledger")
+
+
+def test_control_a_site_that_does_not_remember_its_ledger_shows_less_than_it_charged(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "_mark", lambda store: None)
+    watched, shown = struck(place, "replace", 2, "after")
+    journal = replay(journals.split_lines(shown.body)[0])
+    assert journal.problems == [] and journal.epsilon < watched.spent(1e-3)
 
 
 def test_a_coordinator_of_another_config_is_shown_no_journal_and_removes_nothing(

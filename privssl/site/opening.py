@@ -17,9 +17,10 @@ from torch import Tensor
 from accounting import registry
 from accounting.budget import Budget
 from accounting.errors import LedgerError
-from accounting.journal import read_content
-from accounting.ledger import Account, read_journal
+from accounting.journal import read_content, split_lines
+from accounting.ledger import Account, read_journal, refuse_problems
 from accounting.plan import AccountPlan, refuse_change
+from accounting.replay import replay
 from privssl import config as configs
 from privssl.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.algorithms import ALGORITHMS
@@ -75,7 +76,7 @@ def opened(site: SiteConfig) -> Desk:
         agent=agent, algorithm=algorithm, seed=config.run.seed,
         agreement=configs.agreement(config, held.classes, held.shape), store=store,
         device=device_of(site.site.device), open_account=open_account,
-        journal=_journal(site, agent) if open_account and site.site.share_ledger else None,
+        journal=_journal(site, agent, store) if open_account and site.site.share_ledger else None,
         share_notes=site.site.share_notes,
     )  # fmt: skip
 
@@ -267,5 +268,13 @@ def _mark(store: Store) -> tuple[int, str] | None:
         raise LedgerError(f"{error}. It says how long the ledger was: put it back") from None
 
 
-def _journal(site: SiteConfig, agent: Agent) -> Callable[[], bytes]:
-    return lambda: read_content(site.ledger / f"{agent.id}.jsonl")
+def _journal(site: SiteConfig, agent: Agent, store: Store) -> Callable[[], bytes]:
+    path = site.ledger / f"{agent.id}.jsonl"
+
+    def shown() -> bytes:
+        seq, head = _mark(store) or (0, "")
+        content = read_content(path)
+        refuse_problems(path, replay(split_lines(content)[0]), seq, head)
+        return content
+
+    return shown
