@@ -33,6 +33,9 @@ Card = dict[str, Any]
 
 SCHEMA = 1
 
+#: The file of weights that a finished run releases.
+CLASSIFIER = "classifier.safetensors"
+
 BRACKET_LIMIT = 40.0  # above this epsilon numeric composition takes many seconds
 
 _ROUNDING = (
@@ -71,6 +74,7 @@ def privacy_card(
     task: Shape | None = None,
     this_run: Mapping[str, float] | None = None,
     planned: int | None = None,
+    weights: Mapping[str, str] | None = None,
 ) -> Card:
     """The card of a private run, ready for ``privacy.json``.
 
@@ -84,6 +88,7 @@ def privacy_card(
         this_run: agent -> epsilon of this run alone, where accounts outlive runs.
         planned: visits that the plan had fixed for each agent; None when the run was stopped, for
             somebody who saw its accuracy may have chosen the moment.
+        weights: ``file`` and ``sha256`` of what the run releases; None when it was stopped.
 
     Raises:
         PrivacyError: the inputs contradict each other, so that no true card exists.
@@ -115,6 +120,7 @@ def privacy_card(
         "agents": agents,
         "planned_visits": planned,
         "this_run": None if this_run is None else dict(this_run),
+        "weights": None if weights is None else dict(weights),
         "epsilon": {
             "kind": kind,
             "overall": overall,
@@ -261,6 +267,7 @@ def render_markdown(card: Card) -> str:
         *(f"- {sentence}" for sentence in card["not_protected"]),
         "",
         *_attack_lines(card["attack_bounds"]),
+        *_weights_lines(card.get("weights")),
         f"Versions: {', '.join(f'{name} {text}' for name, text in card['versions'].items())}.",
     ]
     return "\n".join(lines) + "\n"
@@ -360,6 +367,12 @@ def _this_run_lines(spent: dict[str, float] | None, number: str) -> list[str]:
         f"- The accounts outlive this run: every number here counts all runs that drew from them. "
         f"Of this run alone, {number}: {each}."
     ]
+
+
+def _weights_lines(weights: dict[str, str] | None) -> list[str]:
+    if weights is None:
+        return []
+    return [f"Released weights: {weights['file']}, SHA-256 {weights['sha256']}.", ""]
 
 
 def _attack_lines(bounds: dict[str, float] | None) -> list[str]:

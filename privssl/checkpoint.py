@@ -293,16 +293,38 @@ def _candidates(folder: Path) -> list[str]:
     return sorted(names, key=lambda name: name != latest)  # stable: the others stay newest first
 
 
+def examined(folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """What a snapshot.json says, when it and the files beside it are as they were written; else
+    None, and why. Nothing is restored: this is for whoever only looks."""
+    try:
+        about = _about_itself(folder)
+        for name in TREES:
+            _check_file(folder / f"{name}.safetensors", about[name])
+        if not isinstance(about["extra"]["mapping"], dict):
+            raise TypeError("extra")
+    except (_Damaged, PlanError) as error:
+        return None, str(error)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+        return None, "snapshot.json is not as written"
+    return about, ""
+
+
+def _about_itself(folder: Path) -> dict[str, Any]:
+    """snapshot.json, with a format that is known, its own checksum and its own round."""
+    about: dict[str, Any] = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
+    if type(about["format"]) is not int or not 1 <= about["format"] <= FORMAT:
+        raise _Damaged(f"format {about['format']!r}, this version reads 1 to {FORMAT}")
+    stated = about.pop("sha256", None)
+    if stated != _checksum(about) and (stated is not None or about["format"] > 2):
+        raise _Damaged("snapshot.json does not match its checksum")
+    if type(about["round"]) is not int or f"round_{about['round']:05d}" != folder.name:
+        raise _Damaged(f"snapshot.json is of round {about['round']}")
+    return about
+
+
 def _read(folder: Path) -> Snapshot:
     try:
-        about = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
-        if type(about["format"]) is not int or not 1 <= about["format"] <= FORMAT:
-            raise _Damaged(f"format {about['format']!r}, this version reads 1 to {FORMAT}")
-        stated = about.pop("sha256", None)
-        if stated != _checksum(about) and (stated is not None or about["format"] > 2):
-            raise _Damaged("snapshot.json does not match its checksum")
-        if type(about["round"]) is not int or f"round_{about['round']:05d}" != folder.name:
-            raise _Damaged(f"snapshot.json is of round {about['round']}")
+        about = _about_itself(folder)
         forms = list(map(tensor_file.places_in, about.get("forms", [])))
         trees = {name: _tree(folder / f"{name}.safetensors", about[name], forms) for name in TREES}
         extra = _filled(about["extra"], _NO_TENSORS, [])
@@ -339,13 +361,21 @@ def _is_memory(memory: Any) -> bool:
 
 def _tree(path: Path, about: Mapping[str, Any], forms: Sequence[Mapping[str, Place]]) -> Any:
     """A tree; mappings that are packed are left in the file."""
+    _check_file(path, about)
+    try:
+        return _filled(about["outline"], tensor_file.opened(path), forms)
+    except SafetensorError as error:
+        raise _Damaged(f"{path.name} is not safetensors ({error})") from error
+    except OSError as error:
+        raise _Damaged(f"{path.name}: {error.strerror}") from error
+
+
+def _check_file(path: Path, about: Mapping[str, Any]) -> None:
+    """Raise _Damaged unless a file of tensors has the stated size and checksum."""
     size = about["bytes"]
     try:
         if _size(path, size) != size or tensor_file.sha256_of(path) != about["sha256"]:
             raise _Damaged(f"{path.name} does not match its checksum")
-        return _filled(about["outline"], tensor_file.opened(path), forms)
-    except SafetensorError as error:
-        raise _Damaged(f"{path.name} is not safetensors ({error})") from error
     except OSError as error:
         raise _Damaged(f"{path.name}: {error.strerror}") from error
 

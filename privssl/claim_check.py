@@ -19,8 +19,8 @@ from accounting.canonical import decode_strictly
 from accounting.errors import AccountingError
 from accounting.events import SampledGaussian, protected
 from accounting.replay import Journal, journal_until, read_journal
-from privssl import rebuilt_card, run_traces
-from privssl.card import BRACKET_LIMIT, guarantee_sentence, headline_sentence
+from privssl import rebuilt_card, run_traces, witnesses
+from privssl.card import BRACKET_LIMIT, SCHEMA, guarantee_sentence, headline_sentence
 from privssl.errors import RunFolderError
 
 _TOLERANCE = 1e-6  # relative: a claim this far below its recomputation is still rounding
@@ -56,12 +56,14 @@ class AgentReport:
 
 @dataclass
 class Findings:
-    """What was found in a run folder. ``problems`` and ``notes`` are about the run as a whole."""
+    """What was found in a run folder. ``problems``, ``doubts`` (why a claim that nothing refutes is
+    INCONCLUSIVE) and ``notes`` are about the run as a whole."""
 
     card: Card | None
     journals: dict[str, Journal]
     agents: list[AgentReport]
     problems: list[str]
+    doubts: list[str]
     notes: list[str]
 
 
@@ -78,11 +80,13 @@ def check(run: Path) -> Findings:
     cut, remembered = run_traces.check_memories(run, journals, card)
     problems = [*lost, *cut, *run_traces.claim_elsewhere(run, card)]
     notes += remembered
-    notes += run_traces.unread(run)
-    if journals:
+    doubts = run_traces.unread(run)
+    if journals or card is not None:
         asked, unasked = run_traces.config_elsewhere(run, journals, card)
         problems += [*asked, *run_traces.curves_elsewhere(run, journals)]
-        notes += unasked
+        doubts += unasked
+    seen = witnesses.check(run, card, journals)
+    problems, doubts, notes = problems + seen.problems, doubts + seen.doubts, notes + seen.notes
     if card is None and not paths:
         if not any((run / name).exists() for name in _RUN_FILES):
             raise RunFolderError(
@@ -91,7 +95,7 @@ def check(run: Path) -> Findings:
             )
         if run_traces.was_to_be_private(run):
             notes.append("config.yaml asks for privacy: the run never came to its first visit")
-        return Findings(None, {}, [], problems, notes)
+        return Findings(None, {}, [], problems, doubts, notes)
     entries = {entry["agent"]: entry for entry in card["agents"]} if card else {}
     known = {
         path.stem: _as_known(path, journals[path.stem], entries.get(path.stem)) for path in paths
@@ -107,7 +111,7 @@ def check(run: Path) -> Findings:
         notes.append("dp-accounting is not installed: no second library")
     if card is None:
         notes.append("there is no privacy.json: the run has not ended, or never wrote its claim")
-    return Findings(card, journals, agents, problems, notes)
+    return Findings(card, journals, agents, problems, doubts, notes)
 
 
 def _ledgers(run: Path) -> tuple[list[Path], list[str], list[str]]:
@@ -180,6 +184,8 @@ def _read_card(run: Path) -> Card | None:
 
 def _check_shape(card: Card) -> None:
     """Raise KeyError or TypeError unless every field that is read below is there."""
+    if card.get("schema") != SCHEMA:
+        raise ValueError(f"schema {card.get('schema')!r:.20}, this version reads {SCHEMA}")
     if card["scope"] not in ("sound", "as_published") or not isinstance(card["sentence"], str):
         raise TypeError("scope or sentence")
     guarantee_sentence(card)  # reads the rest of what the claim is made of

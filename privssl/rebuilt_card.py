@@ -61,16 +61,30 @@ def problems(run: Path, card: Card, known: Mapping[str, Journal]) -> Iterator[st
             task=None if task is None else (task["classes"], tuple(task["shape"])),
             this_run=card.get("this_run"),
             planned=card.get("planned_visits"),
+            weights=card.get("weights"),
         )
     except PrivacyError as error:
         yield f"no true card follows from the ledgers: {error}"
         return
     made = json.loads(json.dumps(made))
+    yield from _unknown_keys(card, made)
     for name in _DERIVED:
         if where := _difference(name, card.get(name), made[name]):
             yield f"the card's {where} is not what follows from the ledgers"
     if not _same_headline(card, made):
         yield "the card's headline is not what follows from the ledgers"
+
+
+def _unknown_keys(card: Card, made: Card) -> Iterator[str]:
+    """Fields that no card has: whoever reads them would take for checked what nobody checks."""
+    for where, said, known in (
+        ("the card", card, made),
+        ("the card's task", card.get("task"), ("classes", "shape")),
+        ("the card's headline", card.get("headline"), ("kind", "epsilon", "by")),
+        *(("a release", release, ("name", "status", "why")) for release in card["releases"]),
+    ):
+        if isinstance(said, dict) and (strange := sorted(said.keys() - set(known))):
+            yield f"{where} says {', '.join(strange):.80}, which this version knows no meaning of"
 
 
 def _difference(where: str, said: Any, true: Any) -> str | None:

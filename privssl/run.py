@@ -20,7 +20,7 @@ from torch.nn.functional import one_hot
 
 from privssl import __version__, checkpoint, data, kernels, pictures, tensor_file
 from privssl import config as configs
-from privssl.card import AgentSpend, guarantee_sentence, privacy_card, render_markdown
+from privssl.card import CLASSIFIER, AgentSpend, guarantee_sentence, privacy_card, render_markdown
 from privssl.checkpoint import Snapshot
 from privssl.engines import Engine
 from privssl.engines.forked import WorkerError
@@ -271,19 +271,23 @@ class Run:
 
     def conclude(self, status: Status) -> None:
         """Write the weights, the privacy card, and last of all results.json."""
+        released = None
         if status != "interrupted":
-            weights = self._algorithm.classifier(self._kept.state)
-            tensor_file.save_weights(self._folder / "classifier.safetensors", weights)
-        card = self._card(status)
+            path = self._folder / CLASSIFIER
+            tensor_file.save_weights(path, self._algorithm.classifier(self._kept.state))
+            released = {"file": CLASSIFIER, "sha256": tensor_file.sha256_of(path)}
+        card = self._card(status, released)
         if card is not None:
             copy_ledgers(self._prepared, self._folder)
             write_text(self._folder / "privacy.json", json.dumps(card, indent=2) + "\n")
             write_text(self._folder / "privacy.md", render_markdown(card))
-        results = self._results(status, card)
+        results = self._results(status, card, released)
         write_text(self._folder / "results.json", json.dumps(results, indent=2) + "\n")
         log.info("%s after %d rounds. %s", status, results["rounds"], guarantee_sentence(card))
 
-    def _results(self, status: Status, card: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _results(
+        self, status: Status, card: Mapping[str, Any] | None, released: Mapping[str, str] | None
+    ) -> dict[str, Any]:
         config, p = self._config, self._kept.progress
         plan = self._prepared.plan
         # A session that had no round left knows the mean of the others.
@@ -303,6 +307,7 @@ class Run:
                 "round_median": round(statistics.median(durations), 4),
             },
             "bytes": {"up": p.up, "down": p.down},
+            "weights": released,
             "privacy": {
                 "guarantee": None if card is None else card["guarantee"],
                 "nominal_epsilon": None if card is None else card["nominal_epsilon"],
@@ -318,7 +323,9 @@ class Run:
             },
         }
 
-    def _card(self, status: Status) -> dict[str, Any] | None:
+    def _card(
+        self, status: Status, released: Mapping[str, str] | None
+    ) -> dict[str, Any] | None:
         plan, privacy = self._prepared.plan, self._config.privacy
         if plan is None or privacy is None:
             return None
@@ -334,6 +341,7 @@ class Run:
             task=(task.classes, task.shape),
             planned=plan.visits if status != "interrupted" else None,
             this_run=this_run,
+            weights=released,
         )
 
     def _spent(self, *, over: bool) -> tuple[list[AgentSpend], dict[str, float] | None]:
