@@ -21,6 +21,7 @@ from accounting.events import SampledGaussian, protected
 from accounting.replay import Journal, journal_until, read_journal
 from privssl import rebuilt_card, run_traces, witnesses
 from privssl.card import BRACKET_LIMIT, SCHEMA, guarantee_sentence, headline_sentence
+from privssl.config import Config
 from privssl.errors import RunFolderError
 
 _TOLERANCE = 1e-6  # relative: a claim this far below its recomputation is still rounding
@@ -74,18 +75,18 @@ def check(run: Path) -> Findings:
         RunFolderError: it is not a run folder, or its privacy card cannot be read.
         LedgerError: a ledger file cannot be read.
     """
-    card = _read_card(run)
-    paths, lost, notes = _ledgers(run)
+    card, config = _read_card(run), run_traces.config_of(run)
+    paths, lost, notes = _ledgers(run, config)
     journals = {path.stem: read_journal(path) for path in paths}
-    cut, remembered = run_traces.check_memories(run, journals, card)
+    cut, remembered = run_traces.check_memories(run, config, journals, card)
     problems = [*lost, *cut, *run_traces.claim_elsewhere(run, card)]
     notes += remembered
     doubts = run_traces.unread(run)
     if journals or card is not None:
-        asked, unasked = run_traces.config_elsewhere(run, journals, card)
+        asked, unasked = run_traces.config_elsewhere(run, config, journals, card)
         problems += [*asked, *run_traces.curves_elsewhere(run, journals)]
         doubts += unasked
-    seen = witnesses.check(run, card, journals)
+    seen = witnesses.check(run, config, card, journals)
     problems, doubts, notes = problems + seen.problems, doubts + seen.doubts, notes + seen.notes
     if card is None and not paths:
         if not any((run / name).exists() for name in _RUN_FILES):
@@ -93,7 +94,7 @@ def check(run: Path) -> Findings:
                 f"{run}: not the folder of a run (no privacy.json, no ledger, no results). Give "
                 f"the folder that privssl.train wrote, for example runs/fedssl_dp-0."
             )
-        if run_traces.was_to_be_private(run):
+        if config is not None and config.privacy is not None:
             notes.append("config.yaml asks for privacy: the run never came to its first visit")
         return Findings(None, {}, [], problems, doubts, notes)
     entries = {entry["agent"]: entry for entry in card["agents"]} if card else {}
@@ -106,7 +107,10 @@ def check(run: Path) -> Findings:
         for name in sorted(set(journals) | set(entries))
     ]
     if card is not None:
-        problems += [*_card_problems(card, agents), *rebuilt_card.problems(run, card, known)]
+        problems += [
+            *_card_problems(card, agents),
+            *rebuilt_card.problems(run, config, card, known),
+        ]
     if not verify.available():
         notes.append("dp-accounting is not installed: no second library")
     if card is None:
@@ -114,10 +118,10 @@ def check(run: Path) -> Findings:
     return Findings(card, journals, agents, problems, doubts, notes)
 
 
-def _ledgers(run: Path) -> tuple[list[Path], list[str], list[str]]:
+def _ledgers(run: Path, config: Config | None) -> tuple[list[Path], list[str], list[str]]:
     """The journals of a run; problems of accounts that outlive it; and where they are."""
     own = _journals_in(run / "ledger")
-    named = run_traces.lasting_accounts(run)
+    named = run_traces.lasting_accounts(run, config)
     if named is None:
         return own, [], []
     if not named.is_dir():

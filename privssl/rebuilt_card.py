@@ -14,9 +14,9 @@ from typing import Any
 
 from accounting.plan import AccountPlan
 from accounting.replay import Journal
-from privssl import config as configs
 from privssl.card import privacy_card
-from privssl.errors import PrivacyError, UserError
+from privssl.config import Config
+from privssl.errors import PrivacyError
 from privssl.run_folder import releases
 from privssl.run_traces import lasting_accounts
 
@@ -32,7 +32,9 @@ _DERIVED = (
 )
 
 
-def problems(run: Path, card: Card, known: Mapping[str, Journal]) -> Iterator[str]:
+def problems(
+    run: Path, config: Config | None, card: Card, known: Mapping[str, Journal]
+) -> Iterator[str]:
     """Where the card is not the one that follows from the ledgers as it knew them.
 
     Args:
@@ -43,8 +45,8 @@ def problems(run: Path, card: Card, known: Mapping[str, Journal]) -> Iterator[st
     found = [journal for journal in journals if journal is not None and journal.plans]
     if not found or len(found) < len(journals):
         return  # a problem of that agent already
-    yield from _release_problems(run, card, found[0].plan)
-    if card.get("this_run") is None and lasting_accounts(run) is not None:
+    yield from _release_problems(config, card, found[0].plan)
+    if card.get("this_run") is None and lasting_accounts(run, config) is not None:
         yield "the accounts outlive the run, but the card has no this_run"
     task = card.get("task")
     try:
@@ -131,7 +133,7 @@ def _has_bounds(card: Card) -> bool:
     return all(any(e["epsilon"].get(key) is not None for key in keys) for e in card["agents"])
 
 
-def _release_problems(run: Path, card: Card, plan: AccountPlan) -> Iterator[str]:
+def _release_problems(config: Config | None, card: Card, plan: AccountPlan) -> Iterator[str]:
     """What the card says leaves an agent, held against what its plan trains with noise."""
     listed = [(r["name"], r["status"], r["why"]) for r in card["releases"]]
     statuses = {name: status for name, status, _ in listed}
@@ -144,10 +146,6 @@ def _release_problems(run: Path, card: Card, plan: AccountPlan) -> Iterator[str]
     for name in plan.update:
         if statuses.get(name) != true:
             yield f"releases: {name} is trained on labelled rows, so it is {true}"
-    try:
-        config = configs.load(run / "config.yaml")
-    except UserError:
-        return
     # Only update and protect are read, which both kinds of plan have.
-    if listed != releases(plan, config):
+    if config is not None and listed != releases(plan, config):
         yield "releases: not those of the config and the ledger's plan"

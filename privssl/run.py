@@ -323,9 +323,7 @@ class Run:
             },
         }
 
-    def _card(
-        self, status: Status, released: Mapping[str, str] | None
-    ) -> dict[str, Any] | None:
+    def _card(self, status: Status, released: Mapping[str, str] | None) -> dict[str, Any] | None:
         plan, privacy = self._prepared.plan, self._config.privacy
         if plan is None or privacy is None:
             return None

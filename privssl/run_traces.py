@@ -55,12 +55,18 @@ def has_ended(run: Path) -> bool:
     return results is not None and results.get("status") in ("finished", "budget_exhausted")
 
 
+def config_of(run: Path) -> Config | None:
+    """config.yaml; None when there is none that can be read."""
+    try:
+        return configs.load(run / "config.yaml")
+    except UserError:
+        return None
+
+
 def was_to_be_private(run: Path) -> bool:
     """Whether config.yaml has a privacy section."""
-    try:
-        return configs.load(run / "config.yaml").privacy is not None
-    except UserError:
-        return False
+    config = config_of(run)
+    return config is not None and config.privacy is not None
 
 
 def unread(run: Path) -> list[str]:
@@ -70,17 +76,16 @@ def unread(run: Path) -> list[str]:
     return [f"{path.name} cannot be read, so it was not compared"] if damaged else []
 
 
-def lasting_accounts(run: Path) -> Path | None:
+def lasting_accounts(run: Path, config: Config | None) -> Path | None:
     """Where the accounts are, when they outlive the run; None when they are its own."""
-    try:
-        named = ledger_of(configs.load(run / "config.yaml"), run)
-    except UserError:
+    if config is None:
         return None
+    named = ledger_of(config, run)
     return None if named == run / "ledger" else named
 
 
 def check_memories(
-    run: Path, journals: Mapping[str, Journal], card: Card | None
+    run: Path, config: Config | None, journals: Mapping[str, Journal], card: Card | None
 ) -> tuple[list[str], list[str]]:
     """Problems and notes: whether each ledger still has the lines that checkpoints remember.
 
@@ -89,9 +94,8 @@ def check_memories(
             it is asked instead.
     """
     problems, notes = [], []
-    memories, unread = _memories(run)
-    notes += [f"{name} cannot be read, so it is not known what it remembers" for name in unread]
-    accounts = lasting_accounts(run)
+    memories = _memories(run)
+    accounts = lasting_accounts(run, config)
     copied = accounts is not None and not accounts.is_dir()
     for agent in sorted({memory.agent for memory in memories}):
         asked = journals.get(agent)
@@ -143,16 +147,14 @@ def claim_elsewhere(run: Path, card: Card | None) -> Iterator[str]:
 
 
 def config_elsewhere(
-    run: Path, journals: Mapping[str, Journal], card: Card | None
+    run: Path, config: Config | None, journals: Mapping[str, Journal], card: Card | None
 ) -> tuple[list[str], list[str]]:
     """Problems and doubts: whether ledgers and card are those that config.yaml asks for.
 
     Who has a ledger, and what a visit costs, is taken from the config alone. Sites have accounts of
     their own, which outlive runs: of them only the card is asked.
     """
-    try:
-        config = configs.load(run / "config.yaml")
-    except UserError:
+    if config is None:
         return [], ["config.yaml is missing or cannot be read: that the ledgers charge for what it "
                     "asked is not known"]  # fmt: skip
     if config.privacy is None:
@@ -270,9 +272,9 @@ def curves_elsewhere(run: Path, journals: Mapping[str, Journal]) -> Iterator[str
             )
 
 
-def _memories(run: Path) -> tuple[list[Memory], list[str]]:
-    """What readable checkpoints remember, and the names of those that cannot be read."""
-    found, unread = [], []
+def _memories(run: Path) -> list[Memory]:
+    """What readable checkpoints remember; of others ``witnesses.py`` tells."""
+    found = []
     for path in sorted((run / "checkpoints").glob("*/snapshot.json")):
         name = f"checkpoint {path.parent.name}"
         if path.parent.name.startswith(durable.TEMPORARY):
@@ -288,8 +290,8 @@ def _memories(run: Path) -> tuple[list[Memory], list[str]]:
                         raise TypeError("the number of a line")
                     found.append(Memory(name, agent, seq, str(extra[LEDGER_HEAD + agent])))
         except (OSError, AccountingError, LookupError, TypeError, ValueError, AttributeError):
-            unread.append(name)
-    return found, unread
+            continue
+    return found
 
 
 def _holds(journal: Journal, memory: Memory) -> bool:

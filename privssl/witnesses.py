@@ -21,7 +21,7 @@ from privssl.card import CLASSIFIER
 from privssl.config import Config
 from privssl.data import manifest
 from privssl.data.draw import holders
-from privssl.errors import DataError, UserError
+from privssl.errors import DataError
 from privssl.run_folder import LEDGER_SEQ
 from privssl.run_traces import SPENT, has_ended, results_of
 
@@ -43,21 +43,20 @@ class Findings(NamedTuple):
     notes: list[str]
 
 
-def check(run: Path, card: Card | None, journals: Mapping[str, Journal]) -> Findings:
+def check(
+    run: Path, config: Config | None, card: Card | None, journals: Mapping[str, Journal]
+) -> Findings:
     """What is absent from a run's folder, and where its files contradict each other.
 
-    Without a card nothing is claimed, and nothing is missing.
+    Without a card nothing is claimed, and nothing is missing. That there is no config.yaml is for
+    ``run_traces.config_elsewhere`` to tell.
     """
     found = Findings([], [], [])
     if card is None:
         return found
     results, ended = results_of(run), has_ended(run)
-    try:
-        config: Config | None = configs.load(run / "config.yaml")
-    except UserError:
-        config = None  # told by ``run_traces.config_elsewhere``
     rounds = results.get("rounds") if results is not None else None
-    found.doubts.extend(_absent(run, ended, rounds))
+    found.doubts.extend(_absent(run, ended or card.get("weights") is not None, rounds))
     found.notes.extend(
         f"{name} is absent: it was not compared"
         for name in ("privacy.md", "split.json", "train.log", "tensorboard")
@@ -89,7 +88,7 @@ def check(run: Path, card: Card | None, journals: Mapping[str, Journal]) -> Find
 # What is absent -----------------------------------------------------------------------------
 
 
-def _absent(run: Path, ended: bool, rounds: object) -> Iterator[str]:
+def _absent(run: Path, released: bool, rounds: object) -> Iterator[str]:
     """Files that bear on the claim. An interrupted run releases no classifier, and has no curve
     before its first round."""
     text = "{} is absent: every run writes it, and it was not possible to compare it"
@@ -99,9 +98,9 @@ def _absent(run: Path, ended: bool, rounds: object) -> Iterator[str]:
         yield text.format("metrics.csv")
     if not any((run / "checkpoints").glob("round_*/snapshot.json")):
         yield text.format("checkpoints")
-    if ended and not (run / CLASSIFIER).is_file():
+    if released and not (run / CLASSIFIER).is_file():
         yield text.format(CLASSIFIER)
-    if results_of(run) is not None and not ended and (run / CLASSIFIER).exists():
+    if not released and results_of(run) is not None and (run / CLASSIFIER).exists():
         yield f"results.json says that the run was interrupted, but there is a {CLASSIFIER}"
 
 
@@ -189,13 +188,11 @@ def _other_curves(
     table: Sequence[Mapping[str, str]], results: Card | None, ended: bool
 ) -> Iterator[str]:
     """Where metrics.csv says something else than results.json."""
-    if results is None or not table:
+    if results is None or not table or not ended:
         return
     rounds, said = results.get("rounds"), [_number(line.get("round")) for line in table]
-    if ended and said != list(range(1, len(said) + 1)) or (said[-1] != rounds if ended else False):
+    if said != list(range(1, len(said) + 1)) or said[-1] != rounds:
         yield f"metrics.csv does not have rounds 1 to {rounds}, each once, as results.json says"
-        return
-    if not ended:
         return
     for name, key, true in (
         ("bytes.up", "up", sum(_number(line.get("comm/up_bytes")) for line in table)),
@@ -221,9 +218,7 @@ def _other_spending(
         had = _course(journal)
         strange = [n for n in column if not any(math.isclose(n, e, rel_tol=_ROUNDING) for e in had)]
         if strange or column != sorted(column):
-            yield (
-                f"metrics.csv has other epsilons of {agent} than its ledger had after any visit"
-            )
+            yield (f"metrics.csv has other epsilons of {agent} than its ledger had after any visit")
         elif ended and not math.isclose(column[-1], had[-1], rel_tol=_ROUNDING):
             yield (
                 f"metrics.csv ends with epsilon {column[-1]:.6f} of {agent}, its ledger with "
