@@ -33,9 +33,6 @@ Card = dict[str, Any]
 
 SCHEMA = 1
 
-#: The file of weights that a finished run releases.
-CLASSIFIER = "classifier.safetensors"
-
 BRACKET_LIMIT = 40.0  # above this epsilon numeric composition takes many seconds
 
 _ROUNDING = (
@@ -267,7 +264,7 @@ def render_markdown(card: Card) -> str:
         *(f"- {sentence}" for sentence in card["not_protected"]),
         "",
         *_attack_lines(card["attack_bounds"]),
-        *_weights_lines(card.get("weights")),
+        *([_weights(card["weights"]), ""] if card.get("weights") else []),
         f"Versions: {', '.join(f'{name} {text}' for name, text in card['versions'].items())}.",
     ]
     return "\n".join(lines) + "\n"
@@ -369,10 +366,8 @@ def _this_run_lines(spent: dict[str, float] | None, number: str) -> list[str]:
     ]
 
 
-def _weights_lines(weights: dict[str, str] | None) -> list[str]:
-    if weights is None:
-        return []
-    return [f"Released weights: {weights['file']}, SHA-256 {weights['sha256']}.", ""]
+def _weights(released: dict[str, str]) -> str:
+    return f"Released weights: {released['file']}, SHA-256 {released['sha256']}."
 
 
 def _attack_lines(bounds: dict[str, float] | None) -> list[str]:

@@ -20,7 +20,7 @@ from torch.nn.functional import one_hot
 
 from privssl import __version__, checkpoint, data, kernels, pictures, tensor_file
 from privssl import config as configs
-from privssl.card import CLASSIFIER, AgentSpend, guarantee_sentence, privacy_card, render_markdown
+from privssl.card import AgentSpend, guarantee_sentence, privacy_card, render_markdown
 from privssl.checkpoint import Snapshot
 from privssl.engines import Engine
 from privssl.engines.forked import WorkerError
@@ -35,6 +35,7 @@ from privssl.resuming import SOURCES, SPLIT
 from privssl.rounds import planned_rounds, rounds_of
 from privssl.run_engine import carried, make_engine, refuse_names_of_memories, shown_journals
 from privssl.run_folder import (
+    CLASSIFIER,
     LEDGER_HEAD,
     LEDGER_SEQ,
     RUN_ID,
@@ -281,13 +282,11 @@ class Run:
             copy_ledgers(self._prepared, self._folder)
             write_text(self._folder / "privacy.json", json.dumps(card, indent=2) + "\n")
             write_text(self._folder / "privacy.md", render_markdown(card))
-        results = self._results(status, card, released)
+        results = self._results(status, card)
         write_text(self._folder / "results.json", json.dumps(results, indent=2) + "\n")
         log.info("%s after %d rounds. %s", status, results["rounds"], guarantee_sentence(card))
 
-    def _results(
-        self, status: Status, card: Mapping[str, Any] | None, released: Mapping[str, str] | None
-    ) -> dict[str, Any]:
+    def _results(self, status: Status, card: Mapping[str, Any] | None) -> dict[str, Any]:
         config, p = self._config, self._kept.progress
         plan = self._prepared.plan
         # A session that had no round left knows the mean of the others.
@@ -307,7 +306,6 @@ class Run:
                 "round_median": round(statistics.median(durations), 4),
             },
             "bytes": {"up": p.up, "down": p.down},
-            "weights": released,
             "privacy": {
                 "guarantee": None if card is None else card["guarantee"],
                 "nominal_epsilon": None if card is None else card["nominal_epsilon"],

@@ -159,7 +159,8 @@ def config_elsewhere(
                     "asked is not known"]  # fmt: skip
     if config.privacy is None:
         return ["there are ledgers or a card, but config.yaml has no privacy section"], []
-    problems, doubts = [], []
+    problems: list[str] = []
+    doubts: list[str] = []
     if config.run.engine == "local":
         wanted = set(holders(config.data.labels, config.agents).labelled)
         missing = [
