@@ -6,6 +6,7 @@ same bits. Negative controls are planted query passes that train on labelled row
 agent's own fields, which ends the run, and past them, which changes the answers.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,10 @@ def with_other_labelled_rows(made: Prepared) -> Prepared:
 
 def differing(name: str, folder: Path, at_once: int) -> tuple[int, int]:
     """How many answers that nothing was charged for there are, and how many of them differ."""
-    free = played(prepared(name, folder), folder / "a", at_once)
+    made = prepared(name, folder)
+    free = played(made, folder / "a", at_once)
     other = with_other_labelled_rows(prepared(name, folder))
+    other = dataclasses.replace(other, algorithm=made.algorithm)  # whose steps the calls name
     again = asked_again(other, folder / "b", at_once, [calls for calls, _ in free])
     first = [reply for _, replies in free for reply in replies]
     pairs = [p for p in zip(first, again, strict=True) if p[0].sender.role == "mixed"]
