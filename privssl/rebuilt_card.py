@@ -48,7 +48,7 @@ def problems(
     yield from _release_problems(config, card, found[0].plan)
     if card.get("this_run") is None and lasting_accounts(run, config) is not None:
         yield "the accounts outlive the run, but the card has no this_run"
-    task = card.get("task")
+    task, weights = card.get("task"), card.get("weights")
     try:
         made = privacy_card(
             [
@@ -63,7 +63,7 @@ def problems(
             task=None if task is None else (task["classes"], tuple(task["shape"])),
             this_run=card.get("this_run"),
             planned=card.get("planned_visits"),
-            weights=card.get("weights"),
+            weights=weights if isinstance(weights, dict) else None,  # asked in ``witnesses.py``
         )
     except PrivacyError as error:
         yield f"no true card follows from the ledgers: {error}"

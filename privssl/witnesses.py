@@ -9,6 +9,7 @@ Reads only. The audit takes what contradicts the claim itself from ``run_traces.
 
 import csv
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from privssl.run_traces import SPENT, has_ended, results_of
 Card = dict[str, Any]
 
 _ROUNDING = 1e-6  # relative
+_ROUND = re.compile(r" INFO Round (\d{1,9}) of ")  # of train.log
 _OF_PROGRESS = (  # where results.json repeats a number of the last checkpoint
     ("rounds", "round"),
     *((f"test_accuracy.{name}", name) for name in ("final", "best", "best_round")),
@@ -69,6 +71,9 @@ def check(
     found.doubts.extend(_other_curves(table, results, ended))
     if results is not None and not ended:
         found.notes.append(f"the run was interrupted after round {rounds}: it claims what it spent")
+        if not (run / "train.log").exists():
+            found.doubts.append("train.log is absent: whether the run went on is not known")
+    found.doubts.extend(_later_rounds(run, rounds))
     if config is None or config.privacy is None:
         return found
     if any(about.get("config_digest") != configs.digest(config) for about in whole.values()):
@@ -119,8 +124,12 @@ def _check_weights(run: Path, card: Card, ended: bool, found: Findings) -> None:
         found.problems.append("the card's weights are not a file and its SHA-256")
     elif said["file"] != CLASSIFIER:
         found.problems.append(f"the card names weights that no run releases: {said['file']!r:.40}")
-    elif (path := run / CLASSIFIER).is_file() and tensor_file.sha256_of(path) != said["sha256"]:
-        found.problems.append(f"{CLASSIFIER} does not hold the weights that the card names")
+    elif (path := run / CLASSIFIER).is_file():
+        try:
+            if tensor_file.sha256_of(path) != said["sha256"]:
+                found.problems.append(f"{CLASSIFIER} does not hold the weights that the card names")
+        except OSError as error:
+            found.doubts.append(f"{CLASSIFIER} cannot be read: {error.strerror}")
 
 
 # What is there ------------------------------------------------------------------------------
@@ -200,6 +209,17 @@ def _other_curves(
             yield f"results.json says {name} {value}, metrics.csv {true:g}"
 
 
+def _later_rounds(run: Path, rounds: object) -> Iterator[str]:
+    """Whether train.log knows of a round after those of results.json: the folder was rolled back."""
+    try:
+        log = (run / "train.log").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    told = max((int(number) for number in _ROUND.findall(log)), default=0)
+    if isinstance(rounds, int) and told > rounds:
+        yield f"train.log tells of round {told}, results.json of {rounds} rounds"
+
+
 def _other_spending(
     table: Sequence[Mapping[str, str]], journals: Mapping[str, Journal], config: Config, ended: bool
 ) -> Iterator[str]:
@@ -234,7 +254,7 @@ def _course(journal: Journal) -> list[float]:
 def _other_split(run: Path, config: Config, journals: Mapping[str, Journal]) -> Iterator[str]:
     """Where split.json is damaged, or gives other numbers of rows than public counts say."""
     path = run / "split.json"
-    if not path.exists() or config.run.engine != "local":
+    if not path.is_file() or config.run.engine != "local":
         return
     try:
         held = manifest.read(path).agents
@@ -263,10 +283,12 @@ def _too_few(card: Card, results: Card | None, config: Config) -> Iterator[str]:
     planned = card.get("planned_visits")
     if config.privacy is None or config.privacy.ledger:
         return
-    visits = [entry["visits"] for entry in card["agents"]]
+    visits = [entry.get("visits") for entry in card["agents"]]
+    if not all(type(number) is int for number in visits):
+        return  # told by ``rebuilt_card.py``
     if status == "finished" and planned is not None and any(n < planned for n in visits):
         yield f"the run finished, but an agent had {min(visits)} visits of {planned}"
-    if status == "budget_exhausted" and all(entry["visits_left"] for entry in card["agents"]):
+    if status == "budget_exhausted" and all(entry.get("visits_left") for entry in card["agents"]):
         yield "results.json says that a budget was spent, but the card has visits left for all"
 
 
@@ -274,7 +296,10 @@ def _same(said: object, true: object, *, within: float = 0.0) -> bool:
     numbers = [n for n in (said, true) if isinstance(n, int | float) and not isinstance(n, bool)]
     if len(numbers) < 2:
         return said == true
-    return math.isclose(*numbers, rel_tol=1e-9, abs_tol=within)
+    try:
+        return math.isclose(*numbers, rel_tol=1e-9, abs_tol=within)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 def _number(text: str | None) -> float:

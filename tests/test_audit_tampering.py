@@ -310,6 +310,8 @@ SMALLER = {
     "only the first checkpoint is left": all_of(
         ledgers_anew(visits=2), without("checkpoints/round_00004", "metrics.csv"),
     ),
+    "rolled back to the first checkpoint": all_of(lambda run: _roll_back(run)),
+    "the same, and no log": all_of(lambda run: _roll_back(run), without("train.log")),
     "noise in the config as well": all_of(
         replaced("config.yaml", "noise_multiplier: null", "noise_multiplier: 4.0"),
         ledgers_anew(with_event(noise_multiplier=4.0)),
@@ -331,6 +333,20 @@ SMALLER = {
 }  # fmt: skip
 
 
+def _roll_back(run: Path) -> None:
+    """The folder as it would be had the run been interrupted before its first round."""
+    for path in (run / "ledger").glob("*.jsonl"):
+        path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    remove(run, ("checkpoints/round_00004", "metrics.csv", "classifier.safetensors"))
+    (run / "checkpoints" / "latest").write_text("round_00000\n")
+    results = json.loads((run / "results.json").read_text())
+    results |= {"status": "interrupted", "rounds": 0, "bytes": {"up": 0, "down": 0}}
+    results["test_accuracy"] = {"final": 0.0, "best": 0.0, "best_round": 0}
+    results["seconds"]["total"] = 0.0
+    (run / "results.json").write_text(json.dumps(results))
+    card_anew(run, planned=None, weights=None)
+
+
 def _rename(run: Path) -> None:
     (run / "ledger" / "m1.jsonl").rename(run / "ledger" / "m7.jsonl")
 
@@ -348,6 +364,16 @@ def test_a_smaller_claim_is_violated_or_inconclusive(
     report = audit.audit(run)
     assert report.verdict in (Verdict.VIOLATED, Verdict.INCONCLUSIVE), told(report)
     assert told(report)
+
+
+def test_of_a_folder_that_was_rolled_back_the_log_alone_remembers_more(run: Path) -> None:
+    """What SECURITY.md says: with the log rewritten too it is the folder of another run."""
+    _roll_back(run)
+    assert audit.audit(run).doubts == ["train.log tells of round 4, results.json of 0 rounds"]
+    (run / "train.log").write_text("")
+    report = audit.audit(run)
+    assert report.verdict == Verdict.CONSISTENT and report.agents[0].claimed == 0
+    assert report.notes == ["the run was interrupted after round 0: it claims what it spent"]
 
 
 def test_noise_in_ledgers_and_card_that_the_config_does_not_ask_for_is_violated_and_named(
@@ -382,6 +408,9 @@ EDITED = {
     "classifier: one bit": flipped("classifier.safetensors"),
     "card: hash of the weights": edit("privacy.json", "weights", "sha256", value="0" * 64),
     "card: other weights": edit("privacy.json", "weights", "file", value="other.safetensors"),
+    "card: weights that are a word": edit("privacy.json", "weights", value="these"),
+    "card: no number of visits": edit("privacy.json", "agents", 0, "visits", value=None),
+    "results: a number beyond floats": edit("results.json", "bytes", "up", value=10**400),
     "card: an unknown key": lambda run: _with_key(run, "certified_by", "nobody"),
     "card: an unknown key of the task": edit("privacy.json", "task", "rows", value="many"),
     "card: an unknown key of an agent": edit("privacy.json", "agents", 0, "audited", value=True),
