@@ -210,7 +210,7 @@ def _other_curves(
 
 
 def _later_rounds(run: Path, rounds: object) -> Iterator[str]:
-    """Whether train.log knows of a round after those of results.json: the folder was rolled back."""
+    """Whether train.log knows of a later round than results.json: somebody went back."""
     try:
         log = (run / "train.log").read_text(encoding="utf-8", errors="replace")
     except OSError:
