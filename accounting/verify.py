@@ -79,11 +79,17 @@ def rdp_epsilon(events: Iterable[Event], delta: float) -> float | None:
     """
     check_delta(delta)
     _need_library()
+    return _rdp_epsilon(tuple(_counted(events).items()), delta)
+
+
+@lru_cache(maxsize=128)  # agents often spend the same
+def _rdp_epsilon(
+    counted: tuple[tuple[SampledGaussian | PureEpsilon, int], ...], delta: float
+) -> float | None:
     import dp_accounting
 
-    counted = _counted(events)
     accountant = dp_accounting.rdp.RdpAccountant(orders=list(INTEGER_ORDERS))
-    for leaf, count in counted.items():
+    for leaf, count in counted:
         if not isinstance(leaf, SampledGaussian):
             return None
         gaussian = dp_accounting.GaussianDpEvent(leaf.noise_multiplier)

@@ -47,13 +47,14 @@ class Verdict(IntEnum):
 
 @dataclass
 class Report:
-    """The whole audit. ``problems`` and ``notes`` are about the run, not about one agent."""
+    """The whole audit. ``problems``, ``doubts`` and ``notes`` are about the run, not one agent."""
 
     run: str
     verdict: Verdict
     claim: str
     agents: "list[AgentReport]"
     problems: list[str]
+    doubts: list[str]
     notes: list[str]
     attack: "AttackReport | None" = None
 
@@ -90,7 +91,9 @@ def _reported(run: Path, found: "Findings") -> Report:
     claim = "no claim was written" if found.card is None else found.card["sentence"]
     if found.card is None and not found.agents and not was_to_be_private(run):
         claim = guarantee_sentence(None)
-    report = Report(str(run), Verdict.CONSISTENT, claim, found.agents, found.problems, found.notes)
+    report = Report(
+        str(run), Verdict.CONSISTENT, claim, found.agents, found.problems, found.doubts, found.notes
+    )
     report.verdict = _verdict(found, report)
     return report
 
@@ -149,7 +152,7 @@ def _verdict(found: "Findings", report: Report) -> Verdict:
     if found.card["guarantee"] is None:
         return Verdict.NO_GUARANTEE
     overdrawn = any((agent.spent or 0.0) > (agent.budget or 0.0) for agent in found.agents)
-    if overdrawn or any(agent.open for agent in found.agents):
+    if report.doubts or overdrawn or any(agent.open for agent in found.agents):
         return Verdict.INCONCLUSIVE
     if report.attack is not None and report.attack.blind:
         return Verdict.INCONCLUSIVE
@@ -201,6 +204,8 @@ def _print(report: Report) -> None:
     console.print("claim: " + escape(report.claim))
     for problem in _wrong(report):
         console.print("[red]violated:[/red] " + escape(problem))
+    for doubt in report.doubts:
+        console.print("[yellow]in doubt:[/yellow] " + escape(doubt))
     for agent in report.agents:
         for note in agent.notes:
             console.print(f"note: {escape(agent.agent)}: {escape(note)}")
@@ -272,7 +277,7 @@ def _attack_table(attack: "AttackReport") -> Table:
 _MEANING = {
     Verdict.CONSISTENT: "the ledgers bear out the claim",
     Verdict.VIOLATED: "do not rely on the claim",
-    Verdict.INCONCLUSIVE: "the ledgers are whole, but the claim could not be put to the test",
+    Verdict.INCONCLUSIVE: "nothing refutes the claim, but not all could be put to the test",
     Verdict.NO_GUARANTEE: "there is no guarantee to check",
 }
 

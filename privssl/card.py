@@ -70,6 +70,7 @@ def privacy_card(
     planned: int | None = None,
     former: Sequence[Card] = (),
     ledger_problems: Sequence[str] = (),
+    weights: Mapping[str, str] | None = None,
 ) -> Card:
     """The card of a private run, ready for ``privacy.json``.
 
@@ -85,6 +86,7 @@ def privacy_card(
             somebody who saw its accuracy may have chosen the moment.
         former: what replaced runs of the same folder spent; see ``former_ledgers.py``.
         ledger_problems: what forbids a claim: damage to ledgers, each with its agent.
+        weights: ``file`` and ``sha256`` of what the run releases; None when it was stopped.
 
     Raises:
         PrivacyError: the inputs contradict each other, so that no true card exists.
@@ -119,6 +121,7 @@ def privacy_card(
         "this_run": None if this_run is None else dict(this_run),
         "former_ledgers": list(former),
         "ledger_problems": list(ledger_problems),
+        "weights": None if weights is None else dict(weights),
         "epsilon": {
             "kind": kind,
             "overall": overall,
@@ -283,6 +286,7 @@ def render_markdown(card: Card) -> str:
         *(f"- {sentence}" for sentence in card["not_protected"]),
         "",
         *_attack_lines(card["attack_bounds"]),
+        *([_weights(card["weights"]), ""] if card.get("weights") else []),
         f"Versions: {', '.join(f'{name} {text}' for name, text in card['versions'].items())}.",
     ]
     return "\n".join(lines) + "\n"
@@ -346,6 +350,10 @@ def _this_run_lines(spent: dict[str, float] | None, number: str) -> list[str]:
         f"- The accounts outlive this run: every number here counts all runs that drew from them. "
         f"Of this run alone, {number}: {each}."
     ]
+
+
+def _weights(released: dict[str, str]) -> str:
+    return f"Released weights: {released['file']}, SHA-256 {released['sha256']}."
 
 
 def _attack_lines(bounds: dict[str, float] | None) -> list[str]:

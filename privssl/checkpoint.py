@@ -22,7 +22,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -30,21 +29,19 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 from torch import Tensor
 
-from accounting.canonical import MAX_INTEGER, decode_strictly, encode
+from accounting.canonical import decode_strictly, encode
 from accounting.errors import PlanError
 from privssl import durable, tensor_file
 from privssl.errors import RunFolderError
-from privssl.tensor_file import InFile, Item, Packed, Place, Unread
+from privssl.state_tree import StateTree, filled, outline
+from privssl.tensor_file import InFile, Item, Place
 
 logger = logging.getLogger(__name__)
-
-Leaf: TypeAlias = Tensor | int | float | str | bool | None
-StateTree: TypeAlias = Mapping[str, "StateTree"] | tuple["StateTree", ...] | Leaf
 
 #: 1 listed the tensors of single agents one by one; it is read, into memory. 1 and 2 had no
 #: checksum of snapshot.json itself.
@@ -187,59 +184,16 @@ def _about(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Item
         "format": FORMAT,
         "round": snapshot.round,
         "config_digest": snapshot.config_digest,
-        "extra": _outline(dict(snapshot.extra), "", {}, {}),
+        "extra": outline(dict(snapshot.extra), "", {}, {}),
     }
     forms: dict[str, int] = {}  # JSON -> number
     trees: dict[str, dict[str, Item]] = {name: {} for name in TREES}
     for name, tensors in trees.items():
-        outline = _outline(getattr(snapshot, name), "", tensors, forms, TREES[name])
-        about[name] = {"outline": outline}
+        shape = outline(getattr(snapshot, name), "", tensors, forms, TREES[name])
+        about[name] = {"outline": shape}
         tensor_file.check_types(tensors)
     about["forms"] = list(map(json.loads, forms))
     return about, trees
-
-
-def _outline(
-    tree: StateTree | Unread, pointer: str, tensors: dict[str, Item], forms: dict[str, int],
-    left: int = -1,
-) -> Any:  # fmt: skip
-    """A tree as JSON, with its tensors moved to ``tensors`` under their JSON pointers. Mappings of
-    tensors to which ``left`` names lead are packed, and what they hold moved to ``forms``."""
-
-    def inner(branch: StateTree | Unread, name: str, left: int = -1) -> Any:
-        return _outline(branch, f"{pointer}/{name}", tensors, forms, left)
-
-    if isinstance(tree, Tensor | Unread):
-        tensors[pointer or "/"] = tree
-        return {"tensor": pointer or "/"}
-    if isinstance(tree, Mapping):
-        if not all(isinstance(key, str) for key in tree):
-            raise TypeError(f"a key at {pointer or '/'} of a state tree is not text")
-        items = tree.unread() if isinstance(tree, InFile) else tree
-        own = {k: v for k, v in items.items() if isinstance(v, Tensor | Unread)}
-        if left == 0 and own and len(own) == len(items):
-            packed = tensors[pointer] = Packed(own)
-            form = json.dumps(packed.form())  # agents are many, the forms of what they hold few
-            return {"packed": [pointer, forms.setdefault(form, len(forms))]}
-        return {"mapping": {k: inner(v, _escaped(k), left - 1) for k, v in items.items()}}
-    if isinstance(tree, tuple):
-        return {"tuple": [inner(v, str(i)) for i, v in enumerate(tree)]}
-    if isinstance(tree, float) and not math.isfinite(tree):
-        return {"float": repr(tree)}  # strict JSON has no infinity
-    if isinstance(tree, int) and abs(tree) > MAX_INTEGER:
-        return {"int": str(tree)}  # and no integer in which other readers lose digits
-    if tree is None or isinstance(tree, bool | int | float | str):
-        return tree
-    raise TypeError(f"{pointer or '/'} of a state tree is a {type(tree).__name__}")
-
-
-def _escaped(key: str) -> str:
-    """One step of a JSON pointer: unlike keys never give like pointers.
-
-    >>> _escaped("a/b"), _escaped("a~1b")
-    ('a~1b', 'a~01b')
-    """
-    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -293,19 +247,41 @@ def _candidates(folder: Path) -> list[str]:
     return sorted(names, key=lambda name: name != latest)  # stable: the others stay newest first
 
 
+def examined(folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """What a snapshot.json says, when it and the files beside it are as they were written; else
+    None, and why. Nothing is restored: this is for whoever only looks."""
+    try:
+        about = _about_itself(folder)
+        for name in TREES:
+            _check_file(folder / f"{name}.safetensors", about[name])
+        if not isinstance(about["extra"]["mapping"], dict):
+            raise TypeError("extra")
+    except (_Damaged, PlanError) as error:
+        return None, str(error)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+        return None, "snapshot.json is not as written"
+    return about, ""
+
+
+def _about_itself(folder: Path) -> dict[str, Any]:
+    """snapshot.json, with a format that is known, its own checksum and its own round."""
+    about: dict[str, Any] = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
+    if type(about["format"]) is not int or not 1 <= about["format"] <= FORMAT:
+        raise _Damaged(f"format {about['format']!r}, this version reads 1 to {FORMAT}")
+    stated = about.pop("sha256", None)
+    if stated != _checksum(about) and (stated is not None or about["format"] > 2):
+        raise _Damaged("snapshot.json does not match its checksum")
+    if type(about["round"]) is not int or f"round_{about['round']:05d}" != folder.name:
+        raise _Damaged(f"snapshot.json is of round {about['round']}")
+    return about
+
+
 def _read(folder: Path) -> Snapshot:
     try:
-        about = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
-        if type(about["format"]) is not int or not 1 <= about["format"] <= FORMAT:
-            raise _Damaged(f"format {about['format']!r}, this version reads 1 to {FORMAT}")
-        stated = about.pop("sha256", None)
-        if stated != _checksum(about) and (stated is not None or about["format"] > 2):
-            raise _Damaged("snapshot.json does not match its checksum")
-        if type(about["round"]) is not int or f"round_{about['round']:05d}" != folder.name:
-            raise _Damaged(f"snapshot.json is of round {about['round']}")
+        about = _about_itself(folder)
         forms = list(map(tensor_file.places_in, about.get("forms", [])))
         trees = {name: _tree(folder / f"{name}.safetensors", about[name], forms) for name in TREES}
-        extra = _filled(about["extra"], _NO_TENSORS, [])
+        extra = filled(about["extra"], _NO_TENSORS, [])
         _check_kinds(trees["memories"], about["config_digest"], extra)
         return Snapshot(
             round=about["round"],
@@ -339,13 +315,21 @@ def _is_memory(memory: Any) -> bool:
 
 def _tree(path: Path, about: Mapping[str, Any], forms: Sequence[Mapping[str, Place]]) -> Any:
     """A tree; mappings that are packed are left in the file."""
+    _check_file(path, about)
+    try:
+        return filled(about["outline"], tensor_file.opened(path), forms)
+    except SafetensorError as error:
+        raise _Damaged(f"{path.name} is not safetensors ({error})") from error
+    except OSError as error:
+        raise _Damaged(f"{path.name}: {error.strerror}") from error
+
+
+def _check_file(path: Path, about: Mapping[str, Any]) -> None:
+    """Raise _Damaged unless a file of tensors has the stated size and checksum."""
     size = about["bytes"]
     try:
         if _size(path, size) != size or tensor_file.sha256_of(path) != about["sha256"]:
             raise _Damaged(f"{path.name} does not match its checksum")
-        return _filled(about["outline"], tensor_file.opened(path), forms)
-    except SafetensorError as error:
-        raise _Damaged(f"{path.name} is not safetensors ({error})") from error
     except OSError as error:
         raise _Damaged(f"{path.name}: {error.strerror}") from error
 
@@ -368,28 +352,3 @@ def _bytes(path: Path, limit: int) -> bytes:
             return file.read(size)
     except OSError as error:
         raise _Damaged(f"{path.name}: {error.strerror}") from error
-
-
-def _filled(outline: Any, tensors: InFile, forms: Sequence[Mapping[str, Place]]) -> Any:
-    """Inverse of ``_outline``; mappings that are packed stay unread."""
-    if not isinstance(outline, dict):
-        if isinstance(outline, list):
-            raise TypeError("a bare list")
-        return outline
-    [(kind, value)] = outline.items()
-    if kind == "tensor":
-        return tensors[value]
-    if kind == "packed":
-        pointer, number = value
-        if type(number) is not int or number < 0:
-            raise ValueError(f"form {number!r}")
-        return tensors.within(pointer, forms[number])
-    if kind == "mapping":
-        return {key: _filled(item, tensors, forms) for key, item in value.items()}
-    if kind == "tuple":
-        return tuple(_filled(item, tensors, forms) for item in value)
-    if kind == "float":
-        return float(value)
-    if kind == "int":
-        return int(value)
-    raise ValueError(f"unknown kind {kind!r}")

@@ -19,9 +19,10 @@ from accounting.canonical import decode_strictly
 from accounting.errors import AccountingError
 from accounting.events import SampledGaussian, protected
 from accounting.replay import Journal, journal_until, read_journal
-from privssl import rebuilt_card, run_traces
+from privssl import rebuilt_card, run_traces, witnesses
 from privssl.card import SCHEMA, guarantee_sentence, headline_sentence
 from privssl.card_numbers import BRACKET_LIMIT
+from privssl.config import Config
 from privssl.errors import RunFolderError
 
 _TOLERANCE = 1e-6  # relative: a claim this far below its recomputation is still rounding
@@ -57,12 +58,14 @@ class AgentReport:
 
 @dataclass
 class Findings:
-    """What was found in a run folder. ``problems`` and ``notes`` are about the run as a whole."""
+    """What was found in a run folder. ``problems``, ``doubts`` (why a claim that nothing refutes is
+    INCONCLUSIVE) and ``notes`` are about the run as a whole."""
 
     card: Card | None
     journals: dict[str, Journal]
     agents: list[AgentReport]
     problems: list[str]
+    doubts: list[str]
     notes: list[str]
 
 
@@ -73,26 +76,28 @@ def check(run: Path) -> Findings:
         RunFolderError: it is not a run folder, or its privacy card cannot be read.
         LedgerError: a ledger file cannot be read.
     """
-    card = _read_card(run)
-    paths, lost, notes = _ledgers(run)
+    card, config = _read_card(run), run_traces.config_of(run)
+    paths, lost, notes = _ledgers(run, config)
     journals = {path.stem: read_journal(path) for path in paths}
-    cut, remembered = run_traces.check_memories(run, journals, card)
+    cut, remembered = run_traces.check_memories(run, config, journals, card)
     problems = [*lost, *cut, *run_traces.claim_elsewhere(run, card)]
     notes += remembered
-    notes += run_traces.unread(run)
-    if journals:
-        asked, unasked = run_traces.config_elsewhere(run, journals, card)
+    doubts = run_traces.unread(run)
+    if journals or card is not None:
+        asked, unasked = run_traces.config_elsewhere(run, config, journals, card)
         problems += [*asked, *run_traces.curves_elsewhere(run, journals)]
-        notes += unasked
+        doubts += unasked
+    seen = witnesses.check(run, config, card, journals)
+    problems, doubts, notes = problems + seen.problems, doubts + seen.doubts, notes + seen.notes
     if card is None and not paths:
         if not any((run / name).exists() for name in _RUN_FILES):
             raise RunFolderError(
                 f"{run}: not the folder of a run (no privacy.json, no ledger, no results). Give "
                 f"the folder that privssl.train wrote, for example runs/fedssl_dp-0."
             )
-        if run_traces.was_to_be_private(run):
+        if config is not None and config.privacy is not None:
             notes.append("config.yaml asks for privacy: the run never came to its first visit")
-        return Findings(None, {}, [], problems, notes)
+        return Findings(None, {}, [], problems, doubts, notes)
     entries = {entry["agent"]: entry for entry in card["agents"]} if card else {}
     known = {
         path.stem: _as_known(path, journals[path.stem], entries.get(path.stem)) for path in paths
@@ -103,13 +108,16 @@ def check(run: Path) -> Findings:
         for name in sorted(set(journals) | set(entries))
     ]
     if card is not None:
-        problems += [*_card_problems(card, agents), *rebuilt_card.problems(run, card, known)]
         notes += _absent_former_ledgers(run, card)
+        problems += [
+            *_card_problems(card, agents),
+            *rebuilt_card.problems(run, config, card, known),
+        ]
     if not verify.available():
         notes.append("dp-accounting is not installed: no second library")
     if card is None:
         notes.append("there is no privacy.json: the run has not ended, or never wrote its claim")
-    return Findings(card, journals, agents, problems, notes)
+    return Findings(card, journals, agents, problems, doubts, notes)
 
 
 def _absent_former_ledgers(run: Path, card: Card) -> Iterator[str]:
@@ -118,10 +126,10 @@ def _absent_former_ledgers(run: Path, card: Card) -> Iterator[str]:
             yield f"{name}, the ledger of a replaced run, is not beside this folder: not checked"
 
 
-def _ledgers(run: Path) -> tuple[list[Path], list[str], list[str]]:
+def _ledgers(run: Path, config: Config | None) -> tuple[list[Path], list[str], list[str]]:
     """The journals of a run; problems of accounts that outlive it; and where they are."""
     own = _journals_in(run / "ledger")
-    named = run_traces.lasting_accounts(run)
+    named = run_traces.lasting_accounts(run, config)
     if named is None:
         return own, [], []
     if not named.is_dir():
@@ -188,8 +196,8 @@ def _read_card(run: Path) -> Card | None:
 
 def _check_shape(card: Card) -> None:
     """Raise KeyError or TypeError unless every field that is read below is there."""
-    if card["schema"] != SCHEMA:
-        raise ValueError("of another version of privssl; audit it with that version")
+    if card.get("schema") != SCHEMA:
+        raise ValueError(f"schema {card.get('schema')!r:.20}, this version reads {SCHEMA}")
     if card["scope"] not in ("sound", "as_published") or not isinstance(card["sentence"], str):
         raise TypeError("scope or sentence")
     guarantee_sentence(card)  # reads the rest of what the claim is made of

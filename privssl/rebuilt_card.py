@@ -14,9 +14,9 @@ from typing import Any
 
 from accounting.plan import AccountPlan
 from accounting.replay import Journal
-from privssl import config as configs
 from privssl.card import privacy_card
-from privssl.errors import PrivacyError, UserError
+from privssl.config import Config
+from privssl.errors import PrivacyError
 from privssl.former_ledgers import former_ledgers
 from privssl.run_folder import releases
 from privssl.run_traces import lasting_accounts
@@ -33,7 +33,9 @@ _DERIVED = (
 )
 
 
-def problems(run: Path, card: Card, known: Mapping[str, Journal]) -> Iterator[str]:
+def problems(
+    run: Path, config: Config | None, card: Card, known: Mapping[str, Journal]
+) -> Iterator[str]:
     """Where the card is not the one that follows from the ledgers as it knew them.
 
     Args:
@@ -44,15 +46,15 @@ def problems(run: Path, card: Card, known: Mapping[str, Journal]) -> Iterator[st
     found = [journal for journal in journals if journal is not None and journal.plans]
     if not found or len(found) < len(journals):
         return  # a problem of that agent already
-    yield from _release_problems(run, card, found[0].plan)
-    if card.get("this_run") is None and lasting_accounts(run) is not None:
+    yield from _release_problems(config, card, found[0].plan)
+    if card.get("this_run") is None and lasting_accounts(run, config) is not None:
         yield "the accounts outlive the run, but the card has no this_run"
     here = former_ledgers(run, known)
     found_here = {entry["ledger"] for entry in here}
     said = [entry for entry in card["former_ledgers"] if entry["ledger"] in found_here]
     if where := _difference("former_ledgers", said, here):
         yield f"the card's {where} is not what the ledgers of replaced runs say"
-    task = card.get("task")
+    task, weights = card.get("task"), card.get("weights")
     try:
         made = privacy_card(
             [
@@ -69,16 +71,30 @@ def problems(run: Path, card: Card, known: Mapping[str, Journal]) -> Iterator[st
             planned=card.get("planned_visits"),
             former=card["former_ledgers"],
             ledger_problems=card["ledger_problems"],
+            weights=weights if isinstance(weights, dict) else None,  # asked in ``witnesses.py``
         )
     except PrivacyError as error:
         yield f"no true card follows from the ledgers: {error}"
         return
     made = json.loads(json.dumps(made))
+    yield from _unknown_keys(card, made)
     for name in _DERIVED:
         if where := _difference(name, card.get(name), made[name]):
             yield f"the card's {where} is not what follows from the ledgers"
     if not _same_headline(card, made):
         yield "the card's headline is not what follows from the ledgers"
+
+
+def _unknown_keys(card: Card, made: Card) -> Iterator[str]:
+    """Fields that no card has: whoever reads them would take for checked what nobody checks."""
+    for where, said, known in (
+        ("the card", card, made),
+        ("the card's task", card.get("task"), ("classes", "shape")),
+        ("the card's headline", card.get("headline"), ("kind", "epsilon", "by")),
+        *(("a release", release, ("name", "status", "why")) for release in card["releases"]),
+    ):
+        if isinstance(said, dict) and (strange := sorted(said.keys() - set(known))):
+            yield f"{where} says {', '.join(strange):.80}, which this version knows no meaning of"
 
 
 def _difference(where: str, said: Any, true: Any) -> str | None:
@@ -125,7 +141,7 @@ def _has_bounds(card: Card) -> bool:
     return all(any(e["epsilon"].get(key) is not None for key in keys) for e in card["agents"])
 
 
-def _release_problems(run: Path, card: Card, plan: AccountPlan) -> Iterator[str]:
+def _release_problems(config: Config | None, card: Card, plan: AccountPlan) -> Iterator[str]:
     """What the card says leaves an agent, held against what its plan trains with noise."""
     listed = [(r["name"], r["status"], r["why"]) for r in card["releases"]]
     statuses = {name: status for name, status, _ in listed}
@@ -138,10 +154,6 @@ def _release_problems(run: Path, card: Card, plan: AccountPlan) -> Iterator[str]
     for name in plan.update:
         if statuses.get(name) != true:
             yield f"releases: {name} is trained on labelled rows, so it is {true}"
-    try:
-        config = configs.load(run / "config.yaml")
-    except UserError:
-        return
     # Only update and protect are read, which both kinds of plan have.
-    if listed != releases(plan, config):
+    if config is not None and listed != releases(plan, config):
         yield "releases: not those of the config and the ledger's plan"

@@ -37,6 +37,7 @@ from privssl.resuming import SOURCES, SPLIT
 from privssl.rounds import planned_rounds, rounds_of
 from privssl.run_engine import carried, make_engine, refuse_names_of_memories, spending
 from privssl.run_folder import (
+    CLASSIFIER,
     LEDGER_HEAD,
     LEDGER_SEQ,
     RUN_ID,
@@ -287,11 +288,13 @@ class Run:
                 nothing is guaranteed, and ``--resume`` ends the run once the ledger is back.
             SiteError: a site does not show its ledger, or a damaged one. results.json says so.
         """
+        released = None
         if status != "interrupted":
-            weights = self._algorithm.classifier(self._kept.state)
-            tensor_file.save_weights(self._folder / "classifier.safetensors", weights)
+            path = self._folder / CLASSIFIER
+            tensor_file.save_weights(path, self._algorithm.classifier(self._kept.state))
+            released = {"file": CLASSIFIER, "sha256": tensor_file.sha256_of(path)}
         try:
-            card = self._card(status)
+            card = self._card(status, released)
         except SiteError as error:
             remove_claim(self._folder)
             self._write_results("interrupted", None, [str(error)])
@@ -352,7 +355,7 @@ class Run:
             },
         }
 
-    def _card(self, status: Status) -> dict[str, Any] | None:
+    def _card(self, status: Status, released: Mapping[str, str] | None) -> dict[str, Any] | None:
         plan, privacy = self._prepared.plan, self._config.privacy
         if plan is None or privacy is None:
             return None
@@ -370,6 +373,7 @@ class Run:
             this_run=this_run,
             former=former_ledgers(self._folder, journals),
             ledger_problems=problems,
+            weights=released,
         )
 
 

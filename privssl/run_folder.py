@@ -42,10 +42,12 @@ LEDGER_HEAD = "ledger_head/"
 #: The key under which a checkpoint remembers the name by which accounts know its run.
 RUN_ID = "run_id"
 
+#: The file of weights that a finished run releases.
+CLASSIFIER = "classifier.safetensors"
 #: Everything that a run may write into its folder. What holds anything else is not replaced.
 CONTENTS = frozenset(
     {
-        *("config.yaml", "split.json", "metrics.csv", "results.json", "classifier.safetensors"),
+        *("config.yaml", "split.json", "metrics.csv", "results.json", CLASSIFIER),
         *("privacy.json", "privacy.md", "ledger", "tensorboard", "checkpoints", "train.log"),
     }
 )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from accounting.budget import Budget
 from accounting.canonical import decode_strictly
 from accounting.errors import AccountingError
-from accounting.events import SampledGaussian, leaves
+from accounting.events import Composed, Event, SampledGaussian, leaves
 from accounting.plan import AccountPlan
 from accounting.replay import Journal, read_journal
 from privssl import config as configs
@@ -28,11 +28,13 @@ from privssl.checkpoint import MAX_JSON_BYTES
 from privssl.config import Config
 from privssl.data.draw import holders
 from privssl.errors import UserError
+from privssl.privacy import Plan
 from privssl.run_folder import LEDGER_HEAD, LEDGER_SEQ, ledger_of
 
 Card = dict[str, Any]
 
-_SPENT = "dp/epsilon/"  # of metrics.csv: what an agent had spent
+#: Of metrics.csv: with an agent's id, the column of what it had spent.
+SPENT = "dp/epsilon/"
 _ROUNDING = 1e-6  # relative
 
 _RESUME = "; if the run was killed while it wrote them, resume it: it writes them anew"
@@ -49,36 +51,41 @@ class Memory(NamedTuple):
 
 def has_ended(run: Path) -> bool:
     """Whether the run came to its end: then nothing may be charged after its card."""
-    results = _results(run)
+    results = results_of(run)
     return results is not None and results.get("status") in ("finished", "budget_exhausted")
+
+
+def config_of(run: Path) -> Config | None:
+    """config.yaml; None when there is none that can be read."""
+    try:
+        return configs.load(run / "config.yaml")
+    except UserError:
+        return None
 
 
 def was_to_be_private(run: Path) -> bool:
     """Whether config.yaml has a privacy section."""
-    try:
-        return configs.load(run / "config.yaml").privacy is not None
-    except UserError:
-        return False
+    config = config_of(run)
+    return config is not None and config.privacy is not None
 
 
 def unread(run: Path) -> list[str]:
     """Notes of files that are there and could not be held against anything."""
     path = run / "results.json"
-    damaged = path.exists() and _results(run) is None
+    damaged = path.exists() and results_of(run) is None
     return [f"{path.name} cannot be read, so it was not compared"] if damaged else []
 
 
-def lasting_accounts(run: Path) -> Path | None:
+def lasting_accounts(run: Path, config: Config | None) -> Path | None:
     """Where the accounts are, when they outlive the run; None when they are its own."""
-    try:
-        named = ledger_of(configs.load(run / "config.yaml"), run)
-    except UserError:
+    if config is None:
         return None
+    named = ledger_of(config, run)
     return None if named == run / "ledger" else named
 
 
 def check_memories(
-    run: Path, journals: Mapping[str, Journal], card: Card | None
+    run: Path, config: Config | None, journals: Mapping[str, Journal], card: Card | None
 ) -> tuple[list[str], list[str]]:
     """Problems and notes: whether each ledger still has the lines that checkpoints remember.
 
@@ -87,9 +94,8 @@ def check_memories(
             it is asked instead.
     """
     problems, notes = [], []
-    memories, unread = _memories(run)
-    notes += [f"{name} cannot be read, so it is not known what it remembers" for name in unread]
-    accounts = lasting_accounts(run)
+    memories = _memories(run)
+    accounts = lasting_accounts(run, config)
     copied = accounts is not None and not accounts.is_dir()
     for agent in sorted({memory.agent for memory in memories}):
         asked = journals.get(agent)
@@ -118,7 +124,7 @@ def check_memories(
 
 def claim_elsewhere(run: Path, card: Card | None) -> Iterator[str]:
     """Where results.json or privacy.md says something else than the card."""
-    results = _results(run)
+    results = results_of(run)
     said = None if results is None else results.get("privacy")
     if card is None:
         if isinstance(said, dict) and said.get("guarantee") is not None:
@@ -141,65 +147,108 @@ def claim_elsewhere(run: Path, card: Card | None) -> Iterator[str]:
 
 
 def config_elsewhere(
-    run: Path, journals: Mapping[str, Journal], card: Card | None
+    run: Path, config: Config | None, journals: Mapping[str, Journal], card: Card | None
 ) -> tuple[list[str], list[str]]:
-    """Problems and notes: whether the ledgers are those that config.yaml asks for.
+    """Problems and doubts: whether ledgers and card are those that config.yaml asks for.
 
-    Sites have accounts of their own, which outlive runs: they are not asked.
+    Who has a ledger, and what a visit costs, is taken from the config alone. Sites have accounts of
+    their own, which outlive runs: of them only the card is asked.
     """
-    try:
-        config = configs.load(run / "config.yaml")
-    except UserError:
+    if config is None:
         return [], ["config.yaml is missing or cannot be read: that the ledgers charge for what it "
                     "asked is not known"]  # fmt: skip
-    if config.run.engine != "local":
-        return [], []
     if config.privacy is None:
-        return ["there are ledgers, but config.yaml has no privacy section"], []
-    wanted = set(holders(config.data.labels, config.agents).labelled)
-    missing = [
-        f"config.yaml gives labels to {agent}, which has no ledger"
-        for agent in sorted(wanted - journals.keys())
-    ]
-    # A run that was killed as it started has not opened all of them.
-    problems, notes = (missing, []) if card else ([], missing)
-    problems += [
-        f"there is a ledger of {agent}, to which config.yaml gives no labels"
-        for agent in sorted(journals.keys() - wanted)
-    ]
-    if config.privacy.ledger:  # the plan in force may be that of a later run
-        return problems, notes
+        return ["there are ledgers or a card, but config.yaml has no privacy section"], []
+    problems: list[str] = []
+    doubts: list[str] = []
+    if config.run.engine == "local":
+        wanted = set(holders(config.data.labels, config.agents).labelled)
+        missing = [
+            f"config.yaml gives labels to {agent}, which has no ledger"
+            for agent in sorted(wanted - journals.keys())
+        ]
+        # A run that was killed as it started has not opened all of them.
+        problems, doubts = (missing, []) if card else ([], missing)
+        problems += [
+            f"there is a ledger of {agent}, to which config.yaml gives no labels"
+            for agent in sorted(journals.keys() - wanted)
+        ]
+    own = journals
+    if config.privacy.ledger:  # the copy has this run's plan; the account perhaps that of another
+        copies = (run / "ledger" / f"{agent}.jsonl" for agent in journals)
+        own = {path.stem: read_journal(path) for path in copies if path.exists()}
     try:
-        for agent, journal in journals.items():
-            if journal.plans:
-                problems += _other_plan(agent, journal.plan, config)
+        asked, noise = _asked_plan(config)
+        if config.run.engine == "local":
+            for agent, journal in own.items():
+                if journal.plans:
+                    problems += _other_plan(agent, journal.plan, config, asked, noise)
+                    doubts += _other_rounding(agent, journal.plan, noise)
+        planned = None if card is None else card.get("planned_visits")
+        if planned is not None and planned != asked.visits:
+            problems.append(f"config.yaml plans {asked.visits} visits, the card says {planned}")
+        elif card is not None and planned is None and has_ended(run):
+            problems.append(f"the run has ended, but its card does not plan {asked.visits} visits")
     except (UserError, AccountingError) as error:
-        notes.append(f"config.yaml was not held against the ledgers: {error}")
-    return problems, notes
+        doubts.append(f"config.yaml was not held against the ledgers: {error}")
+    return problems, doubts
 
 
-def _other_plan(agent: str, plan: AccountPlan, config: Config) -> Iterator[str]:
-    """Where a ledger's plan is not the one that follows from the config."""
+def _asked_plan(config: Config) -> tuple[Plan, float | None]:
+    """The plan that follows from the config, and its noise where that was found for the budget."""
     privacy = config.privacy
     assert privacy is not None
-    if privacy.noise_multiplier is None:  # it was found for the budget, which is asked for below
-        for leaf in leaves(plan.event):
-            if isinstance(leaf, SampledGaussian):
-                privacy = dataclasses.replace(privacy, noise_multiplier=leaf.noise_multiplier)
     labelled = len(holders(config.data.labels, config.agents).labelled)
-    asked = ALGORITHMS[config.algorithm.name].make_plan(
+    plan = ALGORITHMS[config.algorithm.name].make_plan(
         privacy, rounds=config.algorithm.rounds,
         rows_per_agent=config.data.labelled / labelled, agents=labelled,
     )  # fmt: skip
-    for name, said, charged in (
-        ("a visit", asked.event, plan.event),
-        ("a budget", Budget(privacy.epsilon, privacy.delta), plan.budget),
+    return plan, None if privacy.noise_multiplier is not None else _noise_of(plan.event)
+
+
+def _noise_of(event: Event) -> float | None:
+    """The noise multiplier of a visit with Gaussian noise; None for a census."""
+    found = [leaf.noise_multiplier for leaf in leaves(event) if isinstance(leaf, SampledGaussian)]
+    return found[0] if found else None
+
+
+def _other_plan(
+    agent: str, plan: AccountPlan, config: Config, asked: Plan, noise: float | None
+) -> Iterator[str]:
+    """Where a ledger's plan is not the one that follows from the config."""
+    privacy = config.privacy
+    assert privacy is not None
+    charged = plan.event
+    if noise is not None and _nearly(said := _noise_of(charged), noise) and said != noise:
+        charged = _with_noise(charged, noise)  # told as a doubt
+    for name, true, found in (
+        ("a visit", asked.event, charged),
+        ("a budget", Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta), plan.budget),
         ("the networks", asked.update, plan.update),
         ("protection", asked.protect, plan.protect),
         ("row counts", privacy.record_counts, plan.record_counts),
     ):
-        if said != charged:
-            yield f"config.yaml asks for {name} of {said}, the ledger of {agent} has {charged}"
+        if true != found:
+            yield f"config.yaml asks for {name} of {true}, the ledger of {agent} has {found}"
+
+
+def _other_rounding(agent: str, plan: AccountPlan, noise: float | None) -> Iterator[str]:
+    """Noise was found on a grid: next to it, other libraries may have found the neighbour."""
+    said = _noise_of(plan.event)
+    if noise is not None and said != noise and _nearly(said, noise):
+        yield f"config.yaml calibrates to noise {noise:g} here, the ledger of {agent} has {said:g}"
+
+
+def _nearly(said: float | None, noise: float) -> bool:
+    return said is not None and abs(said - noise) < 1.5e-4  # the grid's width is 1e-4
+
+
+def _with_noise(event: Event, noise: float) -> Event:
+    if isinstance(event, SampledGaussian):
+        return dataclasses.replace(event, noise_multiplier=noise)
+    if isinstance(event, Composed):
+        return Composed(tuple(_with_noise(part, noise) for part in event.events))
+    return event
 
 
 def curves_elsewhere(run: Path, journals: Mapping[str, Journal]) -> Iterator[str]:
@@ -210,9 +259,9 @@ def curves_elsewhere(run: Path, journals: Mapping[str, Journal]) -> Iterator[str
             for line in csv.DictReader(file):
                 last |= {name: text for name, text in line.items() if name and text}
         spent = {
-            name.removeprefix(_SPENT): float(text)
+            name.removeprefix(SPENT): float(text)
             for name, text in last.items()
-            if name.startswith(_SPENT)
+            if name.startswith(SPENT)
         }
     except (OSError, ValueError, TypeError, csv.Error):
         return
@@ -224,9 +273,9 @@ def curves_elsewhere(run: Path, journals: Mapping[str, Journal]) -> Iterator[str
             )
 
 
-def _memories(run: Path) -> tuple[list[Memory], list[str]]:
-    """What readable checkpoints remember, and the names of those that cannot be read."""
-    found, unread = [], []
+def _memories(run: Path) -> list[Memory]:
+    """What readable checkpoints remember; of others ``witnesses.py`` tells."""
+    found = []
     for path in sorted((run / "checkpoints").glob("*/snapshot.json")):
         name = f"checkpoint {path.parent.name}"
         if path.parent.name.startswith(durable.TEMPORARY):
@@ -242,15 +291,15 @@ def _memories(run: Path) -> tuple[list[Memory], list[str]]:
                         raise TypeError("the number of a line")
                     found.append(Memory(name, agent, seq, str(extra[LEDGER_HEAD + agent])))
         except (OSError, AccountingError, LookupError, TypeError, ValueError, AttributeError):
-            unread.append(name)
-    return found, unread
+            continue
+    return found
 
 
 def _holds(journal: Journal, memory: Memory) -> bool:
     return memory.seq <= journal.seq and journal.hashes[memory.seq] == memory.head
 
 
-def _results(run: Path) -> Card | None:
+def results_of(run: Path) -> Card | None:
     """results.json; None when there is none that can be read."""
     try:
         found = json.loads((run / "results.json").read_bytes())

@@ -1,7 +1,8 @@
 """The privacy card says what is true, and the audit notices when it does not.
 
 The runs here are real ledgers written by real accounts; only the training in between is left
-out. Each way of lying is a control: the honest run passes the same audit.
+out, and with it what else a run writes, so that the best verdict is INCONCLUSIVE (whole folders
+are in test_audit_tampering.py). Each way of lying is a control: nothing refutes the honest run.
 """
 
 import json
@@ -26,7 +27,7 @@ from accounting.budget import Budget, Guarantee, rounded_up
 from accounting.events import Composed, Event, PureEpsilon, SampledGaussian, Unprotected
 from accounting.ledger import Account, AccountPlan, read_journal
 from privssl import claim_check
-from privssl.audit import main
+from privssl.audit import audit, main
 from privssl.card import (
     AgentSpend,
     Release,
@@ -38,6 +39,8 @@ from privssl.card import (
 )
 from privssl.errors import PrivacyError
 from privssl.former_ledgers import former_ledgers
+
+UNREFUTED = 3  # ledgers and card agree, and no witness is there
 
 VISIT = SampledGaussian(noise_multiplier=8.0, sample_rate=1.0, steps=5)
 RELEASES: list[Release] = [
@@ -286,33 +289,36 @@ def test_without_the_second_library_the_card_says_why_there_are_no_bounds(
 # --- the audit ---------------------------------------------------------------------------------
 
 
-def test_an_honest_run_is_consistent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_refutes_honest_ledgers_and_their_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     card = write_run(tmp_path, {"s0": 3, "s1": 2})
-    assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path)]) == UNREFUTED
     shown = capsys.readouterr().out
-    assert "CONSISTENT" in shown
+    assert "INCONCLUSIVE" in shown
     assert rounded_up(card["guarantee"]["epsilon"]) in shown
 
 
-def test_a_run_with_mixed_events_is_consistent(tmp_path: Path) -> None:
+def test_nothing_refutes_honest_mixed_events(tmp_path: Path) -> None:
     census = Composed((PureEpsilon(0.5, 1), SampledGaussian(4.0, 0.4, 5)))
     write_run(tmp_path, {"s0": 2}, lambda agent: plan(agent, event=census))
-    assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path)]) == UNREFUTED
 
 
-def test_a_run_that_never_read_a_row_is_consistent_at_epsilon_zero(tmp_path: Path) -> None:
+def test_nothing_refutes_epsilon_zero_of_a_run_that_never_read_a_row(tmp_path: Path) -> None:
     card = write_run(tmp_path, {"s0": 0}, lambda a: plan(a, budget=Budget(0.0, 1e-5)))
     assert card["guarantee"]["epsilon"] == 0
-    assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path)]) == UNREFUTED
 
 
 def test_the_json_report_is_for_machines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path, {"s0": 3})
-    assert main([str(tmp_path), "--json"]) == 0
+    assert main([str(tmp_path), "--json"]) == UNREFUTED
     report = json.loads(capsys.readouterr().out)
-    assert report["verdict"] == "consistent"
+    assert report["verdict"] == "inconclusive"
+    assert any("config.yaml" in doubt for doubt in report["doubts"])
     [agent] = report["agents"]
     assert agent["recomputed"] == pytest.approx(epsilon([VISIT] * 3, 1e-5))
     assert agent["method"] == "exact"
@@ -577,11 +583,11 @@ def planned_run(run: Path, **visits: int) -> dict[str, Any]:
     return card
 
 
-def test_a_run_with_everything_that_a_run_writes_is_consistent(tmp_path: Path) -> None:
+def test_nothing_refutes_a_page_results_and_a_checkpoint_that_agree(tmp_path: Path) -> None:
     card = planned_run(tmp_path, s0=2, s1=2)  # the control of all that follows
     if verify.available():
         assert card["headline"] is not None
-    assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path)]) == UNREFUTED
 
 
 @pytest.mark.parametrize("how", FALSE_CARDS)
@@ -650,13 +656,13 @@ def test_a_checkpoint_remembers_what_a_ledger_and_a_new_card_forgot(
 ) -> None:
     planned_run(tmp_path, s0=2, s1=2)
     card_anew(tmp_path)
-    assert main([str(tmp_path)]) == 0  # the control: a new card alone is no lie
+    assert main([str(tmp_path)]) == UNREFUTED  # the control: a new card alone is no lie
     change(tmp_path)
     card_anew(tmp_path)
     assert main([str(tmp_path)]) == 1
     assert why in " ".join(capsys.readouterr().out.split())
     shutil.rmtree(tmp_path / "checkpoints")
-    assert main([str(tmp_path)]) == 0  # the control: nothing else in the folder could tell
+    assert main([str(tmp_path)]) == UNREFUTED  # the control: nothing else in the folder could tell
 
 
 def test_a_run_whose_ledgers_and_card_are_gone_is_violated(tmp_path: Path) -> None:
@@ -671,8 +677,8 @@ def test_a_checkpoint_that_cannot_be_read_is_noted(
 ) -> None:
     planned_run(tmp_path, s0=2)
     (tmp_path / "checkpoints" / "round_00003" / "snapshot.json").write_text('{"extra": NaN}')
-    assert main([str(tmp_path)]) == 0
-    assert "note: checkpoint round_00003 cannot be read" in capsys.readouterr().out
+    assert main([str(tmp_path)]) == UNREFUTED
+    assert "in doubt: checkpoint round_00003 cannot be read" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -739,7 +745,7 @@ def test_without_a_visit_after_the_card_it_does_not_matter_how_the_run_ended(
     tmp_path: Path, status: str | None
 ) -> None:
     visits_after_the_card(tmp_path, 0, status)
-    assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path)]) == UNREFUTED
 
 
 def test_a_stopped_run_may_not_lie_about_what_it_knew(tmp_path: Path) -> None:
@@ -868,7 +874,7 @@ def test_the_card_names_former_ledgers_with_what_they_spent(replacing: Path) -> 
     assert f"run.ledger-001: s0 epsilon {three} at delta 1e-05" in page
     assert "epsilons and deltas add up" in page
     assert "all it sends in this run (F)" in card["sentence"]
-    assert main([str(replacing)]) == 0
+    assert audit(replacing).problems == []
 
 
 def forget(card: dict[str, Any]) -> None:
@@ -895,7 +901,7 @@ def test_a_former_ledger_that_is_not_there_is_noted(
     replacing: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(replacing.with_name("run.ledger-001"))
-    assert main([str(replacing)]) == 0
+    assert main([str(replacing)]) != 1
     assert "run.ledger-001, the ledger of a replaced run, is not" in capsys.readouterr().out
 
 

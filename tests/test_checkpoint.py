@@ -22,8 +22,9 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from privssl import checkpoint, durable
-from privssl.checkpoint import Snapshot, StateTree, load, mark, save, sealed
+from privssl.checkpoint import Snapshot, load, mark, save, sealed
 from privssl.errors import RunFolderError
+from privssl.state_tree import StateTree
 from privssl.tensor_file import save_weights
 
 

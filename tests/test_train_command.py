@@ -555,7 +555,6 @@ def _a_visit_less(run: Path) -> None:
 
 
 def _nothing(run: Path) -> None:
-    shutil.rmtree(run / "checkpoints")
     _card_anew(run, ["s0", "s1"])
 
 
@@ -570,7 +569,7 @@ def _card_anew(run: Path, agents: list[str]) -> None:
         releases=[(r["name"], r["status"], r["why"]) for r in old["releases"]],
         algorithm=old["algorithm"], dataset=old["dataset"],
         task=(old["task"]["classes"], tuple(old["task"]["shape"])),
-        planned=len(journals[0][1].events),
+        planned=len(journals[0][1].events), weights=old["weights"],
     )  # fmt: skip
     results = json.loads((run / "results.json").read_text())
     results["privacy"]["guarantee"] = card["guarantee"]
@@ -639,7 +638,7 @@ def test_an_audit_says_of_damaged_results_that_it_did_not_compare_them(
     run = tmp_path / "run"
     shutil.copytree(private.folder, run)
     (run / "results.json").write_text("{")
-    assert "results.json cannot be read, so it was not compared" in audit.audit(run).notes
+    assert "results.json cannot be read, so it was not compared" in audit.audit(run).doubts
 
 
 def test_an_audit_without_the_config_says_what_it_could_not_ask(
@@ -647,9 +646,9 @@ def test_an_audit_without_the_config_says_what_it_could_not_ask(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(private.folder, run)
-    assert not any("config.yaml" in note for note in audit.audit(run).notes)
+    assert not audit.audit(run).doubts
     (run / "config.yaml").unlink()
-    assert any(note.startswith("config.yaml is missing") for note in audit.audit(run).notes)
+    assert any(doubt.startswith("config.yaml is missing") for doubt in audit.audit(run).doubts)
 
 
 def test_no_file_of_a_private_run_but_its_split_tells_the_hash_of_its_split(
