@@ -20,7 +20,7 @@ from accounting.ledger import Account, read_journal
 from privssl import audit, run
 from privssl import config as configs
 from privssl.prepare import Prepared, prepare
-from privssl.tracker import RoundRecord, Tracker
+from privssl.tracker import Image, RoundRecord, Tracker
 
 VISITS = 5
 DELTA = 1e-5
@@ -48,6 +48,15 @@ class Shown(Tracker):
 
     def round(self, record: RoundRecord) -> None:
         self.epsilons.append(record.values["dp/epsilon/s0"])
+
+    def images(self, number: int, tag: str, image: Image) -> None:
+        return None
+
+    def keep(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
 
 
 @pytest.fixture(scope="module")
