@@ -20,7 +20,7 @@ from accounting.ledger import Account, read_journal
 from privssl import audit, run
 from privssl import config as configs
 from privssl.prepare import Prepared, prepare
-from privssl.tracker import RoundRecord
+from privssl.tracker import Image, RoundRecord, Tracker
 
 VISITS = 5
 DELTA = 1e-5
@@ -40,7 +40,7 @@ MOMENTS = [
 ]
 
 
-class Shown:
+class Shown(Tracker):
     """The epsilons that were shown, round by round."""
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class Shown:
     def round(self, record: RoundRecord) -> None:
         self.epsilons.append(record.values["dp/epsilon/s0"])
 
-    def images(self, round_number: int, tag: str, image: object) -> None:
-        """Nothing is drawn."""
+    def images(self, number: int, tag: str, image: Image) -> None:
+        return None
 
     def keep(self) -> None:
-        """Nothing is written."""
+        return None
 
     def close(self) -> None:
-        """Nothing is open."""
+        return None
 
 
 @pytest.fixture(scope="module")
