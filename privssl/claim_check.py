@@ -196,8 +196,12 @@ def _read_card(run: Path) -> Card | None:
 
 def _check_shape(card: Card) -> None:
     """Raise KeyError or TypeError unless every field that is read below is there."""
-    if card.get("schema") != SCHEMA:
-        raise ValueError(f"schema {card.get('schema')!r:.20}, this version reads {SCHEMA}")
+    if (schema := card.get("schema")) != SCHEMA:
+        by = (card.get("versions") or {}).get("privssl", "another version")
+        raise ValueError(
+            f"schema {schema!r:.20} of privssl {by!s:.40}, this version reads {SCHEMA}; "
+            "audit it with that version"
+        )
     if card["scope"] not in ("sound", "as_published") or not isinstance(card["sentence"], str):
         raise TypeError("scope or sentence")
     guarantee_sentence(card)  # reads the rest of what the claim is made of
