@@ -40,8 +40,8 @@ _ROUNDING = (
     "about 1e-7 of it for each row of the batch.",
 )
 _IDEAL_BITS = (
-    "Random bits: delta 0 is for ideal ones; those of the operating system are as hard to tell from "
-    "ideal ones as its generator is to break.",
+    "Random bits: delta 0 is for ideal ones; those of the operating system are as good as its "
+    "generator.",
 )
 _NOT_PROTECTED = (
     "Unlabelled rows: query agents train on them without noise.",

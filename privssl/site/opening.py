@@ -31,10 +31,10 @@ from privssl.data.draw import Holders, holders
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.prepare import (
     check_sides,
+    claim_rows,
     device_of,
     promise,
     refuse_strange_networks,
-    row_contents,
     task_of,
 )
 from privssl.privacy import Plan
@@ -228,8 +228,8 @@ def _account(
     plan = promise(algorithm.plan, privacy, agent, budget)
     path = ledger / f"{agent.id}.jsonl"
     registry.refuse_lost_journal(ledger, agent.id)
-    bare = () if agent.held_unlabelled is None else row_contents(agent.held_unlabelled)
-    registry.claim(ledger, {agent.id: row_contents(agent.labelled)}, bare=bare)
+    bare = () if agent.held_unlabelled is None else (agent.held_unlabelled,)
+    claim_rows(ledger, [agent], bare)
     if path.exists():
         _check_ledger(path, plan)
     else:
