@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from privssl.data.arrays import Arrays, read_npz
+from privssl.data.checks import warn_of_equal_rows
 from privssl.data.downloads import PUBLISHED, default_root, read_published
 from privssl.data.image_folder import read_folder
 from privssl.errors import DataError
@@ -89,9 +90,10 @@ def _read(settings: DataSettings) -> Arrays:
     root = expanded("root", settings.root) if settings.root else default_root()
     if settings.name in PUBLISHED:
         return read_published(settings.name, root)
-    if settings.name == "npz":
-        return read_npz(root)
-    return read_folder(root, settings.image_size)
+    npz = settings.name == "npz"
+    arrays = read_npz(root) if npz else read_folder(root, settings.image_size)
+    warn_of_equal_rows(root, arrays)
+    return arrays
 
 
 def _digits() -> Arrays:
