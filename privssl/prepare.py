@@ -5,6 +5,7 @@ that is missing or cannot be split, a device that is not there, a privacy plan t
 fits, a delta that would allow a whole row of the largest agent to be published.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -53,6 +54,21 @@ class Prepared:
     def nominal(self) -> bool:
         """Whether its epsilons are those of a scheme that guarantees nothing."""
         return self.plan is not None and self.plan.scope == "as_published"
+
+    @property
+    def about_rows(self) -> dict[str, Any]:
+        """What whoever uses the classifier must know: form of a row, names in output order."""
+        dataset = self.federation.dataset
+        form = {"kind": "image", "shape": list(dataset.shape), "scaling": "[-1, 1]"}
+        return {"rows": {**form, "encoder": None}, "class_names": list(dataset.class_names)}
+
+    @property
+    def data_warnings(self) -> list[str]:
+        """What was odd about the rows. Of a private run nothing: no noise is on such numbers."""
+        if self.config.privacy is not None:
+            return []
+        said = self.federation.dataset.said
+        return [record.getMessage() for record in said if record.levelno >= logging.WARNING]
 
     @property
     def told_split(self) -> str:

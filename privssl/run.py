@@ -273,7 +273,8 @@ class Run:
         """Write the weights, the privacy card, and last of all results.json."""
         if status != "interrupted":
             weights = self._algorithm.classifier(self._kept.state)
-            tensor_file.save_weights(self._folder / "classifier.safetensors", weights)
+            path = self._folder / "classifier.safetensors"
+            tensor_file.save_weights(path, weights, self._prepared.about_rows)
         card = self._card(status)
         if card is not None:
             copy_ledgers(self._prepared, self._folder)
@@ -308,6 +309,8 @@ class Run:
                 "nominal_epsilon": None if card is None else card["nominal_epsilon"],
                 "scope": "none" if plan is None else plan.scope,
             },
+            **self._prepared.about_rows,
+            "warnings": [*config.warnings, *self._prepared.data_warnings],
             "split_hash": self._prepared.told_split,
             "versions": {
                 "privssl": __version__,

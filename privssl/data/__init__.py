@@ -9,7 +9,7 @@ Unlabelled rows lose their labels here. ``Federation.true_labels`` has them, for
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from privssl.data.manifest import Holding, Manifest
 from privssl.errors import DataError
 from privssl.settings import AgentSettings, DataSettings
 
-__all__ = ["Federation", "build", "class_counts", "held_elsewhere", "refs"]
+__all__ = ["Federation", "build", "class_counts", "class_counts_of", "held_elsewhere", "refs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,16 +116,17 @@ def class_counts(
         agent -> counts (C,), for the labelled and for the unlabelled rows; agents that hold
         none of a kind are not in that dict.
     """
-    labels, classes = federation.true_labels.numpy(), federation.dataset.classes
     held = federation.manifest.agents.items()
-
-    def count(ids: tuple[int, ...]) -> NDArray[np.int64]:
-        return np.bincount(labels[list(ids)], minlength=classes)
-
     return (
-        {agent: count(holding.labelled) for agent, holding in held if holding.labelled},
-        {agent: count(holding.unlabelled) for agent, holding in held if holding.unlabelled},
+        {a: class_counts_of(federation, h.labelled) for a, h in held if h.labelled},
+        {a: class_counts_of(federation, h.unlabelled) for a, h in held if h.unlabelled},
     )
+
+
+def class_counts_of(federation: Federation, ids: Sequence[int]) -> NDArray[np.int64]:
+    """How many of some training rows are of each class (C,), by the true labels."""
+    labels = federation.true_labels.numpy()[list(ids)]
+    return np.bincount(labels, minlength=federation.dataset.classes)
 
 
 def refs(labels: str, agents: AgentSettings) -> tuple[AgentRef, ...]:

@@ -6,8 +6,9 @@ would be one more release.
 """
 
 import hashlib
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,8 @@ from privssl.data.downloads import PUBLISHED, default_root, read_published
 from privssl.data.image_folder import read_folder
 from privssl.errors import DataError
 from privssl.settings import DataSettings
+
+log = logging.getLogger("privssl")
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +38,7 @@ class Dataset:
     x_test: Tensor
     y_test: Tensor
     class_names: tuple[str, ...]
+    said: tuple[logging.LogRecord, ...] = ()  # while it was read; no log file was open then
 
     @property
     def classes(self) -> int:
@@ -54,7 +58,24 @@ def load(settings: DataSettings) -> Dataset:
     Raises:
         DataError: it is missing, damaged, or not what its format asks for.
     """
-    return from_arrays(settings.name, _read(settings))
+    heard = _Heard()
+    log.addHandler(heard)
+    try:
+        arrays = _read(settings)
+    finally:
+        log.removeHandler(heard)
+    return replace(from_arrays(settings.name, arrays), said=tuple(heard.records))
+
+
+class _Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
 
 
 def expanded(key: str, text: str) -> Path:

@@ -1,8 +1,9 @@
 """A folder of images: ``root/{train,test}/CLASS/**/*.png`` and the like.
 
-Classes are the names of the folders, sorted; rows are the files, sorted, so that the same
-folder gives the same row numbers on every machine. All heads are read before any image is
-decoded: a folder that cannot be used is refused at once, and memory is taken once.
+Classes are the names of the folders, sorted, numbers in them by their value (2 before 10); rows
+are the files, sorted, so that the same folder gives the same row numbers on every machine. All
+heads are read before any image is decoded: a folder that cannot be used is refused at once, and
+memory is taken once.
 
 Images are turned as their EXIF orientation says, and those with transparent pixels are laid over
 white. Of several frames or pages the first is read. Files that are not read are counted by reason.
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base as Tag
 
+from privssl.agents import natural_order
 from privssl.data.arrays import Arrays
 from privssl.errors import DataError
 
@@ -99,9 +101,9 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
 def _tell_of_changes(root: Path, heads: Sequence[_Head], laid: int) -> None:
     """What images are not read as they lie in their files."""
     if turned := sum(head.turned for head in heads):
-        log.info("%s: %d images were turned as their EXIF orientation says", root, turned)
+        log.warning("%s: %d images were turned as their EXIF orientation says", root, turned)
     if laid:
-        log.info("%s: %d images have transparent pixels and were laid over white", root, laid)
+        log.warning("%s: %d images have transparent pixels and were laid over white", root, laid)
     if several := [head for head in heads if head.frames > 1]:
         log.warning(
             "%s: %d images have several frames or pages (%s has %d). The first of each was read, "
@@ -128,7 +130,8 @@ def _classes(folder: Path, skipped: Counter[str]) -> tuple[str, ...]:
         raise DataError(
             f"{folder}: {error.strerror}. data.root must hold train/CLASS/* and test/CLASS/*"
         ) from None
-    found = sorted(p.name for p in entries if p.is_dir() and p.name[0] != ".")
+    names = [p.name for p in entries if p.is_dir() and p.name[0] != "."]
+    found = sorted(names, key=lambda name: (natural_order(name), name))
     for entry in entries:
         if entry.name[0] == ".":
             skipped[HIDDEN] += 1
