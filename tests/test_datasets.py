@@ -183,10 +183,18 @@ def several(brightest: int) -> NDArray[np.uint8]:
     return x
 
 
+def floats(divisor: float) -> dict[str, NDArray[np.float64]]:
+    """Rows in [0, 1], of which the test rows are divided once more."""
+    return {"x_train": several(200) / 255, "x_test": (several(200)[:2] ^ 1) / 255 / divisor}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"x_train": several(16)}, "x_train has bytes up to 16. They are"),
+        (floats(255), "x_test has floats up to 0.0030911. They are"),  # x_train is as it was
+        ({"x_test": several(90)[:2]}, "x_test goes up to 90 and x_train up to 200. Scale both"),
+        ({"x_test": several(200)[2:4]}, "2 of 2 test rows are training rows as well"),
         ({"y_train": np.array([1, 2, 3, 1, 2, 3])}, "no training row has class 0, and"),
         ({}, ""),
     ],
@@ -199,6 +207,29 @@ def test_an_npz_that_is_hardly_meant_so_is_warned_of(
     npz(tmp_path, **{"x_train": bright, "x_test": bright[:2] ^ 1, **changes})
     assert [said for _ in caplog.records] == [said] * bool(said)
     assert said in caplog.text
+
+
+def test_floats_that_were_divided_twice_are_warned_of_in_every_part(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    twice = {name: x / 255 for name, x in floats(1).items()}
+    npz(tmp_path, **twice)
+    assert [record.getMessage().split(": ")[1].split()[0] for record in caplog.records] == [
+        "x_train", "x_test",
+    ]  # fmt: skip
+    caplog.clear()
+    npz(tmp_path, **floats(1))
+    assert not caplog.records  # the control
+
+
+@pytest.mark.parametrize("kind", [np.uint64, np.uint32])
+def test_minus_one_without_a_sign_is_refused_in_words(tmp_path: Path, kind: type) -> None:
+    y = np.array([0, 1, -1, 0, 1, 2]).astype(kind)
+    with pytest.raises(DataError, match=rf"label {y.max()} \(-1, stored without a sign\?\)"):
+        npz(tmp_path, y_train=y)
+    with pytest.raises(DataError, match=rf"y_test has the label {y.max()}"):
+        npz(tmp_path, y_test=y[1:3])
+    assert npz(tmp_path, y_train=np.array([0, 1, 2, 0, 1, 2], kind)).classes == 3  # the control
 
 
 def test_what_is_no_npz_is_refused(tmp_path: Path) -> None:

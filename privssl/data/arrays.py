@@ -21,8 +21,9 @@ from privssl.errors import DataError
 log = logging.getLogger("privssl")
 
 CHANNELS = (1, 3)
-DARK = 64  # bytes of which none is as large are hardly pictures
+DARK = 64  # of 255: rows of which no pixel is as bright are hardly pictures
 
+MAX_CLASS = 2**20 - 1  # a classifier has an output for each
 MAX_BYTES = 2**34  # of one array, unpacked: a zip of a few MB can hold a thousand times more
 
 # What zipfile, zlib and NumPy raise on a file that is damaged, encrypted or made of pickles.
@@ -61,6 +62,7 @@ def read_npz(path: Path) -> Arrays:
             f"{path}: x_train has rows {x_train.shape[1:]} of {x_train.dtype} and x_test "
             f"{x_test.shape[1:]} of {x_test.dtype} (channels, height, width). Make them alike"
         )
+    _warn_of_ranges(path, {"x_train": x_train, "x_test": x_test})
     classes = int(y_train.max()) + 1
     if not 2 <= classes <= len(y_train):
         raise DataError(
@@ -101,6 +103,8 @@ def read_rows(path: Path, *, labelled: bool, unlabelled: bool) -> Rows:
             raise DataError(f"{path}: x_unlabelled has no rows. Give at least one")
     if x is not None and rest is not None:
         _check_alike(path, x, rest)
+    named = {"x_labelled": x, "x_unlabelled": rest}
+    _warn_of_ranges(path, {name: part for name, part in named.items() if part is not None})
     return Rows(x, y, rest)
 
 
@@ -160,8 +164,13 @@ def _rows(path: Path, found: dict[str, NDArray[Any]], part: str) -> tuple[NDArra
             f"{path}: x_{part} has {len(x)} rows and y_{part} {len(y)}. Give one label for each "
             "row, and at least one row"
         )
-    if y.min() < 0:
-        raise DataError(f"{path}: y_{part} has the label {y.min()}. Classes are 0, 1, 2, ...")
+    if y.min() < 0 or y.max() > MAX_CLASS:
+        wrong = y.min() if y.min() < 0 else y.max()
+        hint = " (-1, stored without a sign?)" if wrong == np.iinfo(y.dtype).max else ""
+        raise DataError(
+            f"{path}: y_{part} has the label {wrong}{hint}. Classes are 0, 1, 2, ..., at most "
+            f"{MAX_CLASS}"
+        )
     return _numbers(path, f"x_{part}", x), y.astype(np.int64)
 
 
@@ -180,12 +189,6 @@ def _channels_first(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
 
 def _numbers(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
     if x.dtype == np.uint8:
-        if x.size and x.max() < DARK:
-            log.warning(
-                "%s: %s has bytes up to %d. They are taken for shades from 0 to 255, so all of it "
-                "is nearly black: bring them to that range, or give floats in [0, 1].",
-                path, name, x.max(),
-            )  # fmt: skip
         return np.ascontiguousarray(x)
     # Written so that NaN is refused as well: no comparison with it is true.
     if x.dtype.kind == "f" and x.size and x.min() >= 0 and x.max() <= 1:
@@ -194,3 +197,31 @@ def _numbers(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
     raise DataError(
         f"{path}: {name} is {x.dtype}{seen}. Give uint8 in 0..255, or floats in [0, 1] without NaN"
     )
+
+
+def _warn_of_ranges(path: Path, parts: dict[str, NDArray[Any]]) -> None:
+    """Warn of rows that are nearly black, and of two kinds of rows whose ranges differ."""
+    top = {name: _top(x) for name, x in parts.items() if x.size}
+    dark = [name for name, (value, full) in top.items() if value < DARK * full / 255]
+    for name in dark:
+        value, full = top[name]
+        what, other = ("bytes", "floats in [0, 1]") if full == 255 else ("floats", "bytes")
+        log.warning(
+            "%s: %s has %s up to %.5g. They are taken for shades from 0 to %d, so all of it is "
+            "nearly black: bring them to that range, or give %s.",
+            path, name, what, value, full, other,
+        )  # fmt: skip
+    (one, (low, _)), (two, (high, _)) = min(top.items(), key=_value), max(top.items(), key=_value)
+    if not dark and high > 2 * low:
+        log.warning(
+            "%s: %s goes up to %.5g and %s up to %.5g. Scale both alike.", path, one, low, two, high
+        )
+
+
+def _top(x: NDArray[Any]) -> tuple[float, int]:
+    """The largest value, and what it could be."""
+    return float(x.max()), 255 if x.dtype == np.uint8 else 1
+
+
+def _value(item: tuple[str, tuple[float, int]]) -> float:
+    return item[1][0]

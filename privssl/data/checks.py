@@ -14,8 +14,15 @@ log = logging.getLogger("privssl")
 
 
 def warn_of_equal_rows(where: object, arrays: Arrays) -> None:
-    """Warn of training rows that are all equal, or equal with different labels."""
-    train = _hashes(arrays.x_train)
+    """Warn of training rows that are all equal, or equal with different labels, or test rows."""
+    train, test = _hashes(arrays.x_train), _hashes(arrays.x_test)
+    known = set(train)
+    if seen := sum(row in known for row in test):
+        log.warning(
+            "%s: %d of %d test rows are training rows as well, so test accuracy says too much. "
+            "Remove them from one of the two.",
+            where, seen, len(test),
+        )  # fmt: skip
     if len(train) > 1 and len(set(train)) == 1:
         log.warning(
             "%s: all %d training rows are equal, so nothing can be learned. Look at what was read.",

@@ -38,6 +38,7 @@ from privssl.prepare import (
     task_of,
 )
 from privssl.privacy import Plan
+from privssl.settings import BUILT_IN
 from privssl.site.desk import Desk
 from privssl.site.settings import SiteConfig
 from privssl.site.store import Store
@@ -132,6 +133,11 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
     labelled, unlabelled = kinds[site.site.role]
     if site.rows.arrays:
         return _from_arrays(site, labelled=labelled, unlabelled=unlabelled)
+    if site.rows.root and config.data.name in BUILT_IN:
+        raise ConfigError(
+            f"{site.source}: rows.root has no effect: data.name of {config.source} is "
+            f"{config.data.name}, which comes with privssl. Give rows.split alone, or change data.name"
+        )
     root = str(site.path(site.rows.root)) if site.rows.root else config.data.root
     dataset = datasets.load(dataclasses.replace(config.data, root=root))
     everything = tuple(range(len(dataset.y_train)))
