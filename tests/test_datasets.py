@@ -23,6 +23,7 @@ from scipy.io import savemat
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
+from privssl import config as configs
 from privssl.data.arrays import Arrays, read_npz
 from privssl.data.datasets import Dataset, checksum, from_arrays, load
 from privssl.data.downloads import default_root
@@ -473,6 +474,39 @@ def test_cifar10_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.x_train.tolist() == np.tile(x, (5, 1)).reshape(10, 3, 32, 32).tolist()
     assert found.y_test.tolist() == [7, 2]
     assert found.class_names == tuple("abcdefghij")
+
+
+def jpeg_copies(folder: Path, classes: int, side: int) -> Path:
+    for part in ("train", "test"):
+        for number in range(classes):
+            place = folder / part / f"c{number}"
+            place.mkdir(parents=True)
+            colour = (20 * number, 9, 200 if part == "test" else 100)
+            Image.new("RGB", (side, side), colour).save(place / "0.jpg", quality=95)
+    return folder
+
+
+def test_cifar10_may_be_a_folder_of_copies_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = jpeg_copies(tmp_path / "copies", 10, 32)
+    found = load(DataSettings(name="cifar10", root=str(root)))
+    assert (found.shape, found.classes, len(found.y_train)) == ((3, 32, 32), 10, 10)
+    assert "a folder of images is read as cifar10" in caplog.text
+    for name, classes, side in (("few", 3, 32), ("small", 10, 28)):
+        other = jpeg_copies(tmp_path / name, classes, side)
+        with pytest.raises(DataError, match=rf"has {classes} classes .* and cifar10 ten of"):
+            load(DataSettings(name="cifar10", root=str(other)))
+
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.rglob("*cifar10*.yaml")), ids=str)
+def test_configs_of_cifar10_name_it_and_no_folder_of_one_machine(config: Path) -> None:
+    data = configs.load(config).data
+    assert (data.name, data.root) == ("cifar10", "")
+    assert configs.load(config, ["data.root=copies"]).data.root == "copies"
 
 
 def test_a_pickle_that_is_not_the_published_one_is_never_opened(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
     if site.rows.root and config.data.name in BUILT_IN:
         raise ConfigError(
             f"{site.source}: rows.root has no effect: data.name of {config.source} is "
-            f"{config.data.name}, which comes with privssl. Give rows.split alone, or change data.name"
+            f"{config.data.name}, which comes with privssl. Give rows.split alone"
         )
     root = str(site.path(site.rows.root)) if site.rows.root else config.data.root
     dataset = datasets.load(dataclasses.replace(config.data, root=root))
