@@ -109,7 +109,10 @@ def _by_class(federation: Federation, ids: Sequence[int]) -> str:
     """How many rows, and how many of each class, by the true labels."""
     counts = class_counts_of(federation, ids)
     names = federation.dataset.class_names
-    each = ", ".join(f"{name} {n}" for name, n in zip(names, counts.tolist(), strict=True) if n)
+    told = [f"{name} {n}" for name, n in zip(names, counts.tolist(), strict=True) if n]
+    if unknown := len(ids) - int(counts.sum()):
+        told.append(f"{unknown} of a class that nobody knows")
+    each = ", ".join(told)
     return f"{len(ids)} ({each})" if each else str(len(ids))
 
 

@@ -160,7 +160,12 @@ def images(value: float, dtype: type = np.float32) -> NDArray[Any]:
         ({"y_train": np.array([0, 1, 2, 0, 1])}, "6 rows and y_train 5"),
         ({"y_train": np.array([0.0, 1, 2, 0, 1, 2])}, "y_train is float64"),
         ({"y_train": np.zeros((6, 1), int)}, r"of shape \(6, 1\)"),
-        ({"y_train": np.array([0, 1, -1, 0, 1, 2])}, "the label -1"),
+        ({"y_train": np.array([0, 1, -2, 0, 1, 2])}, "the label -2"),
+        ({"y_test": np.array([0, -1])}, "y_test has the label -1"),
+        ({"y_train": np.full(6, -1)}, "y_train is -1"),
+        ({"x_unlabelled": np.zeros((2, 5, 4), np.uint8)}, "x_unlabelled .* Make them alike"),
+        ({"x_unlabelled": np.zeros((2, 4, 5))}, "x_unlabelled .* of float32"),
+        ({"x_unlabelled": np.zeros((0, 4, 5), np.uint8)}, "x_unlabelled has no rows"),
         ({"y_train": np.array([0, 1, 900, 0, 1, 2])}, "y_train is 900"),
         ({"y_train": np.zeros(6, int)}, "at least two"),
         ({"y_test": np.array([0, 3])}, "y_test has class 3"),
@@ -193,6 +198,7 @@ def floats(divisor: float) -> dict[str, NDArray[np.float64]]:
     ("changes", "said"),
     [
         ({"x_train": several(16)}, "x_train has bytes up to 16. They are"),
+        ({"x_val": several(200)}, "not read: x_val. Read are"),
         (floats(255), "x_test has floats up to 0.0030911. They are"),  # x_train is as it was
         ({"x_test": several(90)[:2]}, "x_test goes up to 90 and x_train up to 200. Scale both"),
         ({"x_test": several(200)[2:4]}, "2 of 2 test rows are training rows as well"),

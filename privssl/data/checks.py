@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from privssl.data.arrays import Arrays
+from privssl.data.arrays import NO_LABEL, Arrays
 
 log = logging.getLogger("privssl")
 
@@ -31,7 +31,7 @@ def warn_of_equal_rows(where: object, arrays: Arrays) -> None:
         return
     labels: dict[int, set[int]] = {}
     for row, label in zip(train, arrays.y_train.tolist(), strict=True):
-        labels.setdefault(row, set()).add(label)
+        labels.setdefault(row, set()).update({label} - {NO_LABEL})
     torn = sum(len(labels[row]) > 1 for row in train)
     if torn:
         log.warning(

@@ -29,7 +29,8 @@ log = logging.getLogger("privssl")
 class Dataset:
     """Training and test rows; a row's id is its place in the training rows.
 
-    x (N, Ch, H, W) uint8 in 0..255 or float32 in [0, 1]; y (N,) int64 class numbers.
+    x (N, Ch, H, W) uint8 in 0..255 or float32 in [0, 1]; y (N,) int64 class numbers;
+    ``arrays.NO_LABEL`` in y_train where nobody knows it.
     """
 
     name: str

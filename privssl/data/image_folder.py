@@ -26,7 +26,7 @@ from PIL import Image, ImageOps
 from PIL.ExifTags import Base as Tag
 
 from privssl.agents import natural_order
-from privssl.data.arrays import Arrays
+from privssl.data.arrays import Arrays, with_unlabelled
 from privssl.errors import DataError
 
 SUFFIXES = frozenset(
@@ -40,6 +40,7 @@ MAX_PIXELS = 2**24  # of one image: a file of a few kB can claim a hundred times
 GREY = frozenset({"1", "L", "LA"})
 COLOUR = frozenset({"P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
 
+UNLABELLED = "unlabelled"
 HIDDEN = "hidden"  # a name that begins with a dot
 
 log = logging.getLogger("privssl")
@@ -67,7 +68,8 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
     """All images of a folder.
 
     Args:
-        root: holds ``train`` and ``test``.
+        root: holds ``train`` and ``test``, and ``unlabelled`` with training images of no known
+            class, if there are any; they come after the others.
         image_size: side of the square that each image is resized to, pixels; None: as they are.
 
     Returns:
@@ -85,17 +87,22 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
         raise DataError(f"{root}: train and test differ in the classes {differing}")
     train, y_train = _files(root / "train", classes, skipped)
     test, y_test = _files(root / "test", classes, skipped)
+    rest = _without_labels(root / UNLABELLED, skipped)
     skipped |= _folders_beside(root)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        heads = list(pool.map(_head, train + test))
+        heads = list(pool.map(_head, train + test + rest))
         form = _form(heads, image_size)
         x_train, laid_train = _decode(pool, train, form)
         x_test, laid_test = _decode(pool, test, form)
+        x_rest, laid_rest = _decode(pool, rest, form)
     counts = (len(train), len(test), len(classes))
     log.info("%s: %d training and %d test images of %d classes", root, *counts)
-    _tell_of_changes(root, heads, laid_train + laid_test)
+    if rest:
+        log.info("%s: %d training images without a label", root / UNLABELLED, len(rest))
+    _tell_of_changes(root, heads, laid_train + laid_test + laid_rest)
     _tell_of_skipped(root, skipped)
-    return Arrays(x_train, y_train, x_test, y_test, classes)
+    arrays = Arrays(x_train, y_train, x_test, y_test, classes)
+    return with_unlabelled(arrays, x_rest) if rest else arrays
 
 
 def _tell_of_changes(root: Path, heads: Sequence[_Head], laid: int) -> None:
@@ -147,7 +154,19 @@ def _classes(folder: Path, skipped: Counter[str]) -> tuple[str, ...]:
 
 def _folders_beside(root: Path) -> Counter[str]:
     names = [p.name for p in root.iterdir() if p.is_dir() and p.name[0] != "."]
-    return Counter(f"folder {name}" for name in names if name not in ("train", "test"))
+    return Counter(f"folder {name}" for name in names if name not in ("train", "test", UNLABELLED))
+
+
+def _without_labels(folder: Path, skipped: Counter[str]) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    try:
+        found = sorted(_images(folder, skipped))
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}. Mend the permissions") from None
+    if not found:
+        raise DataError(f"{folder} holds no image. Add some, or remove it")
+    return found
 
 
 def _files(

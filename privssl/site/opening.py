@@ -26,7 +26,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
 from privssl.config import Config
 from privssl.data import datasets, manifest
-from privssl.data.arrays import read_rows
+from privssl.data.arrays import NO_LABEL, read_rows
 from privssl.data.draw import Holders, holders
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.prepare import (
@@ -141,7 +141,8 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
     root = str(site.path(site.rows.root)) if site.rows.root else config.data.root
     dataset = datasets.load(dataclasses.replace(config.data, root=root))
     everything = tuple(range(len(dataset.y_train)))
-    ids: dict[bool, tuple[int, ...]] = {True: everything, False: everything}
+    known = tuple(torch.nonzero(dataset.y_train != NO_LABEL)[:, 0].tolist())
+    ids: dict[bool, tuple[int, ...]] = {True: known, False: everything}
     if site.rows.split:
         split = manifest.read(site.path(site.rows.split))
         split.check(dataset, datasets.checksum(dataset))
@@ -153,6 +154,11 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
             "labels. Give rows.arrays, or rows.split"
         )
     _check_there(site, labelled and not ids[True], unlabelled and not ids[False])
+    if labelled and not set(ids[True]) <= set(known):
+        raise DataError(
+            f"{site.source}: {site.path(site.rows.split)} gives rows without a label as labelled "
+            "ones. Draw a new split"
+        )
     x, y = dataset.x_train, dataset.y_train
     with_labels, without = (torch.tensor(ids[kind]) for kind in (True, False))
     return _Held(
