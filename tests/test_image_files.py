@@ -60,7 +60,7 @@ def test_what_is_drawn_in_the_alpha_channel_is_seen_over_white(
     def save(path: Path, picture: NDArray[np.uint8]) -> None:
         in_alpha(mode)(path.with_suffix(".png"), picture)
         if suffix != ".png":
-            options = {"lossless": True, "exact": True} if suffix == ".webp" else {}
+            options: dict[str, Any] = {"lossless": True, "exact": True} if suffix == ".webp" else {}
             Image.open(path.with_suffix(".png")).save(path, **options)
             path.with_suffix(".png").unlink()
 

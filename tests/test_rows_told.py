@@ -106,7 +106,7 @@ def test_outputs_are_in_the_natural_order_of_class_folders_and_files_say_so(
     _, _, results = trained(pictures, tmp_path)
     rows = {"kind": "image", "shape": [1, 8, 8], "scaling": "[-1, 1]", "encoder": None}
     assert (results["rows"], results["class_names"]) == (rows, list(CLASSES))
-    with safetensors.safe_open(tmp_path / "run/classifier.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
+    with safetensors.safe_open(tmp_path / "run/classifier.safetensors", "pt") as file:
         about = {key: json.loads(value) for key, value in file.metadata().items()}
     assert about == {"rows": rows, "class_names": list(CLASSES)}
 

@@ -52,6 +52,6 @@ def _levels(x: NDArray[Any]) -> Iterator[NDArray[Any]]:
     values[below] = (values[below] + 1) / 2
     scaled = values * 255
     levels = scaled.round()
-    whole = (abs(scaled - levels) <= TOLERANCE).all(axis=(1, 2, 3))
+    whole = np.all(abs(scaled - levels) <= TOLERANCE, axis=(1, 2, 3)).tolist()
     for row, level, is_whole in zip(values, levels, whole, strict=True):
         yield level.astype(np.uint8) if is_whole else row
