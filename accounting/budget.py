@@ -58,7 +58,8 @@ class Guarantee:
     """A claim that holds for every support agent. ``str()`` is the whole claim.
 
     Args:
-        epsilon, delta: of the agent that spent most. delta 0: pure epsilon-DP.
+        epsilon, delta: of the agent that spent most. delta 0: pure epsilon-DP, for
+            ideal random bits (the operating system's are computed).
         unit: what one neighbour differs in: "record".
         neighbours: relation between neighbouring data sets.
         covers: names of everything covered that leaves an agent.
@@ -78,7 +79,7 @@ class Guarantee:
         number = f"({rounded_up(self.epsilon)}, {self.delta:g})-DP"
         if self.delta == 0:
             short = rounded_up(self.epsilon).rstrip("0").removesuffix(".")
-            number = f"{short}-DP (pure epsilon, delta 0)"
+            number = f"{short}-DP (pure epsilon, delta 0 for ideal random bits)"
         return (
             f"GUARANTEE: for every support agent, all it sends in {self.span} "
             f"({', '.join(self.covers)}) is {number} with respect to "

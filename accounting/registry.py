@@ -14,7 +14,8 @@ a row, and a bare hash would let anybody with a candidate row test whether it is
 journals are for auditors; the registry is not, and stays with the rows.
 
 Rows may join an account: they are charged with all that it ever spent, which is too much and so
-sound. A row that changes by one bit is another row. POSIX systems only.
+sound. What counts as the same row follows from the content that the caller gives. POSIX systems
+only.
 """
 
 import fcntl

@@ -73,7 +73,7 @@ def natural_order(agent_id: str) -> tuple[str | int, ...]:
     >>> sorted(["q10", "q9", "s0"], key=natural_order)
     ['q9', 'q10', 's0']
     """
-    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", agent_id))
+    return tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", agent_id))
 
 
 @final

@@ -36,6 +36,10 @@ _ROUNDING = (
     "Rounding: sums and noise are in floating point; a row may weigh more than the clip norm by "
     "about 1e-7 of it for each row of the batch.",
 )
+_IDEAL_BITS = (
+    "Random bits: delta 0 is for ideal ones; those of the operating system are as good as its "
+    "generator.",
+)
 _NOT_PROTECTED = (
     "Unlabelled rows: query agents train on them without noise.",
     "People with more than one record: the bound is for one record and grows with their number.",
@@ -133,7 +137,7 @@ def privacy_card(
         "not_protected": [
             *(_AS_PUBLISHED if scope == "as_published" else ()),
             *_NOT_PROTECTED,
-            *(() if census and claimed == 0 else _ROUNDING),
+            *(_IDEAL_BITS if census and claimed == 0 else _ROUNDING),
         ],
         "attack_bounds": attack_bounds(overall, claimed) if claims else None,
         "versions": {name: _version(name) for name in ("privssl", "opacus", "torch", "scipy")},

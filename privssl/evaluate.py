@@ -80,23 +80,29 @@ class Judge:
 class Oracle:
     """True labels of all training rows, by row id. Feeds metrics only."""
 
-    true_labels: Tensor  # (N,)
+    true_labels: Tensor  # (N,), below 0 where nobody knows
     _seen: int = field(default=0, init=False)
     _kept: int = field(default=0, init=False)
+    _known: int = field(default=0, init=False)  # of those kept
     _right: int = field(default=0, init=False)
 
     def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None:
         """Count guesses: ids (B,), guessed classes (B,), which were used for training (B,)."""
         self._seen += len(ids)
         self._kept += int(kept.sum())
-        self._right += int((self.true_labels[ids[kept]] == labels[kept]).sum())
+        true = self.true_labels[ids[kept]]
+        self._known += int((true >= 0).sum())
+        self._right += int((true == labels[kept]).sum())
 
     def report(self) -> dict[str, float]:
-        """Coverage and accuracy of the guesses since the last report; empty when none came."""
-        seen, kept, right = self._seen, self._kept, self._right
-        self._seen = self._kept = self._right = 0
+        """Coverage and accuracy of the guesses since the last report; empty when none came.
+
+        Accuracy is of the guesses whose truth is known; absent where there is none.
+        """
+        seen, kept, known, right = self._seen, self._kept, self._known, self._right
+        self._seen = self._kept = self._known = self._right = 0
         if not seen:
             return {}
         return {"pseudo/coverage": kept / seen} | (
-            {"pseudo/accuracy": right / kept} if kept else {}
+            {"pseudo/accuracy": right / known} if known else {}
         )

@@ -5,23 +5,27 @@ that is missing or cannot be split, a device that is not there, a privacy plan t
 fits, a delta that would allow a whole row of the largest agent to be published.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from accounting import registry
 from accounting.accountants import epsilon
 from accounting.budget import Budget, rounded_up
 from accounting.events import protected
 from accounting.plan import AccountPlan
-from accounting.registry import shared_rows, unprotected_rows
 from privssl import data, models
 from privssl.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, Task
 from privssl.config import Config
+from privssl.data.canonical import as_loaded, canonical
 from privssl.engines import batched, workers
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.privacy import Plan
@@ -50,6 +54,21 @@ class Prepared:
     def nominal(self) -> bool:
         """Whether its epsilons are those of a scheme that guarantees nothing."""
         return self.plan is not None and self.plan.scope == "as_published"
+
+    @property
+    def about_rows(self) -> dict[str, Any]:
+        """What whoever uses the classifier must know: form of a row, names in output order."""
+        dataset = self.federation.dataset
+        form = {"kind": "image", "shape": list(dataset.shape), "scaling": "[-1, 1]"}
+        return {"rows": {**form, "encoder": None}, "class_names": list(dataset.class_names)}
+
+    @property
+    def data_warnings(self) -> list[str]:
+        """What was odd about the rows. Of a private run nothing: no noise is on such numbers."""
+        if self.config.privacy is not None:
+            return []
+        said = self.federation.dataset.said
+        return [record.getMessage() for record in said if record.levelno >= logging.WARNING]
 
     @property
     def told_split(self) -> str:
@@ -193,32 +212,52 @@ def _refuse_unaffordable(plan: Plan, privacy: PrivacySettings) -> None:
 
 def _refuse_shared_rows(holders: tuple[Agent, ...], federation: data.Federation) -> None:
     """A record under two accounts would have two budgets; one used beside its account, none."""
-    for one, other, rows in shared_rows({a.id: row_contents(a.labelled) for a in holders}):
+    labelled = {agent.id: list(canonical(agent.labelled.x)) for agent in holders}
+    for one, other, rows in registry.shared_rows(labelled):
         raise PrivacyError(
             f"{rows} labelled rows of {one} are rows of {other} as well, so that one record would "
             f"have two budgets. Remove doubled rows from the data"
         )
-    held = {agent.id: row_contents(agent.labelled) for agent in holders}
-    for name, rows in unprotected_rows(held, bare_contents(federation)):
+    bare = chain.from_iterable(canonical(rows.x) for rows in bare_rows(federation))
+    for name, rows in registry.unprotected_rows(labelled, bare):
         raise PrivacyError(
             f"{rows} labelled rows of {name} are unlabelled or validation rows as well, and would "
             f"be used there without protection. Remove doubled rows from the data"
         )
 
 
-def bare_contents(federation: data.Federation) -> Iterator[bytes]:
-    """The content of each row that a run uses without protection: unlabelled and validation."""
+def bare_rows(federation: data.Federation) -> Iterator[LabelledRows | UnlabelledRows]:
+    """The rows that a run uses without protection: unlabelled and validation."""
     for agent in federation.agents:
         if agent.held_unlabelled is not None:
-            yield from row_contents(agent.held_unlabelled)
+            yield agent.held_unlabelled
     if federation.validation is not None:
-        yield from row_contents(federation.validation)
+        yield federation.validation
 
 
-def row_contents(rows: LabelledRows | UnlabelledRows) -> Iterator[bytes]:
-    """The content of each row, without any label: what makes it the same row elsewhere."""
-    about = f"{rows.x.dtype} {tuple(rows.x.shape[1:])} ".encode()
-    return (about + row.tobytes() for row in rows.x.cpu().numpy())
+def claim_rows(
+    ledger: Path,
+    holders: Iterable[Agent],
+    bare: Iterable[LabelledRows | UnlabelledRows],
+    *,
+    only_check: bool = False,
+) -> None:
+    """Put the labelled rows of agents under their accounts.
+
+    Args:
+        ledger: folder of the accounts.
+        bare: the rows that the run uses without protection.
+        only_check: say whether they could be put there, and put none.
+
+    Raises:
+        accounting.errors.LedgerError: a row has another account, or is used without protection.
+    """
+    held, beside = list(holders), list(bare)
+    # First by the form that version 0.1 stored: what it refused stays refused.
+    for contents, check in ((as_loaded, True), (canonical, only_check)):
+        labelled = {agent.id: contents(agent.labelled.x) for agent in held}
+        others = chain.from_iterable(contents(rows.x) for rows in beside)
+        registry.claim(ledger, labelled, bare=others, only_check=check)
 
 
 def device_of(name: str) -> torch.device:

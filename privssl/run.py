@@ -291,7 +291,8 @@ class Run:
         released = None
         if status != "interrupted":
             path = self._folder / CLASSIFIER
-            tensor_file.save_weights(path, self._algorithm.classifier(self._kept.state))
+            weights = self._algorithm.classifier(self._kept.state)
+            tensor_file.save_weights(path, weights, self._prepared.about_rows)
             released = {"file": CLASSIFIER, "sha256": tensor_file.sha256_of(path)}
         try:
             card = self._card(status, released)
@@ -345,6 +346,8 @@ class Run:
                 "scope": "none" if plan is None else plan.scope,
                 **({"problems": list(problems)} if problems else {}),  # damage to ledgers
             },
+            **self._prepared.about_rows,
+            "warnings": [*config.warnings, *self._prepared.data_warnings],
             "split_hash": self._prepared.told_split,
             "versions": {
                 "privssl": __version__,

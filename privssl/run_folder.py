@@ -31,7 +31,7 @@ from privssl.checkpoint import Snapshot
 from privssl.config import Config
 from privssl.errors import RunFolderError
 from privssl.former_ledgers import former_sentences
-from privssl.prepare import Prepared, bare_contents, row_contents
+from privssl.prepare import Prepared, bare_rows, claim_rows
 from privssl.privacy import Plan
 
 log = logging.getLogger("privssl")
@@ -250,9 +250,7 @@ def _claim_rows(prepared: Prepared, ledger: Path, *, only_check: bool) -> None:
     holders = prepared.labelled_agents if prepared.plan.visits else ()
     for agent in holders:
         registry.refuse_lost_journal(ledger, agent.id)
-    rows = {agent.id: row_contents(agent.labelled) for agent in holders}
-    bare = bare_contents(prepared.federation)
-    registry.claim(ledger, rows, bare=bare, only_check=only_check)
+    claim_rows(ledger, holders, bare_rows(prepared.federation), only_check=only_check)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ would have made of the same config.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 from accounting.budget import Nominal
 from privssl import checkpoint, kernels, resuming, run, run_folder
 from privssl import config as configs
+from privssl.data import Federation, class_counts_of
 from privssl.prepare import Prepared
 from privssl.process import LogFile, logging_to
 from privssl.run_engine import refuse_unreachable
@@ -42,7 +43,8 @@ def carry_out(
     else:
         folder = resume
         stack.enter_context(run_folder.locked(folder))
-    stack.enter_context(logging_to(LogFile(folder / "train.log")))
+    file = LogFile(folder / "train.log")
+    stack.enter_context(logging_to(file))
     snapshot = None
     if resume is not None:
         digest = configs.digest(prepared.config)
@@ -52,6 +54,8 @@ def carry_out(
         resuming.warn_of_other_code(snapshot)
     after = None if snapshot is None else snapshot.round
     _log_start(prepared)
+    for record in rows_told(prepared):
+        file.handle(record)
 
     def trackers() -> list[Tracker]:
         return [
@@ -83,6 +87,34 @@ def _log_start(prepared: Prepared) -> None:
     warn(config.warnings)
     if prepared.nominal:
         warn([_nominal_warning(prepared)])
+
+
+def rows_told(prepared: Prepared) -> Iterator[logging.LogRecord]:
+    """What train.log alone has of the rows: what reading them said, and who holds which classes.
+
+    A private run's log says how many unlabelled rows an agent has, and nothing of labelled ones.
+    """
+    federation = prepared.federation
+    private = prepared.config.privacy is not None
+    if not private:
+        yield from federation.dataset.said
+    for agent, holding in federation.manifest.agents.items():
+        told = [] if private else [f"with labels {_by_class(federation, holding.labelled)}"]
+        rest = holding.unlabelled
+        told.append(f"without {len(rest) if private else _by_class(federation, rest)}")
+        text = f"Rows of {agent}: {'; '.join(told)}"
+        yield log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None)
+
+
+def _by_class(federation: Federation, ids: Sequence[int]) -> str:
+    """How many rows, and how many of each class, by the true labels."""
+    counts = class_counts_of(federation, ids)
+    names = federation.dataset.class_names
+    told = [f"{name} {n}" for name, n in zip(names, counts.tolist(), strict=True) if n]
+    if unknown := len(ids) - int(counts.sum()):
+        told.append(f"{unknown} of a class that nobody knows")
+    each = ", ".join(told)
+    return f"{len(ids)} ({each})" if each else str(len(ids))
 
 
 def warn(sentences: Sequence[str]) -> None:

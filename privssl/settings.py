@@ -97,6 +97,7 @@ class RunSettings:
                 yield Problem(key, "has no effect: with run.engine flower agents are sites")
 
 
+BUILT_IN = ("digits", "toy")  # data sets that need no file
 MAX_SIDE = 4096  # pixels of an image, as in ``data.image_folder.MAX_PIXELS``
 
 
@@ -139,6 +140,12 @@ class DataSettings:
                     yield Problem(f"{kind}{number}", text)
         if self.name in ("npz", "image_folder") and not self.root:
             yield Problem("root", f"missing: {self.name} reads it")
+        if self.root and self.name in BUILT_IN:
+            yield Problem(
+                "root",
+                f"has no effect: {self.name} comes with privssl. Give data.name of what lies there "
+                "(npz, image_folder, ...)",
+            )
         if self.image_size is not None and self.name != "image_folder":
             yield Problem("image_size", "has no effect: it belongs to image_folder")
         elif self.image_size is not None and self.image_size > MAX_SIDE:

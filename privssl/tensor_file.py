@@ -164,13 +164,21 @@ Item: TypeAlias = Tensor | Unread | Packed  # of a file
 # Writing ------------------------------------------------------------------------------------
 
 
-def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a plain state dict, loadable by safetensors alone. Raises RunFolderError."""
+def save_weights(
+    path: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any] | None = None
+) -> None:
+    """Write a plain state dict, loadable by safetensors alone. Raises RunFolderError.
+
+    Args:
+        about: what a user of the weights must know; in the file's metadata, as JSON.
+    """
+    # One key: safetensors writes several in an order of chance, and equal runs have equal files.
+    told = {"privssl": json.dumps(about)} if about else None
     # it refuses tensors that share memory, and a state may hold one under two names
     own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
     with durable.writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        durable.replace(path, safetensors.torch.save(own))
+        durable.replace(path, safetensors.torch.save(own, told))
 
 
 def bytes_of(tensor: Tensor | Unread) -> memoryview:

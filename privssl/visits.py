@@ -10,6 +10,9 @@ keeps the promises of the framework or ends the run:
 * what an agent remembers is replaced as a whole: a step that writes into it would have other
   results in a worker process, or after a run was gone on with.
 
+This guards against mistakes, not against an author who means harm: a step runs in the same process
+and could reach past it.
+
 What the named fields hold is for the step to have protected (``private_rows``, ``census_plan``).
 """
 

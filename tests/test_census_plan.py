@@ -196,7 +196,7 @@ def test_a_pure_claim_is_said_without_a_delta() -> None:
     def sentence(epsilon: float, delta: float) -> str:
         return str(Guarantee(epsilon, delta, "record", "zero_out", ("census",), "largest agent"))
 
-    assert "(census) is 4-DP (pure epsilon, delta 0) with respect to replacing" in sentence(4.0, 0)
+    assert "(census) is 4-DP (pure epsilon, delta 0 for ideal random bits) with" in sentence(4.0, 0)
     assert " is 0.1-DP (pure" in sentence(104857 / 2**20, 0.0)  # rounded up, as all claims are
     assert " is 10-DP (pure" in sentence(10.0, 0.0)
     assert " is (4.0000, 1e-05)-DP with" in sentence(4.0, 1e-5)  # others as ever
@@ -296,7 +296,9 @@ def test_a_run_charges_each_support_agent_one_event(trained: Path) -> None:
 def test_the_card_says_what_left_and_that_the_claim_is_pure(trained: Path) -> None:
     card = card_of(trained)
     assert (card["guarantee"]["epsilon"], card["guarantee"]["delta"]) == (4.0, 0.0)
-    assert "is 4-DP (pure epsilon, delta 0) with respect to" in card["sentence"]
+    assert (
+        "is 4-DP (pure epsilon, delta 0 for ideal random bits) with respect to" in card["sentence"]
+    )
     assert card["guarantee"]["covers"] == ["census"]
     listed = {entry["name"]: (entry["status"], entry["why"]) for entry in card["releases"]}
     assert listed["census"] == (
@@ -309,6 +311,7 @@ def test_the_card_says_what_left_and_that_the_claim_is_pure(trained: Path) -> No
     # e^4 / (1 + e^4): randomized response, which this law is for one record.
     assert card["attack_bounds"]["balanced_accuracy"] == pytest.approx(0.98201379)
     assert not any("floating point" in text for text in card["not_protected"])
+    assert any("delta 0 is for ideal ones" in text for text in card["not_protected"])
     results = json.loads((trained / "results.json").read_text())
     assert results["privacy"]["guarantee"] == card["guarantee"]
     page = (trained / "privacy.md").read_text()
@@ -421,7 +424,7 @@ def carried_out_sealed(folder: Path, epsilon: float) -> None:
 
 def test_with_epsilon_zero_no_labelled_row_is_read_and_the_run_completes(tmp_path: Path) -> None:
     carried_out_sealed(tmp_path / "run", 0.0)
-    assert "is 0-DP (pure epsilon, delta 0)" in card_of(tmp_path / "run")["sentence"]
+    assert "is 0-DP (pure epsilon, delta 0 for" in card_of(tmp_path / "run")["sentence"]
     journals = [read_journal(path) for path in (tmp_path / "run/ledger").glob("*.jsonl")]
     assert [journal.events for journal in journals] == [[], []]
     assert audited(tmp_path / "run")[0] == 3  # no config.yaml was written

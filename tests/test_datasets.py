@@ -23,6 +23,7 @@ from scipy.io import savemat
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
+from privssl import config as configs
 from privssl.data.arrays import Arrays, read_npz
 from privssl.data.datasets import Dataset, checksum, from_arrays, load
 from privssl.data.downloads import default_root
@@ -159,7 +160,12 @@ def images(value: float, dtype: type = np.float32) -> NDArray[Any]:
         ({"y_train": np.array([0, 1, 2, 0, 1])}, "6 rows and y_train 5"),
         ({"y_train": np.array([0.0, 1, 2, 0, 1, 2])}, "y_train is float64"),
         ({"y_train": np.zeros((6, 1), int)}, r"of shape \(6, 1\)"),
-        ({"y_train": np.array([0, 1, -1, 0, 1, 2])}, "the label -1"),
+        ({"y_train": np.array([0, 1, -2, 0, 1, 2])}, "the label -2"),
+        ({"y_test": np.array([0, -1])}, "y_test has the label -1"),
+        ({"y_train": np.full(6, -1)}, "y_train is -1"),
+        ({"x_unlabelled": np.zeros((2, 5, 4), np.uint8)}, "x_unlabelled .* Make them alike"),
+        ({"x_unlabelled": np.zeros((2, 4, 5))}, "x_unlabelled .* of float32"),
+        ({"x_unlabelled": np.zeros((0, 4, 5), np.uint8)}, "x_unlabelled has no rows"),
         ({"y_train": np.array([0, 1, 900, 0, 1, 2])}, "y_train is 900"),
         ({"y_train": np.zeros(6, int)}, "at least two"),
         ({"y_test": np.array([0, 3])}, "y_test has class 3"),
@@ -176,10 +182,26 @@ def test_an_npz_that_is_not_as_described_is_refused_in_words(
     assert refusal.value.__suppress_context__ or refusal.value.__context__ is None
 
 
+def several(brightest: int) -> NDArray[np.uint8]:
+    """Six rows that differ."""
+    x = np.random.RandomState(0).randint(0, brightest, (6, 4, 5)).astype(np.uint8)
+    x[:2, 0, 0] = brightest
+    return x
+
+
+def floats(divisor: float) -> dict[str, NDArray[np.float64]]:
+    """Rows in [0, 1], of which the test rows are divided once more."""
+    return {"x_train": several(200) / 255, "x_test": (several(200)[:2] ^ 1) / 255 / divisor}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"x_train": np.full((6, 4, 5), 16, np.uint8)}, "x_train has bytes up to 16. They are"),
+        ({"x_train": several(16)}, "x_train has bytes up to 16. They are"),
+        ({"x_val": several(200)}, "not read: x_val. Read are"),
+        (floats(255), "x_test has floats up to 0.0030911. They are"),  # x_train is as it was
+        ({"x_test": several(90)[:2]}, "x_test goes up to 90 and x_train up to 200. Scale both"),
+        ({"x_test": several(200)[2:4]}, "2 of 2 test rows are training rows as well"),
         ({"y_train": np.array([1, 2, 3, 1, 2, 3])}, "no training row has class 0, and"),
         ({}, ""),
     ],
@@ -188,10 +210,33 @@ def test_an_npz_that_is_not_as_described_is_refused_in_words(
 def test_an_npz_that_is_hardly_meant_so_is_warned_of(
     tmp_path: Path, changes: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bright = np.full((6, 4, 5), 200, np.uint8)
-    npz(tmp_path, **{"x_train": bright, "x_test": bright[:2], **changes})
+    bright = several(200)
+    npz(tmp_path, **{"x_train": bright, "x_test": bright[:2] ^ 1, **changes})
     assert [said for _ in caplog.records] == [said] * bool(said)
     assert said in caplog.text
+
+
+def test_floats_that_were_divided_twice_are_warned_of_in_every_part(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    twice = {name: x / 255 for name, x in floats(1).items()}
+    npz(tmp_path, **twice)
+    assert [record.getMessage().split(": ")[1].split()[0] for record in caplog.records] == [
+        "x_train", "x_test",
+    ]  # fmt: skip
+    caplog.clear()
+    npz(tmp_path, **floats(1))
+    assert not caplog.records  # the control
+
+
+@pytest.mark.parametrize("kind", [np.uint64, np.uint32])
+def test_minus_one_without_a_sign_is_refused_in_words(tmp_path: Path, kind: type) -> None:
+    y = np.array([0, 1, -1, 0, 1, 2]).astype(kind)
+    with pytest.raises(DataError, match=rf"label {y.max()} \(-1, stored without a sign\?\)"):
+        npz(tmp_path, y_train=y)
+    with pytest.raises(DataError, match=rf"y_test has the label {y.max()}"):
+        npz(tmp_path, y_test=y[1:3])
+    assert npz(tmp_path, y_train=np.array([0, 1, 2, 0, 1, 2], kind)).classes == 3  # the control
 
 
 def test_what_is_no_npz_is_refused(tmp_path: Path) -> None:
@@ -435,6 +480,39 @@ def test_cifar10_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.x_train.tolist() == np.tile(x, (5, 1)).reshape(10, 3, 32, 32).tolist()
     assert found.y_test.tolist() == [7, 2]
     assert found.class_names == tuple("abcdefghij")
+
+
+def jpeg_copies(folder: Path, classes: int, side: int) -> Path:
+    for part in ("train", "test"):
+        for number in range(classes):
+            place = folder / part / f"c{number}"
+            place.mkdir(parents=True)
+            colour = (20 * number, 9, 200 if part == "test" else 100)
+            Image.new("RGB", (side, side), colour).save(place / "0.jpg", quality=95)
+    return folder
+
+
+def test_cifar10_may_be_a_folder_of_copies_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = jpeg_copies(tmp_path / "copies", 10, 32)
+    found = load(DataSettings(name="cifar10", root=str(root)))
+    assert (found.shape, found.classes, len(found.y_train)) == ((3, 32, 32), 10, 10)
+    assert "a folder of images is read as cifar10" in caplog.text
+    for name, classes, side in (("few", 3, 32), ("small", 10, 28)):
+        other = jpeg_copies(tmp_path / name, classes, side)
+        with pytest.raises(DataError, match=rf"has {classes} classes .* and cifar10 ten of"):
+            load(DataSettings(name="cifar10", root=str(other)))
+
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.rglob("*cifar10*.yaml")), ids=str)
+def test_configs_of_cifar10_name_it_and_no_folder_of_one_machine(config: Path) -> None:
+    data = configs.load(config).data
+    assert (data.name, data.root) == ("cifar10", "")
+    assert configs.load(config, ["data.root=copies"]).data.root == "copies"
 
 
 def test_a_pickle_that_is_not_the_published_one_is_never_opened(tmp_path: Path) -> None:

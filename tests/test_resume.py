@@ -419,7 +419,10 @@ def test_a_resume_that_forgets_what_agents_remember_would_be_noticed(
     [
         ("algorithm.rounds=5", ["algorithm.rounds is 5 here, but 4 there"]),
         ("run.seed=1", ["run.seed is 1 here, but 0 there"]),
-        ("data.root=elsewhere", ["data.root is elsewhere here", "Data that was moved"]),
+        (
+            "data.name=npz data.root=elsewhere",
+            ["data.root is elsewhere here", "Data that was moved"],
+        ),
         ("privacy.epsilon=1.0", ["privacy.epsilon is 1.0 here, but absent there"]),
     ],
 )
@@ -428,7 +431,7 @@ def test_a_config_that_would_change_results_is_refused_with_what_differs(
 ) -> None:
     before = tree(copy.run)
 
-    assert_refused(command(copy.config, "--resume", copy.run, override), *fragments)
+    assert_refused(command(copy.config, "--resume", copy.run, *override.split()), *fragments)
 
     assert tree(copy.run) == before
 

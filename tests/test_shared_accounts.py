@@ -344,7 +344,7 @@ def test_a_row_of_an_account_is_used_without_protection_in_no_run(
         accept(work, "two", *overrides)
     # The control: as it was when the registry knew of labelled rows alone.
     shutil.rmtree(work.ledger)
-    monkeypatch.setattr(run_folder, "bare_contents", lambda _: iter(()))
+    monkeypatch.setattr(run_folder, "bare_rows", lambda _: iter(()))
     accept(work, "one")
     accept(work, "two", *overrides)
 

@@ -737,6 +737,28 @@ def test_rows_come_from_arrays_or_from_a_folder_of_the_sites_own(place: Path) ->
     assert torch.equal(by_arrays.agent.labelled.y, rows.y)
 
 
+@pytest.mark.parametrize("kind", [np.uint64, np.int64])
+def test_a_label_below_zero_is_refused_before_an_account_is_opened(place: Path, kind: type) -> None:
+    rows = opened(place).agent.labelled
+    (place / "kept").rename(place / "former")
+    edit(place / "site.yaml", ("split: split.json", "arrays: own.npz, classes: 10"))
+    y = rows.y.numpy().copy()
+    np.savez(place / "own.npz", x_labelled=rows.x.numpy(), y_labelled=y.astype(kind))
+    opened(place)  # the control
+    (place / "kept").rename(place / "good")
+    y[3] = -1
+    np.savez(place / "own.npz", x_labelled=rows.x.numpy(), y_labelled=y.astype(kind))
+    with pytest.raises(UserError, match="y_labelled has the label"):
+        opened(place)
+    assert not (place / "kept/ledger").exists()
+
+
+def test_a_folder_of_rows_that_are_built_in_has_no_effect_and_is_refused(place: Path) -> None:
+    edit(place / "site.yaml", ("split: split.json", "split: split.json, root: somewhere"))
+    with pytest.raises(ConfigError, match=r"rows\.root has no effect: .* is toy"):
+        opened(place)
+
+
 def test_rows_that_were_used_without_protection_get_no_budget(place: Path) -> None:
     rows = opened(place).agent.labelled
     np.savez(place / "own.npz", x_labelled=rows.x.numpy(), y_labelled=rows.y.numpy(),

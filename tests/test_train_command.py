@@ -516,6 +516,7 @@ def test_results_json_has_the_fields_of_the_contract(plain: Finished, private: F
     assert set(results) == {
         *("name", "algorithm", "dataset", "seed", "status", "rounds", "agents", "labels"),
         *("test_accuracy", "seconds", "bytes", "privacy", "split_hash", "versions"),
+        *("rows", "class_names", "warnings"),
     }
     assert results["agents"] == {"support": 2, "query": 2}
     assert (results["status"], results["rounds"], results["labels"]) == ("finished", 3, 40)

@@ -230,11 +230,16 @@ def test_whoever_has_another_number_in_the_plan_does_not_agree(
 
 @pytest.mark.parametrize(
     "argument",
-    ["data.root=elsewhere", "data.split=s.json", "run.name=other", "run.checkpoint_every=3",
+    ["data.split=s.json", "run.name=other", "run.checkpoint_every=3",
      "run.workers=1"],
 )  # fmt: skip
 def test_what_belongs_to_one_machine_need_not_be_alike(tmp_path: Path, argument: str) -> None:
     assert agreed(tmp_path, argument) == agreed(tmp_path)
+
+
+def test_data_may_lie_elsewhere_on_each_machine(tmp_path: Path) -> None:
+    here, there = (agreed(tmp_path, "data.name=npz", f"data.root={root}") for root in "ab")
+    assert here == there
 
 
 def test_parties_with_other_classes_or_rows_of_another_shape_do_not_agree(tmp_path: Path) -> None:

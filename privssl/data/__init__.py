@@ -9,7 +9,7 @@ Unlabelled rows lose their labels here. ``Federation.true_labels`` has them, for
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +21,14 @@ from torch import Tensor
 
 from privssl.agents import Agent, AgentRef, LabelledRows, Seat, UnlabelledRows, natural_order
 from privssl.data import manifest as manifests
+from privssl.data.arrays import NO_LABEL
 from privssl.data.datasets import Dataset, checksum, expanded, load
 from privssl.data.draw import SERVER, Holders, Split, draw, holders, settings_of_split
 from privssl.data.manifest import Holding, Manifest
 from privssl.errors import DataError
 from privssl.settings import AgentSettings, DataSettings
 
-__all__ = ["Federation", "build", "class_counts", "held_elsewhere", "refs"]
+__all__ = ["Federation", "build", "class_counts", "class_counts_of", "held_elsewhere", "refs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,18 +115,23 @@ def class_counts(
 
     Returns:
         agent -> counts (C,), for the labelled and for the unlabelled rows; agents that hold
-        none of a kind are not in that dict.
+        none of a kind, or rows of a class that nobody knows, are not in that dict.
     """
-    labels, classes = federation.true_labels.numpy(), federation.dataset.classes
     held = federation.manifest.agents.items()
-
-    def count(ids: tuple[int, ...]) -> NDArray[np.int64]:
-        return np.bincount(labels[list(ids)], minlength=classes)
-
     return (
-        {agent: count(holding.labelled) for agent, holding in held if holding.labelled},
-        {agent: count(holding.unlabelled) for agent, holding in held if holding.unlabelled},
+        {a: class_counts_of(federation, h.labelled) for a, h in held if h.labelled},
+        {
+            a: class_counts_of(federation, h.unlabelled)
+            for a, h in held
+            if h.unlabelled and (federation.true_labels[list(h.unlabelled)] != NO_LABEL).all()
+        },
     )
+
+
+def class_counts_of(federation: Federation, ids: Sequence[int]) -> NDArray[np.int64]:
+    """How many of some training rows are of each class (C,), by the true labels where known."""
+    labels = federation.true_labels.numpy()[list(ids)]
+    return np.bincount(labels[labels != NO_LABEL], minlength=federation.dataset.classes)
 
 
 def refs(labels: str, agents: AgentSettings) -> tuple[AgentRef, ...]:
@@ -154,7 +160,13 @@ def _agent(name: str, holding: Holding, labels: bool, dataset: Dataset) -> Agent
 
 def _labelled(rows: tuple[int, ...], dataset: Dataset) -> LabelledRows:
     ids = torch.tensor(rows, dtype=torch.int64)
-    return LabelledRows(_copied(dataset.x_train, ids), _copied(dataset.y_train, ids), ids)
+    y = _copied(dataset.y_train, ids)
+    if (y == NO_LABEL).any():
+        raise DataError(
+            f"the split gives {int((y == NO_LABEL).sum())} rows to be used with labels that have "
+            "none. Leave data.split out to draw a new split"
+        )
+    return LabelledRows(_copied(dataset.x_train, ids), y, ids)
 
 
 def _copied(rows: Tensor, ids: Tensor) -> Tensor:

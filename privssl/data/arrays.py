@@ -1,6 +1,7 @@
 """Rows as arrays, as every reader returns them, and the NPZ file that brings them as they are.
 
-An NPZ file has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Images are (N, H, W), one
+An NPZ file has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Training rows without a label
+have y = -1, or stand in ``x_unlabelled``, and come after the others then. Images are (N, H, W), one
 channel; (N, H, W, C), the custom of NumPy and Keras; or (N, C, H, W), that of torch. With 1 or 3
 in both places the last axis is taken for the channels. Nothing in the file can run code:
 pickles are refused.
@@ -21,8 +22,10 @@ from privssl.errors import DataError
 log = logging.getLogger("privssl")
 
 CHANNELS = (1, 3)
-DARK = 64  # bytes of which none is as large are hardly pictures
+NO_LABEL = -1
+DARK = 64  # of 255: rows of which no pixel is as bright are hardly pictures
 
+MAX_CLASS = 2**20 - 1  # a classifier has an output for each
 MAX_BYTES = 2**34  # of one array, unpacked: a zip of a few MB can hold a thousand times more
 
 # What zipfile, zlib and NumPy raise on a file that is damaged, encrypted or made of pickles.
@@ -41,7 +44,7 @@ class Arrays(NamedTuple):
     """Images (N, C, H, W), uint8 in 0..255 or float32 in [0, 1]; classes (N,) int64."""
 
     x_train: NDArray[Any]
-    y_train: NDArray[np.int64]
+    y_train: NDArray[np.int64]  # NO_LABEL where nobody knows the class
     x_test: NDArray[Any]
     y_test: NDArray[np.int64]
     class_names: tuple[str, ...]
@@ -53,7 +56,7 @@ def read_npz(path: Path) -> Arrays:
     Raises:
         DataError: no such file, or whatever in it is not as the head of this module says.
     """
-    found = _open(path, ("x_train", "y_train", "x_test", "y_test"))
+    found = _open(path, ("x_train", "y_train", "x_test", "y_test"), ("x_unlabelled",))
     x_train, y_train = _rows(path, found, "train")
     x_test, y_test = _rows(path, found, "test")
     if x_train.shape[1:] != x_test.shape[1:] or x_train.dtype != x_test.dtype:
@@ -61,6 +64,12 @@ def read_npz(path: Path) -> Arrays:
             f"{path}: x_train has rows {x_train.shape[1:]} of {x_train.dtype} and x_test "
             f"{x_test.shape[1:]} of {x_test.dtype} (channels, height, width). Make them alike"
         )
+    parts = {"x_train": x_train, "x_test": x_test}
+    if "x_unlabelled" in found:
+        rest = _unlabelled(path, found)
+        _check_alike(path, "x_train", x_train, rest)
+        parts["x_unlabelled"] = rest
+    _warn_of_ranges(path, parts)
     classes = int(y_train.max()) + 1
     if not 2 <= classes <= len(y_train):
         raise DataError(
@@ -72,13 +81,20 @@ def read_npz(path: Path) -> Arrays:
             f"{path}: y_test has class {y_test.max()}, but the largest in y_train is "
             f"{classes - 1}. A class without training rows cannot be learned: leave it out"
         )
-    if empty := sorted(set(range(classes)) - set(np.unique(y_train).tolist())):
+    if empty := sorted(set(range(classes)) - set(y_train.tolist())):
         log.warning(
             "%s: no training row has class %s, and the classifier has an output for it all the "
             "same. Number the classes 0, 1, 2, ... without gaps.",
             path, ", ".join(map(str, empty[:5])) + ", ..." * (len(empty) > 5),
         )  # fmt: skip
-    return Arrays(x_train, y_train, x_test, y_test, tuple(map(str, range(classes))))
+    arrays = Arrays(x_train, y_train, x_test, y_test, tuple(map(str, range(classes))))
+    return with_unlabelled(arrays, parts["x_unlabelled"]) if "x_unlabelled" in parts else arrays
+
+
+def with_unlabelled(arrays: Arrays, x: NDArray[Any]) -> Arrays:
+    """With more training rows, whose class nobody knows."""
+    y = np.concatenate([arrays.y_train, np.full(len(x), NO_LABEL)])
+    return arrays._replace(x_train=np.concatenate([arrays.x_train, x]), y_train=y)
 
 
 def read_rows(path: Path, *, labelled: bool, unlabelled: bool) -> Rows:
@@ -96,23 +112,39 @@ def read_rows(path: Path, *, labelled: bool, unlabelled: bool) -> Rows:
     x, y = _rows(path, found, "labelled") if labelled else (None, None)
     rest = None
     if unlabelled:
-        rest = _numbers(path, names[-1], _channels_first(path, names[-1], found[names[-1]]))
-        if not len(rest):
-            raise DataError(f"{path}: x_unlabelled has no rows. Give at least one")
+        rest = _unlabelled(path, found)
     if x is not None and rest is not None:
-        _check_alike(path, x, rest)
+        _check_alike(path, "x_labelled", x, rest)
+    named = {"x_labelled": x, "x_unlabelled": rest}
+    _warn_of_ranges(path, {name: part for name, part in named.items() if part is not None})
     return Rows(x, y, rest)
 
 
-def _check_alike(path: Path, x: NDArray[Any], rest: NDArray[Any]) -> None:
+def _unlabelled(path: Path, found: dict[str, NDArray[Any]]) -> NDArray[Any]:
+    name = "x_unlabelled"
+    rest = _numbers(path, name, _channels_first(path, name, found[name]))
+    if not len(rest):
+        raise DataError(f"{path}: {name} has no rows. Give at least one, or leave it out")
+    return rest
+
+
+def _check_alike(path: Path, name: str, x: NDArray[Any], rest: NDArray[Any]) -> None:
     if (x.shape[1:], x.dtype) != (rest.shape[1:], rest.dtype):
         raise DataError(
-            f"{path}: x_labelled has rows {x.shape[1:]} of {x.dtype} and x_unlabelled "
+            f"{path}: {name} has rows {x.shape[1:]} of {x.dtype} and x_unlabelled "
             f"{rest.shape[1:]} of {rest.dtype} (channels, height, width). Make them alike"
         )
 
 
-def _open(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+def _open(
+    path: Path, names: Sequence[str], optional: Sequence[str] | None = None
+) -> dict[str, NDArray[Any]]:
+    """Arrays of an NPZ file.
+
+    Args:
+        names: which must be there.
+        optional: which may be; others are warned of. None: others are nobody's business.
+    """
     try:
         with path.open("rb") as stream:  # NumPy would leave a damaged file open
             file = np.load(stream, allow_pickle=False)
@@ -130,7 +162,13 @@ def _open(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
             for info in file.zip.infolist():  # zipfile never unpacks more than what this states
                 if info.file_size > MAX_BYTES:
                     raise ValueError(f"{info.filename} has {info.file_size} bytes")
-            found = {name: file[name] for name in names}
+            wanted = [*names, *(name for name in optional or () if name in file.files)]
+            if optional is not None and (extra := sorted({*file.files} - {*wanted})):
+                log.warning(
+                    "%s: not read: %s. Read are %s.",
+                    path, ", ".join(extra), ", ".join((*names, *optional)),
+                )  # fmt: skip
+            found = {name: file[name] for name in wanted}
             if not all(isinstance(array, np.ndarray) for array in found.values()):
                 raise ValueError("an entry is no array")  # NumPy hands out such bytes as they are
             return found
@@ -160,8 +198,14 @@ def _rows(path: Path, found: dict[str, NDArray[Any]], part: str) -> tuple[NDArra
             f"{path}: x_{part} has {len(x)} rows and y_{part} {len(y)}. Give one label for each "
             "row, and at least one row"
         )
-    if y.min() < 0:
-        raise DataError(f"{path}: y_{part} has the label {y.min()}. Classes are 0, 1, 2, ...")
+    lowest = NO_LABEL if part == "train" else 0
+    if y.min() < lowest or y.max() > MAX_CLASS:
+        wrong = y.min() if y.min() < lowest else y.max()
+        hint = " (-1, stored without a sign?)" if wrong == np.iinfo(y.dtype).max else ""
+        raise DataError(
+            f"{path}: y_{part} has the label {wrong}{hint}. Classes are 0, 1, 2, ..., at most "
+            f"{MAX_CLASS}, and -1 in y_train is no label"
+        )
     return _numbers(path, f"x_{part}", x), y.astype(np.int64)
 
 
@@ -180,12 +224,6 @@ def _channels_first(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
 
 def _numbers(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
     if x.dtype == np.uint8:
-        if x.size and x.max() < DARK:
-            log.warning(
-                "%s: %s has bytes up to %d. They are taken for shades from 0 to 255, so all of it "
-                "is nearly black: bring them to that range, or give floats in [0, 1].",
-                path, name, x.max(),
-            )  # fmt: skip
         return np.ascontiguousarray(x)
     # Written so that NaN is refused as well: no comparison with it is true.
     if x.dtype.kind == "f" and x.size and x.min() >= 0 and x.max() <= 1:
@@ -194,3 +232,31 @@ def _numbers(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
     raise DataError(
         f"{path}: {name} is {x.dtype}{seen}. Give uint8 in 0..255, or floats in [0, 1] without NaN"
     )
+
+
+def _warn_of_ranges(path: Path, parts: dict[str, NDArray[Any]]) -> None:
+    """Warn of rows that are nearly black, and of two kinds of rows whose ranges differ."""
+    top = {name: _top(x) for name, x in parts.items() if x.size}
+    dark = [name for name, (value, full) in top.items() if value < DARK * full / 255]
+    for name in dark:
+        value, full = top[name]
+        what, other = ("bytes", "floats in [0, 1]") if full == 255 else ("floats", "bytes")
+        log.warning(
+            "%s: %s has %s up to %.5g. They are taken for shades from 0 to %d, so all of it is "
+            "nearly black: bring them to that range, or give %s.",
+            path, name, what, value, full, other,
+        )  # fmt: skip
+    (one, (low, _)), (two, (high, _)) = min(top.items(), key=_value), max(top.items(), key=_value)
+    if not dark and high > 2 * low:
+        log.warning(
+            "%s: %s goes up to %.5g and %s up to %.5g. Scale both alike.", path, one, low, two, high
+        )
+
+
+def _top(x: NDArray[Any]) -> tuple[float, int]:
+    """The largest value, and what it could be."""
+    return float(x.max()), 255 if x.dtype == np.uint8 else 1
+
+
+def _value(item: tuple[str, tuple[float, int]]) -> float:
+    return item[1][0]

@@ -6,8 +6,9 @@ would be one more release.
 """
 
 import hashlib
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,17 +16,21 @@ import torch
 from torch import Tensor
 
 from privssl.data.arrays import Arrays, read_npz
+from privssl.data.checks import warn_of_equal_rows
 from privssl.data.downloads import PUBLISHED, default_root, read_published
 from privssl.data.image_folder import read_folder
 from privssl.errors import DataError
 from privssl.settings import DataSettings
+
+log = logging.getLogger("privssl")
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """Training and test rows; a row's id is its place in the training rows.
 
-    x (N, Ch, H, W) uint8 in 0..255 or float32 in [0, 1]; y (N,) int64 class numbers.
+    x (N, Ch, H, W) uint8 in 0..255 or float32 in [0, 1]; y (N,) int64 class numbers;
+    ``arrays.NO_LABEL`` in y_train where nobody knows it.
     """
 
     name: str
@@ -34,6 +39,7 @@ class Dataset:
     x_test: Tensor
     y_test: Tensor
     class_names: tuple[str, ...]
+    said: tuple[logging.LogRecord, ...] = ()  # while it was read; no log file was open then
 
     @property
     def classes(self) -> int:
@@ -53,7 +59,24 @@ def load(settings: DataSettings) -> Dataset:
     Raises:
         DataError: it is missing, damaged, or not what its format asks for.
     """
-    return from_arrays(settings.name, _read(settings))
+    heard = _Heard()
+    log.addHandler(heard)
+    try:
+        arrays = _read(settings)
+    finally:
+        log.removeHandler(heard)
+    return replace(from_arrays(settings.name, arrays), said=tuple(heard.records))
+
+
+class _Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
 
 
 def expanded(key: str, text: str) -> Path:
@@ -89,9 +112,10 @@ def _read(settings: DataSettings) -> Arrays:
     root = expanded("root", settings.root) if settings.root else default_root()
     if settings.name in PUBLISHED:
         return read_published(settings.name, root)
-    if settings.name == "npz":
-        return read_npz(root)
-    return read_folder(root, settings.image_size)
+    npz = settings.name == "npz"
+    arrays = read_npz(root) if npz else read_folder(root, settings.image_size)
+    warn_of_equal_rows(root, arrays)
+    return arrays
 
 
 def _digits() -> Arrays:

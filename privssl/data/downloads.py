@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from privssl.data.arrays import Arrays
+from privssl.data.image_folder import read_folder
 from privssl.errors import DataError
 
 SECONDS_TO_ANSWER = 10.0  # that a server may be silent before it is given up
@@ -56,13 +57,16 @@ def read_published(name: str, root: Path) -> Arrays:
 
     Args:
         name: mnist, fashion_mnist, cifar10 or svhn.
-        root: the folder of all data sets; made when absent.
+        root: the folder of all data sets; made when absent. Or one of train/CLASS/* and
+            test/CLASS/*: copies of the set as pictures.
 
     Raises:
         DataError: it is neither there nor to be had, or its files are damaged.
     """
     published = PUBLISHED[name]
     if not all((root / file).is_file() for file in published.files):
+        if all((root / part).is_dir() for part in ("train", "test")):
+            return _copies(name, published, root)
         _download(name, published, root)
     try:
         arrays = published.read(root)
@@ -73,6 +77,19 @@ def read_published(name: str, root: Path) -> Arrays:
             f"{name}: a file in {root} is damaged ({error}). Remove "
             f"{', '.join(published.files)} there, and get them again:\n  {_command(name, root)}"
         ) from None
+    return arrays
+
+
+def _copies(name: str, published: _Published, root: Path) -> Arrays:
+    """The set as a folder of pictures, which need not have the published pixels."""
+    arrays = read_folder(root, None)
+    if arrays.x_train.shape[1:] != published.shape or len(arrays.class_names) != 10:
+        raise DataError(
+            f"{root} has {len(arrays.class_names)} classes of images {arrays.x_train.shape[1:]} "
+            f"(channels, height, width), and {name} ten of {published.shape}. Give the folder of "
+            f"{name}, or data.name=image_folder"
+        )
+    log.warning("%s: a folder of images is read as %s; its pixels need not be those.", root, name)
     return arrays
 
 

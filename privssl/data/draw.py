@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from privssl import seeds
+from privssl.data.arrays import NO_LABEL
 from privssl.data.datasets import Dataset
 from privssl.data.manifest import Holding
-from privssl.data.partition import DirichletEqual, Ints, Partition, from_settings
+from privssl.data.partition import DirichletEqual, Iid, Ints, Partition, from_settings
 from privssl.errors import DataError
 from privssl.settings import AgentSettings, DataSettings, Problem
 
@@ -123,15 +124,22 @@ def _draw_rows(
             f"data.unlabelled {data.unlabelled or 0} = {asked}, but {data.name} has {rows} "
             "training rows. Ask for fewer"
         )
+    known = np.flatnonzero(labels != NO_LABEL)
+    if data.labelled + data.validation > len(known):
+        raise DataError(
+            f"data.labelled {data.labelled} + data.validation {data.validation}, but {data.name} "
+            f"has {len(known)} training rows with a label. Ask for fewer"
+        )
     if data.unlabelled and not wanted:
         raise DataError(
             f"data.unlabelled is {data.unlabelled}, but no agent holds unlabelled rows. "
             "Set agents.query, or leave data.unlabelled out"
         )
     everything = np.arange(rows)
-    labelled = _pick(everything, labels, data.labelled, data.stratified, _rng(seed, "labelled"))
+    labelled = _pick(known, labels, data.labelled, data.stratified, _rng(seed, "labelled"))
     rest = np.setdiff1d(everything, labelled)
-    validation = _pick(rest, labels, data.validation, data.stratified, _rng(seed, "validation"))
+    kept = np.setdiff1d(known, labelled)
+    validation = _pick(kept, labels, data.validation, data.stratified, _rng(seed, "validation"))
     rest = np.setdiff1d(rest, validation) if wanted else rest[:0]
     return np.sort(labelled), np.sort(validation), rest
 
@@ -173,7 +181,16 @@ def _hand_out(
             f"{len(agents)} agents are to share {len(rows)} {kind} rows, and each needs at "
             f"least one. Change data.{kind}, or have fewer agents"
         )
-    parts = rule.split(labels[rows], len(agents), _rng(seed, "partition"))
+    classes = labels[rows]
+    if (classes == NO_LABEL).any():
+        if not isinstance(rule, Iid):
+            raise DataError(
+                f"{rule} hands out rows by their class, and {(classes == NO_LABEL).sum()} of the "
+                f"{len(rows)} {kind} rows have no label. Set data.partition: iid (and "
+                "data.labelled_partition for the labelled rows)"
+            )
+        classes = np.where(classes == NO_LABEL, labels.max() + 1, classes)  # a class of their own
+    parts = rule.split(classes, len(agents), _rng(seed, "partition"))
     for agent, part in zip(agents, parts, strict=True):
         if not len(part):
             raise DataError(

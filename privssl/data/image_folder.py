@@ -1,8 +1,12 @@
-"""A folder of images: ``root/{train,test}/CLASS/*.png`` and the like.
+"""A folder of images: ``root/{train,test}/CLASS/**/*.png`` and the like.
 
-Classes are the names of the folders, sorted; rows are the files, sorted, so that the same
-folder gives the same row numbers on every machine. All heads are read before any image is
-decoded: a folder that cannot be used is refused at once, and memory is taken once.
+Classes are the names of the folders, sorted, numbers in them by their value (2 before 10); rows
+are the files, sorted, so that the same folder gives the same row numbers on every machine. All
+heads are read before any image is decoded: a folder that cannot be used is refused at once, and
+memory is taken once.
+
+Images are turned as their EXIF orientation says, and those with transparent pixels are laid over
+white. Of several frames or pages the first is read. Files that are not read are counted by reason.
 
 A file is opened as one of ``FORMATS`` whatever its name: left to itself Pillow goes by content,
 and would hand a PostScript file called ``cat.png`` to Ghostscript, which runs it.
@@ -10,25 +14,34 @@ and would hand a PostScript file called ``cat.png`` to Ghostscript, which runs i
 
 import logging
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
+from PIL.ExifTags import Base as Tag
 
-from privssl.data.arrays import Arrays
+from privssl.agents import natural_order
+from privssl.data.arrays import Arrays, with_unlabelled
 from privssl.errors import DataError
 
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm"})
+SUFFIXES = frozenset(
+    {*(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".gif", ".webp"),
+     *(".tif", ".tiff", ".pbm", ".pgm", ".ppm", ".pnm")}
+)  # fmt: skip
 # Pillow's names of what the suffixes stand for.
-FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+FORMATS = ("PNG", "JPEG", "BMP", "DIB", "GIF", "WEBP", "TIFF", "PPM")
 MAX_PIXELS = 2**24  # of one image: a file of a few kB can claim a hundred times more
 # Pillow's names: those without colour, and those that become RGB. Wider ones would be cut off.
 GREY = frozenset({"1", "L", "LA"})
 COLOUR = frozenset({"P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
+
+UNLABELLED = "unlabelled"
+HIDDEN = "hidden"  # a name that begins with a dot
 
 log = logging.getLogger("privssl")
 
@@ -38,7 +51,9 @@ class _Head(NamedTuple):
 
     path: Path
     mode: str
-    size: tuple[int, int]  # width, height
+    size: tuple[int, int]  # width, height, as turned by the orientation
+    turned: bool  # it has an orientation other than the usual one
+    frames: int
 
 
 class _Form(NamedTuple):
@@ -46,13 +61,15 @@ class _Form(NamedTuple):
 
     mode: str  # "L" or "RGB"
     size: tuple[int, int]  # width, height
+    resized: bool  # images of other sizes become this one
 
 
 def read_folder(root: Path, image_size: int | None) -> Arrays:
     """All images of a folder.
 
     Args:
-        root: holds ``train`` and ``test``.
+        root: holds ``train`` and ``test``, and ``unlabelled`` with training images of no known
+            class, if there are any; they come after the others.
         image_size: side of the square that each image is resized to, pixels; None: as they are.
 
     Returns:
@@ -62,28 +79,71 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
         DataError: no such folders, classes that differ, a class without images, a file that is
             no image, or sizes that differ while ``image_size`` is not set.
     """
-    classes = _classes(root / "train")
-    others = _classes(root / "test")
+    skipped: Counter[str] = Counter()
+    classes = _classes(root / "train", skipped)
+    others = _classes(root / "test", skipped)
     if classes != others:
         differing = ", ".join(sorted(set(classes) ^ set(others)))
         raise DataError(f"{root}: train and test differ in the classes {differing}")
-    train, y_train = _files(root / "train", classes)
-    test, y_test = _files(root / "test", classes)
+    train, y_train = _files(root / "train", classes, skipped)
+    test, y_test = _files(root / "test", classes, skipped)
+    rest = _without_labels(root / UNLABELLED, skipped)
+    skipped |= _folders_beside(root)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        form = _form(list(pool.map(_head, train + test)), image_size)
-        x_train, x_test = _decode(pool, train, form), _decode(pool, test, form)
+        heads = list(pool.map(_head, train + test + rest))
+        form = _form(heads, image_size)
+        x_train, laid_train = _decode(pool, train, form)
+        x_test, laid_test = _decode(pool, test, form)
+        x_rest, laid_rest = _decode(pool, rest, form)
     counts = (len(train), len(test), len(classes))
     log.info("%s: %d training and %d test images of %d classes", root, *counts)
-    return Arrays(x_train, y_train, x_test, y_test, classes)
+    if rest:
+        log.info("%s: %d training images without a label", root / UNLABELLED, len(rest))
+    _tell_of_changes(root, heads, laid_train + laid_test + laid_rest)
+    _tell_of_skipped(root, skipped)
+    arrays = Arrays(x_train, y_train, x_test, y_test, classes)
+    return with_unlabelled(arrays, x_rest) if rest else arrays
 
 
-def _classes(folder: Path) -> tuple[str, ...]:
+def _tell_of_changes(root: Path, heads: Sequence[_Head], laid: int) -> None:
+    """What images are not read as they lie in their files."""
+    if turned := sum(head.turned for head in heads):
+        log.warning("%s: %d images were turned as their EXIF orientation says", root, turned)
+    if laid:
+        log.warning("%s: %d images have transparent pixels and were laid over white", root, laid)
+    if several := [head for head in heads if head.frames > 1]:
+        log.warning(
+            "%s: %d images have several frames or pages (%s has %d). The first of each was read, "
+            "and %d frames were not: save those that are rows as files of their own.",
+            root, len(several), several[0].path.name, several[0].frames,
+            sum(head.frames - 1 for head in several),
+        )  # fmt: skip
+
+
+def _tell_of_skipped(root: Path, skipped: Counter[str]) -> None:
+    """How many files and folders were not read, by reason."""
+    skipped = +skipped  # without zeros
+    if not skipped:
+        return
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+    level = logging.INFO if set(skipped) == {HIDDEN} else logging.WARNING
+    log.log(level, "%s: not read: %s. Images are %s.", root, reasons, ", ".join(sorted(SUFFIXES)))
+
+
+def _classes(folder: Path, skipped: Counter[str]) -> tuple[str, ...]:
     try:
-        found = sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name[0] != ".")
+        entries = list(folder.iterdir())
     except OSError as error:
         raise DataError(
             f"{folder}: {error.strerror}. data.root must hold train/CLASS/* and test/CLASS/*"
         ) from None
+    names = [p.name for p in entries if p.is_dir() and p.name[0] != "."]
+    found = sorted(names, key=lambda name: (natural_order(name), name))
+    for entry in entries:
+        if entry.name[0] == ".":
+            skipped[HIDDEN] += 1
+        elif not entry.is_dir():
+            skipped["outside of the folders of classes"] += 1
     if len(found) < 2:
         raise DataError(
             f"{folder} has {len(found)} folders. Make one for each class, at least two, with "
@@ -92,20 +152,35 @@ def _classes(folder: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], NDArray[np.int64]]:
+def _folders_beside(root: Path) -> Counter[str]:
+    names = [p.name for p in root.iterdir() if p.is_dir() and p.name[0] != "."]
+    return Counter(f"folder {name}" for name in names if name not in ("train", "test", UNLABELLED))
+
+
+def _without_labels(folder: Path, skipped: Counter[str]) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    try:
+        found = sorted(_images(folder, skipped))
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}. Mend the permissions") from None
+    if not found:
+        raise DataError(f"{folder} holds no image. Add some, or remove it")
+    return found
+
+
+def _files(
+    folder: Path, classes: Sequence[str], skipped: Counter[str]
+) -> tuple[list[Path], NDArray[np.int64]]:
     """Image files and their class numbers, class by class."""
     files: list[Path] = []
     counts = []
     for name in classes:
         try:
-            images = sorted(
-                path
-                for path in (folder / name).iterdir()
-                if path.suffix.lower() in SUFFIXES and path.name[0] != "."
-            )
+            images = sorted(_images(folder / name, skipped))
         except OSError as error:
             raise DataError(
-                f"{folder / name}: {error.strerror}. Mend the permissions, or remove the class "
+                f"{error.filename}: {error.strerror}. Mend the permissions, or remove the class "
                 "from train and test"
             ) from None
         if not images:
@@ -118,6 +193,24 @@ def _files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], NDArray[np
     return files, np.repeat(np.arange(len(classes)), counts)
 
 
+def _images(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
+    """Image files at any depth; folders that are links within it could be circles."""
+
+    def give_up(error: OSError) -> None:
+        raise error
+
+    for place, folders, files in os.walk(folder, onerror=give_up):
+        linked = [name for name in folders if Path(place, name).is_symlink()]
+        hidden = [name for name in (*folders, *files) if name[0] == "."]
+        skipped.update({"linked folders": len(linked), HIDDEN: len(hidden)})
+        folders[:] = [name for name in folders if name not in {*linked, *hidden}]
+        for path in (Path(place, name) for name in files if name[0] != "."):
+            if path.suffix.lower() in SUFFIXES:
+                yield path
+            else:
+                skipped[path.suffix.lower() or "without a suffix"] += 1
+
+
 def _unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} cannot be read as an image: {error}. Replace or remove it")
 
@@ -127,9 +220,25 @@ def _head(path: Path) -> _Head:
         with Image.open(path, formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"{image.width}x{image.height} pixels, more than {MAX_PIXELS}")
-            return _Head(path, image.mode, image.size)
+            orientation = _orientation(image)
+            across = orientation >= 5  # the four orientations that lie on a side
+            size = image.size[::-1] if across else image.size
+            frames = getattr(image, "n_frames", 1)
+            return _Head(path, image.mode, size, orientation > 1, frames)
     except Exception as error:  # Pillow's decoders raise what they like on damaged files
         raise _unreadable(path, error) from None
+
+
+def _orientation(image: Image.Image) -> int:
+    """1 to 8, as EXIF numbers them; 1 is upright."""
+    # Pillow turns a TIFF itself, and would decode a PNG to look for what nearly none has.
+    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
+        return 1
+    try:
+        number = image.getexif().get(Tag.Orientation, 1)
+    except Exception:  # damaged notes of a camera leave the image as it is
+        return 1
+    return number if number in range(1, 9) else 1
 
 
 def _form(heads: Sequence[_Head], image_size: int | None) -> _Form:
@@ -145,26 +254,47 @@ def _form(heads: Sequence[_Head], image_size: int | None) -> _Form:
                 f"{heads[0].size[0]}x{heads[0].size[1]}. Set data.image_size to resize all"
             )
     mode = "L" if all(head.mode in GREY for head in heads) else "RGB"
-    return _Form(mode, heads[0].size if image_size is None else (image_size, image_size))
+    if image_size is None:
+        return _Form(mode, heads[0].size, resized=False)
+    return _Form(mode, (image_size, image_size), resized=True)
 
 
-def _decode(pool: ThreadPoolExecutor, files: Sequence[Path], form: _Form) -> NDArray[np.uint8]:
-    """(N, C, H, W), each thread writing the rows that it decodes."""
+def _decode(
+    pool: ThreadPoolExecutor, files: Sequence[Path], form: _Form
+) -> tuple[NDArray[np.uint8], int]:
+    """(N, C, H, W), each thread writing the rows that it decodes; how many were laid over white."""
     width, height = form.size
     channels = len(form.mode)  # "L" has one, "RGB" three
     images = np.empty((len(files), channels, height, width), dtype=np.uint8)
 
-    def decode(row: int) -> None:
+    def decode(row: int) -> bool:
         try:
-            with Image.open(files[row], formats=FORMATS) as image:
-                plain = image.convert(form.mode)
+            # From a stream: Pillow maps a plain TIFF into memory by its path, and turns it wrongly.
+            with files[row].open("rb") as file, Image.open(file, formats=FORMATS) as image:
+                image.load()  # a PNG may have its orientation behind its pixels
+                upright = ImageOps.exif_transpose(image) if _orientation(image) > 1 else image
+                if upright.size != form.size and not form.resized:
+                    raise ValueError(f"{upright.width}x{upright.height} pixels once it is upright")
+                opaque, laid = _over_white(upright)
+                plain = opaque.convert(form.mode)
         except Exception as error:  # as in _head
             raise _unreadable(files[row], error) from None
         if plain.size != form.size:
             plain = plain.resize(form.size, Image.Resampling.BILINEAR)
         pixels = np.asarray(plain).reshape(height, width, channels)
         images[row] = pixels.transpose(2, 0, 1)
+        return laid
 
-    for _ in pool.map(decode, range(len(files))):
-        pass
-    return images
+    return images, sum(pool.map(decode, range(len(files))))
+
+
+def _over_white(image: Image.Image) -> tuple[Image.Image, bool]:
+    """The image without transparency, and whether any pixel had some."""
+    if not image.has_transparency_data:
+        return image, False
+    shown = image.convert("RGBA")
+    lowest, _ = shown.getchannel("A").getextrema()
+    if lowest == 255:
+        return image.convert("RGB" if image.mode in COLOUR else "L"), False
+    white = Image.new("RGBA", shown.size, "white")
+    return Image.alpha_composite(white, shown).convert("RGB"), True

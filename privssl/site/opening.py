@@ -27,18 +27,19 @@ from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
 from privssl.config import Config
 from privssl.data import datasets, manifest
-from privssl.data.arrays import read_rows
+from privssl.data.arrays import NO_LABEL, read_rows
 from privssl.data.draw import Holders, holders
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.prepare import (
     check_sides,
+    claim_rows,
     device_of,
     promise,
     refuse_strange_networks,
-    row_contents,
     task_of,
 )
 from privssl.privacy import Plan
+from privssl.settings import BUILT_IN
 from privssl.site.desk import Desk
 from privssl.site.settings import SiteConfig
 from privssl.site.store import Store
@@ -133,10 +134,16 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
     labelled, unlabelled = kinds[site.site.role]
     if site.rows.arrays:
         return _from_arrays(site, labelled=labelled, unlabelled=unlabelled)
+    if site.rows.root and config.data.name in BUILT_IN:
+        raise ConfigError(
+            f"{site.source}: rows.root has no effect: data.name of {config.source} is "
+            f"{config.data.name}, which comes with privssl. Give rows.split alone"
+        )
     root = str(site.path(site.rows.root)) if site.rows.root else config.data.root
     dataset = datasets.load(dataclasses.replace(config.data, root=root))
     everything = tuple(range(len(dataset.y_train)))
-    ids: dict[bool, tuple[int, ...]] = {True: everything, False: everything}
+    known = tuple(torch.nonzero(dataset.y_train != NO_LABEL)[:, 0].tolist())
+    ids: dict[bool, tuple[int, ...]] = {True: known, False: everything}
     if site.rows.split:
         split = manifest.read(site.path(site.rows.split))
         split.check(dataset, datasets.checksum(dataset))
@@ -148,6 +155,11 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
             "labels. Give rows.arrays, or rows.split"
         )
     _check_there(site, labelled and not ids[True], unlabelled and not ids[False])
+    if labelled and not set(ids[True]) <= set(known):
+        raise DataError(
+            f"{site.source}: {site.path(site.rows.split)} gives rows without a label as labelled "
+            "ones. Draw a new split"
+        )
     x, y = dataset.x_train, dataset.y_train
     with_labels, without = (torch.tensor(ids[kind]) for kind in (True, False))
     return _Held(
@@ -229,8 +241,8 @@ def _account(
     plan = promise(algorithm.plan, privacy, agent, budget)
     path = ledger / f"{agent.id}.jsonl"
     registry.refuse_lost_journal(ledger, agent.id)
-    bare = () if agent.held_unlabelled is None else row_contents(agent.held_unlabelled)
-    registry.claim(ledger, {agent.id: row_contents(agent.labelled)}, bare=bare)
+    bare = () if agent.held_unlabelled is None else (agent.held_unlabelled,)
+    claim_rows(ledger, [agent], bare)
     if path.exists():
         _check_ledger(path, plan)
     else:
