@@ -231,7 +231,7 @@ def test_floats_that_were_divided_twice_are_warned_of_in_every_part(
 
 @pytest.mark.parametrize("kind", [np.uint64, np.uint32])
 def test_minus_one_without_a_sign_is_refused_in_words(tmp_path: Path, kind: type) -> None:
-    y = np.array([0, 1, -1, 0, 1, 2]).astype(kind)
+    y: np.ndarray = np.array([0, 1, -1, 0, 1, 2]).astype(kind)
     with pytest.raises(DataError, match=rf"label {y.max()} \(-1, stored without a sign\?\)"):
         npz(tmp_path, y_train=y)
     with pytest.raises(DataError, match=rf"y_test has the label {y.max()}"):
