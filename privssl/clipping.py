@@ -9,8 +9,9 @@ never made for one row alone: a linear layer has as many weights as these have n
 with each other (Goodfellow 2015; Li et al. 2022, "ghost clipping"), and so has a convolution, whose
 places are those that its kernel meets. What is measured to clip is what is summed, in both.
 
-Norms, factors and sums are float64, so that a row weighs the clip norm to one part in 10^12, and n rows are
-added up to within n^2 x 1.2e-16 of it (docs/privacy.md). A device that has none sums on the CPU.
+Norms, factors and sums are float64, so that a row weighs the clip norm to one part in 10^9, and n
+rows are added up to within n^2 x 2.3e-16 of it (docs/privacy.md). A device that has none sums on
+the CPU.
 """
 
 import math
@@ -144,16 +145,10 @@ def clipped_sums(
     Returns:
         One float64 sum for each parameter; of A agents (A, *shape).
     """
-    # Those of parameters that the kernel does. It knows nothing of agents side by side.
-    lines = [one.lines() if drawn.dim() == 1 else None for one in gradients]
-    norms = [one.norms() for one, there in zip(gradients, lines, strict=True) if there is None]
-    norm = torch.stack(norms, dim=1).norm(dim=1) if norms else None
+    factors, lines = factors_and_lines(gradients, drawn, clip_norm)
     known = [there for there in lines if there is not None]
     if not known:
-        assert norm is not None
-        factors = _factors(norm, drawn, clip_norm)
         return [one.total(factors) for one in gradients]
-    factors = kernel.factors(known, norm, drawn, clip_norm)
     totals, first = kernel.totals(known, factors), 0
     sums = list[Tensor]()
     for one, there in zip(gradients, lines, strict=True):
@@ -163,6 +158,20 @@ def clipped_sums(
             sums.append(one.placed(totals, first))
             first += kernel.numbers(there)
     return sums
+
+
+def factors_and_lines(
+    gradients: Sequence[RowGradients], drawn: Tensor, clip_norm: float
+) -> tuple[Tensor, list[Lines | None]]:
+    """What rows are multiplied with, and of each parameter what the kernel adds up, if it does."""
+    # It knows nothing of agents side by side.
+    lines = [one.lines() if drawn.dim() == 1 else None for one in gradients]
+    norms = [one.norms() for one, there in zip(gradients, lines, strict=True) if there is None]
+    norm = torch.stack(norms, dim=1).norm(dim=1) if norms else None
+    if known := [there for there in lines if there is not None]:
+        return kernel.factors(known, norm, drawn, clip_norm), lines
+    assert norm is not None
+    return _factors(norm, drawn, clip_norm), lines
 
 
 def _factors(norms: Tensor, drawn: Tensor, clip_norm: float) -> Tensor:

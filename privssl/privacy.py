@@ -165,6 +165,11 @@ class PrivatePlan:
             + (" The budget ends the visits before that." if spent > settings.epsilon else "")
         )
 
+    @property
+    def declared(self) -> int:
+        """Rows of an agent by the config, public."""
+        return math.ceil(self.expected_batch / self.sample_rate)
+
     def draw_batch(self, rows: int) -> Tensor:
         """A Poisson mask (rows,): each row independently with the sample rate."""
         if self.sample_rate == 1.0:
@@ -182,19 +187,19 @@ class PrivatePlan:
     def parts(self, rows: int, at_once: int) -> tuple[int, int]:
         """In how many parts a batch is computed at least, and the rows of each: public numbers.
 
-        Where counts are private they follow from the declared rows alone; a multiple of 8, so that
-        an agent with a few rows more does not have to compute another part.
+        Where counts are private they follow from the declared rows alone, rounded up, so that an
+        agent with a few rows more does not have to compute another part. Rows are a multiple of 4:
+        products of matrices do what is left over in another way.
 
         Args:
             rows: that the agent holds.
             at_once: rows of one pass at most.
         """
         if self.record_counts == "private":
-            declared = math.ceil(self.expected_batch / self.sample_rate)
-            rows = -(-max(declared, 1) // 8) * 8
+            rows = -(-max(self.declared, 1) // 8) * 8
         most = max(self.capacity(rows), 1)
         parts = -(-most // at_once)
-        return parts, -(-most // parts)
+        return parts, -(-most // (4 * parts)) * 4
 
 
 def make_plan(settings: PrivacySettings, *, rounds: int, rows_per_agent: float) -> PrivatePlan:

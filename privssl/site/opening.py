@@ -66,7 +66,9 @@ def opened(site: SiteConfig) -> Desk:
     _check_budget(site, config)
     held = _rows(site, config)
     agent = Agent(id=site.site.agent, held_labelled=held.labelled, held_unlabelled=held.unlabelled)
-    algorithm = _algorithm(config, held, who)
+    algorithm, device = _algorithm(config, held, who), device_of(site.site.device)
+    if site.budget is not None:
+        algorithm.try_private(device)
     store = Store(site.folder, site.site.keep_visits)
     open_account = None
     if site.budget is not None:
@@ -74,7 +76,7 @@ def opened(site: SiteConfig) -> Desk:
     return Desk(
         agent=agent, algorithm=algorithm, seed=config.run.seed,
         agreement=configs.agreement(config, held.classes, held.shape), store=store,
-        device=device_of(site.site.device), open_account=open_account,
+        device=device, open_account=open_account,
         journal=_journal(site, agent) if open_account and site.site.share_ledger else None,
         share_notes=site.site.share_notes,
     )  # fmt: skip
