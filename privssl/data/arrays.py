@@ -81,11 +81,13 @@ def read_npz(path: Path) -> Arrays:
     return Arrays(x_train, y_train, x_test, y_test, tuple(map(str, range(classes))))
 
 
-def read_rows(path: Path, *, labelled: bool, unlabelled: bool) -> Rows:
+def read_rows(path: Path, *, labelled: bool, unlabelled: bool, may_be_empty: bool = False) -> Rows:
     """The rows of one agent: ``x_labelled`` with ``y_labelled``, and ``x_unlabelled``.
 
     Args:
         labelled, unlabelled: which of them it holds; at least one.
+        may_be_empty: whether there may be no labelled row: where their number is private, no
+            refusal tells of it.
 
     Raises:
         DataError: as in :func:`read_npz`.
@@ -93,7 +95,7 @@ def read_rows(path: Path, *, labelled: bool, unlabelled: bool) -> Rows:
     names = (*(("x_labelled", "y_labelled") if labelled else ()),
              *(("x_unlabelled",) if unlabelled else ()))  # fmt: skip
     found = _open(path, names)
-    x, y = _rows(path, found, "labelled") if labelled else (None, None)
+    x, y = _rows(path, found, "labelled", may_be_empty) if labelled else (None, None)
     rest = None
     if unlabelled:
         rest = _numbers(path, names[-1], _channels_first(path, names[-1], found[names[-1]]))
@@ -146,7 +148,9 @@ def _open(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         ) from None
 
 
-def _rows(path: Path, found: dict[str, NDArray[Any]], part: str) -> tuple[NDArray[Any], Any]:
+def _rows(
+    path: Path, found: dict[str, NDArray[Any]], part: str, may_be_empty: bool = False
+) -> tuple[NDArray[Any], Any]:
     """Images and labels of one part in their final layout and type."""
     x, y = found[f"x_{part}"], found[f"y_{part}"]
     x = _channels_first(path, f"x_{part}", x)
@@ -155,12 +159,12 @@ def _rows(path: Path, found: dict[str, NDArray[Any]], part: str) -> tuple[NDArra
             f"{path}: y_{part} is {y.dtype} of shape {y.shape}. Give integers of shape (N,), "
             "the class number of each row"
         )
-    if len(x) != len(y) or not len(x):
+    if len(x) != len(y) or not (len(x) or may_be_empty):
         raise DataError(
             f"{path}: x_{part} has {len(x)} rows and y_{part} {len(y)}. Give one label for each "
             "row, and at least one row"
         )
-    if y.min() < 0:
+    if y.size and y.min() < 0:
         raise DataError(f"{path}: y_{part} has the label {y.min()}. Classes are 0, 1, 2, ...")
     return _numbers(path, f"x_{part}", x), y.astype(np.int64)
 
@@ -188,7 +192,7 @@ def _numbers(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
             )  # fmt: skip
         return np.ascontiguousarray(x)
     # Written so that NaN is refused as well: no comparison with it is true.
-    if x.dtype.kind == "f" and x.size and x.min() >= 0 and x.max() <= 1:
+    if x.dtype.kind == "f" and (not x.size or (x.min() >= 0 and x.max() <= 1)):
         return np.ascontiguousarray(x, dtype=np.float32)
     seen = f", from {x.min()} to {x.max()}" if x.dtype.kind in "iuf" and x.size else ""
     raise DataError(
