@@ -17,7 +17,7 @@ the CPU.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
@@ -98,19 +98,26 @@ class Outer:
         if self.left.shape[1] == 1:
             lengths = _norms(self.left), _norms(self.right)
             return _unless_longest(lengths[0] * lengths[1], *lengths)
-        left, right = wide(self.left), wide(self.right)
+        left, right = self._wide
         squares = ((left @ left.mT) * (right @ right.mT)).sum(dim=(1, 2))
         terms = (left.norm(dim=2) * right.norm(dim=2)).sum(dim=1).square()
         norms = (squares.clamp(min=0.0) + CANCELLED * terms).sqrt()
         return _unless_longest(norms, *(side.flatten(1).norm(dim=1) for side in (left, right)))
 
     def total(self, factors: Tensor) -> Tensor:
-        left, right = wide(_finite(self.left)), wide(_finite(self.right))
+        left, right = (side.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) for side in self._wide)
         left, agents = left * factors.reshape(-1, 1, 1), factors.shape[:-1]
         left, right = (
             t.reshape(*agents, -1, t.shape[-1]) for t in (left, right)
         )  # (rows times places, p or d), of each agent
         return self.shaped(left.mT @ right)
+
+    @cached_property
+    def _wide(self) -> tuple[Tensor, Tensor]:
+        """Copies in float64, which :meth:`norms` looks at and :meth:`total` then writes into."""
+        left, right = (side.clone() if side.dtype == torch.float64 else wide(side)
+                       for side in (self.left, self.right))  # fmt: skip
+        return left, right
 
     def lines(self) -> Lines | None:
         there = self.left.shape[1] == 1 and self.left.numel() and self.right.numel()
@@ -191,10 +198,6 @@ def _places(kept: torch.Size, axes: tuple[int, ...] | None) -> tuple[torch.Size,
     if axes is None:
         return kept, strides
     return torch.Size(kept[axis] for axis in axes), tuple(strides[axis] for axis in axes)
-
-
-def _finite(factor: Tensor) -> Tensor:
-    return factor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def wide(numbers: Tensor) -> Tensor:

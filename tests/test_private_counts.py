@@ -165,7 +165,7 @@ def test_one_row_more_moves_the_clipped_sum_by_at_most_a_clip_norm(
 @pytest.mark.usefixtures("each_way")
 def test_two_hundred_hostile_sets_of_weights_move_no_sum_of_any_shipped_network_further() -> None:
     worst = 0.0
-    for number, (model, shape) in zip(range(200), itertools.cycle(SHIPPED)):  # noqa: B905
+    for number, (model, shape) in zip(range(200), itertools.cycle(SHIPPED)):
         F = build_classifier(model, shape, CLASSES).train()
         hostile(F, number)
         worst = max(worst, *(shift(F, *more, shape) for more in MORE))
