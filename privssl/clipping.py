@@ -215,13 +215,13 @@ def _unless_longest(norms: Tensor, *lengths: Tensor) -> Tensor:
 def _norms(sample: Tensor) -> Tensor:
     """Norm of each row (B,), of so many at a time as a cache holds in float64."""
     flat = sample.reshape(len(sample), -1)
-    return torch.cat([wide(some).norm(dim=1) for some in flat.split(_at_once(flat))])
+    return torch.cat([wide(some).norm(dim=1) for some in torch.split(flat, _at_once(flat))])
 
 
 def _weighted(factors: Tensor, numbers: Tensor) -> Tensor:
     """Sums over rows of factors (..., B) times numbers (..., B, N): (..., N)."""
     size = _at_once(numbers)
-    parts = zip(factors.split(size, dim=-1), numbers.split(size, dim=-2), strict=True)
+    parts = zip(torch.split(factors, size, -1), torch.split(numbers, size, -2), strict=True)
     return sum(
         ((some[..., None, :] @ wide(those)).squeeze(-2) for some, those in parts),
         start=factors.new_zeros((*factors.shape[:-1], numbers.shape[-1])),

@@ -1,5 +1,6 @@
-"""What lets one row of a batch into another's loss, looked for before a run under DP-SGD. Rounding is
-looked for in ``row_bits.py``."""
+"""What lets one row of a batch into another's loss, looked for before a run under DP-SGD.
+
+Rounding is looked for in ``row_bits.py``."""
 
 from collections.abc import Callable, Mapping
 
