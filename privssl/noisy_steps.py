@@ -30,7 +30,7 @@ def add_noise(optimisers: Sequence[SecureNoise]) -> None:
     In float64, on the CPU (not every device has it): what is released is rounded after the noise.
     """
     parameters = [parameter for one in optimisers for parameter in one.params]
-    if all(kernels.do(p) and kernels.do(p.summed_grad) for p in parameters):
+    if all(kernels.do(p) and p.summed_grad.is_cpu for p in parameters):
         for one in optimisers:
             _add_by_kernel(one)
     else:
@@ -40,9 +40,11 @@ def add_noise(optimisers: Sequence[SecureNoise]) -> None:
 def _add_by_kernel(optimiser: SecureNoise) -> None:
     sums, gradients = list[Tensor](), list[Tensor]()
     for parameter in optimiser.params:
-        gradient = torch.empty_like(parameter)  # lies in memory alike
-        there = parameter.summed_grad.stride() == gradient.stride()
-        sums.append(parameter.summed_grad if there else gradient.copy_(parameter.summed_grad))
+        gradient = torch.empty_like(parameter)
+        summed = torch.empty_like(gradient, dtype=torch.float64)  # lie in memory alike
+        own = parameter.summed_grad
+        there = (own.dtype, own.stride()) == (summed.dtype, summed.stride())
+        sums.append(own if there else summed.copy_(own))
         gradients.append(gradient)
     deviation = _deviation(optimiser)
     noise = privacy.secure_normal(sum(one.numel() for one in sums))
@@ -55,7 +57,7 @@ def _add_by_torch(optimisers: Sequence[SecureNoise]) -> None:
     """All parameters at once: there are dozens, most of few numbers, and a device is waited for."""
     parameters = [parameter for one in optimisers for parameter in one.params]
     noisy = torch.cat([parameter.summed_grad.reshape(-1) for parameter in parameters])
-    device, kind = noisy.device, noisy.dtype
+    device, kind = parameters[0].device, parameters[0].dtype
     noisy = noisy.to("cpu", torch.float64)
     sizes = [sum(parameter.numel() for parameter in one.params) for one in optimisers]
     for one, sums in zip(optimisers, torch.split(noisy, sizes), strict=True):

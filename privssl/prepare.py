@@ -111,6 +111,8 @@ def prepare(config: Config) -> Prepared:
     if plan is not None:
         algorithm.check_private()
         refuse_strange_networks(plan, algorithm)
+        if plan.visits and config.run.engine == "local":
+            algorithm.try_private(device)
     return Prepared(config, federation, algorithm, plan, promises, device, roster)
 
 

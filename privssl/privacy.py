@@ -9,7 +9,10 @@ adds the noise and steps. Around it, ours:
   torch's CPU generator is not used because it keeps 32 bits of its seed.
 * rows whose gradient is not finite contribute zero, silently: an error would tell of them.
 * the divisor is the public expected batch size, and an empty batch takes a noisy step.
-* batches have a fixed physical shape; rows that were not drawn are masked out.
+* every part of a batch has one physical size, a public number, and is computed in one thread:
+  kernels round otherwise where there are more rows or threads, and with weights that a server
+  picks, rounding can be all that is left of a gradient. Rows that were not drawn, and made-up
+  ones of zeros, fill parts up and are masked out.
 
 More in docs/privacy.md. Abadi et al. 2016; Mironov et al. 2019.
 """
@@ -28,9 +31,12 @@ from accounting.budget import rounded_up
 from accounting.coins import random_words
 from accounting.events import Composed, Event, SampledGaussian, Unprotected, protected
 from privssl import kernels, optimisers, together
+from privssl.clipping import wide
 from privssl.errors import PrivacyError
+from privssl.independent_rows import check_rows_independent as check_rows_independent
+from privssl.independent_rows import refuse_coupling_layers as refuse_coupling_layers
 from privssl.kernels import noise, proof
-from privssl.private_steps import ClippedSums, NoisyStep
+from privssl.private_steps import ClippedSums, NoisyStep, padded
 from privssl.row_gradients import RowLoss
 from privssl.settings import PrivacySettings
 
@@ -130,6 +136,7 @@ class PrivatePlan:
     visits: int  # after so many, support agents are left alone
     augment: Literal["none", "weak", "mid", "strong"] = "none"  # of rows in private steps
     average_last: float = 0.0  # share of a visit's steps whose iterates are averaged; 0: none
+    record_counts: Literal["public", "private"] = "public"  # whether neighbours have as many rows
 
     @property
     def event(self) -> Event:
@@ -160,6 +167,11 @@ class PrivatePlan:
             + (" The budget ends the visits before that." if spent > settings.epsilon else "")
         )
 
+    @property
+    def declared(self) -> int:
+        """Rows of an agent by the config, public."""
+        return math.ceil(self.expected_batch / self.sample_rate)
+
     def draw_batch(self, rows: int) -> Tensor:
         """A Poisson mask (rows,): each row independently with the sample rate."""
         if self.sample_rate == 1.0:
@@ -173,6 +185,23 @@ class PrivatePlan:
             return rows
         spread = math.sqrt(rows * self.sample_rate * (1 - self.sample_rate))
         return min(rows, math.ceil(rows * self.sample_rate + 4 * spread))
+
+    def parts(self, rows: int, at_once: int) -> tuple[int, int]:
+        """In how many parts a batch is computed at least, and the rows of each: public numbers.
+
+        Where counts are private they follow from the declared rows alone, rounded up, so that an
+        agent with a few rows more does not have to compute another part. Rows are a multiple of 4:
+        products of matrices do what is left over in another way.
+
+        Args:
+            rows: that the agent holds.
+            at_once: rows of one pass at most.
+        """
+        if self.record_counts == "private":
+            rows = -(-max(self.declared, 1) // 8) * 8
+        most = max(self.capacity(rows), 1)
+        parts = -(-most // at_once)
+        return parts, -(-most // (4 * parts)) * 4
 
 
 def make_plan(settings: PrivacySettings, *, rounds: int, rows_per_agent: float) -> PrivatePlan:
@@ -209,6 +238,7 @@ def make_plan(settings: PrivacySettings, *, rounds: int, rows_per_agent: float) 
         visits=visits,
         augment=settings.augment,
         average_last=settings.average_last,
+        record_counts=settings.record_counts,
     )
 
 
@@ -271,16 +301,21 @@ class PrivateTraining:
             at_once: rows of one pass, by public sizes: :func:`rows_at_once`.
         """
         mean: list[Tensor] = []
+        parts, size = self._plan.parts(rows, at_once)
         kept = round(self._plan.average_last * self._plan.steps)
         for step in range(self._plan.steps):
             mask = self._plan.draw_batch(rows)
             drawn = mask.nonzero()[:, 0]
             # Rows that were not drawn fill the batch up to its public size, masked out.
             others = (~mask).nonzero()[:, 0]
-            order = torch.cat([drawn, others])[: max(self._plan.capacity(rows), len(drawn))]
-            for part in torch.split(order, at_once):
+            order = torch.cat([drawn, others])[: max(parts * size, len(drawn))]
+            for number, part in enumerate(torch.split(order, size)):
                 if len(part):
-                    self._add_clipped(fields_of(part, step), mask[part], row_loss)
+                    fields = {k: padded(v, size) for k, v in fields_of(part, step).items()}
+                    # Whether there is a part beyond those that are public, no other agent's may
+                    # show: a stack of one more agent rounds otherwise.
+                    joint = self._plan.record_counts == "public" and number < parts
+                    self._add_clipped(fields, padded(mask[part], size), row_loss, joint=joint)
             self._step()
             seen = step - (self._plan.steps - kept)  # steps averaged before this one
             if seen >= 0:
@@ -297,9 +332,13 @@ class PrivateTraining:
             return now
         return [m.lerp_(n, 1 / (seen + 1)) for m, n in zip(mean, now, strict=True)]
 
-    def _add_clipped(self, fields: Mapping[str, Tensor], mask: Tensor, row_loss: RowLoss) -> None:
-        """Adds the clipped gradients of a chunk of rows to the running sum."""
-        wanted = ClippedSums(row_loss, self._parameters, fields, mask, self._plan.clip_norm)
+    def _add_clipped(
+        self, fields: Mapping[str, Tensor], mask: Tensor, row_loss: RowLoss, *, joint: bool = True
+    ) -> None:
+        """Adds the clipped gradients of a part of the rows to the running sum, in float64."""
+        wanted = ClippedSums(
+            row_loss, self._parameters, fields, mask, self._plan.clip_norm, joint=joint
+        )
         for (net, name), total in together.ask(wanted).items():
             of: Any = self._parameters[net][name]
             if total.shape != of.shape:  # adding would repeat a smaller one
@@ -309,75 +348,5 @@ class PrivateTraining:
     def _step(self) -> None:
         for parameter in self._optimizer.params:
             if parameter.summed_grad is None:  # no row, or no row's loss depends on it
-                parameter.summed_grad = torch.zeros_like(parameter)
+                parameter.summed_grad = wide(torch.zeros_like(parameter))
         together.ask(NoisyStep(self._optimizer, self._plan.expected_batch))
-
-
-_COUPLING = (nn.modules.batchnorm._BatchNorm,)
-
-
-def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
-    """Raises PrivacyError naming every layer that mixes rows of a batch, frozen ones included, or
-    that draws chance of its own (dropout).
-
-    A batch norm in a network that is not itself trained couples rows just as well: the
-    gradient of a protected network flows through it (measured: 18%, docs/privacy.md).
-    """
-    found = [
-        f"{net}.{name} ({type(layer).__name__})"
-        for net, network in networks.items()
-        for name, layer in network.named_modules()
-        if isinstance(layer, _COUPLING) or getattr(layer, "track_running_stats", False)
-    ]
-    if found:
-        raise PrivacyError(
-            f"rows of a batch are mixed by {', '.join(found)}. Private training clips row by "
-            "row, which bounds nothing if rows depend on each other. Set model.norm: group"
-        )
-    drawing = [
-        f"{net}.{name} ({type(layer).__name__})"
-        for net, network in networks.items()
-        for name, layer in network.named_modules()
-        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p
-    ]
-    if drawing:
-        raise PrivacyError(
-            f"chance that no visit owns is drawn by {', '.join(drawing)}, by a row's place in the "
-            "batch: one row more would change what others contribute. Use a network without dropout"
-        )
-
-
-def check_rows_independent(
-    losses: Callable[[Mapping[str, Tensor]], Tensor], fields: Mapping[str, Tensor]
-) -> None:
-    """Perturbs one row at a time; every other row's loss must stay bit-equal.
-
-    Args:
-        losses: batch fields (B, ...) -> per-row losses (B,), as used in training.
-        fields: a batch of at least 2 rows with floating-point tensors.
-
-    Raises:
-        PrivacyError: names the rows; the layers are named by refuse_coupling_layers. Or the losses
-            draw chance of their own.
-    """
-    with torch.no_grad():
-        before = losses(fields)
-        if not torch.equal(losses(fields), before):
-            raise PrivacyError(
-                "the same rows have other losses each time: a network or a loss draws chance of "
-                "its own, for all rows at once. Use a network without dropout"
-            )
-        for row in range(len(before)):
-            moved = {k: v.clone() for k, v in fields.items()}
-            for value in moved.values():
-                if value.is_floating_point():
-                    value[row] = value[row].flip(-1) * 0.5 + 0.1
-            after = losses(moved)
-            others = torch.arange(len(before)) != row
-            shift = (after - before)[others].abs()
-            if not torch.equal(after[others], before[others]):
-                raise PrivacyError(
-                    f"row {row} changed the loss of other rows by up to {float(shift.max()):.3g}. "
-                    "Private training needs independent rows. Use group norm, and no loss that "
-                    "compares rows of a batch"
-                )

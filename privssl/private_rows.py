@@ -19,6 +19,7 @@ from privssl.agents import LabelledRows
 from privssl.algorithms.base import Context
 from privssl.errors import PrivacyError
 from privssl.privacy import PrivatePlan, PrivateTraining, rows_at_once
+from privssl.row_bits import refuse_company
 from privssl.row_gradients import RowLoss
 
 BLOCK = 64  # rows whose chance is drawn in one go, where their number is public
@@ -39,7 +40,8 @@ def train_privately(
 ) -> None:
     """One visit of DP-SGD, in place. The caller has paid for the plan's event before.
 
-    What ``draw`` does is tried on rows that are made up, before a real one is drawn for.
+    What ``draw`` and ``row_loss`` do is tried on rows that are made up, before a real one is drawn
+    for (:func:`tried_out`).
 
     Args:
         networks: the protected ones.
@@ -49,12 +51,28 @@ def train_privately(
         counts_public: whether neighbours have as many rows.
 
     Raises:
-        PrivacyError: ``draw`` lets one row into the fields of another.
+        PrivacyError: ``draw`` lets one row into the fields of another, or rounding lets it into
+            its gradient; or the plan is of other counts.
     """
+    if counts_public != (plan.record_counts == "public"):
+        raise PrivacyError("the plan and the account have record counts that are unlike")
     _refuse_mixing(draw, rows.x.dtype, rows.x.shape[1:], ctx)
     drawn = _Drawn(rows, plan.views, ctx, draw, counts_public)
     at_once = rows_at_once(networks, plan.views * rows.x.shape[1:].numel())
+    _, size = plan.parts(len(rows) or plan.declared, at_once)
+    refuse_company(networks, row_loss, drawn.made_up(size))
     PrivateTraining(plan, networks).run(len(rows), drawn.fields, row_loss, at_once=at_once)
+
+
+def tried_out(
+    plan: PrivatePlan, shape: tuple[int, int, int], device: torch.device
+) -> tuple[PrivatePlan, LabelledRows, Context]:
+    """What a visit is made with that reads and trains nothing, and so only tries what it would do:
+    before one is paid for."""
+    nobody = torch.zeros(0, dtype=torch.long)
+    rows = LabelledRows(torch.zeros(0, *shape, dtype=torch.uint8), nobody, nobody)
+    ctx = Context(seed=0, round=0, agent="nobody", visit_key="tried out", attempt="", device=device)
+    return dataclasses.replace(plan, steps=0), rows, ctx
 
 
 def _refuse_mixing(draw: Draw, dtype: torch.dtype, shape: torch.Size, ctx: Context) -> None:
@@ -102,6 +120,17 @@ class _Drawn:
             )
             for name in self._blocks[numbers[0]]
         }
+
+    def made_up(self, rows: int) -> Mapping[str, Tensor]:
+        """Fields of made-up rows, drawn in one go: (rows, views, ...)."""
+        shape, count = self._rows.x.shape[1:], rows * self._views
+        x = torch.linspace(0, 1, count * shape.numel()).view(count, *shape)
+        dtype = self._rows.x.dtype
+        x = x if dtype.is_floating_point else x.mul(255).to(dtype)
+        y = (torch.arange(rows) % 2).repeat_interleave(self._views)
+        here = dataclasses.replace(self._ctx, visit_key=f"{self._ctx.visit_key}#made up")
+        fields = self._draw(x, y, here)
+        return {name: torch.unflatten(v, 0, (rows, self._views)) for name, v in fields.items()}
 
     def _block(self, number: int) -> Mapping[str, Tensor]:
         """All rows of a block with their draws: (rows, views, ...)."""

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from privssl.layer_gradients import Key
-from privssl.private_steps import ClippedSums, NoisyStep
+from privssl.private_steps import ClippedSums, NoisyStep, in_one_thread, padded
 from privssl.row_gradients import factored_gradients
-from privssl.stacked import COPY, JointSteps, filled
+from privssl.stacked import COPY, JointSteps
 from privssl.together import RowFunction
 
 NUMBERS_AT_ONCE = 2**28  # rows times parameters of one stack: gradients, if they are written out
@@ -27,6 +27,8 @@ NUMBERS_AT_ONCE = 2**28  # rows times parameters of one stack: gradients, if the
 def can_sum(one: ClippedSums) -> bool:
     """Whether these sums can be made for several agents as one."""
     loss = one.row_loss
+    if not one.joint:
+        return False
     if not isinstance(loss, RowFunction) or loss.networks.keys() != one.parameters.keys():
         return False
     copies = [vars(network).get(COPY) for network in loss.networks.values()]
@@ -70,7 +72,7 @@ def _summed(wanted: Sequence[ClippedSums]) -> Sequence[dict[Key, Tensor]]:
         return [first.alone()]
     rows = max(len(one.drawn) for one in wanted)
     fields = {
-        name: torch.stack([filled(one.fields[name], rows) for one in wanted])
+        name: torch.stack([padded(one.fields[name], rows) for one in wanted])
         for name in first.fields
     }
     parameters = {
@@ -81,11 +83,10 @@ def _summed(wanted: Sequence[ClippedSums]) -> Sequence[dict[Key, Tensor]]:
         }
         for net, named in first.parameters.items()
     }  # fmt: skip
-    drawn = torch.zeros(len(wanted), rows, dtype=torch.bool)  # what fills up counts for nobody
-    for mine, one in zip(drawn, wanted, strict=True):
-        mine[: len(one.drawn)] = one.drawn
-    gradients = factored_gradients(first.row_loss, parameters, fields, agents=True)
-    sums = {key: total.unbind(0) for key, total in first.clipped(gradients, drawn).items()}
+    drawn = torch.stack([padded(one.drawn, rows) for one in wanted])
+    with in_one_thread():
+        gradients = factored_gradients(first.row_loss, parameters, fields, agents=True)
+        sums = {key: total.unbind(0) for key, total in first.clipped(gradients, drawn).items()}
     return [{key: own[n] for key, own in sums.items()} for n in range(len(wanted))]
 
 

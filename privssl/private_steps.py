@@ -4,7 +4,8 @@
 side by side with other agents it is done in ``private_stacks.py``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,26 @@ if TYPE_CHECKING:
     from privssl.noisy_steps import SecureNoise
 
 
+@contextmanager
+def in_one_thread() -> Iterator[None]:
+    """Inside, the calling thread computes alone: several share out rows by their number, and round
+    each row by its place."""
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if threads > 1:
+            torch.set_num_threads(threads)
+
+
+def padded(x: Tensor, rows: int) -> Tensor:
+    """Rows (B, ...) and zeros behind them, ``rows`` in all."""
+    missing = rows - len(x)
+    return torch.cat([x, x.new_zeros((missing, *x.shape[1:]))]) if missing else x
+
+
 @dataclass(frozen=True, eq=False)
 class ClippedSums:
     """What a private step asks for: the sums over rows of clipped gradients."""
@@ -28,11 +49,13 @@ class ClippedSums:
     fields: Mapping[str, Tensor]  # (B, ...), B >= 1
     drawn: Tensor  # (B,) whether a row counts
     clip_norm: float
+    joint: bool = True  # whether it may be done together with other agents'
 
     def alone(self) -> dict[Key, Tensor]:
-        """Of each parameter that a row's loss depends on."""
-        gradients = factored_gradients(self.row_loss, self.parameters, self.fields)
-        return self.clipped(gradients, self.drawn)
+        """Of each parameter that a row's loss depends on, float64."""
+        with in_one_thread():
+            gradients = factored_gradients(self.row_loss, self.parameters, self.fields)
+            return self.clipped(gradients, self.drawn)
 
     def clipped(self, gradients: Mapping[Key, RowGradients], drawn: Tensor) -> dict[Key, Tensor]:
         if not gradients:

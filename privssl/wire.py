@@ -62,6 +62,8 @@ RECEIPT = 32  # hex digits of a visit's id that stand in the ledger
 #: What an agent notes is named under ``train/``: no site writes over a measure of the coordinator.
 NOTE = r"^train/[A-Za-z0-9_/-]{1,64}$"
 NoteName = Annotated[str, Field(pattern=NOTE)]
+#: In a mean: the rows of a large site. One that names more would be all of the mean by itself.
+MOST_SHARE = 1e6
 Number = Annotated[int, Field(ge=0, le=10**9)]
 
 
@@ -122,7 +124,7 @@ class Answer:
     id: Token  # of the visit; empty where it could not be read
     error: Annotated[str, Field(max_length=16)] = ""
     message: Annotated[str, Field(pattern=r"^([A-Za-z][A-Za-z0-9_]{0,63})?$")] = ""
-    weight: float = 1.0
+    weight: float = 1.0  # 1 where the visit was charged
     notes: Mapping[NoteName, float] = dataclasses.field(default_factory=dict)
     memory: Token = ""  # the token under which the agent's memory is now known
     charged: bool = False  # whether the agent's ledger has paid for it

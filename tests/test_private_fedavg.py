@@ -378,7 +378,8 @@ def test_in_float64_agents_side_by_side_end_where_they_end_alone_to_eleven_digit
     which: str, configured: Callable[..., Config], tmp_path: Path, stacks: list[int]
 ) -> None:
     assert largest_gap(prepare(configured(*SETTINGS[which])), tmp_path) < 1e-11
-    assert set(stacks) == {3}  # although one of them has a row more
+    # Although one of them has a row more; where that is not to be seen, each is by itself.
+    assert set(stacks) == (set() if which == "private counts" else {3})
 
 
 @pytest.mark.parametrize("which", SETTINGS)

@@ -563,10 +563,11 @@ def test_public_sizes_decide_how_many_rows_are_computed_at_once(
     monkeypatch.setattr("privssl.private_rows.rows_at_once", decide)
     monkeypatch.setattr(PrivateTraining, "run", lambda *_, at_once: given.append(at_once))
     prepared = prepare(configured("privacy.views=2"))
+    assert given.pop() == 7  # as it is tried before the run
     [agent, *_] = prepared.labelled_agents
     with accounts(prepared, tmp_path):
         visit(prepared, agent, context("s0"))
-    assert sizes == [(["F"], 2 * 1 * 8 * 8)]
+    assert sizes == [(["F"], 2 * 1 * 8 * 8)] * 2
     assert given == [7]
 
 

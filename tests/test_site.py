@@ -712,6 +712,23 @@ def test_a_delta_that_would_allow_to_publish_a_row_is_told_to_the_operator(place
         opened(place)
 
 
+def test_with_private_counts_a_site_opens_whatever_the_number_of_its_rows(place: Path) -> None:
+    private = "sample_rate: 1.0, record_counts: private"
+    edit(place / "c.yaml", ("labelled: 24", "labelled: 20"), ("sample_rate: 1.0", private))
+    for name in ("c.yaml", "site.yaml"):
+        edit(place / name, ("delta: 1.0e-3", "delta: 0.084"))
+    opened(place)  # 12 rows, of 10 that are declared
+
+
+def test_a_site_with_a_budget_takes_no_weights_that_training_does_not_come_to(place: Path) -> None:
+    desk = opened(place)
+    told = lesson(desk)
+    key = next(iter(told.F))
+    for size, word in ((2e6, "refused"), (-2e6, "refused"), (1e6, "")):
+        F = {**told.F, key: torch.full_like(told.F[key], size)}
+        assert ask(desk, visit_to(desk, dataclasses.replace(told, F=F))).error == word
+
+
 def test_a_letter_that_states_a_larger_size_than_any_has_is_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -244,8 +244,13 @@ def test_an_answer_that_is_none_to_this_visit_is_not_taken(here: Path, answer: b
         {"message": "Told", "body": b"\x80\x04N."},
         {"message": "Told", "body": pack(Told(t=torch.full((3,), float("nan"))))},
         {"weight": -1.0},
+        {"weight": 1.1e6},
+        {"weight": 2.0, "charged": True},
     ],
-    ids=["another class", "bytes", "not finite", "a weight below 0"],
+    ids=[
+        *("another class", "bytes", "not finite", "a weight below 0", "more than the rows of any"),
+        "a share where it was charged",
+    ],
 )
 def test_a_reply_that_the_step_could_not_have_given_is_not_taken(
     here: Path, change: dict[str, Any]

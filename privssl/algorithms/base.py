@@ -208,6 +208,10 @@ class Algorithm(ABC, Generic[State]):
         if self.mechanism != "census":
             raise NotImplementedError(f"{type(self).__name__} cannot be trained privately")
 
+    def try_private(self, device: torch.device) -> None:
+        """Raises PrivacyError where private visits on this device would be refused, before one is
+        paid for (``private_rows.tried_out``). Each visit tries the same by itself."""
+
     def canary_losses(self) -> Mapping[str, "CanaryLoss"]:
         """What the audit attacks: network -> how badly it knows one labelled row.
 

@@ -52,6 +52,7 @@ from privssl.algorithms.private_classifier import (
     check_classifier,
     private_problems,
     train_classifier,
+    try_classifier,
 )
 from privssl.data.views import view
 from privssl.losses import hard_label_loss
@@ -255,6 +256,10 @@ class FedAvg(_Averaged):
 
     def check_private(self) -> None:
         check_classifier(self._F, self.task)
+
+    def try_private(self, device: torch.device) -> None:
+        assert self.plan is not None
+        try_classifier(self.plan, self._F, self.task, device, flip=self.cfg.flip)
 
     def _learners(self, world: World) -> Roster:
         over = self.plan is not None and world.round.number > self.plan.visits

@@ -35,6 +35,7 @@ from typing import Any, Literal, final
 
 import numpy as np
 import pydantic.dataclasses
+import torch
 from torch import Tensor, nn
 
 from accounting.errors import BudgetExhausted
@@ -59,6 +60,7 @@ from privssl.algorithms.gmixup import (
     draw_mixing,
     step_losses,
     train_privately,
+    try_privately,
 )
 from privssl.algorithms.local_ssl import (
     Share,
@@ -186,6 +188,11 @@ class FedSSL(Algorithm[State]):
 
     def check_private(self) -> None:
         check_private_rows(self.cfg, self._networks, self.task)
+
+    def try_private(self, device: torch.device) -> None:
+        assert self.plan is not None
+        nets = {name: network.to(device) for name, network in self._networks.items()}
+        try_privately(self.plan, self.cfg, nets, self.task, device, gated=self.cfg.gate > 0)
 
     def canary_losses(self) -> Mapping[str, CanaryLoss]:
         return {**super().canary_losses(), **canary_losses(self.cfg, self.task)}
@@ -355,10 +362,6 @@ class FedSSL(Algorithm[State]):
         """DP-SGD on the protected networks; the others stay as they came."""
         assert self.plan is not None and agent.account is not None
         nets = self._loaded(msg, ctx)
-        for name, network in nets.items():
-            # eval: a spectral norm must not move its buffer while rows are looked at
-            protected = name in self.plan.protect
-            network.requires_grad_(protected).train(protected)
         train_privately(
             self.plan, self.cfg, nets, agent.labelled, ctx, classes=self.task.classes,
             mixes_teach=msg.mixes_teach,

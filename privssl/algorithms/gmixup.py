@@ -194,6 +194,10 @@ def train_privately(
         counts_public: whether neighbours have as many rows.
     """
     cfg = dataclasses.replace(cfg, augment=plan.augment)
+    for name, network in nets.items():
+        # eval: a spectral norm must not move its buffer while rows are looked at
+        protected = name in plan.protect
+        network.requires_grad_(protected).train(protected)
 
     def draw(x: Tensor, y: Tensor, here: Context) -> Mapping[str, Tensor]:
         return vars(draw_mixing(cfg, x, torch.eye(classes)[y], here))
@@ -207,6 +211,23 @@ def train_privately(
         plan, {name: nets[name] for name in plan.protect}, rows, ctx, draw, row_loss,
         counts_public=counts_public,
     )  # fmt: skip
+
+
+def try_privately(
+    plan: PrivatePlan, cfg: Mixes, nets: Mapping[str, nn.Module], task: Task, device: torch.device,
+    *, gated: bool,
+) -> None:  # fmt: skip
+    """All that a visit does, but for its steps. Raises PrivacyError where it would.
+
+    Args:
+        gated: whether mixes do not teach from the first round.
+    """
+    quiet, rows, ctx = private_rows.tried_out(plan, task.shape, device)
+    for mixes_teach in {True, not gated}:
+        train_privately(
+            quiet, cfg, nets, rows, ctx, classes=task.classes, mixes_teach=mixes_teach,
+            counts_public=plan.record_counts == "public",
+        )  # fmt: skip
 
 
 def canary_losses(cfg: Mixes, task: Task) -> Mapping[str, CanaryLoss]:

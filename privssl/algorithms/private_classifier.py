@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from privssl import learn, seeds
-from privssl.agents import SupportAgent
+from privssl.agents import LabelledRows, SupportAgent
 from privssl.algorithms.base import Context, Task
 from privssl.data.views import view
 from privssl.losses import hard_label_loss
 from privssl.privacy import PrivatePlan, check_rows_independent, refuse_coupling_layers
-from privssl.private_rows import train_privately
+from privssl.private_rows import train_privately, tried_out
 from privssl.settings import Problem
 from privssl.together import RowFunction
 
@@ -46,17 +46,31 @@ def train_classifier(
         accounting.errors.BudgetExhausted: nothing was read.
     """
     assert agent.account is not None
+    with agent.account.spend(plan.event, ctx.receipt):
+        public = agent.account.plan.record_counts == "public"
+        _train(plan, F, agent.labelled, ctx, flip=flip, counts_public=public)
 
+
+def try_classifier(
+    plan: PrivatePlan, F: nn.Module, task: Task, device: torch.device, *, flip: bool
+) -> None:
+    """All that a visit does, but for its steps. Raises PrivacyError where it would."""
+    quiet, rows, ctx = tried_out(plan, task.shape, device)
+    public = plan.record_counts == "public"
+    _train(quiet, F.to(device).train(), rows, ctx, flip=flip, counts_public=public)
+
+
+def _train(
+    plan: PrivatePlan, F: nn.Module, rows: LabelledRows, ctx: Context, *, flip: bool,
+    counts_public: bool,
+) -> None:  # fmt: skip
     def draw(x: Tensor, y: Tensor, here: Context) -> Mapping[str, Tensor]:
         real = learn.network_input(x, ctx.device)
         seen = view(plan.augment, real, here.rng("weak view"), flip=flip)
         return {"x": seen, "y": y.to(ctx.device)}
 
-    with agent.account.spend(plan.event, ctx.receipt):
-        train_privately(
-            plan, {"F": F}, agent.labelled, ctx, draw, RowFunction(hard_label_loss, (), {"F": F}),
-            counts_public=agent.account.plan.record_counts == "public",
-        )  # fmt: skip
+    loss = RowFunction(hard_label_loss, (), {"F": F})
+    train_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=counts_public)
 
 
 def check_classifier(F: nn.Module, task: Task) -> None:

@@ -97,11 +97,13 @@ def with_unlabelled(arrays: Arrays, x: NDArray[Any]) -> Arrays:
     return arrays._replace(x_train=np.concatenate([arrays.x_train, x]), y_train=y)
 
 
-def read_rows(path: Path, *, labelled: bool, unlabelled: bool) -> Rows:
+def read_rows(path: Path, *, labelled: bool, unlabelled: bool, may_be_empty: bool = False) -> Rows:
     """The rows of one agent: ``x_labelled`` with ``y_labelled``, and ``x_unlabelled``.
 
     Args:
         labelled, unlabelled: which of them it holds; at least one.
+        may_be_empty: whether there may be no labelled row: where their number is private, no
+            refusal tells of it.
 
     Raises:
         DataError: as in :func:`read_npz`.
@@ -109,7 +111,7 @@ def read_rows(path: Path, *, labelled: bool, unlabelled: bool) -> Rows:
     names = (*(("x_labelled", "y_labelled") if labelled else ()),
              *(("x_unlabelled",) if unlabelled else ()))  # fmt: skip
     found = _open(path, names)
-    x, y = _rows(path, found, "labelled") if labelled else (None, None)
+    x, y = _rows(path, found, "labelled", may_be_empty) if labelled else (None, None)
     rest = None
     if unlabelled:
         rest = _unlabelled(path, found)
@@ -184,7 +186,9 @@ def _open(
         ) from None
 
 
-def _rows(path: Path, found: dict[str, NDArray[Any]], part: str) -> tuple[NDArray[Any], Any]:
+def _rows(
+    path: Path, found: dict[str, NDArray[Any]], part: str, may_be_empty: bool = False
+) -> tuple[NDArray[Any], Any]:
     """Images and labels of one part in their final layout and type."""
     x, y = found[f"x_{part}"], found[f"y_{part}"]
     x = _channels_first(path, f"x_{part}", x)
@@ -193,13 +197,13 @@ def _rows(path: Path, found: dict[str, NDArray[Any]], part: str) -> tuple[NDArra
             f"{path}: y_{part} is {y.dtype} of shape {y.shape}. Give integers of shape (N,), "
             "the class number of each row"
         )
-    if len(x) != len(y) or not len(x):
+    if len(x) != len(y) or not (len(x) or may_be_empty):
         raise DataError(
             f"{path}: x_{part} has {len(x)} rows and y_{part} {len(y)}. Give one label for each "
             "row, and at least one row"
         )
     lowest = NO_LABEL if part == "train" else 0
-    if y.min() < lowest or y.max() > MAX_CLASS:
+    if y.size and (y.min() < lowest or y.max() > MAX_CLASS):
         wrong = y.min() if y.min() < lowest else y.max()
         hint = " (-1, stored without a sign?)" if wrong == np.iinfo(y.dtype).max else ""
         raise DataError(
@@ -226,7 +230,7 @@ def _numbers(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
     if x.dtype == np.uint8:
         return np.ascontiguousarray(x)
     # Written so that NaN is refused as well: no comparison with it is true.
-    if x.dtype.kind == "f" and x.size and x.min() >= 0 and x.max() <= 1:
+    if x.dtype.kind == "f" and (not x.size or (x.min() >= 0 and x.max() <= 1)):
         return np.ascontiguousarray(x, dtype=np.float32)
     seen = f", from {x.min()} to {x.max()}" if x.dtype.kind in "iuf" and x.size else ""
     raise DataError(

@@ -300,7 +300,9 @@ def _answer(data: bytes, visit: Visit) -> Answer:
     # Without an id: the site could not read the visit, and says so in a word.
     if answer.error and answer.id in ("", visit.id):
         return answer if answer.error in wire.ERRORS else Answer("", error="garbled")
-    if answer.id != visit.id or not math.isfinite(answer.weight) or answer.weight < 0:
+    bounded = 0 <= answer.weight <= wire.MOST_SHARE  # NaN is not, either
+    share = answer.weight == 1.0 if answer.charged else bounded  # else a number of rows, it may be
+    if answer.id != visit.id or not share:
         return Answer("", error="garbled")
     return answer
 

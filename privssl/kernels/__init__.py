@@ -30,7 +30,7 @@ import torch
 log = logging.getLogger("privssl")
 
 #: What setup.py compiles, and the version of what is called there, as its source has it.
-VERSIONS = {"pooled": 2, "views": 1, "noise": 2, "correlation": 1, "clipping": 1, "spectral": 1}
+VERSIONS = {"pooled": 2, "views": 1, "noise": 3, "correlation": 1, "clipping": 2, "spectral": 1}
 #: Names of what it is compiled for, the latest first, and whether this processor understands it.
 GENERATIONS: dict[str, Callable[[], bool]] = {
     "avx512": lambda: torch.cpu._is_avx512_supported(),

@@ -26,40 +26,61 @@ struct Gradients {
 namespace {
 
 // Half as many numbers as a vector has, in float64.
+constexpr Index HALF = LANES / 2;
+typedef Vector<HALF> H;
 #if defined(__AVX512F__)
 typedef __m512d Wide;
-inline Wide widened(const float* from) { return _mm512_cvtps_pd(_mm256_loadu_ps(from)); }
+inline Wide widened(H v) { return _mm512_cvtps_pd((__m256)v); }
 #else
 typedef __m256d Wide;
-inline Wide widened(const float* from) { return _mm256_cvtps_pd(_mm_loadu_ps(from)); }
+inline Wide widened(H v) { return _mm256_cvtps_pd((__m128)v); }
 #endif
-constexpr Index HALF = LANES / 2;
+inline Wide widened(const float* from) { return widened(load<HALF>(from)); }
 constexpr Index SUMS = 4;       // vectors in registers
 constexpr Index BLOCK = 2048;   // numbers of a row
 constexpr Index HIGH = 4, WIDE = 2;  // of a tile of products: numbers, and vectors of others
 
 // Zeros in place of what is no number or infinite: 0 times it would be no number.
-inline V finite(V v) {
-  const W bits = (W)v;
-  return (V)(bits & ((bits & 0x7f800000) != 0x7f800000));
+inline Wide finite(H v) {
+  const auto bits = (Lanes<HALF>::Whole)v;
+  return widened((H)(bits & ((bits & 0x7f800000) != 0x7f800000)));
+}
+inline H load_half(const float* from, Index count) {
+  H v{};
+  for (Index a = 0; a < count; a++) v[a] = from[a];
+  return v;
+}
+inline Wide load_wide(const double* from) {
+  Wide v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+inline void store_wide(double* to, Wide v, Index count = HALF) {
+  if (count >= HALF) {
+    std::memcpy(to, &v, sizeof v);
+    return;
+  }
+  for (Index a = 0; a < count; a++) to[a] = v[a];
 }
 
 // Adds so many rows to the sum of those before, if there are any.
 template <Index ROWS>
-void add_rows(Index numbers, Index next, const float* each, const float* factors, bool begin,
-              float* total) {
+void add_rows(Index numbers, Index next, const float* each, const double* factors, bool begin,
+              double* total) {
   Index n = 0;
-  for (; n + LANES <= numbers; n += LANES) {
-    V sum = begin ? V{} : load(total + n);
+  for (; n + HALF <= numbers; n += HALF) {
+    Wide sum = begin ? Wide{} : load_wide(total + n);
 #pragma GCC unroll 4
-    for (Index r = 0; r < ROWS; r++) sum += factors[r] * finite(load(each + r * next + n));
-    store(total + n, sum);
+    for (Index r = 0; r < ROWS; r++) sum += factors[r] * finite(load<HALF>(each + r * next + n));
+    store_wide(total + n, sum);
   }
   if (n == numbers) return;
-  V sum = begin ? V{} : load_some(total + n, numbers - n);
+  Wide sum{};
+  if (!begin)
+    for (Index a = 0; a < numbers - n; a++) sum[a] = total[n + a];
   for (Index r = 0; r < ROWS; r++)
-    sum += factors[r] * finite(load_some(each + r * next + n, numbers - n));
-  store_some<LANES>(total + n, sum, numbers - n);
+    sum += factors[r] * finite(load_half(each + r * next + n, numbers - n));
+  store_wide(total + n, sum, numbers - n);
 }
 
 // 1 or 0, without a branch.
@@ -84,8 +105,8 @@ double squares(const float* each, Index numbers) {
 }
 
 // Rows that are written out.
-void total_of_rows(Index rows, Index numbers, Index next, const float* each, const float* factors,
-                   float* total) {
+void total_of_rows(Index rows, Index numbers, Index next, const float* each, const double* factors,
+                   double* total) {
   for (Index n = 0; n < numbers; n += BLOCK) {  // the sum stays in the innermost cache
     const Index count = std::min(BLOCK, numbers - n);
     Index r = 0;
@@ -98,32 +119,32 @@ void total_of_rows(Index rows, Index numbers, Index next, const float* each, con
 
 // The sum over rows of HIGH numbers of each times WIDE vectors of others, (numbers, others) in memory,
 // of which so many are there.
-void tile_of(Index rows, const float* left, const float* right, Index numbers, Index others,
-             Index line, float* total) {
-  V sums[HIGH][WIDE] = {};
-  for (Index r = 0; r < rows; r++, left += HIGH, right += WIDE * LANES)
+void tile_of(Index rows, const double* left, const double* right, Index numbers, Index others,
+             Index line, double* total) {
+  Wide sums[HIGH][WIDE] = {};
+  for (Index r = 0; r < rows; r++, left += HIGH, right += WIDE * HALF)
 #pragma GCC unroll 4
     for (Index i = 0; i < HIGH; i++)
 #pragma GCC unroll 2
-      for (Index v = 0; v < WIDE; v++) sums[i][v] += left[i] * load(right + v * LANES);
+      for (Index v = 0; v < WIDE; v++) sums[i][v] += left[i] * load_wide(right + v * HALF);
 #pragma GCC unroll 4
   for (Index i = 0; i < HIGH; i++)
 #pragma GCC unroll 2
     for (Index v = 0; v < WIDE; v++)
-      if (i < numbers && v * LANES < others)
-        store_some<LANES>(total + i * line + v * LANES, sums[i][v], others - v * LANES);
+      if (i < numbers && v * HALF < others)
+        store_wide(total + i * line + v * HALF, sums[i][v], others - v * HALF);
 }
 
 // Rows that are products: total (numbers, others).
-void total_of_products(Index rows, const Gradients& of, const float* factors, float* total) {
-  const Index high = (of.numbers + HIGH - 1) / HIGH * HIGH, wide = WIDE * LANES;
-  Room<float> line(high), left(rows * high), right(rows * wide);  // as tiles read them
+void total_of_products(Index rows, const Gradients& of, const double* factors, double* total) {
+  const Index high = (of.numbers + HIGH - 1) / HIGH * HIGH, wide = WIDE * HALF;
+  Room<double> line(high), left(rows * high), right(rows * wide);  // as tiles read them
   for (Index r = 0; r < rows; r++) {
     add_rows<1>(of.numbers, 0, of.each + r * of.next, factors + r, true, line);
     for (Index n = 0; n < high; n += HIGH)
       std::copy(line + n, line + n + HIGH, left + n * rows + r * HIGH);
   }
-  const float one = 1;
+  const double one = 1;
   for (Index m = 0; m < of.others; m += wide) {
     const Index count = std::min<Index>(wide, of.others - m);
     for (Index r = 0; r < rows; r++)
@@ -138,16 +159,17 @@ void total_of_products(Index rows, const Gradients& of, const float* factors, fl
 
 extern "C" {
 
-int clipping_version() { return 1; }
+int clipping_version() { return 2; }
 
 // factors (rows): 1 or what makes a row so long as clip_norm; 0 for a row that is not drawn, and for
 // one with a number that is none or a norm, of a factor too, whose square is beyond float32. Squares are added up in
 // float64: a row of a million numbers loses no digits, and one of very small ones is not taken for 0.
+// Factors are float64 as well: a row weighs the clip norm to the last bits of that.
 // norms (rows) are those of parameters that are not here, or nothing.
-void clipping_factors(int64_t rows, int64_t parameters, const Gradients* of, const float* norms,
-                      const uint8_t* drawn, double clip_norm, float* factors) {
+void clipping_factors(int64_t rows, int64_t parameters, const Gradients* of, const double* norms,
+                      const uint8_t* drawn, double clip_norm, double* factors) {
   for (Index r = 0; r < rows; r++) {
-    double sum = norms ? double(norms[r]) * norms[r] : 0;
+    double sum = norms ? norms[r] * norms[r] : 0;
     uint32_t keep = drawn[r] != 0;
     for (const Gradients *one = of, *end = of + parameters; one < end; one++) {
       const double own = squares(one->each + r * one->next, one->numbers);
@@ -156,15 +178,15 @@ void clipping_factors(int64_t rows, int64_t parameters, const Gradients* of, con
       sum += own * more;
     }
     keep &= is_finite(float(sum));
-    const float factor = std::min(float(clip_norm) / (float(std::sqrt(sum)) + 1e-6f), 1.0f);
-    factors[r] = std::bit_cast<float>(std::bit_cast<uint32_t>(factor) & -keep);
+    const double factor = std::min(clip_norm / (std::sqrt(sum) + 1e-6), 1.0);
+    factors[r] = std::bit_cast<double>(std::bit_cast<uint64_t>(factor) & -uint64_t(keep));
   }
 }
 
 // totals (all numbers of a row, one parameter behind the other): the sum over rows of factor times
-// row, of its finite numbers.
-void clipping_totals(int64_t rows, int64_t parameters, const Gradients* of, const float* factors,
-                     float* totals) {
+// row, of its finite numbers, in float64.
+void clipping_totals(int64_t rows, int64_t parameters, const Gradients* of, const double* factors,
+                     double* totals) {
   for (const Gradients* end = of + parameters; of < end; of++) {
     if (of->other)
       total_of_products(rows, *of, factors, totals);

@@ -26,7 +26,7 @@ Lines = tuple[Tensor, Tensor | None]
 def factors(
     gradients: Sequence[Lines], norms: Tensor | None, drawn: Tensor, clip_norm: float
 ) -> Tensor:
-    """What ``clipping.clipped_sums`` multiplies rows with (B,).
+    """What ``clipping.clipped_sums`` multiplies rows with (B,), float64.
 
     Args:
         gradients: of each parameter.
@@ -37,7 +37,7 @@ def factors(
     if drawn.shape != (rows,) or not (norms is None or norms.shape == (rows,)):
         raise ValueError(f"gradients of {rows} rows, where {drawn.numel()} were looked at")
     drawn = drawn.to("cpu", torch.bool).contiguous()
-    norms = None if norms is None else norms.to("cpu", torch.float32).contiguous()
+    norms = None if norms is None else norms.to("cpu", torch.float64).contiguous()
     dense, found = [_dense(one) for one in gradients], _empty(rows)
     _FACTORS(kernels.generation())(
         *_all(dense), None if norms is None else norms.data_ptr(), drawn.data_ptr(), clip_norm,
@@ -54,9 +54,9 @@ def totals(gradients: Sequence[Lines], factors: Tensor) -> Tensor:
         factors: (B,), as those above.
 
     Returns:
-        (numbers of all parameters,), one parameter behind the other.
+        (numbers of all parameters,) float64, one parameter behind the other.
     """
-    if factors.shape != (_rows(gradients),) or factors.dtype != torch.float32:
+    if factors.shape != (_rows(gradients),) or factors.dtype != torch.float64:
         raise ValueError(f"{len(factors)} factors for another number of rows")
     factors, dense = factors.contiguous(), [_dense(one) for one in gradients]
     found = _empty(sum(numbers(one) for one in gradients))
@@ -76,7 +76,7 @@ def _rows(gradients: Sequence[Lines]) -> int:
 
 def _empty(count: int) -> Tensor:
     """Whatever the default is elsewhere."""
-    return torch.empty(count, dtype=torch.float32, device="cpu")
+    return torch.empty(count, dtype=torch.float64, device="cpu")
 
 
 def numbers(of: Lines) -> int:

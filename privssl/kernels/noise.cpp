@@ -50,12 +50,10 @@ inline double cosine(double z) {
   return rest + ((1 - rest - half) + z * r);
 }
 
-// What is noisy lies where the sums are, or elsewhere.
 template <bool ROUNDED>
-void add(int64_t numbers, const float* sums, const double* __restrict noise, double deviation,
-         double step, float* noisy) {
+void add(int64_t numbers, const double* __restrict sums, const double* __restrict noise,
+         double deviation, double step, float* __restrict noisy) {
   const double inverse = 1 / step;  // exact: a power of two
-#pragma GCC ivdep
   for (int64_t n = 0; n < numbers; n++) {
     const double sum = sums[n] + deviation * noise[n];
     noisy[n] = float(ROUNDED ? std::rint(sum * inverse) * step : sum);
@@ -69,11 +67,11 @@ extern "C" {
 // One parameter's, as privssl/kernels/noise.py has it.
 struct Sums {
   int64_t numbers;
-  const float* sums;
-  float* noisy;  // the same place, or another one
+  const double* sums;
+  float* noisy;
 };
 
-int noise_version() { return 2; }
+int noise_version() { return 3; }
 
 // Sums with noise, which lies one parameter behind the other, rounded to multiples of the step (a
 // power of two), or as they are where it is 0.

@@ -44,10 +44,10 @@ def add(
     """Sum plus deviation times noise, in float64, rounded to whole multiples of a step.
 
     Args:
-        sums: of each parameter, float32 on the CPU (``kernels.do``), without gaps in memory.
+        sums: of each parameter, float64 on the CPU, without gaps in memory.
         noise: one number for each of all sums.
         step: a power of two; 0: nothing is rounded.
-        noisy: where it is written to, each as its sums lie in memory; or the sums themselves.
+        noisy: where it is written to, float32, each as its sums lie in memory.
     """
     numbers = [number for s, to in zip(sums, noisy, strict=True) for number in _at(s, to)]
     noise = np.ascontiguousarray(noise, dtype=np.float64)
@@ -61,9 +61,10 @@ def add(
 def _at(sums: Tensor, noisy: Tensor) -> tuple[int, int, int]:
     if sums.shape != noisy.shape or sums.stride() != noisy.stride():
         raise ValueError("sums are to be written to where numbers lie in another order")
-    known = sums.is_cpu and noisy.is_cpu and sums.dtype == noisy.dtype == torch.float32
+    kinds = sums.dtype, noisy.dtype
+    known = sums.is_cpu and noisy.is_cpu and kinds == (torch.float64, torch.float32)
     if not (known and _has_no_gaps(noisy)):
-        raise ValueError("sums with noise are float32 on the CPU, without gaps in memory")
+        raise ValueError("sums are float64, with noise float32, on the CPU, without gaps in memory")
     return sums.numel(), sums.data_ptr(), noisy.data_ptr()
 
 

@@ -68,7 +68,7 @@ def _clips() -> bool:
     norms = torch.hypot(rows.norm(dim=1), told.double())
     weights = (CLIP_NORM / (norms + 1e-6)).clamp(max=1.0).where(drawn & norms.isfinite(), 0.0)
     sums = weights @ rows.nan_to_num(posinf=0.0)
-    return _near(factors, weights, 1e-5 * weights) and _near(totals, sums, 1e-5 * CLIP_NORM)
+    return _near(factors, weights, 1e-9 * weights) and _near(totals, sums, 1e-9 * CLIP_NORM)
 
 
 def _draws() -> bool:
@@ -84,11 +84,11 @@ def _draws() -> bool:
 
 def _adds_noise() -> bool:
     """On a grid, and without one."""
-    sums, deviation = [_normal(n, seed=n) for n in NUMBERS], 0.7
+    sums, deviation = [_normal(n, seed=n).double() for n in NUMBERS], 0.7
     drawn = _normal(sum(NUMBERS), seed=0).double()
-    wanted = torch.cat(sums).double() + deviation * drawn
+    wanted = torch.cat(sums) + deviation * drawn
     for step in (2.0**-17, 0.0):
-        noisy = [torch.empty_like(one) for one in sums]
+        noisy = [torch.empty_like(one, dtype=torch.float32) for one in sums]
         noise.add(sums, drawn.numpy(), deviation, step, noisy)
         found = torch.cat(noisy)
         on_grid = not step or bool((found / step == (found / step).round()).all())

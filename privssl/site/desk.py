@@ -2,7 +2,8 @@
 
     1  is it a letter of this version, to this agent, under this very config?       else a word
     2  was this visit done?                                    then the stored reply, as it was
-    3  is it in time, and a step with a message that the algorithm has?             else a word
+    3  is it in time, a step with a message that the algorithm has, and, where rows are under an
+       account, of weights that training comes to?                                  else a word
     4  was it charged, and there is no reply?                  then ``lost``, and never done again
     5  the step: it pays into the agent's ledger before labelled rows can be read
     6  memory and reply go to the disk, then the reply may leave
@@ -34,7 +35,7 @@ from privssl.agents import Agent
 from privssl.algorithms.base import Algorithm, Context
 from privssl.engines import Step, visit_key
 from privssl.errors import DataError, RoleError
-from privssl.messages import Message, MessageError, pack, unpack
+from privssl.messages import Message, MessageError, pack, parts_of, unpack
 from privssl.seeds import seeded
 from privssl.site.steps import StepError, step_of, taken_by
 from privssl.site.store import Busy, Store
@@ -42,6 +43,10 @@ from privssl.visits import carried_out
 from privssl.wire import Answer, Farewell, Hello, Introduction, Visit, WireError
 
 log = logging.getLogger("privssl")
+
+#: Of a weight, where rows are under an account. Those of a trained network are below 100; what is
+#: beyond was picked, and makes nothing but rounding (``row_bits.py``) and numbers that overflow.
+LARGEST_WEIGHT = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +157,8 @@ class Desk:
         """What is to be done, before anything is opened, charged or written."""
         step = step_of(self.algorithm, visit.step)
         message = unpack(taken_by(step, visit.message), visit.body)
+        if self.open_account is not None:
+            _check_weights(message)
         return _Work(step, message, self._memory(visit))
 
     def _done(self, visit: Visit, work: "_Work", account: Account | None) -> bytes:
@@ -170,6 +177,11 @@ class Desk:
             if account is not None:
                 self.store.mark = account.seq, account.head
         charged = account is not None and account.charged(_receipt(visit))
+        if ctx.weight > wire.MOST_SHARE:
+            raise WireError(
+                "refused", f"{_key(visit)} has the share {ctx.weight:g} in a mean, and the most "
+                f"that a site may name is {wire.MOST_SHARE:g}"
+            )  # fmt: skip
         token = self._remember(visit, work.memory, agent.memory)
         answer = wire.to_bytes(
             Answer(
@@ -234,6 +246,19 @@ def word_for(error: BaseException) -> str:
 
 class DivergedError(MessageError):
     """A reply has numbers that are not finite."""
+
+
+def _check_weights(message: Message) -> None:
+    """Raises MessageError where a tensor holds a number that no training comes to."""
+    for name, tensor in parts_of(message)[1].items():
+        if tensor.is_floating_point() and tensor.numel():
+            largest = float(tensor.abs().max())
+            if largest > LARGEST_WEIGHT:
+                raise MessageError(
+                    f"{name} has a weight of {largest:.3g}: at most {LARGEST_WEIGHT:g} is taken "
+                    "where rows are under an account. The coordinator's training diverged, or it "
+                    "picks weights to learn of rows"
+                )
 
 
 def _body(content: Message) -> bytes:

@@ -68,7 +68,9 @@ def opened(site: SiteConfig) -> Desk:
     _check_budget(site, config)
     held = _rows(site, config)
     agent = Agent(id=site.site.agent, held_labelled=held.labelled, held_unlabelled=held.unlabelled)
-    algorithm = _algorithm(config, held, who)
+    algorithm, device = _algorithm(config, held, who), device_of(site.site.device)
+    if site.budget is not None:
+        algorithm.try_private(device)
     store = Store(site.folder, site.site.keep_visits)
     open_account = None
     if site.budget is not None:
@@ -76,7 +78,7 @@ def opened(site: SiteConfig) -> Desk:
     return Desk(
         agent=agent, algorithm=algorithm, seed=config.run.seed,
         agreement=configs.agreement(config, held.classes, held.shape), store=store,
-        device=device_of(site.site.device), open_account=open_account,
+        device=device, open_account=open_account,
         journal=_journal(site, agent, store) if open_account and site.site.share_ledger else None,
         share_notes=site.site.share_notes,
     )  # fmt: skip
@@ -133,7 +135,7 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
     kinds = {"support": (True, False), "query": (False, True), "mixed": (True, True)}
     labelled, unlabelled = kinds[site.site.role]
     if site.rows.arrays:
-        return _from_arrays(site, labelled=labelled, unlabelled=unlabelled)
+        return _from_arrays(site, config, labelled=labelled, unlabelled=unlabelled)
     if site.rows.root and config.data.name in BUILT_IN:
         raise ConfigError(
             f"{site.source}: rows.root has no effect: data.name of {config.source} is "
@@ -154,19 +156,24 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
             f"{site.source}: rows.root alone does not say which rows of a mixed agent have "
             "labels. Give rows.arrays, or rows.split"
         )
-    _check_there(site, labelled and not ids[True], unlabelled and not ids[False])
+    counted = labelled and not _count_is_private(config)
+    _check_there(site, counted and not ids[True], unlabelled and not ids[False])
     if labelled and not set(ids[True]) <= set(known):
         raise DataError(
             f"{site.source}: {site.path(site.rows.split)} gives rows without a label as labelled "
             "ones. Draw a new split"
         )
     x, y = dataset.x_train, dataset.y_train
-    with_labels, without = (torch.tensor(ids[kind]) for kind in (True, False))
+    with_labels, without = (torch.tensor(ids[k], dtype=torch.long) for k in (True, False))
     return _Held(
         LabelledRows(x[with_labels], y[with_labels], with_labels) if labelled else None,
         UnlabelledRows(x[without], without) if unlabelled else None,
         dataset.class_names, dataset.shape,
     )  # fmt: skip
+
+
+def _count_is_private(config: Config) -> bool:
+    return config.privacy is not None and config.privacy.record_counts == "private"
 
 
 def _check_there(site: SiteConfig, *missing: bool) -> None:
@@ -178,11 +185,13 @@ def _check_there(site: SiteConfig, *missing: bool) -> None:
             )
 
 
-def _from_arrays(site: SiteConfig, *, labelled: bool, unlabelled: bool) -> _Held:
+def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled: bool) -> _Held:
     path, named = site.path(site.rows.arrays), site.rows.classes
     classes = tuple(map(str, range(named))) if isinstance(named, int) else named or ()
-    found = read_rows(path, labelled=labelled, unlabelled=unlabelled)
-    if found.y is not None and int(found.y.max()) >= len(classes):
+    found = read_rows(
+        path, labelled=labelled, unlabelled=unlabelled, may_be_empty=_count_is_private(config)
+    )
+    if found.y is not None and found.y.size and int(found.y.max()) >= len(classes):
         raise DataError(
             f"{path}: y_labelled has class {int(found.y.max())}, but rows.classes says that there "
             f"are {len(classes)}, from 0"
@@ -232,7 +241,8 @@ def _account(
     assert site.budget is not None and config.privacy is not None
     privacy, ledger = config.privacy, site.ledger
     budget = Budget(site.budget.epsilon, site.budget.delta)
-    if budget.delta >= 1 / len(agent.labelled):  # said to the operator, whatever counts may leave
+    public = not _count_is_private(config)  # else a site that does not answer would tell of rows
+    if public and budget.delta * len(agent.labelled) >= 1:
         raise PrivacyError(
             f"{site.source}: budget.delta is {budget.delta:g}, and {agent.id} holds "
             f"{len(agent.labelled)} labelled rows: it would allow a whole row to be published. "
