@@ -73,6 +73,30 @@ AT_ONCE = 64  # canaries whose gradients are made in one go
 ALARM = 1e-4  # a p-value below it contradicts the promised distribution
 ROUNDING = 1e-5  # relative, of a contribution in single precision
 
+#: What no attack here looks at, or could tell. Printed with every report, and in docs/privacy.md.
+CANNOT_SEE = (
+    "what another computer did, or this one in the past: attacked is the code that is installed here",
+    "the run's own rows: a fault that only certain rows bring out, one person's row at two agents, "
+    "rows that are read before they are paid for, settings chosen by looking at them",
+    "the ledger: visits, or runs, that were not charged at all (without --empirical, the audit looks "
+    "at what the folder says of them)",
+    "a clip norm that follows the rows, as long as noise and the canaries' clipped length stay as "
+    "planned",
+    "what is released beside or after the noise: another field of a message, a log, a file, a "
+    "network's buffer, the time a step takes; the canaries see it only where an agent's networks "
+    "tell of it, and only if it tells much",
+    "how the run's own losses, networks and views mix rows, and gradients that are not of one row: "
+    "the canaries have a loss of their own in private steps",
+    "other engines and devices: several agents side by side, worker processes, a GPU, sites; other "
+    "numbers of threads; kernels for other processors",
+    "low bits: noise with gaps, or rounding that depends on how many rows there are",
+    "noise that repeats itself only after a restart, in a fork, or in another run",
+    "small faults: noise within 0.3% of its deviation (1% in whole visits), rows drawn within 1% of "
+    "the rate, batch sizes whose variance is within 30% (each about), one row more than 1e-5 clip "
+    "norms too heavy only in other steps than those that are looked at",
+    "a fault whose chance is below one in a million visits, and any leak smaller than the claim",
+)
+
 _NO_CANARIES = "canaries: not applicable: labels are released once, as counts"
 _PROFILE = tuple(10.0**-power for power in range(1, 11))  # deltas at which a claim is tested
 
@@ -103,6 +127,7 @@ class AttackReport:
     canaries: CanaryAttack | None = None
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    cannot_see: tuple[str, ...] = CANNOT_SEE
 
     @property
     def blind(self) -> bool:
@@ -155,8 +180,9 @@ def attack(
         return report
     assert isinstance(plan, PrivatePlan)  # there are two mechanisms
     report.mechanism = attack_mechanism(
-        plan, len(charged) * plan.steps, report.epsilon, delta, CONFIDENCE
-    )
+        plan, len(charged) * plan.steps, delta, CONFIDENCE,
+        counts_public=journal.plan.record_counts == "public",
+    )  # fmt: skip
     _judge_mechanism(report, report.mechanism)
     canaries = CANARIES if report.sound else min(CANARIES, max(FEWEST, round(2 * rows)))
     # The divisor is public and no part of the guarantee: it fits the rows of the made-up agent,
@@ -178,18 +204,22 @@ def _task(config: Config, told: Mapping[str, Any]) -> Task:
     return Task(classes, shape, lambda: models.build_classifier(config.model, shape, classes))
 
 
-_SAYS = {
+SAYS = {
     "noise": "the noise is not normal with the planned deviation",
     "repeated noise": "noise of different steps is not independent",
     "included rows": "rows do not take part as often, or are not clipped, as planned",
     "batches": "batches are not drawn with the planned rate",
+    "batch sizes": "batch sizes do not vary as those of rows that are drawn independently",
+    "noise of visits": "what a visit releases has not the noise of its steps",
+    "repeated noise of visits": "noise of different visits is not independent",
+    "rows of visits": "rows do not move what a visit releases as planned",
 }
 
 
 def _judge_mechanism(report: AttackReport, found: MechanismAttack) -> None:
     for name, p in found.p_values.items():
         if p < ALARM:
-            report.problems.append(f"mechanism: {_SAYS[name]} (p = {p:.2g})")
+            report.problems.append(f"mechanism: {SAYS[name]} (p = {p:.2g})")
     if not found.sensitivity <= 1 + ROUNDING:
         report.problems.append(
             f"mechanism: one row adds {found.sensitivity:.4f} clip norms to one step, where the "
