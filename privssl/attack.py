@@ -58,7 +58,7 @@ from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.errors import RunFolderError
 from privssl.learn import load, network_input
-from privssl.mechanism_attack import MechanismAttack, attack_mechanism
+from privssl.mechanism_attack import CANNOT_SEE, MechanismAttack, attack_mechanism
 from privssl.messages import Message, Reply, StateDict
 from privssl.privacy import PrivatePlan, secure_uniform
 from privssl.row_gradients import Parameters, per_row_gradients
@@ -72,30 +72,6 @@ FEWEST = 200  # canaries where nothing is guaranteed: about 100 are out, for 1% 
 AT_ONCE = 64  # canaries whose gradients are made in one go
 ALARM = 1e-4  # a p-value below it contradicts the promised distribution
 ROUNDING = 1e-5  # relative, of a contribution in single precision
-
-#: What no attack here looks at, or could tell. Printed with every report, and in docs/privacy.md.
-CANNOT_SEE = (
-    "what another computer did, or this one in the past: attacked is the code that is installed here",
-    "the run's own rows: a fault that only certain rows bring out, one person's row at two agents, "
-    "rows that are read before they are paid for, settings chosen by looking at them",
-    "the ledger: visits, or runs, that were not charged at all (without --empirical, the audit looks "
-    "at what the folder says of them)",
-    "a clip norm that follows the rows, as long as noise and the canaries' clipped length stay as "
-    "planned",
-    "what is released beside or after the noise: another field of a message, a log, a file, a "
-    "network's buffer, the time a step takes; the canaries see it only where an agent's networks "
-    "tell of it, and only if it tells much",
-    "how the run's own losses, networks and views mix rows, and gradients that are not of one row: "
-    "the canaries have a loss of their own in private steps",
-    "other engines and devices: several agents side by side, worker processes, a GPU, sites; other "
-    "numbers of threads; kernels for other processors",
-    "low bits: noise with gaps, or rounding that depends on how many rows there are",
-    "noise that repeats itself only after a restart, in a fork, or in another run",
-    "small faults: noise within 0.3% of its deviation (1% in whole visits), rows drawn within 1% of "
-    "the rate, batch sizes whose variance is within 30% (each about), one row more than 1e-5 clip "
-    "norms too heavy only in other steps than those that are looked at",
-    "a fault whose chance is below one in a million visits, and any leak smaller than the claim",
-)
 
 _NO_CANARIES = "canaries: not applicable: labels are released once, as counts"
 _PROFILE = tuple(10.0**-power for power in range(1, 11))  # deltas at which a claim is tested

@@ -380,6 +380,20 @@ def test_two_networks_share_one_clip_norm() -> None:
 
 
 @pytest.mark.usefixtures("no_noise")
+def test_all_views_of_a_row_share_one_clip_norm() -> None:
+    # Three views whose gradients are 2 each: together 6, clipped to 1 and not to 3.
+    network = nn.Linear(1, 1, bias=False)
+    before = float(network.weight.detach())
+    fields = {"x": torch.full((1, 3), 2.0)}
+
+    def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        return (parameters["F"]["weight"] * row["x"]).sum()
+
+    PrivateTraining(plan(views=3), {"F": network}).run(1, lambda rows, step: fields, loss)
+    assert before - float(network.weight.detach()) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.usefixtures("no_noise")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_row_without_a_finite_gradient_counts_nothing_and_nobody_is_told(
     bad: float, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
@@ -597,6 +611,13 @@ def test_what_is_sent_is_the_mean_of_the_last_iterates_all_of_them_with_noise(
     # Three steps of noise 1 leave the weights 1, 2 and 3 below where they came in.
     shift = moved_by(small_network(), small_rows(0), plan(steps=3, average_last=share))
     torch.testing.assert_close(shift, torch.full_like(shift, mean))
+
+
+def test_momentum_has_seen_sums_with_noise_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(privacy, "secure_normal", np.ones)
+    # Noise 1 in two steps: v is 1, then half of that and 1 more.
+    shift = moved_by(small_network(), small_rows(0), plan(steps=2, momentum=0.5))
+    torch.testing.assert_close(shift, torch.full_like(shift, 2.5))
 
 
 def test_an_agent_without_rows_makes_all_its_steps_and_reads_nothing(
