@@ -1,7 +1,7 @@
 """Train a tiny private run and attack it.
 
-``python -m tests.planted_faults.attacked FOLDER NETWORKS`` does as ``privssl.audit --empirical``, with fewer
-canaries, in seconds. Exit status as there.
+``python -m tests.planted_faults.attacked FOLDER NETWORKS`` does as ``privssl.audit --empirical``,
+with fewer canaries, in seconds. Exit status as there.
 """
 
 import sys
@@ -27,7 +27,7 @@ def main(folder: Path, networks: str) -> int:
     (folder / "tiny.yaml").write_text(TINY.format(networks=networks))
     trained = train.main([str(folder / "tiny.yaml"), f"run.output={folder / 'run'}"])
     if trained:
-        return 100 + trained
+        return 100 + trained  # no verdict of an audit
     mechanism_attack.MEMBERS, mechanism_attack.OTHERS = 8_000, 100_000
     mechanism_attack.WITH_OTHERS = (128, 1 / 256)
     attack.CANARIES, attack.GUESSES = 200, 80

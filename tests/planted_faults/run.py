@@ -1,10 +1,11 @@
 """Plant one fault after the other and see who notices: ``python -m tests.planted_faults.run``.
 
     --only TEXT    faults whose name holds it
-    --empirical    also train a tiny run with the fault, and attack it
+    --empirical    instead of tests: train a tiny run with the fault, and attack it
 
 The tree is copied (what git tracks or would, and compiled kernels) to a temporary folder. There the
-tests named must pass without a fault, and fail with it. Exit status 0: all was as the lists say.
+tests named must pass without a fault, and fail with it; an attack must find nothing without one.
+Exit status 0: all was as the lists say.
 """
 
 import argparse
@@ -13,15 +14,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import opacus.optimizers  # noqa: F401  takes seconds, and no fork has to do it again
+import pytest
+import scipy.stats  # noqa: F401
+import torch.func  # noqa: F401
 
 from tests.planted_faults.fault import Fault
 from tests.planted_faults.private_training import FAULTS
 
 ROOT = Path(__file__).parents[2]
+OURS = ("privssl", "accounting", "generators", "tests", "conftest", "toy_worlds")
 #: Of audit: the verdicts that are not CONSISTENT, by which it says that something is wrong.
 VIOLATED, INCONCLUSIVE = 1, 3
+FAILED = 1  # of pytest: all were run, and one failed
 
 
 def copied(to: Path) -> None:
@@ -62,37 +71,69 @@ class Planted:
                 old.unlink()
 
 
-def status(tree: Path, *words: str) -> tuple[int, str]:
-    """Exit status and output of a Python command in a tree."""
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tree, capture_output=True, text=True, timeout=600,
-        env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
+def status(tree: Path, work: Callable[[], int]) -> tuple[int, str]:
+    """Exit status and output of something done in a tree, by a fork of this process.
+
+    Other people's packages, which take seconds to import, are there; ours are imported anew.
+    """
+    with tempfile.TemporaryFile("w+") as output:
+        if not (child := os.fork()):
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            for name in [n for n in sys.modules if n.split(".")[0] in OURS]:
+                del sys.modules[name]
+            os.chdir(tree)
+            sys.path.insert(0, str(tree))
+            os.environ["PYTHONPATH"] = str(tree)
+            code = 70  # of an exception
+            try:
+                code = work()
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        _, ended = os.waitpid(child, 0)
+        output.seek(0)
+        return os.waitstatus_to_exitcode(ended), output.read()
 
 
-def failing(tree: Path, tests: Sequence[str]) -> list[str]:
-    """Those of the tests that fail: 1, and no other status, is a failed test."""
+def tested(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
+    return status(tree, lambda: int(pytest.main(["-p", "no:cacheprovider", "-q", *tests])))
+
+
+def by_tests(tree: Path, tests: Sequence[str]) -> list[str]:
+    """Those of the tests that fail."""
     wrong = []
     for test in tests:
-        code, output = status(tree, "-m", "pytest", "-p", "no:cacheprovider", "-qx", test)
-        if code not in (0, 1):
+        code, output = tested(tree, [test])
+        if code not in (0, FAILED):
             raise SystemExit(f"{test} was not run:\n{output[-2000:]}")
         wrong += [test] if code else []
     return wrong
 
 
-def attacked(tree: Path, fault: Fault | None) -> str:
-    """What the attack says of a run that was trained with the fault."""
+def all_failing(tree: Path, faults: Sequence[Fault]) -> str:
+    """What pytest says, if any test of these faults fails in a tree without them; else nothing."""
+    tests = sorted({test for fault in faults for test in fault.tests})
+    code, output = tested(tree, tests)
+    return output[-4000:] if code else ""
+
+
+def by_attack(tree: Path, protect: str) -> str:
+    """What the attack says of a run that was trained in the tree; nothing, if it sees nothing."""
+
+    def work() -> int:
+        from tests.planted_faults.attacked import main  # of the tree
+
+        return main(Path(folder, "it"), protect)
+
     with tempfile.TemporaryDirectory() as folder:
-        networks = "F" if fault is None else fault.protect
-        code, output = status(
-            tree, "-m", "tests.planted_faults.attacked", str(Path(folder, "it")), networks
-        )
-    said = [line for line in output.splitlines() if line.startswith("violated: ")]
+        code, output = status(tree, work)
+    said = [line[10:] for line in output.splitlines() if line.startswith("violated: ")]
     if code in (VIOLATED, INCONCLUSIVE):
-        return f"seen: {said[0][10:] if said else 'inconclusive'}"
-    return "not seen" if code == 0 else f"ended with {code}: {output.strip()[-200:]}"
+        return f"seen: {said[0] if said else 'inconclusive'}"
+    return f"ended with {code}: {output.strip()[-200:]}" if code else ""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,27 +142,25 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--empirical", action="store_true", help="attack a run with each fault")
     options = parser.parse_args(argv)
     chosen = [fault for fault in FAULTS if options.only in fault.name]
-    amiss = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copied(tree)
         planted = {fault.name: Planted(tree, fault) for fault in chosen}  # none is out of date
-        tests = sorted({test for fault in chosen for test in fault.tests})
-        code, output = status(tree, "-m", "pytest", "-p", "no:cacheprovider", "-q", *tests)
-        if code:
-            raise SystemExit(f"tests fail without a fault:\n{output[-4000:]}")
-        if options.empirical and (said := attacked(tree, None)) != "not seen":
-            raise SystemExit(f"without a fault the attack says: {said}")
+        if amiss := (by_attack(tree, "F") if options.empirical else all_failing(tree, chosen)):
+            raise SystemExit(f"without a fault: {amiss}")
+        wrong = 0
         for fault in chosen:
             with planted[fault.name]:
-                missed = set(fault.tests) - set(failing(tree, fault.tests))
-                said = attacked(tree, fault) if options.empirical else ""
-            wrong = bool(missed) or (said != "" and said.startswith("seen") != fault.seen_by_attack)
-            amiss += wrong
-            told = f"MISSED by {', '.join(sorted(missed))}" if missed else "caught"
-            print(f"{'!! ' if wrong else ''}{fault.name} | {told} | {said}", flush=True)
-    print(f"{len(chosen) - amiss} of {len(chosen)} as the lists say")
-    return 1 if amiss else 0
+                if options.empirical:
+                    said = by_attack(tree, fault.protect) or "not seen"
+                    right = said.startswith("seen") == fault.seen_by_attack
+                else:
+                    missing = set(fault.tests) - set(by_tests(tree, fault.tests))
+                    right, said = not missing, f"missed by {missing}" if missing else "caught"
+            wrong += not right
+            print(f"{'' if right else '!! '}{fault.name} | {said}", flush=True)
+    print(f"{len(chosen) - wrong} of {len(chosen)} as the lists say")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
