@@ -27,7 +27,7 @@ from accounting.two_worlds import two_world_ceiling
 from privssl import attack, audit, config, mechanism_attack, privacy, private_steps, run
 from privssl.attack import AttackReport, CanaryAttack, attack_messages
 from privssl.clipping import RowGradients
-from privssl.mechanism_attack import MechanismAttack, attack_mechanism
+from privssl.mechanism_attack import CANNOT_SEE, MechanismAttack, attack_mechanism
 from privssl.prepare import prepare
 from privssl.privacy import PrivatePlan, PrivateTraining
 from privssl.private_steps import NoisyStep
@@ -333,6 +333,13 @@ def test_what_a_total_leak_would_show_is_above_any_shipped_claim_even_in_long_pl
     assert ceiling(10_000, 0.075) < 8  # the control: a tenth of it would be too few
 
 
+def test_what_the_attacks_cannot_see_is_in_the_documentation_word_for_word() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "privacy.md").read_text()
+    written = " ".join(page.split())
+    assert [kind for kind in CANNOT_SEE if f"- {kind}" not in written] == []
+    assert "- nothing at all" not in written  # the control
+
+
 def test_a_plan_of_a_single_step_has_no_other_step_to_compare_with() -> None:
     found = attack_mechanism(PLAN, 1, DELTA, attack.CONFIDENCE)
     assert set(attack.SAYS) - set(found.p_values) == {"repeated noise"}
@@ -431,7 +438,8 @@ def test_an_honest_run_is_consistent_and_the_ceilings_are_printed(
     ceiling = one_run_ceiling(
         canaries=CANARIES, guesses=GUESSES, delta=DELTA, confidence=attack.CONFIDENCE
     )
-    for words in ("leaks at least (95%)", "can show at most", f"{ceiling:.2f}", "clip norms"):
+    told = ("leaks at least (95%)", "can show at most", f"{ceiling:.2f}", "clip norms")
+    for words in (*told, "What these attacks cannot see:", *CANNOT_SEE):
         assert words in shown
 
 

@@ -41,7 +41,7 @@ FAULTS = (
             (
                 STEPS,
                 _CLIPPED,
-                "sums = [s for net in {key[0] for key in gradients} for s in clipped_sums("
+                "sums = [s for net in dict.fromkeys(key[0] for key in gradients) for s in clipped_sums("
                 "[g for key, g in gradients.items() if key[0] == net], drawn, self.clip_norm)]",
             ),
         ),
