@@ -1,6 +1,6 @@
 """Mistakes in private training: in what clips, draws, adds noise, releases and charges."""
 
-from tests.planted_faults.fault import Fault
+from .fault import Fault  # noqa: TID252  tests is no package
 
 PRIVACY = "privssl/privacy.py"
 STEPS = "privssl/private_steps.py"
@@ -41,8 +41,9 @@ FAULTS = (
             (
                 STEPS,
                 _CLIPPED,
-                "sums = [s for net in dict.fromkeys(key[0] for key in gradients) for s in clipped_sums("
-                "[g for key, g in gradients.items() if key[0] == net], drawn, self.clip_norm)]",
+                "sums = [s for net in dict.fromkeys(key[0] for key in gradients) for s in "
+                "clipped_sums([g for key, g in gradients.items() if key[0] == net], drawn, "
+                "self.clip_norm)]",
             ),
         ),
         (IN_PRIVACY + "test_two_networks_share_one_clip_norm",),

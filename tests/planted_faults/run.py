@@ -23,8 +23,8 @@ import pytest
 import scipy.stats  # noqa: F401
 import torch.func  # noqa: F401
 
-from tests.planted_faults.fault import Fault
-from tests.planted_faults.private_training import FAULTS
+from .fault import Fault  # noqa: TID252  tests is no package
+from .private_training import FAULTS  # noqa: TID252  tests is no package
 
 ROOT = Path(__file__).parents[2]
 OURS = ("privssl", "accounting", "generators", "tests", "conftest", "toy_worlds")
@@ -124,7 +124,7 @@ def by_attack(tree: Path, protect: str) -> str:
     """What the attack says of a run that was trained in the tree; nothing, if it sees nothing."""
 
     def work() -> int:
-        from tests.planted_faults.attacked import main  # of the tree
+        from .attacked import main  # noqa: TID252  tests is no package
 
         return main(Path(folder, "it"), protect)
 
