@@ -769,6 +769,28 @@ def test_noise_is_normal_with_the_planned_deviation_to_less_than_two_percent() -
     assert distance[0.98] > TOO_FAR and distance[1.02] > TOO_FAR
 
 
+def most_alike_releases() -> float:
+    """The largest correlation between what two steps release, of one visit and of another."""
+    network, released = nn.Linear(50, 40), []
+    for _ in range(2):
+        training = PrivateTraining(BARE, {"F": network})
+        for _ in range(2):
+            before = flat(network)
+            training.run(0, lambda rows, step: {}, small_loss(network))
+            released.append((flat(network) - before).numpy())
+    return float(np.abs(np.corrcoef(released) - np.eye(4)).max())
+
+
+@pytest.mark.usefixtures("each_way")
+def test_what_is_released_has_fresh_noise_in_every_step_and_visit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Of 2,040 numbers each: correlations are 0.022 wide, and 0.15 is beyond chance.
+    assert most_alike_releases() < 0.15
+    monkeypatch.setattr(privacy, "secure_normal", functools.cache(secure_normal))
+    assert most_alike_releases() > 0.9  # the control
+
+
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     """All noise that is drawn from here on."""

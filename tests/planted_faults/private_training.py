@@ -198,7 +198,7 @@ FAULTS = (
                 "    noise = optimiser.__dict__.setdefault(count, privacy.secure_normal(count))",
             ),
         ),
-        (IN_PRIVACY + "test_noise_never_repeats_across_steps_parameters_and_runs_of_one_seed",),
+        (IN_PRIVACY + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
         True,
     ),
     Fault(
@@ -214,7 +214,7 @@ FAULTS = (
                 "    noise = kept.setdefault((optimiser.calls, count), noise)",
             ),
         ),
-        (IN_PRIVACY + "test_noise_never_repeats_across_steps_parameters_and_runs_of_one_seed",),
+        (IN_PRIVACY + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
         True,
     ),
     Fault(
