@@ -167,18 +167,24 @@ def two_world_ceiling(
 
 
 def two_world_from_scores(
-    scores_in: ArrayLike, scores_out: ArrayLike, delta: float, confidence: float = 0.95
+    scores_in: ArrayLike,
+    scores_out: ArrayLike,
+    delta: float,
+    confidence: float = 0.95,
+    *,
+    choosing: float = 0.5,
 ) -> TwoWorlds:
-    """Choose a threshold on the first half of the scores and count errors on the second.
+    """Choose a threshold on the first share of the scores and count errors on the others.
 
     A threshold chosen on the scores that are counted would find luck and call it epsilon. The
-    halves are taken by position, so each list must be in an order that has nothing to do with
+    parts are taken by position, so each list must be in an order that has nothing to do with
     the scores: not sorted.
 
     Args:
         scores_in, scores_out: (I,) and (O,), I, O >= 2, higher for "in"; one per independent
             run of each world. Not NaN.
         delta: in (0, 1). confidence: from 0.5 to below 1.
+        choosing: share of the scores on which the threshold is chosen, above 0 and below 1.
 
     Raises:
         PlanError: a number is out of range, or too few scores.
@@ -187,7 +193,9 @@ def two_world_from_scores(
     check_confidence(confidence)
     members = _scores("scores_in", scores_in, least=2)
     others = _scores("scores_out", scores_out, least=2)
-    middles = members.size // 2, others.size // 2
+    if not 0 < choosing < 1:
+        raise PlanError(f"choosing is {choosing}; it must be above 0 and below 1")
+    middles = [min(max(1, int(choosing * part.size)), part.size - 1) for part in (members, others)]
     threshold = _held_out_threshold(members[: middles[0]], others[: middles[1]], delta, confidence)
     members, others = members[middles[0] :], others[middles[1] :]
     errors = {

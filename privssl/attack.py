@@ -58,7 +58,7 @@ from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.errors import RunFolderError
 from privssl.learn import load, network_input
-from privssl.mechanism_attack import MechanismAttack, attack_mechanism
+from privssl.mechanism_attack import CANNOT_SEE, MechanismAttack, attack_mechanism
 from privssl.messages import Message, Reply, StateDict
 from privssl.privacy import PrivatePlan, secure_uniform
 from privssl.row_gradients import Parameters, per_row_gradients
@@ -103,6 +103,7 @@ class AttackReport:
     canaries: CanaryAttack | None = None
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    cannot_see: tuple[str, ...] = CANNOT_SEE
 
     @property
     def blind(self) -> bool:
@@ -155,8 +156,9 @@ def attack(
         return report
     assert isinstance(plan, PrivatePlan)  # there are two mechanisms
     report.mechanism = attack_mechanism(
-        plan, len(charged) * plan.steps, report.epsilon, delta, CONFIDENCE
-    )
+        plan, len(charged) * plan.steps, delta, CONFIDENCE,
+        counts_public=journal.plan.record_counts == "public",
+    )  # fmt: skip
     _judge_mechanism(report, report.mechanism)
     canaries = CANARIES if report.sound else min(CANARIES, max(FEWEST, round(2 * rows)))
     # The divisor is public and no part of the guarantee: it fits the rows of the made-up agent,
@@ -178,18 +180,22 @@ def _task(config: Config, told: Mapping[str, Any]) -> Task:
     return Task(classes, shape, lambda: models.build_classifier(config.model, shape, classes))
 
 
-_SAYS = {
+SAYS = {
     "noise": "the noise is not normal with the planned deviation",
     "repeated noise": "noise of different steps is not independent",
     "included rows": "rows do not take part as often, or are not clipped, as planned",
     "batches": "batches are not drawn with the planned rate",
+    "batch sizes": "batch sizes do not vary as those of rows that are drawn independently",
+    "noise of visits": "what a visit releases has not the noise of its steps",
+    "repeated noise of visits": "noise of different visits is not independent",
+    "rows of visits": "rows do not move what a visit releases as planned",
 }
 
 
 def _judge_mechanism(report: AttackReport, found: MechanismAttack) -> None:
     for name, p in found.p_values.items():
         if p < ALARM:
-            report.problems.append(f"mechanism: {_SAYS[name]} (p = {p:.2g})")
+            report.problems.append(f"mechanism: {SAYS[name]} (p = {p:.2g})")
     if not found.sensitivity <= 1 + ROUNDING:
         report.problems.append(
             f"mechanism: one row adds {found.sensitivity:.4f} clip norms to one step, where the "

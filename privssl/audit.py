@@ -216,6 +216,10 @@ def _print(report: Report) -> None:
         console.print(
             "No attack found evidence against the claim. That is not a proof; the accounting is."
         )
+    if report.attack is not None:
+        console.print("What these attacks cannot see:")
+        for kind in report.attack.cannot_see:
+            console.print(f"  - {escape(kind)}")
 
 
 def _ledger_table(report: Report) -> Table:

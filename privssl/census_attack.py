@@ -32,7 +32,6 @@ from scipy.stats import binom, chisquare
 from accounting.discrete_laplace import log_pmf
 from accounting.two_worlds import two_world_from_scores
 from privssl.census_plan import CensusPlan
-from privssl.mechanism_attack import trials_to_see
 from privssl.privacy import secure_uniform
 
 ALARM = 1e-6  # level of each test
@@ -42,6 +41,7 @@ ALARM = 1e-6  # level of each test
 # of 100,000.
 _CELLS = 200
 _FEWEST, _MOST = 1000, 4000  # made-up tables
+_LARGEST_SEEN = 8.5  # epsilon; trials grow with its exponential
 _COMPARED = 200  # releases that are compared with each other
 _EXPECTED = 10.0  # draws in a bin of the chi-square test, at least
 _NO_DELTA = 1e-12  # the bound wants a delta above 0; this one changes none of its digits
@@ -99,6 +99,17 @@ def attack_census(plan: CensusPlan, censuses: int, epsilon: float, classes: int)
             "other releases": _alike_p(few.T, plan.epsilon),
         },
     )
+
+
+def trials_to_see(epsilon: float, confidence: float) -> int:
+    """Trials of each world with which a total leak would show an epsilon as large as is claimed.
+
+    Without an error in n counted trials the Clopper-Pearson limit is ln(2 / (1 - confidence)) / n,
+    and the lower bound minus its logarithm. Half of the trials choose the threshold; a tenth more,
+    because coins do not divide the worlds evenly. At least 1,000.
+    """
+    counted = math.log(2 / (1 - confidence)) * math.exp(min(epsilon, _LARGEST_SEEN))
+    return max(1000, math.ceil(2 * 1.1 * counted))
 
 
 _SAYS = {

@@ -17,6 +17,7 @@ from scipy.stats import binom, norm
 
 from accounting.accountants import epsilon
 from accounting.empirical import (
+    batch_size_p,
     inclusion_p,
     log_likelihood_ratio,
     noise_scale_p,
@@ -190,6 +191,31 @@ def test_the_threshold_is_chosen_on_one_half_and_counted_on_the_other() -> None:
     assert found.lower_bound == found.ceiling > 0
 
 
+@pytest.mark.parametrize("choosing", [0.25, 0.5])
+def test_a_bound_exceeds_what_its_threshold_gives_away_once_in_twenty_at_most(
+    choosing: float,
+) -> None:
+    # Scores are normal, so what a threshold gives away is known: ln((power - delta) / accused).
+    # Many more trials without the row than with it, as the attack has them. Of 100 bounds 5 may
+    # be too large; more than 12 are so by chance in one run of 1,000.
+    rng, mu, repeats = np.random.default_rng(7), 1.5, 100
+
+    def overstated(threshold: float, bound: float) -> bool:
+        power, accused = norm.sf(threshold - mu), norm.sf(threshold)
+        told = max((power - DELTA) / accused, (1 - accused - DELTA) / (1 - power))
+        return bool(bound > math.log(told))
+
+    held_out, too_loose = 0, 0
+    for _ in range(repeats):
+        members, others = rng.normal(mu, size=1000), rng.normal(size=8000)
+        found = two_world_from_scores(members, others, DELTA, choosing=choosing)
+        held_out += overstated(found.threshold, found.lower_bound)
+        # The control: limits that are asked to hold every second time only.
+        loose = two_world_from_scores(members, others, DELTA, 0.5, choosing=choosing)
+        too_loose += overstated(loose.threshold, loose.lower_bound)
+    assert held_out <= 12 < too_loose
+
+
 def test_of_an_odd_number_of_scores_the_larger_half_is_counted() -> None:
     found = two_world_from_scores(np.arange(7.0), np.arange(3.0), DELTA)
     assert (found.trials_in, found.trials_out) == (4, 2)
@@ -336,6 +362,33 @@ def test_a_wrong_sample_rate_is_seen_in_what_included_canaries_release(
     assert doubt(1.0) < 1e-9  # everyone takes part: no amplification at all
 
 
+SIZES = [(0.25, 2000), (0.5, 40), (0.002, 3000)]
+
+
+@pytest.mark.parametrize(("rate", "rows"), SIZES)
+def test_honest_batch_sizes_are_doubted_at_most_as_often_as_the_level_says(
+    rate: float, rows: int
+) -> None:
+    def p(rng: np.random.Generator) -> float:
+        return batch_size_p(rng.binomial(rows, rate, size=300), rows=rows, rate=rate)
+
+    found = p_values(p, repeats=2000, seed=5)
+    # 100 and 20 of 2,000; by chance more than 135 or 38 in one run of a thousand.
+    assert np.count_nonzero(found < 0.05) <= 135
+    assert np.count_nonzero(found < 0.01) <= 38
+
+
+@pytest.mark.parametrize(("rate", "rows"), SIZES)
+def test_batch_sizes_that_vary_too_little_or_too_much_are_seen(rate: float, rows: int) -> None:
+    rng = np.random.default_rng(3)
+    fixed = np.full(300, round(rate * rows))
+    by_fours = 4 * rng.binomial(rows // 4, rate, size=300)
+    assert batch_size_p(fixed, rows=rows, rate=rate) < 1e-9
+    assert batch_size_p(by_fours, rows=rows, rate=rate) < 1e-9
+    with pytest.raises(PlanError, match="rate of 1"):
+        batch_size_p(fixed, rows=rows, rate=1.0)
+
+
 def test_the_mean_of_releases_is_held_against_its_variance() -> None:
     # 100 releases, mean q + 0.3: variance (0.25 + 4) / 100, so 0.3 / 0.20616 = 1.4552 deviations
     p = inclusion_p(np.full((10, 10), 0.8), noise_multiplier=2.0, sample_rate=0.5)
@@ -440,6 +493,7 @@ def test_counts_that_cannot_be_are_refused_by_name(wrong: dict[str, Any], part: 
         (lambda: roc([], [1.0]), "scores_in"),
         (lambda: roc([1.0], [math.nan]), "scores_out"),
         (lambda: two_world_from_scores([1.0], [1.0, 2.0], DELTA), "scores_in .* 2 or more"),
+        (lambda: two_world_from_scores([1.0, 2.0], [1.0, 2.0], DELTA, choosing=1.0), "choosing"),
         (lambda: two_world_from_scores([1.0, 2.0], [[1.0, 2.0]], DELTA), "scores_out"),
         (lambda: two_world_from_scores([1.0, 2.0], [1.0, 2.0], 0.0), "delta"),
         (

@@ -1,0 +1,415 @@
+"""Mistakes in private training: in what clips, draws, adds noise, releases and charges."""
+
+from .fault import Fault  # noqa: TID252  tests is no package
+
+PRIVACY = "privssl/privacy.py"
+STEPS = "privssl/private_steps.py"
+NOISE = "privssl/noisy_steps.py"
+ROWS = "privssl/private_rows.py"
+VISITS = "privssl/visits.py"
+LEDGER = "accounting/ledger.py"
+
+IN_PRIVACY = "tests/test_privacy.py::"
+IN_MECHANISM = "tests/test_specification_mechanism.py::"
+IN_FEDSSL = "tests/test_private_fedssl.py::"
+IN_VISITS = "tests/test_visits.py::"
+IN_LEDGER = "tests/test_ledger.py::"
+
+_CLIPPED = "sums = clipped_sums(list(gradients.values()), drawn, self.clip_norm)"
+_DEVIATION = "return float(optimiser.noise_multiplier * optimiser.max_grad_norm)"
+_NORMAL = "return box_muller(random_words(half), random_words(half))[:count]"
+_DRAWN = "noise = privacy.secure_normal(sum(one.numel() for one in sums))"
+_MASK = "return torch.from_numpy(secure_uniform(rows) < self.sample_rate)"
+_STEP = "            self._step()\n"
+_ADD = "self._add_clipped(fields_of(part, step), mask[part], row_loss)"
+_SUMS = (
+    "        wanted = ClippedSums(row_loss, self._parameters, fields, mask, self._plan.clip_norm)\n"
+)
+_NOISY_STEP = "        self.optimiser.add_noise()\n        self.average()\n"
+
+FAULTS = (
+    # The sum -------------------------------------------------------------------------------------
+    Fault(
+        "rows are not clipped",
+        ((STEPS, _CLIPPED, _CLIPPED.replace("self.clip_norm", "1e12")),),
+        (IN_PRIVACY + "test_without_noise_a_step_is_the_sum_of_clipped_row_gradients",),
+        True,
+    ),
+    Fault(
+        "each network is clipped alone",
+        (
+            (
+                STEPS,
+                _CLIPPED,
+                "sums = [s for net in dict.fromkeys(key[0] for key in gradients) for s in "
+                "clipped_sums([g for key, g in gradients.items() if key[0] == net], drawn, "
+                "self.clip_norm)]",
+            ),
+        ),
+        (IN_PRIVACY + "test_two_networks_share_one_clip_norm",),
+        True,
+        protect="F, D, G",
+    ),
+    Fault(
+        "each view of a row is clipped alone",
+        (
+            (
+                PRIVACY,
+                _SUMS,
+                "        for view in range(self._plan.views if self._plan.views > 1 else 0):\n"
+                "            one = {name: x[:, view : view + 1] for name, x in fields.items()}\n"
+                "            if next(iter(fields.values())).shape[1] > 1:\n"
+                "                self._add_clipped(one, mask, row_loss)\n"
+                "        if self._plan.views > 1 and next(iter(fields.values())).shape[1] > 1:\n"
+                "            return\n" + _SUMS,
+            ),
+        ),
+        (IN_PRIVACY + "test_all_views_of_a_row_share_one_clip_norm",),
+        True,
+    ),
+    Fault(
+        "the clip norm follows the rows",
+        (
+            (
+                STEPS,
+                _CLIPPED,
+                "lengths = torch.stack([g.norms() for g in gradients.values()]).norm(dim=0)\n"
+                "        "
+                + _CLIPPED.replace("self.clip_norm", "max(1e-9, float(lengths.median()))"),
+            ),
+        ),
+        (IN_PRIVACY + "test_without_noise_a_step_is_the_sum_of_clipped_row_gradients",),
+        True,
+    ),
+    Fault(
+        "a row without a finite gradient is an error",
+        (
+            (
+                STEPS,
+                _CLIPPED,
+                "if not all(g.norms().isfinite().all() for g in gradients.values()):\n"
+                '            raise ValueError("a gradient is not finite")\n        ' + _CLIPPED,
+            ),
+        ),
+        (IN_PRIVACY + "test_a_row_without_a_finite_gradient_counts_nothing_and_nobody_is_told",),
+        False,
+    ),
+    Fault(
+        "rows that were not drawn count",
+        ((PRIVACY, _ADD, _ADD.replace("mask[part]", "torch.ones_like(mask[part])")),),
+        (IN_PRIVACY + "test_the_sum_does_not_depend_on_chunks_or_on_the_physical_batch",),
+        True,
+    ),
+    Fault(
+        "the sum is divided by the rows that were drawn",
+        (
+            (PRIVACY, _STEP, "            self._drawn = len(drawn)\n" + _STEP),
+            (
+                PRIVACY,
+                "NoisyStep(self._optimizer, self._plan.expected_batch)",
+                "NoisyStep(self._optimizer, max(1.0, float(self._drawn)))",
+            ),
+        ),
+        (IN_PRIVACY + "test_the_divisor_is_the_public_batch_size_whatever_was_drawn",),
+        True,
+    ),
+    Fault(
+        "a sum outlives its step",
+        ((STEPS, "parameter.grad = parameter.summed_grad = None", "parameter.grad = None"),),
+        (IN_PRIVACY + "test_no_sum_without_noise_outlives_the_visit",),
+        True,
+    ),
+    # Who takes part ------------------------------------------------------------------------------
+    Fault(
+        "rows are drawn half as often again as is charged",
+        ((PRIVACY, _MASK, _MASK.replace("self.sample_rate", "1.5 * self.sample_rate")),),
+        (IN_PRIVACY + "test_every_row_is_drawn_with_the_sample_rate_and_independently",),
+        True,
+    ),
+    Fault(
+        "half the sample rate is charged",
+        (
+            (
+                PRIVACY,
+                "            sample_rate=self.sample_rate,\n            steps=self.steps,\n",
+                "            sample_rate=0.5 * self.sample_rate,\n            steps=self.steps,\n",
+            ),
+        ),
+        (
+            "tests/test_specification_ledger.py::"
+            "test_the_event_that_is_charged_is_what_sampler_and_noise_do",
+        ),
+        False,
+    ),
+    Fault(
+        "batches have a fixed size",
+        (
+            (
+                PRIVACY,
+                _MASK,
+                "order = torch.from_numpy(secure_uniform(rows)).argsort().argsort()\n"
+                "        return order < round(self.sample_rate * rows)",
+            ),
+        ),
+        (IN_PRIVACY + "test_every_row_is_drawn_with_the_sample_rate_and_independently",),
+        True,
+    ),
+    Fault(
+        "an empty batch is skipped",
+        ((PRIVACY, _STEP, "            if len(drawn):\n    " + _STEP),),
+        (
+            IN_PRIVACY + "test_a_step_without_rows_is_a_step_of_noise",
+            IN_MECHANISM + "test_an_agent_with_one_row_or_none_takes_its_steps_like_any_other",
+        ),
+        True,
+    ),
+    Fault(
+        "one step more than is charged",
+        (
+            (
+                PRIVACY,
+                "for step in range(self._plan.steps):",
+                "for step in range(self._plan.steps + 1):",
+            ),
+        ),
+        (IN_PRIVACY + "test_an_agent_without_rows_makes_all_its_steps_and_reads_nothing",),
+        True,
+    ),
+    # Noise ---------------------------------------------------------------------------------------
+    Fault(
+        "half the noise",
+        ((NOISE, _DEVIATION, _DEVIATION.replace("float(", "float(0.5 * ")),),
+        (IN_PRIVACY + "test_noise_is_normal_with_the_planned_deviation_to_less_than_two_percent",),
+        True,
+    ),
+    Fault(
+        "two percent less noise",
+        ((NOISE, _DEVIATION, _DEVIATION.replace("float(", "float(0.98 * ")),),
+        (IN_PRIVACY + "test_noise_is_normal_with_the_planned_deviation_to_less_than_two_percent",),
+        True,
+    ),
+    Fault(
+        "each step of a visit has the same noise",
+        (
+            (
+                NOISE,
+                _DRAWN,
+                "count = sum(one.numel() for one in sums)\n"
+                "    noise = optimiser.__dict__.setdefault(count, privacy.secure_normal(count))",
+            ),
+        ),
+        (IN_PRIVACY + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
+        True,
+    ),
+    Fault(
+        "each visit has the same noise",
+        (
+            (
+                NOISE,
+                _DRAWN,
+                "count = sum(one.numel() for one in sums)\n"
+                "    optimiser.calls = optimiser.__dict__.get('calls', 0) + 1\n"
+                "    kept = add_noise.__dict__\n"
+                "    noise = privacy.secure_normal(count)\n"
+                "    noise = kept.setdefault((optimiser.calls, count), noise)",
+            ),
+        ),
+        (IN_PRIVACY + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
+        True,
+    ),
+    Fault(
+        "noise follows the seed of the run",
+        ((PRIVACY, _NORMAL, "return torch.randn(2 * half, dtype=torch.float64).numpy()[:count]"),),
+        (IN_FEDSSL + "test_run_seed_reaches_neither_masks_nor_noise",),
+        False,
+    ),
+    Fault(
+        "one network alone has noise",
+        (
+            (
+                NOISE,
+                _DRAWN,
+                _DRAWN + "\n    noise = noise.copy()\n    noise[sums[0].numel() :] = 0.0",
+            ),
+        ),
+        (IN_PRIVACY + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
+        True,
+        protect="F, D, G",
+    ),
+    Fault(
+        "the last step of a visit has no noise",
+        (
+            (
+                PRIVACY,
+                _STEP,
+                "            if 0 < step == self._plan.steps - 1:\n"
+                "                self._optimizer.noise_multiplier = 0.0\n" + _STEP,
+            ),
+        ),
+        (IN_PRIVACY + "test_what_is_sent_is_the_mean_of_the_last_iterates_all_of_them_with_noise",),
+        False,  # momentum and averages leave it 1% of the variance of this run
+    ),
+    Fault(
+        "the average is of iterates without noise",
+        (
+            (
+                STEPS,
+                _NOISY_STEP,
+                "        clean = [p.summed_grad for p in self.optimiser.params]\n"
+                + _NOISY_STEP
+                + "        rate = self.optimiser.original_optimizer.param_groups[0]['lr']\n"
+                "        for p, c in zip(self.optimiser.params, clean):\n"
+                "            p.hidden = rate * (p.grad - c / self.expected_batch)\n",
+            ),
+            (
+                PRIVACY,
+                "now = [parameter.detach().clone() for parameter in self._optimizer.params]",
+                "now = [p.detach() + p.hidden for p in self._optimizer.params]",
+            ),
+        ),
+        (IN_PRIVACY + "test_what_is_sent_is_the_mean_of_the_last_iterates_all_of_them_with_noise",),
+        True,
+    ),
+    Fault(
+        "momentum is of sums without noise",
+        (
+            (
+                STEPS,
+                _NOISY_STEP,
+                "        kept = self.optimiser.__dict__.setdefault('kept', {})\n"
+                "        group = self.optimiser.original_optimizer.param_groups[0]\n"
+                "        momentum = kept.setdefault('momentum', group['momentum'])\n"
+                "        group['momentum'] = 0.0\n"
+                "        for p in self.optimiser.params:\n"
+                "            kept[p] = momentum * kept.get(p, 0.0) + p.summed_grad\n"
+                "            p.summed_grad = kept[p].clone()\n" + _NOISY_STEP,
+            ),
+        ),
+        (IN_PRIVACY + "test_momentum_has_seen_sums_with_noise_alone",),
+        True,
+    ),
+    Fault(
+        "noise is not rounded to a grid",
+        ((NOISE, "if deviation else 0.0", "if deviation < 0 else 0.0"),),
+        (IN_PRIVACY + "test_the_same_numbers_come_out_whatever_noise_was_added_to",),
+        False,
+    ),
+    Fault(
+        "agents side by side have one noise",
+        (
+            (
+                NOISE,
+                "privacy.secure_normal(len(sums))), alpha=deviation)",
+                "add_noise.__dict__.setdefault(len(sums), privacy.secure_normal(len(sums)))), "
+                "alpha=deviation)",
+            ),
+        ),
+        (
+            "tests/test_private_fedavg.py::"
+            "test_in_a_joint_step_each_agent_has_noise_of_its_own_and_of_its_own_deviation",
+        ),
+        False,
+    ),
+    # What rows reach, and what leaves ------------------------------------------------------------
+    Fault(
+        "a network's buffers are released",
+        ((PRIVACY, "        if moving:\n", "        if moving and not networks:\n"),),
+        (IN_FEDSSL + "test_where_the_discriminator_is_protected_it_has_no_spectral_norm",),
+        False,
+    ),
+    Fault(
+        "a network that is trained without noise leaves, and is called sound",
+        (
+            (
+                PRIVACY,
+                'return "sound" if set(self.update) <= set(self.protect) else "as_published"',
+                'return "sound"',
+            ),
+        ),
+        (IN_PRIVACY + "test_the_scope_follows_from_what_is_trained_without_noise",),
+        False,
+    ),
+    Fault(
+        "a message may hold more than its plan names",
+        ((VISITS, "not set(sent) <= set(plan.update)", "False"),),
+        (
+            IN_VISITS
+            + "test_a_visit_that_lets_go_of_more_than_its_plan_names_is_refused_and_stays_charged",
+        ),
+        False,
+    ),
+    Fault(
+        "what is drawn for a row may depend on others",
+        ((ROWS, "    if mixed:\n", "    if mixed and not draw:\n"),),
+        (IN_PRIVACY + "test_what_is_drawn_for_a_row_may_not_depend_on_others",),
+        False,
+    ),
+    Fault(
+        "with private counts, draws are by place",
+        ((ROWS, "BLOCK if counts_public else 1", "BLOCK"),),
+        (
+            IN_FEDSSL
+            + "test_with_private_counts_a_row_more_leaves_the_draws_of_all_others_as_they_were",
+        ),
+        False,
+    ),
+    Fault(
+        "layers that mix rows are accepted",
+        (
+            (
+                PRIVACY,
+                'if isinstance(layer, _COUPLING) or getattr(layer, "track_running_stats", False)',
+                "if not network",
+            ),
+        ),
+        (IN_PRIVACY + "test_a_batch_norm_is_refused_by_name_in_a_trained_and_in_a_frozen_network",),
+        False,
+    ),
+    # The account ---------------------------------------------------------------------------------
+    Fault(
+        "rows are in reach before they are paid for",
+        (
+            (
+                VISITS,
+                "return here and account is not None and account.visits() > visits",
+                "return here",
+            ),
+        ),
+        (IN_VISITS + "test_a_step_that_has_not_paid_finds_no_labelled_row",),
+        False,
+    ),
+    Fault(
+        "a visit is charged after its rows were read",
+        (
+            (
+                LEDGER,
+                "        after = self._admitted(event, visit)\n        try:\n",
+                "        after = self._admitted(event, visit)\n        yield\n        try:\n",
+            ),
+            (LEDGER, "        yield  # an exception", "        # an exception"),
+        ),
+        (IN_LEDGER + "test_the_charge_is_on_disk_before_the_block_is_entered",),
+        False,
+    ),
+    Fault(
+        "a visit is not charged",
+        ((LEDGER, "            self._journal.charge(event)\n", "            pass\n"),),
+        (IN_LEDGER + "test_it_pays_for_exactly_the_visits_that_fit_and_refuses_the_next",),
+        False,
+    ),
+    Fault(
+        "two agents may hold one row",
+        (
+            (
+                "privssl/prepare.py",
+                "            _refuse_shared_rows(holders, federation)\n",
+                "            pass\n",
+            ),
+        ),
+        (
+            "tests/test_shared_accounts.py::"
+            "test_rows_that_two_agents_share_are_refused_in_a_private_run",
+        ),
+        False,
+    ),
+)
