@@ -30,7 +30,7 @@ export PIP_NO_COMPILE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo-sites train test test-oldest test-avx512 test-flower test-all check format clean
+.PHONY: help demo-sites docs train test test-oldest test-avx512 test-flower test-all check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -68,6 +68,9 @@ check: $(VENV)/.installed-dev  ## lint, check the format and the types
 format: $(VENV)/.installed-dev  ## mend what ruff can mend
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+docs: $(VENV)/.installed-dev  ## write the generated pages of docs/
+	$(RUN) docs/generate_reference.py
 
 clean:  ## remove caches and build files; .venv and runs stay
 	rm -rf build dist ./*.egg-info .coverage htmlcov .hypothesis

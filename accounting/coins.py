@@ -9,7 +9,7 @@ always, a virtual machine that is woken twice from one picture where its system 
 (Linux does by a virtual machine's generation ID). No seed reaches it; nothing stores or resumes it.
 
 Why not the operating system's bytes alone: a step of DP-SGD needs 8 of them for every parameter,
-and Linux makes them ten times as slowly (docs/performance.md).
+and Linux makes them ten times as slowly.
 """
 
 import os

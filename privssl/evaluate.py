@@ -14,7 +14,7 @@ from privssl.learn import load, network_input
 from privssl.messages import StateDict
 
 # Rows of one forward pass. What a pass of a few hundred writes stays in the caches; memory that is
-# asked for in larger pieces comes from the system anew every time (docs/performance.md).
+# asked for in larger pieces comes from the system anew every time.
 CHUNK = 256
 
 

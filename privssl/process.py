@@ -63,7 +63,7 @@ def keep_freed_memory() -> None:
 
     glibc gives larger pieces back to the system at once and gets them anew, page by page and
     filled with zeros: where a layer has a million weights, that took longer than the arithmetic
-    of its step (docs/performance.md).
+    of its step.
     """
     with suppress(AttributeError, OSError):  # another C library than glibc
         mallopt = ctypes.CDLL(None).mallopt

@@ -45,30 +45,48 @@ class RunSettings:
     Rounding: ``precision``, the device, and ``batched_agents``.
     """
 
-    name: str = ""  # empty: the name of the config file
+    name: str = ""
+    """Name of the run, part of its default folder. Empty: the name of the config file."""
     seed: Count = 0
-    device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
-    # of multiplications in networks; auto: what is faster here (``models.precision.faster``)
+    """Seed of everything random except private noise, which is never seeded."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`."""
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
-    output: str = ""  # empty: runs/NAME-SEED
+    """Number format of the multiplications in networks. `auto`: the faster one on this machine."""
+    output: str = ""
+    """Run folder. Empty: `runs/NAME-SEED`."""
     overwrite: bool = False
-    evaluate_every: Positive = 1  # rounds
-    checkpoint_every: Positive = 10  # rounds; Ctrl-C writes one too
-    images_every: Positive = 10  # rounds between pictures in TensorBoard
-    memories_mb: Count = 512  # RAM for what agents remember; the rest is a file without a name
-    check_wire: bool = False  # pack every message to bytes and back, as a network would
-    workers: Positive | Literal["auto"] = "auto"  # processes; auto: one per core; 1: only this one
-    batched_agents: Positive = 1  # agents whose kernels are one stream, for a GPU
-    engine: Literal["local", "flower"] = "local"  # flower: each agent is a site, docs/deploy.md
-    superlink: str = "127.0.0.1:8000"  # flower: host and port of the SuperLink
-    certificate: str = ""  # flower: the root that signed the SuperLink's; none on loopback alone
-    keys: str = ""  # flower: folder of public keys NAME.pub, by which sites are known; empty:
-    # a site is believed what it says
-    join_seconds: Rate = 120.0  # flower: how long sites are waited for before round 1
-    visit_seconds: Rate = 600.0  # flower: deadline of one visit
-    # flower: a visit in a sequential pass that has no reply; auto: as the algorithm wants it
+    """Replace an existing run folder. Its ledgers are moved, not deleted."""
+    evaluate_every: Positive = 1
+    """Rounds between evaluations on the test rows."""
+    checkpoint_every: Positive = 10
+    """Rounds between checkpoints. Ctrl-C writes one too."""
+    images_every: Positive = 10
+    """Rounds between pictures in TensorBoard."""
+    memories_mb: Count = 512
+    """RAM in MB for what agents remember between rounds; the rest goes to a temporary file."""
+    check_wire: bool = False
+    """Serialise every message and read it back, as a network transport would."""
+    workers: Positive | Literal["auto"] = "auto"
+    """Worker processes. `auto`: one per core; 1: no extra process. Results do not depend on it."""
+    batched_agents: Positive = 1
+    """Agents whose training steps are batched into one. 1: no batching."""
+    engine: Literal["local", "flower"] = "local"
+    """`local`: all agents on this machine. `flower`: each agent is a site (docs/deploy.md)."""
+    superlink: str = "127.0.0.1:8000"
+    """Flower: host and port of the SuperLink."""
+    certificate: str = ""
+    """Flower: root certificate of the SuperLink. Required unless the host is loopback."""
+    keys: str = ""
+    """Flower: folder of the sites' public keys, NAME.pub. If empty, sites are not authenticated."""
+    join_seconds: Rate = 120.0
+    """Flower: how long the coordinator waits for sites before round 1."""
+    visit_seconds: Rate = 600.0
+    """Flower: deadline of one visit to a site."""
     absent: Literal["auto", "stop", "skip"] = "auto"
-    quorum: Annotated[float, Field(gt=0, le=1)] = 1.0  # flower: of a parallel step, must reply
+    """Flower: what to do if a site of a sequential pass is silent. `auto`: the algorithm's rule."""
+    quorum: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Flower: share of the agents of a parallel step that must reply."""
 
     def problems(self) -> Iterator[Problem]:
         """Ways of working side by side that exclude each other; an engine without an address."""
@@ -108,20 +126,35 @@ class DataSettings:
     name: Literal[
         "digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "npz", "toy"
     ] = "digits"
-    root: str = ""  # empty: $PRIVSSL_DATA, else ~/.cache/privssl/data; npz: the file
+    """Data set."""
+    root: str = ""
+    """Folder of the data; `npz`: the file. Empty: $PRIVSSL_DATA, else ~/.cache/privssl/data."""
     labels: Literal["support", "labels-at-server", "labels-at-client"] = "support"
-    labelled: Positive = 100  # rows with labels, over all agents that hold labels
-    unlabelled: Positive | None = None  # rows without; all the others when absent
-    stratified: bool = True  # equally many labelled rows of each class
-    validation: Count = 0  # labelled training rows kept out of every agent, to choose settings on
+    """Who holds labels: support agents, the server, or agents that hold both kinds of rows."""
+    labelled: Positive = 100
+    """Labelled rows, over all agents that hold labels."""
+    unlabelled: Positive | None = None
+    """Unlabelled rows, over all agents. Absent: all remaining training rows."""
+    stratified: bool = True
+    """Draw equally many labelled rows of each class."""
+    validation: Count = 0
+    """Labelled training rows that no agent holds, to choose settings on."""
     partition: PartitionName = "iid"
-    alpha: Rate | None = None  # dirichlet, dirichlet_equal: small is skewed
-    k: Positive | None = None  # classes_per_agent
-    labelled_partition: PartitionName | None = None  # absent: as `partition`
+    """How rows are divided among agents."""
+    alpha: Rate | None = None
+    """Concentration of `dirichlet` and `dirichlet_equal`: small values give skewed classes."""
+    k: Positive | None = None
+    """Classes per agent, for `classes_per_agent`."""
+    labelled_partition: PartitionName | None = None
+    """How labelled rows are divided. Absent: as `partition`."""
     labelled_alpha: Rate | None = None
+    """`alpha` of the labelled partition."""
     labelled_k: Positive | None = None
-    split: str = ""  # a split.json to replay instead of drawing one
-    image_size: Positive | None = None  # image_folder: rows are resized to this square
+    """`k` of the labelled partition."""
+    split: str = ""
+    """A split.json to replay instead of drawing a split."""
+    image_size: Positive | None = None
+    """Side in pixels to which `image_folder` resizes its images; at most 4096."""
 
     def problems(self) -> Iterator[Problem]:
         """Partition rules without their number, and numbers without their rule."""
@@ -156,9 +189,12 @@ class DataSettings:
 class AgentSettings:
     """How many agents of each kind. A labelled server is added by labels-at-server."""
 
-    support: Count = 0  # labels only
-    query: Count = 0  # no labels
-    mixed: Count = 0  # both kinds: labels-at-client, the paper's general setting (5.5)
+    support: Count = 0
+    """Agents with labelled rows only."""
+    query: Count = 0
+    """Agents with unlabelled rows only."""
+    mixed: Count = 0
+    """Agents with both kinds of rows, for `labels-at-client`."""
 
 
 @dataclass(frozen=True, config=strict)
@@ -166,8 +202,11 @@ class ModelSettings:
     """The classifier F. The generator and discriminator belong to the algorithm's section."""
 
     name: Literal["small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2"] = "small_cnn"
-    width: Positive = 16  # scales all channels; 16 is the size that a network is known by
+    """Network of the classifier."""
+    width: Positive = 16
+    """Scales the number of all channels; 16 is the standard size of each network."""
     norm: Literal["group", "batch", "static", "none"] = "group"
+    """Normalisation layer. Private runs need `group` or `none`."""
 
 
 @dataclass(frozen=True, config=strict)
@@ -179,25 +218,42 @@ class PrivacySettings:
     until the budget is spent.
     """
 
-    epsilon: float  # budget of each support agent; 0: no labelled row is ever read
-    delta: float = 1e-5  # chance that the bound fails, per row; below 1 / rows
-    update_at_support: tuple[Network, ...] = ("F",)  # networks that a support agent trains
-    protect: tuple[Network, ...] = ("F",)  # networks trained privately there
-    noise_multiplier: float | None = None  # noise std / clip norm
-    clip_norm: float = 1.0  # largest l2 norm of one row's gradient over all protected networks
-    sample_rate: float = 0.1  # chance that a row is in a batch; 1.0: every row, every step
-    steps: Positive = 10  # private steps of one visit
-    visits: Positive | None = None  # planned visits of each support agent; absent: every round
-    learning_rate: Rate = 1.0  # of plain SGD on the noisy mean gradient
+    epsilon: float
+    """Privacy budget of each support agent, at least 0. 0: no labelled row is ever read."""
+    delta: float = 1e-5
+    """Probability in (0, 1) that the bound fails, for each row; choose it well below 1 / rows."""
+    update_at_support: tuple[Network, ...] = ("F",)
+    """Networks that a support agent trains."""
+    protect: tuple[Network, ...] = ("F",)
+    """Networks that it trains with private noise. Must be all of them, or the published [G]."""
+    noise_multiplier: float | None = None
+    """Noise standard deviation / clip norm, 0.2 to 10000. Absent: calibrated from epsilon."""
+    clip_norm: float = 1.0
+    """Largest l2 norm of one row's gradient over all protected networks, at least 0.001."""
+    sample_rate: float = 0.1
+    """Probability in (0, 1] that a row is in a batch. 1: every row in every step."""
+    steps: Positive = 10
+    """Private steps of one visit."""
+    visits: Positive | None = None
+    """Planned visits of each support agent. Absent: one in every round."""
+    learning_rate: Rate = 1.0
+    """Learning rate of SGD on the noisy mean gradient."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    average_last: Annotated[float, Field(ge=0, le=1)] = 0.5  # of a visit's steps: what is sent is
-    # the mean of these iterates, which costs no privacy and takes out most of the noise
-    augment: Literal["none", "weak", "mid", "strong"] = "none"  # of rows in private steps
-    views: Positive = 1  # augmented views of a row, averaged inside the row before clipping
-    acknowledge_unsound: bool = False  # needed by the published scope
+    """Momentum of SGD on the noisy mean gradient."""
+    average_last: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of a visit's last iterates whose mean is sent. Averaging costs no privacy."""
+    augment: Literal["none", "weak", "mid", "strong"] = "none"
+    """Strength of the augmentation of rows in private steps."""
+    views: Positive = 1
+    """Augmented views of a row, averaged within the row before clipping."""
+    acknowledge_unsound: bool = False
+    """Must be true to run the published scheme, which guarantees nothing."""
     record_counts: Literal["public", "private"] = "public"
-    ledger: str = ""  # a folder of accounts that outlive the run; empty: RUN/ledger, this run's own
-    ledger_epsilon: float | None = None  # budget of each account there, over all runs together
+    """Whether the number of labelled rows of an agent is public or protected too."""
+    ledger: str = ""
+    """Folder of accounts that outlive the run. Empty: RUN/ledger, for this run alone."""
+    ledger_epsilon: float | None = None
+    """Budget of each account in `ledger` over all runs together, at least `epsilon`."""
 
     @property
     def scope(self) -> Literal["sound", "as_published"]:

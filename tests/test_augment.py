@@ -282,7 +282,7 @@ def test_an_empty_batch_stays_empty() -> None:
     assert ALL(images()[:0], rng()).shape == (0, 1, 8, 8)
 
 
-def test_the_table_has_the_measured_strengths() -> None:  # docs/fedssl.md
+def test_the_table_has_the_measured_strengths() -> None:
     assert dict(AUGMENTATIONS) == {
         "none": NONE,
         "weak": Augmentation(rotation=8, shift=2 / 28),

@@ -1,4 +1,4 @@
-"""The Python of docs/extending.md, run: a method of one's own, privately as well, and the rest."""
+"""The Python of docs/extending.md and docs/own_networks_and_data.md, run by a test."""
 
 import importlib
 import re
@@ -16,8 +16,12 @@ from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
 from privssl.data import manifest
 
-PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
-METHOD, PARTITION, PREDICTING = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+DOCS = Path(__file__).parents[1] / "docs"
+METHOD, PARTITION, PREDICTING = (
+    block
+    for page in ("extending.md", "own_networks_and_data.md")
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+)
 CONFIG = """\
 data: {name: toy, labelled: 40, unlabelled: 80}
 agents: {support: 2, query: 2}

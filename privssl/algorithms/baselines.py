@@ -158,8 +158,8 @@ class FedProxConfig(Proximal):
     """Section ``algorithm`` for FedProx on labelled rows."""
 
     name: Literal["fedprox"] = "fedprox"
-    weights: Literal["rows", "equal"] = "equal"  # FedMatch's rows of this name
-    proximal: Amount = 0.01  # the same
+    weights: Literal["rows", "equal"] = "equal"  # in the average; FedMatch: equal
+    proximal: Amount = 0.01  # mu; FedMatch
 
 
 # The algorithms -----------------------------------------------------------------------------

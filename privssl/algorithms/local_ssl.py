@@ -24,7 +24,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class SelfTraining:
     """How F learns at an agent, and how a moving average of F guesses labels for rows without.
 
-    Sources: Fan et al. give Z and K as symbols only; numbers are ours, measured in docs/fedssl.md.
+    Sources: Fan et al. give Z and K as symbols only; numbers are ours.
     """
 
     local_steps: Positive = 20  # of every agent in every round

@@ -2,7 +2,7 @@
 
 A view is a random affine map (rotation, scale, shear, shift), for natural images a crop and a
 mirror image, and at last a square cut out. The table gives the strengths that were measured on
-MNIST (docs/fedssl.md); they are fractions of the side, so they carry over to
+MNIST; they are fractions of the side, so they carry over to
 other sizes.
 
 The affine grid is one product of all the maps with a cached list of pixel places. That is 20
@@ -73,7 +73,7 @@ class Augmentation:
 
 NONE = Augmentation()
 
-#: Strengths by name, on the 28 pixels of MNIST. Source: docs/fedssl.md.
+#: Strengths by name, on the 28 pixels of MNIST. Source: ours.
 AUGMENTATIONS = {
     "none": NONE,
     "weak": Augmentation(rotation=8, shift=2 / 28),

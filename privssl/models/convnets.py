@@ -1,7 +1,7 @@
 """Small convolutional classifiers for 8x8 to 32x32 images.
 
 Pooling comes before normalisation: on a CPU a group norm at full resolution costs more than
-the convolution before it (measured 2.2 times per training step, docs/fedssl.md).
+the convolution before it.
 """
 
 import torch

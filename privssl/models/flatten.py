@@ -3,7 +3,7 @@
 Rows go through a network channels last. A linear layer behind them sends back a gradient in the
 plain order, and every layer before it then writes its own in that order too, until a convolution
 copies it: after pooling four times as many numbers as the linear layer sent. Here the gradient is
-put in order where it is smallest (what that saves: docs/performance.md). No number changes.
+put in order where it is smallest. No number changes.
 """
 
 from typing import Any

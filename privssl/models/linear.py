@@ -1,7 +1,7 @@
 """Linear layers that multiply at full speed on AMD's processors too.
 
 torch multiplies float32 matrices by Intel's MKL, which on the AMD EPYC that we measured is half as
-fast as it could be (104 GFLOP/s of 230; docs/performance.md). oneDNN, by which torch convolves, is
+fast as it could be (104 GFLOP/s of 230). oneDNN, by which torch convolves, is
 in torch as well and uses the instructions that it finds. The two add up in another order: last bits
 differ between machines by other makers, as they do between many machines anyway.
 """

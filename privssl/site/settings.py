@@ -33,16 +33,24 @@ Role = Literal["support", "query", "mixed"]
 class SiteSettings:
     """Whose site it is, and how it works."""
 
-    agent: str  # as the config of the experiment numbers it: s0, q3, m1
-    role: Role  # support: labelled rows; query: unlabelled ones; mixed: both
-    config: str  # of the experiment
-    folder: str  # for ledger, stored replies and memories, log; made when absent
-    door: str = ""  # socket through which letters come; empty: FOLDER/door
-    device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
-    # Visits whose replies and memories stay here; more than there are between two checkpoints.
+    agent: str
+    """Name of the agent as the experiment's config numbers it: s0, q3, m1."""
+    role: Role
+    """`support`: labelled rows; `query`: unlabelled rows; `mixed`: both."""
+    config: str
+    """Config of the experiment, as the operator has read and accepted it."""
+    folder: str
+    """Folder for the ledger, stored replies, memories and the log. It must outlive the run."""
+    door: str = ""
+    """Socket on which the site receives requests. Empty: FOLDER/door."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`."""
     keep_visits: Annotated[int, Field(ge=2, le=10**6)] = 64
-    share_notes: bool = False  # losses may leave, where rows are under no budget
-    share_ledger: bool = False  # the coordinator gets the journal at the end, for its card
+    """Visits whose replies are stored; more than there are between two checkpoints."""
+    share_notes: bool = False
+    """Send training losses, where rows are under no budget."""
+    share_ledger: bool = False
+    """Send the ledger to the coordinator, which needs it for the privacy card."""
 
     def problems(self) -> Iterator[Problem]:
         """An agent's name is a file's name; paths must be there."""
@@ -59,10 +67,14 @@ class SiteSettings:
 class RowsSettings:
     """Where the agent's rows are: exactly one of ``arrays``, ``split`` and ``root`` alone."""
 
-    arrays: str = ""  # an NPZ file: x_labelled with y_labelled, and x_unlabelled, by role
-    classes: Positive | tuple[str, ...] | None = None  # of arrays: how many, or their names
-    split: str = ""  # a split.json: the agent's rows of the data set that the config names
-    root: str = ""  # of that data set; without split, all its training rows are this agent's
+    arrays: str = ""
+    """NPZ file with x_labelled and y_labelled, and x_unlabelled, as the role needs."""
+    classes: Positive | tuple[str, ...] | None = None
+    """Number of classes of `arrays`, or their names."""
+    split: str = ""
+    """split.json that names this agent's rows of the config's data set."""
+    root: str = ""
+    """Folder of that data set. Without `split` all its training rows are this agent's."""
 
     def problems(self) -> Iterator[Problem]:
         """Rows from nowhere, or from two places."""
@@ -83,8 +95,11 @@ class BudgetSettings:
     """What may be spent of each labelled row here, over all runs together."""
 
     epsilon: float
+    """Budget of each labelled row over all runs together, at least 0."""
     delta: float = 1e-5
-    ledger: str = ""  # folder of the account; empty: FOLDER/ledger
+    """Probability in (0, 1) that the bound fails; must be the delta of the config."""
+    ledger: str = ""
+    """Folder of the account. Empty: FOLDER/ledger."""
 
     def problems(self) -> Iterator[Problem]:
         """Numbers that are no promise."""

@@ -1,0 +1,390 @@
+"""Write config*.md and placements.md: python docs/generate_reference.py.
+
+The keys, types, defaults and ranges come from the dataclasses of the sections, the descriptions
+from the docstring under a field or the comment beside it. Which algorithm accepts which placement
+of labels comes from loading a config of each pair.
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+import tempfile
+import textwrap
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union
+
+import yaml
+from pydantic.fields import FieldInfo
+
+from privssl.algorithms import ALGORITHMS
+from privssl.config import load
+from privssl.errors import ConfigError
+from privssl.settings import (
+    AgentSettings,
+    DataSettings,
+    ModelSettings,
+    PartitionName,
+    PrivacySettings,
+    RunSettings,
+)
+from privssl.site.settings import BudgetSettings, RowsSettings, SiteSettings
+
+DOCS = Path(__file__).resolve().parent
+SECTIONS: dict[str, type] = {
+    "run": RunSettings,
+    "data": DataSettings,
+    "agents": AgentSettings,
+    "model": ModelSettings,
+    "privacy": PrivacySettings,
+}
+SITE_SECTIONS: dict[str, type] = {
+    "site": SiteSettings,
+    "rows": RowsSettings,
+    "budget": BudgetSettings,
+}
+#: Algorithms by page; those of one group have settings with a base class in common.
+METHODS = (("fedssl",), ("fedseal",), ("semifl",), ("fedmatch",), ("fedtrinet",))
+BASELINES = (
+    ("label_census",),
+    ("supervise", "pseudo", "mixmatch"),
+    ("server_sl", "fedavg", "fedprox", "fedsem"),
+    ("fixmatch", "uda"),
+)
+#: The meaning of keys that every reader of the field knows, where the code has no comment.
+USUAL = {
+    "rounds": "rounds of training",
+    "batch_size": "rows in a batch",
+    "momentum": "of SGD",
+    "generator_width": "scales the channels of G and D",
+    "strong": "augmentation of the view that is trained on",
+    "weak": "augmentation of the view that is labelled, and of labelled rows",
+    "weight_decay": "l2 penalty of SGD",
+    "profile": "defaults of the authors' code, or of the paper",
+    "weight_rate": "rate of the schedule, per round",
+    "filters": "filters of the encoder",
+    "vote_rounds": "rounds from the answers of support agents",
+    "self_training_rounds": "rounds on pseudo-labels after that",
+    "local_steps": "training steps of an agent in a round",
+}
+NAMES = {str: "text", int: "integer", float: "number", bool: "true or false"}
+#: The agents that a config of each placement has, and what each partition needs besides its name.
+AGENTS: dict[str, dict[str, int]] = {
+    "support": {"support": 2, "query": 6},
+    "labels-at-server": {"query": 6},
+    "labels-at-client": {"mixed": 6},
+}
+PARTITIONS: dict[str, dict[str, float]] = {
+    "iid": {},
+    "dirichlet": {"alpha": 0.5},
+    "dirichlet_equal": {"alpha": 0.5},
+    "classes_per_agent": {"k": 5},
+    "round_robin": {},
+    "imbalanced": {},
+}
+
+
+class Key(NamedTuple):
+    """One key of a section, as the page prints it."""
+
+    name: str
+    values: str
+    default: str
+    text: str
+
+
+# config.md ----------------------------------------------------------------------------------
+
+
+def describe_type(hint: Any) -> str:
+    """The values that a type annotation accepts, in words."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        limits = [text for note in arguments[1:] for text in describe_limits(note)]
+        return " ".join([describe_type(arguments[0]), " and ".join(limits)]).strip()
+    if origin is Literal:
+        return ", ".join(f"`{show(value)}`" for value in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(describe_type(kind) for kind in arguments)
+    if origin is tuple:
+        return f"list of: {describe_type(arguments[0])}"
+    return "null" if hint is NoneType else NAMES[hint]
+
+
+def describe_limits(note: Any) -> Iterator[str]:
+    """The range that one annotation adds to a type."""
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    for limit in note.metadata if isinstance(note, FieldInfo) else [note]:
+        for key, sign in signs.items():
+            if getattr(limit, key, None) is not None:
+                yield f"{sign} {getattr(limit, key):,}"
+
+
+def show(value: Any) -> str:
+    """A value as YAML writes it."""
+    if value == "":
+        return "empty"
+    if isinstance(value, tuple):
+        return f"[{', '.join(value)}]"
+    text = yaml.safe_dump(value).removesuffix("\n").removesuffix("\n...")
+    return text.strip("'")
+
+
+def descriptions(section: type) -> dict[str, str]:
+    """The description of each field: its docstring, else the comments above and beside it."""
+    found: dict[str, str] = {}
+    for kind in reversed(section.__mro__[:-1]):
+        lines = textwrap.dedent(inspect.getsource(kind)).splitlines()
+        [tree] = ast.parse("\n".join(lines)).body
+        assert isinstance(tree, ast.ClassDef)
+        for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+            if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+                continue
+            name = node.target.id
+            match after:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
+                case _:
+                    text = read_comments(lines, node)
+                    found[name] = text or found.get(name, "")
+    return found
+
+
+def read_comments(lines: list[str], node: ast.AnnAssign) -> str:
+    """The comment lines above a field and the comment at its end, as one sentence."""
+    assert node.end_lineno is not None and node.end_col_offset is not None
+    first, texts = node.lineno - 1, [lines[node.end_lineno - 1][node.end_col_offset :]]
+    while lines[first - 1].lstrip().startswith("#"):
+        first -= 1
+        texts.insert(0, lines[first])
+    return " ".join(" ".join(texts).replace("#", " ").split())
+
+
+def keys(section: type) -> list[Key]:
+    """The keys of a section in their order."""
+    texts, hints = descriptions(section), typing.get_type_hints(section, include_extras=True)
+    found = []
+    for field in dataclasses.fields(section):
+        if field.name == "name" and section not in SECTIONS.values():
+            continue  # of an algorithm: the heading says it
+        missing = field.default is dataclasses.MISSING
+        default = "required" if missing else f"`{show(field.default)}`"
+        values = describe_type(hints[field.name])
+        text = texts[field.name] or USUAL.get(field.name, "")
+        found.append(Key(field.name, values, default, text.replace("``", "`")))
+    return found
+
+
+def table(rows: list[Key]) -> str:
+    """Keys as a Markdown table."""
+    lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
+    for row in rows:
+        cells = (f"`{row.name}`", row.values, row.default, row.text)
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def summary(section: type) -> str:
+    """The first sentence of a section's docstring."""
+    return " ".join((inspect.getdoc(section) or "").split("\n\n")[0].split())
+
+
+def config_page() -> str:
+    """docs/config.md."""
+    parts = [CONFIG_HEAD]
+    for name, section in SECTIONS.items():
+        parts.append(f"## `{name}`\n\n{SECTION_TEXTS.get(name, '')}{table(keys(section))}\n")
+    parts.append(SITE_HEAD)
+    for name, section in SITE_SECTIONS.items():
+        parts.append(f"### `{name}`\n\n{table(keys(section))}\n")
+    return "\n".join(parts)
+
+
+def algorithms_page(title: str, families: tuple[tuple[str, ...], ...]) -> str:
+    """A page of algorithms. Keys that all of a family share stand once, before the others."""
+    parts = [ALGORITHM_HEAD.format(title=title)]
+    for names in families:
+        rows = {name: keys(ALGORITHMS[name].Config) for name in names}
+        shared = [row for row in rows[names[0]] if all(row in each for each in rows.values())]
+        parts.append(f"## {', '.join(f'`{name}`' for name in names)}\n\n{table(shared)}\n")
+        for name in names:
+            own = [row for row in rows[name] if row not in shared]
+            if own:
+                parts.append(f"`{name}` also has\n\n{table(own)}\n")
+    return "\n".join(parts)
+
+
+# placements.md ------------------------------------------------------------------------------
+
+
+def refusal(algorithm: str, labels: str, partition: str, folder: Path, **more: Any) -> str:
+    """``key: text`` of the first problem of a pair's config; empty if it is accepted."""
+    data = {"name": "digits", "labelled": 300, "labels": labels, "partition": partition}
+    config = {
+        "data": data | PARTITIONS[partition],
+        "agents": AGENTS[labels],
+        "algorithm": {"name": algorithm},
+        **more,
+    }
+    path = folder / "pair.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    try:
+        load(path)
+    except ConfigError as error:
+        problem = " ".join(str(error).splitlines()[1].split())
+        key, _, text = re.sub(r"^(line \d+|file|argument) ", "", problem).partition(" ")
+        return f"`{key}` {text}"
+    return ""
+
+
+def placement_rows(folder: Path) -> Iterator[tuple[str, list[str], bool, str]]:
+    """For each algorithm: yes or no per placement, whether it can be private, and the reasons.
+
+    Raises:
+        ValueError: partitions of one placement differ, which the table has no room for.
+    """
+    for name, algorithm in ALGORITHMS.items():
+        cells, reasons = [], []
+        for labels in AGENTS:
+            found = {refusal(name, labels, partition, folder) for partition in PARTITIONS}
+            if len(found) > 1:
+                raise ValueError(f"{name}, {labels}: partitions differ: {sorted(found)}")
+            [text] = found
+            cells.append("no" if text else "yes")
+            if text:
+                reasons.append(f"- `{name}`, `{labels}`: {text.partition(', but ')[2]}.")
+        yield name, cells, algorithm.can_be_private, "\n".join(reasons)
+
+
+def placements_page() -> str:
+    """docs/placements.md."""
+    assert set(PARTITIONS) == set(typing.get_args(PartitionName))
+    rows, reasons = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, cells, private, text in placement_rows(Path(folder)):
+            cells = [*cells, "yes" if private else "no"]
+            rows.append(f"| `{name}` | {' | '.join(cells)} |")
+            reasons += [text] if text else []
+    head = ["| algorithm | " + " | ".join(f"`{labels}`" for labels in AGENTS) + " | private |"]
+    head.append("|" + "---|" * (len(AGENTS) + 2))
+    return PLACEMENTS_TEXT.format(table="\n".join(head + rows), reasons="\n".join(reasons))
+
+
+# The prose ----------------------------------------------------------------------------------
+
+CONFIG_HEAD = """\
+# Config reference
+
+Look up every key of a config file here. `docs/generate_reference.py` writes this page from the
+code, and a test compares both, so do not edit it by hand.
+
+A config has the sections `run`, `data`, `agents`, `model`, `algorithm` and, for private runs,
+`privacy`. The command line overrides the file: `python -m privssl.train CONFIG section.key=value`.
+An unknown key, a wrong type and an impossible combination are errors that name file and line.
+`python -m privssl.train CONFIG --dry-run` prints the complete config of a run.
+
+`null` in the column "values" means that the key may be left out. The `algorithm` section:
+[FedSSL, FedSEAL, SemiFL, FedMatch, FedTriNet](config_algorithms.md);
+[label census and baselines](config_baselines.md).
+"""
+SECTION_TEXTS = {
+    "run": "How a run is carried out. Only `seed`, `precision`, `device` and `batched_agents` "
+    "affect results, the last three only by rounding.\n\n",
+    "data": "Which rows there are and who holds them.\n\n",
+    "agents": "How many agents of each kind. `labels-at-server` adds a labelled server.\n\n",
+    "model": "The classifier F. Generator and discriminator belong to the algorithm.\n\n",
+    "privacy": "The privacy guarantee of each labelled row of a support agent. Without this "
+    "section a run is not private. If `noise_multiplier` is absent, it is calibrated so that all "
+    "visits fit the budget; if it is given, agents are visited until the budget is spent. "
+    "See [privacy.md](privacy.md).\n\n",
+}
+ALGORITHM_HEAD = """\
+# Config reference: {title}
+
+Look up the keys of the `algorithm` section here. `docs/generate_reference.py` writes this page
+from the code, and a test compares both, so do not edit it by hand.
+
+`algorithm.name` selects the algorithm. Symbols are those of its paper; "paper", "code" (of its
+authors) and "ours" name the source of a default. The page of each method explains its keys.
+"""
+SITE_HEAD = """\
+## `SITE.yaml`
+
+The file of a site's operator, for `python -m privssl.site SITE.yaml`. Paths are relative to the
+file. `budget: null` means that labelled rows are used without protection.
+See [deploy.md](deploy.md).
+"""
+PLACEMENTS_TEXT = """\
+# Who holds labels, and which algorithm can use them
+
+Check here whether an algorithm accepts your setting. `docs/generate_reference.py` writes this
+page from the code, and a test compares both, so do not edit it by hand.
+
+| `data.labels` | who holds labels | who holds unlabelled rows | agents |
+|---|---|---|---|
+| `support` | support agents | query agents | `agents.support`, `agents.query` |
+| `labels-at-server` | the server | query agents | `agents.query` |
+| `labels-at-client` | mixed agents | mixed and query agents | `agents.mixed`, `agents.query` |
+
+## The table
+
+`yes`: runs with every partition. `no`: refused when the config is read. The last column says
+whether the algorithm accepts a `privacy` section.
+
+{table}
+
+Reasons of refusals, and what to set instead:
+
+{reasons}
+
+## What a placement means for a method
+
+| algorithm | labels at the server | labels at clients | support agents |
+|---|---|---|---|
+| `fedssl`, `pseudo`, `mixmatch` | the server acts as a support agent | two steps a round | paper |
+| `supervise` | the server alone | labelled rows of mixed agents | support agents alone |
+| `fedseal` | paper | each mixed agent does the server's steps too | same, at support agents |
+| `fedtrinet` | the server trains on its labels every round | paper | as at the server |
+| `fedmatch` | paper, Algorithm 2 | paper, Algorithm 1 | Algorithm 2, mean of all sigma |
+| `semifl` | paper | all fine-tune the average in parallel | same |
+| `label_census` | the server answers the census | mixed agents answer and train | standard |
+| `server_sl` | the server alone | refused | refused |
+| `fedavg`, `fedprox` | refused | labelled rows of mixed agents | support agents alone |
+| `fixmatch`, `uda` | server first, then agents | one step on both losses | as at the server |
+| `fedsem` | server first, then agents | both kinds of labels in one batch | as at the server |
+
+## Refusals that depend on numbers
+
+These come when the config is read, or when the split is drawn, always before round 1.
+
+| setting | reason |
+|---|---|
+| no query and no mixed agents, for a method that needs unlabelled rows | nobody holds any |
+| `agents.query` above 0 with `fedmatch` and `labels-at-client` | its agents hold both kinds |
+| `model.norm: static` where the method collects no statistics | no values for evaluation |
+| `fedseal`: `validation_rows` too large for `data.labelled` | more than a holder has |
+| `model.norm: batch` with batches of one row | batch norm needs two rows |
+| fewer rows than agents, or a class that no agent would own | an agent would have no rows |
+| `imbalanced` with more than ten classes | the rule is defined for ten |
+"""
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "config.md": config_page,
+    "config_algorithms.md": lambda: algorithms_page("methods of papers", METHODS),
+    "config_baselines.md": lambda: algorithms_page("label census and baselines", BASELINES),
+    "placements.md": placements_page,
+}
+
+
+def main() -> None:
+    """Write all pages."""
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
