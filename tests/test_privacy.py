@@ -1117,7 +1117,9 @@ def chance_of_nobody(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]
 def test_what_is_drawn_for_a_row_may_not_depend_on_others(
     draw: Draw, named: str | None, counts_public: bool
 ) -> None:
-    plan = make_plan(PrivacySettings(epsilon=8.0, steps=2), rounds=1, rows_per_agent=4)
+    counts: Any = "public" if counts_public else "private"
+    settings = PrivacySettings(epsilon=8.0, steps=2, record_counts=counts)
+    plan = make_plan(settings, rounds=1, rows_per_agent=4)
     rows = LabelledRows(
         torch.randint(256, (4, *SHAPE), dtype=torch.uint8), torch.arange(4) % CLASSES,
         torch.arange(4),
