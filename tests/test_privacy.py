@@ -725,15 +725,15 @@ def test_no_sum_without_noise_outlives_the_visit() -> None:
 def test_the_sum_of_a_visit_that_broke_off_does_not_enter_the_next() -> None:
     network = nn.Linear(4, CLASSES).double()
     before = flat(network)
-    x, p = small_rows(3), torch.eye(CLASSES, dtype=torch.float64)
+    x, p = small_rows(5), torch.eye(CLASSES, dtype=torch.float64)
 
     def breaks_off(rows: Tensor, step: int) -> dict[str, Tensor]:
-        if 2 in rows:
+        if 4 in rows:
             raise RuntimeError("at the second chunk")
-        return {"x": x[rows], "p": p[rows]}
+        return {"x": x[rows], "p": p[rows % CLASSES]}
 
     with pytest.raises(RuntimeError, match="second chunk"):
-        PrivateTraining(BARE, {"F": network}).run(3, breaks_off, small_loss(network), at_once=2)
+        PrivateTraining(BARE, {"F": network}).run(5, breaks_off, small_loss(network), at_once=4)
     assert any(vars(p).get("summed_grad") is not None for p in network.parameters())
     PrivateTraining(BARE, {"F": network}).run(0, breaks_off, small_loss(network))
     assert torch.equal(flat(network), before)
@@ -1161,7 +1161,9 @@ def chance_of_nobody(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]
 def test_what_is_drawn_for_a_row_may_not_depend_on_others(
     draw: Draw, named: str | None, counts_public: bool
 ) -> None:
-    plan = make_plan(PrivacySettings(epsilon=8.0, steps=2), rounds=1, rows_per_agent=4)
+    counts: Any = "public" if counts_public else "private"
+    settings = PrivacySettings(epsilon=8.0, steps=2, record_counts=counts)
+    plan = make_plan(settings, rounds=1, rows_per_agent=4)
     rows = LabelledRows(
         torch.randint(256, (4, *SHAPE), dtype=torch.uint8), torch.arange(4) % CLASSES,
         torch.arange(4),

@@ -17,6 +17,7 @@ from privssl.clipping import Rows, clipped_sums
 from privssl.errors import PrivacyError
 from privssl.losses import hard_label_loss
 from privssl.models import build_classifier
+from privssl.models.convnets import SmallCNN
 from privssl.models.group_norm import GroupNorm
 from privssl.privacy import PrivatePlan, PrivateTraining
 from privssl.private_steps import ClippedSums, NoisyStep
@@ -124,10 +125,11 @@ def cancelling(F: nn.Module, chance: torch.Generator, bias: Tensor | None = None
     last.weight.copy_(1e8 * (W - torch.outer(g, g @ W) / (g @ g)))
 
 
-def crafted(few: int, tries: int = 60) -> nn.Module:
+def crafted(few: int, tries: int = 60) -> SmallCNN:
     """Weights with which a row's gradient is rounded to another sign where there is a row more."""
     torch.manual_seed(1)
     F = build_classifier(ModelSettings("small_cnn"), SHAPE, CLASSES).train()
+    assert isinstance(F, SmallCNN)
     chance, best = torch.Generator().manual_seed(0), (0.0, F.head.weight[:, 0].detach())
     x, y = rows_of(few + 1)
     bias = torch.randn(CLASSES, generator=chance)
@@ -213,15 +215,13 @@ def test_neighbours_with_public_counts_have_equal_batches_and_differ_by_one_row(
 ) -> None:
     public = plan(300, record_counts="public", sample_rate=0.3, steps=3)
     coins = [public.draw_batch(300) for _ in range(3)]
+    drawn = iter([*coins, *coins])
     monkeypatch.setattr(PrivatePlan, "draw_batch", lambda self, rows: next(drawn))
     F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
     x, y = rows_of(300)
     empty = x.clone()
     empty[7] = math.nan  # as a row that adds nothing
-    found = []
-    for one in (x, empty):
-        drawn = iter(coins)
-        found.append(asked(F, one, y, public))
+    found = [asked(F, one, y, public) for one in (x, empty)]
     (mine, sums), (theirs, others) = found
     assert [q.drawn.tolist() for q in mine] == [q.drawn.tolist() for q in theirs]
     assert [{k: v.shape for k, v in q.fields.items()} for q in mine] == [
@@ -331,9 +331,12 @@ def test_each_kind_of_network_is_looked_at_once(monkeypatch: pytest.MonkeyPatch)
     F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
     looked_at(F)
     count = list[int]()
-    monkeypatch.setattr(
-        row_bits, "factored_gradients", lambda *what: count.append(1) or factored_gradients(*what)
-    )
+
+    def counted(*what: Any) -> Any:
+        count.append(1)
+        return factored_gradients(*what)
+
+    monkeypatch.setattr(row_bits, "factored_gradients", counted)
     x, y = rows_of(12)
     loss = RowFunction(hard_label_loss, (), {"F": F})
     row_bits.refuse_company({"F": F}, loss, {"x": x[:, None], "y": y[:, None]})
@@ -349,7 +352,7 @@ def test_each_kind_of_network_is_looked_at_once(monkeypatch: pytest.MonkeyPatch)
 def of_many(rows: int) -> Iterator[Tensor]:
     """Gradients of the same direction, in parts, with norms of every size from the clip norm on."""
     direction = torch.tensor([0.1, 0.7, 0.3])
-    for part in torch.arange(rows).split(4096):
+    for part in torch.split(torch.arange(rows), 4096):
         yield direction * (3.0 + 1e5 * (part % 97 == 0) + part % 31)[:, None]
 
 
