@@ -20,11 +20,11 @@ from accounting.accountants import calibrate_noise, epsilon, max_steps
 from accounting.budget import NO_GUARANTEE, Budget, Guarantee, Nominal
 from accounting.errors import AccountingError, BudgetExhausted, LedgerError, PlanError
 from accounting.events import (
-    Composed,
+    ComposedEvent,
     Event,
-    PureEpsilon,
-    SampledGaussian,
-    Unprotected,
+    NonPrivateEvent,
+    PoissonSampledGaussianEvent,
+    PureDpEvent,
     same_batch_noise,
 )
 from accounting.ledger import Account, Journal, read_journal
@@ -37,16 +37,16 @@ __all__ = [
     "AccountingError",
     "Budget",
     "BudgetExhausted",
-    "Composed",
+    "ComposedEvent",
     "Event",
     "Guarantee",
     "Journal",
     "LedgerError",
     "Nominal",
     "PlanError",
-    "PureEpsilon",
-    "SampledGaussian",
-    "Unprotected",
+    "PureDpEvent",
+    "PoissonSampledGaussianEvent",
+    "NonPrivateEvent",
     "calibrate_noise",
     "epsilon",
     "max_steps",

@@ -31,14 +31,14 @@ from accounting.errors import PlanError
 from accounting.events import (
     MAX_COUNT,
     Event,
-    PureEpsilon,
-    SampledGaussian,
-    Unprotected,
+    NonPrivateEvent,
+    PoissonSampledGaussianEvent,
+    PureDpEvent,
     check_count,
     check_delta,
     check_real,
     check_sample_rate,
-    leaves,
+    leaf_events,
 )
 
 #: Renyi orders, version "v1" in a ledger's plan line. Opacus' own stop at 63, where epsilon
@@ -127,12 +127,12 @@ class Cost:
         return by_rdp
 
 
-NOTHING = Cost(np.zeros(len(ORDERS)), 0.0, 0.0, False)
+ZERO_COST = Cost(np.zeros(len(ORDERS)), 0.0, 0.0, False)
 
 
 def cost_of(events: Iterable[Event]) -> Cost:
     """The cost of all these events about the same rows."""
-    return sum((_cost(event) for event in events), NOTHING)
+    return sum((_cost(event) for event in events), ZERO_COST)
 
 
 def epsilon(events: Iterable[Event], delta: float) -> float:
@@ -148,7 +148,7 @@ def epsilon(events: Iterable[Event], delta: float) -> float:
     Raises:
         PlanError: delta is out of range.
 
-    >>> round(epsilon([SampledGaussian(noise_multiplier=4.0, sample_rate=1.0, steps=20)], 1e-5), 4)
+    >>> round(epsilon([PoissonSampledGaussianEvent(4.0, 1.0, steps=20)], 1e-5), 4)
     4.9833
     """
     check_delta(delta)
@@ -162,7 +162,9 @@ def rdp_epsilon(events: Iterable[Event], delta: float, orders: Sequence[float] =
     """
     check_delta(delta)
     at = tuple(orders)
-    curve = sum((_rdp(leaf, at) for event in events for leaf in leaves(event)), np.zeros(len(at)))
+    curve = sum(
+        (_rdp(leaf, at) for event in events for leaf in leaf_events(event)), np.zeros(len(at))
+    )
     return rdp_to_epsilon(curve, delta, at) if curve.any() else 0.0
 
 
@@ -213,12 +215,12 @@ def prv_epsilon(events: Iterable[Event], delta: float) -> float | None:
     """
     check_delta(delta)
     steps: dict[tuple[float, float], int] = {}
-    for leaf in (leaf for event in events for leaf in leaves(event)):
-        if not isinstance(leaf, SampledGaussian) or leaf.sample_rate == 1:
+    for leaf in (leaf for event in events for leaf in leaf_events(event)):
+        if not isinstance(leaf, PoissonSampledGaussianEvent) or leaf.sample_rate == 1:
             return None
         key = (leaf.noise_multiplier, leaf.sample_rate)
         steps[key] = steps.get(key, 0) + leaf.steps
-    total = [SampledGaussian(*key, count) for key, count in steps.items()]
+    total = [PoissonSampledGaussianEvent(*key, count) for key, count in steps.items()]
     if not total or delta < _PRV_MIN_DELTA or rdp_epsilon(total, delta) > _PRV_LIMIT:
         return None
     from opacus.accountants import PRVAccountant
@@ -258,8 +260,8 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
     check_sample_rate(sample_rate)
     check_count("steps", steps)
 
-    def event(sigma: float) -> SampledGaussian:
-        return SampledGaussian(sigma, sample_rate, steps)
+    def event(sigma: float) -> PoissonSampledGaussianEvent:
+        return PoissonSampledGaussianEvent(sigma, sample_rate, steps)
 
     def fits(ticks: int) -> bool:
         return _cost(event(ticks / _TICKS)).epsilon(delta) <= epsilon
@@ -334,11 +336,11 @@ def _least_that_fits(fits: Callable[[int], bool], first: int, guess: int, last: 
 
 def max_steps(*, epsilon: float, delta: float, sample_rate: float, noise_multiplier: float) -> int:
     """The largest T with epsilon(T) <= epsilon < epsilon(T + 1); 0 when not one step fits."""
-    once = cost_of([SampledGaussian(noise_multiplier, sample_rate, 1)])
+    once = cost_of([PoissonSampledGaussianEvent(noise_multiplier, sample_rate, 1)])
     return max_repeats(once, budget=epsilon, delta=delta)
 
 
-def max_repeats(once: Cost, *, budget: float, delta: float, spent: Cost = NOTHING) -> int:
+def max_repeats(once: Cost, *, budget: float, delta: float, spent: Cost = ZERO_COST) -> int:
     """How often a cost still fits a budget of which ``spent`` is gone; at most 10,000,000.
 
     delta: in [0, 1), as in :meth:`Cost.epsilon`.
@@ -362,29 +364,29 @@ def max_repeats(once: Cost, *, budget: float, delta: float, spent: Cost = NOTHIN
 
 @lru_cache(maxsize=256)
 def _cost(event: Event) -> Cost:
-    return sum((_leaf_cost(leaf) for leaf in leaves(event)), NOTHING)
+    return sum((_leaf_cost(leaf) for leaf in leaf_events(event)), ZERO_COST)
 
 
-def _leaf_cost(leaf: SampledGaussian | PureEpsilon | Unprotected) -> Cost:
+def _leaf_cost(leaf: PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent) -> Cost:
     rdp = _rdp(leaf, ORDERS)
     match leaf:
-        case SampledGaussian(sigma, 1.0, steps):
+        case PoissonSampledGaussianEvent(sigma, 1.0, steps):
             return Cost(rdp, steps / sigma**2, 0.0, sampled=False)
-        case PureEpsilon(each, count):
+        case PureDpEvent(each, count):
             return Cost(rdp, 0.0, each * count, sampled=False)
         case _:
             return Cost(rdp, 0.0, 0.0, sampled=True)
 
 
 def _rdp(
-    leaf: SampledGaussian | PureEpsilon | Unprotected, orders: tuple[float, ...]
+    leaf: PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent, orders: tuple[float, ...]
 ) -> NDArray[np.float64]:
     match leaf:
-        case SampledGaussian(sigma, rate, steps):
+        case PoissonSampledGaussianEvent(sigma, rate, steps):
             return steps * _step_rdp(sigma, rate, orders)
-        case PureEpsilon(each, count):
+        case PureDpEvent(each, count):
             return count * np.minimum(np.asarray(orders) * each**2 / 2, each)
-        case Unprotected():
+        case NonPrivateEvent():
             return np.full(len(orders), np.inf)
 
 

@@ -76,9 +76,9 @@ class Guarantee:
     span: Span = "this run"
 
     def __str__(self) -> str:
-        number = f"({rounded_up(self.epsilon)}, {self.delta:g})-DP"
+        number = f"({round_up(self.epsilon)}, {self.delta:g})-DP"
         if self.delta == 0:
-            short = rounded_up(self.epsilon).rstrip("0").removesuffix(".")
+            short = round_up(self.epsilon).rstrip("0").removesuffix(".")
             number = f"{short}-DP (pure epsilon, delta 0 for ideal random bits)"
         return (
             f"GUARANTEE: for every support agent, all it sends in {self.span} "
@@ -107,7 +107,7 @@ class Nominal:
     def __str__(self) -> str:
         noisy, bare = " and ".join(self.protect), " and ".join(self.unprotected)
         return (
-            f"NOMINAL epsilon = {rounded_up(self.epsilon)} (delta {self.delta:g}): this counts "
+            f"NOMINAL epsilon = {round_up(self.epsilon)} (delta {self.delta:g}): this counts "
             f"the noise on the labelled-data gradients of {noisy} as if {bare} were fixed public "
             f"networks. {bare} are trained on the labelled records without noise and leave the "
             f"agent; the gradients of {noisy} flow through them. There is no "
@@ -115,10 +115,10 @@ class Nominal:
         )
 
 
-def rounded_up(number: float) -> str:
+def round_up(number: float) -> str:
     """Four decimals, never less than the number.
 
-    >>> rounded_up(7.61231)
+    >>> round_up(7.61231)
     '7.6124'
     """
     if not math.isfinite(number):

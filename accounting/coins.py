@@ -23,7 +23,7 @@ _SEEDED_ANEW = ssl.OPENSSL_VERSION.startswith("OpenSSL ")
 _AT_ONCE = 2**26  # bytes; OpenSSL gives no more than 2^31 - 1
 
 
-def random_words(count: int) -> NDArray[np.uint64]:
+def random_uint64(count: int) -> NDArray[np.uint64]:
     """``count`` words of 64 coins each, all independent and fair. Not to be written into.
 
     Raises:

@@ -20,7 +20,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from accounting.coins import random_words
+from accounting.coins import random_uint64
 from accounting.errors import PlanError
 from accounting.events import MAX_PURE_EPSILON, check_real
 
@@ -139,7 +139,7 @@ def _below(bound: int, count: int) -> NDArray[np.uint64]:
     The first 2^64 mod bound words are drawn again, so that what is left is a multiple of bound.
     """
     surplus = np.uint64(_WORDS % bound)
-    words = random_words(count).copy()
+    words = random_uint64(count).copy()
     while (again := words < surplus).any():
-        words[again] = random_words(int(np.count_nonzero(again)))
+        words[again] = random_uint64(int(np.count_nonzero(again)))
     return words % np.uint64(bound)

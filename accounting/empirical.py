@@ -2,7 +2,7 @@
 
 No training: a canary whose clipped gradient is C e_1 and rows whose gradient is 0 go through
 the step that a private run takes, again and again, with and without the canary. The likelihood
-ratios of what comes out, given to :func:`accounting.two_worlds.two_world_from_scores`, bound
+ratios of what comes out, given to :func:`accounting.two_worlds.two_sample_bound_from_scores`, bound
 epsilon from below (arXiv:2302.07956); direct tests look at noise scale, sample rate, and noise
 that is used twice.
 

@@ -2,12 +2,13 @@
 
 The kinds and what they mean:
 
-* :class:`SampledGaussian`: ``steps`` noisy sums, each over a fresh Poisson sample of the rows
+* :class:`PoissonSampledGaussianEvent`: ``steps`` noisy sums, each over a fresh Poisson sample of
+the rows
   (every row in independently with chance q), clipped to norm C, noise of standard deviation
   sigma * C. DP-SGD; analysed in arXiv:1908.10530. q = 1 is the plain Gaussian mechanism.
-* :class:`PureEpsilon`: a release that is epsilon-DP with delta 0, such as a noisy histogram.
-* :class:`Composed`: several of them, one after the other, each on fresh randomness.
-* :class:`Unprotected`: rows were read with no mechanism at all. Its epsilon is infinite.
+* :class:`PureDpEvent`: a release that is epsilon-DP with delta 0, such as a noisy histogram.
+* :class:`ComposedEvent`: several of them, one after the other, each on fresh randomness.
+* :class:`NonPrivateEvent`: rows were read with no mechanism at all. Its epsilon is infinite.
 
 Adding or removing a row and replacing it by a null record cost the same under these kinds
 (arXiv:2103.00039, Definition 1.1); replacing one row by another costs about twice as much and
@@ -34,7 +35,7 @@ _MAX_DEPTH = 4
 
 
 @dataclass(frozen=True)
-class SampledGaussian:
+class PoissonSampledGaussianEvent:
     """Noisy clipped sums over fresh Poisson samples.
 
     Args:
@@ -43,7 +44,7 @@ class SampledGaussian:
         sample_rate: chance that a given row is in a batch. In (0, 1].
         steps: number of releases. 1 to 10,000,000.
 
-    >>> SampledGaussian(noise_multiplier=4.0, sample_rate=0.5, steps=10).steps
+    >>> PoissonSampledGaussianEvent(noise_multiplier=4.0, sample_rate=0.5, steps=10).steps
     10
     """
 
@@ -58,7 +59,7 @@ class SampledGaussian:
 
 
 @dataclass(frozen=True)
-class PureEpsilon:
+class PureDpEvent:
     """``count`` releases, each epsilon-DP with delta 0.
 
     Args:
@@ -80,7 +81,7 @@ class PureEpsilon:
 
 
 @dataclass(frozen=True)
-class Unprotected:
+class NonPrivateEvent:
     """Rows were read with no mechanism. ``reason`` says which networks, in a few words."""
 
     reason: str
@@ -92,7 +93,7 @@ class Unprotected:
 
 
 @dataclass(frozen=True)
-class Composed:
+class ComposedEvent:
     """Several releases about the same rows. ``events``: 1 to 64 of them, nested at most 4 deep."""
 
     events: tuple["Event", ...]
@@ -101,13 +102,15 @@ class Composed:
         if not isinstance(self.events, tuple) or not 1 <= len(self.events) <= _MAX_PARTS:
             raise PlanError(f"a composed event needs a tuple of 1 to {_MAX_PARTS} events")
         for event in self.events:
-            if not isinstance(event, SampledGaussian | PureEpsilon | Unprotected | Composed):
+            if not isinstance(
+                event, PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent | ComposedEvent
+            ):
                 raise PlanError(f"{type(event).__name__} is not a kind of event")
         if _depth(self) > _MAX_DEPTH:
             raise PlanError(f"composed events are nested more than {_MAX_DEPTH} deep")
 
 
-Event = SampledGaussian | PureEpsilon | Composed | Unprotected
+Event = PoissonSampledGaussianEvent | PureDpEvent | ComposedEvent | NonPrivateEvent
 
 
 def same_batch_noise(noise_multipliers: Sequence[float]) -> float:
@@ -127,33 +130,40 @@ def same_batch_noise(noise_multipliers: Sequence[float]) -> float:
     return 1 / math.sqrt(math.fsum(sigma**-2 for sigma in noise_multipliers))
 
 
-def leaves(event: Event) -> tuple[SampledGaussian | PureEpsilon | Unprotected, ...]:
+def leaf_events(
+    event: Event,
+) -> tuple[PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent, ...]:
     """The simple events inside an event, in order."""
-    if isinstance(event, Composed):
-        return tuple(leaf for part in event.events for leaf in leaves(part))
+    if isinstance(event, ComposedEvent):
+        return tuple(leaf for part in event.events for leaf in leaf_events(part))
     return (event,)
 
 
-def protected(events: Iterable[Event]) -> list[SampledGaussian | PureEpsilon]:
+def is_protected(events: Iterable[Event]) -> list[PoissonSampledGaussianEvent | PureDpEvent]:
     """The simple events inside these that have a finite cost: all but unprotected reads."""
-    return [leaf for event in events for leaf in leaves(event) if not isinstance(leaf, Unprotected)]
+    return [
+        leaf
+        for event in events
+        for leaf in leaf_events(event)
+        if not isinstance(leaf, NonPrivateEvent)
+    ]
 
 
 def event_to_json(event: Event) -> Json:
     """The event as a canonical record; see :mod:`accounting.canonical`."""
     match event:
-        case SampledGaussian(sigma, rate, steps):
+        case PoissonSampledGaussianEvent(sigma, rate, steps):
             return {
                 "kind": "sampled_gaussian",
                 "noise_multiplier": real(sigma),
                 "sample_rate": real(rate),
                 "steps": steps,
             }
-        case PureEpsilon(epsilon, count):
+        case PureDpEvent(epsilon, count):
             return {"kind": "pure_epsilon", "epsilon": real(epsilon), "count": count}
-        case Unprotected(reason):
+        case NonPrivateEvent(reason):
             return {"kind": "unprotected", "reason": reason}
-        case Composed(events):
+        case ComposedEvent(events):
             return {"kind": "composed", "events": [event_to_json(part) for part in events]}
 
 
@@ -168,22 +178,22 @@ def event_from_json(record: object) -> Event:
     match record.get("kind"):
         case "sampled_gaussian":
             only_keys(record, {"kind", "noise_multiplier", "sample_rate", "steps"}, "event")
-            return SampledGaussian(
+            return PoissonSampledGaussianEvent(
                 noise_multiplier=read_real(record["noise_multiplier"], "noise_multiplier"),
                 sample_rate=read_real(record["sample_rate"], "sample_rate"),
                 steps=record["steps"],
             )
         case "pure_epsilon":
             only_keys(record, {"kind", "epsilon", "count"}, "event")
-            return PureEpsilon(read_real(record["epsilon"], "epsilon"), record["count"])
+            return PureDpEvent(read_real(record["epsilon"], "epsilon"), record["count"])
         case "unprotected":
             only_keys(record, {"kind", "reason"}, "event")
-            return Unprotected(record["reason"])
+            return NonPrivateEvent(record["reason"])
         case "composed":
             only_keys(record, {"kind", "events"}, "event")
             if not isinstance(record["events"], list):
                 raise PlanError("events of a composed event are not a list")
-            return Composed(tuple(event_from_json(part) for part in record["events"]))
+            return ComposedEvent(tuple(event_from_json(part) for part in record["events"]))
         case other:
             raise PlanError(f"unknown kind of event: {str(other)[:40]!r}")
 
@@ -239,4 +249,4 @@ def check_delta(value: float) -> None:
 
 
 def _depth(event: Event) -> int:
-    return 1 + max(map(_depth, event.events)) if isinstance(event, Composed) else 0
+    return 1 + max(map(_depth, event.events)) if isinstance(event, ComposedEvent) else 0

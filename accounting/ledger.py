@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
-from accounting.accountants import NOTHING, Cost, max_repeats
+from accounting.accountants import ZERO_COST, Cost, max_repeats
 from accounting.budget import Budget
 from accounting.canonical import Json, real
 from accounting.errors import BudgetExhausted, LedgerError, PlanError
@@ -93,7 +93,7 @@ class Account:
         check_run_id(run)
         file = JournalFile(path)
         try:
-            journal = _resumed(file, minimum_seq, minimum_head) if resume else Journal()
+            journal = _resume(file, minimum_seq, minimum_head) if resume else Journal()
             account = cls(file, journal, run, run_epsilon)
             if not journal.plans:
                 file.create(_plan_line(plan, run))
@@ -161,7 +161,7 @@ class Account:
         """How many visits were charged, unfinished ones included."""
         return len(self._journal.events)
 
-    def charged(self, visit: str) -> bool:
+    def is_charged(self, visit: str) -> bool:
         """Whether a visit of this name was paid for, whatever became of it."""
         return visit in self._journal.visits
 
@@ -174,7 +174,7 @@ class Account:
         return self._journal.epsilon_of(self._run)
 
     def left(self) -> float:
-        """Budget minus epsilon spent, >= 0. Epsilon does not add up: ask :meth:`affords`."""
+        """Budget minus epsilon spent, >= 0. Epsilon does not add up: ask :meth:`can_afford`."""
         return max(0.0, self.budget.epsilon - self.spent())
 
     def visits_left(self) -> int:
@@ -188,7 +188,7 @@ class Account:
             for limit, spent in limits
         )
 
-    def affords(self, event: Event) -> bool:
+    def can_afford(self, event: Event) -> bool:
         """Whether the budget pays for this event on top of everything spent. Never raises."""
         try:
             after, own = self._epsilon_with(event)
@@ -209,7 +209,7 @@ class Account:
             LedgerError: paid for already, dearer than planned, or the journal could not be
                 made durable. The block was not entered.
         """
-        after = self._admitted(event, visit)
+        after = self._check_admissible(event, visit)
         self._file.refuse_damage()
         try:
             reserve = self._file.append(
@@ -233,7 +233,7 @@ class Account:
         """Release the lock. Twice is harmless."""
         self._file.close()
 
-    def _admitted(self, event: Event, visit: str) -> float:
+    def _check_admissible(self, event: Event, visit: str) -> float:
         """The epsilon after the visit, or why it cannot take place."""
         try:
             check_visit_key(visit)
@@ -258,7 +258,7 @@ class Account:
 
     @property
     def _own(self) -> Cost:
-        return self._journal.by_run.get(self._run, NOTHING)
+        return self._journal.by_run.get(self._run, ZERO_COST)
 
     def _epsilon_with(self, event: Event) -> tuple[float, float]:
         """Epsilon after one more event: of the account, and of this run alone."""
@@ -276,7 +276,7 @@ class Account:
         return self._limit > 0 and own <= self._limit
 
 
-def _resumed(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
+def _resume(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
     """The journal under a file, verified, its torn tail made a line, open for more."""
     if not file.path.exists():
         raise LedgerError(

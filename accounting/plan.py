@@ -10,11 +10,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from accounting.accountants import NOTHING, Cost, cost_of
+from accounting.accountants import ZERO_COST, Cost, cost_of
 from accounting.budget import ADJACENCY_WORDS, Adjacency, Budget
 from accounting.canonical import Json, only_keys, read_real, real
 from accounting.errors import PlanError
-from accounting.events import Event, Unprotected, event_from_json, event_to_json, leaves, protected
+from accounting.events import (
+    Event,
+    NonPrivateEvent,
+    event_from_json,
+    event_to_json,
+    is_protected,
+    leaf_events,
+)
 
 Scope = Literal["sound", "as_published"]
 
@@ -68,7 +75,7 @@ class AccountPlan:
                 f"(replacing one record by another costs about twice the epsilon)"
             )
         if self.scope == "sound" and any(
-            isinstance(leaf, Unprotected) for leaf in leaves(self.event)
+            isinstance(leaf, NonPrivateEvent) for leaf in leaf_events(self.event)
         ):
             raise PlanError(f"{self.agent}: a sound plan cannot contain an unprotected read")
 
@@ -82,11 +89,11 @@ class AccountPlan:
         which is why its sum is only nominal."""
         if self.scope == "sound":
             return cost_of([event])
-        return cost_of(protected([event]))
+        return cost_of(is_protected([event]))
 
     def cost(self, events: Iterable[Event]) -> Cost:
         """The cost of all these events under this plan."""
-        return sum((self.charge(event) for event in events), NOTHING)
+        return sum((self.charge(event) for event in events), ZERO_COST)
 
     def delta_of(self, spent: Cost) -> float:
         """The delta at which what was spent is told and held against the budget.

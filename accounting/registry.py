@@ -95,9 +95,9 @@ def claim(
         check_agent_id(agent)
     try:
         make_directory(registry)
-        with _locked(registry):
+        with _lock(registry):
             key = _key(registry)
-            known = {path.stem: _known(path) for path in sorted(registry.glob("*.rows"))}
+            known = {path.stem: _read_known(path) for path in sorted(registry.glob("*.rows"))}
             beside = _unprotected(registry, begun=bool(known))
             beside_now = (beside or set()) | _fingerprints(key, bare)
             fresh = {agent: _fingerprints(key, rows) for agent, rows in holdings.items()}
@@ -175,7 +175,7 @@ def _unprotected(registry: Path, *, begun: bool) -> set[bytes] | None:
     """The rows that were used without protection; None when nothing was ever claimed."""
     path = registry / _UNPROTECTED
     if path.exists():
-        return _known(path)
+        return _read_known(path)
     if begun:
         raise LedgerError(
             f"{path}: missing, though rows have been put under accounts. Without it nobody knows "
@@ -184,7 +184,7 @@ def _unprotected(registry: Path, *, begun: bool) -> set[bytes] | None:
     return None
 
 
-def _known(path: Path) -> set[bytes]:
+def _read_known(path: Path) -> set[bytes]:
     try:
         found = {bytes.fromhex(line.decode("ascii")) for line in _content(path).split()}
     except ValueError as error:
@@ -218,7 +218,7 @@ def _put(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def _locked(registry: Path) -> Iterator[None]:
+def _lock(registry: Path) -> Iterator[None]:
     descriptor = os.open(registry / "lock", os.O_RDWR | os.O_CREAT | _OPEN, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits: a claim takes milliseconds

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from accounting.accountants import NOTHING, Cost
+from accounting.accountants import ZERO_COST, Cost
 from accounting.canonical import Json, decode, only_keys, read_real
 from accounting.errors import PlanError
 from accounting.events import Event, event_from_json
@@ -65,8 +65,8 @@ class Journal:
     events: list[Event] = field(default_factory=list)
     visits: dict[str, int] = field(default_factory=dict)
     unsettled: set[int] = field(default_factory=set)
-    cost: Cost = NOTHING
-    reserved: Cost = NOTHING
+    cost: Cost = ZERO_COST
+    reserved: Cost = ZERO_COST
     torn_tail: bool = False
     hashes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -93,14 +93,14 @@ class Journal:
 
     def epsilon_of(self, run: str) -> float:
         """What one run spent, at the same delta; a run that is not here spent 0."""
-        return self.plan.epsilon(self.by_run.get(run, NOTHING))
+        return self.plan.epsilon(self.by_run.get(run, ZERO_COST))
 
     def charge(self, event: Event) -> None:
         """Count one visit."""
         self.events.append(event)
         cost, run = self.plan.charge(event), self.runs[-1]
         self.cost = self.cost + cost
-        self.by_run[run] = self.by_run.get(run, NOTHING) + cost
+        self.by_run[run] = self.by_run.get(run, ZERO_COST) + cost
 
     def begin(self, plan: AccountPlan, run: str) -> None:
         """From here on this plan is in force and this run spends."""

@@ -97,7 +97,7 @@ def _auc_limit(auc: float, end: float, members: int, others: int) -> float:
 
 
 @dataclass(frozen=True)
-class TwoWorlds:
+class TwoSampleBound:
     """An audit of one threshold: what was counted, and the epsilon that it rejects.
 
     Args:
@@ -115,7 +115,7 @@ class TwoWorlds:
     trials_out: int
 
 
-def two_world_lower_bound(
+def two_sample_lower_bound(
     *,
     false_negatives: int,
     false_positives: int,
@@ -148,15 +148,15 @@ def two_world_lower_bound(
     return float(_bounds(*counts, (trials_in, trials_out), delta, confidence)[0])
 
 
-def two_world_ceiling(
+def two_sample_ceiling(
     *, trials_in: int, trials_out: int, delta: float, confidence: float = 0.95
 ) -> float:
     """The lower bound without a single error.
 
-    >>> round(two_world_ceiling(trials_in=500, trials_out=500, delta=1e-5), 2)
+    >>> round(two_sample_ceiling(trials_in=500, trials_out=500, delta=1e-5), 2)
     4.91
     """
-    return two_world_lower_bound(
+    return two_sample_lower_bound(
         false_negatives=0,
         false_positives=0,
         trials_in=trials_in,
@@ -166,14 +166,14 @@ def two_world_ceiling(
     )
 
 
-def two_world_from_scores(
+def two_sample_bound_from_scores(
     scores_in: ArrayLike,
     scores_out: ArrayLike,
     delta: float,
     confidence: float = 0.95,
     *,
     choosing: float = 0.5,
-) -> TwoWorlds:
+) -> TwoSampleBound:
     """Choose a threshold on the first share of the scores and count errors on the others.
 
     A threshold chosen on the scores that are counted would find luck and call it epsilon. The
@@ -203,9 +203,9 @@ def two_world_from_scores(
         "false_positives": int(np.count_nonzero(others >= threshold)),
     }
     trials = {"trials_in": members.size, "trials_out": others.size}
-    return TwoWorlds(
-        lower_bound=two_world_lower_bound(**errors, **trials, delta=delta, confidence=confidence),
-        ceiling=two_world_ceiling(**trials, delta=delta, confidence=confidence),
+    return TwoSampleBound(
+        lower_bound=two_sample_lower_bound(**errors, **trials, delta=delta, confidence=confidence),
+        ceiling=two_sample_ceiling(**trials, delta=delta, confidence=confidence),
         threshold=threshold,
         **errors,
         **trials,

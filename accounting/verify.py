@@ -17,7 +17,14 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from accounting.errors import AccountingError, PlanError
-from accounting.events import Event, PureEpsilon, SampledGaussian, Unprotected, check_delta, leaves
+from accounting.events import (
+    Event,
+    NonPrivateEvent,
+    PoissonSampledGaussianEvent,
+    PureDpEvent,
+    check_delta,
+    leaf_events,
+)
 
 #: Integer orders at which two libraries must agree to rounding; fractional ones differ, because
 #: dp-accounting's are an upper bound of the divergence.
@@ -79,18 +86,18 @@ def rdp_epsilon(events: Iterable[Event], delta: float) -> float | None:
     """
     check_delta(delta)
     _need_library()
-    return _rdp_epsilon(tuple(_counted(events).items()), delta)
+    return _rdp_epsilon(tuple(_count_events(events).items()), delta)
 
 
 @lru_cache(maxsize=128)  # agents often spend the same
 def _rdp_epsilon(
-    counted: tuple[tuple[SampledGaussian | PureEpsilon, int], ...], delta: float
+    counted: tuple[tuple[PoissonSampledGaussianEvent | PureDpEvent, int], ...], delta: float
 ) -> float | None:
     import dp_accounting
 
     accountant = dp_accounting.rdp.RdpAccountant(orders=list(INTEGER_ORDERS))
     for leaf, count in counted:
-        if not isinstance(leaf, SampledGaussian):
+        if not isinstance(leaf, PoissonSampledGaussianEvent):
             return None
         gaussian = dp_accounting.GaussianDpEvent(leaf.noise_multiplier)
         sampled = dp_accounting.PoissonSampledDpEvent(leaf.sample_rate, gaussian)
@@ -114,7 +121,7 @@ def pld_bracket(events: Iterable[Event], delta: float) -> Bracket:
     """
     _check_numeric_delta(delta)
     _need_library()
-    counted = tuple(_counted(events).items())
+    counted = tuple(_count_events(events).items())
     if not counted:
         return Bracket(0.0, 0.0)
     bounds = [_compose(counted, pessimistic, delta) for pessimistic in (False, True)]
@@ -137,7 +144,8 @@ def dp_event_source(events: Iterable[Event], delta: float) -> str:
     Raises:
         PlanError: delta is out of range or too small, or an event is Unprotected.
 
-    >>> print(dp_event_source([SampledGaussian(4.0, 0.5, 10)] * 3, 1e-5))  # doctest: +ELLIPSIS
+    # doctest: +ELLIPSIS
+    >>> print(dp_event_source([PoissonSampledGaussianEvent(4.0, 0.5, 10)] * 3, 1e-5))
     import dp_accounting as dp ...
     <BLANKLINE>
     # Everything ...
@@ -149,14 +157,14 @@ def dp_event_source(events: Iterable[Event], delta: float) -> str:
     _check_numeric_delta(delta)
     noisy: Counter[str] = Counter()
     pure: Counter[float] = Counter()
-    for leaf, count in _counted(events).items():
+    for leaf, count in _count_events(events).items():
         match leaf:
-            case SampledGaussian(sigma, 1.0, steps):
+            case PoissonSampledGaussianEvent(sigma, 1.0, steps):
                 noisy[f"dp.GaussianDpEvent({sigma!r})"] += count * steps
-            case SampledGaussian(sigma, rate, steps):
+            case PoissonSampledGaussianEvent(sigma, rate, steps):
                 gaussian = f"dp.GaussianDpEvent({sigma!r})"
                 noisy[f"dp.PoissonSampledDpEvent({rate!r}, {gaussian})"] += count * steps
-            case PureEpsilon(each, repeats):
+            case PureDpEvent(each, repeats):
                 pure[each] += count * repeats
     if pure and not noisy:
         lines = (
@@ -176,23 +184,23 @@ def dp_event_source(events: Iterable[Event], delta: float) -> str:
 
 @lru_cache(maxsize=128)  # agents often spend the same, and a card asks before its audit does
 def _compose(
-    counted: tuple[tuple[SampledGaussian | PureEpsilon, int], ...],
+    counted: tuple[tuple[PoissonSampledGaussianEvent | PureDpEvent, int], ...],
     pessimistic: bool,
     delta: float,
 ) -> float:
     total: Any = None
     for leaf, count in counted:
         match leaf:
-            case SampledGaussian(_, _, repeats):
+            case PoissonSampledGaussianEvent(_, _, repeats):
                 loss = _gaussian_loss(leaf, pessimistic)
-            case PureEpsilon(each, repeats):
+            case PureDpEvent(each, repeats):
                 loss = _pure_loss(each, pessimistic)
         loss = loss.self_compose(count * repeats)
         total = loss if total is None else total.compose(loss)
     return float(total.get_epsilon_for_delta(delta))
 
 
-def _gaussian_loss(event: SampledGaussian, pessimistic: bool) -> Any:
+def _gaussian_loss(event: PoissonSampledGaussianEvent, pessimistic: bool) -> Any:
     from dp_accounting.pld import privacy_loss_distribution
 
     return privacy_loss_distribution.from_gaussian_mechanism(
@@ -216,11 +224,11 @@ def _pure_loss(each: float, pessimistic: bool) -> Any:
     )
 
 
-def _counted(events: Iterable[Event]) -> Counter[SampledGaussian | PureEpsilon]:
-    counted: Counter[SampledGaussian | PureEpsilon] = Counter()
+def _count_events(events: Iterable[Event]) -> Counter[PoissonSampledGaussianEvent | PureDpEvent]:
+    counted: Counter[PoissonSampledGaussianEvent | PureDpEvent] = Counter()
     for event in events:
-        for leaf in leaves(event):
-            if isinstance(leaf, Unprotected):
+        for leaf in leaf_events(event):
+            if isinstance(leaf, NonPrivateEvent):
                 raise PlanError(f"an unprotected read ({leaf.reason}) has no finite epsilon")
             counted[leaf] += 1
     return counted

@@ -37,14 +37,14 @@ from benchmarks import far_device
 from benchmarks.far_device import Asked
 from benchmarks.processes import about, at_least, configs_of, numbers
 from benchmarks.rounds import check_phase
-from privssl.config import load
+from privssl.config import load_config
 from privssl.errors import UserError
-from privssl.evaluate import Oracle
+from privssl.evaluate import HiddenLabelMeter
 from privssl.prepare import Prepared, prepare
 from privssl.rounds import planned_rounds
 from privssl.run_engine import make_engine
-from privssl.run_folder import opened_accounts
-from privssl.world import World
+from privssl.run_folder import open_accounts
+from privssl.world import Federation
 
 PASSES = 3
 TIMED = "s | CPU s | times | apart"
@@ -69,7 +69,7 @@ def prepared(
         UserError: it cannot be run so.
     """
     changes = [*overrides, "run.workers=1", f"run.batched_agents={at_once}"]
-    found = prepare(load(path, changes))
+    found = prepare(load_config(path, changes))
     return found if device is None else replace(found, device=device)
 
 
@@ -86,19 +86,19 @@ def play(
     algorithm, played = one.algorithm, 0
     with (
         tempfile.TemporaryDirectory() as folder,
-        opened_accounts(one, Path(folder), None),
-        closing(make_engine(one, Oracle(one.federation.true_labels))) as engine,
+        open_accounts(one, Path(folder), None),
+        closing(make_engine(one, HiddenLabelMeter(one.federated_data.true_labels))) as engine,
     ):
-        world = World(engine, one.config.run.seed)
-        state = algorithm.start(world)
+        federation = Federation(engine, one.config.run.seed)
+        state = algorithm.start(federation)
         for now in planned_rounds(algorithm.phases()):
             if played > rounds:
                 break
-            world.begin(now)
+            federation.begin(now)
             if asked is not None:
                 asked()
             begun, cpu = time.perf_counter(), time.process_time()
-            state = algorithm.round(state, world)
+            state = algorithm.round(state, federation)
             if now.phase == (phase or now.phase):
                 played += 1
                 if played > 1:

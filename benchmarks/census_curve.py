@@ -30,13 +30,13 @@ import torch
 from benchmarks.processes import about
 from privssl import run_folder
 from privssl.algorithms.label_census import LabelCensus
-from privssl.config import Config, load
+from privssl.config import Config, load_config
 from privssl.engines.local import LocalEngine
 from privssl.errors import UserError
-from privssl.evaluate import Judge
+from privssl.evaluate import Evaluator
 from privssl.prepare import Prepared, prepare
 from privssl.rounds import planned_rounds
-from privssl.world import World
+from privssl.world import Federation
 
 LABEL_FREE = ("encoder", "clusters")
 
@@ -74,17 +74,17 @@ def measure(
                 prepare(replace(config, privacy=None, algorithm=settings))
             )
         state, memories = maps[algorithm.k]
-        engine, world = _start(prepared)
+        engine, federation = _start(prepared)
         engine.restore(memories)
         now_state = state
         with (
             tempfile.TemporaryDirectory() as folder,
-            run_folder.opened_accounts(prepared, Path(folder), None),
+            run_folder.open_accounts(prepared, Path(folder), None),
         ):
             for now in planned_rounds(prepared.algorithm.phases()):
                 if now.phase not in LABEL_FREE:
-                    world.begin(now)
-                    now_state = prepared.algorithm.round(now_state, world)
+                    federation.begin(now)
+                    now_state = prepared.algorithm.round(now_state, federation)
         about: dict[str, Any] = {"dataset": config.data.name, "labels": config.data.labelled}
         about |= {"seed": config.run.seed, "epsilon": epsilon, **_judged(prepared, now_state)}
         about |= {"also": name} if name else {}
@@ -95,33 +95,33 @@ def measure(
 
 def before_the_census(prepared: Prepared) -> tuple[Any, dict[str, Any]]:
     """State of the server and memories of agents after the rounds that read no label."""
-    engine, world = _start(prepared)
-    state = prepared.algorithm.start(world)
+    engine, federation = _start(prepared)
+    state = prepared.algorithm.start(federation)
     for now in planned_rounds(prepared.algorithm.phases()):
         if now.phase in LABEL_FREE:
-            world.begin(now)
-            state = prepared.algorithm.round(state, world)
+            federation.begin(now)
+            state = prepared.algorithm.round(state, federation)
     return state, dict(engine.memories())
 
 
 def _unlabelled(prepared: Prepared) -> dict[str, tuple[int, ...]]:
-    held = prepared.federation.manifest.agents.items()
+    held = prepared.federated_data.manifest.agents.items()
     return {agent: holding.unlabelled for agent, holding in held if holding.unlabelled}
 
 
-def _start(prepared: Prepared) -> tuple[LocalEngine, World]:
+def _start(prepared: Prepared) -> tuple[LocalEngine, Federation]:
     seed = prepared.config.run.seed
-    engine = LocalEngine(prepared.federation.agents, seed=seed, device=prepared.device)
-    return engine, World(engine, seed)
+    engine = LocalEngine(prepared.federated_data.agents, seed=seed, device=prepared.device)
+    return engine, Federation(engine, seed)
 
 
 def _judged(prepared: Prepared, state: Any) -> dict[str, float]:
     """Accuracy at the end; test rows choose nothing."""
-    dataset, held_out = prepared.federation.dataset, prepared.federation.validation
+    dataset, held_out = prepared.federated_data.dataset, prepared.federated_data.validation
     sets = {"test": (dataset.x_test, dataset.y_test)}
     if held_out is not None:
         sets["validation"] = (held_out.x, held_out.y)
-    judge = Judge(prepared.algorithm.task.new_classifier(), sets, prepared.device)
+    judge = Evaluator(prepared.algorithm.task.new_classifier(), sets, prepared.device)
     found = judge.accuracies({"accuracy": prepared.algorithm.classifier(state)})
     return {name.removesuffix("/accuracy"): value for name, value in found.items()}
 
@@ -143,11 +143,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records = []
     try:
         for seed in seeds:
-            config = load(options.config, [*options.overrides, f"run.seed={seed}"])
+            config = load_config(options.config, [*options.overrides, f"run.seed={seed}"])
             if config.algorithm.name != LabelCensus.Config().name or config.privacy is None:
                 raise UserError(f"{options.config}: give a config of label_census with privacy")
             given = [*options.overrides, f"run.seed={seed}"]
-            also = {text: load(options.config, [*given, *text.split()]) for text in options.also}
+            also = {
+                text: load_config(options.config, [*given, *text.split()]) for text in options.also
+            }
             records += measure(config, epsilons, also)
     except UserError as error:
         print(error, file=sys.stderr)

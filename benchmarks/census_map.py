@@ -29,11 +29,17 @@ from torch.nn.functional import one_hot
 
 from accounting.discrete_laplace import discrete_laplace
 from benchmarks.census_curve import before_the_census
-from privssl.algorithms.clusters import joined, k_means, mass_and_borders, nearest, neighbours
+from privssl.algorithms.clusters import (
+    cluster_shares_and_adjacency,
+    k_means,
+    merge_cells,
+    nearest_centroids,
+    neighbours,
+)
 from privssl.algorithms.label_census import LabelCensus
 from privssl.algorithms.label_free import map_of
 from privssl.algorithms.votes import class_posterior
-from privssl.config import Config, load
+from privssl.config import Config, load_config
 from privssl.errors import UserError
 from privssl.prepare import prepare
 
@@ -55,14 +61,14 @@ class Rows:
 
     def __init__(self, config: Config) -> None:
         prepared = prepare(replace(config, privacy=None))
-        algorithm, federation = prepared.algorithm, prepared.federation
+        algorithm, federated_data = prepared.algorithm, prepared.federated_data
         assert isinstance(algorithm, LabelCensus)
         state, _ = before_the_census(prepared)
-        held = [a.held_unlabelled for a in federation.agents if a.held_unlabelled is not None]
+        held = [a.held_unlabelled for a in federated_data.agents if a.held_unlabelled is not None]
         sent = map_of(state)
         self.points = torch.cat([algorithm.points(h.x, sent, prepared.device) for h in held])
-        self.truth = federation.true_labels[torch.cat([h.ids for h in held])]
-        self.classes = federation.dataset.classes
+        self.truth = federated_data.true_labels[torch.cat([h.ids for h in held])]
+        self.classes = federated_data.dataset.classes
         self.cells = algorithm.cfg.cells
         self.purity = algorithm.cfg.purity
         self.labels = config.data.labelled or 0
@@ -71,16 +77,16 @@ class Rows:
     def by_k_means(self, k: int, seed: int) -> Tensor:
         """The cluster of each row (N,): k-means alone."""
         centroids, _ = k_means(self.points, torch.ones(len(self.points)), k, _rng(seed))
-        return nearest(self.points, centroids)
+        return nearest_centroids(self.points, centroids)
 
     def by_graph(self, ks: Sequence[int], seed: int) -> dict[int, Clustering]:
         """Cells of one k-means, joined into each number of clusters."""
         centroids, _ = k_means(self.points, torch.ones(len(self.points)), self.cells, _rng(seed))
-        cell, graph = nearest(self.points, centroids), neighbours(self.points, centroids)
+        cell, graph = nearest_centroids(self.points, centroids), neighbours(self.points, centroids)
         found = {}
         for k in ks:
-            cluster = joined(graph, k, seed)
-            found[k] = Clustering(cluster[cell], *mass_and_borders(graph, cluster, k))
+            cluster = merge_cells(graph, k, seed)
+            found[k] = Clustering(cluster[cell], *cluster_shares_and_adjacency(graph, cluster, k))
         return found
 
     def purity_of(self, of_row: Tensor) -> float:
@@ -168,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     torch.set_num_threads(1)
     try:
-        config = load(options.config, [*options.overrides, f"run.seed={options.seed}"])
+        config = load_config(options.config, [*options.overrides, f"run.seed={options.seed}"])
         if config.algorithm.name != "label_census" or not config.data.labelled:
             raise UserError(f"{options.config}: give a config of label_census with data.labelled")
         rows = Rows(config)

@@ -18,7 +18,7 @@ from benchmarks.processes import about
 from privssl.evaluate import CHUNK, accuracy
 from privssl.models import build_classifier
 from privssl.models.precision import Precision, has_instructions
-from privssl.process import keep_freed_memory
+from privssl.process import tune_malloc
 from privssl.settings import ModelSettings
 
 CASES: list[tuple[ModelSettings, tuple[int, int, int]]] = [
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(arguments)  # fmt: skip
     torch.set_num_threads(1)
-    keep_freed_memory()
+    tune_malloc()
     torch.manual_seed(0)
     print(f"{about()}\nOne thread.\n")
     names = [

@@ -46,10 +46,10 @@ from benchmarks.processes import about, at_least
 from privssl import kernels, optimisers
 from privssl.data.views import view
 from privssl.learn import SEEN_AT_ONCE, minimise, network_input
-from privssl.models import build_classifier, laid_out
+from privssl.models import build_classifier, optimize_layout
 from privssl.models.kept_steps import plain_sgd
 from privssl.models.precision import Precision, has_instructions, in_precision
-from privssl.process import keep_freed_memory
+from privssl.process import tune_malloc
 from privssl.settings import ModelSettings
 
 SMALL, RESNET = ModelSettings("small_cnn"), ModelSettings("resnet9", 4, "none")
@@ -69,7 +69,7 @@ SIDES = (512, 1024, 2048)  # of the matrices
 ENOUGH = 0.1  # CPU seconds that one reading takes at least
 #: What an operation counts as: the first whose words are in its name.
 PARTS = {
-    "our kernels": ("_Pooled",),  # convolution, pooling, norm, rectifier as one
+    "our kernels": ("_FusedConv",),  # convolution, pooling, norm, rectifier as one
     "convolutions": ("convolution",),
     "products": ("aten::mm", "addmm", "bmm", "linear"),
     "pooling": ("pool", "fill_"),  # its gradient is put on zeros
@@ -131,7 +131,7 @@ class Step:
     def operations(self) -> int:
         """Of products and convolutions, forward and backward."""
         counter = FlopCounterMode(display=False)
-        with counter, kernels.torch_alone():  # it sees no others
+        with counter, kernels.disabled():  # it sees no others
             self()
         return int(counter.get_total_flops())
 
@@ -210,7 +210,7 @@ def whereabouts(precisions: Sequence[Precision]) -> None:
 
 def cell_step(precision: Precision) -> Step:
     """Of pfl's network, by plain SGD, as pfl has it."""
-    network = laid_out(in_precision(CellCNN, precision)())
+    network = optimize_layout(in_precision(CellCNN, precision)())
     return Step(network, SHAPE, 10, optimisers.SGD(network.parameters(), lr=RATE))
 
 
@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=usual)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    keep_freed_memory()
+    tune_malloc()
     torch.manual_seed(0)
     print(f"{about()}\nOne thread.\n")
     arithmetic(options.passes, options.precisions)

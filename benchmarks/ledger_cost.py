@@ -31,7 +31,7 @@ from unittest.mock import patch
 from accounting.ledger import Account
 from benchmarks.processes import about
 from privssl import train
-from privssl.config import load
+from privssl.config import load_config
 from privssl.errors import UserError
 
 LIMIT = 0.02  # of the training seconds
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, choices=range(1, 100), metavar="N")
     options = parser.parse_intermixed_args(argv)
     try:
-        private = load(options.config, options.overrides).privacy is not None
+        private = load_config(options.config, options.overrides).privacy is not None
     except UserError as problem:
         print(problem, file=sys.stderr)
         return problem.exit_status

@@ -28,14 +28,14 @@ import torch
 
 from benchmarks.processes import Told, about, carry_out, numbers, tell
 from privssl import run_folder
-from privssl.config import load
+from privssl.config import load_config
 from privssl.errors import UserError
-from privssl.evaluate import Oracle
+from privssl.evaluate import HiddenLabelMeter
 from privssl.prepare import prepare
-from privssl.process import keep_freed_memory
+from privssl.process import tune_malloc
 from privssl.rounds import planned_rounds
 from privssl.run_engine import make_engine
-from privssl.world import World
+from privssl.world import Federation
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 #: What shortens each method to phases of {n} rounds.
@@ -67,21 +67,23 @@ def overrides(method: str, data: str, workers: int, rounds: int) -> list[str]:
 def play(config: Path, changes: Sequence[str]) -> None:
     """A run's rounds, telling of each when it is over."""
     torch.set_num_threads(1)
-    keep_freed_memory()
-    prepared = prepare(load(config, list(changes)))
+    tune_malloc()
+    prepared = prepare(load_config(config, list(changes)))
     with (
         tempfile.TemporaryDirectory() as folder,
-        run_folder.opened_accounts(prepared, Path(folder), None),
-        closing(make_engine(prepared, Oracle(prepared.federation.true_labels))) as engine,
+        run_folder.open_accounts(prepared, Path(folder), None),
+        closing(
+            make_engine(prepared, HiddenLabelMeter(prepared.federated_data.true_labels))
+        ) as engine,
     ):
-        world = World(engine, prepared.config.run.seed)
-        state = prepared.algorithm.start(world)
+        federation = Federation(engine, prepared.config.run.seed)
+        state = prepared.algorithm.start(federation)
         tell(phase="start")
         for now in planned_rounds(prepared.algorithm.phases()):
-            world.begin(now)
-            state = prepared.algorithm.round(state, world)
+            federation.begin(now)
+            state = prepared.algorithm.round(state, federation)
             tell(phase=now.phase)
-        prepared.algorithm.finish(state, world)
+        prepared.algorithm.finish(state, federation)
 
 
 def lines(method: str, workers: int, told: Told) -> list[str]:

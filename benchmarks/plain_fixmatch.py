@@ -58,14 +58,14 @@ from privssl import data, optimisers, seeds
 from privssl.agents import Agent
 from privssl.algorithms.base import Task
 from privssl.algorithms.consistency import FixMatch, FixMatchConfig
-from privssl.algorithms.pseudo_baselines import State
+from privssl.algorithms.pseudo_baselines import PseudoLabelState
 from privssl.errors import UserError
 from privssl.evaluate import accuracy
 from privssl.learn import fresh_weights, minimise, network_input
 from privssl.models import build_classifier
 from privssl.models.precision import Precision
 from privssl.settings import AgentSettings, DataSettings, ModelSettings
-from privssl.world import Round, World
+from privssl.world import Federation, Round
 
 MOMENTUM, THRESHOLD = 0.9, 0.9
 WARM_UP_RATE = 0.005
@@ -135,7 +135,7 @@ def local_training(
 class Work:
     """What is to be done."""
 
-    federation: data.Federation
+    federated_data: data.FederatedDataset
     begin: dict[str, Tensor]
     batch: int
     rate: float
@@ -150,8 +150,8 @@ class Work:
             options.data, labels="labels-at-server", labelled=options.labels,
             unlabelled=options.agents * options.rows, validation=VALIDATION,
         )  # fmt: skip
-        federation = data.build(settings, AgentSettings(query=options.agents), SEED)
-        work = cls(federation, {}, options.batch, options.rate)
+        federated_data = data.build(settings, AgentSettings(query=options.agents), SEED)
+        work = cls(federated_data, {}, options.batch, options.rate)
         network = work.new()
         network.load_state_dict(fresh_weights(work.new, seeds.stream(SEED, 0, "world", "init")))
         sgd = optimisers.SGD(network.parameters(), lr=WARM_UP_RATE, momentum=MOMENTUM)
@@ -164,12 +164,12 @@ class Work:
     @property
     def server(self) -> Agent:
         """It has the labels."""
-        return next(agent for agent in self.federation.agents if agent.role == "server")
+        return next(agent for agent in self.federated_data.agents if agent.role == "server")
 
     @property
     def others(self) -> list[Agent]:
         """They have none."""
-        return [agent for agent in self.federation.agents if agent.role == "query"]
+        return [agent for agent in self.federated_data.agents if agent.role == "query"]
 
     @property
     def config(self) -> FixMatchConfig:
@@ -182,7 +182,7 @@ class Work:
 
     def new(self, precision: Precision = "float32") -> nn.Module:
         """small_cnn."""
-        dataset = self.federation.dataset
+        dataset = self.federated_data.dataset
         return build_classifier(ModelSettings(), dataset.shape, dataset.classes, precision)
 
     def plain(self, name: str, threads: int, shares: list[float]) -> Competitor:
@@ -215,23 +215,23 @@ class Work:
         self, precision: Precision, workers: int, shares: list[float], stack: ExitStack
     ) -> Competitor:
         """privssl's; its workers are forked now."""
-        dataset = self.federation.dataset
+        dataset = self.federated_data.dataset
         task = Task(dataset.classes, dataset.shape, partial(self.new, precision), precision)
-        algorithm, agents = FixMatch(self.config, task), self.federation.agents
+        algorithm, agents = FixMatch(self.config, task), self.federated_data.agents
         engine = stack.enter_context(closing(engine_of(agents, algorithm, workers)))
-        world, states = World(engine, SEED), [State(self.begin, self.begin)]
+        federation, states = Federation(engine, SEED), [PseudoLabelState(self.begin, self.begin)]
 
         def play(number: int) -> None:
-            world.begin(Round(number))
-            states[:] = [algorithm.round(states[0], world)]
-            shares[:] = world.notes["train/kept"]
+            federation.begin(Round(number))
+            states[:] = [algorithm.round(states[0], federation)]
+            shares[:] = federation.metrics["train/kept"]
 
         name = f"ours, {precision}, {workers} process{'es' * (workers > 1)}"
         return Competitor(name, play, lambda: dict(states[0].F))
 
     def accuracy(self, weights: dict[str, Tensor]) -> float:
         """On rows that no agent holds, and that are no test rows."""
-        rows = self.federation.validation
+        rows = self.federated_data.validation
         assert rows is not None
         return accuracy(self.new(), weights, rows.x, rows.y, device=CPU)
 

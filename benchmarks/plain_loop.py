@@ -48,7 +48,7 @@ from benchmarks.processes import about, at_least, beside_option, other_work
 from privssl import data, optimisers, seeds
 from privssl.agents import Agent
 from privssl.algorithms.base import Algorithm, Task
-from privssl.algorithms.baselines import FedAvg, FedAvgConfig, State
+from privssl.algorithms.baselines import FedAvg, FedAvgConfig, SupervisedState
 from privssl.data.augment import AUGMENTATIONS
 from privssl.engines import Engine
 from privssl.engines.local import LocalEngine
@@ -59,9 +59,9 @@ from privssl.learn import fresh_weights
 from privssl.models import build_classifier
 from privssl.models.convnets import SmallCNN
 from privssl.models.precision import Precision
-from privssl.process import keep_freed_memory
+from privssl.process import tune_malloc
 from privssl.settings import AgentSettings, DataSettings, ModelSettings
-from privssl.world import Round, World
+from privssl.world import Federation, Round
 
 SEED, RATE, MOMENTUM = 0, 0.02, 0.9
 WEIGHTS_APART = 1e-2
@@ -157,7 +157,7 @@ class Competitor:
 class Work:
     """What is to be done."""
 
-    federation: data.Federation
+    federated_data: data.FederatedDataset
     new: Callable[[Precision], nn.Module]
     begin: dict[str, Tensor]
     batch: int
@@ -168,18 +168,18 @@ class Work:
     def of(cls, options: argparse.Namespace) -> "Work":
         """Raises UserError where the data set is not there."""
         settings = DataSettings(options.data, labelled=options.agents * options.rows)
-        federation = data.build(settings, AgentSettings(support=options.agents), SEED)
-        dataset = federation.dataset
+        federated_data = data.build(settings, AgentSettings(support=options.agents), SEED)
+        dataset = federated_data.dataset
 
         def new(precision: Precision) -> nn.Module:
             return build_classifier(ModelSettings(), dataset.shape, dataset.classes, precision)
 
         begin = fresh_weights(partial(new, "float32"), seeds.stream(SEED, 0, "world", "init"))
-        return cls(federation, new, begin, options.batch, options.epochs, options.augment)
+        return cls(federated_data, new, begin, options.batch, options.epochs, options.augment)
 
     def plain(self, name: str, threads: int) -> Competitor:
         """The loop above."""
-        dataset = self.federation.dataset
+        dataset = self.federated_data.dataset
         network = SmallCNN(dataset.shape, dataset.classes)
         network.load_state_dict(self.begin)
 
@@ -193,7 +193,7 @@ class Work:
             )  # fmt: skip
 
         def play(number: int) -> None:
-            agents = self.federation.agents
+            agents = self.federated_data.agents
             sent = [visit(agent, number) for agent in agents]
             network.load_state_dict(mean(sent, [len(agent.labelled) for agent in agents]))
 
@@ -205,22 +205,22 @@ class Work:
             rounds=1, local_epochs=self.epochs, batch_size=self.batch, learning_rate=RATE,
             momentum=MOMENTUM, weak=self.augment,
         )  # fmt: skip
-        dataset = self.federation.dataset
+        dataset = self.federated_data.dataset
         task = Task(dataset.classes, dataset.shape, partial(self.new, precision), precision)
-        algorithm, agents = FedAvg(config, task), self.federation.agents
+        algorithm, agents = FedAvg(config, task), self.federated_data.agents
         engine = stack.enter_context(closing(engine_of(agents, algorithm, workers)))
-        world, states = World(engine, SEED), [State(self.begin)]
+        federation, states = Federation(engine, SEED), [SupervisedState(self.begin)]
 
         def play(number: int) -> None:
-            world.begin(Round(number))
-            states[:] = [algorithm.round(states[0], world)]
+            federation.begin(Round(number))
+            states[:] = [algorithm.round(states[0], federation)]
 
         name = f"ours, {precision}, {workers} process{'es' * (workers > 1)}"
         return Competitor(name, play, lambda: dict(states[0].F))
 
     def accuracy(self, weights: dict[str, Tensor]) -> float:
         """On the test rows."""
-        dataset, network = self.federation.dataset, self.new("float32")
+        dataset, network = self.federated_data.dataset, self.new("float32")
         return accuracy(network, weights, dataset.x_test, dataset.y_test, device=CPU)
 
 
@@ -260,7 +260,7 @@ def set_up() -> int:
     itself; from here it takes one, as workers are forked from a process with one."""
     defaults = torch.get_num_threads()
     torch.set_num_threads(1)
-    keep_freed_memory()
+    tune_malloc()
     print(about())
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
         if name in os.environ:

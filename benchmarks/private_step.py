@@ -38,13 +38,13 @@ from benchmarks.hot_loop import median_seconds
 from benchmarks.processes import about, at_least
 from generators import ImageDiscriminator, ImageGenerator
 from privssl.algorithms.fedssl import FedSSLConfig
-from privssl.algorithms.gmixup import Callables, Mixing, row_losses
-from privssl.models import CLASSIFIERS, build_classifier, laid_out
-from privssl.privacy import PrivatePlan, PrivateTraining, rows_at_once
-from privssl.process import keep_freed_memory
+from privssl.algorithms.gmixup import Callables, Mixing, mixing_losses
+from privssl.models import CLASSIFIERS, build_classifier, optimize_layout
+from privssl.privacy import PrivatePlan, PrivateTraining, microbatch_size
+from privssl.process import tune_malloc
 from privssl.row_gradients import Parameters
 from privssl.settings import ModelSettings
-from privssl.together import Called
+from privssl.together import FunctionalModule
 
 SHAPE, CLASSES, NOISE = (1, 28, 28), 10, 32
 COLOUR = (3, 32, 32)
@@ -111,12 +111,12 @@ def classifier() -> nn.Module:
 
 def generator() -> nn.Module:
     """As runs have it."""
-    return laid_out(ImageGenerator(SHAPE, CLASSES, noise_size=NOISE))
+    return optimize_layout(ImageGenerator(SHAPE, CLASSES, noise_size=NOISE))
 
 
 def discriminator() -> nn.Module:
     """As private runs have it: without spectral norm."""
-    return laid_out(ImageDiscriminator(SHAPE, CLASSES, spectral=False))
+    return optimize_layout(ImageDiscriminator(SHAPE, CLASSES, spectral=False))
 
 
 def sgd(network: nn.Module) -> torch.optim.SGD:
@@ -156,10 +156,12 @@ def our_step(case: Case, sigma: float = 1.0) -> Callable[[], None]:
 
     def row_loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
         inputs = [row[str(place)][None] for place in range(len(case.inputs))]
-        loss: Tensor = criterion(Called(network, parameters["N"])(*inputs), row["target"][None])
+        loss: Tensor = criterion(
+            FunctionalModule(network, parameters["N"])(*inputs), row["target"][None]
+        )
         return loss
 
-    at_once = rows_at_once({"N": network}, case.inputs[0][0].numel())
+    at_once = microbatch_size({"N": network}, case.inputs[0][0].numel())
     return lambda: training.run(len(case.target), fields_of, row_loss, at_once=at_once)
 
 
@@ -203,7 +205,7 @@ def joint_steps(rows: int) -> dict[str, Callable[[], None]]:
 
     def loss(parameters: Parameters, batch: Mapping[str, Tensor]) -> Tensor:
         functions = Callables.of(nets, parameters)
-        by_network, _ = row_losses(cfg, functions, Mixing(**batch), every, True)
+        by_network, _ = mixing_losses(cfg, functions, Mixing(**batch), every, True)
         return torch.stack([one.mean() for one in by_network.values()]).sum()
 
     optimizer = torch.optim.SGD([p for net in nets.values() for p in net.parameters()], lr=RATE)
@@ -218,7 +220,7 @@ def joint_steps(rows: int) -> dict[str, Callable[[], None]]:
     def fields_of(picked: Tensor, _: int) -> Mapping[str, Tensor]:
         return {name: value[picked][:, None] for name, value in fields.items()}
 
-    at_once = rows_at_once(nets, math.prod(SHAPE))
+    at_once = microbatch_size(nets, math.prod(SHAPE))
     return {
         "open": open_one,
         "ours": lambda: training.run(rows, fields_of, loss, at_once=at_once),
@@ -295,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.width and not options.classifier:
         parser.error("--width is of a --classifier: name one")
     torch.set_num_threads(1)
-    keep_freed_memory()
+    tune_malloc()
     torch.manual_seed(0)
     warnings.simplefilter("ignore")  # Opacus' remarks on its own modes
     print(f"{about()}\nOpacus {opacus_version}. One thread. In brackets: times 'no privacy'.\n")

@@ -216,7 +216,7 @@ def about() -> str:
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     return (
         f"{_chip()}, {cores} cores, Python {sys.version.split()[0]}, torch {version('torch')}, "
-        f"kernels: {kernels.generation() or 'torch'}. "
+        f"kernels: {kernels.instruction_set() or 'torch'}. "
         f"Load average at the start: {load} (of other work, if this began on its own)"
     )
 

@@ -23,14 +23,14 @@ import torch
 
 from benchmarks.processes import about, at_least, configs_of
 from privssl.algorithms.base import Algorithm
-from privssl.config import load
+from privssl.config import load_config
 from privssl.errors import UserError
-from privssl.evaluate import Oracle
+from privssl.evaluate import HiddenLabelMeter
 from privssl.prepare import prepare
-from privssl.process import keep_freed_memory
+from privssl.process import tune_malloc
 from privssl.rounds import planned_rounds
 from privssl.run_engine import make_engine
-from privssl.world import World
+from privssl.world import Federation
 
 PASSES = 3
 
@@ -40,7 +40,7 @@ def of_rounds(
 ) -> list[Any]:
     """What a clock says that each of the first rounds took (of a phase, if one is named), but for
     the very first."""
-    prepared = prepare(load(path, overrides))
+    prepared = prepare(load_config(path, overrides))
     if prepared.plan is not None:
         raise UserError(
             f"{path}: private rounds are timed by benchmarks.methods and by "
@@ -49,15 +49,17 @@ def of_rounds(
     algorithm = prepared.algorithm
     check_phase(path, algorithm, phase)
     found: list[Any] = []
-    with closing(make_engine(prepared, Oracle(prepared.federation.true_labels))) as engine:
-        world = World(engine, prepared.config.run.seed)
-        state = algorithm.start(world)
+    with closing(
+        make_engine(prepared, HiddenLabelMeter(prepared.federated_data.true_labels))
+    ) as engine:
+        federation = Federation(engine, prepared.config.run.seed)
+        state = algorithm.start(federation)
         for now in planned_rounds(algorithm.phases()):
             if len(found) > rounds:
                 break
-            world.begin(now)
+            federation.begin(now)
             begun = clock()
-            state = algorithm.round(state, world)
+            state = algorithm.round(state, federation)
             if now.phase == (phase or now.phase):
                 found.append(clock() - begun)
     return found[1:]
@@ -85,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     key, _, values = options.vary.partition("=")
     varied = [f"{key}={value}" for value in values.split(",")]
     torch.set_num_threads(1)
-    keep_freed_memory()
+    tune_malloc()
     print(f"{about()}\nOne thread for each process.\n")
     print("| config | " + " | ".join(f"{one}, s" for one in varied) + " | times |")
     print("|---" * (len(varied) + 2) + "|")

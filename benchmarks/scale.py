@@ -70,31 +70,31 @@ def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, fl
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401  (else a part of the run)
 
     from privssl import run, run_engine
-    from privssl.config import load
-    from privssl.evaluate import Oracle
+    from privssl.config import load_config
+    from privssl.evaluate import HiddenLabelMeter
     from privssl.prepare import prepare
-    from privssl.shelf import Shelf
+    from privssl.shelf import SpillStore
     from privssl.tracker import CsvTracker, TensorBoardTracker
 
     torch.set_num_threads(1)
     found = {"import": peak_megabytes()}
     begun = time.perf_counter()
-    prepared = prepare(load(Path(config), overrides))
+    prepared = prepare(load_config(Path(config), overrides))
     found["prepare"] = time.perf_counter() - begun
     rounds = _Clock()
     with ExitStack() as stack:
-        oracle = Oracle(prepared.federation.true_labels)
+        oracle = HiddenLabelMeter(prepared.federated_data.true_labels)
         limit = prepared.config.run.memories_mb * 2**20
-        shelf = stack.enter_context(closing(Shelf(folder, limit)))
+        shelf = stack.enter_context(closing(SpillStore(folder, limit)))
         engine = stack.enter_context(closing(run_engine.make_engine(prepared, oracle, shelf)))
         begun = time.perf_counter()
-        prepared.federation.manifest.write(folder / "split.json")
+        prepared.federated_data.manifest.write(folder / "split.json")
         csv, board = CsvTracker(folder / "metrics.csv"), TensorBoardTracker(folder)
-        there = run.Run(prepared, folder, engine, oracle, [csv, board, rounds], shelf)
+        there = run.RoundLoop(prepared, folder, engine, oracle, [csv, board, rounds], shelf)
         stack.callback(there.close)
         there.begin()
         found["begin"] = time.perf_counter() - begun
-        there.carry_out()
+        there.run_rounds()
         begun = time.perf_counter()
         there.save()
         found["save"] = time.perf_counter() - begun

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from privssl.config import load
+from privssl.config import load_config
 from privssl.data.manifest import Manifest
 from privssl.errors import UserError
 from privssl.prepare import prepare
@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     overrides = [text for text in options.changes if not text.partition("=")[0].isdigit()]
     try:
-        federation = prepare(load(options.config, overrides)).federation
-        split = with_fewer(federation.manifest, federation.true_labels, most)
+        federated_data = prepare(load_config(options.config, overrides)).federated_data
+        split = with_fewer(federated_data.manifest, federated_data.true_labels, most)
         split.write(options.output)
     except UserError as error:
         print(error, file=sys.stderr)

@@ -25,7 +25,7 @@ from benchmarks.rounds import of_rounds
 from privssl.data.augment import Augmentation
 from privssl.data.rand_augment import RandAugment
 from privssl.errors import UserError
-from privssl.process import keep_freed_memory
+from privssl.process import tune_malloc
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     configs, overrides = configs_of(parser, options.configs)
     torch.set_num_threads(1)
-    keep_freed_memory()
+    tune_malloc()
     print(f"{about()}\nOne thread.\n\n| config | a round, s | views, % |\n|---|---|---|")
     for name in configs:
         try:

@@ -6,7 +6,7 @@ support agent whose seat is at the server. Steps declare the role they need with
 protocols below; asking an agent for rows it does not hold is a ``RoleError``.
 
 Unlabelled rows carry no label at all: the true ones were taken away when the rows were built
-and live in ``evaluate.Oracle``, which no step can reach.
+and live in ``evaluate.HiddenLabelMeter``, which no step can reach.
 """
 
 import enum
@@ -26,7 +26,7 @@ from privssl.errors import RoleError
 Memory = Mapping[str, Tensor]
 
 
-class Seat(enum.Enum):
+class AgentLocation(enum.Enum):
     """Where an agent sits."""
 
     EDGE = "edge"
@@ -64,7 +64,7 @@ class AgentRef:
 
     id: str
     role: str
-    seat: Seat = Seat.EDGE
+    location: AgentLocation = AgentLocation.EDGE
 
 
 def natural_order(agent_id: str) -> tuple[str | int, ...]:
@@ -82,7 +82,7 @@ class Agent:
     """One party: its rows, its memory, and the privacy account of its labelled rows."""
 
     id: str
-    seat: Seat = Seat.EDGE
+    location: AgentLocation = AgentLocation.EDGE
     held_labelled: LabelledRows | None = None
     held_unlabelled: UnlabelledRows | None = None
     account: Account | None = None
@@ -91,7 +91,7 @@ class Agent:
     @property
     def role(self) -> str:
         """support, query, mixed, server (labelled, at the server) or empty."""
-        if self.seat is Seat.SERVER:
+        if self.location is AgentLocation.SERVER:
             return "server"
         if self.held_labelled is not None:
             return "mixed" if self.held_unlabelled is not None else "support"
@@ -99,14 +99,14 @@ class Agent:
 
     @property
     def ref(self) -> AgentRef:
-        return AgentRef(self.id, self.role, self.seat)
+        return AgentRef(self.id, self.role, self.location)
 
     @property
     def labelled(self) -> LabelledRows:
         if self.held_labelled is None:
             raise RoleError(
                 f"{self.id} was asked for labelled rows. It is a {self.role} agent and holds "
-                f"none. Send this step to world.support."
+                f"none. Send this step to federation.support."
             )
         return self.held_labelled
 
@@ -115,7 +115,7 @@ class Agent:
         if self.held_unlabelled is None:
             raise RoleError(
                 f"{self.id} was asked for unlabelled rows. It is a {self.role} agent and holds "
-                f"none. Send this step to world.query."
+                f"none. Send this step to federation.query."
             )
         return self.held_unlabelled
 

@@ -57,13 +57,13 @@ from privssl.config import Config
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.errors import RunFolderError
-from privssl.learn import load, network_input
+from privssl.learn import load_weights, network_input
 from privssl.mechanism_attack import CANNOT_SEE, MechanismAttack, attack_mechanism
 from privssl.messages import Message, Reply, StateDict
 from privssl.privacy import PrivatePlan, secure_uniform
-from privssl.row_gradients import Parameters, per_row_gradients
-from privssl.together import Called
-from privssl.world import Round, World
+from privssl.row_gradients import Parameters, per_example_gradients
+from privssl.together import FunctionalModule
+from privssl.world import Federation, Round
 
 CONFIDENCE = 1 - 0.05 / 3  # of each of three tests, so that all together are wrong in 5% at most
 CANARIES = 1000  # of the one-run attack
@@ -106,7 +106,7 @@ class AttackReport:
     cannot_see: tuple[str, ...] = CANNOT_SEE
 
     @property
-    def blind(self) -> bool:
+    def baseline_only(self) -> bool:
         """Whether even a total leak would have stayed below the claim in both attacks."""
         ceilings = [found.ceiling for found in (self.mechanism, self.canaries) if found]
         return bool(ceilings) and max(ceilings) < self.epsilon
@@ -220,7 +220,7 @@ class _Recorder(LocalEngine):
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
         replies = list(super().deliver(calls))
-        self.seen += [(c.message, r.said) for c, r in zip(calls, replies, strict=True)]
+        self.seen += [(c.message, r.payload) for c, r in zip(calls, replies, strict=True)]
         return replies
 
 
@@ -305,11 +305,11 @@ def _visits_of(
         agent = Agent(id="s0", held_labelled=held, account=account)
         engine = _Recorder([agent], seed=seed, device=torch.device("cpu"))
         try:
-            world = World(engine, seed)
-            state = algorithm.start(world)
+            federation = Federation(engine, seed)
+            state = algorithm.start(federation)
             for number in range(1, visits + 1):
-                world.begin(Round(number, "audit", number))
-                state = algorithm.round(state, world)
+                federation.begin(Round(number, "audit", number))
+                state = algorithm.round(state, federation)
         finally:
             engine.close()
     return engine.seen
@@ -327,7 +327,8 @@ def _scores(
 
     Args:
         canaries: their rows (N, *shape) as a network takes them, and classes (N,).
-        ridge: of :func:`_moved_along`; None for a network that was trained without clipping and
+        ridge: of :func:`_projection_scores`; None for a network that was trained without
+        clipping and
             noise: how far its loss on the canary fell.
     """
     scores = torch.zeros(len(canaries[1]), dtype=torch.float64)
@@ -337,12 +338,12 @@ def _scores(
         if after is None:
             continue
         if ridge is None:
-            now = _losses(load(network, after), loss, canaries)
-            found = _losses(load(network, before), loss, canaries) - now
+            now = _losses(load_weights(network, after), loss, canaries)
+            found = _losses(load_weights(network, before), loss, canaries) - now
         else:
-            load(network, before)
+            load_weights(network, before)
             moved = {k: after[k] - before[k] for k, _ in network.named_parameters()}
-            found = _moved_along(network, loss, canaries, moved, ridge)
+            found = _projection_scores(network, loss, canaries, moved, ridge)
         scores += found.nan_to_num()  # a network that diverged tells nothing
     return scores.numpy()
 
@@ -355,7 +356,7 @@ def _losses(network: nn.Module, loss: CanaryLoss, canaries: tuple[Tensor, Tensor
         return torch.stack([loss(network, x[None], y[None]).double() for x, y in rows])
 
 
-def _moved_along(
+def _projection_scores(
     network: nn.Module,
     loss: CanaryLoss,
     canaries: tuple[Tensor, Tensor],
@@ -372,11 +373,11 @@ def _moved_along(
     parameters = {"here": dict(network.named_parameters())}
 
     def row_loss(here: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
-        return loss(Called(network, here["here"]), fields["x"][None], fields["y"][None])
+        return loss(FunctionalModule(network, here["here"]), fields["x"][None], fields["y"][None])
 
     units = []
     for x, y in zip(*(torch.split(part, AT_ONCE) for part in canaries), strict=True):
-        found = per_row_gradients(row_loss, parameters, {"x": x, "y": y})["here"]
+        found = per_example_gradients(row_loss, parameters, {"x": x, "y": y})["here"]
         gradients = torch.cat([g.flatten(1) for g in found.values()], dim=1)
         # Directions alone: clipping shortens most gradients to one length.
         units.append(gradients / gradients.norm(dim=1, keepdim=True).clamp(min=1e-12))

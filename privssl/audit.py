@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from accounting.budget import rounded_up
+from accounting.budget import round_up
 from accounting.errors import AccountingError
-from accounting.events import protected
+from accounting.events import is_protected
 from accounting.verify import dp_event_source
 from privssl.errors import UserError
-from privssl.process import INTERRUPTED, STOPPING, in_one_thread, stopped_by, without_collections
+from privssl.process import INTERRUPTED, STOPPING, gc_paused, in_one_thread, interrupt_on_signals
 from privssl.screen import Terminal, open_standard_streams, results_to_standard_output
 
 if TYPE_CHECKING:
@@ -68,15 +68,17 @@ def audit(run: Path, *, empirical: bool = False) -> Report:
         ConfigError: with ``empirical``: its config.yaml is damaged.
     """
     from privssl import config as configs
-    from privssl.claim_check import check
+    from privssl.claim_check import check_claim
 
-    found = check(run)
-    report = _reported(run, found)
+    found = check_claim(run)
+    report = _build_report(run, found)
     if empirical and found.card is not None and found.journals:
         if report.verdict != Verdict.VIOLATED:
             from privssl.attack import attack
 
-            report.attack = attack(configs.load(run / "config.yaml"), found.card, found.journals)
+            report.attack = attack(
+                configs.load_config(run / "config.yaml"), found.card, found.journals
+            )
             report.problems += report.attack.problems
         else:
             report.notes.append("not attacked: what the ledgers say is already wrong")
@@ -84,12 +86,12 @@ def audit(run: Path, *, empirical: bool = False) -> Report:
     return report
 
 
-def _reported(run: Path, found: "Findings") -> Report:
+def _build_report(run: Path, found: "Findings") -> Report:
     from privssl.card import guarantee_sentence
-    from privssl.run_traces import was_to_be_private
+    from privssl.run_traces import config_requests_privacy
 
     claim = "no claim was written" if found.card is None else found.card["sentence"]
-    if found.card is None and not found.agents and not was_to_be_private(run):
+    if found.card is None and not found.agents and not config_requests_privacy(run):
         claim = guarantee_sentence(None)
     report = Report(
         str(run), Verdict.CONSISTENT, claim, found.agents, found.problems, found.doubts, found.notes
@@ -117,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     options = parser.parse_args(argv)
     open_standard_streams()
-    with stopped_by(*STOPPING):
+    with interrupt_on_signals(*STOPPING):
         try:
             return _audit(options)
         except (UserError, AccountingError) as error:
@@ -129,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    with without_collections():  # here, so that --help and a typo in the command need no second
+    with gc_paused():  # here, so that --help and a typo in the command need no second
         import privssl.claim_check  # noqa: F401
 
     in_one_thread()
@@ -154,7 +156,7 @@ def _verdict(found: "Findings", report: Report) -> Verdict:
     overdrawn = any((agent.spent or 0.0) > (agent.budget or 0.0) for agent in found.agents)
     if report.doubts or overdrawn or any(agent.open for agent in found.agents):
         return Verdict.INCONCLUSIVE
-    if report.attack is not None and report.attack.blind:
+    if report.attack is not None and report.attack.baseline_only:
         return Verdict.INCONCLUSIVE
     return Verdict.CONSISTENT
 
@@ -162,10 +164,10 @@ def _verdict(found: "Findings", report: Report) -> Verdict:
 def _print_program(run: Path) -> int:
     """A program for ledgers that bear out what they say; for others the reason why there is none.
     Returns the exit status, which is that of an audit."""
-    from privssl.claim_check import check
+    from privssl.claim_check import check_claim
 
-    found = check(run)
-    report = _reported(run, found)
+    found = check_claim(run)
+    report = _build_report(run, found)
     if report.verdict == Verdict.VIOLATED:
         why = ["No program is printed for ledgers that do not bear out the claim:", *_wrong(report)]
         print("\n".join(why), file=sys.stderr)
@@ -187,7 +189,7 @@ def _dp_events(found: "Findings") -> Iterator[str]:
     for name, journal in found.journals.items():
         if journal.plans:
             yield f"# agent {name}, ledger ending in {journal.head}"
-            yield dp_event_source(protected(journal.events), journal.plan.budget.delta)
+            yield dp_event_source(is_protected(journal.events), journal.plan.budget.delta)
 
 
 # The report for people ----------------------------------------------------------------------
@@ -230,7 +232,7 @@ def _ledger_table(report: Report) -> Table:
     for agent in report.agents:
         bounds = "-" if agent.pld_lower is None else f"{agent.pld_lower:.4f}..{agent.pld_upper:.4f}"
         numbers = [
-            "-" if number is None else rounded_up(number)
+            "-" if number is None else round_up(number)
             for number in (agent.budget, agent.claimed, agent.recomputed)
         ]
         whole = "broken" if agent.problems else f"verified, {agent.head[:8]}"
@@ -245,13 +247,13 @@ def _attack_table(attack: "AttackReport") -> Table:
 
     kind = "epsilon" if attack.sound else "NOMINAL epsilon"
     table = Table(title=f"attacks on the plan of {escape(attack.agent)}: {kind} "
-                  f"{rounded_up(attack.epsilon)} at delta {attack.delta:g}")  # fmt: skip
+                  f"{round_up(attack.epsilon)} at delta {attack.delta:g}")  # fmt: skip
     for column in ("attack", "what was tried", "leaks at least (95%)", "can show at most"):
         table.add_column(column)
     if (mechanism := attack.mechanism) is not None:
         table.add_row(
             "mechanism",
-            mechanism.tried,
+            mechanism.trials_run,
             f"epsilon {mechanism.lower_bound:.2f}", f"{mechanism.ceiling:.2f}",
         )  # fmt: skip
         if isinstance(mechanism, MechanismAttack):

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from accounting.accountants import NOTHING
-from accounting.budget import NO_GUARANTEE, Guarantee, Nominal, Span, rounded_up
+from accounting.accountants import ZERO_COST
+from accounting.budget import NO_GUARANTEE, Guarantee, Nominal, Span, round_up
 from accounting.events import Event
 from accounting.plan import AccountPlan, Scope
 from privssl.card_numbers import agent_entry, paper_sum
@@ -101,7 +101,7 @@ def privacy_card(
     agents = [agent_entry(*account, kind) for account in accounts]
     epsilons = [entry["epsilon"]["value"] for entry in agents]
     overall = max(epsilons)
-    plan, total = accounts[0][1], sum((p.cost(spent) for _, p, spent, _ in accounts), NOTHING)
+    plan, total = accounts[0][1], sum((p.cost(spent) for _, p, spent, _ in accounts), ZERO_COST)
     # A claim is pure where that of each agent is.
     claimed = max(p.delta_of(p.cost(spent)) for _, p, spent, _ in accounts)
     census = plan.update == (CENSUS,)
@@ -195,7 +195,7 @@ def headline_sentence(card: Card | None) -> str | None:
     nominal = "" if headline["kind"] == "guaranteed" else "nominal "
     return (
         f"By numeric composition ({headline['by']}), valid because every visit was fixed "
-        f"beforehand, {nominal}epsilon is {rounded_up(headline['epsilon'])} at the same delta."
+        f"beforehand, {nominal}epsilon is {round_up(headline['epsilon'])} at the same delta."
     )
 
 
@@ -211,7 +211,7 @@ def guarantee_sentence(card: Card | None) -> str:
         return (
             f"NO GUARANTEE: the ledger is not the one that this run wrote "
             f"({'; '.join(card['ledger_problems'])}). The run was charged {_number(card)} "
-            f"{rounded_up(sums['overall'])} (delta {card['delta']:g}), and nothing is guaranteed "
+            f"{round_up(sums['overall'])} (delta {card['delta']:g}), and nothing is guaranteed "
             f"for any record. Put the true ledger back and end the run with --resume."
         )
     if card["guarantee"] is None:
@@ -262,12 +262,12 @@ def render_markdown(card: Card) -> str:
         f"- Unit: one {card['unit']}; neighbours: {card['adjacency']}; delta: {delta}; "
         f"row counts: {card['record_counts']}.",
         f"- Overall, the agent that spent most (records are disjoint): {number} "
-        f"{rounded_up(sums['overall'])}.",
+        f"{round_up(sums['overall'])}.",
         f"- Someone with one record at every agent, composed: {number} "
-        f"{rounded_up(sums['person_across_agents'])}.",
+        f"{round_up(sums['person_across_agents'])}.",
         *_this_run_lines(card["this_run"], number),
         f"- The paper's running sum over visits and agents, a looser bound: {number} "
-        f"{rounded_up(sums['paper_sum'])}.",
+        f"{round_up(sums['paper_sum'])}.",
         *(f"- {sentence}" for sentence in former_sentences(card)),
         "",
         f"| agent | {number} | budget | numeric bounds | visits | visits left | ledger |",
@@ -337,11 +337,11 @@ def _version(package: str) -> str:
 def _agent_row(entry: Card) -> str:
     numbers = entry["epsilon"]
     if numbers["pld_upper"] is not None:
-        bounds = f"{numbers['pld_lower']:.4f} to {rounded_up(numbers['pld_upper'])}"
+        bounds = f"{numbers['pld_lower']:.4f} to {round_up(numbers['pld_upper'])}"
     else:
-        bounds = "none" if numbers["prv"] is None else f"at most {rounded_up(numbers['prv'])}"
+        bounds = "none" if numbers["prv"] is None else f"at most {round_up(numbers['prv'])}"
     return (
-        f"| {entry['agent']} | {rounded_up(numbers['value'])} | {entry['budget']['epsilon']:g} | "
+        f"| {entry['agent']} | {round_up(numbers['value'])} | {entry['budget']['epsilon']:g} | "
         f"{bounds} | {entry['visits']} | {entry['visits_left']} | {entry['ledger_head'][:12]} |"
     )
 
@@ -349,7 +349,7 @@ def _agent_row(entry: Card) -> str:
 def _this_run_lines(spent: dict[str, float] | None, number: str) -> list[str]:
     if spent is None:
         return []
-    each = ", ".join(f"{agent} {rounded_up(value)}" for agent, value in spent.items())
+    each = ", ".join(f"{agent} {round_up(value)}" for agent, value in spent.items())
     return [
         f"- The accounts outlive this run: every number here counts all runs that drew from them. "
         f"Of this run alone, {number}: {each}."

@@ -8,7 +8,7 @@ from typing import Any
 from accounting import verify
 from accounting.accountants import max_repeats, prv_epsilon
 from accounting.errors import AccountingError
-from accounting.events import Event, event_to_json, protected
+from accounting.events import Event, event_to_json, is_protected
 from accounting.plan import AccountPlan
 
 BRACKET_LIMIT = 40.0  # above this epsilon numeric composition takes many seconds
@@ -24,7 +24,7 @@ def agent_entry(
         kind: what the epsilons are: "guaranteed", "nominal", or only "charged".
     """
     budget, cost = plan.budget, plan.cost(events)
-    counted = tuple(protected(events))
+    counted = tuple(is_protected(events))
     delta = plan.delta_of(cost)
     value, once = cost.epsilon(delta), plan.visit_cost
     return {

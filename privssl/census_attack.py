@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from scipy.stats import binom, chisquare
 
 from accounting.discrete_laplace import log_pmf
-from accounting.two_worlds import two_world_from_scores
+from accounting.two_worlds import two_sample_bound_from_scores
 from privssl.census_plan import CensusPlan
 from privssl.privacy import secure_uniform
 
@@ -63,7 +63,7 @@ class CensusAttack:
     p_values: Mapping[str, float]
 
     @property
-    def tried(self) -> str:
+    def trials_run(self) -> str:
         """What was done, in the words of a report."""
         often = "once" if self.censuses == 1 else f"{self.censuses} times"
         return f"{self.trials} records in each world, counted {often}"
@@ -80,11 +80,11 @@ def attack_census(plan: CensusPlan, censuses: int, epsilon: float, classes: int)
     tables = min(max(_FEWEST, math.ceil(wanted)), _MOST)
     included = secure_uniform(tables * cells).reshape(tables, 1, cells) < 0.5
     counts = np.repeat(included.astype(np.int64), censuses, axis=1)  # (tables, censuses, cells)
-    released = np.stack([_released(plan, table, classes) for table in counts.reshape(-1, cells)])
+    released = np.stack([_release(plan, table, classes) for table in counts.reshape(-1, cells)])
     y = released.reshape(counts.shape)
     ratio = (log_pmf(plan.epsilon, y - 1) - log_pmf(plan.epsilon, y)).sum(axis=1)
     inside = included[:, 0]
-    worlds = two_world_from_scores(ratio[inside], ratio[~inside], _NO_DELTA, 1 - ALARM)
+    worlds = two_sample_bound_from_scores(ratio[inside], ratio[~inside], _NO_DELTA, 1 - ALARM)
     noise = (y - counts).reshape(-1, cells)  # (releases, cells)
     few = noise[np.linspace(0, len(noise) - 1, min(len(noise), _COMPARED)).astype(int)]
     return CensusAttack(
@@ -132,7 +132,7 @@ def judge_census(found: CensusAttack, epsilon: float) -> Iterator[str]:
         )
 
 
-def _released(plan: CensusPlan, counts: Whole, classes: int) -> Whole:
+def _release(plan: CensusPlan, counts: Whole, classes: int) -> Whole:
     """One release of a table (cells,), from generators that are seeded alike every time."""
     with _seeded():
         table = plan.release(torch.from_numpy(counts.copy()).view(-1, classes))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from accounting.discrete_laplace import discrete_laplace, exact_epsilon
-from accounting.events import PureEpsilon
+from accounting.events import PureDpEvent
 from privssl.errors import PrivacyError
 from privssl.settings import PrivacySettings
 
@@ -44,9 +44,9 @@ class CensusPlan:
     scope: ClassVar[Literal["sound", "as_published"]] = "sound"
 
     @property
-    def event(self) -> PureEpsilon:
+    def event(self) -> PureDpEvent:
         """What a census releases. Without visits, one that the budget of 0 cannot pay for."""
-        return PureEpsilon(self.epsilon if self.visits else 1.0, 1)
+        return PureDpEvent(self.epsilon if self.visits else 1.0, 1)
 
     def release(self, counts: Tensor) -> Tensor:
         """The counts with noise on every one. The caller has paid for the event before counting.
@@ -85,7 +85,7 @@ class CensusPlan:
         )
 
 
-def make_plan(settings: PrivacySettings, *, rows: float) -> CensusPlan:
+def make_census_plan(settings: PrivacySettings, *, rows: float) -> CensusPlan:
     """Fix every number of a census before the run.
 
     Epsilon is rounded down to what noise can be drawn for exactly, a multiple of 2^-20. Sums of

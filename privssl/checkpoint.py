@@ -39,7 +39,7 @@ from accounting.errors import PlanError
 from privssl import durable, tensor_file
 from privssl.errors import RunFolderError
 from privssl.state_tree import StateTree, filled, outline
-from privssl.tensor_file import InFile, Item, Place
+from privssl.tensor_file import Item, LazyTensors, TensorSlice
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ FORMAT = 3
 #: How many names lead to a mapping of tensors that belongs to one agent, in each tree.
 TREES = {"state": 2, "memories": 1}
 MAX_JSON_BYTES = 64 * 2**20
-_NO_TENSORS = InFile(lambda at, size: bytearray(size), {})
+_NO_TENSORS = LazyTensors(lambda at, size: bytearray(size), {})
 _FOLDER = re.compile(r"round_([0-9]{5,9})")
 
 
@@ -72,7 +72,7 @@ class _Damaged(Exception):  # noqa: N818  (not told as it is: another snapshot m
     """A snapshot is incomplete or not what was written."""
 
 
-def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
+def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
     """Write a snapshot, point ``latest`` at it, and delete what is no longer needed.
 
     Args:
@@ -88,7 +88,7 @@ def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
     """
     target = folder / f"round_{snapshot.round:05d}"
     temporary = folder / f"{durable.TEMPORARY}{target.name}"
-    about, trees = _about(snapshot)
+    about, trees = _manifest(snapshot)
     with durable.writing(target):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_leftovers(folder)
@@ -96,9 +96,9 @@ def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
             temporary.mkdir(mode=0o700)
             for name, tensors in trees.items():
                 path = temporary / f"{name}.safetensors"
-                size, checksum = tensor_file.write_new(path, tensors)
+                size, checksum = tensor_file.write_new_tensors(path, tensors)
                 about[name] |= {"bytes": size, "sha256": checksum}
-            content = sealed(about)
+            content = with_checksum(about)
             if len(content) > MAX_JSON_BYTES:  # it would not be read again
                 raise RunFolderError(tensor_file.too_many(sum(map(len, trees.values()))))
             durable.write_new(temporary / "snapshot.json", content)
@@ -108,7 +108,7 @@ def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
         except BaseException:  # Ctrl-C, too
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        mark(folder, "latest", snapshot.round)
+        update_pointer(folder, "latest", snapshot.round)
         _prune(folder, snapshot.round, keep)
     return target
 
@@ -125,14 +125,14 @@ def _put_in_place(temporary: Path, target: Path) -> None:
         raise
 
 
-def mark(folder: Path, name: Literal["latest", "best"], round_number: int) -> None:
+def update_pointer(folder: Path, name: Literal["latest", "best"], round_number: int) -> None:
     """Let ``latest`` or ``best`` name the snapshot of a round; it must have been saved."""
     path = folder / name
     with durable.writing(path):
         durable.replace(path, f"round_{round_number:05d}\n".encode())
 
 
-def load(folder: Path, expected_digest: str) -> Snapshot:
+def load_snapshot(folder: Path, expected_digest: str) -> Snapshot:
     """The latest snapshot that is whole; a damaged one is passed over with a warning.
 
     Args:
@@ -165,7 +165,7 @@ def load(folder: Path, expected_digest: str) -> Snapshot:
     raise RunFolderError(f"{folder}: there is no checkpoint to go on from. Start the run anew")
 
 
-def sealed(about: Mapping[str, Any]) -> bytes:
+def with_checksum(about: Mapping[str, Any]) -> bytes:
     """snapshot.json of what it is to say, with the checksum of that."""
     said = {name: value for name, value in about.items() if name != "sha256"}
     return json.dumps({**said, "sha256": _checksum(said)}, indent=1, allow_nan=False).encode()
@@ -178,7 +178,7 @@ def _checksum(said: Mapping[str, Any]) -> str:
 # Writing ------------------------------------------------------------------------------------
 
 
-def _about(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Item]]]:
+def _manifest(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Item]]]:
     """What snapshot.json says, but for the files beside it, and the tensors of each of those."""
     about: dict[str, Any] = {
         "format": FORMAT,
@@ -209,7 +209,7 @@ def _prune(folder: Path, current: int, keep: int) -> None:
     rounds = sorted(_rounds(folder), reverse=True)
     kept = {number for number in rounds if number <= current}
     kept = set(sorted(kept, reverse=True)[: max(keep, 1)])
-    best = _named(folder, "best")
+    best = _read_pointer(folder, "best")
     for number in rounds:
         name = f"round_{number:05d}"
         if number not in kept and name != best:
@@ -232,7 +232,7 @@ def _rounds(folder: Path) -> list[int]:
     return [int(match[1]) for match in map(_FOLDER.fullmatch, names) if match]
 
 
-def _named(folder: Path, name: str) -> str | None:
+def _read_pointer(folder: Path, name: str) -> str | None:
     """The folder that ``latest`` or ``best`` names, if it names one."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         text = (folder / name).read_text(encoding="ascii").strip()
@@ -243,7 +243,7 @@ def _named(folder: Path, name: str) -> str | None:
 def _candidates(folder: Path) -> list[str]:
     """Snapshot folders in the order in which to try them."""
     names = [f"round_{number:05d}" for number in sorted(_rounds(folder), reverse=True)]
-    latest = _named(folder, "latest")
+    latest = _read_pointer(folder, "latest")
     return sorted(names, key=lambda name: name != latest)  # stable: the others stay newest first
 
 
@@ -280,7 +280,9 @@ def _read(folder: Path) -> Snapshot:
     try:
         about = _about_itself(folder)
         forms = list(map(tensor_file.places_in, about.get("forms", [])))
-        trees = {name: _tree(folder / f"{name}.safetensors", about[name], forms) for name in TREES}
+        trees = {
+            name: _to_tree(folder / f"{name}.safetensors", about[name], forms) for name in TREES
+        }
         extra = filled(about["extra"], _NO_TENSORS, [])
         _check_kinds(trees["memories"], about["config_digest"], extra)
         return Snapshot(
@@ -310,14 +312,16 @@ def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
 def _is_memory(memory: Any) -> bool:
     if type(memory) is dict:  # an empty one, or of the first format
         return all(isinstance(value, Tensor) for value in memory.values())
-    return isinstance(memory, InFile)
+    return isinstance(memory, LazyTensors)
 
 
-def _tree(path: Path, about: Mapping[str, Any], forms: Sequence[Mapping[str, Place]]) -> Any:
+def _to_tree(
+    path: Path, about: Mapping[str, Any], forms: Sequence[Mapping[str, TensorSlice]]
+) -> Any:
     """A tree; mappings that are packed are left in the file."""
     _check_file(path, about)
     try:
-        return filled(about["outline"], tensor_file.opened(path), forms)
+        return filled(about["outline"], tensor_file.open_lazily(path), forms)
     except SafetensorError as error:
         raise _Damaged(f"{path.name} is not safetensors ({error})") from error
     except OSError as error:

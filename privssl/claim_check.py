@@ -17,7 +17,7 @@ from accounting import verify
 from accounting.accountants import rdp_epsilon
 from accounting.canonical import decode_strictly
 from accounting.errors import AccountingError
-from accounting.events import SampledGaussian, protected
+from accounting.events import PoissonSampledGaussianEvent, is_protected
 from accounting.replay import Journal, journal_until, read_journal
 from privssl import rebuilt_card, run_traces, witnesses
 from privssl.card import SCHEMA, guarantee_sentence, headline_sentence
@@ -69,7 +69,7 @@ class Findings:
     notes: list[str]
 
 
-def check(run: Path) -> Findings:
+def check_claim(run: Path) -> Findings:
     """Hold a run's claim against its ledgers. Without both there is nothing to find.
 
     Raises:
@@ -80,12 +80,12 @@ def check(run: Path) -> Findings:
     paths, lost, notes = _ledgers(run, config)
     journals = {path.stem: read_journal(path) for path in paths}
     cut, remembered = run_traces.check_memories(run, config, journals, card)
-    problems = [*lost, *cut, *run_traces.claim_elsewhere(run, card)]
+    problems = [*lost, *cut, *run_traces.check_results_against_claim(run, card)]
     notes += remembered
-    doubts = run_traces.unread(run)
+    doubts = run_traces.unreadable_files(run)
     if journals or card is not None:
-        asked, unasked = run_traces.config_elsewhere(run, config, journals, card)
-        problems += [*asked, *run_traces.curves_elsewhere(run, journals)]
+        asked, unasked = run_traces.check_config(run, config, journals, card)
+        problems += [*asked, *run_traces.check_metrics(run, journals)]
         doubts += unasked
     seen = witnesses.check(run, config, card, journals)
     problems, doubts, notes = problems + seen.problems, doubts + seen.doubts, notes + seen.notes
@@ -111,7 +111,7 @@ def check(run: Path) -> Findings:
         notes += _absent_former_ledgers(run, card)
         problems += [
             *_card_problems(card, agents),
-            *rebuilt_card.problems(run, config, card, known),
+            *rebuilt_card.card_problems(run, config, card, known),
         ]
     if not verify.available():
         notes.append("dp-accounting is not installed: no second library")
@@ -129,7 +129,7 @@ def _absent_former_ledgers(run: Path, card: Card) -> Iterator[str]:
 def _ledgers(run: Path, config: Config | None) -> tuple[list[Path], list[str], list[str]]:
     """The journals of a run; problems of accounts that outlive it; and where they are."""
     own = _journals_in(run / "ledger")
-    named = run_traces.lasting_accounts(run, config)
+    named = run_traces.shared_accounts(run, config)
     if named is None:
         return own, [], []
     if not named.is_dir():
@@ -267,8 +267,10 @@ def _check_agent(
         report.notes.append("the last line is unfinished; it is charged as a whole visit")
     _check_what_followed(report, journal, then, ended)
     report.recomputed = then.epsilon
-    simple = protected(then.events)
-    full = all(isinstance(leaf, SampledGaussian) and leaf.sample_rate == 1 for leaf in simple)
+    simple = is_protected(then.events)
+    full = all(
+        isinstance(leaf, PoissonSampledGaussianEvent) and leaf.sample_rate == 1 for leaf in simple
+    )
     report.method = "exact" if simple and full else "RDP"
     if simple and then.plan.delta_of(then.cost) == 0:
         report.method = "sum"
@@ -298,7 +300,7 @@ def _check_second_library(report: AgentReport, journal: Journal) -> None:
     """Recompute with dp-accounting: equal on integer orders, and a certified bracket."""
     if not verify.available() or (report.recomputed or 0.0) > BRACKET_LIMIT:
         return
-    delta, counted = journal.plan.budget.delta, protected(journal.events)
+    delta, counted = journal.plan.budget.delta, is_protected(journal.events)
     theirs = verify.rdp_epsilon(counted, delta)
     ours = rdp_epsilon(counted, delta, verify.INTEGER_ORDERS)
     if theirs is not None and abs(ours - theirs) > _TOLERANCE * max(1.0, theirs):

@@ -4,7 +4,8 @@ Abadi et al. (CCS 2016), Algorithm 1, line "clip gradient", over all networks of
 gradient that is no number counts nothing, silently, by the same operations: an error or a branch
 would tell of the row. (How long an operation takes on very small numbers is the processor's.)
 
-A row's gradient is a :class:`Rows`, written out, or an :class:`Outer`, two factors whose product is
+A row's gradient is a :class:`DenseGradients`, written out, or an :class:`OuterProductGradients`,
+two factors whose product is
 never made for one row alone: a linear layer has as many weights as these have numbers multiplied
 with each other (Goodfellow 2015; Li et al. 2022, "ghost clipping"), and so has a convolution, whose
 places are those that its kernel meets. What is measured to clip is what is summed, in both.
@@ -34,7 +35,7 @@ LONGEST = math.sqrt(torch.finfo(torch.float32).max)  # of a row that counts
 CANCELLED = 1e-6
 
 
-class RowGradients(Protocol):
+class PerExampleGradients(Protocol):
     """The gradients of one parameter, for each of B rows."""
 
     def norms(self) -> Tensor:
@@ -48,16 +49,16 @@ class RowGradients(Protocol):
             factors: (B,) float64; or (A, B), where the rows are A agents' with B each: (A, *shape).
         """
 
-    def lines(self) -> Lines | None:
+    def iter_chunks(self) -> Lines | None:
         """What the kernel measures and adds up in place of :meth:`norms` and :meth:`total`, if it
         can."""
 
-    def placed(self, totals: Tensor, first: int) -> Tensor:
+    def scatter(self, totals: Tensor, first: int) -> Tensor:
         """The sum (*shape) that the kernel made: where it begins among those of all parameters."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class DenseGradients:
     """Gradients row by row, in any order of their axes."""
 
     each: Tensor  # (B, ...); written into
@@ -77,16 +78,16 @@ class Rows:
             return total
         return total.permute(*range(len(agents)), *(len(agents) + axis for axis in self.axes))
 
-    def lines(self) -> Lines | None:
-        return (self.each, None) if kernels.do(self.each) else None
+    def iter_chunks(self) -> Lines | None:
+        return (self.each, None) if kernels.available_for(self.each) else None
 
-    def placed(self, totals: Tensor, first: int) -> Tensor:
+    def scatter(self, totals: Tensor, first: int) -> Tensor:
         shape, strides = _places(self.each.shape[1:], self.axes)
         return totals.as_strided(shape, strides, first)
 
 
 @dataclass(frozen=True)
-class Outer:
+class OuterProductGradients:
     """Gradients of a matrix: the sum over T places of left_t right_t^T."""
 
     left: Tensor  # (B, T, p)
@@ -110,7 +111,7 @@ class Outer:
         left, right = (
             t.reshape(*agents, -1, t.shape[-1]) for t in (left, right)
         )  # (rows times places, p or d), of each agent
-        return self.shaped(left.mT @ right)
+        return self.reshape_like(left.mT @ right)
 
     @cached_property
     def _wide(self) -> tuple[Tensor, Tensor]:
@@ -119,16 +120,16 @@ class Outer:
                        for side in (self.left, self.right))  # fmt: skip
         return left, right
 
-    def lines(self) -> Lines | None:
+    def iter_chunks(self) -> Lines | None:
         there = self.left.shape[1] == 1 and self.left.numel() and self.right.numel()
-        known = there and kernels.do(self.left) and kernels.do(self.right)
+        known = there and kernels.available_for(self.left) and kernels.available_for(self.right)
         return (self.left, self.right) if known else None
 
-    def placed(self, totals: Tensor, first: int) -> Tensor:
+    def scatter(self, totals: Tensor, first: int) -> Tensor:
         high, wide = self.left.shape[-1], self.right.shape[-1]
-        return self.shaped(totals.as_strided((high, wide), (wide, 1), first))
+        return self.reshape_like(totals.as_strided((high, wide), (wide, 1), first))
 
-    def shaped(self, matrices: Tensor) -> Tensor:
+    def reshape_like(self, matrices: Tensor) -> Tensor:
         """(..., p, d) -> (..., *shape of the parameter)."""
         if self.kernel is None:
             return matrices
@@ -136,7 +137,7 @@ class Outer:
 
 
 def clipped_sums(
-    gradients: Sequence[RowGradients], drawn: Tensor, clip_norm: float
+    gradients: Sequence[PerExampleGradients], drawn: Tensor, clip_norm: float
 ) -> list[Tensor]:
     """Sums over rows of g min(1, clip_norm / (|g| + 1e-6)), g a row's gradient of all parameters.
 
@@ -152,33 +153,35 @@ def clipped_sums(
     Returns:
         One float64 sum for each parameter; of A agents (A, *shape).
     """
-    factors, lines = factors_and_lines(gradients, drawn, clip_norm)
-    known = [there for there in lines if there is not None]
+    factors, iter_chunks = factors_and_lines(gradients, drawn, clip_norm)
+    known = [there for there in iter_chunks if there is not None]
     if not known:
         return [one.total(factors) for one in gradients]
     totals, first = kernel.totals(known, factors), 0
     sums = list[Tensor]()
-    for one, there in zip(gradients, lines, strict=True):
+    for one, there in zip(gradients, iter_chunks, strict=True):
         if there is None:
             sums.append(one.total(factors))
         else:
-            sums.append(one.placed(totals, first))
+            sums.append(one.scatter(totals, first))
             first += kernel.numbers(there)
     return sums
 
 
 def factors_and_lines(
-    gradients: Sequence[RowGradients], drawn: Tensor, clip_norm: float
+    gradients: Sequence[PerExampleGradients], drawn: Tensor, clip_norm: float
 ) -> tuple[Tensor, list[Lines | None]]:
     """What rows are multiplied with, and of each parameter what the kernel adds up, if it does."""
     # It knows nothing of agents side by side.
-    lines = [one.lines() if drawn.dim() == 1 else None for one in gradients]
-    norms = [one.norms() for one, there in zip(gradients, lines, strict=True) if there is None]
+    iter_chunks = [one.iter_chunks() if drawn.dim() == 1 else None for one in gradients]
+    norms = [
+        one.norms() for one, there in zip(gradients, iter_chunks, strict=True) if there is None
+    ]
     norm = torch.stack(norms, dim=1).norm(dim=1) if norms else None
-    if known := [there for there in lines if there is not None]:
-        return kernel.factors(known, norm, drawn, clip_norm), lines
+    if known := [there for there in iter_chunks if there is not None]:
+        return kernel.factors(known, norm, drawn, clip_norm), iter_chunks
     assert norm is not None
-    return _factors(norm, drawn, clip_norm), lines
+    return _factors(norm, drawn, clip_norm), iter_chunks
 
 
 def _factors(norms: Tensor, drawn: Tensor, clip_norm: float) -> Tensor:

@@ -28,13 +28,13 @@ from privssl.errors import ConfigError, RunFolderError, UserError
 from privssl.process import (
     INTERRUPTED,
     STOPPING,
-    full_disk_told_once,
+    gc_paused,
     in_one_thread,
-    keep_freed_memory,
+    interrupt_on_signals,
     logging_to,
-    private_files,
-    stopped_by,
-    without_collections,
+    private_umask,
+    report_full_disk_once,
+    tune_malloc,
 )
 from privssl.screen import Screen, Terminal, open_standard_streams, results_to_standard_output
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         screen = Screen()
         screen.addFilter(_Once())
         stack.enter_context(logging_to(screen))
-        stack.enter_context(stopped_by(*STOPPING))
+        stack.enter_context(interrupt_on_signals(*STOPPING))
         try:
             return _compare(options, console, stack)
         except (UserError, AccountingError) as problem:
@@ -109,14 +109,14 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _compare(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
-    with without_collections():  # here, so that --help and a typo in the command need no second
+    with gc_paused():  # here, so that --help and a typo in the command need no second
         from privssl import comparison
         from privssl import comparison_plan as plan
         from privssl import comparison_runs as runs
 
     in_one_thread()
-    keep_freed_memory()
-    loaded = plan.load(options.arguments)
+    tune_malloc()
+    loaded = plan.load_configs(options.arguments)
     asked = options.output or plan.default_output(loaded)
     planned = plan.all_runs(loaded, options.seeds, asked)
     output = planned[0].config.folder.parent  # without ~
@@ -128,8 +128,8 @@ def _compare(options: argparse.Namespace, console: Console, stack: ExitStack) ->
     if options.dry_run:
         runs.overview(planned, differs, console)
         return 0
-    stack.enter_context(private_files())
-    stack.enter_context(full_disk_told_once())
+    stack.enter_context(private_umask())
+    stack.enter_context(report_full_disk_once())
     with durable.writing(output):
         output.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = runs.run_all(planned, quiet=options.quiet)

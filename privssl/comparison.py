@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from accounting.budget import rounded_up
+from accounting.budget import round_up
 from privssl import durable
 from privssl.comparison_plot import curve, figure
 
@@ -33,7 +33,7 @@ HEADINGS = (
 
 
 @dataclass(frozen=True)
-class Spread:
+class MeanStd:
     """One quantity of a config, a value per seed."""
 
     values: tuple[float, ...]
@@ -49,7 +49,7 @@ class Spread:
 
     def text(self, digits: int, unit: float = 1.0) -> str:
         """
-        >>> Spread((1.0, 3.0)).text(2), Spread((1500.0,)).text(1, unit=1000.0)
+        >>> MeanStd((1.0, 3.0)).text(2), MeanStd((1500.0,)).text(1, unit=1000.0)
         ('2.00 ± 1.41', '1.5')
         """
         mean = f"{self.mean / unit:.{digits}f}"
@@ -74,7 +74,7 @@ class Epsilon:
         if self.value is None:
             return "none"
         runs = ", all runs of the account so far" if self.lasting else ""
-        number = f"{rounded_up(self.value)} (delta {self.delta:g}{runs})"
+        number = f"{round_up(self.value)} (delta {self.delta:g}{runs})"
         if self.kind == "nominal":
             return f"NOMINAL {number}, no guarantee"
         return f"guarantee {number} for {' '.join(self.covers)}"
@@ -94,11 +94,11 @@ class Row:
     seeds: tuple[int, ...]
     labels: int
     rounds: int
-    final: Spread  # test accuracy in [0, 1] after the last round
-    best: Spread  # the highest of all evaluated rounds, so chosen on test rows
-    seconds: Spread  # of all rounds with their evaluation
-    up: Spread  # bytes from agents to the server
-    down: Spread  # bytes from the server to agents
+    final: MeanStd  # test accuracy in [0, 1] after the last round
+    best: MeanStd  # the highest of all evaluated rounds, so chosen on test rows
+    seconds: MeanStd  # of all rounds with their evaluation
+    up: MeanStd  # bytes from agents to the server
+    down: MeanStd  # bytes from the server to agents
     epsilon: Epsilon
     splits: tuple[str, ...]  # split_hash of each seed, which private runs withhold
     differs: tuple[str, ...]
@@ -127,8 +127,8 @@ def row(
         evaluate_every: rounds from one evaluation to the next, of each run; empty: each round.
     """
 
-    def spread(section: str, key: str) -> Spread:
-        return Spread(tuple(float(run[section][key]) for run in runs))
+    def mean_std(section: str, key: str) -> MeanStd:
+        return MeanStd(tuple(float(run[section][key]) for run in runs))
 
     first = runs[0]
     return Row(
@@ -138,11 +138,11 @@ def row(
         seeds=tuple(run["seed"] for run in runs),
         labels=first["labels"],
         rounds=first["rounds"],
-        final=spread("test_accuracy", "final"),
-        best=spread("test_accuracy", "best"),
-        seconds=spread("seconds", "total"),
-        up=spread("bytes", "up"),
-        down=spread("bytes", "down"),
+        final=mean_std("test_accuracy", "final"),
+        best=mean_std("test_accuracy", "best"),
+        seconds=mean_std("seconds", "total"),
+        up=mean_std("bytes", "up"),
+        down=mean_std("bytes", "down"),
         epsilon=_epsilon([run["privacy"] for run in runs], delta, lasting),
         splits=tuple(run["split_hash"] for run in runs),
         differs=tuple(differs),
@@ -175,15 +175,15 @@ def cells(of: Row, first: str) -> tuple[str, ...]:
     )
 
 
-def _in_bytes(spread: Spread) -> str:
+def _in_bytes(mean_std: MeanStd) -> str:
     """
-    >>> _in_bytes(Spread((12_345_678.0,))), _in_bytes(Spread((0.0,)))
+    >>> _in_bytes(MeanStd((12_345_678.0,))), _in_bytes(MeanStd((0.0,)))
     ('12.3 MB', '0 B')
     """
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if spread.mean >= unit:
-            return f"{spread.text(1, unit)} {name}"
-    return f"{spread.text(0)} B"
+        if mean_std.mean >= unit:
+            return f"{mean_std.text(1, unit)} {name}"
+    return f"{mean_std.text(0)} B"
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -200,7 +200,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "messages between the server and the agents.",
     ]
     if len({every for of in rows for every in of.evaluate_every}) > 1:
-        often = _told_apart(rows, [[f"every {n}" for n in of.evaluate_every] for of in rows])
+        often = _distinguish(rows, [[f"every {n}" for n in of.evaluate_every] for of in rows])
         said.append(
             f"run.evaluate_every differs ({often}). Best is chosen among more rounds where they "
             "are evaluated more often, and seconds have more evaluations: compare neither."
@@ -209,7 +209,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         found = [[known.get(package, "unknown") for known in of.versions] for of in rows]
         if len({version for of_row in found for version in of_row}) > 1:
             said.append(
-                f"Versions of {package} differ ({_told_apart(rows, found)}). A difference between "
+                f"Versions of {package} differ ({_distinguish(rows, found)}). A difference between "
                 "these runs may come from that alone."
             )
     if any(of.epsilon.value is not None and not of.epsilon.lasting for of in rows):
@@ -233,7 +233,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return said
 
 
-def _told_apart(rows: Sequence[Row], values: Sequence[Sequence[str]]) -> str:
+def _distinguish(rows: Sequence[Row], values: Sequence[Sequence[str]]) -> str:
     """Which runs have which value, given per row and seed: "2.0: a seed 0, a seed 1; 2.1: ..."."""
     runs: dict[str, list[str]] = {}
     for of, of_row in zip(rows, values, strict=True):
@@ -283,14 +283,14 @@ def _csv_line(of: Row) -> dict[str, object]:
         "labels": of.labels,
         "rounds": of.rounds,
     }
-    for name, spread in (
+    for name, mean_std in (
         ("final_test_accuracy", of.final),
         ("best_on_test_rows", of.best),
         ("seconds", of.seconds),
         ("bytes_up", of.up),
         ("bytes_down", of.down),
     ):
-        line |= {f"{name}_mean": spread.mean, f"{name}_std": spread.std}
+        line |= {f"{name}_mean": mean_std.mean, f"{name}_std": mean_std.std}
     return line | {
         "epsilon": of.epsilon.value,
         "epsilon_kind": of.epsilon.kind,
@@ -303,7 +303,7 @@ def _csv_line(of: Row) -> dict[str, object]:
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     """The table for machines, each quantity with its value of every seed."""
 
-    def spread(of: Spread) -> dict[str, Any]:
+    def mean_std(of: MeanStd) -> dict[str, Any]:
         return {"mean": of.mean, "std": of.std, "values": list(of.values)}
 
     return {
@@ -315,10 +315,10 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
                 "dataset": of.dataset,
                 "labels": of.labels,
                 "rounds": of.rounds,
-                "final_test_accuracy": spread(of.final),
-                "best_test_accuracy": {**spread(of.best), "chosen_on": "test rows"},
-                "seconds": spread(of.seconds),
-                "bytes": {"up": spread(of.up), "down": spread(of.down)},
+                "final_test_accuracy": mean_std(of.final),
+                "best_test_accuracy": {**mean_std(of.best), "chosen_on": "test rows"},
+                "seconds": mean_std(of.seconds),
+                "bytes": {"up": mean_std(of.up), "down": mean_std(of.down)},
                 "privacy": {
                     "kind": of.epsilon.kind,
                     "epsilon": of.epsilon.value,

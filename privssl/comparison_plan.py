@@ -28,7 +28,9 @@ DECIDED = {
     "run.overwrite": "a comparison never replaces a run; remove its folder, or use --output",
 }
 
-State = Literal["new", "stale", "begun", "finished"]  # stale: begun, and died without a checkpoint
+RunState = Literal[
+    "new", "stale", "begun", "finished"
+]  # stale: begun, and died without a checkpoint
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Planned:
     """One run of the comparison, checked."""
 
     config: Config  # with its seed and folder
-    state: State
+    state: RunState
     rounds: int
     split: str  # the hash of its split.json
 
@@ -52,7 +54,7 @@ class Planned:
 # What is asked for --------------------------------------------------------------------------
 
 
-def load(arguments: Sequence[str]) -> list[Config]:
+def load_configs(arguments: Sequence[str]) -> list[Config]:
     """The configs, each with all overrides.
 
     Args:
@@ -72,7 +74,7 @@ def load(arguments: Sequence[str]) -> list[Config]:
     loaded, problems = list[Config](), list[str]()
     for path in paths:
         try:
-            loaded.append(configs.load(path, overrides))
+            loaded.append(configs.load_config(path, overrides))
         except ConfigError as problem:
             problems.append(str(problem))
     if problems:
@@ -111,7 +113,7 @@ def all_runs(loaded: Sequence[Config], seeds: Sequence[int], output: Path) -> li
             run = dataclasses.replace(config.run, seed=seed, output=str(folder), overwrite=False)
             whole = dataclasses.replace(config, run=run)
             try:
-                planned.append(_planned(whole))
+                planned.append(_plan_run(whole))
             except (UserError, AccountingError) as problem:
                 raise ConfigError(f"{config.source}, seed {seed}: {problem}") from problem
     return planned
@@ -126,23 +128,23 @@ def _check_folder_name(folder: Path) -> None:
         )
 
 
-def _planned(config: Config) -> Planned:
+def _plan_run(config: Config) -> Planned:
     state = _state(config)
     if state == "finished":
-        outcome = run_folder.outcome(config.folder)
+        outcome = run_folder.read_outcome(config.folder)
         assert outcome is not None  # or it would not be finished
         # Not from the results: those of private runs withhold it.
-        split = manifest.read(config.folder / "split.json").hash
+        split = manifest.read_manifest(config.folder / "split.json").hash
         return Planned(config, state, outcome[0]["rounds"], split)
     prepared = prepare(config)
-    split = prepared.federation.manifest.hash
+    split = prepared.federated_data.manifest.hash
     return Planned(config, state, rounds_of(prepared.algorithm), split)
 
 
-def _state(config: Config) -> State:
+def _state(config: Config) -> RunState:
     """What lies in the folder of a run. RunFolderError when it is something else, or other."""
     folder = config.folder
-    names = run_folder.entries_of(folder)
+    names = run_folder.list_entries(folder)
     if not names:
         return "new"
     if (folder / "config.yaml").is_file():
@@ -150,7 +152,7 @@ def _state(config: Config) -> State:
             resuming.check_resumable(folder, config)
         except RunFolderError as problem:
             raise RunFolderError(f"{problem} (for a comparison: another --output)") from None
-        known = run_folder.outcome(folder)
+        known = run_folder.read_outcome(folder)
         if known is not None and known[0]["status"] != "interrupted":
             return "finished"
         if (folder / "checkpoints" / "latest").exists():

@@ -31,7 +31,7 @@ from privssl import config as configs
 from privssl.comparison_plan import Planned
 from privssl.errors import ConfigError, DataError, UserError
 from privssl.prepare import prepare
-from privssl.screen import Terminal, unheard
+from privssl.screen import Terminal, ignore_closed_stream
 from privssl.tracker import Image, RoundRecord
 
 EVERY_S = 10.0  # from one plain line to the next; the first and last round of a run have one
@@ -43,14 +43,14 @@ WIDTH = 200  # characters of a table that goes to a file or a pipe
 def run_all(planned: Sequence[Planned], *, quiet: bool) -> Literal["finished", "interrupted"]:
     """Do what is not done yet, one run after another."""
     with ExitStack() as stack:
-        board = None if quiet else stack.enter_context(Board(planned))
+        progress = None if quiet else stack.enter_context(ComparisonProgress(planned))
         for number, run in enumerate(planned, start=1):
             if run.state == "finished":
                 continue
-            if board is not None:
-                board.begin(run, number)
+            if progress is not None:
+                progress.begin(run, number)
             try:
-                status = _run(run, board)
+                status = _run(run, progress)
             except (UserError, AccountingError) as problem:
                 told = f"{run.title}: {problem}\nRun {number} of {len(planned)}; those before it"
                 raise ConfigError(
@@ -61,27 +61,27 @@ def run_all(planned: Sequence[Planned], *, quiet: bool) -> Literal["finished", "
     return "finished"
 
 
-def _run(run: Planned, board: "Board | None") -> str:
+def _run(run: Planned, progress: "ComparisonProgress | None") -> str:
     """One run, as ``train`` does it; returns the status of its results.json."""
     settings = dataclasses.replace(run.config.run, overwrite=run.state == "stale")
     prepared = prepare(dataclasses.replace(run.config, run=settings))
-    if prepared.federation.manifest.hash != run.split:
+    if prepared.federated_data.manifest.hash != run.split:
         raise DataError("its data set was changed since the comparison began. Put it back")
 
-    def watchers(after: int | None) -> list[Board]:
-        if board is not None:
-            board.goes_on_after(after or 0)
-        return [] if board is None else [board]
+    def watchers(after: int | None) -> list[ComparisonProgress]:
+        if progress is not None:
+            progress.goes_on_after(after or 0)
+        return [] if progress is None else [progress]
 
     begun = run.config.folder if run.state == "begun" else None
     with ExitStack() as stack:
-        folder = session.carry_out(prepared, begun, watchers, stack)
-    outcome = run_folder.outcome(folder)
+        folder = session.launch(prepared, begun, watchers, stack)
+    outcome = run_folder.read_outcome(folder)
     assert outcome is not None  # execute has just written it
     return str(outcome[0]["status"])
 
 
-class Pace:
+class EtaEstimator:
     """How long the rounds that are left will take: each config's rounds as its rounds took.
 
     Args:
@@ -101,7 +101,7 @@ class Pace:
     def left(self) -> float | None:
         """Seconds; a config without a round yet counts as the mean of the others. None: unknown.
 
-        >>> pace = Pace({"a": 3, "b": 2})
+        >>> pace = EtaEstimator({"a": 3, "b": 2})
         >>> pace.done("a", 10.0), pace.left()  # 2 rounds of a and 2 of b, at 10 s
         (None, 40.0)
         """
@@ -112,7 +112,7 @@ class Pace:
         return sum(rounds * means.get(name, usual) for name, rounds in self.open.items())
 
 
-class Board:
+class ComparisonProgress:
     """Progress over all runs, as a tracker of whichever is running: a bar, or now and then a line.
 
     Args:
@@ -127,11 +127,11 @@ class Board:
         rounds: Counter[str] = Counter()
         for run in todo:
             rounds[run.name] += run.rounds
-        self._pace, self._total = Pace(rounds), rounds.total()
+        self._eta, self._total = EtaEstimator(rounds), rounds.total()
         self._printed, self._accuracy = -float("inf"), ""
         self._bar: Progress | None = None
 
-    def __enter__(self) -> "Board":
+    def __enter__(self) -> "ComparisonProgress":
         if self._stream.isatty() and self._total:
             columns = (
                 TextColumn("{task.description}"),
@@ -145,7 +145,7 @@ class Board:
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            with unheard(self._stream):
+            with ignore_closed_stream(self._stream):
                 self._bar.stop()
 
     def begin(self, run: Planned, number: int) -> None:
@@ -159,15 +159,15 @@ class Board:
     def goes_on_after(self, round_number: int) -> None:
         """The running run has this many rounds from an earlier session."""
         self._first = round_number + 1
-        self._pace.done(self._run.name, rounds=round_number)
+        self._eta.done(self._run.name, rounds=round_number)
 
     def round(self, record: RoundRecord) -> None:
-        self._pace.done(self._run.name, record.values["time/round_s"])
+        self._eta.done(self._run.name, record.values["time/round_s"])
         if "test/accuracy" in record.values:
             self._accuracy = f", accuracy {record.values['test/accuracy']:.4f}"
-        with unheard(self._stream):
+        with ignore_closed_stream(self._stream):
             if self._bar is not None:
-                done = self._total - self._pace.open.total()
+                done = self._total - self._eta.open.total()
                 note, left = self._note(record), f"{self._left()} left"
                 self._bar.update(self._task, completed=done, description=note, left=left)
             elif (
@@ -194,7 +194,7 @@ class Board:
         return f"{place}{self._accuracy}; {self._waiting} to come"
 
     def _left(self) -> timedelta:
-        return timedelta(seconds=round(self._pace.left() or 0))
+        return timedelta(seconds=round(self._eta.left() or 0))
 
 
 # What is told -------------------------------------------------------------------------------
@@ -239,12 +239,12 @@ def rows_of(
 
 def _evaluate_every(run: Planned) -> int:
     """As the run recorded it: the key decides over no result, so the config may have changed."""
-    return configs.load(run.config.folder / "config.yaml").run.evaluate_every
+    return configs.load_config(run.config.folder / "config.yaml").run.evaluate_every
 
 
 def _results(of: Sequence[Planned]) -> Iterator[comparison.Results]:
     for run in of:
-        outcome = run_folder.outcome(run.config.folder)
+        outcome = run_folder.read_outcome(run.config.folder)
         assert outcome is not None  # every run has finished
         # A run is known here by the name that its config has now: run.name may change.
         yield outcome[0]

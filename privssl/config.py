@@ -1,11 +1,11 @@
-"""A config file and the command line, as one checked value: ``load``.
+"""A config file and the command line, as one checked value: ``load_config``.
 
 Command line beats file beats default. Everything wrong is collected and reported at once,
 each with its line and what to do about it, in one ``ConfigError``. A check that needs a value
 which is itself wrong is left out, so that no problem is reported that does not exist.
 
 The shapes and ranges live in ``settings.py`` and in the ``Config`` of each algorithm, the rules
-of the text in ``yaml_lines.py``, the collecting in ``draft.py``. Here are the whole, and the
+of the text in ``yaml_lines.py``, the collecting in ``builder.py``. Here are the whole, and the
 checks between sections. Delta's limits: docs/privacy.md.
 """
 
@@ -22,11 +22,11 @@ import yaml
 
 from accounting.plan import DEVICE_NAMES
 from privssl.algorithms import ALGORITHMS
-from privssl.data.draw import misfits
-from privssl.draft import ORDER, Draft, unless_bad
+from privssl.data.draw import role_problems
+from privssl.draft import ORDER, ConfigBuilder, unless_bad
 from privssl.errors import ConfigError
-from privssl.models.precision import Precision, faster, is_emulated
-from privssl.plain_words import either, report, show
+from privssl.models.precision import Precision, fastest_precision, is_emulated
+from privssl.plain_words import either, problem_report, show
 from privssl.settings import (
     DP_SGD_KEYS,
     AgentSettings,
@@ -69,7 +69,7 @@ class Config:
             raise ConfigError(f"run.output is {text!r}: {error}. Write the path out") from None
 
 
-def load(
+def load_config(
     path: Path,
     overrides: Sequence[str] = (),
     algorithms: Mapping[str, type[Any]] = ALGORITHMS,
@@ -85,22 +85,22 @@ def load(
     Raises:
         ConfigError: with every problem of the file and the arguments, sorted by line.
     """
-    draft = Draft(path, algorithms)
-    draft.read_file()
+    builder = ConfigBuilder(path, algorithms)
+    builder.read_file()
     for override in overrides:
-        draft.override(override)
-    values: dict[str, Any] = {name: draft.section(name) for name in ORDER}
+        builder.override(override)
+    values: dict[str, Any] = {name: builder.section(name) for name in ORDER}
     values |= {"source": path, "warnings": ()}
-    config = unless_bad(Config, values, {name for name in ORDER if name in draft.bad})
-    draft.check("run.", _name_problems(config))
-    draft.check("", _privacy_problems(config, algorithms))
-    draft.check("", _algorithm_problems(config, algorithms))
-    draft.check("run.", _absence_problems(config, algorithms))
-    draft.check("run.", _together_problems(config))
-    if not draft.findings:  # the algorithm may have said it in its own words
-        draft.check("agents.", misfits(config.data.labels, config.agents))
-    if draft.findings:
-        raise ConfigError(report(path, draft.findings))
+    config = unless_bad(Config, values, {name for name in ORDER if name in builder.bad})
+    builder.check("run.", _name_problems(config))
+    builder.check("", _privacy_problems(config, algorithms))
+    builder.check("", _algorithm_problems(config, algorithms))
+    builder.check("run.", _absence_problems(config, algorithms))
+    builder.check("run.", _together_problems(config))
+    if not builder.findings:  # the algorithm may have said it in its own words
+        builder.check("agents.", role_problems(config.data.labels, config.agents))
+    if builder.findings:
+        raise ConfigError(problem_report(path, builder.findings))
     run = dataclasses.replace(
         config.run, name=_name(config), precision=_precision(config, algorithms),
         absent=_absent(config, algorithms),
@@ -120,7 +120,7 @@ def _precision(config: Config, algorithms: Mapping[str, type[Any]]) -> Precision
     private = config.privacy is not None and not _is_census(config, algorithms)
     if private or config.run.batched_agents > 1:  # which is done in float32 alone
         return "float32"
-    return faster(config.model.name, config.run.device)
+    return fastest_precision(config.model.name, config.run.device)
 
 
 def _name_problems(config: Config) -> Iterator[Problem]:
@@ -231,23 +231,23 @@ def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> 
         )
 
 
-def _without(config: Config, algorithms: Mapping[str, type[Any]]) -> Any:
-    """What the algorithm can go on without: ``algorithms.base.Without``."""
+def _missing_reply_policy(config: Config, algorithms: Mapping[str, type[Any]]) -> Any:
+    """What the algorithm can go on without: ``algorithms.base.MissingReplyPolicy``."""
     kind = algorithms[config.algorithm.name]
-    return kind.without_reply(config.algorithm, private=config.privacy is not None)
+    return kind.missing_reply_policy_for(config.algorithm, private=config.privacy is not None)
 
 
 def _absent(config: Config, algorithms: Mapping[str, type[Any]]) -> Literal["stop", "skip"]:
     """``auto`` as what it is for this algorithm, so that the config of a run says it."""
     if config.run.absent != "auto":
         return config.run.absent
-    usual: Literal["stop", "skip"] = _without(config, algorithms).absent
+    usual: Literal["stop", "skip"] = _missing_reply_policy(config, algorithms).absent
     return usual
 
 
 def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
     """A run over sites that would go on without what its algorithm stands on."""
-    name, without = config.algorithm.name, _without(config, algorithms)
+    name, without = config.algorithm.name, _missing_reply_policy(config, algorithms)
     if config.run.absent == "skip" and not without.skip:
         yield Problem(
             "absent",
@@ -290,12 +290,13 @@ def _warnings(config: Config) -> Iterator[str]:
 
 
 def to_yaml(config: Config) -> str:
-    """The whole config as YAML, every key with its value; ``load`` reads it back as equal."""
+    """The whole config as YAML, every key with its value; ``load_config`` reads it back as
+    equal."""
     sections = {name: _plain(getattr(config, name)) for name in ORDER}
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=1000)
 
 
-def deciding(config: Config) -> dict[str, dict[str, Any] | None]:
+def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
     """Everything that may change a trained bit, by section: of ``run``, seed and precision."""
     sections = {name: _plain(getattr(config, name)) for name in ORDER}
     run = sections["run"]
@@ -303,26 +304,27 @@ def deciding(config: Config) -> dict[str, dict[str, Any] | None]:
     return {**sections, "run": {key: run[key] for key in ("seed", "precision")}}
 
 
-def digest(config: Config) -> str:
-    """SHA-256 of what is :func:`deciding`.
+def config_hash(config: Config) -> str:
+    """SHA-256 of what is :func:`result_relevant`.
 
     Two configs with one digest may go on from each other's checkpoints.
     """
-    return _hash(deciding(config))
+    return _hash(result_relevant(config))
 
 
-def agreement(config: Config, classes: Sequence[str], shape: Sequence[int]) -> str:
+def compatibility_hash(config: Config, classes: Sequence[str], shape: Sequence[int]) -> str:
     """SHA-256 of everything that parties on several machines must have alike.
 
-    That is what ``digest`` covers without what belongs to one machine: where data and split lie,
-    and accounts that outlive a run, whose budget each site sets for itself. With the task: a site
+    That is what ``config_hash`` covers without what belongs to one machine: where data and split
+    lie, and accounts that outlive a run, whose budget each site sets for itself. With the task:
+    a site
     reads rows of its own.
 
     Args:
         classes: their names, in the order of their numbers.
         shape: of a row: channels, height, width.
     """
-    parts = deciding(config)
+    parts = result_relevant(config)
     for section, keys in _OF_ONE_MACHINE.items():
         for key in keys:
             (parts[section] or {}).pop(key, None)

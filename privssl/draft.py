@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from privssl import yaml_lines
 from privssl.errors import ConfigError
-from privssl.plain_words import either, in_words, report, show, unknown
+from privssl.plain_words import describe_errors, either, problem_report, show, unknown
 from privssl.settings import (
     AgentSettings,
     DataSettings,
@@ -25,7 +25,7 @@ from privssl.settings import (
     Problem,
     RunSettings,
 )
-from privssl.yaml_lines import Finding, YamlError
+from privssl.yaml_lines import ConfigProblem, YamlError
 
 SECTIONS: Mapping[str, type[Any]] = {
     "run": RunSettings,
@@ -37,7 +37,7 @@ SECTIONS: Mapping[str, type[Any]] = {
 ORDER = ("run", "data", "agents", "model", "algorithm", "privacy")
 
 
-class Draft:
+class ConfigBuilder:
     """The values of the file and the arguments, where each stands, and what is wrong so far."""
 
     sections: ClassVar[Mapping[str, type[Any]]] = SECTIONS
@@ -53,16 +53,16 @@ class Draft:
         self._values: dict[str, Any] = {}  # section -> key -> value
         self._empty: set[str] = set()  # keys after which nothing was written
         self._places: dict[str, int | None] = {}
-        self.findings: list[Finding] = []
+        self.findings: list[ConfigProblem] = []
         self.bad: set[str] = set()  # dotted keys whose value must not be used
 
     def add(self, key: str, text: str) -> None:
         """A problem at a key, placed where the key or else its section was given."""
         section = key.partition(".")[0]
         place = self._places.get(key, self._places.get(section, 0))
-        self._add(Finding(place, key, text))
+        self._add(ConfigProblem(place, key, text))
 
-    def _add(self, finding: Finding) -> None:
+    def _add(self, finding: ConfigProblem) -> None:
         self.findings.append(finding)
         self.bad.add(finding.key)
 
@@ -70,17 +70,19 @@ class Draft:
         """Take the values of the file. Raises ConfigError when it is no YAML at all."""
         text = _read_text(self._path)
         try:
-            document = yaml_lines.read(text)
+            document = yaml_lines.read_document(text)
         except YamlError as error:
-            finding = Finding(error.line, "", f"not a config: {error}")
-            raise ConfigError(report(self._path, [finding])) from None
+            finding = ConfigProblem(error.line, "", f"not a config: {error}")
+            raise ConfigError(problem_report(self._path, [finding])) from None
         self._places.update(document.lines)
-        for finding in document.findings:
+        for finding in document.problems:
             self._add(finding)
         if isinstance(document.value, dict):
             self._values = document.value
         elif document.value is not None:
-            self._add(Finding(1, "", f"needs sections ({', '.join(self.order)}), not one value"))
+            self._add(
+                ConfigProblem(1, "", f"needs sections ({', '.join(self.order)}), not one value")
+            )
         for name in [name for name in self._values if name not in self.order]:
             self.add(name, unknown("section", name, self.order))
         self._empty = set(document.empty)
@@ -92,19 +94,19 @@ class Draft:
         if not equals or section not in ORDER:
             whole = equals and dot  # else seed=1 would be told that it is an unknown section
             text = unknown("section", section, ORDER) if whole else "write section.key=value"
-            self._add(Finding(None, key, text))
+            self._add(ConfigProblem(None, key, text))
             return
         if key in self._places and self._places[key] is None:
-            self._add(Finding(None, key, "given twice among the arguments"))
+            self._add(ConfigProblem(None, key, "given twice among the arguments"))
             return
         try:
-            document = yaml_lines.read(text)
+            document = yaml_lines.read_document(text)
         except YamlError as error:
-            self._add(Finding(None, key, f"{text!r} cannot be read: {error}"))
+            self._add(ConfigProblem(None, key, f"{text!r} cannot be read: {error}"))
             return
         self._replace(key)
-        for finding in document.findings:
-            self._add(Finding(None, key, finding.text))
+        for finding in document.problems:
+            self._add(ConfigProblem(None, key, finding.text))
         before = self._values.get(section)
         if dot and (before is None or isinstance(before, dict)):
             self._values[section] = {**(before or {}), name: document.value}
@@ -112,7 +114,7 @@ class Draft:
         elif key == "privacy" and document.value is None and text.strip():
             self._values["privacy"] = None
         elif not dot:
-            self._add(Finding(None, key, f"is a section. Write {key}.key=value"))
+            self._add(ConfigProblem(None, key, f"is a section. Write {key}.key=value"))
 
     def _replace(self, key: str) -> None:
         """Forget what the file said at a key and below, right or wrong: an argument beats it."""
@@ -170,7 +172,7 @@ class Draft:
             result = kind(**values)
         except ValidationError as error:
             result = None
-            for key, text in in_words(error, kind, values):
+            for key, text in describe_errors(error, kind, values):
                 dotted = prefix + key if key else section
                 if dotted not in self.bad:
                     self.add(dotted, text)

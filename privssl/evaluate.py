@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from privssl.learn import load, network_input
+from privssl.learn import load_weights, network_input
 from privssl.messages import StateDict
 
 # Rows of one forward pass. What a pass of a few hundred writes stays in the caches; memory that is
@@ -35,14 +35,14 @@ def accuracy(
         x: rows (N, *shape) as stored: uint8 or float32 in [0, 1].
         y: classes (N,).
     """
-    load(network, weights).eval()
+    load_weights(network, weights).eval()
     right = 0
     for rows, classes in zip(torch.split(x, chunk), torch.split(y, chunk), strict=True):
         right += int((network(network_input(rows, device)).argmax(dim=1).cpu() == classes).sum())
     return right / len(y)
 
 
-class Judge:
+class Evaluator:
     """Accuracies of classifiers on held-out rows.
 
     It remembers the classifiers that it saw last, by identity: a state is never written to, so a
@@ -77,7 +77,7 @@ class Judge:
 
 
 @dataclass
-class Oracle:
+class HiddenLabelMeter:
     """True labels of all training rows, by row id. Feeds metrics only."""
 
     true_labels: Tensor  # (N,), below 0 where nobody knows

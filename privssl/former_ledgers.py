@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accounting.budget import rounded_up
+from accounting.budget import round_up
 from accounting.errors import LedgerError
 from accounting.replay import Journal, read_journal
 from privssl.errors import RunFolderError
@@ -53,7 +53,7 @@ def former_sentences(card: Mapping[str, Any] | None) -> list[str]:
         spent = "damaged, so nobody knows what it spent"
         if entry["epsilon"] is not None:
             nominal = "nominal " if entry["kind"] == "nominal" else ""
-            spent = f"{nominal}epsilon {rounded_up(entry['epsilon'])} at delta {entry['delta']:g}"
+            spent = f"{nominal}epsilon {round_up(entry['epsilon'])} at delta {entry['delta']:g}"
         told.setdefault(entry["ledger"], []).append(f"{entry['agent']} {spent}")
     return [
         f"Not counted: a run that this one replaced, whose ledger is in {ledger}: "

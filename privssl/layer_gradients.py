@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from privssl import kernels
-from privssl.clipping import Outer, RowGradients, Rows
+from privssl.clipping import DenseGradients, OuterProductGradients, PerExampleGradients
 from privssl.errors import PrivacyError
 from privssl.kernels import correlation
-from privssl.models.pooled import Visit
+from privssl.models.pooled import FusedPass
 
 Key = tuple[str, str]  # network, parameter name
 
@@ -38,7 +38,7 @@ class Call(ABC):
     versions: tuple[int, int]  # of input and output, when the layer was done
 
     @abstractmethod
-    def of_parameters(self, gradient: Tensor) -> list[tuple[Key, RowGradients]]:
+    def of_parameters(self, gradient: Tensor) -> list[tuple[Key, PerExampleGradients]]:
         """Gradients of its parameters from that of the output."""
 
     def check_untouched(self) -> None:
@@ -65,7 +65,7 @@ class LayerCall(Call):
     shape: torch.Size  # of its weight
     bias: Key | None
 
-    def of_parameters(self, gradient: Tensor) -> list[tuple[Key, RowGradients]]:
+    def of_parameters(self, gradient: Tensor) -> list[tuple[Key, PerExampleGradients]]:
         key, x, g = self.ends[0], self.input, self.rows_first(gradient)
         if len(self.rows_at) > 1:  # weights are not needed here, so rows are rows, whoever's
             x, g = x.flatten(0, 1), g.flatten(0, 1)
@@ -77,13 +77,13 @@ class LayerCall(Call):
         if self.layer is functional.group_norm:
             groups, eps = self.given["num_groups"], self.given["eps"]
             normed = functional.group_norm(x.flatten(0, 1), groups, eps=eps)
-            mine: RowGradients = Rows((g * normed.view_as(g)).sum(dim=places))
+            mine: PerExampleGradients = DenseGradients((g * normed.view_as(g)).sum(dim=places))
         else:
             mine = _of_kernels(self.layer, self.given, x, g, self.shape)
         return [(key, mine), *self._of_bias(g.sum(dim=places))]
 
-    def _of_bias(self, each: Tensor) -> list[tuple[Key, RowGradients]]:
-        return [] if self.bias is None else [(self.bias, Rows(each))]
+    def _of_bias(self, each: Tensor) -> list[tuple[Key, PerExampleGradients]]:
+        return [] if self.bias is None else [(self.bias, DenseGradients(each))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,53 +92,58 @@ class PooledCall(Call):
     its own."""
 
     keys: Sequence[Key | None]  # of its parameters, as the visit has them
-    visit: Visit
+    visit: FusedPass
 
-    def of_parameters(self, gradient: Tensor) -> list[tuple[Key, RowGradients]]:
+    def of_parameters(self, gradient: Tensor) -> list[tuple[Key, PerExampleGradients]]:
         _, sums = self.visit.back(self.rows_first(gradient), inputs=False, parameters=True)
         return [
             # Weights as they lie in memory, channels last.
-            (key, Rows(g.permute(0, 1, 3, 4, 2), (0, 3, 1, 2)) if g.dim() > 2 else Rows(g))
+            (
+                key,
+                DenseGradients(g.permute(0, 1, 3, 4, 2), (0, 3, 1, 2))
+                if g.dim() > 2
+                else DenseGradients(g),
+            )
             for key, g in zip(self.keys, sums, strict=True)
             if key is not None and g is not None
         ]
 
 
-def added(parts: list[RowGradients]) -> RowGradients:
+def add_parts(parts: list[PerExampleGradients]) -> PerExampleGradients:
     """One of several gradients of one parameter, which came by several ways."""
     if len(parts) == 1:
         return parts[0]
-    outer = [part for part in parts if isinstance(part, Outer)]
+    outer = [part for part in parts if isinstance(part, OuterProductGradients)]
     if len(outer) == len(parts):
         left, right = (torch.cat([getattr(o, s) for o in outer], 1) for s in ("left", "right"))
         return _product(left, right, outer[0].kernel)
-    total = _written_out(parts[0])
+    total = _materialize(parts[0])
     for part in parts[1:]:
-        total = total + _written_out(part)
-    return Rows(total)
+        total = total + _materialize(part)
+    return DenseGradients(total)
 
 
-def _written_out(part: RowGradients) -> Tensor:
+def _materialize(part: PerExampleGradients) -> Tensor:
     """(B, *shape of the parameter)."""
-    if isinstance(part, Outer):
-        return part.shaped(part.left.mT @ part.right)
-    assert isinstance(part, Rows)
+    if isinstance(part, OuterProductGradients):
+        return part.reshape_like(part.left.mT @ part.right)
+    assert isinstance(part, DenseGradients)
     return part.each if part.axes is None else part.each.permute(0, *(a + 1 for a in part.axes))
 
 
 def _product(
     left: Tensor, right: Tensor, kernel: tuple[int, int, int] | None = None
-) -> RowGradients:
+) -> PerExampleGradients:
     """(B, T, p) and (B, T, d): multiplied out where that is less work (Bu et al. 2022).
 
-    ``kernel``: as in :class:`clipping.Outer`.
+    ``kernel``: as in :class:`clipping.OuterProductGradients`.
     """
     if _less_work(left.shape[1], left.shape[2] * right.shape[2], left.device):
         each = left.mT @ right
         if kernel is None:
-            return Rows(each)
-        return Rows(each.view(*each.shape[:2], *kernel), (0, 3, 1, 2))
-    return Outer(left, right, kernel)
+            return DenseGradients(each)
+        return DenseGradients(each.view(*each.shape[:2], *kernel), (0, 3, 1, 2))
+    return OuterProductGradients(left, right, kernel)
 
 
 def _less_work(places: int, numbers: int, device: torch.device) -> bool:
@@ -149,7 +154,7 @@ def _less_work(places: int, numbers: int, device: torch.device) -> bool:
 
 def _of_kernels(
     layer: Callable[..., Any], given: Mapping[str, Any], x: Tensor, g: Tensor, shape: torch.Size
-) -> RowGradients:
+) -> PerExampleGradients:
     """Gradients of a convolution's weight, of its ``shape`` (first, second, height, width), from
     inputs and output gradients (B, T, channels, h, w).
 
@@ -159,8 +164,10 @@ def _of_kernels(
     kernel, stride = in_pair(tuple(shape[2:])), in_pair(given.get("stride", 1))
     padding = in_pair(given.get("padding", 0))
     places = math.prod((smaller.shape[1], *smaller.shape[3:]))
-    if kernels.do(larger) and _less_work(places, shape.numel(), x.device):
-        return Rows(correlation.sums(larger, smaller, kernel, stride, padding), (3, 2, 0, 1))
+    if kernels.available_for(larger) and _less_work(places, shape.numel(), x.device):
+        return DenseGradients(
+            correlation.sums(larger, smaller, kernel, stride, padding), (3, 2, 0, 1)
+        )
     seen = _windows(larger.flatten(0, 1), kernel, stride, padding)
     met = smaller.flatten(0, 1).flatten(2).mT  # (B T, places, first)
     left, right = (t.reshape(len(x), -1, t.shape[-1]) for t in (met, seen))

@@ -60,7 +60,7 @@ def epoch_batches(held: int, size: int, rng: torch.Generator) -> Iterator[Tensor
     return iter(torch.split(torch.randperm(held, generator=rng), size)) if held else iter(())
 
 
-def ahead(
+def in_blocks(
     batches: Iterable[Tensor], seen: Callable[[Tensor], Tensor], at_once: int = 512
 ) -> Iterator[Tensor]:
     """Views of batches, one after the other, made for many batches in one go.
@@ -89,24 +89,24 @@ def views_of(
     view: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> Iterator[Tensor]:
-    """Views of batches of stored rows (N, *shape), made :func:`ahead`.
+    """Views of batches of stored rows (N, *shape), made :func:`in_blocks`.
 
     Args:
         batches: row numbers, each (B,); B may be 0.
         view: rows as networks take them (n, *shape) -> what is seen of them (n, ...).
     """
-    return ahead(
-        batches, lambda rows: view(network_input(stored[rows], device)), seen_at_once(stored)
+    return in_blocks(
+        batches, lambda rows: view(network_input(stored[rows], device)), rows_per_pass(stored)
     )
 
 
-def seen_at_once(stored: Tensor) -> int:
+def rows_per_pass(stored: Tensor) -> int:
     """Of how many of the rows (N, *shape) views are made in one go, >= 1."""
     return max(1, SEEN_AT_ONCE // math.prod(stored.shape[1:]))
 
 
 @dataclass(frozen=True, eq=False)
-class Descent:
+class OptimizerStep:
     """One step that is to be taken down a loss."""
 
     optimisers: tuple[torch.optim.Optimizer, ...]  # of different parameters
@@ -118,7 +118,7 @@ class Descent:
         groups = [group for one in self.optimisers for group in one.param_groups]
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
-    def alone(self) -> None:
+    def run_single(self) -> None:
         for group in (group for one in self.optimisers for group in one.param_groups):
             for parameter in group["params"]:  # frozen ones too: an old gradient would move them
                 parameter.grad = None
@@ -146,7 +146,7 @@ def minimise(
         clip_norm: longest norm of the gradient of all parameters together; None: any.
     """
     several = (optimiser,) if isinstance(optimiser, torch.optim.Optimizer) else tuple(optimiser)
-    together.ask(Descent(several, loss, clip_norm))
+    together.submit(OptimizerStep(several, loss, clip_norm))
     return loss.detach()
 
 
@@ -234,7 +234,7 @@ class LocalOptimiser:
             for key, parameter in self._kept.items()
             for slot, value in self._moments.get(parameter, {}).items()
         }
-        return transfers.moved(moments, torch.device("cpu"))
+        return transfers.move_to(moments, torch.device("cpu"))
 
 
 def moving_average(kept: StateDict, new: StateDict, decay: float) -> StateDict:
@@ -248,7 +248,9 @@ def moving_average(kept: StateDict, new: StateDict, decay: float) -> StateDict:
     }
 
 
-def load(network: nn.Module, weights: StateDict, device: torch.device | None = None) -> nn.Module:
+def load_weights(
+    network: nn.Module, weights: StateDict, device: torch.device | None = None
+) -> nn.Module:
     """Put weights into a network, by copying, and set it to training mode.
 
     Args:
@@ -275,14 +277,14 @@ def fresh_weights(build: Callable[[], nn.Module], rng: torch.Generator) -> dict[
 
 def weights_of(network: nn.Module) -> dict[str, Tensor]:
     """A network's state dict as plain CPU tensors of their own."""
-    return transfers.copied(network.state_dict())
+    return transfers.copy_tensors(network.state_dict())
 
 
 _copied_at_once: ContextVar[bool] = ContextVar("copied_at_once", default=False)
 
 
 @contextmanager
-def copied_at_once() -> Iterator[None]:
+def copy_once() -> Iterator[None]:
     """Inside, on this thread, whoever calls a step copies what it returns before anything else."""
     before = _copied_at_once.set(True)
     try:
@@ -294,11 +296,11 @@ def copied_at_once() -> Iterator[None]:
 def to_send(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A network's tensors as plain CPU tensors, for the reply of a step and for nothing else.
 
-    They have memory of their own, but for an engine that says ``copied_at_once``.
+    They have memory of their own, but for an engine that says ``copy_once``.
     """
     if _copied_at_once.get():
-        return transfers.moved(tensors, torch.device("cpu"))
-    return transfers.copied(tensors)
+        return transfers.move_to(tensors, torch.device("cpu"))
+    return transfers.copy_tensors(tensors)
 
 
 def batches(fields: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:

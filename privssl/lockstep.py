@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-Ask = Callable[[Any], Any]
+Request = Callable[[Any], Any]
 #: Some of the questions that wait, by their places -> their answers. The others wait on.
-Answer = Callable[[Sequence[Any]], dict[int, Any]]
+Handler = Callable[[Sequence[Any]], dict[int, Any]]
 
 
-class GivenUp(BaseException):
+class Cancelled(BaseException):
     """Ends a piece of work, where it waits, that nobody needs any more."""
 
 
-def in_lockstep(
-    pieces: Sequence[Callable[[Ask], T]], answer: Answer, device: torch.device
+def run_in_lockstep(
+    functions: Sequence[Callable[[Request], T]], answer: Handler, device: torch.device
 ) -> list[T]:
     """What the pieces return, in their order.
 
@@ -42,60 +42,60 @@ def in_lockstep(
         carried on with, as one of them may fail as well: so it is the error that the same pieces
         raise one after the other.
     """
-    before = _chance(device)
-    lanes: list[_Lane[T]] = []
+    before = _random_states(device)
+    tasks: list[_Task[T]] = []
     try:
-        for piece in pieces:
-            lanes.append(_Lane(piece, device))
-            lanes[-1].go_on(None)
-            if lanes[-1].error is not None:
+        for function in functions:
+            tasks.append(_Task(function, device))
+            tasks[-1].resume(None)
+            if tasks[-1].error is not None:
                 break
-        while waiting := [lane for lane in _that_matter(lanes) if not lane.over]:
-            answers = answer([lane.question for lane in waiting])
-            for place, lane in enumerate(waiting):
-                if place in answers and lane in _that_matter(lanes):
-                    lane.go_on(answers[place])
+        while waiting := [task for task in _unfinished(tasks) if not task.over]:
+            answers = answer([task.question for task in waiting])
+            for place, task in enumerate(waiting):
+                if place in answers and task in _unfinished(tasks):
+                    task.resume(answers[place])
     finally:
-        for lane in lanes:
-            lane.give_up()
-        _set_chance(before, device)
-    for lane in lanes:
-        if lane.error is not None:
-            raise lane.error
-    return [lane.result for lane in lanes]
+        for task in tasks:
+            task.cancel()
+        _set_random_states(before, device)
+    for task in tasks:
+        if task.error is not None:
+            raise task.error
+    return [task.result for task in tasks]
 
 
-def _that_matter(lanes: "Sequence[_Lane[T]]") -> "Sequence[_Lane[T]]":
+def _unfinished(tasks: "Sequence[_Task[T]]") -> "Sequence[_Task[T]]":
     """All before the first that failed."""
-    failed = (place for place, lane in enumerate(lanes) if lane.error is not None)
-    return lanes[: next(failed, len(lanes))]
+    failed = (place for place, task in enumerate(tasks) if task.error is not None)
+    return tasks[: next(failed, len(tasks))]
 
 
-class _Lane(Generic[T]):
-    """One piece of work on its thread. ``go_on`` and ``give_up`` are for the others."""
+class _Task(Generic[T]):
+    """One piece of work on its thread. ``resume`` and ``cancel`` are for the others."""
 
     result: T
 
-    def __init__(self, piece: Callable[[Ask], T], device: torch.device) -> None:
+    def __init__(self, function: Callable[[Request], T], device: torch.device) -> None:
         self.question: Any = None
         self.error: BaseException | None = None
         self.over = False
-        self._piece, self._device, self._given_up = piece, device, False
-        self._chance = _chance(device)
+        self._piece, self._device, self._given_up = function, device, False
+        self._chance = _random_states(device)
         self._in: SimpleQueue[Any] = SimpleQueue()
         self._out: SimpleQueue[None] = SimpleQueue()
         # daemon: a process that must end does not wait for a thread that waits for it
         self._thread = threading.Thread(target=self._live, daemon=True)
         self._thread.start()
 
-    def go_on(self, answer: Any) -> None:
+    def resume(self, answer: Any) -> None:
         """Let it run with an answer until it asks again or ends."""
-        _set_chance(self._chance, self._device)
+        _set_random_states(self._chance, self._device)
         self._in.put((answer,))
         self._out.get()
-        self._chance = _chance(self._device)
+        self._chance = _random_states(self._device)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """End it, wherever it is; if it runs, at its next question. May be called twice."""
         if not self.over:
             self._in.put(None)
@@ -105,7 +105,7 @@ class _Lane(Generic[T]):
         try:
             self._next()
             self.result = self._piece(self._ask)
-        except GivenUp:
+        except Cancelled:
             pass
         except BaseException as error:
             self.error = error
@@ -122,17 +122,17 @@ class _Lane(Generic[T]):
         told = None if self._given_up else self._in.get()
         if told is None:
             self._given_up = True  # also whatever it asks on its way out
-            raise GivenUp
+            raise Cancelled
         return told[0]
 
 
-def _chance(device: torch.device) -> list[Tensor]:
+def _random_states(device: torch.device) -> list[Tensor]:
     """States of the generators that torch draws from when it is given none."""
     states = [torch.get_rng_state()]
     return states if device.type != "cuda" else [*states, torch.cuda.get_rng_state(device)]
 
 
-def _set_chance(states: Sequence[Tensor], device: torch.device) -> None:
+def _set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from privssl.agents import natural_order
-from privssl.messages import Done, MessageError, Reply, StateDict
+from privssl.messages import Ack, MessageError, Reply, StateDict
 
 #: Numbers that are averaged at once. Their float64 stay in a cache: of 1.6 million, that saves a
 #: fifth of the time.
 PIECE = 2**18
 
 
-def equally(_: Reply[Any]) -> float:
-    """The same share for every reply, as ``weight`` of a ``Mean``."""
+def uniform_weight(_: Reply[Any]) -> float:
+    """The same share for every reply, as ``weight`` of a ``WeightedMean``."""
     return 1.0
 
 
-class Mean:
+class WeightedMean:
     """The weighted mean of one field over the agents that send it, taken while replies come.
 
     Each is added and let go, so that one network lies in memory and not one for each agent.
-    ``World.ask_each`` fills it (``into``).
+    ``Federation.ask_each`` fills it (``into``).
 
     >>> from dataclasses import dataclass
     >>> from privssl.agents import AgentRef
@@ -36,11 +36,11 @@ class Mean:
     >>> @dataclass(frozen=True)
     ... class Trained(Message):
     ...     F: StateDict
-    >>> F = Mean("F")
+    >>> F = WeightedMean("F")
     >>> for name, value in (("q0", 1.0), ("q1", 4.0)):
     ...     said = Trained({"w": torch.tensor([value])})
     ...     F.add(Reply(AgentRef(name, "query"), said, weight=value))
-    >>> F.otherwise({})  # (1 * 1 + 4 * 4) / (1 + 4)
+    >>> F.value_or({})  # (1 * 1 + 4 * 4) / (1 + 4)
     {'w': tensor([3.4000])}
     """
 
@@ -65,7 +65,7 @@ class Mean:
                 have other names, shapes or types than those of the first: by broadcasting or a
                 wider type one sender could otherwise take over the mean.
         """
-        sent: StateDict | None = None if reply.silent else getattr(reply.said, self._name)
+        sent: StateDict | None = None if reply.declined else getattr(reply.payload, self._name)
         if sent is None:
             return
         share, sender = self._weight(reply), reply.sender.id
@@ -101,12 +101,12 @@ class Mean:
             torch._foreach_copy_(piece.rooms, some)
             piece.mean.lerp_(piece.numbers, share / self._total)
 
-    def taken(self, reply: Reply[Any]) -> Reply[Any]:
+    def consume(self, reply: Reply[Any]) -> Reply[Any]:
         """Add a reply; what is left of it: whose it is, its share, and that it spoke."""
         self.add(reply)
-        return reply if reply.silent else dataclasses.replace(reply, content=Done())
+        return reply if reply.declined else dataclasses.replace(reply, content=Ack())
 
-    def otherwise(self, nobody: StateDict) -> StateDict:
+    def value_or(self, nobody: StateDict) -> StateDict:
         """The mean; ``nobody`` where nothing was added: the caller must decide what that means."""
         if not self._first:
             return nobody
@@ -173,21 +173,21 @@ def average(
     otherwise: StateDict,
     weight: Callable[[Reply[Any]], float] = lambda reply: reply.weight,
 ) -> StateDict:
-    """``Mean`` of replies that are here already.
+    """``WeightedMean`` of replies that are here already.
 
     Args:
         replies: in any order; the sum is taken in natural order of the senders, so that the
             order of arrival cannot change a bit.
-        name, weight: as of ``Mean``.
+        name, weight: as of ``WeightedMean``.
         otherwise: the answer when nobody sent it.
 
     Raises:
-        MessageError: see ``Mean.add``.
+        MessageError: see ``WeightedMean.add``.
     """
-    mean = Mean(name, weight)
+    mean = WeightedMean(name, weight)
     for reply in sorted(replies, key=lambda reply: natural_order(reply.sender.id)):
         mean.add(reply)
-    return mean.otherwise(otherwise)
+    return mean.value_or(otherwise)
 
 
 def _form(weights: StateDict, key: str) -> str:

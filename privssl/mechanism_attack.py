@@ -35,11 +35,11 @@ from accounting.empirical import (
     repeats_p,
     sample_rate_p,
 )
-from accounting.two_worlds import two_world_from_scores
+from accounting.two_worlds import two_sample_bound_from_scores
 from privssl.agents import LabelledRows
 from privssl.algorithms.base import Context
 from privssl.privacy import PrivatePlan, PrivateTraining, secure_uniform
-from privssl.private_rows import train_privately
+from privssl.private_rows import train_rows_privately
 from privssl.row_gradients import Parameters
 
 MEMBERS, OTHERS = 240_000, 12_000_000  # trials with and without the canary, at most
@@ -102,7 +102,7 @@ class MechanismAttack:
     p_values: Mapping[str, float]
 
     @property
-    def tried(self) -> str:
+    def trials_run(self) -> str:
         """What was done, in the words of a report."""
         return f"{self.members} canaries in, {self.others} out, {self.steps} private steps"
 
@@ -119,7 +119,7 @@ def attack_mechanism(
         seen.add(*WITH_MEMBERS)
     while seen.trials[0] < wanted[1]:
         seen.add(*WITH_OTHERS)
-    worlds = two_world_from_scores(
+    worlds = two_sample_bound_from_scores(
         np.concatenate(seen.scores[1]), np.concatenate(seen.scores[0]), delta, confidence,
         choosing=_CHOOSING,
     )  # fmt: skip
@@ -275,7 +275,7 @@ def _visited(
     for visit in range(visits):
         canaries.reset()
         ctx = Context(0, visit, "s0", f"{visit}", "attempt", torch.device("cpu"), telemetry=False)
-        train_privately(
+        train_rows_privately(
             plan, canaries.networks, none if visit % 2 else rows, ctx, draw, canaries.row_loss,
             counts_public=counts_public,
         )  # fmt: skip

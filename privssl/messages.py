@@ -49,30 +49,30 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Silence(Message):
+class Declined(Message):
     """The agent declined to work; the reason is a sentence without data in it."""
 
     reason: str
 
 
 #: What a step says that found its account empty: the run then ends as ``budget_exhausted``.
-BUDGET_SPENT = Silence("privacy budget is spent")
+BUDGET_EXHAUSTED = Declined("privacy budget is spent")
 
 
 @dataclass(frozen=True)
-class Absent(Silence):
+class NoReply(Declined):
     """No reply came, and the run goes on without it; the reason is a word of ``wire``."""
 
 
 @dataclass(frozen=True)
-class Done(Message):
+class Ack(Message):
     """The agent worked and has nothing to send."""
 
 
 M = TypeVar("M", bound=Message)
 
 
-class SilentReply(Exception):  # noqa: N818  (it is a state of affairs before it is an error)
+class NoPayloadError(Exception):
     """The content of a reply was read although its agent had been silent."""
 
 
@@ -81,24 +81,24 @@ class Reply(Generic[M]):
     """One agent's answer.
 
     ``weight`` is the agent's share in an average: its number of rows, or 1.0 where counts
-    must stay private. ``notes`` are named numbers for the tracker (losses); empty at agents
+    must stay private. ``metrics`` are named numbers for the tracker (losses); empty at agents
     whose rows are under a privacy account.
     """
 
     sender: AgentRef
-    content: M | Silence
+    content: M | Declined
     weight: float = 1.0
-    notes: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def silent(self) -> bool:
-        return isinstance(self.content, Silence)
+    def declined(self) -> bool:
+        return isinstance(self.content, Declined)
 
     @property
-    def said(self) -> M:
+    def payload(self) -> M:
         """The content. Raises SilentReply when the agent was silent."""
-        if isinstance(self.content, Silence):
-            raise SilentReply(f"{self.sender.id} was silent: {self.content.reason}")
+        if isinstance(self.content, Declined):
+            raise NoPayloadError(f"{self.sender.id} was silent: {self.content.reason}")
         return self.content
 
 
@@ -120,15 +120,16 @@ def payload_bytes(message: Message) -> int:
 _SCALARS = (bool, int, float, str, type(None))
 
 
-def pack(message: Message) -> bytes:
+def serialize(message: Message) -> bytes:
     """Message to bytes: safetensors, with the numbers in its header. Inverse of unpack."""
-    plain, tensors = parts_of(message)
-    told = {"fields": json.dumps(plain, allow_nan=False)}
-    return b"".join(tensor_file.pieces_of(tensors, told))
+    plain, tensors = to_parts(message)
+    metadata = {"fields": json.dumps(plain, allow_nan=False)}
+    return b"".join(tensor_file.pieces_of(tensors, metadata))
 
 
-def parts_of(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What strict JSON can hold of a message, and its tensors by name. ``joined`` is the inverse.
+def to_parts(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What strict JSON can hold of a message, and its tensors by name. ``from_parts`` is the
+    inverse.
 
     Raises:
         TypeError: a field is of a type that no message has.
@@ -150,24 +151,25 @@ def parts_of(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return plain, tensors
 
 
-def unpack(kind: type[M], data: bytes) -> M:
+def deserialize(kind: type[M], data: bytes) -> M:
     """Bytes to a message of the given class. Nothing in the bytes chooses what is built.
 
     Fields that the class does not have are left lying. Memory is taken for bytes that are there,
     never for a size that is only stated.
 
     Raises:
-        MessageError: the bytes are not what ``pack`` writes, a field is missing or of another
+        MessageError: the bytes are not what ``serialize`` writes, a field is missing or of another
             type than the class declares, or a tensor is of no usual type or not finite. The text
             holds names and types, no values.
     """
-    message = joined(kind, *_opened(data))
+    message = from_parts(kind, *_read_parts(data))
     check(message)
     return message
 
 
-def joined(kind: type[M], plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> M:
-    """A message of the given class from the parts of one. Raises MessageError as ``unpack``, but
+def from_parts(kind: type[M], plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> M:
+    """A message of the given class from the parts of one. Raises MessageError as
+    ``deserialize``, but
     for numbers: at those ``check`` looks."""
     allowed = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
@@ -182,7 +184,7 @@ def joined(kind: type[M], plain: Mapping[str, Any], tensors: Mapping[str, Tensor
     return kind(**values)
 
 
-def _opened(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read_parts(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The numbers and the tensors in the bytes of a message, by name."""
     size = int.from_bytes(data[:8], "little")
     if not 0 < size <= min(MAX_HEADER_BYTES, len(data) - 8):

@@ -30,7 +30,7 @@ def add_noise(optimisers: Sequence[SecureNoise]) -> None:
     In float64, on the CPU (not every device has it): what is released is rounded after the noise.
     """
     parameters = [parameter for one in optimisers for parameter in one.params]
-    if all(kernels.do(p) and p.summed_grad.is_cpu for p in parameters):
+    if all(kernels.available_for(p) and p.summed_grad.is_cpu for p in parameters):
         for one in optimisers:
             _add_by_kernel(one)
     else:
@@ -46,9 +46,9 @@ def _add_by_kernel(optimiser: SecureNoise) -> None:
         there = (own.dtype, own.stride()) == (summed.dtype, summed.stride())
         sums.append(own if there else summed.copy_(own))
         gradients.append(gradient)
-    deviation = _deviation(optimiser)
+    deviation = _stddev(optimiser)
     noise = privacy.secure_normal(sum(one.numel() for one in sums))
-    kernel.add(sums, noise, deviation, grid(deviation), gradients)
+    kernel.add(sums, noise, deviation, rounding_grid(deviation), gradients)
     for parameter, gradient in zip(optimiser.params, gradients, strict=True):
         parameter.grad = gradient  # not before there is noise on it
 
@@ -61,9 +61,9 @@ def _add_by_torch(optimisers: Sequence[SecureNoise]) -> None:
     noisy = noisy.to("cpu", torch.float64)
     sizes = [sum(parameter.numel() for parameter in one.params) for one in optimisers]
     for one, sums in zip(optimisers, torch.split(noisy, sizes), strict=True):
-        deviation = _deviation(one)
+        deviation = _stddev(one)
         sums.add_(torch.from_numpy(privacy.secure_normal(len(sums))), alpha=deviation)
-        if step := grid(deviation):
+        if step := rounding_grid(deviation):
             sums.mul_(1 / step).round_().mul_(step)  # exact: powers of two, none out of range
     if device.type != "cpu":  # in one go
         noisy = noisy.to(kind).to(device)
@@ -76,11 +76,11 @@ def _add_by_torch(optimisers: Sequence[SecureNoise]) -> None:
         parameter.grad = gradient
 
 
-def _deviation(optimiser: SecureNoise) -> float:
+def _stddev(optimiser: SecureNoise) -> float:
     return float(optimiser.noise_multiplier * optimiser.max_grad_norm)
 
 
-def grid(deviation: float) -> float:
+def rounding_grid(deviation: float) -> float:
     """Sums with noise of this deviation are rounded to whole multiples of it, a power of two.
 
     Floating-point noise has gaps, and what it is added to shifts them: which numbers can come out

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from privssl.yaml_lines import Finding, as_yaml_number
+from privssl.yaml_lines import ConfigProblem, as_yaml_number
 
 _TYPES = {
     "integer": "a whole number",
@@ -24,7 +24,7 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 _KEY_WIDTH = 22  # of the column of keys, unless one is longer
 
 
-def report(path: Path, findings: Sequence[Finding]) -> str:
+def problem_report(path: Path, findings: Sequence[ConfigProblem]) -> str:
     """All findings under one heading: those of the whole file, by line, of the arguments."""
     ordered = sorted(findings, key=lambda f: (f.line is None, f.line or 0))
     places = [_place(finding.line) for finding in ordered]
@@ -73,7 +73,7 @@ def show(value: object) -> str:
     return repr(value)[:60]
 
 
-def in_words(
+def describe_errors(
     error: ValidationError, kind: type[Any], values: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
     """One (key, text) for each field that pydantic refused; the key is empty for the whole.

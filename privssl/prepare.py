@@ -17,8 +17,8 @@ from torch import nn
 
 from accounting import registry
 from accounting.accountants import epsilon
-from accounting.budget import Budget, rounded_up
-from accounting.events import protected
+from accounting.budget import Budget, round_up
+from accounting.events import is_protected
 from accounting.plan import AccountPlan
 from privssl import data, models
 from privssl.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
@@ -39,26 +39,26 @@ class Prepared:
     """A run that is ready to start: everything is checked, nothing is written."""
 
     config: Config
-    federation: data.Federation
+    federated_data: data.FederatedDataset
     algorithm: Algorithm[Any]
     plan: Plan | None
-    promises: Mapping[str, AccountPlan]  # of each agent with labels; empty when not private
+    account_plans: Mapping[str, AccountPlan]  # of each agent with labels; empty when not private
     device: torch.device
     roster: tuple[AgentRef, ...]  # every agent; where they are sites, their rows are not here
 
     @property
     def labelled_agents(self) -> tuple[Agent, ...]:
-        return _labelled(self.federation)
+        return _labelled(self.federated_data)
 
     @property
-    def nominal(self) -> bool:
+    def is_nominal(self) -> bool:
         """Whether its epsilons are those of a scheme that guarantees nothing."""
         return self.plan is not None and self.plan.scope == "as_published"
 
     @property
     def about_rows(self) -> dict[str, Any]:
         """What whoever uses the classifier must know: form of a row, names in output order."""
-        dataset = self.federation.dataset
+        dataset = self.federated_data.dataset
         form = {"kind": "image", "shape": list(dataset.shape), "scaling": "[-1, 1]"}
         return {"rows": {**form, "encoder": None}, "class_names": list(dataset.class_names)}
 
@@ -67,17 +67,17 @@ class Prepared:
         """What was odd about the rows. Of a private run nothing: no noise is on such numbers."""
         if self.config.privacy is not None:
             return []
-        said = self.federation.dataset.said
+        said = self.federated_data.dataset.said
         return [record.getMessage() for record in said if record.levelno >= logging.WARNING]
 
     @property
-    def told_split(self) -> str:
+    def published_split_hash(self) -> str:
         """The hash of the split, where it may leave its owner.
 
         It is of rows and labels, without a key: who knows all of them but one label of a private
         run could try labels until it fits. There it stays in split.json, which is the owner's.
         """
-        return WITHHELD if self.config.privacy else self.federation.manifest.hash
+        return WITHHELD if self.config.privacy else self.federated_data.manifest.hash
 
 
 def prepare(config: Config) -> Prepared:
@@ -89,12 +89,12 @@ def prepare(config: Config) -> Prepared:
     """
     device = device_of(config.run.device)
     _check_side_by_side(config.run, device)
-    roster = data.refs(config.data.labels, config.agents)
-    federation = _federation(config)
-    dataset, kind = federation.dataset, ALGORITHMS[config.algorithm.name]
-    check_sides(dataset.shape, config.algorithm.name, kind.sides_divisible_by)
+    roster = data.agent_refs(config.data.labels, config.agents)
+    federated_data = _federated_data(config)
+    dataset, kind = federated_data.dataset, ALGORITHMS[config.algorithm.name]
+    check_privacy_sides(dataset.shape, config.algorithm.name, kind.sides_divisible_by)
     task = task_of(config, dataset.classes, dataset.shape)
-    plan, holders = None, _labelled(federation)
+    plan, holders = None, _labelled(federated_data)
     if config.privacy is not None:
         labelled = sum(agent.role != "query" for agent in roster)
         plan = kind.make_plan(
@@ -104,19 +104,19 @@ def prepare(config: Config) -> Prepared:
             agents=labelled,
         )
         if plan.visits:
-            _refuse_shared_rows(holders, federation)
+            _refuse_shared_rows(holders, federated_data)
             _refuse_unaffordable(plan, config.privacy)
-    promises = _promises(plan, config.privacy, holders)
+    promises = _account_plans(plan, config.privacy, holders)
     algorithm = kind(config.algorithm, task, plan)
     if plan is not None:
         algorithm.check_private()
-        refuse_strange_networks(plan, algorithm)
+        check_plan_networks(plan, algorithm)
         if plan.visits and config.run.engine == "local":
             algorithm.try_private(device)
-    return Prepared(config, federation, algorithm, plan, promises, device, roster)
+    return Prepared(config, federated_data, algorithm, plan, promises, device, roster)
 
 
-def _federation(config: Config) -> data.Federation:
+def _federated_data(config: Config) -> data.FederatedDataset:
     """The rows that are on this machine. Raises ConfigError for what sites cannot have."""
     if config.run.engine == "local":
         private = config.privacy is not None and config.privacy.record_counts == "private"
@@ -136,7 +136,7 @@ def _federation(config: Config) -> data.Federation:
         )
     if at_server:  # whose rows are here
         return data.build(config.data, config.agents, config.run.seed)
-    return data.held_elsewhere(config.data, config.run.seed)
+    return data.test_rows_only(config.data, config.run.seed)
 
 
 def task_of(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
@@ -150,7 +150,7 @@ def task_of(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
     return Task(classes, shape, new_classifier, precision)
 
 
-def check_sides(shape: tuple[int, int, int], algorithm: str, divisor: int) -> None:
+def check_privacy_sides(shape: tuple[int, int, int], algorithm: str, divisor: int) -> None:
     """Raises DataError where rows are of a size that an algorithm cannot halve."""
     _, height, width = shape
     if height % divisor or width % divisor:
@@ -160,11 +160,11 @@ def check_sides(shape: tuple[int, int, int], algorithm: str, divisor: int) -> No
         )
 
 
-def _labelled(federation: data.Federation) -> tuple[Agent, ...]:
-    return tuple(agent for agent in federation.agents if agent.held_labelled is not None)
+def _labelled(federated_data: data.FederatedDataset) -> tuple[Agent, ...]:
+    return tuple(agent for agent in federated_data.agents if agent.held_labelled is not None)
 
 
-def _promises(
+def _account_plans(
     plan: Plan | None, privacy: PrivacySettings | None, agents: tuple[Agent, ...]
 ) -> dict[str, AccountPlan]:
     """What each agent with labels promises for its rows: id -> plan; none when not private."""
@@ -172,10 +172,10 @@ def _promises(
         return {}
     # Accounts of this run alone promise what the run may spend.
     budget = Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta)
-    return {agent.id: promise(plan, privacy, agent, budget) for agent in agents}
+    return {agent.id: account_plan(plan, privacy, agent, budget) for agent in agents}
 
 
-def promise(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Budget) -> AccountPlan:
+def account_plan(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Budget) -> AccountPlan:
     """What one agent with labels promises for its rows."""
     public = privacy.record_counts == "public"
     return AccountPlan(
@@ -191,7 +191,7 @@ def promise(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Budget) 
     )
 
 
-def refuse_strange_networks(plan: Plan, algorithm: Algorithm[Any]) -> None:
+def check_plan_networks(plan: Plan, algorithm: Algorithm[Any]) -> None:
     """Raises PrivacyError where a plan, and so the claim, names a network that there is not."""
     strange = [name for name in plan.update if name not in algorithm.networks()]
     if algorithm.mechanism == "dp-sgd" and strange:
@@ -203,16 +203,16 @@ def refuse_strange_networks(plan: Plan, algorithm: Algorithm[Any]) -> None:
 
 def _refuse_unaffordable(plan: Plan, privacy: PrivacySettings) -> None:
     """A first visit beyond the budget would leave every support agent out, to the end."""
-    cost = epsilon(protected([plan.event]), privacy.delta)
+    cost = epsilon(is_protected([plan.event]), privacy.delta)
     if cost > privacy.epsilon:
         raise PrivacyError(
-            f"one visit to a support agent costs epsilon {rounded_up(cost)}, and privacy.epsilon "
+            f"one visit to a support agent costs epsilon {round_up(cost)}, and privacy.epsilon "
             f"is {privacy.epsilon:g}, so that no labelled row would ever be read. Give more "
             "privacy.noise_multiplier, fewer privacy.steps or a smaller privacy.sample_rate"
         )
 
 
-def _refuse_shared_rows(holders: tuple[Agent, ...], federation: data.Federation) -> None:
+def _refuse_shared_rows(holders: tuple[Agent, ...], federated_data: data.FederatedDataset) -> None:
     """A record under two accounts would have two budgets; one used beside its account, none."""
     labelled = {agent.id: list(canonical(agent.labelled.x)) for agent in holders}
     for one, other, rows in registry.shared_rows(labelled):
@@ -220,7 +220,7 @@ def _refuse_shared_rows(holders: tuple[Agent, ...], federation: data.Federation)
             f"{rows} labelled rows of {one} are rows of {other} as well, so that one record would "
             f"have two budgets. Remove doubled rows from the data"
         )
-    bare = chain.from_iterable(canonical(rows.x) for rows in bare_rows(federation))
+    bare = chain.from_iterable(canonical(rows.x) for rows in bare_rows(federated_data))
     for name, rows in registry.unprotected_rows(labelled, bare):
         raise PrivacyError(
             f"{rows} labelled rows of {name} are unlabelled or validation rows as well, and would "
@@ -228,13 +228,13 @@ def _refuse_shared_rows(holders: tuple[Agent, ...], federation: data.Federation)
         )
 
 
-def bare_rows(federation: data.Federation) -> Iterator[LabelledRows | UnlabelledRows]:
+def bare_rows(federated_data: data.FederatedDataset) -> Iterator[LabelledRows | UnlabelledRows]:
     """The rows that a run uses without protection: unlabelled and validation."""
-    for agent in federation.agents:
+    for agent in federated_data.agents:
         if agent.held_unlabelled is not None:
             yield agent.held_unlabelled
-    if federation.validation is not None:
-        yield federation.validation
+    if federated_data.validation is not None:
+        yield federated_data.validation
 
 
 def claim_rows(
@@ -277,7 +277,7 @@ def device_of(name: str) -> torch.device:
 
 
 def _check_side_by_side(run: RunSettings, device: torch.device) -> None:
-    reason, threads = workers.why_not(device), torch.get_num_threads()
+    reason, threads = workers.unsupported_reason(device), torch.get_num_threads()
     if reason is None and threads > 1:  # results would depend on the number of workers
         reason = (
             f"torch has {threads} threads here (OMP_NUM_THREADS), and a worker has one, which "
@@ -285,6 +285,6 @@ def _check_side_by_side(run: RunSettings, device: torch.device) -> None:
         )
     if run.workers != "auto" and run.workers > 1 and reason is not None:
         raise ConfigError(f"run.workers is {run.workers}, but {reason}. Give 1, or auto")
-    reason = batched.why_not(device)
+    reason = batched.unsupported_reason(device)
     if run.batched_agents > 1 and reason is not None:
         raise ConfigError(f"run.batched_agents is {run.batched_agents}, but {reason}. Give 1")

@@ -27,21 +27,27 @@ import torch
 from torch import Tensor, nn
 
 from accounting.accountants import calibrate_noise, epsilon
-from accounting.budget import rounded_up
-from accounting.coins import random_words
-from accounting.events import Composed, Event, SampledGaussian, Unprotected, protected
+from accounting.budget import round_up
+from accounting.coins import random_uint64
+from accounting.events import (
+    ComposedEvent,
+    Event,
+    NonPrivateEvent,
+    PoissonSampledGaussianEvent,
+    is_protected,
+)
 from privssl import kernels, optimisers, together
 from privssl.clipping import wide
 from privssl.errors import PrivacyError
 from privssl.independent_rows import check_rows_independent as check_rows_independent
 from privssl.independent_rows import refuse_coupling_layers as refuse_coupling_layers
 from privssl.kernels import noise, proof
-from privssl.private_steps import ClippedSums, NoisyStep, padded
+from privssl.private_steps import ClippedSum, NoisyOptimizerStep, padded
 from privssl.row_gradients import RowLoss
 from privssl.settings import PrivacySettings
 
 
-def rows_at_once(networks: Mapping[str, nn.Module], numbers: int) -> int:
+def microbatch_size(networks: Mapping[str, nn.Module], numbers: int) -> int:
     """How many rows' gradients are made, and held, at once: 256, or 64. Public sizes decide.
 
     Each pass has costs of its own, which 256 rows bear better: a step of one network on 256 small
@@ -58,13 +64,13 @@ def rows_at_once(networks: Mapping[str, nn.Module], numbers: int) -> int:
 
 def secure_uniform(count: int) -> np.ndarray:
     """``count`` float64 numbers in [0, 1), 53 bits each, that nobody can foretell."""
-    return _as_uniform(random_words(count))
+    return _as_uniform(random_uint64(count))
 
 
 def secure_normal(count: int) -> np.ndarray:
     """``count`` standard normal float64 numbers that nobody can foretell."""
     half = (count + 1) // 2
-    return box_muller(random_words(half), random_words(half))[:count]
+    return box_muller(random_uint64(half), random_uint64(half))[:count]
 
 
 def box_muller(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:
@@ -80,7 +86,7 @@ def box_muller(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:
     Returns:
         (2 pairs,): all cosines, then all sines.
     """
-    if kernels.generation() is not None:
+    if kernels.instruction_set() is not None:
         return noise.normal(radii, angles)
     tail = torch.from_numpy(_as_floats(radii)).add_(1.0).mul_(2.0**-64)  # in (0, 1]
     radius = tail.log_().mul_(-2.0).sqrt_()
@@ -141,7 +147,7 @@ class PrivatePlan:
     @property
     def event(self) -> Event:
         """What one visit releases."""
-        protected = SampledGaussian(
+        protected = PoissonSampledGaussianEvent(
             noise_multiplier=self.noise_multiplier,
             sample_rate=self.sample_rate,
             steps=self.steps,
@@ -149,7 +155,7 @@ class PrivatePlan:
         plainly = [name for name in self.update if name not in self.protect]
         if not plainly:
             return protected
-        return Composed((protected, Unprotected(f"{', '.join(plainly)} without noise")))
+        return ComposedEvent((protected, NonPrivateEvent(f"{', '.join(plainly)} without noise")))
 
     @property
     def scope(self) -> Literal["sound", "as_published"]:
@@ -157,13 +163,13 @@ class PrivatePlan:
 
     def spending(self, settings: PrivacySettings) -> str:
         """What a dry run says: the numbers of a visit, and what all visits would cost."""
-        visits = protected([self.event]) * self.visits
+        visits = is_protected([self.event]) * self.visits
         spent = epsilon(visits, settings.delta) if visits else 0.0
         return (
             f"Scope {self.scope}. Noise multiplier {self.noise_multiplier:g}, sample rate "
             f"{self.sample_rate:g}, {self.visits} visits of {self.steps} private steps to each "
             f"support agent: {'nominal ' if self.scope == 'as_published' else ''}epsilon "
-            f"{rounded_up(spent)} of {settings.epsilon:g} at delta {settings.delta:g}."
+            f"{round_up(spent)} of {settings.epsilon:g} at delta {settings.delta:g}."
             + (" The budget ends the visits before that." if spent > settings.epsilon else "")
         )
 
@@ -178,7 +184,7 @@ class PrivatePlan:
             return torch.ones(rows, dtype=torch.bool)
         return torch.from_numpy(secure_uniform(rows) < self.sample_rate)
 
-    def capacity(self, rows: int) -> int:
+    def physical_batch_size(self, rows: int) -> int:
         """Physical rows of a batch. Small agents always compute all rows, so that time does
         not tell the batch size; for others a public bound that a batch rarely exceeds."""
         if rows <= 256 or self.sample_rate == 1.0:
@@ -199,12 +205,14 @@ class PrivatePlan:
         """
         if self.record_counts == "private":
             rows = -(-max(self.declared, 1) // 8) * 8
-        most = max(self.capacity(rows), 1)
+        most = max(self.physical_batch_size(rows), 1)
         parts = -(-most // at_once)
         return parts, -(-most // (4 * parts)) * 4
 
 
-def make_plan(settings: PrivacySettings, *, rounds: int, rows_per_agent: float) -> PrivatePlan:
+def make_dp_sgd_plan(
+    settings: PrivacySettings, *, rounds: int, rows_per_agent: float
+) -> PrivatePlan:
     """Fix every number of private training before the run.
 
     Args:
@@ -298,7 +306,7 @@ class PrivateTraining:
             rows: how many labelled rows the agent holds; may be 0.
             fields_of: (row numbers (B,), step) -> tensors (B, ...), one row's fields each.
             row_loss: the loss of one row.
-            at_once: rows of one pass, by public sizes: :func:`rows_at_once`.
+            at_once: rows of one pass, by public sizes: :func:`microbatch_size`.
         """
         mean: list[Tensor] = []
         parts, size = self._plan.parts(rows, at_once)
@@ -319,12 +327,12 @@ class PrivateTraining:
             self._step()
             seen = step - (self._plan.steps - kept)  # steps averaged before this one
             if seen >= 0:
-                mean = self._averaged(mean, seen)
+                mean = self._apply_average(mean, seen)
         with torch.no_grad():
             for parameter, value in zip(self._optimizer.params, mean, strict=False):
                 parameter.copy_(value)
 
-    def _averaged(self, mean: list[Tensor], seen: int) -> list[Tensor]:
+    def _apply_average(self, mean: list[Tensor], seen: int) -> list[Tensor]:
         """The mean of iterates with the present one added. Post-processing: it costs nothing,
         and takes out most of what the noise of single steps adds (Polyak and Juditsky 1992)."""
         now = [parameter.detach().clone() for parameter in self._optimizer.params]
@@ -336,10 +344,10 @@ class PrivateTraining:
         self, fields: Mapping[str, Tensor], mask: Tensor, row_loss: RowLoss, *, joint: bool = True
     ) -> None:
         """Adds the clipped gradients of a part of the rows to the running sum, in float64."""
-        wanted = ClippedSums(
+        wanted = ClippedSum(
             row_loss, self._parameters, fields, mask, self._plan.clip_norm, joint=joint
         )
-        for (net, name), total in together.ask(wanted).items():
+        for (net, name), total in together.submit(wanted).items():
             of: Any = self._parameters[net][name]
             if total.shape != of.shape:  # adding would repeat a smaller one
                 raise PrivacyError(f"the gradient of {net}.{name} has shape {total.shape}")
@@ -349,4 +357,4 @@ class PrivateTraining:
         for parameter in self._optimizer.params:
             if parameter.summed_grad is None:  # no row, or no row's loss depends on it
                 parameter.summed_grad = wide(torch.zeros_like(parameter))
-        together.ask(NoisyStep(self._optimizer, self._plan.expected_batch))
+        together.submit(NoisyOptimizerStep(self._optimizer, self._plan.expected_batch))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from privssl.agents import LabelledRows
 from privssl.algorithms.base import Context
 from privssl.errors import PrivacyError
-from privssl.privacy import PrivatePlan, PrivateTraining, rows_at_once
+from privssl.privacy import PrivatePlan, PrivateTraining, microbatch_size
 from privssl.row_bits import refuse_company
 from privssl.row_gradients import RowLoss
 
@@ -28,7 +28,7 @@ BLOCK = 64  # rows whose chance is drawn in one go, where their number is public
 Draw = Callable[[Tensor, Tensor, Context], Mapping[str, Tensor]]
 
 
-def train_privately(
+def train_rows_privately(
     plan: PrivatePlan,
     networks: Mapping[str, nn.Module],
     rows: LabelledRows,
@@ -57,8 +57,8 @@ def train_privately(
     if counts_public != (plan.record_counts == "public"):
         raise PrivacyError("the plan and the account have record counts that are unlike")
     _refuse_mixing(draw, rows.x.dtype, rows.x.shape[1:], ctx)
-    drawn = _Drawn(rows, plan.views, ctx, draw, counts_public)
-    at_once = rows_at_once(networks, plan.views * rows.x.shape[1:].numel())
+    drawn = _DrawnBlocks(rows, plan.views, ctx, draw, counts_public)
+    at_once = microbatch_size(networks, plan.views * rows.x.shape[1:].numel())
     _, size = plan.parts(len(rows) or plan.declared, at_once)
     refuse_company(networks, row_loss, drawn.made_up(size))
     PrivateTraining(plan, networks).run(len(rows), drawn.fields, row_loss, at_once=at_once)
@@ -71,7 +71,9 @@ def tried_out(
     before one is paid for."""
     nobody = torch.zeros(0, dtype=torch.long)
     rows = LabelledRows(torch.zeros(0, *shape, dtype=torch.uint8), nobody, nobody)
-    ctx = Context(seed=0, round=0, agent="nobody", visit_key="tried out", attempt="", device=device)
+    ctx = Context(
+        seed=0, round=0, agent="nobody", visit_key="tried out", session_id="", device=device
+    )
     return dataclasses.replace(plan, steps=0), rows, ctx
 
 
@@ -96,7 +98,7 @@ def _refuse_mixing(draw: Draw, dtype: torch.dtype, shape: torch.Size, ctx: Conte
         )
 
 
-class _Drawn:
+class _DrawnBlocks:
     """Rows with all that is drawn for them, in one step after the other."""
 
     def __init__(

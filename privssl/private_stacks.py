@@ -6,7 +6,7 @@ agents (``row_gradients.factored_gradients``), and so are noise, which goes to t
 steps. Sums are taken in another order, and nothing else differs: nothing of one agent's rows
 reaches another's sum.
 
-What is not stacked is done one after the other: losses that are not a ``together.RowFunction`` of
+What is not stacked is done one after the other: losses that are not a ``together.ExampleLoss`` of
 networks that are trained, and networks with layers that ``stacked.py`` does not list.
 """
 
@@ -16,26 +16,26 @@ import torch
 from torch import Tensor
 
 from privssl.layer_gradients import Key
-from privssl.private_steps import ClippedSums, NoisyStep, in_one_thread, padded
+from privssl.private_steps import ClippedSum, NoisyOptimizerStep, in_one_thread, padded
 from privssl.row_gradients import factored_gradients
 from privssl.stacked import COPY, JointSteps
-from privssl.together import RowFunction
+from privssl.together import ExampleLoss
 
 NUMBERS_AT_ONCE = 2**28  # rows times parameters of one stack: gradients, if they are written out
 
 
-def can_sum(one: ClippedSums) -> bool:
+def can_sum(one: ClippedSum) -> bool:
     """Whether these sums can be made for several agents as one."""
     loss = one.row_loss
     if not one.joint:
         return False
-    if not isinstance(loss, RowFunction) or loss.networks.keys() != one.parameters.keys():
+    if not isinstance(loss, ExampleLoss) or loss.networks.keys() != one.parameters.keys():
         return False
     copies = [vars(network).get(COPY) for network in loss.networks.values()]
-    return all(copy is not None and not copy.alone() and not copy.buffers() for copy in copies)
+    return all(copy is not None and not copy.is_single() and not copy.buffers() for copy in copies)
 
 
-def sums_as_one(wanted: Sequence[ClippedSums]) -> list[dict[Key, Tensor]]:
+def clipped_sums_batched(wanted: Sequence[ClippedSum]) -> list[dict[Key, Tensor]]:
     """The sums, in the order in which they are wanted. ``can_sum`` has said yes to each."""
     kinds: dict[Hashable, list[int]] = {}
     for place, one in enumerate(wanted):
@@ -47,29 +47,29 @@ def sums_as_one(wanted: Sequence[ClippedSums]) -> list[dict[Key, Tensor]]:
         at_once = max(1, NUMBERS_AT_ONCE // numbers)
         for start in range(0, len(places), at_once):
             some = places[start : start + at_once]
-            found |= zip(some, _summed([wanted[place] for place in some]), strict=True)
+            found |= zip(some, _sum_batched([wanted[place] for place in some]), strict=True)
     return [found[place] for place in range(len(wanted))]
 
 
-def _kind(one: ClippedSums) -> Hashable:
+def _kind(one: ClippedSum) -> Hashable:
     """Sums of one kind can be made as one. Agents may differ in the number of rows."""
     loss = one.row_loss
-    assert isinstance(loss, RowFunction)
+    assert isinstance(loss, ExampleLoss)
     modes = tuple(vars(network)[COPY].modes() for network in loss.networks.values())
     forms = tuple((name, x.shape[1:], x.dtype) for name, x in one.fields.items())
     own = tuple((key, p.shape, p.dtype) for key, p in _of(one).items())
     return loss.function, loss.settings, modes, forms, own, one.clip_norm
 
 
-def _of(one: ClippedSums) -> dict[Key, Tensor]:
+def _of(one: ClippedSum) -> dict[Key, Tensor]:
     return {(net, n): p for net, named in one.parameters.items() for n, p in named.items()}
 
 
-def _summed(wanted: Sequence[ClippedSums]) -> Sequence[dict[Key, Tensor]]:
+def _sum_batched(wanted: Sequence[ClippedSum]) -> Sequence[dict[Key, Tensor]]:
     """Of agents of one kind."""
     first = wanted[0]
     if len(wanted) == 1:
-        return [first.alone()]
+        return [first.run_single()]
     rows = max(len(one.drawn) for one in wanted)
     fields = {
         name: torch.stack([padded(one.fields[name], rows) for one in wanted])
@@ -86,11 +86,13 @@ def _summed(wanted: Sequence[ClippedSums]) -> Sequence[dict[Key, Tensor]]:
     drawn = torch.stack([padded(one.drawn, rows) for one in wanted])
     with in_one_thread():
         gradients = factored_gradients(first.row_loss, parameters, fields, agents=True)
-        sums = {key: total.unbind(0) for key, total in first.clipped(gradients, drawn).items()}
+        sums = {
+            key: total.unbind(0) for key, total in first.add_clipped_sum(gradients, drawn).items()
+        }
     return [{key: own[n] for key, own in sums.items()} for n in range(len(wanted))]
 
 
-def steps_as_one(steps: Sequence[NoisyStep], joint: JointSteps) -> None:
+def noisy_steps_batched(steps: Sequence[NoisyOptimizerStep], joint: JointSteps) -> None:
     """What each would do alone."""
     from privssl.noisy_steps import add_noise  # Opacus, as in privacy.py
 

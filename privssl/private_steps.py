@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from privssl.clipping import RowGradients, clipped_sums
+from privssl.clipping import PerExampleGradients, clipped_sums
 from privssl.layer_gradients import Key
 from privssl.row_gradients import Parameters, RowLoss, factored_gradients
 
@@ -41,7 +41,7 @@ def padded(x: Tensor, rows: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class ClippedSums:
+class ClippedSum:
     """What a private step asks for: the sums over rows of clipped gradients."""
 
     row_loss: RowLoss
@@ -51,13 +51,15 @@ class ClippedSums:
     clip_norm: float
     joint: bool = True  # whether it may be done together with other agents'
 
-    def alone(self) -> dict[Key, Tensor]:
+    def run_single(self) -> dict[Key, Tensor]:
         """Of each parameter that a row's loss depends on, float64."""
         with in_one_thread():
             gradients = factored_gradients(self.row_loss, self.parameters, self.fields)
-            return self.clipped(gradients, self.drawn)
+            return self.add_clipped_sum(gradients, self.drawn)
 
-    def clipped(self, gradients: Mapping[Key, RowGradients], drawn: Tensor) -> dict[Key, Tensor]:
+    def add_clipped_sum(
+        self, gradients: Mapping[Key, PerExampleGradients], drawn: Tensor
+    ) -> dict[Key, Tensor]:
         if not gradients:
             return {}
         sums = clipped_sums(list(gradients.values()), drawn, self.clip_norm)
@@ -65,13 +67,13 @@ class ClippedSums:
 
 
 @dataclass(frozen=True, eq=False)
-class NoisyStep:
+class NoisyOptimizerStep:
     """A step down sums of clipped gradients, with noise on them."""
 
     optimiser: "SecureNoise"
     expected_batch: float
 
-    def alone(self) -> None:
+    def run_single(self) -> None:
         self.optimiser.add_noise()
         self.average()
         self.optimiser.original_optimizer.step()

@@ -41,7 +41,7 @@ def in_one_thread() -> None:
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Inside, Python's garbage collector rests, and it never looks at what was made there.
 
     For imports and preparing, whose objects live as long as the process. It would look again and
@@ -58,7 +58,7 @@ def without_collections() -> Iterator[None]:
         gc.enable()
 
 
-def keep_freed_memory() -> None:
+def tune_malloc() -> None:
     """Let this process and its forks use memory again that they freed, where the C library can.
 
     glibc gives larger pieces back to the system at once and gets them anew, page by page and
@@ -113,7 +113,7 @@ def logging_to(handler: logging.Handler) -> Iterator[None]:
 
 
 @contextmanager
-def stopped_by(*signals: signal.Signals) -> Iterator[None]:
+def interrupt_on_signals(*signals: signal.Signals) -> Iterator[None]:
     """Inside, each signal is a KeyboardInterrupt; another one soon after it is not a second.
 
     People press Ctrl-C twice, and supervisors send SIGINT with SIGTERM: neither may disturb the
@@ -141,8 +141,8 @@ def stopped_by(*signals: signal.Signals) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def stop_if_asked() -> None:
-    """Raise the KeyboardInterrupt of ``stopped_by`` again where nobody has seen it.
+def raise_if_interrupted() -> None:
+    """Raise the KeyboardInterrupt of ``interrupt_on_signals`` again where nobody has seen it.
 
     It is raised wherever Python is at that moment. In a callback of the garbage collector, or of a
     weak reference, Python prints and drops it.
@@ -151,7 +151,7 @@ def stop_if_asked() -> None:
         raise KeyboardInterrupt
 
 
-class _Whole:
+class _DeferredInterrupts:
     """How many blocks that are done whole the main thread is in, whether one was stopped, and
     whether a signal has asked to stop at all."""
 
@@ -160,12 +160,13 @@ class _Whole:
     asked = False
 
 
-_whole = _Whole()
+_whole = _DeferredInterrupts()
 
 
 @contextmanager
-def done_whole() -> Iterator[None]:
-    """Inside, the KeyboardInterrupt of ``stopped_by`` waits for the end. In the main thread.
+def defer_interrupts() -> Iterator[None]:
+    """Inside, the KeyboardInterrupt of ``interrupt_on_signals`` waits for the end. In the main
+    thread.
 
     For code of others that takes locks, which left in the middle may never let go of them, and for
     what can be had once and is lost if it is not kept.
@@ -181,7 +182,7 @@ def done_whole() -> Iterator[None]:
 
 
 @contextmanager
-def full_disk_told_once() -> Iterator[None]:
+def report_full_disk_once() -> Iterator[None]:
     """Inside, a thread that could not write ends without a traceback of its own.
 
     TensorBoard writes in a thread and raises the same error again at the next flush, where it
@@ -201,7 +202,7 @@ def full_disk_told_once() -> Iterator[None]:
 
 
 @contextmanager
-def private_files() -> Iterator[None]:
+def private_umask() -> Iterator[None]:
     """Inside, new files and folders are the user's alone."""
     former = os.umask(0o077)
     try:

@@ -24,7 +24,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CompletedRound:
     """What the last finished round left behind. Replaced as one, so that it is always whole."""
 
     state: Any

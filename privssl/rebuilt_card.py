@@ -19,7 +19,7 @@ from privssl.config import Config
 from privssl.errors import PrivacyError
 from privssl.former_ledgers import former_ledgers
 from privssl.run_folder import releases
-from privssl.run_traces import lasting_accounts
+from privssl.run_traces import shared_accounts
 
 Card = dict[str, Any]
 
@@ -33,7 +33,7 @@ _DERIVED = (
 )
 
 
-def problems(
+def card_problems(
     run: Path, config: Config | None, card: Card, known: Mapping[str, Journal]
 ) -> Iterator[str]:
     """Where the card is not the one that follows from the ledgers as it knew them.
@@ -47,7 +47,7 @@ def problems(
     if not found or len(found) < len(journals):
         return  # a problem of that agent already
     yield from _release_problems(config, card, found[0].plan)
-    if card.get("this_run") is None and lasting_accounts(run, config) is not None:
+    if card.get("this_run") is None and shared_accounts(run, config) is not None:
         yield "the accounts outlive the run, but the card has no this_run"
     here = former_ledgers(run, known)
     found_here = {entry["ledger"] for entry in here}

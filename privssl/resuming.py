@@ -18,7 +18,7 @@ from privssl.data import manifest
 from privssl.errors import DataError, RunFolderError
 from privssl.prepare import Prepared
 from privssl.run_folder import ledger_of
-from privssl.run_traces import curves_elsewhere
+from privssl.run_traces import check_metrics
 from privssl.sources import fingerprint
 
 log = logging.getLogger("privssl")
@@ -42,8 +42,8 @@ def check_resumable(folder: Path, config: Config) -> None:
             f"{folder} is not the folder of a run: it has no config.yaml. Give --resume the "
             "folder that an earlier run named in its last lines"
         )
-    former = configs.load(recorded)
-    now, then = _deciding(config), _deciding(former)
+    former = configs.load_config(recorded)
+    now, then = _result_relevant(config), _result_relevant(former)
     differing = [
         f"{key} is {now.get(key, 'absent')} here, but {then.get(key, 'absent')} there"
         for key in sorted(now.keys() | then.keys())
@@ -63,11 +63,11 @@ def check_resumable(folder: Path, config: Config) -> None:
         )
 
 
-def _deciding(config: Config) -> dict[str, Any]:
+def _result_relevant(config: Config) -> dict[str, Any]:
     """What decides over the results of a run, by dotted key: what ``config.digest`` is made of."""
     return {
         f"{name}.{key}": value
-        for name, section in configs.deciding(config).items()
+        for name, section in configs.result_relevant(config).items()
         for key, value in (section or {}).items()
     }
 
@@ -76,15 +76,16 @@ def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> No
     """Whether every agent has the rows that it had.
 
     Without privacy a checkpoint remembers the split, and a split.json that is damaged is written
-    anew. With it only split.json may tell of the rows (``Prepared.told_split``), and is needed.
+    anew. With it only split.json may tell of the rows (``Prepared.published_split_hash``), and
+    is needed.
 
     Raises:
         RunFolderError: the data is not what it was, or nobody knows.
     """
-    now, path = prepared.federation.manifest, folder / "split.json"
+    now, path = prepared.federated_data.manifest, folder / "split.json"
     then = snapshot.extra.get(SPLIT)
     try:
-        written = manifest.read(path).hash
+        written = manifest.read_manifest(path).hash
     except DataError as error:
         if prepared.plan is not None:  # without the error's words, which may have hashes
             raise RunFolderError(
@@ -114,10 +115,10 @@ def check_spending_shown(folder: Path, prepared: Prepared) -> None:
         LedgerError: one has spent less. What else is wrong with ledgers is found on opening them.
     """
     ledger = ledger_of(prepared.config, folder)
-    paths = {name: ledger / f"{name}.jsonl" for name in prepared.promises}
+    paths = {name: ledger / f"{name}.jsonl" for name in prepared.account_plans}
     journals = {name: read_journal(path) for name, path in paths.items() if path.exists()}
     sound = {name: journal for name, journal in journals.items() if not journal.problems}
-    for problem in curves_elsewhere(folder, sound):
+    for problem in check_metrics(folder, sound):
         raise LedgerError(f"{problem}. Put the true ledger back")
 
 

@@ -13,11 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from privssl import kernels
-from privssl.clipping import Outer, RowGradients, Rows, factors_and_lines
+from privssl.clipping import (
+    DenseGradients,
+    OuterProductGradients,
+    PerExampleGradients,
+    factors_and_lines,
+)
 from privssl.errors import PrivacyError
 from privssl.private_steps import in_one_thread
 from privssl.row_gradients import Parameters, RowLoss, factored_gradients
-from privssl.together import RowFunction
+from privssl.together import ExampleLoss
 
 SCALES = (1.0, 1e8, 1e-8)  # of the weights
 WATCHED = 8  # rows, from the first to the last
@@ -73,7 +78,7 @@ def _with_others(field: Tensor, watched: Tensor) -> Tensor:
 
 
 def _bits(
-    gradients: Mapping[tuple[str, str], RowGradients], rows: int, places: Tensor
+    gradients: Mapping[tuple[str, str], PerExampleGradients], rows: int, places: Tensor
 ) -> list[Tensor]:
     """What decides what the rows at these places add: factors, and gradients."""
     every = list(gradients.values())
@@ -82,8 +87,8 @@ def _bits(
     factors, _ = factors_and_lines(every, torch.ones(rows, dtype=torch.bool), clip_norm=1.0)
     parts = [factors]
     for one in every:
-        assert isinstance(one, Rows | Outer)
-        parts += [one.each] if isinstance(one, Rows) else [one.left, one.right]
+        assert isinstance(one, DenseGradients | OuterProductGradients)
+        parts += [one.each] if isinstance(one, DenseGradients) else [one.left, one.right]
     return [part[places.to(part.device)].nan_to_num() for part in parts]
 
 
@@ -96,11 +101,11 @@ def _kind(
         (net, repr(network), *((n, p.shape, p.stride()) for n, p in network.named_parameters()))
         for net, network in networks.items()
     )
-    return forms, made, _of_loss(row_loss), kernels.generation()
+    return forms, made, _of_loss(row_loss), kernels.instruction_set()
 
 
 def _of_loss(row_loss: RowLoss) -> Hashable:
-    if isinstance(row_loss, RowFunction):
+    if isinstance(row_loss, ExampleLoss):
         return row_loss.function, row_loss.settings
     held = [cell.cell_contents for cell in getattr(row_loss, "__closure__", None) or ()]
     plain = tuple(repr(one) for one in held if isinstance(one, bool | int | float | str | tuple))

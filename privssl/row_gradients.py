@@ -1,6 +1,6 @@
 """Gradients of every row's loss, for DP-SGD: as true as one row at a time, nearly as fast as all.
 
-``per_row_gradients`` says what is meant, in one line of ``torch.func``: vmap over rows of the
+``per_example_gradients`` says what is meant, in one line of ``torch.func``: vmap over rows of the
 gradient of one row's loss. It makes every row's gradient of every weight, with kernels that are
 slow at it. ``factored_gradients`` has the same numbers in the form in which they arise:
 
@@ -12,7 +12,8 @@ slow at it. ``factored_gradients`` has the same numbers in the form in which the
   they run. They are done with the one weight; their inputs and outputs are kept.
 * backward is plain autograd, once, down to these outputs; what it would do to their weights is done
   here: for a linear layer, or a convolution of many channels that meets few places, nothing at all
-  (``clipping.Outer``); for others a product of gradient and windows, which is several times faster
+  (``clipping.OuterProductGradients``); for others a product of gradient and windows, which is
+  several times faster
   than the grouped convolutions of vmap.
 
 Several agents' rows can be done so together (``agents``), for a GPU: forward one vmap more, over
@@ -42,18 +43,18 @@ from torch.func import grad, vmap
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from privssl.clipping import RowGradients, Rows
+from privssl.clipping import DenseGradients, PerExampleGradients
 from privssl.errors import PrivacyError
 from privssl.kernels import pooled as kernel
-from privssl.layer_gradients import Call, Key, LayerCall, PooledCall, added, in_pair
-from privssl.models.pooled import flat, of_rows, plain, pooled, unflat
+from privssl.layer_gradients import Call, Key, LayerCall, PooledCall, add_parts, in_pair
+from privssl.models.pooled import flat, fused_conv, of_rows, plain, unflat
 
 Parameters = Mapping[str, Mapping[str, Tensor]]  # network -> parameter name -> tensor
 #: (parameters of the protected networks, one row's fields without batch dimension) -> scalar
 RowLoss = Callable[[Parameters, Mapping[str, Tensor]], Tensor]
 
 
-def per_row_gradients(
+def per_example_gradients(
     row_loss: RowLoss, parameters: Parameters, fields: Mapping[str, Tensor]
 ) -> Parameters:
     """Gradient of every row's loss: network -> name -> (B, *parameter shape).
@@ -74,8 +75,8 @@ def per_row_gradients(
 
 def factored_gradients(
     row_loss: RowLoss, parameters: Parameters, fields: Mapping[str, Tensor], *, agents: bool = False
-) -> dict[Key, RowGradients]:
-    """What :func:`per_row_gradients` returns, not multiplied out: (network, name) -> gradients.
+) -> dict[Key, PerExampleGradients]:
+    """What :func:`per_example_gradients` returns, not multiplied out: (network, name) -> gradients.
 
     A parameter that no row's loss depends on is not among them.
 
@@ -92,10 +93,10 @@ def factored_gradients(
     rows = next(iter(fields.values())).shape[depth - 1]
     whole = {(net, name): p for net, named in parameters.items() for name, p in named.items()}
     own = {key: _seen_by_each(p.detach(), rows, depth - 1) for key, p in whole.items()}
-    watch = _Watch({key for key, p in whole.items() if p.requires_grad}, depth)
+    watch = _LayerRecorder({key for key, p in whole.items() if p.requires_grad}, depth)
 
     def watched(own: Mapping[Key, Tensor], row: Mapping[str, Tensor]) -> Tensor:
-        watch.know(own)
+        watch.trace(own)
         with watch:
             return row_loss(
                 {net: {n: own[net, n] for n in named} for net, named in parameters.items()}, row
@@ -118,15 +119,15 @@ def factored_gradients(
         losses, [*own.values(), *(seen.output for seen in watch.calls)],
         torch.ones_like(losses), allow_unused=True,
     )  # fmt: skip
-    parts: dict[Key, list[RowGradients]] = {key: [] for key in whole}
+    parts: dict[Key, list[PerExampleGradients]] = {key: [] for key in whole}
     for key, gradient in zip(own, found, strict=False):
         if gradient is not None:
-            parts[key].append(Rows(gradient.flatten(0, 1) if agents else gradient))
+            parts[key].append(DenseGradients(gradient.flatten(0, 1) if agents else gradient))
     for seen, gradient in zip(watch.calls, found[len(own) :], strict=True):
         if gradient is not None:
             for key, part in seen.of_parameters(gradient):
                 parts[key].append(part)
-    return {key: added(each) for key, each in parts.items() if each}
+    return {key: add_parts(each) for key, each in parts.items() if each}
 
 
 @contextmanager
@@ -197,7 +198,7 @@ _ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {
 _IN_PAIRS = ("stride", "padding", "output_padding", "dilation")
 
 
-class _Watch(TorchFunctionMode):
+class _LayerRecorder(TorchFunctionMode):
     """While a loss runs: does the calls that it knows with the one weight, and writes them down."""
 
     whole: Mapping[Key, Tensor]  # the one weight of all rows, by its name
@@ -211,7 +212,7 @@ class _Watch(TorchFunctionMode):
         self._key_of: dict[int, Key] = {}
         self._level: int | None = None
 
-    def know(self, own: Mapping[Key, Tensor]) -> None:
+    def trace(self, own: Mapping[Key, Tensor]) -> None:
         """``own``: the rows' parameters, as the loss is given them."""
         self._key_of = {id(tensor): key for key, tensor in own.items()}
         self._level = maybe_current_level()
@@ -226,14 +227,14 @@ class _Watch(TorchFunctionMode):
             given = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
             if self._knows(func, given):
                 return self._done(func, given)
-        if func is pooled:
+        if func is fused_conv:
             return self._pooled(*args)
-        if func is functional.cross_entropy and self._tells_classes(*args, **kwargs):
+        if func is functional.cross_entropy and self._supports_factored(*args, **kwargs):
             logits, y = args
             return _of_classes(logits, y, kwargs["ignore_index"], kwargs["reduction"])
         return func(*args, **kwargs)
 
-    def _tells_classes(
+    def _supports_factored(
         self, logits: Tensor, y: Tensor, *, weight: Tensor | None, size_average: bool | None,
         ignore_index: int, reduce: bool | None, reduction: str, label_smoothing: float,
         **others: Any,
@@ -251,7 +252,7 @@ class _Watch(TorchFunctionMode):
     ) -> Tensor:
         """Several layers that kernels of ours do as one; not for agents side by side."""
         known = all(
-            self._knows(pooled, {"input": x, "weight": each.weight, "bias": each.bias})
+            self._knows(fused_conv, {"input": x, "weight": each.weight, "bias": each.bias})
             and all(p is None or self._key_of.get(id(p)) in self._moving for p in each)
             for each in own
         )

@@ -27,15 +27,15 @@ from privssl.engines import Engine
 from privssl.engines.forked import WorkerError
 from privssl.engines.roster import SiteError
 from privssl.errors import RunFolderError
-from privssl.evaluate import Judge, Oracle
+from privssl.evaluate import Evaluator, HiddenLabelMeter
 from privssl.former_ledgers import former_ledgers
 from privssl.learn import network_input
 from privssl.prepare import Prepared
-from privssl.process import done_whole, stop_if_asked
-from privssl.progress import Kept, Progress
+from privssl.process import defer_interrupts, raise_if_interrupted
+from privssl.progress import CompletedRound, Progress
 from privssl.resuming import SOURCES, SPLIT
 from privssl.rounds import planned_rounds, rounds_of
-from privssl.run_engine import carried, make_engine, refuse_names_of_memories, spending
+from privssl.run_engine import check_memory_names, log_traffic, make_engine, spending
 from privssl.run_folder import (
     CLASSIFIER,
     LEDGER_HEAD,
@@ -43,15 +43,15 @@ from privssl.run_folder import (
     RUN_ID,
     copy_ledgers,
     damaged,
-    opened_accounts,
+    open_accounts,
     releases,
     remove_claim,
     write_text,
 )
-from privssl.shelf import Shelf
+from privssl.shelf import SpillStore
 from privssl.sources import fingerprint
 from privssl.tracker import RoundRecord, Tracker, for_the_log
-from privssl.world import Round, World
+from privssl.world import Federation, Round
 
 Status = Literal["finished", "budget_exhausted", "interrupted"]
 
@@ -61,45 +61,46 @@ log = logging.getLogger("privssl")
 # The loop -----------------------------------------------------------------------------------
 
 
-class Run:
+class RoundLoop:
     """A prepared run in its folder."""
 
-    _kept: Kept
+    _kept: CompletedRound
 
     def __init__(
         self,
         prepared: Prepared,
         folder: Path,
         engine: Engine,
-        oracle: Oracle,
+        label_meter: HiddenLabelMeter,
         trackers: Sequence[Tracker],
-        shelf: Shelf | None = None,
+        spill_store: SpillStore | None = None,
     ) -> None:
-        """``oracle`` is the meter of ``engine``, ``shelf`` where its agents' memories lie."""
+        """``label_meter`` is the meter of ``engine``, ``spill_store`` where its agents' memories
+        lie."""
         config = prepared.config
         self._prepared, self._config, self._folder = prepared, config, folder
         self._algorithm, self._trackers = prepared.algorithm, trackers
-        dataset = prepared.federation.dataset
+        dataset = prepared.federated_data.dataset
         self._test = (dataset.x_test, dataset.y_test)
-        self._oracle, self._engine = oracle, engine
-        self._shelf = shelf or Shelf()
+        self._oracle, self._engine = label_meter, engine
+        self._spill_store = spill_store or SpillStore()
         held_out = {"test": self._test}
-        if prepared.federation.validation is not None:
-            rows = prepared.federation.validation
+        if prepared.federated_data.validation is not None:
+            rows = prepared.federated_data.validation
             held_out["validation"] = (rows.x, rows.y)
         classifier = self._algorithm.task.new_classifier()
-        self._judge = Judge(classifier, held_out, prepared.device)
-        self._world = World(self._engine, config.run.seed)
-        self._digest = configs.digest(config)
+        self._judge = Evaluator(classifier, held_out, prepared.device)
+        self._federation = Federation(self._engine, config.run.seed)
+        self._digest = configs.config_hash(config)
         self._durations: list[float] = []
 
     # A run's life: begin or restore, rounds, end ----------------------------------------------
 
     def begin(self) -> None:
         """The state before round 1."""
-        state = self._shelf.put_parts(self._algorithm.start(self._world))
-        self._kept = Kept(state, self._engine.memories(), Progress())
-        labelled, unlabelled = data.class_counts(self._prepared.federation)
+        state = self._spill_store.put_parts(self._algorithm.start(self._federation))
+        self._kept = CompletedRound(state, self._engine.memories(), Progress())
+        labelled, unlabelled = data.class_counts(self._prepared.federated_data)
         if self._prepared.plan is not None:
             labelled = {}  # labels under a claim are not to be counted in a picture
         if self._trackers and (labelled or unlabelled):
@@ -110,7 +111,7 @@ class Run:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot, as if the run had never stopped."""
-        refuse_names_of_memories(self._engine, snapshot.memories)
+        check_memory_names(self._engine, snapshot.memories)
         self._engine.restore(snapshot.memories)
         known = {f.name for f in dataclasses.fields(Progress)}
         progress = Progress(**{k: v for k, v in snapshot.extra.items() if k in known})  # type: ignore[arg-type]
@@ -122,18 +123,22 @@ class Run:
                 "written by another version; start a new run"
             ) from None
         # Not what the snapshot has: its file may be gone before the next round is at its end.
-        self._kept = Kept(self._shelf.put_parts(state), self._engine.memories(), progress)
+        self._kept = CompletedRound(
+            self._spill_store.put_parts(state), self._engine.memories(), progress
+        )
         log.info("Goes on after round %d", progress.round)
 
-    def carry_out(self) -> Status:
+    def run_rounds(self) -> Status:
         """All rounds that are left. Saves and returns "interrupted" on Ctrl-C."""
         rounds = planned_rounds(self._algorithm.phases())
         try:
             for now in rounds[self._kept.progress.round :]:
-                stop_if_asked()
-                with done_whole() if now.saved else nullcontext():  # its answers are given once
+                raise_if_interrupted()
+                with (
+                    defer_interrupts() if now.saved else nullcontext()
+                ):  # its answers are given once
                     self._one_round(now, last=now is rounds[-1])
-            state = self._algorithm.finish(self._kept.state, self._world)
+            state = self._algorithm.finish(self._kept.state, self._federation)
             self._kept = dataclasses.replace(self._kept, state=state)
         except KeyboardInterrupt:
             log.info("Interrupted: the checkpoint is of round %d", self._kept.progress.round)
@@ -154,43 +159,45 @@ class Run:
 
     def _one_round(self, now: Round, *, last: bool) -> None:
         begun = time.perf_counter()
-        self._world.begin(now)
-        state = self._algorithm.round(self._kept.state, self._world)
+        self._federation.begin(now)
+        state = self._algorithm.round(self._kept.state, self._federation)
         values = self._measure(state, now, last)
         seconds = time.perf_counter() - begun
         saves = last or now.number % self._config.run.checkpoint_every == 0 or now.saved
-        progress = self._after(now, values, seconds, saves)
+        progress = self._finish_round(now, values, seconds, saves)
         try:
-            self._tell(now, state, {**values, "time/round_s": seconds}, last)
+            self._log(now, state, {**values, "time/round_s": seconds}, last)
         except RunFolderError:
             if now.saved:  # its answers are worth more than a line that is missing
-                self._keep(state, progress)
+                self._record(state, progress)
                 self.save()
             raise
         # The round counts from here, after it was told of: a line too many is cut off when the
         # run goes on, and a line that is missing would be missing for ever.
-        self._keep(state, progress)
+        self._record(state, progress)
         self._durations.append(seconds)
         if saves:
             self.save()
 
-    def _keep(self, state: Any, progress: Progress) -> None:
-        self._kept = Kept(self._shelf.put_parts(state), self._engine.memories(), progress)
+    def _record(self, state: Any, progress: Progress) -> None:
+        self._kept = CompletedRound(
+            self._spill_store.put_parts(state), self._engine.memories(), progress
+        )
 
-    def _tell(self, now: Round, state: Any, values: Mapping[str, float], last: bool) -> None:
+    def _log(self, now: Round, state: Any, values: Mapping[str, float], last: bool) -> None:
         total = rounds_of(self._algorithm)
         for tracker in self._trackers:
             tracker.round(RoundRecord(now.number, total, now.phase, values))
-        if measured := for_the_log(values, nominal=self._prepared.nominal):
+        if measured := for_the_log(values, nominal=self._prepared.is_nominal):
             log.info("Round %d of %d: %s", now.number, total, measured)
         if last or now.number == 1 or now.number % self._config.run.images_every == 0:
-            self._show(now.number, state)
+            self._log_images(now.number, state)
 
-    def _after(
+    def _finish_round(
         self, now: Round, values: Mapping[str, float], seconds: float, saves: bool
     ) -> Progress:
         """The progress with one more round."""
-        before, traffic = self._kept.progress, self._world.traffic
+        before, traffic = self._kept.progress, self._federation.traffic
         found: dict[str, Any] = {}
         reached = values.get("test/accuracy")
         if reached is not None:
@@ -206,16 +213,16 @@ class Run:
             up=before.up + traffic.up,
             down=before.down + traffic.down,
             seconds=before.seconds + seconds,
-            refused=before.refused + self._world.refusals,
+            refused=before.refused + self._federation.refusals,
             **found,
         )
 
     def _measure(self, state: Any, now: Round, last: bool) -> dict[str, float]:
-        values = {**self._world.mean_notes(), **self._algorithm.metrics(state)}
+        values = {**self._federation.mean_metrics(), **self._algorithm.metrics(state)}
         values |= self._oracle.report()
-        traffic = self._world.traffic
+        traffic = self._federation.traffic
         values |= {"comm/up_bytes": traffic.up, "comm/down_bytes": traffic.down}
-        values |= carried(self._engine, self._world.absences)
+        values |= log_traffic(self._engine, self._federation.absences)
         for agent in self._prepared.labelled_agents:
             if agent.account is not None:
                 values[f"dp/epsilon/{agent.id}"] = agent.account.spent()
@@ -231,7 +238,7 @@ class Run:
             classifiers[f"accuracy_{name}"] = other
         return self._judge.accuracies(classifiers)
 
-    def _show(self, number: int, state: Any) -> None:
+    def _log_images(self, number: int, state: Any) -> None:
         """Pictures of held-out rows: none may show an agent's row."""
         x, y = self._test
         # The first row of each class, then the second of each: files may be sorted by class.
@@ -255,13 +262,13 @@ class Run:
         # What must be as it was when the run goes on: rows, and what the accounts must remember.
         fixed: dict[str, str | int] = {SOURCES: fingerprint()}
         if self._prepared.plan is None:
-            fixed[SPLIT] = self._prepared.federation.manifest.hash
+            fixed[SPLIT] = self._prepared.federated_data.manifest.hash
         for agent in self._prepared.labelled_agents:
             if agent.account is not None:
                 fixed[LEDGER_SEQ + agent.id] = agent.account.seq
                 fixed[LEDGER_HEAD + agent.id] = agent.account.head
                 fixed[RUN_ID] = agent.account.run
-        checkpoint.save(
+        checkpoint.save_snapshot(
             folder,
             Snapshot(
                 round=kept.progress.round,
@@ -272,7 +279,7 @@ class Run:
             ),
         )
         if kept.progress.saved_best_round == kept.progress.round > 0:
-            checkpoint.mark(folder, "best", kept.progress.round)
+            checkpoint.update_pointer(folder, "best", kept.progress.round)
 
     def close(self) -> None:
         for tracker in self._trackers:
@@ -280,7 +287,7 @@ class Run:
 
     # What remains ---------------------------------------------------------------------------
 
-    def conclude(self, status: Status) -> None:
+    def write_results(self, status: Status) -> None:
         """Write the weights, the privacy card, and last of all results.json.
 
         Raises:
@@ -348,13 +355,13 @@ class Run:
             },
             **self._prepared.about_rows,
             "warnings": [*config.warnings, *self._prepared.data_warnings],
-            "split_hash": self._prepared.told_split,
+            "split_hash": self._prepared.published_split_hash,
             "versions": {
                 "privssl": __version__,
                 "sources": fingerprint(),
                 "torch": version("torch"),
                 "opacus": version("opacus"),
-                "kernels": kernels.generation() or "torch",
+                "kernels": kernels.instruction_set() or "torch",
             },
         }
 
@@ -380,7 +387,7 @@ class Run:
         )
 
 
-def execute(
+def train(
     prepared: Prepared,
     folder: Path,
     make_trackers: Callable[[], Sequence[Tracker]],
@@ -392,16 +399,16 @@ def execute(
         make_trackers: called when the accounts are open: trackers cut what a resumed run will
             write again, and nothing may be cut when a ledger forbids the run.
     """
-    with opened_accounts(prepared, folder, snapshot), ExitStack() as stack:
-        oracle = Oracle(prepared.federation.true_labels)
+    with open_accounts(prepared, folder, snapshot), ExitStack() as stack:
+        label_meter = HiddenLabelMeter(prepared.federated_data.true_labels)
         limit = prepared.config.run.memories_mb * 2**20
-        shelf = stack.enter_context(closing(Shelf(folder, limit)))
+        spill_store = stack.enter_context(closing(SpillStore(folder, limit)))
         # Before the trackers: workers are forked here, and trackers start threads.
-        engine = stack.enter_context(closing(make_engine(prepared, oracle, shelf)))
-        run = Run(prepared, folder, engine, oracle, make_trackers(), shelf)
+        engine = stack.enter_context(closing(make_engine(prepared, label_meter, spill_store)))
+        run = RoundLoop(prepared, folder, engine, label_meter, make_trackers(), spill_store)
         stack.callback(run.close)
         if snapshot is None:
             run.begin()
         else:
             run.restore(snapshot)
-        run.conclude(run.carry_out())
+        run.write_results(run.run_rounds())

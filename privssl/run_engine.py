@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 from accounting.ledger import Journal, read_journal
 from privssl import config as configs
 from privssl import durable
-from privssl.agents import Memory, Seat
+from privssl.agents import AgentLocation, Memory
 from privssl.engines import Engine, tls
 from privssl.engines.batched import BatchedEngine
-from privssl.engines.flower_post import FlowerPost
+from privssl.engines.flower_post import FlowerTransport
 from privssl.engines.local import LocalEngine
-from privssl.engines.pins import Pins, read_pins
-from privssl.engines.roster import SiteError, Terms
+from privssl.engines.pins import NodeKeys, read_node_keys
+from privssl.engines.roster import RemoteTimeouts, SiteError
 from privssl.engines.sites import SitesEngine, is_name
-from privssl.engines.workers import WorkerEngine, how_many
+from privssl.engines.workers import WorkerEngine, resolve_worker_count
 from privssl.errors import RunFolderError
-from privssl.evaluate import Oracle
+from privssl.evaluate import HiddenLabelMeter
 from privssl.prepare import Prepared
 from privssl.settings import RunSettings
-from privssl.shelf import Shelf
+from privssl.shelf import SpillStore
 
 
 def refuse_unreachable(prepared: Prepared) -> None:
@@ -38,71 +38,75 @@ def refuse_unreachable(prepared: Prepared) -> None:
     """
     run = prepared.config.run
     if run.engine == "flower":
-        _pins(prepared)
+        _node_keys(prepared)
         certificate = str(Path(run.certificate).expanduser()) if run.certificate else ""
-        if problem := tls.trouble(run.superlink, certificate):
+        if problem := tls.probe(run.superlink, certificate):
             raise SiteError(
                 f"run.superlink: {problem}. Start it (flower-superlink), or give the host and port "
                 "where one is"
             )
 
 
-def _pins(prepared: Prepared) -> Pins | None:
-    sites = [agent.id for agent in prepared.roster if agent.seat is not Seat.SERVER]
+def _node_keys(prepared: Prepared) -> NodeKeys | None:
+    sites = [agent.id for agent in prepared.roster if agent.location is not AgentLocation.SERVER]
     keys = prepared.config.run.keys
-    return read_pins(Path(keys), sites) if keys else None
+    return read_node_keys(Path(keys), sites) if keys else None
 
 
-def make_engine(prepared: Prepared, oracle: Oracle, shelf: Shelf | None = None) -> Engine:
+def make_engine(
+    prepared: Prepared, label_meter: HiddenLabelMeter, spill_store: SpillStore | None = None
+) -> Engine:
     """The engine that the config asks for; workers are forked here, so make it before threads.
 
     Raises:
         privssl.errors.UserError: it cannot be had; where agents are sites, not all are there.
     """
-    run, agents, device = prepared.config.run, prepared.federation.agents, prepared.device
+    run, agents, device = prepared.config.run, prepared.federated_data.agents, prepared.device
     common: dict[str, Any] = {
-        "seed": run.seed, "device": device, "meter": oracle, "check_wire": run.check_wire,
-        "shelf": shelf,
+        "seed": run.seed, "device": device, "meter": label_meter, "check_wire": run.check_wire,
+        "spill_store": spill_store,
     }  # fmt: skip
     if run.engine == "flower":
         return _sites(prepared, common)
     if run.batched_agents > 1:
         common |= {"algorithm": prepared.algorithm, "at_once": run.batched_agents}
         return BatchedEngine(agents, **common)
-    workers = how_many(run.workers, agents, device)
+    workers = resolve_worker_count(run.workers, agents, device)
     if workers == 1:
         return LocalEngine(agents, **common)
     return WorkerEngine(agents, algorithm=prepared.algorithm, workers=workers, **common)
 
 
 def _sites(prepared: Prepared, common: Mapping[str, Any]) -> SitesEngine:
-    config, dataset = prepared.config, prepared.federation.dataset
-    here = [agent for agent in prepared.federation.agents if agent.seat is Seat.SERVER]
+    config, dataset = prepared.config, prepared.federated_data.dataset
+    here = [
+        agent for agent in prepared.federated_data.agents if agent.location is AgentLocation.SERVER
+    ]
     labelled = [agent.id for agent in prepared.roster if agent.role in ("support", "mixed")]
-    pins = _pins(prepared)
-    post = FlowerPost(config.run.superlink, config.run.certificate, pins)
+    pins = _node_keys(prepared)
+    post = FlowerTransport(config.run.superlink, config.run.certificate, pins)
     try:
         return SitesEngine(
             post, prepared.roster, algorithm=prepared.algorithm,
-            agreement=configs.agreement(config, dataset.class_names, dataset.shape),
+            agreement=configs.compatibility_hash(config, dataset.class_names, dataset.shape),
             home=LocalEngine(here, **common),
             ledgers=labelled if prepared.plan is not None else (),
-            terms=_terms(config.run), holder=post.holder if pins is not None else None,
+            terms=_timeouts(config.run), holder=post.key_owner if pins is not None else None,
         )  # fmt: skip
     except BaseException:
         post.close()
         raise
 
 
-def _terms(run: RunSettings) -> Terms:
+def _timeouts(run: RunSettings) -> RemoteTimeouts:
     assert run.absent != "auto"  # ``config.load`` has put in what the algorithm wants
-    return Terms(
+    return RemoteTimeouts(
         join_seconds=run.join_seconds, visit_seconds=run.visit_seconds,
         absent=run.absent, quorum=run.quorum,
     )  # fmt: skip
 
 
-def refuse_names_of_memories(engine: Engine, memories: Mapping[str, Memory]) -> None:
+def check_memory_names(engine: Engine, memories: Mapping[str, Memory]) -> None:
     """Raise RunFolderError where a checkpoint has names of memories, and agents are no sites."""
     if not isinstance(engine, SitesEngine) and any(map(is_name, memories.values())):
         raise RunFolderError(
@@ -111,15 +115,15 @@ def refuse_names_of_memories(engine: Engine, memories: Mapping[str, Memory]) -> 
         )
 
 
-def carried(engine: Engine, absences: int) -> dict[str, float]:
+def log_traffic(engine: Engine, absences: int) -> dict[str, float]:
     """What crossed the network since this was last asked, by the names of metrics."""
     if not isinstance(engine, SitesEngine):
         return {}
-    now = engine.carried()
+    now = engine.take_traffic()
     return {
         "comm/sent_up_bytes": now.up,
         "comm/sent_down_bytes": now.down,
-        "comm/letters": now.letters,
+        "comm/letters": now.frames,
         "comm/letters_again": now.again,
         "sites/absent": absences,
         "comm/visit_s": statistics.median(now.seconds) if now.seconds else 0.0,
@@ -137,9 +141,9 @@ class Spending(NamedTuple):
 def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Spending:
     """What the accounts of a run were charged, here or at its sites.
 
-    Args and errors: as of :func:`shown_journals`.
+    Args and errors: as of :func:`journals_to_report`.
     """
-    shown = shown_journals(engine, folder, over=over)
+    shown = journals_to_report(engine, folder, over=over)
     if shown is not None:
         journals = {name: journal for name, (journal, _) in shown.items()}
         return Spending(journals, {name: own for name, (_, own) in shown.items()}, [])
@@ -154,7 +158,7 @@ def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Sp
     )
 
 
-def shown_journals(
+def journals_to_report(
     engine: Engine, folder: Path, *, over: bool
 ) -> dict[str, tuple[Journal, float]] | None:
     """The journals of sites, copied to ``folder/ledger``, and what this run spent of each.
@@ -171,7 +175,7 @@ def shown_journals(
     if not isinstance(engine, SitesEngine):
         return None
     found = {}
-    for name, content in sorted(engine.farewell(over=over).items()):
+    for name, content in sorted(engine.end_run(over=over).items()):
         path = folder / "ledger" / f"{name}.jsonl"
         with durable.writing(path):
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -180,7 +184,7 @@ def shown_journals(
         problems = [str(problem) for problem in journal.problems]
         if not problems and journal.plan.agent != name:
             problems = [f"it is of {journal.plan.agent}"]
-        if not problems and (unpaid := engine.unpaid(name, journal.visits)):
+        if not problems and (unpaid := engine.missing_charges(name, journal.visits)):
             problems = [f"it lacks {unpaid} visits that were charged, as if from a backup"]
         if problems:
             raise SiteError(

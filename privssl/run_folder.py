@@ -63,7 +63,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def created(prepared: Prepared) -> Iterator[Path]:
+def create_run_dir(prepared: Prepared) -> Iterator[Path]:
     """The new folder of a run; inside, no other process may work in it.
 
     Raises:
@@ -72,9 +72,9 @@ def created(prepared: Prepared) -> Iterator[Path]:
     run = prepared.config.run
     folder = prepared.config.folder
     check_free(prepared.config)
-    check_lasting_accounts(prepared)
-    if entries_of(folder):
-        with locked(folder):
+    check_shared_accounts(prepared)
+    if list_entries(folder):
+        with lock_run_dir(folder):
             _remove(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -83,9 +83,9 @@ def created(prepared: Prepared) -> Iterator[Path]:
         raise RunFolderError(
             f"{folder}: this folder cannot be made: {error.strerror}. Choose another run.output"
         ) from error
-    with locked(folder):
+    with lock_run_dir(folder):
         # In this order: a split.json says that the folder is a run, and may be replaced.
-        prepared.federation.manifest.write(folder / "split.json")
+        prepared.federated_data.manifest.write(folder / "split.json")
         # Without overwrite: to run the file again must not replace the run that it is of.
         recorded = dataclasses.replace(run, overwrite=False)
         again = dataclasses.replace(prepared.config, run=recorded)
@@ -95,7 +95,7 @@ def created(prepared: Prepared) -> Iterator[Path]:
 
 def check_free(config: Config) -> None:
     """Raise RunFolderError where the folder of a new run is taken, and may not be replaced."""
-    entries = entries_of(config.folder)
+    entries = list_entries(config.folder)
     if entries:
         _refuse_what_is_not_ours(config.folder, entries)
         if not config.run.overwrite:
@@ -103,7 +103,7 @@ def check_free(config: Config) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_run_dir(folder: Path) -> Iterator[None]:
     """Inside, another process that asks for the folder gets a RunFolderError.
 
     The lock is the operating system's, on the folder itself: it goes with its process, however
@@ -125,7 +125,7 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def entries_of(folder: Path) -> set[str]:
+def list_entries(folder: Path) -> set[str]:
     """What lies in a folder, without leftovers of killed writes; empty when there is none."""
     try:
         names = os.listdir(folder)
@@ -175,7 +175,7 @@ def _remove(folder: Path) -> None:
 # Going on with a run ------------------------------------------------------------------------
 
 
-def outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
+def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
     """What a run in this folder came to: results.json, and the sentences on its guarantee.
 
     None when there are no results yet.
@@ -216,7 +216,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 # Accounts -----------------------------------------------------------------------------------
 
 
-def check_lasting_accounts(prepared: Prepared) -> None:
+def check_shared_accounts(prepared: Prepared) -> None:
     """Refuse, before a run folder is made or replaced, what accounts that outlive it would refuse.
 
     Raises:
@@ -233,7 +233,7 @@ def check_lasting_accounts(prepared: Prepared) -> None:
                 f"privacy.ledger {ledger} is in {outer}, the folder of a run, and would go with it "
                 "when it is replaced. Give a folder outside of all runs"
             )
-    for name, promise in prepared.promises.items():
+    for name, promise in prepared.account_plans.items():
         path = ledger / f"{name}.jsonl"
         if path.exists():
             journal = read_journal(path)
@@ -250,11 +250,11 @@ def _claim_rows(prepared: Prepared, ledger: Path, *, only_check: bool) -> None:
     holders = prepared.labelled_agents if prepared.plan.visits else ()
     for agent in holders:
         registry.refuse_lost_journal(ledger, agent.id)
-    claim_rows(ledger, holders, bare_rows(prepared.federation), only_check=only_check)
+    claim_rows(ledger, holders, bare_rows(prepared.federated_data), only_check=only_check)
 
 
 @contextmanager
-def opened_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -> Iterator[None]:
+def open_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -> Iterator[None]:
     """Give every agent with labels its account; inside, no other process has them.
 
     Args:
@@ -272,7 +272,7 @@ def opened_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None)
     if outlives:
         _claim_rows(prepared, ledger, only_check=False)
     with ExitStack() as stack:
-        for name, promise in prepared.promises.items():
+        for name, promise in prepared.account_plans.items():
             assert privacy is not None  # who promises has a privacy section
             path, seq = ledger / f"{name}.jsonl", known.get(LEDGER_SEQ + name)
             resume = seq is not None or ((snapshot is not None or outlives) and path.exists())
@@ -312,7 +312,7 @@ def copy_ledgers(prepared: Prepared, folder: Path) -> None:
         return
     with durable.writing(own):
         own.mkdir(mode=0o700, exist_ok=True)
-    for name in prepared.promises:
+    for name in prepared.account_plans:
         path = own / f"{name}.jsonl"
         with durable.writing(path):
             durable.replace(path, read_content(ledger / path.name))

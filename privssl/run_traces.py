@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from accounting.budget import Budget
 from accounting.canonical import decode_strictly
 from accounting.errors import AccountingError
-from accounting.events import Composed, Event, SampledGaussian, leaves
+from accounting.events import ComposedEvent, Event, PoissonSampledGaussianEvent, leaf_events
 from accounting.plan import AccountPlan
 from accounting.replay import Journal, read_journal
 from privssl import config as configs
@@ -58,25 +58,25 @@ def has_ended(run: Path) -> bool:
 def config_of(run: Path) -> Config | None:
     """config.yaml; None when there is none that can be read."""
     try:
-        return configs.load(run / "config.yaml")
+        return configs.load_config(run / "config.yaml")
     except UserError:
         return None
 
 
-def was_to_be_private(run: Path) -> bool:
+def config_requests_privacy(run: Path) -> bool:
     """Whether config.yaml has a privacy section."""
     config = config_of(run)
     return config is not None and config.privacy is not None
 
 
-def unread(run: Path) -> list[str]:
+def unreadable_files(run: Path) -> list[str]:
     """Notes of files that are there and could not be held against anything."""
     path = run / "results.json"
     damaged = path.exists() and results_of(run) is None
     return [f"{path.name} cannot be read, so it was not compared"] if damaged else []
 
 
-def lasting_accounts(run: Path, config: Config | None) -> Path | None:
+def shared_accounts(run: Path, config: Config | None) -> Path | None:
     """Where the accounts are, when they outlive the run; None when they are its own."""
     if config is None:
         return None
@@ -95,7 +95,7 @@ def check_memories(
     """
     problems, notes = [], []
     memories = _memories(run)
-    accounts = lasting_accounts(run, config)
+    accounts = shared_accounts(run, config)
     copied = accounts is not None and not accounts.is_dir()
     for agent in sorted({memory.agent for memory in memories}):
         asked = journals.get(agent)
@@ -122,7 +122,7 @@ def check_memories(
     return problems, notes
 
 
-def claim_elsewhere(run: Path, card: Card | None) -> Iterator[str]:
+def check_results_against_claim(run: Path, card: Card | None) -> Iterator[str]:
     """Where results.json or privacy.md says something else than the card."""
     results = results_of(run)
     said = None if results is None else results.get("privacy")
@@ -146,7 +146,7 @@ def claim_elsewhere(run: Path, card: Card | None) -> Iterator[str]:
             yield f"privacy.md is not what privacy.json says{_RESUME}"
 
 
-def config_elsewhere(
+def check_config(
     run: Path, config: Config | None, journals: Mapping[str, Journal], card: Card | None
 ) -> tuple[list[str], list[str]]:
     """Problems and doubts: whether ledgers and card are those that config.yaml asks for.
@@ -208,7 +208,11 @@ def _asked_plan(config: Config) -> tuple[Plan, float | None]:
 
 def _noise_of(event: Event) -> float | None:
     """The noise multiplier of a visit with Gaussian noise; None for a census."""
-    found = [leaf.noise_multiplier for leaf in leaves(event) if isinstance(leaf, SampledGaussian)]
+    found = [
+        leaf.noise_multiplier
+        for leaf in leaf_events(event)
+        if isinstance(leaf, PoissonSampledGaussianEvent)
+    ]
     return found[0] if found else None
 
 
@@ -244,14 +248,14 @@ def _nearly(said: float | None, noise: float) -> bool:
 
 
 def _with_noise(event: Event, noise: float) -> Event:
-    if isinstance(event, SampledGaussian):
+    if isinstance(event, PoissonSampledGaussianEvent):
         return dataclasses.replace(event, noise_multiplier=noise)
-    if isinstance(event, Composed):
-        return Composed(tuple(_with_noise(part, noise) for part in event.events))
+    if isinstance(event, ComposedEvent):
+        return ComposedEvent(tuple(_with_noise(part, noise) for part in event.events))
     return event
 
 
-def curves_elsewhere(run: Path, journals: Mapping[str, Journal]) -> Iterator[str]:
+def check_metrics(run: Path, journals: Mapping[str, Journal]) -> Iterator[str]:
     """Where metrics.csv remembers that more was spent than a ledger has."""
     try:
         with (run / "metrics.csv").open(encoding="utf-8", newline="") as file:

@@ -17,14 +17,14 @@ from rich.console import Console
 from privssl.errors import UserError
 
 #: Errors of a stream whose reader has left: a pipe, a terminal, what a caller closed.
-LEFT = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.EBADF)
+CLOSED_STREAM_ERRNOS = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.EBADF)
 
 
 class Terminal(Console):
     """A console on which printing ends nothing."""
 
     def print(self, *objects: Any, **how: Any) -> None:
-        with unheard(self.file):
+        with ignore_closed_stream(self.file):
             super().print(*objects, **how)
 
     def on_broken_pipe(self) -> None:
@@ -47,7 +47,7 @@ class Screen(logging.Handler):
 
 
 @contextmanager
-def unheard(stream: Any) -> Iterator[None]:
+def ignore_closed_stream(stream: Any) -> Iterator[None]:
     """Inside, a stream that nobody reads any more is no mistake; from then on it goes nowhere.
 
     Raises:
@@ -57,8 +57,8 @@ def unheard(stream: Any) -> Iterator[None]:
         yield
         stream.flush()
     except OSError as error:
-        silence(stream)
-        if stream is sys.stdout and error.errno not in LEFT:
+        redirect_to_devnull(stream)
+        if stream is sys.stdout and error.errno not in CLOSED_STREAM_ERRNOS:
             raise UserError(
                 f"Standard output cannot be written: {error.strerror}. The same is in the folder "
                 "of the run, or comes again with the same command"
@@ -68,7 +68,7 @@ def unheard(stream: Any) -> Iterator[None]:
             raise
 
 
-def silence(stream: Any) -> None:
+def redirect_to_devnull(stream: Any) -> None:
     """Let what is written to a stream from now on, and what waits in it, go nowhere."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -79,8 +79,8 @@ def silence(stream: Any) -> None:
 
 
 def results_to_standard_output(text: str) -> None:
-    """Print what a program is to read. Raises UserError as :func:`unheard`."""
-    with unheard(sys.stdout):
+    """Print what a program is to read. Raises UserError as :func:`ignore_closed_stream`."""
+    with ignore_closed_stream(sys.stdout):
         print(text)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from accounting.budget import Nominal
 from privssl import checkpoint, kernels, resuming, run, run_folder
 from privssl import config as configs
-from privssl.data import Federation, class_counts_of
+from privssl.data import FederatedDataset, class_counts_of
 from privssl.prepare import Prepared
 from privssl.process import LogFile, logging_to
 from privssl.run_engine import refuse_unreachable
@@ -22,7 +22,7 @@ from privssl.tracker import CsvTracker, TensorBoardTracker, Tracker
 log = logging.getLogger("privssl")
 
 
-def carry_out(
+def launch(
     prepared: Prepared,
     resume: Path | None,
     watchers: Callable[[int | None], Sequence[Tracker]],
@@ -39,16 +39,16 @@ def carry_out(
     """
     refuse_unreachable(prepared)  # before a former run is replaced
     if resume is None:
-        folder = stack.enter_context(run_folder.created(prepared))
+        folder = stack.enter_context(run_folder.create_run_dir(prepared))
     else:
         folder = resume
-        stack.enter_context(run_folder.locked(folder))
+        stack.enter_context(run_folder.lock_run_dir(folder))
     file = LogFile(folder / "train.log")
     stack.enter_context(logging_to(file))
     snapshot = None
     if resume is not None:
-        digest = configs.digest(prepared.config)
-        snapshot = checkpoint.load(folder / "checkpoints", digest)
+        digest = configs.config_hash(prepared.config)
+        snapshot = checkpoint.load_snapshot(folder / "checkpoints", digest)
         resuming.check_same_split(folder, prepared, snapshot)
         resuming.check_spending_shown(folder, prepared)
         resuming.warn_of_other_code(snapshot)
@@ -64,7 +64,7 @@ def carry_out(
             *watchers(after),
         ]
 
-    run.execute(prepared, folder, trackers, snapshot)
+    run.train(prepared, folder, trackers, snapshot)
     return folder
 
 
@@ -77,15 +77,15 @@ def _log_start(prepared: Prepared) -> None:
     log.info(
         "Run %s: %s on %s, seed %d, split %s, config %s",
         *(config.run.name, config.algorithm.name, config.data.name, config.run.seed),
-        *(prepared.told_split[:12], config.source),
+        *(prepared.published_split_hash[:12], config.source),
     )
     roles = ", ".join(f"{agent.id} ({agent.role})" for agent in agents)
     log.info(
         "Device %s, torch %s, kernels %s. Agents: %s",
-        *(prepared.device, version("torch"), kernels.generation() or "torch", roles),
+        *(prepared.device, version("torch"), kernels.instruction_set() or "torch", roles),
     )
     warn(config.warnings)
-    if prepared.nominal:
+    if prepared.is_nominal:
         warn([_nominal_warning(prepared)])
 
 
@@ -94,22 +94,22 @@ def rows_told(prepared: Prepared) -> Iterator[logging.LogRecord]:
 
     A private run's log says how many unlabelled rows an agent has, and nothing of labelled ones.
     """
-    federation = prepared.federation
+    federated_data = prepared.federated_data
     private = prepared.config.privacy is not None
     if not private:
-        yield from federation.dataset.said
-    for agent, holding in federation.manifest.agents.items():
-        told = [] if private else [f"with labels {_by_class(federation, holding.labelled)}"]
+        yield from federated_data.dataset.said
+    for agent, holding in federated_data.manifest.agents.items():
+        told = [] if private else [f"with labels {_by_class(federated_data, holding.labelled)}"]
         rest = holding.unlabelled
-        told.append(f"without {len(rest) if private else _by_class(federation, rest)}")
+        told.append(f"without {len(rest) if private else _by_class(federated_data, rest)}")
         text = f"Rows of {agent}: {'; '.join(told)}"
         yield log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None)
 
 
-def _by_class(federation: Federation, ids: Sequence[int]) -> str:
+def _by_class(federated_data: FederatedDataset, ids: Sequence[int]) -> str:
     """How many rows, and how many of each class, by the true labels."""
-    counts = class_counts_of(federation, ids)
-    names = federation.dataset.class_names
+    counts = class_counts_of(federated_data, ids)
+    names = federated_data.dataset.class_names
     told = [f"{name} {n}" for name, n in zip(names, counts.tolist(), strict=True) if n]
     if unknown := len(ids) - int(counts.sum()):
         told.append(f"{unknown} of a class that nobody knows")

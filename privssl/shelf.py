@@ -24,11 +24,11 @@ from torch import Tensor
 
 from privssl import durable, tensor_file
 from privssl.errors import RunFolderError
-from privssl.tensor_file import InFile, Place
+from privssl.tensor_file import LazyTensors, TensorSlice
 
 PAGE = 4096  # rooms in the file are whole pages: a memory that has grown a little fits in again
 
-State = TypeVar("State")
+MemoryT = TypeVar("MemoryT")
 
 
 class _InRam(dict[str, Tensor]):
@@ -37,13 +37,13 @@ class _InRam(dict[str, Tensor]):
     __slots__ = ("__weakref__",)
 
 
-class _OnDisk(InFile):
+class _OnDisk(LazyTensors):
     """Tensors by name in a room of the shelf's file."""
 
     __slots__ = ()
 
 
-class _Lent(weakref.ref[Mapping[str, Tensor]]):
+class _Lease(weakref.ref[Mapping[str, Tensor]]):
     """A room and who lives in it. Its callback is a method of C: one of Python could swallow a
     Ctrl-C that arrives in it."""
 
@@ -53,7 +53,7 @@ class _Lent(weakref.ref[Mapping[str, Tensor]]):
     size: int  # bytes
 
 
-class Shelf:
+class SpillStore:
     """Puts mappings of tensors away, and gives back mappings of the same tensors."""
 
     def __init__(self, folder: Path | None = None, limit: float = float("inf")) -> None:
@@ -68,14 +68,14 @@ class Shelf:
         self._end = 0  # of the rooms in the file
         self._free: dict[int, list[int]] = {}  # size of a room -> where there are such
         self._in_ram = 0
-        self._lent: dict[int, _Lent] = {}  # they are nowhere else
-        self._returned: deque[_Lent] = deque()
-        self._forms: dict[tuple[object, ...], Mapping[str, Place]] = {}
+        self._lent: dict[int, _Lease] = {}  # they are nowhere else
+        self._returned: deque[_Lease] = deque()
+        self._forms: dict[tuple[object, ...], Mapping[str, TensorSlice]] = {}
 
     @property
     def in_ram(self) -> int:
         """Bytes of tensors on the shelf that are in RAM."""
-        self._take_back()
+        self._release()
         return self._in_ram
 
     @property
@@ -92,14 +92,14 @@ class Shelf:
         """
         if isinstance(tensors, _InRam | _OnDisk) or not tensors:
             return tensors
-        self._take_back()
-        given = tensors.unread() if isinstance(tensors, InFile) else tensors
-        places = self._shared(tensor_file.placed(given, given))
+        self._release()
+        given = tensors.lazy_tensors() if isinstance(tensors, LazyTensors) else tensors
+        places = self._share_storage(tensor_file.layout_of(given, given))
         size = sum(place.size for place in places.values())
         if self._in_ram + size <= self._limit:
             kept = _InRam(tensors)
             self._in_ram += size
-            self._lend(kept, None, size)
+            self._acquire(kept, None, size)
             return kept
         size = -(-size // PAGE) * PAGE
         at = self._room(size)
@@ -113,10 +113,10 @@ class Shelf:
                 "run.memories_mb, then go on with --resume"
             ) from error
         there = _OnDisk(self._read, places, at)
-        self._lend(there, at, size)
+        self._acquire(there, at, size)
         return there
 
-    def put_parts(self, state: State) -> State:
+    def put_parts(self, state: MemoryT) -> MemoryT:
         """A server's state, with what it holds of single agents on the shelf.
 
         That is every mapping of tensors in a mapping in one of its fields: agent -> name ->
@@ -143,12 +143,12 @@ class Shelf:
 
     # Rooms ----------------------------------------------------------------------------------
 
-    def _lend(self, tenant: Mapping[str, Tensor], at: int | None, size: int) -> None:
-        lent = _Lent(tenant, self._returned.append)
+    def _acquire(self, tenant: Mapping[str, Tensor], at: int | None, size: int) -> None:
+        lent = _Lease(tenant, self._returned.append)
         lent.at, lent.size = at, size
         self._lent[id(lent)] = lent
 
-    def _take_back(self) -> None:
+    def _release(self) -> None:
         """Free the rooms of mappings to which nobody refers any more."""
         while self._returned:
             lent = self._returned.popleft()
@@ -164,7 +164,7 @@ class Shelf:
         at, self._end = self._end, self._end + size
         return at
 
-    def _shared(self, places: dict[str, Place]) -> Mapping[str, Place]:
+    def _share_storage(self, places: dict[str, TensorSlice]) -> Mapping[str, TensorSlice]:
         """One copy of like places: agents are many, the forms of what they remember few."""
         return self._forms.setdefault(tuple(places.items()), places)
 
@@ -204,6 +204,6 @@ class Shelf:
 
 def _of_tensors(value: object) -> bool:
     """Whether a value maps names to tensors, which none is read for."""
-    return isinstance(value, InFile | _InRam) or (
+    return isinstance(value, LazyTensors | _InRam) or (
         isinstance(value, Mapping) and all(isinstance(item, Tensor) for item in value.values())
     )

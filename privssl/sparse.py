@@ -27,7 +27,7 @@ FIRST_COST = 2.0
 
 
 @dataclass(frozen=True)
-class Cuts:
+class SparsityThresholds:
     """The two limits, >= 0."""
 
     negligible: float
@@ -35,7 +35,7 @@ class Cuts:
 
 
 @dataclass(frozen=True, eq=False)
-class Halves:
+class DecomposedWeights:
     """The weights of one model, theta = sigma + psi, name by name."""
 
     sigma: StateDict
@@ -46,7 +46,7 @@ class Halves:
 class Download:
     """What an agent has after a sparse download, and what that cost in dense models."""
 
-    weights: Halves
+    weights: DecomposedWeights
     cost: float
 
 
@@ -65,7 +65,7 @@ def differs(new: Tensor, old: Tensor | float, change: float) -> Tensor:
 
 
 def sparse_upload(
-    trained: StateDict, received: StateDict, cuts: Cuts, *, is_psi: bool
+    trained: StateDict, received: StateDict, cuts: SparsityThresholds, *, is_psi: bool
 ) -> tuple[dict[str, Tensor], float]:
     """What an agent sends of one half, and the cost.
 
@@ -79,11 +79,14 @@ def sparse_upload(
     """
     compared = without_small(trained, cuts.negligible) if is_psi else trained
     sent = {n: differs(w, received[n], cuts.change) for n, w in compared.items()}
-    return _merged(trained, received, sent), _count(sent) / _entries(received)
+    return _merge(trained, received, sent), _count(sent) / _entries(received)
 
 
 def sparse_download(
-    held: Halves | None, sent: Halves, helpers: Sequence[StateDict], cuts: Cuts
+    held: DecomposedWeights | None,
+    sent: DecomposedWeights,
+    helpers: Sequence[StateDict],
+    cuts: SparsityThresholds,
 ) -> Download:
     """What an agent with the weights ``held`` has after differences to ``sent``, and their cost.
 
@@ -106,11 +109,13 @@ def sparse_download(
                 for n, a in theirs.items()
             }
         )
-    patched = Halves(_merged(sent.sigma, held.sigma, sigma), _merged(sent.psi, held.psi, psi))
+    patched = DecomposedWeights(
+        _merge(sent.sigma, held.sigma, sigma), _merge(sent.psi, held.psi, psi)
+    )
     return Download(patched, counted / _entries(sent.psi))
 
 
-def _merged(new: StateDict, old: StateDict, where: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _merge(new: StateDict, old: StateDict, where: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.where(where[name], weight, old[name]) for name, weight in new.items()}
 
 

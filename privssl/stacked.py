@@ -14,7 +14,8 @@ networks once; then one optimiser over the parameters of all, with each agent's 
 In the first two sums are taken in another order, so float32 results differ from an agent's own in
 their last bits. A step differs in nothing.
 
-What is not stacked is computed as ever (``Stackable.never``, ``alone``): layers that are not listed
+What is not stacked is computed as ever (``Stackable.never``, ``is_single``): layers that are not
+listed
 here, networks in bfloat16, dropout in training, static norms outside of it. Where no layer couples
 rows, batches of different lengths make one pass all the same: shorter ones are filled up with their
 last row, whose output goes nowhere. Layers that do couple them, batch and static norms in training,
@@ -33,13 +34,13 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from generators.spectral import SpectralNorm
-from privssl.learn import Descent
+from privssl.learn import OptimizerStep
 from privssl.models.flatten import Flatten
 from privssl.models.group_norm import GroupNorm
 from privssl.models.linear import Linear
 from privssl.models.precision import precision_of
 from privssl.models.static_norm import StaticNorm
-from privssl.together import Called, Computation
+from privssl.together import BatchedCall, FunctionalModule
 
 ROWS_AT_ONCE = 4096  # of one stacked pass, over all agents: what it computes must fit in memory
 
@@ -49,7 +50,8 @@ BY_ROW = (
     nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Flatten, Flatten, nn.Unflatten, nn.Identity,
 )  # fmt: skip
 
-#: Layers that do something else in training, and are asked which it is (``alone``, ``couples``).
+#: Layers that do something else in training, and are asked which it is (``is_single``,
+#: ``couples``).
 BY_MODE = (_DropoutNd, nn.BatchNorm2d, SpectralNorm)
 
 
@@ -70,9 +72,9 @@ class Stackable:
         known = all(isinstance(layer, BY_MODE) for layer in self._by_mode)
         self.never = not known or hooked or precision_of(network) != "float32"
 
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         """Whether it cannot be stacked, or not in the mode that it is in."""
-        return self.never or any(map(_alone_now, self._by_mode))
+        return self.never or any(map(_unstacked, self._by_mode))
 
     def couples(self) -> bool:
         """Whether a row's output depends on the rows beside it."""
@@ -105,7 +107,7 @@ def _kind(layer: nn.Module) -> type:
     return parametrize.type_before_parametrizations(layer)
 
 
-def _alone_now(layer: nn.Module) -> bool:
+def _unstacked(layer: nn.Module) -> bool:
     if isinstance(layer, StaticNorm):
         return not layer.training  # it looks at what it has counted, or counts
     return isinstance(layer, _DropoutNd) and layer.training and layer.p > 0
@@ -129,14 +131,14 @@ class Pass:
 
 def can_stack(copy: Stackable, inputs: Sequence[Any]) -> bool:
     """Whether a call with these positional arguments can be one of a stacked pass."""
-    if copy.alone() or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
+    if copy.is_single() or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
         return False
     if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in inputs):
         return False  # inside of a vmap or grad of the algorithm's own
     return len({len(x) for x in inputs}) == 1 and len(inputs[0]) > 0
 
 
-def passes_as_one(passes: Sequence[Pass]) -> list[Any]:
+def run_passes_batched(passes: Sequence[Pass]) -> list[Any]:
     """The outputs, in the order of the passes."""
     kinds: dict[Hashable, list[int]] = {}
     for place, one in enumerate(passes):
@@ -148,11 +150,11 @@ def passes_as_one(passes: Sequence[Pass]) -> list[Any]:
         for start in range(0, len(places), at_once):
             some = places[start : start + at_once]
             with torch.set_grad_enabled(passes[some[0]].derivatives):
-                outputs |= zip(some, _stacked([passes[place] for place in some]), strict=True)
+                outputs |= zip(some, _run_stacked([passes[place] for place in some]), strict=True)
     return [outputs[place] for place in range(len(passes))]
 
 
-def _stacked(passes: Sequence[Pass]) -> Sequence[Any]:
+def _run_stacked(passes: Sequence[Pass]) -> Sequence[Any]:
     """Outputs of passes of one kind."""
     first = passes[0]
     if len(passes) == 1:
@@ -161,13 +163,13 @@ def _stacked(passes: Sequence[Pass]) -> Sequence[Any]:
     parameters = dict(zip(names, _by_agent(p.copy.parameters() for p in passes), strict=True))
     buffers = dict(zip(buffer_names, _by_agent(p.copy.buffers() for p in passes), strict=True))
     rows = [len(one.inputs[0]) for one in passes]
-    inputs = _by_agent([filled(x, max(rows)) for x in one.inputs] for one in passes)
+    inputs = _by_agent([pad_to(x, max(rows)) for x in one.inputs] for one in passes)
 
     def of_one(parameters: Any, buffers: Any, *inputs: Tensor) -> Any:
         return functional_call(first.copy.network, (parameters, buffers), inputs)
 
     stacked: Tensor = vmap(of_one)(parameters, buffers, *inputs)
-    _put_back([one.copy for one in passes], list(buffers.values()))
+    _unstack([one.copy for one in passes], list(buffers.values()))
     return [
         out if len(out) == count else out[:count]
         for out, count in zip(stacked.unbind(0), rows, strict=True)
@@ -183,13 +185,13 @@ def _by_agent(tensors: Any) -> list[Tensor]:
     return stacks
 
 
-def filled(x: Tensor, rows: int) -> Tensor:
+def pad_to(x: Tensor, rows: int) -> Tensor:
     """Rows (B, ...) and copies of the last one, ``rows`` in all."""
     missing = rows - len(x)
     return torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing else x
 
 
-def computed_as_one(wanted: Sequence[Computation]) -> list[Any]:
+def run_calls_batched(wanted: Sequence[BatchedCall]) -> list[Any]:
     """What agents want to have computed, in their order. ``can_compute`` has said yes to each."""
     kinds: dict[Hashable, list[int]] = {}
     for place, one in enumerate(wanted):
@@ -202,17 +204,17 @@ def computed_as_one(wanted: Sequence[Computation]) -> list[Any]:
         for start in range(0, len(places), at_once):
             some = places[start : start + at_once]
             with torch.set_grad_enabled(wanted[some[0]].derivatives):
-                found |= zip(some, _computed([wanted[place] for place in some]), strict=True)
+                found |= zip(some, _run_calls([wanted[place] for place in some]), strict=True)
     return [found[place] for place in range(len(wanted))]
 
 
-def can_compute(one: Computation) -> bool:
+def can_compute(one: BatchedCall) -> bool:
     """Whether a function of networks and rows can be computed for several agents as one."""
     copies = [vars(network).get(COPY) for network in one.networks.values()]
-    return all(copy is not None and not copy.alone() for copy in copies)
+    return all(copy is not None and not copy.is_single() for copy in copies)
 
 
-def _kind_of(one: Computation) -> Hashable:
+def _kind_of(one: BatchedCall) -> Hashable:
     """Computations of one kind can be stacked."""
     copies = list(_copies(one).values())
     modes = tuple((copy.modes(), *(p.requires_grad for p in copy.parameters())) for copy in copies)
@@ -221,15 +223,15 @@ def _kind_of(one: Computation) -> Hashable:
     return one.function, tuple(one.networks), modes, forms, one.settings, one.derivatives
 
 
-def _copies(one: Computation) -> dict[str, Stackable]:
+def _copies(one: BatchedCall) -> dict[str, Stackable]:
     return {name: vars(network)[COPY] for name, network in one.networks.items()}
 
 
-def _computed(wanted: Sequence[Computation]) -> Sequence[Any]:
+def _run_calls(wanted: Sequence[BatchedCall]) -> Sequence[Any]:
     """Results of computations of one kind."""
     first = wanted[0]
     if len(wanted) == 1:
-        return [first.alone()]
+        return [first.run_single()]
     copies = [_copies(one) for one in wanted]
     tensors: dict[str, dict[str, Tensor]] = {}
     for name in first.networks:
@@ -241,19 +243,19 @@ def _computed(wanted: Sequence[Computation]) -> Sequence[Any]:
     fields = tree_unflatten(stacks, tree_flatten(first.fields)[1])
 
     def of_one(tensors: Any, fields: Any) -> Any:
-        networks = {n: Called(net, tensors[n]) for n, net in first.networks.items()}
+        networks = {n: FunctionalModule(net, tensors[n]) for n, net in first.networks.items()}
         return first.of(fields, networks)
 
     found = vmap(of_one)(tensors, fields)
     for name, stacked in tensors.items():
         _, buffer_names = copies[0][name].names()
-        _put_back([own[name] for own in copies], [stacked[key] for key in buffer_names])
+        _unstack([own[name] for own in copies], [stacked[key] for key in buffer_names])
     leaves, form = tree_flatten(found)
     by_agent = zip(*(leaf.unbind(0) for leaf in leaves), strict=True)
     return [tree_unflatten(list(own), form) for own in by_agent]
 
 
-def _put_back(copies: Sequence[Stackable], buffers: Sequence[Tensor]) -> None:
+def _unstack(copies: Sequence[Stackable], buffers: Sequence[Tensor]) -> None:
     """What a pass has written into stacked buffers: a batch norm counts, a spectral norm moves its
     vectors."""
     own = [buffer for copy in copies for buffer in copy.buffers()]
@@ -270,7 +272,7 @@ class JointSteps:
         self._own: list[torch.optim.Optimizer] = []  # of which they were made
         self._settings: list[dict[str, Any]] = []
 
-    def take(self, steps: Sequence[Descent]) -> None:
+    def take(self, steps: Sequence[OptimizerStep]) -> None:
         """What ``learn.minimise`` does, for all of them."""
         self._join([one for step in steps for one in step.optimisers])
         for optimiser in self._joint:
@@ -296,11 +298,13 @@ class JointSteps:
         known = list(map(id, own)) == list(map(id, self._own)) and settings == self._settings
         if not known:
             kinds = dict.fromkeys(map(type, own))
-            self._joint = [_merged(k, [one for one in own if type(one) is k]) for k in kinds]
+            self._joint = [
+                _merge_settings(k, [one for one in own if type(one) is k]) for k in kinds
+            ]
             self._own, self._settings = list(own), settings
 
 
-def _merged(
+def _merge_settings(
     kind: type[torch.optim.Optimizer], own: Sequence[torch.optim.Optimizer]
 ) -> torch.optim.Optimizer:
     """One optimiser with the parameters of all, those of equal settings in one group.

@@ -12,32 +12,32 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from accounting.canonical import MAX_INTEGER
-from privssl.tensor_file import InFile, Item, Packed, Place, Unread
+from privssl.tensor_file import Item, LazyTensor, LazyTensors, PackedTensors, TensorSlice
 
 Leaf: TypeAlias = Tensor | int | float | str | bool | None
 StateTree: TypeAlias = Mapping[str, "StateTree"] | tuple["StateTree", ...] | Leaf
 
 
 def outline(
-    tree: StateTree | Unread, pointer: str, tensors: dict[str, Item], forms: dict[str, int],
+    tree: StateTree | LazyTensor, pointer: str, tensors: dict[str, Item], forms: dict[str, int],
     left: int = -1,
 ) -> Any:  # fmt: skip
     """A tree as JSON, with its tensors moved to ``tensors`` under their JSON pointers. Mappings of
     tensors to which ``left`` names lead are packed, and what they hold moved to ``forms``."""
 
-    def inner(branch: StateTree | Unread, name: str, left: int = -1) -> Any:
+    def inner(branch: StateTree | LazyTensor, name: str, left: int = -1) -> Any:
         return outline(branch, f"{pointer}/{name}", tensors, forms, left)
 
-    if isinstance(tree, Tensor | Unread):
+    if isinstance(tree, Tensor | LazyTensor):
         tensors[pointer or "/"] = tree
         return {"tensor": pointer or "/"}
     if isinstance(tree, Mapping):
         if not all(isinstance(key, str) for key in tree):
             raise TypeError(f"a key at {pointer or '/'} of a state tree is not text")
-        items = tree.unread() if isinstance(tree, InFile) else tree
-        own = {k: v for k, v in items.items() if isinstance(v, Tensor | Unread)}
+        items = tree.lazy_tensors() if isinstance(tree, LazyTensors) else tree
+        own = {k: v for k, v in items.items() if isinstance(v, Tensor | LazyTensor)}
         if left == 0 and own and len(own) == len(items):
-            packed = tensors[pointer] = Packed(own)
+            packed = tensors[pointer] = PackedTensors(own)
             form = json.dumps(packed.form())  # agents are many, the forms of what they hold few
             return {"packed": [pointer, forms.setdefault(form, len(forms))]}
         return {"mapping": {k: inner(v, _escaped(k), left - 1) for k, v in items.items()}}
@@ -61,7 +61,7 @@ def _escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
-def filled(shape: Any, tensors: InFile, forms: Sequence[Mapping[str, Place]]) -> Any:
+def filled(shape: Any, tensors: LazyTensors, forms: Sequence[Mapping[str, TensorSlice]]) -> Any:
     """Inverse of ``outline``; mappings that are packed stay unread."""
     if not isinstance(shape, dict):
         if isinstance(shape, list):

@@ -42,7 +42,7 @@ Read = Callable[[int, int], bytearray]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSlice:
     """A tensor's type and shape, and the byte at which it begins."""
 
     dtype: torch.dtype
@@ -55,12 +55,12 @@ class Place:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class InFile(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
     """Tensors by name, each read anew whenever it is asked for: nobody can write into them."""
 
     __slots__ = ("__weakref__", "_places", "_read", "_start")
 
-    def __init__(self, read: Read, places: Mapping[str, Place], start: int = 0) -> None:
+    def __init__(self, read: Read, places: Mapping[str, TensorSlice], start: int = 0) -> None:
         """``start`` is added to every place, so that many mappings can share their places."""
         self._read, self._places, self._start = read, places, start
 
@@ -80,11 +80,11 @@ class InFile(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def unread(self) -> dict[str, "Unread"]:
+    def lazy_tensors(self) -> dict[str, "LazyTensor"]:
         """Its tensors by name, none of them read."""
-        return {name: Unread(self, name) for name in self._places}
+        return {name: LazyTensor(self, name) for name in self._places}
 
-    def within(self, name: str, places: Mapping[str, Place]) -> "InFile":
+    def within(self, name: str, places: Mapping[str, TensorSlice]) -> "LazyTensors":
         """The tensors of which one of these is packed. They may share their places with others.
 
         Raises:
@@ -96,13 +96,13 @@ class InFile(Mapping[str, Tensor]):
             place.size for place in places.values()
         ):
             raise ValueError(f"{name} is not what is said to lie in it")
-        return InFile(self._read, places, self._start + packed.at)
+        return LazyTensors(self._read, places, self._start + packed.at)
 
 
-class Unread(NamedTuple):
+class LazyTensor(NamedTuple):
     """A tensor that lies in a file."""
 
-    where: InFile
+    where: LazyTensors
     name: str
 
     @property
@@ -118,14 +118,14 @@ class Unread(NamedTuple):
         return self.where[self.name]
 
 
-class Packed(NamedTuple):
+class PackedTensors(NamedTuple):
     """Tensors that a file lists as one row of bytes, in which they lie one behind the other.
 
     What single agents hold has the same names and shapes at all of them, and would fill the list
     with these, once for each agent.
     """
 
-    tensors: Mapping[str, Tensor | Unread]
+    tensors: Mapping[str, Tensor | LazyTensor]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,25 +141,25 @@ class Packed(NamedTuple):
         return {name: [_NAMES[t.dtype], list(t.shape)] for name, t in self.tensors.items()}
 
 
-def places_in(form: Mapping[str, Any]) -> dict[str, Place]:
-    """Where the tensors of a ``Packed.form`` lie in it.
+def places_in(form: Mapping[str, Any]) -> dict[str, TensorSlice]:
+    """Where the tensors of a ``PackedTensors.form`` lie in it.
 
     Raises:
         LookupError, TypeError, ValueError: it is none.
     """
-    found: dict[str, Place] = {}
+    found: dict[str, TensorSlice] = {}
     at = 0
     for name, (dtype, shape) in form.items():
         if len(shape) > _MOST_SIZES or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"{name} has no shape of a tensor")
         if math.prod(max(n, 1) for n in shape) >= _LARGEST:
             raise ValueError(f"{name} is larger than any tensor")
-        found[name] = place = Place(_DTYPES[dtype], tuple(shape), at)
+        found[name] = place = TensorSlice(_DTYPES[dtype], tuple(shape), at)
         at += place.size
     return found
 
 
-Item: TypeAlias = Tensor | Unread | Packed  # of a file
+Item: TypeAlias = Tensor | LazyTensor | PackedTensors  # of a file
 
 # Writing ------------------------------------------------------------------------------------
 
@@ -173,27 +173,27 @@ def save_weights(
         about: what a user of the weights must know; in the file's metadata, as JSON.
     """
     # One key: safetensors writes several in an order of chance, and equal runs have equal files.
-    told = {"privssl": json.dumps(about)} if about else None
+    metadata = {"privssl": json.dumps(about)} if about else None
     # it refuses tensors that share memory, and a state may hold one under two names
     own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
     with durable.writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        durable.replace(path, safetensors.torch.save(own, told))
+        durable.replace(path, safetensors.torch.save(own, metadata))
 
 
-def bytes_of(tensor: Tensor | Unread) -> memoryview:
+def bytes_of(tensor: Tensor | LazyTensor) -> memoryview:
     """The bytes of a tensor, in the order of its elements whatever its strides are."""
-    read = tensor.read() if isinstance(tensor, Unread) else tensor.detach().cpu()
+    read = tensor.read() if isinstance(tensor, LazyTensor) else tensor.detach().cpu()
     flat = read.contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")
 
 
-def placed(tensors: Mapping[str, Item], names: Iterable[str]) -> dict[str, Place]:
+def layout_of(tensors: Mapping[str, Item], names: Iterable[str]) -> dict[str, TensorSlice]:
     """Where each tensor is to begin, when they lie one behind the other in the order of names."""
-    found: dict[str, Place] = {}
+    found: dict[str, TensorSlice] = {}
     at = 0
     for name in names:
-        found[name] = place = Place(tensors[name].dtype, tuple(tensors[name].shape), at)
+        found[name] = place = TensorSlice(tensors[name].dtype, tuple(tensors[name].shape), at)
         at += place.size
     return found
 
@@ -214,7 +214,7 @@ def too_many(entries: int) -> str:
 
 
 def header_of(
-    tensors: Mapping[str, Item], told: Mapping[str, str] | None = None
+    tensors: Mapping[str, Item], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[str]]:
     """The first bytes of a safetensors file, and the order in which the tensors follow them.
 
@@ -227,8 +227,8 @@ def header_of(
     """
     check_types(tensors)
     order = sorted(tensors, key=lambda name: (-_RANKS[tensors[name].dtype], name))
-    entries: dict[str, Any] = {} if told is None else {"__metadata__": told}
-    for name, place in placed(tensors, order).items():
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    for name, place in layout_of(tensors, order).items():
         entries[name] = {
             "dtype": _NAMES[place.dtype],
             "shape": place.shape,
@@ -242,21 +242,21 @@ def header_of(
 
 
 def pieces_of(
-    tensors: Mapping[str, Item], told: Mapping[str, str] | None = None
+    tensors: Mapping[str, Item], metadata: Mapping[str, str] | None = None
 ) -> Iterator[memoryview]:
     """The bytes of a safetensors file, piece by piece: tensors that lie in order are not copied.
 
     Args and errors: see ``header_of``.
     """
-    header, order = header_of(tensors, told)
+    header, order = header_of(tensors, metadata)
     yield memoryview(header)
     for name in order:
         item = tensors[name]
-        each = item.tensors.values() if isinstance(item, Packed) else (item,)
+        each = item.tensors.values() if isinstance(item, PackedTensors) else (item,)
         yield from (bytes_of(tensor) for tensor in each)
 
 
-def write_new(path: Path, tensors: Mapping[str, Item]) -> tuple[int, str]:
+def write_new_tensors(path: Path, tensors: Mapping[str, Item]) -> tuple[int, str]:
     """Write a safetensors file that does not exist yet, down to the disk; its size and SHA-256.
 
     Raises:
@@ -298,7 +298,7 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def opened(path: Path) -> InFile:
+def open_lazily(path: Path) -> LazyTensors:
     """The tensors of a safetensors file, unread. It must stay in place while they are asked for.
 
     Raises:
@@ -314,5 +314,5 @@ def opened(path: Path) -> InFile:
         if entry["dtype"] not in _DTYPES:
             raise SafetensorError(f"a tensor of type {entry['dtype']}")
         begins = 8 + size + entry["data_offsets"][0]
-        places[name] = Place(_DTYPES[entry["dtype"]], tuple(entry["shape"]), begins)
-    return InFile(partial(part_of, path), places)
+        places[name] = TensorSlice(_DTYPES[entry["dtype"]], tuple(entry["shape"]), begins)
+    return LazyTensors(partial(part_of, path), places)

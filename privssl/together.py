@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, eq=False)
-class Called:
+class FunctionalModule:
     """A network as a function of rows, with its own parameters or others in place of them."""
 
     network: nn.Module
@@ -30,7 +30,7 @@ class Called:
         with _in_place(self.network, self.tensors):
             return self.network(*rows)
 
-    def frozen(self, *, leaves_no_trace: bool = False) -> "Called":
+    def frozen(self, *, leaves_no_trace: bool = False) -> "FunctionalModule":
         """The same, through which gradients flow, but not into its parameters.
 
         Args:
@@ -40,7 +40,7 @@ class Called:
         buffers = dict(self.network.named_buffers()) if leaves_no_trace else {}
         own = {**buffers, **dict(self.network.named_parameters())}
         tensors = own if self.tensors is None else self.tensors
-        return Called(
+        return FunctionalModule(
             self.network,
             {n: t.clone() if n in buffers else t.detach() for n, t in tensors.items()},
         )
@@ -95,32 +95,32 @@ def _names_of_shared(network: nn.Module) -> Mapping[str, Sequence[str]]:
 _SHARED = WeakKeyDictionary[nn.Module, Mapping[str, Sequence[str]]]()
 
 
-class Question(Protocol):
+class BatchRequest(Protocol):
     """What an agent wants to have done."""
 
-    def alone(self) -> Any:
+    def run_single(self) -> Any:
         """It is done here, for this agent."""
 
 
-def ask(question: Question) -> Any:
-    """Have something done, with others or alone (``answering``)."""
+def submit(question: BatchRequest) -> Any:
+    """Have something done, with others or alone (``request_handler``)."""
     return _answer.get()(question)
 
 
-def _alone(question: Question) -> Any:
-    return question.alone()
+def _run_single(question: BatchRequest) -> Any:
+    return question.run_single()
 
 
-_answer: ContextVar[Callable[[Question], Any]] = ContextVar("answer", default=_alone)
+_answer: ContextVar[Callable[[BatchRequest], Any]] = ContextVar("answer", default=_run_single)
 
 
-def nobody_answers() -> bool:
+def is_unbatched() -> bool:
     """Whether all that is asked for on this thread is done alone."""
-    return _answer.get() is _alone
+    return _answer.get() is _run_single
 
 
 @contextmanager
-def answering(answer: Callable[[Question], Any]) -> Iterator[None]:
+def request_handler(answer: Callable[[BatchRequest], Any]) -> Iterator[None]:
     """Inside, on this thread, ``answer`` does what is asked for."""
     before = _answer.set(answer)
     try:
@@ -130,7 +130,7 @@ def answering(answer: Callable[[Question], Any]) -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Computation:
+class BatchedCall:
     """What an agent wants to have computed, by a function that all agents share."""
 
     function: Callable[..., Any]
@@ -139,22 +139,24 @@ class Computation:
     networks: Mapping[str, nn.Module]
     derivatives: bool = field(default_factory=torch.is_grad_enabled)  # whether any are wanted
 
-    def alone(self) -> Any:
+    def run_single(self) -> Any:
         """The function's result, computed here."""
-        return self.of(self.fields, {name: Called(net) for name, net in self.networks.items()})
+        return self.of(
+            self.fields, {name: FunctionalModule(net) for name, net in self.networks.items()}
+        )
 
-    def of(self, fields: Mapping[Any, Any], networks: Mapping[str, Called]) -> Any:
+    def of(self, fields: Mapping[Any, Any], networks: Mapping[str, FunctionalModule]) -> Any:
         """The function of others' tensors."""
         return self.function(fields, *self.settings, **networks)
 
 
-def compute(
+def batched_call(
     function: Callable[..., Any],
     fields: Mapping[Any, Any],
     *settings: Hashable,
     **networks: nn.Module,
 ) -> Any:
-    """``function(fields, *settings, **networks)``, each network as :class:`Called`.
+    """``function(fields, *settings, **networks)``, each network as :class:`FunctionalModule`.
 
     What goes through here an engine may compute for several agents as one.
 
@@ -165,19 +167,19 @@ def compute(
         settings: what else decides about the result.
         networks: of this agent.
     """
-    return ask(Computation(function, fields, settings, networks))
+    return submit(BatchedCall(function, fields, settings, networks))
 
 
 @dataclass(frozen=True, eq=False)
-class RowFunction:
+class ExampleLoss:
     """The loss of one row, by a function that all agents share: ``row_gradients.RowLoss``."""
 
-    function: Callable[..., Tensor]  # as that of ``compute``, of one row's fields
+    function: Callable[..., Tensor]  # as that of ``batched_call``, of one row's fields
     settings: tuple[Hashable, ...]
     networks: Mapping[str, nn.Module]
 
     def __call__(
         self, parameters: Mapping[str, Mapping[str, Tensor]], fields: Mapping[str, Tensor]
     ) -> Tensor:
-        called = {n: Called(net, parameters.get(n)) for n, net in self.networks.items()}
+        called = {n: FunctionalModule(net, parameters.get(n)) for n, net in self.networks.items()}
         return self.function(fields, *self.settings, **called)

@@ -24,8 +24,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from privssl import durable
 from privssl.errors import RunFolderError
-from privssl.process import done_whole, without_tensorflow
-from privssl.screen import Terminal, unheard
+from privssl.process import defer_interrupts, without_tensorflow
+from privssl.screen import Terminal, ignore_closed_stream
 
 log = logging.getLogger("privssl")
 
@@ -71,20 +71,20 @@ class TensorBoardTracker:
 
         self._folder = folder
         purge = None if resume_after is None else resume_after + 1
-        with done_whole(), durable.writing(folder):
+        with defer_interrupts(), durable.writing(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             writer: Any = SummaryWriter(str(folder), purge_step=purge)
             self._writer = writer
 
     def round(self, record: RoundRecord) -> None:
-        with done_whole(), durable.writing(self._folder):
+        with defer_interrupts(), durable.writing(self._folder):
             for tag, value in record.values.items():
                 self._writer.add_scalar(tag, value, record.round)
             # Each round: a killed run must not miss points of rounds that a checkpoint has.
             self._writer.flush()
 
     def images(self, round_number: int, tag: str, image: Image) -> None:
-        with done_whole(), durable.writing(self._folder):
+        with defer_interrupts(), durable.writing(self._folder):
             layout = "HW" if image.ndim == 2 else "HWC"
             self._writer.add_image(tag, image, round_number, dataformats=layout)
             self._writer.flush()
@@ -93,7 +93,7 @@ class TensorBoardTracker:
         """Points that a power cut takes are only missing from a picture."""
 
     def close(self) -> None:
-        with done_whole(), durable.writing(self._folder):
+        with defer_interrupts(), durable.writing(self._folder):
             self._writer.close()
 
 
@@ -128,7 +128,7 @@ class CsvTracker:
         found = [int(row[0]) for row in kept]
         if found != list(range(1, after_round + 1)):
             lost = sorted(set(range(1, after_round + 1)) - set(found))
-            what = f"lacks {_named(lost)}" if lost else "has rounds twice or out of order"
+            what = f"lacks {_name_rounds(lost)}" if lost else "has rounds twice or out of order"
             log.warning(
                 "%s %s: it was changed, or the system lost it. The run goes on; its curves have "
                 "a gap", self._path, what,
@@ -190,7 +190,7 @@ class CsvTracker:
             durable.replace(self._path, text.encode())
 
 
-def _named(rounds: Sequence[int]) -> str:
+def _name_rounds(rounds: Sequence[int]) -> str:
     """The first few of some rounds, and how many they are."""
     if len(rounds) == 1:
         return f"round {rounds[0]}"
@@ -268,7 +268,7 @@ class ProgressTracker:
     def round(self, record: RoundRecord) -> None:
         self._latest.update(record.values)
         note = self._note(record.phase)
-        with unheard(self._stream):
+        with ignore_closed_stream(self._stream):
             if self._bar is not None:
                 self._bar.update(self._task, completed=record.round, description=note)
             else:
@@ -282,7 +282,7 @@ class ProgressTracker:
 
     def close(self) -> None:
         if self._bar is not None:
-            with unheard(self._stream):
+            with ignore_closed_stream(self._stream):
                 self._bar.stop()
 
     def _note(self, phase: str) -> str:

@@ -25,13 +25,13 @@ from privssl.errors import UserError
 from privssl.process import (
     INTERRUPTED,
     STOPPING,
-    full_disk_told_once,
+    gc_paused,
     in_one_thread,
-    keep_freed_memory,
+    interrupt_on_signals,
     logging_to,
-    private_files,
-    stopped_by,
-    without_collections,
+    private_umask,
+    report_full_disk_once,
+    tune_malloc,
 )
 from privssl.screen import Screen, Terminal, open_standard_streams, results_to_standard_output
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Terminal(stderr=options.json, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         stack.enter_context(logging_to(Screen()))
-        stack.enter_context(stopped_by(*STOPPING))
+        stack.enter_context(interrupt_on_signals(*STOPPING))
         try:
             return _train(options, console, stack)
         except (UserError, AccountingError) as problem:
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
-    with without_collections():  # here, so that --help and a typo in the command need no second
+    with gc_paused():  # here, so that --help and a typo in the command need no second
         from privssl import config as configs
         from privssl import resuming, run_folder, session
         from privssl.prepare import prepare
@@ -110,12 +110,12 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         from privssl.tracker import ProgressTracker
 
         in_one_thread()
-        keep_freed_memory()
+        tune_malloc()
         started = time.perf_counter()
-        config = configs.load(options.config, options.overrides)
+        config = configs.load_config(options.config, options.overrides)
         if options.resume is not None:
             resuming.check_resumable(options.resume, config)
-            known = run_folder.outcome(options.resume)
+            known = run_folder.read_outcome(options.resume)
             if known is not None and known[0]["status"] != "interrupted":
                 console.print("This run has finished already; nothing was changed.")
                 return _report(options, *known, options.resume, console)
@@ -123,19 +123,19 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
     if options.dry_run:
         session.warn(config.warnings)
         _describe(prepared, console)
-        run_folder.check_lasting_accounts(prepared)
+        run_folder.check_shared_accounts(prepared)
         if options.resume is None:
             _warn_of_a_taken_folder(config)
         return 0
-    stack.enter_context(private_files())
-    stack.enter_context(full_disk_told_once())
+    stack.enter_context(private_umask())
+    stack.enter_context(report_full_disk_once())
 
     def bar(after: int | None) -> list[ProgressTracker]:
-        total, nominal = rounds_of(prepared.algorithm), prepared.nominal
+        total, nominal = rounds_of(prepared.algorithm), prepared.is_nominal
         return [] if options.quiet else [ProgressTracker(total, after, nominal=nominal)]
 
-    folder = session.carry_out(prepared, options.resume, bar, stack)
-    outcome = run_folder.outcome(folder)
+    folder = session.launch(prepared, options.resume, bar, stack)
+    outcome = run_folder.read_outcome(folder)
     assert outcome is not None  # execute has just written it
     return _report(options, *outcome, folder, console, time.perf_counter() - started)
 
@@ -159,10 +159,10 @@ def _describe(prepared: Any, console: Console) -> None:
 
     console.print(configs.to_yaml(prepared.config), markup=False)
     table = Table("agent", "role", "labelled", "unlabelled", "classes")
-    names = prepared.federation.dataset.class_names
+    names = prepared.federated_data.dataset.class_names
     privacy = prepared.config.privacy
     hidden = privacy is not None and privacy.record_counts == "private"
-    for agent in prepared.federation.agents:
+    for agent in prepared.federated_data.agents:
         labelled, unlabelled = agent.held_labelled, agent.held_unlabelled
         # Which classes a support agent has is part of what a claim protects.
         shown = labelled is not None and prepared.plan is None
@@ -171,7 +171,7 @@ def _describe(prepared: Any, console: Console) -> None:
         if labelled is not None and hidden:
             counts[0] = "private"
         table.add_row(agent.id, agent.role, *counts, escape(" ".join(classes)) or "unknown")
-    here = {agent.id for agent in prepared.federation.agents}
+    here = {agent.id for agent in prepared.federated_data.agents}
     for ref in prepared.roster:
         if ref.id not in here:
             table.add_row(ref.id, ref.role, "at its site", "at its site", "unknown")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def move_to(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """The tensors on a device, each with its numbers, type and strides, without their graphs.
 
     Those that are there already keep their memory. Those that arrive have memory of their own on
@@ -38,13 +38,13 @@ def put(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         values: from any device, under the same names.
     """
     if into:
-        there = moved(values, next(iter(into.values())).device)
+        there = move_to(values, next(iter(into.values())).device)
         torch._foreach_copy_(list(into.values()), [there[name] for name in into])
 
 
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Plain CPU tensors, each with memory of its own and the strides that it had."""
-    here = moved(tensors, torch.device("cpu"))
+    here = move_to(tensors, torch.device("cpu"))
     return {
         name: one.clone() if tensors[name].device.type == "cpu" else one
         for name, one in here.items()

@@ -3,7 +3,7 @@
 Engines for one machine and sites do every step through here, so a step that somebody else wrote
 keeps the promises of the framework or ends the run:
 
-* labelled rows under an account are in reach from the visit's charge to its end (``PaidRows``);
+* labelled rows under an account are in reach from the visit's charge to its end (``ChargedRows``);
 * a visit is charged once, by the event of the account's plan, and what the plan names leaves, and
   nothing beside it: no other field, no weight, no note, no silence, nothing remembered for a later
   visit that costs nothing;
@@ -27,12 +27,12 @@ from accounting.plan import AccountPlan
 from privssl.agents import Agent, LabelledRows, Memory
 from privssl.algorithms.base import Context
 from privssl.errors import PrivacyError
-from privssl.messages import Message, Silence
+from privssl.messages import Declined, Message
 
 Step = Callable[[Any, Any, Context], Message]
 
 
-class PaidRows(LabelledRows):
+class ChargedRows(LabelledRows):
     """Labelled rows under an account: in reach once the visit at hand was charged, to its end."""
 
     def __init__(self, rows: LabelledRows, paid: Callable[[], bool]) -> None:
@@ -50,7 +50,7 @@ class PaidRows(LabelledRows):
         return getattr(self._rows, name)
 
 
-def carried_out(agent: Agent, step: Step, message: Message, ctx: Context) -> Message:
+def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Message:
     """Do a step; the agent has its new memory afterwards.
 
     Returns:
@@ -70,10 +70,10 @@ def carried_out(agent: Agent, step: Step, message: Message, ctx: Context) -> Mes
 
     labelled = agent.held_labelled
     if account is not None and labelled is not None:
-        labelled = PaidRows(labelled, paid)
+        labelled = ChargedRows(labelled, paid)
     lent: Memory = MappingProxyType(before)
     seen = Agent(
-        id=agent.id, seat=agent.seat, held_labelled=labelled,
+        id=agent.id, location=agent.location, held_labelled=labelled,
         held_unlabelled=agent.held_unlabelled, account=account, memory=lent,
     )  # fmt: skip
     written = _versions(before)
@@ -84,7 +84,7 @@ def carried_out(agent: Agent, step: Step, message: Message, ctx: Context) -> Mes
         here = False
     who = f"{getattr(step, '__name__', 'a step')} of {agent.id}"
     if not isinstance(content, Message):
-        raise TypeError(f"{who} returned {type(content).__name__}. Return a Message, or Silence")
+        raise TypeError(f"{who} returned {type(content).__name__}. Return a Message, or Declined")
     if changed := [name for name, version in _versions(before).items() if version != written[name]]:
         raise RuntimeError(
             f"{who} wrote into what the agent remembers ({', '.join(changed)}). Give agent.memory "
@@ -92,7 +92,7 @@ def carried_out(agent: Agent, step: Step, message: Message, ctx: Context) -> Mes
         )
     remembers = seen.memory is not lent
     if account is not None and charged:
-        _refuse_unnamed(who, account.plan, charged, content, ctx, remembers)
+        _refuse_unplanned_release(who, account.plan, charged, content, ctx, remembers)
     if remembers:
         held = seen.memory if isinstance(seen.memory, dict) else {}  # none is read from a file
         if strange := [name for name, value in held.items() if not isinstance(value, Tensor)]:
@@ -108,7 +108,7 @@ def _versions(memory: Memory) -> dict[str, int]:
     return {name: tensor._version for name, tensor in memory.items()}
 
 
-def _refuse_unnamed(
+def _refuse_unplanned_release(
     who: str, plan: AccountPlan, charged: Sequence[Event], content: Message, ctx: Context,
     remembers: bool,
 ) -> None:  # fmt: skip
@@ -117,11 +117,11 @@ def _refuse_unnamed(
     found = [
         what
         for what, wrong in (
-            ("it is silent", isinstance(content, Silence)),
+            ("it is silent", isinstance(content, Declined)),
             (f"it sends {', '.join(sent)}", not set(sent) <= set(plan.update)),
             ("its weight is not 1", ctx.weight != 1.0),
             ("it was charged otherwise than planned", tuple(charged) != (plan.event,)),
-            (f"it notes {', '.join(ctx.notes)}", bool(ctx.notes)),
+            (f"it notes {', '.join(ctx.metrics)}", bool(ctx.metrics)),
             ("it remembers something", remembers and plan.scope == "sound"),
         )
         if wrong

@@ -14,7 +14,7 @@ another one there.
 A visit is known by its ``id``, a hash over everything but its deadline. The same id is the same
 work, so that a letter which comes twice is answered twice and done once.
 
-What a site says of an error is one word out of ``ERRORS``. A text could tell of rows.
+What a site says of an error is one word out of ``ERROR_CODES``. A text could tell of rows.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _START = len(_MAGIC) + 1 + 4  # bytes before the header
 MAX_HEADER_BYTES = 1 << 16
 
 #: Every word that a site may answer with instead of a reply, and what it means to a coordinator.
-ERRORS: Mapping[str, str] = {
+ERROR_CODES: Mapping[str, str] = {
     "busy": "it is still at another visit",
     "late": "the visit came after its deadline, and was neither done nor charged. If that is so "
     "at once, compare the clocks of both machines",
@@ -54,11 +54,11 @@ ERRORS: Mapping[str, str] = {
 }
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Token = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
+MemoryVersion = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 AgentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 RunName = Annotated[str, Field(pattern=r"^[0-9a-z]{1,32}$")]
-RECEIPT = 32  # hex digits of a visit's id that stand in the ledger
+CHARGE_ID_DIGITS = 32  # hex digits of a visit's id that stand in the ledger
 #: What an agent notes is named under ``train/``: no site writes over a measure of the coordinator.
 NOTE = r"^train/[A-Za-z0-9_/-]{1,64}$"
 NoteName = Annotated[str, Field(pattern=NOTE)]
@@ -68,20 +68,20 @@ Number = Annotated[int, Field(ge=0, le=10**9)]
 
 
 class WireError(Exception):
-    """Bytes are not a letter that can be read here; ``word`` is one of ERRORS."""
+    """Bytes are not a letter that can be read here; ``error_code`` is one of ERRORS."""
 
-    def __init__(self, word: str, text: str) -> None:
+    def __init__(self, error_code: str, text: str) -> None:
         super().__init__(text)
-        self.word = word
+        self.error_code = error_code
 
 
 @dataclass(frozen=True, config=strict)
-class Hello:
+class IdentifyRequest:
     """To a site: who are you? Costs nothing and changes nothing."""
 
 
 @dataclass(frozen=True, config=strict)
-class Introduction:
+class Identity:
     """What a site says of itself. Nothing in it follows from rows but its role."""
 
     agent: AgentName
@@ -91,7 +91,7 @@ class Introduction:
 
 
 @dataclass(frozen=True, config=strict)
-class Visit:
+class StepRequest:
     """To a site: one whole visit of its agent."""
 
     run: RunName
@@ -100,7 +100,7 @@ class Visit:
     round: Number
     step: Name
     visit: Annotated[int, Field(ge=1, le=10**9)]
-    memory: Token  # of the visit after which the agent remembers what this one begins with
+    memory: MemoryVersion  # of the visit after which the agent remembers what this one begins with
     message: Name  # class of the message in the body
     deadline: Annotated[int, Field(ge=0, le=10**12)]  # Unix time in seconds
     body: bytes
@@ -112,27 +112,27 @@ class Visit:
         return hashlib.sha256(encode(header) + hashlib.sha256(self.body).digest()).hexdigest()
 
     @property
-    def receipt(self) -> str:
+    def charge_id(self) -> str:
         """The part of its id that stands in the ledger."""
-        return self.id[:RECEIPT]
+        return self.id[:CHARGE_ID_DIGITS]
 
 
 @dataclass(frozen=True, config=strict)
-class Answer:
+class StepResponse:
     """From a site: the reply to a visit, or the word for why there is none."""
 
-    id: Token  # of the visit; empty where it could not be read
+    id: MemoryVersion  # of the visit; empty where it could not be read
     error: Annotated[str, Field(max_length=16)] = ""
     message: Annotated[str, Field(pattern=r"^([A-Za-z][A-Za-z0-9_]{0,63})?$")] = ""
     weight: float = 1.0  # 1 where the visit was charged
     notes: Mapping[NoteName, float] = dataclasses.field(default_factory=dict)
-    memory: Token = ""  # the token under which the agent's memory is now known
+    memory: MemoryVersion = ""  # the token under which the agent's memory is now known
     charged: bool = False  # whether the agent's ledger has paid for it
     body: bytes = b""
 
 
 @dataclass(frozen=True, config=strict)
-class Farewell:
+class EndOfRun:
     """To a site: a run stops, so show your ledger; if it is over, what is stored of it can go."""
 
     run: RunName
@@ -141,33 +141,40 @@ class Farewell:
 
 
 @dataclass(frozen=True, config=strict)
-class Account:
+class LedgerResponse:
     """From a site that takes leave: its journal, where its operator lets it be seen."""
 
     agent: AgentName
     body: bytes = b""  # the journal as it is; empty: there is none, or it is not shown
 
 
-Letter = Hello | Introduction | Visit | Answer | Farewell | Account
+Frame = IdentifyRequest | Identity | StepRequest | StepResponse | EndOfRun | LedgerResponse
+#: Names on the wire are part of the format, those of the classes are not.
 _KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind for kind in (Hello, Introduction, Visit, Answer, Farewell, Account)
+    "Hello": IdentifyRequest,
+    "Introduction": Identity,
+    "Visit": StepRequest,
+    "Answer": StepResponse,
+    "Farewell": EndOfRun,
+    "Account": LedgerResponse,
 }
+_NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
-def to_bytes(letter: Letter) -> bytes:
+def to_bytes(frame: Frame) -> bytes:
     """A letter as bytes."""
-    fields = dict(vars(letter))
+    fields = dict(vars(frame))
     body = fields.pop("body", b"")
-    if isinstance(letter, Answer):
-        fields["weight"] = real(letter.weight)
-        fields["notes"] = {name: real(value) for name, value in letter.notes.items()}
-    about = {"letter": type(letter).__name__, "privssl": __version__, "fields": fields}
+    if isinstance(frame, StepResponse):
+        fields["weight"] = real(frame.weight)
+        fields["notes"] = {name: real(value) for name, value in frame.notes.items()}
+    about = {"letter": _NAMES[type(frame)], "privssl": __version__, "fields": fields}
     header = encode(about)
     start = _MAGIC + bytes([FORMAT]) + len(header).to_bytes(4, "little")
     return b"".join((start, header, body))
 
 
-def from_bytes(data: bytes, *expected: type[Letter]) -> Any:
+def from_bytes(data: bytes, *expected: type[Frame]) -> Any:
     """The letter in the bytes, one of the expected kinds.
 
     Raises:
@@ -198,7 +205,7 @@ def _values(kind: type[Any], fields: Json, body: bytes) -> Json:
         raise PlanError("its fields are no object")
     only_keys(fields, names - {"body"}, kind.__name__)
     values = dict(fields)
-    if kind is Answer:
+    if kind is StepResponse:
         values["weight"] = read_real(values["weight"], "weight")
         values["notes"] = {name: read_real(v, "a note") for name, v in values["notes"].items()}
     if "body" in names:

@@ -50,7 +50,7 @@ def check(
     """What is absent from a run's folder, and where its files contradict each other.
 
     Without a card nothing is claimed, and nothing is missing. That there is no config.yaml is for
-    ``run_traces.config_elsewhere`` to tell.
+    ``run_traces.check_config`` to tell.
     """
     found = Findings([], [], [])
     if card is None:
@@ -76,7 +76,7 @@ def check(
     found.doubts.extend(_later_rounds(run, rounds))
     if config is None or config.privacy is None:
         return found
-    if any(about.get("config_digest") != configs.digest(config) for about in whole.values()):
+    if any(about.get("config_digest") != configs.config_hash(config) for about in whole.values()):
         found.doubts.append(
             "config.yaml is not the one that the checkpoints were made with (or it is of another "
             f"version: the card says privssl {_version(card)})"
@@ -257,7 +257,7 @@ def _other_split(run: Path, config: Config, journals: Mapping[str, Journal]) -> 
     if not path.is_file() or config.run.engine != "local":
         return
     try:
-        held = manifest.read(path).agents
+        held = manifest.read_manifest(path).agents
     except DataError as error:
         yield f"split.json cannot be used: {str(error).replace(str(path), 'it')}"
         return

@@ -1,8 +1,8 @@
 """The server's view: who is there, and the four verbs of every algorithm.
 
-``ask`` sends one step to one agent, ``ask_each`` the same to several at once, ``sample`` draws
+``call`` sends one step to one agent, ``call_all`` the same to several at once, ``sample`` draws
 who takes part, ``rng`` gives randomness of the server's own. *In sequence* is a loop around
-``ask``; *in parallel* is ``ask_each``. The world sees references and replies, never an agent.
+``call``; *in parallel* is ``call_all``. The world sees references and replies, never an agent.
 """
 
 from collections import Counter
@@ -12,10 +12,10 @@ from typing import TypeVar
 
 import torch
 
-from privssl.agents import AgentRef, Seat
+from privssl.agents import AgentLocation, AgentRef
 from privssl.engines import Call, Engine, Step
-from privssl.mean import Mean
-from privssl.messages import BUDGET_SPENT, Absent, Message, Reply, payload_bytes
+from privssl.mean import WeightedMean
+from privssl.messages import BUDGET_EXHAUSTED, Message, NoReply, Reply, payload_bytes
 from privssl.seeds import stream
 
 Roster = tuple[AgentRef, ...]
@@ -43,14 +43,14 @@ class Traffic:
     down: int = 0
 
 
-class World:
+class Federation:
     """Rosters and verbs for one run over one engine."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self._engine = engine
         self._seed = seed
         self.agents: Roster = tuple(engine.roster())
-        self.server = next((a for a in self.agents if a.seat is Seat.SERVER), None)
+        self.server = next((a for a in self.agents if a.location is AgentLocation.SERVER), None)
         # A labelled server is a support agent that sits at the server.
         labelled = ("support", "mixed", "server")
         self.support: Roster = tuple(a for a in self.agents if a.role in labelled)
@@ -61,20 +61,20 @@ class World:
         """Enter a round: visits are counted, and notes and traffic collected, from here."""
         self.round = now
         self.traffic = Traffic()
-        self.silences = self.refusals = self.absences = 0
-        self.notes: dict[str, list[float]] = {}
+        self.declines = self.refusals = self.absences = 0
+        self.metrics: dict[str, list[float]] = {}
         self._visits: Counter[tuple[str, str]] = Counter()
 
-    def ask(self, whom: AgentRef, step: Step[M], message: Message) -> Reply[M]:
+    def call(self, whom: AgentRef, step: Step[M], message: Message) -> Reply[M]:
         """One agent does one step."""
-        return self.ask_each((whom,), step, message)[0]
+        return self.call_all((whom,), step, message)[0]
 
-    def ask_each(
+    def call_all(
         self,
         whom: Sequence[AgentRef],
         step: Step[M],
         message: Message | Callable[[AgentRef], Message],
-        into: Mean | None = None,
+        aggregator: WeightedMean | None = None,
     ) -> list[Reply[M]]:
         """Several agents do one step, in parallel where the engine can.
 
@@ -95,12 +95,12 @@ class World:
         up = 0
         for reply in self._engine.deliver(calls):
             up += payload_bytes(reply.content) if _travels(reply.sender) else 0
-            self.silences += reply.silent and not isinstance(reply.content, Absent)
-            self.refusals += reply.content == BUDGET_SPENT
-            self.absences += isinstance(reply.content, Absent)
-            for name, value in reply.notes.items():
-                self.notes.setdefault(name, []).append(value)
-            replies.append(reply if into is None else into.taken(reply))
+            self.declines += reply.declined and not isinstance(reply.content, NoReply)
+            self.refusals += reply.content == BUDGET_EXHAUSTED
+            self.absences += isinstance(reply.content, NoReply)
+            for name, value in reply.metrics.items():
+                self.metrics.setdefault(name, []).append(value)
+            replies.append(reply if aggregator is None else aggregator.consume(reply))
         down = sum(payload_bytes(c.message) for c in calls if _travels(c.to))
         self.traffic = Traffic(self.traffic.up + up, self.traffic.down + down)
         return replies
@@ -116,11 +116,11 @@ class World:
         """The server's generator for one purpose in this round."""
         return stream(self._seed, self.round.number, "world", purpose)
 
-    def mean_notes(self) -> Mapping[str, float]:
+    def mean_metrics(self) -> Mapping[str, float]:
         """What agents noted in this round, averaged over those who noted it."""
-        return {name: sum(v) / len(v) for name, v in sorted(self.notes.items())}
+        return {name: sum(v) / len(v) for name, v in sorted(self.metrics.items())}
 
 
 def _travels(other: AgentRef) -> bool:
     """Whether messages to and from this agent leave the server."""
-    return other.seat is not Seat.SERVER
+    return other.location is not AgentLocation.SERVER

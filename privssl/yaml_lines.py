@@ -22,7 +22,7 @@ _PLAIN_FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?|[-+]
 _TAG = "tag:yaml.org,2002:"
 
 
-class Finding(NamedTuple):
+class ConfigProblem(NamedTuple):
     """One thing wrong. ``line`` counts from 1; 0: nowhere in the file; None: an argument."""
 
     line: int | None
@@ -43,13 +43,13 @@ class Document:
     """What a text says.
 
     ``value`` has dicts, tuples, str, int, float, bool and None; ``lines`` the line of every
-    dotted key; ``findings`` what could not be read, whose values in ``value`` mean nothing;
+    dotted key; ``problems`` what could not be read, whose values in ``value`` mean nothing;
     ``empty`` the keys after which nothing was written, not even null.
     """
 
     value: object
     lines: Mapping[str, int]
-    findings: tuple[Finding, ...]
+    problems: tuple[ConfigProblem, ...]
     empty: frozenset[str]
 
 
@@ -75,7 +75,7 @@ class _PlainComposer(yaml.SafeLoader):
         return node
 
 
-def read(text: str) -> Document:
+def read_document(text: str) -> Document:
     """The plain values of a YAML text.
 
     Raises:
@@ -102,7 +102,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.lines: dict[str, int] = {}
-        self.findings: list[Finding] = []
+        self.findings: list[ConfigProblem] = []
         self.empty: set[str] = set()
 
     def plain(self, node: yaml.Node, key: str) -> object:
@@ -115,7 +115,7 @@ class _Reader:
         try:
             return scalar(node.value, node.tag.removeprefix(_TAG))
         except ValueError as surprise:
-            self.findings.append(Finding(node.start_mark.line + 1, key, str(surprise)))
+            self.findings.append(ConfigProblem(node.start_mark.line + 1, key, str(surprise)))
             return None
 
     def _mapping(self, node: yaml.MappingNode, key: str) -> dict[str, object]:
@@ -124,13 +124,13 @@ class _Reader:
             line = name_node.start_mark.line + 1
             if not isinstance(name_node, yaml.ScalarNode):
                 text = "a list or a mapping cannot be a key"
-                self.findings.append(Finding(line, key, text))
+                self.findings.append(ConfigProblem(line, key, text))
                 continue
             name = name_node.value
             dotted = f"{key}.{name}" if key else name
             if name in result:
                 text = f"given twice: first on line {self.lines[dotted]}"
-                self.findings.append(Finding(line, dotted, text))
+                self.findings.append(ConfigProblem(line, dotted, text))
                 continue
             self.lines[dotted] = line
             result[name] = self.plain(item, dotted)

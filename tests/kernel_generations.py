@@ -6,5 +6,5 @@ from privssl import kernels
 HERE = [
     name
     for name, known in kernels.GENERATIONS.items()
-    if kernels.generation() is not None and known() and kernels.versions(name)
+    if kernels.instruction_set() is not None and known() and kernels.versions(name)
 ]

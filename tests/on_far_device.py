@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from test_algorithm_contract import CASES, algorithm
-from toy_worlds import federation, play, same_bits
+from toy_worlds import federated_data, play, same_bits
 
 from accounting import discrete_laplace
 from benchmarks import far_device
@@ -57,7 +57,7 @@ def rounds(case: str, device: torch.device, *, together: bool, seed: int = 0) ->
             return BatchedEngine(agents, algorithm=ours, at_once=8, **how)
         return LocalEngine(agents, **how)
 
-    after = play(ours, federation(), engine=engine, seed=seed)  # type: ignore[arg-type]
+    after = play(ours, federated_data(), engine=engine, seed=seed)  # type: ignore[arg-type]
     return {"state": vars(after.state), "memories": after.engine.memories()}
 
 
@@ -73,9 +73,9 @@ def run(name: str, device: torch.device, folder: str) -> bytes:
 
     with (
         patch.object(prepare, "device_of", lambda name: device),
-        patch.object(batched, "why_not", lambda device: None),
-        patch.object(privacy, "random_words", words),
-        patch.object(discrete_laplace, "random_words", words),
+        patch.object(batched, "unsupported_reason", lambda device: None),
+        patch.object(privacy, "random_uint64", words),
+        patch.object(discrete_laplace, "random_uint64", words),
     ):
         status = train.main([*arguments, f"run.output={output}", "run.workers=1"])
     assert status == 0, status

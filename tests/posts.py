@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from privssl.agents import Agent, Seat
+from privssl.agents import Agent, AgentLocation
 from privssl.engines.local import LocalEngine
-from privssl.engines.roster import Terms
+from privssl.engines.roster import RemoteTimeouts
 from privssl.engines.sites import SitesEngine
-from privssl.site.desk import Desk
+from privssl.site.desk import SiteRequestHandler
 from privssl.site.store import Store
 
 CPU = torch.device("cpu")
 AGREED = "a" * 64
 #: So short that a test of a site that never answers takes no second.
-SOON = Terms(join_seconds=0.3, visit_seconds=20.0, patience=0.01)
+SOON = RemoteTimeouts(join_seconds=0.3, visit_seconds=20.0, retry_interval=0.01)
 
 Handler = Callable[[bytes], bytes | None]
 
@@ -83,18 +83,22 @@ def in_a_fork(work: Callable[[], bytes]) -> bytes | None:
     return said[1:] if said else None
 
 
-def desk(agent: Agent, algorithm: Any, folder: Path, *, seed: int = 3, **own: Any) -> Desk:
+def desk(
+    agent: Agent, algorithm: Any, folder: Path, *, seed: int = 3, **own: Any
+) -> SiteRequestHandler:
     """A site for an agent whose rows are under no account, unless ``own`` says so."""
     how: dict[str, Any] = {
         "agreement": AGREED, "store": Store(folder / agent.id, 64), "device": CPU,
         "open_account": None, "share_notes": True,
     }  # fmt: skip
-    return Desk(agent=agent, algorithm=copy.deepcopy(algorithm), seed=seed, **(how | own))
+    return SiteRequestHandler(
+        agent=agent, algorithm=copy.deepcopy(algorithm), seed=seed, **(how | own)
+    )
 
 
 def engine(
     parties: Sequence[Agent], algorithm: Any, seed: int, folder: Path, *,
-    post: type[Doors] = Doors, terms: Terms = SOON,
+    post: type[Doors] = Doors, terms: RemoteTimeouts = SOON,
 ) -> SitesEngine:  # fmt: skip
     """An engine over a site for each agent; a labelled server stays at home."""
     sites = {a.id: desk(a, algorithm, folder, seed=seed) for a in parties if not _here(a)}
@@ -107,7 +111,7 @@ def engine(
 
 
 def _here(agent: Agent) -> bool:
-    return agent.seat is Seat.SERVER
+    return agent.location is AgentLocation.SERVER
 
 
 @contextlib.contextmanager

@@ -10,20 +10,24 @@ from typing import Any
 import posts
 import pytest
 from test_algorithm_contract import CASES, algorithm
-from toy_worlds import Played, at_clients, at_server, federation, finite, play
+from toy_worlds import Played, at_clients, at_server, federated_data, finite, play
 
 from privssl import config as configs
 from privssl import wire
 from privssl.algorithms import ALGORITHMS
-from privssl.algorithms.base import Without
-from privssl.data import Federation
-from privssl.engines.roster import SiteError, Terms
+from privssl.algorithms.base import MissingReplyPolicy
+from privssl.data import FederatedDataset
+from privssl.engines.roster import RemoteTimeouts, SiteError
 from privssl.errors import ConfigError
-from privssl.wire import Answer, Farewell, Hello, Visit
+from privssl.wire import EndOfRun, IdentifyRequest, StepRequest, StepResponse
 
 #: One of two is away: enough, or not.
-LENIENT = Terms(join_seconds=0.3, visit_seconds=20.0, patience=0.01, absent="skip", quorum=0.5)
-STRICT = Terms(join_seconds=0.3, visit_seconds=20.0, patience=0.01, absent="stop", quorum=0.6)
+LENIENT = RemoteTimeouts(
+    join_seconds=0.3, visit_seconds=20.0, retry_interval=0.01, absent="skip", quorum=0.5
+)
+STRICT = RemoteTimeouts(
+    join_seconds=0.3, visit_seconds=20.0, retry_interval=0.01, absent="stop", quorum=0.6
+)
 #: Steps that only some settings have.
 ONLY_WITH: dict[tuple[str, str], dict[str, Any]] = {
     ("semifl", "support_statistics"): {"norm": "static"},
@@ -39,13 +43,13 @@ def steps_of(kind: type[Any]) -> set[str]:
     return {name for name in names if getattr(getattr(kind, name), "runs_on_agent", False)}
 
 
-def declared(without: Without) -> list[str]:
+def declared(without: MissingReplyPolicy) -> list[str]:
     return sorted([*without.quorum, *without.skip, *without.needed])
 
 
-def without(case: str) -> Without:
+def without(case: str) -> MissingReplyPolicy:
     there = algorithm(case)
-    return there.without_reply(there.cfg, private=False)
+    return there.missing_reply_policy_for(there.cfg, private=False)
 
 
 STEPS = [(name, step) for name, kind in ALGORITHMS.items() for step in sorted(steps_of(kind))]
@@ -63,7 +67,7 @@ WALKED = [pair for pair in STEPS if pair not in NOBODY] + [
 @pytest.mark.parametrize("private", [False, True])
 def test_every_step_has_one_rule_for_a_missing_reply(case: str, private: bool) -> None:
     kind, cfg = ALGORITHMS[CASES[case][0]], algorithm(case).cfg
-    rules = kind.without_reply(cfg, private=private)
+    rules = kind.missing_reply_policy_for(cfg, private=private)
     assert declared(rules) == sorted(steps_of(kind))
     assert bool(rules.needed) == bool(rules.needed_because)
     assert rules.absent == "stop" or rules.skip
@@ -72,22 +76,24 @@ def test_every_step_has_one_rule_for_a_missing_reply(case: str, private: bool) -
 # Held -------------------------------------------------------------------------------------------
 
 
-def walked(case: str, step: str, folder: Path, terms: Terms) -> tuple[Played, int]:
+def walked(case: str, step: str, folder: Path, terms: RemoteTimeouts) -> tuple[Played, int]:
     """A few rounds in which the agent that is asked first for a step has no reply to it, ever.
 
     Also how often it was asked.
     """
-    parties: Federation = at_clients() if step in WITH_BOTH_KINDS_OF_ROWS else federation()
+    parties: FederatedDataset = (
+        at_clients() if step in WITH_BOTH_KINDS_OF_ROWS else federated_data()
+    )
     away: list[str] = []
 
     class Bent(posts.Doors):
         def carry(self, address: str, letter: bytes) -> bytes | None:
-            visit = wire.from_bytes(letter, Hello, Visit, Farewell)
-            if isinstance(visit, Visit) and visit.step == step and visit.agent in (
+            visit = wire.from_bytes(letter, IdentifyRequest, StepRequest, EndOfRun)
+            if isinstance(visit, StepRequest) and visit.step == step and visit.agent in (
                 *away[:1], *([] if away else [visit.agent])
             ):  # fmt: skip
                 away.append(visit.agent)
-                return wire.to_bytes(Answer(visit.id, error="failed"))
+                return wire.to_bytes(StepResponse(visit.id, error="failed"))
             return super().carry(address, letter)
 
     there = algorithm(case, **ONLY_WITH.get((case, step), {}))
@@ -118,15 +124,17 @@ def test_a_run_goes_on_without_an_agent_where_its_algorithm_bears_it_and_not_bel
 
 
 def test_a_mean_of_nobody_is_not_made(tmp_path: Path) -> None:
-    low = Terms(join_seconds=0.3, visit_seconds=20.0, patience=0.01, absent="skip", quorum=0.01)
-    parties = federation(support=1, labelled=10)
+    low = RemoteTimeouts(
+        join_seconds=0.3, visit_seconds=20.0, retry_interval=0.01, absent="skip", quorum=0.01
+    )
+    parties = federated_data(support=1, labelled=10)
     there = algorithm("fedavg")
 
     class Away(posts.Doors):
         def carry(self, address: str, letter: bytes) -> bytes | None:
-            visit = wire.from_bytes(letter, Hello, Visit, Farewell)
-            if isinstance(visit, Visit):
-                return wire.to_bytes(Answer(visit.id, error="failed"))
+            visit = wire.from_bytes(letter, IdentifyRequest, StepRequest, EndOfRun)
+            if isinstance(visit, StepRequest):
+                return wire.to_bytes(StepResponse(visit.id, error="failed"))
             return super().carry(address, letter)
 
     def engine(agents: Any, *, seed: int, **_: Any) -> Any:
@@ -163,7 +171,7 @@ def loaded(folder: Path, method: str, *overrides: str) -> configs.Config:
         .replace("LABELS", "labels-at-server" if at_server else "support")
         .replace("AGENTS", "{query: 2}" if at_server else "{support: 2, query: 2}")
     )
-    return configs.load(folder / "c.yaml", overrides)
+    return configs.load_config(folder / "c.yaml", overrides)
 
 
 @pytest.mark.parametrize("method", ALGORITHMS)

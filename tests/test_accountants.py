@@ -34,11 +34,11 @@ from accounting.accountants import (
 from accounting.canonical import decode, encode
 from accounting.errors import AccountingError, PlanError
 from accounting.events import (
-    Composed,
+    ComposedEvent,
     Event,
-    PureEpsilon,
-    SampledGaussian,
-    Unprotected,
+    NonPrivateEvent,
+    PoissonSampledGaussianEvent,
+    PureDpEvent,
     event_from_json,
     event_to_json,
     same_batch_noise,
@@ -54,7 +54,7 @@ needs_library = pytest.mark.skipif(
 class Row(NamedTuple):
     """One line of the golden grid."""
 
-    event: SampledGaussian
+    event: PoissonSampledGaussianEvent
     delta: float
     pld_lower: float
     pld_upper: float
@@ -69,7 +69,9 @@ def golden() -> tuple[Row, ...]:
     with GOLDEN.open() as file:
         return tuple(
             Row(
-                SampledGaussian(float(line["sigma"]), float(line["q"]), int(line["steps"])),
+                PoissonSampledGaussianEvent(
+                    float(line["sigma"]), float(line["q"]), int(line["steps"])
+                ),
                 float(line["delta"]),
                 float(line["eps_pld_lower"]),
                 float(line["eps_pld_upper"]),
@@ -92,7 +94,7 @@ def disagreements_with_golden(rows: list[Row], noise_factor: float = 1.0) -> lis
     wrong = []
     for row in rows:
         sigma, q, steps = row.event.noise_multiplier, row.event.sample_rate, row.event.steps
-        events = [SampledGaussian(noise_factor * sigma, q, steps)]
+        events = [PoissonSampledGaussianEvent(noise_factor * sigma, q, steps)]
         at_integers = rdp_epsilon(events, row.delta, verify.INTEGER_ORDERS)
         at_opacus = rdp_epsilon(events, row.delta, OPACUS_ORDERS)
         ours = epsilon(events, row.delta)
@@ -129,7 +131,9 @@ def test_a_central_limit_accountant_would_break_the_certified_lower_bound() -> N
     # Control for the row above, and why Gaussian DP is not offered: q 8/34, sigma 2, T 20 has
     # certified lower bound 2.6252, golden grid.
     row = next(
-        r for r in golden() if r.event == SampledGaussian(2.0, 8 / 34, 20) and r.delta == 1e-5
+        r
+        for r in golden()
+        if r.event == PoissonSampledGaussianEvent(2.0, 8 / 34, 20) and r.delta == 1e-5
     )
     with pytest.warns(UserWarning, match="underestimate"):
         limit = GaussianAccountant()
@@ -152,10 +156,12 @@ def test_a_central_limit_accountant_would_break_the_certified_lower_bound() -> N
 def test_full_batches_cost_the_exact_closed_form(
     sigma: float, steps: int, delta: float, exact: float
 ) -> None:
-    event = SampledGaussian(sigma, 1.0, steps)
+    event = PoissonSampledGaussianEvent(sigma, 1.0, steps)
     assert epsilon([event], delta) == pytest.approx(exact, abs=1e-6)
     # The same noise in separate visits, and as one release with noise sigma / sqrt(steps).
-    assert epsilon([SampledGaussian(sigma, 1.0, 1)] * steps, delta) == pytest.approx(exact, 1e-7)
+    assert epsilon([PoissonSampledGaussianEvent(sigma, 1.0, 1)] * steps, delta) == pytest.approx(
+        exact, 1e-7
+    )
     assert gaussian_epsilon(math.sqrt(steps) / sigma, delta) == pytest.approx(exact, 1e-7)
 
 
@@ -187,7 +193,7 @@ def test_no_accountant_is_below_the_exact_epsilon_of_one_sampled_step(
         return float(q * norm.sf((z - 1) / sigma) + (1 - q - math.exp(eps)) * norm.sf(z / sigma))
 
     assert exact_delta(exact) == pytest.approx(delta, rel=1e-4)
-    event = SampledGaussian(sigma, q, 1)
+    event = PoissonSampledGaussianEvent(sigma, q, 1)
     assert epsilon([event], delta) >= exact
     prv = prv_epsilon([event], delta)
     assert prv is not None
@@ -205,21 +211,21 @@ def test_the_numeric_headline_is_within_its_error_of_the_upper_bound_on_the_grid
 
 def test_the_numeric_headline_is_left_out_where_it_would_fill_the_memory() -> None:
     started = time.perf_counter()
-    assert prv_epsilon([SampledGaussian(0.2, 0.9, 2000)], 1e-5) is None
-    assert prv_epsilon([PureEpsilon(1.0, 1)], 1e-5) is None
+    assert prv_epsilon([PoissonSampledGaussianEvent(0.2, 0.9, 2000)], 1e-5) is None
+    assert prv_epsilon([PureDpEvent(1.0, 1)], 1e-5) is None
     assert prv_epsilon([], 1e-5) is None
     assert time.perf_counter() - started < 2
 
 
 # Few (sigma, q) pairs, because the library needs a tenth of a second for each new one.
 GAUSSIANS = st.builds(
-    SampledGaussian,
+    PoissonSampledGaussianEvent,
     noise_multiplier=st.sampled_from([1.0, 2.5]),
     sample_rate=st.sampled_from([0.02, 0.4, 1.0]),
     steps=st.integers(1, 300),
 )
 EVENTS = st.lists(
-    GAUSSIANS | st.builds(PureEpsilon, epsilon=st.floats(0.01, 2.0), count=st.integers(1, 5)),
+    GAUSSIANS | st.builds(PureDpEvent, epsilon=st.floats(0.01, 2.0), count=st.integers(1, 5)),
     max_size=5,
 )
 
@@ -234,13 +240,13 @@ def test_epsilon_grows_with_events_and_does_not_depend_on_their_order_or_nesting
     assert together == pytest.approx(epsilon([*more, *events][::-1], delta), rel=1e-9, abs=1e-9)
     assert epsilon(events, delta) <= epsilon(events, delta / 10) * (1 + 1e-9)
     if events:
-        nested = epsilon([Composed((Composed(tuple(events)),))], delta)
+        nested = epsilon([ComposedEvent((ComposedEvent(tuple(events)),))], delta)
         assert nested == pytest.approx(epsilon(events, delta), rel=1e-9)
 
 
 def test_more_noise_and_a_lower_rate_cost_less() -> None:
     def cost(sigma: float, q: float) -> float:
-        return epsilon([SampledGaussian(sigma, q, 50)], 1e-5)
+        return epsilon([PoissonSampledGaussianEvent(sigma, q, 50)], 1e-5)
 
     for low, high in itertools.pairwise([1.0, 2.5]):
         assert all(cost(high, q) < cost(low, q) for q in (0.02, 0.4, 1.0))
@@ -250,7 +256,10 @@ def test_more_noise_and_a_lower_rate_cost_less() -> None:
 
 def test_nothing_costs_nothing_and_an_unprotected_read_costs_everything() -> None:
     assert epsilon([], 1e-5) == 0
-    assert epsilon([SampledGaussian(4.0, 1.0, 1), Unprotected("F without noise")], 0.5) == math.inf
+    assert (
+        epsilon([PoissonSampledGaussianEvent(4.0, 1.0, 1), NonPrivateEvent("F without noise")], 0.5)
+        == math.inf
+    )
 
 
 def test_a_number_that_the_library_cannot_compute_costs_everything(
@@ -260,33 +269,33 @@ def test_a_number_that_the_library_cannot_compute_costs_everything(
         return np.full(len(orders), np.nan)
 
     monkeypatch.setattr(rdp, "compute_rdp", nan)
-    assert epsilon([SampledGaussian(1.2345, 0.54321, 1)], 1e-5) == math.inf
+    assert epsilon([PoissonSampledGaussianEvent(1.2345, 0.54321, 1)], 1e-5) == math.inf
 
 
 def test_pure_releases_add_up_with_delta_zero() -> None:
-    assert epsilon([PureEpsilon(0.5, 3)], 1e-5) == pytest.approx(1.5)
-    assert epsilon([PureEpsilon(0.5, 1), PureEpsilon(1.0, 2)], 1e-9) == pytest.approx(2.5)
+    assert epsilon([PureDpEvent(0.5, 3)], 1e-5) == pytest.approx(1.5)
+    assert epsilon([PureDpEvent(0.5, 1), PureDpEvent(1.0, 2)], 1e-9) == pytest.approx(2.5)
 
 
 def test_many_small_pure_releases_cost_less_than_their_sum() -> None:
     # 1000 releases of 0.05 are (1000 * 0.05^2 / 2)-zCDP: rho = 1.25, so epsilon is at most
     # rho + 2 sqrt(rho ln(1/delta)) = 1.25 + 2 sqrt(1.25 * 11.513) = 8.837 (arXiv:1605.02065).
-    eps = epsilon([PureEpsilon(0.05, 1000)], 1e-5)
+    eps = epsilon([PureDpEvent(0.05, 1000)], 1e-5)
     assert 5.0 < eps <= 8.837
 
 
 def test_a_pure_release_beside_gaussians_costs_at_most_its_epsilon() -> None:
-    gaussian = SampledGaussian(2.5, 0.4, 100)
+    gaussian = PoissonSampledGaussianEvent(2.5, 0.4, 100)
     alone = epsilon([gaussian], 1e-5)
-    assert alone < epsilon([gaussian, PureEpsilon(1.0, 1)], 1e-5) <= alone + 1.0 + 1e-12
+    assert alone < epsilon([gaussian, PureDpEvent(1.0, 1)], 1e-5) <= alone + 1.0 + 1e-12
 
 
 def test_blocks_of_one_batch_are_one_sampled_event_not_several() -> None:
     # Three blocks with sigma 6.928 from one batch are sigma 6.928 / sqrt(3) = 4.
     assert same_batch_noise([4 * math.sqrt(3)] * 3) == pytest.approx(4.0)
     assert same_batch_noise([3.0, 4.0]) == pytest.approx(1 / math.sqrt(1 / 9 + 1 / 16))
-    one_batch = epsilon([SampledGaussian(1.0, 0.02, 100)], 1e-5)
-    fresh = epsilon([SampledGaussian(math.sqrt(3), 0.02, 300)], 1e-5)
+    one_batch = epsilon([PoissonSampledGaussianEvent(1.0, 0.02, 100)], 1e-5)
+    fresh = epsilon([PoissonSampledGaussianEvent(math.sqrt(3), 0.02, 300)], 1e-5)
     assert one_batch > 1.1 * fresh  # at a low rate the two must not be confused
 
 
@@ -298,49 +307,49 @@ def test_noise_from_which_no_bound_follows_is_refused_before_any_accountant_runs
 ) -> None:
     started = time.perf_counter()
     with pytest.raises(PlanError, match="noise_multiplier"):
-        SampledGaussian(sigma, 0.5, 10)
+        PoissonSampledGaussianEvent(sigma, 0.5, 10)
     assert time.perf_counter() - started < 0.1
 
 
 @pytest.mark.parametrize("rate", [0, -0.1, 1.0001, math.nan, math.inf, "0.1", True])
 def test_a_sample_rate_that_is_no_probability_is_refused(rate: Any) -> None:
     with pytest.raises(PlanError, match="sample_rate"):
-        SampledGaussian(1.0, rate, 10)
+        PoissonSampledGaussianEvent(1.0, rate, 10)
 
 
 @pytest.mark.parametrize("steps", [0, -90, 10**8, 10**400, 1.5, "10", True, math.nan])
 def test_a_number_of_steps_that_would_lower_or_hang_the_account_is_refused(steps: Any) -> None:
     with pytest.raises(PlanError, match="steps"):
-        SampledGaussian(1.0, 0.5, steps)
+        PoissonSampledGaussianEvent(1.0, 0.5, steps)
 
 
 @pytest.mark.parametrize("delta", [0, 1, 1.5, -1e-5, math.nan, math.inf, "1e-5", True])
 def test_a_delta_outside_zero_to_one_is_refused(delta: Any) -> None:
     with pytest.raises(PlanError, match="delta"):
-        epsilon([SampledGaussian(2.5, 1.0, 1)], delta)
+        epsilon([PoissonSampledGaussianEvent(2.5, 1.0, 1)], delta)
 
 
 @pytest.mark.parametrize("each", [0, -1.0, math.nan, math.inf, 1e4, "1", True])
 def test_a_pure_release_without_a_sensible_epsilon_is_refused(each: Any) -> None:
     with pytest.raises(PlanError, match="epsilon"):
-        PureEpsilon(each, 1)
+        PureDpEvent(each, 1)
 
 
 def test_composed_events_are_bounded_in_width_and_depth() -> None:
-    leaf = PureEpsilon(1.0, 1)
+    leaf = PureDpEvent(1.0, 1)
     deep: Event = leaf
     with pytest.raises(PlanError, match="deep"):
         for _ in range(5):
-            deep = Composed((deep,))
+            deep = ComposedEvent((deep,))
     with pytest.raises(PlanError, match="1 to 64"):
-        Composed((leaf,) * 65)
+        ComposedEvent((leaf,) * 65)
     with pytest.raises(PlanError, match="not a kind"):
-        Composed(("leaf",))  # type: ignore[arg-type]
+        ComposedEvent(("leaf",))  # type: ignore[arg-type]
 
 
 def test_the_text_of_an_error_says_how_yaml_reads_small_numbers() -> None:
     with pytest.raises(PlanError, match=r"Write 1\.0e-3"):
-        SampledGaussian("1e-3", 0.5, 1)  # type: ignore[arg-type]
+        PoissonSampledGaussianEvent("1e-3", 0.5, 1)  # type: ignore[arg-type]
 
 
 @given(
@@ -350,12 +359,12 @@ def test_the_text_of_an_error_says_how_yaml_reads_small_numbers() -> None:
 def test_events_survive_a_round_trip_through_canonical_json(
     events: list[Event], reason: str
 ) -> None:
-    event = Composed((*events, Unprotected(reason[:200])))
+    event = ComposedEvent((*events, NonPrivateEvent(reason[:200])))
     assert event_from_json(decode(encode(event_to_json(event)))) == event
 
 
 def test_only_the_listed_kinds_of_event_are_read() -> None:
-    good = event_to_json(SampledGaussian(2.0, 0.5, 10))
+    good = event_to_json(PoissonSampledGaussianEvent(2.0, 0.5, 10))
     for bad, why in [
         ({**good, "kind": "os.system"}, "unknown kind"),
         ({**good, "extra": 1}, "has keys"),
@@ -407,8 +416,8 @@ def test_calibrated_noise_is_on_the_safe_side_and_a_tick_less_is_not(
 ) -> None:
     sigma = calibrate_noise(epsilon=target, delta=1e-5, sample_rate=rate, steps=steps)
     assert sigma == round(sigma, 4)
-    assert epsilon([SampledGaussian(sigma, rate, steps)], 1e-5) <= target
-    assert epsilon([SampledGaussian(sigma - 1e-4, rate, steps)], 1e-5) > target
+    assert epsilon([PoissonSampledGaussianEvent(sigma, rate, steps)], 1e-5) <= target
+    assert epsilon([PoissonSampledGaussianEvent(sigma - 1e-4, rate, steps)], 1e-5) > target
 
 
 @given(
@@ -422,7 +431,7 @@ def test_calibrated_noise_of_any_plan_fits_and_a_tick_less_does_not(
     target: float, rate: float, steps: int, delta: float
 ) -> None:
     def fits(sigma: float) -> bool:
-        return epsilon([SampledGaussian(sigma, rate, steps)], delta) <= target
+        return epsilon([PoissonSampledGaussianEvent(sigma, rate, steps)], delta) <= target
 
     try:
         found = calibrate_noise(epsilon=target, delta=delta, sample_rate=rate, steps=steps)
@@ -436,8 +445,8 @@ def test_calibrated_noise_of_any_plan_fits_and_a_tick_less_does_not(
 def test_noise_is_found_where_divergences_are_too_small_for_numbers() -> None:
     # At most orders they are rounded to 0 there, and few orders tell nothing of what others say.
     sigma = calibrate_noise(epsilon=0.001, delta=1e-5, sample_rate=1e-8, steps=100)
-    assert epsilon([SampledGaussian(sigma, 1e-8, 100)], 1e-5) <= 0.001
-    assert epsilon([SampledGaussian(sigma - 1e-4, 1e-8, 100)], 1e-5) > 0.001
+    assert epsilon([PoissonSampledGaussianEvent(sigma, 1e-8, 100)], 1e-5) <= 0.001
+    assert epsilon([PoissonSampledGaussianEvent(sigma - 1e-4, 1e-8, 100)], 1e-5) > 0.001
 
 
 @pytest.mark.parametrize("least", range(3, 21))
@@ -475,7 +484,7 @@ def test_max_steps_is_the_last_count_that_fits(budget: float, rate: float) -> No
     steps = max_steps(epsilon=budget, delta=1e-5, sample_rate=rate, noise_multiplier=2.5)
 
     def cost(count: int) -> float:
-        return epsilon([SampledGaussian(2.5, rate, count)] if count else [], 1e-5)
+        return epsilon([PoissonSampledGaussianEvent(2.5, rate, count)] if count else [], 1e-5)
 
     assert cost(steps) <= budget < cost(steps + 1)
 
@@ -500,21 +509,23 @@ def test_the_independent_bracket_is_that_of_the_golden_grid() -> None:
 @needs_library
 def test_the_independent_bracket_holds_the_exact_value_and_notices_one_percent() -> None:
     exact = 5.67958686  # sigma 8, T 100, delta 1e-5, closed form
-    lower, upper = verify.pld_bracket([SampledGaussian(8.0, 1.0, 100)], 1e-5)
+    lower, upper = verify.pld_bracket([PoissonSampledGaussianEvent(8.0, 1.0, 100)], 1e-5)
     assert lower <= exact <= upper <= lower + 0.01
-    less_noise, _ = verify.pld_bracket([SampledGaussian(8.0 * 0.99, 1.0, 100)], 1e-5)
+    less_noise, _ = verify.pld_bracket([PoissonSampledGaussianEvent(8.0 * 0.99, 1.0, 100)], 1e-5)
     assert less_noise - 1e-3 > exact
 
 
 @needs_library
 def test_two_libraries_agree_on_integer_orders_for_mixed_events() -> None:
     events: list[Event] = [
-        SampledGaussian(1.0, 0.02, 30),
-        Composed((SampledGaussian(2.5, 0.4, 7), SampledGaussian(2.5, 1.0, 2))),
+        PoissonSampledGaussianEvent(1.0, 0.02, 30),
+        ComposedEvent(
+            (PoissonSampledGaussianEvent(2.5, 0.4, 7), PoissonSampledGaussianEvent(2.5, 1.0, 2))
+        ),
     ]
     theirs = verify.rdp_epsilon(events, 1e-5)
     assert theirs == pytest.approx(rdp_epsilon(events, 1e-5, verify.INTEGER_ORDERS), rel=1e-9)
-    assert verify.rdp_epsilon([*events, PureEpsilon(1.0, 1)], 1e-5) is None
+    assert verify.rdp_epsilon([*events, PureDpEvent(1.0, 1)], 1e-5) is None
     assert verify.rdp_epsilon([], 1e-5) == 0
 
 
@@ -523,20 +534,20 @@ def test_the_bracket_of_pure_releases_is_randomized_response() -> None:
     # One bit kept with probability e^eps / (1 + e^eps): delta(e') = (e^eps - e^e') / (1 + e^eps).
     eps, delta = 1.2345, 0.01
     exact = math.log(math.exp(eps) - delta * (1 + math.exp(eps)))
-    lower, upper = verify.pld_bracket([PureEpsilon(eps, 1)], delta)
+    lower, upper = verify.pld_bracket([PureDpEvent(eps, 1)], delta)
     assert exact - 2e-4 <= lower <= exact <= upper <= exact + 2e-4
-    many = [PureEpsilon(0.05, 1000)]  # composed by RDP, so the sum of epsilons is not what holds
+    many = [PureDpEvent(0.05, 1000)]  # composed by RDP, so the sum of epsilons is not what holds
     assert verify.pld_bracket(many, 1e-5).lower <= epsilon(many, 1e-5)
-    mixed: list[Event] = [PureEpsilon(1.0, 2), SampledGaussian(2.5, 0.4, 20)]
+    mixed: list[Event] = [PureDpEvent(1.0, 2), PoissonSampledGaussianEvent(2.5, 0.4, 20)]
     assert verify.pld_bracket(mixed, 1e-5).lower <= epsilon(mixed, 1e-5)
 
 
 @needs_library
 def test_a_delta_too_small_for_numeric_composition_is_an_error_not_infinity() -> None:
     with pytest.raises(PlanError, match="Use the RDP value"):
-        verify.pld_bracket([SampledGaussian(4.0, 1.0, 10)], 1e-15)
+        verify.pld_bracket([PoissonSampledGaussianEvent(4.0, 1.0, 10)], 1e-15)
     with pytest.raises(PlanError, match="unprotected"):
-        verify.pld_bracket([Unprotected("F")], 1e-5)
+        verify.pld_bracket([NonPrivateEvent("F")], 1e-5)
     assert verify.pld_bracket([], 1e-5) == (0, 0)
 
 
@@ -545,10 +556,10 @@ def test_without_the_second_library_the_error_names_the_command_that_gets_it(
 ) -> None:
     monkeypatch.setattr(verify, "available", lambda: False)
     with pytest.raises(AccountingError, match="pip install dp-accounting"):
-        verify.pld_bracket([SampledGaussian(4.0, 1.0, 10)], 1e-5)
+        verify.pld_bracket([PoissonSampledGaussianEvent(4.0, 1.0, 10)], 1e-5)
 
 
 def test_events_are_written_with_integer_counts_and_exact_reals() -> None:
-    text = json.dumps(event_to_json(SampledGaussian(4.0, 16 / 34, 10)))
+    text = json.dumps(event_to_json(PoissonSampledGaussianEvent(4.0, 16 / 34, 10)))
     assert '"steps": 10' in text
     assert (16 / 34).hex() in text

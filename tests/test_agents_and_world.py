@@ -11,12 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from privssl import seeds
-from privssl.agents import Agent, AgentRef, LabelledRows, Seat, UnlabelledRows, natural_order
+from privssl.agents import (
+    Agent,
+    AgentLocation,
+    AgentRef,
+    LabelledRows,
+    UnlabelledRows,
+    natural_order,
+)
 from privssl.engines.local import LocalEngine
 from privssl.errors import RoleError
-from privssl.mean import Mean
-from privssl.messages import BUDGET_SPENT, Done, Message, Silence, StateDict
-from privssl.world import Round, Traffic, World
+from privssl.mean import WeightedMean
+from privssl.messages import BUDGET_EXHAUSTED, Ack, Declined, Message, StateDict
+from privssl.world import Federation, Round, Traffic
 
 LABELLED = LabelledRows(torch.zeros(3, 1, 8, 8), torch.tensor([0, 1, 2]), torch.arange(3))
 UNLABELLED = UnlabelledRows(torch.zeros(4, 1, 8, 8), torch.arange(4))
@@ -35,7 +42,7 @@ def mixed(name: str) -> Agent:
 
 
 def server() -> Agent:
-    return Agent(id="server", seat=Seat.SERVER, held_labelled=LABELLED)
+    return Agent(id="server", location=AgentLocation.SERVER, held_labelled=LABELLED)
 
 
 # Roles --------------------------------------------------------------------------------------
@@ -53,7 +60,7 @@ def test_a_query_agent_has_no_labels_to_read() -> None:
 
 
 def test_a_support_agent_has_no_unlabelled_rows_to_read() -> None:
-    with pytest.raises(RoleError, match=r"s1 was asked for unlabelled rows.*world\.query"):
+    with pytest.raises(RoleError, match=r"s1 was asked for unlabelled rows.*federation\.query"):
         _ = support("s1").unlabelled
 
 
@@ -64,8 +71,12 @@ def test_whoever_holds_rows_may_read_them() -> None:
 
 
 def test_the_server_knows_an_agent_by_name_role_and_seat_alone() -> None:
-    assert mixed("m0").ref == AgentRef("m0", "mixed", Seat.EDGE)
-    assert vars(server().ref) == {"id": "server", "role": "server", "seat": Seat.SERVER}
+    assert mixed("m0").ref == AgentRef("m0", "mixed", AgentLocation.EDGE)
+    assert vars(server().ref) == {
+        "id": "server",
+        "role": "server",
+        "location": AgentLocation.SERVER,
+    }
 
 
 @given(st.lists(st.integers(0, 10**6), unique=True))
@@ -82,17 +93,17 @@ class Word(Message):
     text: str
 
 
-def echo(agent: Agent, message: Word, ctx: Any) -> Word | Silence:
+def echo(agent: Agent, message: Word, ctx: Any) -> Word | Declined:
     """Says where it was and what it heard, notes its length; q1 will not speak."""
-    ctx.note("length", float(len(message.text)))
+    ctx.log_metric("length", float(len(message.text)))
     if agent.id == "q1":
-        return Silence("no")
+        return Declined("no")
     return Word(f"{ctx.visit_key}:{message.text}")
 
 
-def world(*agents: Agent, seed: int = 0) -> World:
+def federation(*agents: Agent, seed: int = 0) -> Federation:
     there = agents or (query("q10"), support("s0"), query("q1"), query("q2"), support("s1"))
-    return World(LocalEngine(there, seed=seed, device=torch.device("cpu")), seed)
+    return Federation(LocalEngine(there, seed=seed, device=torch.device("cpu")), seed)
 
 
 def ids(roster: Iterable[AgentRef]) -> list[str]:
@@ -100,62 +111,62 @@ def ids(roster: Iterable[AgentRef]) -> list[str]:
 
 
 def test_rosters_are_in_natural_order() -> None:
-    found = world()
+    found = federation()
     assert ids(found.agents) == ["q1", "q2", "q10", "s0", "s1"]
     assert (ids(found.support), ids(found.query)) == (["s0", "s1"], ["q1", "q2", "q10"])
     assert found.server is None
 
 
 def test_an_agent_with_both_kinds_of_rows_stands_in_both_rosters() -> None:
-    found = world(mixed("m0"), mixed("m1"), query("q0"))
+    found = federation(mixed("m0"), mixed("m1"), query("q0"))
     assert (ids(found.support), ids(found.query)) == (["m0", "m1"], ["m0", "m1", "q0"])
 
 
 def test_a_labelled_server_is_a_support_agent_that_sits_at_the_server() -> None:
-    found = world(server(), query("q0"))
+    found = federation(server(), query("q0"))
     assert (ids(found.support), ids(found.query)) == (["server"], ["q0"])
     assert found.server is not None and found.server.id == "server"
 
 
 def test_replies_come_in_the_order_of_asking_silences_included() -> None:
-    found = world()
+    found = federation()
     asked = found.query[::-1]
-    replies = found.ask_each(asked, echo, Word("hello"))
+    replies = found.call_all(asked, echo, Word("hello"))
     assert [r.sender.id for r in replies] == ["q10", "q2", "q1"]
-    assert [r.silent for r in replies] == [False, False, True]
-    assert found.silences == 1
+    assert [r.declined for r in replies] == [False, False, True]
+    assert found.declines == 1
 
 
 def test_only_an_empty_account_counts_as_a_refusal() -> None:
-    def spent(agent: Agent, message: Word, ctx: Any) -> Silence:
-        return BUDGET_SPENT if agent.id == "s0" else Silence("no row is sure enough")
+    def spent(agent: Agent, message: Word, ctx: Any) -> Declined:
+        return BUDGET_EXHAUSTED if agent.id == "s0" else Declined("no row is sure enough")
 
-    found = world()
-    found.ask_each(found.agents, spent, Word("hello"))
-    assert (found.silences, found.refusals) == (5, 1)
+    found = federation()
+    found.call_all(found.agents, spent, Word("hello"))
+    assert (found.declines, found.refusals) == (5, 1)
     found.begin(Round(2))
-    assert (found.silences, found.refusals) == (0, 0)
+    assert (found.declines, found.refusals) == (0, 0)
 
 
 def test_every_agent_can_be_told_something_of_its_own() -> None:
-    found = world()
-    replies = found.ask_each(found.support, echo, lambda agent: Word(agent.id * 2))
-    assert [r.said.text for r in replies] == ["0/s0/echo/1:s0s0", "0/s1/echo/1:s1s1"]
+    found = federation()
+    replies = found.call_all(found.support, echo, lambda agent: Word(agent.id * 2))
+    assert [r.payload.text for r in replies] == ["0/s0/echo/1:s0s0", "0/s1/echo/1:s1s1"]
 
 
 def test_visits_are_counted_by_agent_and_step_within_a_round() -> None:
-    found = world()
+    found = federation()
     s0 = found.support[0]
     found.begin(Round(4))
-    said = [found.ask(s0, echo, Word("")).said.text for _ in range(2)]
+    said = [found.call(s0, echo, Word("")).payload.text for _ in range(2)]
     found.begin(Round(5))
-    said.append(found.ask(s0, echo, Word("")).said.text)
+    said.append(found.call(s0, echo, Word("")).payload.text)
     assert said == ["4/s0/echo/1:", "4/s0/echo/2:", "5/s0/echo/1:"]
 
 
 def test_traffic_is_what_went_either_way_since_the_round_began() -> None:
-    found = world()
-    found.ask_each(found.support, echo, Word("abc"))
+    found = federation()
+    found.call_all(found.support, echo, Word("abc"))
     # down 2 x 3 bytes; up "0/s0/echo/1:abc" twice, 15 bytes each
     assert found.traffic == Traffic(up=30, down=6)
     found.begin(Round(1))
@@ -167,62 +178,62 @@ class Weights(Message):
     w: StateDict
 
 
-def send(agent: Agent, message: Word, ctx: Any) -> Weights | Silence:
+def send(agent: Agent, message: Word, ctx: Any) -> Weights | Declined:
     if agent.id == "q10":
-        return Silence("nothing to say")
-    ctx.note("sent", 2.0)
+        return Declined("nothing to say")
+    ctx.log_metric("sent", 2.0)
     return Weights({"w": torch.full((3,), float(len(agent.id)))})
 
 
 def test_replies_that_go_into_a_mean_are_counted_as_all_others() -> None:
-    found, mean = world(support("s0"), support("s11"), query("q10")), Mean("w")
-    replies = found.ask_each(found.agents, send, Word("abc"), into=mean)
-    said = [(r.sender.id, type(r.content).__name__) for r in replies if not r.silent]
-    assert said == [("s0", "Done"), ("s11", "Done")]
-    assert mean.otherwise({})["w"].tolist() == [2.5, 2.5, 2.5]  # (len("s0") + len("s11")) / 2
+    found, mean = federation(support("s0"), support("s11"), query("q10")), WeightedMean("w")
+    replies = found.call_all(found.agents, send, Word("abc"), aggregator=mean)
+    said = [(r.sender.id, type(r.content).__name__) for r in replies if not r.declined]
+    assert said == [("s0", "Ack"), ("s11", "Ack")]
+    assert mean.value_or({})["w"].tolist() == [2.5, 2.5, 2.5]  # (len("s0") + len("s11")) / 2
     # up: two times 3 floats, and what the silent one says
     assert found.traffic == Traffic(up=24 + len("nothing to say"), down=9)
-    assert (found.silences, found.absences, found.mean_notes()) == (1, 0, {"sent": 2.0})
+    assert (found.declines, found.absences, found.mean_metrics()) == (1, 0, {"sent": 2.0})
 
 
 def test_what_a_labelled_server_says_to_itself_is_no_traffic() -> None:
-    found = world(server(), query("q0"))
+    found = federation(server(), query("q0"))
     assert found.server is not None
-    found.ask(found.server, echo, Word("abc"))
+    found.call(found.server, echo, Word("abc"))
     assert found.traffic == Traffic(0, 0)
-    found.ask_each(found.agents, echo, Word("abc"))
+    found.call_all(found.agents, echo, Word("abc"))
     # the agent's alone: down 3 bytes, up "0/q0/echo/1:abc"
     assert found.traffic == Traffic(up=15, down=3)
 
 
 def test_a_support_agent_at_the_edge_has_traffic_as_the_control() -> None:
-    found = world(support("server"), query("q0"))  # the seat decides, not the name
-    found.ask_each(found.support, echo, Word("abc"))
+    found = federation(support("server"), query("q0"))  # the seat decides, not the name
+    found.call_all(found.support, echo, Word("abc"))
     assert found.traffic == Traffic(up=len("0/server/echo/1:abc"), down=3)
 
 
 def test_notes_are_averaged_over_those_who_noted() -> None:
-    found = world()
-    found.ask(found.support[0], echo, Word("a"))
-    found.ask(found.support[1], echo, Word("abc"))
-    assert found.mean_notes() == {"length": 2.0}
+    found = federation()
+    found.call(found.support[0], echo, Word("a"))
+    found.call(found.support[1], echo, Word("abc"))
+    assert found.mean_metrics() == {"length": 2.0}
     found.begin(Round(1))
-    assert found.mean_notes() == {}
+    assert found.mean_metrics() == {}
 
 
-def done(agent: Agent, message: Word, ctx: Any) -> Done:
-    return Done()
+def done(agent: Agent, message: Word, ctx: Any) -> Ack:
+    return Ack()
 
 
 def test_an_agent_that_has_nothing_to_send_was_not_silent() -> None:
-    found = world()
-    assert found.ask(found.support[0], done, Word("")).said == Done()
-    assert found.silences == 0
+    found = federation()
+    assert found.call(found.support[0], done, Word("")).payload == Ack()
+    assert found.declines == 0
 
 
 @given(n=st.integers(1, 20), number=st.integers(0, 50))
 def test_a_sample_is_without_replacement_in_roster_order(n: int, number: int) -> None:
-    found = world(*(query(f"q{i}") for i in range(12)))
+    found = federation(*(query(f"q{i}") for i in range(12)))
     found.begin(Round(number))
     chosen = found.sample(found.query, n)
     assert len(set(chosen)) == len(chosen) == min(n, 12)
@@ -231,7 +242,7 @@ def test_a_sample_is_without_replacement_in_roster_order(n: int, number: int) ->
 
 
 def test_samples_differ_between_rounds_and_nobody_is_left_out_for_ever() -> None:
-    found = world(*(query(f"q{i}") for i in range(6)))
+    found = federation(*(query(f"q{i}") for i in range(6)))
     counts = dict.fromkeys(ids(found.query), 0)
     for number in range(1, 301):
         found.begin(Round(number))

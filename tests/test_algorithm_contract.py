@@ -29,7 +29,7 @@ from toy_worlds import (
     apart,
     at_clients,
     at_server,
-    federation,
+    federated_data,
     finite,
     held_as_in,
     make,
@@ -41,7 +41,7 @@ from toy_worlds import (
 
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
-from privssl.data import Federation
+from privssl.data import FederatedDataset
 from privssl.data.datasets import Dataset
 from privssl.engines.local import LocalEngine
 from privssl.messages import Message, MessageError
@@ -87,7 +87,7 @@ CENSUS_SHAPES = (
 )  # fmt: skip
 ALSO_SENT = {"label_census": {torch.Size(shape) for shape in CENSUS_SHAPES}}
 PARALLEL = [case for case in CASES if case != "fedssl, one after the other"]
-PLACES = {"support": federation, "labels-at-server": at_server, "labels-at-client": at_clients}
+PLACES = {"support": federated_data, "labels-at-server": at_server, "labels-at-client": at_clients}
 
 every_case = pytest.mark.parametrize("case", CASES)
 every_algorithm = pytest.mark.parametrize("case", ALGORITHMS)
@@ -98,8 +98,8 @@ def algorithm(case: str, **settings: Any) -> Algorithm[Any]:
     return make(name, **(own | settings))
 
 
-def played(case: str, parties: Federation | None = None, **how: Any) -> Played:
-    return play(algorithm(case), parties or federation(), **how)
+def played(case: str, parties: FederatedDataset | None = None, **how: Any) -> Played:
+    return play(algorithm(case), parties or federated_data(), **how)
 
 
 def remembers(after: Played) -> bool:
@@ -127,7 +127,7 @@ def test_a_round_changes_the_released_classifier(case: str) -> None:
 def test_what_agents_note_has_names_that_a_site_would_send(case: str) -> None:
     after = played(case, engine=Overheard)
     assert isinstance(after.engine, Overheard)
-    named = {name for _, reply in after.engine.heard for name in reply.notes}
+    named = {name for _, reply in after.engine.heard for name in reply.metrics}
     assert named
     assert [name for name in named if not re.fullmatch(NOTE, name)] == []
 
@@ -137,7 +137,7 @@ def test_a_round_in_which_all_are_silent_changes_no_weight(case: str) -> None:
     # Also the control of the test above: what changes the classifier is what agents send.
     after = played(case, rounds=1, engine=Mute)
     assert same_bits(weights_in(after.begun), weights_in(after.state))
-    assert after.world.silences > 0
+    assert after.federation.declines > 0
 
 
 def weights_in(state: Any) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def test_a_resumed_run_whose_agents_forgot_everything_would_be_noticed(case: str
 # Hidden labels -------------------------------------------------------------------------------
 
 
-def relabelled(parties: Federation, *, labelled: bool) -> Dataset:
+def relabelled(parties: FederatedDataset, *, labelled: bool) -> Dataset:
     """The toy rows with the labels of some rows moved on by one class, all else as it was."""
     kind = "labelled" if labelled else "unlabelled"
     ids = [i for holding in parties.manifest.agents.values() for i in getattr(holding, kind)]
@@ -300,14 +300,14 @@ def _poisoned(value: Any) -> Any:
 
 @every_case
 def test_one_agent_of_each_kind_is_enough(case: str) -> None:
-    after = played(case, federation(support=1, query=1))
+    after = played(case, federated_data(support=1, query=1))
     assert finite(after.state)
     assert not same_bits(after.begun, after.state)
 
 
 @every_case
 def test_agents_that_know_a_single_class_give_finite_weights(case: str) -> None:
-    parties = federation(partition="classes_per_agent", k=1, support=10, query=10)
+    parties = federated_data(partition="classes_per_agent", k=1, support=10, query=10)
     assert all(len(set(a.labelled.y.tolist())) == 1 for a in parties.agents if a.role == "support")
     assert finite(played(case, parties, rounds=1).state)
 

@@ -21,16 +21,16 @@ from toy_worlds import without_noise
 
 from accounting import verify
 from accounting.accountants import epsilon
-from accounting.events import SampledGaussian
+from accounting.events import PoissonSampledGaussianEvent
 from accounting.one_run import one_run_ceiling
-from accounting.two_worlds import two_world_ceiling
+from accounting.two_worlds import two_sample_ceiling
 from privssl import attack, audit, config, mechanism_attack, privacy, private_steps, run, witnesses
 from privssl.attack import AttackReport, CanaryAttack, attack_messages
-from privssl.clipping import RowGradients
+from privssl.clipping import PerExampleGradients
 from privssl.mechanism_attack import CANNOT_SEE, MechanismAttack, attack_mechanism
 from privssl.prepare import prepare
 from privssl.privacy import PrivatePlan, PrivateTraining
-from privssl.private_steps import NoisyStep
+from privssl.private_steps import NoisyOptimizerStep
 
 # Epsilon of full batches is a formula and takes no time.
 TINY = """
@@ -93,7 +93,7 @@ def half_the_noise(patch: Patch) -> None:
 
 def no_clipping(patch: Patch) -> None:
     def added(
-        samples: list[RowGradients], drawn: torch.Tensor, clip_norm: float
+        samples: list[PerExampleGradients], drawn: torch.Tensor, clip_norm: float
     ) -> list[torch.Tensor]:
         return [sample.total(drawn.float()) for sample in samples]
 
@@ -102,7 +102,7 @@ def no_clipping(patch: Patch) -> None:
 
 def each_network_clipped_alone(patch: Patch) -> None:
     def added(
-        samples: list[RowGradients], drawn: torch.Tensor, clip_norm: float
+        samples: list[PerExampleGradients], drawn: torch.Tensor, clip_norm: float
     ) -> list[torch.Tensor]:
         norms = [sample.norms().clamp(min=1e-12) for sample in samples]
         factors = [(clip_norm / norm).clamp(max=1.0) * drawn for norm in norms]
@@ -190,9 +190,9 @@ def views_clipped_one_by_one(patch: Patch) -> None:
 
 def noise_after_momentum(patch: Patch) -> None:
     """Momentum remembers what had no noise; the step itself has the noise of one."""
-    real = NoisyStep.alone
+    real = NoisyOptimizerStep.run_single
 
-    def alone(self: NoisyStep) -> None:
+    def alone(self: NoisyOptimizerStep) -> None:
         optimiser: Any = self.optimiser
         kept = optimiser.__dict__.setdefault("kept", {})
         for p in optimiser.params:
@@ -202,7 +202,7 @@ def noise_after_momentum(patch: Patch) -> None:
             group["momentum"] = 0.0
         real(self)
 
-    patch.setattr(NoisyStep, "alone", alone)
+    patch.setattr(NoisyOptimizerStep, "run_single", alone)
 
 
 def empty_batches_skipped(patch: Patch) -> None:
@@ -217,16 +217,16 @@ def empty_batches_skipped(patch: Patch) -> None:
 
 def averages_of_what_had_no_noise(patch: Patch) -> None:
     """The last iterates of a visit are averaged with their noise left out."""
-    real = NoisyStep.alone
+    real = NoisyOptimizerStep.run_single
 
-    def alone(self: NoisyStep) -> None:
+    def alone(self: NoisyOptimizerStep) -> None:
         optimiser: Any = self.optimiser
         optimiser.steps = optimiser.__dict__.get("steps", 0) + 1
         if optimiser.steps > 1:
             optimiser.noise_multiplier = 0.0
         real(self)
 
-    patch.setattr(NoisyStep, "alone", alone)
+    patch.setattr(NoisyOptimizerStep, "run_single", alone)
 
 
 BUGS: dict[str, tuple[Callable[[Patch], None], PrivatePlan, str]] = {
@@ -307,7 +307,7 @@ def test_the_ceiling_of_the_mechanism_attack_is_that_of_its_trials() -> None:
     # A quarter of the trials chooses the threshold.
     found, _ = on_mechanism()
     assert found.ceiling == pytest.approx(
-        two_world_ceiling(
+        two_sample_ceiling(
             trials_in=round(0.75 * found.members),
             trials_out=round(0.75 * found.others),
             delta=DELTA,
@@ -324,7 +324,7 @@ def test_what_a_total_leak_would_show_is_above_any_shipped_claim_even_in_long_pl
             int(counted * min(trials, releases // steps))
             for trials, releases in ((240_000, 24_000_000), (12_000_000, 1_200_000_000))
         ]
-        return two_world_ceiling(
+        return two_sample_ceiling(
             trials_in=each[0], trials_out=each[1], delta=DELTA, confidence=attack.CONFIDENCE
         )
 
@@ -359,7 +359,7 @@ def on_messages(tmp_path: Path, *overrides: str, claimed: float = 50.0) -> Canar
     """The attack on two visits that are claimed to cost so much epsilon."""
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
-    prepared = prepare(config.load(path, overrides))
+    prepared = prepare(config.load_config(path, overrides))
     assert isinstance(prepared.plan, PrivatePlan)
     plan = dataclasses.replace(prepared.plan, expected_batch=CANARIES / 2)
     algorithm = type(prepared.algorithm)(
@@ -373,7 +373,7 @@ def test_what_a_sound_agent_sends_refutes_nothing(tmp_path: Path) -> None:
     # Four full steps at sigma 4 are 0.5-GDP (sqrt(4) / 4): an attacker who sees draws of
     # N(0.5, 1) and N(0, 1) and guesses about the clearest half of them is right 65% of the time.
     # The claim is refuted from 58 of 60 on: chance 1e-8.
-    claimed = epsilon([SampledGaussian(4.0, 1.0, 4)], DELTA)
+    claimed = epsilon([PoissonSampledGaussianEvent(4.0, 1.0, 4)], DELTA)
     found = on_messages(tmp_path, claimed=claimed)
     assert not found.rejects_claim
     assert found.lower_bound < claimed
@@ -428,9 +428,9 @@ def finished(folder: Path, *overrides: str) -> Path:
     """The folder of a run that came to its end."""
     (folder / "tiny.yaml").write_text(TINY)
     short = [o for o in overrides if "local_steps" not in o] + ["algorithm.local_steps=1"]
-    run.execute(prepare(config.load(folder / "tiny.yaml", short)), folder, list, None)
+    run.train(prepare(config.load_config(folder / "tiny.yaml", short)), folder, list, None)
     # The attack takes the steps from here: as many as show.
-    chosen = config.load(folder / "tiny.yaml", overrides)
+    chosen = config.load_config(folder / "tiny.yaml", overrides)
     (folder / "config.yaml").write_text(config.to_yaml(chosen))
     return folder
 

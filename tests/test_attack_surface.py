@@ -38,22 +38,22 @@ from accounting.errors import AccountingError, PlanError
 from accounting.journal import read_content
 from accounting.ledger import read_journal
 from privssl import audit, checkpoint, config, durable, kernels
-from privssl.algorithms.fedssl import FedSSL, Lesson, Networks
+from privssl.algorithms.fedssl import FedSSL, FedSSLRequest, FedSSLUpdate
 from privssl.checkpoint import Snapshot
 from privssl.data import arrays, image_folder
 from privssl.data import build as build_federation
 from privssl.data import manifest as manifests
-from privssl.data.datasets import load
+from privssl.data.datasets import load_dataset
 from privssl.errors import DataError, RunFolderError, UserError
-from privssl.learn import load as into_network
+from privssl.learn import load_weights as into_network
 from privssl.mean import average
-from privssl.messages import MessageError, Silence, pack, unpack
+from privssl.messages import Declined, MessageError, deserialize, serialize
 from privssl.models import build_classifier
 from privssl.noisy_steps import SecureNoise
 from privssl.prepare import Prepared, prepare
 from privssl.settings import AgentSettings, DataSettings, ModelSettings
 from privssl.yaml_lines import YamlError
-from privssl.yaml_lines import read as read_yaml
+from privssl.yaml_lines import read_document as read_yaml
 
 REFUSALS = (UserError, AccountingError)
 
@@ -115,7 +115,7 @@ def unpickle(name: str, content: bytes) -> None:
 
 def as_npz(path: Path, content: bytes) -> object:
     path.write_bytes(content)
-    return load(DataSettings(name="npz", root=str(path)))
+    return load_dataset(DataSettings(name="npz", root=str(path)))
 
 
 def as_image(path: Path, content: bytes) -> object:
@@ -123,24 +123,24 @@ def as_image(path: Path, content: bytes) -> object:
         for name in ("cat", "dog"):
             (path / part / name).mkdir(parents=True)
             (path / part / name / "a.png").write_bytes(content)
-    return load(DataSettings(name="image_folder", root=str(path)))
+    return load_dataset(DataSettings(name="image_folder", root=str(path)))
 
 
 def as_published(path: Path, content: bytes) -> object:
     path.mkdir()
     for part in ("train", "test"):
         (path / f"{part}_32x32.mat").write_bytes(content)
-    return load(DataSettings(name="svhn", root=str(path)))
+    return load_dataset(DataSettings(name="svhn", root=str(path)))
 
 
 def as_split(path: Path, content: bytes) -> object:
     path.write_bytes(content)
-    return manifests.read(path)
+    return manifests.read_manifest(path)
 
 
 def as_config(path: Path, content: bytes) -> object:
     path.write_bytes(content)
-    return config.load(path)
+    return config.load_config(path)
 
 
 def as_ledger(path: Path, content: bytes) -> object:
@@ -158,11 +158,11 @@ def as_card(path: Path, content: bytes) -> object:
 
 
 def as_message(path: Path, content: bytes) -> object:
-    return unpack(Note, content)
+    return deserialize(Note, content)
 
 
 def as_header(path: Path, content: bytes) -> object:
-    return unpack(Note, len(content).to_bytes(8, "little") + content)
+    return deserialize(Note, len(content).to_bytes(8, "little") + content)
 
 
 SNAPSHOT = Snapshot(
@@ -171,20 +171,20 @@ SNAPSHOT = Snapshot(
 
 
 def as_snapshot(path: Path, content: bytes) -> object:
-    folder = checkpoint.save(path, SNAPSHOT)
+    folder = checkpoint.save_snapshot(path, SNAPSHOT)
     (folder / "snapshot.json").write_bytes(content)
-    return checkpoint.load(path, "d")
+    return checkpoint.load_snapshot(path, "d")
 
 
 def as_tensors(path: Path, content: bytes) -> object:
     """With the right checksum, as somebody with bad intentions would write it."""
-    folder = checkpoint.save(path, SNAPSHOT)
+    folder = checkpoint.save_snapshot(path, SNAPSHOT)
     (folder / "state.safetensors").write_bytes(content)
     about = json.loads((folder / "snapshot.json").read_text())
     checksum = hashlib.sha256(content).hexdigest()
     about["state"] |= {"bytes": len(content), "sha256": checksum}
-    (folder / "snapshot.json").write_bytes(checkpoint.sealed(about))
-    return checkpoint.load(path, "d")
+    (folder / "snapshot.json").write_bytes(checkpoint.with_checksum(about))
+    return checkpoint.load_snapshot(path, "d")
 
 
 READERS: dict[str, Callable[[Path, bytes], object]] = {
@@ -249,7 +249,7 @@ def test_an_entry_of_an_npz_that_is_no_array_is_refused(tmp_path: Path) -> None:
         for name in ("x_train", "y_train", "x_test", "y_test"):
             file.writestr(name, b"import os")
     with pytest.raises(DataError, match="an entry is no array"):
-        load(DataSettings(name="npz", root=str(path)))
+        load_dataset(DataSettings(name="npz", root=str(path)))
 
 
 # What no module may call, on top of tests/test_architecture.py, which bans torch.load, pickle,
@@ -367,7 +367,7 @@ def test_a_scalar_is_what_it_looks_like_or_a_finding_that_names_its_key(
     document = read_yaml(f"a:\n  b: {written}\n")
     assert document.value == {"a": {"b": value}}
     surprising = value is None and written != "NULL"
-    assert [(f.line, f.key) for f in document.findings] == [(2, "a.b")] * surprising
+    assert [(f.line, f.key) for f in document.problems] == [(2, "a.b")] * surprising
 
 
 @pytest.mark.parametrize("written", [".nan", ".inf", "-.inf", "1.0e+999"])
@@ -378,7 +378,7 @@ def test_no_number_of_the_privacy_section_may_be_infinite_or_none(
     path = tmp_path / "tiny.yaml"
     path.write_text(PRIVATE)
     with pytest.raises(UserError, match=f"privacy.{key}"):
-        config.load(path, [f"privacy.{key}={written}"])
+        config.load_config(path, [f"privacy.{key}={written}"])
 
 
 # 30: paths and modes ------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def test_a_split_cannot_give_an_agent_a_name_of_its_own(name: str, tmp_path: Pat
     build_federation(replayed, agents, 0)  # the control
     # Once in the place of s0, and once beside it, without rows, where nobody would miss it.
     holdings = dict(honest.agents)
-    beside = {**holdings, name: manifests.Holding((), ())}
+    beside = {**holdings, name: manifests.AgentRows((), ())}
     holdings[name] = holdings.pop("s0")
     write_split(path, honest, holdings)
     with pytest.raises(DataError, match="gives labelled rows to"):
@@ -448,10 +448,10 @@ def test_every_file_and_folder_of_a_private_run_is_its_owners_alone_whatever_the
     path.write_text(PRIVATE)
     real = FedSSL.round
 
-    def stop(self: Any, state: Any, world: Any) -> Any:
-        if world.round.number == 2:
+    def stop(self: Any, state: Any, federation: Any) -> Any:
+        if federation.round.number == 2:
             raise KeyboardInterrupt
-        return real(self, state, world)
+        return real(self, state, federation)
 
     before = os.umask(0)
     try:
@@ -494,16 +494,16 @@ def test_a_pipe_in_the_place_of_a_file_does_not_make_a_reader_wait_for_ever(tmp_
     os.mkfifo(tmp_path / "s0.jsonl")
     with pytest.raises(AccountingError, match="not a regular file"):
         read_content(tmp_path / "s0.jsonl")
-    folder = checkpoint.save(tmp_path / "checkpoints", SNAPSHOT)
+    folder = checkpoint.save_snapshot(tmp_path / "checkpoints", SNAPSHOT)
     for name in ("snapshot.json", "state.safetensors"):
         content = (folder / name).read_bytes()
         (folder / name).unlink()
         os.mkfifo(folder / name)
         with pytest.raises(RunFolderError, match="is not a regular file"):
-            checkpoint.load(tmp_path / "checkpoints", "d")
+            checkpoint.load_snapshot(tmp_path / "checkpoints", "d")
         (folder / name).unlink()
         (folder / name).write_bytes(content)
-    assert checkpoint.load(tmp_path / "checkpoints", "d").round == 1  # the control
+    assert checkpoint.load_snapshot(tmp_path / "checkpoints", "d").round == 1  # the control
 
 
 # 31: a hostile peer -------------------------------------------------------------------------------
@@ -570,24 +570,24 @@ def test_bytes_that_are_no_message_are_refused_and_no_memory_is_taken_for_their_
     what: str,
 ) -> None:
     with pytest.raises(MessageError):
-        unpack(Note, HOSTILE_MESSAGES[what])
+        deserialize(Note, HOSTILE_MESSAGES[what])
 
 
 def test_the_same_bytes_without_the_harm_are_a_message() -> None:
-    note = unpack(Note, bytes_of({"w/a": ONE}, BODY, WEIGHTS))
+    note = deserialize(Note, bytes_of({"w/a": ONE}, BODY, WEIGHTS))
     assert note.w is not None and note.w["a"].tolist() == [1.0]
     assert (note.number, note.flag) == (1.0, True)
     # A field of a message's own choosing is left lying, and so is its tensor.
     bytes_with_more = bytes_of(
         {"w/a": ONE, "x": {**ONE, "data_offsets": [4, 8]}}, 2 * BODY, fields(epsilon=100.0)
     )
-    assert vars(unpack(Note, bytes_with_more)).keys() == vars(note).keys()
+    assert vars(deserialize(Note, bytes_with_more)).keys() == vars(note).keys()
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf])
 def test_an_infinite_number_travels_in_strict_json(number: float) -> None:
-    assert unpack(Note, pack(Note(None, number=number))).number == number
-    assert b"Infinity" not in pack(Note(None, number=number))
+    assert deserialize(Note, serialize(Note(None, number=number))).number == number
+    assert b"Infinity" not in serialize(Note(None, number=number))
 
 
 UNLIKE = {
@@ -647,10 +647,10 @@ def test_weights_that_do_not_fit_a_network_are_not_loaded_into_it(damage: str) -
 def protected(tmp_path: Path) -> Prepared:
     path = tmp_path / "tiny.yaml"
     path.write_text(PRIVATE)
-    return prepare(config.load(path, [*ONE_STEP, *ALL]))
+    return prepare(config.load_config(path, [*ONE_STEP, *ALL]))
 
 
-def damaged(came: Lesson, value: float, share: float) -> Lesson:
+def damaged(came: FedSSLRequest, value: float, share: float) -> FedSSLRequest:
     """A lesson in which the server has planted a number in a share of all weights."""
     generator = torch.Generator().manual_seed(0)
 
@@ -659,7 +659,7 @@ def damaged(came: Lesson, value: float, share: float) -> Lesson:
         return {key: torch.where(masks[key], value, v) for key, v in weights.items()}
 
     F, G, D = (plant(weights) for weights in (came.F, came.G, came.D))
-    return Lesson(F, G, D, came.teacher, came.trains_classifier, came.mixes_teach)
+    return FedSSLRequest(F, G, D, came.teacher, came.trains_classifier, came.mixes_teach)
 
 
 HOSTILE_WEIGHTS = [(math.nan, 1.0), (math.nan, 0.001), (math.inf, 0.01), (1e30, 0.01), (1e10, 1.0)]
@@ -728,14 +728,14 @@ def test_no_message_changes_what_an_agent_may_spend(tmp_path: Path) -> None:
     # The budget is the agent's own: a lesson has no field for it, and bytes cannot add one.
     path = tmp_path / "tiny.yaml"
     path.write_text(PRIVATE)
-    prepared = prepare(config.load(path, [*ONE_STEP, "privacy.epsilon=2.0"]))
-    packed = pack(lesson(prepared))
+    prepared = prepare(config.load_config(path, [*ONE_STEP, "privacy.epsilon=2.0"]))
+    packed = serialize(lesson(prepared))
     size = int.from_bytes(packed[:8], "little")
     header = json.loads(packed[8 : 8 + size])
     told = {**json.loads(header["__metadata__"]["fields"]), "epsilon": 1e6, "budget": 100}
     header["__metadata__"]["fields"] = json.dumps(told)
     text = json.dumps(header).encode()
-    came = unpack(Lesson, len(text).to_bytes(8, "little") + text + packed[8 + size :])
+    came = deserialize(FedSSLRequest, len(text).to_bytes(8, "little") + text + packed[8 + size :])
     assert vars(came).keys() == vars(lesson(prepared)).keys()
     assert isinstance(prepared.algorithm, FedSSL)
     step = prepared.algorithm.support_pass
@@ -744,21 +744,21 @@ def test_no_message_changes_what_an_agent_may_spend(tmp_path: Path) -> None:
         assert account is not None
         allowed = account.visits_left()
         answers = [step(agents["s0"], came, context("s0", str(n))) for n in range(allowed + 2)]
-        assert [isinstance(answer, Networks) for answer in answers] == [True] * allowed + [
+        assert [isinstance(answer, FedSSLUpdate) for answer in answers] == [True] * allowed + [
             False
         ] * 2
         assert 0 < allowed < 10 and account.spent() <= account.budget.epsilon == 2.0
-    assert isinstance(answers[-1], Silence)
+    assert isinstance(answers[-1], Declined)
 
 
 # Checkpoints are peers as well: whoever can write one can put the right checksum on it.
 
 
 def forged(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    snapshot = checkpoint.save(folder, SNAPSHOT)
+    snapshot = checkpoint.save_snapshot(folder, SNAPSHOT)
     about = json.loads((snapshot / "snapshot.json").read_text())
     change(about)
-    (snapshot / "snapshot.json").write_bytes(checkpoint.sealed(about))
+    (snapshot / "snapshot.json").write_bytes(checkpoint.with_checksum(about))
     return folder
 
 
@@ -818,9 +818,9 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("what", FORGED)
 def test_a_forged_snapshot_is_passed_over_in_words(what: str, tmp_path: Path) -> None:
-    assert checkpoint.load(forged(tmp_path / "good", lambda about: None), "d").round == 1
+    assert checkpoint.load_snapshot(forged(tmp_path / "good", lambda about: None), "d").round == 1
     with pytest.raises(RunFolderError, match="no checkpoint is whole"):
-        checkpoint.load(forged(tmp_path / "bad", FORGED[what]), "d")
+        checkpoint.load_snapshot(forged(tmp_path / "bad", FORGED[what]), "d")
 
 
 def test_tensors_of_a_snapshot_cannot_claim_more_than_their_bytes(tmp_path: Path) -> None:
@@ -886,13 +886,13 @@ def test_a_split_with_numbers_beyond_all_is_refused_even_with_a_hash(
     found = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps(found))
     with pytest.raises(DataError, match=why):
-        manifests.read(path)
+        manifests.read_manifest(path)
     path.write_text(json.dumps(found).replace("Infinity", "1e999"))
     with pytest.raises(DataError, match=r"out of range|beyond the numbers"):
-        manifests.read(path)
+        manifests.read_manifest(path)
 
 
 def test_numbers_too_large_for_json_come_back_from_a_snapshot(tmp_path: Path) -> None:
     extra = {"up": MAX_INTEGER, "down": 3 * MAX_INTEGER, "least": -(10**40)}
-    checkpoint.save(tmp_path, Snapshot(1, {}, {}, "d", extra))
-    assert checkpoint.load(tmp_path, "d").extra == extra
+    checkpoint.save_snapshot(tmp_path, Snapshot(1, {}, {}, "d", extra))
+    assert checkpoint.load_snapshot(tmp_path, "d").extra == extra

@@ -20,7 +20,7 @@ import pytest
 from command_line import command
 
 from accounting.budget import Budget
-from accounting.events import SampledGaussian
+from accounting.events import PoissonSampledGaussianEvent
 from accounting.ledger import Account, read_journal
 from accounting.plan import AccountPlan
 from privssl import audit, checkpoint, config, run_folder, witnesses
@@ -149,7 +149,7 @@ def ledgers_anew(
 
 def with_event(**changes: Any) -> Callable[[AccountPlan], AccountPlan]:
     def change(plan: AccountPlan) -> AccountPlan:
-        assert isinstance(plan.event, SampledGaussian)
+        assert isinstance(plan.event, PoissonSampledGaussianEvent)
         return replace(plan, event=replace(plan.event, **changes))
 
     return change
@@ -159,13 +159,13 @@ def checkpoints_anew(run: Path) -> None:
     """What checkpoints remember of the ledgers, with checksums that fit."""
     for path in run.glob("checkpoints/*/snapshot.json"):
         about = json.loads(path.read_text())
-        about["config_digest"] = config.digest(config.load(run / "config.yaml"))
+        about["config_digest"] = config.config_hash(config.load_config(run / "config.yaml"))
         extra = about["extra"]["mapping"]
         for ledger in (run / "ledger").glob("*.jsonl"):
             journal = read_journal(ledger)
             extra[run_folder.LEDGER_SEQ + ledger.stem] = journal.seq
             extra[run_folder.LEDGER_HEAD + ledger.stem] = journal.head
-        path.write_bytes(checkpoint.sealed(about))
+        path.write_bytes(checkpoint.with_checksum(about))
 
 
 def all_of(*tampers: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -352,7 +352,7 @@ def _rename(run: Path) -> None:
 
 
 def _noise(plan: AccountPlan) -> float:
-    assert isinstance(plan.event, SampledGaussian)
+    assert isinstance(plan.event, PoissonSampledGaussianEvent)
     return plan.event.noise_multiplier
 
 

@@ -21,7 +21,7 @@ from toy_worlds import (
     apart,
     at_clients,
     at_server,
-    federation,
+    federated_data,
     finite,
     play,
     same_bits,
@@ -32,22 +32,22 @@ from privssl.agents import LabelledRows, UnlabelledRows
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Context
 from privssl.algorithms.baselines import (
-    Lesson,
-    LocalTraining,
+    LocalTrainingSettings,
+    SupervisedRequest,
     can_learn_from,
-    descend,
+    run_sgd,
     squared_distance,
 )
 from privssl.algorithms.consistency import (
     UDAConfig,
     divergence,
     joint_batches,
-    still_taught,
+    training_signal_annealing,
 )
-from privssl.config import load
-from privssl.data import Federation, build
+from privssl.config import load_config
+from privssl.data import FederatedDataset, build
 from privssl.errors import ConfigError
-from privssl.messages import Done
+from privssl.messages import Ack
 from privssl.models.convnets import norm_layer
 from privssl.pseudo import sharpen
 
@@ -77,7 +77,7 @@ def context(round_number: int = 1) -> Context:
     return Context(0, round_number, "s0", "visit", "attempt", torch.device("cpu"))
 
 
-def asked(name: str, parties: Federation, rounds: int = 1, **settings: Any) -> list[str]:
+def asked(name: str, parties: FederatedDataset, rounds: int = 1, **settings: Any) -> list[str]:
     """``round agent step`` of all that was asked, in order."""
     after = play(make(name, **settings), parties, rounds, engine=Overheard)
     return [f"{call.round} {call.to.id} {call.step.__name__}" for call, _ in heard(after)]
@@ -103,8 +103,10 @@ def trained(start: float, targets: list[float], *, proximal: float = 0.0, **sett
     """The weight after a step on (w - target)^2 / 2 for each target."""
     line = Line(start)
     losses = ((line.w - target).square().sum() / 2 for target in targets)
-    cfg = LocalTraining(**settings)
-    sent = descend(line, losses, cfg, Lesson({"w": torch.tensor([start])}, proximal), context())
+    cfg = LocalTrainingSettings(**settings)
+    sent = run_sgd(
+        line, losses, cfg, SupervisedRequest({"w": torch.tensor([start])}, proximal), context()
+    )
     return float(sent.F["w"])
 
 
@@ -128,7 +130,7 @@ def test_a_visit_without_a_loss_sends_back_what_came() -> None:
 
 
 def test_the_learning_rate_falls_by_a_factor_per_round() -> None:
-    cfg = LocalTraining(learning_rate=0.1, learning_rate_decay=0.995)
+    cfg = LocalTrainingSettings(learning_rate=0.1, learning_rate_decay=0.995)
     assert [cfg.rate(n) for n in (1, 2, 101)] == pytest.approx([0.1, 0.0995, 0.0605770])
 
 
@@ -140,7 +142,7 @@ def test_a_batch_norm_is_not_shown_a_single_row(norm: str, least: int) -> None:
 
 @pytest.mark.parametrize("name", [*SUPERVISED, *GUESSING])
 def test_batch_norm_and_batches_that_leave_one_row_over_are_possible(name: str) -> None:
-    parties = at_server(labelled=13) if name == "server_sl" else federation(labelled=14)
+    parties = at_server(labelled=13) if name == "server_sl" else federated_data(labelled=14)
     own: dict[str, Any] = {"threshold": 0.0} if name in CONSISTENT else {}
     after = play(make(name, norm="batch", **own), parties)
     assert finite(after.state) and not same_bits(after.begun, after.state)
@@ -156,7 +158,7 @@ def test_server_sl_asks_the_server_and_nobody_else() -> None:
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox"])
 def test_fedavg_asks_who_holds_labels_for_labels_alone(name: str) -> None:
-    assert asked(name, federation()) == ["1 s0 labelled_pass", "1 s1 labelled_pass"]
+    assert asked(name, federated_data()) == ["1 s0 labelled_pass", "1 s1 labelled_pass"]
     assert asked(name, at_clients()) == ["1 m0 labelled_pass", "1 m1 labelled_pass"]
 
 
@@ -166,21 +168,21 @@ def test_a_labelled_server_trains_first_and_agents_start_from_what_it_sent(name:
     (first, taught), *others = heard(after)
     assert (first.to.id, first.step.__name__) == ("server", "support_pass")
     assert [call.to.id for call, _ in others] == ["q0", "q1"]
-    assert all(same_bits(call.message.F, taught.said.F) for call, _ in others)
-    assert same_bits(after.state.labelled, taught.said.F)
+    assert all(same_bits(call.message.F, taught.payload.F) for call, _ in others)
+    assert same_bits(after.state.labelled, taught.payload.F)
 
 
 def test_support_agents_do_together_what_a_labelled_server_does() -> None:
-    after = play(make("fixmatch"), federation(), 1, engine=Overheard)
+    after = play(make("fixmatch"), federated_data(), 1, engine=Overheard)
     calls = heard(after)
     assert [call.to.id for call, _ in calls] == ["s0", "s1", "q0", "q1"]
-    sent = [reply.said.F for _, reply in calls[:2]]  # 10 rows each
+    sent = [reply.payload.F for _, reply in calls[:2]]  # 10 rows each
     for key, tensor in calls[2][0].message.F.items():
         assert_close(tensor, (sent[0][key] + sent[1][key]) / 2)
 
 
 def test_labels_at_clients_make_one_joint_step_and_others_have_the_term_they_can() -> None:
-    parties = federation(labels="labels-at-client", support=0, query=1, mixed=2)
+    parties = federated_data(labels="labels-at-client", support=0, query=1, mixed=2)
     assert asked("fixmatch", parties) == ["1 m0 mixed_pass", "1 m1 mixed_pass", "1 q0 query_pass"]
 
 
@@ -188,8 +190,8 @@ def test_the_server_takes_part_in_every_round_whoever_is_drawn() -> None:
     steps = asked("fixmatch", at_server(), 8, agents_per_round=1)
     by = Counter(step.split()[1] for step in steps)
     assert by["server"] == 8 and by["q0"] + by["q1"] == 8 and by["q0"] and by["q1"]
-    assert len(asked("fedavg", federation(), 3, agents_per_round=1)) == 3
-    assert len(asked("fedavg", federation(), 3, agents_per_round=9)) == 6  # all there are
+    assert len(asked("fedavg", federated_data(), 3, agents_per_round=1)) == 3
+    assert len(asked("fedavg", federated_data(), 3, agents_per_round=9)) == 6  # all there are
 
 
 def test_fedsem_labels_every_agents_rows_once_when_phase_two_begins() -> None:
@@ -221,14 +223,14 @@ def test_agents_count_by_all_their_rows_or_the_same(weights: str) -> None:
     told = [reply.weight for _, reply in heard(after)]
     assert told == ([float(rows) for rows in held] if weights == "rows" else [1.0, 1.0])
     shares = [rows / 80 for rows in held] if weights == "rows" else [1 / 2, 1 / 2]
-    sent = [reply.said.F["head.bias"] for _, reply in heard(after)]
+    sent = [reply.payload.F["head.bias"] for _, reply in heard(after)]
     assert_close(after.state.F["head.bias"], shares[0] * sent[0] + shares[1] * sent[1])
 
 
 def test_only_agents_are_pulled_not_the_server() -> None:
     after = play(make("fixmatch", proximal=0.01), at_server(), 1, engine=Overheard)
     assert [call.message.proximal for call, _ in heard(after)] == [0.0, 0.01, 0.01]
-    edge = play(make("fixmatch", proximal=0.01), federation(), 1, engine=Overheard)
+    edge = play(make("fixmatch", proximal=0.01), federated_data(), 1, engine=Overheard)
     assert [call.message.proximal for call, _ in heard(edge)] == [0.01] * 4
 
 
@@ -343,19 +345,21 @@ def test_at_the_lowest_temperature_that_is_allowed_an_unsure_row_still_has_a_dis
 def test_the_annealing_bound_is_that_of_the_specification() -> None:
     cfg = UDAConfig(rounds=10)
     # exp(5 (t/T - 1)) (1 - 1/C) + 1/C
-    assert cfg.still_taught_up_to(10, 10) == 1.0
-    assert cfg.still_taught_up_to(5, 10) == pytest.approx(math.exp(-2.5) * 0.9 + 0.1)
-    assert cfg.still_taught_up_to(1, 2) == pytest.approx(math.exp(-4.5) / 2 + 0.5)
-    assert UDAConfig(annealing="none").still_taught_up_to(1, 10) == 1.0
+    assert cfg.annealing_threshold(10, 10) == 1.0
+    assert cfg.annealing_threshold(5, 10) == pytest.approx(math.exp(-2.5) * 0.9 + 0.1)
+    assert cfg.annealing_threshold(1, 2) == pytest.approx(math.exp(-4.5) / 2 + 0.5)
+    assert UDAConfig(annealing="none").annealing_threshold(1, 10) == 1.0
 
 
 def test_labelled_rows_that_are_known_already_teach_nothing() -> None:
     logits = table((0.7, 0.3), (0.6, 0.4), (0.2, 0.8))
     y = torch.tensor([0, 0, 0])
-    assert still_taught(logits, y, 0.65).tolist() == [False, True, True]
-    assert still_taught(logits, y, 1.0).all()
-    assert not still_taught(logits, y, 0.1).any()
-    assert still_taught(torch.full((1, 2), math.nan), torch.tensor([0]), 0.5).all()  # is seen
+    assert training_signal_annealing(logits, y, 0.65).tolist() == [False, True, True]
+    assert training_signal_annealing(logits, y, 1.0).all()
+    assert not training_signal_annealing(logits, y, 0.1).any()
+    assert training_signal_annealing(
+        torch.full((1, 2), math.nan), torch.tensor([0]), 0.5
+    ).all()  # is seen
 
 
 def test_uda_averages_over_the_rows_that_are_left_and_fixmatch_over_all() -> None:
@@ -364,7 +368,7 @@ def test_uda_averages_over_the_rows_that_are_left_and_fixmatch_over_all() -> Non
     # round 1 of 2, ten classes of the task: eta = 0.9 exp(-2.5) + 0.1 = 0.174: nobody is left
     assert float(uda._labelled(logits, y, context(1))) == 0.0
     uda = make("uda", rounds=10)
-    eta = uda.cfg.still_taught_up_to(9, 10)  # 0.9 exp(-0.5) + 0.1 = 0.646
+    eta = uda.cfg.annealing_threshold(9, 10)  # 0.9 exp(-0.5) + 0.1 = 0.646
     assert 0.6 < eta < 0.7
     left = -(math.log(0.6) + math.log(0.2)) / 2
     assert float(uda._labelled(logits, y, context(9))) == pytest.approx(left, rel=1e-5)
@@ -414,7 +418,7 @@ def test_pseudo_labels_are_the_global_classifiers_likeliest_classes_and_stay() -
     parties = at_clients()
     first = play(algorithm, parties, 2, engine=Overheard)
     calls = [(call, reply) for call, reply in heard(first) if call.step.__name__ == "label_pass"]
-    assert all(reply.said == Done() for _, reply in calls)
+    assert all(reply.payload == Ack() for _, reply in calls)
     F = algorithm.task.new_classifier()
     F.load_state_dict(dict(calls[0][0].message.F))
     for agent in parties.agents:
@@ -433,7 +437,7 @@ def test_an_agent_that_was_away_when_rows_were_labelled_labels_them_later() -> N
     parties = at_clients()
     algorithm = make("fedsem", warm_up=0)
     agent = parties.agents[0]
-    algorithm.mixed_pass(agent, Lesson(after.state.F), context(2))
+    algorithm.mixed_pass(agent, SupervisedRequest(after.state.F), context(2))
     assert agent.memory["pseudo_labels"].shape == (30,)
 
 
@@ -441,7 +445,7 @@ def test_an_agent_that_was_away_when_rows_were_labelled_labels_them_later() -> N
 
 
 def test_fedprox_without_its_pull_is_fedavg_of_equals() -> None:
-    parties = federation()
+    parties = federated_data()
     fedavg = play(make("fedavg", weights="equal"), parties).state
     assert same_bits(fedavg, play(make("fedprox", proximal=0.0), parties).state)
     assert not same_bits(fedavg, play(make("fedprox", proximal=1.0), parties).state)
@@ -473,7 +477,7 @@ def test_at_clients_where_no_guess_counts_fedavg_on_labels_is_left(name: str) ->
 
 
 def test_settings_of_training_are_the_same_for_all_six() -> None:
-    shared = dataclasses.fields(LocalTraining)
+    shared = dataclasses.fields(LocalTrainingSettings)
     for name in (*SUPERVISED, *GUESSING):
         mine = {field.name: field.default for field in dataclasses.fields(ALGORITHMS[name].Config)}
         assert {field.name: mine[field.name] for field in shared} == {
@@ -493,14 +497,14 @@ def test_silence_leaves_all_as_it_was_even_when_rows_were_to_be_labelled(name: s
 @pytest.mark.parametrize("name", [*SUPERVISED, *GUESSING])
 def test_one_agent_with_one_row_of_each_kind_is_enough(name: str) -> None:
     kinds = {"labels": "labels-at-client", "support": 0, "query": 0, "mixed": 1}
-    parties = federation(labelled=1, unlabelled=1, **kinds)  # type: ignore[arg-type]
+    parties = federated_data(labelled=1, unlabelled=1, **kinds)  # type: ignore[arg-type]
     assert finite(play(make(name), parties, 2).state)
 
 
 # They learn ---------------------------------------------------------------------------------
 
 
-def accuracy(after: Played, parties: Federation) -> float:
+def accuracy(after: Played, parties: FederatedDataset) -> float:
     F = after.algorithm.task.new_classifier()
     F.load_state_dict(dict(after.classifier))
     with torch.no_grad():
@@ -537,9 +541,9 @@ UPPER = {
 
 
 def test_the_six_configs_train_alike() -> None:
-    shared = [field.name for field in dataclasses.fields(LocalTraining)]
+    shared = [field.name for field in dataclasses.fields(LocalTrainingSettings)]
     settings = {
-        tuple(getattr(load(CONFIGS / f"{name}.yaml").algorithm, key) for key in shared)
+        tuple(getattr(load_config(CONFIGS / f"{name}.yaml").algorithm, key) for key in shared)
         for name in (*SUPERVISED, *GUESSING)
     }
     assert len(settings) == 1
@@ -549,7 +553,7 @@ def test_the_six_configs_train_alike() -> None:
 def test_the_upper_bound_hands_out_every_row_with_its_label(name: str) -> None:
     path = CONFIGS / f"{name}.yaml"
     assert UPPER[name] in " ".join(path.read_text().replace("#", "").split())
-    config = load(path, UPPER[name].split())
+    config = load_config(path, UPPER[name].split())
     parties = build(config.data, config.agents, config.run.seed)
     assert sum(len(agent.labelled) for agent in parties.agents) == len(parties.true_labels)
     assert all(agent.held_unlabelled is None for agent in parties.agents)
@@ -572,6 +576,6 @@ def test_what_cannot_be_is_refused_when_the_config_is_read(
     name: str, override: str, key: str, text: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        load(CONFIGS / f"{name}.yaml", [override])
+        load_config(CONFIGS / f"{name}.yaml", [override])
     found = " ".join(str(error.value).split())
     assert f"{key} {text}" in found

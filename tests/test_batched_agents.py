@@ -29,7 +29,17 @@ import torch
 from test_algorithm_contract import CASES
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from toy_worlds import Played, apart, at_clients, at_server, federation, flat, make, play, same_bits
+from toy_worlds import (
+    Played,
+    apart,
+    at_clients,
+    at_server,
+    federated_data,
+    flat,
+    make,
+    play,
+    same_bits,
+)
 
 from generators import ImageDiscriminator, ImageGenerator
 from privssl import learn, lockstep, models, stacked
@@ -37,15 +47,15 @@ from privssl.agents import Agent, UnlabelledRows
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, Task
 from privssl.algorithms.baselines import FedAvg, FedAvgConfig
-from privssl.config import load
+from privssl.config import load_config
 from privssl.data import augment
 from privssl.engines import Call, batched
 from privssl.engines.batched import BatchedEngine
 from privssl.engines.local import LocalEngine
 from privssl.engines.workers import WorkerEngine
 from privssl.errors import ConfigError, DataError
-from privssl.evaluate import Oracle
-from privssl.lockstep import GivenUp, in_lockstep
+from privssl.evaluate import HiddenLabelMeter
+from privssl.lockstep import Cancelled, run_in_lockstep
 from privssl.losses import hard_label_loss
 from privssl.messages import Message, Reply
 from privssl.models.precision import Precision
@@ -60,10 +70,10 @@ from privssl.stacked import (
     Stackable,
     can_compute,
     can_stack,
-    computed_as_one,
-    passes_as_one,
+    run_calls_batched,
+    run_passes_batched,
 )
-from privssl.together import Called, Computation
+from privssl.together import BatchedCall, FunctionalModule
 
 CPU = torch.device("cpu")
 APART = 1e-4
@@ -81,8 +91,8 @@ def rng(purpose: str) -> torch.Generator:
 def test_every_piece_asks_before_any_is_answered() -> None:
     heard = []
 
-    def piece(name: str, questions: int) -> Callable[[lockstep.Ask], str]:
-        def work(ask: lockstep.Ask) -> str:
+    def piece(name: str, questions: int) -> Callable[[lockstep.Request], str]:
+        def work(ask: lockstep.Request) -> str:
             return name + "".join(ask(f"{name}{n}") for n in range(questions))
 
         return work
@@ -91,16 +101,16 @@ def test_every_piece_asks_before_any_is_answered() -> None:
         heard.append(list(questions))
         return {place: question[-1] for place, question in enumerate(questions)}
 
-    said = in_lockstep([piece("a", 1), piece("b", 3), piece("c", 0)], answer, CPU)
+    said = run_in_lockstep([piece("a", 1), piece("b", 3), piece("c", 0)], answer, CPU)
     assert said == ["a0", "b012", "c"]
     assert heard == [["a0", "b0"], ["b1"], ["b2"]]
 
 
 def test_who_is_not_answered_waits_on() -> None:
-    def work(ask: lockstep.Ask) -> list[Any]:
+    def work(ask: lockstep.Request) -> list[Any]:
         return [ask("late"), ask("late")]
 
-    def early(ask: lockstep.Ask) -> list[Any]:
+    def early(ask: lockstep.Request) -> list[Any]:
         return [ask("early") for _ in range(3)]
 
     heard = []
@@ -110,11 +120,11 @@ def test_who_is_not_answered_waits_on() -> None:
         now = [n for n, question in enumerate(questions) if question == "early"]
         return dict.fromkeys(now or range(len(questions)), len(heard))
 
-    assert in_lockstep([work, early], answer, CPU) == [[4, 5], [1, 2, 3]]
+    assert run_in_lockstep([work, early], answer, CPU) == [[4, 5], [1, 2, 3]]
     assert heard == [["late", "early"]] * 3 + [["late"]] * 2
 
 
-def drawing(ask: lockstep.Ask, name: str) -> list[float]:
+def drawing(ask: lockstep.Request, name: str) -> list[float]:
     """Seeds torch's own generator, and asks in the middle of it."""
     drawn = []
     with seeded(rng(name)):
@@ -134,26 +144,26 @@ def test_each_piece_draws_from_torchs_generator_as_if_it_were_alone(
     alone = [drawing(lambda question: None, name) for name in "ab"]
     pieces = [functools.partial(drawing, name=name) for name in "ab"]
     before = torch.get_rng_state()
-    assert in_lockstep(pieces, no_answer, CPU) == alone
+    assert run_in_lockstep(pieces, no_answer, CPU) == alone
     assert torch.equal(torch.get_rng_state(), before)
     # the control: one generator for all
-    monkeypatch.setattr(lockstep, "_set_chance", lambda states, device: None)
+    monkeypatch.setattr(lockstep, "_set_random_states", lambda states, device: None)
     with torch.random.fork_rng(devices=[]):
-        assert in_lockstep(pieces, no_answer, CPU) != alone
+        assert run_in_lockstep(pieces, no_answer, CPU) != alone
 
 
 def test_the_first_piece_that_fails_is_heard_and_later_ones_are_given_up() -> None:
     ended = []
 
     def piece(name: str, questions: int, error: type[Exception] | None = None) -> Any:
-        def work(ask: lockstep.Ask) -> None:
+        def work(ask: lockstep.Request) -> None:
             try:
                 for _ in range(questions):
                     ask(name)
                 ended.append(name)
                 if error is not None:
                     raise error(name)
-            except GivenUp:
+            except Cancelled:
                 ended.append(f"{name} given up")
                 raise
 
@@ -163,7 +173,7 @@ def test_the_first_piece_that_fails_is_heard_and_later_ones_are_given_up() -> No
     # b fails first, then a, which comes before it: one after the other would have stopped at a
     pieces = [piece("a", 2, KeyError), piece("b", 1, ValueError), piece("c", 9)]
     with pytest.raises(KeyError, match="a"):
-        in_lockstep(pieces, no_answer, CPU)
+        run_in_lockstep(pieces, no_answer, CPU)
     assert ended == ["b", "a", "c given up"]
     assert threading.active_count() == threads
 
@@ -171,7 +181,7 @@ def test_the_first_piece_that_fails_is_heard_and_later_ones_are_given_up() -> No
 def test_an_interruption_ends_every_piece() -> None:
     ended = []
 
-    def work(ask: lockstep.Ask) -> None:
+    def work(ask: lockstep.Request) -> None:
         try:
             ask(1)
         finally:
@@ -185,7 +195,7 @@ def test_an_interruption_ends_every_piece() -> None:
 
     threads, before = threading.active_count(), torch.get_rng_state()
     with pytest.raises(KeyboardInterrupt):
-        in_lockstep([work, work], answer, CPU)
+        run_in_lockstep([work, work], answer, CPU)
     assert ended == [1, 1]
     assert threading.active_count() == threads
     assert torch.equal(torch.get_rng_state(), before)
@@ -194,7 +204,7 @@ def test_an_interruption_ends_every_piece() -> None:
 def test_ctrl_c_while_a_piece_works_ends_it_where_it_asks_next() -> None:
     went_on, sent = [], threading.Event()
 
-    def work(ask: lockstep.Ask) -> None:
+    def work(ask: lockstep.Request) -> None:
         sent.wait(60)  # a busy machine may start the timer late
         time.sleep(0.2)
         ask(1)
@@ -210,7 +220,7 @@ def test_ctrl_c_while_a_piece_works_ends_it_where_it_asks_next() -> None:
     threading.Timer(0.05, press).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            in_lockstep([work, work], no_answer, CPU)
+            run_in_lockstep([work, work], no_answer, CPU)
     finally:
         signal.signal(signal.SIGINT, former)
     assert not went_on and threading.active_count() == threads
@@ -282,7 +292,7 @@ def both_ways(
     passes = wanted(networks, inputs)
     assert all(can_stack(one.copy, one.inputs) for one in passes)
     one_by_one = traces(others, again, alone)
-    return one_by_one, traces(networks, inputs, passes_as_one(passes))
+    return one_by_one, traces(networks, inputs, run_passes_batched(passes))
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -334,7 +344,7 @@ def test_many_rows_are_passed_on_in_portions(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nothing_that_one_agent_does_enters_another() -> None:
     networks, inputs = classifiers("small_cnn", "group"), images(4, 6, 4)
-    first, *_ = passes_as_one(wanted(networks, inputs))
+    first, *_ = run_passes_batched(wanted(networks, inputs))
     first.sum().backward()
     assert inputs[0][0].grad is not None and float(inputs[0][0].grad.abs().max()) > 0
     for x, network in zip(inputs[1:], networks[1:], strict=True):
@@ -354,7 +364,7 @@ def test_who_wants_no_derivatives_is_not_stacked_with_who_does() -> None:
     networks, inputs = classifiers("small_cnn", "group"), images(4, 4, 4)
     with torch.no_grad():
         plain = wanted(networks[:2], inputs[:2])
-    outputs = passes_as_one([*plain, *wanted(networks[2:], inputs[2:])])
+    outputs = run_passes_batched([*plain, *wanted(networks[2:], inputs[2:])])
     assert [out.requires_grad for out in outputs] == [False, False, True]
     networks[0].eval()
     assert not plain[0].copy.modes()  # nothing here computes otherwise in evaluation
@@ -419,7 +429,7 @@ def slower(network: nn.Module) -> torch.optim.Optimizer:
 class Forgetful(JointSteps):
     """Breaks a promise: moments of the step before are gone."""
 
-    def take(self, steps: Sequence[learn.Descent]) -> None:
+    def take(self, steps: Sequence[learn.OptimizerStep]) -> None:
         for step in steps:
             for optimiser in step.optimisers:
                 optimiser.state.clear()
@@ -429,14 +439,14 @@ class Forgetful(JointSteps):
 
 def walked(
     kinds: Sequence[Callable[[nn.Module], torch.optim.Optimizer]],
-    take: Callable[[Sequence[learn.Descent]], None],
+    take: Callable[[Sequence[learn.OptimizerStep]], None],
 ) -> list[dict[str, Tensor]]:
     """Weights after steps of several networks; the first takes fewer of them."""
     networks = classifiers("small_cnn", "group")
     optimisers = [kind(network) for kind, network in zip(kinds, networks, strict=True)]
     for n in range(4):
         steps = [
-            learn.Descent(
+            learn.OptimizerStep(
                 (one,), network(torch.rand(3, 1, 8, 8, generator=rng(f"{n}"))).exp().sum(),
                 0.5 if place == 1 else None,
             )
@@ -447,7 +457,7 @@ def walked(
     return [learn.weights_of(network) for network in networks]
 
 
-def one_by_one(steps: Sequence[learn.Descent]) -> None:
+def one_by_one(steps: Sequence[learn.OptimizerStep]) -> None:
     for step in steps:
         learn.minimise(step.optimisers, step.loss, clip_norm=step.clip_norm)
 
@@ -461,8 +471,8 @@ def test_a_joint_step_is_the_step_of_each_optimiser_to_the_bit(kinds: Any) -> No
 
 
 def test_a_joint_step_sees_a_rate_that_was_changed() -> None:
-    def changing(take: Callable[[Sequence[learn.Descent]], None]) -> Any:
-        def changed(steps: Sequence[learn.Descent]) -> None:
+    def changing(take: Callable[[Sequence[learn.OptimizerStep]], None]) -> Any:
+        def changed(steps: Sequence[learn.OptimizerStep]) -> None:
             take(steps)
             for step in steps:
                 step.optimisers[0].param_groups[0]["lr"] *= 0.5
@@ -490,7 +500,7 @@ def of_case(case: str) -> Algorithm[Any]:
 
 def three_each() -> Any:
     """33, 33 and 34 unlabelled rows, so that batches differ in length."""
-    return federation(support=3, query=3, labelled=30, unlabelled=100)
+    return federated_data(support=3, query=3, labelled=30, unlabelled=100)
 
 
 PLACES: dict[str, Callable[[], Any]] = {
@@ -513,8 +523,10 @@ def assert_equal_in_lockstep(algorithm: Algorithm[Any], place: str, within: floa
     mine, theirs = alone.engine.memories(), together.engine.memories()
     assert flat(mine).keys() == flat(theirs).keys()
     assert not flat(mine) or apart(mine, theirs) < within
-    assert alone.world.mean_notes() == pytest.approx(together.world.mean_notes(), rel=10 * within)
-    assert alone.world.traffic == together.world.traffic
+    assert alone.federation.mean_metrics() == pytest.approx(
+        together.federation.mean_metrics(), rel=10 * within
+    )
+    assert alone.federation.traffic == together.federation.traffic
 
 
 def cases_but(*without: str) -> pytest.MarkDecorator:
@@ -564,9 +576,9 @@ def test_in_float64_they_are_so_to_eleven_digits(case: str, place: str) -> None:
 
 @pytest.mark.usefixtures("in_float64")
 def test_a_mistake_of_one_in_a_million_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = stacked._stacked
+    real = stacked._run_stacked
     monkeypatch.setattr(
-        stacked, "_stacked", lambda passes: [out * (1 + 1e-6) for out in real(passes)]
+        stacked, "_run_stacked", lambda passes: [out * (1 + 1e-6) for out in real(passes)]
     )
     algorithm = of_case("fixmatch")
     alone = play(algorithm, three_each())
@@ -581,9 +593,9 @@ def test_batch_norm_counts_each_agents_own_batches() -> None:
 @pytest.mark.parametrize(
     ("case", "what"),
     [
-        ("pseudo", "_stacked"), ("pseudo", "_computed"), ("semifl", "_stacked"),
-        ("fedmatch, every row sure", "_stacked"), ("fedavg", "_computed"),
-        ("fedssl, gate open", "_computed"),
+        ("pseudo", "_run_stacked"), ("pseudo", "_run_calls"), ("semifl", "_run_stacked"),
+        ("fedmatch, every row sure", "_run_stacked"), ("fedavg", "_run_calls"),
+        ("fedssl, gate open", "_run_calls"),
     ],
 )  # fmt: skip
 def test_visits_do_meet(case: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -609,17 +621,19 @@ def moved_on(passes: Sequence[Pass]) -> list[Any]:
         if len(inputs[place - 1][0]) == len(one.inputs[0]) else one
         for place, one in enumerate(passes)
     ]  # fmt: skip
-    return passes_as_one(kept)
+    return run_passes_batched(kept)
 
 
-def softened(fields: Mapping[str, Tensor], by: float, *, F: Called, D: Called) -> dict[str, Any]:
+def softened(
+    fields: Mapping[str, Tensor], by: float, *, F: FunctionalModule, D: FunctionalModule
+) -> dict[str, Any]:
     """Runs through two networks, through one of them twice, and returns a tree."""
     p = F(fields["x"]).softmax(dim=1)
     judged = D(fields["x"], p)
     return {"one": (judged * by).sum(), "rest": (p, D.frozen()(fields["x"], p).mean())}
 
 
-def computations(rows: Sequence[int], by: Sequence[float]) -> list[Computation]:
+def computations(rows: Sequence[int], by: Sequence[float]) -> list[BatchedCall]:
     """One for each agent; D has spectral norms, whose vectors move."""
     found = []
     for place, (count, factor) in enumerate(zip(rows, by, strict=True)):
@@ -629,11 +643,11 @@ def computations(rows: Sequence[int], by: Sequence[float]) -> list[Computation]:
             x = torch.rand(count, 1, 8, 8).requires_grad_()
         for name, network in {"F": F, "D": D}.items():
             setattr(network, stacked.COPY, Stackable(name, network))
-        found.append(Computation(softened, {"x": x}, (factor,), {"F": F, "D": D}))
+        found.append(BatchedCall(softened, {"x": x}, (factor,), {"F": F, "D": D}))
     return found
 
 
-def results(computed: Sequence[Any], of: Sequence[Computation]) -> list[Tensor]:
+def results(computed: Sequence[Any], of: Sequence[BatchedCall]) -> list[Tensor]:
     """All that came of them: numbers, derivatives, and what networks have kept."""
     losses = [tree["one"] + tree["rest"][1] for tree in computed]
     torch.autograd.backward(losses)
@@ -653,8 +667,8 @@ def test_computations_of_several_agents_are_each_ones_own(
 ) -> None:
     alone, together = computations(rows, by), computations(rows, by)
     assert all(map(can_compute, together))
-    first = results([one.alone() for one in alone], alone)
-    second = results(computed_as_one(together), together)
+    first = results([one.run_single() for one in alone], alone)
+    second = results(run_calls_batched(together), together)
     for one, other in zip(first, second, strict=True):
         assert torch.allclose(one, other, atol=APART)
     assert len({stacked._kind_of(one) for one in together}) == len(set(zip(rows, by, strict=True)))
@@ -664,7 +678,7 @@ def test_who_wants_no_derivatives_of_a_computation_gets_none() -> None:
     with torch.no_grad():
         plain = computations((6, 6), (2.0, 2.0))
     wanted = [*plain, *computations((6, 6), (2.0, 2.0))]
-    asks = [one["one"].requires_grad for one in computed_as_one(wanted)]
+    asks = [one["one"].requires_grad for one in run_calls_batched(wanted)]
     assert asks == [False, False, True, True]
 
 
@@ -683,15 +697,15 @@ def test_what_cannot_be_computed_as_one_is_left_to_its_agent() -> None:
     dropping = models.build_classifier(ModelSettings("trinet_cnn"), (1, 8, 8), 10).train()
     strange = models.build_classifier(ModelSettings(), (1, 8, 8), 10)
     x = {"x": torch.rand(4, 1, 8, 8)}
-    assert can_compute(Computation(hard_label_loss, x, (), {}))
-    assert not can_compute(Computation(hard_label_loss, x, (), {"F": strange}))  # nobody's copy
+    assert can_compute(BatchedCall(hard_label_loss, x, (), {}))
+    assert not can_compute(BatchedCall(hard_label_loss, x, (), {"F": strange}))  # nobody's copy
     setattr(dropping, stacked.COPY, Stackable("F", dropping))
-    assert not can_compute(Computation(hard_label_loss, x, (), {"F": dropping}))
+    assert not can_compute(BatchedCall(hard_label_loss, x, (), {"F": dropping}))
     dropping.eval()
-    assert can_compute(Computation(hard_label_loss, x, (), {"F": dropping}))
+    assert can_compute(BatchedCall(hard_label_loss, x, (), {"F": dropping}))
 
 
-def fields_moved_on(wanted: Sequence[Computation]) -> list[Any]:
+def fields_moved_on(wanted: Sequence[BatchedCall]) -> list[Any]:
     """The same, in what is computed of rows: one field of each agent is its neighbour's. (Were all,
     agents would have changed places, and their mean would be what it is.)"""
     kept = []
@@ -700,15 +714,15 @@ def fields_moved_on(wanted: Sequence[Computation]) -> list[Any]:
         other = tree_flatten(wanted[place - 1].fields)[0][0]
         moved = replace(one, fields=tree_unflatten([other, *rest], form))
         kept.append(moved if other.shape == mine.shape else one)
-    return computed_as_one(kept)
+    return run_calls_batched(kept)
 
 
 @pytest.mark.parametrize("case", ["pseudo", "semifl", "fedmatch", "fedavg", "fedssl, gate open"])
 @pytest.mark.parametrize("mistake", ["rows", "moments"])
 def test_a_mistake_shows(case: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "rows":
-        monkeypatch.setattr(batched, "passes_as_one", moved_on)
-        monkeypatch.setattr(batched, "computed_as_one", fields_moved_on)
+        monkeypatch.setattr(batched, "run_passes_batched", moved_on)
+        monkeypatch.setattr(batched, "run_calls_batched", fields_moved_on)
     elif case == "fedmatch":
         return  # its SGD has no moments
     else:
@@ -748,7 +762,7 @@ def test_dropout_draws_what_it_draws_alone(monkeypatch: pytest.MonkeyPatch) -> N
         < APART
     )
     # the control: a generator that visits in lockstep share
-    monkeypatch.setattr(lockstep, "_set_chance", lambda states, device: None)
+    monkeypatch.setattr(lockstep, "_set_random_states", lambda states, device: None)
     mixed_up = play(algorithm, three_each(), engine=lockstepped(algorithm))
     assert apart(alone.state, mixed_up.state) > APART
 
@@ -770,7 +784,7 @@ class Steps:
 
     def where(self, agent: Agent, message: Told, ctx: Any) -> Told:
         ctx.weight = float(len(agent.id))
-        ctx.note("loss", 0.5)
+        ctx.log_metric("loss", 0.5)
         agent.memory = {**agent.memory, agent.id: torch.zeros(1)}
         return Told(threading.current_thread().name, torch.rand(3))
 
@@ -779,7 +793,7 @@ class Steps:
 
     def uneven(self, agent: Agent, message: Told, ctx: Any) -> Told:
         """Three steps, the first agent's after two passes each; the last agent skips one."""
-        F = learn.load(self.F, {"weight": torch.eye(3), "bias": torch.zeros(3)})
+        F = learn.load_weights(self.F, {"weight": torch.eye(3), "bias": torch.zeros(3)})
         descent = torch.optim.SGD(F.parameters(), lr=0.1)
         for step in range(3):
             x = torch.rand(2, 3, generator=ctx.rng(f"{step}"))
@@ -823,13 +837,13 @@ def test_replies_are_those_of_the_local_engine_in_the_order_of_calls() -> None:
     for mine, theirs in zip(
         asked(one, steps.where, names), asked(other, steps.where, names), strict=True
     ):
-        assert (mine.sender, mine.weight, mine.notes) == (
+        assert (mine.sender, mine.weight, mine.metrics) == (
             theirs.sender,
             theirs.weight,
-            theirs.notes,
+            theirs.metrics,
         )
-        assert torch.equal(mine.said.t, theirs.said.t)
-        assert mine.said.text == HERE
+        assert torch.equal(mine.payload.t, theirs.payload.t)
+        assert mine.payload.text == HERE
     assert same_bits(one.memories(), other.memories())
 
 
@@ -839,14 +853,14 @@ def test_visits_with_unlike_numbers_of_passes_meet_at_their_steps(
     sizes = []
 
     class Counted(JointSteps):
-        def take(self, steps: Sequence[learn.Descent]) -> None:
+        def take(self, steps: Sequence[learn.OptimizerStep]) -> None:
             sizes.append(len(steps))
             super().take(steps)
 
     monkeypatch.setattr(batched, "JointSteps", Counted)
     steps, names = Steps(), ["q0", "q1", "q3"]
     alone, together = (
-        torch.stack([reply.said.t for reply in asked(there, steps.uneven, names)])
+        torch.stack([reply.payload.t for reply in asked(there, steps.uneven, names)])
         for there in (engine_of(steps, alone=True), engine_of(steps))
     )
     assert float((alone - together).abs().max()) < APART < float((alone[0] - alone[1]).abs().max())
@@ -859,7 +873,7 @@ def test_an_agent_with_a_privacy_account_meets_the_others() -> None:
     there = engine_of(steps)
     there._agents["q1"].account = SimpleNamespace(visits=lambda: 0, events=())
     replies = asked(there, steps.where, ["q0", "q1", "q2"])
-    assert HERE not in {reply.said.text for reply in replies}
+    assert HERE not in {reply.payload.text for reply in replies}
 
 
 def test_what_has_no_company_or_is_somebody_elses_works_alone() -> None:
@@ -870,7 +884,7 @@ def test_what_has_no_company_or_is_somebody_elses_works_alone() -> None:
         (["q0", "q1"], Steps().where),
     ):
         replies = asked(engine_of(steps), step, names)
-        assert {reply.said.text for reply in replies} == {HERE}
+        assert {reply.payload.text for reply in replies} == {HERE}
 
 
 def test_the_error_is_that_of_the_first_call_and_no_thread_is_left() -> None:
@@ -885,7 +899,7 @@ def test_the_algorithm_that_was_given_is_left_as_it_was() -> None:
     steps = Steps()
     there = engine_of(steps)
     before = copy.deepcopy(steps.F.state_dict())
-    said = [reply.said.t for reply in asked(there, steps.ask, ["q0", "q1"])]
+    said = [reply.payload.t for reply in asked(there, steps.ask, ["q0", "q1"])]
     assert torch.equal(said[0], said[1])
     assert "forward" not in vars(steps.F) and same_bits(before, steps.F.state_dict())
     there.close()
@@ -896,8 +910,10 @@ def test_the_algorithm_that_was_given_is_left_as_it_was() -> None:
 
 
 def made(*overrides: str) -> Any:
-    prepared = prepare(load(CONFIGS / "semifl.yaml", ["run.device=cpu", *overrides]))
-    with closing(make_engine(prepared, Oracle(prepared.federation.true_labels))) as engine:
+    prepared = prepare(load_config(CONFIGS / "semifl.yaml", ["run.device=cpu", *overrides]))
+    with closing(
+        make_engine(prepared, HiddenLabelMeter(prepared.federated_data.true_labels))
+    ) as engine:
         return engine
 
 

@@ -19,7 +19,7 @@ from benchmarks import (
     views,
 )
 from benchmarks.epsilon_figure import Point, points_of
-from privssl.config import load
+from privssl.config import load_config
 from privssl.data.augment import Augmentation
 from privssl.data.manifest import Manifest
 from privssl.data.views import view
@@ -38,7 +38,7 @@ def test_a_census_on_a_shared_map_ends_where_a_whole_run_ends(tmp_path: Path) ->
     # Without noise both have the seed alone, so they agree to the last row; the second epsilon is
     # there to show that the first leaves nothing behind.
     endless = float("inf")
-    told = census_curve.measure(load(CONFIG, SMALL), [endless, 1.0, endless])
+    told = census_curve.measure(load_config(CONFIG, SMALL), [endless, 1.0, endless])
     run = tmp_path / "run"
     trained = command(CONFIG, *SMALL, "privacy=null", f"run.output={run}", "--quiet")
     assert trained.status == 0, trained.err
@@ -93,24 +93,24 @@ def test_an_uneven_split_has_at_most_so_many_labels_of_a_class_and_all_of_the_ot
     file = tmp_path / "split.json"
     assert uneven_split.main([str(CONFIG), str(file), "3=0", "8=5", "data.unlabelled=200"]) == 0
     overrides = capsys.readouterr().out.split()
-    federation = prepare(load(CONFIG, ["data.unlabelled=200"])).federation
-    fewer = prepare(load(CONFIG, ["data.unlabelled=200", *overrides])).federation
+    federated_data = prepare(load_config(CONFIG, ["data.unlabelled=200"])).federated_data
+    fewer = prepare(load_config(CONFIG, ["data.unlabelled=200", *overrides])).federated_data
 
     def counts(split: Manifest) -> list[list[int]]:
         held = [holding.labelled for holding in split.agents.values() if holding.labelled]
         return [
-            torch.bincount(federation.true_labels[list(rows)], minlength=10).tolist()
+            torch.bincount(federated_data.true_labels[list(rows)], minlength=10).tolist()
             for rows in held
         ]
 
-    before, after = counts(federation.manifest), counts(fewer.manifest)
+    before, after = counts(federated_data.manifest), counts(fewer.manifest)
     for one, other in zip(before, after, strict=True):
         assert [n for c, n in enumerate(one) if c not in (3, 8)] == [
             n for c, n in enumerate(other) if c not in (3, 8)
         ]
     assert [held[3] for held in after] == [0, 0]
     assert sorted(held[8] for held in after) == [2, 3]
-    for agent, holding in federation.manifest.agents.items():
+    for agent, holding in federated_data.manifest.agents.items():
         assert fewer.manifest.agents[agent].unlabelled == holding.unlabelled
 
 
@@ -132,16 +132,18 @@ def test_the_map_tables_are_of_rows_whose_true_clusters_are_known() -> None:
 
 def test_other_labels_on_the_same_map_end_where_a_whole_run_ends(tmp_path: Path) -> None:
     endless, one = float("inf"), "agents.support=1"
-    told = census_curve.measure(load(CONFIG, SMALL), [endless], {one: load(CONFIG, [*SMALL, one])})
+    told = census_curve.measure(
+        load_config(CONFIG, SMALL), [endless], {one: load_config(CONFIG, [*SMALL, one])}
+    )
     run = tmp_path / "run"
     trained = command(CONFIG, *SMALL, one, "privacy=null", f"run.output={run}", "--quiet")
     assert trained.status == 0, trained.err
     final = json.loads((run / "results.json").read_text())["test_accuracy"]["final"]
     assert (told[1]["also"], told[1]["test"]) == (one, final)
     # the control: with other query agents the map would be another
-    other = load(CONFIG, [*SMALL, "agents.query=5"])
+    other = load_config(CONFIG, [*SMALL, "agents.query=5"])
     with pytest.raises(UserError, match="unlabelled rows are with other agents"):
-        census_curve.measure(load(CONFIG, SMALL), [endless], {"agents.query=5": other})
+        census_curve.measure(load_config(CONFIG, SMALL), [endless], {"agents.query=5": other})
 
 
 def test_rounds_are_timed_for_each_number_of_workers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,9 +22,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accounting import verify
-from accounting.accountants import NOTHING, cost_of, epsilon, rdp_epsilon
-from accounting.budget import Budget, Guarantee, rounded_up
-from accounting.events import Composed, Event, PureEpsilon, SampledGaussian, Unprotected
+from accounting.accountants import ZERO_COST, cost_of, epsilon, rdp_epsilon
+from accounting.budget import Budget, Guarantee, round_up
+from accounting.events import (
+    ComposedEvent,
+    Event,
+    NonPrivateEvent,
+    PoissonSampledGaussianEvent,
+    PureDpEvent,
+)
 from accounting.ledger import Account, AccountPlan, read_journal
 from privssl import claim_check
 from privssl.audit import audit, main
@@ -42,7 +48,7 @@ from privssl.former_ledgers import former_ledgers
 
 UNREFUTED = 3  # ledgers and card agree, and no witness is there
 
-VISIT = SampledGaussian(noise_multiplier=8.0, sample_rate=1.0, steps=5)
+VISIT = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
 RELEASES: list[Release] = [
     ("F", "covered", "trained with clipping and noise"),
     ("row count", "post-processing", "public under zero_out"),
@@ -68,7 +74,7 @@ def plan(agent: str, **changes: Any) -> AccountPlan:
 
 
 def as_published(agent: str) -> AccountPlan:
-    event = Composed((VISIT, Unprotected("F and D are trained without noise")))
+    event = ComposedEvent((VISIT, NonPrivateEvent("F and D are trained without noise")))
     return plan(agent, scope="as_published", update=("F", "D", "G"), protect=("G",), event=event)
 
 
@@ -143,7 +149,7 @@ def test_the_claim_is_the_agent_that_spent_most_and_never_a_sum() -> None:
 
 
 def test_a_plan_fixed_beforehand_has_a_tighter_headline_and_another_has_none() -> None:
-    event = SampledGaussian(noise_multiplier=2.0, sample_rate=16 / 34, steps=20)
+    event = PoissonSampledGaussianEvent(noise_multiplier=2.0, sample_rate=16 / 34, steps=20)
     usual = plan("s0", event=event, budget=Budget(20.0, 1e-5))
     card = card_of([("s0", usual, [event], "a" * 64)], planned=1)
     # specification, section 2.6: 5.3484 by PLD, 5.8648 by RDP at Opacus' orders
@@ -167,7 +173,7 @@ def test_the_three_ways_to_add_up_are_those_of_the_specification() -> None:
     # docs/privacy.md: q 16/34, sigma 4, 10 steps, 3 agents, 20 rounds: the paper's sum is
     # 103.4; one agent composed is 8.21 by PLD and 8.95 by RDP at dp-accounting's orders; all
     # composed as one data set 16.1 and 17.8. Opacus' fractional orders are tighter.
-    event = SampledGaussian(noise_multiplier=4.0, sample_rate=16 / 34, steps=10)
+    event = PoissonSampledGaussianEvent(noise_multiplier=4.0, sample_rate=16 / 34, steps=10)
     generous = Budget(epsilon=200.0, delta=1e-5)
     card = card_of(
         [
@@ -186,7 +192,7 @@ def test_the_three_ways_to_add_up_are_those_of_the_specification() -> None:
 def test_the_sentence_of_a_guarantee_names_unit_neighbours_observer_and_exclusions() -> None:
     sentence = guarantee_sentence(card_of([("s0", plan("s0"), [VISIT] * 3, "a" * 64)]))
     three = epsilon([VISIT] * 3, 1e-5)
-    assert f"({rounded_up(three)}, 1e-05)-DP" in sentence
+    assert f"({round_up(three)}, 1e-05)-DP" in sentence
     for words in (
         "for every support agent",
         "one labelled record",
@@ -199,7 +205,7 @@ def test_the_sentence_of_a_guarantee_names_unit_neighbours_observer_and_exclusio
 
 def test_a_printed_epsilon_is_never_rounded_down() -> None:
     for number in (0.0, 1e-9, 7.61231, 7.6123, 1.00005, 12.99995, 1 / 3):
-        assert number <= float(rounded_up(number)) <= number + 1e-4 + 1e-9
+        assert number <= float(round_up(number)) <= number + 1e-4 + 1e-9
 
 
 def test_the_published_scheme_gets_a_nominal_number_and_no_guarantee() -> None:
@@ -211,7 +217,7 @@ def test_the_published_scheme_gets_a_nominal_number_and_no_guarantee() -> None:
     assert card["attack_bounds"] is None
     assert card["kind"] == card["agents"][0]["epsilon"]["kind"] == "nominal"
     sentence = guarantee_sentence(card)
-    assert sentence.startswith(f"NOMINAL epsilon = {rounded_up(nominal)}")
+    assert sentence.startswith(f"NOMINAL epsilon = {round_up(nominal)}")
     assert sentence.endswith("There is no differential-privacy guarantee for any record.")
     assert "F and D are trained on the labelled records without noise" in sentence
     page = render_markdown(card)
@@ -278,7 +284,7 @@ def test_without_the_second_library_the_card_says_why_there_are_no_bounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(verify, "available", lambda: False)
-    event = SampledGaussian(noise_multiplier=2.0, sample_rate=16 / 34, steps=1)
+    event = PoissonSampledGaussianEvent(noise_multiplier=2.0, sample_rate=16 / 34, steps=1)
     card = card_of([("s0", plan("s0", event=event), [event], "a" * 64)])
     numbers = card["agents"][0]["epsilon"]
     assert numbers["pld_lower"] is None
@@ -296,11 +302,11 @@ def test_nothing_refutes_honest_ledgers_and_their_card(
     assert main([str(tmp_path)]) == UNREFUTED
     shown = capsys.readouterr().out
     assert "INCONCLUSIVE" in shown
-    assert rounded_up(card["guarantee"]["epsilon"]) in shown
+    assert round_up(card["guarantee"]["epsilon"]) in shown
 
 
 def test_nothing_refutes_honest_mixed_events(tmp_path: Path) -> None:
-    census = Composed((PureEpsilon(0.5, 1), SampledGaussian(4.0, 0.4, 5)))
+    census = ComposedEvent((PureDpEvent(0.5, 1), PoissonSampledGaussianEvent(4.0, 0.4, 5)))
     write_run(tmp_path, {"s0": 2}, lambda agent: plan(agent, event=census))
     assert main([str(tmp_path)]) == UNREFUTED
 
@@ -424,7 +430,7 @@ def test_ctrl_c_ends_an_audit_without_a_verdict_or_a_traceback(
 ) -> None:
     write_run(tmp_path, {"s0": 3})
     before = tree(tmp_path)
-    monkeypatch.setattr(claim_check, "check", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(claim_check, "check_claim", lambda _: signal.raise_signal(signal.SIGINT))
     assert main([str(tmp_path)]) == 130
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -787,7 +793,7 @@ def test_a_guarantee_needs_known_neighbours() -> None:
 # --- the paper's sum ---------------------------------------------------------------------------
 
 # 20 full batches of little noise, at a delta at which one alone has epsilon 0.
-QUIET = SampledGaussian(noise_multiplier=40.0, sample_rate=1.0, steps=1)
+QUIET = PoissonSampledGaussianEvent(noise_multiplier=40.0, sample_rate=1.0, steps=1)
 LARGE_DELTA = 0.019
 
 
@@ -803,12 +809,12 @@ def test_the_papers_sum_is_not_below_what_is_composed_at_a_large_delta_with_full
     events=st.lists(
         st.one_of(
             st.builds(
-                SampledGaussian,
+                PoissonSampledGaussianEvent,
                 st.floats(0.5, 100.0),
                 st.sampled_from([0.01, 0.3, 1.0]),
                 st.integers(1, 20),
             ),
-            st.builds(PureEpsilon, st.floats(0.001, 2.0), st.integers(1, 3)),
+            st.builds(PureDpEvent, st.floats(0.001, 2.0), st.integers(1, 3)),
         ),
         max_size=5,
     ),
@@ -824,10 +830,10 @@ def test_no_list_of_releases_adds_up_to_less_than_it_costs(
 
 
 def test_pure_releases_add_up_to_their_sum_with_delta_0() -> None:
-    once = cost_of([PureEpsilon(0.25, 1)])
+    once = cost_of([PureDpEvent(0.25, 1)])
     assert once.summable_epsilon(0) == 0.25
     assert (once + once).summable_epsilon(0) == (once + once).epsilon(0) == 0.5
-    assert NOTHING.summable_epsilon(1e-5) == 0
+    assert ZERO_COST.summable_epsilon(1e-5) == 0
 
 
 # --- ledgers of replaced runs ------------------------------------------------------------------
@@ -870,7 +876,7 @@ def test_the_card_names_former_ledgers_with_what_they_spent(replacing: Path) -> 
         "run.ledger-002": ("s0", pytest.approx(epsilon([VISIT], 1e-5))),
     }
     page = (replacing / "privacy.md").read_text()
-    three = rounded_up(epsilon([VISIT] * 3, 1e-5))
+    three = round_up(epsilon([VISIT] * 3, 1e-5))
     assert f"run.ledger-001: s0 epsilon {three} at delta 1e-05" in page
     assert "epsilons and deltas add up" in page
     assert "all it sends in this run (F)" in card["sentence"]

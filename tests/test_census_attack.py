@@ -123,7 +123,7 @@ def seeded_noise(patch: Patch) -> None:
     def words(count: int) -> NDArray[np.uint64]:
         return torch.randint(-(2**63), 2**63 - 1, (count,)).numpy().view(np.uint64)
 
-    patch.setattr(sampler, "random_words", words)
+    patch.setattr(sampler, "random_uint64", words)
 
 
 def continuous_noise_that_is_rounded(patch: Patch) -> None:
@@ -170,7 +170,7 @@ def test_generators_are_left_as_they_were() -> None:
     torch.manual_seed(7)
     np.random.seed(7)
     before = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
-    census_attack._released(CensusPlan(1.0, 1), np.zeros(10, dtype=np.int64), CLASSES)
+    census_attack._release(CensusPlan(1.0, 1), np.zeros(10, dtype=np.int64), CLASSES)
     assert torch.equal(before[0], torch.random.get_rng_state())
     assert np.array_equal(before[1], np.random.get_state()[1])  # type: ignore[index]
 
@@ -178,10 +178,10 @@ def test_generators_are_left_as_they_were() -> None:
 def test_an_epsilon_that_no_attack_can_see_is_reported_as_such() -> None:
     report = attack.AttackReport("s0", 16.0, 0.0, sound=True)
     report.mechanism = CensusAttack(1, 400_000, 9.5, 9.5, {})
-    assert report.blind
+    assert report.baseline_only
     report.mechanism = CensusAttack(1, 100_000, 3.9, 8.1, {})
     report.epsilon = 4.0
-    assert not report.blind
+    assert not report.baseline_only
 
 
 # The command ------------------------------------------------------------------------------------

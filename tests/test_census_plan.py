@@ -25,14 +25,14 @@ from accounting.accountants import cost_of
 from accounting.budget import Budget, Guarantee
 from accounting.discrete_laplace import log_pmf
 from accounting.errors import BudgetExhausted, PlanError
-from accounting.events import Event, PureEpsilon, SampledGaussian
+from accounting.events import Event, PoissonSampledGaussianEvent, PureDpEvent
 from accounting.ledger import Account, AccountPlan, read_journal
 from privssl import audit, census_plan, checkpoint, comparison, run, run_folder
 from privssl import config as configs
 from privssl.agents import LabelledRows
 from privssl.algorithms import ALGORITHMS
 from privssl.card import guarantee_sentence
-from privssl.census_plan import CensusPlan, make_plan
+from privssl.census_plan import CensusPlan, make_census_plan
 from privssl.checkpoint import Snapshot
 from privssl.engines.local import LocalEngine
 from privssl.errors import PrivacyError
@@ -40,16 +40,16 @@ from privssl.prepare import prepare
 from privssl.privacy import Plan
 from privssl.rounds import planned_rounds
 from privssl.settings import DP_SGD_KEYS, PrivacySettings
-from privssl.world import World
+from privssl.world import Federation
 
 CONFIG = Path(__file__).parents[1] / "configs" / "label_census.yaml"
 PLAN = CensusPlan(2.0, visits=1)
 TABLE = torch.arange(12).view(4, 3)
-GAUSSIAN = SampledGaussian(noise_multiplier=8.0, sample_rate=1.0, steps=5)
+GAUSSIAN = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
 
 
 def told(settings: dict[str, Any]) -> CensusPlan:
-    return make_plan(PrivacySettings(**settings), rows=100.0)
+    return make_census_plan(PrivacySettings(**settings), rows=100.0)
 
 
 # What is released -----------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_a_plan_shows_the_face_of_every_plan() -> None:
     plan: Plan = told({"epsilon": 4.0})
     assert plan == CensusPlan(4.0, visits=1, rows=100.0)
     assert (plan.update, plan.protect, plan.scope) == (("census",), ("census",), "sound")
-    assert (plan.event, plan.visits) == (PureEpsilon(4.0, 1), 1)
+    assert (plan.event, plan.visits) == (PureDpEvent(4.0, 1), 1)
     nothing = told({"epsilon": 0.0})
     assert (nothing.visits, nothing.epsilon) == (0, 0.0)
 
@@ -155,25 +155,25 @@ def promise(event: Event, epsilon: float = 6.0, delta: float = 1e-3) -> AccountP
 
 
 def test_pure_releases_are_told_as_their_sum_at_delta_zero() -> None:
-    plan, spent = promise(PureEpsilon(4.0, 1)), cost_of([PureEpsilon(4.0, 1)] * 2)
+    plan, spent = promise(PureDpEvent(4.0, 1)), cost_of([PureDpEvent(4.0, 1)] * 2)
     assert (plan.epsilon(spent), plan.delta_of(spent)) == (8.0, 0.0)
     # The control: with delta a smaller number holds, and is not what a pure claim may say.
     assert spent.epsilon(1e-3) < 8.0
     # Many small ones cost less with delta, and are added up all the same.
-    many = cost_of([PureEpsilon(0.0625, 1)] * 64)
-    assert promise(PureEpsilon(0.0625, 1)).epsilon(many) == 4.0 > many.epsilon(1e-5)
+    many = cost_of([PureDpEvent(0.0625, 1)] * 64)
+    assert promise(PureDpEvent(0.0625, 1)).epsilon(many) == 4.0 > many.epsilon(1e-5)
 
 
 def test_beside_other_releases_a_pure_one_is_told_with_delta() -> None:
-    pure, mixed = cost_of([PureEpsilon(1.0, 1)]), cost_of([PureEpsilon(1.0, 1), GAUSSIAN])
-    plan = promise(PureEpsilon(1.0, 1))
+    pure, mixed = cost_of([PureDpEvent(1.0, 1)]), cost_of([PureDpEvent(1.0, 1), GAUSSIAN])
+    plan = promise(PureDpEvent(1.0, 1))
     assert (plan.delta_of(mixed), plan.epsilon(mixed)) == (1e-3, mixed.epsilon(1e-3))
     assert mixed.epsilon(0.0) == float("inf")  # a Gaussian is pure at no epsilon
     assert promise(GAUSSIAN).delta_of(pure) == 1e-3  # a plan of noisy gradients claims as ever
 
 
 def test_an_account_pays_for_censuses_as_long_as_their_sum_fits(tmp_path: Path) -> None:
-    plan = promise(PureEpsilon(2.0, 1))
+    plan = promise(PureDpEvent(2.0, 1))
     account = Account.open(tmp_path / "s0.jsonl", plan, resume=False)
     assert account.visits_left() == 3
     for number in range(3):
@@ -289,7 +289,7 @@ def audited(run: Path, *flags: str) -> tuple[int, str]:
 def test_a_run_charges_each_support_agent_one_event(trained: Path) -> None:
     for agent in ("s0", "s1"):
         journal = read_journal(trained / "ledger" / f"{agent}.jsonl")
-        assert journal.events == [PureEpsilon(4.0, 1)]
+        assert journal.events == [PureDpEvent(4.0, 1)]
         assert (journal.plan.update, journal.plan.protect) == (("census",), ("census",))
 
 
@@ -393,7 +393,7 @@ def test_at_a_delta_the_continuous_law_would_say_too_little() -> None:
     # Why the program asks no accountant: for this noise, randomized response, the truth is higher.
     import dp_accounting as dp
 
-    many = [PureEpsilon(0.1, 50)]
+    many = [PureDpEvent(0.1, 50)]
     continuous = dp.pld.PLDAccountant(value_discretization_interval=1e-4)
     continuous.compose(dp.SelfComposedDpEvent(dp.LaplaceDpEvent(10.0), 50))
     assert continuous.get_epsilon(1e-5) < verify.pld_bracket(many, 1e-5).lower - 0.04
@@ -414,12 +414,12 @@ class Sealed(LabelledRows):
 def carried_out_sealed(folder: Path, epsilon: float) -> None:
     """A run, but for the split, without access to any labelled row."""
     epsilon_given = f"privacy.epsilon={epsilon}"
-    prepared = prepare(configs.load(CONFIG, [*SMALL, epsilon_given, f"run.output={folder}"]))
+    prepared = prepare(configs.load_config(CONFIG, [*SMALL, epsilon_given, f"run.output={folder}"]))
     for agent in prepared.labelled_agents:
         rows = agent.labelled
         agent.held_labelled = Sealed(rows.x, rows.y, rows.ids)
-    with run_folder.created(prepared) as made:
-        run.execute(prepared, made, lambda: [], None)
+    with run_folder.create_run_dir(prepared) as made:
+        run.train(prepared, made, lambda: [], None)
 
 
 def test_with_epsilon_zero_no_labelled_row_is_read_and_the_run_completes(tmp_path: Path) -> None:
@@ -459,21 +459,23 @@ def test_a_census_is_paid_for_before_its_rows_are_read(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="a labelled row was read"):
         carried_out_sealed(tmp_path / "run", 4.0)
     first = read_journal(tmp_path / "run/ledger/s0.jsonl")
-    assert first.events == [PureEpsilon(4.0, 1)]
+    assert first.events == [PureDpEvent(4.0, 1)]
 
 
 def released_by_all(folder: Path, epsilon: float) -> Tensor:
     """The sum of what the support agents of a small run send at this epsilon (K, C)."""
     given = [*SMALL, f"privacy.epsilon={epsilon}", f"run.output={folder}"]
-    prepared = prepare(configs.load(CONFIG, given))
+    prepared = prepare(configs.load_config(CONFIG, given))
     folder.mkdir()
-    world = World(LocalEngine(prepared.federation.agents, seed=0, device=prepared.device), 0)
-    state = prepared.algorithm.start(world)
-    with run_folder.opened_accounts(prepared, folder, None):
+    federation = Federation(
+        LocalEngine(prepared.federated_data.agents, seed=0, device=prepared.device), 0
+    )
+    state = prepared.algorithm.start(federation)
+    with run_folder.open_accounts(prepared, folder, None):
         for now in planned_rounds(prepared.algorithm.phases()):
             if now.phase in ("encoder", "clusters", "census"):
-                world.begin(now)
-                state = prepared.algorithm.round(state, world)
+                federation.begin(now)
+                state = prepared.algorithm.round(state, federation)
     released: Tensor = state.histogram
     return released
 
@@ -492,13 +494,13 @@ def test_every_count_that_leaves_a_support_agent_has_its_noise(tmp_path: Path) -
 def test_a_checkpoint_follows_the_census_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved, save = [], checkpoint.save
+    saved, save = [], checkpoint.save_snapshot
 
     def noted(folder: Path, snapshot: Snapshot) -> Path:
         saved.append(snapshot.round)
         return save(folder, snapshot)
 
-    monkeypatch.setattr(checkpoint, "save", noted)
+    monkeypatch.setattr(checkpoint, "save_snapshot", noted)
     assert train(tmp_path / "run", "run.checkpoint_every=1000").status == 0
     before = 3 + 3  # rounds of encoder and clusters
     assert saved == [0, before + 1, before + 1 + 2]  # begin, census, the last of votes and after

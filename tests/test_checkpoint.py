@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from privssl import checkpoint, durable
-from privssl.checkpoint import Snapshot, load, mark, save, sealed
+from privssl.checkpoint import Snapshot, load_snapshot, save_snapshot, update_pointer, with_checksum
 from privssl.errors import RunFolderError
 from privssl.state_tree import StateTree
 from privssl.tensor_file import save_weights
@@ -86,8 +86,10 @@ def test_any_tree_comes_back_with_its_types_and_bits(
     tmp_path_factory: pytest.TempPathFactory, tree: Any
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoints")
-    save(folder, Snapshot(1, tree, {"q0": {"__metadata__": torch.ones(1)}, "a/b": {}}, "d"))
-    back = load(folder, "d")
+    save_snapshot(
+        folder, Snapshot(1, tree, {"q0": {"__metadata__": torch.ones(1)}, "a/b": {}}, "d")
+    )
+    back = load_snapshot(folder, "d")
     assert same(tree, back.state)
     assert same({"q0": {"__metadata__": torch.ones(1)}, "a/b": {}}, back.memories)
 
@@ -99,10 +101,10 @@ def test_the_comparison_in_these_tests_sees_differences() -> None:
 
 
 def test_everything_of_a_snapshot_comes_back(tmp_path: Path) -> None:
-    written = save(tmp_path / "checkpoints", snapshot(10))
+    written = save_snapshot(tmp_path / "checkpoints", snapshot(10))
     assert written == tmp_path / "checkpoints/round_00010"
     assert names(tmp_path / "checkpoints") == ["latest", "round_00010"]
-    back = load(tmp_path / "checkpoints", "d")
+    back = load_snapshot(tmp_path / "checkpoints", "d")
     assert (back.round, back.config_digest) == (10, "d")
     assert back.extra == {"best": 0.1, "up": 3, "note": "x"}
     assert same(snapshot(10).state, back.state)
@@ -111,8 +113,8 @@ def test_everything_of_a_snapshot_comes_back(tmp_path: Path) -> None:
 
 def test_tensors_that_share_memory_are_saved_each_on_its_own(tmp_path: Path) -> None:
     both = torch.arange(6.0)
-    save(tmp_path, Snapshot(1, {"F": both, "teacher": both, "part": both[2:4]}, {}, "d"))
-    back: Any = load(tmp_path, "d").state
+    save_snapshot(tmp_path, Snapshot(1, {"F": both, "teacher": both, "part": both[2:4]}, {}, "d"))
+    back: Any = load_snapshot(tmp_path, "d").state
     back["F"].zero_()
     assert back["teacher"].tolist() == [0, 1, 2, 3, 4, 5]
     assert back["part"].tolist() == [2, 3]
@@ -123,15 +125,15 @@ def test_a_tree_with_something_else_in_it_is_refused_before_anything_is_written(
 ) -> None:
     for tree in ({"a": object()}, {"a": [1]}, {1: 2}):
         with pytest.raises(TypeError):
-            save(tmp_path, Snapshot(1, tree, {}, "d"))  # type: ignore[arg-type]
+            save_snapshot(tmp_path, Snapshot(1, tree, {}, "d"))  # type: ignore[arg-type]
     assert names(tmp_path) == []
 
 
 def test_old_snapshots_go_and_the_best_one_stays(tmp_path: Path) -> None:
     for number in (10, 20, 30, 40):
-        save(tmp_path, snapshot(number), keep=2)
+        save_snapshot(tmp_path, snapshot(number), keep=2)
         if number == 10:
-            mark(tmp_path, "best", 10)
+            update_pointer(tmp_path, "best", 10)
     assert names(tmp_path) == ["best", "latest", "round_00010", "round_00030", "round_00040"]
     assert (tmp_path / "latest").read_text() == "round_00040\n"
     assert (tmp_path / "best").read_text() == "round_00010\n"
@@ -139,10 +141,10 @@ def test_old_snapshots_go_and_the_best_one_stays(tmp_path: Path) -> None:
 
 def test_a_run_that_went_back_drops_what_came_after(tmp_path: Path) -> None:
     for number in (10, 20, 30):
-        save(tmp_path, snapshot(number), keep=3)
-    save(tmp_path, snapshot(20, "again"), keep=3)  # after a resume from round 10
+        save_snapshot(tmp_path, snapshot(number), keep=3)
+    save_snapshot(tmp_path, snapshot(20, "again"), keep=3)  # after a resume from round 10
     assert names(tmp_path) == ["latest", "round_00010", "round_00020"]
-    assert load(tmp_path, "again").round == 20
+    assert load_snapshot(tmp_path, "again").round == 20
 
 
 def test_a_snapshot_of_the_first_format_is_read(
@@ -151,30 +153,30 @@ def test_a_snapshot_of_the_first_format_is_read(
     with monkeypatch.context() as earlier:  # it listed the tensors of single agents one by one
         earlier.setattr(checkpoint, "TREES", dict.fromkeys(checkpoint.TREES, -1))
         earlier.setattr(checkpoint, "FORMAT", 1)
-        written = save(tmp_path, snapshot(10))
+        written = save_snapshot(tmp_path, snapshot(10))
     about = json.loads((written / "snapshot.json").read_text())
     assert about.pop("forms") == [] and about.pop("sha256")
     (written / "snapshot.json").write_text(json.dumps(about))
-    back = load(tmp_path, "d")
+    back = load_snapshot(tmp_path, "d")
     assert same(snapshot(10).state, back.state) and same(snapshot(10).memories, back.memories)
 
 
 def test_another_config_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, snapshot(10, digest="mine"))
+    save_snapshot(tmp_path, snapshot(10, digest="mine"))
     with pytest.raises(RunFolderError, match=r"round_00010 belongs to another config. Compare run"):
-        load(tmp_path, "theirs")
+        load_snapshot(tmp_path, "theirs")
 
 
 def test_a_folder_without_a_snapshot_says_so(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
         with pytest.raises(RunFolderError, match="there is no checkpoint to go on from"):
-            load(folder, "d")
+            load_snapshot(folder, "d")
 
 
 def edit_json(**changes: Any) -> Any:
     def damage(folder: Path) -> None:
         path = folder / "snapshot.json"
-        path.write_bytes(sealed(json.loads(path.read_text()) | changes))
+        path.write_bytes(with_checksum(json.loads(path.read_text()) | changes))
 
     return damage
 
@@ -235,44 +237,44 @@ DAMAGES = {
 def test_a_damaged_snapshot_is_passed_over_for_the_one_before(
     tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(tmp_path, snapshot(10))
-    save(tmp_path, snapshot(20))
-    assert load(tmp_path, "d").round == 20  # as long as nothing is wrong with it
+    save_snapshot(tmp_path, snapshot(10))
+    save_snapshot(tmp_path, snapshot(20))
+    assert load_snapshot(tmp_path, "d").round == 20  # as long as nothing is wrong with it
     damage(tmp_path / "round_00020")
     with caplog.at_level(logging.WARNING):
-        assert load(tmp_path, "d").round == 10
+        assert load_snapshot(tmp_path, "d").round == 10
     assert "checkpoint round_00020 is damaged" in caplog.text
     damage(tmp_path / "round_00010")
     with pytest.raises(RunFolderError, match="no checkpoint is whole"):
-        load(tmp_path, "d")
+        load_snapshot(tmp_path, "d")
 
 
 def test_a_pickle_in_place_of_tensors_is_not_run_even_with_a_right_checksum(tmp_path: Path) -> None:
     pickled = f"cposix\nsystem\n(S'touch {tmp_path}/pwned'\ntR.".encode()
-    folder = save(tmp_path, snapshot(10))
+    folder = save_snapshot(tmp_path, snapshot(10))
     (folder / "state.safetensors").write_bytes(pickled)
     checksum = hashlib.sha256(pickled).hexdigest()
     edit_json(state={"bytes": len(pickled), "sha256": checksum, "outline": {"tensor": "/"}})(folder)
     with pytest.raises(RunFolderError, match="is not safetensors"):
-        load(tmp_path, "d")
+        load_snapshot(tmp_path, "d")
     assert not (tmp_path / "pwned").exists()
 
 
 @pytest.mark.parametrize("content", [None, "", "../../etc", "round_00099\n", "\xff"])
 def test_a_lost_or_wrong_latest_still_finds_the_newest(tmp_path: Path, content: str | None) -> None:
-    save(tmp_path, snapshot(10))
-    save(tmp_path, snapshot(20))
+    save_snapshot(tmp_path, snapshot(10))
+    save_snapshot(tmp_path, snapshot(20))
     (tmp_path / "latest").unlink()
     if content is not None:
         (tmp_path / "latest").write_text(content, encoding="latin-1")
-    assert load(tmp_path, "d").round == 20
+    assert load_snapshot(tmp_path, "d").round == 20
 
 
 def test_latest_decides_where_to_go_on(tmp_path: Path) -> None:
-    save(tmp_path, snapshot(10))
-    save(tmp_path, snapshot(20))
-    mark(tmp_path, "latest", 10)
-    assert load(tmp_path, "d").round == 10
+    save_snapshot(tmp_path, snapshot(10))
+    save_snapshot(tmp_path, snapshot(20))
+    update_pointer(tmp_path, "latest", 10)
+    assert load_snapshot(tmp_path, "d").round == 10
 
 
 @pytest.mark.parametrize("failing_call", range(1, 8))
@@ -280,7 +282,7 @@ def test_latest_decides_where_to_go_on(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_and_leaves_the_snapshot_before_untouched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, failing_call: int
 ) -> None:
-    save(tmp_path, snapshot(10))
+    save_snapshot(tmp_path, snapshot(10))
     calls = 0
     real = getattr(os, function)
 
@@ -294,33 +296,33 @@ def test_a_full_disk_is_told_and_leaves_the_snapshot_before_untouched(
     with monkeypatch.context() as patch:
         patch.setattr(os, function, fails)
         try:
-            save(tmp_path, snapshot(20))
+            save_snapshot(tmp_path, snapshot(20))
         except RunFolderError as error:
             assert "cannot be written: No space left on device" in str(error)
             assert str(tmp_path) in str(error)
         else:
             assert calls < failing_call  # the write needs fewer such calls than that
     assert same(snapshot(10).state, load_round(tmp_path, 10).state)
-    assert load(tmp_path, "d").round in (10, 20)
-    save(tmp_path, snapshot(20))  # there is room again
+    assert load_snapshot(tmp_path, "d").round in (10, 20)
+    save_snapshot(tmp_path, snapshot(20))  # there is room again
     assert names(tmp_path) == ["latest", "round_00010", "round_00020"]
-    assert load(tmp_path, "d").round == 20
+    assert load_snapshot(tmp_path, "d").round == 20
 
 
 def load_round(folder: Path, number: int) -> Snapshot:
-    mark(folder, "latest", number)
-    return load(folder, "d")
+    update_pointer(folder, "latest", number)
+    return load_snapshot(folder, "d")
 
 
 def test_a_write_that_is_killed_is_invisible_and_cleaned_up_by_the_next(tmp_path: Path) -> None:
-    save(tmp_path, snapshot(10))
+    save_snapshot(tmp_path, snapshot(10))
     program = """
         import os, signal, sys, torch
         from pathlib import Path
         from privssl import durable
-        from privssl.checkpoint import Snapshot, save
+        from privssl.checkpoint import Snapshot, save_snapshot
         durable.sync_folder = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
-        save(Path(sys.argv[1]), Snapshot(20, {"w": torch.ones(3)}, {}, "d"))
+        save_snapshot(Path(sys.argv[1]), Snapshot(20, {"w": torch.ones(3)}, {}, "d"))
     """
     child = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)],
@@ -329,27 +331,27 @@ def test_a_write_that_is_killed_is_invisible_and_cleaned_up_by_the_next(tmp_path
     )
     assert child.returncode == -signal.SIGKILL
     assert any(name.startswith(durable.TEMPORARY) for name in names(tmp_path))
-    assert load(tmp_path, "d").round == 10
-    save(tmp_path, snapshot(20))
+    assert load_snapshot(tmp_path, "d").round == 10
+    save_snapshot(tmp_path, snapshot(20))
     assert names(tmp_path) == ["latest", "round_00010", "round_00020"]
 
 
 def test_a_write_that_ctrl_c_ends_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(tmp_path, snapshot(10))
+    save_snapshot(tmp_path, snapshot(10))
 
     def pressed(path: Path, content: bytes) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(durable, "write_new", pressed)
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, snapshot(20))
+        save_snapshot(tmp_path, snapshot(20))
     assert names(tmp_path) == ["latest", "round_00010"]
 
 
 def test_snapshots_are_for_their_owner_alone(tmp_path: Path) -> None:
-    folder = save(tmp_path, snapshot(10))
+    folder = save_snapshot(tmp_path, snapshot(10))
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 

@@ -15,7 +15,12 @@ from kernel_generations import HERE
 from torch import Tensor
 
 from privssl import kernels
-from privssl.clipping import Outer, RowGradients, Rows, clipped_sums
+from privssl.clipping import (
+    DenseGradients,
+    OuterProductGradients,
+    PerExampleGradients,
+    clipped_sums,
+)
 from privssl.kernels import clipping as kernel
 from privssl.kernels import noise
 
@@ -26,16 +31,16 @@ if not HERE:
 NUMBERS = [1, 3, 7, 8, 15, 16, 17, 31, 33, 100, 2047, 2048, 2049, 5000]
 
 
-def written_out(gradients: RowGradients) -> Tensor:
+def written_out(gradients: PerExampleGradients) -> Tensor:
     """(B, *shape) float64."""
-    if isinstance(gradients, Rows):
+    if isinstance(gradients, DenseGradients):
         each = gradients.each.double()
         return each if gradients.axes is None else each.permute(0, *(a + 1 for a in gradients.axes))
-    assert isinstance(gradients, Outer)
-    return gradients.shaped(gradients.left.double().mT @ gradients.right.double())
+    assert isinstance(gradients, OuterProductGradients)
+    return gradients.reshape_like(gradients.left.double().mT @ gradients.right.double())
 
 
-def by_hand(gradients: list[RowGradients], drawn: Tensor, clip_norm: float) -> list[Tensor]:
+def by_hand(gradients: list[PerExampleGradients], drawn: Tensor, clip_norm: float) -> list[Tensor]:
     """Clipped sums, one row at a time. Rows that are beyond numbers are left out."""
     each = [written_out(one) for one in gradients]
     sums = [torch.zeros(one.shape[1:], dtype=torch.float64) for one in each]
@@ -48,37 +53,39 @@ def by_hand(gradients: list[RowGradients], drawn: Tensor, clip_norm: float) -> l
     return sums
 
 
-def rows(count: int, numbers: int, chance: torch.Generator) -> Rows:
-    return Rows(torch.randn(count, numbers, generator=chance))
+def rows(count: int, numbers: int, chance: torch.Generator) -> DenseGradients:
+    return DenseGradients(torch.randn(count, numbers, generator=chance))
 
 
-def product(count: int, high: int, wide: int, chance: torch.Generator) -> Outer:
+def product(count: int, high: int, wide: int, chance: torch.Generator) -> OuterProductGradients:
     left, right = (torch.randn(count, 1, n, generator=chance) for n in (high, wide))
-    return Outer(left, right)
+    return OuterProductGradients(left, right)
 
 
 @st.composite
-def cases(draw: Callable[..., Any]) -> tuple[list[RowGradients], Tensor]:
+def cases(draw: Callable[..., Any]) -> tuple[list[PerExampleGradients], Tensor]:
     """Several parameters' gradients, of rows that differ in size."""
     count, chance = draw(st.integers(1, 9)), torch.Generator().manual_seed(draw(st.integers(0, 99)))
     sizes = 10.0 ** torch.randint(-3, 4, (count, 1), generator=chance)
-    made: list[RowGradients] = []
+    made: list[PerExampleGradients] = []
     for kind in draw(st.lists(st.sampled_from(["rows", "product", "kernel"]), min_size=1)):
         if kind == "rows":
-            made.append(Rows(rows(count, draw(st.sampled_from(NUMBERS)), chance).each * sizes))
+            made.append(
+                DenseGradients(rows(count, draw(st.sampled_from(NUMBERS)), chance).each * sizes)
+            )
         elif kind == "product":
             high, wide = draw(st.integers(1, 9)), draw(st.sampled_from(NUMBERS))
             one = product(count, high, wide, chance)
-            made.append(Outer(one.left * sizes[:, None], one.right))
+            made.append(OuterProductGradients(one.left * sizes[:, None], one.right))
         else:  # a convolution's weight as it lies in memory
             each = torch.randn(count, 3, 2, 2, 5, generator=chance)
-            made.append(Rows(each, (0, 3, 1, 2)))
+            made.append(DenseGradients(each, (0, 3, 1, 2)))
     return made, torch.rand(count, generator=chance) < 0.8
 
 
 @given(cases(), st.sampled_from([1e-3, 1.0, 100.0]), st.sampled_from(HERE))
 def test_clipped_sums_are_those_of_rows_one_at_a_time(
-    case: tuple[list[RowGradients], Tensor], clip_norm: float, name: str
+    case: tuple[list[PerExampleGradients], Tensor], clip_norm: float, name: str
 ) -> None:
     gradients, drawn = case
     expected = by_hand(gradients, drawn, clip_norm)
@@ -93,7 +100,7 @@ def test_factors_that_the_kernel_does_not_multiply_are_clipped_with_the_others()
     chance = torch.Generator().manual_seed(0)
     left, right = (torch.randn(5, 3, n, generator=chance) for n in (4, 6))  # of three places
     first, last = rows(5, 40, chance), product(5, 3, 7, chance)
-    gradients: list[RowGradients] = [first, Outer(left, right), last]
+    gradients: list[PerExampleGradients] = [first, OuterProductGradients(left, right), last]
     drawn = torch.tensor([True, False, True, True, True])
     found = clipped_sums(gradients, drawn, 0.5)
     for mine, total in zip(found, by_hand(gradients, drawn, 0.5), strict=True):
@@ -110,11 +117,14 @@ def test_products_of_whole_numbers_are_added_up_exactly(
 ) -> None:
     chance = torch.Generator().manual_seed(0)
     left, right = (torch.randint(-8, 9, (count, 1, n), generator=chance) for n in (high, wide))
-    one, weights = Outer(left.float(), right.float()), torch.randint(0, 5, (count,)).double()
-    lines = one.lines()
+    one, weights = (
+        OuterProductGradients(left.float(), right.float()),
+        torch.randint(0, 5, (count,)).double(),
+    )
+    lines = one.iter_chunks()
     assert lines is not None
     with patch.object(kernels, "_latest", lambda: name):
-        found = one.placed(kernel.totals([lines], weights), 0)
+        found = one.scatter(kernel.totals([lines], weights), 0)
     expected = torch.einsum("b,btp,btd->pd", weights.double(), left.double(), right.double())
     assert torch.equal(found.double(), expected)
 
@@ -124,7 +134,7 @@ def test_products_of_whole_numbers_are_added_up_exactly(
 def test_a_row_beyond_numbers_changes_nothing_but_that_it_is_left_out(bad: float) -> None:
     chance = torch.Generator().manual_seed(0)
     one, other, last = rows(6, 50, chance), product(6, 5, 19, chance), rows(6, 3, chance)
-    gradients: list[RowGradients] = [one, other, last]
+    gradients: list[PerExampleGradients] = [one, other, last]
     drawn = torch.ones(6, dtype=torch.bool)
     without = clipped_sums(gradients, drawn & (torch.arange(6) != 2), 0.5)
     if bad == 0.0:  # the control: a row that is a number counts
@@ -167,7 +177,9 @@ def test_gradients_may_lie_anyhow_in_memory() -> None:
     chance = torch.Generator().manual_seed(0)
     each, left, right = (torch.randn(4, *n, generator=chance) for n in ((6, 5), (1, 3), (1, 9)))
     drawn = torch.tensor([True, True, False, True])
-    expected = clipped_sums([Rows(each.clone()), Outer(left, right)], drawn, 1.0)
+    expected = clipped_sums(
+        [DenseGradients(each.clone()), OuterProductGradients(left, right)], drawn, 1.0
+    )
     wide = torch.randn(4, 100, generator=chance)
     wide[:, 40:70] = each.flatten(1)
     for form in (
@@ -176,45 +188,51 @@ def test_gradients_may_lie_anyhow_in_memory() -> None:
         torch.stack([each, each], dim=-1)[..., 0],
         each.flip(0).flip(0),
     ):
-        found = clipped_sums([Rows(form), Outer(left, right)], drawn, 1.0)
+        found = clipped_sums([DenseGradients(form), OuterProductGradients(left, right)], drawn, 1.0)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     left, right = (torch.stack([side, side], dim=-1)[..., 0] for side in (left, right))
-    found = clipped_sums([Rows(each), Outer(left, right)], drawn, 1.0)
+    found = clipped_sums([DenseGradients(each), OuterProductGradients(left, right)], drawn, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.usefixtures("each_generation")
 def test_one_gradient_for_all_rows_counts_once_for_each() -> None:
     one = torch.tensor([[3.0, 4.0]])
-    [found] = clipped_sums([Rows(one.expand(5, 2))], torch.tensor([True] * 4 + [False]), 1.0)
+    [found] = clipped_sums(
+        [DenseGradients(one.expand(5, 2))], torch.tensor([True] * 4 + [False]), 1.0
+    )
     assert found.tolist() == pytest.approx([2.4, 3.2], rel=1e-6)
     assert one.tolist() == [[3.0, 4.0]]  # and is left as it is
 
 
 def test_other_numbers_of_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="gradients of 2 rows, where 3 were looked at"):
-        clipped_sums([Rows(torch.ones(2, 4))], torch.tensor([True] * 3), 1.0)
+        clipped_sums([DenseGradients(torch.ones(2, 4))], torch.tensor([True] * 3), 1.0)
     with pytest.raises(ValueError, match="3 factors for another number of rows"):
         kernel.totals([(torch.ones(2, 4), None)], torch.ones(3))
     drawn = torch.tensor([True] * 3)
     with pytest.raises(ValueError, match="different numbers of rows"):
-        clipped_sums([Rows(torch.ones(3, 4)), Rows(torch.ones(2, 4))], drawn, 1.0)
+        clipped_sums(
+            [DenseGradients(torch.ones(3, 4)), DenseGradients(torch.ones(2, 4))], drawn, 1.0
+        )
     with pytest.raises(ValueError, match="different numbers of rows"):
-        clipped_sums([Outer(torch.ones(3, 1, 4), torch.ones(2, 1, 4))], drawn, 1.0)
+        clipped_sums([OuterProductGradients(torch.ones(3, 1, 4), torch.ones(2, 1, 4))], drawn, 1.0)
 
 
 def test_what_the_kernel_does_not_know_is_left_to_torch_or_refused() -> None:
-    wide = Outer(torch.ones(3, 1, 4), torch.ones(3, 1, 5, dtype=torch.float64))
-    assert wide.lines() is None
+    wide = OuterProductGradients(torch.ones(3, 1, 4), torch.ones(3, 1, 5, dtype=torch.float64))
+    assert wide.iter_chunks() is None
     with pytest.raises(ValueError, match="not float32 on the CPU"):
         kernel.totals([(wide.left, wide.right)], torch.ones(3))
-    assert Outer(torch.ones(3, 1, 5), torch.ones(3, 1, 0)).lines() is None  # an empty one
+    assert (
+        OuterProductGradients(torch.ones(3, 1, 5), torch.ones(3, 1, 0)).iter_chunks() is None
+    )  # an empty one
 
 
 @pytest.mark.usefixtures("each_generation")
 def test_numbers_whose_sign_is_only_noted_have_it() -> None:
     minus = torch.view_as_complex(torch.ones(3, 2)).conj().imag  # -1, as torch says
-    [found] = clipped_sums([Rows(minus[:, None])], torch.tensor([True] * 3), 100.0)
+    [found] = clipped_sums([DenseGradients(minus[:, None])], torch.tensor([True] * 3), 100.0)
     assert found.tolist() == [-3.0]
 
 
@@ -224,7 +242,7 @@ def test_a_default_for_other_tensors_changes_nothing() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        [found] = clipped_sums([Rows(each)], drawn, 100.0)
+        [found] = clipped_sums([DenseGradients(each)], drawn, 100.0)
     finally:
         torch.set_default_dtype(before)
     assert found.tolist() == pytest.approx([150.0] * 4)

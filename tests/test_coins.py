@@ -14,7 +14,7 @@ from posts import in_a_fork
 from scipy.stats import binomtest, chisquare
 
 from accounting import coins
-from accounting.coins import random_words
+from accounting.coins import random_uint64
 
 LEVEL = 1e-6
 WORDS = 200_000
@@ -31,7 +31,7 @@ def worst_bit(words: np.ndarray) -> float:
 
 
 def test_words_are_fair_coins() -> None:
-    words = random_words(WORDS)
+    words = random_uint64(WORDS)
     assert words.shape == (WORDS,) and words.dtype == np.uint64
     assert worst_bit(words) > LEVEL
     bytes_ = np.bincount(words.view(np.uint8), minlength=256)
@@ -44,7 +44,7 @@ def test_words_are_fair_coins() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 3, 100_000])
 def test_as_many_words_as_were_asked_for_and_none_twice(count: int) -> None:
-    words = np.concatenate([random_words(count), random_words(count)])
+    words = np.concatenate([random_uint64(count), random_uint64(count)])
     assert len(words) == len(np.unique(words)) == 2 * count  # chance of a repeat: 1e-9
 
 
@@ -78,7 +78,7 @@ def two_awakenings(draw: Draw) -> tuple[bytes, bytes]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_process_that_wakes_twice_from_one_picture_draws_other_words() -> None:
-    one, other = two_awakenings(lambda: random_words(2).tobytes())
+    one, other = two_awakenings(lambda: random_uint64(2).tobytes())
     assert one != other
     # The negative control: OpenSSL by itself repeats what it drew.
     one, other = two_awakenings(lambda: ssl.RAND_bytes(16))
@@ -87,7 +87,7 @@ def test_a_process_that_wakes_twice_from_one_picture_draws_other_words() -> None
 
 def test_more_words_than_are_made_at_once_are_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coins, "_AT_ONCE", 24)
-    words = random_words(100)
+    words = random_uint64(100)
     assert len(words) == len(np.unique(words)) == 100
 
 
@@ -96,7 +96,7 @@ def test_a_library_that_takes_no_notice_of_seeds_is_not_asked(
 ) -> None:
     monkeypatch.setattr(coins, "_SEEDED_ANEW", False)  # as with LibreSSL, BoringSSL, AWS-LC
     monkeypatch.setattr(os, "urandom", lambda count: bytes(range(count)))
-    assert random_words(2).tobytes() == bytes(range(16))
+    assert random_uint64(2).tobytes() == bytes(range(16))
 
 
 @pytest.mark.parametrize(("source", "name"), [(os, "urandom"), (ssl, "RAND_bytes")])
@@ -108,4 +108,4 @@ def test_without_random_bytes_there_are_no_words(
 
     monkeypatch.setattr(source, name, closed)
     with pytest.raises(OSError, match="no coins"):
-        random_words(1)
+        random_uint64(1)

@@ -36,7 +36,7 @@ from privssl import (
 )
 from privssl.comparison_plot import Curve
 from privssl.errors import RunFolderError
-from privssl.world import Round, World
+from privssl.world import Federation, Round
 
 SPLIT = """\
 data: {name: toy, labelled: 40, unlabelled: 80}
@@ -421,9 +421,9 @@ def test_the_same_rows_in_another_folder_are_the_same_split_and_other_rows_are_n
 @contextlib.contextmanager
 def interrupted_in(round_of_all: int) -> Iterator[None]:
     """Ctrl-C at the start of a round, counted over all runs of the command."""
-    real, count = World.begin, 0
+    real, count = Federation.begin, 0
 
-    def begin(self: World, now: Round) -> None:
+    def begin(self: Federation, now: Round) -> None:
         nonlocal count
         count += now.number > 0  # round 0 is the start of a run
         if count == round_of_all:
@@ -431,7 +431,7 @@ def interrupted_in(round_of_all: int) -> Iterator[None]:
         real(self, now)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(World, "begin", begin)
+        patch.setattr(Federation, "begin", begin)
         yield
 
 
@@ -534,7 +534,7 @@ def test_a_setting_that_decides_over_no_result_may_change(copy: Place) -> None:
 def test_a_run_that_fails_is_named_and_what_was_done_stays(
     here: Place, whole: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = run_folder.created
+    real = run_folder.create_run_dir
 
     def full_disk(prepared: Any) -> Any:
         if prepared.config.folder.name == "bound-0":
@@ -542,7 +542,7 @@ def test_a_run_that_fails_is_named_and_what_was_done_stays(
         return real(prepared)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "created", full_disk)
+        patch.setattr(run_folder, "create_run_dir", full_disk)
         outcome = here.compare("--quiet")
 
     assert_refused(outcome, "bound seed 0: No space left on device", "same command goes on")
@@ -647,7 +647,7 @@ def test_the_screen_shows_the_results_and_where_the_table_is(shown: Outcome, who
 
 
 def test_time_left_is_each_configs_rounds_times_what_its_rounds_took() -> None:
-    pace = comparison_runs.Pace({"slow": 10, "fast": 10})
+    pace = comparison_runs.EtaEstimator({"slow": 10, "fast": 10})
     assert pace.left() is None
 
     pace.done("slow", 6.0)
@@ -749,7 +749,7 @@ def test_the_plot_is_a_picture_that_opens(whole: Place) -> None:
 def test_a_plan_is_in_the_order_of_seeds_so_that_each_seed_is_a_whole_comparison(
     here: Place,
 ) -> None:
-    loaded = comparison_plan.load([str(path) for path in here.configs])
+    loaded = comparison_plan.load_configs([str(path) for path in here.configs])
 
     planned = comparison_plan.all_runs(loaded, SEEDS, here.output)
 

@@ -18,8 +18,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from privssl.algorithms import ALGORITHMS
-from privssl.algorithms.base import Without
-from privssl.config import Config, digest, load, to_yaml
+from privssl.algorithms.base import MissingReplyPolicy
+from privssl.config import Config, config_hash, load_config, to_yaml
 from privssl.errors import ConfigError
 from privssl.settings import Positive, Problem, Rate, strict
 
@@ -35,10 +35,10 @@ class SmallConfig:
 class Small:
     Config = SmallConfig
     can_be_private = True
-    without = Without(quorum=("step",))
+    without = MissingReplyPolicy(quorum=("step",))
 
     @classmethod
-    def without_reply(cls, cfg: Any, *, private: bool) -> Without:
+    def missing_reply_policy_for(cls, cfg: Any, *, private: bool) -> MissingReplyPolicy:
         return cls.without
 
     @classmethod
@@ -66,7 +66,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def refusal(path: Path, overrides: Sequence[str] = ()) -> list[str]:
     """The rows of the report, without its heading, columns separated by single spaces."""
     with pytest.raises(ConfigError) as error:
-        load(path, overrides, TABLE)
+        load_config(path, overrides, TABLE)
     return [" ".join(row.split()) for row in str(error.value).splitlines()[1:]]
 
 
@@ -86,7 +86,7 @@ privacy:
   delta: 1e-5
 """
     with pytest.raises(ConfigError) as error:
-        load(write(text, "fedssl_dp.yaml"), ["run.seed=-1"], TABLE)
+        load_config(write(text, "fedssl_dp.yaml"), ["run.seed=-1"], TABLE)
     assert str(error.value) == (
         "fedssl_dp.yaml: 5 problems\n"
         "  line 4    agents.support          "
@@ -101,21 +101,21 @@ privacy:
 
 def test_the_command_line_beats_the_file_and_the_file_beats_the_default(write: Any) -> None:
     path = write(SOUND + "run: {seed: 3, evaluate_every: 4}\n")
-    config = load(path, ["run.seed=5"], TABLE)
+    config = load_config(path, ["run.seed=5"], TABLE)
     assert (config.run.seed, config.run.evaluate_every, config.run.checkpoint_every) == (5, 4, 10)
     assert config.privacy is None
 
 
 def test_a_run_is_named_after_its_file_and_goes_to_runs(write: Any) -> None:
     path = write(SOUND, "trial.yaml")
-    config = load(path, ["run.seed=7"], TABLE)
+    config = load_config(path, ["run.seed=7"], TABLE)
     assert (config.run.name, config.folder) == ("trial", Path("runs/trial-7"))
-    assert load(path, ["run.output=else/where"], TABLE).folder == Path("else/where")
+    assert load_config(path, ["run.output=else/where"], TABLE).folder == Path("else/where")
 
 
 def test_lists_become_tuples_and_whole_numbers_do_for_numbers(write: Any) -> None:
     path = write(SOUND + "privacy: {epsilon: 8, update_at_support: [F, D], protect: [F, D]}\n")
-    config = load(path, ["algorithm.layers=[1, 2]"], TABLE)
+    config = load_config(path, ["algorithm.layers=[1, 2]"], TABLE)
     assert config.algorithm.layers == (1, 2)
     assert config.privacy is not None
     assert config.privacy.protect == ("F", "D")
@@ -124,12 +124,12 @@ def test_lists_become_tuples_and_whole_numbers_do_for_numbers(write: Any) -> Non
 
 def test_an_argument_creates_the_privacy_section_and_null_removes_it(write: Any) -> None:
     path = write(SOUND)
-    private = load(path, ["privacy.epsilon=4"], TABLE).privacy
+    private = load_config(path, ["privacy.epsilon=4"], TABLE).privacy
     assert private is not None
     assert private.epsilon == 4.0
     private_path = write(SOUND + "privacy: {epsilon: 4.0, deltaa: 3}\n", "b.yaml")
-    assert load(private_path, ["privacy=null"], TABLE).privacy is None
-    again = load(private_path, ["privacy=null", "privacy.epsilon=2"], TABLE).privacy
+    assert load_config(private_path, ["privacy=null"], TABLE).privacy is None
+    again = load_config(private_path, ["privacy=null", "privacy.epsilon=2"], TABLE).privacy
     assert again is not None
     assert again.epsilon == 2.0
 
@@ -141,14 +141,14 @@ def test_a_privacy_section_left_empty_never_means_not_private(write: Any) -> Non
     assert refusal(write(SOUND), ["privacy="]) == [
         "argument privacy is a section. Write privacy.key=value"
     ]
-    assert load(write(SOUND + "privacy: null\n"), (), TABLE).privacy is None
-    assert load(path, ["privacy.epsilon=8"], TABLE).privacy is not None
+    assert load_config(write(SOUND + "privacy: null\n"), (), TABLE).privacy is None
+    assert load_config(path, ["privacy.epsilon=8"], TABLE).privacy is not None
 
 
 def test_an_argument_replaces_what_was_wrong_in_the_file(write: Any) -> None:
     path = write(SOUND + "run: {seed: on}\n")
     assert refusal(path)
-    assert load(path, ["run.seed=1"], TABLE).run.seed == 1
+    assert load_config(path, ["run.seed=1"], TABLE).run.seed == 1
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_agents_that_hold_nothing_or_whom_nobody_needs_are_placed_at_their_line(
     """By every algorithm, and not only by those that say it in their own words."""
     path = write("algorithm: {name: pseudo}\nagents:\n  support: 2\n  query: 2\n  mixed: 1\n")
     with pytest.raises(ConfigError) as caught:
-        load(path)
+        load_config(path)
     assert "line 5" in str(caught.value)
     assert "agents.mixed is 1, but with data.labels support there are none" in str(caught.value)
 
@@ -348,7 +348,7 @@ def test_a_file_that_cannot_be_read_is_named_with_what_lies_near(write: Any) -> 
 
     def text(path: str) -> str:
         with pytest.raises(ConfigError) as error:
-            load(Path(path), (), TABLE)
+            load_config(Path(path), (), TABLE)
         return str(error.value)
 
     assert text("fedsl.yaml") == "fedsl.yaml: no such file. Did you mean fedssl.yaml?"
@@ -375,7 +375,7 @@ def test_names_longer_than_200_characters_are_refused(write: Any) -> None:
         assert refusal(path, [f"run.{key}={'x' * 201}"]) == [
             f"argument run.{key} has 201 characters: give at most 200"
         ]
-        assert load(path, [f"run.{key}={'x' * 200}"], TABLE)
+        assert load_config(path, [f"run.{key}={'x' * 200}"], TABLE)
 
 
 def test_delta_is_held_against_the_rows_of_an_agent(write: Any) -> None:
@@ -385,12 +385,12 @@ def test_delta_is_held_against_the_rows_of_an_agent(write: Any) -> None:
         "argument privacy.delta 0.02 allows a whole row to be published: an agent holds about 50 "
         "labelled rows. Give less than 1 / 50, better 1.3e-2"
     ]
-    assert load(path, ["privacy.delta=0.0199"], TABLE).warnings == (
+    assert load_config(path, ["privacy.delta=0.0199"], TABLE).warnings == (
         "privacy.delta is 0.0199, large for about 50 labelled rows of an agent. "
         "Customary is at most 1.3e-2",
     )
     assert math.isclose(50**-1.1, 0.01353, rel_tol=1e-3)
-    assert load(path, ["privacy.delta=0.0135"], TABLE).warnings == ()
+    assert load_config(path, ["privacy.delta=0.0135"], TABLE).warnings == ()
     # one agent alone holds all 100: 0.0199 is now above 1/100
     assert refusal(path, ["privacy.delta=0.0199", "agents.support=1"])
 
@@ -401,7 +401,7 @@ def test_a_clip_norm_below_what_single_precision_can_tell_is_refused(
 ) -> None:
     path = write(SOUND + f"privacy: {{epsilon: 8, clip_norm: {clip_norm}}}\n")
     if fits:
-        assert load(path, (), TABLE).privacy is not None
+        assert load_config(path, (), TABLE).privacy is not None
     else:
         [row] = refusal(path)
         assert row.endswith("give a number of 0.001 or more")
@@ -409,7 +409,7 @@ def test_a_clip_norm_below_what_single_precision_can_tell_is_refused(
 
 def test_bfloat16_is_refused_in_a_private_run_alone(write: Any) -> None:
     path = write(SOUND + "run: {precision: bfloat16}\n")
-    assert load(path, (), TABLE).run.precision == "bfloat16"
+    assert load_config(path, (), TABLE).run.precision == "bfloat16"
     [row] = refusal(path, ["privacy.epsilon=8"])
     assert row.startswith("line 3 run.precision private gradients are clipped and noised")
 
@@ -428,15 +428,15 @@ def test_precision_auto_is_said_as_what_it_is_here(
 ) -> None:
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: capable)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("privssl.kernels.generation", lambda: None)
+    monkeypatch.setattr("privssl.kernels.instruction_set", lambda: None)
     path = write(SOUND + f"run: {{precision: auto}}\nmodel: {{name: {model}}}\n")
-    config = load(path, (), TABLE)
+    config = load_config(path, (), TABLE)
     assert config.run.precision == expected
     assert f"precision: {expected}" in to_yaml(config)
-    told = load(path, [f"run.precision={expected}"], TABLE)
-    assert digest(config) == digest(told)
+    told = load_config(path, [f"run.precision={expected}"], TABLE)
+    assert config_hash(config) == config_hash(told)
     for other in ("privacy.epsilon=8", "run.batched_agents=2"):  # which go in float32 alone
-        assert load(path, [other], TABLE).run.precision == "float32"
+        assert load_config(path, [other], TABLE).run.precision == "float32"
 
 
 @pytest.mark.parametrize(
@@ -457,19 +457,19 @@ def test_bfloat16_without_instructions_for_it_is_warned_of(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("platform.machine", lambda: machine)
     path = write(SOUND + f"run: {{precision: bfloat16, device: {device}}}\n")
-    warned = load(path, (), TABLE).warnings
+    warned = load_config(path, (), TABLE).warnings
     assert warned == (
         "run.precision is bfloat16, for which this processor has no instructions: steps can "
         "take several times as long as in float32. Set it to auto",
     ) * warns  # fmt: skip
     for other in ("float32", "auto"):
-        assert load(path, [f"run.precision={other}"], TABLE).warnings == ()
+        assert load_config(path, [f"run.precision={other}"], TABLE).warnings == ()
 
 
 @pytest.mark.parametrize("norm", ["batch", "static"])
 def test_a_norm_that_couples_rows_is_refused_in_a_private_run_alone(write: Any, norm: str) -> None:
     path = write(SOUND + f"model: {{norm: {norm}}}\n")
-    assert load(path, (), TABLE).model.norm == norm
+    assert load_config(path, (), TABLE).model.norm == norm
     [row] = refusal(path, ["privacy.epsilon=8"])
     assert row.startswith(f"line 3 model.norm {norm} norm couples the rows")
 
@@ -509,10 +509,10 @@ choices = st.fixed_dictionaries(
 )
 def test_the_resolved_config_reads_back_as_equal(write: Any, chosen: dict[str, str]) -> None:
     given = {"data.root": "rows.npz", **chosen, "data.name": "npz"}
-    config = load(write(SOUND), [f"{key}={value}" for key, value in given.items()], TABLE)
-    again = load(write(to_yaml(config), "resolved.yaml"), (), TABLE)
+    config = load_config(write(SOUND), [f"{key}={value}" for key, value in given.items()], TABLE)
+    again = load_config(write(to_yaml(config), "resolved.yaml"), (), TABLE)
     assert again == config
-    assert digest(again) == digest(config)
+    assert config_hash(again) == config_hash(config)
     assert to_yaml(again) == to_yaml(config)
 
 
@@ -521,9 +521,9 @@ def test_the_resolved_config_of_every_algorithm_states_every_key(write: Any, nam
     agents = "agents: {support: 2, query: 6}\n"
     if name == "server_sl":  # the one that needs a labelled server
         agents = "data: {labels: labels-at-server}\nagents: {query: 6}\n"
-    config = load(write(agents + f"algorithm: {{name: {name}}}\n"))
+    config = load_config(write(agents + f"algorithm: {{name: {name}}}\n"))
     resolved = to_yaml(config)
-    assert load(write(resolved)) == config
+    assert load_config(write(resolved)) == config
     written = yaml.safe_load(resolved)
     for section in ("run", "data", "agents", "model", "algorithm"):
         keys = {field.name for field in dataclasses.fields(getattr(config, section))}
@@ -533,11 +533,11 @@ def test_the_resolved_config_of_every_algorithm_states_every_key(write: Any, nam
 def test_the_digest_is_of_what_can_change_a_trained_bit_and_of_nothing_else(write: Any) -> None:
     path = write(SOUND + "privacy: {epsilon: 8.0}\n")
     open_to_all = write(SOUND, "open.yaml")
-    narrow = digest(load(open_to_all, ["run.precision=bfloat16"], TABLE))
-    assert narrow != digest(load(open_to_all, (), TABLE))
+    narrow = config_hash(load_config(open_to_all, ["run.precision=bfloat16"], TABLE))
+    assert narrow != config_hash(load_config(open_to_all, (), TABLE))
 
     def digest_with(*overrides: str) -> str:
-        return digest(load(path, overrides, TABLE))
+        return config_hash(load_config(path, overrides, TABLE))
 
     free = ["name=x", "output=y", "overwrite=true", "evaluate_every=2", "checkpoint_every=3"]
     free += ["images_every=4", "device=cpu", "check_wire=true", "workers=2"]
@@ -552,6 +552,6 @@ def test_the_digest_is_of_what_can_change_a_trained_bit_and_of_nothing_else(writ
 
 
 def test_a_config_is_frozen(write: Any) -> None:
-    config: Config = load(write(SOUND), (), TABLE)
+    config: Config = load_config(write(SOUND), (), TABLE)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.run = None  # type: ignore[assignment, misc]

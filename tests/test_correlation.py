@@ -19,10 +19,10 @@ from generators import ImageDiscriminator
 from privssl import kernels
 from privssl.clipping import clipped_sums
 from privssl.kernels import correlation
-from privssl.models import laid_out
+from privssl.models import optimize_layout
 from privssl.row_gradients import factored_gradients
 from privssl.seeds import seeded, stream
-from privssl.together import Called
+from privssl.together import FunctionalModule
 
 if not HERE:
     pytest.skip("no kernels were compiled", allow_module_level=True)
@@ -118,7 +118,7 @@ def gradients_asked(network: nn.Module, x: Tensor) -> list[tuple[int, ...]]:
     """Of private gradients of a network, those of weights that the kernel makes: their shapes."""
     with patch.object(correlation, "sums", wraps=correlation.sums) as asked:
         factored_gradients(
-            lambda p, row: Called(network, p["N"])(row["x"][None]).square().sum(),
+            lambda p, row: FunctionalModule(network, p["N"])(row["x"][None]).square().sum(),
             parameters_of({"N": network}),
             {"x": x},
         )
@@ -136,7 +136,7 @@ def test_private_steps_ask_for_convolutions_whose_weights_are_written_out() -> N
     x = torch.zeros(2, 3, 8, 8)
     assert gradients_asked(network, x) == [(6, 3, 3, 2), (6, 4, 4, 4)]
     assert gradients_asked(network.double(), x.double()) == []
-    with kernels.torch_alone():
+    with kernels.disabled():
         assert gradients_asked(network.float(), x) == []
 
 
@@ -150,12 +150,12 @@ def test_in_a_private_step_a_row_reaches_its_own_gradient_and_moves_the_sum_by_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with seeded(stream(0, 0, "world", "D")):
-        network, clip = laid_out(ImageDiscriminator((1, 8, 8), 3, spectral=False)), 1e-3
+        network, clip = optimize_layout(ImageDiscriminator((1, 8, 8), 3, spectral=False)), 1e-3
     x = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
     def gradients(x: Tensor) -> dict[Any, Any]:
         return factored_gradients(
-            lambda p, row: Called(network, p["D"])(row["x"][None], row["p"][None]).sum(),
+            lambda p, row: FunctionalModule(network, p["D"])(row["x"][None], row["p"][None]).sum(),
             parameters_of({"D": network}),
             {"x": x, "p": torch.full((4, 3), 1 / 3)},
         )

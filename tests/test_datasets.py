@@ -25,7 +25,7 @@ from sklearn.model_selection import train_test_split
 
 from privssl import config as configs
 from privssl.data.arrays import Arrays, read_npz
-from privssl.data.datasets import Dataset, checksum, from_arrays, load
+from privssl.data.datasets import Dataset, checksum, from_arrays, load_dataset
 from privssl.data.downloads import default_root
 from privssl.errors import DataError
 from privssl.learn import network_input
@@ -54,7 +54,7 @@ def digits_of_scikit_learn() -> dict[str, NDArray[np.uint8]]:
 
 
 def test_digits_are_those_of_scikit_learn_with_a_fifth_of_each_class_held_out() -> None:
-    found, wanted = load(DataSettings(name="digits")), digits_of_scikit_learn()
+    found, wanted = load_dataset(DataSettings(name="digits")), digits_of_scikit_learn()
     assert (found.classes, found.shape, found.x_train.dtype) == (10, (1, 8, 8), torch.uint8)
     for name, array in wanted.items():
         assert np.array_equal(np.squeeze(getattr(found, name).numpy()), array)
@@ -63,10 +63,10 @@ def test_digits_are_those_of_scikit_learn_with_a_fifth_of_each_class_held_out() 
 
 
 def test_toy_rows_are_easy_and_always_the_same() -> None:
-    toy = load(DataSettings(name="toy"))
+    toy = load_dataset(DataSettings(name="toy"))
     assert (len(toy.y_train), len(toy.y_test), toy.shape) == (1000, 200, (1, 8, 8))
     assert toy.y_train.bincount().tolist() == [100] * 10
-    assert checksum(load(DataSettings(name="toy"))) == checksum(toy)
+    assert checksum(load_dataset(DataSettings(name="toy"))) == checksum(toy)
     # The nearest class mean is right for every test row.
     rows = network_input(toy.x_train).flatten(1)
     means = torch.stack([rows[toy.y_train == number].mean(dim=0) for number in range(10)])
@@ -103,7 +103,7 @@ def npz(folder: Path, **changes: Any) -> Dataset:
     }
     parts = {name: value for name, value in {**parts, **changes}.items() if value is not None}
     np.savez(folder / "rows.npz", **parts)
-    return load(DataSettings(name="npz", root=str(folder / "rows.npz")))
+    return load_dataset(DataSettings(name="npz", root=str(folder / "rows.npz")))
 
 
 def test_an_npz_of_grey_images_gets_one_channel(tmp_path: Path) -> None:
@@ -245,9 +245,9 @@ def test_what_is_no_npz_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04" + bytes(40))
     for name in ("text.npz", "one.npy", "cut.npz", "absent.npz"):
         with pytest.raises(DataError):
-            load(DataSettings(name="npz", root=str(tmp_path / name)))
+            load_dataset(DataSettings(name="npz", root=str(tmp_path / name)))
     with pytest.raises(DataError, match=r"a folder\. Give the NPZ file itself"):
-        load(DataSettings(name="npz", root=str(tmp_path)))
+        load_dataset(DataSettings(name="npz", root=str(tmp_path)))
 
 
 @given(where=st.integers(0, 2**20), bit=st.integers(0, 7))
@@ -286,7 +286,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def read(folder: Path, image_size: Positive | None = None) -> Dataset:
-    return load(DataSettings(name="image_folder", root=str(folder), image_size=image_size))
+    return load_dataset(DataSettings(name="image_folder", root=str(folder), image_size=image_size))
 
 
 def test_images_come_in_the_order_of_their_names_with_the_classes_of_their_folders(
@@ -373,7 +373,7 @@ def svhn_file(folder: Path, part: str, labels: list[int]) -> NDArray[np.uint8]:
 def test_svhn_is_read_from_its_files_and_its_ten_is_a_zero(tmp_path: Path) -> None:
     x = svhn_file(tmp_path, "train", [10, 1, 9, 10])
     svhn_file(tmp_path, "test", [3])
-    found = load(DataSettings(name="svhn", root=str(tmp_path)))
+    found = load_dataset(DataSettings(name="svhn", root=str(tmp_path)))
     assert found.y_train.tolist() == [0, 1, 9, 0]
     assert (found.y_test.tolist(), found.shape) == ([3], (3, 32, 32))
     assert found.x_train[2, 1, 30, 4] == x[30, 4, 1, 2]
@@ -384,14 +384,14 @@ def test_svhn_with_labels_of_no_digit_is_refused(tmp_path: Path, labels: list[in
     svhn_file(tmp_path, "train", labels)
     svhn_file(tmp_path, "test", [3])
     with pytest.raises(DataError, match="not from 0 to 9"):
-        load(DataSettings(name="svhn", root=str(tmp_path)))
+        load_dataset(DataSettings(name="svhn", root=str(tmp_path)))
 
 
 def test_a_damaged_file_is_refused_with_the_files_to_remove(tmp_path: Path) -> None:
     svhn_file(tmp_path, "train", [1])
     (tmp_path / "test_32x32.mat").write_bytes(b"MATLAB 5.0 MAT-file, but not really" * 9)
     with pytest.raises(DataError, match=r"damaged .* Remove train_32x32.mat, test_32x32.mat"):
-        load(DataSettings(name="svhn", root=str(tmp_path)))
+        load_dataset(DataSettings(name="svhn", root=str(tmp_path)))
 
 
 def idx_files(folder: Path, x: NDArray[np.uint8], y: NDArray[np.uint8]) -> None:
@@ -408,7 +408,7 @@ def idx_files(folder: Path, x: NDArray[np.uint8], y: NDArray[np.uint8]) -> None:
 def test_mnist_is_read_from_its_files(tmp_path: Path) -> None:
     x = np.random.RandomState(0).randint(0, 256, (5, 28, 28)).astype(np.uint8)
     idx_files(tmp_path, x, np.array([3, 1, 4, 1, 5], np.uint8))
-    found = load(DataSettings(name="mnist", root=str(tmp_path)))
+    found = load_dataset(DataSettings(name="mnist", root=str(tmp_path)))
     assert found.x_train.tolist() == x[:, None].tolist()
     assert found.y_test.tolist() == [3, 1, 4, 1, 5]
 
@@ -448,13 +448,13 @@ def test_an_idx_file_that_is_not_what_its_head_says_is_refused(
     path = tmp_path / "MNIST/raw/t10k-images-idx3-ubyte"
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(DataError, match=rf"damaged \(t10k-images-idx3-ubyte {said}"):
-        load(DataSettings(name="mnist", root=str(tmp_path)))
+        load_dataset(DataSettings(name="mnist", root=str(tmp_path)))
 
 
 def test_an_mnist_whose_files_do_not_belong_together_is_refused(tmp_path: Path) -> None:
     idx_files(tmp_path, np.zeros((5, 28, 28), np.uint8), np.zeros(4, np.uint8))
     with pytest.raises(DataError, match="with 4 labels"):
-        load(DataSettings(name="mnist", root=str(tmp_path)))
+        load_dataset(DataSettings(name="mnist", root=str(tmp_path)))
 
 
 def cifar_files(folder: Path, content: bytes) -> None:
@@ -475,7 +475,7 @@ def test_cifar10_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.Monk
     for parts in ("train_list", "test_list"):
         monkeypatch.setattr(CIFAR10, parts, [[n, digest] for n, _ in getattr(CIFAR10, parts)])
     monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": digest})
-    found = load(DataSettings(name="cifar10", root=str(tmp_path)))
+    found = load_dataset(DataSettings(name="cifar10", root=str(tmp_path)))
     # A row of the file is the red, green and blue plane one after the other.
     assert found.x_train.tolist() == np.tile(x, (5, 1)).reshape(10, 3, 32, 32).tolist()
     assert found.y_test.tolist() == [7, 2]
@@ -496,13 +496,13 @@ def test_cifar10_may_be_a_folder_of_copies_and_that_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = jpeg_copies(tmp_path / "copies", 10, 32)
-    found = load(DataSettings(name="cifar10", root=str(root)))
+    found = load_dataset(DataSettings(name="cifar10", root=str(root)))
     assert (found.shape, found.classes, len(found.y_train)) == ((3, 32, 32), 10, 10)
     assert "a folder of images is read as cifar10" in caplog.text
     for name, classes, side in (("few", 3, 32), ("small", 10, 28)):
         other = jpeg_copies(tmp_path / name, classes, side)
         with pytest.raises(DataError, match=rf"has {classes} classes .* and cifar10 ten of"):
-            load(DataSettings(name="cifar10", root=str(other)))
+            load_dataset(DataSettings(name="cifar10", root=str(other)))
 
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -510,9 +510,9 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.rglob("*cifar10*.yaml")), ids=str)
 def test_configs_of_cifar10_name_it_and_no_folder_of_one_machine(config: Path) -> None:
-    data = configs.load(config).data
+    data = configs.load_config(config).data
     assert (data.name, data.root) == ("cifar10", "")
-    assert configs.load(config, ["data.root=copies"]).data.root == "copies"
+    assert configs.load_config(config, ["data.root=copies"]).data.root == "copies"
 
 
 def test_a_pickle_that_is_not_the_published_one_is_never_opened(tmp_path: Path) -> None:
@@ -521,7 +521,7 @@ def test_a_pickle_that_is_not_the_published_one_is_never_opened(tmp_path: Path) 
     harmful = b"cos\nmkdir\n(S" + repr(str(mark)).encode() + b"\ntR."
     cifar_files(tmp_path, harmful)
     with pytest.raises(DataError, match=r"cifar10: a file in .* is damaged"):
-        load(DataSettings(name="cifar10", root=str(tmp_path)))
+        load_dataset(DataSettings(name="cifar10", root=str(tmp_path)))
     assert not mark.exists()
     pickle.loads(harmful)  # noqa: S301 - the control: it would have worked
     assert mark.exists()
@@ -548,7 +548,7 @@ def test_without_files_and_network_the_error_names_folder_files_and_command(
 
     monkeypatch.setattr(urllib.request, "urlopen", unplugged)
     with pytest.raises(DataError) as refusal:
-        load(DataSettings(name=name, root=str(tmp_path / "data")))
+        load_dataset(DataSettings(name=name, root=str(tmp_path / "data")))
     said = str(refusal.value)
     assert str(tmp_path / "data") in said
     assert file in said
@@ -564,7 +564,7 @@ def test_the_command_of_the_error_gets_both_parts_into_that_folder(tmp_path: Pat
     root = str(tmp_path / "file" / "it's here")
     (tmp_path / "file").touch()  # a folder cannot be made under it, so nothing is downloaded
     with pytest.raises(DataError) as refusal:
-        load(DataSettings(name="svhn", root=root))
+        load_dataset(DataSettings(name="svhn", root=root))
     [line] = [s for s in str(refusal.value).splitlines() if s.strip().startswith("python -c")]
     _, *arguments = shlex.split(line)
     done = subprocess.run(
@@ -594,6 +594,6 @@ def test_data_is_looked_for_in_the_folder_of_the_environment(
 def test_the_real_sets_have_their_known_mean(name: Any, folder: str, mean: float) -> None:
     if not (default_root() / folder / "raw").is_dir():
         pytest.skip(f"{folder} is not in {default_root()}")
-    found = load(DataSettings(name=name))
+    found = load_dataset(DataSettings(name=name))
     assert (len(found.y_train), len(found.y_test)) == (60_000, 10_000)
     assert found.x_train.double().mean().item() / 255 == pytest.approx(mean, abs=1e-4)

@@ -115,7 +115,7 @@ def test_a_word_that_would_bias_a_remainder_is_drawn_again(monkeypatch: pytest.M
         asked.append(count)
         return np.array(next(words), dtype=np.uint64)
 
-    monkeypatch.setattr(module, "random_words", told)
+    monkeypatch.setattr(module, "random_uint64", told)
     assert module._below(3, 3).tolist() == [2, 2, 1]
     assert asked == [3, 2, 1]
 
@@ -153,7 +153,7 @@ def test_the_check_of_seeds_notices_a_seeded_generator(monkeypatch: pytest.Monke
     def seeded(count: int) -> NDArray[np.uint64]:
         return np.frombuffer(np.random.bytes(8 * count), dtype=np.uint64).copy()
 
-    monkeypatch.setattr(module, "random_words", seeded)
+    monkeypatch.setattr(module, "random_uint64", seeded)
     assert np.array_equal(after_the_same_seeds(), after_the_same_seeds())
 
 
@@ -161,7 +161,7 @@ def test_all_coins_are_words_that_nobody_can_foretell(monkeypatch: pytest.Monkey
     def closed(count: int) -> NDArray[np.uint64]:
         raise OSError("no coins")
 
-    monkeypatch.setattr(module, "random_words", closed)
+    monkeypatch.setattr(module, "random_uint64", closed)
     with pytest.raises(OSError, match="no coins"):
         discrete_laplace(1.0, 1)
 

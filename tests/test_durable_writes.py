@@ -18,12 +18,12 @@ import torch
 
 from accounting import registry
 from accounting.budget import Budget
-from accounting.events import SampledGaussian
+from accounting.events import PoissonSampledGaussianEvent
 from accounting.ledger import Account, AccountPlan
 from privssl import checkpoint, durable
 from privssl.checkpoint import Snapshot
 
-VISIT = SampledGaussian(noise_multiplier=8.0, sample_rate=1.0, steps=5)
+VISIT = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
 
 
 class Tape:
@@ -100,7 +100,7 @@ def test_a_file_takes_its_name_when_all_of_it_is_on_the_disk(tape: Tape, tmp_pat
 def test_a_snapshot_takes_its_name_when_all_of_it_is_on_the_disk(
     tape: Tape, tmp_path: Path
 ) -> None:
-    checkpoint.save(tmp_path, snapshot(7))
+    checkpoint.save_snapshot(tmp_path, snapshot(7))
     named = tape.calls.index(("named", "round_00007"))
     inside = {path.name: path.stat().st_size for path in (tmp_path / "round_00007").iterdir()}
     before = [(size, name) for size, name in tape.calls[:named] if size != "folder"]
@@ -118,7 +118,7 @@ def snapshot(number: int) -> Snapshot:
 def test_a_snapshot_that_is_made_again_and_interrupted_leaves_the_former_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    checkpoint.save(tmp_path, snapshot(7))
+    checkpoint.save_snapshot(tmp_path, snapshot(7))
     before = {path.name: path.read_bytes() for path in (tmp_path / "round_00007").iterdir()}
     rename: Callable[..., Path] = Path.rename
 
@@ -134,7 +134,7 @@ def test_a_snapshot_that_is_made_again_and_interrupted_leaves_the_former_one(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.save(tmp_path, snapshot(7))
+            checkpoint.save_snapshot(tmp_path, snapshot(7))
     assert {p.name: p.read_bytes() for p in (tmp_path / "round_00007").iterdir()} == before
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(durable.TEMPORARY)]
 

@@ -25,12 +25,12 @@ from accounting.empirical import (
     sample_rate_p,
 )
 from accounting.errors import PlanError
-from accounting.events import SampledGaussian
+from accounting.events import PoissonSampledGaussianEvent
 from accounting.two_worlds import (
     roc,
-    two_world_ceiling,
-    two_world_from_scores,
-    two_world_lower_bound,
+    two_sample_bound_from_scores,
+    two_sample_ceiling,
+    two_sample_lower_bound,
 )
 
 DELTA = 1e-5
@@ -113,9 +113,9 @@ def test_without_errors_the_bound_is_the_published_ceiling(trials: int, publishe
     limit = 1 - 0.025 ** (1 / trials)  # (1 - limit)^trials = 0.025
     by_hand = math.log((1 - limit - DELTA) / limit)
     assert by_hand == pytest.approx(published, abs=5e-3)
-    ceiling = two_world_ceiling(trials_in=trials, trials_out=trials, delta=DELTA)
+    ceiling = two_sample_ceiling(trials_in=trials, trials_out=trials, delta=DELTA)
     assert ceiling == pytest.approx(by_hand, rel=1e-9)
-    assert two_world_lower_bound(**errors(0, 0, trials)) == ceiling
+    assert two_sample_lower_bound(**errors(0, 0, trials)) == ceiling
 
 
 def clopper_pearson(count: int, trials: int, level: float) -> float:
@@ -136,7 +136,9 @@ def test_the_bound_is_the_better_of_two_ratios_of_exact_limits(missed: int, accu
     fp = clopper_pearson(accused, 60, 0.975)
     ratios = (1 - fn - DELTA) / fp, (1 - fp - DELTA) / fn
     expected = max(0.0, math.log(max(1e-9, *ratios)))
-    assert two_world_lower_bound(**errors(missed, accused, 60)) == pytest.approx(expected, abs=1e-9)
+    assert two_sample_lower_bound(**errors(missed, accused, 60)) == pytest.approx(
+        expected, abs=1e-9
+    )
 
 
 def rejected_share(claim: float, false_negative: float, false_positive: float, n: int) -> float:
@@ -145,7 +147,7 @@ def rejected_share(claim: float, false_negative: float, false_positive: float, n
     return sum(
         float(binom.pmf(a, n, false_negative) * binom.pmf(b, n, false_positive))
         for a, b in itertools.product(counts, counts)
-        if two_world_lower_bound(**errors(a, b, n)) > claim
+        if two_sample_lower_bound(**errors(a, b, n)) > claim
     )
 
 
@@ -164,12 +166,12 @@ def test_scores_that_know_nothing_bound_nothing_and_those_that_do_do() -> None:
     random = np.random.default_rng(3)
     alarms = 0
     for _ in range(100):
-        null = two_world_from_scores(
+        null = two_sample_bound_from_scores(
             random.standard_normal(400), random.standard_normal(400), DELTA
         )
         alarms += null.lower_bound > 0
     assert alarms <= 5
-    told = two_world_from_scores(
+    told = two_sample_bound_from_scores(
         2 + random.standard_normal(400), random.standard_normal(400), DELTA
     )
     assert 1 < told.lower_bound < told.ceiling
@@ -179,14 +181,14 @@ def test_the_threshold_is_chosen_on_one_half_and_counted_on_the_other() -> None:
     # In the first halves 5 separates the worlds. In the second halves 4.95 would.
     scores_in = np.concatenate([np.linspace(5, 9, 50), np.full(50, 4.95)])
     scores_out = np.concatenate([np.linspace(0, 4.9, 50), np.zeros(50)])
-    found = two_world_from_scores(scores_in, scores_out, DELTA)
+    found = two_sample_bound_from_scores(scores_in, scores_out, DELTA)
     assert found.threshold == 5.0
     assert (found.trials_in, found.trials_out) == (50, 50)
     assert (found.false_negatives, found.false_positives) == (50, 0)
     assert found.lower_bound == 0.0
-    assert found.ceiling == two_world_ceiling(trials_in=50, trials_out=50, delta=DELTA)
+    assert found.ceiling == two_sample_ceiling(trials_in=50, trials_out=50, delta=DELTA)
     # control: with the second halves first, 4.95 is found and separates what is counted
-    found = two_world_from_scores(scores_in[::-1], scores_out[::-1], DELTA)
+    found = two_sample_bound_from_scores(scores_in[::-1], scores_out[::-1], DELTA)
     assert found.threshold == 4.95
     assert found.lower_bound == found.ceiling > 0
 
@@ -208,16 +210,16 @@ def test_a_bound_exceeds_what_its_threshold_gives_away_once_in_twenty_at_most(
     held_out, too_loose = 0, 0
     for _ in range(repeats):
         members, others = rng.normal(mu, size=1000), rng.normal(size=8000)
-        found = two_world_from_scores(members, others, DELTA, choosing=choosing)
+        found = two_sample_bound_from_scores(members, others, DELTA, choosing=choosing)
         held_out += overstated(found.threshold, found.lower_bound)
         # The control: limits that are asked to hold every second time only.
-        loose = two_world_from_scores(members, others, DELTA, 0.5, choosing=choosing)
+        loose = two_sample_bound_from_scores(members, others, DELTA, 0.5, choosing=choosing)
         too_loose += overstated(loose.threshold, loose.lower_bound)
     assert held_out <= 12 < too_loose
 
 
 def test_of_an_odd_number_of_scores_the_larger_half_is_counted() -> None:
-    found = two_world_from_scores(np.arange(7.0), np.arange(3.0), DELTA)
+    found = two_sample_bound_from_scores(np.arange(7.0), np.arange(3.0), DELTA)
     assert (found.trials_in, found.trials_out) == (4, 2)
 
 
@@ -233,7 +235,9 @@ class Step(NamedTuple):
 
     @property
     def claim(self) -> float:
-        return epsilon([SampledGaussian(self.noise, self.sample_rate, self.steps)], DELTA)
+        return epsilon(
+            [PoissonSampledGaussianEvent(self.noise, self.sample_rate, self.steps)], DELTA
+        )
 
     def releases(self, runs: int, seed: int, present: bool, noise_factor: float = 1.0) -> Floats:
         """(runs, steps): noisy sums of runs with or without the canary."""
@@ -252,7 +256,7 @@ class Step(NamedTuple):
             )
             for present in (True, False)
         )
-        return two_world_from_scores(with_it, without, DELTA).lower_bound
+        return two_sample_bound_from_scores(with_it, without, DELTA).lower_bound
 
 
 # Claims by RDP; the tightest accountant says 2.26, 4.16 and 3.71.
@@ -482,9 +486,9 @@ def test_one_shared_pair_has_the_p_value_of_its_angle() -> None:
 )
 def test_counts_that_cannot_be_are_refused_by_name(wrong: dict[str, Any], part: str) -> None:
     usual = {**errors(1, 2, 100), "confidence": 0.95}
-    assert two_world_lower_bound(**usual) > 0
+    assert two_sample_lower_bound(**usual) > 0
     with pytest.raises(PlanError, match=part):
-        two_world_lower_bound(**{**usual, **wrong})
+        two_sample_lower_bound(**{**usual, **wrong})
 
 
 @pytest.mark.parametrize(
@@ -492,10 +496,13 @@ def test_counts_that_cannot_be_are_refused_by_name(wrong: dict[str, Any], part: 
     [
         (lambda: roc([], [1.0]), "scores_in"),
         (lambda: roc([1.0], [math.nan]), "scores_out"),
-        (lambda: two_world_from_scores([1.0], [1.0, 2.0], DELTA), "scores_in .* 2 or more"),
-        (lambda: two_world_from_scores([1.0, 2.0], [1.0, 2.0], DELTA, choosing=1.0), "choosing"),
-        (lambda: two_world_from_scores([1.0, 2.0], [[1.0, 2.0]], DELTA), "scores_out"),
-        (lambda: two_world_from_scores([1.0, 2.0], [1.0, 2.0], 0.0), "delta"),
+        (lambda: two_sample_bound_from_scores([1.0], [1.0, 2.0], DELTA), "scores_in .* 2 or more"),
+        (
+            lambda: two_sample_bound_from_scores([1.0, 2.0], [1.0, 2.0], DELTA, choosing=1.0),
+            "choosing",
+        ),
+        (lambda: two_sample_bound_from_scores([1.0, 2.0], [[1.0, 2.0]], DELTA), "scores_out"),
+        (lambda: two_sample_bound_from_scores([1.0, 2.0], [1.0, 2.0], 0.0), "delta"),
         (
             lambda: log_likelihood_ratio([1.0], noise_multiplier=1.0, sample_rate=1.0),
             "releases must be a table",

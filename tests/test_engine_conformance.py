@@ -23,16 +23,16 @@ import pytest
 import torch
 from test_algorithm_contract import CASES, algorithm
 from torch import Tensor
-from toy_worlds import Played, at_server, federation, play, same_bits
+from toy_worlds import Played, at_server, federated_data, play, same_bits
 
 from privssl.agents import Agent, LabelledRows, UnlabelledRows
-from privssl.algorithms.base import Context, Without, on_agent
+from privssl.algorithms.base import Context, MissingReplyPolicy, on_agent
 from privssl.engines import Call, Engine
 from privssl.engines.local import LocalEngine
 from privssl.engines.roster import SiteError
-from privssl.engines.workers import WorkerEngine, why_not
+from privssl.engines.workers import WorkerEngine, unsupported_reason
 from privssl.errors import DataError
-from privssl.messages import Message, MessageError, Reply, Silence, StateDict
+from privssl.messages import Declined, Message, MessageError, Reply, StateDict
 
 CPU = torch.device("cpu")
 
@@ -54,14 +54,16 @@ class Steps:
     desk = torch.zeros(3)
 
     @classmethod
-    def without_reply(cls, cfg: object, *, private: bool) -> Without:
-        return Without(quorum=("draw", "hush"), skip=("count",), needed_because="All are needed")
+    def missing_reply_policy_for(cls, cfg: object, *, private: bool) -> MissingReplyPolicy:
+        return MissingReplyPolicy(
+            quorum=("draw", "hush"), skip=("count",), needed_because="All are needed"
+        )
 
     @on_agent
     def draw(self, agent: Agent, msg: Told, ctx: Context) -> Told:
         """All that a reply has: content, weight, notes; and all the randomness of a visit."""
         ctx.weight = float(len(agent.unlabelled))
-        ctx.note("train/loss", msg.number / 3)
+        ctx.log_metric("train/loss", msg.number / 3)
         drawn = torch.rand(3, generator=ctx.rng("z")) + torch.rand(3)  # the second is dropout's
         wide = {"a": drawn.bfloat16(), "b": drawn[:0], "c": torch.tensor(7)}
         return Told(agent.id, msg.number, drawn, wide)
@@ -103,8 +105,8 @@ class Steps:
         return Told(t=self.desk.fill_(len(agent.unlabelled)), w={"a": self.desk[:2]})
 
     @on_agent
-    def hush(self, agent: Agent, msg: Told, ctx: Context) -> Told | Silence:
-        return Silence(f"{agent.id} has nothing to say") if agent.id != "q1" else Told("speaks")
+    def hush(self, agent: Agent, msg: Told, ctx: Context) -> Told | Declined:
+        return Declined(f"{agent.id} has nothing to say") if agent.id != "q1" else Told("speaks")
 
     @on_agent
     def fail(self, agent: Agent, msg: Told, ctx: Context) -> Told:
@@ -186,7 +188,9 @@ ENGINES: dict[str, Under] = {
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
-    no_forks = pytest.mark.skipif(why_not(CPU) is not None, reason=f"no processes: {why_not(CPU)}")
+    no_forks = pytest.mark.skipif(
+        unsupported_reason(CPU) is not None, reason=f"no processes: {unsupported_reason(CPU)}"
+    )
     forks = "worker" in name or "processes" in name
     return [no_forks] * forks + [pytest.mark.slow] * ENGINES[name].rare
 
@@ -214,7 +218,7 @@ def ask(
 
 def same(one: Reply[Any], other: Reply[Any]) -> bool:
     """Whether two replies agree in sender, weight, notes, and every bit of content."""
-    about = [(r.sender, r.weight, dict(r.notes), type(r.content)) for r in (one, other)]
+    about = [(r.sender, r.weight, dict(r.metrics), type(r.content)) for r in (one, other)]
     return about[0] == about[1] and same_bits(one.content, other.content)
 
 
@@ -241,7 +245,7 @@ def test_there_is_one_reply_to_each_call_in_the_order_of_the_calls(name: str, wh
     with made(name) as there:
         replies = ask(there, STEPS.draw, whom=whom)
         assert " ".join(reply.sender.id for reply in replies) == whom
-        assert " ".join(reply.said.text for reply in replies) == whom
+        assert " ".join(reply.payload.text for reply in replies) == whom
         assert list(there.deliver([])) == []
 
 
@@ -269,8 +273,8 @@ def test_replies_are_those_of_one_process(name: str) -> None:
             assert all_same(ask(there, STEPS.draw, told, number=number), expected)
             # The control of the comparison: each part of a reply is in it.
             assert [reply.weight for reply in expected] == [4.0, 7.0, 5.0]
-            assert expected[1].notes == {"train/loss": number / 3}
-            assert expected[1].said.w["a"].dtype == torch.bfloat16
+            assert expected[1].metrics == {"train/loss": number / 3}
+            assert expected[1].payload.w["a"].dtype == torch.bfloat16
 
 
 @every_engine
@@ -278,7 +282,7 @@ def test_each_agent_gets_its_own_message_where_they_differ(name: str) -> None:
     with made(name) as there:
         sent = [Told(number=n) for n in (1.0, 2.0, 3.0)]
         calls = [Call(a, STEPS.draw, m, 1) for a, m in zip(there.roster(), sent, strict=True)]
-        assert [reply.said.number for reply in there.deliver(calls)] == [1.0, 2.0, 3.0]
+        assert [reply.payload.number for reply in there.deliver(calls)] == [1.0, 2.0, 3.0]
 
 
 @every_engine
@@ -291,8 +295,10 @@ def test_randomness_follows_from_seed_round_agent_step_and_visit(name: str) -> N
             Call(q0, STEPS.draw, Told(), 2),
             Call(q1, STEPS.draw, Told(), 1),
         ]
-        drawn = [tuple(reply.said.t.tolist()) for reply in there.deliver(calls)]
-        alone = [tuple(next(iter(there.deliver([call]))).said.t.tolist()) for call in calls[::-1]]
+        drawn = [tuple(reply.payload.t.tolist()) for reply in there.deliver(calls)]
+        alone = [
+            tuple(next(iter(there.deliver([call]))).payload.t.tolist()) for call in calls[::-1]
+        ]
     assert len(set(drawn)) == 4
     assert alone == drawn[::-1]  # whatever came before, and in whatever company
 
@@ -300,7 +306,7 @@ def test_randomness_follows_from_seed_round_agent_step_and_visit(name: str) -> N
 @functools.cache
 def alone(case: str) -> Played:
     """Rounds of an algorithm in one process."""
-    return play(algorithm(case), federation())
+    return play(algorithm(case), federated_data())
 
 
 def among(name: str, case: str, parties: Any = None) -> tuple[Any, Mapping[str, Any]]:
@@ -310,7 +316,7 @@ def among(name: str, case: str, parties: Any = None) -> tuple[Any, Mapping[str, 
         how: Any = lambda a, *, seed, device, check_wire: ENGINES[name].make(  # noqa: E731
             a, recipe, seed, Path(folder)
         )
-        after = play(recipe, parties or federation(), engine=how)
+        after = play(recipe, parties or federated_data(), engine=how)
         with contextlib.closing(after.engine):
             return after.state, after.engine.memories()
 
@@ -354,7 +360,7 @@ class Forgetful(LocalEngine):
 
 
 def test_an_engine_that_loses_memories_would_be_noticed() -> None:
-    after = play(algorithm("fedssl"), federation(), engine=Forgetful)
+    after = play(algorithm("fedssl"), federated_data(), engine=Forgetful)
     assert not same_bits(alone("fedssl").state, after.state)
 
 
@@ -368,7 +374,7 @@ def test_an_agent_cannot_write_into_the_servers_state(name: str, whom: str) -> N
     with made(name) as there:
         reply = ask(there, STEPS.scribble, sent, whom)[0]
     assert torch.equal(sent.w["a"], torch.ones(2)) and torch.equal(sent.t, torch.zeros(3))
-    assert torch.equal(reply.said.w["a"], torch.full((2,), 9.0))  # the control: it did write
+    assert torch.equal(reply.payload.w["a"], torch.full((2,), 9.0))  # the control: it did write
 
 
 class Sharing(LocalEngine):
@@ -382,31 +388,31 @@ class Sharing(LocalEngine):
 def test_an_agent_gets_what_was_sent_whatever_the_one_before_it_wrote_there(name: str) -> None:
     with made(name) as there:
         for reply in [*ask(there, STEPS.add_one), *ask(there, STEPS.add_one, number=2)]:
-            assert torch.equal(reply.said.t, torch.ones(3))
-            assert torch.equal(reply.said.w["a"], torch.tensor([2.0, 1.0]))
+            assert torch.equal(reply.payload.t, torch.ones(3))
+            assert torch.equal(reply.payload.w["a"], torch.tensor([2.0, 1.0]))
 
 
 @every_engine
 def test_a_reply_stays_as_it_was_returned_whatever_the_next_visit_writes_there(name: str) -> None:
     with made(name) as there:
         replies = ask(there, STEPS.fill)
-    assert [reply.said.t.tolist() for reply in replies] == [[n] * 3 for n in (4, 7, 5)]
-    assert [reply.said.w["a"].tolist() for reply in replies] == [[n] * 2 for n in (4, 7, 5)]
+    assert [reply.payload.t.tolist() for reply in replies] == [[n] * 3 for n in (4, 7, 5)]
+    assert [reply.payload.w["a"].tolist() for reply in replies] == [[n] * 2 for n in (4, 7, 5)]
 
 
 def test_an_engine_whose_agents_share_memory_would_be_noticed() -> None:
     shared = Sharing(agents(), seed=3, device=CPU)
-    assert [reply.said.t[0] for reply in ask(shared, STEPS.add_one)] == [3, 3, 3]
-    assert [reply.said.t[0] for reply in ask(shared, STEPS.fill)] == [5, 5, 5]
+    assert [reply.payload.t[0] for reply in ask(shared, STEPS.add_one)] == [3, 3, 3]
+    assert [reply.payload.t[0] for reply in ask(shared, STEPS.fill)] == [5, 5, 5]
 
 
 @every_engine
 def test_the_server_cannot_write_into_an_agents_memory(name: str) -> None:
     with made(name) as there:
-        said = ask(there, STEPS.scribble, whom="q0")[0].said
+        said = ask(there, STEPS.scribble, whom="q0")[0].payload
         said.w["a"].fill_(0.0)
         said.t.fill_(0.0)
-        kept = ask(there, STEPS.recall, whom="q0", number=2)[0].said.w
+        kept = ask(there, STEPS.recall, whom="q0", number=2)[0].payload.w
         assert torch.equal(kept["a"], torch.full((2,), 9.0))
         assert torch.equal(kept["t"], torch.full((3,), 9.0))
 
@@ -418,8 +424,8 @@ def test_the_server_cannot_write_into_an_agents_memory(name: str) -> None:
 def test_silence_stays_in_its_place(name: str) -> None:
     with made(name) as there:
         replies = ask(there, STEPS.hush)
-    assert [reply.silent for reply in replies] == [True, False, True]
-    assert replies[0].content == Silence("q0 has nothing to say")
+    assert [reply.declined for reply in replies] == [True, False, True]
+    assert replies[0].content == Declined("q0 has nothing to say")
 
 
 @every_engine
@@ -431,7 +437,7 @@ def test_of_several_errors_the_first_by_the_order_of_calls_is_raised(name: str) 
         with pytest.raises(second, match="q1"):
             ask(there, STEPS.fail, whom="q2 q1 q0", number=2)
         # The next delivery is whole: nothing of the one that broke off is taken for its own.
-        assert [r.said.text for r in ask(there, STEPS.draw, number=3)] == ["q0", "q1", "q2"]
+        assert [r.payload.text for r in ask(there, STEPS.draw, number=3)] == ["q0", "q1", "q2"]
 
 
 @every_engine
@@ -445,7 +451,7 @@ def test_numbers_that_are_not_finite_come_over_the_border_in_neither_direction(n
         calls = [Call(a, STEPS.draw, m, 1) for a, m in zip(there.roster(), own, strict=True)]
         with pytest.raises(MessageError, match=r"Told\.w has numbers that are not finite"):
             list(there.deliver(calls))
-        assert not ask(there, STEPS.draw, number=2)[0].silent  # the control
+        assert not ask(there, STEPS.draw, number=2)[0].declined  # the control
 
 
 # Replay and loss ---------------------------------------------------------------------------
@@ -485,8 +491,8 @@ def test_calls_of_one_agent_are_done_one_after_the_other_and_each_sees_the_last(
             for n, v in (("q0", 1), ("q1", 1), ("q0", 2), ("q0", 3), ("q1", 2))
         ]
         replies = list(there.deliver(calls))
-    assert [reply.said.number for reply in replies] == [1.0, 1.0, 2.0, 3.0, 2.0]
-    assert {reply.said.text for reply in replies} == {"z n a"}
+    assert [reply.payload.number for reply in replies] == [1.0, 1.0, 2.0, 3.0, 2.0]
+    assert {reply.payload.text for reply in replies} == {"z n a"}
 
 
 @every_engine
@@ -496,20 +502,20 @@ def test_what_was_remembered_stays_as_it_was_when_asked_for_and_can_be_put_back(
     with made(name) as there:
         ask(there, STEPS.count, whom="q0 q1")
         before = there.memories()
-        assert [r.said.number for r in ask(there, STEPS.count, number=2)] == [2.0, 2.0, 1.0]
+        assert [r.payload.number for r in ask(there, STEPS.count, number=2)] == [2.0, 2.0, 1.0]
         there.restore(before)
         # As after a resume: the same visit again, from the same memory.
-        assert [r.said.number for r in ask(there, STEPS.count, number=2)] == [2.0, 2.0, 1.0]
+        assert [r.payload.number for r in ask(there, STEPS.count, number=2)] == [2.0, 2.0, 1.0]
         there.restore({"q1": before["q1"]})  # the others start anew
-        assert [r.said.number for r in ask(there, STEPS.count, number=3)] == [1.0, 2.0, 1.0]
+        assert [r.payload.number for r in ask(there, STEPS.count, number=3)] == [1.0, 2.0, 1.0]
 
 
 @every_engine
 def test_a_step_that_remembers_nothing_new_leaves_what_was_remembered(name: str) -> None:
     with made(name) as there:
         ask(there, STEPS.count)
-        assert {r.said.text for r in ask(there, STEPS.look, number=2)} == {"z n a"}
-        assert [r.said.number for r in ask(there, STEPS.count, number=3)] == [2.0] * 3
+        assert {r.payload.text for r in ask(there, STEPS.look, number=2)} == {"z n a"}
+        assert [r.payload.number for r in ask(there, STEPS.count, number=3)] == [2.0] * 3
 
 
 # The end -----------------------------------------------------------------------------------

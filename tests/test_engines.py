@@ -14,7 +14,7 @@ from torch import Tensor
 from privssl.agents import Agent, UnlabelledRows
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
-from privssl.evaluate import Oracle
+from privssl.evaluate import HiddenLabelMeter
 from privssl.messages import Message, Reply, StateDict
 
 ROWS = UnlabelledRows(torch.zeros(4, 1, 8, 8), torch.arange(4))
@@ -51,7 +51,7 @@ def smuggle(agent: Agent, message: Weights, ctx: Any) -> Weights:
 def test_what_is_no_declared_field_does_not_get_out() -> None:
     with pytest.raises(TypeError, match="rows"):
         ask(engine(), smuggle, weights())
-    said = ask(engine(check_wire=True), smuggle, weights()).said
+    said = ask(engine(check_wire=True), smuggle, weights()).payload
     assert list(vars(said)) == [field.name for field in dataclasses.fields(Weights)]
 
 
@@ -60,13 +60,13 @@ def test_what_is_no_declared_field_does_not_get_out() -> None:
 
 def draw(agent: Agent, message: Weights, ctx: Any) -> Weights:
     ctx.weight = 5.0
-    ctx.note("loss", 0.5)
+    ctx.log_metric("loss", 0.5)
     ctx.pseudo_labels(ROWS.ids, torch.eye(4))
     return Weights({"receipt": torch.zeros(0)}, torch.rand(4, generator=ctx.rng("z")))
 
 
 def receipts(agent: Agent, message: Weights, ctx: Any) -> Weights:
-    agent.memory = {**agent.memory, ctx.receipt: torch.zeros(0)}
+    agent.memory = {**agent.memory, ctx.charge_id: torch.zeros(0)}
     return message
 
 
@@ -93,7 +93,7 @@ class Meter:
 
 def test_steps_can_report_losses_and_guesses() -> None:
     meter = Meter()
-    assert ask(engine(meter=meter), draw, weights()).notes == {"loss": 0.5}
+    assert ask(engine(meter=meter), draw, weights()).metrics == {"loss": 0.5}
     assert meter.seen == 4
 
 
@@ -110,7 +110,7 @@ def reachable(start: object) -> Iterator[object]:
 
 
 def test_no_step_can_reach_what_the_meter_knows_to_be_true() -> None:
-    oracle = Oracle(torch.zeros(4, dtype=torch.int64))
+    oracle = HiddenLabelMeter(torch.zeros(4, dtype=torch.int64))
     reached: list[object] = []
 
     def look(agent: Agent, message: Weights, ctx: Any) -> Weights:
@@ -130,7 +130,7 @@ def test_no_curve_leaves_an_agent_whose_rows_are_under_a_claim() -> None:
     account: Any = SimpleNamespace(close=lambda: closed.append(1), visits=lambda: 0, events=())
     agent = Agent(id="s0", held_unlabelled=ROWS, account=account)
     there = LocalEngine([agent], seed=3, device=torch.device("cpu"), meter=meter)
-    assert ask(there, draw, weights()).notes == {}
+    assert ask(there, draw, weights()).metrics == {}
     assert meter.seen == 0
     there.close()
     assert closed == [1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from privssl.evaluate import Judge, Oracle, accuracy
+from privssl.evaluate import Evaluator, HiddenLabelMeter, accuracy
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def test_a_judge_names_sets_and_classifiers_and_asks_once_for_the_same_weights()
         "validation": (pictures(0, 1), torch.tensor([0, 1])),
     }
     net = Counting()
-    judge = Judge(net, sets, CPU)
+    judge = Evaluator(net, sets, CPU)
     upright, upside_down = {"weight": torch.ones(3)}, {"weight": -torch.ones(3)}
     told = judge.accuracies({"accuracy": upright, "accuracy_other": upright})
     right = {"test/accuracy": 0.75, "validation/accuracy": 1.0}
@@ -68,7 +68,7 @@ def test_a_judge_names_sets_and_classifiers_and_asks_once_for_the_same_weights()
 
 
 def test_the_meter_counts_what_was_kept_and_what_of_it_was_right() -> None:
-    oracle = Oracle(torch.tensor([5, 6, 7, 8]))
+    oracle = HiddenLabelMeter(torch.tensor([5, 6, 7, 8]))
     kept = torch.tensor([True, True, False])
     oracle.observe(torch.tensor([3, 1, 0]), torch.tensor([8, 0, 5]), kept)  # right, wrong, not kept
     oracle.observe(torch.tensor([2]), torch.tensor([7]), torch.tensor([True]))  # right
@@ -76,13 +76,13 @@ def test_the_meter_counts_what_was_kept_and_what_of_it_was_right() -> None:
 
 
 def test_a_report_begins_a_new_count_and_nothing_seen_gives_nothing() -> None:
-    oracle = Oracle(torch.tensor([5]))
+    oracle = HiddenLabelMeter(torch.tensor([5]))
     oracle.observe(torch.tensor([0]), torch.tensor([5]), torch.tensor([True]))
     assert oracle.report() == {"pseudo/coverage": 1.0, "pseudo/accuracy": 1.0}
     assert oracle.report() == {}
 
 
 def test_if_nothing_is_kept_there_is_no_accuracy_to_speak_of() -> None:
-    oracle = Oracle(torch.tensor([5]))
+    oracle = HiddenLabelMeter(torch.tensor([5]))
     oracle.observe(torch.tensor([0]), torch.tensor([5]), torch.tensor([False]))
     assert oracle.report() == {"pseudo/coverage": 0.0}

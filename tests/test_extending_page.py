@@ -107,10 +107,13 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_partition_of_ones_own_is_replayed(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported("partition_of_the_page", PARTITION, there, monkeypatch)
-    drawn, own = manifest.read(Path("runs/first/split.json")), manifest.read(Path("own_split.json"))
+    drawn, own = (
+        manifest.read_manifest(Path("runs/first/split.json")),
+        manifest.read_manifest(Path("own_split.json")),
+    )
     assert len(own.agents["q1"].unlabelled) == 1 and own.hash != drawn.hash
     run = runs(there / "again", command_line.PLAIN, f"data.split={there / 'own_split.json'}")
-    assert manifest.read(run / "split.json").hash == own.hash
+    assert manifest.read_manifest(run / "split.json").hash == own.hash
 
 
 def test_weights_predict(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from toy_worlds import (
     apart,
     at_clients,
     at_server,
-    federation,
+    federated_data,
     finite,
     held_as_in,
     make,
@@ -33,28 +33,34 @@ from toy_worlds import (
 from privssl import config
 from privssl.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.algorithms.base import Context, Task
-from privssl.algorithms.fedmatch import FedMatch, FedMatchConfig, Lesson
-from privssl.algorithms.helper_agents import agreement, bundled, draw_probe, nearest, unbundled
+from privssl.algorithms.fedmatch import FedMatch, FedMatchConfig, FedMatchRequest
+from privssl.algorithms.helper_agents import (
+    bundle,
+    draw_probe,
+    nearest_agents,
+    unbundle,
+    vote_agreement,
+)
 from privssl.algorithms.two_halves import (
     RELEASED,
-    Visit,
-    first_pace,
+    DisjointTrainer,
+    initial_plateau,
     inter_client_loss,
     label_loss,
-    next_pace,
     paired_batches,
     penalties,
+    step_plateau,
     whole_batches,
 )
-from privssl.data import Federation
+from privssl.data import FederatedDataset
 from privssl.errors import ConfigError
 from privssl.evaluate import accuracy
-from privssl.messages import Message, Silence
+from privssl.messages import Declined, Message
 from privssl.seeds import stream
 from privssl.sparse import (
     FIRST_COST,
-    Cuts,
-    Halves,
+    DecomposedWeights,
+    SparsityThresholds,
     differs,
     sparse_download,
     sparse_upload,
@@ -62,7 +68,7 @@ from privssl.sparse import (
 )
 
 Floats = NDArray[np.float64]
-PLACES = {"support": federation, "labels-at-server": at_server, "labels-at-client": at_clients}
+PLACES = {"support": federated_data, "labels-at-server": at_server, "labels-at-client": at_clients}
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/**/fedmatch*.yaml"))
 #: Every row is sure and helpers come as soon as there are any: all paths are taken at once.
 EAGER: dict[str, Any] = {
@@ -121,7 +127,7 @@ class Ear:
 
 def context(round_number: int = 1, meter: Ear | None = None) -> Context:
     return Context(
-        seed=0, round=round_number, agent="a0", visit_key="v", attempt="x",
+        seed=0, round=round_number, agent="a0", visit_key="v", session_id="x",
         device=torch.device("cpu"), meter=meter,
     )  # fmt: skip
 
@@ -171,10 +177,10 @@ def test_a_step_on_psi_is_the_one_of_the_equations(
     form: str, helpers: list[Floats], tau: float
 ) -> None:
     algorithm = linear(probabilities=form, threshold=tau)
-    sent = Lesson(weights(SIGMA), weights(PSI), bundled([weights(h) for h in helpers]))
+    sent = FedMatchRequest(weights(SIGMA), weights(PSI), bundle([weights(h) for h in helpers]))
     ear = Ear()
     reply = algorithm.learn_psi(party("query"), sent, context(meter=ear))
-    assert not isinstance(reply, Silence) and reply.psi is not None
+    assert not isinstance(reply, Declined) and reply.psi is not None
     assert_close(reply.psi, weights(stepped_psi(SIGMA, PSI, helpers, tau)))
     assert reply.sigma is None  # C2S of labels-at-server has no sigma part
     p = softmax(X @ (SIGMA + PSI).T)
@@ -183,14 +189,16 @@ def test_a_step_on_psi_is_the_one_of_the_equations(
 
 
 def test_a_step_on_sigma_is_the_one_of_the_equation_beside_psi_without_small_entries() -> None:
-    reply = linear().learn_sigma(party("support"), Lesson(weights(SIGMA), weights(PSI)), context())
+    reply = linear().learn_sigma(
+        party("support"), FedMatchRequest(weights(SIGMA), weights(PSI)), context()
+    )
     cut = np.where(np.abs(PSI) > 1e-5, PSI, 0)
     assert reply.sigma is not None and reply.psi is None
     assert_close(reply.sigma, weights(stepped_sigma(SIGMA, cut)))
 
 
 def test_at_a_client_psi_learns_beside_the_sigma_that_has_just_learned() -> None:
-    sent = Lesson(weights(SIGMA), weights(PSI), bundled([weights(h) for h in HELPERS]))
+    sent = FedMatchRequest(weights(SIGMA), weights(PSI), bundle([weights(h) for h in HELPERS]))
     reply = linear().learn_both(party("mixed"), sent, context())
     assert reply.sigma is not None and reply.psi is not None
     sigma = stepped_sigma(SIGMA, PSI)
@@ -206,7 +214,7 @@ def test_at_a_client_psi_learns_beside_the_sigma_that_has_just_learned() -> None
 def test_weight_decay_pulls_the_half_that_learns_by_the_sum_of_both() -> None:
     plain, decayed = (
         linear(weight_decay=share).learn_sigma(
-            party("support"), Lesson(weights(SIGMA), weights(PSI)), context()
+            party("support"), FedMatchRequest(weights(SIGMA), weights(PSI)), context()
         )
         for share in (0.0, 0.1)
     )
@@ -218,7 +226,7 @@ def test_weight_decay_pulls_the_half_that_learns_by_the_sum_of_both() -> None:
 
 def test_only_sure_helpers_vote_where_that_is_asked_for() -> None:
     # In row 1 a helper that says 2 with 0.416 is no longer counted: 1 and 2 have a vote each.
-    sent = Lesson(weights(SIGMA), weights(PSI), bundled([weights(h) for h in HELPERS]))
+    sent = FedMatchRequest(weights(SIGMA), weights(PSI), bundle([weights(h) for h in HELPERS]))
     told = {}
     for vote in ("always", "sure"):
         ear = Ear()
@@ -293,8 +301,8 @@ def test_the_pull_alone_takes_psi_two_percent_of_the_way_to_sigma_at_each_step(
     played = play(algorithm, at_server(unlabelled=40), 0)
     sigma, psi = played.begun.sigma, played.begun.psi
     agent = played.engine._agents["q0"]
-    reply = algorithm.learn_psi(agent, Lesson(sigma, psi), context())
-    assert not isinstance(reply, Silence) and reply.psi is not None
+    reply = algorithm.learn_psi(agent, FedMatchRequest(sigma, psi), context())
+    assert not isinstance(reply, Declined) and reply.psi is not None
     for name, weight in sigma.items():  # 20 rows, batches of 10: two steps at 1e-3
         assert_close(weight - reply.psi[name], (weight - psi[name]) * share**2)
 
@@ -359,17 +367,17 @@ def test_a_round_has_as_many_steps_as_batches(
     place: str, sigma_steps: list[int], psi_steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[list[str]] = []
-    ended: Callable[[Visit], None] = Visit.end
+    ended: Callable[[DisjointTrainer], None] = DisjointTrainer.end
 
-    def step(self: Visit, half: str, loss: Tensor) -> None:
+    def step(self: DisjointTrainer, half: str, loss: Tensor) -> None:
         self.__dict__.setdefault("halves_stepped", []).append(half)
 
-    def end(self: Visit) -> None:
+    def end(self: DisjointTrainer) -> None:
         steps.append(self.__dict__["halves_stepped"])
         ended(self)
 
-    monkeypatch.setattr(Visit, "_step", step)
-    monkeypatch.setattr(Visit, "end", end)
+    monkeypatch.setattr(DisjointTrainer, "_step", step)
+    monkeypatch.setattr(DisjointTrainer, "end", end)
     play(fedmatch(batch_size=2), PLACES[place](labelled=20, unlabelled=12), 1)
     counts = [(visit.count("sigma"), visit.count("psi")) for visit in steps]
     assert [s for s, _ in counts if s] == sigma_steps
@@ -379,10 +387,10 @@ def test_a_round_has_as_many_steps_as_batches(
 
 
 def test_the_rate_is_cut_when_patience_is_at_its_end() -> None:
-    pace = first_pace(0.9, 2)
+    pace = initial_plateau(0.9, 2)
     seen = []
     for loss in (1.0, 0.5, 0.5, 0.7, 0.4, 0.6, math.nan):
-        pace = next_pace(pace, loss, 2)
+        pace = step_plateau(pace, loss, 2)
         seen.append(float(pace[0]))
     # 0.5 again and 0.7 use patience up; 0.4 restores it; 0.6 and a loss that is no number end it
     assert seen == pytest.approx([0.9, 0.9, 0.9, 0.3, 0.3, 0.3, 0.1])
@@ -398,7 +406,7 @@ def test_only_who_has_labels_changes_its_rate() -> None:
 
 # Sparse differences ---------------------------------------------------------------------------
 
-CUTS = Cuts(negligible=0.1, change=0.05)
+CUTS = SparsityThresholds(negligible=0.1, change=0.05)
 
 
 def row(*values: float) -> dict[str, Tensor]:
@@ -422,7 +430,7 @@ def test_an_upload_of_sigma_is_compared_as_it_is() -> None:
 
 
 def test_equal_weights_cost_nothing_and_a_first_visit_two_models() -> None:
-    own = Halves(row(0.5, -0.3), row(0.2, 0.7))
+    own = DecomposedWeights(row(0.5, -0.3), row(0.2, 0.7))
     again = sparse_download(own, own, [], CUTS)
     assert again.cost == 0 and same_bits(again.weights, own)
     assert sparse_upload(own.psi, own.psi, CUTS, is_psi=True)[1] == 0
@@ -432,8 +440,8 @@ def test_equal_weights_cost_nothing_and_a_first_visit_two_models() -> None:
 
 
 def test_a_download_counts_both_halves_and_each_helper() -> None:
-    held = Halves(row(1.0, 1.0, 1.0, 1.0), row(0.5, 0.0, 0.3, 0.09))
-    sent = Halves(row(1.0, 1.2, 1.04, 1.0), row(0.5, 0.08, 0.4, 0.2))
+    held = DecomposedWeights(row(1.0, 1.0, 1.0, 1.0), row(0.5, 0.0, 0.3, 0.09))
+    sent = DecomposedWeights(row(1.0, 1.2, 1.04, 1.0), row(0.5, 0.08, 0.4, 0.2))
     # sigma: the 2nd. psi as compared: .5 0 .3 0 and .5 0 .4 .2: the 3rd and 4th.
     # helper .5 .3 0 0 against own where it is not 0, .5 0 - -: the 2nd.
     found = sparse_download(held, sent, [row(0.5, 0.3, 0.01, 0.0)], CUTS)
@@ -450,13 +458,13 @@ def test_what_is_not_a_number_is_always_sent() -> None:
 
 def test_costs_are_curves_of_their_own_and_messages_are_dense() -> None:
     after = play(fedmatch(), at_server(), 1)
-    told = {**after.world.mean_notes(), **after.algorithm.metrics(after.state)}
+    told = {**after.federation.mean_metrics(), **after.algorithm.metrics(after.state)}
     assert told["train/cost_down"] == 2.0
     assert 0 < told["train/cost_up"] <= 1.0
     one = sum(w.numel() * 4 for w in after.classifier.values())
     # down: both halves to each of two agents, None as the helpers; up: a half of each. What the
     # labelled server says to itself does not travel.
-    assert (after.world.traffic.down, after.world.traffic.up) == (2 * 2 * one, 2 * one)
+    assert (after.federation.traffic.down, after.federation.traffic.up) == (2 * 2 * one, 2 * one)
 
 
 def test_agents_train_with_sparse_differences_only_where_that_is_asked_for() -> None:
@@ -477,14 +485,16 @@ def test_agents_train_with_sparse_differences_only_where_that_is_asked_for() -> 
                 assert torch.equal(dense[name][gap != 0], held[name][gap != 0])
 
 
-def heard(after: Played, round_number: int, step: str) -> dict[str, Lesson]:
+def heard(after: Played, round_number: int, step: str) -> dict[str, FedMatchRequest]:
     assert isinstance(after.engine, Overheard)
     found: dict[str, Message] = {
         call.to.id: call.message
         for call, _ in after.engine.heard
         if call.round == round_number and call.step.__name__ == step
     }
-    return {agent: message for agent, message in found.items() if isinstance(message, Lesson)}
+    return {
+        agent: message for agent, message in found.items() if isinstance(message, FedMatchRequest)
+    }
 
 
 # Helpers ---------------------------------------------------------------------------------------
@@ -492,44 +502,46 @@ def heard(after: Played, round_number: int, step: str) -> dict[str, Lesson]:
 
 def test_votes_of_equal_number_go_to_the_lowest_class() -> None:
     one, two, three = (torch.eye(3)[[c]] for c in (2, 0, 1))
-    assert agreement(one, [two, three]).argmax(dim=1).tolist() == [0]
-    assert agreement(one, []).argmax(dim=1).tolist() == [2]  # no helper: the agent's own
-    assert agreement(one, [three, three]).argmax(dim=1).tolist() == [1]
+    assert vote_agreement(one, [two, three]).argmax(dim=1).tolist() == [0]
+    assert vote_agreement(one, []).argmax(dim=1).tolist() == [2]  # no helper: the agent's own
+    assert vote_agreement(one, [three, three]).argmax(dim=1).tolist() == [1]
 
 
 def test_the_nearest_are_those_of_a_search_through_all() -> None:
     points = torch.rand(40, 10, generator=stream(0, 0, "test", "points")).softmax(dim=1)
     known = {f"q{i}": point for i, point in enumerate(points)}
-    found = nearest(known, known, 3)
+    found = nearest_agents(known, known, 3)
     for agent, point in known.items():
         others = sorted(
             (float((other - point).norm()), name) for name, other in known.items() if name != agent
         )
         assert list(found[agent]) == [name for _, name in others[:3]]
     shuffled = dict(sorted(known.items(), reverse=True))
-    assert nearest(shuffled, known, 3) == found
+    assert nearest_agents(shuffled, known, 3) == found
 
 
 def test_an_agent_never_helps_itself_however_many_are_alike() -> None:
     alike = {f"q{i}": torch.full((3,), 1 / 3) for i in range(9)}
-    found = nearest(alike, alike, 2)
+    found = nearest_agents(alike, alike, 2)
     assert set(found) == set(alike)
     assert all(len(set(names)) == 2 and agent not in names for agent, names in found.items())
 
 
 def test_strangers_and_the_lonely_have_no_helpers() -> None:
     one, two = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
-    assert nearest({}, ["q0"], 2) == {}
-    assert nearest({"q0": one}, ["q0"], 2) == {}
-    assert nearest({"q0": one, "q1": two}, ["q0", "q7"], 2) == {"q0": ("q1",)}
-    assert nearest({"q0": one, "q1": two}, ["q0"], 0) == {}
-    assert nearest({"q0": one, "q1": two * math.nan, "q2": two}, ["q0", "q1"], 2) == {"q0": ("q2",)}
+    assert nearest_agents({}, ["q0"], 2) == {}
+    assert nearest_agents({"q0": one}, ["q0"], 2) == {}
+    assert nearest_agents({"q0": one, "q1": two}, ["q0", "q7"], 2) == {"q0": ("q1",)}
+    assert nearest_agents({"q0": one, "q1": two}, ["q0"], 0) == {}
+    assert nearest_agents({"q0": one, "q1": two * math.nan, "q2": two}, ["q0", "q1"], 2) == {
+        "q0": ("q2",)
+    }
 
 
 def test_helpers_travel_as_one_mapping() -> None:
     helpers = [weights(h) for h in HELPERS]
-    assert bundled([]) is None and unbundled(None) == []
-    back = unbundled(bundled(helpers))
+    assert bundle([]) is None and unbundle(None) == []
+    back = unbundle(bundle(helpers))
     assert len(back) == 2 and all(same_bits(a, b) for a, b in zip(back, helpers, strict=True))
 
 
@@ -560,7 +572,7 @@ def test_a_helper_is_the_other_agents_last_psi() -> None:
     before = play(fedmatch(**EAGER), at_server(), 1).state
     lessons = heard(after, 2, "learn_psi")
     for agent, other in (("q0", "q1"), ("q1", "q0")):
-        [helper] = unbundled(lessons[agent].helpers)  # two were asked for, one is there
+        [helper] = unbundle(lessons[agent].helpers)  # two were asked for, one is there
         assert same_bits(helper, before.held_psi[other])
     assert after.state.helped == 1.0 and before.helped == 0.0
 
@@ -584,7 +596,9 @@ def test_a_stream_shows_every_row_once_and_each_slice_for_as_many_rounds() -> No
     agent, seen = party("query"), []
     for number in range(1, 5):
         ear = Ear()
-        algorithm.learn_psi(agent, Lesson(weights(SIGMA), weights(PSI)), context(number, ear))
+        algorithm.learn_psi(
+            agent, FedMatchRequest(weights(SIGMA), weights(PSI)), context(number, ear)
+        )
         seen.append(ear.ids)
     assert seen[0] == seen[1] and seen[2] == seen[3]
     assert sorted(seen[0] + seen[2]) == [0, 1, 2, 3]
@@ -592,9 +606,9 @@ def test_a_stream_shows_every_row_once_and_each_slice_for_as_many_rounds() -> No
 
 def test_an_agent_without_rows_in_its_slice_is_silent_unless_it_has_labels() -> None:
     settings: dict[str, Any] = {"rounds": 3, "stream_slices": 3}
-    lesson = Lesson(weights(SIGMA), weights(PSI))
+    lesson = FedMatchRequest(weights(SIGMA), weights(PSI))
     reply = linear(**settings).learn_psi(party("query", LEVELS[:2]), lesson, context(3))
-    assert isinstance(reply, Silence)
+    assert isinstance(reply, Declined)
     mixed = party("mixed", LEVELS[:2])
     both = linear(**settings).learn_both(mixed, lesson, context(3))
     # psi takes a step on its penalties, after sigma has taken its own
@@ -606,8 +620,10 @@ def test_an_agent_without_rows_in_its_slice_is_silent_unless_it_has_labels() -> 
 
 def test_without_penalties_and_without_a_sure_row_psi_stays() -> None:
     algorithm = linear(threshold=1.0, l2_weight=0.0, l1_weight=0.0)
-    reply = algorithm.learn_psi(party("query"), Lesson(weights(SIGMA), weights(PSI)), context())
-    assert not isinstance(reply, Silence) and reply.psi is not None
+    reply = algorithm.learn_psi(
+        party("query"), FedMatchRequest(weights(SIGMA), weights(PSI)), context()
+    )
+    assert not isinstance(reply, Declined) and reply.psi is not None
     assert same_bits(reply.psi, weights(PSI))
 
 
@@ -616,7 +632,7 @@ def test_without_penalties_and_without_a_sure_row_psi_stays() -> None:
 
 def psi_uploads(after: Played) -> dict[str, Any]:
     assert isinstance(after.engine, Overheard)
-    return {c.to.id: r.said for c, r in after.engine.heard if c.step.__name__ != "learn_sigma"}
+    return {c.to.id: r.payload for c, r in after.engine.heard if c.step.__name__ != "learn_sigma"}
 
 
 def test_labels_at_the_server_sigma_is_the_servers_and_psi_the_plain_mean() -> None:
@@ -625,11 +641,11 @@ def test_labels_at_the_server_sigma_is_the_servers_and_psi_the_plain_mean() -> N
     first_call, first_reply = after.engine.heard[0]
     assert first_call.to.id == "server"
     said = psi_uploads(after)
-    assert same_bits(after.state.sigma, first_reply.said.sigma)
+    assert same_bits(after.state.sigma, first_reply.payload.sigma)
     for name, mean in after.state.psi.items():  # 31 and 30 rows count the same
         assert_close(mean, (said["q0"].psi[name] + said["q1"].psi[name]) / 2)
     for lesson in heard(after, 1, "learn_psi").values():  # agents get the sigma of this round
-        assert same_bits(lesson.sigma, first_reply.said.sigma)
+        assert same_bits(lesson.sigma, first_reply.payload.sigma)
 
 
 def test_labels_at_clients_both_halves_are_plain_means_and_nobody_works_before() -> None:
@@ -673,7 +689,7 @@ def test_one_seed_gives_the_same_bits_and_order_changes_nothing(place: str, stro
 def test_hidden_labels_change_no_bit_of_psi_that_learns_from_every_row(
     place: str, tmp_path: Path
 ) -> None:
-    parties: Federation = PLACES[place]()
+    parties: FederatedDataset = PLACES[place]()
     y = TOY.y_train.clone()
     hidden = [i for h in parties.manifest.agents.values() for i in h.unlabelled]
     y[hidden] = y[hidden].flip(0)
@@ -696,9 +712,9 @@ def test_a_resumed_run_keeps_helpers_costs_and_pace() -> None:
 
 
 @pytest.mark.parametrize("parties", [
-    federation(support=1, query=1), at_server(query=1), at_clients(labelled=2, unlabelled=2),
+    federated_data(support=1, query=1), at_server(query=1), at_clients(labelled=2, unlabelled=2),
 ])  # fmt: skip
-def test_a_single_agent_or_a_single_row_gives_finite_weights(parties: Federation) -> None:
+def test_a_single_agent_or_a_single_row_gives_finite_weights(parties: FederatedDataset) -> None:
     after = play(fedmatch(**EAGER), parties, 3)
     assert finite(after.state)
     assert all(math.isfinite(v) for v in after.algorithm.metrics(after.state).values())
@@ -739,13 +755,19 @@ def test_rounds_learn_the_toy_rows() -> None:
 
 def test_null_follows_the_place_of_labels_and_the_profile() -> None:
     released, paper = FedMatchConfig(), FedMatchConfig(profile="fedmatch-paper")
-    assert released.numbers("server") == RELEASED["server"]
-    assert (released.numbers("client").threshold, released.numbers("client").patience) == (0.75, 5)
-    assert (released.numbers("server").patience, paper.numbers("server").patience) == (20, 5)
-    assert paper.numbers("client").threshold == 0.85
+    assert released.hyperparameters("server") == RELEASED["server"]
+    assert (
+        released.hyperparameters("client").threshold,
+        released.hyperparameters("client").patience,
+    ) == (0.75, 5)
+    assert (
+        released.hyperparameters("server").patience,
+        paper.hyperparameters("server").patience,
+    ) == (20, 5)
+    assert paper.hyperparameters("client").threshold == 0.85
     own = FedMatchConfig(profile="fedmatch-paper", threshold=0.5, smallest_change=0.0)
-    assert own.numbers("client").threshold == 0.5
-    assert own.numbers("client").cuts == Cuts(5e-6, 0.0)
+    assert own.hyperparameters("client").threshold == 0.5
+    assert own.hyperparameters("client").sparsity_thresholds == SparsityThresholds(5e-6, 0.0)
 
 
 def test_settings_under_which_psi_would_run_away_are_refused() -> None:
@@ -758,9 +780,11 @@ def test_settings_under_which_psi_would_run_away_are_refused() -> None:
     assert keys(rounds=5, stream_slices=6) == ["stream_slices"]
     algorithm = fedmatch(learning_rate=0.11, threshold=1.0, l1_weight=0.0, batch_size=1)
     begun = play(algorithm, at_server(), 0)
-    lesson = Lesson(begun.begun.sigma, begun.begun.psi)  # 30 steps, each 1.2 times as far and back
+    lesson = FedMatchRequest(
+        begun.begun.sigma, begun.begun.psi
+    )  # 30 steps, each 1.2 times as far and back
     reply = algorithm.learn_psi(begun.engine._agents["q0"], lesson, context())
-    assert not isinstance(reply, Silence) and reply.psi is not None
+    assert not isinstance(reply, Declined) and reply.psi is not None
     name = next(iter(reply.psi))
     gap = (lesson.sigma[name] - reply.psi[name]) / (lesson.sigma[name] - lesson.psi[name])
     assert_close(gap, torch.full_like(gap, 1.2**30), rtol=1e-3, atol=0)
@@ -794,7 +818,7 @@ def test_what_makes_no_sense_is_refused_when_the_config_is_read(
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_shipped_configs_are_sound(path: Path) -> None:
-    read = config.load(path, ["run.precision=float32"])  # which no machine is warned of
+    read = config.load_config(path, ["run.precision=float32"])  # which no machine is warned of
     assert read.algorithm.name == "fedmatch" and not read.warnings
     with pytest.raises(ConfigError, match="no two halves"):
-        config.load(path, ["model.norm=batch"])
+        config.load_config(path, ["model.norm=batch"])

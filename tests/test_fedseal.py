@@ -22,7 +22,7 @@ from toy_worlds import (
     apart,
     at_clients,
     at_server,
-    federation,
+    federated_data,
     finite,
     held_as_in,
     make,
@@ -34,17 +34,17 @@ from privssl import models
 from privssl.agents import LabelledRows
 from privssl.algorithms import fedseal, signs
 from privssl.algorithms.base import Context, Task
-from privssl.algorithms.fedseal import FedSEAL, FedSEALConfig, Lesson, Model
-from privssl.algorithms.signs import NEVER, Signs
-from privssl.config import load
-from privssl.data import Federation
+from privssl.algorithms.fedseal import FedSEAL, FedSEALConfig, FedSEALModel, FedSEALRequest
+from privssl.algorithms.signs import NEVER_SEEN, SignedLabels
+from privssl.config import load_config
+from privssl.data import FederatedDataset
 from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError
 from privssl.evaluate import accuracy
 from privssl.messages import MessageError, check_numbers
 from privssl.seeds import stream
 from privssl.settings import ModelSettings
-from privssl.world import Round, World
+from privssl.world import Federation, Round
 
 CONFIG = Path(__file__).parents[1] / "configs" / "fedseal.yaml"
 #: Seconds, not minutes: few epochs, and views that cost little on 8x8 pixels.
@@ -69,7 +69,7 @@ def brief(**settings: Any) -> FedSEAL:
     return algorithm
 
 
-def signs_of(p_bar: Sequence[Sequence[float]], tau: Sequence[float], theta: float) -> Signs:
+def signs_of(p_bar: Sequence[Sequence[float]], tau: Sequence[float], theta: float) -> SignedLabels:
     return signs.signed_labels(torch.tensor(p_bar), torch.tensor(tau), theta, rng())
 
 
@@ -106,9 +106,12 @@ def test_a_class_that_is_validated_but_never_called_has_threshold_zero() -> None
 
 
 def test_several_holders_of_labels_are_averaged_where_they_can_judge() -> None:
-    taus = [torch.tensor([0.5, NEVER, NEVER, 2.0]), torch.tensor([0.9, 0.3, NEVER, 1.0])]
-    assert_close(signs.mean_where_known(taus, 4), torch.tensor([0.7, 0.3, NEVER, 1.5]))
-    assert signs.mean_where_known([], 2).tolist() == [NEVER, NEVER]
+    taus = [
+        torch.tensor([0.5, NEVER_SEEN, NEVER_SEEN, 2.0]),
+        torch.tensor([0.9, 0.3, NEVER_SEEN, 1.0]),
+    ]
+    assert_close(signs.mean_where_known(taus, 4), torch.tensor([0.7, 0.3, NEVER_SEEN, 1.5]))
+    assert signs.mean_where_known([], 2).tolist() == [NEVER_SEEN, NEVER_SEEN]
 
 
 # Eq. 7, 8: history ---------------------------------------------------------------------------
@@ -125,22 +128,22 @@ class Constant(nn.Module):
         return self.logits.expand(len(x), -1)
 
 
-def constant(*p: float) -> Model:
-    return Model({"logits": torch.tensor(p).log()})
+def constant(*p: float) -> FedSEALModel:
+    return FedSEALModel({"logits": torch.tensor(p).log()})
 
 
-def with_constant(parties: Federation, **settings: Any) -> tuple[FedSEAL, World]:
+def with_constant(parties: FederatedDataset, **settings: Any) -> tuple[FedSEAL, Federation]:
     """FedSEAL on classifiers that predict what they are told to, in round 1 of a world."""
     for agent in parties.agents:
         agent.memory = {}
     config = FedSEALConfig(**(BRIEF | {"rounds": 3} | settings))
     algorithm = FedSEAL(config, Task(2, (1, 8, 8), Constant))
-    world = World(LocalEngine(parties.agents, seed=0, device=torch.device("cpu")), 0)
-    world.begin(Round(1))
-    return algorithm, world
+    federation = Federation(LocalEngine(parties.agents, seed=0, device=torch.device("cpu")), 0)
+    federation.begin(Round(1))
+    return algorithm, federation
 
 
-def p_bar_of(parties: Federation, agent_id: str = "q0") -> Tensor:
+def p_bar_of(parties: FederatedDataset, agent_id: str = "q0") -> Tensor:
     return next(agent.memory["p_bar"] for agent in parties.agents if agent.id == agent_id)
 
 
@@ -159,17 +162,17 @@ def test_past_predictions_are_averaged_model_by_model(
     models_seen: list[tuple[float, float]], means: list[tuple[float, float]]
 ) -> None:
     parties = at_server()
-    algorithm, world = with_constant(parties)
+    algorithm, federation = with_constant(parties)
     for p, mean in zip(models_seen, means, strict=True):
-        world.ask_each(world.query, algorithm.remember_prediction, constant(*p))
+        federation.call_all(federation.query, algorithm.remember_prediction, constant(*p))
         assert_close(p_bar_of(parties), torch.tensor(mean).expand(30, 2), atol=1e-6, rtol=0)
 
 
 def test_an_agent_that_is_first_asked_late_counts_its_own_models() -> None:
     parties = at_server()
-    algorithm, world = with_constant(parties)
-    world.begin(Round(3))
-    world.ask_each(world.query, algorithm.remember_prediction, constant(0.3, 0.7))
+    algorithm, federation = with_constant(parties)
+    federation.begin(Round(3))
+    federation.call_all(federation.query, algorithm.remember_prediction, constant(0.3, 0.7))
     assert_close(p_bar_of(parties), torch.tensor([0.3, 0.7]).expand(30, 2))  # and not a third
 
 
@@ -202,8 +205,8 @@ def test_each_agent_gets_the_model_once_in_a_round_and_only_who_trains_gets_thre
     assert isinstance(after.engine, Overheard)
     heard = [(call, reply) for call, reply in after.engine.heard if call.to.role == "query"]
     assert sorted(call.to.id for call, _ in heard) == ["q0", "q1"]
-    kinds = {type(call.message): type(reply.said).__name__ for call, reply in heard}
-    assert kinds == {Lesson: "Model", Model: "Done"}
+    kinds = {type(call.message): type(reply.payload).__name__ for call, reply in heard}
+    assert kinds == {FedSEALRequest: "FedSEALModel", FedSEALModel: "Ack"}
 
 
 # Eq. 9 to 12: D+ and D- ----------------------------------------------------------------------
@@ -286,12 +289,12 @@ def test_a_batch_weighs_its_two_means_and_drops_the_one_that_it_lacks() -> None:
     assert two.item() == pytest.approx(0.25 * 2 + 0.5 * 0.22314)
 
 
-def random_signs(n_plus: int, n_minus: int, n_neither: int = 2) -> Signs:
+def random_signs(n_plus: int, n_minus: int, n_neither: int = 2) -> SignedLabels:
     """Rows of each kind in a mixed order."""
     kinds = torch.tensor([0] * n_plus + [1] * n_minus + [2] * n_neither)
     kinds = kinds[torch.randperm(len(kinds), generator=rng("kinds"))]
     classes = torch.zeros(len(kinds), dtype=torch.int64)
-    return Signs(classes, one_hot(classes, 2).float(), kinds == 0, classes, kinds == 1)
+    return SignedLabels(classes, one_hot(classes, 2).float(), kinds == 0, classes, kinds == 1)
 
 
 def test_exact_batches_have_the_loss_of_the_whole_sets_for_their_mean() -> None:
@@ -405,18 +408,19 @@ def test_validation_rows_are_equally_many_of_each_class_as_far_as_it_goes(
 ) -> None:
     y = torch.cat([torch.full((n,), number) for number, n in enumerate(held)])
     y = y[torch.randperm(len(y), generator=rng("order"))]
-    chosen = signs.set_apart(y, count, rng())
+    chosen = signs.split_validation(y, count, rng())
     assert y[chosen].bincount(minlength=len(held)).tolist() == taken
 
 
 def test_an_uneven_rest_goes_to_classes_by_lot_and_a_row_of_another_class_at_last() -> None:
     y = torch.arange(4).repeat(5)
     taken = [
-        y[signs.set_apart(y, 6, rng(str(n)))].bincount(minlength=4).tolist() for n in range(20)
+        y[signs.split_validation(y, 6, rng(str(n)))].bincount(minlength=4).tolist()
+        for n in range(20)
     ]
     assert all(sorted(counts) == [1, 1, 2, 2] for counts in taken)
     assert len({tuple(counts) for counts in taken}) > 1
-    assert int(signs.set_apart(torch.tensor([0, 1, 2]), 2, rng()).sum()) == 2
+    assert int(signs.split_validation(torch.tensor([0, 1, 2]), 2, rng()).sum()) == 2
 
 
 def context(round_number: int = 1, agent: str = "server", seed: int = 0) -> Context:
@@ -448,15 +452,15 @@ def test_a_threshold_of_a_diverged_model_is_not_taken_for_a_class_without_rows()
     agent, algorithm = at_server(labelled=40).agents[0], brief(validation_rows=20)
     whole = algorithm.task.new_classifier().state_dict()
     diverged = {name: torch.full_like(w, math.nan) for name, w in whole.items()}
-    found = algorithm.class_thresholds(agent, Model(diverged), context()).tau
+    found = algorithm.class_thresholds(agent, FedSEALModel(diverged), context()).tau
     assert found.isnan().any()  # which no engine lets travel
     with pytest.raises(MessageError, match="tau"):
         check_numbers("Thresholds.tau", found)
-    sane = algorithm.class_thresholds(agent, Model(whole), context()).tau  # the control
+    sane = algorithm.class_thresholds(agent, FedSEALModel(whole), context()).tau  # the control
     check_numbers("Thresholds.tau", sane)
 
 
-def inverted(parties: Federation, which: Tensor) -> None:
+def inverted(parties: FederatedDataset, which: Tensor) -> None:
     """Turn some of the server's rows into their negatives. Labels decide who is set apart."""
     server = parties.agents[0]
     rows = server.labelled
@@ -481,9 +485,9 @@ def test_no_row_is_validated_where_only_one_is_held_and_then_no_class_is_ever_su
     after = play(brief(), parties, 2, check_wire=True, engine=Overheard)
     assert isinstance(after.engine, Overheard)
     assert finite(after.state) and not same_bits(after.begun, after.state)
-    lessons = [c.message for c, _ in after.engine.heard if isinstance(c.message, Lesson)]
-    assert lessons and all(lesson.tau.tolist() == [NEVER] * 10 for lesson in lessons)
-    assert after.world.mean_notes()["train/positive"] == 0
+    lessons = [c.message for c, _ in after.engine.heard if isinstance(c.message, FedSEALRequest)]
+    assert lessons and all(lesson.tau.tolist() == [NEVER_SEEN] * 10 for lesson in lessons)
+    assert after.federation.mean_metrics()["train/positive"] == 0
 
 
 # Bootstrapping -------------------------------------------------------------------------------
@@ -525,8 +529,8 @@ def test_agents_without_a_usable_row_send_what_they_got_and_leave_server_learnin
     idle = play(brief(threshold=1.0, unlikely_at_most=0.0), at_server(), 3, engine=Overheard)
     assert isinstance(idle.engine, Overheard)
     for call, reply in idle.engine.heard:
-        if isinstance(call.message, Lesson):
-            assert same_bits(call.message.F, reply.said.F)
+        if isinstance(call.message, FedSEALRequest):
+            assert same_bits(call.message.F, reply.payload.F)
     server_alone = play(brief(query_per_round=0), at_server(), 3)
     assert apart(idle.state, server_alone.state) <= 1e-6
     assert apart(play(brief(), at_server(), 3).state, server_alone.state) > 1e-3  # the control
@@ -534,7 +538,9 @@ def test_agents_without_a_usable_row_send_what_they_got_and_leave_server_learnin
 
 def test_every_row_is_positive_at_threshold_zero_and_negative_when_none_is_sure() -> None:
     for threshold, expected in ((0.0, (1.0, 0.0)), (1.0, (0.0, 1.0))):
-        notes = play(brief(threshold=threshold, unlikely_at_most=0.3), at_server()).world.notes
+        notes = play(
+            brief(threshold=threshold, unlikely_at_most=0.3), at_server()
+        ).federation.metrics
         assert (notes["train/positive"], notes["train/negative"]) == (
             [expected[0]] * 2,
             [expected[1]] * 2,
@@ -578,15 +584,19 @@ def test_a_batch_of_one_row_is_left_out_where_batch_norm_needs_two() -> None:
     after = play(algorithm, one, 2, engine=Overheard)
     assert isinstance(after.engine, Overheard)
     assert finite(after.state)
-    got = [(c.message, r.said) for c, r in after.engine.heard if isinstance(c.message, Lesson)]
+    got = [
+        (c.message, r.payload)
+        for c, r in after.engine.heard
+        if isinstance(c.message, FedSEALRequest)
+    ]
     assert got and all(same_bits(lesson.F, sent.F) for lesson, sent in got)
     with pytest.raises(ValueError, match="more than 1 value per channel"):  # the control
         algorithm.task.new_classifier()(torch.zeros(1, 1, 8, 8))
     grouped = play(brief(threshold=0.0), one, 2)  # and without batch norm the row is learned
-    assert grouped.world.mean_notes()["train/loss_signs"] > 0
+    assert grouped.federation.mean_metrics()["train/loss_signs"] > 0
 
 
-@pytest.mark.parametrize("parties", [federation, at_clients, at_server])
+@pytest.mark.parametrize("parties", [federated_data, at_clients, at_server])
 def test_labels_may_be_at_the_server_at_support_agents_or_beside_unlabelled_rows(
     parties: Any,
 ) -> None:
@@ -634,7 +644,7 @@ def test_toy_rows_are_learned() -> None:
         for weights in (after.classifier, algorithm.task.new_classifier().state_dict())
     )
     assert reached > 0.5 > 0.3 > untrained  # by seed and rounding 0.62 to 0.97
-    notes = after.world.mean_notes()
+    notes = after.federation.mean_metrics()
     # By seed and rounding 0.07 to 0.54, and 0.1 to 1.58, from 0 and 2.3.
     assert notes["train/positive"] > 0.03 and notes["train/loss_labelled"] < 1.9
 
@@ -687,7 +697,7 @@ def test_what_makes_no_sense_is_refused_when_the_config_is_read(
     overrides: list[str], words: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        load(CONFIG, overrides)
+        load_config(CONFIG, overrides)
     assert words in str(refused.value)
 
 
@@ -704,11 +714,11 @@ def test_what_makes_no_sense_is_refused_when_the_config_is_read(
     ],
 )
 def test_what_makes_sense_is_read(overrides: list[str]) -> None:
-    assert load(CONFIG, overrides).algorithm.name == "fedseal"
+    assert load_config(CONFIG, overrides).algorithm.name == "fedseal"
 
 
 def test_the_papers_config_has_the_papers_numbers() -> None:
-    config = load(CONFIG.parent / "papers" / "fedseal_fashion_500_dir03.yaml")
+    config = load_config(CONFIG.parent / "papers" / "fedseal_fashion_500_dir03.yaml")
     assert config.data.labelled - config.algorithm.validation_rows == 500
     assert config.data.unlabelled == config.agents.query * 1200
     assert config.algorithm.sign_weights(41)[0] == pytest.approx(0.9956, abs=5e-4)

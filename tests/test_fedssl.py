@@ -16,19 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing import assert_close
-from toy_worlds import Mute, Overheard, Played, apart, federation, make, play, same_bits
+from toy_worlds import Mute, Overheard, Played, apart, federated_data, make, play, same_bits
 
 from generators import ImageDiscriminator, ImageGenerator
 from privssl import learn
 from privssl.algorithms.base import Context
-from privssl.algorithms.fedssl import FedSSL, FedSSLConfig, Lesson, Networks
-from privssl.algorithms.gmixup import Callables, Mixing, draw_mixing, row_losses, scale_gradient
+from privssl.algorithms.fedssl import FedSSL, FedSSLConfig, FedSSLRequest, FedSSLUpdate
+from privssl.algorithms.gmixup import Callables, Mixing, draw_mixing, mixing_losses, scale_gradient
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.messages import Reply
 from privssl.models.convnets import SmallCNN
 from privssl.seeds import seeded, stream
-from privssl.together import Called
+from privssl.together import FunctionalModule
 
 ALL = ("F", "G", "D")
 
@@ -106,7 +106,7 @@ def config(**settings: Any) -> FedSSLConfig:
 def losses(
     trained: Sequence[str] = ALL, mixes_teach: bool = True, **settings: Any
 ) -> tuple[dict[str, list[float]], list[bool]]:
-    found, agree = row_losses(config(**settings), STUBS, BATCH, trained, mixes_teach)
+    found, agree = mixing_losses(config(**settings), STUBS, BATCH, trained, mixes_teach)
     return {name: loss.tolist() for name, loss in found.items()}, agree.tolist()
 
 
@@ -191,7 +191,11 @@ def networks() -> dict[str, nn.Module]:
 
 def functions(nets: Mapping[str, nn.Module]) -> Callables:
     return Callables(
-        nets["F"], nets["G"], nets["D"], Called(nets["F"]).frozen(), Called(nets["D"]).frozen()
+        nets["F"],
+        nets["G"],
+        nets["D"],
+        FunctionalModule(nets["F"]).frozen(),
+        FunctionalModule(nets["D"]).frozen(),
     )
 
 
@@ -222,7 +226,7 @@ def gradients(loss: Tensor, network: nn.Module) -> Tensor:
 
 def reaches(callables: Callables, nets: Mapping[str, nn.Module], mixes_teach: bool) -> set[str]:
     """Which loss has gradient to which network, as "loss->network"."""
-    found, _ = row_losses(config(), callables, real_batch(), ALL, mixes_teach)
+    found, _ = mixing_losses(config(), callables, real_batch(), ALL, mixes_teach)
     return {
         f"{loss}->{name}"
         for loss in ALL
@@ -251,7 +255,7 @@ def test_a_network_that_is_not_frozen_would_be_noticed() -> None:
 
 def all_gradients(mixes_teach: bool, **settings: Any) -> dict[str, Tensor]:
     nets = networks()
-    found, _ = row_losses(config(**settings), functions(nets), real_batch(), ALL, mixes_teach)
+    found, _ = mixing_losses(config(**settings), functions(nets), real_batch(), ALL, mixes_teach)
     total = torch.stack([loss.mean() for loss in found.values()]).sum()
     return {name: gradients(total, nets[name]) for name in ALL}
 
@@ -292,17 +296,17 @@ def test_scaling_a_gradient_leaves_the_value_to_the_bit(factor: float, value: fl
 def test_no_row_sees_another_in_any_loss() -> None:
     # The loss of each row alone is its loss in the batch.
     nets, batch = networks(), real_batch()
-    whole, _ = row_losses(config(), functions(nets), batch, ALL, True)
+    whole, _ = mixing_losses(config(), functions(nets), batch, ALL, True)
     for row in range(4):
         alone = Mixing(**{name: value[row : row + 1] for name, value in vars(batch).items()})
-        found, _ = row_losses(config(), functions(nets), alone, ALL, True)
+        found, _ = mixing_losses(config(), functions(nets), alone, ALL, True)
         for name in ALL:
             assert_close(found[name][0], whole[name][row])
     # the control: a classifier with batch norm would be seen
     coupled = nets | {"F": SmallCNN(SHAPE, CLASSES, width=4, norm="batch")}
     pair = Mixing(**{name: value[:2] for name, value in vars(batch).items()})
-    both, _ = row_losses(config(), functions(coupled), batch, ("F",), False)
-    fewer, _ = row_losses(config(), functions(coupled), pair, ("F",), False)
+    both, _ = mixing_losses(config(), functions(coupled), batch, ("F",), False)
+    fewer, _ = mixing_losses(config(), functions(coupled), pair, ("F",), False)
     assert not torch.allclose(both["F"][:2], fewer["F"])
 
 
@@ -333,7 +337,7 @@ def test_what_is_drawn_for_a_visit_has_its_ranges_and_follows_from_the_visit() -
 
 
 def overheard(rounds: int, **settings: Any) -> tuple[Played, list[tuple[Any, Any]]]:
-    after = play(make("fedssl", **settings), federation(), rounds, engine=Overheard)
+    after = play(make("fedssl", **settings), federated_data(), rounds, engine=Overheard)
     assert isinstance(after.engine, Overheard)
     return after, after.engine.heard
 
@@ -346,8 +350,8 @@ def test_a_round_asks_every_agent_once_and_each_sends_what_it_trained() -> None:
     assert asked == [(number, *visit) for number in (1, 2) for visit in one_round]
     for call, reply in heard:
         warming_up = call.round == 1 and call.to.role == "query"
-        assert (reply.said.F is None) == warming_up
-        assert reply.said.G is not None and reply.said.D is not None
+        assert (reply.payload.F is None) == warming_up
+        assert reply.payload.G is not None and reply.payload.D is not None
 
 
 def test_read_literally_query_agents_train_f_from_the_first_round() -> None:
@@ -364,7 +368,7 @@ def test_in_parallel_all_start_from_the_same_networks() -> None:
 def test_in_sequence_each_support_agent_goes_on_where_the_one_before_stopped() -> None:
     after, heard = overheard(1, order="sequential", warm_up=0)  # Alg. 2 l. 2 and 9
     lessons = [call.message for call, _ in heard]
-    sent = [reply.said for _, reply in heard]
+    sent = [reply.payload for _, reply in heard]
     for name in ALL:
         assert same_bits(getattr(lessons[0], name), getattr(after.begun, name))
         assert same_bits(getattr(lessons[1], name), getattr(sent[0], name))
@@ -377,7 +381,7 @@ def test_in_sequence_each_support_agent_goes_on_where_the_one_before_stopped() -
 
 def test_in_sequence_what_support_agents_learned_stays_where_no_query_agent_trains() -> None:
     after, heard = overheard(1, order="sequential", warm_up=1)  # query agents send no F yet
-    assert same_bits(after.state.F, heard[1][1].said.F)
+    assert same_bits(after.state.F, heard[1][1].payload.F)
 
 
 def test_local_steps_between_mixes_train_f_alone() -> None:
@@ -397,7 +401,7 @@ class Scripted(LocalEngine):
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
         says = dict(zip(("s0", "s1", "q0", "q1"), self.script[calls[0].round - 1], strict=True))
-        return [Reply(c.to, Networks(None, None, None, says[c.to.id])) for c in calls]
+        return [Reply(c.to, FedSSLUpdate(None, None, None, says[c.to.id])) for c in calls]
 
 
 @pytest.mark.parametrize(
@@ -406,7 +410,7 @@ class Scripted(LocalEngine):
 def test_the_gate_opens_in_the_round_after_f_recognised_enough_mixes_and_stays_open(
     rounds: int, agreement: float, open_from: int
 ) -> None:
-    after = play(make("fedssl", gate=0.8), federation(), rounds, engine=Scripted)
+    after = play(make("fedssl", gate=0.8), federated_data(), rounds, engine=Scripted)
     assert after.state.agreement == pytest.approx(agreement)
     assert after.state.gate_round == open_from
     assert after.algorithm.metrics(after.state) == pytest.approx(
@@ -431,14 +435,19 @@ def test_an_ablation_without_realism_leaves_d_as_it_was() -> None:
 
 def test_all_that_travels_are_weights_and_a_few_numbers() -> None:
     # Adding a field is a review of what leaves an agent: it belongs in this list then.
-    assert [field.name for field in dataclasses.fields(Networks)] == ["F", "G", "D", "agreement"]
-    assert [field.name for field in dataclasses.fields(Lesson)] == [
+    assert [field.name for field in dataclasses.fields(FedSSLUpdate)] == [
+        "F",
+        "G",
+        "D",
+        "agreement",
+    ]
+    assert [field.name for field in dataclasses.fields(FedSSLRequest)] == [
         "F", "G", "D", "teacher", "trains_classifier", "mixes_teach"
     ]  # fmt: skip
 
 
 def test_a_round_in_which_nobody_speaks_keeps_the_gate_as_it_was() -> None:
-    after = play(make("fedssl", gate=0.5), federation(), 2, engine=Mute)
+    after = play(make("fedssl", gate=0.5), federated_data(), 2, engine=Mute)
     assert (after.state.agreement, after.state.gate_round) == (0.0, 0)
 
 
@@ -461,11 +470,11 @@ def test_a_config_without_unlabelled_rows_is_refused(labels: str) -> None:
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_before_the_gate_opens_f_is_that_of_pseudo_to_the_bit(norm: str) -> None:
     """Statistics of a batch norm included: they would otherwise be those of mixes, too."""
-    ours = play(make("fedssl", norm=norm, gate=1.0, warm_up=1), federation(), 3)
-    theirs = play(make("pseudo", norm=norm, warm_up=1), federation(), 3)
+    ours = play(make("fedssl", norm=norm, gate=1.0, warm_up=1), federated_data(), 3)
+    theirs = play(make("pseudo", norm=norm, warm_up=1), federated_data(), 3)
     assert ours.state.gate_round == 0
     assert same_bits(ours.classifier, theirs.classifier)
-    opened = play(make("fedssl", norm=norm, gate=0.0, warm_up=1), federation(), 3)
+    opened = play(make("fedssl", norm=norm, gate=0.0, warm_up=1), federated_data(), 3)
     assert not same_bits(opened.classifier, theirs.classifier)  # the control
 
 
@@ -473,14 +482,14 @@ def test_before_the_gate_opens_f_is_that_of_pseudo_to_the_bit(norm: str) -> None
 def test_pseudo_labels_of_a_row_do_not_hang_on_which_other_rows_are_guessed(name: str) -> None:
     """With a batch norm in training mode they would, and on an agent with few classes badly."""
     algorithm = make(name, norm="batch", augment="none", local_steps=1)
-    query = next(agent for agent in federation().agents if agent.role == "query")
+    query = next(agent for agent in federated_data().agents if agent.role == "query")
     told: list[Tensor] = []
 
     class Ear:
         def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None:
             told.extend([ids, labels])
 
-    played = play(algorithm, federation(), 1, engine=Overheard)
+    played = play(algorithm, federated_data(), 1, engine=Overheard)
     assert isinstance(played.engine, Overheard)
     message = played.engine.heard[-1][0].message
     network = algorithm.task.new_classifier()
@@ -506,7 +515,7 @@ def test_a_gate_that_nothing_could_open_is_refused() -> None:
 
 
 def test_the_pictures_show_mixes_and_reconstructions() -> None:
-    after = play(make("fedssl"), federation(), 0)
+    after = play(make("fedssl"), federated_data(), 0)
     x, y = 2 * drawn(20, 1, 8, 8) - 1, torch.arange(20) % 10
     shown = after.algorithm.pictures(after.state, x, y)
     assert set(shown) == {"images/mixes", "images/reconstruction"}
@@ -514,7 +523,7 @@ def test_the_pictures_show_mixes_and_reconstructions() -> None:
 
 
 def test_there_are_pictures_even_if_no_held_out_row_is_of_some_class() -> None:
-    after = play(make("fedssl"), federation(), 0)
+    after = play(make("fedssl"), federated_data(), 0)
     x, y = 2 * drawn(20, 1, 8, 8) - 1, torch.arange(20) % 10
     some = (y == 2) | (y == 7)
     whole, fewer = (

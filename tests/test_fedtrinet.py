@@ -19,7 +19,7 @@ from toy_worlds import (
     Played,
     apart,
     at_server,
-    federation,
+    federated_data,
     finite,
     held_as_in,
     play,
@@ -29,7 +29,7 @@ from toy_worlds import (
 from privssl import config, models
 from privssl.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
 from privssl.algorithms.base import Task
-from privssl.algorithms.fedtrinet import FedTriNet, Trained, _shallow_modules
+from privssl.algorithms.fedtrinet import FedTriNet, FedTriNetUpdate, _shallow_modules
 from privssl.algorithms.three_players import (
     FedTriNetConfig,
     Part,
@@ -38,7 +38,7 @@ from privssl.algorithms.three_players import (
     steps,
     vote,
 )
-from privssl.data import Federation
+from privssl.data import FederatedDataset
 from privssl.data.augment import Augmentation
 from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError
@@ -47,7 +47,7 @@ from privssl.mean import average
 from privssl.messages import Reply
 from privssl.models.surgery import splice
 from privssl.settings import ModelSettings
-from privssl.world import Round, World
+from privssl.world import Federation, Round
 
 ROOT = Path(__file__).parents[1]
 QUICK = {"rounds": 4, "warm_up": 1, "local_epochs": 1, "fine_tune_epochs": 1, "batch_size": 6}
@@ -60,9 +60,9 @@ def tri(model: ModelSettings | None = None, **settings: Any) -> FedTriNet:
     return FedTriNet(FedTriNetConfig(**(QUICK | settings)), task)
 
 
-def clients(mixed: int = 2, **data: Any) -> Federation:
+def clients(mixed: int = 2, **data: Any) -> FederatedDataset:
     """Agents that hold both kinds of rows; 20 labelled and 60 unlabelled unless told otherwise."""
-    return federation(labels="labels-at-client", support=0, query=0, mixed=mixed, **data)
+    return federated_data(labels="labels-at-client", support=0, query=0, mixed=mixed, **data)
 
 
 def heard(after: Played, round_number: int = 0) -> list[tuple[Any, Any]]:
@@ -161,11 +161,11 @@ def holding(
 def one_round(algorithm: FedTriNet, *agents: Agent, F: Mapping[str, Tensor] = ANSWERS) -> Played:
     """The first round of phase 2 from given weights."""
     engine = Overheard(agents, seed=0, device=torch.device("cpu"))
-    world = World(engine, 0)
-    begun = dataclasses.replace(algorithm.start(world), F=F)
+    federation = Federation(engine, 0)
+    begun = dataclasses.replace(algorithm.start(federation), F=F)
     number = algorithm.cfg.cold_start + algorithm.cfg.warm_up + 1
-    world.begin(Round(number))
-    return Played(algorithm, engine, world, begun, algorithm.round(begun, world))
+    federation.begin(Round(number))
+    return Played(algorithm, engine, federation, begun, algorithm.round(begun, federation))
 
 
 FEW = rows_saying((0.5, 0.3, 0.2), (0.05, 0.9, 0.05), (0.1, 0.2, 0.7))
@@ -251,10 +251,10 @@ def test_the_local_network_can_be_left_out_of_the_vote(local_votes: bool, covera
 
     meter, agent = Meter(), holding("m0", SURE, [0], SURE)
     engine = LocalEngine([agent], seed=0, device=torch.device("cpu"), meter=meter)
-    world = World(engine, 0)
+    federation = Federation(engine, 0)
     algorithm = answering(local_votes=local_votes, learning_rate=1e-30, warm_up=0)
-    world.begin(Round(1))
-    algorithm.round(dataclasses.replace(algorithm.start(world), F=ANSWERS), world)
+    federation.begin(Round(1))
+    algorithm.round(dataclasses.replace(algorithm.start(federation), F=ANSWERS), federation)
     assert meter.kept / meter.seen == coverage
 
 
@@ -416,7 +416,7 @@ def test_the_loss_is_the_mean_over_labels_plus_lambda_times_that_over_guesses() 
     agent = holding("m0", grey[:1], [0], grey)
     agent.memory = {f"local/{key}": tensor for key, tensor in MUTED.items()}
     after = one_round(algorithm, agent, F=W)
-    [sent] = [r.said.F for c, r in heard(after) if c.step.__name__ == "mixed_pass"]
+    [sent] = [r.payload.F for c, r in heard(after) if c.step.__name__ == "mixed_pass"]
     assert_close(sent["head.bias"], torch.tensor([0.5, 0.0, -0.5]), atol=1e-6, rtol=0)
 
 
@@ -463,7 +463,7 @@ RELEASE = (
 def test_hidden_labels_change_no_bit_where_every_row_is_admitted_and_kept(
     retrain: str, tmp_path: Path
 ) -> None:
-    def trained(parties: Federation) -> Any:
+    def trained(parties: FederatedDataset) -> Any:
         algorithm = tri(alpha=0.0, pseudo_labels="kept", retrain=retrain)
         after = play(algorithm, parties, 3)
         return {"F": after.state.F, **after.engine.memories()}
@@ -491,8 +491,8 @@ def local(agent: Agent) -> dict[str, Tensor]:
 
 def sent_last(after: Played, round_number: int, agent: str) -> Mapping[str, Tensor]:
     return [  # the last: confidence was sent before
-        reply.said.F for call, reply in heard(after, round_number)
-        if call.to.id == agent and isinstance(reply.said, Trained)
+        reply.payload.F for call, reply in heard(after, round_number)
+        if call.to.id == agent and isinstance(reply.payload, FedTriNetUpdate)
     ][-1]  # fmt: skip
 
 
@@ -569,9 +569,11 @@ def labels_given(algorithm: FedTriNet, agent: Agent, F: Mapping[str, Tensor]) ->
         def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None:
             called.extend(labels[kept].tolist())
 
-    world = World(LocalEngine([agent], seed=0, device=torch.device("cpu"), meter=Meter()), 0)
-    world.begin(Round(2))
-    algorithm.round(dataclasses.replace(algorithm.start(world), F=F), world)
+    federation = Federation(
+        LocalEngine([agent], seed=0, device=torch.device("cpu"), meter=Meter()), 0
+    )
+    federation.begin(Round(2))
+    algorithm.round(dataclasses.replace(algorithm.start(federation), F=F), federation)
     return called
 
 
@@ -596,7 +598,7 @@ def test_visits_that_admit_ten_new_rows_are_counted() -> None:
 
 def test_weights_of_agents_with_10_and_1000_rows_count_the_same() -> None:
     replies = [
-        Reply(AgentRef(name, "mixed"), Trained({"w": torch.tensor([value])}))
+        Reply(AgentRef(name, "mixed"), FedTriNetUpdate({"w": torch.tensor([value])}))
         for name, value in (("m0", 0.0), ("m1", 1.0))
     ]
     assert average(replies, "F", otherwise={})["w"].tolist() == [0.5]
@@ -605,7 +607,7 @@ def test_weights_of_agents_with_10_and_1000_rows_count_the_same() -> None:
         after = one_round(answering(weights=weights), *uneven)
         replies = [r for c, r in heard(after) if c.step.__name__ == "mixed_pass"]
         assert [reply.weight for reply in replies] == shares  # equal: no count leaves an agent
-        first, second = (reply.said.F["head.weight"] for reply in replies)
+        first, second = (reply.payload.F["head.weight"] for reply in replies)
         mean = (shares[0] * first + shares[1] * second) / sum(shares)
         assert_close(after.state.F["head.weight"], mean)
 
@@ -628,15 +630,15 @@ def test_all_take_part_where_fewer_are_there_than_are_drawn() -> None:
 
 
 def test_query_agents_sit_out_phase_1_and_are_silent_while_they_believe_no_row() -> None:
-    parties = federation()
+    parties = federated_data()
     after = play(tri(warm_up=1), parties, 1, engine=Overheard)
     assert {call.to.id for call, _ in heard(after)} == {"s0", "s1"}
     off = play(tri(warm_up=1, pseudo_labels="never"), parties, 2, engine=Overheard)
-    silent = [call.to.id for call, reply in heard(off, 2) if reply.silent]
+    silent = [call.to.id for call, reply in heard(off, 2) if reply.declined]
     assert silent == ["q0", "q1"]
     assert all(agent.memory == {} for agent in parties.agents if agent.role == "query")
     on = play(tri(warm_up=1, alpha=0.0), parties, 2, engine=Overheard)
-    assert on.world.silences == 0
+    assert on.federation.declines == 0
     assert visited(on, "query_pass") == [(2, "q0"), (2, "q1")]
 
 
@@ -689,7 +691,9 @@ def test_players_vote_without_dropout_unless_asked_to() -> None:
     agreements = []
     for votes_in in ("eval", "train"):  # nothing is learned: the three are one network
         algorithm = tri(model, votes_in=votes_in, learning_rate=1e-30, warm_up=0)
-        agreements.append(play(algorithm, clients(), 1).world.mean_notes()["train/agreement"])
+        agreements.append(
+            play(algorithm, clients(), 1).federation.mean_metrics()["train/agreement"]
+        )
     assert agreements[0] == 1.0
     assert agreements[1] < 1.0
 
@@ -726,7 +730,7 @@ def test_the_released_profile_of_the_docs_can_be_run() -> None:
     assert {item.partition("=")[0] for item in overrides} == set(RELEASE)
     for name in ("iid", "noniid"):
         path = ROOT / "configs" / "papers" / f"fedtrinet_mnist_600_{name}.yaml"
-        loaded = config.load(path, overrides).algorithm
+        loaded = config.load_config(path, overrides).algorithm
         assert loaded.threshold(1.0, 0) == pytest.approx(2.8 / 3)
         quick = dataclasses.replace(loaded, rounds=2, warm_up=1, local_epochs=1)
         after = play(FedTriNet(quick, tri().task), clients(), 4)
@@ -735,7 +739,7 @@ def test_the_released_profile_of_the_docs_can_be_run() -> None:
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/**/fedtrinet*.yaml")), ids=str)
 def test_the_configs_are_the_papers_profile(path: Path) -> None:
-    loaded = config.load(path).algorithm
+    loaded = config.load_config(path).algorithm
     ours = {"rounds", "warm_up", "clock", "batch_size", "learning_rate"}  # of the digits
     defaults = FedTriNetConfig()
     differs = {f.name for f in dataclasses.fields(loaded)
@@ -785,7 +789,7 @@ def test_settings_that_cannot_be_meant_are_refused() -> None:
 def test_voting_by_batch_statistics_is_refused_with_what_to_do() -> None:
     path = ROOT / "configs" / "fedtrinet.yaml"
     with pytest.raises(ConfigError) as error:
-        config.load(path, ["algorithm.votes_in=train", "model.norm=batch"])
+        config.load_config(path, ["algorithm.votes_in=train", "model.norm=batch"])
     found = " ".join(str(error.value).split())
     assert "algorithm.votes_in train, but model.norm is batch" in found
     assert "Set algorithm.votes_in: eval, or model.norm: group" in found

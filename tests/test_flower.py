@@ -41,13 +41,13 @@ from test_run_over_sites import DIGITS, on_digits
 
 from accounting.ledger import read_journal
 from privssl import run_engine
-from privssl.algorithms.base import Without
+from privssl.algorithms.base import MissingReplyPolicy
 from privssl.engines import Call, flower_post
-from privssl.engines.flower_post import FlowerPost
+from privssl.engines.flower_post import FlowerTransport
 from privssl.engines.local import LocalEngine
-from privssl.engines.roster import SiteError, Terms
+from privssl.engines.roster import RemoteTimeouts, SiteError
 from privssl.engines.sites import SitesEngine
-from privssl.messages import Absent
+from privssl.messages import NoReply
 from privssl.site import demo, door, opening, settings
 from privssl.site.demo import superlink, write_sites
 from privssl.site.joining import SuperNode
@@ -58,7 +58,7 @@ pytestmark = [
     pytest.mark.skipif(not FLOWER, reason="Flower is not installed: pip install '.[flower]'"),
 ]
 NAMES = ("s0", "s1", "q0", "q1", "q2")
-PATIENT = Terms(join_seconds=300.0, visit_seconds=300.0, hello_seconds=100.0)
+PATIENT = RemoteTimeouts(join_seconds=300.0, visit_seconds=300.0, hello_seconds=100.0)
 HUNG = 450.0  # seconds after which a run says where it is, and ends
 Handler = Callable[[bytes], bytes]
 #: Stands before a command that gets a network of its own.
@@ -114,8 +114,8 @@ def _sites(folder: Path) -> dict[str, dict[bytes, Handler]]:
         (folder / f"{method}.yaml").write_text(on_digits(method))
         assert tuple(write_sites(folder / method, folder / f"{method}.yaml", [])) == NAMES
         for name in NAMES:
-            site = settings.load(folder / method / name / "site.yaml")
-            found[name][mark] = opening.opened(site).handle
+            site = settings.load_site_config(folder / method / name / "site.yaml")
+            found[name][mark] = opening.open_site(site).handle
     return found
 
 
@@ -148,7 +148,7 @@ def kept_up(path: Path, handle: Handler) -> Iterator[None]:
 class Marked:
     """A post to one of the sites behind each door."""
 
-    def __init__(self, post: FlowerPost, mark: bytes) -> None:
+    def __init__(self, post: FlowerTransport, mark: bytes) -> None:
         self._post, self._mark = post, mark
 
     def addresses(self) -> Sequence[str]:
@@ -181,7 +181,9 @@ def _train(folder: Path, address: str, method: str) -> None:
     """In a process of its own, whose status is that of the command."""
     faulthandler.dump_traceback_later(HUNG, exit=True)
     patch, there = pytest.MonkeyPatch(), place(folder, method)
-    patch.setattr(run_engine, "FlowerPost", lambda *to: Marked(FlowerPost(*to), MARKS[method]))
+    patch.setattr(
+        run_engine, "FlowerTransport", lambda *to: Marked(FlowerTransport(*to), MARKS[method])
+    )
     how = ("run.engine=flower", f"run.superlink={address}", "run.join_seconds=300.0", "--quiet")
     outcome = command(there.config, there.output, *how)
     print(outcome.out, outcome.err)
@@ -241,10 +243,13 @@ def _connections(folder: Path) -> set[str]:
 def there(network: Network) -> Iterator[SitesEngine]:
     """An engine over five sites that do the steps of the conformance suite."""
     engine = SitesEngine(
-        Marked(FlowerPost(network.address, ""), CONFORMANCE), [agent.ref for agent in parties()],
-        algorithm=STEPS, agreement=posts.AGREED,
-        home=LocalEngine([], seed=3, device=posts.CPU), terms=PATIENT,
-    )  # fmt: skip
+        Marked(FlowerTransport(network.address, ""), CONFORMANCE),
+        [agent.ref for agent in parties()],
+        algorithm=STEPS,
+        agreement=posts.AGREED,
+        home=LocalEngine([], seed=3, device=posts.CPU),
+        terms=PATIENT,
+    )
     with contextlib.closing(engine):
         yield engine
 
@@ -265,11 +270,11 @@ def test_calls_of_one_agent_see_the_last_and_memories_stay_at_sites_and_are_put_
     there: SitesEngine,
 ) -> None:
     there.restore({})
-    assert [r.said.number for r in ask(there, STEPS.count, whom="q0 q0")] == [1.0, 2.0]
+    assert [r.payload.number for r in ask(there, STEPS.count, whom="q0 q0")] == [1.0, 2.0]
     before, whom = there.memories(), "q1 q0"
-    assert [r.said.number for r in ask(there, STEPS.count, None, whom, 2)] == [1.0, 3.0]
+    assert [r.payload.number for r in ask(there, STEPS.count, None, whom, 2)] == [1.0, 3.0]
     there.restore(before)
-    assert [r.said.number for r in ask(there, STEPS.count, None, whom, 2)] == [1.0, 3.0]
+    assert [r.payload.number for r in ask(there, STEPS.count, None, whom, 2)] == [1.0, 3.0]
 
 
 def test_silence_and_errors_stay_in_their_place_and_the_first_by_order_ends_a_run(
@@ -277,23 +282,23 @@ def test_silence_and_errors_stay_in_their_place_and_the_first_by_order_ends_a_ru
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(there, "_terms", dataclasses.replace(PATIENT, absent="skip"))
-        patch.setattr(there, "_without", Without(skip=("fail", "diverge")))
+        patch.setattr(there, "_without", MissingReplyPolicy(skip=("fail", "diverge")))
         steps = (STEPS.fail, STEPS.fail, STEPS.hush, STEPS.fail, STEPS.diverge)
         replies = list(
             there.deliver(
                 [Call(a, step, Told(), 1) for a, step in zip(there.roster(), steps, strict=True)]
             )
         )
-    absent = [r.content.reason if isinstance(r.content, Absent) else "" for r in replies]
+    absent = [r.content.reason if isinstance(r.content, NoReply) else "" for r in replies]
     assert absent == ["data", "failed", "", "", "diverged"]
-    assert replies[2].silent and replies[3].said.text == "q3"
+    assert replies[2].declined and replies[3].payload.text == "q3"
     with pytest.raises(SiteError, match=r"q1 has no reply to fail .*\(failed\)"):
         ask(there, STEPS.fail, whom="q3 q1 q0", number=2)
 
 
 def test_large_letters_are_carried_whole(there: SitesEngine) -> None:
     wide = Told(w={"a": torch.arange(5_000_000.0)})  # 20 MB: Flower cuts it into pieces
-    said = ask(there, STEPS.scribble, wide, whom="q1")[0].said
+    said = ask(there, STEPS.scribble, wide, whom="q1")[0].payload
     assert said.w["a"].shape == (5_000_000,) and float(said.w["a"].min()) == 9.0
 
 

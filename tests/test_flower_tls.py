@@ -22,10 +22,10 @@ from test_site import serving
 
 from accounting.ledger import read_journal
 from privssl.agents import Agent, AgentRef
-from privssl.engines.flower_post import FlowerPost
+from privssl.engines.flower_post import FlowerTransport
 from privssl.engines.local import LocalEngine
-from privssl.engines.pins import read_pins
-from privssl.engines.roster import SiteError, Terms
+from privssl.engines.pins import read_node_keys
+from privssl.engines.roster import RemoteTimeouts, SiteError
 from privssl.engines.sites import SitesEngine
 from privssl.site import demo, keys
 from privssl.site.joining import SuperNode
@@ -59,8 +59,8 @@ class Link:
         self.folder, self.keys = folder, folder / "keys"
         keys.make(self.keys, "127.0.0.1", ["q0", "q1", "q2"])
         self.address = stack.enter_context(demo.superlink(folder / "link", made=self.keys))
-        self.pins = read_pins(self.keys, ["q0", "q1"])
-        self.post = FlowerPost(self.address, str(self.keys / "ca.crt"), self.pins)
+        self.pins = read_node_keys(self.keys, ["q0", "q1"])
+        self.post = FlowerTransport(self.address, str(self.keys / "ca.crt"), self.pins)
         stack.callback(self.post.close)
         for name in ("q0", "q1"):
             (folder / name).mkdir()
@@ -77,10 +77,14 @@ class Link:
 
     def engine(self, *names: str, seconds: float = 60.0) -> SitesEngine:
         return SitesEngine(
-            self.post, [AgentRef(name, "query") for name in names], algorithm=STEPS,
-            agreement=posts.AGREED, home=LocalEngine([], seed=3, device=posts.CPU),
-            terms=Terms(join_seconds=seconds, visit_seconds=60.0), holder=self.post.holder,
-        )  # fmt: skip
+            self.post,
+            [AgentRef(name, "query") for name in names],
+            algorithm=STEPS,
+            agreement=posts.AGREED,
+            home=LocalEngine([], seed=3, device=posts.CPU),
+            terms=RemoteTimeouts(join_seconds=seconds, visit_seconds=60.0),
+            holder=self.post.key_owner,
+        )
 
 
 def until(true: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
@@ -103,13 +107,13 @@ def queries(*names: str) -> list[Agent]:
 def test_the_coordinator_knows_each_site_by_the_key_that_it_signs_with(
     link: Link, tmp_path: Path
 ) -> None:
-    assert sorted(map(link.post.holder, link.post.addresses())) == ["q0", "q1"]
+    assert sorted(map(link.post.key_owner, link.post.addresses())) == ["q0", "q1"]
     with contextlib.ExitStack() as stack:
         for agent in queries("q0", "q1"):
             desk = posts.desk(agent, STEPS, tmp_path)
             stack.enter_context(serving(link.door(agent.id), desk.handle))
         there = link.engine("q0", "q1")
-        assert {n: link.post.holder(a) for n, a in there._sites.address.items()} == {
+        assert {n: link.post.key_owner(a) for n, a in there._sites.address.items()} == {
             "q0": "q0", "q1": "q1",
         }  # fmt: skip
         assert [reply.sender.id for reply in ask(there, STEPS.draw, whom="q0 q1")] == ["q0", "q1"]
@@ -135,7 +139,7 @@ def test_a_registered_site_that_takes_the_name_of_one_that_is_away_is_refused_an
 
 
 def test_a_key_that_is_registered_and_of_no_agent_is_nobodys(link: Link, tmp_path: Path) -> None:
-    others = read_pins(link.keys, ["q2"])
+    others = read_node_keys(link.keys, ["q2"])
     assert [others.owner(link.post._keys[a]) for a in link.post.addresses()] == ["", ""]
 
 

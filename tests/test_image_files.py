@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from privssl.data import image_folder
-from privssl.data.datasets import Dataset, load
+from privssl.data.datasets import Dataset, load_dataset
 from privssl.errors import DataError
 from privssl.settings import DataSettings
 
@@ -34,7 +34,7 @@ def plainly(path: Path, picture: NDArray[np.uint8]) -> None:
 
 
 def read(root: Path, **settings: Any) -> Dataset:
-    return load(DataSettings(name="image_folder", root=str(root), **settings))
+    return load_dataset(DataSettings(name="image_folder", root=str(root), **settings))
 
 
 def said(caplog: pytest.LogCaptureFixture) -> str:

@@ -63,7 +63,7 @@ class Shown(Tracker):
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     path = tmp_path_factory.mktemp("config") / "tiny.yaml"
     path.write_text(TINY)
-    return prepare(configs.load(path))
+    return prepare(configs.load_config(path))
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ class Ended:
         self.folder, self.error, shown = folder, "", Shown()
         folder.mkdir()
         try:
-            run.execute(prepared, folder, lambda: [shown], None)
+            run.train(prepared, folder, lambda: [shown], None)
         except LedgerError as error:
             self.error = str(error)
         self.shown = shown.epsilons
@@ -159,7 +159,7 @@ def test_a_file_that_claims_more_than_was_charged_counts_as_well(
 
     monkeypatch.setattr(Account, "balance", balance)
     ended = Ended(prepared, tmp_path / "run")
-    plan = prepared.promises["s0"]
+    plan = prepared.account_plans["s0"]
     assert ended.card["epsilon"]["overall"] == plan.epsilon(plan.visit_cost.times(VISITS + 9))
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from privssl import learn, optimisers, together
-from privssl.models import laid_out, linear
-from privssl.models.kept_steps import ROOM, Kept, plain_sgd
+from privssl.models import linear, optimize_layout
+from privssl.models.kept_steps import ROOM, LazySGDBuffer, plain_sgd
 from privssl.models.linear import LARGE, Linear, onednn_is_faster
 from privssl.models.precision import in_precision
 from privssl.seeds import stream
@@ -64,7 +64,7 @@ def drawn(*shape: int, name: str = "rows") -> Tensor:
 
 
 def made(kind: Callable[[], nn.Module] = Net) -> nn.Module:
-    network = laid_out(kind())
+    network = optimize_layout(kind())
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
@@ -79,7 +79,7 @@ def mean_square(network: nn.Module, x: Tensor) -> Tensor:
 
 def exact(network: nn.Module, losses: list[Callable[[nn.Module], Tensor]]) -> dict[str, Tensor]:
     """Plain gradient descent written out, in float64, by torch's own layers."""
-    wide = laid_out(type(network)())
+    wide = optimize_layout(type(network)())
     for module in wide.modules():
         if isinstance(module, Linear):
             module.__class__ = nn.Linear  # type: ignore[assignment]
@@ -226,7 +226,7 @@ def test_a_visit_leaves_nothing_behind_and_its_steps_remember_no_graph() -> None
     with plain_sgd(network, RATE) as sgd:
         for n in range(9):
             learn.minimise(sgd, on(drawn(10, 5, name=f"{n}"))(network))
-        kept: Kept = large.kept
+        kept: LazySGDBuffer = large.kept
         assert not (kept._X.requires_grad or kept._G.requires_grad)
         copy.deepcopy(network)
         left = weakref.ref(kept)
@@ -280,16 +280,20 @@ def test_a_frozen_layer_keeps_nothing_and_stays() -> None:
 
 
 def test_layers_that_share_their_weights_keep_nothing() -> None:
-    network = laid_out(nn.Sequential(nn.Linear(NARROW * 4, NARROW * 4), nn.Linear(NARROW * 4, 9)))
+    network = optimize_layout(
+        nn.Sequential(nn.Linear(NARROW * 4, NARROW * 4), nn.Linear(NARROW * 4, 9))
+    )
     assert keepers(network) == ["0"]
-    twin = laid_out(nn.Sequential(nn.Linear(NARROW * 4, NARROW * 4), nn.Linear(NARROW * 4, 1024)))
+    twin = optimize_layout(
+        nn.Sequential(nn.Linear(NARROW * 4, NARROW * 4), nn.Linear(NARROW * 4, 1024))
+    )
     twin[1].weight = twin[0].weight
     assert keepers(twin) == []
 
 
 def test_a_layer_elsewhere_than_on_the_cpu_keeps_nothing() -> None:
     with torch.device("meta"):
-        assert keepers(laid_out(Net())) == []
+        assert keepers(optimize_layout(Net())) == []
 
 
 def test_a_layer_of_wider_numbers_keeps_nothing() -> None:
@@ -297,7 +301,7 @@ def test_a_layer_of_wider_numbers_keeps_nothing() -> None:
 
 
 def test_where_steps_of_several_agents_are_taken_as_one_nothing_is_kept() -> None:
-    with together.answering(lambda step: None):
+    with together.request_handler(lambda step: None):
         assert keepers(made()) == []
     assert keepers(made()) == ["large"]
 
@@ -317,13 +321,13 @@ def test_runs_keep_steps_of_plain_sgd_alone_and_workers_come_to_the_same_bits(
 ) -> None:
     monkeypatch.setattr("privssl.models.LARGE", 0)
     steps: list[int] = []
-    real = Kept.step
+    real = LazySGDBuffer.step
 
-    def step(self: Kept) -> None:
+    def step(self: LazySGDBuffer) -> None:
         steps.append(1)
         real(self)
 
-    monkeypatch.setattr(Kept, "step", step)
+    monkeypatch.setattr(LazySGDBuffer, "step", step)
     changes = [*changes, "algorithm.rounds=1", "algorithm.local_epochs=1"]
     weights = []
     for workers in (1, 2):

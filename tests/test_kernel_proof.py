@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from privssl import kernels
 from privssl.errors import PrivacyError
 from privssl.kernels import clipping, noise, proof
-from privssl.privacy import PrivateTraining, make_plan
+from privssl.privacy import PrivateTraining, make_dp_sgd_plan
 from privssl.settings import PrivacySettings
 
 if not HERE:
@@ -87,10 +87,10 @@ def test_a_kernel_that_does_something_else_is_refused_with_what_to_do(
         begin()
     settings = PrivacySettings(epsilon=8.0, noise_multiplier=1.0, delta=1e-5, sample_rate=0.5)
     with pytest.raises(PrivacyError):  # before a visit is paid for
-        make_plan(settings, rounds=1, rows_per_agent=10)
-    with kernels.torch_alone():  # as that environment has it
+        make_dp_sgd_plan(settings, rounds=1, rows_per_agent=10)
+    with kernels.disabled():  # as that environment has it
         begin()
-        make_plan(settings, rounds=1, rows_per_agent=10)
+        make_dp_sgd_plan(settings, rounds=1, rows_per_agent=10)
 
 
 @pytest.mark.parametrize(("asked", "said"), [("tourch", "'tourch'"), ("torch", ""), ("", "")])

@@ -113,7 +113,7 @@ def plant(kill: Kill, *, resumed: bool) -> None:
         os.write(self._file, b'{"type": "res')
         die()
 
-    append, save, write = journals.JournalFile.append, checkpoint.save, durable.write_new
+    append, save, write = journals.JournalFile.append, checkpoint.save_snapshot, durable.write_new
     gradients, noise = row_gradients.factored_gradients, SecureNoise.add_noise
     first_step = STEPS * (kill.visit - 1) + 1
     # A run that begins saves its state before round 1 as well.
@@ -137,14 +137,14 @@ def plant(kill: Kill, *, resumed: bool) -> None:
         case "after the settle":
             on_append("settle", and_then_die(append))
         case "before the checkpoint":
-            checkpoint.save = nth(saves, die, save)
+            checkpoint.save_snapshot = nth(saves, die, save)
         case "within the checkpoint":
             number = WRITES * (saves - 1) + kill.write
             durable.write_new = nth(number, and_then_die(write), write)
         case "after the checkpoint":
-            checkpoint.save = nth(saves, and_then_die(save), save)
+            checkpoint.save_snapshot = nth(saves, and_then_die(save), save)
         case "before the results":
-            run.Run.conclude = die  # type: ignore[method-assign]
+            run.RoundLoop.write_results = die  # type: ignore[method-assign]
 
 
 def observe(path: Path) -> None:
@@ -176,7 +176,7 @@ def charge_late() -> None:
             pass
 
     Account.spend = spend  # type: ignore[method-assign]
-    vars(visits)["PaidRows"] = lambda rows, paid: rows  # which alone would refuse it
+    vars(visits)["ChargedRows"] = lambda rows, paid: rows  # which alone would refuse it
 
 
 def refund_open_visits() -> None:
@@ -213,13 +213,13 @@ def drive(folder: Path, path: Path, kill: Kill | None, bug: str) -> None:
     if bug:
         BUGS[bug]()
     observe(folder / "observed.txt")
-    chosen = config.load(path)
+    chosen = config.load_config(path)
     snapshot = None
     if (folder / "checkpoints").exists():
-        snapshot = checkpoint.load(folder / "checkpoints", config.digest(chosen))
+        snapshot = checkpoint.load_snapshot(folder / "checkpoints", config.config_hash(chosen))
     if kill is not None:
         plant(kill, resumed=snapshot is not None)
-    run.execute(prepare(chosen), folder, list, snapshot)
+    run.train(prepare(chosen), folder, list, snapshot)
 
 
 def bear(calls: Connection, warm_up: Path, path: Path) -> None:
@@ -230,7 +230,7 @@ def bear(calls: Connection, warm_up: Path, path: Path) -> None:
     torch.set_num_threads(1)
     # The second opinion on epsilon takes longer than the run, and is not at stake here.
     verify.available = lambda: False
-    run.execute(prepare(config.load(path)), warm_up, list, None)
+    run.train(prepare(config.load_config(path)), warm_up, list, None)
     while True:
         folder, kill, bug = calls.recv()
         child = os.fork()

@@ -21,7 +21,7 @@ from toy_worlds import (
     Overheard,
     at_clients,
     at_server,
-    federation,
+    federated_data,
     finite,
     make,
     play,
@@ -31,30 +31,35 @@ from toy_worlds import (
 from privssl.algorithms import label_census, label_free
 from privssl.algorithms.base import Context
 from privssl.algorithms.clusters import (
-    joined,
+    center_and_normalize,
+    centroid_sums,
     k_means,
-    moved,
-    nearest,
+    merge_cells,
+    nearest_centroids,
     neighbours,
-    on_sphere,
-    sums,
+    update_centroids,
 )
-from privssl.algorithms.label_census import Census, Classifier, LabelCensus, SelfLesson
+from privssl.algorithms.label_census import (
+    Census,
+    ClusterClassifierUpdate,
+    LabelCensus,
+    SelfTrainingRequest,
+)
 from privssl.algorithms.label_free import Map, Sums, map_of
 from privssl.algorithms.patch_encoder import encode
 from privssl.algorithms.votes import class_given_cluster, class_posterior
-from privssl.census_plan import make_plan
+from privssl.census_plan import make_census_plan
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.errors import RunFolderError
 from privssl.messages import MessageError, Reply
 from privssl.process import INTERRUPTED
 from privssl.rounds import planned_rounds
-from privssl.run import Run
+from privssl.run import RoundLoop
 from privssl.seeds import stream
 from privssl.settings import PrivacySettings
 from privssl.tracker import CsvTracker, RoundRecord
-from privssl.world import Round, World
+from privssl.world import Federation, Round
 
 FEW: dict[str, Any] = {
     "clusters": 5, "cells": 12, "cluster_rounds": 3, "vote_rounds": 1, "self_training_rounds": 1,
@@ -70,19 +75,19 @@ def normal(*shape: int, name: str = "x") -> Tensor:
 
 
 def test_a_round_of_k_means_over_agents_is_that_on_all_rows_in_one_place() -> None:
-    points = on_sphere(normal(60, 8), torch.zeros(8))
+    points = center_and_normalize(normal(60, 8), torch.zeros(8))
     centroids = points[:5].clone()
-    parts = [sums(part, centroids) for part in torch.split(points, [7, 33, 20])]
+    parts = [centroid_sums(part, centroids) for part in torch.split(points, [7, 33, 20])]
     total, count = (sum(values) for values in zip(*parts, strict=True))
     chosen = (points[:, None] - centroids).square().sum(dim=2).argmin(dim=1)
     means = torch.stack([points[chosen == k].mean(dim=0) for k in range(5)])
-    assert torch.equal(nearest(points, centroids), chosen)
-    torch.testing.assert_close(moved(centroids, total, count), means)
+    assert torch.equal(nearest_centroids(points, centroids), chosen)
+    torch.testing.assert_close(update_centroids(centroids, total, count), means)
 
 
 def test_an_empty_cluster_stays_where_it_is() -> None:
     centroids = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    after = moved(centroids, *sums(torch.tensor([[0.8, 0.6]]), centroids))
+    after = update_centroids(centroids, *centroid_sums(torch.tensor([[0.8, 0.6]]), centroids))
     torch.testing.assert_close(after, torch.tensor([[0.8, 0.6], [0.0, 1.0]]))
 
 
@@ -91,7 +96,7 @@ def test_k_means_finds_groups_that_are_far_apart_and_counts_their_weight() -> No
     points = torch.cat([m + 0.01 * normal(25, 4, name=str(i)) for i, m in enumerate(middles)])
     weight = torch.arange(1.0, 5).repeat_interleave(25)
     centroids, mass = k_means(points, weight, 4, stream(0, 0, "world", "seeds"))
-    found = nearest(middles, centroids)
+    found = nearest_centroids(middles, centroids)
     assert sorted(found.tolist()) == [0, 1, 2, 3]
     assert mass[found].tolist() == [25, 50, 75, 100]
     assert float((centroids[found] - middles).norm(dim=1).max()) < 0.02
@@ -118,14 +123,14 @@ def test_cells_along_a_curve_are_one_cluster_where_k_means_cuts_the_curve() -> N
     ring = torch.stack([turn.cos(), turn.sin()], dim=1)
     rows = torch.cat([ring, 3 * ring])
     cells = torch.cat([ring[::20], 3 * ring[::20]])
-    found = joined(neighbours(rows, cells), 2, seed=0)
+    found = merge_cells(neighbours(rows, cells), 2, seed=0)
     assert len(set(found[:20].tolist())) == 1
     cut, _ = k_means(rows, torch.ones(800), 2, stream(0, 0, "world", "seeds"))
-    assert len(set(nearest(ring, cut).tolist())) == 2  # the control
+    assert len(set(nearest_centroids(ring, cut).tolist())) == 2  # the control
 
 
 def test_fewer_cells_than_clusters_are_clusters_of_their_own() -> None:
-    assert joined(torch.zeros(3, 3), 5, seed=0).tolist() == [0, 1, 2]
+    assert merge_cells(torch.zeros(3, 3), 5, seed=0).tolist() == [0, 1, 2]
 
 
 # Votes --------------------------------------------------------------------------------------
@@ -229,8 +234,8 @@ def test_a_cluster_in_doubt_listens_to_the_neighbours_that_it_has_borders_with()
 
 
 def test_borders_are_the_rows_between_cells_of_two_clusters() -> None:
-    state = play(make("label_census", **FEW), federation(labelled=40)).state
-    agents = federation(labelled=40).agents
+    state = play(make("label_census", **FEW), federated_data(labelled=40)).state
+    agents = federated_data(labelled=40).agents
     rows = sum(len(a.held_unlabelled) for a in agents if a.held_unlabelled is not None)
     assert torch.equal(state.borders, state.borders.T)
     assert int(state.borders.sum()) == 2 * rows  # each row is between two cells, counted both ways
@@ -240,7 +245,7 @@ def test_borders_are_the_rows_between_cells_of_two_clusters() -> None:
 
 
 def test_a_support_agent_is_asked_once_and_sends_counts_and_nothing_else() -> None:
-    parties = federation(labelled=40)
+    parties = federated_data(labelled=40)
     after = play(make("label_census", **FEW), parties, engine=Overheard)
     assert isinstance(after.engine, Overheard)
     heard = [(c.step.__name__, r) for c, r in after.engine.heard if c.to.role == "support"]
@@ -254,7 +259,7 @@ def test_a_support_agent_is_asked_once_and_sends_counts_and_nothing_else() -> No
 
 
 def test_each_labelled_row_counts_once_in_the_cluster_and_class_that_it_is_in() -> None:
-    parties = federation(labelled=40)
+    parties = federated_data(labelled=40)
     after = play(make("label_census", **FEW), parties)
     state, census = after.state, after.algorithm
     assert isinstance(census, LabelCensus)
@@ -272,7 +277,7 @@ def test_each_labelled_row_counts_once_in_the_cluster_and_class_that_it_is_in() 
 
 def test_given_labels_reach_no_weight_before_the_census() -> None:
     # The encoder and the clusters are the same whatever the labels are; what follows is not.
-    one, other = federation(labelled=40), federation(labelled=40)
+    one, other = federated_data(labelled=40), federated_data(labelled=40)
     for agent in other.agents:
         if agent.held_labelled is not None:
             agent.held_labelled.y.copy_((agent.held_labelled.y + 1) % 10)
@@ -283,7 +288,7 @@ def test_given_labels_reach_no_weight_before_the_census() -> None:
     assert same_bits({"e": after[0].encoder}, {"e": after[1].encoder})
 
 
-@pytest.mark.parametrize("parties", [federation, at_clients, at_server])
+@pytest.mark.parametrize("parties", [federated_data, at_clients, at_server])
 def test_the_table_is_all_that_labelled_rows_reach(
     parties: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,7 +328,7 @@ def same_tree(one: Any, other: Any) -> bool:
 
 def test_the_encoder_is_made_in_its_own_phase_and_changes_in_no_other() -> None:
     begun, *after = (
-        play(make("label_census", **FEW), federation(labelled=40), rounds=r).state
+        play(make("label_census", **FEW), federated_data(labelled=40), rounds=r).state
         for r in (0, 1, 2, 3, 6, 9)
     )
     assert not torch.equal(begun.whitener, after[0].whitener)
@@ -335,7 +340,7 @@ def test_the_encoder_is_made_in_its_own_phase_and_changes_in_no_other() -> None:
 
 def test_what_agents_keep_for_the_clusters_is_gone_after_them() -> None:
     for rounds, kept in ((3, False), (4, True), (6, False)):
-        parties = federation(labelled=40)
+        parties = federated_data(labelled=40)
         play(make("label_census", **FEW), parties, rounds=rounds)
         held = {"features" in a.memory for a in parties.agents if a.held_unlabelled is not None}
         assert held == {kept}
@@ -347,7 +352,7 @@ def test_the_map_is_the_same_whatever_the_number_of_agents_asked_at_a_time(
     maps = []
     for at_once in (1, 16):
         monkeypatch.setattr(label_free, "AT_ONCE", at_once)
-        maps.append(play(make("label_census", **FEW), federation(labelled=40), rounds=6).state)
+        maps.append(play(make("label_census", **FEW), federated_data(labelled=40), rounds=6).state)
     assert same_bits(*maps)
 
 
@@ -359,18 +364,20 @@ def test_sums_that_run_over_are_refused() -> None:
             return super()._across(message)
 
     with pytest.raises(MessageError, match="the sum of total has numbers that are not finite"):
-        play(make("label_census", **FEW), federation(labelled=40), engine=Endless, rounds=1)
+        play(make("label_census", **FEW), federated_data(labelled=40), engine=Endless, rounds=1)
 
 
 def test_an_agent_that_did_not_hear_of_its_clusters_is_silent_in_training() -> None:
-    parties = federation(labelled=40)
+    parties = federated_data(labelled=40)
     after = play(make("label_census", **FEW), parties, rounds=7)
     for agent in parties.agents:
         agent.memory = {}
     for now in planned_rounds(after.algorithm.phases())[7:]:
-        after.world.begin(now)
-        later = after.algorithm.round(after.state, after.world)
-        assert after.world.silences == sum(a.held_unlabelled is not None for a in parties.agents)
+        after.federation.begin(now)
+        later = after.algorithm.round(after.state, after.federation)
+        assert after.federation.declines == sum(
+            a.held_unlabelled is not None for a in parties.agents
+        )
         assert same_bits({"F": after.state.F}, {"F": later.F})
 
 
@@ -389,7 +396,7 @@ def test_there_are_two_clusters_to_a_class_where_noise_leaves_their_counts_to_be
     epsilon: float, labels: int, clusters: int | None, k: int
 ) -> None:
     census = make("label_census", clusters=clusters)
-    plan = make_plan(PrivacySettings(epsilon=epsilon), rows=labels)
+    plan = make_census_plan(PrivacySettings(epsilon=epsilon), rows=labels)
     assert LabelCensus(census.cfg, census.task, plan).k == k
     assert LabelCensus(census.cfg, census.task).k == (clusters or 20)  # no noise
 
@@ -407,20 +414,22 @@ def test_self_training_learns_the_teachers_guess_times_what_the_rows_cluster_say
     def guessed(F: nn.Module, x: Tensor, **_: Any) -> Tensor:
         return torch.tensor([0.5, 0.3, 0.2] + [0.0] * 7).expand(len(x), 10)
 
-    def noted(self: Any, agent: Any, picked: Tensor, p: Tensor, msg: Any, ctx: Any) -> Classifier:
+    def noted(
+        self: Any, agent: Any, picked: Tensor, p: Tensor, msg: Any, ctx: Any
+    ) -> ClusterClassifierUpdate:
         learned.append((agent.memory["cluster"][picked], p))
-        return Classifier(msg.F)
+        return ClusterClassifierUpdate(msg.F)
 
     monkeypatch.setattr(label_census, "guess_labels", guessed)
     monkeypatch.setattr(LabelCensus, "_learn", noted)
-    parties = federation(labelled=40)
+    parties = federated_data(labelled=40)
     after = play(make("label_census", **FEW), parties, rounds=7)
     agent = next(a for a in parties.agents if a.held_unlabelled is not None)
     agent.memory = {"cluster": torch.arange(len(agent.unlabelled)) % 2}
     assert isinstance(after.algorithm, LabelCensus)
     known = torch.zeros(5, 10)
     known[0, 1] = known[1, 9] = 1.0  # the second guess, and a class that was not guessed
-    lesson = SelfLesson(known, after.state.F, 1e-3, after.state.F)
+    lesson = SelfTrainingRequest(known, after.state.F, 1e-3, after.state.F)
     after.algorithm.self_training_pass(
         agent, lesson, Context(0, 8, agent.id, "1", "a", torch.device("cpu"))
     )
@@ -440,14 +449,14 @@ def test_self_training_learns_the_teachers_guess_times_what_the_rows_cluster_say
 def test_more_clusters_than_rows_of_an_agent_and_very_few_give_finite_weights(
     clusters: int,
 ) -> None:
-    parties = federation(labelled=20, unlabelled=20)
+    parties = federated_data(labelled=20, unlabelled=20)
     after = play(make("label_census", **(FEW | {"clusters": clusters})), parties)
     assert finite(after.state)
     assert int(after.state.histogram.sum()) == 20
 
 
 def test_a_run_in_which_all_are_silent_from_the_first_round_to_the_last_learns_nothing() -> None:
-    after = play(make("label_census", **FEW), federation(labelled=40), engine=Mute)
+    after = play(make("label_census", **FEW), federated_data(labelled=40), engine=Mute)
     assert after.state.answers == 0
     assert same_bits({"e": after.begun.encoder}, {"e": after.state.encoder})
     assert finite(after.state)
@@ -466,7 +475,7 @@ def test_the_cluster_of_a_labelled_row_is_found_from_that_row_alone(
 ) -> None:
     # In a batch of another size features differ in their last bits, so one record more could move
     # another one over a border. (The control: unlabelled rows do come in batches.)
-    parties, seen = federation(labelled=40), []
+    parties, seen = federated_data(labelled=40), []
     given = LabelCensus.cluster_of
 
     def watched(self: LabelCensus, x: Tensor, msg: Any, ctx: Any) -> Tensor:
@@ -487,7 +496,7 @@ def test_the_answers_are_saved_at_once_because_they_cannot_be_asked_for_again() 
 
 
 def test_no_pass_over_query_agents_lies_between_the_answers_and_their_checkpoint() -> None:
-    after = play(make("label_census", **FEW), federation(labelled=40), engine=Overheard)
+    after = play(make("label_census", **FEW), federated_data(labelled=40), engine=Overheard)
     assert isinstance(after.engine, Overheard)
     calls = [call for call, _ in after.engine.heard]
     answered = [call.round for call in calls if call.step.__name__ == "answer"]
@@ -501,9 +510,9 @@ def test_ctrl_c_in_the_round_of_the_answers_waits_for_their_checkpoint(
     whole: bool, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not whole:
-        monkeypatch.setattr("privssl.run.done_whole", contextlib.nullcontext)
+        monkeypatch.setattr("privssl.run.defer_interrupts", contextlib.nullcontext)
     left = [signal.SIGINT]
-    answer, measure = LabelCensus.answer, Run._measure
+    answer, measure = LabelCensus.answer, RoundLoop._measure
 
     @functools.wraps(answer)
     def pressed_before(self: LabelCensus, agent: Any, msg: Any, ctx: Any) -> Any:
@@ -511,13 +520,13 @@ def test_ctrl_c_in_the_round_of_the_answers_waits_for_their_checkpoint(
             signal.raise_signal(left.pop())
         return answer(self, agent, msg, ctx)
 
-    def pressed_after(self: Run, state: Any, now: Round, last: bool) -> dict[str, float]:
+    def pressed_after(self: RoundLoop, state: Any, now: Round, last: bool) -> dict[str, float]:
         if now.phase == "census" and left:
             signal.raise_signal(left.pop())
         return measure(self, state, now, last)
 
     if moment == "after them":
-        monkeypatch.setattr(Run, "_measure", pressed_after)
+        monkeypatch.setattr(RoundLoop, "_measure", pressed_after)
     else:
         monkeypatch.setattr(LabelCensus, "answer", pressed_before)
     settings = ["cluster_rounds=3", "vote_rounds=1", "self_training_rounds=1", "local_steps=1"]
@@ -563,7 +572,7 @@ def test_answers_are_kept_although_nobody_can_be_told_of_their_round(
 
 
 def test_a_picture_shows_the_released_counts_and_numbers_tell_clusters_in_doubt() -> None:
-    after = play(make("label_census", **FEW), federation(labelled=40))
+    after = play(make("label_census", **FEW), federated_data(labelled=40))
     none = torch.zeros(0)
     picture = after.algorithm.pictures(after.state, none, none)["images/census"]
     assert picture.dtype == np.uint8
@@ -618,18 +627,18 @@ MAPS = [
 @pytest.mark.parametrize("name", MAPS)
 def test_a_crooked_map_is_refused_alike_whatever_rows_there_are(name: str) -> None:
     census = make("label_census", **FEW)
-    after = play(census, federation(labelled=40), rounds=4)
+    after = play(census, federated_data(labelled=40), rounds=4)
     good = map_of(after.state)
     assert isinstance(census, LabelCensus)
     told = set()
     for labelled in (2, 4, 40):  # one row to an agent, two, twenty
-        parties = federation(labelled=labelled)
-        world = World(LocalEngine(parties.agents, seed=0, device=torch.device("cpu")), 0)
-        world.begin(after.world.round)
-        counted = world.ask(world.support[0], census.answer, good).said.census
+        parties = federated_data(labelled=labelled)
+        federation = Federation(LocalEngine(parties.agents, seed=0, device=torch.device("cpu")), 0)
+        federation.begin(after.federation.round)
+        counted = federation.call(federation.support[0], census.answer, good).payload.census
         assert int(counted.sum()) == labelled // 2  # the control: the true map is answered
         with pytest.raises(MessageError) as refused:
-            world.ask(world.support[0], census.answer, crooked(name, good))
+            federation.call(federation.support[0], census.answer, crooked(name, good))
         told.add(str(refused.value))
     assert len(told) == 1
 
@@ -643,7 +652,7 @@ def test_an_answer_that_is_no_table_of_this_census_is_refused(census: Tensor) ->
             return list(super().deliver(calls))
 
     with pytest.raises(MessageError, match="table of"):
-        play(make("label_census", **FEW), federation(labelled=40), engine=Liar)
+        play(make("label_census", **FEW), federated_data(labelled=40), engine=Liar)
 
 
 @pytest.mark.parametrize("epsilon", [None, 16.0, 2.0, 0.01, 1e-5])

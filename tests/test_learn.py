@@ -231,7 +231,7 @@ def test_initial_weights_follow_from_the_generator_alone_down_to_the_buffers() -
 def test_what_a_step_sends_is_copied_once_by_the_step_or_by_whoever_called_it() -> None:
     own = {"w": torch.ones(3, requires_grad=True), "b": torch.zeros(2)}
     sent = learn.to_send(own)
-    with learn.copied_at_once():
+    with learn.copy_once():
         lent = learn.to_send(own)
         with torch.no_grad():
             own["w"].fill_(2.0)
@@ -244,7 +244,7 @@ def test_weights_read_from_a_network_are_copies_and_so_are_those_put_into_it() -
     net = nn.Linear(2, 1).eval()
     taken = learn.weights_of(net)
     given_ = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}
-    assert learn.load(net, given_).training
+    assert learn.load_weights(net, given_).training
     with torch.no_grad():
         net.weight.fill_(5.0)
     assert torch.equal(given_["weight"], torch.ones(1, 2))
@@ -281,7 +281,7 @@ def test_views_made_ahead_are_those_of_their_batches_and_made_for_many_at_once()
         asked.append(len(picked))
         return 10 * picked
 
-    views = list(learn.ahead(batches, seen, at_once=10))
+    views = list(learn.in_blocks(batches, seen, at_once=10))
     assert [view.tolist() for view in views] == [(10 * batch).tolist() for batch in batches]
     assert asked == [12, 12, 1]
-    assert list(learn.ahead([], seen)) == []
+    assert list(learn.in_blocks([], seen)) == []

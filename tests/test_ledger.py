@@ -28,12 +28,18 @@ from accounting.accountants import epsilon, max_repeats
 from accounting.budget import Budget
 from accounting.canonical import encode, real
 from accounting.errors import BudgetExhausted, LedgerError, PlanError
-from accounting.events import Composed, Event, PureEpsilon, SampledGaussian, Unprotected
+from accounting.events import (
+    ComposedEvent,
+    Event,
+    NonPrivateEvent,
+    PoissonSampledGaussianEvent,
+    PureDpEvent,
+)
 from accounting.journal import FIRST_PREV, JournalFile, line_hash
 from accounting.ledger import Account, AccountPlan, read_journal
 
 # Full batches: closed form, so the tests need no slow accountant. One visit costs 1.0 or so.
-VISIT = SampledGaussian(noise_multiplier=8.0, sample_rate=1.0, steps=5)
+VISIT = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
 REPOSITORY = Path(__file__).parents[1]
 
 
@@ -85,12 +91,12 @@ def test_it_pays_for_exactly_the_visits_that_fit_and_refuses_the_next(account: A
     # T visits of 5 steps at sigma 8 cost the closed form at 5 T steps.
     fitting = max(t for t in range(1, 50) if epsilon([replace(VISIT, steps=5 * t)], 1e-5) <= 4.0)
     for number in range(fitting):
-        assert account.affords(VISIT)
+        assert account.can_afford(VISIT)
         assert account.visits_left() == fitting - number
         visit(account, number)
     assert account.spent() == pytest.approx(epsilon([replace(VISIT, steps=5 * fitting)], 1e-5))
     assert account.spent() <= 4.0
-    assert not account.affords(VISIT)
+    assert not account.can_afford(VISIT)
     before = account.seq, account.head
     with pytest.raises(
         BudgetExhausted, match=r"s0 has spent epsilon 3\.\d+ of 4.*Nothing was read"
@@ -109,10 +115,10 @@ def test_it_knows_which_visits_were_charged_whatever_became_of_them(tmp_path: Pa
     dear = replace(VISIT, steps=VISIT.steps + 1)
     with pytest.raises(LedgerError), account.spend(dear, visit="round 2"):
         pass  # dearer than planned: refused, so never charged
-    known = [account.charged(f"round {number}") for number in range(4)]
+    known = [account.is_charged(f"round {number}") for number in range(4)]
     account.close()
     again = reopened(tmp_path / "s0.jsonl")
-    assert known == [again.charged(f"round {n}") for n in range(4)] == [True, True, False, False]
+    assert known == [again.is_charged(f"round {n}") for n in range(4)] == [True, True, False, False]
     again.close()
 
 
@@ -129,9 +135,9 @@ def test_the_papers_stop_rule_would_have_overspent() -> None:
 def test_a_budget_of_zero_reads_no_row(path: Path) -> None:
     account = Account.open(path, plan(budget=Budget(0.0, 0.02)), resume=False)
     # At this delta epsilon of one step with noise 1000 rounds to 0, and is still not paid for.
-    tiny = SampledGaussian(1000.0, 1.0, 1)
+    tiny = PoissonSampledGaussianEvent(1000.0, 1.0, 1)
     assert epsilon([tiny], 0.02) == 0
-    assert not account.affords(tiny)
+    assert not account.can_afford(tiny)
     with pytest.raises(BudgetExhausted):
         visit(account, 0, tiny)
     account.close()
@@ -140,10 +146,10 @@ def test_a_budget_of_zero_reads_no_row(path: Path) -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        SampledGaussian(8.0, 1.0, 6),  # more steps than the plan's visit
-        SampledGaussian(7.9, 1.0, 5),  # less noise
-        Unprotected("F without noise"),
-        Composed((VISIT, PureEpsilon(0.001, 1))),
+        PoissonSampledGaussianEvent(8.0, 1.0, 6),  # more steps than the plan's visit
+        PoissonSampledGaussianEvent(7.9, 1.0, 5),  # less noise
+        NonPrivateEvent("F without noise"),
+        ComposedEvent((VISIT, PureDpEvent(0.001, 1))),
         "not an event",
         None,
     ],
@@ -151,8 +157,8 @@ def test_a_budget_of_zero_reads_no_row(path: Path) -> None:
 def test_what_costs_more_than_a_planned_visit_or_cannot_be_computed_is_not_afforded(
     account: Account, event: Any
 ) -> None:
-    assert account.affords(event) is False
-    if isinstance(event, SampledGaussian | Unprotected | Composed):
+    assert account.can_afford(event) is False
+    if isinstance(event, PoissonSampledGaussianEvent | NonPrivateEvent | ComposedEvent):
         with pytest.raises(LedgerError, match="costs more than the plan says"):
             visit(account, 0, event)
     assert account.visits() == 0
@@ -195,7 +201,7 @@ def test_an_exception_inside_the_block_refunds_nothing(account: Account, path: P
 
 
 def test_unprotected_reads_are_journalled_and_make_the_sum_nominal(path: Path) -> None:
-    visit_event = Composed((VISIT, Unprotected("F and D are trained without noise")))
+    visit_event = ComposedEvent((VISIT, NonPrivateEvent("F and D are trained without noise")))
     as_published = plan(
         scope="as_published", update=("F", "D", "G"), protect=("G",), event=visit_event
     )
@@ -229,7 +235,7 @@ def test_unprotected_reads_are_journalled_and_make_the_sum_nominal(path: Path) -
         ({"scope": "partial"}, "it is sound"),
         ({"update": ("F", "F")}, "once"),
         ({"update": ["F"]}, "once"),
-        ({"event": Unprotected("F")}, "unprotected read"),
+        ({"event": NonPrivateEvent("F")}, "unprotected read"),
         ({"unit": "person"}, "record only"),
         ({"adjacency": "replace_one"}, "about twice"),
         ({"adjacency": "add_remove"}, "record_counts: private"),

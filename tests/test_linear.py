@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.testing import assert_close
 
-from privssl.models import laid_out, linear
+from privssl.models import linear, optimize_layout
 from privssl.models.linear import FEWEST, LARGE, Linear, onednn_is_faster
 from privssl.seeds import stream
 from privssl.stacked import Stackable
@@ -164,17 +164,17 @@ def test_second_derivatives_are_torchs_own() -> None:
 
 def test_the_batched_engine_knows_it() -> None:
     large = nn.Sequential(nn.Flatten(), nn.Linear(LARGE // 256, 256))
-    assert not Stackable("F", laid_out(large)).never
+    assert not Stackable("F", optimize_layout(large)).never
 
 
 def test_networks_are_built_with_it_where_they_are_large_and_keep_their_parameters() -> None:
     first = nn.Linear(LARGE // 256, 256)
     weight = first.weight
-    network = laid_out(nn.Sequential(first, nn.Tanh(), nn.Sequential(nn.Linear(256, 1))))
+    network = optimize_layout(nn.Sequential(first, nn.Tanh(), nn.Sequential(nn.Linear(256, 1))))
     kinds = [type(module) for module in network.modules() if isinstance(module, nn.Linear)]
     assert kinds == [Linear, nn.Linear]
     assert network[0].weight is weight
-    spectral = laid_out(nn.Sequential(spectral_norm(nn.Linear(LARGE // 256, 256))))[0]
+    spectral = optimize_layout(nn.Sequential(spectral_norm(nn.Linear(LARGE // 256, 256))))[0]
     assert is_parametrized(spectral)  # it keeps what makes its weights
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from privssl.data import manifest as manifests
-from privssl.data.datasets import checksum, load
-from privssl.data.manifest import Holding, Manifest, read
+from privssl.data.datasets import checksum, load_dataset
+from privssl.data.manifest import AgentRows, Manifest, read_manifest
 from privssl.errors import DataError
 from privssl.settings import DataSettings
 
@@ -25,9 +25,9 @@ def example(**changes: Any) -> Manifest:
         "seed": 7,
         "settings": {"partition": "dirichlet", "alpha": 0.5, "k": None, "stratified": True},
         "agents": {
-            "s0": Holding((1, 2), ()),
-            "q0": Holding((), (3, 5, 8)),
-            "m0": Holding((9,), (10,)),
+            "s0": AgentRows((1, 2), ()),
+            "q0": AgentRows((), (3, 5, 8)),
+            "m0": AgentRows((9,), (10,)),
         },
         "validation": (30, 31),
     }
@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_what_was_written_is_read(path: Path) -> None:
     example().write(path)
-    again = read(path)
+    again = read_manifest(path)
     assert again == example()
     assert again.hash == example().hash
 
@@ -62,7 +62,7 @@ def test_the_hash_is_the_sha256_of_all_but_itself_in_canonical_json(path: Path) 
         {"rows": 41},
         {"seed": 8},
         {"settings": {}},
-        {"agents": {"s0": Holding((1, 2), ())}},
+        {"agents": {"s0": AgentRows((1, 2), ())}},
         {"validation": (30, 32)},
     ],
     ids=str,
@@ -84,10 +84,10 @@ def test_no_flipped_digit_passes(
     content[place] = digit
     path.write_bytes(content)
     if unchanged:
-        assert read(path) == example()  # the control: it is the change that is refused
+        assert read_manifest(path) == example()  # the control: it is the change that is refused
     else:
         with pytest.raises(DataError):
-            read(path)
+            read_manifest(path)
 
 
 def forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -102,7 +102,7 @@ def forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 def test_the_forger_of_these_tests_gets_the_hash_right(path: Path) -> None:
     forge(path, lambda found: found.update(seed=8))
-    assert read(path) == example(seed=8)
+    assert read_manifest(path) == example(seed=8)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_rows_that_cannot_be_are_refused_even_with_the_right_hash(
 ) -> None:
     forge(path, lambda found: found["agents"][agent].update({kind: rows}))
     with pytest.raises(DataError, match=said) as refusal:
-        read(path)
+        read_manifest(path)
     assert str(path) in str(refusal.value)
 
 
@@ -148,7 +148,7 @@ def test_rows_that_cannot_be_are_refused_even_with_the_right_hash(
 def test_what_is_no_manifest_is_refused(path: Path, content: str | bytes, said: str) -> None:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=said) as refusal:
-        read(path)
+        read_manifest(path)
     assert refusal.value.__suppress_context__ or refusal.value.__context__ is None
 
 
@@ -159,27 +159,27 @@ def test_a_file_without_its_hash_or_its_schema_is_refused(path: Path) -> None:
         del found[key]
         path.write_text(json.dumps(found))
         with pytest.raises(DataError, match=key):
-            read(path)
+            read_manifest(path)
 
 
 def test_reading_stops_at_a_bound(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example().write(path)
     monkeypatch.setattr(manifests, "MAX_BYTES", path.stat().st_size)
-    assert read(path) == example()
+    assert read_manifest(path) == example()
     monkeypatch.setattr(manifests, "MAX_BYTES", path.stat().st_size - 1)
     with pytest.raises(DataError, match="more than"):
-        read(path)
+        read_manifest(path)
 
 
 def test_a_file_that_is_not_there_or_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
-        read(tmp_path / "absent.json")
+        read_manifest(tmp_path / "absent.json")
     with pytest.raises(DataError, match="cannot be written"):
         example().write(tmp_path / "no folder" / "split.json")
 
 
 def test_a_split_of_other_data_is_refused() -> None:
-    toy = load(DataSettings(name="toy"))
+    toy = load_dataset(DataSettings(name="toy"))
     theirs = checksum(toy)
     example(checksum=theirs, rows=1000).check(toy, theirs)
     with pytest.raises(DataError, match="Use the same data"):

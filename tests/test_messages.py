@@ -19,19 +19,19 @@ from toy_worlds import same_bits
 from privssl import mean as averages
 from privssl.agents import AgentRef
 from privssl.algorithms import ALGORITHMS
-from privssl.mean import Mean, average
+from privssl.mean import WeightedMean, average
 from privssl.messages import (
-    Done,
+    Ack,
+    Declined,
     Message,
     MessageError,
+    NoPayloadError,
     Reply,
-    Silence,
-    SilentReply,
     StateDict,
     check_numbers,
-    pack,
+    deserialize,
     payload_bytes,
-    unpack,
+    serialize,
 )
 
 
@@ -53,7 +53,7 @@ def reply(sender: str, value: Any, weight: float = 1.0) -> Reply[Note]:
 
 
 def silent(sender: str) -> Reply[Note]:
-    return Reply(AgentRef(sender, "query"), Silence("nothing to say"), weight=100.0)
+    return Reply(AgentRef(sender, "query"), Declined("nothing to say"), weight=100.0)
 
 
 NOBODY = {"w": torch.tensor([7.0])}
@@ -176,7 +176,7 @@ def test_a_small_part_survives_beside_a_thousand_others() -> None:
     ],
 )
 def test_weights_of_another_form_are_not_averaged(other: StateDict) -> None:
-    mean = Mean("w")
+    mean = WeightedMean("w")
     mean.add(reply("q0", [1.0, 2.0]))
     with pytest.raises(MessageError, match="q1 and q0 sent w in unlike forms"):
         mean.add(Reply(AgentRef("q1", "query"), Note(other)))
@@ -185,26 +185,26 @@ def test_weights_of_another_form_are_not_averaged(other: StateDict) -> None:
 @pytest.mark.parametrize("share", [-1.0, math.nan, math.inf])
 def test_a_share_that_is_no_number_from_0_is_refused(share: float) -> None:
     with pytest.raises(MessageError, match="q0 has the share"):
-        Mean("w").add(reply("q0", [1.0], share))
+        WeightedMean("w").add(reply("q0", [1.0], share))
 
 
 def test_a_mean_lets_go_of_what_it_was_given() -> None:
-    sent, mean = reply("q0", [4.0], 3.0), Mean("w")
-    left = mean.taken(sent)
-    assert (left.sender, left.weight, left.content) == (sent.sender, 3.0, Done())
-    assert mean.taken(silent("q1")) == silent("q1")
-    mean.taken(reply("q2", [8.0], 1.0))
-    assert torch.equal(mean.otherwise(NOBODY)["w"], torch.tensor([5.0]))  # (3 * 4 + 8) / 4
-    assert Mean("w").otherwise(NOBODY) is NOBODY
+    sent, mean = reply("q0", [4.0], 3.0), WeightedMean("w")
+    left = mean.consume(sent)
+    assert (left.sender, left.weight, left.content) == (sent.sender, 3.0, Ack())
+    assert mean.consume(silent("q1")) == silent("q1")
+    mean.consume(reply("q2", [8.0], 1.0))
+    assert torch.equal(mean.value_or(NOBODY)["w"], torch.tensor([5.0]))  # (3 * 4 + 8) / 4
+    assert WeightedMean("w").value_or(NOBODY) is NOBODY
 
 
 # Replies ------------------------------------------------------------------------------------
 
 
 def test_the_content_of_a_silent_reply_cannot_be_read_by_mistake() -> None:
-    assert silent("q3").silent and not reply("q3", [1.0]).silent
-    with pytest.raises(SilentReply, match="q3 was silent: nothing to say"):
-        _ = silent("q3").said
+    assert silent("q3").declined and not reply("q3", [1.0]).declined
+    with pytest.raises(NoPayloadError, match="q3 was silent: nothing to say"):
+        _ = silent("q3").payload
 
 
 # Bytes --------------------------------------------------------------------------------------
@@ -214,8 +214,8 @@ def test_payload_counts_tensors_texts_and_numbers() -> None:
     note = Note({"a": torch.zeros(2, 3), "b": torch.zeros(5, dtype=torch.uint8)}, torch.zeros(()))
     # 6 x 4 and 5 x 1 bytes, one float32 of 4; number None 0; count and flag 8 each; no text
     assert payload_bytes(note) == 24 + 5 + 4 + 0 + 8 + 8 + 0
-    assert payload_bytes(Silence("né")) == 3  # é takes two bytes in UTF-8
-    assert payload_bytes(Done()) == 0
+    assert payload_bytes(Declined("né")) == 3  # é takes two bytes in UTF-8
+    assert payload_bytes(Ack()) == 0
 
 
 def kinds_of_messages() -> list[type[Message]]:
@@ -261,7 +261,7 @@ def test_every_message_comes_out_of_bytes_as_it_went_in(
     kind: type[Message], data: st.DataObject
 ) -> None:
     message = data.draw(any_of(kind))
-    back = unpack(kind, pack(message))
+    back = deserialize(kind, serialize(message))
     assert type(back) is kind
     assert same_bits(message, back)
     for name, value in vars(message).items():
@@ -270,26 +270,26 @@ def test_every_message_comes_out_of_bytes_as_it_went_in(
 
 def test_a_flipped_bit_on_the_way_is_not_the_same_message() -> None:
     note = Note({"w": torch.tensor([1.0])})
-    data = bytearray(pack(note))
+    data = bytearray(serialize(note))
     data[-1] ^= 1
-    assert not same_bits(note, unpack(Note, bytes(data)))
+    assert not same_bits(note, deserialize(Note, bytes(data)))
 
 
 def test_tensors_may_share_memory_and_lie_in_any_order() -> None:
     shared = torch.arange(16.0).view(1, 4, 2, 2)
     lying = shared.to(memory_format=torch.channels_last)
     note = Note({"F": shared, "teacher": shared, "half": shared[:, :2], "last": lying})
-    assert same_bits(note, unpack(Note, pack(note)))
+    assert same_bits(note, deserialize(Note, serialize(note)))
 
 
 def test_bytes_do_not_choose_what_is_built_of_them() -> None:
-    assert unpack(Done, pack(Note({"w": torch.ones(2)}, text="rm"))) == Done()
+    assert deserialize(Ack, serialize(Note({"w": torch.ones(2)}, text="rm"))) == Ack()
 
 
 @pytest.mark.parametrize("value", [[1.0], (1, 2), b"x", {1}, object()])
 def test_what_is_no_tensor_number_or_text_is_not_sent(value: Any) -> None:
     with pytest.raises(TypeError, match=rf"Note\.text is a {type(value).__name__}"):
-        pack(Note(None, text=value))
+        serialize(Note(None, text=value))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -27,7 +27,7 @@ from privssl.errors import PrivacyError
 from privssl.messages import Reply
 from privssl.prepare import Prepared, prepare
 from privssl.rounds import planned_rounds
-from privssl.world import World
+from privssl.world import Federation
 
 METHODS = [name for name in ALGORITHMS if ALGORITHMS[name].can_be_private]
 #: Those that ask a mixed agent for something that its account does not pay for.
@@ -57,11 +57,11 @@ def prepared(name: str, folder: Path, labels: str = "labels-at-client") -> Prepa
         "agents: {mixed: 2, query: 1}\nmodel: {name: small_cnn, width: 4}\n"
         f"algorithm: {{name: {name}, {own}}}\nprivacy: {privacy}\n"
     )
-    return prepare(config.load(path))
+    return prepare(config.load_config(path))
 
 
 def engine_of(made: Prepared, at_once: int) -> LocalEngine:
-    agents, common = made.federation.agents, {"seed": 0, "device": torch.device("cpu")}
+    agents, common = made.federated_data.agents, {"seed": 0, "device": torch.device("cpu")}
     if at_once == 1:
         return LocalEngine(agents, **common)  # type: ignore[arg-type]
     return BatchedEngine(agents, algorithm=made.algorithm, at_once=at_once, **common)  # type: ignore[arg-type]
@@ -86,11 +86,11 @@ def played(made: Prepared, folder: Path, at_once: int) -> list[Answers]:
             return replies
 
         engine.deliver = overheard  # type: ignore[method-assign]
-        world = World(engine, 0)
-        state = made.algorithm.start(world)
+        federation = Federation(engine, 0)
+        state = made.algorithm.start(federation)
         for now in planned_rounds(made.algorithm.phases()):
-            world.begin(now)
-            state = made.algorithm.round(state, world)
+            federation.begin(now)
+            state = made.algorithm.round(state, federation)
         engine.close()
     return free
 
@@ -107,7 +107,7 @@ def asked_again(
 
 
 def with_other_labelled_rows(made: Prepared) -> Prepared:
-    for agent in made.federation.agents:
+    for agent in made.federated_data.agents:
         if (rows := agent.held_labelled) is not None:
             turned = 255 - rows.x if rows.x.dtype == torch.uint8 else 1 - rows.x
             agent.held_labelled = LabelledRows(turned, rows.y.roll(1), rows.ids)
@@ -127,7 +127,7 @@ def differing(name: str, folder: Path, at_once: int) -> tuple[int, int]:
         1
         for then, now in pairs
         if not same_bits(vars(then.content), vars(now.content))
-        or (then.weight, dict(then.notes)) != (now.weight, dict(now.notes))
+        or (then.weight, dict(then.metrics)) != (now.weight, dict(now.metrics))
     ]
     return len(pairs), len(different)
 
@@ -186,7 +186,7 @@ def test_a_query_pass_that_finds_a_way_around_the_guard_is_seen_by_its_answers(
 def test_no_labelled_row_of_an_agent_is_among_the_unlabelled_ones_of_any(
     name: str, tmp_path: Path
 ) -> None:
-    agents = prepared(name, tmp_path).federation.agents
+    agents = prepared(name, tmp_path).federated_data.agents
     under_accounts = {int(i) for a in agents if a.held_labelled for i in a.held_labelled.ids}
     assert len(under_accounts) == 40
     for agent in agents:

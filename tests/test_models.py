@@ -18,7 +18,7 @@ from privssl import kernels
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.learn import weights_of
 from privssl.messages import StateDict
-from privssl.models import CLASSIFIERS, build_classifier, group_norm, laid_out
+from privssl.models import CLASSIFIERS, build_classifier, group_norm, optimize_layout
 from privssl.models.dropout import Dropout
 from privssl.models.flatten import LARGE, Flatten
 from privssl.models.static_norm import StaticNorm, collect, statistics_of
@@ -26,7 +26,7 @@ from privssl.models.surgery import splice
 from privssl.privacy import refuse_coupling_layers
 from privssl.seeds import seeded, stream
 from privssl.settings import ModelSettings
-from privssl.together import Called
+from privssl.together import FunctionalModule
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 9, 15)]
 NORMS = ["group", "batch", "static", "none"]
@@ -263,7 +263,7 @@ def test_older_torches_are_never_asked_how_rows_lie_under_vmap_and_norms_are_the
     for older in {True, group_norm.ASKS}:
         monkeypatch.setattr(group_norm, "ASKS", older)
         seen.clear()
-        with kernels.torch_alone():
+        with kernels.disabled():
             assert_close(one(x), network(x))
         assert seen == ([3, 3, 3] if older else [4, 4, 4]) + [4, 4, 4]
 
@@ -481,12 +481,12 @@ def test_networks_of_two_architectures_cannot_be_spliced() -> None:
 def test_a_network_can_be_called_with_other_parameters_than_its_own() -> None:
     network = nn.Linear(2, 1)
     other = {"weight": torch.tensor([[2.0, 3.0]]), "bias": torch.tensor([1.0])}
-    assert Called(network, other)(torch.tensor([[1.0, 1.0]])).item() == 6.0  # 2 + 3 + 1
+    assert FunctionalModule(network, other)(torch.tensor([[1.0, 1.0]])).item() == 6.0  # 2 + 3 + 1
 
 
 def test_through_a_frozen_network_gradients_flow_but_not_into_it() -> None:
     network, x = nn.Linear(2, 1), torch.ones(1, 2, requires_grad=True)
-    Called(network).frozen()(x).sum().backward()
+    FunctionalModule(network).frozen()(x).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, network.weight.detach())
     weight: Tensor = network.weight
     assert weight.grad is None
@@ -640,7 +640,9 @@ def test_flattening_can_be_differentiated_row_by_row() -> None:
 
 
 def test_networks_are_built_with_it_where_it_means_the_same() -> None:
-    network = laid_out(nn.Sequential(nn.Flatten(), nn.Flatten(0, 1), nn.Sequential(nn.Flatten())))
+    network = optimize_layout(
+        nn.Sequential(nn.Flatten(), nn.Flatten(0, 1), nn.Sequential(nn.Flatten()))
+    )
     leaves = [layer for layer in network.modules() if not any(layer.children())]
     assert [type(layer) for layer in leaves] == [Flatten, nn.Flatten, Flatten]
 
@@ -656,7 +658,7 @@ def test_a_rectifier_after_pooling_gives_the_same_bits_and_gradients(dtype: torc
     assert all(bool((windows == level).any()) for level in (-1, 0, 2))
     g = torch.rand(6, 4, 4, 4, generator=stream(0, 0, "world", "slope")).to(dtype)
     plain, late = (nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)) for _ in range(2))
-    assert isinstance(laid_out(late)[0], nn.MaxPool2d)
+    assert isinstance(optimize_layout(late)[0], nn.MaxPool2d)
     found: list[tuple[Tensor, Any]] = []
     for network in (plain, late):
         rows = x.clone().requires_grad_()
@@ -667,7 +669,7 @@ def test_a_rectifier_after_pooling_gives_the_same_bits_and_gradients(dtype: torc
 
 
 def test_only_neighbours_that_mean_the_same_change_places() -> None:
-    network = laid_out(
+    network = optimize_layout(
         nn.Sequential(
             nn.Conv2d(1, 2, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.LeakyReLU(),
             nn.MaxPool2d(2), nn.ReLU(), nn.AvgPool2d(2), nn.Sequential(nn.ReLU()), nn.MaxPool2d(1),

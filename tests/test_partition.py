@@ -14,7 +14,7 @@ from privssl.data.partition import (
     Ints,
     Partition,
     RoundRobin,
-    _drawn_classes,
+    _draw_classes,
     from_settings,
 )
 from privssl.errors import DataError
@@ -187,12 +187,12 @@ def test_a_class_that_is_used_up_is_not_drawn_and_others_keep_their_odds() -> No
     # One row of class 0, and classes 1 and 2 at 1 : 3. Of 1,001 rows class 0 gives its one, and
     # the others give about 250 and 750: the odds do not move because class 0 is gone.
     left = np.array([1, 9000, 1000])
-    drawn = _drawn_classes(np.array([0.6, 0.1, 0.3]), 1001, left, rng())
+    drawn = _draw_classes(np.array([0.6, 0.1, 0.3]), 1001, left, rng())
     assert drawn[0] == 1
     assert drawn.sum() == 1001
     assert drawn[1] == pytest.approx(250, abs=5 * (1000 * 0.25 * 0.75) ** 0.5)
     # Where nothing that it wants is left, what is left is as likely as each other row.
-    drawn = _drawn_classes(np.array([1.0, 0.0, 0.0]), 1001, left, rng())
+    drawn = _draw_classes(np.array([1.0, 0.0, 0.0]), 1001, left, rng())
     assert drawn[1] == pytest.approx(900, abs=5 * (1000 * 0.9 * 0.1) ** 0.5)
 
 

@@ -9,12 +9,12 @@ from privssl.algorithms.patch_encoder import (
     CUT,
     ZCA,
     EncoderConfig,
-    drawn,
     encode,
-    filters_of,
+    make_filters,
     responses,
+    sample_patches,
     view_map,
-    white,
+    whiten,
     whitening,
 )
 from privssl.seeds import stream
@@ -37,7 +37,10 @@ def test_a_patch_is_a_fifth_of_a_row_and_three_pixels_at_least(
 
 
 def test_a_drawn_patch_is_a_piece_of_one_row_with_its_mean_and_contrast_taken_out() -> None:
-    rows, found = normal(3, 2, 5, 6), drawn(normal(3, 2, 5, 6), 3, 200, stream(0, 0, "a", "p"))
+    rows, found = (
+        normal(3, 2, 5, 6),
+        sample_patches(normal(3, 2, 5, 6), 3, 200, stream(0, 0, "a", "p")),
+    )
     pieces = []
     for row in rows:
         for top in range(3):
@@ -61,7 +64,7 @@ def test_whitened_patches_have_the_same_variance_in_all_directions_but_for_what_
 
 def test_an_empty_patch_stays_empty_and_all_others_have_length_one() -> None:
     patches = torch.cat([torch.zeros(1, 4), normal(5, 4)])
-    lengths = white(patches, whitening(torch.eye(4), torch.tensor([1.0]))).norm(dim=1)
+    lengths = whiten(patches, whitening(torch.eye(4), torch.tensor([1.0]))).norm(dim=1)
     torch.testing.assert_close(lengths, torch.tensor([0.0, 1, 1, 1, 1, 1]))
 
 
@@ -71,7 +74,7 @@ def test_a_filter_finds_in_a_plain_patch_what_its_centroid_finds_in_the_whitened
     seen = normal(40, 9, name="seen")
     whitener = whitening(seen.T @ seen, torch.tensor([40.0]))
     centroid = normal(2, 9, name="centroid")
-    weights = filters_of(centroid, whitener, (1, 3, 3)).flatten(1)
+    weights = make_filters(centroid, whitener, (1, 3, 3)).flatten(1)
     length = centroid.norm(dim=1)
     torch.testing.assert_close(patch @ weights.T, patch @ whitener @ centroid.T / length)
     torch.testing.assert_close(weights.sum(dim=1), torch.zeros(2), atol=1e-5, rtol=0)

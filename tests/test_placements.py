@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from privssl.algorithms import ALGORITHMS
-from privssl.config import load
+from privssl.config import load_config
 from privssl.data import build
 from privssl.data.datasets import Dataset
-from privssl.data.datasets import load as load_dataset
+from privssl.data.datasets import load_dataset as load_dataset
 from privssl.errors import ConfigError
 from privssl.settings import AgentSettings, DataSettings, PartitionName
 
@@ -50,7 +50,7 @@ def refusal(config: dict[str, Any], folder: Path) -> str:
     path = folder / "cell.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     try:
-        load(path)
+        load_config(path)
     except ConfigError as error:
         return " ".join(str(error).split())
     return ""

@@ -25,19 +25,19 @@ from privssl.clipping import clipped_sums
 from privssl.errors import PrivacyError
 from privssl.kernels import pooled as kernel
 from privssl.kernels.pooled import Form, Parameters
-from privssl.models import build_classifier, laid_out, pooled, precision
+from privssl.models import build_classifier, optimize_layout, pooled, precision
 from privssl.models.pooled import FusedSequential
 from privssl.row_gradients import Parameters as Networks
-from privssl.row_gradients import RowLoss, factored_gradients, per_row_gradients
+from privssl.row_gradients import RowLoss, factored_gradients, per_example_gradients
 from privssl.seeds import seeded, stream
 from privssl.settings import ModelSettings
-from privssl.together import Called
+from privssl.together import FunctionalModule
 
 
 def test_kernels_are_there_where_a_compiler_made_them() -> None:
     if not HERE:
         pytest.skip("nothing was compiled for this processor: no C++ compiler, or it is no x86-64")
-    assert kernels.generation() == HERE[0]
+    assert kernels.instruction_set() == HERE[0]
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ class Case:
         return x
 
     def by_kernels(self, x: Tensor, own: Sequence[Parameters]) -> Tensor:
-        return pooled.pooled(x, own, self.forms)
+        return pooled.fused_conv(x, own, self.forms)
 
     def outcome(
         self,
@@ -287,7 +287,7 @@ def test_gradients_of_single_rows_are_those_of_each_row_alone(shape: str) -> Non
     for together in (1, 2, 3, 6):
         _, sums = kernel.backward(case.gradient, done, inputs=False, together=together)
         assert sums is not None and len(sums) == 6 // together
-        mine = [place.of_each(sums) for place in done.plan.parameters if place is not None]
+        mine = [place.for_each_agent(sums) for place in done.plan.parameters if place is not None]
         for part in range(len(sums)):
             some = slice(part * together, (part + 1) * together)
             alone = SHAPES[shape](rows=6)
@@ -348,7 +348,7 @@ def test_a_network_in_bfloat16_is_fused_with_its_norm_and_speaks_float32(calls: 
     x = torch.randn(4, 1, 28, 28, generator=stream(0, 0, "world", "rows"))
     mine = network(x)
     assert calls == ["forward"] and mine.dtype == torch.float32
-    with kernels.torch_alone():
+    with kernels.disabled():
         reference = network(x)
     assert_close(mine, reference, rtol=0.05, atol=0.05)
     assert not torch.equal(mine, reference)
@@ -363,7 +363,7 @@ def convolution(**other: Any) -> nn.Conv2d:
 
 def fused_in(*layers: nn.Module) -> list[tuple[int, int]]:
     """From where to before where layers are done as one."""
-    network = laid_out(nn.Sequential(*layers))
+    network = optimize_layout(nn.Sequential(*layers))
     runs = network.runs if isinstance(network, FusedSequential) else {}
     return [(run.convolution, run.end) for run in runs.values()]
 
@@ -434,7 +434,7 @@ def test_a_network_computes_what_it_did(norm: str, calls: list[str]) -> None:
     mine = network(ROWS)
     expected = ["forward"] * (3 if norm == "batch" else 1)  # these norms are torch's
     assert calls == expected
-    with kernels.torch_alone():
+    with kernels.disabled():
         assert_close(network(ROWS), mine, rtol=1e-4, atol=1e-5)
     assert calls == expected
 
@@ -464,7 +464,7 @@ def test_layers_around_one_that_is_watched_are_done_as_one_all_the_same(calls: l
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_a_weight_that_a_hook_makes_is_left_to_torch(calls: list[str]) -> None:
-    layers = laid_out(nn.Sequential(convolution(), nn.MaxPool2d(2)))
+    layers = optimize_layout(nn.Sequential(convolution(), nn.MaxPool2d(2)))
     assert isinstance(layers, FusedSequential)
     nn.utils.weight_norm(layers[0])
     assert layers(torch.zeros(2, 3, 8, 8)).shape == (2, 4, 3, 3)
@@ -475,7 +475,7 @@ def test_what_they_made_may_be_changed_in_place() -> None:
     with seeded(stream(0, 0, "world", "model")):
         layers = convolution(), nn.MaxPool2d(2), nn.LeakyReLU(0.2, inplace=True)
     x = torch.randn(2, 3, 8, 8, generator=stream(0, 0, "world", "rows"))
-    network, weight = laid_out(nn.Sequential(*layers)), layers[0].weight
+    network, weight = optimize_layout(nn.Sequential(*layers)), layers[0].weight
     (mine,) = torch.autograd.grad(network(x).square().sum(), weight)
     (reference,) = torch.autograd.grad(nn.Sequential(*layers)(x).square().sum(), weight)
     assert_close(mine, reference)
@@ -488,14 +488,14 @@ def test_rows_that_do_not_fit_are_refused_in_torchs_words(calls: list[str]) -> N
     with pytest.raises(RuntimeError, match=r"Output size is too small"):
         nn.Sequential(convolution(), nn.MaxPool2d(2))(torch.zeros(2, 3, 3, 3))
     with pytest.raises(RuntimeError, match=r"Output size is too small"):
-        laid_out(nn.Sequential(convolution(), nn.MaxPool2d(2)))(torch.zeros(2, 3, 3, 3))
-    nobody = laid_out(nn.Sequential(convolution(), nn.MaxPool2d(2)))(torch.zeros(0, 3, 8, 8))
+        optimize_layout(nn.Sequential(convolution(), nn.MaxPool2d(2)))(torch.zeros(2, 3, 3, 3))
+    nobody = optimize_layout(nn.Sequential(convolution(), nn.MaxPool2d(2)))(torch.zeros(0, 3, 8, 8))
     assert nobody.shape == (0, 4, 3, 3)
     assert calls == []
 
 
 def test_a_convolution_of_many_weights_is_torchs(calls: list[str]) -> None:
-    network = laid_out(nn.Sequential(nn.Conv2d(256, 512, 3), nn.MaxPool2d(2)))
+    network = optimize_layout(nn.Sequential(nn.Conv2d(256, 512, 3), nn.MaxPool2d(2)))
     assert pooled.MOST_WEIGHTS < 9 * 256 * 512
     network(torch.zeros(1, 256, 4, 4))
     assert calls == []
@@ -506,10 +506,10 @@ def test_kernels_of_another_version_are_not_used_and_said_so(
 ) -> None:
     if not HERE:
         pytest.skip("no kernels were compiled")
-    monkeypatch.setitem(kernels.VERSIONS, "views", -1)
+    monkeypatch.setitem(kernels.INSTRUCTION_SETS, "views", -1)
     monkeypatch.setattr(kernels, "_latest", kernels._latest.__wrapped__)
     monkeypatch.setattr(logging.getLogger("privssl"), "propagate", True)
-    assert kernels.generation() is None
+    assert kernels.instruction_set() is None
     assert [r.message for r in caplog.records] == [
         "privssl/kernels was compiled from another version, and torch's kernels do its work. To "
         "compile it anew: pip install --editable ."
@@ -520,7 +520,7 @@ def test_kernels_of_another_version_are_not_used_and_said_so(
 def test_where_nothing_was_compiled_torch_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "library", lambda kernel, generation: None)
     monkeypatch.setattr(kernels, "_latest", kernels._latest.__wrapped__)
-    assert kernels.generation() is None
+    assert kernels.instruction_set() is None
     assert small_cnn()(ROWS).shape == (4, 10)
 
 
@@ -529,10 +529,10 @@ def test_a_small_cnn_takes_as_long_in_bfloat16_where_kernels_do_its_layers() -> 
         pytest.skip("no kernels were compiled")
     with patch.object(torch.cpu, "_is_avx512_bf16_supported", lambda: True):
         with patch.object(kernels, "_latest", lambda: "avx512"):
-            assert precision.faster("small_cnn", "cpu") == "float32"
-            assert precision.faster("resnet9", "cpu") == "bfloat16"
+            assert precision.fastest_precision("small_cnn", "cpu") == "float32"
+            assert precision.fastest_precision("resnet9", "cpu") == "bfloat16"
         with patch.object(kernels, "_latest", lambda: None):
-            assert precision.faster("small_cnn", "cpu") == "bfloat16"
+            assert precision.fastest_precision("small_cnn", "cpu") == "bfloat16"
 
 
 # Gradients of rows, for DP-SGD ------------------------------------------------------------------
@@ -542,7 +542,7 @@ def loss_of(network: nn.Module) -> RowLoss:
     """Cross-entropy of a row, seen twice: in two images and once more alone."""
 
     def loss(parameters: Networks, row: Mapping[str, Tensor]) -> Tensor:
-        F = Called(network, parameters["F"])
+        F = FunctionalModule(network, parameters["F"])
         views = torch.stack([row["x"], row["x"].flip(-1)])
         of_views = functional.cross_entropy(F(views), row["y"].expand(2))
         made: Tensor = of_views + F(row["x"][None]).square().mean()
@@ -571,7 +571,7 @@ def test_gradients_of_rows_are_those_of_one_row_at_a_time(
     assert calls == ["forward", "forward", "backward", "backward"]  # two passes of F
     wide = small_cnn(torch.float64, **settings)
     fields = {"x": ROWS.double(), "y": FIELDS["y"]}
-    expected = per_row_gradients(loss_of(wide), parameters_of({"F": wide}), fields)["F"]
+    expected = per_example_gradients(loss_of(wide), parameters_of({"F": wide}), fields)["F"]
     assert {name for _, name in mine} == set(expected)
     for (_, name), found in mine.items():
         assert_close(found.double(), expected[name], rtol=1e-3, atol=1e-5)
@@ -627,8 +627,8 @@ def test_a_frozen_network_has_no_gradients_of_its_own_and_lets_others_through() 
 
     def loss(network: nn.Module, first: nn.Module) -> RowLoss:
         def of_row(parameters: Networks, row: Mapping[str, Tensor]) -> Tensor:
-            x = Called(first, parameters["A"])(row["x"][None])
-            made: Tensor = Called(network).frozen()(x).square().mean()
+            x = FunctionalModule(first, parameters["A"])(row["x"][None])
+            made: Tensor = FunctionalModule(network).frozen()(x).square().mean()
             return made
 
         return of_row
@@ -639,7 +639,7 @@ def test_a_frozen_network_has_no_gradients_of_its_own_and_lets_others_through() 
     found = factored_gradients(loss(network, first), parameters_of({"A": first}), FIELDS)
     network, first = network.double(), first.double()
     fields = {**FIELDS, "x": ROWS.double()}
-    expected = per_row_gradients(loss(network, first), parameters_of({"A": first}), fields)["A"]
+    expected = per_example_gradients(loss(network, first), parameters_of({"A": first}), fields)["A"]
     for (_, name), own in found.items():
         total = own.total(torch.ones(4))
         assert_close(total.double(), expected[name].sum(0), rtol=1e-3, atol=1e-5)
@@ -654,7 +654,7 @@ def test_where_one_of_several_layers_is_frozen_the_others_gradients_are_those_of
     mine = written_out(network_of(torch.float32), FIELDS)
     fields = {"x": ROWS.double(), "y": FIELDS["y"]}
     wide = network_of(torch.float64)
-    expected = per_row_gradients(loss_of(wide), parameters_of({"F": wide}), fields)["F"]
+    expected = per_example_gradients(loss_of(wide), parameters_of({"F": wide}), fields)["F"]
     assert {name for _, name in mine} == set(expected)
     for (_, name), found in mine.items():
         assert_close(found.double(), expected[name], rtol=1e-3, atol=1e-5)
@@ -665,7 +665,7 @@ def test_changing_rows_in_place_behind_them_is_refused(calls: list[str]) -> None
     network[-1] = nn.Identity()  # no copy behind them
 
     def loss(parameters: Networks, row: Mapping[str, Tensor]) -> Tensor:
-        made: Tensor = Called(network, parameters["F"])(row["x"][None]).mul_(2).sum()
+        made: Tensor = FunctionalModule(network, parameters["F"])(row["x"][None]).mul_(2).sum()
         return made
 
     with pytest.raises(PrivacyError, match=r"the output of F\.8\.weight is changed in place"):

@@ -36,9 +36,14 @@ from generators import ImageDiscriminator, ImageGenerator
 from privssl import kernels, noisy_steps, privacy, private_steps
 from privssl.agents import LabelledRows
 from privssl.algorithms.base import Context, Task
-from privssl.algorithms.gmixup import Callables, Mixes, Mixing, row_losses
+from privssl.algorithms.gmixup import Callables, GMixupSettings, Mixing, mixing_losses
 from privssl.algorithms.private_classifier import check_classifier
-from privssl.clipping import Outer, RowGradients, Rows, clipped_sums
+from privssl.clipping import (
+    DenseGradients,
+    OuterProductGradients,
+    PerExampleGradients,
+    clipped_sums,
+)
 from privssl.errors import PrivacyError
 from privssl.kernels import noise
 from privssl.losses import hard_label_loss, soft_cross_entropy
@@ -52,15 +57,15 @@ from privssl.privacy import (
     _as_floats,
     box_muller,
     check_rows_independent,
-    make_plan,
+    make_dp_sgd_plan,
     refuse_coupling_layers,
     secure_normal,
     secure_uniform,
 )
-from privssl.private_rows import Draw, train_privately
-from privssl.row_gradients import Parameters, RowLoss, factored_gradients, per_row_gradients
+from privssl.private_rows import Draw, train_rows_privately
+from privssl.row_gradients import Parameters, RowLoss, factored_gradients, per_example_gradients
 from privssl.settings import PrivacySettings
-from privssl.together import Called, RowFunction
+from privssl.together import ExampleLoss, FunctionalModule
 
 SHAPE, CLASSES, NOISE = (1, 8, 8), 3, 5
 BARE = PrivatePlan(
@@ -117,7 +122,7 @@ def small_rows(count: int, seed: int = 0) -> Tensor:
 
 def small_loss(network: nn.Module) -> RowLoss:
     def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        logits = Called(network, parameters["F"])(row["x"][None])
+        logits = FunctionalModule(network, parameters["F"])(row["x"][None])
         return soft_cross_entropy(logits, row["p"][None])[0]
 
     return loss
@@ -220,7 +225,9 @@ def test_clipped_sums_are_those_of_opacus_and_of_rows_one_by_one() -> None:
         for total, sample in zip(expected, samples, strict=True):
             total += sample[row] * min(1.0, 0.5 / (norm + 1e-6))
     for found, total in zip(
-        clipped_sums([Rows(sample) for sample in samples], drawn, 0.5), expected, strict=True
+        clipped_sums([DenseGradients(sample) for sample in samples], drawn, 0.5),
+        expected,
+        strict=True,
     ):
         torch.testing.assert_close(found, total, rtol=1e-6, atol=1e-6)
     parameters = [nn.Parameter(torch.zeros(s.shape[1:])) for s in samples]
@@ -259,11 +266,11 @@ def sum_with(bad: float, sums: Callable[..., object]) -> Callable[[], object]:
         for part in (whole, left, right, small, smaller):
             part[2].view(-1)[0] = bad
         gradients = [
-            Rows(whole),
-            Rows(small, (1, 0)),
-            Rows(smaller),
-            Outer(left, torch.ones(4, 1, 2)),
-            Outer(torch.ones(4, 2, 2), right),
+            DenseGradients(whole),
+            DenseGradients(small, (1, 0)),
+            DenseGradients(smaller),
+            OuterProductGradients(left, torch.ones(4, 1, 2)),
+            OuterProductGradients(torch.ones(4, 2, 2), right),
         ]
         sums(gradients, torch.tensor([True, True, False, True]), 1.0)
 
@@ -276,7 +283,7 @@ def test_the_operations_of_a_clipped_sum_do_not_depend_on_what_rows_hold() -> No
         assert operations(sum_with(bad, clipped_sums)) == operations(sum_with(0.5, clipped_sums))
 
     def only_if_need_be(
-        gradients: list[RowGradients], drawn: Tensor, clip_norm: float
+        gradients: list[PerExampleGradients], drawn: Tensor, clip_norm: float
     ) -> list[Tensor]:
         drawn = drawn & all(bool(each.norms().isfinite().all()) for each in gradients)
         return clipped_sums(gradients, drawn, clip_norm) if drawn.any() else []
@@ -306,7 +313,9 @@ def test_the_operations_of_a_private_step_do_not_depend_on_what_rows_hold() -> N
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("numbers", [1, 511, 512, 513, 300_000, 3_000_001])
 def test_a_row_of_very_many_numbers_weighs_no_more_than_the_clip_norm(numbers: int) -> None:
-    [total] = clipped_sums([Rows(torch.full((1, numbers), 0.7))], torch.tensor([True]), 0.1)
+    [total] = clipped_sums(
+        [DenseGradients(torch.full((1, numbers), 0.7))], torch.tensor([True]), 0.1
+    )
     assert float(total.double().norm()) == pytest.approx(0.1, rel=1e-5)
     if numbers > 3_000_000:  # the control: squares that are all added up in one go
         whole = float(torch.full((1, numbers), 0.7).norm(dim=1))
@@ -332,7 +341,9 @@ def test_a_sum_of_another_shape_than_the_parameter_is_refused_and_not_repeated(
     network = small_network()
 
     def narrow(_loss: RowLoss, _parameters: object, fields: Mapping[str, Tensor]) -> Any:
-        return {("F", "0.bias"): Rows(torch.ones(len(fields["x"]), 1, dtype=torch.float64))}
+        return {
+            ("F", "0.bias"): DenseGradients(torch.ones(len(fields["x"]), 1, dtype=torch.float64))
+        }
 
     monkeypatch.setattr(private_steps, "factored_gradients", narrow)  # 0.bias has three numbers
     with pytest.raises(PrivacyError, match=r"gradient of F\.0\.bias has shape .*\[1\]"):
@@ -342,14 +353,16 @@ def test_a_sum_of_another_shape_than_the_parameter_is_refused_and_not_repeated(
 @pytest.mark.usefixtures("each_way")
 def test_a_gradient_that_does_not_depend_on_the_row_is_summed_like_others() -> None:
     sample = torch.tensor([[3.0, 4.0]]).expand(5, 2)  # as vmap returns it
-    [total] = clipped_sums([Rows(sample)], torch.tensor([True, True, False, True, True]), 1.0)
+    [total] = clipped_sums(
+        [DenseGradients(sample)], torch.tensor([True, True, False, True, True]), 1.0
+    )
     assert total.tolist() == pytest.approx([2.4, 3.2], rel=1e-6)
 
 
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])  # 1e30 has no finite norm
 def test_a_row_whose_gradient_is_beyond_numbers_adds_nothing(bad: float) -> None:
-    samples = [Rows(torch.tensor([[3.0, 4.0], [bad, 1.0]]))]
+    samples = [DenseGradients(torch.tensor([[3.0, 4.0], [bad, 1.0]]))]
     [total] = clipped_sums(samples, torch.tensor([True, True]), 1.0)
     assert total.tolist() == pytest.approx([0.6, 0.8], rel=1e-6)
 
@@ -358,7 +371,9 @@ def test_a_row_whose_gradient_is_beyond_numbers_adds_nothing(bad: float) -> None
 def test_the_check_of_sensitivity_notices_that_clipping_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def only_sums(samples: list[RowGradients], drawn: Tensor, clip_norm: float) -> list[Tensor]:
+    def only_sums(
+        samples: list[PerExampleGradients], drawn: Tensor, clip_norm: float
+    ) -> list[Tensor]:
         return [sample.total(drawn.double()) for sample in samples]
 
     monkeypatch.setattr(private_steps, "clipped_sums", only_sums)
@@ -437,7 +452,7 @@ def mixing(rows: int, views: int, dtype: torch.dtype = torch.float32) -> dict[st
 def joint_loss(nets: Mapping[str, nn.Module], protect: tuple[str, ...]) -> RowLoss:
     def loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
         functions = Callables.of(nets, parameters)
-        by_network, _ = row_losses(Mixes(), functions, Mixing(**fields), protect, True)
+        by_network, _ = mixing_losses(GMixupSettings(), functions, Mixing(**fields), protect, True)
         return torch.stack([part.mean() for part in by_network.values()]).sum()
 
     return loss
@@ -452,7 +467,7 @@ def test_gradients_of_the_joint_loss_equal_one_row_at_a_time(protect: tuple[str,
     nets = {name: net.double() for name, net in networks().items()}
     fields = mixing(rows=3, views=2, dtype=torch.float64)
     protected = {name: nets[name] for name in protect}
-    found = per_row_gradients(joint_loss(nets, protect), parameters_of(protected), fields)
+    found = per_example_gradients(joint_loss(nets, protect), parameters_of(protected), fields)
     for row in range(3):
         # The reference: the modules themselves and backward, no functional call and no vmap.
         for name, net in nets.items():
@@ -461,7 +476,7 @@ def test_gradients_of_the_joint_loss_equal_one_row_at_a_time(protect: tuple[str,
         frozen = {n: copy.deepcopy(nets[n]).requires_grad_(False) for n in ("F", "D")}
         live = Callables(nets["F"], nets["G"], nets["D"], frozen["F"], frozen["D"])
         one = Mixing(**{key: value[row] for key, value in fields.items()})
-        losses, _ = row_losses(Mixes(), live, one, protect, True)
+        losses, _ = mixing_losses(GMixupSettings(), live, one, protect, True)
         torch.stack([part.mean() for part in losses.values()]).sum().backward()  # type: ignore[no-untyped-call]
         for net_name, net in protected.items():
             for name, parameter in net.named_parameters():
@@ -479,7 +494,7 @@ def test_gradients_of_the_classifier_equal_those_of_opacus_hooks(kind: type[nn.M
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(5, *SHAPE, generator=generator, dtype=torch.float64)
     p = torch.eye(CLASSES, dtype=torch.float64)[torch.arange(5) % CLASSES]
-    found = per_row_gradients(
+    found = per_example_gradients(
         small_loss(network), parameters_of({"F": network}), {"x": x, "p": p}
     )["F"]  # fmt: skip
     hooked = GradSampleModule(copy.deepcopy(network), loss_reduction="sum")
@@ -531,13 +546,15 @@ def test_another_row_leaves_a_rows_gradient_bit_equal(which: str, value: float) 
     network = build()
 
     def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        return rows_of(Called(network, parameters["N"]), {k: v[None] for k, v in row.items()})[0]
+        return rows_of(
+            FunctionalModule(network, parameters["N"]), {k: v[None] for k, v in row.items()}
+        )[0]
 
     fields = {key: field[:, 0] for key, field in mixing(rows=4, views=1).items()}
-    before = per_row_gradients(loss, parameters_of({"N": network}), fields)["N"]
+    before = per_example_gradients(loss, parameters_of({"N": network}), fields)["N"]
     changed = {key: field.clone() for key, field in fields.items()}
     changed["mild"][2] = value
-    after = per_row_gradients(loss, parameters_of({"N": network}), changed)["N"]
+    after = per_example_gradients(loss, parameters_of({"N": network}), changed)["N"]
     others = torch.tensor([0, 1, 3])
     assert all(torch.equal(after[name][others], before[name][others]) for name in before)
     assert any(not torch.equal(after[name][2], before[name][2]) for name in before)
@@ -665,7 +682,7 @@ def test_the_sum_does_not_depend_on_chunks_or_on_the_physical_batch(
 ) -> None:
     # 300 rows at rate 0.05: 15 expected, and 4 standard deviations of 3.77 more are 31.
     sparse = plan(sample_rate=0.05)
-    assert sparse.capacity(300) == 31
+    assert sparse.physical_batch_size(300) == 31
     mask = [row % 20 == 3 for row in range(300)]
     draw_rows(monkeypatch, mask)
     network, x = small_network(), small_rows(300)
@@ -693,13 +710,13 @@ def test_more_rows_are_computed_at_once_where_they_and_the_networks_are_small(
     widths: list[int], numbers: int, rows: int
 ) -> None:
     networks = {f"{n}": nn.Linear(width, 1, bias=False) for n, width in enumerate(widths)}
-    assert privacy.rows_at_once(networks, numbers) == rows
+    assert privacy.microbatch_size(networks, numbers) == rows
 
 
 @pytest.mark.usefixtures("no_noise")
 def test_a_batch_beyond_the_capacity_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     sparse = plan(sample_rate=0.01)
-    assert sparse.capacity(257) < 257
+    assert sparse.physical_batch_size(257) < 257
     draw_rows(monkeypatch, [True] * 257)
     network, x = small_network(), small_rows(257)
     expected = clipped_by_hand(network, x, 1.0)
@@ -707,7 +724,12 @@ def test_a_batch_beyond_the_capacity_is_not_cut(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_small_agents_compute_every_row_so_that_time_tells_nothing() -> None:
-    assert [plan(sample_rate=0.01).capacity(rows) for rows in (0, 1, 34, 256)] == [0, 1, 34, 256]
+    assert [plan(sample_rate=0.01).physical_batch_size(rows) for rows in (0, 1, 34, 256)] == [
+        0,
+        1,
+        34,
+        256,
+    ]
 
 
 def test_no_sum_without_noise_outlives_the_visit() -> None:
@@ -830,7 +852,7 @@ def test_the_same_numbers_come_out_whatever_noise_was_added_to(
     before = sums.double() + 0.91 * torch.from_numpy(recorded[0])
     assert float((released / 2**17 - before).abs().max()) <= 2**-18
     # The control: sums with noise as they are lie anywhere.
-    monkeypatch.setattr(noisy_steps, "grid", lambda deviation: 0.0)
+    monkeypatch.setattr(noisy_steps, "rounding_grid", lambda deviation: 0.0)
     anywhere = noisy(sums).double() * 2**17
     assert not torch.equal(anywhere, anywhere.round())
 
@@ -884,7 +906,7 @@ def test_words_become_the_numbers_that_are_nearest_to_them(words: list[int]) -> 
 def test_noise_without_luck_has_no_infinite_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     for extreme in (0, 1, 2**64 - 1):
         word = np.array([extreme], dtype=np.uint64)
-        monkeypatch.setattr(privacy, "random_words", functools.partial(np.resize, word))
+        monkeypatch.setattr(privacy, "random_uint64", functools.partial(np.resize, word))
         assert np.isfinite(secure_normal(3)).all()
 
 
@@ -918,7 +940,7 @@ def test_any_words_become_the_numbers_of_box_and_muller(words: list[tuple[int, i
 def test_a_kernel_for_noise_is_asked_where_there_is_one() -> None:
     with patch.object(noise, "normal", wraps=noise.normal) as asked:
         secure_normal(3)
-        with kernels.torch_alone():
+        with kernels.disabled():
             secure_normal(3)
     assert asked.call_count == 1
     with pytest.raises(ValueError, match=r"radii \(2,\) and angles \(3,\)"):
@@ -1072,13 +1094,13 @@ def chosen(**changes: Any) -> PrivacySettings:
 
 
 def test_a_plan_divides_by_declared_rows_and_never_visits_more_than_asked() -> None:
-    made = make_plan(chosen(noise_multiplier=3.0, visits=9), rounds=4, rows_per_agent=34)
+    made = make_dp_sgd_plan(chosen(noise_multiplier=3.0, visits=9), rounds=4, rows_per_agent=34)
     assert (made.expected_batch, made.visits, made.noise_multiplier) == (17.0, 4, 3.0)
-    assert make_plan(chosen(noise_multiplier=3.0), rounds=4, rows_per_agent=34).visits == 4
+    assert make_dp_sgd_plan(chosen(noise_multiplier=3.0), rounds=4, rows_per_agent=34).visits == 4
 
 
 def test_a_budget_of_zero_plans_no_visit() -> None:
-    assert make_plan(chosen(epsilon=0.0), rounds=4, rows_per_agent=34).visits == 0
+    assert make_dp_sgd_plan(chosen(epsilon=0.0), rounds=4, rows_per_agent=34).visits == 0
 
 
 @pytest.mark.parametrize(
@@ -1114,7 +1136,7 @@ def test_chance_inside_of_a_network_is_refused_before_a_run_and_in_training() ->
 
     def gradients(network: nn.Module) -> object:
         def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-            logits: Tensor = Called(network, parameters["N"])(row["x"][None])
+            logits: Tensor = FunctionalModule(network, parameters["N"])(row["x"][None])
             return logits.square().sum()
 
         rows = {"x": torch.rand(3, *SHAPE)}
@@ -1163,18 +1185,18 @@ def test_what_is_drawn_for_a_row_may_not_depend_on_others(
 ) -> None:
     counts: Any = "public" if counts_public else "private"
     settings = PrivacySettings(epsilon=8.0, steps=2, record_counts=counts)
-    plan = make_plan(settings, rounds=1, rows_per_agent=4)
+    plan = make_dp_sgd_plan(settings, rounds=1, rows_per_agent=4)
     rows = LabelledRows(
         torch.randint(256, (4, *SHAPE), dtype=torch.uint8), torch.arange(4) % CLASSES,
         torch.arange(4),
     )  # fmt: skip
     F, ctx = Dropping(0.0), Context(0, 1, "s0", "visit", "attempt", torch.device("cpu"))
-    loss = RowFunction(hard_label_loss, (), {"F": F})
+    loss = ExampleLoss(hard_label_loss, (), {"F": F})
     before = F.layer.weight.clone()
     if named is None:
-        train_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=counts_public)
+        train_rows_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=counts_public)
         assert not torch.equal(F.layer.weight, before)
         return
     with pytest.raises(PrivacyError, match=named):
-        train_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=counts_public)
+        train_rows_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=counts_public)
     assert torch.equal(F.layer.weight, before)

@@ -13,17 +13,17 @@ from kernel_generations import HERE
 from torch import Tensor, nn
 
 from privssl import kernels, privacy, private_stacks, private_steps, row_bits
-from privssl.clipping import Rows, clipped_sums
+from privssl.clipping import DenseGradients, clipped_sums
 from privssl.errors import PrivacyError
 from privssl.losses import hard_label_loss
 from privssl.models import build_classifier
 from privssl.models.convnets import SmallCNN
 from privssl.models.group_norm import GroupNorm
 from privssl.privacy import PrivatePlan, PrivateTraining
-from privssl.private_steps import ClippedSums, NoisyStep
+from privssl.private_steps import ClippedSum, NoisyOptimizerStep
 from privssl.row_gradients import factored_gradients
 from privssl.settings import ModelSettings
-from privssl.together import RowFunction, answering
+from privssl.together import ExampleLoss, request_handler
 
 SHAPE, CLASSES, AT_ONCE = (1, 8, 8), 10, 64
 #: Rows before and after, by the declared rows of an agent.
@@ -60,21 +60,21 @@ def rows_of(count: int, shape: tuple[int, int, int] = SHAPE) -> tuple[Tensor, Te
 
 def asked(
     F: nn.Module, x: Tensor, y: Tensor, the_plan: PrivatePlan, at_once: int = AT_ONCE
-) -> tuple[list[ClippedSums], Tensor]:
+) -> tuple[list[ClippedSum], Tensor]:
     """What the steps of a visit ask for, and the sum of each before noise (steps, numbers)."""
-    seen, sums = list[ClippedSums](), list[Tensor]()
+    seen, sums = list[ClippedSum](), list[Tensor]()
 
     def answer(question: Any) -> Any:
-        if isinstance(question, NoisyStep):
+        if isinstance(question, NoisyOptimizerStep):
             params = question.optimiser.params
             sums.append(torch.cat([p.summed_grad.flatten() for p in params]))
             return question.forget()
         seen.append(question)
         return question.alone()
 
-    loss = RowFunction(hard_label_loss, (), {"F": F})
+    loss = ExampleLoss(hard_label_loss, (), {"F": F})
     training = PrivateTraining(the_plan, {"F": F})
-    with answering(answer):
+    with request_handler(answer):
         training.run(
             len(x), lambda rows, _: {"x": x[rows, None], "y": y[rows, None]}, loss, at_once=at_once
         )
@@ -133,7 +133,7 @@ def crafted(few: int, tries: int = 60) -> SmallCNN:
     chance, best = torch.Generator().manual_seed(0), (0.0, F.head.weight[:, 0].detach())
     x, y = rows_of(few + 1)
     bias = torch.randn(CLASSES, generator=chance)
-    loss = RowFunction(hard_label_loss, (), {"F": F})
+    loss = ExampleLoss(hard_label_loss, (), {"F": F})
     for _ in range(tries):
         with torch.no_grad():
             cancelling(F, chance, bias)
@@ -142,7 +142,7 @@ def crafted(few: int, tries: int = 60) -> SmallCNN:
             fields = {"x": x[:n, None], "y": y[:n, None]}
             each = factored_gradients(loss, {"F": dict(F.named_parameters())}, fields)
             one = each["F", "trunk.10.bias"]
-            assert isinstance(one, Rows)
+            assert isinstance(one, DenseGradients)
             found.append(one.each[0])
         gap = torch.where(found[0] * found[1] < 0, torch.minimum(*(f.abs() for f in found)), 0.0)
         if float(gap.max()) > best[0]:
@@ -290,7 +290,7 @@ def looked_at(F: nn.Module, rows: int = 12, shape: tuple[int, int, int] = SHAPE)
     row_bits._passed.clear()
     x, y = rows_of(rows, shape)
     fields = {"x": x[:, None], "y": y[:, None]}
-    row_bits.refuse_company({"F": F}, RowFunction(hard_label_loss, (), {"F": F}), fields)
+    row_bits.refuse_company({"F": F}, ExampleLoss(hard_label_loss, (), {"F": F}), fields)
 
 
 @pytest.mark.usefixtures("each_way")
@@ -316,7 +316,9 @@ def test_a_row_that_is_rounded_by_its_place_or_company_is_refused(
 ) -> None:
     def faulty(*what: Any) -> Mapping[Any, Any]:
         return {
-            key: Rows(fault(one.each), one.axes) if isinstance(one, Rows) else one
+            key: DenseGradients(fault(one.each), one.axes)
+            if isinstance(one, DenseGradients)
+            else one
             for key, one in factored_gradients(*what).items()
         }
 
@@ -338,7 +340,7 @@ def test_each_kind_of_network_is_looked_at_once(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(row_bits, "factored_gradients", counted)
     x, y = rows_of(12)
-    loss = RowFunction(hard_label_loss, (), {"F": F})
+    loss = ExampleLoss(hard_label_loss, (), {"F": F})
     row_bits.refuse_company({"F": F}, loss, {"x": x[:, None], "y": y[:, None]})
     assert not count
     x, y = rows_of(16)
@@ -361,7 +363,9 @@ def of_many(rows: int) -> Iterator[Tensor]:
 def test_of_many_rows_each_weighs_the_clip_norm_and_the_sum_is_within_its_bound(rows: int) -> None:
     whole = torch.zeros(3, dtype=torch.float64)
     for each in of_many(rows):
-        [total] = clipped_sums([Rows(each.clone())], torch.ones(len(each), dtype=torch.bool), 1.0)
+        [total] = clipped_sums(
+            [DenseGradients(each.clone())], torch.ones(len(each), dtype=torch.bool), 1.0
+        )
         whole += total
     unit = torch.tensor([0.1, 0.7, 0.3]).double()
     exact = rows * unit / unit.norm()
@@ -369,7 +373,7 @@ def test_of_many_rows_each_weighs_the_clip_norm_and_the_sum_is_within_its_bound(
     assert float((whole - exact).norm()) <= bound
     assert float(whole.norm()) <= rows * (1 + 1e-9)
     one = torch.tensor([[0.1, 0.7, 0.3]]) * 5
-    [more] = clipped_sums([Rows(one)], torch.tensor([True]), 1.0)
+    [more] = clipped_sums([DenseGradients(one)], torch.tensor([True]), 1.0)
     assert float(((whole + more) - whole).norm()) <= 1 + 1e-6
     # The control: as it was, where sums were float32.
     narrow = whole.float()
@@ -383,6 +387,6 @@ def test_no_clipped_row_weighs_more_than_one_part_in_a_million_beyond_the_clip_n
     sizes = 10.0 ** (torch.rand(500, 1, generator=chance) * 24 - 6)
     each = torch.randn(500, 70, generator=chance) * sizes
     for row in range(20):
-        [total] = clipped_sums([Rows(each.clone())], torch.arange(500) == row, 0.3)
+        [total] = clipped_sums([DenseGradients(each.clone())], torch.arange(500) == row, 0.3)
         assert float(total.norm()) <= 0.3 * (1 + 1e-9)
         assert total.dtype == torch.float64

@@ -38,21 +38,21 @@ from privssl import (
     train,
 )
 from privssl.agents import LabelledRows
-from privssl.algorithms.baselines import FedAvg, Lesson, Trained
+from privssl.algorithms.baselines import FedAvg, SupervisedRequest, SupervisedUpdate
 from privssl.config import Config
 from privssl.engines import Call
 from privssl.engines.batched import BatchedEngine
 from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError, PrivacyError
-from privssl.messages import Reply, Silence
+from privssl.messages import Declined, Reply
 from privssl.models import build_classifier
 from privssl.prepare import Prepared, prepare
 from privssl.privacy import PrivatePlan
-from privssl.private_steps import ClippedSums, NoisyStep
+from privssl.private_steps import ClippedSum, NoisyOptimizerStep
 from privssl.settings import ModelSettings
 from privssl.stacked import JointSteps, Stackable
-from privssl.together import RowFunction
-from privssl.world import Round, World
+from privssl.together import ExampleLoss
+from privssl.world import Federation, Round
 
 TINY = """
 run: {seed: 0, evaluate_every: 1000, images_every: 1000, checkpoint_every: 1, device: cpu}
@@ -70,23 +70,23 @@ def configured(tmp_path: Path) -> Callable[..., Config]:
     def load(*overrides: str, text: str = PRIVATE) -> Config:
         path = tmp_path / "tiny.yaml"
         path.write_text(text)
-        return config.load(path, overrides)
+        return config.load_config(path, overrides)
 
     return load
 
 
-def lesson(prepared: Prepared) -> Lesson:
+def lesson(prepared: Prepared) -> SupervisedRequest:
     F = prepared.algorithm.networks()["F"]
-    return Lesson({k: v.clone() for k, v in F.state_dict().items()})
+    return SupervisedRequest({k: v.clone() for k, v in F.state_dict().items()})
 
 
-def visit(prepared: Prepared, agent: Any, came: Lesson) -> Trained | Silence:
+def visit(prepared: Prepared, agent: Any, came: SupervisedRequest) -> SupervisedUpdate | Declined:
     assert isinstance(prepared.algorithm, FedAvg)
     return prepared.algorithm.labelled_pass(agent, came, context(agent.id))
 
 
 def engine_of(prepared: Prepared, at_once: int) -> LocalEngine:
-    agents = prepared.federation.agents
+    agents = prepared.federated_data.agents
     common: dict[str, Any] = {"seed": 0, "device": torch.device("cpu")}
     if at_once == 1:
         return LocalEngine(agents, **common)
@@ -107,12 +107,12 @@ def asked(prepared: Prepared, folder: Path, at_once: int, rounds: int = 2) -> li
             return replies
 
         engine.deliver = overheard  # type: ignore[method-assign]
-        world = World(engine, 0)
-        state = prepared.algorithm.start(world)
+        federation = Federation(engine, 0)
+        state = prepared.algorithm.start(federation)
         for number in range(1, rounds + 1):
-            world.begin(Round(number, "train", number))
-            state = prepared.algorithm.round(state, world)
-    return [*found, Reply(found[0].sender, Trained(state.F))]
+            federation.begin(Round(number, "train", number))
+            state = prepared.algorithm.round(state, federation)
+    return [*found, Reply(found[0].sender, SupervisedUpdate(state.F))]
 
 
 # Budgets ----------------------------------------------------------------------------------------
@@ -183,8 +183,8 @@ def test_a_refused_visit_reads_nothing_and_the_others_go_on(
         step = prepared.algorithm.labelled_pass  # type: ignore[attr-defined]
         calls = [Call(agents[n].ref, step, lesson(prepared), 1) for n in ("s0", "s1", "s2")]
         replies = list(engine_of(prepared, at_once).deliver(calls))
-    assert [reply.silent for reply in replies] == [False, True, False]
-    assert replies[1].content == Silence("privacy budget is spent")
+    assert [reply.declined for reply in replies] == [False, True, False]
+    assert replies[1].content == Declined("privacy budget is spent")
 
 
 # What leaves an agent -----------------------------------------------------------------------------
@@ -196,10 +196,10 @@ def test_on_the_wire_a_visit_is_the_classifiers_parameters_a_weight_of_one_and_n
 ) -> None:
     prepared = prepare(configured())
     for reply in asked(prepared, tmp_path / "ledger", at_once)[:-1]:
-        assert (reply.weight, dict(reply.notes)) == (1.0, {})
+        assert (reply.weight, dict(reply.metrics)) == (1.0, {})
         named = prepared.algorithm.networks()["F"].named_parameters()
-        assert tensor_names(reply.said) == {f"F/{name}" for name, _ in named}
-        assert "fields" in header(reply.said)["__metadata__"]
+        assert tensor_names(reply.payload) == {f"F/{name}" for name, _ in named}
+        assert "fields" in header(reply.payload)["__metadata__"]
 
 
 CLIP = 0.5
@@ -217,7 +217,7 @@ def sums_of_a_visit(
     agent = prepared.labelled_agents[1]
     kept, agent.held_labelled = agent.labelled, change(as_floats(agent.labelled))
     try:
-        return [dict(r.said.F) for r in asked(prepared, folder, at_once, rounds=1)[:3]]
+        return [dict(r.payload.F) for r in asked(prepared, folder, at_once, rounds=1)[:3]]
     finally:
         agent.held_labelled = kept
 
@@ -264,7 +264,7 @@ def test_two_runs_of_one_seed_differ(
 ) -> None:
     prepared = prepare(configured("privacy.sample_rate=1.0"))
     first, again = (asked(prepared, tmp_path / str(n), at_once, rounds=1)[0] for n in (1, 2))
-    assert not same_bits(first.said.F, again.said.F)
+    assert not same_bits(first.payload.F, again.payload.F)
 
 
 @pytest.mark.slow
@@ -355,13 +355,13 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> None:
 def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many agents' gradients were made as one, each time."""
     sizes: list[int] = []
-    real = private_stacks._summed
+    real = private_stacks._sum_batched
 
-    def counted(wanted: Sequence[ClippedSums]) -> Sequence[Any]:
+    def counted(wanted: Sequence[ClippedSum]) -> Sequence[Any]:
         sizes.append(len(wanted))
         return real(wanted)
 
-    monkeypatch.setattr(private_stacks, "_summed", counted)
+    monkeypatch.setattr(private_stacks, "_sum_batched", counted)
     return sizes
 
 
@@ -369,7 +369,7 @@ def largest_gap(prepared: Prepared, folder: Path) -> float:
     """Between all that is sent, and the state, of agents alone and side by side."""
     alone, together = (asked(prepared, folder / str(n), n) for n in (1, 8))
     pairs = zip(alone, together, strict=True)
-    return max(apart(one.said, other.said) for one, other in pairs)
+    return max(apart(one.payload, other.payload) for one, other in pairs)
 
 
 @pytest.mark.parametrize("which", SETTINGS)
@@ -399,7 +399,7 @@ def test_rows_in_several_passes_and_agents_in_several_stacks_change_nothing(
     configured: Callable[..., Config], tmp_path: Path, stacks: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("privssl.private_rows.rows_at_once", lambda *_: 4)
+    monkeypatch.setattr("privssl.private_rows.microbatch_size", lambda *_: 4)
     prepared = prepare(configured())
     numbers = sum(p.numel() for p in prepared.algorithm.networks()["F"].parameters())
     monkeypatch.setattr(private_stacks, "NUMBERS_AT_ONCE", 4 * 2 * numbers)
@@ -407,17 +407,17 @@ def test_rows_in_several_passes_and_agents_in_several_stacks_change_nothing(
     assert {1, 2} == set(stacks)
 
 
-def neighbours_rows(wanted: Sequence[ClippedSums]) -> Sequence[Any]:
+def neighbours_rows(wanted: Sequence[ClippedSum]) -> Sequence[Any]:
     """A mistake: each gets the sums of the one before."""
     found = list(_SUMMED(wanted))
     return found[-1:] + found[:-1]
 
 
-def one_in_a_million(wanted: Sequence[ClippedSums]) -> Sequence[Any]:
+def one_in_a_million(wanted: Sequence[ClippedSum]) -> Sequence[Any]:
     return [{key: total * (1 + 1e-6) for key, total in own.items()} for own in _SUMMED(wanted)]
 
 
-_SUMMED = private_stacks._summed
+_SUMMED = private_stacks._sum_batched
 
 
 @pytest.mark.parametrize("mistake", [neighbours_rows, one_in_a_million])
@@ -426,7 +426,7 @@ def test_a_mistake_would_be_noticed(
     mistake: Callable[..., Any], configured: Callable[..., Config], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(private_stacks, "_summed", mistake)
+    monkeypatch.setattr(private_stacks, "_sum_batched", mistake)
     assert largest_gap(prepare(configured()), tmp_path) > 1e-10
 
 
@@ -435,7 +435,7 @@ def test_what_cannot_be_stacked_is_done_alone(
     configured: Callable[..., Config], tmp_path: Path, stacks: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(Stackable, "alone", lambda self: True)
+    monkeypatch.setattr(Stackable, "is_single", lambda self: True)
     # Not to the bit: networks that might be stacked lie in memory otherwise.
     assert largest_gap(prepare(configured("privacy.learning_rate=0.1")), tmp_path) < 1e-4
     assert not stacks
@@ -448,9 +448,9 @@ def test_a_loss_that_agents_do_not_share_is_not_stacked() -> None:
     drawn = torch.ones(4, dtype=torch.bool)
 
     def can(loss: Any, parameters: Any = own) -> bool:
-        return private_stacks.can_sum(ClippedSums(loss, parameters, {}, drawn, 1.0))
+        return private_stacks.can_sum(ClippedSum(loss, parameters, {}, drawn, 1.0))
 
-    shared = RowFunction(lambda fields, F: F(fields["x"]).sum(), (), {"F": network})
+    shared = ExampleLoss(lambda fields, F: F(fields["x"]).sum(), (), {"F": network})
     assert can(shared)
     assert not can(lambda parameters, fields: fields["x"].sum())
     assert not can(shared, {**own, "G": own["F"]})  # a network that the loss does not name
@@ -491,7 +491,7 @@ def noisy(multipliers: Sequence[float], numbers: int = 40_000) -> list[Tensor]:
     for multiplier in multipliers:
         parameter = nn.Parameter(torch.zeros(numbers, dtype=torch.float64))
         steps.append(
-            NoisyStep(
+            NoisyOptimizerStep(
                 noisy_steps.SecureNoise(
                     optimisers.SGD([parameter], lr=1.0), noise_multiplier=multiplier,
                     max_grad_norm=2.0, expected_batch_size=None, loss_reduction="sum",
@@ -500,7 +500,7 @@ def noisy(multipliers: Sequence[float], numbers: int = 40_000) -> list[Tensor]:
             )
         )  # fmt: skip
         parameter.summed_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
-    private_stacks.steps_as_one(steps, JointSteps())
+    private_stacks.noisy_steps_batched(steps, JointSteps())
     for step in steps:
         assert all(p.grad is None and p.summed_grad is None for p in step.optimiser.params)
     return [-step.optimiser.params[0].detach() for step in steps]

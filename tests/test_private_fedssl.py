@@ -23,19 +23,19 @@ from toy_worlds import without_noise
 
 from accounting.accountants import epsilon
 from accounting.budget import Budget
-from accounting.events import SampledGaussian
+from accounting.events import PoissonSampledGaussianEvent
 from accounting.ledger import Account, read_journal
 from privssl import config, pictures, privacy, run, train
 from privssl.agents import Agent, LabelledRows
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Context
-from privssl.algorithms.fedssl import FedSSL, Lesson, Networks
+from privssl.algorithms.fedssl import FedSSL, FedSSLRequest, FedSSLUpdate
 from privssl.config import Config
 from privssl.errors import ConfigError, PrivacyError
-from privssl.messages import Reply, Silence
+from privssl.messages import Declined, Reply
 from privssl.prepare import Prepared, prepare
 from privssl.privacy import PrivatePlan, PrivateTraining
-from privssl.world import World
+from privssl.world import Federation
 
 TINY = """
 run: {seed: 0, evaluate_every: 1000, images_every: 1000, checkpoint_every: 1, device: cpu}
@@ -55,7 +55,7 @@ def configured(tmp_path: Path) -> Callable[..., Config]:
     def load(*overrides: str, private: bool = True) -> Config:
         path = tmp_path / "tiny.yaml"
         path.write_text(PRIVATE if private else TINY)
-        return config.load(path, overrides)
+        return config.load_config(path, overrides)
 
     return load
 
@@ -65,16 +65,16 @@ def accounts(prepared: Prepared, folder: Path) -> Iterator[dict[str, Agent]]:
     """The agents by id, those with labels with their accounts."""
     with contextlib.ExitStack() as stack:
         for agent in prepared.labelled_agents:
-            path, promise = folder / f"{agent.id}.jsonl", prepared.promises[agent.id]
+            path, promise = folder / f"{agent.id}.jsonl", prepared.account_plans[agent.id]
             agent.account = Account.open(path, promise, resume=False)
             stack.callback(agent.account.close)
-        yield {agent.id: agent for agent in prepared.federation.agents}
+        yield {agent.id: agent for agent in prepared.federated_data.agents}
 
 
 def carry_out(prepared: Prepared, folder: Path) -> dict[str, Any]:
     """A whole run without trackers; its results.json."""
     folder.mkdir()
-    run.execute(prepared, folder, list, None)
+    run.train(prepared, folder, list, None)
     results: dict[str, Any] = json.loads((folder / "results.json").read_text())
     return results
 
@@ -83,14 +83,14 @@ def context(agent: str, key: str = "1", seed: int = 0) -> Context:
     return Context(seed, 1, agent, key, "a", torch.device("cpu"), telemetry=False)
 
 
-def lesson(prepared: Prepared) -> Lesson:
+def lesson(prepared: Prepared) -> FedSSLRequest:
     """What an agent gets in the first round of a run."""
     nets = prepared.algorithm.networks()
     F, G, D = ({k: v.clone() for k, v in nets[n].state_dict().items()} for n in ("F", "G", "D"))
-    return Lesson(F, G, D, teacher=F, trains_classifier=True, mixes_teach=True)
+    return FedSSLRequest(F, G, D, teacher=F, trains_classifier=True, mixes_teach=True)
 
 
-def visit(prepared: Prepared, agent: Agent, ctx: Context) -> Networks | Silence:
+def visit(prepared: Prepared, agent: Agent, ctx: Context) -> FedSSLUpdate | Declined:
     assert isinstance(prepared.algorithm, FedSSL)
     return prepared.algorithm.support_pass(agent, lesson(prepared), ctx)
 
@@ -130,9 +130,9 @@ def test_an_algorithm_without_a_private_pass_is_refused_a_budget(name: str, tmp_
         "server_sl": ["data.labels=labels-at-server", "agents.support=0"],
         "fedseal": ["algorithm.validation_rows=1"],
     }.get(name, [])
-    config.load(path, fitting)  # nothing else is wrong with it
+    config.load_config(path, fitting)  # nothing else is wrong with it
     with pytest.raises(ConfigError, match=f"{name} reads labelled rows without noise"):
-        config.load(path, [*fitting, "privacy.epsilon=4.0"])
+        config.load_config(path, [*fitting, "privacy.epsilon=4.0"])
 
 
 def test_batch_norm_is_refused_when_the_config_is_read(configured: Callable[..., Config]) -> None:
@@ -171,14 +171,14 @@ def epsilon_of_full_batches(steps: int, noise: float, delta: float) -> float:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Any, Reply[Any]]]:
     """Every visit of a run: agent, step, message, reply."""
     visits: list[tuple[str, str, Any, Reply[Any]]] = []
-    ask_each = World.ask_each
+    ask_each = Federation.call_all
 
-    def record(self: World, whom: Any, step: Any, message: Any) -> Any:
+    def record(self: Federation, whom: Any, step: Any, message: Any) -> Any:
         replies = ask_each(self, whom, step, message)
         visits.extend((r.sender.id, step.__name__, message, r) for r in replies)
         return replies
 
-    monkeypatch.setattr(World, "ask_each", record)
+    monkeypatch.setattr(Federation, "call_all", record)
     return visits
 
 
@@ -209,7 +209,7 @@ def _refused_visits_change_nothing(asked: Sequence[Any]) -> None:
     for agent, _, message, reply in asked:
         by_agent[agent].append((message, reply))
     for to_s0, to_s1, to_q0 in list(zip(*by_agent.values(), strict=True))[3:]:
-        assert to_s0[1].silent and to_s1[1].silent
+        assert to_s0[1].declined and to_s1[1].declined
         assert to_s0[1].content.reason == "privacy budget is spent"
         for name in ("F", "G", "D", "teacher"):
             assert equal(getattr(to_s0[0], name), getattr(to_s1[0], name))
@@ -254,10 +254,10 @@ def test_the_seal_notices_that_rows_are_read(
 def test_a_refused_visit_reads_nothing(configured: Callable[..., Config], tmp_path: Path) -> None:
     prepared = _sealed(prepare(configured()))
     less = Budget(0.01, 1e-5)  # one visit costs more: so may a site's operator have promised
-    promises = {n: dataclasses.replace(p, budget=less) for n, p in prepared.promises.items()}
-    prepared = dataclasses.replace(prepared, promises=promises)
+    promises = {n: dataclasses.replace(p, budget=less) for n, p in prepared.account_plans.items()}
+    prepared = dataclasses.replace(prepared, account_plans=promises)
     with accounts(prepared, tmp_path) as agents:
-        assert isinstance(visit(prepared, agents["s0"], context("s0")), Silence)
+        assert isinstance(visit(prepared, agents["s0"], context("s0")), Declined)
         assert agents["s0"].account is not None and agents["s0"].account.visits() == 0
 
 
@@ -286,8 +286,8 @@ def test_a_sound_visit_sends_the_parameters_of_protected_networks_and_nothing_el
         ctx.telemetry = agents["s0"].account is None
         sent = visit(prepared, agents["s0"], ctx)
         assert not agents["s0"].memory  # no optimiser state is kept either
-    assert isinstance(sent, Networks) and sent.agreement is None
-    assert ctx.notes == {} and ctx.weight == 1.0
+    assert isinstance(sent, FedSSLUpdate) and sent.agreement is None
+    assert ctx.metrics == {} and ctx.weight == 1.0
     for name, network in prepared.algorithm.networks().items():
         state = getattr(sent, name)
         if name in networks:
@@ -326,7 +326,9 @@ def test_the_published_scheme_sends_all_three_and_calls_its_number_nominal(
     results = carry_out(prepare(chosen), tmp_path / "run")
     claim = results["privacy"]
     assert (claim["guarantee"], claim["scope"]) == (None, "as_published")
-    counted = SampledGaussian(noise_multiplier=4.0, sample_rate=0.5, steps=2)  # as if all were it
+    counted = PoissonSampledGaussianEvent(
+        noise_multiplier=4.0, sample_rate=0.5, steps=2
+    )  # as if all were it
     assert claim["nominal_epsilon"] == pytest.approx(epsilon([counted], 1e-5))
     card = json.loads((tmp_path / "run/privacy.json").read_text())
     assert card["sentence"].startswith("NOMINAL") and card["guarantee"] is None
@@ -335,8 +337,8 @@ def test_the_published_scheme_sends_all_three_and_calls_its_number_nominal(
     assert read_journal(tmp_path / "run/ledger/s0.jsonl").plan.scope == "as_published"
     replies = [reply for agent, _, _, reply in asked if agent in ("s0", "s1")]
     for reply in replies:
-        assert None not in (reply.said.F, reply.said.G, reply.said.D)
-        assert reply.said.agreement is None and reply.notes == {}
+        assert None not in (reply.payload.F, reply.payload.G, reply.payload.D)
+        assert reply.payload.agreement is None and reply.metrics == {}
 
 
 CANARY = b"CANARY-7f3a9e"
@@ -522,7 +524,7 @@ def _shift_of_the_others(
             patch.setattr(PrivatePlan, "draw_batch", lambda *_, mask=mask: mask)
             without_noise(patch)
             sent = algorithm.support_pass(agent, told, context("s0"))
-        assert isinstance(sent, Networks) and sent.F is not None
+        assert isinstance(sent, FedSSLUpdate) and sent.F is not None
         sums.append(torch.cat([w.flatten().double() for w in sent.F.values()]))
     return float((sums[1] - sums[0]).norm())
 
@@ -560,7 +562,7 @@ def test_public_sizes_decide_how_many_rows_are_computed_at_once(
         sizes.append((list(networks), numbers))
         return 7
 
-    monkeypatch.setattr("privssl.private_rows.rows_at_once", decide)
+    monkeypatch.setattr("privssl.private_rows.microbatch_size", decide)
     monkeypatch.setattr(PrivateTraining, "run", lambda *_, at_once: given.append(at_once))
     prepared = prepare(configured("privacy.views=2"))
     assert given.pop() == 7  # as it is tried before the run

@@ -189,7 +189,7 @@ def test_an_operation_is_pils_to_one_level(name: str, shape: tuple[int, int, int
     change, reference, amounts, ties = OPERATIONS[name]
     x = photos(*shape)
     for amount in amounts:
-        with kernels.torch_alone():
+        with kernels.disabled():
             ours = levels(always(change, amount)(network_input(x).contiguous(), rng()))
         assert share_beyond_one_level(ours, by_pil(x, reference, amount)) <= ties, amount
 
@@ -268,11 +268,11 @@ SHAPES = (GREY, COLOURED, OBLONG, (2, 9, 7), (4, 5, 2), (1, 1, 1), (1, 2, 3), (3
 
 def by_both(variant: RandAugment, x: Tensor, seed: int = 3) -> tuple[Tensor, Tensor]:
     """Views by a kernel of ours, and by torch."""
-    assert kernels.generation() is not None
-    with patch.object(views, "changed", wraps=views.changed) as asked:
+    assert kernels.instruction_set() is not None
+    with patch.object(views, "apply_change", wraps=views.apply_change) as asked:
         ours = variant(x, rng(seed))
     assert asked.call_count == 1
-    with kernels.torch_alone(), patch.object(views, "changed", side_effect=AssertionError):
+    with kernels.disabled(), patch.object(views, "apply_change", side_effect=AssertionError):
         return ours, variant(x, rng(seed))
 
 
@@ -324,7 +324,7 @@ def test_an_image_that_is_no_numbers_harms_no_other(name: str) -> None:
 
 
 def test_what_our_kernels_do_not_have_is_left_to_torch() -> None:
-    with patch.object(views, "changed", side_effect=AssertionError):
+    with patch.object(views, "apply_change", side_effect=AssertionError):
         always(Recorder())(images(), rng())
         RandAugment((Operation(invert), Operation(Recorder())), 2, 1.0, "full")(images(), rng())
         always(invert)(images().double(), rng())

@@ -39,7 +39,7 @@ def obstacles(text: str) -> Iterator[str]:
         settings = [word for word in arguments if "=" in word]
         yield from (f"{file} does not exist" for file in files if not (ROOT / file).is_file())
         if command == "privssl.train" and files and (ROOT / files[0]).is_file():
-            asked = config.load(ROOT / files[0], settings)
+            asked = config.load_config(ROOT / files[0], settings)
             if asked.folder in present and not asked.run.overwrite:
                 yield f"{asked.folder} exists already: {' '.join(arguments)}"
             if "--dry-run" not in arguments:

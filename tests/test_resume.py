@@ -176,8 +176,8 @@ def test_an_interruption_in_a_round_ends_with_130_and_resume_ends_as_if_it_had_n
     [
         (CsvTracker, "round", 3, True),  # the line is written, and the round does not count
         (CsvTracker, "images", 3, False),
-        (checkpoint, "save", 2, False),
-        (checkpoint, "save", 2, True),
+        (checkpoint, "save_snapshot", 2, False),
+        (checkpoint, "save_snapshot", 2, True),
     ],
 )
 def test_an_interruption_between_rounds_is_no_different(
@@ -194,7 +194,7 @@ def test_an_interruption_between_rounds_is_no_different(
 def test_a_second_signal_during_the_checkpoint_does_no_harm(here: Place, unbroken: Place) -> None:
     # The checkpoints: before round 1, after round 2, and the one that the first signal asks for.
     both = (signal.SIGINT, signal.SIGTERM)
-    with stopping_at(5), signalled(checkpoint, "_about", 3, *both):
+    with stopping_at(5), signalled(checkpoint, "_manifest", 3, *both):
         outcome = command(here.config, here.output)
 
     assert outcome.status == 130
@@ -224,7 +224,7 @@ def test_an_interrupt_that_python_swallowed_stops_the_run_before_its_next_round(
 
 
 def test_an_interruption_before_the_first_round_says_what_to_do(here: Place) -> None:
-    with signalled(checkpoint, "save", 1, signal.SIGINT):
+    with signalled(checkpoint, "save_snapshot", 1, signal.SIGINT):
         outcome = command(here.config, here.output)
 
     assert outcome.status == 130
@@ -490,7 +490,7 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(copy: Place) -> None:
 def test_two_processes_cannot_train_in_one_folder(copy: Place) -> None:
     before = tree(copy.run)
 
-    with run_folder.locked(copy.run):
+    with run_folder.lock_run_dir(copy.run):
         going_on = command(copy.config, "--resume", copy.run)
         replacing = command(copy.config, copy.output, "run.overwrite=true")
 

@@ -20,16 +20,21 @@ from torch.func import grad, vmap
 from torch.nn import functional
 
 from privssl import clipping, kernels
-from privssl.clipping import Outer, RowGradients, Rows, clipped_sums
+from privssl.clipping import (
+    DenseGradients,
+    OuterProductGradients,
+    PerExampleGradients,
+    clipped_sums,
+)
 from privssl.errors import PrivacyError
 from privssl.models.convnets import LeNet, SmallCNN
-from privssl.row_gradients import Parameters, RowLoss, factored_gradients, per_row_gradients
-from privssl.together import Called
+from privssl.row_gradients import Parameters, RowLoss, factored_gradients, per_example_gradients
+from privssl.together import FunctionalModule
 
 ROWS = 4
 
 
-def written_out(gradients: RowGradients) -> Tensor:
+def written_out(gradients: PerExampleGradients) -> Tensor:
     """(B, *shape): the sum over rows with a factor of 1 for one row and 0 for all others."""
     return torch.stack([gradients.total(one) for one in torch.eye(ROWS, dtype=torch.float64)])
 
@@ -37,7 +42,7 @@ def written_out(gradients: RowGradients) -> Tensor:
 def check_equal(loss: RowLoss, nets: Mapping[str, nn.Module], fields: Mapping[str, Tensor]) -> None:
     """All gradients, their norms, and a sum with arbitrary factors."""
     parameters = parameters_of({name: net.double() for name, net in nets.items()})
-    expected = per_row_gradients(loss, parameters, fields)
+    expected = per_example_gradients(loss, parameters, fields)
     found = factored_gradients(loss, parameters, fields)
     factors = torch.tensor([0.5, 0.0, 2.0, 1.0], dtype=torch.float64)
     largest = max(float(g.abs().max()) for named in expected.values() for g in named.values())
@@ -108,7 +113,9 @@ def test_gradients_of_every_shipped_network_are_those_of_one_row_at_a_time(which
     network = build().double()
 
     def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        return rows_of(Called(network, parameters["N"]), {k: v[None] for k, v in row.items()})[0]
+        return rows_of(
+            FunctionalModule(network, parameters["N"]), {k: v[None] for k, v in row.items()}
+        )[0]
 
     fields = {key: field[:, 0] for key, field in mixing(ROWS, 1, torch.float64).items()}
     check_equal(loss, {"N": network}, fields)
@@ -172,7 +179,7 @@ def test_layers_of_any_kind_have_the_gradients_of_one_row_at_a_time(which: str) 
     network = LAYERS[which]().double()
 
     def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        out: Tensor = Called(network, parameters["N"])(row["x"])
+        out: Tensor = FunctionalModule(network, parameters["N"])(row["x"])
         return out.square().sum()
 
     x = torch.randn(ROWS, 3, 5, 7, 8, generator=torch.Generator().manual_seed(0)).double()
@@ -193,11 +200,13 @@ def test_kernels_of_many_weights_that_meet_few_places_are_not_multiplied_out(
 ) -> None:
     network = Any2d(layer, layer.out_channels)
     found = factored_gradients(
-        lambda p, row: Called(network, p["N"])(row["x"]).square().sum(),
+        lambda p, row: FunctionalModule(network, p["N"])(row["x"]).square().sum(),
         parameters_of({"N": network}),
         {"x": torch.randn(ROWS, 3, 5, 7, 8)},
     )
-    assert isinstance(found["N", "layer.weight"], Outer if factors else Rows)
+    assert isinstance(
+        found["N", "layer.weight"], OuterProductGradients if factors else DenseGradients
+    )
 
 
 def weight_as_a_number(p: Parameters, x: Tensor) -> Tensor:
@@ -266,7 +275,7 @@ def test_an_output_that_is_changed_in_place_is_refused_by_the_layers_name() -> N
     network = nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True), nn.Linear(2, 1))
     with pytest.raises(PrivacyError, match=r"output of N\.0\.weight is changed in place"):
         factored_gradients(
-            lambda p, row: Called(network, p["N"])(row["x"][None]).sum(),
+            lambda p, row: FunctionalModule(network, p["N"])(row["x"][None]).sum(),
             parameters_of({"N": network}),
             {"x": torch.ones(ROWS, 3)},
         )
@@ -280,12 +289,17 @@ def test_another_row_leaves_a_rows_gradient_bit_equal(build: type[nn.Module], va
 
     def each(x: Tensor) -> list[Tensor]:
         found = factored_gradients(
-            lambda p, row: Called(network, p["N"])(row["x"]).square().sum(),
+            lambda p, row: FunctionalModule(network, p["N"])(row["x"]).square().sum(),
             parameters_of({"N": network}),
             {"x": x},
         ).values()
-        whole = [part.each for part in found if isinstance(part, Rows)]
-        halves = [h for part in found if isinstance(part, Outer) for h in (part.left, part.right)]
+        whole = [part.each for part in found if isinstance(part, DenseGradients)]
+        halves = [
+            h
+            for part in found
+            if isinstance(part, OuterProductGradients)
+            for h in (part.left, part.right)
+        ]
         return whole + halves
 
     before, changed = each(x), x.clone()
@@ -313,7 +327,7 @@ def test_gradients_of_cross_entropy_are_those_of_one_row_at_a_time(
     fields = {"x": torch.randn(ROWS, 2, 5, dtype=torch.float64), "y": y}
 
     def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        logits = Called(network, parameters["N"])(row["x"])
+        logits = FunctionalModule(network, parameters["N"])(row["x"])
         found: Tensor = functional.cross_entropy(
             logits,
             row["y"],
@@ -331,12 +345,14 @@ def test_another_rows_logits_leave_a_rows_gradient_of_cross_entropy_bit_equal(va
     y = torch.tensor([[0, 2], [2, 0], [0, 1], [2, 2]])
 
     def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        return functional.cross_entropy(Called(network, parameters["N"])(row["x"]), row["y"])
+        return functional.cross_entropy(
+            FunctionalModule(network, parameters["N"])(row["x"]), row["y"]
+        )
 
     def bias(x: Tensor) -> Tensor:
         found = factored_gradients(loss, parameters_of({"N": network}), {"x": x, "y": y})
         mine = found["N", "bias"]
-        assert isinstance(mine, Rows)
+        assert isinstance(mine, DenseGradients)
         return mine.each
 
     moved = x.clone()
@@ -351,12 +367,12 @@ def test_cross_entropy_of_single_views_or_of_classes_that_all_rows_share_is_the_
     fields = {"x": torch.randn(ROWS, 2, 5, dtype=torch.float64)}
 
     def each(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        logits = Called(network, parameters["N"])(row["x"])
+        logits = FunctionalModule(network, parameters["N"])(row["x"])
         y = row["x"][:, 0].gt(0).long()
         return functional.cross_entropy(logits, y, reduction="none").square().sum()
 
     def shared(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        logits = Called(network, parameters["N"])(row["x"])
+        logits = FunctionalModule(network, parameters["N"])(row["x"])
         return functional.cross_entropy(logits, torch.tensor([2, 0]))
 
     for loss in (each, shared):
@@ -366,7 +382,7 @@ def test_cross_entropy_of_single_views_or_of_classes_that_all_rows_share_is_the_
 # What is measured is never less than what is summed -------------------------------------------
 
 
-def longest(gradients: RowGradients, clip: float) -> float:
+def longest(gradients: PerExampleGradients, clip: float) -> float:
     """The longest contribution of a row to a clipped sum, in clip norms."""
     row = clipped_sums([gradients], torch.tensor([True]), clip)[0]
     return float(row.double().norm()) / clip
@@ -385,12 +401,12 @@ def test_factors_whose_products_cancel_weigh_no_more_than_the_clip_norm(
     left, right = torch.randn(1, 1, 40, generator=drawing), torch.randn(1, 1, 30, generator=drawing)
     signs = torch.tensor([(-1.0) ** t for t in range(places)])[None, :, None]
     noise = torch.randn(1, places, 30, generator=drawing)
-    gradients = Outer(scale * left * signs, scale * (right + apart * noise))
+    gradients = OuterProductGradients(scale * left * signs, scale * (right + apart * noise))
     assert longest(gradients, clip=0.1) <= 1 + 1e-4
 
 
 def test_the_check_of_cancelling_factors_notices_a_norm_in_single_precision() -> None:
-    class Careless(Outer):
+    class Careless(OuterProductGradients):
         def norms(self) -> Tensor:
             squares = (self.left @ self.left.mT) * (self.right @ self.right.mT)
             return squares.sum(dim=(1, 2)).clamp(min=0.0).sqrt()
@@ -415,7 +431,9 @@ def test_a_row_with_a_factor_beyond_numbers_adds_nothing(
     both[side][1, 0, 1] = bad
     if bad == 1e30:  # finite, but the product of two such has no norm
         both["left"][1], both["right"][1] = bad, bad
-    [total] = clipped_sums([Outer(both["left"], both["right"])], torch.tensor([True, True]), 1e6)
+    [total] = clipped_sums(
+        [OuterProductGradients(both["left"], both["right"])], torch.tensor([True, True]), 1e6
+    )
     torch.testing.assert_close(total, torch.full((2, 3), float(places)))
 
 
@@ -502,7 +520,9 @@ def test_a_factor_whose_squares_vanish_is_still_measured(
     small: float, clip: float, swapped: bool, places: int
 ) -> None:
     sides = torch.full((1, places, 512), small), torch.full((1, places, 512), 7e17)
-    assert longest(Outer(*(reversed(sides) if swapped else sides)), clip) <= 1 + 1e-4
+    assert (
+        longest(OuterProductGradients(*(reversed(sides) if swapped else sides)), clip) <= 1 + 1e-4
+    )
 
 
 def beside_a_longest_one(places: int) -> tuple[Tensor, Tensor]:
@@ -521,7 +541,10 @@ def test_a_factor_that_has_no_digits_left_weighs_no_more_than_the_clip_norm(
 ) -> None:
     sides = beside_a_longest_one(places)
     with patch.object(kernels, "_latest", lambda: way):
-        assert longest(Outer(*(reversed(sides) if swapped else sides)), 1e-3) <= 1 + 1e-5
+        assert (
+            longest(OuterProductGradients(*(reversed(sides) if swapped else sides)), 1e-3)
+            <= 1 + 1e-5
+        )
 
 
 @pytest.mark.parametrize("places", [1, 2])
@@ -530,16 +553,16 @@ def test_the_check_of_lost_digits_notices_factors_of_any_length(places: int) -> 
         patch.object(kernels, "_latest", lambda: None),
         patch.object(clipping, "_unless_longest", lambda norms, *_: norms),
     ):
-        assert longest(Outer(*beside_a_longest_one(places)), 1e-3) > 1.1
+        assert longest(OuterProductGradients(*beside_a_longest_one(places)), 1e-3) > 1.1
 
 
-@pytest.mark.parametrize("generation", [kernels.generation(), None])
+@pytest.mark.parametrize("generation", [kernels.instruction_set(), None])
 def test_gradients_of_other_rows_than_were_drawn_from_are_refused(
     generation: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "_latest", lambda: generation)
     with pytest.raises(ValueError, match="gradients of 7 rows, where 1 were looked at"):
-        clipped_sums([Rows(torch.ones(7, 2))], torch.tensor([True]), 1.0)
+        clipped_sums([DenseGradients(torch.ones(7, 2))], torch.tensor([True]), 1.0)
 
 
 @pytest.mark.parametrize("value", [1.0, 1e30, math.nan])
@@ -549,7 +572,7 @@ def test_another_agents_row_leaves_an_agents_sum_bit_equal(value: float) -> None
     parameters = {"F": {n: torch.stack([p.detach()] * 2).requires_grad_() for n, p in own.items()}}
 
     def loss(p: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        total: Tensor = Called(network, p["F"])(row["x"][None]).square().sum()
+        total: Tensor = FunctionalModule(network, p["F"])(row["x"][None]).square().sum()
         return total
 
     def sums(x: Tensor) -> list[Tensor]:
@@ -573,7 +596,7 @@ def test_fields_of_fewer_rows_are_refused_since_one_would_reach_all_rows(
     network = nn.Linear(2, 1)
 
     def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        answer: Tensor = Called(network, parameters["N"])(row["x"])
+        answer: Tensor = FunctionalModule(network, parameters["N"])(row["x"])
         return (answer - row["y"]).square().sum()
 
     fields = {"x": torch.randn(lengths[0], 2), "y": torch.randn(lengths[1], 1)}
@@ -587,7 +610,9 @@ def test_classes_of_other_whole_numbers_are_left_to_torch(kind: torch.dtype) -> 
     fields = {"x": torch.randn(ROWS, 2, 5), "y": torch.ones(ROWS, 2).to(kind)}
 
     def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
-        return functional.cross_entropy(Called(network, parameters["N"])(row["x"]), row["y"])
+        return functional.cross_entropy(
+            FunctionalModule(network, parameters["N"])(row["x"]), row["y"]
+        )
 
     def said(work: Callable[[RowLoss, Parameters, Mapping[str, Tensor]], object]) -> str:
         try:
@@ -596,4 +621,4 @@ def test_classes_of_other_whole_numbers_are_left_to_torch(kind: torch.dtype) -> 
             return type(error).__name__
         return ""
 
-    assert said(factored_gradients) == said(per_row_gradients)
+    assert said(factored_gradients) == said(per_example_gradients)

@@ -11,7 +11,7 @@ import safetensors
 from command_line import command
 from PIL import Image
 
-from privssl.data.datasets import load
+from privssl.data.datasets import load_dataset
 from privssl.settings import DataSettings
 
 TEXT = """
@@ -98,7 +98,7 @@ def test_a_private_runs_folder_has_no_count_of_rows_by_class(
 def test_outputs_are_in_the_natural_order_of_class_folders_and_files_say_so(
     pictures: Path, tmp_path: Path
 ) -> None:
-    found = load(DataSettings(name="image_folder", root=str(pictures)))
+    found = load_dataset(DataSettings(name="image_folder", root=str(pictures)))
     assert found.class_names == CLASSES  # as text 10 would come second
     with Image.open(pictures / "train/10/0.png") as image:
         assert found.x_train[18, 0].tolist() == np.asarray(image).tolist()
@@ -128,5 +128,5 @@ def test_names_are_ordered_by_the_numbers_in_them(
         for number, name in enumerate(names):
             (tmp_path / part / name).mkdir(parents=True)
             Image.new("L", (4, 4), number).save(tmp_path / part / name / "x.png")
-    found = load(DataSettings(name="image_folder", root=str(tmp_path)))
+    found = load_dataset(DataSettings(name="image_folder", root=str(tmp_path)))
     assert list(found.class_names) == ordered

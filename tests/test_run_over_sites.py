@@ -61,8 +61,8 @@ class Over:
         """As after a restart: every site is opened from its file."""
         for name in self.names:
             self.close(name)
-            site = settings.load(self.sites / name / "site.yaml")
-            self.doors.handlers[f"{name} opened"] = opening.opened(site).handle
+            site = settings.load_site_config(self.sites / name / "site.yaml")
+            self.doors.handlers[f"{name} opened"] = opening.open_site(site).handle
 
     def close(self, name: str) -> None:
         self.doors.handlers.pop(f"{name} opened", None)
@@ -77,7 +77,7 @@ class Over:
         how |= dict(str(given).split("=", 1) for given in arguments if "=" in str(given))
         flags = [given for given in arguments if "=" not in str(given)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(run_engine, "FlowerPost", lambda *_: self.doors)
+            patch.setattr(run_engine, "FlowerTransport", lambda *_: self.doors)
             patch.setattr(session, "refuse_unreachable", lambda prepared: None)
             return command(self.place.config, *flags, *(f"{k}={v}" for k, v in how.items()))
 
@@ -255,7 +255,9 @@ def test_a_ledger_that_was_put_back_from_a_backup_makes_no_claim(tmp_path: Path)
             shutil.copy(over.sites / "s0" / "ledger.mark", kept)
         if b'"round":4' in letter and now is true:
             shutil.copytree(kept, over.sites / "s0", dirs_exist_ok=True)
-            now = opening.opened(settings.load(over.sites / "s0" / "site.yaml")).handle
+            now = opening.open_site(
+                settings.load_site_config(over.sites / "s0" / "site.yaml")
+            ).handle
         return now(letter)
 
     over.doors.handlers["s0 opened"] = forgets
@@ -349,7 +351,7 @@ def test_without_flower_the_message_says_what_to_install(
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(SiteError, match=r"flwr is not installed.*pip install 'privssl\[flower\]'"):
-        flower_post.FlowerPost("127.0.0.1:1", "")
+        flower_post.FlowerTransport("127.0.0.1:1", "")
 
 
 CENSUS = """

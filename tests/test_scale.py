@@ -33,9 +33,9 @@ from privssl.data.partition import _nobody_empty
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.errors import RunFolderError
-from privssl.messages import Done
-from privssl.shelf import Shelf
-from privssl.tensor_file import InFile, Place
+from privssl.messages import Ack
+from privssl.shelf import SpillStore
+from privssl.tensor_file import LazyTensors, TensorSlice
 from privssl.world import Round
 
 
@@ -72,19 +72,19 @@ def bits(tensors: Mapping[str, Tensor]) -> bytes:
 def test_a_file_written_one_tensor_at_a_time_is_the_one_of_safetensors(
     tmp_path: Path, tensors: dict[str, Tensor]
 ) -> None:
-    size, _ = tensor_file.write_new(tmp_path / "t", tensors)
+    size, _ = tensor_file.write_new_tensors(tmp_path / "t", tensors)
     assert (tmp_path / "t").read_bytes() == bits(tensors)
     assert size == len(bits(tensors))
-    back = tensor_file.opened(tmp_path / "t")
+    back = tensor_file.open_lazily(tmp_path / "t")
     assert bits(back) == bits(tensors)
-    tensor_file.write_new(tmp_path / "again", back.unread())
+    tensor_file.write_new_tensors(tmp_path / "again", back.lazy_tensors())
     assert (tmp_path / "again").read_bytes() == bits(tensors)
 
 
 def test_a_tensor_in_a_file_is_read_when_it_is_asked_for_and_is_not_to_be_written_into(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor_file.write_new(tmp_path / "t", {"a": torch.ones(3), "b": torch.zeros(2)})
+    tensor_file.write_new_tensors(tmp_path / "t", {"a": torch.ones(3), "b": torch.zeros(2)})
     asked: list[int] = []
     part_of = tensor_file.part_of
 
@@ -93,7 +93,7 @@ def test_a_tensor_in_a_file_is_read_when_it_is_asked_for_and_is_not_to_be_writte
         return part_of(path, at, size)
 
     monkeypatch.setattr(tensor_file, "part_of", counted)
-    there = tensor_file.opened(tmp_path / "t")
+    there = tensor_file.open_lazily(tmp_path / "t")
     asked.clear()
     assert set(there) == {"a", "b"} and "a" in there and "c" not in there and len(there) == 2
     assert asked == []
@@ -125,22 +125,24 @@ class Counted:
 @pytest.mark.parametrize("held", [False, True])
 def test_a_checkpoint_holds_one_tensor_of_what_is_on_a_disk(tmp_path: Path, held: bool) -> None:
     read = Counted()
-    places = {"w": Place(torch.float32, (100,), 0)}
-    memories: dict[str, Any] = {f"q{n}": InFile(read, places) for n in range(50)}
+    places = {"w": TensorSlice(torch.float32, (100,), 0)}
+    memories: dict[str, Any] = {f"q{n}": LazyTensors(read, places) for n in range(50)}
     if held:  # the control: what had to be held to be written would be seen
         memories = {agent: dict(memory) for agent, memory in memories.items()}
-    checkpoint.save(tmp_path, checkpoint.Snapshot(1, {}, memories, "d"))
+    checkpoint.save_snapshot(tmp_path, checkpoint.Snapshot(1, {}, memories, "d"))
     assert read.most == 50 if held else read.most <= 2
-    back = checkpoint.load(tmp_path, "d").memories
+    back = checkpoint.load_snapshot(tmp_path, "d").memories
     assert bits(back["q49"]) == bits({"w": torch.zeros(100)})
 
 
 def test_a_loaded_snapshot_holds_nothing_of_single_agents(tmp_path: Path) -> None:
     state: Any = {"F": numbers(2), "held": {"q0": numbers(3), "q1": {}}, "t": torch.ones(1)}
     memories = {"q0": numbers(4), "q1": {}}
-    checkpoint.save(tmp_path, checkpoint.Snapshot(1, state, memories, "d"))
-    back: Any = checkpoint.load(tmp_path, "d")
-    assert isinstance(back.memories["q0"], InFile) and isinstance(back.state["held"]["q0"], InFile)
+    checkpoint.save_snapshot(tmp_path, checkpoint.Snapshot(1, state, memories, "d"))
+    back: Any = checkpoint.load_snapshot(tmp_path, "d")
+    assert isinstance(back.memories["q0"], LazyTensors) and isinstance(
+        back.state["held"]["q0"], LazyTensors
+    )
     assert isinstance(back.state["F"], dict) and isinstance(back.state["t"], Tensor)
     assert bits(back.state["held"]["q0"]) == bits(numbers(3))
     assert bits(back.memories["q0"]) == bits(numbers(4))
@@ -156,44 +158,44 @@ def test_what_an_agent_remembers_is_one_entry_of_a_file_however_many_tensors_it_
     many = {f"w{n}": torch.full((2, 3), float(n)) for n in range(96)}
     memories = {f"q{n}": {**many, **ODD, "own": torch.tensor(n)} for n in range(50)}
     memories["other"] = numbers(3)  # of another form
-    checkpoint.save(tmp_path, checkpoint.Snapshot(1, {"held": memories}, memories, "d"))
-    back: Any = checkpoint.load(tmp_path, "d")
+    checkpoint.save_snapshot(tmp_path, checkpoint.Snapshot(1, {"held": memories}, memories, "d"))
+    back: Any = checkpoint.load_snapshot(tmp_path, "d")
     for agent, memory in memories.items():
         assert bits(back.memories[agent]) == bits(memory) == bits(back.state["held"][agent])
     # What was read can be written again, and the control: tensors of the server are each listed.
-    checkpoint.save(tmp_path, checkpoint.Snapshot(2, {}, back.memories, "d"))
-    assert bits(checkpoint.load(tmp_path, "d").memories["q49"]) == bits(memories["q49"])
+    checkpoint.save_snapshot(tmp_path, checkpoint.Snapshot(2, {}, back.memories, "d"))
+    assert bits(checkpoint.load_snapshot(tmp_path, "d").memories["q49"]) == bits(memories["q49"])
     with pytest.raises(RunFolderError, match="cannot list 105 entries"):
-        checkpoint.save(tmp_path, checkpoint.Snapshot(3, {"F": memories["q0"]}, {}, "d"))
+        checkpoint.save_snapshot(tmp_path, checkpoint.Snapshot(3, {"F": memories["q0"]}, {}, "d"))
 
 
 def test_a_checkpoint_that_could_not_be_read_again_is_refused_and_the_older_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few, many = ({f"q{n}": numbers(1) for n in range(count)} for count in (1, 40))
-    checkpoint.save(tmp_path, checkpoint.Snapshot(1, {}, few, "d"))
+    checkpoint.save_snapshot(tmp_path, checkpoint.Snapshot(1, {}, few, "d"))
     for module, name in ((checkpoint, "MAX_JSON_BYTES"), (tensor_file, "MAX_HEADER_BYTES")):
         with monkeypatch.context() as smaller:
             smaller.setattr(module, name, 1000)
             with pytest.raises(RunFolderError, match="cannot list 40 entries"):
-                checkpoint.save(tmp_path, checkpoint.Snapshot(2, {}, many, "d"))
+                checkpoint.save_snapshot(tmp_path, checkpoint.Snapshot(2, {}, many, "d"))
         assert sorted(os.listdir(tmp_path)) == ["latest", "round_00001"]
-        assert checkpoint.load(tmp_path, "d").round == 1
-    checkpoint.save(tmp_path, checkpoint.Snapshot(2, {}, many, "d"))  # the control
+        assert checkpoint.load_snapshot(tmp_path, "d").round == 1
+    checkpoint.save_snapshot(tmp_path, checkpoint.Snapshot(2, {}, many, "d"))  # the control
 
 
 # The shelf ----------------------------------------------------------------------------------
 
 
 def test_what_fits_stays_as_it_is_and_no_file_is_made(tmp_path: Path) -> None:
-    there, given = Shelf(tmp_path, 100), numbers(12)  # 96 bytes
+    there, given = SpillStore(tmp_path, 100), numbers(12)  # 96 bytes
     kept = there.put(given)
     assert kept["w"] is given["w"] and there.put(kept) is kept
     assert (there.in_ram, there.on_disk) == (96, 0)
 
 
 def test_what_does_not_fit_comes_back_to_the_last_bit_and_takes_no_ram(tmp_path: Path) -> None:
-    there = Shelf(tmp_path, 0)
+    there = SpillStore(tmp_path, 0)
     kept = there.put(ODD)
     assert bits(kept) == bits(ODD) and list(kept) == list(ODD)
     assert there.put(kept) is kept
@@ -203,7 +205,7 @@ def test_what_does_not_fit_comes_back_to_the_last_bit_and_takes_no_ram(tmp_path:
     there.close()
 
 
-class Forgetful(Shelf):
+class Forgetful(SpillStore):
     """Gives every room to everybody."""
 
     def _room(self, size: int) -> int:
@@ -211,16 +213,16 @@ class Forgetful(Shelf):
         return 0
 
 
-class Hasty(Shelf):
+class Hasty(SpillStore):
     """Frees a room at once, though somebody lives in it."""
 
-    def _lend(self, tenant: Mapping[str, Tensor], at: int | None, size: int) -> None:
-        super()._lend(tenant, at, size)
+    def _acquire(self, tenant: Mapping[str, Tensor], at: int | None, size: int) -> None:
+        super()._acquire(tenant, at, size)
         if at is not None:
             self._free.setdefault(size, []).append(at)
 
 
-def carry_out(there: Shelf, limit: int, moves: list[tuple[int, int]]) -> bool:
+def carry_out(there: SpillStore, limit: int, moves: list[tuple[int, int]]) -> bool:
     """Put things of so many numbers in places; whether each is as it was put, to the end."""
     held: dict[int, Mapping[str, Tensor]] = {}
     expected: dict[int, Mapping[str, Tensor]] = {}
@@ -241,16 +243,16 @@ def carry_out(there: Shelf, limit: int, moves: list[tuple[int, int]]) -> bool:
 def test_whatever_comes_and_goes_all_stays_whole_and_ram_has_its_limit(
     moves: list[tuple[int, int]], limit: int
 ) -> None:
-    assert carry_out(Shelf(None, limit), limit, moves)
+    assert carry_out(SpillStore(None, limit), limit, moves)
 
 
 @pytest.mark.parametrize("broken", [Forgetful, Hasty])
-def test_that_property_notices_a_room_that_is_given_to_two(broken: type[Shelf]) -> None:
+def test_that_property_notices_a_room_that_is_given_to_two(broken: type[SpillStore]) -> None:
     assert not carry_out(broken(None, 0), 0, [(place, 3) for place in range(4)])
 
 
 def test_a_room_that_nobody_needs_is_used_again(tmp_path: Path) -> None:
-    there, all_of_them = Shelf(tmp_path, 0), []
+    there, all_of_them = SpillStore(tmp_path, 0), []
     kept = there.put(numbers(10))
     for number in range(20):
         kept = there.put(numbers(10, number))
@@ -264,11 +266,11 @@ def test_a_room_that_nobody_needs_is_used_again(tmp_path: Path) -> None:
 
 
 def test_ram_that_is_free_again_is_used_again(tmp_path: Path) -> None:
-    there = Shelf(tmp_path, 100)
+    there = SpillStore(tmp_path, 100)
     first = there.put(numbers(12))
-    assert isinstance(there.put(numbers(12)), InFile)  # the control: there was no room
+    assert isinstance(there.put(numbers(12)), LazyTensors)  # the control: there was no room
     del first
-    assert not isinstance(there.put(numbers(12)), InFile)
+    assert not isinstance(there.put(numbers(12)), LazyTensors)
     there.close()
 
 
@@ -284,7 +286,7 @@ class Held:
 def test_agents_that_share_weights_share_a_room(tmp_path: Path) -> None:
     shared = numbers(3)
     state = Held(F=numbers(2), held={"q0": shared, "q1": shared, "note": 4}, n=3)
-    there = Shelf(tmp_path, 0)
+    there = SpillStore(tmp_path, 0)
     moved = there.put_parts(state)
     assert there.on_disk == shelf.PAGE
     assert moved.held["q0"] is moved.held["q1"] and bits(moved.held["q0"]) == bits(shared)
@@ -328,26 +330,26 @@ def test_the_file_has_no_name_and_is_gone_after_kill_9(tmp_path: Path) -> None:
 ROWS = UnlabelledRows(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), torch.arange(2))
 
 
-def count(agent: Agent, message: Done, ctx: Context) -> Done:
+def count(agent: Agent, message: Ack, ctx: Context) -> Ack:
     agent.memory = {"n": agent.memory.get("n", torch.zeros(())) + 1}
     return message
 
 
-@pytest.mark.parametrize(("kind", "whole"), [(Shelf, True), (Hasty, False)])
+@pytest.mark.parametrize(("kind", "whole"), [(SpillStore, True), (Hasty, False)])
 def test_a_round_that_is_interrupted_leaves_the_memories_of_the_round_before(
-    kind: type[Shelf], whole: bool
+    kind: type[SpillStore], whole: bool
 ) -> None:
     agents = [Agent(id=f"q{n}", held_unlabelled=ROWS) for n in range(3)]
     lying = kind(None, 0)
-    there = LocalEngine(agents, seed=0, device=torch.device("cpu"), shelf=lying)
+    there = LocalEngine(agents, seed=0, device=torch.device("cpu"), spill_store=lying)
     for number in (1, 2):
-        list(there.deliver([Call(agent, count, Done(), number) for agent in there.roster()]))
+        list(there.deliver([Call(agent, count, Ack(), number) for agent in there.roster()]))
     before = there.memories()
     # Round 3 breaks off after two of three agents; who is asked then must find what round 2 left.
-    list(there.deliver([Call(agent, count, Done(), 3) for agent in there.roster()[:2]]))
+    list(there.deliver([Call(agent, count, Ack(), 3) for agent in there.roster()[:2]]))
     assert ([float(before[f"q{n}"]["n"]) for n in range(3)] == [2, 2, 2]) is whole
     there.restore(before)
-    list(there.deliver([Call(agent, count, Done(), 3) for agent in there.roster()]))
+    list(there.deliver([Call(agent, count, Ack(), 3) for agent in there.roster()]))
     after = [float(memory["n"]) for memory in there.memories().values()]
     assert (after == [3, 3, 3]) is whole
     lying.close()
@@ -364,11 +366,11 @@ def test_a_round_that_is_interrupted_leaves_the_memories_of_the_round_before(
 def test_agents_that_remember_on_a_disk_do_the_same_to_the_last_bit(
     name: str, options: dict[str, Any]
 ) -> None:
-    lying = Shelf(None, 0)
+    lying = SpillStore(None, 0)
 
     class OnDisk(LocalEngine):
         def __init__(self, *agents: Any, **how: Any) -> None:
-            super().__init__(*agents, shelf=lying, **how)
+            super().__init__(*agents, spill_store=lying, **how)
 
     parties = at_server(query=3)
     known: dict[str, Any] = {}
@@ -379,7 +381,7 @@ def test_agents_that_remember_on_a_disk_do_the_same_to_the_last_bit(
     other = play(make(name, **known, **options), parties, engine=OnDisk)
     remembered = other.engine.memories()
     assert any(remembered.values())
-    assert all(isinstance(memory, InFile) for memory in remembered.values() if memory)
+    assert all(isinstance(memory, LazyTensors) for memory in remembered.values() if memory)
     assert same_bits(one.state, other.state) and same_bits(plain, remembered)
     lying.close()
 
@@ -448,7 +450,7 @@ def calls_of_a_round(name: str, agents: int, **options: Any) -> int:
     """Functions, of Python and of C, that a round with two agents calls, what is kept included."""
     parties = at_server(query=agents, dataset=rows(agents), unlabelled=10 * agents)
     played = play(make(name, query_per_round=2, **options), parties, 1)
-    there, seen = Shelf(), [0]
+    there, seen = SpillStore(), [0]
 
     def called(frame: Any, event: str, argument: Any) -> None:
         seen[0] += event in ("call", "c_call")
@@ -456,8 +458,8 @@ def calls_of_a_round(name: str, agents: int, **options: Any) -> int:
     gc.disable()  # whose callbacks would be counted
     sys.setprofile(called)
     try:
-        played.world.begin(Round(2, "train", 2))
-        there.put_parts(played.algorithm.round(played.state, played.world))
+        played.federation.begin(Round(2, "train", 2))
+        there.put_parts(played.algorithm.round(played.state, played.federation))
         played.engine.memories()
     finally:
         sys.setprofile(None)

@@ -14,7 +14,7 @@ import pytest
 
 from privssl import process
 from privssl.errors import UserError
-from privssl.screen import Screen, Terminal, results_to_standard_output, unheard
+from privssl.screen import Screen, Terminal, ignore_closed_stream, results_to_standard_output
 from privssl.tracker import ProgressTracker, RoundRecord
 
 ROOT = Path(__file__).parents[1]
@@ -51,11 +51,11 @@ def test_a_console_a_log_and_progress_go_on_without_a_reader(
 
 
 def test_a_mistake_of_ours_is_not_taken_for_a_reader_who_left() -> None:
-    with pytest.raises(ValueError, match="ours"), unheard(io.StringIO()):
+    with pytest.raises(ValueError, match="ours"), ignore_closed_stream(io.StringIO()):
         raise ValueError("ours")
     closed = io.StringIO()
     closed.close()
-    with unheard(closed):
+    with ignore_closed_stream(closed):
         closed.write("words")
 
 
@@ -119,11 +119,11 @@ def test_files_never_get_the_numbers_of_streams_that_a_caller_closed(tmp_path: P
 
 
 def test_a_terminal_that_is_closed_stops_a_command_unless_it_is_to_be_ignored() -> None:
-    with process.stopped_by(*process.STOPPING), pytest.raises(KeyboardInterrupt):
+    with process.interrupt_on_signals(*process.STOPPING), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGHUP)
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
     try:
-        with process.stopped_by(*process.STOPPING):
+        with process.interrupt_on_signals(*process.STOPPING):
             signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
@@ -138,10 +138,10 @@ def test_an_interrupt_that_python_swallowed_is_raised_again_where_it_is_asked_fo
             signal.raise_signal(signal.SIGINT)  # its exception cannot leave from here
 
     monkeypatch.setattr(sys, "unraisablehook", lambda *_: None)
-    with process.stopped_by(signal.SIGINT):
-        process.stop_if_asked()
+    with process.interrupt_on_signals(signal.SIGINT):
+        process.raise_if_interrupted()
         dying = Dying()
         del dying
         with pytest.raises(KeyboardInterrupt):
-            process.stop_if_asked()
-    process.stop_if_asked()
+            process.raise_if_interrupted()
+    process.raise_if_interrupted()

@@ -21,7 +21,7 @@ from toy_worlds import (
     apart,
     at_clients,
     at_server,
-    federation,
+    federated_data,
     finite,
     held_as_in,
     make,
@@ -35,11 +35,11 @@ from privssl.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.algorithms import semifl
 from privssl.algorithms.base import Context, Task
 from privssl.algorithms.semifl import (
-    Lesson,
     SemiFL,
     SemiFLConfig,
+    SemiFLRequest,
+    SemiFLUpdate,
     Statistics,
-    Trained,
     mix_loss,
     momentum_step,
     passes,
@@ -49,7 +49,7 @@ from privssl.data.rand_augment import RANDAUGMENTS
 from privssl.errors import ConfigError
 from privssl.evaluate import accuracy
 from privssl.learn import network_input, weights_of
-from privssl.messages import Reply, Silence
+from privssl.messages import Declined, Reply
 from privssl.models.static_norm import collect, statistics_of
 from privssl.seeds import seeded, stream
 from privssl.settings import ModelSettings
@@ -179,7 +179,7 @@ def test_strong_views_are_those_of_the_table_and_rand_augment_starts_from_a_weak
 
 def test_an_untrained_model_is_sure_of_nothing_so_that_the_server_alone_trains() -> None:
     after = play(new(threshold=0.95), at_server(), 1, engine=Overheard)
-    steps = [(agent, step, reply.silent) for agent, step, _, reply in heard(after)]
+    steps = [(agent, step, reply.declined) for agent, step, _, reply in heard(after)]
     assert steps == [
         ("q0", "query_pass", True), ("q1", "query_pass", True), ("server", "support_pass", False)
     ]  # fmt: skip
@@ -187,7 +187,7 @@ def test_an_untrained_model_is_sure_of_nothing_so_that_the_server_alone_trains()
     assert same_bits(after.begun.velocity, after.state.velocity)
     *_, (_, _, lesson, reply) = heard(after)
     assert same_bits(lesson.F, after.begun.F)  # nobody active: W and v stay as they are
-    assert same_bits(reply.said.F, after.state.F)
+    assert same_bits(reply.payload.F, after.state.F)
 
 
 def unequal(**how: Any) -> Any:
@@ -206,25 +206,25 @@ def test_agents_count_the_same_and_the_server_steps_with_momentum_then_fine_tune
     def pull(told: Any) -> dict[str, Tensor]:
         """W minus the plain mean of what the two agents sent."""
         (_, _, lesson, first), (_, _, _, second) = told[:2]
-        return {k: lesson.F[k] - (v + second.said.F[k]) / 2 for k, v in first.said.F.items()}
+        return {k: lesson.F[k] - (v + second.payload.F[k]) / 2 for k, v in first.payload.F.items()}
 
     first = pull(one)
     assert same_bits(one[0][2].F, after.begun.F)
     expected = {k: after.begun.F[k] - g for k, g in first.items()}
     assert_close(dict(one[2][2].F), expected, atol=1e-6, rtol=0)
     # Round 2 starts with what the server sent back, v = 0.5 v + g.
-    assert same_bits(two[0][2].F, one[2][3].said.F)
+    assert same_bits(two[0][2].F, one[2][3].payload.F)
     second = {k: g + 0.5 * first[k] for k, g in pull(two).items()}
     expected = {k: two[0][2].F[k] - v for k, v in second.items()}
     assert_close(dict(two[2][2].F), expected, atol=1e-6, rtol=0)
     assert_close(dict(after.state.velocity), second, atol=1e-6, rtol=0)
-    assert same_bits(after.state.F, two[2][3].said.F)  # the last thing is fine-tuning
+    assert same_bits(after.state.F, two[2][3].payload.F)  # the last thing is fine-tuning
     assert after.state.active == 2
 
 
 def test_without_fine_tuning_the_server_trains_beside_the_agents_and_counts_one_half() -> None:
     after = play(new(fine_tune=False), unequal(), 1, engine=Overheard)
-    by_agent = {agent: (lesson, reply.said) for agent, _, lesson, reply in heard(after)}
+    by_agent = {agent: (lesson, reply.payload) for agent, _, lesson, reply in heard(after)}
     assert all(same_bits(lesson.F, after.begun.F) for lesson, _ in by_agent.values())
     sent = {agent: said.F for agent, (_, said) in by_agent.items()}
     expected = {
@@ -237,11 +237,11 @@ def test_without_fine_tuning_the_server_trains_beside_the_agents_and_counts_one_
 
 
 def test_where_several_hold_labels_they_fine_tune_together_weighted_by_rows() -> None:
-    parties = federation(labelled_partition="dirichlet", labelled_alpha=0.5)
+    parties = federated_data(labelled_partition="dirichlet", labelled_alpha=0.5)
     rows = {a.id: len(a.labelled) for a in parties.agents if a.role == "support"}
     assert rows["s0"] != rows["s1"]
     after = play(new(), parties, 1, engine=Overheard)
-    sent = {a: reply.said.F for a, step, _, reply in heard(after) if step == "support_pass"}
+    sent = {a: reply.payload.F for a, step, _, reply in heard(after) if step == "support_pass"}
     expected = {
         k: (rows["s0"] * v + rows["s1"] * sent["s1"][k]) / 20 for k, v in sent["s0"].items()
     }
@@ -265,18 +265,22 @@ def saturated(algorithm: SemiFL, logit: float) -> dict[str, Tensor]:
 
 def test_a_row_is_sure_from_tau_on_and_an_agent_without_one_is_silent() -> None:
     algorithm = new(threshold=1.0)
-    sure = algorithm.query_pass(query_agent(), Lesson(saturated(algorithm, 200.0)), context())
-    assert isinstance(sure, Trained)  # exp(-200) is nothing beside 1, so P is 1 exactly
+    sure = algorithm.query_pass(
+        query_agent(), SemiFLRequest(saturated(algorithm, 200.0)), context()
+    )
+    assert isinstance(sure, SemiFLUpdate)  # exp(-200) is nothing beside 1, so P is 1 exactly
     agent = query_agent()
-    said = algorithm.query_pass(agent, Lesson(saturated(algorithm, 9.0)), context())
-    assert isinstance(said, Silence)  # P = 1 / (1 + 9 exp(-9)) = 0.9989
+    said = algorithm.query_pass(agent, SemiFLRequest(saturated(algorithm, 9.0)), context())
+    assert isinstance(said, Declined)  # P = 1 / (1 + 9 exp(-9)) = 0.9989
     assert agent.memory == {}
 
 
 def test_weights_that_are_not_numbers_make_an_agent_silent() -> None:
     algorithm = new(threshold=0.0)
     broken = {name: value * math.nan for name, value in untrained(algorithm).items()}
-    assert isinstance(algorithm.query_pass(query_agent(), Lesson(broken), context()), Silence)
+    assert isinstance(
+        algorithm.query_pass(query_agent(), SemiFLRequest(broken), context()), Declined
+    )
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0, 3.0])
@@ -285,8 +289,8 @@ def test_a_single_row_mixed_with_itself_has_the_plain_loss_again(weight: float) 
     weights, agent, ctx = untrained(algorithm), query_agent(rows=1), context()
     logits = logits_of(algorithm, weights, agent)
     once = float(cross_entropy(logits, logits.argmax(dim=1)))
-    algorithm.query_pass(agent, Lesson(weights), ctx)
-    assert ctx.notes["train/loss_F/query"] == pytest.approx((1 + weight) * once, rel=1e-5)
+    algorithm.query_pass(agent, SemiFLRequest(weights), ctx)
+    assert ctx.metrics["train/loss_F/query"] == pytest.approx((1 + weight) * once, rel=1e-5)
 
 
 class Mixed:
@@ -317,8 +321,8 @@ def mixed_with(
     monkeypatch.setattr(semifl, "guess_labels", lambda *_, **__: P)
     monkeypatch.setattr(semifl, "mix_loss", mixed)
     algorithm = new(threshold=0.95, profile=profile, epochs=4.0, batch_size=10)
-    said = algorithm.query_pass(query_agent(rows), Lesson(untrained(algorithm)), context())
-    assert isinstance(said, Trained) and finite(said)
+    said = algorithm.query_pass(query_agent(rows), SemiFLRequest(untrained(algorithm)), context())
+    assert isinstance(said, SemiFLUpdate) and finite(said)
     return mixed
 
 
@@ -349,7 +353,7 @@ def test_labels_are_given_by_the_model_that_came_and_not_by_the_one_in_training(
     expected = logits_of(algorithm, weights, agent).argmax(dim=1)
     mixed = Mixed()
     monkeypatch.setattr(semifl, "mix_loss", mixed)
-    algorithm.query_pass(agent, Lesson(weights), context())
+    algorithm.query_pass(agent, SemiFLRequest(weights), context())
     for epoch in range(3):
         given_ = mixed.first[12 * epoch : 12 * epoch + 12]
         assert sorted(given_) == sorted(expected.tolist())
@@ -363,21 +367,21 @@ def test_fixmatch_learns_a_batch_from_the_labels_of_the_model_in_training() -> N
     weights, agent, ctx = untrained(algorithm), query_agent(), context()
     logits = logits_of(algorithm, weights, agent)
     top = logits.softmax(dim=1).max(dim=1).values
-    algorithm.query_pass(agent, Lesson(weights), ctx)
-    assert ctx.notes["train/loss_F/query"] == pytest.approx(float(-top.log().mean()), rel=1e-5)
+    algorithm.query_pass(agent, SemiFLRequest(weights), ctx)
+    assert ctx.metrics["train/loss_F/query"] == pytest.approx(float(-top.log().mean()), rel=1e-5)
     # Rows that are not sure are left out: the mean is over the sure ones.
     half = float(top.median())
     some = new(pseudo_labels="training", threshold=half)
-    some.query_pass(agent, Lesson(weights), ctx := context())
+    some.query_pass(agent, SemiFLRequest(weights), ctx := context())
     kept = top[top >= half]
     assert 0 < len(kept) < 12
-    assert ctx.notes["train/loss_F/query"] == pytest.approx(float(-kept.log().mean()), rel=1e-5)
+    assert ctx.metrics["train/loss_F/query"] == pytest.approx(float(-kept.log().mean()), rel=1e-5)
 
 
 def test_fixmatch_is_silent_where_no_batch_had_a_sure_row() -> None:
     algorithm = new(pseudo_labels="training", threshold=0.95)
-    said = algorithm.query_pass(query_agent(), Lesson(untrained(algorithm)), context())
-    assert isinstance(said, Silence)
+    said = algorithm.query_pass(query_agent(), SemiFLRequest(untrained(algorithm)), context())
+    assert isinstance(said, Declined)
 
 
 # The optimiser
@@ -401,7 +405,7 @@ def test_a_first_step_is_nesterovs_on_the_clipped_gradient_with_weight_decay(
     norm = math.sqrt(sum(float((g**2).sum()) for g in raw.values()))
     assert norm > 0.2  # so that 0.1 does clip
     scale = 1.0 if clip is None else clip / norm
-    said = algorithm.support_pass(agent, Lesson(weights), context())
+    said = algorithm.support_pass(agent, SemiFLRequest(weights), context())
     # buffer = d; the step is d + 0.9 buffer, with d = clipped gradient + 0.01 w
     expected = {n: weights[n] - 0.2 * 1.9 * (scale * g + 0.01 * weights[n]) for n, g in raw.items()}
     assert_close(dict(said.F), expected, atol=1e-6, rtol=1e-4)
@@ -410,9 +414,9 @@ def test_a_first_step_is_nesterovs_on_the_clipped_gradient_with_weight_decay(
 def test_a_second_visit_of_the_server_goes_on_with_its_momentum_in_the_newer_code_alone() -> None:
     kept = new(profile="semifl-head", weight_decay=0.0, clip_norm=None)
     weights, agent = untrained(kept), support_agent()
-    kept.support_pass(agent, Lesson(weights), context(1))
+    kept.support_pass(agent, SemiFLRequest(weights), context(1))
     buffer = gradient(kept, weights, agent)
-    again = kept.support_pass(agent, Lesson(weights), context(2))  # the same gradient g
+    again = kept.support_pass(agent, SemiFLRequest(weights), context(2))  # the same gradient g
     # buffer = 0.9 g + g; the step is g + 0.9 * 1.9 g = 2.71 g, against 1.9 g of a fresh start
     rate = kept.cfg.rate(2)
     expected = {n: weights[n] - rate * 2.71 * g for n, g in buffer.items()}
@@ -420,8 +424,8 @@ def test_a_second_visit_of_the_server_goes_on_with_its_momentum_in_the_newer_cod
 
     fresh = new(weight_decay=0.0, clip_norm=None)
     agent = support_agent()
-    fresh.support_pass(agent, Lesson(weights), context(1))
-    again = fresh.support_pass(agent, Lesson(weights), context(2))
+    fresh.support_pass(agent, SemiFLRequest(weights), context(1))
+    again = fresh.support_pass(agent, SemiFLRequest(weights), context(2))
     expected = {n: weights[n] - rate * 1.9 * g for n, g in buffer.items()}
     assert_close(dict(again.F), expected, atol=1e-6, rtol=1e-4)
     assert agent.memory == {}
@@ -431,18 +435,18 @@ def test_a_second_visit_of_the_server_goes_on_with_its_momentum_in_the_newer_cod
 def test_agents_without_labels_keep_their_momentum_in_every_profile(profile: str) -> None:
     algorithm = new(profile=profile)
     agent, weights = query_agent(), untrained(algorithm)
-    algorithm.query_pass(agent, Lesson(weights), context())
+    algorithm.query_pass(agent, SemiFLRequest(weights), context())
     assert set(agent.memory) == {f"query/{name}#momentum" for name in weights}
-    remembering = algorithm.query_pass(agent, Lesson(weights), context(2))
-    forgetting = algorithm.query_pass(query_agent(), Lesson(weights), context(2))
-    assert isinstance(remembering, Trained) and isinstance(forgetting, Trained)
+    remembering = algorithm.query_pass(agent, SemiFLRequest(weights), context(2))
+    forgetting = algorithm.query_pass(query_agent(), SemiFLRequest(weights), context(2))
+    assert isinstance(remembering, SemiFLUpdate) and isinstance(forgetting, SemiFLUpdate)
     assert apart(remembering, forgetting) > 1e-6
 
 
 def test_without_momentum_nothing_is_kept() -> None:
     algorithm = new(momentum=0.0)
     agent = query_agent()
-    algorithm.query_pass(agent, Lesson(untrained(algorithm)), context())
+    algorithm.query_pass(agent, SemiFLRequest(untrained(algorithm)), context())
     assert agent.memory == {}
 
 
@@ -501,7 +505,7 @@ def statistics_at(x: Tensor, round_number: int = 1) -> tuple[SemiFL, Mapping[str
     """What an agent with these rows sends as statistics of an untrained network, and who asked."""
     algorithm = new("static")
     agent = Agent(id="q0", held_unlabelled=UnlabelledRows(x, torch.arange(len(x))))
-    lesson = Lesson(untrained(algorithm))
+    lesson = SemiFLRequest(untrained(algorithm))
     return algorithm, algorithm.query_statistics(agent, lesson, context(round_number)).statistics
 
 
@@ -546,13 +550,13 @@ def test_trained_parameters_and_statistics_travel_apart_and_nothing_else_does() 
     network = algorithm.task.new_classifier()
     after = play(algorithm, at_server(), 1, engine=Overheard)
     for _, step, message, reply in heard(after):
-        assert isinstance(message, Lesson) and vars(message).keys() == {"F"}
+        assert isinstance(message, SemiFLRequest) and vars(message).keys() == {"F"}
         if step.endswith("statistics"):
-            assert isinstance(reply.said, Statistics)
-            assert reply.said.statistics.keys() == dict(network.named_buffers()).keys()
+            assert isinstance(reply.payload, Statistics)
+            assert reply.payload.statistics.keys() == dict(network.named_buffers()).keys()
         else:
-            assert isinstance(reply.said, Trained)
-            assert reply.said.F.keys() == dict(network.named_parameters()).keys()
+            assert isinstance(reply.payload, SemiFLUpdate)
+            assert reply.payload.F.keys() == dict(network.named_parameters()).keys()
 
 
 # Promises -----------------------------------------------------------------------------------
@@ -607,10 +611,10 @@ def test_dropout_draws_from_the_visit_and_not_from_the_global_generator() -> Non
     for state_of_torch in (1, 2):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(state_of_torch)
-            sent.append(algorithm.support_pass(support_agent(), Lesson(weights), context()))
+            sent.append(algorithm.support_pass(support_agent(), SemiFLRequest(weights), context()))
     assert same_bits(*sent)
     assert not same_bits(
-        sent[0], algorithm.support_pass(support_agent(), Lesson(weights), context(2))
+        sent[0], algorithm.support_pass(support_agent(), SemiFLRequest(weights), context(2))
     )
 
 
@@ -622,7 +626,7 @@ PARTIES: dict[str, Any] = {
     ),
     "classes without a label": lambda: at_server(labelled=3),
     "labels at clients": at_clients,
-    "labels at support agents": federation,
+    "labels at support agents": federated_data,
 }
 
 
@@ -654,7 +658,7 @@ def test_a_toy_run_learns_and_its_agents_become_sure() -> None:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("**/semifl*.yaml")), ids=lambda p: p.stem)
 def test_the_configs_are_read(path: Path) -> None:
-    assert config.load(path).algorithm.name == "semifl"
+    assert config.load_config(path).algorithm.name == "semifl"
 
 
 @pytest.mark.parametrize(
@@ -672,11 +676,11 @@ def test_the_configs_are_read(path: Path) -> None:
 )
 def test_what_cannot_run_is_refused_when_it_is_read(override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        config.load(CONFIGS / "semifl.yaml", [override])
+        config.load_config(CONFIGS / "semifl.yaml", [override])
 
 
 def test_static_norm_with_statistics_of_the_server_alone_is_accepted() -> None:
-    read = config.load(
+    read = config.load_config(
         CONFIGS / "semifl.yaml", ["model.norm=static", "algorithm.statistics=labelled"]
     )
     assert read.algorithm.statistics == "labelled"

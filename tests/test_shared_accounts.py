@@ -15,13 +15,13 @@ from command_line import assert_refused, command, tree
 
 from accounting.accountants import epsilon
 from accounting.errors import LedgerError
-from accounting.events import SampledGaussian
+from accounting.events import PoissonSampledGaussianEvent
 from accounting.ledger import read_journal
 from privssl import audit, checkpoint, config, run, run_folder
-from privssl.data.datasets import load
+from privssl.data.datasets import load_dataset
 from privssl.errors import ConfigError
 from privssl.prepare import prepare
-from privssl.run_folder import opened_accounts
+from privssl.run_folder import open_accounts
 from privssl.settings import DataSettings
 
 # Epsilon of full batches is a formula and takes no time.
@@ -35,7 +35,7 @@ algorithm:
    warm_up: 0}
 privacy: {epsilon: 4.0, noise_multiplier: 4.0, sample_rate: 1.0, steps: 2}
 """
-VISIT = SampledGaussian(noise_multiplier=4.0, sample_rate=1.0, steps=2)
+VISIT = PoissonSampledGaussianEvent(noise_multiplier=4.0, sample_rate=1.0, steps=2)
 DELTA = 1e-5
 AS_PUBLISHED = (
     "privacy.update_at_support=[F, D, G]", "privacy.protect=[G]",
@@ -166,17 +166,17 @@ def test_a_runs_own_limit_holds_over_a_kill_and_a_resume(
 ) -> None:
     limit = (cost(3) + cost(4)) / 2
     overrides = ("algorithm.rounds=6", f"privacy.epsilon={limit}")
-    real = checkpoint.save
+    real = checkpoint.save_snapshot
 
     def dies(folder: Path, snapshot: Any) -> None:
         if snapshot.round == 2:  # two visits of each agent are paid for, one is in a checkpoint
             raise MemoryError("killed")
         real(folder, snapshot)
 
-    monkeypatch.setattr(checkpoint, "save", dies)
+    monkeypatch.setattr(checkpoint, "save_snapshot", dies)
     with pytest.raises(MemoryError):
         work.train("one", *overrides, total=50.0)
-    monkeypatch.setattr(checkpoint, "save", real)
+    monkeypatch.setattr(checkpoint, "save_snapshot", real)
     assert work.visits() == 2
     outcome = work.train("one", *overrides, total=50.0, resume=work.run("one"))
     assert outcome.status == 0, outcome
@@ -243,7 +243,7 @@ def test_the_published_scheme_after_a_sound_run_is_refused(after_one: Workplace)
 def test_a_second_run_at_the_same_time_is_refused(after_one: Workplace) -> None:
     holder = command_config(after_one, "two")
     after_one.run("two").mkdir()
-    with opened_accounts(prepare(holder), after_one.run("two"), None):
+    with open_accounts(prepare(holder), after_one.run("two"), None):
         spent = [after_one.visits(agent) for agent in ("s0", "s1")]
         assert_refused(after_one.train("three"), "another process is using this account")
         assert [after_one.visits(agent) for agent in ("s0", "s1")] == spent
@@ -251,7 +251,7 @@ def test_a_second_run_at_the_same_time_is_refused(after_one: Workplace) -> None:
 
 
 def command_config(work: Workplace, name: str) -> config.Config:
-    return config.load(
+    return config.load_config(
         work.folder / "tiny.yaml",
         [
             f"run.output={work.run(name)}", f"privacy.ledger={work.ledger}",
@@ -291,7 +291,7 @@ def test_a_ledger_and_its_budget_are_given_together(tmp_path: Path, line: str, w
     text = TINY.replace("privacy: {", f"privacy: {{{line}, ")
     (tmp_path / "tiny.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
-        config.load(tmp_path / "tiny.yaml")
+        config.load_config(tmp_path / "tiny.yaml")
     assert words in f"{caught.value} "
     number = 1 + text.splitlines().index(next(s for s in text.splitlines() if "privacy" in s))
     assert f"line {number}" in str(caught.value)
@@ -323,8 +323,8 @@ def accept(work: Workplace, name: str, *overrides: str) -> None:
         f"run.output={work.run(name)}", f"privacy.ledger={work.ledger}",
         "privacy.ledger_epsilon=8.0", *last.values(),
     ]  # fmt: skip
-    with opened_accounts(
-        prepare(config.load(work.folder / "tiny.yaml", given)), work.run(name), None
+    with open_accounts(
+        prepare(config.load_config(work.folder / "tiny.yaml", given)), work.run(name), None
     ):
         pass
 
@@ -350,7 +350,7 @@ def test_a_row_of_an_account_is_used_without_protection_in_no_run(
 
 
 def toy_rows() -> int:
-    return len(load(DataSettings(name="toy", labelled=24)).x_train)
+    return len(load_dataset(DataSettings(name="toy", labelled=24)).x_train)
 
 
 @pytest.mark.parametrize("kind", ["unlabelled", "validation"])
@@ -369,7 +369,7 @@ def test_a_labelled_row_that_is_bare_in_the_same_run_is_refused_if_it_is_private
         return command(tmp_path / "npz.yaml", "--dry-run", *overrides)
 
     assert asked().status == 0  # the control: no row is doubled
-    split = prepare(config.load(tmp_path / "npz.yaml")).federation.manifest
+    split = prepare(config.load_config(tmp_path / "npz.yaml")).federated_data.manifest
     bare = split.agents["q0"].unlabelled if kind == "unlabelled" else split.validation
     for copy, row in zip(bare, split.agents["s1"].labelled[:2], strict=False):
         x[copy] = x[row]
@@ -488,14 +488,14 @@ def test_a_stopped_run_whose_account_it_charged_again_is_inconclusive(
     work: Workplace, audited: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Interrupted with a card, resumed, killed: the copy in the folder knows nothing of the last.
-    real = run.Run._one_round
+    real = run.RoundLoop._one_round
 
     def stops(self: Any, now: Any, *, last: bool) -> None:
         if now.number == 2:
             raise KeyboardInterrupt
         real(self, now, last=last)
 
-    monkeypatch.setattr(run.Run, "_one_round", stops)
+    monkeypatch.setattr(run.RoundLoop, "_one_round", stops)
     assert work.train("one", "algorithm.rounds=3").status == 130
     assert audited(work.run("one"))[0] == 0
 
@@ -503,13 +503,13 @@ def test_a_stopped_run_whose_account_it_charged_again_is_inconclusive(
         real(self, now, last=last)
         raise MemoryError("killed")
 
-    monkeypatch.setattr(run.Run, "_one_round", dies)
+    monkeypatch.setattr(run.RoundLoop, "_one_round", dies)
     with pytest.raises(MemoryError):
         work.train("one", "algorithm.rounds=3", resume=work.run("one"))
     status, shown = audited(work.run("one"))
     assert status == 3, shown
     assert "visits were charged after the card was written" in shown
     assert "Resume the run" in shown
-    monkeypatch.setattr(run.Run, "_one_round", real)
+    monkeypatch.setattr(run.RoundLoop, "_one_round", real)
     assert work.train("one", "algorithm.rounds=3", resume=work.run("one")).status == 0
     assert audited(work.run("one"))[0] == 0

@@ -36,18 +36,18 @@ from accounting.ledger import Account, read_journal
 from accounting.replay import replay
 from privssl import config as configs
 from privssl import durable, privacy, private_steps, visits, wire
-from privssl.algorithms.fedssl import FedSSL, Lesson
+from privssl.algorithms.fedssl import FedSSL, FedSSLRequest
 from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError, PrivacyError, UserError
-from privssl.messages import Done, Silence, pack, unpack
+from privssl.messages import Ack, Declined, deserialize, serialize
 from privssl.noisy_steps import SecureNoise
 from privssl.prepare import prepare
 from privssl.site import door, opening, settings
 from privssl.site.__main__ import main
-from privssl.site.desk import Desk
+from privssl.site.desk import SiteRequestHandler
 from privssl.site.store import Store
-from privssl.wire import Answer, Farewell, Hello, Introduction, Visit
-from privssl.world import Round, World
+from privssl.wire import EndOfRun, IdentifyRequest, Identity, StepRequest, StepResponse
+from privssl.world import Federation, Round
 
 # Epsilon of full batches is a formula and takes no time.
 CONFIG = """
@@ -72,8 +72,8 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Who holds which toy rows."""
     folder = tmp_path_factory.mktemp("split")
     (folder / "c.yaml").write_text(CONFIG)
-    prepared = prepare(configs.load(folder / "c.yaml"))
-    prepared.federation.manifest.write(folder / "split.json")
+    prepared = prepare(configs.load_config(folder / "c.yaml"))
+    prepared.federated_data.manifest.write(folder / "split.json")
     return folder / "split.json"
 
 
@@ -86,8 +86,8 @@ def place(tmp_path: Path, split: Path) -> Path:
     return tmp_path
 
 
-def opened(place: Path, **changes: Any) -> Desk:
-    desk = opening.opened(settings.load(place / "site.yaml"))
+def opened(place: Path, **changes: Any) -> SiteRequestHandler:
+    desk = opening.open_site(settings.load_site_config(place / "site.yaml"))
     return dataclasses.replace(desk, **changes) if changes else desk
 
 
@@ -99,28 +99,28 @@ def edit(path: Path, *pairs: tuple[str, str]) -> None:
     path.write_text(text)
 
 
-def lesson(desk: Desk) -> Lesson:
+def lesson(desk: SiteRequestHandler) -> FedSSLRequest:
     """What a coordinator sends first."""
     home = LocalEngine([], seed=0, device=posts.CPU)
-    world = World(home, 0)
-    world.begin(Round(1))
+    federation = Federation(home, 0)
+    federation.begin(Round(1))
     algorithm = desk.algorithm
     assert isinstance(algorithm, FedSSL)
-    return algorithm._lesson(algorithm.start(world), world)
+    return algorithm._request(algorithm.start(federation), federation)
 
 
-def visit_to(desk: Desk, told: Any = None, /, **changes: Any) -> Visit:
+def visit_to(desk: SiteRequestHandler, told: Any = None, /, **changes: Any) -> StepRequest:
     told = told or lesson(desk)
     plain: dict[str, Any] = {
         "run": "r1", "agreement": desk.agreement, "agent": desk.agent.id, "round": 1,
         "step": "support_pass", "visit": 1, "memory": "", "message": type(told).__name__,
-        "deadline": 10**11, "body": pack(told),
+        "deadline": 10**11, "body": serialize(told),
     }  # fmt: skip
-    return Visit(**(plain | changes))
+    return StepRequest(**(plain | changes))
 
 
-def ask(desk: Desk, visit: Visit) -> Answer:
-    answer: Answer = wire.from_bytes(desk.handle(wire.to_bytes(visit)), Answer)
+def ask(desk: SiteRequestHandler, visit: StepRequest) -> StepResponse:
+    answer: StepResponse = wire.from_bytes(desk.handle(wire.to_bytes(visit)), StepResponse)
     return answer
 
 
@@ -163,8 +163,13 @@ def test_a_visit_is_charged_and_the_same_letter_again_gets_the_stored_reply(plac
         late = dataclasses.replace(visit_to(desk), deadline=1)
         assert desk.handle(wire.to_bytes(late)) == first  # what is done costs nothing to tell
         assert (spent(place), seen["read"], seen["noise"]) == (1, 1, drawn)
-    answer = wire.from_bytes(first, Answer)
-    assert (answer.error, answer.message, answer.weight, answer.notes) == ("", "Networks", 1.0, {})
+    answer = wire.from_bytes(first, StepResponse)
+    assert (answer.error, answer.message, answer.weight, answer.notes) == (
+        "",
+        "FedSSLUpdate",
+        1.0,
+        {},
+    )
 
 
 def test_another_message_or_run_or_visit_is_charged_and_noised_anew(place: Path) -> None:
@@ -184,17 +189,17 @@ def test_no_number_of_letters_spends_more_than_the_budget(place: Path) -> None:
     with watched() as seen:
         answers = [ask(desk, visit_to(desk, visit=n, run=f"r{n}")) for n in range(1, 13)]
     journal = read_journal(place / "kept/ledger/s0.jsonl")
-    worked = [a for a in answers if a.message == "Networks"]
+    worked = [a for a in answers if a.message == "FedSSLUpdate"]
     assert 0 < len(worked) < len(answers) and journal.epsilon <= 5.0
     assert seen["read"] == len(worked) == len(journal.events)
     declined = answers[-1]
-    assert unpack(Silence, declined.body) == Silence("privacy budget is spent")
+    assert deserialize(Declined, declined.body) == Declined("privacy budget is spent")
 
 
 def test_a_smaller_budget_of_the_operator_holds_whatever_the_config_promises(place: Path) -> None:
     edit(place / "site.yaml", ("epsilon: 5.0", "epsilon: 2.0"))
     desk = opened(place)
-    few = sum(ask(desk, visit_to(desk, visit=n)).message == "Networks" for n in range(1, 9))
+    few = sum(ask(desk, visit_to(desk, visit=n)).message == "FedSSLUpdate" for n in range(1, 9))
     assert read_journal(place / "kept/ledger/s0.jsonl").epsilon <= 2.0
     edit(place / "site.yaml", ("epsilon: 2.0", "epsilon: 5.0"))
     with pytest.raises(AccountingError, match="the budget cannot rise from 2 to 5"):
@@ -205,21 +210,21 @@ def test_a_smaller_budget_of_the_operator_holds_whatever_the_config_promises(pla
 # A crooked coordinator ------------------------------------------------------------------------
 
 
-def _nan(desk: Desk) -> Visit:
+def _nan(desk: SiteRequestHandler) -> StepRequest:
     F = {name: torch.full_like(w, float("nan")) for name, w in lesson(desk).F.items()}
-    return visit_to(desk, body=pack(dataclasses.replace(lesson(desk), F=F)))
+    return visit_to(desk, body=serialize(dataclasses.replace(lesson(desk), F=F)))
 
 
-CROOKED: dict[str, tuple[Callable[[Desk], Visit], str]] = {
+CROOKED: dict[str, tuple[Callable[[SiteRequestHandler], StepRequest], str]] = {
     "another agent": (lambda d: visit_to(d, agent="s1"), "refused"),
     "another config": (lambda d: visit_to(d, agreement="0" * 64), "config"),
     "a step of another role": (lambda d: visit_to(d, step="query_pass"), "refused"),
     "a method that is no step": (lambda d: visit_to(d, step="check_private"), "refused"),
     "a step that does not exist": (lambda d: visit_to(d, step="give_rows"), "refused"),
     "an attribute of the class": (lambda d: visit_to(d, step="StateType"), "refused"),
-    "a message of another step": (lambda d: visit_to(d, Done()), "refused"),
+    "a message of another step": (lambda d: visit_to(d, Ack()), "refused"),
     "bytes that are no message": (lambda d: visit_to(d, body=b"cos\nsystem\n"), "refused"),
-    "a message without a field": (lambda d: visit_to(d, Done(), message="Lesson"), "refused"),
+    "a message without a field": (lambda d: visit_to(d, Ack(), message="FedSSLRequest"), "refused"),
     "weights that are no numbers": (_nan, "refused"),
     "a memory that is not here": (lambda d: visit_to(d, memory="f" * 64), "forgotten"),
     "a deadline that has passed": (lambda d: visit_to(d, deadline=1), "late"),
@@ -232,7 +237,7 @@ def test_a_crooked_letter_gets_a_word_and_costs_nothing(place: Path, kind: str) 
     desk = opened(place)
     with watched() as seen:
         answer = ask(desk, make(desk))
-    assert answer == Answer(answer.id, error=word)
+    assert answer == StepResponse(answer.id, error=word)
     assert (spent(place), seen) == (0, {"read": 0, "noise": 0})
     assert ask(desk, visit_to(desk)).error == ""  # the control: an honest one is done
 
@@ -249,8 +254,8 @@ def test_weights_of_another_form_cost_the_crook_a_charge_and_tell_nothing(place:
 def test_less_noise_in_the_coordinators_config_is_another_config(place: Path) -> None:
     desk = opened(place)
     edit(place / "c.yaml", ("noise_multiplier: 2.0", "noise_multiplier: 0.5"))
-    theirs = configs.agreement(
-        configs.load(place / "c.yaml"), tuple(map(str, range(10))), (1, 8, 8)
+    theirs = configs.compatibility_hash(
+        configs.load_config(place / "c.yaml"), tuple(map(str, range(10))), (1, 8, 8)
     )
     assert ask(desk, visit_to(desk, agreement=theirs)).error == "config"
     assert spent(place) == 0
@@ -261,14 +266,14 @@ def test_labelled_rows_are_out_of_reach_of_a_step_that_forgot_to_pay(
 ) -> None:
     found = []
 
-    def unpaid(self: FedSSL, agent: Any, msg: Lesson, ctx: Any) -> Silence:
+    def unpaid(self: FedSSL, agent: Any, msg: FedSSLRequest, ctx: Any) -> Declined:
         found.append(float(agent.labelled.x.float().mean()))
-        return Silence("read them")
+        return Declined("read them")
 
     monkeypatch.setattr(FedSSL, "_private_pass", unpaid)
     desk = opened(place)
     assert ask(desk, visit_to(desk)).error == "failed" and not found
-    monkeypatch.setattr(visits, "PaidRows", lambda rows, paid: rows)
+    monkeypatch.setattr(visits, "ChargedRows", lambda rows, paid: rows)
     assert ask(desk, visit_to(desk, visit=2)).error == "" and found  # the control
 
 
@@ -290,14 +295,14 @@ def test_of_an_error_one_word_leaves_and_the_rest_stays_in_the_log(
     monkeypatch.setattr(FedSSL, "_train_privately", fail)
     desk = opened(place)
     data = desk.handle(wire.to_bytes(visit_to(desk)))
-    assert wire.from_bytes(data, Answer).error == "failed" and b"4711" not in data
+    assert wire.from_bytes(data, StepResponse).error == "failed" and b"4711" not in data
     assert "patient 4711" in caplog.text
 
 
 def test_an_introduction_tells_no_number_of_rows(place: Path) -> None:
     desk = opened(place)
-    found = wire.from_bytes(desk.handle(wire.to_bytes(Hello())), Introduction)
-    assert found == Introduction("s0", "support", desk.agreement, False)
+    found = wire.from_bytes(desk.handle(wire.to_bytes(IdentifyRequest())), Identity)
+    assert found == Identity("s0", "support", desk.agreement, False)
     edit(place / "c.yaml", ("labelled: 24", "labelled: 25"))  # only what is declared is in it
     assert opened(place).agreement != desk.agreement
 
@@ -381,7 +386,7 @@ def test_a_site_that_is_killed_at_any_moment_has_paid_for_what_it_read(
         desk = opened(place)
         answers = [desk.handle(letter) for _ in range(2)]
     assert answers[0] == answers[1]
-    assert wire.from_bytes(answers[0], Answer).error == word
+    assert wire.from_bytes(answers[0], StepResponse).error == word
     assert read_journal(place / "kept/ledger/s0.jsonl").problems == []
     assert len(notes.read_bytes()) <= spent(place) in (1, 2)  # 2: half a line counts as well
     # The next visit is one like any other.
@@ -401,7 +406,7 @@ def test_a_site_that_pays_after_it_has_read_would_be_found_out(place: Path) -> N
 
     def killed() -> bytes:
         Account.spend = late  # type: ignore[method-assign]
-        vars(visits)["PaidRows"] = lambda rows, paid: rows
+        vars(visits)["ChargedRows"] = lambda rows, paid: rows
         with noted(notes), at_moment(SecureNoise, "add_noise", after):
             return opened(place).handle(letter)
 
@@ -436,7 +441,7 @@ def test_where_a_reply_would_find_no_room_nothing_is_charged(place: Path) -> Non
         return old(folder)._replace(free=3 * len(visit.body))
 
     with at_moment(shutil, "disk_usage", little):
-        assert ask(desk, visit) == Answer(visit.id, error="disk")
+        assert ask(desk, visit) == StepResponse(visit.id, error="disk")
     assert spent(place) == 0
     assert ask(desk, visit).error == ""  # the control
 
@@ -445,7 +450,7 @@ def test_a_reply_that_cannot_be_stored_does_not_leave_and_is_lost(place: Path) -
     desk = opened(place)
     visit = visit_to(desk)
     with at_moment(Store, "put_answer", full):
-        assert ask(desk, visit) == Answer(visit.id, error="disk")
+        assert ask(desk, visit) == StepResponse(visit.id, error="disk")
     assert ask(desk, visit).error == "lost"
     assert spent(place) == 1
 
@@ -554,7 +559,7 @@ def test_a_clock_that_was_set_back_costs_no_run_its_replies(place: Path) -> None
         os.utime(folder, (10**10, 10**10))
     letter = wire.to_bytes(visit_to(desk))
     first = desk.handle(letter)
-    assert wire.from_bytes(first, Answer).error == "" and desk.handle(letter) == first
+    assert wire.from_bytes(first, StepResponse).error == "" and desk.handle(letter) == first
     assert ask(desk, visit_to(desk, visit=2)).error == ""
     assert len(os.listdir(place / "kept/runs")) == 4 and spent(place) == 2
 
@@ -565,17 +570,17 @@ def test_at_the_end_of_a_run_its_replies_go_and_the_journal_is_shown_if_allowed(
     desk = opened(place)
     ask(desk, visit_to(desk))
     desk.handle(
-        wire.to_bytes(Farewell("r1", desk.agreement, False))
+        wire.to_bytes(EndOfRun("r1", desk.agreement, False))
     )  # a run that stops, and will go on
     assert list((place / "kept/runs/r1").glob("*.answer"))
-    leave = wire.to_bytes(Farewell("r1", desk.agreement, True))
-    gone = wire.from_bytes(desk.handle(leave), wire.Account)
-    assert gone == wire.Account("s0", b"")
+    leave = wire.to_bytes(EndOfRun("r1", desk.agreement, True))
+    gone = wire.from_bytes(desk.handle(leave), wire.LedgerResponse)
+    assert gone == wire.LedgerResponse("s0", b"")
     assert not (place / "kept/runs/r1").exists()
     assert ask(desk, visit_to(desk)).error == "lost"  # charged, and never done again
 
     edit(place / "site.yaml", ("folder: kept", "folder: kept, share_ledger: true"))
-    shown = wire.from_bytes(opened(place).handle(leave), wire.Account)
+    shown = wire.from_bytes(opened(place).handle(leave), wire.LedgerResponse)
     assert shown.body == (place / "kept/ledger/s0.jsonl").read_bytes()
 
 
@@ -589,8 +594,8 @@ def struck(place: Path, kind: str, visit: int, when: str) -> tuple[Watched, Any]
     with damaged(kind, visit, when, seed=STRUCK.index((kind, visit, when))) as watched:
         for number in (1, 2, 3):
             assert ask(desk, visit_to(desk, visit=number)).error in ("", "ledger")
-        leave = wire.to_bytes(Farewell("r1", desk.agreement, True))
-        return watched, wire.from_bytes(desk.handle(leave), wire.Account, Answer)
+        leave = wire.to_bytes(EndOfRun("r1", desk.agreement, True))
+        return watched, wire.from_bytes(desk.handle(leave), wire.LedgerResponse, StepResponse)
 
 
 @pytest.mark.parametrize("kind, visit, when", STRUCK)
@@ -604,7 +609,7 @@ def test_a_site_whose_ledger_is_damaged_while_it_serves_shows_no_less_than_it_ch
         assert journal.epsilon >= watched.spent(1e-3) - 1e-9
     else:
         assert len(watched.entered) == visit  # no row is read under a damaged ledger
-        assert shown == Answer("", error="ledger")
+        assert shown == StepResponse("", error="ledger")
 
 
 def test_control_a_site_that_does_not_remember_its_ledger_shows_less_than_it_charged(
@@ -622,8 +627,10 @@ def test_a_coordinator_of_another_config_is_shown_no_journal_and_removes_nothing
     edit(place / "site.yaml", ("folder: kept", "folder: kept, share_ledger: true"))
     desk = opened(place)
     ask(desk, visit_to(desk))
-    stranger = wire.to_bytes(Farewell("r1", "0" * 64, True))
-    assert wire.from_bytes(desk.handle(stranger), wire.Account, Answer) == Answer("", "config")
+    stranger = wire.to_bytes(EndOfRun("r1", "0" * 64, True))
+    assert wire.from_bytes(
+        desk.handle(stranger), wire.LedgerResponse, StepResponse
+    ) == StepResponse("", "config")
     assert list((place / "kept/runs/r1").glob("*.answer"))
 
 
@@ -642,8 +649,8 @@ def test_losses_leave_only_where_the_operator_allows_it_and_never_beside_a_budge
     private, noted = opened(place), []
 
     def noting(old: Any, algorithm: FedSSL, agent: Any, told: Any, ctx: Any) -> Any:
-        ctx.note("loss", 1.0)  # of itself the private pass notes nothing
-        noted.append(dict(ctx.notes))
+        ctx.log_metric("loss", 1.0)  # of itself the private pass notes nothing
+        noted.append(dict(ctx.metrics))
         return old(algorithm, agent, told, ctx)
 
     with at_moment(FedSSL, "_train_privately", noting):
@@ -887,21 +894,21 @@ def test_letters_go_through_a_door_and_one_that_waits_holds_no_other_up(tmp_path
         return letter[::-1]
 
     with serving(tmp_path / "door", handle):
-        assert door.through(tmp_path / "door", b"", 5) == b""
+        assert door.send_request(tmp_path / "door", b"", 5) == b""
         long = b"ab" * 3_000_000
-        assert door.through(tmp_path / "door", long, 5) == long[::-1]
+        assert door.send_request(tmp_path / "door", long, 5) == long[::-1]
         waits = threading.Thread(target=_patiently, args=(tmp_path / "door",), daemon=True)
         waits.start()
         begun = time.monotonic()
-        assert door.through(tmp_path / "door", b"abc", 5) == b"cba"
+        assert door.send_request(tmp_path / "door", b"abc", 5) == b"cba"
         assert time.monotonic() - begun < 4
         with pytest.raises(OSError):
-            door.through(tmp_path / "door", b"long", 0.1)
+            door.send_request(tmp_path / "door", b"long", 0.1)
 
 
 def _patiently(path: Path) -> None:
     with contextlib.suppress(OSError):
-        door.through(path, b"long", 10)
+        door.send_request(path, b"long", 10)
 
 
 def test_letters_that_are_never_finished_fill_no_memory_and_the_next_one_waits(
@@ -911,13 +918,13 @@ def test_letters_that_are_never_finished_fill_no_memory_and_the_next_one_waits(
     with serving(path, bytes.upper), contextlib.ExitStack() as stack:
         begun = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(door.AT_ONCE)]
         for number, unfinished in enumerate(begun):
-            assert door.through(path, b"a", 5) == b"A", f"{number} letters are under way"
+            assert door.send_request(path, b"a", 5) == b"A", f"{number} letters are under way"
             unfinished.connect(str(path))
             unfinished.sendall((10**9).to_bytes(8, "little") + b"the first words")
         with pytest.raises(TimeoutError):
-            door.through(path, b"a", 0.5)
+            door.send_request(path, b"a", 0.5)
         begun[0].close()
-        assert door.through(path, b"a", 5) == b"A"
+        assert door.send_request(path, b"a", 5) == b"A"
 
 
 def test_one_process_serves_a_site_and_what_a_killed_one_left_is_in_nobodys_way(
@@ -930,9 +937,9 @@ def test_one_process_serves_a_site_and_what_a_killed_one_left_is_in_nobodys_way(
         assert oct(path.stat().st_mode)[-3:] == "660"
     assert path.exists()
     with pytest.raises(OSError):
-        door.through(path, b"a", 1)
+        door.send_request(path, b"a", 1)
     with serving(path, bytes.upper):
-        assert soon(lambda: door.through(path, b"a", 5) == b"A")
+        assert soon(lambda: door.send_request(path, b"a", 5) == b"A")
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
@@ -972,7 +979,7 @@ def test_a_letter_that_breaks_off_harms_nobody(tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as huge:
             huge.connect(str(tmp_path / "door"))
             huge.sendall((2**60).to_bytes(8, "little"))
-        assert door.through(tmp_path / "door", b"a", 5) == b"A"
+        assert door.send_request(tmp_path / "door", b"a", 5) == b"A"
 
 
 def test_the_ledgers_end_is_remembered_beside_it(place: Path) -> None:

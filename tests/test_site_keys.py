@@ -24,16 +24,16 @@ from privssl import config as configs
 from privssl import wire
 from privssl.agents import AgentRef
 from privssl.engines import tls
-from privssl.engines.flower_post import FlowerPost
+from privssl.engines.flower_post import FlowerTransport
 from privssl.engines.local import LocalEngine
-from privssl.engines.pins import Pins, read_pins
+from privssl.engines.pins import NodeKeys, read_node_keys
 from privssl.engines.roster import SiteError
 from privssl.engines.sites import SitesEngine
 from privssl.errors import ConfigError
 from privssl.site import __main__ as site_command
 from privssl.site import joining, keys
 from privssl.site.demo import write_sites
-from privssl.wire import Answer, Hello
+from privssl.wire import IdentifyRequest, StepResponse
 
 certificates.skip_without_openssl()
 DAY = 86400.0
@@ -59,14 +59,14 @@ def pem(path: Path) -> str:
 def test_a_key_has_the_form_that_others_give_it_on_every_curve(tmp_path: Path, bits: int) -> None:
     kind = ("-q", "-t", "ecdsa", "-b", bits, "-N", "", "-C", "s0")
     keys._run("ssh-keygen", *kind, "-f", tmp_path / "s0")
-    pins = read_pins(tmp_path, ["s0"])
+    pins = read_node_keys(tmp_path, ["s0"])
     assert pins.owner(pem(tmp_path / "s0.pub")) == "s0"
 
 
 def test_a_key_belongs_to_the_agent_whose_file_it_is_and_all_others_to_nobody(made: Path) -> None:
-    pins = read_pins(made, ["s0", "q0"])
+    pins = read_node_keys(made, ["s0", "q0"])
     assert [pins.owner(pem(made / f"{name}.pub")) for name in ("s0", "q0")] == ["s0", "q0"]
-    assert read_pins(made, ["s0"]).owner(pem(made / "q0.pub")) == ""
+    assert read_node_keys(made, ["s0"]).owner(pem(made / "q0.pub")) == ""
     both = pem(made / "q0.pub") + pem(made / "s0.pub")  # a SuperLink reads the first alone
     for text in ("", "none", pem(made / "s0.pub")[:-5], both):
         assert pins.owner(text) == ""
@@ -89,12 +89,12 @@ def test_a_file_that_is_no_public_key_is_refused(
     if content is not None:
         (tmp_path / "s0.pub").write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"s0\.pub: {text}"):
-        read_pins(tmp_path, ["s0"])
+        read_node_keys(tmp_path, ["s0"])
 
 
 def test_two_agents_with_one_key_are_refused(made: Path) -> None:
     with pytest.raises(ConfigError, match=r"s0\.pub is the key of q0 as well"):
-        Pins({"q0": made / "s0.pub", "q1": made / "s0.pub"})
+        NodeKeys({"q0": made / "s0.pub", "q1": made / "s0.pub"})
 
 
 # Who is believed ----------------------------------------------------------------------------------
@@ -142,11 +142,11 @@ def test_a_site_that_mends_its_name_is_taken() -> None:
 
     there, _ = meet({"y": mended}, "q1")
     assert there._sites.address == {"q1": "y"} and len(asked) == 2
-    assert all(wire.from_bytes(letter, Hello) for letter in asked)
+    assert all(wire.from_bytes(letter, IdentifyRequest) for letter in asked)
 
 
 def test_who_stops_a_run_is_named_by_its_key() -> None:
-    old: Callable[[bytes], bytes] = lambda _: wire.to_bytes(Answer("", error="version"))  # noqa: E731
+    old: Callable[[bytes], bytes] = lambda _: wire.to_bytes(StepResponse("", error="version"))  # noqa: E731
     with pytest.raises(SiteError, match=r"part \(with the key of q1\) cannot: it has another ver"):
         meet({"y": old}, "q1")
 
@@ -155,7 +155,7 @@ def test_a_run_with_tls_and_without_pins_is_warned_of_once(tmp_path: Path) -> No
     (tmp_path / "c.yaml").write_text(PLAIN)
 
     def warned(*more: str) -> int:
-        config = configs.load(tmp_path / "c.yaml", ["run.engine=flower", *more])
+        config = configs.load_config(tmp_path / "c.yaml", ["run.engine=flower", *more])
         return sum("names are pinned to no keys" in text for text in config.warnings)
 
     assert warned("run.certificate=ca.crt") == 1
@@ -232,7 +232,7 @@ def test_what_keeps_a_machine_from_a_superlink_is_said_in_words(tmp_path: Path, 
 
     def trouble(server: Path | None, root: Path | str) -> str:
         with listening(server) as address:
-            return tls.trouble(address, str(root))
+            return tls.probe(address, str(root))
 
     assert trouble(made, made / "ca.crt") == "" == trouble(None, "")
     assert "speaks TLS. Give its root certificate" in trouble(made, "")
@@ -243,8 +243,8 @@ def test_what_keeps_a_machine_from_a_superlink_is_said_in_words(tmp_path: Path, 
     assert "expired on 2020-02-01" in trouble(made, certificates.expired_root(tmp_path / "old"))
     with listening(None) as address:
         pass
-    assert "nobody answers" in tls.trouble(address, "")
-    assert "nobody answers" in tls.trouble(f"{'x' * 64}.org:1", "")
+    assert "nobody answers" in tls.probe(address, "")
+    assert "nobody answers" in tls.probe(f"{'x' * 64}.org:1", "")
 
 
 def test_a_certificate_of_ours_is_good_enough_for_a_strict_client(made: Path) -> None:
@@ -289,9 +289,9 @@ def test_keys_are_made_known_to_the_superlink_unless_it_knows_them(
     (flower / "flwr").write_text(
         f'#!/bin/sh\necho "$@" >> {flower}/asked\necho "[code: {code}] said"\nexit 1\n'
     )
-    pins = read_pins(made, ["q0"])
+    pins = read_node_keys(made, ["q0"])
     with listening(None) as address, pytest.raises(SiteError, match=f"flwr {failed} failed: "):
-        FlowerPost(address, "", pins)
+        FlowerTransport(address, "", pins)
     asked = (flower / "asked").read_text().splitlines()
     assert asked[0] == f"supernode register {made / 'q0.pub'} ours --name q0"
     assert [line.split()[0] for line in asked[1:]] == ["run"] * (failed == "run")
@@ -316,6 +316,6 @@ def test_no_supernode_is_started_for_a_superlink_that_cannot_be_spoken_with(
 
 
 def test_the_keys_of_a_trial_are_what_pins_are_made_of(made: Path) -> None:
-    assert set(read_pins(made, ["s0", "q0"]).files) == {"s0", "q0"}
+    assert set(read_node_keys(made, ["s0", "q0"]).files) == {"s0", "q0"}
     words = (made / "s0.pub").read_text().split()
     assert words[0] == "ecdsa-sha2-nistp384" and base64.b64decode(words[1])

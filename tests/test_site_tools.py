@@ -18,7 +18,7 @@ import yaml
 from certificates import listening
 
 from privssl.engines import flower_post
-from privssl.engines.flower_post import OFFLINE, FlowerPost, environment
+from privssl.engines.flower_post import OFFLINE, FlowerTransport, environment
 from privssl.engines.roster import SiteError
 from privssl.errors import ConfigError, UserError
 from privssl.site import demo, door, fence, joining, keys, settings
@@ -169,11 +169,11 @@ def test_the_coordinator_says_what_flower_said_where_it_takes_no_run(
         listening(None) as address,
         pytest.raises(SiteError, match=r"run failed: I would"),
     ):
-        FlowerPost(address, "")
+        FlowerTransport(address, "")
     with pytest.raises(SiteError, match=r"run\.superlink: nobody answers at 127\.0\.0\.1:1"):
-        FlowerPost("127.0.0.1:1", "")
+        FlowerTransport("127.0.0.1:1", "")
     with pytest.raises(ConfigError, match=r"none: No such file .* Give the root certificate"):
-        FlowerPost("127.0.0.1:1", str(tmp_path / "none"))
+        FlowerTransport("127.0.0.1:1", str(tmp_path / "none"))
 
 
 @pytest.mark.usefixtures("flower")
@@ -188,7 +188,7 @@ def test_after_ctrl_c_no_late_answer_is_taken_for_another(monkeypatch: pytest.Mo
                 door.send(counter, b'["7"]')
                 door.send(counter, b"answer to " + letter)
 
-    def connect(post: FlowerPost) -> socket.socket:
+    def connect(post: FlowerTransport) -> socket.socket:
         post._carrier, far = socket.socketpair()
         threading.Thread(target=carry, args=(far,), daemon=True).start()
         return post._carrier
@@ -196,9 +196,9 @@ def test_after_ctrl_c_no_late_answer_is_taken_for_another(monkeypatch: pytest.Mo
     def stopped(_: socket.socket) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(FlowerPost, "_write_app", lambda *_: None)
-    monkeypatch.setattr(FlowerPost, "_connect", connect)
-    with contextlib.closing(FlowerPost("127.0.0.1:1", "")) as post:
+    monkeypatch.setattr(FlowerTransport, "_write_app", lambda *_: None)
+    monkeypatch.setattr(FlowerTransport, "_connect", connect)
+    with contextlib.closing(FlowerTransport("127.0.0.1:1", "")) as post:
         with monkeypatch.context() as now, pytest.raises(KeyboardInterrupt):
             now.setattr(flower_post, "receive", stopped)
             post.exchange({"7": b"a visit"}, 1.0)
@@ -258,7 +258,7 @@ def test_the_demonstration_writes_a_site_for_each_agent_and_none_for_a_labelled_
         "model: {width: 4}\nalgorithm: {name: fedssl, rounds: 2, generator_width: 4, warm_up: 1}\n"
     )
     assert demo.write_sites(tmp_path / "a", tmp_path / "c.yaml", []) == ["q0", "q1"]
-    site = settings.load(tmp_path / "a" / "q1" / "site.yaml")
+    site = settings.load_site_config(tmp_path / "a" / "q1" / "site.yaml")
     assert (site.site.agent, site.site.role, site.budget) == ("q1", "query", None)
     with pytest.raises(UserError, match="Give a folder that is not there yet"):
         demo.write_sites(tmp_path / "a", tmp_path / "c.yaml", [])
@@ -269,6 +269,6 @@ def test_arguments_beat_what_makes_the_demonstration_small(tmp_path: Path) -> No
     assert names == ["s0", "s1", "q0", "q1", "q2", "q3"]
     written = yaml.safe_load((tmp_path / "a" / "experiment.yaml").read_text())
     assert written["algorithm"]["rounds"] == 4
-    assert settings.load(tmp_path / "a" / "s0" / "site.yaml").budget == settings.BudgetSettings(
-        epsilon=8.0, delta=1e-5
-    )
+    assert settings.load_site_config(
+        tmp_path / "a" / "s0" / "site.yaml"
+    ).budget == settings.BudgetSettings(epsilon=8.0, delta=1e-5)

@@ -24,9 +24,9 @@ from privssl.engines.local import LocalEngine
 from privssl.engines.roster import SiteError
 from privssl.engines.sites import SitesEngine
 from privssl.errors import RunFolderError
-from privssl.messages import Absent, Done, pack
-from privssl.wire import Answer, Hello, Introduction, Visit
-from privssl.world import Round, World
+from privssl.messages import Ack, NoReply, serialize
+from privssl.wire import IdentifyRequest, Identity, StepRequest, StepResponse
+from privssl.world import Federation, Round
 
 SKIP = dataclasses.replace(SOON, absent="skip", quorum=0.5, visit_seconds=0.3)
 
@@ -59,11 +59,13 @@ def bend(there: SitesEngine, name: str, how: Callable[[bytes, Any], bytes | None
 
 
 def words(replies: Any) -> list[str]:
-    return [r.content.reason if isinstance(r.content, Absent) else "" for r in replies]
+    return [r.content.reason if isinstance(r.content, NoReply) else "" for r in replies]
 
 
 def error(word: str) -> Callable[[bytes, Any], bytes]:
-    return lambda letter, real: wire.to_bytes(Answer(wire.from_bytes(letter, Visit).id, error=word))
+    return lambda letter, real: wire.to_bytes(
+        StepResponse(wire.from_bytes(letter, StepRequest).id, error=word)
+    )
 
 
 def nothing(letter: bytes, real: Any) -> None:
@@ -82,7 +84,7 @@ def meet(handlers: Mapping[str, Callable[[bytes], bytes]], *names: str) -> Sites
 
 
 def says(name: str, role: Any = "query", agreement: str = AGREED) -> Callable[[bytes], bytes]:
-    return lambda letter: wire.to_bytes(Introduction(name, role, agreement, False))
+    return lambda letter: wire.to_bytes(Identity(name, role, agreement, False))
 
 
 def test_sites_are_found_by_asking_whatever_their_addresses_and_in_whatever_order() -> None:
@@ -99,7 +101,7 @@ def test_sites_are_found_by_asking_whatever_their_addresses_and_in_whatever_orde
         ({"x": says("q0"), "y": says("q1"), "z": says("q1")}, "Two sites call themselves q1"),
         ({"x": says("q0"), "y": says("q1", agreement="0" * 64)}, "q1: it has another config"),
         ({"x": says("q0"), "y": says("q1", "mixed")}, "q1 is a mixed agent there and query here"),
-        ({"x": says("q0"), "y": lambda letter: wire.to_bytes(Answer("", error="version"))},
+        ({"x": says("q0"), "y": lambda letter: wire.to_bytes(StepResponse("", error="version"))},
          "another version of privssl"),
         ({"x": says("q0"), "y": lambda letter: b"HTTP/1.1 400"}, "not there .*: q1"),
     ],
@@ -117,7 +119,7 @@ def test_a_site_that_comes_late_is_waited_for() -> None:
 
     def late(letter: bytes) -> bytes:
         ready = time.monotonic() - begun > 0.1
-        return says("q0")(letter) if ready else wire.to_bytes(Answer("", error="data"))
+        return says("q0")(letter) if ready else wire.to_bytes(StepResponse("", error="data"))
 
     assert meet({"x": late}, "q0")._sites.address == {"q0": "x"}
 
@@ -160,12 +162,12 @@ def test_no_visit_is_made_before_all_are_there() -> None:
     heard = []
 
     def listens(letter: bytes) -> bytes:
-        heard.append(type(wire.from_bytes(letter, Hello, Visit)))
+        heard.append(type(wire.from_bytes(letter, IdentifyRequest, StepRequest)))
         return says("q0")(letter)
 
     with pytest.raises(SiteError):
         meet({"x": listens}, "q0", "q1")
-    assert set(heard) == {Hello}
+    assert set(heard) == {IdentifyRequest}
 
 
 # Letters and answers that go astray -------------------------------------------------------------
@@ -185,11 +187,11 @@ def test_a_letter_or_an_answer_that_is_lost_is_sent_again_and_the_visit_done_onc
 
     bend(there, "q1", first_two_lost)
     replies = ask(there, STEPS.count)
-    assert [reply.said.number for reply in replies] == [1.0, 1.0, 1.0]
+    assert [reply.payload.number for reply in replies] == [1.0, 1.0, 1.0]
     assert len(tries) == 3 and len(set(tries)) == 1
-    assert [r.said.number for r in ask(there, STEPS.count, number=2)] == [2.0, 2.0, 2.0]
-    carried = there.carried()
-    assert (carried.letters, carried.again, len(carried.seconds)) == (8, 2, 6)
+    assert [r.payload.number for r in ask(there, STEPS.count, number=2)] == [2.0, 2.0, 2.0]
+    carried = there.take_traffic()
+    assert (carried.frames, carried.again, len(carried.seconds)) == (8, 2, 6)
 
 
 def test_a_site_that_is_busy_is_asked_again(here: Path) -> None:
@@ -210,7 +212,7 @@ def test_a_site_that_comes_back_at_another_address_is_found_again(here: Path) ->
     ask(there, STEPS.count)
     post = doors(there)
     post.handlers["elsewhere"] = post.handlers.pop("at q1")
-    assert [r.said.number for r in ask(there, STEPS.count, number=2)] == [2.0, 2.0, 2.0]
+    assert [r.payload.number for r in ask(there, STEPS.count, number=2)] == [2.0, 2.0, 2.0]
 
 
 def test_a_second_site_of_one_name_that_comes_later_stops_the_run(here: Path) -> None:
@@ -225,9 +227,9 @@ def test_a_second_site_of_one_name_that_comes_later_stops_the_run(here: Path) ->
     "answer",
     [
         b"no letter",
-        wire.to_bytes(Hello()),
-        wire.to_bytes(Answer("f" * 64, message="Told", body=pack(Told()))),
-        wire.to_bytes(Answer("", error="rows: 1, 2")),
+        wire.to_bytes(IdentifyRequest()),
+        wire.to_bytes(StepResponse("f" * 64, message="Told", body=serialize(Told()))),
+        wire.to_bytes(StepResponse("", error="rows: 1, 2")),
     ],
     ids=["noise", "another letter", "to another visit", "a word of its own"],
 )
@@ -240,9 +242,9 @@ def test_an_answer_that_is_none_to_this_visit_is_not_taken(here: Path, answer: b
 @pytest.mark.parametrize(
     "change",
     [
-        {"message": "Done", "body": pack(Done())},
+        {"message": "Ack", "body": serialize(Ack())},
         {"message": "Told", "body": b"\x80\x04N."},
-        {"message": "Told", "body": pack(Told(t=torch.full((3,), float("nan"))))},
+        {"message": "Told", "body": serialize(Told(t=torch.full((3,), float("nan"))))},
         {"weight": -1.0},
         {"weight": 1.1e6},
         {"weight": 2.0, "charged": True},
@@ -257,7 +259,7 @@ def test_a_reply_that_the_step_could_not_have_given_is_not_taken(
 ) -> None:
     there = engine(here, SKIP)
     bend(there, "q0", lambda letter, real: wire.to_bytes(
-        dataclasses.replace(wire.from_bytes(real(letter), Answer), **change)
+        dataclasses.replace(wire.from_bytes(real(letter), StepResponse), **change)
     ))  # fmt: skip
     assert words(ask(there, STEPS.draw)) == ["garbled", "", ""]
 
@@ -265,7 +267,7 @@ def test_a_reply_that_the_step_could_not_have_given_is_not_taken(
 # Going on without ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("word", sorted(set(wire.ERRORS) - {"busy", "version", "config"}))
+@pytest.mark.parametrize("word", sorted(set(wire.ERROR_CODES) - {"busy", "version", "config"}))
 def test_a_run_stops_at_a_word_or_goes_on_without_the_agent_as_its_config_says(
     here: Path, word: str
 ) -> None:
@@ -328,10 +330,10 @@ def test_no_run_goes_on_where_no_visit_could_ever_be_made(here: Path, word: str)
 def test_an_agent_that_is_absent_is_not_counted_among_those_that_declined(here: Path) -> None:
     there = engine(here, SKIP)
     bend(there, "q1", error("lost"))
-    world = World(there, 3)
-    world.begin(Round(1))
-    world.ask_each(world.query, STEPS.hush, Told())
-    assert (world.silences, world.absences) == (2, 1)
+    federation = Federation(there, 3)
+    federation.begin(Round(1))
+    federation.call_all(federation.query, STEPS.hush, Told())
+    assert (federation.declines, federation.absences) == (2, 1)
 
 
 # What agents remember ---------------------------------------------------------------------------
@@ -360,7 +362,7 @@ def test_a_run_that_goes_on_in_another_process_asks_for_what_was_done_and_gets_i
     assert again.run != there.run
     again.restore(kept)
     assert again.run == there.run
-    assert [r.said.number for r in ask(again, STEPS.count, number=2)] == [2.0] * 3
+    assert [r.payload.number for r in ask(again, STEPS.count, number=2)] == [2.0] * 3
     stored = list((here / "q0" / "runs" / there.run).glob("*.answer"))
     assert len(stored) == len(second) - 1 == 2  # nothing was done anew
 
@@ -377,7 +379,7 @@ def test_a_memory_that_a_site_no_longer_has_is_said_and_not_made_up(here: Path) 
 def test_at_the_end_sites_forget_the_run(here: Path) -> None:
     there = engine(here)
     ask(there, STEPS.count)
-    assert there.farewell(over=True) == {}
+    assert there.end_run(over=True) == {}
     assert list(here.rglob("*.answer")) == []
 
 

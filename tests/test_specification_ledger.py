@@ -41,11 +41,11 @@ from accounting.budget import Budget
 from accounting.canonical import real
 from accounting.errors import BudgetExhausted, LedgerError, PlanError
 from accounting.events import (
-    Composed,
+    ComposedEvent,
     Event,
-    PureEpsilon,
-    SampledGaussian,
-    Unprotected,
+    NonPrivateEvent,
+    PoissonSampledGaussianEvent,
+    PureDpEvent,
     same_batch_noise,
 )
 from accounting.ledger import Account, AccountPlan, read_journal
@@ -54,14 +54,14 @@ from privssl import audit, prepare, privacy, train
 from privssl.card import render_markdown
 from privssl.config import Config
 from privssl.engines.local import LocalEngine
-from privssl.messages import Silence
+from privssl.messages import Declined
 from privssl.noisy_steps import SecureNoise
 from privssl.prepare import Prepared
 from privssl.privacy import PrivatePlan
 
 __all__ = ["configured"]  # a fixture of test_private_fedssl.py
 
-VISIT = SampledGaussian(noise_multiplier=8.0, sample_rate=1.0, steps=5)
+VISIT = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_ledger_written_under_the_papers_stop_rule_is_found_out(
 
 def test_the_papers_own_example_overspends_by_its_rule_and_by_none_of_ours(tmp_path: Path) -> None:
     # Specification, 5.2: 1.724 for a visit, three agents, budget 4. One total for all agents.
-    event = SampledGaussian(noise_multiplier=4.0, sample_rate=16 / 34, steps=10)
+    event = PoissonSampledGaussianEvent(noise_multiplier=4.0, sample_rate=16 / 34, steps=10)
     each, budget = epsilon([event], 1e-5), Budget(4.0, 1e-5)
     assert each == pytest.approx(1.724, abs=5e-4)
     total, papers = 0.0, 0
@@ -146,7 +146,7 @@ def test_the_papers_own_example_overspends_by_its_rule_and_by_none_of_ours(tmp_p
     assert math.floor(budget.epsilon / each) == 2  # with the same total, asked beforehand
 
     # Its numbers, were they ours to report, are nominal wherever they are printed.
-    unsound = Composed((event, Unprotected("F and D are trained without noise")))
+    unsound = ComposedEvent((event, NonPrivateEvent("F and D are trained without noise")))
     scope: dict[str, Any] = {"scope": "as_published", "update": ("F", "D", "G"), "protect": ("G",)}
     names = ("s0", "s1", "s2")
     published = [plan(name, event=unsound, budget=budget, **scope) for name in names]
@@ -261,7 +261,9 @@ def shrink(record: dict[str, Any], field: str) -> dict[str, Any]:
     return {**record, "event": event}
 
 
-def honest_sums(lines: list[dict[str, Any]], event: SampledGaussian) -> list[dict[str, Any]]:
+def honest_sums(
+    lines: list[dict[str, Any]], event: PoissonSampledGaussianEvent
+) -> list[dict[str, Any]]:
     """The lines with the epsilon that so many such events cost."""
     done, out = 0, []
     for line in lines:
@@ -277,7 +279,7 @@ def test_noise_or_rate_that_is_one_percent_smaller_in_a_ledger_fails_the_audit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, how: str
 ) -> None:
     # No second library is needed for it: see the fixture ``quick``.
-    event = SampledGaussian(noise_multiplier=4.0, sample_rate=0.25, steps=5)
+    event = PoissonSampledGaussianEvent(noise_multiplier=4.0, sample_rate=0.25, steps=5)
     write_run(tmp_path, {"s0": 3}, lambda agent: plan(agent, event=event))
     assert audit.main([str(tmp_path)]) == 3  # nothing refutes it, but there is no config to ask
     path = tmp_path / "ledger/s0.jsonl"
@@ -313,12 +315,12 @@ def printed_by(program: str, folder: Path, capsys: pytest.CaptureFixture[str]) -
 def test_an_auditors_program_prints_the_upper_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sampled = SampledGaussian(4.0, 16 / 34, 10)
+    sampled = PoissonSampledGaussianEvent(4.0, 16 / 34, 10)
     events: list[Event] = [
         sampled,
         VISIT,
         sampled,
-        Composed((SampledGaussian(8.0, 1.0, 95), sampled)),
+        ComposedEvent((PoissonSampledGaussianEvent(8.0, 1.0, 95), sampled)),
     ]
 
     program = verify.dp_event_source(events, 1e-5)
@@ -333,7 +335,9 @@ def test_an_auditors_program_prints_the_upper_bound(
     upper = verify.pld_bracket(events, 1e-5).upper
     assert printed_by(program, tmp_path, capsys) == pytest.approx(upper, abs=1e-5)
     # The control: with one percent less noise in a third of it, it prints something else.
-    less = verify.dp_event_source([SampledGaussian(3.96, 16 / 34, 10), *events[1:]], 1e-5)
+    less = verify.dp_event_source(
+        [PoissonSampledGaussianEvent(3.96, 16 / 34, 10), *events[1:]], 1e-5
+    )
     assert printed_by(less, tmp_path, capsys) > upper + 1e-3
 
 
@@ -348,8 +352,8 @@ def test_an_auditors_program_of_no_event_prints_zero(
 def test_an_auditors_program_says_what_it_does_with_pure_releases(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gaussian = SampledGaussian(4.0, 0.25, 20)
-    events: list[Event] = [PureEpsilon(0.25, 2), gaussian, PureEpsilon(0.25, 1)]
+    gaussian = PoissonSampledGaussianEvent(4.0, 0.25, 20)
+    events: list[Event] = [PureDpEvent(0.25, 2), gaussian, PureDpEvent(0.25, 1)]
 
     program = verify.dp_event_source(events, 1e-5)
 
@@ -363,7 +367,7 @@ def test_an_auditors_program_says_what_it_does_with_pure_releases(
 
 def test_there_is_no_program_for_what_has_no_bound() -> None:
     with pytest.raises(PlanError, match="unprotected"):
-        verify.dp_event_source([Unprotected("F")], 1e-5)
+        verify.dp_event_source([NonPrivateEvent("F")], 1e-5)
     with pytest.raises(PlanError, match="Use the RDP value"):
         verify.dp_event_source([VISIT], 1e-15)
 
@@ -377,11 +381,17 @@ def test_three_blocks_of_one_batch_and_three_batches_cost_what_their_divergence_
     # 3 / s^2 in the exponent. Three batches are three releases: their divergences add up.
     s, q = 2.0, 16 / 34
     two = ORDERS.index(2.0)
-    one_batch = cost_of([SampledGaussian(same_batch_noise([s] * 3), q, 1)])
+    one_batch = cost_of([PoissonSampledGaussianEvent(same_batch_noise([s] * 3), q, 1)])
     assert one_batch.rdp[two] == pytest.approx(math.log1p(q**2 * math.expm1(3 / s**2)))
-    fresh = cost_of([SampledGaussian(s, q, 3)])
+    fresh = cost_of([PoissonSampledGaussianEvent(s, q, 3)])
     assert fresh.rdp[two] == pytest.approx(3 * math.log1p(q**2 * math.expm1(1 / s**2)))
-    composed = cost_of([Composed((SampledGaussian(s, q, 1), SampledGaussian(s, q, 2)))])
+    composed = cost_of(
+        [
+            ComposedEvent(
+                (PoissonSampledGaussianEvent(s, q, 1), PoissonSampledGaussianEvent(s, q, 2))
+            )
+        ]
+    )
     assert composed.rdp[two] == pytest.approx(fresh.rdp[two])
     assert one_batch.rdp[two] > 1.05 * fresh.rdp[two]  # the control: they are not the same
 
@@ -412,9 +422,9 @@ def uncoupled(config: Config, folder: Path) -> list[str]:
     with pytest.MonkeyPatch.context() as patch, accounts(prepared, folder) as agents:
         patch.setattr(PrivatePlan, "draw_batch", draws)
         patch.setattr(SecureNoise, "add_noise", adds)
-        assert not isinstance(visit(prepared, agents["s0"], context("s0")), Silence)
+        assert not isinstance(visit(prepared, agents["s0"], context("s0")), Declined)
     [event] = read_journal(folder / "s0.jsonl").events
-    assert isinstance(event, SampledGaussian) and isinstance(prepared.plan, PrivatePlan)
+    assert isinstance(event, PoissonSampledGaussianEvent) and isinstance(prepared.plan, PrivatePlan)
     deviation = float(np.concatenate(noise).std()) / prepared.plan.clip_norm
     rate = float(np.mean(masks))
     problems = []
@@ -448,24 +458,33 @@ def half_the_noise(count: int) -> np.ndarray:
 SWAPPED: dict[str, tuple[Any, str, Any, list[str]]] = {
     "nothing": (PrivatePlan, "draw_batch", PrivatePlan.draw_batch, []),
     "the event says one batch, the sampler draws many": (
-        PrivatePlan, "event",
-        property(lambda self: SampledGaussian(same_batch_noise([NOISE] * STEPS), RATE, 1)),
+        PrivatePlan,
+        "event",
+        property(
+            lambda self: PoissonSampledGaussianEvent(same_batch_noise([NOISE] * STEPS), RATE, 1)
+        ),
         ["releases", "noise"],
     ),
     "the event says fresh batches, the sampler repeats one": (
-        PrivatePlan, "draw_batch", one_batch_for_all(PrivatePlan.draw_batch),
+        PrivatePlan,
+        "draw_batch",
+        one_batch_for_all(PrivatePlan.draw_batch),
         ["batches are not fresh"],
     ),
     "half the noise is drawn": (privacy, "secure_normal", half_the_noise, ["noise"]),
     "every row is in every batch": (
-        PrivatePlan, "draw_batch", lambda self, rows: torch.ones(rows, dtype=torch.bool),
+        PrivatePlan,
+        "draw_batch",
+        lambda self, rows: torch.ones(rows, dtype=torch.bool),
         ["batches are not fresh", "rate"],
     ),
     "a lower rate is charged": (
-        PrivatePlan, "event", property(lambda self: SampledGaussian(NOISE, RATE / 4, STEPS)),
+        PrivatePlan,
+        "event",
+        property(lambda self: PoissonSampledGaussianEvent(NOISE, RATE / 4, STEPS)),
         ["rate"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("swap", SWAPPED)
@@ -822,7 +841,7 @@ def test_a_server_that_repeats_a_finished_visit_gets_no_second_gradient(
     prepared = prepare.prepare(configured())
     with accounts(prepared, tmp_path) as agents:
         agent = agents["s0"]
-        assert not isinstance(visit(prepared, agent, context("s0", key="1")), Silence)
+        assert not isinstance(visit(prepared, agent, context("s0", key="1")), Declined)
         paid = (tmp_path / "s0.jsonl").read_bytes()
         sealed(prepared)
 

@@ -51,18 +51,18 @@ from generators.objectives import discriminator_loss
 from privssl import checkpoint, config, data, privacy, run
 from privssl.agents import Agent, LabelledRows
 from privssl.algorithms import ALGORITHMS
-from privssl.algorithms.fedssl import FedSSL, Lesson, Networks
+from privssl.algorithms.fedssl import FedSSL, FedSSLRequest, FedSSLUpdate
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError, DataError, PrivacyError
-from privssl.messages import Done, Message, Reply, pack
+from privssl.messages import Ack, Message, Reply, serialize
 from privssl.models import build_classifier
 from privssl.noisy_steps import SecureNoise
 from privssl.prepare import Prepared, prepare
 from privssl.privacy import PrivateTraining, secure_normal
-from privssl.row_gradients import per_row_gradients
+from privssl.row_gradients import per_example_gradients
 from privssl.settings import ModelSettings
-from privssl.together import Called
+from privssl.together import FunctionalModule
 
 ALL = ("privacy.update_at_support=[F, D, G]", "privacy.protect=[F, D, G]")
 
@@ -72,7 +72,7 @@ def configured(tmp_path: Path) -> Callable[..., config.Config]:
     def load(*overrides: str) -> config.Config:
         path = tmp_path / "tiny.yaml"
         path.write_text(PRIVATE)
-        return config.load(path, overrides)
+        return config.load_config(path, overrides)
 
     return load
 
@@ -94,7 +94,10 @@ ONE_STEP = (
 
 
 def visit_with(
-    prepared: Prepared, folder: Path, change: Callable[[LabelledRows], LabelledRows], came: Lesson
+    prepared: Prepared,
+    folder: Path,
+    change: Callable[[LabelledRows], LabelledRows],
+    came: FedSSLRequest,
 ) -> dict[str, Tensor]:
     """What s0 sends, as network/parameter -> tensor, when its rows are changed beforehand."""
     folder.mkdir()
@@ -106,7 +109,7 @@ def visit_with(
             sent = prepared.algorithm.support_pass(agent, came, context("s0"))
         finally:
             agent.held_labelled = kept
-    assert isinstance(sent, Networks)
+    assert isinstance(sent, FedSSLUpdate)
     trained = {name: getattr(sent, name) for name in ("F", "G", "D")}
     return {f"{n}/{k}": v for n, net in trained.items() if net is not None for k, v in net.items()}
 
@@ -198,10 +201,10 @@ def test_in_the_joint_loss_another_row_leaves_a_rows_gradient_bit_equal(
 ) -> None:
     nets = {**networks(), "F": build_classifier(model, SHAPE, CLASSES)}
     loss, fields = joint_loss(nets, ("F", "G", "D")), mixing(rows=4, views=2)
-    before = per_row_gradients(loss, parameters_of(nets), fields)
+    before = per_example_gradients(loss, parameters_of(nets), fields)
     changed = {key: field.clone() for key, field in fields.items()}
     changed["mild"][2], changed["strong"][2] = value, value
-    after = per_row_gradients(loss, parameters_of(nets), changed)
+    after = per_example_gradients(loss, parameters_of(nets), changed)
     others = torch.tensor([0, 1, 3])
     pairs = [(before[n][k], after[n][k]) for n in before for k in before[n]]
     assert all(torch.equal(a[others], b[others]) for a, b in pairs)
@@ -246,11 +249,11 @@ def test_gradients_of_the_generator_equal_those_of_opacus_hooks() -> None:
 
     def row(parameters: Any, r: Any) -> Tensor:
         given = [r[key][None] for key in ("mild", "p1", "p2", "z", "lam")]
-        made = Called(network, parameters["G"])(*given[:4], given[4][:, None])
+        made = FunctionalModule(network, parameters["G"])(*given[:4], given[4][:, None])
         total: Tensor = made.square().sum()
         return total
 
-    found = per_row_gradients(row, parameters_of({"G": network}), f)["G"]
+    found = per_example_gradients(row, parameters_of({"G": network}), f)["G"]
     given = (f["mild"], f["p1"], f["p2"], f["z"], f["lam"][:, None])
     assert_alike(found, hooked_gradients(network, lambda G: G(*given).square().sum()))
 
@@ -262,7 +265,7 @@ def test_gradients_of_a_discriminator_that_one_loss_uses_twice_equal_those_of_op
     nets = {name: net.double() for name, net in networks().items()}
     fields = mixing(rows=5, views=1, dtype=torch.float64)
     f = {key: value[:, 0] for key, value in fields.items()}
-    found = per_row_gradients(joint_loss(nets, ("D",)), parameters_of({"D": nets["D"]}), fields)
+    found = per_example_gradients(joint_loss(nets, ("D",)), parameters_of({"D": nets["D"]}), fields)
     with torch.no_grad():  # Eq. 6: D sees the mix and its mixed label p'
         x_hat = nets["G"](f["mild"], f["p1"], f["p2"], f["z"], f["lam"][:, None])[:, 0]
         mixed = f["lam"][:, None] * f["p1"] + (1 - f["lam"][:, None]) * f["p2"]
@@ -302,11 +305,11 @@ def test_on_the_wire_a_sound_visit_is_its_parameters_a_weight_of_one_and_no_note
         engine = LocalEngine(list(agents.values()), seed=0, device=torch.device("cpu"))
         step = prepared.algorithm.support_pass
         [reply] = list(engine.deliver([Call(agents["s0"].ref, step, lesson(prepared), 1)]))
-    assert (reply.weight, dict(reply.notes)) == (1.0, {})
+    assert (reply.weight, dict(reply.metrics)) == (1.0, {})
     nets = prepared.algorithm.networks()
     expected = {f"{n}/{key}" for n in ("F", "G") for key, _ in nets[n].named_parameters()}
-    assert tensor_names(reply.said) == expected
-    fields = json.loads(header(reply.said)["__metadata__"]["fields"])
+    assert tensor_names(reply.payload) == expected
+    fields = json.loads(header(reply.payload)["__metadata__"]["fields"])
     names = {n: [k.partition("/")[2] for k in expected if k[0] == n] for n in ("F", "G")}
     assert {n: sorted(fields[n]["state_dict"]) for n in ("F", "G")} == {
         n: sorted(keys) for n, keys in names.items()
@@ -319,7 +322,7 @@ def test_on_the_wire_a_sound_visit_is_its_parameters_a_weight_of_one_and_no_note
 
 def header(message: Message) -> dict[str, Any]:
     """The header of a message's bytes: names, shapes and places of its tensors."""
-    packed = pack(message)
+    packed = serialize(message)
     found: dict[str, Any] = json.loads(packed[8 : 8 + int.from_bytes(packed[:8], "little")])
     return found
 
@@ -342,7 +345,7 @@ def test_a_visit_in_which_no_row_was_drawn_is_charged_and_sends_its_noise(
         sent = visit(prepared, agents["s0"], context("s0"))
         account = agents["s0"].account
         assert account is not None and account.visits() == 1 and account.spent() > 0
-    assert isinstance(sent, Networks) and sent.F is not None
+    assert isinstance(sent, FedSSLUpdate) and sent.F is not None
     # Two steps of noise 4.0 x clip norm 1 x 1, each divided by the public 0.5 x 12 rows.
     for key, value in sent.F.items():
         torch.testing.assert_close(came.F[key] - value, torch.full_like(value, 8 / 6))
@@ -369,9 +372,11 @@ def test_who_holds_no_labelled_row_has_no_account_and_is_never_visited(
 ) -> None:
     prepared = prepare(configured())
     assert (
-        {agent.id for agent in prepared.labelled_agents} == set(prepared.promises) == {"s0", "s1"}
+        {agent.id for agent in prepared.labelled_agents}
+        == set(prepared.account_plans)
+        == {"s0", "s1"}
     )
-    assert all(agent.account is None for agent in prepared.federation.agents)
+    assert all(agent.account is None for agent in prepared.federated_data.agents)
 
 
 @pytest.mark.parametrize("rate", ["1.0001", "8.0", "0.0", "-0.5"])
@@ -432,17 +437,17 @@ def test_two_resumes_from_one_checkpoint_draw_other_noise(
     configured: Callable[..., config.Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen, real = configured("algorithm.rounds=2"), FedSSL.round
-    digest, begun = config.digest(chosen), tmp_path / "run"
+    digest, begun = config.config_hash(chosen), tmp_path / "run"
     begun.mkdir()
 
-    def stop_in_round_two(self: Any, state: Any, world: Any) -> Any:
-        if world.round.number == 2:
+    def stop_in_round_two(self: Any, state: Any, federation: Any) -> Any:
+        if federation.round.number == 2:
             raise KeyboardInterrupt
-        return real(self, state, world)
+        return real(self, state, federation)
 
     with monkeypatch.context() as patch:
         patch.setattr(FedSSL, "round", stop_in_round_two)
-        run.execute(prepare(chosen), begun, list, None)
+        run.train(prepare(chosen), begun, list, None)
     drawn: dict[str, list[NDArray[np.float64]]] = {"ours": [], "seeded": []}
     for kind, folder in ((kind, tmp_path / f"{kind}{n}") for kind in drawn for n in (1, 2)):
         shutil.copytree(begun, folder)
@@ -457,8 +462,8 @@ def test_two_resumes_from_one_checkpoint_draw_other_noise(
 
         with monkeypatch.context() as patch:
             patch.setattr(privacy, "secure_normal", draw)
-            snapshot = checkpoint.load(folder / "checkpoints", digest)
-            run.execute(prepare(chosen), folder, list, snapshot)
+            snapshot = checkpoint.load_snapshot(folder / "checkpoints", digest)
+            run.train(prepare(chosen), folder, list, snapshot)
     assert len(drawn["ours"]) == 8 and repeats(drawn["ours"]) == 0
     assert repeats(drawn["seeded"]) == sum(map(len, drawn["seeded"])) / 2  # the control
 
@@ -654,16 +659,16 @@ class Runs:
         def hear(self: LocalEngine, calls: Any) -> list[Reply[Any]]:
             replies = list(deliver(self, calls))
             for call, reply in zip(calls, replies, strict=True):
-                sent = pack(Done() if reply.silent else reply.said)
-                told = (reply.weight, dict(reply.notes)) if reply.sender.id[0] == "s" else ()
-                traffic.append((call.key, pack(call.message), sent, told))
+                sent = serialize(Ack() if reply.declined else reply.payload)
+                told = (reply.weight, dict(reply.metrics)) if reply.sender.id[0] == "s" else ()
+                traffic.append((call.key, serialize(call.message), sent, told))
             return replies
 
         def show(algorithm: FedSSL, state: Any, x: Tensor, y: Tensor) -> Any:
             self.shown.append(x)
             return pictured(algorithm, state, x, y)
 
-        def build_fewer(*given: Any, **named: Any) -> data.Federation:
+        def build_fewer(*given: Any, **named: Any) -> data.FederatedDataset:
             parties = build(*given, **named)
             for agent in [a for a in parties.agents if a.held_labelled is not None]:
                 self.labels.append(agent.labelled.y)
@@ -706,7 +711,7 @@ def test_with_private_counts_nothing_but_the_weights_tells_of_one_row_less(
     assert whole.differences(runs.run(fewer=True)) == []
     # The control: with public counts the plan, and with it each ledger, states the number.
     promises = [
-        prepare(configured(f"privacy.record_counts={counts}")).promises["s0"].n_public
+        prepare(configured(f"privacy.record_counts={counts}")).account_plans["s0"].n_public
         for counts in ("private", "public")
     ]
     assert promises == [None, 12]
@@ -718,7 +723,7 @@ def test_with_private_counts_a_split_with_other_rows_than_declared_is_a_run_like
 ) -> None:
     private = "privacy.record_counts=private"
     whole = prepare(configured(private))
-    split = whole.federation.manifest
+    split = whole.federated_data.manifest
     held = split.agents["s0"]
     fewer = replace(held, labelled=held.labelled[left])
     replace(split, agents={**split.agents, "s0": fewer}).write(tmp_path / "fewer.json")
@@ -727,7 +732,7 @@ def test_with_private_counts_a_split_with_other_rows_than_declared_is_a_run_like
     assert [len(agent.labelled) for agent in neighbour.labelled_agents] == [
         len(held.labelled[left]), 12
     ]  # fmt: skip
-    assert neighbour.promises == whole.promises
+    assert neighbour.account_plans == whole.account_plans
     assert neighbour.roster == whole.roster
     results = carry_out(neighbour, tmp_path / "run")
     assert (results["labels"], results["status"]) == (24, "finished")
@@ -823,7 +828,7 @@ def test_the_text_of_a_crash_in_a_private_visit_holds_no_row(
         pixels = agents["s0"].labelled.x[:, 0, 0, :4]
         visit(prepared, agents["s0"], context("s0"))
     text = "".join(traceback.format_exception(crash.value))
-    assert "row_losses" in text or "cat" in text
+    assert "mixing_losses" in text or "cat" in text
     for row in pixels.tolist():
         assert ", ".join(map(str, row)) not in text
 

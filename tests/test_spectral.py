@@ -18,7 +18,7 @@ import generators.spectral
 from generators import ImageDiscriminator
 from privssl import kernels
 from privssl.kernels import spectral as kernel
-from privssl.models import laid_out
+from privssl.models import optimize_layout
 from privssl.models.spectral import SpectralNorm
 
 if not HERE:
@@ -125,7 +125,7 @@ def test_derivatives_of_derivatives_are_torchs() -> None:
 def test_discriminators_as_runs_have_them_have_it() -> None:
     torch.manual_seed(0)
     plain = ImageDiscriminator((1, 8, 8), 3)
-    network = laid_out(copy.deepcopy(plain))
+    network = optimize_layout(copy.deepcopy(plain))
     kinds = [type(module) for module in network.modules() if hasattr(module, "_u")]
     assert kinds == [SpectralNorm] * 3
     assert list(network.state_dict()) == list(plain.state_dict())
@@ -140,7 +140,7 @@ def test_torch_does_it_where_the_kernel_cannot() -> None:
     mine = ours(torchs).eval()
     torchs.eval()
     expected = weight_of(torchs)
-    with kernels.torch_alone():
+    with kernels.disabled():
         assert torch.equal(weight_of(mine), expected)  # to the bit
     assert torch.equal(weight_of(mine.double()), weight_of(torchs.double()))
     norm, weights = mine.float().get_submodule("parametrizations.weight.0"), torch.randn(2, 3, 4)

@@ -42,7 +42,7 @@ from benchmarks.cell import plain as cell_plain
 from benchmarks.cell import work as cell
 from benchmarks.plain_loop import Work, apart, counted_steps
 from benchmarks.processes import Told, carry_out
-from privssl.config import load
+from privssl.config import load_config
 from privssl.prepare import prepare
 from privssl.settings import ModelSettings
 
@@ -364,7 +364,7 @@ def test_a_competitor_that_cannot_be_imported_is_left_out_and_named(
 @pytest.mark.parametrize("method", methods.METHODS)
 def test_every_phase_of_a_method_is_shortened_alike(method: str) -> None:
     changes = methods.overrides(method, "digits", 1, 3)
-    prepared = prepare(load(methods.CONFIGS / f"{method}.yaml", changes))
+    prepared = prepare(load_config(methods.CONFIGS / f"{method}.yaml", changes))
     assert {phase.rounds for phase in prepared.algorithm.phases()} == {
         4
     } or method == "label_census"

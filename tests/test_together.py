@@ -1,4 +1,4 @@
-"""A network as a function of its parameters: ``together.Called``."""
+"""A network as a function of its parameters: ``together.FunctionalModule``."""
 
 import copy
 import gc
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from privssl import together
-from privssl.together import Called
+from privssl.together import FunctionalModule
 
 
 class Tied(nn.Module):
@@ -45,26 +45,26 @@ def test_other_tensors_are_used_under_every_name_that_a_network_has_for_them() -
     tensors, own = others(network), network(x)
     assert sorted(tensors) == ["first.bias", "first.weight", "shift"]
     expected = by_torch(network, tensors, x)
-    assert torch.equal(Called(network, tensors)(x), expected)
+    assert torch.equal(FunctionalModule(network, tensors)(x), expected)
     assert not torch.equal(own, expected)
     assert torch.equal(network(x), own)  # and are gone afterwards
     assert network.second.weight is network.first.weight
     # By another of its names, too.
     tensors["second.weight"] = tensors.pop("first.weight")
-    assert torch.equal(Called(network, tensors)(x), expected)
+    assert torch.equal(FunctionalModule(network, tensors)(x), expected)
 
 
 def test_some_tensors_leave_the_others_as_they_are() -> None:
     network, x = Tied(), torch.randn(2, 3)
     some = {"shift": torch.zeros(3)}
-    assert torch.equal(Called(network, some)(x), by_torch(network, some, x))
+    assert torch.equal(FunctionalModule(network, some)(x), by_torch(network, some, x))
 
 
 def test_a_network_that_fails_has_its_own_tensors_again() -> None:
     network = Tied()
     own = {name: p.detach().clone() for name, p in network.named_parameters()}
     with pytest.raises(RuntimeError):
-        Called(network, others(network))(torch.randn(2, 4))  # of three numbers
+        FunctionalModule(network, others(network))(torch.randn(2, 4))  # of three numbers
     assert all(torch.equal(p, own[name]) for name, p in network.named_parameters())
 
 
@@ -72,16 +72,16 @@ def test_a_name_that_a_network_does_not_have_changes_nothing() -> None:
     network, x = Tied(), torch.randn(2, 3)
     own = network(x)
     with pytest.raises(KeyError, match="third"):
-        Called(network, {**others(network), "third.weight": torch.ones(3)})(x)
+        FunctionalModule(network, {**others(network), "third.weight": torch.ones(3)})(x)
     assert torch.equal(network(x), own)
 
 
 def test_a_copy_of_a_network_is_another_one_and_none_is_kept() -> None:
     network, x = Tied(), torch.randn(2, 3)
-    Called(network, others(network))(x)
+    FunctionalModule(network, others(network))(x)
     other = copy.deepcopy(network)
     tensors = others(other)
-    assert torch.equal(Called(other, tensors)(x), by_torch(other, tensors, x))
+    assert torch.equal(FunctionalModule(other, tensors)(x), by_torch(other, tensors, x))
     gone = weakref.ref(other)
     del other
     gc.collect()
@@ -91,7 +91,7 @@ def test_a_copy_of_a_network_is_another_one_and_none_is_kept() -> None:
 
 def test_a_frozen_network_answers_as_before_and_its_parameters_have_no_gradient() -> None:
     network, x = Tied(), torch.randn(2, 3, requires_grad=True)
-    frozen = Called(network).frozen()
+    frozen = FunctionalModule(network).frozen()
     assert frozen.tensors is not None
     assert list(frozen.tensors) == [name for name, _ in network.named_parameters()]
     answer = frozen(x)
@@ -106,24 +106,24 @@ def test_what_passes_a_network_that_shall_keep_no_trace_is_not_in_its_statistics
     network = nn.Sequential(nn.Linear(3, 3), norm)
     rows = torch.randn(5, 3)
 
-    def moved(called: Called) -> bool:
+    def moved(called: FunctionalModule) -> bool:
         before = {name: buffer.clone() for name, buffer in network.named_buffers()}
         assert torch.equal(called(rows), nn.functional.batch_norm(
             network[0](rows), None, None, norm.weight, norm.bias, training=True
         ))  # fmt: skip
         return any(not torch.equal(before[name], b) for name, b in network.named_buffers())
 
-    assert not moved(Called(network).frozen(leaves_no_trace=True))
+    assert not moved(FunctionalModule(network).frozen(leaves_no_trace=True))
     other = {n: t.detach().clone() for n, t in network.state_dict().items()}
     kept = {n: t.clone() for n, t in other.items()}
-    Called(network, other).frozen(leaves_no_trace=True)(rows)
+    FunctionalModule(network, other).frozen(leaves_no_trace=True)(rows)
     assert all(torch.equal(other[n], kept[n]) for n in kept)
-    assert moved(Called(network).frozen())  # the control
+    assert moved(FunctionalModule(network).frozen())  # the control
 
 
 def test_a_module_that_was_replaced_since_is_the_one_that_is_called() -> None:
     network, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(2, 3)
-    Called(network, others(network))(x)
+    FunctionalModule(network, others(network))(x)
     network[1] = nn.Linear(3, 4)
     tensors = others(network)
-    assert torch.equal(Called(network, tensors)(x), by_torch(network, tensors, x))
+    assert torch.equal(FunctionalModule(network, tensors)(x), by_torch(network, tensors, x))

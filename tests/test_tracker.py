@@ -328,7 +328,7 @@ def test_a_stop_waits_until_tensorboard_has_a_record(
 ) -> None:
     # In the middle it left TensorBoard's queue locked, and closing waited for ever.
     if not whole:
-        monkeypatch.setattr("privssl.tracker.done_whole", contextlib.nullcontext)
+        monkeypatch.setattr("privssl.tracker.defer_interrupts", contextlib.nullcontext)
     board = TensorBoardTracker(tmp_path)
     reached, flush = list[str](), board._writer.flush
 
@@ -339,7 +339,7 @@ def test_a_stop_waits_until_tensorboard_has_a_record(
 
     with monkeypatch.context() as patched:
         patched.setattr(board._writer, "flush", stopped_in_the_middle)
-        with process.stopped_by(signal.SIGINT), pytest.raises(KeyboardInterrupt):
+        with process.interrupt_on_signals(signal.SIGINT), pytest.raises(KeyboardInterrupt):
             board.round(RoundRecord(1, 1, "train", {"a": 1.0}))
     assert reached == (["the end"] if whole else [])
     board.close()

@@ -845,4 +845,4 @@ def test_a_checkpoint_of_a_run_can_be_read_back(plain: Finished) -> None:
         (plain.folder / "checkpoints" / "round_00003" / "snapshot.json").read_text()
     )["config_digest"]
 
-    assert checkpoint.load(plain.folder / "checkpoints", digest).round == 3
+    assert checkpoint.load_snapshot(plain.folder / "checkpoints", digest).round == 3

@@ -27,7 +27,7 @@ def tensors() -> dict[str, Tensor]:
 @pytest.mark.parametrize("there", [CPU, META])
 def test_tensors_arrive_with_form_and_layout_and_without_a_graph(there: torch.device) -> None:
     sent = tensors()
-    arrived = transfers.moved(sent, there)
+    arrived = transfers.move_to(sent, there)
     assert list(arrived) == list(sent)
     for name, one in arrived.items():
         assert one.device == there and not one.requires_grad
@@ -46,7 +46,7 @@ def test_each_type_of_numbers_goes_in_one_copy() -> None:
 
     sent = tensors()
     with patch.object(Tensor, "to", counted):
-        transfers.moved(sent, META)
+        transfers.move_to(sent, META)
     assert sorted(map(str, copies)) == ["torch.float32", "torch.int64"]
 
 
@@ -54,7 +54,7 @@ def test_what_comes_back_to_the_cpu_has_memory_of_its_own() -> None:
     # The way of tensors that are elsewhere, told of some that are here.
     sent = tensors()
     with patch.object(transfers, "_by_kind", lambda given: {(None, META): list(given)[:4]}):
-        arrived = transfers.moved(sent, CPU)
+        arrived = transfers.move_to(sent, CPU)
     for name in ("kernel", "weight", "turned", "steps"):
         assert torch.equal(arrived[name], sent[name])
         assert arrived[name].untyped_storage().nbytes() == 4 * sent[name].numel()
@@ -62,9 +62,9 @@ def test_what_comes_back_to_the_cpu_has_memory_of_its_own() -> None:
 
 def test_what_is_there_already_keeps_its_memory_and_copies_do_not() -> None:
     sent = tensors()
-    for name, one in transfers.moved(sent, CPU).items():
+    for name, one in transfers.move_to(sent, CPU).items():
         assert one.data_ptr() == sent[name].data_ptr()
-    for name, one in transfers.copied(sent).items():
+    for name, one in transfers.copy_tensors(sent).items():
         assert torch.equal(one, sent[name])
         assert one.numel() == 0 or one.data_ptr() != sent[name].data_ptr()
 

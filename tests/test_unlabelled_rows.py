@@ -14,10 +14,10 @@ from PIL import Image
 
 from privssl import data
 from privssl.data.arrays import NO_LABEL
-from privssl.data.datasets import load
-from privssl.data.manifest import Holding
+from privssl.data.datasets import load_dataset
+from privssl.data.manifest import AgentRows
 from privssl.errors import DataError
-from privssl.evaluate import Oracle
+from privssl.evaluate import HiddenLabelMeter
 from privssl.settings import AgentSettings, DataSettings
 
 RNG = np.random.default_rng(0)
@@ -52,7 +52,7 @@ def settings(root: Path, **changes: Any) -> DataSettings:
 
 def test_rows_of_x_unlabelled_are_training_rows_after_the_others(tmp_path: Path) -> None:
     more = X[:4] ^ 1
-    found = load(settings(npz(tmp_path, 2, x_unlabelled=more)))
+    found = load_dataset(settings(npz(tmp_path, 2, x_unlabelled=more)))
     assert found.y_train.tolist() == [-1, -1, *Y[2:50].tolist(), *[-1] * 4]
     assert found.x_train[50:, 0].tolist() == more.tolist()
     assert found.class_names == ("0", "1", "2")
@@ -65,12 +65,12 @@ def test_pictures_in_the_folder_unlabelled_are_training_rows_after_the_others(
     for name, picture in zip(names, X[:6], strict=True):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture).save(tmp_path / f"{name}.png")
-    found = load(DataSettings(name="image_folder", root=str(tmp_path)))
+    found = load_dataset(DataSettings(name="image_folder", root=str(tmp_path)))
     assert found.y_train.tolist() == [0, 1, -1, -1]
     assert found.x_train[2:, 0].tolist() == X[4:6].tolist()
     assert "not read" not in caplog.text
     (tmp_path / "unlabelled").rename(tmp_path / "unlabeled")  # the control: another name is told of
-    assert len(load(DataSettings(name="image_folder", root=str(tmp_path))).y_train) == 2
+    assert len(load_dataset(DataSettings(name="image_folder", root=str(tmp_path))).y_train) == 2
     assert "not read: 1 folder unlabeled" in caplog.text
 
 
@@ -124,8 +124,8 @@ def test_a_split_that_gives_such_a_row_as_labelled_is_refused(tmp_path: Path) ->
     again = settings(npz(tmp_path, 30), split=str(tmp_path / "split.json"))
     data.build(again, AGENTS, 0)  # the control
     swapped = {
-        "s0": Holding(manifest.agents["q0"].unlabelled[:6], ()),
-        "q0": Holding((), manifest.agents["s0"].labelled),
+        "s0": AgentRows(manifest.agents["q0"].unlabelled[:6], ()),
+        "q0": AgentRows((), manifest.agents["s0"].labelled),
     }
 
     other = dataclasses.replace(manifest, agents={**manifest.agents, **swapped})
@@ -138,7 +138,7 @@ def test_a_split_that_gives_such_a_row_as_labelled_is_refused(tmp_path: Path) ->
 
 
 def test_guesses_are_compared_with_known_classes_alone() -> None:
-    oracle = Oracle(torch.tensor([0, -1, 2, -1]))
+    oracle = HiddenLabelMeter(torch.tensor([0, -1, 2, -1]))
     oracle.observe(torch.arange(4), torch.tensor([0, 1, 1, 0]), torch.tensor([True] * 4))
     assert oracle.report() == {"pseudo/coverage": 1.0, "pseudo/accuracy": 0.5}  # not 0.25
     ids = torch.tensor([1, 3])

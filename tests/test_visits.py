@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from accounting import Account, Budget, SampledGaussian
+from accounting import Account, Budget, PoissonSampledGaussianEvent
 from accounting.ledger import read_journal
 from accounting.plan import AccountPlan
 from privssl.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
 from privssl.errors import PrivacyError
-from privssl.messages import Message, Silence
+from privssl.messages import Declined, Message
 
 LABELLED = LabelledRows(torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 1, 0]), torch.arange(4))
 UNLABELLED = UnlabelledRows(torch.rand(3, 1, 8, 8), torch.arange(4, 7))
-EVENT = SampledGaussian(4.0, 0.5, 10)
+EVENT = PoissonSampledGaussianEvent(4.0, 0.5, 10)
 PLAN = AccountPlan(
     agent="m0", budget=Budget(100.0, 1e-5), scope="sound", update=("F",), protect=("F",),
     event=EVENT, n_public=4,
@@ -55,7 +55,7 @@ def paying(inside: Visit) -> Visit:
     """The step that pays, and then does what is inside."""
 
     def step(agent: Any, message: Sent, ctx: Any) -> Any:
-        with agent.account.spend(EVENT, ctx.receipt):
+        with agent.account.spend(EVENT, ctx.charge_id):
             return inside(agent, message, ctx)
 
     return step
@@ -63,7 +63,7 @@ def paying(inside: Visit) -> Visit:
 
 def as_it_should_be(agent: Any, message: Sent, ctx: Any) -> Sent:
     assert len(agent.labelled) == 4 and agent.labelled.y.tolist() == [0, 1, 1, 0]
-    ctx.note("loss", 1.0)  # dropped: there is an account
+    ctx.log_metric("loss", 1.0)  # dropped: there is an account
     return Sent(F=torch.ones(2))
 
 
@@ -75,7 +75,7 @@ def test_a_step_that_pays_and_sends_what_the_plan_names_is_done(
     there: LocalEngine, tmp_path: Path
 ) -> None:
     reply = ask(there, paying(as_it_should_be))
-    assert reply.said.F.tolist() == [1, 1] and (reply.weight, reply.notes) == (1.0, {})
+    assert reply.payload.F.tolist() == [1, 1] and (reply.weight, reply.metrics) == (1.0, {})
     assert charges(tmp_path) == 1
 
 
@@ -93,7 +93,7 @@ def counts_them(agent: Any, message: Sent, ctx: Any) -> Sent:
 
 def looks_whether_it_is_worth_it(agent: Any, message: Sent, ctx: Any) -> Any:
     if agent.labelled.y.float().mean() > 0.9:
-        return Silence("knows enough")
+        return Declined("knows enough")
     return paying(as_it_should_be)(agent, message, ctx)
 
 
@@ -122,7 +122,7 @@ def test_a_visit_does_not_read_what_an_earlier_one_has_paid_for(there: LocalEngi
 def test_without_an_account_rows_are_read_as_they_are(there: LocalEngine) -> None:
     there._agents["m0"].account = None
     assert ask(there, counts_them).weight == 4.0
-    assert ask(there, learns_from_both).said.F.shape == (1, 8, 8)
+    assert ask(there, learns_from_both).payload.F.shape == (1, 8, 8)
 
 
 # After it has paid ---------------------------------------------------------------------------
@@ -137,12 +137,12 @@ def weighs(agent: Any, message: Sent, ctx: Any) -> Sent:
     return Sent(F=torch.ones(2))
 
 
-def is_silent(agent: Any, message: Sent, ctx: Any) -> Silence:
-    return Silence("knows enough")
+def is_silent(agent: Any, message: Sent, ctx: Any) -> Declined:
+    return Declined("knows enough")
 
 
 def notes(agent: Any, message: Sent, ctx: Any) -> Sent:
-    ctx.notes["loss"] = 0.5  # past ``ctx.note``
+    ctx.metrics["loss"] = 0.5  # past ``ctx.note``
     return Sent(F=torch.ones(2))
 
 
@@ -172,11 +172,11 @@ def test_a_visit_that_lets_go_of_more_than_its_plan_names_is_refused_and_stays_c
 
 def test_a_visit_is_charged_once_and_as_planned(there: LocalEngine) -> None:
     def cheaply(agent: Any, message: Sent, ctx: Any) -> Sent:
-        with agent.account.spend(SampledGaussian(4.0, 0.5, 1), ctx.receipt):
+        with agent.account.spend(PoissonSampledGaussianEvent(4.0, 0.5, 1), ctx.charge_id):
             return as_it_should_be(agent, message, ctx)
 
     def twice(agent: Any, message: Sent, ctx: Any) -> Sent:
-        with agent.account.spend(EVENT, ctx.receipt + "a"):
+        with agent.account.spend(EVENT, ctx.charge_id + "a"):
             pass
         return cast(Sent, paying(as_it_should_be)(agent, message, ctx))
 
@@ -202,7 +202,7 @@ def test_rows_that_were_kept_are_out_of_reach_when_their_visit_is_over(there: Lo
 @pytest.mark.parametrize("step", [sends_counts, weighs, notes, keeps_for_later])
 def test_without_an_account_all_of_it_may_leave(there: LocalEngine, step: Visit) -> None:
     there._agents["m0"].account = None
-    assert ask(there, step).said.F.tolist() == [1, 1]
+    assert ask(there, step).payload.F.tolist() == [1, 1]
 
 
 # What it remembers ---------------------------------------------------------------------------

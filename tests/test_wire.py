@@ -14,36 +14,49 @@ from hypothesis import strategies as st
 from accounting.canonical import encode, real
 from privssl import __version__, wire
 from privssl import config as configs
-from privssl.messages import Message, MessageError, StateDict, pack, unpack
-from privssl.wire import Account, Answer, Farewell, Hello, Introduction, Visit, WireError
+from privssl.messages import Message, MessageError, StateDict, deserialize, serialize
+from privssl.wire import (
+    EndOfRun,
+    IdentifyRequest,
+    Identity,
+    LedgerResponse,
+    StepRequest,
+    StepResponse,
+    WireError,
+)
 
-VISIT = Visit(
+VISIT = StepRequest(
     run="r1", agreement="a" * 64, agent="s0", round=3, step="support_pass", visit=2,
     memory="b" * 64, message="Lesson", deadline=1000, body=b"\x00tensors\xff",
 )  # fmt: skip
-ANSWER = Answer(
+ANSWER = StepResponse(
     VISIT.id, message="Networks", weight=1 / 3, memory="c" * 64, body=b"x",
     notes={"train/loss_F": 5e-324, "train/z": -0.0, "train/big": 1.7e308},
 )  # fmt: skip
 LETTERS = (
-    Hello(), Introduction("q10", "query", "d" * 64, False), VISIT, ANSWER,
-    Answer("", error="lost"), Farewell("r1", "a" * 64, True), Account("s0", b'{"seq":0}\n'),
-    Account("q0"),
-)  # fmt: skip
-EVERY = (Hello, Introduction, Visit, Answer, Farewell, Account)
+    IdentifyRequest(),
+    Identity("q10", "query", "d" * 64, False),
+    VISIT,
+    ANSWER,
+    StepResponse("", error="lost"),
+    EndOfRun("r1", "a" * 64, True),
+    LedgerResponse("s0", b'{"seq":0}\n'),
+    LedgerResponse("q0"),
+)
+EVERY = (IdentifyRequest, Identity, StepRequest, StepResponse, EndOfRun, LedgerResponse)
 
 
 def word_of(data: bytes, *expected: Any) -> str:
     with pytest.raises(WireError) as error:
         wire.from_bytes(data, *(expected or EVERY))
-    return error.value.word
+    return error.value.error_code
 
 
 @pytest.mark.parametrize("letter", LETTERS, ids=lambda letter: type(letter).__name__)
 def test_a_letter_comes_out_as_it_was_put_in(letter: Any) -> None:
     back = wire.from_bytes(wire.to_bytes(letter), *EVERY)
     assert type(back) is type(letter) and back == letter
-    if isinstance(letter, Answer):  # -0.0 == 0.0
+    if isinstance(letter, StepResponse):  # -0.0 == 0.0
         assert [struct.pack("d", v) for v in back.notes.values()] == [
             struct.pack("d", letter.notes[name]) for name in back.notes
         ]
@@ -64,7 +77,7 @@ def test_the_id_of_a_visit_follows_from_all_that_decides_over_its_work(field: st
 
 def test_a_visit_that_is_sent_again_with_a_later_deadline_is_the_same() -> None:
     assert dataclasses.replace(VISIT, deadline=2000).id == VISIT.id
-    assert {*OTHERS, "deadline"} == {spec.name for spec in dataclasses.fields(Visit)}
+    assert {*OTHERS, "deadline"} == {spec.name for spec in dataclasses.fields(StepRequest)}
 
 
 # What is refused -----------------------------------------------------------------------------
@@ -111,8 +124,8 @@ def test_what_is_not_a_letter_in_form_is_refused(change: Callable[[bytes], bytes
 
 def test_a_kind_that_was_not_asked_for_is_refused() -> None:
     data = wire.to_bytes(ANSWER)
-    assert word_of(data, Hello, Visit) == "refused"
-    assert wire.from_bytes(data, Answer) == ANSWER  # the control
+    assert word_of(data, IdentifyRequest, StepRequest) == "refused"
+    assert wire.from_bytes(data, StepResponse) == ANSWER  # the control
 
 
 @given(st.integers(0, len(wire.to_bytes(VISIT)) - 1), st.integers(1, 255), st.booleans())
@@ -124,7 +137,7 @@ def test_damage_ends_in_a_word_or_in_another_visit_never_in_another_error(
     try:
         found = wire.from_bytes(bytes(data[:place] if cut else data), *EVERY)
     except WireError as error:
-        assert error.word in wire.ERRORS
+        assert error.error_code in wire.ERROR_CODES
     else:
         assert found != VISIT
 
@@ -154,11 +167,11 @@ def test_a_site_names_no_measure_that_is_not_its_own(name: str) -> None:
     }
     assert word_of(made_by_hand("Answer", fields | {"notes": {name: real(0.5)}})) == "refused"
     own = made_by_hand("Answer", fields | {"notes": {"train/loss": real(0.5)}})
-    assert wire.from_bytes(own, Answer).notes == {"train/loss": 0.5}  # the control
+    assert wire.from_bytes(own, StepResponse).notes == {"train/loss": 0.5}  # the control
 
 
 def test_numbers_that_are_none_do_not_travel() -> None:
-    data = wire.to_bytes(Answer("", notes={"train/loss": float("nan")}))
+    data = wire.to_bytes(StepResponse("", notes={"train/loss": float("nan")}))
     assert word_of(data) == "refused"
 
 
@@ -174,8 +187,8 @@ def test_bfloat16_travels_as_its_own_bits() -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     finite = every[every.isfinite()]
     assert len(finite) == 2**16 - 2 * 2**7  # all but two exponents' worth of mantissas
-    sent = dataclasses.replace(VISIT, body=pack(Weights({"w": finite})))
-    back = unpack(Weights, wire.from_bytes(wire.to_bytes(sent), Visit).body).w["w"]
+    sent = dataclasses.replace(VISIT, body=serialize(Weights({"w": finite})))
+    back = deserialize(Weights, wire.from_bytes(wire.to_bytes(sent), StepRequest).body).w["w"]
     assert back.dtype == torch.bfloat16
     assert torch.equal(back.view(torch.int16), finite.view(torch.int16))
 
@@ -184,16 +197,16 @@ def test_the_bytes_of_equal_messages_are_equal_whatever_their_strides() -> None:
     plain = torch.arange(12.0).reshape(3, 4)
     turned = plain.t().contiguous().t()
     assert plain.stride() != turned.stride()
-    assert pack(Weights({"w": plain})) == pack(Weights({"w": turned}))
+    assert serialize(Weights({"w": plain})) == serialize(Weights({"w": turned}))
 
 
 def test_a_pickle_in_the_place_of_a_message_is_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     # What pickle.dumps makes of an object whose __reduce__ calls os.mkdir.
     bomb = b"cos\nmkdir\n(V" + str(mark).encode() + b"\ntR."
-    body = wire.from_bytes(wire.to_bytes(dataclasses.replace(VISIT, body=bomb)), Visit).body
+    body = wire.from_bytes(wire.to_bytes(dataclasses.replace(VISIT, body=bomb)), StepRequest).body
     with pytest.raises(MessageError):
-        unpack(Weights, body)
+        deserialize(Weights, body)
     assert not mark.exists()
 
 
@@ -211,7 +224,7 @@ TASK = (tuple("0123456789"), (1, 8, 8))
 
 def agreed(folder: Path, *arguments: str) -> str:
     (folder / "c.yaml").write_text(CONFIG)
-    return configs.agreement(configs.load(folder / "c.yaml", arguments), *TASK)
+    return configs.compatibility_hash(configs.load_config(folder / "c.yaml", arguments), *TASK)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +257,6 @@ def test_data_may_lie_elsewhere_on_each_machine(tmp_path: Path) -> None:
 
 def test_parties_with_other_classes_or_rows_of_another_shape_do_not_agree(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG)
-    config = configs.load(tmp_path / "c.yaml")
+    config = configs.load_config(tmp_path / "c.yaml")
     tasks = [TASK, (("cat", "dog"), (1, 8, 8)), (("dog", "cat"), (1, 8, 8)), (TASK[0], (1, 8, 9))]
-    assert len({configs.agreement(config, *task) for task in tasks}) == 4
+    assert len({configs.compatibility_hash(config, *task) for task in tasks}) == 4

@@ -34,18 +34,19 @@ from privssl.agents import Agent, UnlabelledRows
 from privssl.algorithms.fedssl import FedSSL
 from privssl.engines import Call
 from privssl.engines import local as local_engine
-from privssl.engines.forked import Sheet, WorkerError
+from privssl.engines.forked import SharedBuffer, WorkerError
 from privssl.engines.local import LocalEngine
-from privssl.engines.workers import WorkerEngine, how_many, why_not
+from privssl.engines.workers import WorkerEngine, resolve_worker_count, unsupported_reason
 from privssl.errors import ConfigError, DataError
 from privssl.messages import Message, Reply
-from privssl.tensor_file import Packed
+from privssl.tensor_file import PackedTensors
 
 CPU = torch.device("cpu")
 HERE = os.getpid()
 
 pytestmark = pytest.mark.skipif(
-    why_not(CPU) is not None, reason=f"no worker processes here: {why_not(CPU)}"
+    unsupported_reason(CPU) is not None,
+    reason=f"no worker processes here: {unsupported_reason(CPU)}",
 )
 
 
@@ -92,7 +93,7 @@ class Steps:
 
     def draw(self, agent: Agent, message: Told, ctx: Any) -> Told:
         ctx.weight = len(agent.unlabelled)
-        ctx.note("loss", message.number / 3)
+        ctx.log_metric("loss", message.number / 3)
         for batch in (0, 1):
             seen = agent.unlabelled.ids[:2] + batch
             ctx.pseudo_labels(seen, torch.eye(4)[:2], torch.tensor([True, batch == 1]))
@@ -200,7 +201,7 @@ def ask(
 def contents(replies: Sequence[Reply[Any]]) -> list[dict[str, Any]]:
     return [
         {name: v.tolist() if isinstance(v, Tensor) else v for name, v in vars(r.content).items()}
-        | {"weight": r.weight, "notes": dict(r.notes), "sender": r.sender}
+        | {"weight": r.weight, "notes": dict(r.metrics), "sender": r.sender}
         for r in replies
     ]  # fmt: skip
 
@@ -235,8 +236,8 @@ def soon(true: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 def test_agents_of_a_parallel_step_work_in_workers_and_one_alone_works_in_this_process() -> None:
     with engine() as there:
-        everywhere = {reply.said.pid for reply in ask(there, STEPS.where)}
-        alone = {reply.said.pid for reply in ask(there, STEPS.where, whom="q1")}
+        everywhere = {reply.payload.pid for reply in ask(there, STEPS.where)}
+        alone = {reply.payload.pid for reply in ask(there, STEPS.where, whom="q1")}
         assert everywhere <= set(processes_of(there)) and HERE not in everywhere
     assert alone == {HERE}
 
@@ -246,8 +247,8 @@ def test_an_agent_with_an_account_is_visited_in_this_process_alone() -> None:
     parties = [*agents(2), Agent(id="s0", held_unlabelled=agents()[0].unlabelled, account=account)]
     meter = Meter()
     with engine(parties, meter=meter) as there:
-        where = {reply.sender.id: reply.said.pid for reply in ask(there, STEPS.where)}
-        told = {reply.sender.id: dict(reply.notes) for reply in ask(there, STEPS.draw)}
+        where = {reply.sender.id: reply.payload.pid for reply in ask(there, STEPS.where)}
+        told = {reply.sender.id: dict(reply.metrics) for reply in ask(there, STEPS.draw)}
     assert where["s0"] == HERE
     assert HERE not in (where["q0"], where["q1"])  # the control: rows without one go elsewhere
     assert told == {"q0": {"loss": 0.0}, "q1": {"loss": 0.0}, "s0": {}}
@@ -259,13 +260,13 @@ def test_a_step_that_is_none_of_the_algorithms_is_done_in_this_process() -> None
         return Told(os.getpid())
 
     with engine() as there:
-        assert {reply.said.pid for reply in ask(there, where)} == {HERE}
+        assert {reply.payload.pid for reply in ask(there, where)} == {HERE}
 
 
 def test_a_closed_engine_still_answers_from_this_process() -> None:
     with engine() as there:
         pass
-    assert {reply.said.pid for reply in ask(there, STEPS.where)} == {HERE}
+    assert {reply.payload.pid for reply in ask(there, STEPS.where)} == {HERE}
 
 
 def test_a_worker_has_one_thread_whatever_this_process_has() -> None:
@@ -274,8 +275,8 @@ def test_a_worker_has_one_thread_whatever_this_process_has() -> None:
         try:
             for process in processes_of(there):
                 os.kill(process, signal.SIGKILL)
-            assert {reply.said.number for reply in ask(there, STEPS.where)} == {1.0}
-            assert ask(there, STEPS.where, whom="q0")[0].said.number == 2.0  # the control
+            assert {reply.payload.number for reply in ask(there, STEPS.where)} == {1.0}
+            assert ask(there, STEPS.where, whom="q0")[0].payload.number == 2.0  # the control
         finally:
             torch.set_num_threads(1)
 
@@ -332,7 +333,7 @@ def test_the_longest_agent_is_first_and_equals_go_in_the_order_of_calls(tmp_path
 def test_replies_come_in_the_order_of_calls_whoever_is_ready_first(tmp_path: Path) -> None:
     with engine(agents(4)) as there:
         replies = ask(there, STEPS.queue, Told(text=str(tmp_path / "turns")))
-    assert [reply.said.text for reply in replies] == ["q0", "q1", "q2", "q3"]
+    assert [reply.payload.text for reply in replies] == ["q0", "q1", "q2", "q3"]
     # The control: q0 held its worker up until the other one had taken all that was left.
     turns = (tmp_path / "turns").read_text().split()
     assert [turn for turn in turns if turn != "q0"] == ["q1", "q2", "q3"]
@@ -359,8 +360,8 @@ def test_replies_notes_weights_and_what_the_meter_is_told_are_those_of_one_proce
 
 def test_true_labels_are_out_of_reach_of_steps_here_and_in_a_worker() -> None:
     with engine(meter=Meter()) as there:
-        assert {reply.said.text for reply in ask(there, STEPS.look)} == {"False"}
-        assert ask(there, STEPS.look, whom="q0")[0].said.text == "False"  # in this process
+        assert {reply.payload.text for reply in ask(there, STEPS.look)} == {"False"}
+        assert ask(there, STEPS.look, whom="q0")[0].payload.text == "False"  # in this process
     assert hasattr(Meter(), "true_labels")  # the control
 
 
@@ -370,9 +371,9 @@ def test_an_agent_keeps_its_memory_whichever_worker_it_comes_to() -> None:
         before = there.memories()
         [_, second] = ask(there, STEPS.count, whom="q2 q0")  # q2 is longer, and goes first
         [third] = ask(there, STEPS.count, whom="q0")
-        assert [r.said.number for r in (first, second, third)] == [1.0, 2.0, 3.0]
-        assert len({first.said.pid, second.said.pid, HERE}) == 3
-        assert {r.said.text for r in (first, second)} == {"z n a"}
+        assert [r.payload.number for r in (first, second, third)] == [1.0, 2.0, 3.0]
+        assert len({first.payload.pid, second.payload.pid, HERE}) == 3
+        assert {r.payload.text for r in (first, second)} == {"z n a"}
         assert list(there.memories()["q0"]) == ["z", "n", "a"]
         assert float(before["q0"]["n"]) == 1.0  # what was asked for earlier stays as it was
         assert float(before["q0"]["z"]) == float("inf")
@@ -401,7 +402,7 @@ def test_an_error_arrives_as_itself_and_of_several_the_first_by_the_order_of_cal
         with pytest.raises(KeyError) as other:
             ask(there, STEPS.fail, whom="q2 q1 q0")
         assert other.value.args == ("of q1",)
-        assert [reply.said.text for reply in ask(there, STEPS.fail, whom="q2")] == ["q2"]
+        assert [reply.payload.text for reply in ask(there, STEPS.fail, whom="q2")] == ["q2"]
 
 
 @pytest.mark.parametrize(
@@ -419,7 +420,7 @@ def test_no_late_reply_is_taken_for_one_of_the_next_delivery(tmp_path: Path) -> 
         with pytest.raises(KeyError):  # q0 is still at it
             ask(there, STEPS.fail, whom="q1 q0")
         replies = ask(there, STEPS.where)
-        assert [reply.said.text for reply in replies] == ["q0", "q1"]
+        assert [reply.payload.text for reply in replies] == ["q0", "q1"]
         assert len(set(before) & set(processes_of(there))) == 1  # the other one was replaced
 
 
@@ -433,7 +434,7 @@ def test_ctrl_c_in_a_delivery_ends_what_is_under_way_and_the_next_is_whole(tmp_p
             with pytest.raises(KeyboardInterrupt):
                 ask(there, STEPS.sleep, Told(text=str(tmp_path)))
             assert all(map(gone, before))
-            assert [reply.said.text for reply in ask(there, STEPS.where)] == ["q0", "q1"]
+            assert [reply.payload.text for reply in ask(there, STEPS.where)] == ["q0", "q1"]
     finally:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, former)
@@ -469,14 +470,14 @@ def test_workers_that_ended_between_visits_are_replaced_and_no_visit_is_blamed(
             os.kill(process, signal.SIGKILL)
         assert soon(lambda: all_ended(there))
         replies = ask(there, STEPS.where)
-    assert [reply.said.text for reply in replies] == [agent.id for agent in parties]
+    assert [reply.payload.text for reply in replies] == [agent.id for agent in parties]
     said = "A worker process was ended by SIGKILL between visits."
     assert [record.getMessage() for record in caplog.records] == [said] * 4
 
 
 def test_workers_that_end_before_they_do_anything_end_the_delivery() -> None:
     class Short(WorkerEngine):
-        def _serve(self, place: int, pipe: Any, sheet: Sheet) -> None:
+        def _serve(self, place: int, pipe: Any, sheet: SharedBuffer) -> None:
             return
 
         def _hand_out(self, now: Any) -> None:
@@ -538,7 +539,7 @@ def test_a_visit_that_no_worker_survives_is_an_error_that_says_what_to_do() -> N
             "SIGKILL is how the system takes memory back. Set run.workers=1, so that all agents "
             "work in one process, or give the run more memory"
         )
-        assert [reply.said.text for reply in ask(there, STEPS.where)] == ["q0", "q1", "q2"]
+        assert [reply.payload.text for reply in ask(there, STEPS.where)] == ["q0", "q1", "q2"]
 
 
 def test_a_system_that_starts_no_process_is_told_of_and_leaves_nothing_open(
@@ -625,12 +626,12 @@ def test_who_takes_replies_one_by_one_has_few_in_memory(make: Any) -> None:
         calls = [Call(agent, STEPS.draw, Told(), 1) for agent in there.roster()]
         seen, most = list[weakref.ref[Tensor]](), 0
         for reply in there.deliver(calls):
-            seen.append(weakref.ref(reply.said.t))
+            seen.append(weakref.ref(reply.payload.t))
             most = max(most, sum(one() is not None for one in seen))
         assert len(seen) == 12
         assert most <= 2
         kept = list(there.deliver(calls))  # the control
-        seen = [weakref.ref(reply.said.t) for reply in kept]
+        seen = [weakref.ref(reply.payload.t) for reply in kept]
         assert sum(one() is not None for one in seen) == 12
 
 
@@ -655,9 +656,9 @@ def test_with_check_wire_messages_to_and_from_workers_become_bytes_as_well(
 
     def pack(message: Message) -> bytes:
         packed.append(str(message.text) if isinstance(message, Told) else "")
-        return messages.pack(message)
+        return messages.serialize(message)
 
-    monkeypatch.setattr(local_engine, "pack", pack)
+    monkeypatch.setattr(local_engine, "serialize", pack)
     for check in (False, True):
         with engine(check_wire=check) as there:
             found = contents(ask(there, STEPS.draw, number=2))
@@ -674,7 +675,7 @@ KINDS = st.sampled_from([torch.bool, torch.uint8, torch.bfloat16, torch.float32,
 
 @given(st.lists(st.lists(st.lists(KINDS, max_size=4), max_size=3), max_size=3))
 def test_a_sheet_gives_back_what_was_written_last(pages: list[list[list[torch.dtype]]]) -> None:
-    with contextlib.closing(Sheet()) as sheet:
+    with contextlib.closing(SharedBuffer()) as sheet:
         for kinds in pages:
             parts = [  # of 0, 3, 6 and 9 numbers: most begin where no number of their type may
                 {str(n): torch.arange(3 * n).to(kind) for n, kind in enumerate(each)}
@@ -688,7 +689,7 @@ def test_a_sheet_gives_back_what_was_written_last(pages: list[list[list[torch.dt
 
 
 def test_what_was_read_from_a_sheet_stays_when_others_write_on_it() -> None:
-    with contextlib.closing(Sheet()) as sheet:
+    with contextlib.closing(SharedBuffer()) as sheet:
         [[read]] = [part.values() for part in sheet.read(sheet.write({"w": torch.ones(3, 2)}))]
         sheet.write({"w": torch.zeros(3, 2)})
         assert torch.equal(read, torch.ones(3, 2))
@@ -698,7 +699,7 @@ def test_numbers_survive_a_sheet_however_they_lie_in_memory() -> None:
     kernel = torch.arange(36.0).reshape(2, 2, 3, 3).to(memory_format=torch.channels_last)
     step = torch.tensor(7.0)
     odd = torch.tensor([True])  # what follows it begins at an odd byte
-    with contextlib.closing(Sheet()) as sheet:
+    with contextlib.closing(SharedBuffer()) as sheet:
         every_other = torch.arange(12.0)[::2]
         tensors = {"odd": odd, "kernel": kernel, "step": step, "every other": every_other}
         [back] = sheet.read(sheet.write(tensors))
@@ -710,7 +711,7 @@ def test_numbers_survive_a_sheet_however_they_lie_in_memory() -> None:
 
 def test_a_sheet_takes_numbers_without_their_graph_and_no_type_that_messages_lack() -> None:
     weight = torch.ones(3, requires_grad=True)
-    with contextlib.closing(Sheet()) as sheet:
+    with contextlib.closing(SharedBuffer()) as sheet:
         [back] = sheet.read(sheet.write({"w": weight * 2}))
         assert torch.equal(back["w"], torch.full((3,), 2.0)) and not back["w"].requires_grad
         with pytest.raises(TypeError, match=r"z is a tensor of torch\.complex64"):
@@ -730,10 +731,10 @@ def test_a_system_that_has_no_memory_to_share_is_told_of(monkeypatch: pytest.Mon
 def test_a_sheet_that_grows_keeps_what_is_on_it_and_another_process_sees_it_all() -> None:
     first = torch.arange(20, dtype=torch.uint8)
     others = [torch.full((size,), 7, dtype=torch.uint8) for size in (1, 5000, 100_000)]
-    with contextlib.closing(Sheet()) as sheet, contextlib.closing(Sheet()) as answer:
+    with contextlib.closing(SharedBuffer()) as sheet, contextlib.closing(SharedBuffer()) as answer:
         [small] = sheet.write({"seen before the fork": first})
         rest = {str(len(other)): other for other in others}
-        forms = [small, Packed(rest).form()]
+        forms = [small, PackedTensors(rest).form()]
         pipe = os.pipe()
         child = os.fork()
         if child == 0:
@@ -756,7 +757,7 @@ def test_a_sheet_that_grows_keeps_what_is_on_it_and_another_process_sees_it_all(
 
 def test_a_sheet_opens_one_file_and_closes_it() -> None:
     before = set(os.listdir("/proc/self/fd"))
-    sheet = Sheet()
+    sheet = SharedBuffer()
     sheet.write({"x": torch.zeros(100_000)})
     assert len(set(os.listdir("/proc/self/fd")) - before) == 1
     sheet.close()
@@ -781,31 +782,31 @@ def test_auto_is_the_cores_and_no_number_is_above_the_agents(
     monkeypatch: pytest.MonkeyPatch, asked: Any, cores: int, parties: int, expected: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert how_many(asked, agents(parties), CPU) == expected
+    assert resolve_worker_count(asked, agents(parties), CPU) == expected
 
 
 def test_agents_with_accounts_need_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     account: Any = SimpleNamespace()
-    assert how_many("auto", agents(3, account=account) + agents(2), CPU) == 2
-    assert how_many("auto", agents(3, account=account), CPU) == 1
+    assert resolve_worker_count("auto", agents(3, account=account) + agents(2), CPU) == 2
+    assert resolve_worker_count("auto", agents(3, account=account), CPU) == 1
 
 
 def test_auto_is_one_where_the_cores_have_work_or_workers_cannot_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert how_many("auto", agents(4), torch.device("cuda")) == 1
+    assert resolve_worker_count("auto", agents(4), torch.device("cuda")) == 1
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert how_many("auto", agents(4), CPU) == 1
-    assert how_many(2, agents(4), CPU) == 2
+    assert resolve_worker_count("auto", agents(4), CPU) == 1
+    assert resolve_worker_count(2, agents(4), CPU) == 2
 
 
 def test_a_number_of_workers_is_refused_where_there_can_be_none(
     here: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def prepared(workers: str) -> Any:
-        return prepare.prepare(config.load(here.config, ["run.device=cpu", workers]))
+        return prepare.prepare(config.load_config(here.config, ["run.device=cpu", workers]))
 
     assert prepared("run.workers=2").config.run.workers == 2  # the control
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -824,7 +825,7 @@ def test_a_number_of_workers_is_refused_where_there_can_be_none(
     for allowed in ("run.workers=1", "run.workers=auto"):
         prepared(allowed)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert why_not(CPU) == "worker processes need Linux, and this is darwin"
+    assert unsupported_reason(CPU) == "worker processes need Linux, and this is darwin"
 
 
 @pytest.mark.parametrize(

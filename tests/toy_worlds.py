@@ -21,16 +21,18 @@ from privssl import checkpoint, models, noisy_steps, privacy
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm, Task
 from privssl.checkpoint import Snapshot
-from privssl.data import Federation, build
-from privssl.data.datasets import Dataset, checksum, load
+from privssl.data import FederatedDataset, build
+from privssl.data.datasets import Dataset, checksum, load_dataset
 from privssl.engines import Call
-from privssl.engines.local import Heard, LocalEngine
-from privssl.messages import Message, Reply, Silence
+from privssl.engines.local import LocalEngine, PseudoLabelBuffer
+from privssl.messages import Declined, Message, Reply
 from privssl.models.precision import Precision
 from privssl.settings import AgentSettings, DataSettings, ModelSettings
-from privssl.world import Round, World
+from privssl.world import Federation, Round
 
-TOY = load(DataSettings(name="toy"))  # 1,000 training rows 1x8x8, 100 of each of ten classes
+TOY = load_dataset(
+    DataSettings(name="toy")
+)  # 1,000 training rows 1x8x8, 100 of each of ten classes
 
 #: Settings that make any algorithm quick; each is given to those that know it.
 QUICK = {
@@ -44,7 +46,7 @@ QUICK = {
 }
 
 
-def federation(
+def federated_data(
     *,
     labels: str = "support",
     support: int = 2,
@@ -52,14 +54,14 @@ def federation(
     mixed: int = 0,
     dataset: Dataset = TOY,
     **data: Any,
-) -> Federation:
+) -> FederatedDataset:
     """Toy rows at agents: 20 labelled, 60 unlabelled unless told otherwise."""
     asked: dict[str, Any] = {"labels": labels, "labelled": 20, "unlabelled": 60} | data
     agents = AgentSettings(support, query, mixed)
     return build(DataSettings(name="toy", **asked), agents, 0, dataset)
 
 
-def held_as_in(parties: Federation, dataset: Dataset, folder: Path) -> dict[str, Any]:
+def held_as_in(parties: FederatedDataset, dataset: Dataset, folder: Path) -> dict[str, Any]:
     """What a federation is to be given so that each agent holds the same rows, of this data set:
     a new draw would look at all classes."""
     split = dataclasses.replace(parties.manifest, checksum=checksum(dataset))
@@ -67,14 +69,14 @@ def held_as_in(parties: Federation, dataset: Dataset, folder: Path) -> dict[str,
     return {"dataset": dataset, "split": str(folder / "split.json")}
 
 
-def at_server(**data: Any) -> Federation:
+def at_server(**data: Any) -> FederatedDataset:
     """All labels at a labelled server."""
-    return federation(labels="labels-at-server", support=0, **data)
+    return federated_data(labels="labels-at-server", support=0, **data)
 
 
-def at_clients(**data: Any) -> Federation:
+def at_clients(**data: Any) -> FederatedDataset:
     """Agents that hold both kinds of rows."""
-    return federation(labels="labels-at-client", support=0, query=0, mixed=2, **data)
+    return federated_data(labels="labels-at-client", support=0, query=0, mixed=2, **data)
 
 
 def make(
@@ -104,13 +106,15 @@ class Unused(LocalEngine):
     layout: torch.memory_format | None = None  # of all networks, before each visit
     _first: Any = None
 
-    def _worked(self, call: Call, message: Message, heard: Heard | None) -> Reply[Any]:
+    def _run_on_agent(
+        self, call: Call, message: Message, heard: PseudoLabelBuffer | None
+    ) -> Reply[Any]:
         self._first = self._first or copy.deepcopy(call.step.__self__)  # type: ignore[attr-defined]
         new = copy.deepcopy(self._first)
         for network in new.networks().values() if self.layout else ():
             network.to(memory_format=self.layout)
         step = getattr(new, call.step.__name__)
-        return super()._worked(dataclasses.replace(call, step=step), message, heard)
+        return super()._run_on_agent(dataclasses.replace(call, step=step), message, heard)
 
 
 class UnusedAndPlain(Unused):
@@ -157,7 +161,7 @@ class Mute(LocalEngine):
     """Nobody has anything to say."""
 
     def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
-        return [Reply(call.to, Silence("nobody is at home")) for call in calls]
+        return [Reply(call.to, Declined("nobody is at home")) for call in calls]
 
 
 class Overheard(LocalEngine):
@@ -186,7 +190,7 @@ class Played:
 
     algorithm: Algorithm[Any]
     engine: LocalEngine
-    world: World
+    federation: Federation
     begun: Any  # the state before round 1
     state: Any
 
@@ -213,7 +217,7 @@ def _round(algorithm: Algorithm[Any], number: int) -> Round:
 
 def play(
     algorithm: Algorithm[Any],
-    parties: Federation,
+    parties: FederatedDataset,
     rounds: int | None = None,
     *,
     seed: int = 0,
@@ -229,25 +233,25 @@ def play(
     for agent in parties.agents:
         agent.memory = {}
     there = engine(parties.agents, seed=seed, device=torch.device("cpu"), check_wire=check_wire)
-    world = World(there, seed)
+    federation = Federation(there, seed)
     if resume is None:
-        begun, done = algorithm.start(world), 0
+        begun, done = algorithm.start(federation), 0
     else:
         begun, done = algorithm.StateType(**resume.state), resume.round  # type: ignore[arg-type]
         there.restore(resume.memories)
     state = begun
     for number in range(done + 1, rounds + 1):
-        world.begin(_round(algorithm, number))
-        state = algorithm.round(state, world)
-    return Played(algorithm, there, world, begun, state)
+        federation.begin(_round(algorithm, number))
+        state = algorithm.round(state, federation)
+    return Played(algorithm, there, federation, begun, state)
 
 
 def through_disk(played: Played, number: int) -> Snapshot:
     """What a checkpoint after round ``number`` brings back."""
     snapshot = Snapshot(number, vars(played.state), played.engine.memories(), "digest")
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint.save(Path(folder), snapshot)
-        back = checkpoint.load(Path(folder), "digest")
+        checkpoint.save_snapshot(Path(folder), snapshot)
+        back = checkpoint.load_snapshot(Path(folder), "digest")
         # Read while the file is there: of agents, a snapshot holds only where it is.
         return dataclasses.replace(back, state=_read(back.state), memories=_read(back.memories))
 
@@ -293,4 +297,4 @@ def finite(tree: Any) -> bool:
 def without_noise(patch: pytest.MonkeyPatch) -> None:
     """Private steps release their sums as they are: neither with noise nor rounded."""
     patch.setattr(privacy, "secure_normal", np.zeros)
-    patch.setattr(noisy_steps, "grid", lambda deviation: 0.0)
+    patch.setattr(noisy_steps, "rounding_grid", lambda deviation: 0.0)

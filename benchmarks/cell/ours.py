@@ -6,9 +6,9 @@ the others. Imports are done as a run does them.
 
 from contextlib import closing
 
-from privssl.process import in_one_thread, keep_freed_memory, without_collections
+from privssl.process import gc_paused, in_one_thread, tune_malloc
 
-with without_collections():
+with gc_paused():
     import torch
     from torch import nn
 
@@ -16,15 +16,15 @@ with without_collections():
     from benchmarks.processes import tell
     from privssl import data
     from privssl.algorithms.base import Task
-    from privssl.algorithms.baselines import FedAvg, FedAvgConfig, State
+    from privssl.algorithms.baselines import FedAvg, FedAvgConfig, SupervisedState
     from privssl.data.arrays import Arrays
     from privssl.data.datasets import from_arrays
     from privssl.engines.local import LocalEngine
     from privssl.engines.workers import WorkerEngine
-    from privssl.models import laid_out
+    from privssl.models import optimize_layout
     from privssl.models.precision import Precision, in_precision
     from privssl.settings import AgentSettings, DataSettings
-    from privssl.world import Round, World
+    from privssl.world import Federation, Round
 
 
 def main() -> None:
@@ -32,18 +32,18 @@ def main() -> None:
     folder, rounds, word, workers = cell.given()
     precision: Precision = "bfloat16" if word == "bfloat16" else "float32"
     in_one_thread()
-    keep_freed_memory()
+    tune_malloc()
     x, y = cell.rows(folder)
     train = len(x) - cell.TEST_ROWS
     tests = x[train:].copy(), y[train:].copy()  # a view would keep all rows
     names = tuple(map(str, range(cell.CLASSES)))
     dataset = from_arrays("cell", Arrays(x[:train], y[:train], *tests, names))
     settings = DataSettings("npz", "unused", labelled=train)
-    federation = data.build(settings, AgentSettings(support=cell.AGENTS), 0, dataset)
+    federated_data = data.build(settings, AgentSettings(support=cell.AGENTS), 0, dataset)
     del x, y, dataset  # each row is with its agent now, as in a run
 
     def new() -> nn.Module:
-        return laid_out(in_precision(cell.CellCNN, precision)())
+        return optimize_layout(in_precision(cell.CellCNN, precision)())
 
     config = FedAvgConfig(
         rounds=rounds, local_epochs=1, batch_size=cell.BATCH, learning_rate=cell.RATE,
@@ -52,18 +52,18 @@ def main() -> None:
     algorithm = FedAvg(config, Task(cell.CLASSES, cell.SHAPE, new, precision))
     at = torch.device("cpu")
     engine = (
-        LocalEngine(federation.agents, seed=0, device=at)
+        LocalEngine(federated_data.agents, seed=0, device=at)
         if workers == 1
         else WorkerEngine(
-            federation.agents, algorithm=algorithm, workers=workers, seed=0, device=at
+            federated_data.agents, algorithm=algorithm, workers=workers, seed=0, device=at
         )
     )
     with closing(engine):
-        world, state = World(engine, 0), State(cell.begin())
+        federation, state = Federation(engine, 0), SupervisedState(cell.begin())
         tell(round=0)
         for number in range(1, rounds + 1):
-            world.begin(Round(number))
-            state = algorithm.round(state, world)
+            federation.begin(Round(number))
+            state = algorithm.round(state, federation)
             tell(round=number)
     tell(**cell.judge(dict(state.F), *cell.rows(folder)))
 

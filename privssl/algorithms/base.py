@@ -2,7 +2,7 @@
 
 ``round`` is the script: it speaks to agents only through the world's verbs and returns a new
 state. Methods marked ``@on_agent`` are the steps; they run where the data is, get the agent,
-a message and a context, and return a message or ``Silence``. An algorithm keeps nothing on
+a message and a context, and return a message or ``Declined``. An algorithm keeps nothing on
 itself between calls. Algorithms are final: a variant is a config field or a new file.
 """
 
@@ -23,9 +23,9 @@ from privssl.privacy import Plan
 from privssl.settings import PrivacySettings, Problem
 
 if TYPE_CHECKING:
-    from privssl.world import World
+    from privssl.world import Federation
 
-State = TypeVar("State")
+StateT = TypeVar("StateT")
 StepT = TypeVar("StepT")
 
 
@@ -49,26 +49,26 @@ class Context:
     round: int
     agent: str
     visit_key: str
-    attempt: str  # of this process: a visit that is run again after a crash is paid for again
+    session_id: str  # of this process: a visit that is run again after a crash is paid for again
     device: torch.device
     telemetry: bool = True
     meter: LabelMeter | None = None
     weight: float = 1.0
-    notes: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def rng(self, purpose: str) -> torch.Generator:
         """The generator of one purpose in this visit. Two visits never share numbers."""
         return seeds.stream(self.seed, self.round, self.agent, f"{self.visit_key}:{purpose}")
 
     @property
-    def receipt(self) -> str:
+    def charge_id(self) -> str:
         """The name under which this visit is charged to an account; never the same twice."""
-        return f"{self.visit_key}@{self.attempt}"
+        return f"{self.visit_key}@{self.session_id}"
 
-    def note(self, name: str, value: float) -> None:
+    def log_metric(self, name: str, value: float) -> None:
         """A number for the tracker, ``train/NAME``; dropped where rows are under an account."""
         if self.telemetry:
-            self.notes[name] = value
+            self.metrics[name] = value
 
     def pseudo_labels(self, ids: Tensor, probs: Tensor, kept: Tensor | None = None) -> None:
         """Reports pseudo-labels for coverage and accuracy: ids (B,), probs (B, C), kept (B,)."""
@@ -114,7 +114,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Without:
+class MissingReplyPolicy:
     """What becomes of a run over sites where an agent has no reply to a step, for every step.
 
     A site that declines has replied. What is missing here was lost on the way, or broke off.
@@ -133,8 +133,8 @@ class Without:
     absent: Literal["stop", "skip"] = "stop"
 
 
-class Algorithm(ABC, Generic[State]):
-    """Base of all algorithms. ``State`` is a frozen dataclass of state dicts and numbers."""
+class Algorithm(ABC, Generic[StateT]):
+    """Base of all algorithms. ``StateT`` is a frozen dataclass of state dicts and numbers."""
 
     #: The frozen pydantic dataclass of the ``algorithm`` section; has ``name`` and ``rounds``.
     Config: ClassVar[type[Any]]
@@ -147,7 +147,7 @@ class Algorithm(ABC, Generic[State]):
     #: What the height and width of rows must be multiples of.
     sides_divisible_by: ClassVar[int] = 1
     #: What a run over sites goes on without; a step that is not named is needed of all.
-    without: ClassVar[Without] = Without()
+    missing_reply_policy: ClassVar[MissingReplyPolicy] = MissingReplyPolicy()
     #: Class of the state, so that a checkpoint can be read back.
     StateType: ClassVar[type[Any]]
 
@@ -170,14 +170,14 @@ class Algorithm(ABC, Generic[State]):
         return iter(())
 
     @classmethod
-    def without_reply(cls, cfg: Any, *, private: bool) -> Without:
+    def missing_reply_policy_for(cls, cfg: Any, *, private: bool) -> MissingReplyPolicy:
         """What a run over sites goes on without, with these settings of the algorithm.
 
         Args:
             cfg: the ``algorithm`` section.
             private: whether the run is under a privacy plan.
         """
-        return cls.without
+        return cls.missing_reply_policy
 
     @classmethod
     def make_plan(
@@ -195,8 +195,8 @@ class Algorithm(ABC, Generic[State]):
             accounting.errors.PlanError: no noise fits the budget.
         """
         if cls.mechanism == "census":
-            return census_plan.make_plan(settings, rows=rows_per_agent * agents)
-        return privacy.make_plan(settings, rounds=rounds, rows_per_agent=rows_per_agent)
+            return census_plan.make_census_plan(settings, rows=rows_per_agent * agents)
+        return privacy.make_dp_sgd_plan(settings, rounds=rounds, rows_per_agent=rows_per_agent)
 
     def networks(self) -> Mapping[str, nn.Module]:
         """The networks by name, for checks; their weights mean nothing between visits."""
@@ -225,30 +225,30 @@ class Algorithm(ABC, Generic[State]):
         return (Phase("train", self.cfg.rounds),)
 
     @abstractmethod
-    def start(self, world: "World") -> State:
+    def start(self, federation: "Federation") -> StateT:
         """The state before the first round."""
 
     @abstractmethod
-    def round(self, state: State, world: "World") -> State:
+    def round(self, state: StateT, federation: "Federation") -> StateT:
         """One round: talk to agents, return the new state."""
 
-    def finish(self, state: State, world: "World") -> State:
+    def finish(self, state: StateT, federation: "Federation") -> StateT:
         """After the last round."""
         return state
 
     @abstractmethod
-    def classifier(self, state: State) -> StateDict:
+    def classifier(self, state: StateT) -> StateDict:
         """The weights that are evaluated and released."""
 
-    def also_evaluated(self, state: State) -> Mapping[str, StateDict]:
+    def also_evaluated(self, state: StateT) -> Mapping[str, StateDict]:
         """Other classifiers whose accuracy is worth a curve: name -> weights."""
         return {}
 
-    def metrics(self, state: State) -> Mapping[str, float]:
+    def metrics(self, state: StateT) -> Mapping[str, float]:
         """Numbers of the server's own for the tracker."""
         return {}
 
-    def pictures(self, state: State, x: Tensor, y: Tensor) -> Mapping[str, np.ndarray]:
+    def pictures(self, state: StateT, x: Tensor, y: Tensor) -> Mapping[str, np.ndarray]:
         """Pictures for TensorBoard: tag -> uint8 image.
 
         Args:

@@ -10,7 +10,8 @@
     FedAvg under a plan: DP-SGD at agents             FedAvg, private_classifier
     FedProx: + mu / 2 |theta - theta_global|^2        descend, squared_distance
 
-``LocalTraining`` is the one set of settings for these and for FixMatch, UDA (consistency.py) and
+``LocalTrainingSettings`` is the one set of settings for these and for FixMatch, UDA
+(consistency.py) and
 FedSem (pseudo_baselines.py): what a table shows between them is what the method does. Supervise of
 bounds.py is FedAvg too, with Adam, a strong view and a moving average, as FedSSL is judged.
 
@@ -46,7 +47,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from accounting.errors import BudgetExhausted
 from privssl import learn, optimisers, seeds
 from privssl.agents import LabelledRows, SupportAgent
-from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
+from privssl.algorithms.base import Algorithm, Context, MissingReplyPolicy, Task, on_agent
 from privssl.algorithms.local_ssl import Share, no_statistics
 from privssl.algorithms.private_classifier import (
     check_classifier,
@@ -56,13 +57,13 @@ from privssl.algorithms.private_classifier import (
 )
 from privssl.data.views import view
 from privssl.losses import hard_label_loss
-from privssl.mean import Mean
-from privssl.messages import BUDGET_SPENT, Message, Silence, StateDict
+from privssl.mean import WeightedMean
+from privssl.messages import BUDGET_EXHAUSTED, Declined, Message, StateDict
 from privssl.models.kept_steps import plain_sgd
 from privssl.privacy import PrivatePlan
 from privssl.settings import Positive, Problem, Rate, strict
-from privssl.together import compute
-from privssl.world import Roster, World
+from privssl.together import batched_call
+from privssl.world import Federation, Roster
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -71,7 +72,7 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
-class Lesson(Message):
+class SupervisedRequest(Message):
     """Down: the global classifier, and mu, how hard training is pulled towards it (0: not)."""
 
     F: StateDict
@@ -79,14 +80,14 @@ class Lesson(Message):
 
 
 @dataclass(frozen=True)
-class Trained(Message):
+class SupervisedUpdate(Message):
     """Up: the classifier after local training."""
 
     F: StateDict
 
 
 @dataclass(frozen=True)
-class State:
+class SupervisedState:
     """What the server keeps between rounds; agents keep nothing."""
 
     F: StateDict
@@ -96,7 +97,7 @@ class State:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class LocalTraining:
+class LocalTrainingSettings:
     """Training of any party on its own rows: the same for every baseline. Numbers are ours, the
     published ones are in docs/baselines.md."""
 
@@ -120,7 +121,7 @@ class LocalTraining:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Federated(LocalTraining):
+class Federated(LocalTrainingSettings):
     """Training at several agents, and the average of what they send."""
 
     agents_per_round: Positive | None = None  # drawn from the agents averaged; null: all
@@ -140,7 +141,7 @@ class Proximal(Federated):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class ServerSLConfig(LocalTraining):
+class ServerSLConfig(LocalTrainingSettings):
     """Section ``algorithm`` for Server-SL: labels at the server and nothing else."""
 
     name: Literal["server_sl"] = "server_sl"
@@ -165,42 +166,53 @@ class FedProxConfig(Proximal):
 # The algorithms -----------------------------------------------------------------------------
 
 
-class _Supervised(Algorithm[State]):
+class _Supervised(Algorithm[SupervisedState]):
     """The shared round and step; a subclass says who learns."""
 
-    StateType = State
+    StateType = SupervisedState
     reads_unlabelled = False
-    without = Without(quorum=("labelled_pass",))
-    cfg: LocalTraining
+    missing_reply_policy = MissingReplyPolicy(quorum=("labelled_pass",))
+    cfg: LocalTrainingSettings
 
-    def __init__(self, config: LocalTraining, task: Task, plan: PrivatePlan | None = None) -> None:
+    def __init__(
+        self, config: LocalTrainingSettings, task: Task, plan: PrivatePlan | None = None
+    ) -> None:
         super().__init__(config, task, plan)
         self._F = task.new_classifier()
 
-    def start(self, world: World) -> State:
-        return State(learn.fresh_weights(self.task.new_classifier, world.rng("init F")))
+    def start(self, federation: Federation) -> SupervisedState:
+        return SupervisedState(
+            learn.fresh_weights(self.task.new_classifier, federation.rng("init F"))
+        )
 
-    def round(self, state: State, world: World) -> State:
+    def round(self, state: SupervisedState, federation: Federation) -> SupervisedState:
         mu = self.cfg.proximal if isinstance(self.cfg, Proximal) else 0.0
-        F = Mean("F")
-        world.ask_each(self._learners(world), self.labelled_pass, Lesson(state.F, mu), into=F)
-        return State(F.otherwise(state.F))
+        F = WeightedMean("F")
+        federation.call_all(
+            self._learners(federation),
+            self.labelled_pass,
+            SupervisedRequest(state.F, mu),
+            aggregator=F,
+        )
+        return SupervisedState(F.value_or(state.F))
 
-    def _learners(self, world: World) -> Roster:
+    def _learners(self, federation: Federation) -> Roster:
         """Who is asked in this round."""
         drawn = self.cfg.agents_per_round if isinstance(self.cfg, Federated) else None
-        return world.sample(world.support, drawn)
+        return federation.sample(federation.support, drawn)
 
-    def classifier(self, state: State) -> StateDict:
+    def classifier(self, state: SupervisedState) -> StateDict:
         return state.F
 
     @on_agent
-    def labelled_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Trained | Silence:
+    def labelled_pass(
+        self, agent: SupportAgent, msg: SupervisedRequest, ctx: Context
+    ) -> SupervisedUpdate | Declined:
         """Epochs of cross-entropy on labelled rows."""
         if isinstance(self.cfg, Federated):
             self.cfg.weigh(len(agent.labelled), ctx)
-        F = load(self._F, msg, ctx)
-        return descend(F, labelled_losses(F, agent.labelled, self.cfg, ctx), self.cfg, msg, ctx)
+        F = load_global_model(self._F, msg, ctx)
+        return run_sgd(F, labelled_losses(F, agent.labelled, self.cfg, ctx), self.cfg, msg, ctx)
 
 
 @final
@@ -208,7 +220,9 @@ class ServerSL(_Supervised):
     """The labelled server alone: what labels are worth without agents."""
 
     Config = ServerSLConfig
-    without = Without(needed=("labelled_pass",), needed_because="It has the labels, all of them")
+    missing_reply_policy = MissingReplyPolicy(
+        needed=("labelled_pass",), needed_because="It has the labels, all of them"
+    )
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
@@ -261,20 +275,22 @@ class FedAvg(_Averaged):
         assert self.plan is not None
         try_classifier(self.plan, self._F, self.task, device, flip=self.cfg.flip)
 
-    def _learners(self, world: World) -> Roster:
-        over = self.plan is not None and world.round.number > self.plan.visits
-        return () if over else super()._learners(world)
+    def _learners(self, federation: Federation) -> Roster:
+        over = self.plan is not None and federation.round.number > self.plan.visits
+        return () if over else super()._learners(federation)
 
     @on_agent
-    def labelled_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Trained | Silence:
+    def labelled_pass(
+        self, agent: SupportAgent, msg: SupervisedRequest, ctx: Context
+    ) -> SupervisedUpdate | Declined:
         if self.plan is None:
             return super().labelled_pass(agent, msg, ctx)
-        F = load(self._F, msg, ctx)
+        F = load_global_model(self._F, msg, ctx)
         try:
             train_classifier(self.plan, F, agent, ctx, flip=self.cfg.flip)
         except BudgetExhausted:
-            return BUDGET_SPENT
-        return Trained(learn.to_send(F.state_dict()))
+            return BUDGET_EXHAUSTED
+        return SupervisedUpdate(learn.to_send(F.state_dict()))
 
 
 @final
@@ -287,13 +303,13 @@ class FedProx(_Averaged):
 # What all baselines do alike ----------------------------------------------------------------
 
 
-def load(F: nn.Module, msg: Lesson, ctx: Context) -> nn.Module:
+def load_global_model(F: nn.Module, msg: SupervisedRequest, ctx: Context) -> nn.Module:
     """The global weights in a network on the visit's device, in training mode."""
-    return learn.load(F, msg.F, ctx.device)
+    return learn.load_weights(F, msg.F, ctx.device)
 
 
 def labelled_losses(
-    F: nn.Module, rows: LabelledRows, cfg: LocalTraining, ctx: Context
+    F: nn.Module, rows: LabelledRows, cfg: LocalTrainingSettings, ctx: Context
 ) -> Iterator[Tensor]:
     """Mean cross-entropy of each batch of weak views, epoch after epoch."""
     order, chance = ctx.rng("order"), ctx.rng("weak view")
@@ -303,12 +319,16 @@ def labelled_losses(
         seen = learn.views_of(rows.x, batches, lambda x: cfg.weak_view(x, chance), ctx.device)
         for picked, x in zip(batches, seen, strict=True):
             y = rows.y[picked].to(ctx.device)
-            yield compute(hard_label_loss, {"x": x, "y": y}, F=F)
+            yield batched_call(hard_label_loss, {"x": x, "y": y}, F=F)
 
 
-def descend(
-    F: nn.Module, losses: Iterator[Tensor], cfg: LocalTraining, msg: Lesson, ctx: Context
-) -> Trained:
+def run_sgd(
+    F: nn.Module,
+    losses: Iterator[Tensor],
+    cfg: LocalTrainingSettings,
+    msg: SupervisedRequest,
+    ctx: Context,
+) -> SupervisedUpdate:
     """One step of a fresh SGD on each loss as it comes, then what is sent.
 
     Args:
@@ -325,12 +345,12 @@ def descend(
                 loss = loss + msg.proximal / 2 * squared_distance(F, anchor)
             learn.minimise(sgd, loss)
     if values:
-        ctx.note("train/loss_F", learn.mean_of(values))
-    return Trained(learn.to_send(F.state_dict()))
+        ctx.log_metric("train/loss_F", learn.mean_of(values))
+    return SupervisedUpdate(learn.to_send(F.state_dict()))
 
 
 def _sgd(
-    F: nn.Module, cfg: LocalTraining, msg: Lesson, ctx: Context
+    F: nn.Module, cfg: LocalTrainingSettings, msg: SupervisedRequest, ctx: Context
 ) -> AbstractContextManager[optimisers.SGD]:
     """A fresh SGD on F. Its steps are on F's weights when the context ends."""
     rate = cfg.rate(ctx.round)

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from privssl import learn
 from privssl.agents import QueryAgent, SupportAgent
-from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
+from privssl.algorithms.base import Algorithm, Context, MissingReplyPolicy, Task, on_agent
 from privssl.algorithms.local_ssl import (
     ClassifierTraining,
-    federate,
+    average_groups,
     needs_unlabelled,
     no_statistics,
     one_hot,
@@ -35,12 +35,12 @@ from privssl.mixup import local_mixup
 from privssl.privacy import PrivatePlan
 from privssl.pseudo import guess_labels
 from privssl.settings import Problem, Rate, strict
-from privssl.together import compute
-from privssl.world import World
+from privssl.together import batched_call
+from privssl.world import Federation
 
 
 @dataclass(frozen=True)
-class Lesson(Message):
+class TeacherRequest(Message):
     """Down: the global classifier and the teacher that guesses labels."""
 
     F: StateDict
@@ -48,14 +48,14 @@ class Lesson(Message):
 
 
 @dataclass(frozen=True)
-class Classifier(Message):
+class ClassifierUpdate(Message):
     """Up: the classifier after local training."""
 
     F: StateDict
 
 
 @dataclass(frozen=True)
-class State:
+class TeacherState:
     """What the server keeps between rounds."""
 
     F: StateDict
@@ -84,11 +84,11 @@ class MixMatchConfig(ClassifierTraining):
     mix_alpha: Rate = 0.5  # alpha of lambda ~ Beta(alpha, alpha), Eq. 3
 
 
-class _Bound(Algorithm[State]):
+class _FedSSLBaseline(Algorithm[TeacherState]):
     """The shared rounds and steps; a subclass sets the switches and nothing else."""
 
-    StateType = State
-    without = Without(quorum=("support_pass", "query_pass"))
+    StateType = TeacherState
+    missing_reply_policy = MissingReplyPolicy(quorum=("support_pass", "query_pass"))
     cfg: ClassifierTraining
     uses_unlabelled: ClassVar[bool]
 
@@ -104,80 +104,84 @@ class _Bound(Algorithm[State]):
             yield from needs_unlabelled(config)
         yield from no_statistics(config)
 
-    def start(self, world: World) -> State:
-        F = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))
-        return State(F, teacher=F)
+    def start(self, federation: Federation) -> TeacherState:
+        F = learn.fresh_weights(self.task.new_classifier, federation.rng("init F"))
+        return TeacherState(F, teacher=F)
 
-    def round(self, state: State, world: World) -> State:
-        lesson = Lesson(state.F, state.teacher)
-        support = world.ask_each(world.support, self.support_pass, lesson)
-        query: list[Reply[Classifier]] = []
-        if self.uses_unlabelled and world.round.number > self.cfg.warm_up:
-            taking_part = world.sample(world.query, self.cfg.query_per_round)
-            query = world.ask_each(taking_part, self.query_pass, lesson)
-        F = federate(self.cfg.weights, support, query, "F", otherwise=state.F)
-        decay = self.cfg.decay(world.round.number)
-        return State(F, learn.moving_average(state.teacher, F, decay))
+    def round(self, state: TeacherState, federation: Federation) -> TeacherState:
+        lesson = TeacherRequest(state.F, state.teacher)
+        support = federation.call_all(federation.support, self.support_pass, lesson)
+        query: list[Reply[ClassifierUpdate]] = []
+        if self.uses_unlabelled and federation.round.number > self.cfg.warm_up:
+            taking_part = federation.sample(federation.query, self.cfg.query_per_round)
+            query = federation.call_all(taking_part, self.query_pass, lesson)
+        F = average_groups(self.cfg.weights, support, query, "F", otherwise=state.F)
+        decay = self.cfg.decay(federation.round.number)
+        return TeacherState(F, learn.moving_average(state.teacher, F, decay))
 
-    def classifier(self, state: State) -> StateDict:
+    def classifier(self, state: TeacherState) -> StateDict:
         return state.teacher
 
-    def also_evaluated(self, state: State) -> dict[str, StateDict]:
+    def also_evaluated(self, state: TeacherState) -> dict[str, StateDict]:
         return {"unaveraged": state.F}
 
     @on_agent
-    def support_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Classifier:
+    def support_pass(
+        self, agent: SupportAgent, msg: TeacherRequest, ctx: Context
+    ) -> ClassifierUpdate:
         """Learn from labelled rows."""
         rows = agent.labelled
         ctx.weight = float(len(rows))
-        picked = self._picked(len(rows), ctx)
+        picked = self._pick_rows(len(rows), ctx)
         labels = one_hot(rows, picked, self.task.classes)
         return self._train(rows.x[picked], labels, agent, msg, ctx, "support")
 
     @on_agent
-    def query_pass(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Classifier:
+    def query_pass(self, agent: QueryAgent, msg: TeacherRequest, ctx: Context) -> ClassifierUpdate:
         """Guess labels with the teacher (Eq. 2), learn from them."""
         rows = agent.unlabelled
         ctx.weight = float(len(rows))
-        picked = self._picked(len(rows), ctx)
+        picked = self._pick_rows(len(rows), ctx)
         guesses = guess_labels(
-            learn.load(self._F, msg.teacher, ctx.device).eval(),
+            learn.load_weights(self._F, msg.teacher, ctx.device).eval(),
             learn.network_input(rows.x[picked], ctx.device), augment=self.cfg.augmentation("weak"),
             views=self.cfg.views, sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),
         )  # fmt: skip
         ctx.pseudo_labels(rows.ids[picked], guesses)
         return self._train(rows.x[picked], guesses, agent, msg, ctx, "query")
 
-    def _picked(self, held: int, ctx: Context) -> Tensor:
+    def _pick_rows(self, held: int, ctx: Context) -> Tensor:
         return learn.draw_rows(held, self.cfg.local_steps * self.cfg.batch_size, ctx.rng("rows"))
 
     def _train(
-        self, x: Tensor, p: Tensor, agent: SupportAgent | QueryAgent, msg: Lesson,
+        self, x: Tensor, p: Tensor, agent: SupportAgent | QueryAgent, msg: TeacherRequest,
         ctx: Context, group: str,
-    ) -> Classifier:  # fmt: skip
-        F = learn.load(self._F, msg.F, ctx.device)
+    ) -> ClassifierUpdate:  # fmt: skip
+        F = learn.load_weights(self._F, msg.F, ctx.device)
         optimiser = learn.LocalOptimiser({"F": self.cfg.stepping(F)}, agent.memory, group)
         seen = self.cfg.augmentation()(learn.network_input(x, ctx.device), ctx.rng("augment F"))
         rng = ctx.rng("mixup")
 
         def loss(batch: dict[str, Tensor]) -> Tensor:
-            rows, labels = self._mixed(batch["x"], batch["p"], rng)
-            mean: Tensor = compute(soft_label_loss, {"x": rows, "p": labels}, F=F)
+            rows, labels = self._mix(batch["x"], batch["p"], rng)
+            mean: Tensor = batched_call(soft_label_loss, {"x": rows, "p": labels}, F=F)
             return mean
 
         fields = {"x": seen, "p": p.to(ctx.device)}
-        ctx.note(f"train/loss_F/{group}", learn.fit(optimiser, fields, self.cfg.batch_size, loss))
+        ctx.log_metric(
+            f"train/loss_F/{group}", learn.fit(optimiser, fields, self.cfg.batch_size, loss)
+        )
         agent.memory = {**agent.memory, **optimiser.remember()}
-        return Classifier(learn.to_send(F.state_dict()))
+        return ClassifierUpdate(learn.to_send(F.state_dict()))
 
-    def _mixed(self, x: Tensor, p: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _mix(self, x: Tensor, p: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         if isinstance(self.cfg, MixMatchConfig):
             return local_mixup(x, p, self.cfg.mix_alpha, rng)
         return x, p
 
 
 @final
-class Supervise(_Bound):
+class Supervise(_FedSSLBaseline):
     """FedAvg over the agents that hold labels."""
 
     Config = SuperviseConfig
@@ -185,7 +189,7 @@ class Supervise(_Bound):
 
 
 @final
-class Pseudo(_Bound):
+class Pseudo(_FedSSLBaseline):
     """FedAvg over all agents, with guessed labels where there are none."""
 
     Config = PseudoConfig
@@ -193,7 +197,7 @@ class Pseudo(_Bound):
 
 
 @final
-class MixMatch(_Bound):
+class MixMatch(_FedSSLBaseline):
     """Pseudo with L-MixUp at every agent."""
 
     Config = MixMatchConfig

@@ -19,12 +19,12 @@ from torch.nn.functional import normalize, one_hot
 LLOYD = 10  # rounds of a k-means in one place
 
 
-def on_sphere(features: Tensor, mean: Tensor) -> Tensor:
+def center_and_normalize(features: Tensor, mean: Tensor) -> Tensor:
     """Features (N, E) without their mean (E,), at length 1."""
     return normalize(features - mean, dim=1)
 
 
-def nearest(points: Tensor, centroids: Tensor) -> Tensor:
+def nearest_centroids(points: Tensor, centroids: Tensor) -> Tensor:
     """The centroid nearest to each point (N,): points (N, E) at length 1, centroids (K, E)."""
     return distances(points, centroids).argmin(dim=1)
 
@@ -34,15 +34,17 @@ def distances(points: Tensor, centroids: Tensor) -> Tensor:
     return centroids.square().sum(dim=1) - 2 * points @ centroids.T
 
 
-def sums(points: Tensor, centroids: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def centroid_sums(
+    points: Tensor, centroids: Tensor, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Sum (K, E) and number (K,) of the points nearest to each centroid; weighted where given."""
     weight = torch.ones(len(points)) if weight is None else weight
-    chosen, k = nearest(points, centroids), len(centroids)
+    chosen, k = nearest_centroids(points, centroids), len(centroids)
     total = torch.zeros(k, points.shape[1]).index_add_(0, chosen, points * weight[:, None])
     return total, torch.zeros(k).index_add_(0, chosen, weight)
 
 
-def moved(centroids: Tensor, total: Tensor, count: Tensor) -> Tensor:
+def update_centroids(centroids: Tensor, total: Tensor, count: Tensor) -> Tensor:
     """Centroids at the means of their clusters; an empty cluster's stays where it is."""
     held = (count > 0)[:, None]
     return torch.where(held, total / torch.where(held, count[:, None], 1.0), centroids)
@@ -60,8 +62,8 @@ def k_means(points: Tensor, weight: Tensor, k: int, rng: torch.Generator) -> tup
     """
     centroids = _seeds(points, weight, k, rng)
     for _ in range(LLOYD):
-        centroids = moved(centroids, *sums(points, centroids, weight))
-    return centroids, sums(points, centroids, weight)[1]
+        centroids = update_centroids(centroids, *centroid_sums(points, centroids, weight))
+    return centroids, centroid_sums(points, centroids, weight)[1]
 
 
 def _seeds(points: Tensor, weight: Tensor, k: int, rng: torch.Generator) -> Tensor:
@@ -92,7 +94,7 @@ def neighbours(points: Tensor, centroids: Tensor) -> Tensor:
     return torch.bincount(first * cells + second, minlength=cells**2).view(cells, cells).float()
 
 
-def joined(graph: Tensor, k: int, seed: int) -> Tensor:
+def merge_cells(graph: Tensor, k: int, seed: int) -> Tensor:
     """Cells joined into k clusters by normalised cuts: the cluster of each cell (J,), int64.
 
     Args:
@@ -109,13 +111,13 @@ def joined(graph: Tensor, k: int, seed: int) -> Tensor:
     return torch.from_numpy(found).long()
 
 
-def mass_and_borders(graph: Tensor, cluster: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def cluster_shares_and_adjacency(graph: Tensor, cluster: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """What the graph says of the clusters: their shares of all rows (K,), which sum to 1, and how
     many rows lie between two of them (K, K), symmetric; rows within one are on the diagonal.
 
     Args:
         graph: (J, J) counts as ``neighbours`` gives them, over all agents; some are above 0.
-        cluster: (J,) as ``joined`` gives it. k: clusters.
+        cluster: (J,) as ``merge_cells`` gives it. k: clusters.
     """
     held = one_hot(cluster, k).to(graph.dtype)  # (J, K)
     mass = held.T @ graph.sum(dim=1)

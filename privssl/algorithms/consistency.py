@@ -79,7 +79,7 @@ class UDAConfig(Consistency):
     temperature: Annotated[float, Field(ge=0.05, allow_inf_nan=False)] = 1.0
     annealing: Literal["exponential", "none"] = "exponential"  # FedMatch; FedSEAL does not say
 
-    def still_taught_up_to(self, round_number: int, classes: int) -> float:
+    def annealing_threshold(self, round_number: int, classes: int) -> float:
         """eta: a labelled row whose class has a higher probability teaches nothing. Xie et al.
 
         exp(5 (t / T - 1)) (1 - 1 / C) + 1 / C on the clock of rounds; 1 in the last, and without
@@ -146,7 +146,7 @@ class _Consistent(PseudoLabelled):
                 if not loss.detach() <= 0:  # FedMatch: no step, else momentum would go on alone
                     yield loss
         if shares:
-            ctx.note("train/kept", sum(shares) / len(shares))
+            ctx.log_metric("train/kept", sum(shares) / len(shares))
 
     @torch.no_grad()
     def _guess(self, F: nn.Module, x: Tensor) -> Tensor:
@@ -193,8 +193,8 @@ class UDA(_Consistent):
         return divergence(sharpen(p, 1 / self.cfg.temperature), logits)
 
     def _labelled(self, logits: Tensor, y: Tensor, ctx: Context) -> Tensor:
-        taught = still_taught(
-            logits.detach(), y, self.cfg.still_taught_up_to(ctx.round, self.task.classes)
+        taught = training_signal_annealing(
+            logits.detach(), y, self.cfg.annealing_threshold(ctx.round, self.task.classes)
         )
         return super()._labelled(logits[taught], y[taught], ctx)
 
@@ -226,7 +226,7 @@ def joint_batches(
     yield from zip(mine or [none] * len(others), others or [none] * len(mine), strict=True)
 
 
-def still_taught(logits: Tensor, y: Tensor, eta: float) -> Tensor:
+def training_signal_annealing(logits: Tensor, y: Tensor, eta: float) -> Tensor:
     """Which rows (B,) have no higher probability of their class than eta: logits (B, C), y (B,).
 
     A row whose probability is not a number is taught, so that training which diverged is seen.

@@ -39,32 +39,38 @@ from torch import Tensor
 
 from privssl import learn
 from privssl.agents import AgentRef, MixedAgent, QueryAgent, SupportAgent
-from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
-from privssl.algorithms.helper_agents import bundled, draw_probe, nearest, unbundled
+from privssl.algorithms.base import Algorithm, Context, MissingReplyPolicy, Task, on_agent
+from privssl.algorithms.helper_agents import bundle, draw_probe, nearest_agents, unbundle
 from privssl.algorithms.local_ssl import needs_unlabelled
 from privssl.algorithms.two_halves import (
-    LocalTraining,
+    DisjointTrainer,
+    DisjointTraining,
     NotNegative,
     Place,
-    Visit,
     kept_order,
     paired_batches,
     predict,
     theta,
     whole_batches,
 )
-from privssl.mean import average, equally
-from privssl.messages import Message, Reply, Silence, StateDict
+from privssl.mean import average, uniform_weight
+from privssl.messages import Declined, Message, Reply, StateDict
 from privssl.privacy import PrivatePlan
 from privssl.settings import Count, Positive, Problem, strict
-from privssl.sparse import Download, Halves, sparse_download, sparse_upload, without_small
-from privssl.world import Roster, World
+from privssl.sparse import (
+    DecomposedWeights,
+    Download,
+    sparse_download,
+    sparse_upload,
+    without_small,
+)
+from privssl.world import Federation, Roster
 
 # What travels -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Lesson(Message):
+class FedMatchRequest(Message):
     """Down to an agent: both halves, and psi of its helpers (``helper_agents.bundled``)."""
 
     sigma: StateDict
@@ -73,7 +79,7 @@ class Lesson(Message):
 
 
 @dataclass(frozen=True)
-class Learned(Message):
+class FedMatchUpdate(Message):
     """Up from an agent: the halves that it learned."""
 
     sigma: StateDict | None
@@ -81,7 +87,7 @@ class Learned(Message):
 
 
 @dataclass(frozen=True)
-class State:
+class FedMatchState:
     """What the server keeps between rounds.
 
     By agent, of those that ever sent psi: what each held at the end of its last visit, and what
@@ -103,7 +109,7 @@ class State:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedMatchConfig(LocalTraining):
+class FedMatchConfig(DisjointTraining):
     """Section ``algorithm`` for FedMatch. Numbers are the authors' code's (CIFAR-10)."""
 
     name: Literal["fedmatch"] = "fedmatch"
@@ -138,13 +144,13 @@ class FedMatchConfig(LocalTraining):
 
 
 @final
-class FedMatch(Algorithm[State]):
+class FedMatch(Algorithm[FedMatchState]):
     """Algorithm 1 where agents hold both kinds of rows, Algorithm 2 otherwise."""
 
     Config = FedMatchConfig
-    StateType = State
+    StateType = FedMatchState
     # What it holds of an agent, and an agent of it, is as of the last visit that both know of.
-    without = Without(quorum=("learn_sigma", "learn_psi", "learn_both"))
+    missing_reply_policy = MissingReplyPolicy(quorum=("learn_sigma", "learn_psi", "learn_both"))
     cfg: FedMatchConfig
 
     def __init__(self, config: FedMatchConfig, task: Task, plan: PrivatePlan | None = None) -> None:
@@ -167,68 +173,72 @@ class FedMatch(Algorithm[State]):
                 "in the paper, or group",
             )
 
-    def start(self, world: World) -> State:
-        sigma = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))
+    def start(self, federation: Federation) -> FedMatchState:
+        sigma = learn.fresh_weights(self.task.new_classifier, federation.rng("init F"))
         psi = {name: self.cfg.psi_factor * weight for name, weight in sigma.items()}
-        probe = draw_probe(self.task.shape, world.rng("probe"))
-        negligible = self.cfg.numbers(_place(world)).negligible
-        return State(sigma, psi, probe, negligible, {}, {}, {})
+        probe = draw_probe(self.task.shape, federation.rng("probe"))
+        negligible = self.cfg.hyperparameters(_place(federation)).negligible
+        return FedMatchState(sigma, psi, probe, negligible, {}, {}, {})
 
-    def round(self, state: State, world: World) -> State:
-        if _place(world) == "client":
-            return self._labels_at_clients(state, world)
-        return self._labels_at_server(state, world)
+    def round(self, state: FedMatchState, federation: Federation) -> FedMatchState:
+        if _place(federation) == "client":
+            return self._labels_at_clients(state, federation)
+        return self._labels_at_server(state, federation)
 
-    def _labels_at_server(self, state: State, world: World) -> State:
+    def _labels_at_server(self, state: FedMatchState, federation: Federation) -> FedMatchState:
         """Algorithm 2."""
-        lesson = Lesson(state.sigma, state.psi)
-        taught = world.ask_each(world.support, self.learn_sigma, lesson)  # l. 4-8
-        sigma = average(taught, "sigma", otherwise=state.sigma, weight=equally)
+        lesson = FedMatchRequest(state.sigma, state.psi)
+        taught = federation.call_all(federation.support, self.learn_sigma, lesson)  # l. 4-8
+        sigma = average(taught, "sigma", otherwise=state.sigma, weight=uniform_weight)
         state = dataclasses.replace(state, sigma=sigma)
-        down = self._lessons(state, world)  # l. 9-11
-        replies = world.ask_each(down.agents, self.learn_psi, down.of)  # l. 12
-        return self._gathered(state, down, replies)  # l. 13-15
+        down = self._requests(state, federation)  # l. 9-11
+        replies = federation.call_all(down.agents, self.learn_psi, down.of)  # l. 12
+        return self._collect(state, down, replies)  # l. 13-15
 
-    def _labels_at_clients(self, state: State, world: World) -> State:
+    def _labels_at_clients(self, state: FedMatchState, federation: Federation) -> FedMatchState:
         """Algorithm 1."""
-        down = self._lessons(state, world)  # l. 4-6
-        replies = world.ask_each(down.agents, self.learn_both, down.of)  # l. 7
-        return self._gathered(state, down, replies)  # l. 8-11
+        down = self._requests(state, federation)  # l. 4-6
+        replies = federation.call_all(down.agents, self.learn_both, down.of)  # l. 7
+        return self._collect(state, down, replies)  # l. 8-11
 
-    def _lessons(self, state: State, world: World) -> "Lessons":
+    def _requests(self, state: FedMatchState, federation: Federation) -> "RequestBuilder":
         """Who takes part, and what each is sent."""
-        agents = world.sample(world.query, self.cfg.query_per_round)
+        agents = federation.sample(federation.query, self.cfg.query_per_round)
         names: Mapping[str, tuple[str, ...]] = {}
-        if world.round.number % self.cfg.helpers_every == 0:
-            names = nearest(state.embeddings, [agent.id for agent in agents], self.cfg.helpers)
+        if federation.round.number % self.cfg.helpers_every == 0:
+            names = nearest_agents(
+                state.embeddings, [agent.id for agent in agents], self.cfg.helpers
+            )
         helpers = {agent: [state.held_psi[h] for h in chosen] for agent, chosen in names.items()}
-        cuts = self.cfg.numbers(_place(world)).cuts
-        sent = Halves(state.sigma, state.psi)
+        cuts = self.cfg.hyperparameters(_place(federation)).sparsity_thresholds
+        sent = DecomposedWeights(state.sigma, state.psi)
         downloads = {}
         for agent in agents:
             held = None
             if agent.id in state.held_psi:
-                held = Halves(state.held_sigma[agent.id], state.held_psi[agent.id])
+                held = DecomposedWeights(state.held_sigma[agent.id], state.held_psi[agent.id])
             sparse = sparse_download(held, sent, helpers.get(agent.id, []), cuts)
             downloads[agent.id] = sparse if self.cfg.sparse_down else Download(sent, sparse.cost)
-        return Lessons(agents, downloads, helpers)
+        return RequestBuilder(agents, downloads, helpers)
 
-    def _gathered(self, state: State, down: "Lessons", said: Sequence[Reply[Learned]]) -> State:
+    def _collect(
+        self, state: FedMatchState, down: "RequestBuilder", said: Sequence[Reply[FedMatchUpdate]]
+    ) -> FedMatchState:
         """The new models are embedded and averaged, each counting the same whatever its agent holds
         (Alg. 1 l. 10, Alg. 2 l. 15)."""
-        replies = [reply for reply in said if not reply.silent]
+        replies = [reply for reply in said if not reply.declined]
         sigmas, psis, embeddings = {}, {}, {}
         for reply in replies:
-            agent, psi = reply.sender.id, reply.said.psi
+            agent, psi = reply.sender.id, reply.payload.psi
             assert psi is not None
-            sigma = reply.said.sigma  # None: it trained with the one that it got
+            sigma = reply.payload.sigma  # None: it trained with the one that it got
             sigma = down.downloads[agent].weights.sigma if sigma is None else sigma
             sigmas[agent], psis[agent] = sigma, psi
             embeddings[agent] = predict(self._F, theta(sigma, psi), state.probe)[0]
         return dataclasses.replace(
             state,
-            sigma=average(replies, "sigma", otherwise=state.sigma, weight=equally),
-            psi=average(replies, "psi", otherwise=state.psi, weight=equally),
+            sigma=average(replies, "sigma", otherwise=state.sigma, weight=uniform_weight),
+            psi=average(replies, "psi", otherwise=state.psi, weight=uniform_weight),
             embeddings={**state.embeddings, **embeddings},
             held_sigma={**state.held_sigma, **sigmas},
             held_psi={**state.held_psi, **psis},
@@ -236,10 +246,10 @@ class FedMatch(Algorithm[State]):
             helped=len(down.helpers) / max(len(down.agents), 1),
         )
 
-    def classifier(self, state: State) -> StateDict:
+    def classifier(self, state: FedMatchState) -> StateDict:
         return theta(state.sigma, without_small(state.psi, state.negligible))
 
-    def metrics(self, state: State) -> dict[str, float]:
+    def metrics(self, state: FedMatchState) -> dict[str, float]:
         gap = sum(float((w - state.psi[n]).square().sum()) for n, w in state.sigma.items())
         size = sum(float(w.square().sum()) for w in state.sigma.values())
         return {
@@ -251,48 +261,58 @@ class FedMatch(Algorithm[State]):
     # Steps: where the data is ---------------------------------------------------------------
 
     @on_agent
-    def learn_sigma(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Learned:
+    def learn_sigma(
+        self, agent: SupportAgent, msg: FedMatchRequest, ctx: Context
+    ) -> FedMatchUpdate:
         """Eq. 4 where labels are alone: sigma learns beside psi without its small entries."""
-        numbers, rows = self.cfg.numbers("server"), agent.labelled
+        numbers, rows = self.cfg.hyperparameters("server"), agent.labelled
         order = kept_order("labelled", len(rows), agent, ctx)
-        start = Halves(msg.sigma, without_small(msg.psi, numbers.negligible))
-        visit = Visit(self.cfg, "server", self._F, start, agent, ctx)
+        start = DecomposedWeights(msg.sigma, without_small(msg.psi, numbers.negligible))
+        visit = DisjointTrainer(self.cfg, "server", self._F, start, agent, ctx)
         for picked in torch.split(order, numbers.batch_size) * self.cfg.server_epochs:
             visit.learn_sigma(rows, picked)
         visit.end()
-        return Learned(visit.learned("sigma"), None)
+        return FedMatchUpdate(visit.update_of("sigma"), None)
 
     @on_agent
-    def learn_psi(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Learned | Silence:
+    def learn_psi(
+        self, agent: QueryAgent, msg: FedMatchRequest, ctx: Context
+    ) -> FedMatchUpdate | Declined:
         """Eq. 5 where nobody labels: psi learns beside a fixed sigma."""
-        numbers, rows = self.cfg.numbers("server"), agent.unlabelled
+        numbers, rows = self.cfg.hyperparameters("server"), agent.unlabelled
         order, helpers = self._in_sight(agent, ctx), self._helpers(agent, msg)
         if not len(order):
-            return Silence("no rows in this slice of the stream")
-        visit = Visit(self.cfg, "server", self._F, Halves(msg.sigma, msg.psi), agent, ctx)
+            return Declined("no rows in this slice of the stream")
+        visit = DisjointTrainer(
+            self.cfg, "server", self._F, DecomposedWeights(msg.sigma, msg.psi), agent, ctx
+        )
         for picked in whole_batches(order, numbers.batch_size) * self.cfg.epochs:
             visit.learn_psi(rows, picked, helpers)
         visit.end()
-        psi, cost = sparse_upload(visit.learned("psi"), msg.psi, numbers.cuts, is_psi=True)
-        ctx.note("train/cost_up", cost)
-        return Learned(None, psi)
+        psi, cost = sparse_upload(
+            visit.update_of("psi"), msg.psi, numbers.sparsity_thresholds, is_psi=True
+        )
+        ctx.log_metric("train/cost_up", cost)
+        return FedMatchUpdate(None, psi)
 
     @on_agent
-    def learn_both(self, agent: MixedAgent, msg: Lesson, ctx: Context) -> Learned:
+    def learn_both(self, agent: MixedAgent, msg: FedMatchRequest, ctx: Context) -> FedMatchUpdate:
         """Eq. 4 and 5 in turn, step by step: Alg. 1 l. 15-19."""
-        numbers, given, more = self.cfg.numbers("client"), agent.labelled, agent.unlabelled
+        numbers, given, more = self.cfg.hyperparameters("client"), agent.labelled, agent.unlabelled
         labelled = kept_order("labelled", len(given), agent, ctx)
         unlabelled, helpers = self._in_sight(agent, ctx), self._helpers(agent, msg)
-        visit = Visit(self.cfg, "client", self._F, Halves(msg.sigma, msg.psi), agent, ctx)
+        visit = DisjointTrainer(
+            self.cfg, "client", self._F, DecomposedWeights(msg.sigma, msg.psi), agent, ctx
+        )
         for s, u in paired_batches(labelled, unlabelled, numbers.batch_size) * self.cfg.epochs:
             visit.learn_sigma(given, s)
             visit.learn_psi(more, u, helpers)
         visit.end()
-        cuts = numbers.cuts
-        sigma, cost = sparse_upload(visit.learned("sigma"), msg.sigma, cuts, is_psi=False)
-        psi, cost_of_psi = sparse_upload(visit.learned("psi"), msg.psi, cuts, is_psi=True)
-        ctx.note("train/cost_up", cost + cost_of_psi)
-        return Learned(sigma, psi)
+        cuts = numbers.sparsity_thresholds
+        sigma, cost = sparse_upload(visit.update_of("sigma"), msg.sigma, cuts, is_psi=False)
+        psi, cost_of_psi = sparse_upload(visit.update_of("psi"), msg.psi, cuts, is_psi=True)
+        ctx.log_metric("train/cost_up", cost + cost_of_psi)
+        return FedMatchUpdate(sigma, psi)
 
     def _in_sight(self, agent: QueryAgent, ctx: Context) -> Tensor:
         """Numbers of the unlabelled rows that the agent sees in this round, in its order."""
@@ -301,34 +321,34 @@ class FedMatch(Algorithm[State]):
         number = min((ctx.round - 1) * slices // self.cfg.rounds, slices - 1)
         return torch.tensor_split(order, slices)[number]
 
-    def _helpers(self, agent: QueryAgent, msg: Lesson) -> list[dict[str, Tensor]]:
+    def _helpers(self, agent: QueryAgent, msg: FedMatchRequest) -> list[dict[str, Tensor]]:
         """Psi of the helpers that came, or of those that the agent keeps."""
         if not self.cfg.keep_helpers:
-            return unbundled(msg.helpers)
+            return unbundle(msg.helpers)
         if msg.helpers is not None:
             rest = {k: v for k, v in agent.memory.items() if not k.startswith("helper/")}
             agent.memory = rest | {f"helper/{k}": v for k, v in msg.helpers.items()}
         kept = {k: v for k, v in agent.memory.items() if k.startswith("helper/")}
-        return unbundled({k.removeprefix("helper/"): v for k, v in kept.items()})
+        return unbundle({k.removeprefix("helper/"): v for k, v in kept.items()})
 
 
 # Small things -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Lessons:
+class RequestBuilder:
     """What a round sends down: to whom, which weights, which helpers."""
 
     agents: Roster
     downloads: Mapping[str, Download]
     helpers: Mapping[str, Sequence[StateDict]]  # psi of each helper; only of agents that get any
 
-    def of(self, agent: AgentRef) -> Lesson:
+    def of(self, agent: AgentRef) -> FedMatchRequest:
         """The message for one agent."""
         weights = self.downloads[agent.id].weights
-        return Lesson(weights.sigma, weights.psi, bundled(self.helpers.get(agent.id, ())))
+        return FedMatchRequest(weights.sigma, weights.psi, bundle(self.helpers.get(agent.id, ())))
 
 
-def _place(world: World) -> Place:
+def _place(federation: Federation) -> Place:
     """Where labels are: at clients when agents hold both kinds of rows."""
-    return "client" if any(agent.role == "mixed" for agent in world.support) else "server"
+    return "client" if any(agent.role == "mixed" for agent in federation.support) else "server"

@@ -40,14 +40,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from privssl import learn, optimisers, seeds
 from privssl.agents import LabelledRows, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.algorithms import signs
-from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
+from privssl.algorithms.base import Algorithm, Context, MissingReplyPolicy, Task, on_agent
 from privssl.algorithms.local_ssl import Share, needs_unlabelled, no_statistics
 from privssl.data.views import view
-from privssl.mean import Mean, equally
-from privssl.messages import Done, Message, StateDict
+from privssl.mean import WeightedMean, uniform_weight
+from privssl.messages import Ack, Message, StateDict
 from privssl.privacy import PrivatePlan
 from privssl.settings import Count, Positive, Problem, Rate, strict
-from privssl.world import World
+from privssl.world import Federation
 
 View = Literal["none", "crop", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"]
 LARGEST_WEIGHT = 1000.0  # of the positive loss: beyond it nothing but overflow
@@ -57,21 +57,21 @@ LARGEST_WEIGHT = 1000.0  # of the positive loss: beyond it nothing but overflow
 
 
 @dataclass(frozen=True)
-class Model(Message):
+class FedSEALModel(Message):
     """A classifier, down to an agent or up from one."""
 
     F: StateDict
 
 
 @dataclass(frozen=True)
-class Thresholds(Message):
+class ClassThresholds(Message):
     """Up from who holds labels: tau (C,) of Eq. 5, >= 0; NEVER for a class it cannot judge."""
 
     tau: Tensor
 
 
 @dataclass(frozen=True)
-class Lesson(Message):
+class FedSEALRequest(Message):
     """Down to an agent that is to train: w^t and tau^t (C,)."""
 
     F: StateDict
@@ -79,7 +79,7 @@ class Lesson(Message):
 
 
 @dataclass(frozen=True)
-class State:
+class FedSEALState:
     """What the server keeps between rounds. An agent keeps p-bar and the number of its models."""
 
     averaged: StateDict  # w-bar: mean of the last uploads
@@ -156,13 +156,13 @@ class FedSEALConfig:
 
 
 @final
-class FedSEAL(Algorithm[State]):
+class FedSEAL(Algorithm[FedSEALState]):
     """Algorithm 1."""
 
     Config = FedSEALConfig
-    StateType = State
+    StateType = FedSEALState
     # Of predictions that it missed, an agent's own mean is simply not made.
-    without = Without(
+    missing_reply_policy = MissingReplyPolicy(
         quorum=(
             "bootstrap", "learn_from_labels", "class_thresholds", "remember_prediction",
             "learn_from_both_signs",
@@ -200,49 +200,61 @@ class FedSEAL(Algorithm[State]):
             yield Problem("algorithm.batch_size", text)
         yield from no_statistics(config)
 
-    def start(self, world: World) -> State:
-        F: StateDict = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))
+    def start(self, federation: Federation) -> FedSEALState:
+        F: StateDict = learn.fresh_weights(self.task.new_classifier, federation.rng("init F"))
         if self.cfg.bootstrap_epochs:
-            trained = Mean("F", equally)
-            world.ask_each(world.support, self.bootstrap, Model(F), into=trained)
-            F = trained.otherwise(F)
+            trained = WeightedMean("F", uniform_weight)
+            federation.call_all(
+                federation.support, self.bootstrap, FedSEALModel(F), aggregator=trained
+            )
+            F = trained.value_or(F)
         if self.cfg.history_from_start:
-            world.ask_each(world.query, self.remember_prediction, Model(F))
-        return State(averaged=F, F=F)
+            federation.call_all(federation.query, self.remember_prediction, FedSEALModel(F))
+        return FedSEALState(averaged=F, F=F)
 
-    def round(self, state: State, world: World) -> State:
-        trained, uploads = Mean("F", equally), Mean("F", equally)  # Eq. 2: the plain mean
-        world.ask_each(world.support, self.learn_from_labels, Model(state.averaged), into=trained)
-        F = trained.otherwise(state.averaged)
-        lesson = Lesson(F, self._thresholds(F, world))
-        chosen = world.sample(world.query, self.cfg.query_per_round)
+    def round(self, state: FedSEALState, federation: Federation) -> FedSEALState:
+        trained, uploads = (
+            WeightedMean("F", uniform_weight),
+            WeightedMean("F", uniform_weight),
+        )  # Eq. 2: the plain mean
+        federation.call_all(
+            federation.support,
+            self.learn_from_labels,
+            FedSEALModel(state.averaged),
+            aggregator=trained,
+        )
+        F = trained.value_or(state.averaged)
+        lesson = FedSEALRequest(F, self._thresholds(F, federation))
+        chosen = federation.sample(federation.query, self.cfg.query_per_round)
         if self.cfg.history == "all" and chosen:
             training = set(chosen)
-            others = [agent for agent in world.query if agent not in training]
-            world.ask_each(others, self.remember_prediction, Model(F))
-        world.ask_each(chosen, self.learn_from_both_signs, lesson, into=uploads)
-        return State(averaged=uploads.otherwise(F), F=F)
+            others = [agent for agent in federation.query if agent not in training]
+            federation.call_all(others, self.remember_prediction, FedSEALModel(F))
+        federation.call_all(chosen, self.learn_from_both_signs, lesson, aggregator=uploads)
+        return FedSEALState(averaged=uploads.value_or(F), F=F)
 
-    def _thresholds(self, F: StateDict, world: World) -> Tensor:
+    def _thresholds(self, F: StateDict, federation: Federation) -> Tensor:
         """tau (C,): of the server, or the mean over the holders of labels that can judge."""
         if self.cfg.threshold is not None:
             return torch.full((self.task.classes,), self.cfg.threshold)
-        told = world.ask_each(world.support, self.class_thresholds, Model(F))
-        return signs.mean_where_known([r.said.tau for r in told if not r.silent], self.task.classes)
+        told = federation.call_all(federation.support, self.class_thresholds, FedSEALModel(F))
+        return signs.mean_where_known(
+            [r.payload.tau for r in told if not r.declined], self.task.classes
+        )
 
-    def classifier(self, state: State) -> StateDict:
+    def classifier(self, state: FedSEALState) -> StateDict:
         return state.F
 
-    def also_evaluated(self, state: State) -> dict[str, StateDict]:
+    def also_evaluated(self, state: FedSEALState) -> dict[str, StateDict]:
         return {"averaged": state.averaged}
 
     # Steps where labels are -----------------------------------------------------------------
 
     @on_agent
-    def bootstrap(self, agent: SupportAgent, msg: Model, ctx: Context) -> Model:
+    def bootstrap(self, agent: SupportAgent, msg: FedSEALModel, ctx: Context) -> FedSEALModel:
         """Train F until validation rows stop getting better, and keep the best: 4.1.3."""
         rows, (taught, checked) = agent.labelled, self._parts(agent.labelled, ctx)
-        F = self._loaded(msg.F, ctx)
+        F = self._load_classifier(msg.F, ctx)
         sgd, rng = self._sgd(F, ctx), ctx.rng("bootstrap")
         patience = self.cfg.bootstrap_patience if len(checked) else 0
         best: StateDict = msg.F
@@ -256,35 +268,41 @@ class FedSEAL(Algorithm[State]):
                 best, best_accuracy, waited = learn.weights_of(F), reached, 0
             elif waited == patience:
                 break
-        return Model(best)
+        return FedSEALModel(best)
 
     @on_agent
-    def learn_from_labels(self, agent: SupportAgent, msg: Model, ctx: Context) -> Model:
+    def learn_from_labels(
+        self, agent: SupportAgent, msg: FedSEALModel, ctx: Context
+    ) -> FedSEALModel:
         """E_s epochs on labelled rows: Eq. 3, 4."""
         rows, (taught, _) = agent.labelled, self._parts(agent.labelled, ctx)
-        F = self._loaded(msg.F, ctx)
+        F = self._load_classifier(msg.F, ctx)
         sgd, rng, losses = self._sgd(F, ctx), ctx.rng("labels"), []
         for _ in range(self.cfg.server_epochs):
             losses += self._labelled_epoch(F, sgd, rows, taught, ctx, rng)
-        ctx.note("train/loss_labelled", learn.mean_of(losses))
-        return Model(learn.to_send(F.state_dict()))
+        ctx.log_metric("train/loss_labelled", learn.mean_of(losses))
+        return FedSEALModel(learn.to_send(F.state_dict()))
 
     @on_agent
-    def class_thresholds(self, agent: SupportAgent, msg: Model, ctx: Context) -> Thresholds:
+    def class_thresholds(
+        self, agent: SupportAgent, msg: FedSEALModel, ctx: Context
+    ) -> ClassThresholds:
         """Eq. 5 on the validation rows, as they are."""
         rows, (_, checked) = agent.labelled, self._parts(agent.labelled, ctx)
-        p = _probabilities(self._loaded(msg.F, ctx), rows.x[checked], ctx)
+        p = _probabilities(self._load_classifier(msg.F, ctx), rows.x[checked], ctx)
         tau = signs.class_thresholds(p, rows.y[checked]).clamp(min=self.cfg.threshold_floor)
         known = tau[tau.isfinite()]
         if len(known):
-            ctx.note("train/threshold_min", float(known.min()))
-            ctx.note("train/threshold_max", float(known.max()))
-        return Thresholds(torch.where(tau.isposinf(), signs.NEVER, tau))  # nan stays: it diverged
+            ctx.log_metric("train/threshold_min", float(known.min()))
+            ctx.log_metric("train/threshold_max", float(known.max()))
+        return ClassThresholds(
+            torch.where(tau.isposinf(), signs.NEVER_SEEN, tau)
+        )  # nan stays: it diverged
 
     def _parts(self, rows: LabelledRows, ctx: Context) -> tuple[Tensor, Tensor]:
         """Numbers of rows to learn from and of those set apart, at most half; never redrawn."""
         rng = seeds.stream(ctx.seed, 0, ctx.agent, "validation rows")
-        apart = signs.set_apart(rows.y, min(self.cfg.validation_rows, len(rows) // 2), rng)
+        apart = signs.split_validation(rows.y, min(self.cfg.validation_rows, len(rows) // 2), rng)
         return torch.nonzero(~apart)[:, 0], torch.nonzero(apart)[:, 0]
 
     def _labelled_epoch(
@@ -306,41 +324,43 @@ class FedSEAL(Algorithm[State]):
     # Steps where unlabelled rows are --------------------------------------------------------
 
     @on_agent
-    def remember_prediction(self, agent: QueryAgent, msg: Model, ctx: Context) -> Done:
+    def remember_prediction(self, agent: QueryAgent, msg: FedSEALModel, ctx: Context) -> Ack:
         """Let w^t into the history: Eq. 8, at an agent that does not train in this round."""
-        self._remembered(agent, msg.F, ctx)
-        return Done()
+        self._update_history(agent, msg.F, ctx)
+        return Ack()
 
     @on_agent
-    def learn_from_both_signs(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Model:
+    def learn_from_both_signs(
+        self, agent: QueryAgent, msg: FedSEALRequest, ctx: Context
+    ) -> FedSEALModel:
         """Eq. 8 to 16: sure rows teach what they are, others what they are not."""
-        p_bar = self._remembered(agent, msg.F, ctx)
+        p_bar = self._update_history(agent, msg.F, ctx)
         both = signs.signed_labels(
             p_bar, msg.tau.cpu(), self.cfg.unlikely_at_most, ctx.rng("complement"),
             exclude_likeliest=self.cfg.exclude_likeliest, hard=self.cfg.hard_labels,
         )  # fmt: skip
         ctx.pseudo_labels(agent.unlabelled.ids, p_bar, both.positive)
         self._note_signs(both, ctx)
-        F, weights = self._loaded(msg.F, ctx), self.cfg.sign_weights(ctx.round)
+        F, weights = self._load_classifier(msg.F, ctx), self.cfg.sign_weights(ctx.round)
         sgd, order, views = self._sgd(F, ctx), ctx.rng("order"), ctx.rng("views")
         losses, how = [], self.cfg.batches
         for _ in range(self.cfg.client_epochs):
             batches = signs.signed_batches(how, both, self.cfg.batch_size, order)
-            seen = learn.ahead(
-                batches, partial(self._seen, agent.unlabelled, both, ctx, views),
-                learn.seen_at_once(agent.unlabelled.x),
+            seen = learn.in_blocks(
+                batches, partial(self._view_batch, agent.unlabelled, both, ctx, views),
+                learn.rows_per_pass(agent.unlabelled.x),
             )  # fmt: skip
             for batch, x in zip(batches, seen, strict=True):
                 if not _too_few(F, batch):
-                    up, down = signs.row_losses(F(x), both, batch)
+                    up, down = signs.signed_losses(F(x), both, batch)
                     loss = signs.batch_loss(how, up, down, both.sizes, weights)
                     losses.append(learn.minimise(sgd, loss))
-        ctx.note("train/loss_signs", learn.mean_of(losses))
-        return Model(learn.to_send(F.state_dict()))
+        ctx.log_metric("train/loss_signs", learn.mean_of(losses))
+        return FedSEALModel(learn.to_send(F.state_dict()))
 
-    def _remembered(self, agent: QueryAgent, weights: StateDict, ctx: Context) -> Tensor:
+    def _update_history(self, agent: QueryAgent, weights: StateDict, ctx: Context) -> Tensor:
         """p-bar (N, C) with one more model in it: Eq. 8."""
-        p = _probabilities(self._loaded(weights, ctx), agent.unlabelled.x, ctx)
+        p = _probabilities(self._load_classifier(weights, ctx), agent.unlabelled.x, ctx)
         if self.cfg.history == "none":
             return p
         memory = agent.memory
@@ -349,8 +369,8 @@ class FedSEAL(Algorithm[State]):
         agent.memory = {**memory, "p_bar": p_bar, "models": torch.tensor(models)}
         return p_bar
 
-    def _seen(
-        self, rows: UnlabelledRows, both: signs.Signs, ctx: Context, rng: torch.Generator,
+    def _view_batch(
+        self, rows: UnlabelledRows, both: signs.SignedLabels, ctx: Context, rng: torch.Generator,
         picked: Tensor,
     ) -> Tensor:  # fmt: skip
         """Views of positive and of negative rows (N, *shape), by the kind of each."""
@@ -360,19 +380,19 @@ class FedSEAL(Algorithm[State]):
         seen[~positive] = self.cfg.view(self.cfg.negative_view, x[~positive], rng)
         return seen
 
-    def _note_signs(self, both: signs.Signs, ctx: Context) -> None:
+    def _note_signs(self, both: signs.SignedLabels, ctx: Context) -> None:
         """Shares of D+ and D-, lambda, and the largest class of D+: near 1, training collapses."""
         n_plus, n_minus = both.sizes
         counts = torch.bincount(both.y_plus[both.positive], minlength=1)
-        ctx.note("train/positive", n_plus / len(both.y_plus))
-        ctx.note("train/negative", n_minus / len(both.y_plus))
-        ctx.note("train/positive_largest_class", int(counts.max()) / max(1, n_plus))
-        ctx.note("train/positive_weight", self.cfg.sign_weights(ctx.round)[0])
+        ctx.log_metric("train/positive", n_plus / len(both.y_plus))
+        ctx.log_metric("train/negative", n_minus / len(both.y_plus))
+        ctx.log_metric("train/positive_largest_class", int(counts.max()) / max(1, n_plus))
+        ctx.log_metric("train/positive_weight", self.cfg.sign_weights(ctx.round)[0])
 
     # Local training -------------------------------------------------------------------------
 
-    def _loaded(self, weights: StateDict, ctx: Context) -> nn.Module:
-        return learn.load(self._F, weights, ctx.device)
+    def _load_classifier(self, weights: StateDict, ctx: Context) -> nn.Module:
+        return learn.load_weights(self._F, weights, ctx.device)
 
     def _sgd(self, F: nn.Module, ctx: Context) -> optimisers.SGD:
         rate = self.cfg.rate(ctx.round)

@@ -46,43 +46,43 @@ from privssl.algorithms.base import (
     Algorithm,
     CanaryLoss,
     Context,
+    MissingReplyPolicy,
     NetworkFactory,
     Task,
-    Without,
     on_agent,
 )
 from privssl.algorithms.gmixup import (
     NETWORKS,
-    Mixes,
+    GMixupSettings,
     Mixing,
     canary_losses,
     check_private_rows,
     draw_mixing,
     step_losses,
-    train_privately,
+    train_networks_privately,
     try_privately,
 )
 from privssl.algorithms.local_ssl import (
     Share,
-    federate,
+    average_groups,
     needs_unlabelled,
     no_statistics,
     one_hot,
 )
-from privssl.messages import BUDGET_SPENT, Message, Reply, Silence, StateDict
-from privssl.models import laid_out
+from privssl.messages import BUDGET_EXHAUSTED, Declined, Message, Reply, StateDict
+from privssl.models import optimize_layout
 from privssl.models.precision import in_precision
 from privssl.privacy import PrivatePlan
 from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, Rate, strict
-from privssl.together import compute
-from privssl.world import Roster, World
+from privssl.together import batched_call
+from privssl.world import Federation, Roster
 
 # What travels -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Lesson(Message):
+class FedSSLRequest(Message):
     """Down to an agent: the global networks and the teacher that guesses labels."""
 
     F: StateDict
@@ -94,7 +94,7 @@ class Lesson(Message):
 
 
 @dataclass(frozen=True)
-class Networks(Message):
+class FedSSLUpdate(Message):
     """Up from an agent: the networks it trained; None is one it did not train.
 
     ``agreement`` is the share of mixes that F calls p'; None where the rows are under a claim.
@@ -107,7 +107,7 @@ class Networks(Message):
 
 
 @dataclass(frozen=True)
-class State:
+class FedSSLState:
     """What the server keeps between rounds."""
 
     F: StateDict
@@ -122,7 +122,7 @@ class State:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedSSLConfig(Mixes):
+class FedSSLConfig(GMixupSettings):
     """Section ``algorithm`` for FedSSL. Numbers are ours unless a source stands beside them."""
 
     name: Literal["fedssl"] = "fedssl"
@@ -148,22 +148,22 @@ class FedSSLConfig(Mixes):
 
 
 @final
-class FedSSL(Algorithm[State]):
+class FedSSL(Algorithm[FedSSLState]):
     """Algorithm 1, and with a private plan Algorithm 2."""
 
     Config = FedSSLConfig
-    StateType = State
+    StateType = FedSSLState
     can_be_private = True
     sides_divisible_by = 4  # G and D halve them twice
     cfg: FedSSLConfig
 
     @classmethod
-    def without_reply(cls, cfg: FedSSLConfig, *, private: bool) -> Without:
+    def missing_reply_policy_for(cls, cfg: FedSSLConfig, *, private: bool) -> MissingReplyPolicy:
         """In sequence, who is away may be passed over, as one whose budget is spent: l. 3-4."""
         if private or cfg.order == "sequential":
             absent: Literal["skip", "stop"] = "skip" if private else "stop"
-            return Without(quorum=("query_pass",), skip=("support_pass",), absent=absent)
-        return Without(quorum=("support_pass", "query_pass"))
+            return MissingReplyPolicy(quorum=("query_pass",), skip=("support_pass",), absent=absent)
+        return MissingReplyPolicy(quorum=("support_pass", "query_pass"))
 
     def __init__(self, config: FedSSLConfig, task: Task, plan: PrivatePlan | None = None) -> None:
         super().__init__(config, task, plan)
@@ -173,8 +173,10 @@ class FedSSL(Algorithm[State]):
         D = in_precision(ImageDiscriminator, task.precision)
         self._new: dict[str, NetworkFactory] = {
             "F": task.new_classifier,
-            "G": lambda: laid_out(G(shape, classes, width=width, noise_size=config.noise_size)),
-            "D": lambda: laid_out(D(shape, classes, width=width, spectral=spectral)),
+            "G": lambda: optimize_layout(
+                G(shape, classes, width=width, noise_size=config.noise_size)
+            ),
+            "D": lambda: optimize_layout(D(shape, classes, width=width, spectral=spectral)),
         }
         self._networks = {name: new() for name, new in self._new.items()}
 
@@ -197,72 +199,91 @@ class FedSSL(Algorithm[State]):
     def canary_losses(self) -> Mapping[str, CanaryLoss]:
         return {**super().canary_losses(), **canary_losses(self.cfg, self.task)}
 
-    def start(self, world: World) -> State:
+    def start(self, federation: Federation) -> FedSSLState:
         F, G, D = (
-            learn.fresh_weights(self._new[name], world.rng(f"init {name}")) for name in NETWORKS
+            learn.fresh_weights(self._new[name], federation.rng(f"init {name}"))
+            for name in NETWORKS
         )
-        return State(F, G, D, teacher=F)
+        return FedSSLState(F, G, D, teacher=F)
 
-    def round(self, state: State, world: World) -> State:
-        taking_part = world.sample(world.query, self.cfg.query_per_round)
+    def round(self, state: FedSSLState, federation: Federation) -> FedSSLState:
+        taking_part = federation.sample(federation.query, self.cfg.query_per_round)
         if self.plan is not None or self.cfg.order == "sequential":
-            support: list[Reply[Networks]] = []
+            support: list[Reply[FedSSLUpdate]] = []
             handed_on = state
-            for agent in self._in_reach(world):  # Alg. 2 l. 2: in sequence
-                reply = world.ask(agent, self.support_pass, self._lesson(handed_on, world))
-                if not reply.silent:  # silent: l. 3-4, its budget is spent
-                    handed_on = _updated(handed_on, reply.said)
-            query = world.ask_each(
-                taking_part, self.query_pass, self._lesson(handed_on, world, True)
+            for agent in self._in_reach(federation):  # Alg. 2 l. 2: in sequence
+                reply = federation.call(
+                    agent, self.support_pass, self._request(handed_on, federation)
+                )
+                if not reply.declined:  # silent: l. 3-4, its budget is spent
+                    handed_on = _updated_state(handed_on, reply.payload)
+            query = federation.call_all(
+                taking_part, self.query_pass, self._request(handed_on, federation, True)
             )
             state = handed_on
         else:
-            support = world.ask_each(world.support, self.support_pass, self._lesson(state, world))
-            query = world.ask_each(taking_part, self.query_pass, self._lesson(state, world, True))
+            support = federation.call_all(
+                federation.support, self.support_pass, self._request(state, federation)
+            )
+            query = federation.call_all(
+                taking_part, self.query_pass, self._request(state, federation, True)
+            )
         F, G, D = (
-            federate(self.cfg.weights, support, query, name, getattr(state, name))  # Alg. 1 l. 9
+            average_groups(
+                self.cfg.weights, support, query, name, getattr(state, name)
+            )  # Alg. 1 l. 9
             for name in NETWORKS
         )
-        return self._next(state, world, F, G, D, [*support, *query])
+        return self._next(state, federation, F, G, D, [*support, *query])
 
-    def _in_reach(self, world: World) -> Roster:
+    def _in_reach(self, federation: Federation) -> Roster:
         """Support agents, while the plan has visits left for them."""
-        over = self.plan is not None and world.round.number > self.plan.visits
-        return () if over else world.support
+        over = self.plan is not None and federation.round.number > self.plan.visits
+        return () if over else federation.support
 
     def _next(
-        self, state: State, world: World, F: StateDict, G: StateDict, D: StateDict,
-        replies: Sequence[Reply[Networks]],
-    ) -> State:  # fmt: skip
-        told = [r.said.agreement for r in replies if not r.silent and r.said.agreement is not None]
+        self, state: FedSSLState, federation: Federation, F: StateDict, G: StateDict, D: StateDict,
+        replies: Sequence[Reply[FedSSLUpdate]],
+    ) -> FedSSLState:  # fmt: skip
+        told = [
+            r.payload.agreement
+            for r in replies
+            if not r.declined and r.payload.agreement is not None
+        ]
         agreement = sum(told) / len(told) if told else state.agreement
         opened = state.gate_round
         if not opened and agreement >= self.cfg.gate:
-            opened = world.round.number + 1
-        decay = self.cfg.decay(world.round.number)
-        return State(F, G, D, learn.moving_average(state.teacher, F, decay), agreement, opened)
+            opened = federation.round.number + 1
+        decay = self.cfg.decay(federation.round.number)
+        return FedSSLState(
+            F, G, D, learn.moving_average(state.teacher, F, decay), agreement, opened
+        )
 
-    def _lesson(self, state: State, world: World, query: bool = False) -> Lesson:
-        warm = world.round.number <= self.cfg.warm_up and self.cfg.real_rows
-        return Lesson(
+    def _request(
+        self, state: FedSSLState, federation: Federation, query: bool = False
+    ) -> FedSSLRequest:
+        warm = federation.round.number <= self.cfg.warm_up and self.cfg.real_rows
+        return FedSSLRequest(
             F=state.F, G=state.G, D=state.D, teacher=state.teacher,
             trains_classifier=not (query and warm),
             mixes_teach=self.cfg.gate == 0 or state.gate_round > 0,
         )  # fmt: skip
 
-    def classifier(self, state: State) -> StateDict:
+    def classifier(self, state: FedSSLState) -> StateDict:
         return state.teacher
 
-    def also_evaluated(self, state: State) -> Mapping[str, StateDict]:
+    def also_evaluated(self, state: FedSSLState) -> Mapping[str, StateDict]:
         return {"unaveraged": state.F}
 
-    def metrics(self, state: State) -> Mapping[str, float]:
+    def metrics(self, state: FedSSLState) -> Mapping[str, float]:
         return {"train/agreement": state.agreement, "train/gate_open": float(state.gate_round > 0)}
 
     # Steps: where the data is ---------------------------------------------------------------
 
     @on_agent
-    def support_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Networks | Silence:
+    def support_pass(
+        self, agent: SupportAgent, msg: FedSSLRequest, ctx: Context
+    ) -> FedSSLUpdate | Declined:
         """G-Reg and G-MixUp on labelled rows: Alg. 1 l. 4-5; under a plan Alg. 2 l. 3-8."""
         if self.plan is not None:
             return self._private_pass(agent, msg, ctx)
@@ -270,12 +291,12 @@ class FedSSL(Algorithm[State]):
         return self._train(NETWORKS, self._labelled_mixing(agent, ctx), agent, msg, ctx, "support")
 
     @on_agent
-    def query_pass(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Networks:
+    def query_pass(self, agent: QueryAgent, msg: FedSSLRequest, ctx: Context) -> FedSSLUpdate:
         """The same on unlabelled rows with pseudo-labels: Alg. 1 l. 7-8, Eq. 2."""
         rows = agent.unlabelled
         ctx.weight = float(len(rows))
         picked = learn.draw_rows(len(rows), self._rows_per_visit, ctx.rng("rows"))
-        teacher = learn.load(self._networks["F"], msg.teacher, ctx.device).eval()
+        teacher = learn.load_weights(self._networks["F"], msg.teacher, ctx.device).eval()
         seen = learn.network_input(rows.x[picked], ctx.device)
         q1 = guess_labels(
             teacher, seen, augment=self.cfg.augmentation("weak"), views=self.cfg.views,
@@ -286,11 +307,13 @@ class FedSSL(Algorithm[State]):
             NETWORKS, draw_mixing(self.cfg, rows.x[picked], q1, ctx), agent, msg, ctx, "query"
         )
 
-    def _private_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Networks | Silence:
+    def _private_pass(
+        self, agent: SupportAgent, msg: FedSSLRequest, ctx: Context
+    ) -> FedSSLUpdate | Declined:
         """Alg. 2 l. 3-8 at one support agent: pay, then read."""
         assert self.plan is not None and agent.account is not None
         try:
-            with agent.account.spend(self.plan.event, ctx.receipt):  # l. 3, 7
+            with agent.account.spend(self.plan.event, ctx.charge_id):  # l. 3, 7
                 private = self._train_privately(agent, msg, ctx)  # l. 6
                 plainly = tuple(n for n in self.plan.update if n not in self.plan.protect)
                 if not plainly:
@@ -301,7 +324,7 @@ class FedSSL(Algorithm[State]):
                 normal = self._train(plainly, mixing, agent, after, ctx, "support")
                 return dataclasses.replace(normal, G=private.G, agreement=None)
         except BudgetExhausted:
-            return BUDGET_SPENT
+            return BUDGET_EXHAUSTED
 
     # Local training -------------------------------------------------------------------------
 
@@ -321,13 +344,13 @@ class FedSSL(Algorithm[State]):
         trained: Sequence[str],
         mixing: Mixing,
         agent: SupportAgent | QueryAgent,
-        msg: Lesson,
+        msg: FedSSLRequest,
         ctx: Context,
         group: str,
-    ) -> Networks:
+    ) -> FedSSLUpdate:
         """Ordinary local training of some of the networks."""
         trained = [name for name in trained if name != "F" or msg.trains_classifier]
-        nets = self._loaded(msg, ctx)
+        nets = self._load_networks(msg, ctx)
         how: dict[str, learn.Group] = {
             "F": self.cfg.stepping(nets["F"]),
             "G": learn.AdamGroup(nets["G"], self.cfg.generator_learning_rate, (0.5, 0.99)),
@@ -343,7 +366,7 @@ class FedSSL(Algorithm[State]):
             now = tuple(name for name in trained if mixes or name == "F")
             if not now:
                 continue
-            means, loss, agreement = compute(
+            means, loss, agreement = batched_call(
                 step_losses, vars(batch), self.cfg, now, mixes and msg.mixes_teach, **nets
             )
             optimiser.minimise(loss)
@@ -355,30 +378,32 @@ class FedSSL(Algorithm[State]):
         agent.memory = {**agent.memory, **optimiser.remember()}
         for name, steps in losses.items():
             if steps:
-                ctx.note(f"train/loss_{name}/{group}", learn.mean_of(steps))
-        return _sent(nets, trained, learn.mean_of(agreements))
+                ctx.log_metric(f"train/loss_{name}/{group}", learn.mean_of(steps))
+        return _message(nets, trained, learn.mean_of(agreements))
 
-    def _train_privately(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Networks:
+    def _train_privately(
+        self, agent: SupportAgent, msg: FedSSLRequest, ctx: Context
+    ) -> FedSSLUpdate:
         """DP-SGD on the protected networks; the others stay as they came."""
         assert self.plan is not None and agent.account is not None
-        nets = self._loaded(msg, ctx)
-        train_privately(
+        nets = self._load_networks(msg, ctx)
+        train_networks_privately(
             self.plan, self.cfg, nets, agent.labelled, ctx, classes=self.task.classes,
             mixes_teach=msg.mixes_teach,
             counts_public=agent.account.plan.record_counts == "public",
         )  # fmt: skip
-        return _sent(nets, self.plan.protect)
+        return _message(nets, self.plan.protect)
 
-    def _loaded(self, msg: Lesson, ctx: Context) -> dict[str, nn.Module]:
+    def _load_networks(self, msg: FedSSLRequest, ctx: Context) -> dict[str, nn.Module]:
         return {
-            name: learn.load(self._networks[name], getattr(msg, name), ctx.device)
+            name: learn.load_weights(self._networks[name], getattr(msg, name), ctx.device)
             for name in NETWORKS
         }
 
     # Pictures -------------------------------------------------------------------------------
 
-    def pictures(self, state: State, x: Tensor, y: Tensor) -> Mapping[str, np.ndarray]:
-        G = learn.load(self._networks["G"].cpu(), state.G).eval()
+    def pictures(self, state: FedSSLState, x: Tensor, y: Tensor) -> Mapping[str, np.ndarray]:
+        G = learn.load_weights(self._networks["G"].cpu(), state.G).eval()
         assert isinstance(G, ConditionalGenerator)
         return pictures.of_generator(G, x, y, self.task.classes)
 
@@ -386,14 +411,14 @@ class FedSSL(Algorithm[State]):
 # Small things ------------------------------------------------------------------------------
 
 
-def _sent(
+def _message(
     nets: Mapping[str, nn.Module], trained: Sequence[str], agreement: float | None = None
-) -> Networks:
+) -> FedSSLUpdate:
     F, G, D = (learn.to_send(nets[n].state_dict()) if n in trained else None for n in NETWORKS)
-    return Networks(F, G, D, agreement)
+    return FedSSLUpdate(F, G, D, agreement)
 
 
-def _updated(state: State, sent: Networks) -> State:
+def _updated_state(state: FedSSLState, sent: FedSSLUpdate) -> FedSSLState:
     """The state with the networks that an agent sent in place of the old ones."""
     changed = {n: getattr(sent, n) for n in NETWORKS if getattr(sent, n) is not None}
     return dataclasses.replace(state, **changed)

@@ -44,16 +44,16 @@ from privssl.agents import (
     SupportAgent,
     UnlabelledRows,
 )
-from privssl.algorithms.base import Algorithm, Context, Phase, Task, Without, on_agent
+from privssl.algorithms.base import Algorithm, Context, MissingReplyPolicy, Phase, Task, on_agent
 from privssl.algorithms.local_ssl import needs_unlabelled
-from privssl.algorithms.three_players import HOT, FedTriNetConfig, Part, steps, vote
+from privssl.algorithms.three_players import PROFILED, FedTriNetConfig, Part, steps, vote
 from privssl.data.augment import NONE
-from privssl.mean import Mean
-from privssl.messages import Message, Silence, StateDict
+from privssl.mean import WeightedMean
+from privssl.messages import Declined, Message, StateDict
 from privssl.models.surgery import splice
 from privssl.privacy import PrivatePlan
 from privssl.settings import Problem
-from privssl.world import Roster, World
+from privssl.world import Federation, Roster
 
 CHUNK = 512  # rows of one forward pass when labels are guessed
 
@@ -62,14 +62,14 @@ CHUNK = 512  # rows of one forward pass when labels are guessed
 
 
 @dataclass(frozen=True)
-class Global(Message):
+class GlobalModel(Message):
     """Down: the global network W, to learn labels from or to be asked for its confidence."""
 
     F: StateDict
 
 
 @dataclass(frozen=True)
-class Lesson(Message):
+class FedTriNetRequest(Message):
     """Down in phase 2: W, and what a vote must exceed to be believed."""
 
     F: StateDict
@@ -84,14 +84,14 @@ class Confidence(Message):
 
 
 @dataclass(frozen=True)
-class Trained(Message):
+class FedTriNetUpdate(Message):
     """Up: the network after local training; never a difference."""
 
     F: StateDict
 
 
 @dataclass(frozen=True)
-class State:
+class FedTriNetState:
     """What the server keeps between rounds."""
 
     F: StateDict  # W
@@ -103,12 +103,12 @@ class State:
 
 
 @final
-class FedTriNet(Algorithm[State]):
+class FedTriNet(Algorithm[FedTriNetState]):
     """Phase 1 on labels, phase 2 with three players."""
 
     Config = FedTriNetConfig
-    StateType = State
-    without = Without(
+    StateType = FedTriNetState
+    missing_reply_policy = MissingReplyPolicy(
         quorum=("supervised_pass", "confidence_pass", "mixed_pass", "support_pass", "query_pass")
     )
     cfg: FedTriNetConfig
@@ -146,59 +146,69 @@ class FedTriNet(Algorithm[State]):
         )
         return tuple(phase for phase in planned if phase.rounds)
 
-    def start(self, world: World) -> State:
-        return State(learn.fresh_weights(self.task.new_classifier, world.rng("init F")))
+    def start(self, federation: Federation) -> FedTriNetState:
+        return FedTriNetState(
+            learn.fresh_weights(self.task.new_classifier, federation.rng("init F"))
+        )
 
-    def round(self, state: State, world: World) -> State:
-        t = self._clock(world.round.number)
-        mean = Mean("F")  # of what participants trained
+    def round(self, state: FedTriNetState, federation: Federation) -> FedTriNetState:
+        t = self._clock(federation.round.number)
+        mean = WeightedMean("F")  # of what participants trained
         if t < 0:  # phase 1
-            cold = world.round.number <= self.cfg.cold_start
-            learners = world.support if cold else self._drawn(world, world.support)
-            world.ask_each(learners, self.supervised_pass, Global(state.F), into=mean)
-            return dataclasses.replace(state, F=mean.otherwise(state.F))  # Eq. 1
-        taking_part = self._drawn(world, world.agents)
+            cold = federation.round.number <= self.cfg.cold_start
+            learners = (
+                federation.support if cold else self._sample_agents(federation, federation.support)
+            )
+            federation.call_all(
+                learners, self.supervised_pass, GlobalModel(state.F), aggregator=mean
+            )
+            return dataclasses.replace(state, F=mean.value_or(state.F))  # Eq. 1
+        taking_part = self._sample_agents(federation, federation.agents)
         confidence = state.confidence
         if self.cfg.measured == "every_round" or t == 0:
-            asked = world.agents if self.cfg.measured_at == "all" else taking_part
-            confidence = self._ask_confidence(state, world, asked)
+            asked = federation.agents if self.cfg.measured_at == "all" else taking_part
+            confidence = self._ask_confidence(state, federation, asked)
         threshold = self.cfg.threshold(confidence, t)
-        lesson = Lesson(state.F, threshold)
+        lesson = FedTriNetRequest(state.F, threshold)
         with_labels = _having(taking_part, "support", "server")
-        world.ask_each(_having(taking_part, "mixed"), self.mixed_pass, lesson, into=mean)
-        world.ask_each(with_labels, self.support_pass, lesson, into=mean)
-        world.ask_each(_having(taking_part, "query"), self.query_pass, lesson, into=mean)
-        return State(mean.otherwise(state.F), confidence, threshold)  # Eq. 1
+        federation.call_all(_having(taking_part, "mixed"), self.mixed_pass, lesson, aggregator=mean)
+        federation.call_all(with_labels, self.support_pass, lesson, aggregator=mean)
+        federation.call_all(_having(taking_part, "query"), self.query_pass, lesson, aggregator=mean)
+        return FedTriNetState(mean.value_or(state.F), confidence, threshold)  # Eq. 1
 
     def _clock(self, round_number: int) -> int:
         """Rounds since phase 2 began: 0 in its first, negative in phase 1."""
         return round_number - 1 - self.cfg.cold_start - self.cfg.warm_up
 
-    def _drawn(self, world: World, roster: Roster) -> Roster:
+    def _sample_agents(self, federation: Federation, roster: Roster) -> Roster:
         """Who takes part: m of the agents, and a labelled server always."""
-        at_server = tuple(agent for agent in roster if agent == world.server)
-        others = tuple(agent for agent in roster if agent != world.server)
-        return (*at_server, *world.sample(others, self.cfg.agents_per_round))
+        at_server = tuple(agent for agent in roster if agent == federation.server)
+        others = tuple(agent for agent in roster if agent != federation.server)
+        return (*at_server, *federation.sample(others, self.cfg.agents_per_round))
 
-    def _ask_confidence(self, state: State, world: World, asked: Roster) -> float:
+    def _ask_confidence(
+        self, state: FedTriNetState, federation: Federation, asked: Roster
+    ) -> float:
         """theta-bar of Eq. 4: the mean over agents, or over all their rows ("mean")."""
         group = _having(asked, "mixed", "query")
-        replies = world.ask_each(group, self.confidence_pass, Global(state.F))
-        told = [(reply.said.value, reply.weight) for reply in replies if not reply.silent]
+        replies = federation.call_all(group, self.confidence_pass, GlobalModel(state.F))
+        told = [(reply.payload.value, reply.weight) for reply in replies if not reply.declined]
         if not told:  # nobody who holds unlabelled rows answered
             return state.confidence
         return sum(value * weight for value, weight in told) / sum(weight for _, weight in told)
 
-    def classifier(self, state: State) -> StateDict:
+    def classifier(self, state: FedTriNetState) -> StateDict:
         return state.F
 
-    def metrics(self, state: State) -> dict[str, float]:
+    def metrics(self, state: FedTriNetState) -> dict[str, float]:
         return {"train/confidence": state.confidence, "train/threshold": state.threshold}
 
     # Steps: where the data is ---------------------------------------------------------------
 
     @on_agent
-    def supervised_pass(self, agent: SupportAgent, msg: Global, ctx: Context) -> Trained:
+    def supervised_pass(
+        self, agent: SupportAgent, msg: GlobalModel, ctx: Context
+    ) -> FedTriNetUpdate:
         """Phase 1: E epochs on labelled rows, from W."""
         rows = agent.labelled
         self._weigh(len(rows), ctx)
@@ -207,10 +217,10 @@ class FedTriNet(Algorithm[State]):
             self._learn_labels(rows, self.cfg.local_epochs, ctx, "labels")
         trained = learn.weights_of(self._F)
         agent.memory = {**agent.memory, **_as_memory(trained)}
-        return Trained(trained)
+        return FedTriNetUpdate(trained)
 
     @on_agent
-    def confidence_pass(self, agent: QueryAgent, msg: Global, ctx: Context) -> Confidence:
+    def confidence_pass(self, agent: QueryAgent, msg: GlobalModel, ctx: Context) -> Confidence:
         """Eq. 4: how sure W is of this agent's unlabelled rows."""
         sure = self._predict(msg.F, agent.unlabelled, ctx, votes=False).amax(dim=1)
         if self.cfg.confidence == "max":
@@ -219,18 +229,24 @@ class FedTriNet(Algorithm[State]):
         return Confidence(float(sure.mean()))
 
     @on_agent
-    def mixed_pass(self, agent: MixedAgent, msg: Lesson, ctx: Context) -> Trained | Silence:
+    def mixed_pass(
+        self, agent: MixedAgent, msg: FedTriNetRequest, ctx: Context
+    ) -> FedTriNetUpdate | Declined:
         """Phase 2 where there are rows of both kinds: the paper's only case."""
         return self._visit(agent, agent.labelled, agent.unlabelled, msg, ctx)
 
     @on_agent
-    def support_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Trained | Silence:
+    def support_pass(
+        self, agent: SupportAgent, msg: FedTriNetRequest, ctx: Context
+    ) -> FedTriNetUpdate | Declined:
         """Phase 2 without unlabelled rows: the splice learns from labels."""
         rows = agent.labelled
         return self._visit(agent, rows, UnlabelledRows(rows.x[:0], rows.ids[:0]), msg, ctx)
 
     @on_agent
-    def query_pass(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Trained | Silence:
+    def query_pass(
+        self, agent: QueryAgent, msg: FedTriNetRequest, ctx: Context
+    ) -> FedTriNetUpdate | Declined:
         """Phase 2 without labels: the splice votes untuned and learns from pseudo-labels."""
         rows = agent.unlabelled
         none = LabelledRows(rows.x[:0], torch.empty(0, dtype=torch.int64), rows.ids[:0])
@@ -238,8 +254,8 @@ class FedTriNet(Algorithm[State]):
 
     def _visit(
         self, agent: SupportAgent | QueryAgent, labelled: LabelledRows,
-        unlabelled: UnlabelledRows, msg: Lesson, ctx: Context,
-    ) -> Trained | Silence:  # fmt: skip
+        unlabelled: UnlabelledRows, msg: FedTriNetRequest, ctx: Context,
+    ) -> FedTriNetUpdate | Declined:  # fmt: skip
         self._weigh(len(labelled) + len(unlabelled), ctx)
         own = _from_memory(agent.memory) or msg.F
         with seeds.seeded(ctx.rng("dropout")):
@@ -250,7 +266,7 @@ class FedTriNet(Algorithm[State]):
                 [own, msg.F, tuned], unlabelled, agent.memory, msg.threshold, ctx
             )
             if not len(labelled) and not admitted.any():
-                return Silence("no labelled row, and no row that the three are sure of")
+                return Declined("no labelled row, and no row that the three are sure of")
             self._load(tuned, ctx)
             hot = int(kept.get("hot", torch.zeros(()))) > 0
             self._learn(
@@ -270,7 +286,7 @@ class FedTriNet(Algorithm[State]):
         trained = learn.weights_of(self._F)
         own = tuned if self.cfg.remember == "fine_tuned" else trained
         agent.memory = {**agent.memory, **_as_memory(own), **kept}
-        return Trained(trained)
+        return FedTriNetUpdate(trained)
 
     def _pseudo_labels(
         self, players: Sequence[StateDict], rows: UnlabelledRows, memory: Memory,
@@ -281,7 +297,7 @@ class FedTriNet(Algorithm[State]):
             return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool), {}
         probs = [self._predict(player, rows, ctx, votes=True) for player in players]
         same = [p.argmax(dim=1) == probs[0].argmax(dim=1) for p in probs]
-        ctx.note("train/agreement", float(torch.stack(same).all(dim=0).float().mean()))
+        ctx.log_metric("train/agreement", float(torch.stack(same).all(dim=0).float().mean()))
         y, admitted = vote(probs if self.cfg.local_votes else probs[1:], threshold)
         new, kept = admitted, dict[str, Tensor]()
         if self.cfg.pseudo_labels == "kept":
@@ -292,7 +308,7 @@ class FedTriNet(Algorithm[State]):
             kept["kept"] = torch.where(admitted, y, -1)
         if self.cfg.retrain == "ramp":
             visits = memory.get("hot", torch.zeros((), dtype=torch.int64))
-            kept["hot"] = visits + (new.sum() >= HOT)
+            kept["hot"] = visits + (new.sum() >= PROFILED)
         ctx.pseudo_labels(rows.ids, functional.one_hot(y, self.task.classes), admitted)
         return y, admitted, kept
 
@@ -303,7 +319,7 @@ class FedTriNet(Algorithm[State]):
             ctx.weight = float(rows)
 
     def _load(self, weights: StateDict, ctx: Context) -> None:
-        learn.load(self._F, weights, ctx.device)
+        learn.load_weights(self._F, weights, ctx.device)
 
     @torch.no_grad()
     def _predict(
@@ -354,7 +370,7 @@ class FedTriNet(Algorithm[State]):
             ).sum()
             losses.append(learn.minimise(sgd, loss))
         if losses:
-            ctx.note(f"train/loss/{purpose}", learn.mean_of(losses))
+            ctx.log_metric(f"train/loss/{purpose}", learn.mean_of(losses))
 
 
 # Small things -----------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from privssl.mixup import mix, sample_mix
 from privssl.privacy import PrivatePlan, check_rows_independent, refuse_coupling_layers
 from privssl.row_gradients import Parameters
 from privssl.settings import Positive, Rate, strict
-from privssl.together import Called
+from privssl.together import FunctionalModule
 
 NETWORKS = ("F", "G", "D")
 
@@ -35,7 +35,7 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class Mixes(ClassifierTraining):
+class GMixupSettings(ClassifierTraining):
     """What mixes are made of and how much they count. Numbers are ours (docs/fedssl.md)."""
 
     real_rows: bool = True  # false: Algorithm 1 read literally, F learns from mixes alone
@@ -78,13 +78,13 @@ class Callables:
     def of(cls, nets: Mapping[str, nn.Module], parameters: Parameters) -> "Callables":
         """The networks with given parameters; a network that is given none is frozen."""
 
-        given = {name: Called(nets[name], parameters.get(name)) for name in NETWORKS}
+        given = {name: FunctionalModule(nets[name], parameters.get(name)) for name in NETWORKS}
         frozen = {name: called.frozen() for name, called in given.items()}
         live = {name: (given if name in parameters else frozen)[name] for name in NETWORKS}
         return cls(live["F"], live["G"], live["D"], frozen["F"], frozen["D"])
 
 
-def draw_mixing(cfg: Mixes, x: Tensor, p1: Tensor, ctx: Context) -> Mixing:
+def draw_mixing(cfg: GMixupSettings, x: Tensor, p1: Tensor, ctx: Context) -> Mixing:
     """Everything drawn for a visit at once.
 
     Args:
@@ -105,8 +105,8 @@ def draw_mixing(cfg: Mixes, x: Tensor, p1: Tensor, ctx: Context) -> Mixing:
     )
 
 
-def row_losses(
-    cfg: Mixes, nets: Callables, b: Mixing, trained: Sequence[str], mixes_teach: bool
+def mixing_losses(
+    cfg: GMixupSettings, nets: Callables, b: Mixing, trained: Sequence[str], mixes_teach: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The loss of every row, by the network that minimises it.
 
@@ -164,20 +164,20 @@ def row_losses(
 
 
 def step_losses(
-    fields: Mapping[str, Tensor], cfg: Mixes, trained: tuple[str, ...], mixes_teach: bool,
-    *, F: Called, G: Called, D: Called,
+    fields: Mapping[str, Tensor], cfg: GMixupSettings, trained: tuple[str, ...], mixes_teach: bool,
+    *, F: FunctionalModule, G: FunctionalModule, D: FunctionalModule,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Of a batch: the mean loss of each network (3,), what is minimised (), and the share of mixes
     that F calls what they are ()."""
     functions = Callables(F, G, D, F.frozen(leaves_no_trace=True), D.frozen())
-    by_network, agree = row_losses(cfg, functions, Mixing(**fields), trained, mixes_teach)
+    by_network, agree = mixing_losses(cfg, functions, Mixing(**fields), trained, mixes_teach)
     means = torch.stack([by_network[name].mean() for name in NETWORKS])
     return means, means.sum(), agree.float().mean()
 
 
-def train_privately(
+def train_networks_privately(
     plan: PrivatePlan,
-    cfg: Mixes,
+    cfg: GMixupSettings,
     nets: Mapping[str, nn.Module],
     rows: LabelledRows,
     ctx: Context,
@@ -204,19 +204,24 @@ def train_privately(
 
     def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
         functions = Callables.of(nets, parameters)
-        losses, _ = row_losses(cfg, functions, Mixing(**fields), plan.protect, mixes_teach)
+        losses, _ = mixing_losses(cfg, functions, Mixing(**fields), plan.protect, mixes_teach)
         return torch.stack([loss.mean() for loss in losses.values()]).sum()
 
-    private_rows.train_privately(
+    private_rows.train_rows_privately(
         plan, {name: nets[name] for name in plan.protect}, rows, ctx, draw, row_loss,
         counts_public=counts_public,
     )  # fmt: skip
 
 
 def try_privately(
-    plan: PrivatePlan, cfg: Mixes, nets: Mapping[str, nn.Module], task: Task, device: torch.device,
-    *, gated: bool,
-) -> None:  # fmt: skip
+    plan: PrivatePlan,
+    cfg: GMixupSettings,
+    nets: Mapping[str, nn.Module],
+    task: Task,
+    device: torch.device,
+    *,
+    gated: bool,
+) -> None:
     """All that a visit does, but for its steps. Raises PrivacyError where it would.
 
     Args:
@@ -224,13 +229,13 @@ def try_privately(
     """
     quiet, rows, ctx = private_rows.tried_out(plan, task.shape, device)
     for mixes_teach in {True, not gated}:
-        train_privately(
+        train_networks_privately(
             quiet, cfg, nets, rows, ctx, classes=task.classes, mixes_teach=mixes_teach,
             counts_public=plan.record_counts == "public",
         )  # fmt: skip
 
 
-def canary_losses(cfg: Mixes, task: Task) -> Mapping[str, CanaryLoss]:
+def canary_losses(cfg: GMixupSettings, task: Task) -> Mapping[str, CanaryLoss]:
     """How badly G and D know a row: G rebuilds it (lambda 1, z in the middle), D calls it real."""
 
     def named(y: Tensor) -> Tensor:  # as one_hot, which asks for its tensor's values
@@ -247,7 +252,7 @@ def canary_losses(cfg: Mixes, task: Task) -> Mapping[str, CanaryLoss]:
     return {"G": rebuilt, "D": called_real}
 
 
-def check_private_rows(cfg: Mixes, nets: Mapping[str, nn.Module], task: Task) -> None:
+def check_private_rows(cfg: GMixupSettings, nets: Mapping[str, nn.Module], task: Task) -> None:
     """Refuses networks or losses in which one row moves another row's loss.
 
     Raises:
@@ -267,7 +272,7 @@ def check_private_rows(cfg: Mixes, nets: Mapping[str, nn.Module], task: Task) ->
         network.eval()  # a spectral norm moves its buffer in training, for all rows alike
 
     def losses(batch: Mapping[str, Tensor]) -> Tensor:
-        by_network, _ = row_losses(
+        by_network, _ = mixing_losses(
             cfg, Callables.of(nets, {}), Mixing(**batch), ("F", "G", "D"), mixes_teach=True
         )
         return torch.stack(list(by_network.values())).sum(dim=0)

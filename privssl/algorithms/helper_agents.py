@@ -25,7 +25,7 @@ def draw_probe(shape: tuple[int, int, int], rng: torch.Generator) -> Tensor:
     return levels / 127.5 - 1
 
 
-def nearest(
+def nearest_agents(
     embeddings: Mapping[str, Tensor], agents: Iterable[str], count: int
 ) -> dict[str, tuple[str, ...]]:
     """The helpers of some agents, nearest first: scipy's KD-tree, Euclidean distance.
@@ -54,14 +54,14 @@ def nearest(
     return found
 
 
-def bundled(helpers: Sequence[StateDict]) -> dict[str, Tensor] | None:
+def bundle(helpers: Sequence[StateDict]) -> dict[str, Tensor] | None:
     """The psi of several helpers as one mapping, "0/NAME", "1/NAME" and so on; None of none."""
     named = {f"{place}/{n}": w for place, psi in enumerate(helpers) for n, w in psi.items()}
     return named or None
 
 
-def unbundled(helpers: StateDict | None) -> list[dict[str, Tensor]]:
-    """The inverse of ``bundled``."""
+def unbundle(helpers: StateDict | None) -> list[dict[str, Tensor]]:
+    """The inverse of ``bundle``."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, weight in (helpers or {}).items():
         place, _, name = key.partition("/")
@@ -69,7 +69,7 @@ def unbundled(helpers: StateDict | None) -> list[dict[str, Tensor]]:
     return list(found.values())
 
 
-def agreement(own: Tensor, helpers: Sequence[Tensor], sure_from: float = 0.0) -> Tensor:
+def vote_agreement(own: Tensor, helpers: Sequence[Tensor], sure_from: float = 0.0) -> Tensor:
     """Votes for each class: Eq. 3. The pseudo-label is the class with most votes, the lowest number
     of those that have equally many.
 
@@ -81,7 +81,7 @@ def agreement(own: Tensor, helpers: Sequence[Tensor], sure_from: float = 0.0) ->
     Returns:
         Whole numbers (B, C).
 
-    >>> agreement(torch.tensor([[0.9, 0.0, 0.1]]), [torch.tensor([[0.1, 0.0, 0.9]])] * 2)
+    >>> vote_agreement(torch.tensor([[0.9, 0.0, 0.1]]), [torch.tensor([[0.1, 0.0, 0.9]])] * 2)
     tensor([[1, 0, 2]])
     """
     classes = own.shape[1]

@@ -32,34 +32,34 @@ from torch import Tensor, nn
 from accounting.errors import BudgetExhausted
 from privssl import learn
 from privssl.agents import QueryAgent, SupportAgent
-from privssl.algorithms.base import Context, Phase, Task, Without, on_agent
+from privssl.algorithms.base import Context, MissingReplyPolicy, Phase, Task, on_agent
 from privssl.algorithms.label_free import (
     ENCODER_ROUNDS,
     KEPT,
+    FeatureMapRounds,
     Map,
     MapConfig,
-    MapsRows,
     MapState,
     map_of,
-    said,
+    payloads,
 )
 from privssl.algorithms.local_ssl import needs_unlabelled, no_statistics
 from privssl.algorithms.votes import class_given_cluster, class_posterior
 from privssl.census_plan import CensusPlan
 from privssl.losses import soft_label_loss
-from privssl.mean import Mean
-from privssl.messages import BUDGET_SPENT, Done, Message, MessageError, Silence, StateDict
+from privssl.mean import WeightedMean
+from privssl.messages import BUDGET_EXHAUSTED, Ack, Declined, Message, MessageError, StateDict
 from privssl.pictures import census_plot
 from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, strict
-from privssl.together import compute
-from privssl.world import World
+from privssl.together import batched_call
+from privssl.world import Federation
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 CLUSTER = "cluster"  # of each of its rows, in an agent's memory
 CLEAR = 16 * (1 - 1e-5)  # epsilon x labels of a class above which counts can be read; rounded down
-NO_CLUSTERS = Silence("was not there when rows were put into clusters")
+NO_CLUSTERS = Declined("was not there when rows were put into clusters")
 
 # What travels -------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class Census(Message):
 
 
 @dataclass(frozen=True)
-class VoteLesson(Message):
+class PseudoLabelRequest(Message):
     """Down, in votes: what clusters are called, and the classifier."""
 
     classes: Tensor  # (K, C) probability of each class
@@ -81,21 +81,21 @@ class VoteLesson(Message):
 
 
 @dataclass(frozen=True)
-class SelfLesson(VoteLesson):
+class SelfTrainingRequest(PseudoLabelRequest):
     """Down, in self-training: the teacher as well, whose guesses F learns."""
 
     teacher: StateDict
 
 
 @dataclass(frozen=True)
-class Classifier(Message):
+class ClusterClassifierUpdate(Message):
     """Up, from a query agent: the classifier after local training."""
 
     F: StateDict
 
 
 @dataclass(frozen=True)
-class State(MapState):
+class LabelCensusState(MapState):
     """What the server keeps between rounds."""
 
     F: StateDict
@@ -134,17 +134,17 @@ class LabelCensusConfig(MapConfig):
 
 
 @final
-class LabelCensus(MapsRows):
+class LabelCensus(FeatureMapRounds):
     """One question to every support agent; all training at query agents."""
 
     Config = LabelCensusConfig
-    StateType = State
+    StateType = LabelCensusState
     # The map is made once, of sums, and who has no clusters trains in no round: stopping costs
     # nothing, going on would. A table that was lost is never made again: the others are enough,
     # if so many are asked for (``_census_round`` counts them).
-    without = Without(
+    missing_reply_policy = MissingReplyPolicy(
         quorum=("answer", "vote_pass", "self_training_pass"),
-        needed=(*MapsRows.without.needed, "find_clusters"),
+        needed=(*FeatureMapRounds.missing_reply_policy.needed, "find_clusters"),
         needed_because="the map of rows is made once for the whole run, and stays without those "
         "who are away. Nothing is lost: go on with --resume when all are back",
     )
@@ -189,31 +189,31 @@ class LabelCensus(MapsRows):
             Phase("self-training", self.cfg.self_training_rounds),
         )
 
-    def start(self, world: World) -> State:
-        F = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))
+    def start(self, federation: Federation) -> LabelCensusState:
+        F = learn.fresh_weights(self.task.new_classifier, federation.rng("init F"))
         k, classes = self.k, self.task.classes
-        return State(
+        return LabelCensusState(
             **self.first_map(), F=F, teacher=F,
             histogram=torch.zeros(k, classes, dtype=torch.int64),
             classes=torch.full((k, classes), 1 / classes),
         )  # fmt: skip
 
-    def round(self, state: State, world: World) -> State:
-        match world.round.phase:
+    def round(self, state: LabelCensusState, federation: Federation) -> LabelCensusState:
+        match federation.round.phase:
             case "encoder":
-                return self.encoder_round(state, world)
+                return self.encoder_round(state, federation)
             case "clusters":
-                return self.cluster_round(state, world)
+                return self.cluster_round(state, federation)
             case "census":
-                return self._census_round(state, world)
-        return self._training_round(state, world)
+                return self._census_round(state, federation)
+        return self._training_round(state, federation)
 
-    def _census_round(self, state: State, world: World) -> State:
+    def _census_round(self, state: LabelCensusState, federation: Federation) -> LabelCensusState:
         # First, because an answer is given once, and all this can fail: it may not lie between the
         # answers and the checkpoint that keeps them.
-        world.ask_each(world.query, self.find_clusters, map_of(state))
-        asked = () if self.plan is not None and not self.plan.visits else world.support
-        answers = said(world.ask_each(asked, self.answer, map_of(state)))
+        federation.call_all(federation.query, self.find_clusters, map_of(state))
+        asked = () if self.plan is not None and not self.plan.visits else federation.support
+        answers = payloads(federation.call_all(asked, self.answer, map_of(state)))
         if not answers:
             return state
         table = (self.k, self.task.classes)
@@ -226,7 +226,7 @@ class LabelCensus(MapsRows):
         histogram = torch.stack([told.census for told in answers]).sum(dim=0)
         labels = float(histogram.sum())  # exact where there is no plan, else promised
         if self.plan is not None:
-            labels = self.plan.rows * len(answers) / len(world.support)
+            labels = self.plan.rows * len(answers) / len(federation.support)
         classes = class_posterior(
             histogram, state.mass, labels, agents=len(answers),
             epsilon=None if self.plan is None else self.plan.epsilon,
@@ -235,31 +235,31 @@ class LabelCensus(MapsRows):
         )  # fmt: skip
         return replace(state, histogram=histogram, classes=classes, answers=len(answers))
 
-    def _training_round(self, state: State, world: World) -> State:
+    def _training_round(self, state: LabelCensusState, federation: Federation) -> LabelCensusState:
         """One round of training F: on the clusters' classes, later on the teacher's guesses."""
         if not state.answers:
             return state  # no label was released: there is nothing to learn from
-        F, rate, number = state.F, self.cfg.learning_rate, world.round.number_in_phase
-        taking_part = world.sample(world.query, self.cfg.query_per_round)
-        learned = Mean("F")
-        if world.round.phase == "votes":
-            votes = VoteLesson(state.classes, F, rate)
-            world.ask_each(taking_part, self.vote_pass, votes, into=learned)
+        F, rate, number = state.F, self.cfg.learning_rate, federation.round.number_in_phase
+        taking_part = federation.sample(federation.query, self.cfg.query_per_round)
+        learned = WeightedMean("F")
+        if federation.round.phase == "votes":
+            votes = PseudoLabelRequest(state.classes, F, rate)
+            federation.call_all(taking_part, self.vote_pass, votes, aggregator=learned)
         else:
-            lesson = SelfLesson(state.classes, F, rate, state.teacher)
-            world.ask_each(taking_part, self.self_training_pass, lesson, into=learned)
+            lesson = SelfTrainingRequest(state.classes, F, rate, state.teacher)
+            federation.call_all(taking_part, self.self_training_pass, lesson, aggregator=learned)
             number += self.cfg.vote_rounds
-        F = learned.otherwise(F)
+        F = learned.value_or(F)
         teacher = learn.moving_average(state.teacher, F, self.cfg.decay(number))
         return replace(state, F=F, teacher=teacher)
 
-    def classifier(self, state: State) -> StateDict:
+    def classifier(self, state: LabelCensusState) -> StateDict:
         return state.teacher
 
-    def also_evaluated(self, state: State) -> dict[str, StateDict]:
+    def also_evaluated(self, state: LabelCensusState) -> dict[str, StateDict]:
         return {"unaveraged": state.F}
 
-    def metrics(self, state: State) -> dict[str, float]:
+    def metrics(self, state: LabelCensusState) -> dict[str, float]:
         """Of what was released: nothing here is known without the noise."""
         if not state.answers:
             return {}
@@ -270,7 +270,7 @@ class LabelCensus(MapsRows):
             "census/classes_without_cluster": float(self.task.classes - with_cluster),
         }
 
-    def pictures(self, state: State, x: Tensor, y: Tensor) -> dict[str, np.ndarray]:
+    def pictures(self, state: LabelCensusState, x: Tensor, y: Tensor) -> dict[str, np.ndarray]:
         if not state.answers:
             return {}
         told = state.classes.argmax(dim=1).numpy()
@@ -279,30 +279,32 @@ class LabelCensus(MapsRows):
     # Steps at query agents ------------------------------------------------------------------
 
     @on_agent
-    def find_clusters(self, agent: QueryAgent, msg: Map, ctx: Context) -> Done:
+    def find_clusters(self, agent: QueryAgent, msg: Map, ctx: Context) -> Ack:
         """See in which cluster each row lies, and remember it."""
         kept = {name: value for name, value in agent.memory.items() if name != KEPT}
         agent.memory = {**kept, CLUSTER: self.cluster_of(agent.unlabelled.x, msg, ctx)}
-        return Done()
+        return Ack()
 
     @on_agent
-    def vote_pass(self, agent: QueryAgent, msg: VoteLesson, ctx: Context) -> Classifier | Silence:
+    def vote_pass(
+        self, agent: QueryAgent, msg: PseudoLabelRequest, ctx: Context
+    ) -> ClusterClassifierUpdate | Declined:
         """Learn what the clusters are called in which rows lie."""
         if CLUSTER not in agent.memory:
             return NO_CLUSTERS
-        picked = self._picked(agent, ctx)
+        picked = self._pick_rows(agent, ctx)
         return self._learn(agent, picked, msg.classes[agent.memory[CLUSTER][picked]], msg, ctx)
 
     @on_agent
     def self_training_pass(
-        self, agent: QueryAgent, msg: SelfLesson, ctx: Context
-    ) -> Classifier | Silence:
+        self, agent: QueryAgent, msg: SelfTrainingRequest, ctx: Context
+    ) -> ClusterClassifierUpdate | Declined:
         """Learn the teacher's guesses, as far as a row's cluster does not speak against them."""
         if CLUSTER not in agent.memory:
             return NO_CLUSTERS
-        picked = self._picked(agent, ctx)
+        picked = self._pick_rows(agent, ctx)
         p = guess_labels(
-            learn.load(self._F, msg.teacher, ctx.device).eval(),
+            learn.load_weights(self._F, msg.teacher, ctx.device).eval(),
             learn.network_input(agent.unlabelled.x[picked], ctx.device),
             augment=self.cfg.augmentation("weak"), views=self.cfg.views,
             sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),
@@ -310,35 +312,35 @@ class LabelCensus(MapsRows):
         p = p * class_given_cluster(msg.classes, self.cfg.purity)[agent.memory[CLUSTER][picked]]
         return self._learn(agent, picked, p / p.sum(dim=1, keepdim=True), msg, ctx)
 
-    def _picked(self, agent: QueryAgent, ctx: Context) -> Tensor:
+    def _pick_rows(self, agent: QueryAgent, ctx: Context) -> Tensor:
         """The rows of a visit."""
         wanted = self.cfg.local_steps * self.cfg.batch_size
         return learn.draw_rows(len(agent.unlabelled), wanted, ctx.rng("rows"))
 
     def _learn(
-        self, agent: QueryAgent, picked: Tensor, p: Tensor, msg: VoteLesson, ctx: Context
-    ) -> Classifier:
+        self, agent: QueryAgent, picked: Tensor, p: Tensor, msg: PseudoLabelRequest, ctx: Context
+    ) -> ClusterClassifierUpdate:
         """F after a visit's steps on the picked rows and their classes p (N, C)."""
         rows = agent.unlabelled
         ctx.weight = float(len(rows))
         ctx.pseudo_labels(rows.ids[picked], p)
         x = learn.network_input(rows.x[picked], ctx.device)
         fields = {"x": self.cfg.augmentation()(x, ctx.rng("augment F")), "p": p.to(ctx.device)}
-        F = learn.load(self._F, msg.F, ctx.device)
+        F = learn.load_weights(self._F, msg.F, ctx.device)
         group = learn.AdamGroup(F, msg.learning_rate, (0.9, 0.99))
         optimiser = learn.LocalOptimiser({"F": group}, agent.memory, "F")
         loss = learn.fit(
             optimiser, fields, self.cfg.batch_size,
-            partial(compute, soft_label_loss, F=F),
+            partial(batched_call, soft_label_loss, F=F),
         )  # fmt: skip
         agent.memory = {**agent.memory, **optimiser.remember()}
-        ctx.note("train/loss_F", loss)
-        return Classifier(learn.to_send(F.state_dict()))
+        ctx.log_metric("train/loss_F", loss)
+        return ClusterClassifierUpdate(learn.to_send(F.state_dict()))
 
     # The one step at support agents -----------------------------------------------------------
 
     @on_agent
-    def answer(self, agent: SupportAgent, msg: Map, ctx: Context) -> Census | Silence:
+    def answer(self, agent: SupportAgent, msg: Map, ctx: Context) -> Census | Declined:
         """Pay, then count, then add noise to every count.
 
         Raises:
@@ -351,10 +353,10 @@ class LabelCensus(MapsRows):
             return Census(self._count(agent, msg, ctx))
         assert agent.account is not None
         try:
-            with agent.account.spend(self.plan.event, ctx.receipt):
+            with agent.account.spend(self.plan.event, ctx.charge_id):
                 return Census(self.plan.release(self._count(agent, msg, ctx)))
         except BudgetExhausted:
-            return BUDGET_SPENT
+            return BUDGET_EXHAUSTED
 
     def _count(self, agent: SupportAgent, msg: Map, ctx: Context) -> Tensor:
         """Labelled rows by cluster and class (K, C), int64, exact.

@@ -22,22 +22,22 @@ from torch import Tensor
 from privssl import learn
 from privssl.agents import QueryAgent
 from privssl.algorithms import patch_encoder as patches
-from privssl.algorithms.base import Algorithm, Context, Without, on_agent
+from privssl.algorithms.base import Algorithm, Context, MissingReplyPolicy, on_agent
 from privssl.algorithms.clusters import (
-    joined,
+    center_and_normalize,
+    centroid_sums,
+    cluster_shares_and_adjacency,
     k_means,
-    mass_and_borders,
-    moved,
-    nearest,
+    merge_cells,
+    nearest_centroids,
     neighbours,
-    on_sphere,
-    sums,
+    update_centroids,
 )
 from privssl.algorithms.local_ssl import SelfTraining
 from privssl.algorithms.patch_encoder import EncoderConfig
 from privssl.messages import Message, MessageError, Reply, StateDict, check_numbers
 from privssl.settings import Positive, strict
-from privssl.world import World
+from privssl.world import Federation
 
 ENCODER_ROUNDS = 3  # moments of patches, filters, moments of views
 AT_ONCE = 16  # agents whose sums are held at one time
@@ -129,10 +129,10 @@ class MapConfig(EncoderConfig, SelfTraining):
 # Rounds and steps ---------------------------------------------------------------------------
 
 
-class MapsRows(Algorithm[Any]):
+class FeatureMapRounds(Algorithm[Any]):
     """The rounds that make the map, and how a row is found on it."""
 
-    without = Without(
+    missing_reply_policy = MissingReplyPolicy(
         needed=(
             "patch_moments", "own_filters", "view_moments", "feature_mean", "own_cells",
             "cell_sums", "cell_graph",
@@ -171,54 +171,58 @@ class MapsRows(Algorithm[Any]):
     def _features_in_use(self) -> int:
         return min(self.cfg.features, self.cfg.filters * self.cfg.places**2)
 
-    def encoder_round(self, state: S, world: World) -> S:
+    def encoder_round(self, state: S, federation: Federation) -> S:
         """Patches are whitened, clustered to filters; views tell which responses to listen to."""
-        match world.round.number_in_phase:
+        match federation.round.number_in_phase:
             case 1:
-                seen = _added_up(world, self.patch_moments, Whitener(state.whitener))
+                seen = _sum_over_agents(federation, self.patch_moments, Whitener(state.whitener))
                 if seen is None:
                     return state
                 return replace(state, whitener=patches.whitening(seen["total"], seen["count"]))
             case 2:
-                sent = said(world.ask_each(world.query, self.own_filters, Whitener(state.whitener)))
+                sent = payloads(
+                    federation.call_all(
+                        federation.query, self.own_filters, Whitener(state.whitener)
+                    )
+                )
                 if not sent:
                     return state
-                found = self._joint(sent, self.cfg.filters, world.rng("filters"))
-                filters = patches.filters_of(found, state.whitener, self._patch)
+                found = self._joint(sent, self.cfg.filters, federation.rng("filters"))
+                filters = patches.make_filters(found, state.whitener, self._patch)
                 return replace(state, encoder={**state.encoder, "filters": filters})
-        views = _added_up(world, self.view_moments, Filters(state.encoder["filters"]))
+        views = _sum_over_agents(federation, self.view_moments, Filters(state.encoder["filters"]))
         if views is None:
             return state
         found = patches.view_map(**views, features=self.cfg.features)
         return replace(state, encoder={**state.encoder, "map": found})
 
-    def cluster_round(self, state: S, world: World) -> S:
+    def cluster_round(self, state: S, federation: Federation) -> S:
         """k-means: mean and seeds first, then Lloyd's steps; last, cells are joined to clusters."""
-        number = world.round.number_in_phase
+        number = federation.round.number_in_phase
         if number == 1:
-            return self._seeded(state, world)
+            return self._seed_centroids(state, federation)
         if number < self.cfg.cluster_rounds:
-            seen = _added_up(world, self.cell_sums, map_of(state))
+            seen = _sum_over_agents(federation, self.cell_sums, map_of(state))
             if seen is None:
                 return state
-            return replace(state, centroids=moved(state.centroids, **seen))
-        told = _added_up(world, self.cell_graph, map_of(state))
+            return replace(state, centroids=update_centroids(state.centroids, **seen))
+        told = _sum_over_agents(federation, self.cell_graph, map_of(state))
         if told is None:
             return state
-        seed = int(torch.randint(2**31, (), generator=world.rng("cuts")))
-        cluster = joined(told["graph"], self.k, seed)
-        mass, borders = mass_and_borders(told["graph"], cluster, self.k)
+        seed = int(torch.randint(2**31, (), generator=federation.rng("cuts")))
+        cluster = merge_cells(told["graph"], self.k, seed)
+        mass, borders = cluster_shares_and_adjacency(told["graph"], cluster, self.k)
         return replace(state, cluster=cluster, mass=mass, borders=borders)
 
-    def _seeded(self, state: S, world: World) -> S:
-        told = _added_up(world, self.feature_mean, map_of(state))
+    def _seed_centroids(self, state: S, federation: Federation) -> S:
+        told = _sum_over_agents(federation, self.feature_mean, map_of(state))
         if told is None:
             return state
         state = replace(state, mean=told["total"][0] / told["count"])
-        sent = said(world.ask_each(world.query, self.own_cells, map_of(state)))
+        sent = payloads(federation.call_all(federation.query, self.own_cells, map_of(state)))
         if not sent:
             return state
-        return replace(state, centroids=self._joint(sent, self.cfg.cells, world.rng("seeds")))
+        return replace(state, centroids=self._joint(sent, self.cfg.cells, federation.rng("seeds")))
 
     def _joint(self, sent: Sequence[Sums], k: int, rng: torch.Generator) -> Tensor:
         """k centroids of the agents' own, by their counts."""
@@ -236,14 +240,14 @@ class MapsRows(Algorithm[Any]):
     @on_agent
     def own_filters(self, agent: QueryAgent, msg: Whitener, ctx: Context) -> Sums:
         """Centroids of the agent's own patches, whitened, and how many rows each stands for."""
-        seen = patches.white(self._patches(agent, ctx), msg.whitener)
+        seen = patches.whiten(self._patches(agent, ctx), msg.whitener)
         few = min(self.cfg.filters, len(seen))
         found, count = k_means(seen, torch.ones(len(seen)), few, ctx.rng("filters"))
         return Sums(found, count * _weight(agent, seen))
 
     def _patches(self, agent: QueryAgent, ctx: Context) -> Tensor:
         x = learn.network_input(self._some(agent))
-        return patches.drawn(x, self._patch[1], self.cfg.patches, ctx.rng("patches"))
+        return patches.sample_patches(x, self._patch[1], self.cfg.patches, ctx.rng("patches"))
 
     @on_agent
     def view_moments(self, agent: QueryAgent, msg: Filters, ctx: Context) -> Views:
@@ -282,7 +286,7 @@ class MapsRows(Algorithm[Any]):
     def cell_sums(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """One step of Lloyd's algorithm on the agent's rows."""
         points = self._kept_points(agent, msg, ctx)
-        total, count = sums(points, msg.centroids)
+        total, count = centroid_sums(points, msg.centroids)
         return Sums(total * _weight(agent, points), count * _weight(agent, points))
 
     @on_agent
@@ -309,11 +313,11 @@ class MapsRows(Algorithm[Any]):
         kept = agent.memory.get(KEPT)
         if kept is None:  # the agent did not hear of the first round
             return self.points(self._some(agent), msg, ctx.device)
-        return on_sphere(kept, msg.mean)
+        return center_and_normalize(kept, msg.mean)
 
     def points(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
         """Of stored rows: where k-means sees them (N, E)."""
-        return on_sphere(self._features(x, msg, device), msg.mean)
+        return center_and_normalize(self._features(x, msg, device), msg.mean)
 
     def check_map(self, msg: Map) -> None:
         """Refuse a map of another form than this algorithm's own.
@@ -333,7 +337,7 @@ class MapsRows(Algorithm[Any]):
 
     def cluster_of(self, x: Tensor, msg: Map, ctx: Context) -> Tensor:
         """The cluster of each stored row (N,)."""
-        return msg.cluster[nearest(self.points(x, msg, ctx.device), msg.centroids)]
+        return msg.cluster[nearest_centroids(self.points(x, msg, ctx.device), msg.centroids)]
 
 
 def map_of(state: MapState) -> Map:
@@ -341,12 +345,14 @@ def map_of(state: MapState) -> Map:
     return Map(state.encoder, state.mean, state.centroids, state.cluster)
 
 
-def said(replies: Sequence[Reply[M]]) -> list[M]:
+def payloads(replies: Sequence[Reply[M]]) -> list[M]:
     """What those who were not silent sent."""
-    return [reply.said for reply in replies if not reply.silent]
+    return [reply.payload for reply in replies if not reply.declined]
 
 
-def _added_up(world: World, step: Callable[..., M], message: Message) -> dict[str, Tensor] | None:
+def _sum_over_agents(
+    federation: Federation, step: Callable[..., M], message: Message
+) -> dict[str, Tensor] | None:
     """Every field of what query agents sent, added up; None where all were silent.
 
     A few agents at a time: what they send may be large, and is not needed one by one.
@@ -355,9 +361,9 @@ def _added_up(world: World, step: Callable[..., M], message: Message) -> dict[st
         MessageError: the sum is not finite.
     """
     total: dict[str, Tensor] | None = None
-    for start in range(0, len(world.query), AT_ONCE):
-        some = world.query[start : start + AT_ONCE]
-        for one in said(world.ask_each(some, step, message)):
+    for start in range(0, len(federation.query), AT_ONCE):
+        some = federation.query[start : start + AT_ONCE]
+        for one in payloads(federation.call_all(some, step, message)):
             total = {k: v if total is None else total[k] + v for k, v in vars(one).items()}
     for name, value in (total or {}).items():
         check_numbers(f"the sum of {name}", value)

@@ -93,7 +93,7 @@ def one_hot(rows: LabelledRows, picked: Tensor, classes: int) -> Tensor:
     return torch.eye(classes)[rows.y[picked]]
 
 
-def federate(
+def average_groups(
     weights: Literal["half", "rows", "equal"],
     support: Sequence[Reply[Any]],
     query: Sequence[Reply[Any]],
@@ -110,7 +110,7 @@ def federate(
         otherwise: used when nobody sent it.
     """
     sent = {
-        group: [r for r in replies if not r.silent and getattr(r.said, field) is not None]
+        group: [r for r in replies if not r.declined and getattr(r.payload, field) is not None]
         for group, replies in (("support", support), ("query", query))
     }
     share = {

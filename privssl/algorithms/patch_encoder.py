@@ -48,7 +48,7 @@ class EncoderConfig:
         return min(smaller, max(3, round(smaller / 5)) if self.patch is None else self.patch)
 
 
-def drawn(x: Tensor, side: int, count: int, rng: torch.Generator) -> Tensor:
+def sample_patches(x: Tensor, side: int, count: int, rng: torch.Generator) -> Tensor:
     """Patches of random places of random rows, normalised (count, channels * side**2).
 
     Args:
@@ -77,12 +77,12 @@ def whitening(outer: Tensor, count: Tensor) -> Tensor:
     return whitener.float()
 
 
-def white(patches: Tensor, whitener: Tensor) -> Tensor:
+def whiten(patches: Tensor, whitener: Tensor) -> Tensor:
     """Patches (N, d) whitened, at length 1; empty ones stay empty."""
     return normalize(patches @ whitener, dim=1)
 
 
-def filters_of(centroids: Tensor, whitener: Tensor, shape: tuple[int, int, int]) -> Tensor:
+def make_filters(centroids: Tensor, whitener: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """Centroids of whitened patches (F, d) as filters (F, *shape) for patches that are not.
 
     Args:

@@ -17,12 +17,12 @@ from privssl.algorithms.base import Context, Task
 from privssl.data.views import view
 from privssl.losses import hard_label_loss
 from privssl.privacy import PrivatePlan, check_rows_independent, refuse_coupling_layers
-from privssl.private_rows import train_privately, tried_out
+from privssl.private_rows import train_rows_privately, tried_out
 from privssl.settings import Problem
-from privssl.together import RowFunction
+from privssl.together import ExampleLoss
 
 #: What the ``privacy`` section says in the place of the ``algorithm`` section.
-SAID_THERE = {
+OVERRIDDEN_BY_PRIVACY = {
     "local_epochs": "steps",
     "batch_size": "sample_rate",
     "learning_rate": "learning_rate",
@@ -46,7 +46,7 @@ def train_classifier(
         accounting.errors.BudgetExhausted: nothing was read.
     """
     assert agent.account is not None
-    with agent.account.spend(plan.event, ctx.receipt):
+    with agent.account.spend(plan.event, ctx.charge_id):
         public = agent.account.plan.record_counts == "public"
         _train(plan, F, agent.labelled, ctx, flip=flip, counts_public=public)
 
@@ -69,8 +69,8 @@ def _train(
         seen = view(plan.augment, real, here.rng("weak view"), flip=flip)
         return {"x": seen, "y": y.to(ctx.device)}
 
-    loss = RowFunction(hard_label_loss, (), {"F": F})
-    train_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=counts_public)
+    loss = ExampleLoss(hard_label_loss, (), {"F": F})
+    train_rows_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=counts_public)
 
 
 def check_classifier(F: nn.Module, task: Task) -> None:
@@ -86,7 +86,7 @@ def check_classifier(F: nn.Module, task: Task) -> None:
 def private_problems(config: Any) -> Iterator[Problem]:
     """What a private run of the classifier alone cannot have, or would not look at."""
     own = {spec.name: spec.default for spec in dataclasses.fields(config.algorithm)}
-    for key, there in SAID_THERE.items():
+    for key, there in OVERRIDDEN_BY_PRIVACY.items():
         if key in own and getattr(config.algorithm, key) != own[key]:
             yield Problem(
                 f"algorithm.{key}",

@@ -33,34 +33,34 @@ from torch.nn.functional import one_hot
 
 from privssl import learn
 from privssl.agents import (
+    AgentLocation,
     LabelledRows,
     MixedAgent,
     QueryAgent,
-    Seat,
     SupportAgent,
     UnlabelledRows,
 )
-from privssl.algorithms.base import Algorithm, Context, Phase, Task, Without, on_agent
+from privssl.algorithms.base import Algorithm, Context, MissingReplyPolicy, Phase, Task, on_agent
 from privssl.algorithms.baselines import (
-    Lesson,
     Proximal,
-    Trained,
-    descend,
+    SupervisedRequest,
+    SupervisedUpdate,
     labelled_losses,
-    load,
+    load_global_model,
+    run_sgd,
 )
 from privssl.algorithms.local_ssl import needs_unlabelled, no_statistics
-from privssl.mean import Mean
-from privssl.messages import Done, StateDict
+from privssl.mean import WeightedMean
+from privssl.messages import Ack, StateDict
 from privssl.privacy import PrivatePlan
 from privssl.settings import Count, Problem, strict
-from privssl.world import World
+from privssl.world import Federation
 
 CHUNK = 512  # rows of one forward pass when FedSem labels
 
 
 @dataclass(frozen=True)
-class State:
+class PseudoLabelState:
     """What the server keeps between rounds."""
 
     F: StateDict  # the average over agents
@@ -97,11 +97,11 @@ class FedSemConfig(Guessing):
 # The algorithms -----------------------------------------------------------------------------
 
 
-class PseudoLabelled(Algorithm[State]):
+class PseudoLabelled(Algorithm[PseudoLabelState]):
     """The shared rounds and steps; a subclass says what a visit minimises."""
 
-    StateType = State
-    without = Without(quorum=("support_pass", "query_pass", "mixed_pass"))
+    StateType = PseudoLabelState
+    missing_reply_policy = MissingReplyPolicy(quorum=("support_pass", "query_pass", "mixed_pass"))
     cfg: Guessing
 
     def __init__(self, config: Guessing, task: Task, plan: PrivatePlan | None = None) -> None:
@@ -113,52 +113,64 @@ class PseudoLabelled(Algorithm[State]):
         yield from needs_unlabelled(config)
         yield from no_statistics(config)
 
-    def start(self, world: World) -> State:
-        F = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))
-        return State(F, labelled=F)
+    def start(self, federation: Federation) -> PseudoLabelState:
+        F = learn.fresh_weights(self.task.new_classifier, federation.rng("init F"))
+        return PseudoLabelState(F, labelled=F)
 
-    def round(self, state: State, world: World) -> State:
-        return self.one_round(state, world, unlabelled=True)
+    def round(self, state: PseudoLabelState, federation: Federation) -> PseudoLabelState:
+        return self.one_round(state, federation, unlabelled=True)
 
-    def one_round(self, state: State, world: World, *, unlabelled: bool) -> State:
+    def one_round(
+        self, state: PseudoLabelState, federation: Federation, *, unlabelled: bool
+    ) -> PseudoLabelState:
         """Train where labels are, then where there are none; with labels at clients at once.
 
         Args:
             unlabelled: whether unlabelled rows are learned from.
         """
-        if any(agent.role == "mixed" for agent in world.agents):
-            return self._all_at_once(state, world, unlabelled=unlabelled)
-        taught, learned = Mean("F"), Mean("F")
-        world.ask_each(
-            world.support, self.support_pass,
-            lambda who: Lesson(state.F, 0.0 if who.seat is Seat.SERVER else self.cfg.proximal),
-            into=taught,
-        )  # fmt: skip
-        labelled = taught.otherwise(state.F)
+        if any(agent.role == "mixed" for agent in federation.agents):
+            return self._all_at_once(state, federation, unlabelled=unlabelled)
+        taught, learned = WeightedMean("F"), WeightedMean("F")
+        federation.call_all(
+            federation.support,
+            self.support_pass,
+            lambda who: SupervisedRequest(
+                state.F, 0.0 if who.location is AgentLocation.SERVER else self.cfg.proximal
+            ),
+            aggregator=taught,
+        )
+        labelled = taught.value_or(state.F)
         if not unlabelled:
-            return State(labelled, labelled)
-        drawn = world.sample(world.query, self.cfg.agents_per_round)
-        world.ask_each(drawn, self.query_pass, Lesson(labelled, self.cfg.proximal), into=learned)
-        return State(learned.otherwise(labelled), labelled)
+            return PseudoLabelState(labelled, labelled)
+        drawn = federation.sample(federation.query, self.cfg.agents_per_round)
+        federation.call_all(
+            drawn,
+            self.query_pass,
+            SupervisedRequest(labelled, self.cfg.proximal),
+            aggregator=learned,
+        )
+        return PseudoLabelState(learned.value_or(labelled), labelled)
 
-    def _all_at_once(self, state: State, world: World, *, unlabelled: bool) -> State:
-        roster = world.query if unlabelled else world.support
-        drawn = world.sample(roster, self.cfg.agents_per_round)
+    def _all_at_once(
+        self, state: PseudoLabelState, federation: Federation, *, unlabelled: bool
+    ) -> PseudoLabelState:
+        roster = federation.query if unlabelled else federation.support
+        drawn = federation.sample(roster, self.cfg.agents_per_round)
         mixed, others = (
             [agent for agent in drawn if (agent.role == "mixed") == both] for both in (True, False)
         )
-        lesson = Lesson(state.F, self.cfg.proximal)
+        lesson = SupervisedRequest(state.F, self.cfg.proximal)
         step = self.mixed_pass if unlabelled else self.support_pass
-        learned = Mean("F")
-        world.ask_each(mixed, step, lesson, into=learned)
-        world.ask_each(others, self.query_pass, lesson, into=learned)
-        F = learned.otherwise(state.F)
-        return State(F, F)
+        learned = WeightedMean("F")
+        federation.call_all(mixed, step, lesson, aggregator=learned)
+        federation.call_all(others, self.query_pass, lesson, aggregator=learned)
+        F = learned.value_or(state.F)
+        return PseudoLabelState(F, F)
 
-    def classifier(self, state: State) -> StateDict:
+    def classifier(self, state: PseudoLabelState) -> StateDict:
         return state.labelled if self.cfg.released == "labelled" else state.F
 
-    def also_evaluated(self, state: State) -> dict[str, StateDict]:
+    def also_evaluated(self, state: PseudoLabelState) -> dict[str, StateDict]:
         if self.cfg.released == "labelled":
             return {"averaged": state.F}
         return {"labelled": state.labelled}
@@ -166,33 +178,45 @@ class PseudoLabelled(Algorithm[State]):
     # Steps: where the data is ---------------------------------------------------------------
 
     @on_agent
-    def support_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Trained:
+    def support_pass(
+        self, agent: SupportAgent, msg: SupervisedRequest, ctx: Context
+    ) -> SupervisedUpdate:
         """Learn from labelled rows alone."""
         rows = agent.labelled
         return self._visit(rows, UnlabelledRows(rows.x[:0], rows.ids[:0]), None, msg, ctx)
 
     @on_agent
-    def query_pass(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Trained:
+    def query_pass(
+        self, agent: QueryAgent, msg: SupervisedRequest, ctx: Context
+    ) -> SupervisedUpdate:
         """Learn from unlabelled rows alone."""
         rows = agent.unlabelled
         none = LabelledRows(rows.x[:0], torch.empty(0, dtype=torch.int64), rows.ids[:0])
-        return self._visit(none, rows, self.remembered(agent, msg, ctx), msg, ctx)
+        return self._visit(none, rows, self.recall_labels(agent, msg, ctx), msg, ctx)
 
     @on_agent
-    def mixed_pass(self, agent: MixedAgent, msg: Lesson, ctx: Context) -> Trained:
+    def mixed_pass(
+        self, agent: MixedAgent, msg: SupervisedRequest, ctx: Context
+    ) -> SupervisedUpdate:
         """Learn from both kinds."""
-        y = self.remembered(agent, msg, ctx)
+        y = self.recall_labels(agent, msg, ctx)
         return self._visit(agent.labelled, agent.unlabelled, y, msg, ctx)
 
     def _visit(
-        self, labelled: LabelledRows, unlabelled: UnlabelledRows, y: Tensor | None, msg: Lesson,
+        self,
+        labelled: LabelledRows,
+        unlabelled: UnlabelledRows,
+        y: Tensor | None,
+        msg: SupervisedRequest,
         ctx: Context,
-    ) -> Trained:  # fmt: skip
+    ) -> SupervisedUpdate:
         self.cfg.weigh(len(labelled) + len(unlabelled), ctx)
-        F = load(self._F, msg, ctx)
-        return descend(F, self.losses(F, labelled, unlabelled, y, ctx), self.cfg, msg, ctx)
+        F = load_global_model(self._F, msg, ctx)
+        return run_sgd(F, self.losses(F, labelled, unlabelled, y, ctx), self.cfg, msg, ctx)
 
-    def remembered(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Tensor | None:
+    def recall_labels(
+        self, agent: QueryAgent, msg: SupervisedRequest, ctx: Context
+    ) -> Tensor | None:
         """Labels (N,) that were given to the unlabelled rows for good; None: there are none."""
         return None
 
@@ -210,7 +234,9 @@ class FedSem(PseudoLabelled):
 
     Config = FedSemConfig
     # An agent that was away when all others labelled their rows does so at its next visit.
-    without = Without(quorum=(*PseudoLabelled.without.quorum, "label_pass"))
+    missing_reply_policy = MissingReplyPolicy(
+        quorum=(*PseudoLabelled.missing_reply_policy.quorum, "label_pass")
+    )
     cfg: FedSemConfig
 
     def phases(self) -> tuple[Phase, ...]:
@@ -220,19 +246,19 @@ class FedSem(PseudoLabelled):
         )
         return tuple(phase for phase in planned if phase.rounds)
 
-    def round(self, state: State, world: World) -> State:
-        since = world.round.number - self.cfg.warm_up
+    def round(self, state: PseudoLabelState, federation: Federation) -> PseudoLabelState:
+        since = federation.round.number - self.cfg.warm_up
         if since == 1:  # every agent, drawn or not
-            world.ask_each(world.query, self.label_pass, Lesson(state.F))
-        return self.one_round(state, world, unlabelled=since > 0)
+            federation.call_all(federation.query, self.label_pass, SupervisedRequest(state.F))
+        return self.one_round(state, federation, unlabelled=since > 0)
 
     @on_agent
-    def label_pass(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Done:
+    def label_pass(self, agent: QueryAgent, msg: SupervisedRequest, ctx: Context) -> Ack:
         """Label all unlabelled rows, as they are, with the global classifier."""
         agent.memory = {**agent.memory, "pseudo_labels": self._labels(agent, msg, ctx)}
-        return Done()
+        return Ack()
 
-    def remembered(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Tensor:
+    def recall_labels(self, agent: QueryAgent, msg: SupervisedRequest, ctx: Context) -> Tensor:
         if "pseudo_labels" not in agent.memory:  # it was away when all others labelled theirs
             self.label_pass(agent, msg, ctx)
         y = agent.memory["pseudo_labels"]
@@ -240,9 +266,9 @@ class FedSem(PseudoLabelled):
         return y
 
     @torch.no_grad()
-    def _labels(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Tensor:
+    def _labels(self, agent: QueryAgent, msg: SupervisedRequest, ctx: Context) -> Tensor:
         """The likeliest class (N,) of each unlabelled row."""
-        F = load(self._F, msg, ctx).eval()
+        F = load_global_model(self._F, msg, ctx).eval()
         parts = torch.split(agent.unlabelled.x, CHUNK)
         logits = [F(learn.network_input(part, ctx.device)) for part in parts]
         return torch.cat(logits).argmax(dim=1).cpu()

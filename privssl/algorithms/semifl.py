@@ -39,19 +39,19 @@ from torch.nn.functional import cross_entropy
 
 from privssl import learn, optimisers, seeds, transfers
 from privssl.agents import LabelledRows, Memory, QueryAgent, SupportAgent, UnlabelledRows
-from privssl.algorithms.base import Algorithm, Context, Task, Without, on_agent
+from privssl.algorithms.base import Algorithm, Context, MissingReplyPolicy, Task, on_agent
 from privssl.algorithms.local_ssl import Share, needs_unlabelled
 from privssl.data.views import view
 from privssl.losses import hard_label_loss
-from privssl.mean import Mean, equally
-from privssl.messages import Message, Silence, StateDict
+from privssl.mean import WeightedMean, uniform_weight
+from privssl.messages import Declined, Message, StateDict
 from privssl.mixup import sample_mix
 from privssl.models.static_norm import collect, statistics_of
 from privssl.privacy import PrivatePlan
 from privssl.pseudo import guess_labels
 from privssl.settings import Positive, Problem, Rate, strict
-from privssl.together import compute
-from privssl.world import World
+from privssl.together import batched_call
+from privssl.world import Federation
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Losses = Iterator[Tensor]  # scalars; each is stepped on before the next is computed
@@ -63,14 +63,14 @@ BIG_BATCH = 250  # rows at most in a pass for pseudo-labels or statistics; autho
 
 
 @dataclass(frozen=True)
-class Lesson(Message):
+class SemiFLRequest(Message):
     """Down to an agent: the global classifier."""
 
     F: StateDict
 
 
 @dataclass(frozen=True)
-class Trained(Message):
+class SemiFLUpdate(Message):
     """Up from an agent: the parameters that it trained, without statistics of a norm."""
 
     F: StateDict
@@ -84,7 +84,7 @@ class Statistics(Message):
 
 
 @dataclass(frozen=True)
-class State:
+class SemiFLState:
     """What the server keeps between rounds."""
 
     F: StateDict  # fine-tuned, with statistics: is sent, guesses labels and is released
@@ -141,12 +141,12 @@ class SemiFLConfig:
 
 
 @final
-class SemiFL(Algorithm[State]):
+class SemiFL(Algorithm[SemiFLState]):
     """Alternate training; by switches also the FedAvg + FixMatch that it is compared with."""
 
     Config = SemiFLConfig
-    StateType = State
-    without = Without(
+    StateType = SemiFLState
+    missing_reply_policy = MissingReplyPolicy(
         quorum=("query_pass", "support_pass", "support_statistics", "query_statistics")
     )
     cfg: SemiFLConfig
@@ -164,26 +164,28 @@ class SemiFL(Algorithm[State]):
         if config.algorithm.statistics != "everyone" and config.model.norm != "static":
             yield Problem("algorithm.statistics", "has no effect: it belongs to model.norm static")
 
-    def start(self, world: World) -> State:
-        F = learn.fresh_weights(self.task.new_classifier, world.rng("init F"))
+    def start(self, federation: Federation) -> SemiFLState:
+        F = learn.fresh_weights(self.task.new_classifier, federation.rng("init F"))
         zeros = {name: torch.zeros_like(F[name]) for name, _ in self._F.named_parameters()}
-        return State(self._with_statistics(F, world), zeros)
+        return SemiFLState(self._with_statistics(F, federation), zeros)
 
-    def round(self, state: State, world: World) -> State:
-        taking_part = world.sample(world.query, self.cfg.query_per_round)
-        mean = Mean("F", equally)
-        replies = world.ask_each(taking_part, self.query_pass, Lesson(state.F), into=mean)
-        active = sum(not reply.silent for reply in replies)
+    def round(self, state: SemiFLState, federation: Federation) -> SemiFLState:
+        taking_part = federation.sample(federation.query, self.cfg.query_per_round)
+        mean = WeightedMean("F", uniform_weight)
+        replies = federation.call_all(
+            taking_part, self.query_pass, SemiFLRequest(state.F), aggregator=mean
+        )
+        active = sum(not reply.declined for reply in replies)
         F, velocity = state.F, state.velocity
         if not self.cfg.fine_tune:
-            F = self._fine_tuned(F, world)
+            F = self._fine_tune(F, federation)
         if active:
-            F, velocity = self._aggregated(F, velocity, mean.otherwise(F))
+            F, velocity = self._aggregate(F, velocity, mean.value_or(F))
         if self.cfg.fine_tune:
-            F = self._fine_tuned(F, world)
-        return State(self._with_statistics(F, world), velocity, active)
+            F = self._fine_tune(F, federation)
+        return SemiFLState(self._with_statistics(F, federation), velocity, active)
 
-    def _aggregated(
+    def _aggregate(
         self, F: StateDict, velocity: StateDict, mean: StateDict
     ) -> tuple[StateDict, StateDict]:
         """One step from F to the mean of the active agents, each counting the same."""
@@ -191,69 +193,79 @@ class SemiFL(Algorithm[State]):
             mean = {name: (F[name] + value) / 2 for name, value in mean.items()}
         return momentum_step(F, velocity, mean, self.cfg.global_momentum)
 
-    def _fine_tuned(self, F: StateDict, world: World) -> StateDict:
+    def _fine_tune(self, F: StateDict, federation: Federation) -> StateDict:
         """F after training where labels are."""
-        learned = Mean("F")
-        world.ask_each(world.support, self.support_pass, Lesson(F), into=learned)
-        return {**F, **learned.otherwise(F)}
+        learned = WeightedMean("F")
+        federation.call_all(
+            federation.support, self.support_pass, SemiFLRequest(F), aggregator=learned
+        )
+        return {**F, **learned.value_or(F)}
 
-    def _with_statistics(self, F: StateDict, world: World) -> StateDict:
+    def _with_statistics(self, F: StateDict, federation: Federation) -> StateDict:
         """F with statistics gathered over agents, where its norm has any.
 
         The next round distributes the same weights, so the paper's two gatherings are one.
         """
         if not statistics_of(self._F):
             return F
-        gathered = Mean("statistics")
-        world.ask_each(world.support, self.support_statistics, Lesson(F), into=gathered)
+        gathered = WeightedMean("statistics")
+        federation.call_all(
+            federation.support, self.support_statistics, SemiFLRequest(F), aggregator=gathered
+        )
         if self.cfg.statistics == "everyone":
-            world.ask_each(world.query, self.query_statistics, Lesson(F), into=gathered)
-        return {**F, **gathered.otherwise({})}
+            federation.call_all(
+                federation.query, self.query_statistics, SemiFLRequest(F), aggregator=gathered
+            )
+        return {**F, **gathered.value_or({})}
 
-    def classifier(self, state: State) -> StateDict:
+    def classifier(self, state: SemiFLState) -> StateDict:
         return state.F
 
-    def metrics(self, state: State) -> dict[str, float]:
+    def metrics(self, state: SemiFLState) -> dict[str, float]:
         return {"train/active": float(state.active)}
 
     # Steps: where the data is ---------------------------------------------------------------
 
     @on_agent
-    def query_pass(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Trained | Silence:
+    def query_pass(
+        self, agent: QueryAgent, msg: SemiFLRequest, ctx: Context
+    ) -> SemiFLUpdate | Declined:
         """Guess labels with the global model, learn from the sure ones."""
-        F = learn.load(self._F, msg.F, ctx.device)
+        F = learn.load_weights(self._F, msg.F, ctx.device)
         if self.cfg.pseudo_labels == "training":
             losses = self._own_label_losses(F, agent.unlabelled, ctx)
         else:
             losses = self._given_label_losses(F, agent.unlabelled, ctx)
-        momentum = descend(F, losses, self.cfg, agent.memory, "query", ctx)
+        momentum = local_descent(F, losses, self.cfg, agent.memory, "query", ctx)
         if momentum is None:
-            return Silence("no row has a sure label")
+            return Declined("no row has a sure label")
         agent.memory = {**agent.memory, **momentum}
-        return Trained(learn.to_send(dict(F.named_parameters())))
+        return SemiFLUpdate(learn.to_send(dict(F.named_parameters())))
 
     @on_agent
-    def support_pass(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Trained:
+    def support_pass(self, agent: SupportAgent, msg: SemiFLRequest, ctx: Context) -> SemiFLUpdate:
         """Fine-tune: cross-entropy of weak views of labelled rows."""
         rows = agent.labelled
         ctx.weight = float(len(rows))
-        F = learn.load(self._F, msg.F, ctx.device)
+        F = learn.load_weights(self._F, msg.F, ctx.device)
         kept = self.cfg.profile == "semifl-head"
         losses = self._true_label_losses(F, rows, ctx)
-        momentum = descend(F, losses, self.cfg, agent.memory if kept else {}, "support", ctx)
+        momentum = local_descent(F, losses, self.cfg, agent.memory if kept else {}, "support", ctx)
         if kept and momentum is not None:
             agent.memory = {**agent.memory, **momentum}
-        return Trained(learn.to_send(dict(F.named_parameters())))
+        return SemiFLUpdate(learn.to_send(dict(F.named_parameters())))
 
     @on_agent
-    def support_statistics(self, agent: SupportAgent, msg: Lesson, ctx: Context) -> Statistics:
+    def support_statistics(
+        self, agent: SupportAgent, msg: SemiFLRequest, ctx: Context
+    ) -> Statistics:
         """Statistics of labelled rows."""
-        return self._gathered(agent.labelled.x, msg, ctx)
+        return self._gather_rows(agent.labelled.x, msg, ctx)
 
     @on_agent
-    def query_statistics(self, agent: QueryAgent, msg: Lesson, ctx: Context) -> Statistics:
+    def query_statistics(self, agent: QueryAgent, msg: SemiFLRequest, ctx: Context) -> Statistics:
         """Statistics of unlabelled rows."""
-        return self._gathered(agent.unlabelled.x, msg, ctx)
+        return self._gather_rows(agent.unlabelled.x, msg, ctx)
 
     # Losses, one batch after the other ------------------------------------------------------
 
@@ -286,7 +298,7 @@ class SemiFL(Algorithm[State]):
                 if self.cfg.mix_weight:
                     lam = sample_mix(1, self.cfg.mix_alpha, mixing)[0].double()  # so is 1 - lam
                     batch = {**batch, "lam": lam.to(ctx.device)}
-                yield compute(fix_and_mix_loss, batch, self.cfg.mix_weight, F=F)
+                yield batched_call(fix_and_mix_loss, batch, self.cfg.mix_weight, F=F)
 
     def _own_label_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
         """FixMatch: the model in training labels every batch; rows that are not sure are left."""
@@ -312,11 +324,11 @@ class SemiFL(Algorithm[State]):
         for order in passes(len(x), size, self.cfg.server_epochs, ctx.rng("order")):
             views = {"x": self.cfg.weak_view(x[order], weak), "y": y[order]}
             for batch in learn.batches(views, size):
-                yield compute(hard_label_loss, batch, F=F)
+                yield batched_call(hard_label_loss, batch, F=F)
 
-    def _gathered(self, x: Tensor, msg: Lesson, ctx: Context) -> Statistics:
+    def _gather_rows(self, x: Tensor, msg: SemiFLRequest, ctx: Context) -> Statistics:
         """Mean of the statistics of batches that differ by at most a row; not augmented."""
-        F = learn.load(self._F, msg.F, ctx.device)
+        F = learn.load_weights(self._F, msg.F, ctx.device)
         rng = seeds.stream(ctx.seed, 0, ctx.agent, "statistics")  # the same order in every round
         x = x[torch.randperm(len(x), generator=rng)]  # rows by class would vary too little
         parts = torch.tensor_split(x, -(-len(x) // BIG_BATCH))
@@ -328,7 +340,7 @@ class SemiFL(Algorithm[State]):
 # Small things -------------------------------------------------------------------------------
 
 
-def descend(
+def local_descent(
     F: nn.Module, losses: Losses, cfg: SemiFLConfig, memory: Memory, group: str, ctx: Context
 ) -> StateDict | None:  # fmt: skip
     """A step of SGD on each loss as it comes: clipped gradients, Nesterov momentum.
@@ -342,7 +354,7 @@ def descend(
         weight_decay=cfg.weight_decay, nesterov=cfg.momentum > 0,
     )  # fmt: skip
     remembered = {key: memory[key] for key in named if key in memory}
-    for key, momentum in transfers.moved(remembered, ctx.device).items():
+    for key, momentum in transfers.move_to(remembered, ctx.device).items():
         # laid out as the parameter: a checkpoint brings it back in plain order
         kept = torch.empty_like(named[key], requires_grad=False).copy_(momentum)
         sgd.state[named[key]]["momentum_buffer"] = kept
@@ -352,9 +364,9 @@ def descend(
             values.append(learn.minimise(sgd, loss, clip_norm=cfg.clip_norm))
     if not values:
         return None
-    ctx.note(f"train/loss_F/{group}", learn.mean_of(values))
+    ctx.log_metric(f"train/loss_F/{group}", learn.mean_of(values))
     buffers = {key: sgd.state[p].get("momentum_buffer") for key, p in named.items()}
-    return transfers.copied({key: b for key, b in buffers.items() if b is not None})
+    return transfers.copy_tensors({key: b for key, b in buffers.items() if b is not None})
 
 
 def momentum_step(

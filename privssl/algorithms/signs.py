@@ -23,10 +23,10 @@ Schedule = Literal[
 ]
 Batching = Literal["union", "exact", "zip", "sequential"]
 #: Stands for +inf, which no message may carry: no confidence reaches it.
-NEVER = torch.finfo(torch.float32).max
+NEVER_SEEN = torch.finfo(torch.float32).max
 
 
-class Signs(NamedTuple):
+class SignedLabels(NamedTuple):
     """What N rows are, and what they are not."""
 
     y_plus: Tensor  # (N,) classes
@@ -59,10 +59,10 @@ def class_thresholds(p: Tensor, y: Tensor) -> Tensor:
 
 def mean_where_known(taus: Sequence[Tensor], classes: int) -> Tensor:
     """Mean of thresholds (C,), for each class over those that know it; NEVER where none does."""
-    told = torch.stack([*taus, torch.full((classes,), NEVER)])  # (holders + 1, C)
-    known = told < NEVER
+    told = torch.stack([*taus, torch.full((classes,), NEVER_SEEN)])  # (holders + 1, C)
+    known = told < NEVER_SEEN
     mean = torch.where(known, told, 0.0).sum(dim=0) / known.sum(dim=0)
-    return torch.where(known.any(dim=0), mean, NEVER)
+    return torch.where(known.any(dim=0), mean, NEVER_SEEN)
 
 
 def signed_labels(
@@ -73,7 +73,7 @@ def signed_labels(
     *,
     exclude_likeliest: bool = False,
     hard: bool = True,
-) -> Signs:
+) -> SignedLabels:
     """Eq. 9 to 12. A row that is not sure and has no unlikely class is in neither set.
 
     Args:
@@ -92,7 +92,7 @@ def signed_labels(
     negative = ~positive & unlikely.any(dim=1)  # Eq. 12
     chances = torch.where(negative[:, None], unlikely.float(), 1.0)
     y_minus = torch.multinomial(chances, 1, generator=rng)[:, 0]
-    return Signs(y_plus, likeliest.float() if hard else p_bar, positive, y_minus, negative)
+    return SignedLabels(y_plus, likeliest.float() if hard else p_bar, positive, y_minus, negative)
 
 
 def complementary_loss(logits: Tensor, y_minus: Tensor) -> Tensor:
@@ -143,7 +143,11 @@ def sign_weights(
 
 
 def batch_loss(
-    how: Batching, up: Tensor, down: Tensor, sizes: tuple[int, int], weights: tuple[float, float]
+    how: Batching,
+    positive_loss: Tensor,
+    negative_loss: Tensor,
+    sizes: tuple[int, int],
+    weights: tuple[float, float],
 ) -> Tensor:
     """Eq. 13 on one batch: lambda * mean over positive rows + mean over negative rows.
 
@@ -154,16 +158,18 @@ def batch_loss(
         sizes: rows of the whole D+ and D-.
         weights: of the positive and of the negative loss.
     """
-    ratio = sum(sizes) / (len(up) + len(down))
-    loss = up.new_zeros(())
-    for losses, size, weight in zip((up, down), sizes, weights, strict=True):
+    ratio = sum(sizes) / (len(positive_loss) + len(negative_loss))
+    loss = positive_loss.new_zeros(())
+    for losses, size, weight in zip((positive_loss, negative_loss), sizes, weights, strict=True):
         if len(losses):
             share = ratio / size if how == "exact" else 1 / len(losses)
             loss = loss + weight * share * losses.sum()
     return loss
 
 
-def signed_batches(how: Batching, both: Signs, size: int, rng: torch.Generator) -> list[Tensor]:
+def signed_batches(
+    how: Batching, both: SignedLabels, size: int, rng: torch.Generator
+) -> list[Tensor]:
     """Row numbers of one epoch over D+ and D-, in batches of ``size``.
 
     union, exact: shuffled together. sequential: all of D+, then all of D-. zip: a batch of each
@@ -185,7 +191,7 @@ def signed_batches(how: Batching, both: Signs, size: int, rng: torch.Generator) 
     return [torch.cat(pair) for pair in zip(*columns, strict=True)]
 
 
-def row_losses(logits: Tensor, both: Signs, batch: Tensor) -> tuple[Tensor, Tensor]:
+def signed_losses(logits: Tensor, both: SignedLabels, batch: Tensor) -> tuple[Tensor, Tensor]:
     """Losses of the positive rows of a batch (B+,), Eq. 14, and of the negative ones (B-,), Eq. 15.
 
     Args:
@@ -200,7 +206,7 @@ def row_losses(logits: Tensor, both: Signs, batch: Tensor) -> tuple[Tensor, Tens
     )
 
 
-def set_apart(y: Tensor, count: int, rng: torch.Generator) -> Tensor:
+def split_validation(y: Tensor, count: int, rng: torch.Generator) -> Tensor:
     """Which rows to keep for validation (N,): equally many of each class, as far as it goes.
 
     The last row of a class stays to be learned from, while other classes have more than one.

@@ -25,7 +25,7 @@ Part = tuple[Tensor, float]
 
 # The authors' code: pseudo-labels count extra from epoch 50 of phase 2, by 0.15 from epoch 150.
 RAMP_FROM, RAMP_OVER, RAMP_TO = 50, 100, 0.15
-HOT = 10  # new rows that make a visit count as one that admitted some
+PROFILED = 10  # new rows that make a visit count as one that admitted some
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)

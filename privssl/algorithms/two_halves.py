@@ -2,7 +2,7 @@
 
 Jeong et al. (ICLR 2021), section 3.2 and Eq. 1 to 5, with losses as the authors' code has them.
 Gradients by sigma and by psi are both the gradient by theta; learning is "disjoint" because a step
-moves one half. What is set here: ``LocalTraining``. What a visit does: ``Visit``.
+moves one half. What is set here: ``DisjointTraining``. What a visit does: ``DisjointTrainer``.
 
 The penalties on psi are sums over all weights, not means: at the published numbers they outweigh
 all else in psi's loss, and with means FedMatch would be another algorithm. Means of the other
@@ -24,13 +24,13 @@ from torch.nn.functional import cross_entropy, kl_div
 from privssl import learn, optimisers, seeds, transfers
 from privssl.agents import LabelledRows, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.algorithms.base import Context
-from privssl.algorithms.helper_agents import agreement
+from privssl.algorithms.helper_agents import vote_agreement
 from privssl.algorithms.local_ssl import Share
 from privssl.data.views import view
 from privssl.messages import StateDict
 from privssl.settings import Positive, Rate, strict
-from privssl.sparse import Cuts, Halves
-from privssl.together import compute
+from privssl.sparse import DecomposedWeights, SparsityThresholds
+from privssl.together import batched_call
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Half: TypeAlias = Literal["sigma", "psi"]
@@ -44,7 +44,7 @@ RATE_CUT = 3.0  # what a learning rate is divided by
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Hyperparameters:
     """What follows from where labels are and from the profile, unless the config gives it."""
 
     batch_size: int
@@ -55,14 +55,14 @@ class Numbers:
     smallest_change: float
 
     @property
-    def cuts(self) -> Cuts:
-        return Cuts(self.negligible, self.smallest_change)
+    def sparsity_thresholds(self) -> SparsityThresholds:
+        return SparsityThresholds(self.negligible, self.smallest_change)
 
 
 #: Authors' code. Support agents count as a server.
-RELEASED: Mapping[Place, Numbers] = {
-    "server": Numbers(100, 20, 0.75, 1e-5, negligible=1e-5, smallest_change=1e-5),
-    "client": Numbers(10, 5, 0.75, 1e-4, negligible=5e-6, smallest_change=5e-5),
+RELEASED: Mapping[Place, Hyperparameters] = {
+    "server": Hyperparameters(100, 20, 0.75, 1e-5, negligible=1e-5, smallest_change=1e-5),
+    "client": Hyperparameters(10, 5, 0.75, 1e-4, negligible=5e-6, smallest_change=5e-5),
 }
 #: What a profile changes of them. The paper's rows: 54,000 + 3,000 + 3,000 (data.validation).
 PROFILES: Mapping[str, Mapping[str, Any]] = {
@@ -72,7 +72,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class LocalTraining:
+class DisjointTraining:
     """What a visit depends on. Numbers are the authors' code's; null: RELEASED and PROFILES."""
 
     profile: Literal["fedmatch-release", "fedmatch-paper"] = "fedmatch-release"
@@ -93,9 +93,9 @@ class LocalTraining:
     probabilities: Form = "clamped"  # in losses, as Keras does; exact: by log softmax
     strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fedmatch"
 
-    def numbers(self, place: Place) -> Numbers:
+    def hyperparameters(self, place: Place) -> Hyperparameters:
         """The numbers that hold where labels are at ``place``."""
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Numbers)}
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Hyperparameters)}
         given = {name: value for name, value in own.items() if value is not None}
         return dataclasses.replace(RELEASED[place], **{**PROFILES[self.profile], **given})
 
@@ -107,20 +107,20 @@ class LocalTraining:
 # A visit ------------------------------------------------------------------------------------
 
 
-class Visit:
+class DisjointTrainer:
     """Both halves at one agent: steps on sigma by labelled rows, on psi by unlabelled ones.
 
     SGD without momentum, one rate for both halves.
     """
 
     def __init__(
-        self, cfg: LocalTraining, place: Place, F: nn.Module, start: Halves,
+        self, cfg: DisjointTraining, place: Place, F: nn.Module, start: DecomposedWeights,
         agent: SupportAgent | QueryAgent, ctx: Context,
     ) -> None:  # fmt: skip
         """``F`` lends its form alone; ``start`` is copied. The agent's pace is gone on with."""
-        self._cfg, self._numbers = cfg, cfg.numbers(place)
+        self._cfg, self._numbers = cfg, cfg.hyperparameters(place)
         self._F, self._agent, self._ctx = F.train(), agent, ctx
-        first = first_pace(cfg.learning_rate, self._numbers.patience)
+        first = initial_plateau(cfg.learning_rate, self._numbers.patience)
         self._pace = agent.memory.get("pace", first)
         self._halves: dict[Half, dict[str, Tensor]] = {
             "sigma": _leaves(start.sigma, ctx.device),
@@ -144,7 +144,7 @@ class Visit:
         self._losses["sigma"].append(loss.detach())
         loss = self._cfg.labelled_weight * loss
         if self._cfg.weight_decay:
-            loss = loss + compute(_decayed, {"theta": weights}, self._cfg.weight_decay)
+            loss = loss + batched_call(_decay, {"theta": weights}, self._cfg.weight_decay)
         self._step("sigma", loss)
 
     def learn_psi(
@@ -153,26 +153,26 @@ class Visit:
         """One step on L_u: Eq. 5. Without a sure row it is one on the penalties alone."""
         cfg, weights = self._cfg, self._theta()
         strengths = cfg.l2_weight, self._numbers.l1_weight, cfg.weight_decay
-        loss = compute(_held_back, {**self._halves, "theta": weights}, *strengths)
+        loss = batched_call(_apply_penalties, {**self._halves, "theta": weights}, *strengths)
         if len(picked):
             loss = loss + self._consistency(weights, rows, picked, helpers)
         self._losses["psi"].append(loss.detach())
         self._step("psi", loss)
 
-    def learned(self, half: Half) -> dict[str, Tensor]:
+    def update_of(self, half: Half) -> dict[str, Tensor]:
         """One half as it is now: plain CPU tensors of their own."""
         plain = {name: weight.contiguous() for name, weight in self._halves[half].items()}
-        return transfers.copied(plain)
+        return transfers.copy_tensors(plain)
 
     def end(self) -> None:
         """Tell the losses, and remember the pace where labels set it."""
         for half, losses in self._losses.items():
             if losses:
-                self._ctx.note(f"train/loss_{half}", learn.mean_of(losses))
+                self._ctx.log_metric(f"train/loss_{half}", learn.mean_of(losses))
         if self._losses["sigma"]:
             loss = learn.mean_of(self._losses["sigma"])
-            pace = next_pace(self._pace, loss, self._numbers.patience)
-            self._agent.memory = {**self._agent.memory, "pace": pace}
+            plateau = step_plateau(self._pace, loss, self._numbers.patience)
+            self._agent.memory = {**self._agent.memory, "pace": plateau}
 
     def _consistency(
         self, weights: StateDict, rows: UnlabelledRows, picked: Tensor, helpers: Sequence[StateDict]
@@ -187,8 +187,8 @@ class Visit:
         if not sure.any():
             self._ctx.pseudo_labels(rows.ids[picked], p, sure.cpu())
             return p.new_zeros(())
-        others = [self._helper_says(psi, x[sure]) for psi in helpers]  # (S, C) each
-        votes = agreement(p[sure], others, tau if cfg.helpers_vote == "sure" else 0.0)
+        others = [self._helper_predictions(psi, x[sure]) for psi in helpers]  # (S, C) each
+        votes = vote_agreement(p[sure], others, tau if cfg.helpers_vote == "sure" else 0.0)
         y = votes.argmax(dim=1)  # (S,), Eq. 3
         p[sure] = votes.to(p.dtype)  # what is told is what is learned
         self._ctx.pseudo_labels(rows.ids[picked], p, sure.cpu())
@@ -201,10 +201,10 @@ class Visit:
 
     def _theta(self) -> dict[str, Tensor]:
         """sigma + psi, with a gradient to both."""
-        weights: dict[str, Tensor] = compute(_theta_of, self._halves)
+        weights: dict[str, Tensor] = batched_call(_theta_of, self._halves)
         return weights
 
-    def _helper_says(self, psi: StateDict, x: Tensor) -> Tensor:
+    def _helper_predictions(self, psi: StateDict, x: Tensor) -> Tensor:
         """Probabilities of the sigma that was sent with a helper's psi."""
         theirs = {name: weight.to(x.device) for name, weight in psi.items()}
         return predict(self._F, theta(self._sent_sigma, theirs), x)
@@ -225,11 +225,13 @@ def _theta_of(halves: Mapping[str, StateDict]) -> dict[str, Tensor]:
     return theta(halves["sigma"], halves["psi"])
 
 
-def _decayed(weights: Mapping[str, StateDict], share: float) -> Tensor:
+def _decay(weights: Mapping[str, StateDict], share: float) -> Tensor:
     return weight_decay(weights["theta"], share)
 
 
-def _held_back(weights: Mapping[str, StateDict], l2: float, l1: float, decay: float) -> Tensor:
+def _apply_penalties(
+    weights: Mapping[str, StateDict], l2: float, l1: float, decay: float
+) -> Tensor:
     loss = penalties(weights["sigma"], weights["psi"], l2=l2, l1=l1)
     return loss + weight_decay(weights["theta"], decay) if decay else loss
 
@@ -240,7 +242,7 @@ def _leaves(weights: StateDict, device: torch.device) -> dict[str, Tensor]:
         name: weight.clone(
             memory_format=torch.channels_last if weight.dim() == 4 else torch.preserve_format
         ).requires_grad_()
-        for name, weight in transfers.moved(weights, device).items()
+        for name, weight in transfers.move_to(weights, device).items()
     }
 
 
@@ -285,17 +287,17 @@ def whole_batches(order: Tensor, size: int) -> list[Tensor]:
     return [order[i * size : (i + 1) * size] for i in range(max(1, round(len(order) / size)))]
 
 
-def first_pace(learning_rate: float, patience: int) -> Tensor:
+def initial_plateau(learning_rate: float, patience: int) -> Tensor:
     """Learning rate, patience left, lowest loss so far: (3,) float64."""
     return torch.tensor([learning_rate, patience, torch.inf], dtype=torch.float64)
 
 
-def next_pace(pace: Tensor, loss: float, patience: int) -> Tensor:
+def step_plateau(plateau: Tensor, loss: float, patience: int) -> Tensor:
     """After a visit with this loss: a lower one restores patience, its end costs rate.
 
     The rule of HAT (Serra et al. 2018), as in the paper's A.3.
     """
-    rate, left, lowest = pace.tolist()
+    rate, left, lowest = plateau.tolist()
     if loss < lowest:
         left, lowest = patience, loss
     else:

@@ -4,8 +4,8 @@
     federation.agents            # s0, s1, ..., q0, q1, ..., each with its rows
     federation.manifest.hash     # the same for everybody who has the same split
 
-Unlabelled rows lose their labels here. ``Federation.true_labels`` has them, for
-``evaluate.Oracle`` and for nothing else.
+Unlabelled rows lose their labels here. ``FederatedDataset.true_labels`` has them, for
+``evaluate.HiddenLabelMeter`` and for nothing else.
 """
 
 import dataclasses
@@ -19,20 +19,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from privssl.agents import Agent, AgentRef, LabelledRows, Seat, UnlabelledRows, natural_order
+from privssl.agents import (
+    Agent,
+    AgentLocation,
+    AgentRef,
+    LabelledRows,
+    UnlabelledRows,
+    natural_order,
+)
 from privssl.data import manifest as manifests
 from privssl.data.arrays import NO_LABEL
-from privssl.data.datasets import Dataset, checksum, expanded, load
-from privssl.data.draw import SERVER, Holders, Split, draw, holders, settings_of_split
-from privssl.data.manifest import Holding, Manifest
+from privssl.data.datasets import Dataset, checksum, expand_path, load_dataset
+from privssl.data.draw import SERVER, RoleAssignment, Split, draw_split, holders, settings_of_split
+from privssl.data.manifest import AgentRows, Manifest
 from privssl.errors import DataError
 from privssl.settings import AgentSettings, DataSettings
 
-__all__ = ["Federation", "build", "class_counts", "class_counts_of", "held_elsewhere", "refs"]
+__all__ = [
+    "FederatedDataset",
+    "build",
+    "class_counts",
+    "class_counts_of",
+    "test_rows_only",
+    "agent_refs",
+]
 
 
 @dataclass(frozen=True, eq=False)
-class Federation:
+class FederatedDataset:
     """Everything that a run is given. Accounts are not in it; the run attaches them."""
 
     dataset: Dataset  # without training rows
@@ -49,7 +63,7 @@ def build(
     dataset: Dataset | None = None,
     *,
     labelled_is_declared: bool = False,
-) -> Federation:
+) -> FederatedDataset:
     """Load the data, split it, or replay the split of ``data.split``, and set up the agents.
 
     Args:
@@ -61,7 +75,7 @@ def build(
     Raises:
         DataError: the data or the split cannot be had as asked; the text says why.
     """
-    dataset = dataset or load(data)
+    dataset = dataset or load_dataset(data)
     who = holders(data.labels, agents)
     # Hashing takes half of all this, and other threads can work meanwhile.
     with ThreadPoolExecutor(1) as beside:
@@ -70,25 +84,25 @@ def build(
         if data.split:
             split = _replay(data, who, dataset, told.result(), labelled_is_declared)
         else:
-            split = draw(data, who, seed, dataset)
+            split = draw_split(data, who, seed, dataset)
         # In an order that no file decides: JSON sorts its keys.
         held = tuple(
-            _agent(name, split.agents.get(name, Holding((), ())), name in who.labelled, dataset)
+            _agent(name, split.agents.get(name, AgentRows((), ())), name in who.labelled, dataset)
             for name in who.everyone
         )
         validation = _labelled(split.validation, dataset) if split.validation else None
     if not isinstance(split, Manifest):
         split = _manifest(split, data, seed, dataset, told.result())
     rest, labels = _without_training_rows(dataset), dataset.y_train.clone()
-    return Federation(rest, held, validation, labels, split)
+    return FederatedDataset(rest, held, validation, labels, split)
 
 
-def held_elsewhere(data: DataSettings, seed: int) -> Federation:
+def test_rows_only(data: DataSettings, seed: int) -> FederatedDataset:
     """What a coordinator has whose agents are sites: the test rows, and nobody's rows."""
-    dataset = load(data)
+    dataset = load_dataset(data)
     nobody = _manifest(Split({}, ()), data, seed, dataset, checksum(dataset))
     rest = _without_training_rows(dataset)
-    return Federation(rest, (), None, dataset.y_train.clone(), nobody)
+    return FederatedDataset(rest, (), None, dataset.y_train.clone(), nobody)
 
 
 def _manifest(
@@ -107,7 +121,7 @@ def _without_training_rows(dataset: Dataset) -> Dataset:
 
 
 def class_counts(
-    federation: Federation,
+    federated_data: FederatedDataset,
 ) -> tuple[dict[str, NDArray[np.int64]], dict[str, NDArray[np.int64]]]:
     """How many rows of each class each agent holds: with labels, and without.
 
@@ -117,42 +131,42 @@ def class_counts(
         agent -> counts (C,), for the labelled and for the unlabelled rows; agents that hold
         none of a kind, or rows of a class that nobody knows, are not in that dict.
     """
-    held = federation.manifest.agents.items()
+    held = federated_data.manifest.agents.items()
     return (
-        {a: class_counts_of(federation, h.labelled) for a, h in held if h.labelled},
+        {a: class_counts_of(federated_data, h.labelled) for a, h in held if h.labelled},
         {
-            a: class_counts_of(federation, h.unlabelled)
+            a: class_counts_of(federated_data, h.unlabelled)
             for a, h in held
-            if h.unlabelled and (federation.true_labels[list(h.unlabelled)] != NO_LABEL).all()
+            if h.unlabelled and (federated_data.true_labels[list(h.unlabelled)] != NO_LABEL).all()
         },
     )
 
 
-def class_counts_of(federation: Federation, ids: Sequence[int]) -> NDArray[np.int64]:
+def class_counts_of(federated_data: FederatedDataset, ids: Sequence[int]) -> NDArray[np.int64]:
     """How many of some training rows are of each class (C,), by the true labels where known."""
-    labels = federation.true_labels.numpy()[list(ids)]
-    return np.bincount(labels[labels != NO_LABEL], minlength=federation.dataset.classes)
+    labels = federated_data.true_labels.numpy()[list(ids)]
+    return np.bincount(labels[labels != NO_LABEL], minlength=federated_data.dataset.classes)
 
 
-def refs(labels: str, agents: AgentSettings) -> tuple[AgentRef, ...]:
+def agent_refs(labels: str, agents: AgentSettings) -> tuple[AgentRef, ...]:
     """Every agent of a config with the role that its rows will give it."""
     who = holders(labels, agents)
     kinds = {(True, False): "support", (False, True): "query", (True, True): "mixed"}
     return tuple(
-        AgentRef(name, "server", Seat.SERVER) if name == SERVER
+        AgentRef(name, "server", AgentLocation.SERVER) if name == SERVER
         else AgentRef(name, kinds[name in who.labelled, name in who.unlabelled])
         for name in who.everyone
     )  # fmt: skip
 
 
-def _agent(name: str, holding: Holding, labels: bool, dataset: Dataset) -> Agent:
+def _agent(name: str, holding: AgentRows, labels: bool, dataset: Dataset) -> Agent:
     unlabelled = None
     if holding.unlabelled:
         ids = torch.tensor(holding.unlabelled)
-        unlabelled = UnlabelledRows(_copied(dataset.x_train, ids), ids)
+        unlabelled = UnlabelledRows(_copy_rows(dataset.x_train, ids), ids)
     return Agent(
         id=name,
-        seat=Seat.SERVER if name == SERVER else Seat.EDGE,
+        location=AgentLocation.SERVER if name == SERVER else AgentLocation.EDGE,
         held_labelled=_labelled(holding.labelled, dataset) if labels else None,
         held_unlabelled=unlabelled,
     )
@@ -160,16 +174,16 @@ def _agent(name: str, holding: Holding, labels: bool, dataset: Dataset) -> Agent
 
 def _labelled(rows: tuple[int, ...], dataset: Dataset) -> LabelledRows:
     ids = torch.tensor(rows, dtype=torch.int64)
-    y = _copied(dataset.y_train, ids)
+    y = _copy_rows(dataset.y_train, ids)
     if (y == NO_LABEL).any():
         raise DataError(
             f"the split gives {int((y == NO_LABEL).sum())} rows to be used with labels that have "
             "none. Leave data.split out to draw a new split"
         )
-    return LabelledRows(_copied(dataset.x_train, ids), y, ids)
+    return LabelledRows(_copy_rows(dataset.x_train, ids), y, ids)
 
 
-def _copied(rows: Tensor, ids: Tensor) -> Tensor:
+def _copy_rows(rows: Tensor, ids: Tensor) -> Tensor:
     """Rows of an agent's own; by index_select, which copies them whole: rows[ids] takes ten times
     as long."""
     return rows.index_select(0, ids)
@@ -184,10 +198,14 @@ def _rules(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replay(
-    data: DataSettings, who: Holders, dataset: Dataset, digest: str, labelled_is_declared: bool
+    data: DataSettings,
+    who: RoleAssignment,
+    dataset: Dataset,
+    digest: str,
+    labelled_is_declared: bool,
 ) -> Manifest:
     """The split of a file, if it is one of this data, these agents and these numbers of rows."""
-    split = manifests.read(expanded("split", data.split))
+    split = manifests.read_manifest(expand_path("split", data.split))
     split.check(dataset, digest)
     _check_agents(data, split, "labelled", who.labelled, some_may_have_none=labelled_is_declared)
     _check_agents(data, split, "unlabelled", who.unlabelled)

@@ -32,7 +32,7 @@ MAX_BYTES = 2**34  # of one array, unpacked: a zip of a few MB can hold a thousa
 _DAMAGE = (OSError, ValueError, EOFError, RuntimeError, MemoryError, BadZipFile, zlib.error)
 
 
-class Rows(NamedTuple):
+class NpzRows(NamedTuple):
     """What one agent holds, in the form of ``Arrays``; None: nothing of that kind."""
 
     x: NDArray[Any] | None
@@ -97,7 +97,9 @@ def with_unlabelled(arrays: Arrays, x: NDArray[Any]) -> Arrays:
     return arrays._replace(x_train=np.concatenate([arrays.x_train, x]), y_train=y)
 
 
-def read_rows(path: Path, *, labelled: bool, unlabelled: bool, may_be_empty: bool = False) -> Rows:
+def read_rows(
+    path: Path, *, labelled: bool, unlabelled: bool, may_be_empty: bool = False
+) -> NpzRows:
     """The rows of one agent: ``x_labelled`` with ``y_labelled``, and ``x_unlabelled``.
 
     Args:
@@ -119,7 +121,7 @@ def read_rows(path: Path, *, labelled: bool, unlabelled: bool, may_be_empty: boo
         _check_alike(path, "x_labelled", x, rest)
     named = {"x_labelled": x, "x_unlabelled": rest}
     _warn_of_ranges(path, {name: part for name, part in named.items() if part is not None})
-    return Rows(x, y, rest)
+    return NpzRows(x, y, rest)
 
 
 def _unlabelled(path: Path, found: dict[str, NDArray[Any]]) -> NDArray[Any]:

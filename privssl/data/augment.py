@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from privssl.kernels import views
-from privssl.together import compute
+from privssl.together import batched_call
 
 BLANK = -1.0  # what lies outside of an image, and inside of a cut: black in [-1, 1]
 
@@ -61,7 +61,7 @@ class Augmentation:
         if self == NONE:
             return x
         chance = torch.rand(len(x), 10, generator=rng)  # in [0, 1)
-        view: Tensor = compute(_views, {"x": x, "chance": chance}, self)
+        view: Tensor = batched_call(_views, {"x": x, "chance": chance}, self)
         channels_last = x.is_contiguous(memory_format=torch.channels_last)
         form = torch.channels_last if channels_last else torch.contiguous_format
         return view.contiguous(memory_format=form)
@@ -166,17 +166,17 @@ def move_mirrored(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
         shift: (B, 2) whole pixels down and to the right, less than the side.
         flipped: (B,), whether an image is mirrored left to right before it is shifted.
     """
-    if views.do(x):
-        return views.moved(x, shift, flipped)
+    if views.available(x):
+        return views.shift_and_flip(x, shift, flipped)
     rows, channels, height, width = x.shape
-    down, right = _mirrored(height, shift[:, 0]), _mirrored(width, shift[:, 1])  # (B, H), (B, W)
+    down, right = _mirror(height, shift[:, 0]), _mirror(width, shift[:, 1])  # (B, H), (B, W)
     right = torch.where(flipped[:, None], width - 1 - right, right)
     pixel = (down[:, :, None] * width + right[:, None, :]).view(rows, 1, height * width)
     flat = x.reshape(rows, channels, height * width)
     return flat.gather(2, pixel.expand_as(flat)).view(rows, channels, height, width)
 
 
-def _mirrored(side: int, shift: Tensor) -> Tensor:
+def _mirror(side: int, shift: Tensor) -> Tensor:
     """Where each of ``side`` places comes from: (B, side), mirrored at the first and last."""
     last = side - 1
     source = (torch.arange(side, device=shift.device) - shift[:, None]).abs()  # (B, side)

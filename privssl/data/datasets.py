@@ -1,6 +1,7 @@
 """Data sets: images and classes in memory, in a fixed order, and the checksum that names them.
 
-``load`` is the only door. Rows keep the type they are stored in; ``learn.network_input`` turns
+``load_dataset`` is the only door. Rows keep the type they are stored in; ``learn.network_input``
+turns
 a batch of them into what networks see, by a public constant: means and deviations of the data
 would be one more release.
 """
@@ -53,7 +54,7 @@ class Dataset:
         return channels, height, width
 
 
-def load(settings: DataSettings) -> Dataset:
+def load_dataset(settings: DataSettings) -> Dataset:
     """Read the data set that a config names.
 
     Raises:
@@ -79,7 +80,7 @@ class _Heard(logging.Handler):
         self.records.append(record)
 
 
-def expanded(key: str, text: str) -> Path:
+def expand_path(key: str, text: str) -> Path:
     """The path of ``data.KEY``, with ~ as the folder it stands for. Raises DataError."""
     try:
         return Path(text).expanduser()
@@ -109,7 +110,7 @@ def _read(settings: DataSettings) -> Arrays:
     built_in: dict[str, Callable[[], Arrays]] = {"digits": _digits, "toy": _toy}
     if settings.name in built_in:
         return built_in[settings.name]()
-    root = expanded("root", settings.root) if settings.root else default_root()
+    root = expand_path("root", settings.root) if settings.root else default_root()
     if settings.name in PUBLISHED:
         return read_published(settings.name, root)
     npz = settings.name == "npz"

@@ -14,7 +14,7 @@ import numpy as np
 from privssl import seeds
 from privssl.data.arrays import NO_LABEL
 from privssl.data.datasets import Dataset
-from privssl.data.manifest import Holding
+from privssl.data.manifest import AgentRows
 from privssl.data.partition import DirichletEqual, Iid, Ints, Partition, from_settings
 from privssl.errors import DataError
 from privssl.settings import AgentSettings, DataSettings, Problem
@@ -22,7 +22,7 @@ from privssl.settings import AgentSettings, DataSettings, Problem
 SERVER = "server"
 
 
-class Holders(NamedTuple):
+class RoleAssignment(NamedTuple):
     """Ids of the agents that hold each kind of rows."""
 
     labelled: tuple[str, ...]
@@ -34,7 +34,7 @@ class Holders(NamedTuple):
         return tuple(dict.fromkeys((*self.labelled, *self.unlabelled)))
 
 
-def misfits(labels: str, agents: AgentSettings) -> Iterator[Problem]:
+def role_problems(labels: str, agents: AgentSettings) -> Iterator[Problem]:
     """Kinds of agents that ``data.labels`` needs and are none, or are and it has no use for."""
     needed, useless = {
         "support": ("support", ("mixed",)),
@@ -52,33 +52,33 @@ def misfits(labels: str, agents: AgentSettings) -> Iterator[Problem]:
             yield Problem(kind, f"{text}Set agents.{kind} to 0")
 
 
-def holders(labels: str, agents: AgentSettings) -> Holders:
+def holders(labels: str, agents: AgentSettings) -> RoleAssignment:
     """Who holds what under ``data.labels``.
 
     Raises:
         DataError: nobody would hold labels, or agents of a kind that cannot be in this setting.
     """
-    for _, text in misfits(labels, agents):
+    for _, text in role_problems(labels, agents):
         raise DataError(text)
     support, query, mixed = (
         tuple(f"{letter}{number}" for number in range(count))
         for letter, count in (("s", agents.support), ("q", agents.query), ("m", agents.mixed))
     )
     return {
-        "support": Holders(support, query),
-        "labels-at-server": Holders((SERVER,), query),
-        "labels-at-client": Holders(mixed, (*mixed, *query)),
+        "support": RoleAssignment(support, query),
+        "labels-at-server": RoleAssignment((SERVER,), query),
+        "labels-at-client": RoleAssignment(mixed, (*mixed, *query)),
     }[labels]
 
 
 class Split(NamedTuple):
     """Row ids of each agent, and of the validation rows; a ``Manifest`` has both, too."""
 
-    agents: Mapping[str, Holding]
+    agents: Mapping[str, AgentRows]
     validation: tuple[int, ...]
 
 
-def draw(data: DataSettings, who: Holders, seed: int, dataset: Dataset) -> Split:
+def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Dataset) -> Split:
     """Draw a split.
 
     Raises:
@@ -97,7 +97,7 @@ def draw(data: DataSettings, who: Holders, seed: int, dataset: Dataset) -> Split
     with_labels = _hand_out("labelled", labelled_rule, who.labelled, labelled, labels, seed)
     without = _hand_out("unlabelled", rule, who.unlabelled, unlabelled, labels, seed)
     return Split(
-        {a: Holding(with_labels.get(a, ()), without.get(a, ())) for a in who.everyone},
+        {a: AgentRows(with_labels.get(a, ()), without.get(a, ())) for a in who.everyone},
         tuple(validation.tolist()),
     )
 

@@ -40,7 +40,7 @@ _exact = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, config=_exact)
-class Holding:
+class AgentRows:
     """Sorted ids of the rows that one agent holds, with labels and without."""
 
     labelled: Rows
@@ -60,7 +60,7 @@ class Manifest:
     rows: Whole
     seed: Whole
     settings: Mapping[StrictStr, StrictBool | StrictInt | StrictFloat | StrictStr | None]
-    agents: Mapping[StrictStr, Holding]
+    agents: Mapping[StrictStr, AgentRows]
     validation: Rows
 
     @cached_property
@@ -92,7 +92,7 @@ class Manifest:
             )
 
 
-def read(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
     """Read a manifest and check all that can be checked without the data.
 
     Raises:

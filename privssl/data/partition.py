@@ -117,7 +117,7 @@ class DirichletEqual:
         left = np.bincount(labels, minlength=classes)
         hands: list[Ints] = [labels[:0]] * agents
         for agent in order:
-            drawn = _drawn_classes(shares[agent], sizes[agent], left, rng)
+            drawn = _draw_classes(shares[agent], sizes[agent], left, rng)
             hands[agent] = np.sort(
                 np.concatenate([p[left[c] - drawn[c] : left[c]] for c, p in pools.items()])
             )
@@ -125,7 +125,7 @@ class DirichletEqual:
         return hands
 
 
-def _drawn_classes(shares: Floats, rows: int, left: Ints, rng: np.random.Generator) -> Ints:
+def _draw_classes(shares: Floats, rows: int, left: Ints, rng: np.random.Generator) -> Ints:
     """How many of so many rows are of each class (C,), no more than are ``left`` of it."""
     drawn = np.zeros_like(left)
     while missing := rows - int(drawn.sum()):

@@ -90,8 +90,8 @@ class RandAugment:
         """
         chance = torch.rand(len(x), 1 + COLUMNS * self.count, generator=rng).to(x.device)
         drawn = self._draw(chance)
-        if self._kinds is not None and views.do(x):
-            return views.changed(x, self._kinds, *drawn)
+        if self._kinds is not None and views.available(x):
+            return views.apply_change(x, self._kinds, *drawn)
         levels = ((x + 1) * 127.5).round_().clamp_(BLACK, TOP).contiguous()
         for one in zip(*(values.unbind(dim=1) for values in drawn), strict=True):
             self._change(levels, *one)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from privssl.agents import AgentRef, Memory
-from privssl.messages import Message, Reply, Silence
+from privssl.messages import Declined, Message, Reply
 
 M_co = TypeVar("M_co", bound=Message, covariant=True)
 
@@ -20,7 +20,7 @@ class Step(Protocol[M_co]):
 
     __name__: str
 
-    def __call__(self, agent: Any, message: Any, ctx: Any, /) -> M_co | Silence: ...
+    def __call__(self, agent: Any, message: Any, ctx: Any, /) -> M_co | Declined: ...
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,11 @@ from privssl.agents import Agent
 from privssl.algorithms.base import Algorithm, LabelMeter
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
-from privssl.lockstep import Ask, in_lockstep
+from privssl.lockstep import Request, run_in_lockstep
 from privssl.messages import Reply
-from privssl.private_stacks import can_sum, steps_as_one, sums_as_one
-from privssl.private_steps import ClippedSums, NoisyStep
-from privssl.shelf import Shelf
+from privssl.private_stacks import can_sum, clipped_sums_batched, noisy_steps_batched
+from privssl.private_steps import ClippedSum, NoisyOptimizerStep
+from privssl.shelf import SpillStore
 from privssl.stacked import (
     COPY,
     JointSteps,
@@ -46,16 +46,16 @@ from privssl.stacked import (
     Stackable,
     can_compute,
     can_stack,
-    computed_as_one,
-    passes_as_one,
+    run_calls_batched,
+    run_passes_batched,
 )
-from privssl.together import Computation, Question, answering
+from privssl.together import BatchedCall, BatchRequest, request_handler
 
 
-def why_not(device: torch.device) -> str | None:
+def unsupported_reason(device: torch.device) -> str | None:
     """Why agents cannot train side by side, as half a sentence; None: they can.
 
-    >>> why_not(torch.device("mps"))
+    >>> unsupported_reason(torch.device("mps"))
     'the device is mps, and this is for cuda (or cpu, where it is slower)'
     """
     if device.type not in ("cpu", "cuda"):
@@ -76,14 +76,19 @@ class BatchedEngine(LocalEngine):
         device: torch.device,
         meter: LabelMeter | None = None,
         check_wire: bool = False,
-        shelf: Shelf | None = None,
+        spill_store: SpillStore | None = None,
     ) -> None:
         """``algorithm``: whose steps will be called; a step of anybody else is done one by one.
 
         ``at_once``: agents whose networks and batches are held at a time, >= 1.
         """
         super().__init__(
-            agents, seed=seed, device=device, meter=meter, check_wire=check_wire, shelf=shelf
+            agents,
+            seed=seed,
+            device=device,
+            meter=meter,
+            check_wire=check_wire,
+            spill_store=spill_store,
         )
         self._algorithm, self._at_once = algorithm, at_once
         self._copies: list[Algorithm[Any]] = []
@@ -92,10 +97,10 @@ class BatchedEngine(LocalEngine):
         self._copies = []
         super().close()
 
-    def _carried_out(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
+    def _run_calls(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
         together = self._that_may_meet(calls)
         if len(together) < 2:
-            return super()._carried_out(calls)
+            return super()._run_calls(calls)
         replies: dict[int, Reply[Any]] = {}
         for start in range(0, len(together), self._at_once):
             some = together[start : start + self._at_once]
@@ -119,49 +124,51 @@ class BatchedEngine(LocalEngine):
             for call, own in zip(calls, self._copies, strict=False)
         ]
 
-        def piece(visit: Call) -> Callable[[Ask], Reply[Any]]:
-            def work(ask: Ask) -> Reply[Any]:
+        def piece(visit: Call) -> Callable[[Request], Reply[Any]]:
+            def work(ask: Request) -> Reply[Any]:
                 _ask.set(ask)  # the thread, and with it the context, is this piece's own
 
-                def jointly(one: Question) -> Any:
-                    return ask(one) if _can_be_joint(one) else one.alone()
+                def jointly(one: BatchRequest) -> Any:
+                    return ask(one) if _can_be_joint(one) else one.run_single()
 
-                with answering(jointly):
+                with request_handler(jointly):
                     return self._visit(visit)
 
             return work
 
         steps, private = JointSteps(), JointSteps()
         at_once: tuple[tuple[type, Callable[[Any], Sequence[Any]]], ...] = (
-            (Pass, passes_as_one), (Computation, computed_as_one), (ClippedSums, sums_as_one)
-        )  # fmt: skip
+            (Pass, run_passes_batched),
+            (BatchedCall, run_calls_batched),
+            (ClippedSum, clipped_sums_batched),
+        )
 
         def answer(questions: Sequence[Any]) -> dict[int, Any]:
             for kind, as_one in at_once:
                 wanted = {n: asked for n, asked in enumerate(questions) if isinstance(asked, kind)}
                 if wanted:
                     return dict(zip(wanted, as_one(list(wanted.values())), strict=True))
-            descents = [asked for asked in questions if isinstance(asked, learn.Descent)]
-            noisy = [asked for asked in questions if isinstance(asked, NoisyStep)]
+            descents = [asked for asked in questions if isinstance(asked, learn.OptimizerStep)]
+            noisy = [asked for asked in questions if isinstance(asked, NoisyOptimizerStep)]
             if descents:
                 steps.take(descents)
             if noisy:
-                steps_as_one(noisy, private)
+                noisy_steps_batched(noisy, private)
             return dict.fromkeys(range(len(questions)))
 
-        return in_lockstep([piece(visit) for visit in visits], answer, self._device)
+        return run_in_lockstep([piece(visit) for visit in visits], answer, self._device)
 
 
-def _can_be_joint(one: Question) -> bool:
-    if isinstance(one, Computation):
+def _can_be_joint(one: BatchRequest) -> bool:
+    if isinstance(one, BatchedCall):
         return can_compute(one)
-    return can_sum(one) if isinstance(one, ClippedSums) else True
+    return can_sum(one) if isinstance(one, ClippedSum) else True
 
 
 # Networks that ask ---------------------------------------------------------------------------
 
 #: On the thread of a visit in lockstep: how it asks for what is done for all.
-_ask: ContextVar[Ask | None] = ContextVar("ask", default=None)
+_ask: ContextVar[Request | None] = ContextVar("ask", default=None)
 
 
 def _asking_copy(algorithm: Algorithm[Any]) -> Algorithm[Any]:

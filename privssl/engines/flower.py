@@ -36,7 +36,7 @@ server = ServerApp()
 
 
 @client.query("letter")
-def bring(message: Message, context: Context) -> Message:
+def relay_to_site(message: Message, context: Context) -> Message:
     """Bring a letter to the door and the answer back; an empty one where nobody answered."""
     about = message.metadata
     seconds = max(1.0, about.created_at + about.ttl - time.time())
@@ -44,7 +44,7 @@ def bring(message: Message, context: Context) -> Message:
         with socket.socket(socket.AF_UNIX) as door:
             door.settimeout(seconds)
             door.connect(str(context.node_config["door"]))
-            _send(door, _letter(message))
+            _send(door, _frame(message))
             answer = _receive(door)
     except (OSError, KeyError):  # what went wrong is in the site's own log
         answer = b""
@@ -55,7 +55,7 @@ def bring(message: Message, context: Context) -> Message:
 
 
 @server.main()
-def carry(grid: Grid, context: Context) -> None:
+def relay_server(grid: Grid, context: Context) -> None:
     """Do what the coordinator asks for, until it is gone.
 
     It asks in JSON: for the ``addresses`` of nodes, which come with the keys that the SuperLink
@@ -72,28 +72,28 @@ def carry(grid: Grid, context: Context) -> None:
                 nodes = {str(node.node_id): _pem(node.public_key) for node in grid.get_nodes()}
                 _send(counter, json.dumps(nodes, sort_keys=True).encode())
             else:
-                letters = {address: _receive(counter) for address in order["to"]}
-                answers = _exchanged(grid, letters, float(order["seconds"]))
+                frames = {address: _receive(counter) for address in order["to"]}
+                answers = _exchange(grid, frames, float(order["seconds"]))
                 _send(counter, json.dumps(list(answers)).encode())
                 for answer in answers.values():
                     _send(counter, answer)
 
 
-def _exchanged(grid: Grid, letters: dict[str, bytes], seconds: float) -> dict[str, bytes]:
+def _exchange(grid: Grid, frames: dict[str, bytes], seconds: float) -> dict[str, bytes]:
     """The answers that come in time, by address."""
     end = time.monotonic() + seconds
     sent = [
-        Message(_record(letter), dst_node_id=int(address), message_type="query.letter", ttl=seconds)
-        for address, letter in letters.items()
+        Message(_record(frame), dst_node_id=int(address), message_type="query.letter", ttl=seconds)
+        for address, frame in frames.items()
     ]
     # In the order of the letters; None: its node is not there.
-    open_: dict[Any, str] = dict(zip(grid.push_messages(sent), letters, strict=True))
+    open_: dict[Any, str] = dict(zip(grid.push_messages(sent), frames, strict=True))
     open_.pop(None, None)
     answers = {}
     while open_ and time.monotonic() < end:
-        for reply in _pulled(grid, open_):
+        for reply in _pull(grid, open_):
             address = open_.pop(reply.metadata.reply_to_message_id, None)
-            if address is not None and not reply.has_error() and (data := _letter(reply)):
+            if address is not None and not reply.has_error() and (data := _frame(reply)):
                 answers[address] = data
         if open_:
             time.sleep(POLL)
@@ -105,22 +105,22 @@ def _pem(key: bytes) -> str:
     return key.decode("ascii", errors="replace")
 
 
-def _pulled(grid: Grid, open_: Iterable[str]) -> list[Message]:
+def _pull(grid: Grid, open_: Iterable[str]) -> list[Message]:
     return list(grid.pull_messages(list(open_)))
 
 
 # Bytes -----------------------------------------------------------------------------------------
 
 
-def _record(letter: bytes) -> RecordDict:
+def _record(frame: bytes) -> RecordDict:
     """A letter as Flower carries it: in an array, which it cuts into pieces where it is large."""
     # A byte in front: an array may not be empty.
-    data = b"!" + letter
+    data = b"!" + frame
     array = Array(dtype="bytes", shape=(len(data),), stype="privssl.letter", data=data)
     return RecordDict({"letter": ArrayRecord({"letter": array})})
 
 
-def _letter(message: Message) -> bytes:
+def _frame(message: Message) -> bytes:
     record: Any = message.content.get("letter")
     try:
         return bytes(record["letter"].data[1:])

@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from privssl.engines import tls
-from privssl.engines.pins import Pins
+from privssl.engines.pins import NodeKeys
 from privssl.engines.roster import SiteError
 from privssl.settings import LOOPBACK
 from privssl.site.door import receive, send
@@ -92,10 +92,10 @@ def environment(home: Path) -> dict[str, str]:
     return {**needed, **OFFLINE, "FLWR_HOME": str(home), "PATH": path}
 
 
-class FlowerPost:
+class FlowerTransport:
     """Addresses are the numbers that Flower gives to nodes."""
 
-    def __init__(self, superlink: str, certificate: str, pins: Pins | None = None) -> None:
+    def __init__(self, superlink: str, certificate: str, pins: NodeKeys | None = None) -> None:
         """Start the carrier.
 
         Args:
@@ -139,19 +139,19 @@ class FlowerPost:
             self._lose(stopped)
             raise
 
-    def holder(self, address: str) -> str:
+    def key_owner(self, address: str) -> str:
         """The agent whose pinned key the node at an address has; empty: nobody's."""
         assert self._pins is not None
         return self._pins.owner(self._keys.get(address, ""))
 
-    def exchange(self, letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
-        if not letters:
+    def exchange(self, frames: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
+        if not frames:
             return {}
-        order = {"do": "exchange", "to": list(letters), "seconds": seconds}
+        order = {"do": "exchange", "to": list(frames), "seconds": seconds}
         try:
             carrier = self._connected()
             carrier.settimeout(seconds + GRACE)
-            for part in (json.dumps(order).encode(), *letters.values()):
+            for part in (json.dumps(order).encode(), *frames.values()):
                 send(carrier, part)
             came = json.loads(receive(carrier))
             return {str(address): receive(carrier) for address in came}
@@ -191,7 +191,7 @@ class FlowerPost:
     def _connect(self) -> socket.socket:
         assert self._counter is not None
         certificate = str(Path(self._certificate).expanduser()) if self._certificate else ""
-        if problem := tls.trouble(self._superlink, certificate):
+        if problem := tls.probe(self._superlink, certificate):
             raise SiteError(f"run.superlink: {problem}")
         self._register()
         counter = json.dumps(str(self._folder / "counter"))
@@ -210,10 +210,10 @@ class FlowerPost:
         """Make the keys known, again where a SuperLink that restarted has forgotten them."""
         files = {} if self._pins is None else self._pins.files
         with ThreadPoolExecutor(REGISTER_AT_ONCE) as pool:
-            for said in pool.map(self._registered, files.items()):
+            for said in pool.map(self._registered_nodes, files.items()):
                 log.debug("%s", said)
 
-    def _registered(self, of: tuple[str, Path]) -> str:
+    def _registered_nodes(self, of: tuple[str, Path]) -> str:
         name, file = of
         command = ("supernode", "register", str(file), "ours", "--name", name)
         return self._flwr(*command, well=REGISTERED)

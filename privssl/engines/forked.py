@@ -28,7 +28,7 @@ from torch import Tensor
 
 from privssl.errors import UserError
 from privssl.process import STOPPING
-from privssl.tensor_file import Packed, Place, places_in
+from privssl.tensor_file import PackedTensors, TensorSlice, places_in
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class WorkerError(UserError):
 # Bytes ---------------------------------------------------------------------------------------
 
 
-class Sheet:
+class SharedBuffer:
     """Memory that a process and its later forks all see. They take turns: a pipe says whose it is.
 
     It grows with what is written and stays as large, so that pages are asked for once. It is mapped
@@ -58,7 +58,7 @@ class Sheet:
             TypeError: a tensor is of a type that no message could carry.
             WorkerError: the system gives no more memory.
         """
-        forms = [Packed(part).form() for part in parts]
+        forms = [PackedTensors(part).form() for part in parts]
         at = 0
         for tensor in (tensor for part in parts for tensor in part.values()):
             data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -74,7 +74,7 @@ class Sheet:
             begun += sum(place.size for place in places.values())
         return parts
 
-    def _copied(self, begun: int, place: Place) -> Tensor:
+    def _copied(self, begun: int, place: TensorSlice) -> Tensor:
         at = begun + place.at
         data = self._mapped(at + place.size)[at:].clone()
         return data.view(place.dtype).reshape(place.shape)
@@ -141,8 +141,8 @@ class ErrorInWorker(Exception):  # noqa: N818  (it only shows where another one 
     """The traceback of an error in the worker where it was raised."""
 
 
-def told(error: BaseException) -> dict[str, Any]:
-    """An error as names and plain values; ``raised`` is the inverse."""
+def encode_error(error: BaseException) -> dict[str, Any]:
+    """An error as names and plain values; ``decode_error`` is the inverse."""
     plain = all(isinstance(value, str | int | float | None) for value in error.args)
     try:
         text = str(error)
@@ -156,7 +156,7 @@ def told(error: BaseException) -> dict[str, Any]:
     }
 
 
-def raised(told: dict[str, Any]) -> Exception:
+def decode_error(told: dict[str, Any]) -> Exception:
     """The error, of its own class where it can be made alike, else a RuntimeError with its text."""
     error: Exception
     try:
@@ -173,7 +173,7 @@ def raised(told: dict[str, Any]) -> Exception:
 # Processes -----------------------------------------------------------------------------------
 
 
-class Lifeline:
+class ParentDeathPipe:
     """A pipe to which nobody writes: it ends with the process that made it, however that ends."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class Lifeline:
 
 
 @contextmanager
-def signals_waiting() -> Iterator[None]:
+def pending_signals() -> Iterator[None]:
     """Inside, signals that stop a run wait: no worker may be forked and then not be known."""
     former = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
@@ -202,26 +202,26 @@ class Worker:
 
     process: int  # its id; 0 when it has ended
     pipe: Connection
-    sheet: Sheet
+    shared_buffer: SharedBuffer
 
     @classmethod
-    def forked(
+    def fork(
         cls,
-        serve: Callable[[Connection, Sheet], None],
-        lifeline: Lifeline,
-        shared: Sequence[Sheet],
+        serve: Callable[[Connection, SharedBuffer], None],
+        parent_death_pipe: ParentDeathPipe,
+        shared: Sequence[SharedBuffer],
     ) -> "Worker":
-        """A new process that does ``serve`` and ends with it. Call it in ``signals_waiting``.
+        """A new process that does ``serve`` and ends with it. Call it in ``pending_signals``.
 
         Args:
-            serve: gets the other end of ``pipe``, and ``sheet``.
+            serve: gets the other end of ``pipe``, and ``shared_buffer``.
             shared: sheets that the process will read beside its own.
 
         Raises:
             OSError: the system gives no process.
         """
         ours, theirs = Pipe()
-        sheet = Sheet()
+        shared_buffer = SharedBuffer()
         try:
             with warnings.catch_warnings():
                 # Python 3.12 warns of threads beside a fork; workers.py says why there may be.
@@ -230,19 +230,23 @@ class Worker:
         except OSError:
             ours.close()
             theirs.close()
-            sheet.close()
+            shared_buffer.close()
             raise
         if process == 0:
-            kept = {theirs.fileno(), lifeline.file, *(s.file for s in (sheet, *shared))}
-            _live(lambda: serve(theirs, sheet), lifeline, kept)
+            kept = {
+                theirs.fileno(),
+                parent_death_pipe.file,
+                *(s.file for s in (shared_buffer, *shared)),
+            }
+            _live(lambda: serve(theirs, shared_buffer), parent_death_pipe, kept)
         theirs.close()
-        return cls(process, ours, sheet)
+        return cls(process, ours, shared_buffer)
 
     def end(self) -> str:
         """Kill it if it lives, and take leave of it; how it ended. May be called twice."""
         process, self.process = self.process, 0
         self.pipe.close()
-        self.sheet.close()
+        self.shared_buffer.close()
         if not process:
             return "had ended"
         try:
@@ -258,7 +262,9 @@ class Worker:
         return f"was ended by signal {-code}"  # most of the real-time ones have no name
 
 
-def _live(serve: Callable[[], None], lifeline: Lifeline, kept: set[int]) -> NoReturn:
+def _live(
+    serve: Callable[[], None], parent_death_pipe: ParentDeathPipe, kept: set[int]
+) -> NoReturn:
     """A worker's life, from the fork to its end. What called it belongs to the other process."""
     status = 1
     try:
@@ -270,7 +276,7 @@ def _live(serve: Callable[[], None], lifeline: Lifeline, kept: set[int]) -> NoRe
         for file in set(map(int, os.listdir("/proc/self/fd"))) - kept - {0, 1, 2}:
             with suppress(OSError):  # the listing's own
                 os.close(file)
-        threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+        threading.Thread(target=_end_with, args=(parent_death_pipe,), daemon=True).start()
         logging.disable()  # train.log belongs to the other process
         sys.stdout = sys.stderr  # and its standard output may be a --json
         gc.freeze()  # what the other process made is not for this one to end
@@ -300,7 +306,7 @@ def keep_to_core(place: int, workers: int) -> None:
             os.sched_setaffinity(0, {cores[place % len(cores)]})
 
 
-def _end_with(lifeline: Lifeline) -> None:
+def _end_with(parent_death_pipe: ParentDeathPipe) -> None:
     """End this process, in whatever step it is, when the one at the other end has ended."""
-    os.read(lifeline.file, 1)
+    os.read(parent_death_pipe.file, 1)
     os._exit(1)

@@ -16,13 +16,13 @@ from privssl import learn
 from privssl.agents import Agent, AgentRef, Memory, natural_order
 from privssl.algorithms.base import Context, LabelMeter
 from privssl.engines import Call
-from privssl.messages import M, Message, Reply, Silence, check, pack, unpack
+from privssl.messages import Declined, M, Message, Reply, check, deserialize, serialize
 from privssl.seeds import seeded
-from privssl.shelf import Shelf
-from privssl.visits import carried_out
+from privssl.shelf import SpillStore
+from privssl.visits import run_step
 
 
-class Heard:
+class PseudoLabelBuffer:
     """Takes a meter's place in a step, which so cannot reach what the meter knows to be true."""
 
     def __init__(self, seen: Sequence[Tensor] = ()) -> None:
@@ -31,7 +31,7 @@ class Heard:
     def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None:
         self.seen += [ids, labels, kept]
 
-    def tell(self, meter: LabelMeter) -> None:
+    def flush(self, meter: LabelMeter) -> None:
         for ids, labels, kept in zip(self.seen[::3], self.seen[1::3], self.seen[2::3], strict=True):
             meter.observe(ids, labels, kept)
 
@@ -47,37 +47,40 @@ class LocalEngine:
         device: torch.device,
         meter: LabelMeter | None = None,
         check_wire: bool = False,
-        shelf: Shelf | None = None,
+        spill_store: SpillStore | None = None,
     ) -> None:
-        """``shelf``: where memories lie; absent, one of this engine's own, all of it in RAM."""
+        """``spill_store``: where memories lie; absent, one of this engine's own, all of it in
+        RAM."""
         self._agents = {a.id: a for a in sorted(agents, key=lambda a: natural_order(a.id))}
         self._seed = seed
         self._device = device
         self._meter = meter
         self._check_wire = check_wire
-        self._attempt = os.urandom(6).hex()
-        self._shelf = shelf or Shelf()
+        self._session_id = os.urandom(6).hex()
+        self._spill_store = spill_store or SpillStore()
 
     def roster(self) -> Sequence[AgentRef]:
         return [agent.ref for agent in self._agents.values()]
 
     def deliver(self, calls: Sequence[Call]) -> Iterable[Reply[Any]]:
         """See ``Engine.deliver``. Nothing is done before the first reply is asked for."""
-        return self._carried_out(calls)
+        return self._run_calls(calls)
 
-    def _carried_out(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
+    def _run_calls(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
         """What ``deliver`` answers; ``workers.py`` has another way to the same bits."""
         return map(self._visit, calls)
 
     def _visit(self, call: Call) -> Reply[Any]:
-        heard = None if self._meter is None else Heard()
-        reply = self._worked(call, self._across(call.message), heard)
+        heard = None if self._meter is None else PseudoLabelBuffer()
+        reply = self._run_on_agent(call, self._across(call.message), heard)
         if self._meter is not None and heard is not None:
-            heard.tell(self._meter)
+            heard.flush(self._meter)
         self._remember(call.to.id, self._agents[call.to.id].memory)
         return dataclasses.replace(reply, content=self._across(reply.content))
 
-    def _worked(self, call: Call, message: Message, heard: Heard | None) -> Reply[Any]:
+    def _run_on_agent(
+        self, call: Call, message: Message, heard: PseudoLabelBuffer | None
+    ) -> Reply[Any]:
         """The step itself. What comes in and what goes out is not copied here: the caller copies
         the reply before another step is taken."""
         agent = self._agents[call.to.id]
@@ -86,27 +89,27 @@ class LocalEngine:
             round=call.round,
             agent=agent.id,
             visit_key=call.key,
-            attempt=self._attempt,
+            session_id=self._session_id,
             device=self._device,
             # An account means that these rows are under a claim: no curve may leave beside it.
             telemetry=agent.account is None,
             meter=heard,
         )
         # dropout asks torch's own generator, which nobody seeded
-        with seeded(ctx.rng("torch")), learn.copied_at_once():
-            content = carried_out(agent, call.step, message, ctx)
-        return Reply(agent.ref, content, weight=ctx.weight, notes=dict(ctx.notes))
+        with seeded(ctx.rng("torch")), learn.copy_once():
+            content = run_step(agent, call.step, message, ctx)
+        return Reply(agent.ref, content, weight=ctx.weight, metrics=dict(ctx.metrics))
 
     def _across(self, message: Message) -> Message:
         if self._check_wire:
-            return as_bytes_and_back(message)
-        if isinstance(message, Silence):
+            return roundtrip(message)
+        if isinstance(message, Declined):
             return message
         check(message)  # a run that diverged must say so, not go on
         return type(message)(**{name: _copy(value) for name, value in vars(message).items()})
 
     def _remember(self, agent: str, memory: Memory) -> None:
-        self._agents[agent].memory = self._shelf.put(memory)
+        self._agents[agent].memory = self._spill_store.put(memory)
 
     def memories(self) -> Mapping[str, Memory]:
         return {agent.id: agent.memory for agent in self._agents.values()}
@@ -121,9 +124,9 @@ class LocalEngine:
                 agent.account.close()
 
 
-def as_bytes_and_back(message: M) -> M:
+def roundtrip(message: M) -> M:
     """What would arrive of a message across a network. Raises MessageError as ``unpack`` does."""
-    return unpack(type(message), pack(message))
+    return deserialize(type(message), serialize(message))
 
 
 def _copy(value: Any) -> Any:
@@ -134,8 +137,8 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def wired(calls: Sequence[Call]) -> list[Call]:
+def roundtrip_calls(calls: Sequence[Call]) -> list[Call]:
     """The calls as a network would bring them. What shared a message shares one."""
     sent = {id(call.message): call.message for call in calls}
-    arrived = {key: as_bytes_and_back(message) for key, message in sent.items()}
+    arrived = {key: roundtrip(message) for key, message in sent.items()}
     return [dataclasses.replace(call, message=arrived[id(call.message)]) for call in calls]

@@ -25,7 +25,7 @@ _BEFORE_POINT = {
 }
 
 
-class Pins:
+class NodeKeys:
     """Public keys of agents, read."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
@@ -49,9 +49,9 @@ class Pins:
         return self._owner.get(pem, "")
 
 
-def read_pins(folder: Path, names: Iterable[str]) -> Pins:
+def read_node_keys(folder: Path, names: Iterable[str]) -> NodeKeys:
     """The pins of these agents, from FOLDER/NAME.pub. Raises ConfigError."""
-    return Pins({name: folder.expanduser().resolve() / f"{name}.pub" for name in names})
+    return NodeKeys({name: folder.expanduser().resolve() / f"{name}.pub" for name in names})
 
 
 def _pem(path: Path) -> str:

@@ -19,12 +19,12 @@ from typing import Literal, Protocol
 from privssl import wire
 from privssl.agents import AgentRef
 from privssl.errors import UserError
-from privssl.wire import Answer, Hello, Introduction, WireError
+from privssl.wire import IdentifyRequest, Identity, StepResponse, WireError
 
 log = logging.getLogger("privssl")
 
 #: What this side says where no word came, or none that can be used.
-OWN_WORDS: Mapping[str, str] = {
+OWN_ERROR_CODES: Mapping[str, str] = {
     "gone": "no answer came before the deadline. It may have done the visit all the same",
     "garbled": "its answer is not one to this visit. Look at who has its key",
 }
@@ -35,14 +35,14 @@ class SiteError(UserError):
     """A site cannot take part, or a visit has no reply and the run may not go on without it."""
 
 
-class Post(Protocol):
+class Transport(Protocol):
     """Carries letters. An address is its own affair, and may change with a restart."""
 
     def addresses(self) -> Sequence[str]:
         """All that can be reached now."""
         ...
 
-    def exchange(self, letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
+    def exchange(self, frames: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
         """Send each letter to its address and wait for the answers at most so long.
 
         Returns:
@@ -56,32 +56,32 @@ class Post(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class RemoteTimeouts:
     """How long to wait, and when to go on without an agent."""
 
     join_seconds: float = 120.0  # for all sites to be there
     visit_seconds: float = 600.0  # for one visit, from the letter to the answer
     hello_seconds: float = 30.0  # for who is there: one that is mute holds up no visit of others
-    patience: float = 1.0  # seconds between two letters to a site that does not answer
+    retry_interval: float = 1.0  # seconds between two letters to a site that does not answer
     absent: Literal["stop", "skip"] = "stop"  # a call in sequence that has no reply
     quorum: float = 1.0  # share of a parallel step's calls that must have one, in (0, 1]
 
 
-USUAL = Terms()
+DEFAULT_TIMEOUTS = RemoteTimeouts()
 
 
-class Roster:
+class SiteDirectory:
     """The sites of a run: agent -> address, in ``address``."""
 
     def __init__(
         self,
-        post: Post,
+        post: Transport,
         expected: Sequence[AgentRef],
         *,
         agreement: str,
         ledgers: Sequence[str],
-        terms: Terms,
-        holder: Callable[[str], str] | None = None,
+        terms: RemoteTimeouts,
+        key_owner: Callable[[str], str] | None = None,
     ) -> None:
         """
         Args:
@@ -92,17 +92,17 @@ class Roster:
                 are pinned to no keys, and sites are believed.
         """
         self.address: dict[str, str] = {}
-        self._post, self._terms, self._holder = post, terms, holder
+        self._post, self._terms, self._holder = post, terms, key_owner
         self._expected = {agent.id: agent for agent in expected}
-        self._agreement, self._ledgers = agreement, ledgers
-        self._strangers: set[str] = set()
+        self._compatibility_hash, self._ledgers = agreement, ledgers
+        self._rejected: set[str] = set()
         self._refused: dict[str, str] = {}  # address -> why the site there gets no visit
 
-    def gather(self) -> None:
+    def wait_for_sites(self) -> None:
         """Wait until all are there. Raises SiteError."""
         end = time.monotonic() + self._terms.join_seconds
         while True:
-            self.look_around(min(self._terms.join_seconds, self._terms.visit_seconds))
+            self.poll(min(self._terms.join_seconds, self._terms.visit_seconds))
             missing = [name for name in self._expected if name not in self.address]
             if not missing:
                 log.info("All %d sites are there", len(self._expected))
@@ -114,18 +114,18 @@ class Roster:
                     f"{self._terms.join_seconds:g} s: {', '.join(missing)}{refused}. Start them, "
                     "and look at their logs"
                 )
-            time.sleep(self._terms.patience)
+            time.sleep(self._terms.retry_interval)
 
-    def look_around(self, seconds: float) -> None:
+    def poll(self, seconds: float) -> None:
         """Ask every address that is not known who it is. Raises SiteError."""
         now = self._post.addresses()
         self.address = {name: a for name, a in self.address.items() if a in now}
-        known = {*self.address.values(), *self._strangers}
+        known = {*self.address.values(), *self._rejected}
         new = [address for address in now if address not in known and self._is_ours(address)]
         if not new:
             return
         limit = min(seconds, self._terms.hello_seconds)
-        came = self._post.exchange(dict.fromkeys(new, wire.to_bytes(Hello())), limit)
+        came = self._post.exchange(dict.fromkeys(new, wire.to_bytes(IdentifyRequest())), limit)
         for address in sorted(came):
             self._meet(address, came[address])
 
@@ -134,17 +134,17 @@ class Roster:
         if self._holder is None or self._holder(address):
             return True
         log.warning("A site whose key is none of run.keys wants to take part. It is not asked")
-        self._strangers.add(address)
+        self._rejected.add(address)
         return False
 
     def _meet(self, address: str, data: bytes) -> None:
         try:
-            found = wire.from_bytes(data, Introduction, Answer)
+            found = wire.from_bytes(data, Identity, StepResponse)
         except WireError as error:
-            self._turn_away(address, error.word)
+            self._reject(address, error.error_code)
             return
-        if isinstance(found, Answer):
-            self._turn_away(address, found.error)
+        if isinstance(found, StepResponse):
+            self._reject(address, found.error)
         elif self._holder is not None and (key := self._holder(address)) != found.agent:
             self._refuse(
                 address,
@@ -153,14 +153,14 @@ class Roster:
             )
         elif found.agent not in self._expected:
             log.warning("A site calls itself %s, which this run does not have", found.agent)
-            self._strangers.add(address)
+            self._rejected.add(address)
         elif self._still_there(found.agent):
             raise SiteError(
                 f"Two sites call themselves {found.agent}. Stop one of them: nobody can say which "
                 "of them is right"
             )
-        elif found.agreement != self._agreement:
-            raise SiteError(f"{found.agent}: {meaning('config')}")
+        elif found.agreement != self._compatibility_hash:
+            raise SiteError(f"{found.agent}: {describe_error('config')}")
         elif found.role != self._expected[found.agent].role:
             raise SiteError(
                 f"{found.agent} is a {found.role} agent there and "
@@ -181,11 +181,11 @@ class Roster:
         before = self.address.get(name)
         if before is None:
             return False
-        hello = {before: wire.to_bytes(Hello())}
+        hello = {before: wire.to_bytes(IdentifyRequest())}
         if self._post.exchange(hello, self._terms.hello_seconds):
             return True
         log.warning("%s is at another address now: nobody answers at the one before", name)
-        self._strangers.add(before)
+        self._rejected.add(before)
         return False
 
     def _refuse(self, address: str, text: str) -> None:
@@ -194,13 +194,13 @@ class Roster:
             log.warning("%s", text)
             self._refused[address] = text
 
-    def _turn_away(self, address: str, word: str) -> None:
+    def _reject(self, address: str, word: str) -> None:
         whose = "" if self._holder is None else f" (with the key of {self._holder(address)})"
         if word in STOP:
-            raise SiteError(f"A site that wants to take part{whose} cannot: {meaning(word)}")
-        log.warning("A site that wants to take part%s cannot yet: %s", whose, meaning(word))
+            raise SiteError(f"A site that wants to take part{whose} cannot: {describe_error(word)}")
+        log.warning("A site that wants to take part%s cannot yet: %s", whose, describe_error(word))
 
 
-def meaning(word: str) -> str:
+def describe_error(word: str) -> str:
     """What a word means to whoever runs the coordinator."""
-    return {**wire.ERRORS, **OWN_WORDS}.get(word, word)
+    return {**wire.ERROR_CODES, **OWN_ERROR_CODES}.get(word, word)

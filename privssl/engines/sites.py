@@ -1,6 +1,6 @@
 """The engine for several machines: each agent is a site, and a call is a letter to it.
 
-Who carries the letters is not known here: a ``Post`` takes bytes to addresses and brings bytes
+Who carries the letters is not known here: a ``Transport`` takes bytes to addresses and brings bytes
 back (``flower.py``; in tests, a function). All that can go wrong on the way has its outcome here:
 
     a site answers with a word        it counts as absent, with that word (wire.ERRORS)
@@ -8,7 +8,8 @@ back (``flower.py``; in tests, a function). All that can go wrong on the way has
 
 Who is at which address, and who is not believed, is for ``roster.py`` to say.
 
-Whether a run goes on without an agent is for its algorithm to bear (``Without``), and for its
+Whether a run goes on without an agent is for its algorithm to bear (``MissingReplyPolicy``), and
+for its
 config to want (``run.absent``, ``run.quorum``): a mean over whoever happened to answer is not what
 was asked for. A deadline that has passed is not
 a cancellation: the visit may have been done and charged all the same, and its reply, stored at
@@ -31,26 +32,34 @@ import torch
 from torch import Tensor
 
 from privssl import wire
-from privssl.agents import AgentRef, Memory, Seat, natural_order
+from privssl.agents import AgentLocation, AgentRef, Memory, natural_order
 from privssl.algorithms.base import Algorithm
 from privssl.engines import Call
 from privssl.engines.local import LocalEngine
-from privssl.engines.roster import STOP, USUAL, Post, Roster, SiteError, Terms, meaning
+from privssl.engines.roster import (
+    DEFAULT_TIMEOUTS,
+    STOP,
+    RemoteTimeouts,
+    SiteDirectory,
+    SiteError,
+    Transport,
+    describe_error,
+)
 from privssl.errors import RunFolderError
-from privssl.messages import Absent, MessageError, Reply, check, pack, unpack
-from privssl.site.steps import StepError, given_by
-from privssl.wire import RECEIPT, Answer, Visit, WireError
+from privssl.messages import MessageError, NoReply, Reply, check, deserialize, serialize
+from privssl.site.steps import StepError, output_type
+from privssl.wire import CHARGE_ID_DIGITS, StepRequest, StepResponse, WireError
 
 log = logging.getLogger("privssl")
 
 
 @dataclass
-class Carried:
+class RemoteTraffic:
     """What was carried since it was last asked for."""
 
     up: int = 0  # bytes of answers
     down: int = 0  # bytes of letters, repeated ones too
-    letters: int = 0
+    frames: int = 0
     again: int = 0  # letters that were sent once more
     seconds: list[float] = field(default_factory=list)  # of each visit, letter to answer
 
@@ -60,14 +69,14 @@ class SitesEngine:
 
     def __init__(
         self,
-        post: Post,
+        post: Transport,
         expected: Sequence[AgentRef],
         *,
         algorithm: Algorithm[Any],
         agreement: str,
         home: LocalEngine,
         ledgers: Sequence[str] = (),
-        terms: Terms = USUAL,
+        terms: RemoteTimeouts = DEFAULT_TIMEOUTS,
         holder: Callable[[str], str] | None = None,
     ) -> None:
         """Finds the sites.
@@ -83,20 +92,22 @@ class SitesEngine:
             SiteError: not all are there in time, two have one name, or one has another config.
         """
         self._post, self._terms = post, terms
-        self._algorithm, self._agreement, self._home = algorithm, agreement, home
+        self._algorithm, self._compatibility_hash, self._home = algorithm, agreement, home
         self._expected = {a.id: a for a in sorted(expected, key=lambda a: natural_order(a.id))}
-        sites = [agent for agent in expected if agent.seat is not Seat.SERVER]
+        sites = [agent for agent in expected if agent.location is not AgentLocation.SERVER]
         self._remote = [agent.id for agent in sites]
         self._ledgers = tuple(ledgers)
-        self._without = algorithm.without_reply(algorithm.cfg, private=algorithm.plan is not None)
+        self._without = algorithm.missing_reply_policy_for(
+            algorithm.cfg, private=algorithm.plan is not None
+        )
         self.run = os.urandom(8).hex()
         self._tokens = dict.fromkeys(self._remote, "")
         self._receipts = dict.fromkeys(self._remote, "")  # of the replies that were charged
-        self._carried = Carried()
-        self._sites = Roster(
-            post, sites, agreement=agreement, ledgers=ledgers, terms=terms, holder=holder
+        self._carried = RemoteTraffic()
+        self._sites = SiteDirectory(
+            post, sites, agreement=agreement, ledgers=ledgers, terms=terms, key_owner=holder
         )
-        self._sites.gather()
+        self._sites.wait_for_sites()
 
     def roster(self) -> Sequence[AgentRef]:
         return list(self._expected.values())
@@ -126,17 +137,20 @@ class SitesEngine:
         self.run = next((_text(memory["run"]) for memory in remote.values() if memory), self.run)
         self._home.restore(memories)
 
-    def unpaid(self, agent: str, visits: Iterable[str]) -> int:
+    def missing_charges(self, agent: str, visits: Iterable[str]) -> int:
         """How many replies that an agent said were charged are not among its ledger's visits."""
         has, told = {visit.rpartition("@")[2] for visit in visits}, self._receipts[agent]
-        return sum(told[at : at + RECEIPT] not in has for at in range(0, len(told), RECEIPT))
+        return sum(
+            told[at : at + CHARGE_ID_DIGITS] not in has
+            for at in range(0, len(told), CHARGE_ID_DIGITS)
+        )
 
-    def carried(self) -> Carried:
+    def take_traffic(self) -> RemoteTraffic:
         """What was carried since this was last asked."""
-        now, self._carried = self._carried, Carried()
+        now, self._carried = self._carried, RemoteTraffic()
         return now
 
-    def farewell(self, *, over: bool) -> Mapping[str, bytes]:
+    def end_run(self, *, over: bool) -> Mapping[str, bytes]:
         """Tell all sites that the run stops: agent -> its journal, of those that have one.
 
         Args:
@@ -145,22 +159,22 @@ class SitesEngine:
         Raises:
             SiteError: one whose journal is needed does not show it.
         """
-        letter = wire.to_bytes(wire.Farewell(self.run, self._agreement, over))
+        frame = wire.to_bytes(wire.EndOfRun(self.run, self._compatibility_hash, over))
         shown = dict[str, bytes]()
         end = time.monotonic() + self._terms.join_seconds
         while True:
             asked = {a: n for n, a in self._sites.address.items() if n not in shown}
             left = max(end - time.monotonic(), 1.0)
-            for address, data in self._post.exchange(dict.fromkeys(asked, letter), left).items():
+            for address, data in self._post.exchange(dict.fromkeys(asked, frame), left).items():
                 try:
-                    shown[asked[address]] = wire.from_bytes(data, wire.Account).body
+                    shown[asked[address]] = wire.from_bytes(data, wire.LedgerResponse).body
                 except WireError as error:
                     log.warning("%s took no leave: %s", asked[address], error)
             missing = [name for name in self._remote if name not in shown]
             if not missing or time.monotonic() > end:
                 break
-            time.sleep(self._terms.patience)
-            self._sites.look_around(left)
+            time.sleep(self._terms.retry_interval)
+            self._sites.poll(left)
         needed = [name for name in self._ledgers if not shown.get(name)]
         if needed:
             raise SiteError(
@@ -182,23 +196,25 @@ class SitesEngine:
         turns: dict[str, list[int]] = {}
         for place, call in enumerate(calls):
             check(call.message)
-            if call.to.seat is Seat.SERVER:
+            if call.to.location is AgentLocation.SERVER:
                 [replies[place]] = self._home.deliver([call])
             else:
                 turns.setdefault(call.to.id, []).append(place)
         while turns:  # calls of one agent one after the other, of several side by side
             now = {name: places.pop(0) for name, places in turns.items()}
             turns = {name: places for name, places in turns.items() if places}
-            replies |= self._visited({name: (place, calls[place]) for name, place in now.items()})
+            replies |= self._run_visits(
+                {name: (place, calls[place]) for name, place in now.items()}
+            )
         self._check_absences(calls, replies)
         return [replies[place] for place in range(len(calls))]
 
-    def _visited(self, calls: Mapping[str, tuple[int, Call]]) -> dict[int, Reply[Any]]:
+    def _run_visits(self, calls: Mapping[str, tuple[int, Call]]) -> dict[int, Reply[Any]]:
         """One call each of some agents."""
         begun = time.monotonic()
         deadline = math.ceil(time.time() + self._terms.visit_seconds)
         visits = {name: self._visit(call, deadline) for name, (_, call) in calls.items()}
-        answers: dict[str, Answer] = {}
+        answers: dict[str, StepResponse] = {}
         last: dict[str, str] = dict.fromkeys(calls, "gone")
         asked: set[str] = set()
         while waiting := [name for name in calls if name not in answers]:
@@ -206,12 +222,12 @@ class SitesEngine:
             if left <= 0:
                 break
             sent = {self._sites.address[n]: n for n in waiting if n in self._sites.address}
-            letters = {a: wire.to_bytes(visits[name]) for a, name in sent.items()}
-            self._carried.letters += len(letters)
+            frames = {a: wire.to_bytes(visits[name]) for a, name in sent.items()}
+            self._carried.frames += len(frames)
             self._carried.again += len(asked.intersection(sent.values()))
             asked |= set(sent.values())
-            self._carried.down += sum(map(len, letters.values()))
-            for address, data in self._post.exchange(letters, left).items():
+            self._carried.down += sum(map(len, frames.values()))
+            for address, data in self._post.exchange(frames, left).items():
                 self._carried.up += len(data)
                 answer = _answer(data, visits[sent[address]])
                 last[sent[address]] = answer.error
@@ -219,28 +235,30 @@ class SitesEngine:
                     answers[sent[address]] = answer
                     self._carried.seconds.append(time.monotonic() - begun)
             if len(answers) < len(calls):
-                time.sleep(min(self._terms.patience, left))
-                self._sites.look_around(left)
+                time.sleep(min(self._terms.retry_interval, left))
+                self._sites.poll(left)
         return {
             place: self._reply(
-                call, answers.get(name) or Answer("", error=last[name]), visits[name].receipt
+                call,
+                answers.get(name) or StepResponse("", error=last[name]),
+                visits[name].charge_id,
             )
             for name, (place, call) in calls.items()
         }
 
-    def _visit(self, call: Call, deadline: int) -> Visit:
-        return Visit(
-            run=self.run, agreement=self._agreement, agent=call.to.id, round=call.round,
+    def _visit(self, call: Call, deadline: int) -> StepRequest:
+        return StepRequest(
+            run=self.run, agreement=self._compatibility_hash, agent=call.to.id, round=call.round,
             step=call.step.__name__, visit=call.visit, memory=self._tokens[call.to.id],
-            message=type(call.message).__name__, deadline=deadline, body=pack(call.message),
+            message=type(call.message).__name__, deadline=deadline, body=serialize(call.message),
         )  # fmt: skip
 
-    def _reply(self, call: Call, answer: Answer, receipt: str) -> Reply[Any]:
-        """The reply in an answer; ``Absent`` where there is none."""
+    def _reply(self, call: Call, answer: StepResponse, receipt: str) -> Reply[Any]:
+        """The reply in an answer; ``NoReply`` where there is none."""
         word = answer.error
         if not word:
             try:
-                content = unpack(given_by(call.step, answer.message), answer.body)
+                content = deserialize(output_type(call.step, answer.message), answer.body)
                 self._tokens[call.to.id] = answer.memory
                 if answer.charged:
                     self._receipts[call.to.id] += receipt
@@ -248,14 +266,14 @@ class SitesEngine:
             except (MessageError, StepError) as error:
                 log.warning("The answer of %s to %s: %s", call.to.id, call.key, error)
                 word = "garbled"
-        return Reply(call.to, Absent(word))
+        return Reply(call.to, NoReply(word))
 
     def _check_absences(self, calls: Sequence[Call], replies: Mapping[int, Reply[Any]]) -> None:
         """Raise SiteError where the algorithm does not go on without those that are absent."""
-        absent = [n for n in range(len(calls)) if isinstance(replies[n].content, Absent)]
+        absent = [n for n in range(len(calls)) if isinstance(replies[n].content, NoReply)]
         words = {place: replies[place].content.reason for place in absent}
         for place, word in words.items():
-            log.warning("%s has no reply: %s", calls[place].key, meaning(word))
+            log.warning("%s has no reply: %s", calls[place].key, describe_error(word))
         for place in absent:
             step = calls[place].step.__name__
             asked = [n for n, call in enumerate(calls) if call.step.__name__ == step]
@@ -264,7 +282,7 @@ class SitesEngine:
             if way is not None:
                 raise SiteError(
                     f"{calls[place].to.id} has no reply to {step} in round {calls[place].round} "
-                    f"({words[place]}): {meaning(words[place])}{way}"
+                    f"({words[place]}): {describe_error(words[place])}{way}"
                 )
 
     def _way_on(self, step: str, there: int, asked: int) -> str | None:
@@ -291,19 +309,19 @@ def is_name(memory: Memory) -> bool:
     return set(memory) == {"run", "visit", "charged"}
 
 
-def _answer(data: bytes, visit: Visit) -> Answer:
+def _answer(data: bytes, visit: StepRequest) -> StepResponse:
     """What came, as an answer to this visit and no other."""
     try:
-        answer: Answer = wire.from_bytes(data, Answer)
+        answer: StepResponse = wire.from_bytes(data, StepResponse)
     except WireError as error:
-        return Answer("", error="version" if error.word == "version" else "garbled")
+        return StepResponse("", error="version" if error.error_code == "version" else "garbled")
     # Without an id: the site could not read the visit, and says so in a word.
     if answer.error and answer.id in ("", visit.id):
-        return answer if answer.error in wire.ERRORS else Answer("", error="garbled")
+        return answer if answer.error in wire.ERROR_CODES else StepResponse("", error="garbled")
     bounded = 0 <= answer.weight <= wire.MOST_SHARE  # NaN is not, either
     share = answer.weight == 1.0 if answer.charged else bounded  # else a number of rows, it may be
     if answer.id != visit.id or not share:
-        return Answer("", error="garbled")
+        return StepResponse("", error="garbled")
     return answer
 
 
@@ -312,5 +330,5 @@ def _letters(text: str) -> Tensor:
     return torch.tensor(list(text.encode("ascii")), dtype=torch.uint8)
 
 
-def _text(letters: Tensor) -> str:
-    return bytes(letters.tolist()).decode("ascii")
+def _text(frames: Tensor) -> str:
+    return bytes(frames.tolist()).decode("ascii")

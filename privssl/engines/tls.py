@@ -2,7 +2,7 @@
 
 Flower's programs say that a connection is unavailable, or try again for ever without a word. So
 both sides look themselves, with the standard library, before they start one: ``check_root`` at
-the certificate that they were given, ``trouble`` at the SuperLink, by a handshake that asks for
+the certificate that they were given, ``probe`` at the SuperLink, by a handshake that asks for
 nothing. Nothing here carries a letter.
 """
 
@@ -69,7 +69,7 @@ def check_root(path: Path, now: float | None = None) -> str:
     return ""
 
 
-def trouble(superlink: str, certificate: str) -> str:
+def probe(superlink: str, certificate: str) -> str:
     """What keeps this machine from speaking with a SuperLink; empty: nothing does.
 
     Args:
@@ -100,7 +100,7 @@ def _handshake(line: socket.socket, superlink: str, host: str, certificate: str)
         with context.wrap_socket(line, server_hostname=host):
             pass
     except ssl.SSLCertVerificationError as error:
-        return f"the SuperLink at {superlink} {_disbelief(error, host, certificate)}"
+        return f"the SuperLink at {superlink} {_explain_failure(error, host, certificate)}"
     except OSError:
         if not certificate:
             return ""
@@ -116,7 +116,7 @@ def _handshake(line: socket.socket, superlink: str, host: str, certificate: str)
     )
 
 
-def _disbelief(error: ssl.SSLCertVerificationError, host: str, certificate: str) -> str:
+def _explain_failure(error: ssl.SSLCertVerificationError, host: str, certificate: str) -> str:
     if error.verify_code == _EXPIRED:
         return "has a certificate that has expired. Whoever runs it must renew the certificate"
     if error.verify_code == _NOT_YET:

@@ -47,20 +47,20 @@ from privssl.agents import Agent
 from privssl.algorithms.base import Algorithm, LabelMeter
 from privssl.engines import Call
 from privssl.engines.forked import (
-    Lifeline,
-    Sheet,
+    ParentDeathPipe,
+    SharedBuffer,
     Worker,
     WorkerError,
     class_of,
+    decode_error,
+    encode_error,
     keep_to_core,
     name_of,
-    raised,
-    signals_waiting,
-    told,
+    pending_signals,
 )
-from privssl.engines.local import Heard, LocalEngine, as_bytes_and_back, wired
-from privssl.messages import Message, Reply, check, joined, parts_of
-from privssl.shelf import Shelf
+from privssl.engines.local import LocalEngine, PseudoLabelBuffer, roundtrip, roundtrip_calls
+from privssl.messages import Message, Reply, check, from_parts, to_parts
+from privssl.shelf import SpillStore
 
 TRIES = 2  # workers that a call may end before the run stops
 UNUSED = 3  # workers for each place that may end in a delivery before they had a call
@@ -71,10 +71,10 @@ log = logging.getLogger("privssl")
 # How many ------------------------------------------------------------------------------------
 
 
-def why_not(device: torch.device) -> str | None:
+def unsupported_reason(device: torch.device) -> str | None:
     """Why there can be no worker processes with this device, as half a sentence; None: there can.
 
-    >>> why_not(torch.device("cuda"))
+    >>> unsupported_reason(torch.device("cuda"))
     'the device is cuda, and worker processes share the cores of a cpu'
     """
     if device.type != "cpu":
@@ -89,7 +89,9 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-def how_many(asked: int | Literal["auto"], agents: Sequence[Agent], device: torch.device) -> int:
+def resolve_worker_count(
+    asked: int | Literal["auto"], agents: Sequence[Agent], device: torch.device
+) -> int:
     """Worker processes for these agents, >= 1. One means none: agents work in this process.
 
     ``auto`` is the number of cores that this process may use, where workers are possible. With
@@ -97,7 +99,7 @@ def how_many(asked: int | Literal["auto"], agents: Sequence[Agent], device: torc
     would be taken in another order. Never more than agents that can work side by side.
     """
     if asked == "auto":
-        alone = why_not(device) or torch.get_num_threads() > 1
+        alone = unsupported_reason(device) or torch.get_num_threads() > 1
         asked = 1 if alone else len(os.sched_getaffinity(0))
     return max(1, min(asked, sum(agent.account is None for agent in agents)))
 
@@ -111,8 +113,10 @@ class _Delivery:
 
     calls: Sequence[Call]
     here: deque[int]  # for this process, in order
-    lanes: deque[deque[int]]  # for workers: an agent's calls, in order; the longest agent first
-    letter: dict[str, Any] | None = None  # where the tensors lie of the message all calls share
+    agent_queues: deque[
+        deque[int]
+    ]  # for workers: an agent's calls, in order; the longest agent first
+    request: dict[str, Any] | None = None  # where the tensors lie of the message all calls share
     running: dict[Connection, tuple[Worker, deque[int]]] = field(default_factory=dict)
     deaths: Counter[int | None] = field(default_factory=Counter)  # of workers, by their call
     replies: dict[int, Reply[Any]] = field(default_factory=dict)
@@ -123,11 +127,11 @@ class _Delivery:
         """Whether a call can still decide over the outcome: the first that fails does."""
         return place < min(self.failed, default=len(self.calls))
 
-    def next_lane(self) -> deque[int] | None:
-        while self.lanes:
-            lane = self.lanes.popleft()
-            if self.matters(lane[0]):
-                return lane
+    def next_queue(self) -> deque[int] | None:
+        while self.agent_queues:
+            queue = self.agent_queues.popleft()
+            if self.matters(queue[0]):
+                return queue
         return None
 
 
@@ -144,9 +148,9 @@ class WorkerEngine(LocalEngine):
         device: torch.device,
         meter: LabelMeter | None = None,
         check_wire: bool = False,
-        shelf: Shelf | None = None,
+        spill_store: SpillStore | None = None,
     ) -> None:
-        """Fork the workers, where ``why_not`` has no objection.
+        """Fork the workers, where ``unsupported_reason`` has no objection.
 
         Args:
             algorithm: whose steps will be called; a step of anybody else is done here.
@@ -156,11 +160,16 @@ class WorkerEngine(LocalEngine):
             WorkerError: the system starts no more processes.
         """
         super().__init__(
-            agents, seed=seed, device=device, meter=meter, check_wire=check_wire, shelf=shelf
+            agents,
+            seed=seed,
+            device=device,
+            meter=meter,
+            check_wire=check_wire,
+            spill_store=spill_store,
         )
         self._algorithm = algorithm
-        self._letter = Sheet()
-        self._lifeline = Lifeline()
+        self._letter = SharedBuffer()
+        self._lifeline = ParentDeathPipe()
         self._workers: list[Worker | None] = [None] * workers
         try:
             self._fill_places()
@@ -178,34 +187,36 @@ class WorkerEngine(LocalEngine):
 
     # One delivery --------------------------------------------------------------------------
 
-    def _carried_out(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
-        now = self._planned(wired(calls) if self._check_wire else calls)
-        if not self._workers or len(now.lanes) + len(now.here) < 2 or not now.lanes:
-            yield from super()._carried_out(calls)
+    def _run_calls(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
+        now = self._plan_delivery(roundtrip_calls(calls) if self._check_wire else calls)
+        if not self._workers or len(now.agent_queues) + len(now.here) < 2 or not now.agent_queues:
+            yield from super()._run_calls(calls)
             return
         self._fill_places()
         try:
             yield from self._spread(now)
         finally:
             for worker, _ in now.running.values():
-                self._dismiss(worker)
+                self._stop_worker(worker)
         if now.failed:
             raise now.failed[min(now.failed)]
 
-    def _planned(self, calls: Sequence[Call]) -> _Delivery:
-        lanes: dict[str, deque[int]] = {}
+    def _plan_delivery(self, calls: Sequence[Call]) -> _Delivery:
+        agent_queues: dict[str, deque[int]] = {}
         for place, call in enumerate(calls):
-            lanes.setdefault(call.to.id, deque()).append(place)
+            agent_queues.setdefault(call.to.id, deque()).append(place)
         here = {call.to.id for call in calls if not self._may_leave(call)}
-        away = sorted(lanes.keys() - here, key=lambda name: (-self._rows(name), lanes[name][0]))
+        away = sorted(
+            agent_queues.keys() - here, key=lambda name: (-self._rows(name), agent_queues[name][0])
+        )
         now = _Delivery(
             calls,
             here=deque(place for place, call in enumerate(calls) if call.to.id in here),
-            lanes=deque(lanes[name] for name in away),
+            agent_queues=deque(agent_queues[name] for name in away),
         )
         if len({id(call.message) for call in calls}) == 1 and len(away) > 1 and self._workers:
             check(calls[0].message)  # once, and not by everybody who reads it
-            [now.letter] = self._letter.write(parts_of(calls[0].message)[1])
+            [now.request] = self._letter.write(to_parts(calls[0].message)[1])
         return now
 
     def _may_leave(self, call: Call) -> bool:
@@ -223,7 +234,7 @@ class WorkerEngine(LocalEngine):
                     return
                 self._go_on(now)
             if self._meter is not None:
-                Heard(now.seen.pop(place, [])).tell(self._meter)
+                PseudoLabelBuffer(now.seen.pop(place, [])).flush(self._meter)
             yield now.replies.pop(place)
 
     def _go_on(self, now: _Delivery) -> None:
@@ -238,8 +249,8 @@ class WorkerEngine(LocalEngine):
 
     def _hand_out(self, now: _Delivery) -> None:
         for worker in filter(None, list(self._workers)):
-            if worker.pipe not in now.running and (lane := now.next_lane()):
-                self._send(worker, lane, now)
+            if worker.pipe not in now.running and (queue := now.next_queue()):
+                self._send(worker, queue, now)
 
     def _visit_here(self, now: _Delivery) -> None:
         """One call of this process, while workers do theirs."""
@@ -250,10 +261,10 @@ class WorkerEngine(LocalEngine):
             except Exception as error:
                 now.failed[place] = error
 
-    def _send(self, worker: Worker, lane: deque[int], now: _Delivery) -> None:
-        call, memory = now.calls[lane[0]], self._agents[now.calls[lane[0]].to.id].memory
-        fields, tensors = parts_of(call.message)
-        own = [] if now.letter is not None else [tensors]
+    def _send(self, worker: Worker, queue: deque[int], now: _Delivery) -> None:
+        call, memory = now.calls[queue[0]], self._agents[now.calls[queue[0]].to.id].memory
+        fields, tensors = to_parts(call.message)
+        own = [] if now.request is not None else [tensors]
         order = {
             "agent": call.to.id,
             "step": call.step.__name__,
@@ -261,38 +272,38 @@ class WorkerEngine(LocalEngine):
             "visit": call.visit,
             "kind": name_of(type(call.message)),
             "fields": fields,
-            "letter": now.letter,
-            "sheet": worker.sheet.write(*own, dict(memory)),
+            "letter": now.request,
+            "sheet": worker.shared_buffer.write(*own, dict(memory)),
         }
-        now.running[worker.pipe] = worker, lane
+        now.running[worker.pipe] = worker, queue
         try:
             worker.pipe.send_bytes(json.dumps(order).encode())
         except OSError:
-            self._bury(worker, lane, now, had_it=False)
+            self._handle_exit(worker, queue, now, had_it=False)
 
-    def _receive(self, worker: Worker, lane: deque[int], now: _Delivery) -> None:
+    def _receive(self, worker: Worker, queue: deque[int], now: _Delivery) -> None:
         try:
             answer = json.loads(worker.pipe.recv_bytes())
         except (EOFError, OSError):
-            return self._bury(worker, lane, now, had_it=True)
-        place = lane.popleft()
+            return self._handle_exit(worker, queue, now, had_it=True)
+        place = queue.popleft()
         try:
-            now.replies[place], now.seen[place] = self._taken(now.calls[place], worker, answer)
+            now.replies[place], now.seen[place] = self._take_reply(now.calls[place], worker, answer)
         except Exception as error:
             now.failed[place] = error
         del now.running[worker.pipe]
-        if lane:
-            now.lanes.appendleft(lane)
+        if queue:
+            now.agent_queues.appendleft(queue)
 
-    def _taken(
+    def _take_reply(
         self, call: Call, worker: Worker, answer: dict[str, Any]
     ) -> tuple[Reply[Any], list[Tensor]]:
         """A worker's answer as reply and observations; raises what the step raised there."""
         if "error" in answer:
-            raise raised(answer)
-        tensors, memory, seen = worker.sheet.read(answer["sheet"])
-        message = joined(class_of(Message, *answer["kind"]), answer["fields"], tensors)
-        message = as_bytes_and_back(message) if self._check_wire else message
+            raise decode_error(answer)
+        tensors, memory, seen = worker.shared_buffer.read(answer["sheet"])
+        message = from_parts(class_of(Message, *answer["kind"]), answer["fields"], tensors)
+        message = roundtrip(message) if self._check_wire else message
         if answer["remembers"]:
             self._remember(call.to.id, memory)
         reply = Reply(call.to, message, answer["weight"], answer["notes"])
@@ -303,12 +314,12 @@ class WorkerEngine(LocalEngine):
     def _fill_places(self) -> None:
         for place, worker in enumerate(self._workers):
             if worker is None:
-                self._hire(place)
+                self._start_worker(place)
 
-    def _hire(self, place: int) -> None:
-        with signals_waiting():
+    def _start_worker(self, place: int) -> None:
+        with pending_signals():
             try:
-                worker = Worker.forked(partial(self._serve, place), self._lifeline, [self._letter])
+                worker = Worker.fork(partial(self._serve, place), self._lifeline, [self._letter])
             except OSError as error:
                 raise WorkerError(
                     f"The system starts no worker process: {error.strerror}. Set run.workers=1, "
@@ -316,13 +327,15 @@ class WorkerEngine(LocalEngine):
                 ) from error
             self._workers[place] = worker
 
-    def _dismiss(self, worker: Worker) -> str:
+    def _stop_worker(self, worker: Worker) -> str:
         self._workers = [None if other is worker else other for other in self._workers]
         return worker.end()
 
-    def _bury(self, worker: Worker, lane: deque[int], now: _Delivery, *, had_it: bool) -> None:
+    def _handle_exit(
+        self, worker: Worker, queue: deque[int], now: _Delivery, *, had_it: bool
+    ) -> None:
         """A worker has ended, in a visit or before it had the call: somebody else has to do it."""
-        how, place = self._dismiss(worker), lane[0]
+        how, place = self._stop_worker(worker), queue[0]
         del now.running[worker.pipe]
         visit = f"{now.calls[place].step.__name__} of {now.calls[place].to.id}"
         what, most = (place, TRIES) if had_it else (None, UNUSED * len(self._workers))
@@ -330,7 +343,7 @@ class WorkerEngine(LocalEngine):
         if now.deaths[what] < most:
             when = f"during {visit}, which is done again" if had_it else "between visits"
             log.warning("A worker process %s %s.", how, when)
-            now.lanes.appendleft(lane)
+            now.agent_queues.appendleft(queue)
         else:
             ended = f"in turn did not survive {visit}" if had_it else "ended before they had a call"
             killed = "SIGKILL is how the system takes memory back. " if "SIGKILL" in how else ""
@@ -342,48 +355,50 @@ class WorkerEngine(LocalEngine):
 
     # In the worker -------------------------------------------------------------------------
 
-    def _serve(self, place: int, pipe: Connection, sheet: Sheet) -> None:
+    def _serve(self, place: int, pipe: Connection, shared_buffer: SharedBuffer) -> None:
         keep_to_core(place, len(self._workers))
-        self._meter = None if self._meter is None else Heard()  # with it true labels are let go
+        self._meter = (
+            None if self._meter is None else PseudoLabelBuffer()
+        )  # with it true labels are let go
         for other in filter(None, self._workers):  # whose sheets would outlive them here
-            other.sheet.unmap()
+            other.shared_buffer.unmap()
         while True:
             try:
                 order = json.loads(pipe.recv_bytes())
             except (EOFError, OSError):
                 return
             try:
-                answer = json.dumps(self._answer(order, sheet))
+                answer = json.dumps(self._answer(order, shared_buffer))
             except BaseException as error:
-                answer = json.dumps(told(error))
+                answer = json.dumps(encode_error(error))
             try:
                 pipe.send_bytes(answer.encode())
             except OSError:  # the other process is gone
                 return
 
-    def _answer(self, order: dict[str, Any], sheet: Sheet) -> dict[str, Any]:
+    def _answer(self, order: dict[str, Any], shared_buffer: SharedBuffer) -> dict[str, Any]:
         """Do one visit; the content, the memory and the observations are left on the sheet."""
-        *own, before = sheet.read(order["sheet"])
+        *own, before = shared_buffer.read(order["sheet"])
         [tensors] = own or self._letter.read([order["letter"]])
-        message = joined(class_of(Message, *order["kind"]), order["fields"], tensors)
+        message = from_parts(class_of(Message, *order["kind"]), order["fields"], tensors)
         if own:
             check(message)
         agent = self._agents[order["agent"]]
-        heard = None if self._meter is None else Heard()
+        heard = None if self._meter is None else PseudoLabelBuffer()
         agent.memory = before
         step = getattr(self._algorithm, order["step"])
         call = Call(agent.ref, step, message, order["round"], order["visit"])
-        reply = self._worked(call, message, heard)
+        reply = self._run_on_agent(call, message, heard)
         check(reply.content)
         after, agent.memory = agent.memory, {}
         changed = after is not before
-        fields, tensors = parts_of(reply.content)
+        fields, tensors = to_parts(reply.content)
         seen = {str(place): tensor for place, tensor in enumerate(heard.seen if heard else ())}
         return {
             "kind": name_of(type(reply.content)),
             "fields": fields,
             "weight": reply.weight,
-            "notes": dict(reply.notes),
+            "notes": dict(reply.metrics),
             "remembers": changed,
-            "sheet": sheet.write(tensors, after if changed else {}, seen),
+            "sheet": shared_buffer.write(tensors, after if changed else {}, seen),
         }

@@ -30,7 +30,14 @@ import torch
 log = logging.getLogger("privssl")
 
 #: What setup.py compiles, and the version of what is called there, as its source has it.
-VERSIONS = {"pooled": 2, "views": 1, "noise": 3, "correlation": 1, "clipping": 2, "spectral": 1}
+INSTRUCTION_SETS = {
+    "pooled": 2,
+    "views": 1,
+    "noise": 3,
+    "correlation": 1,
+    "clipping": 2,
+    "spectral": 1,
+}
 #: Names of what it is compiled for, the latest first, and whether this processor understands it.
 GENERATIONS: dict[str, Callable[[], bool]] = {
     "avx512": lambda: torch.cpu._is_avx512_supported(),
@@ -38,18 +45,18 @@ GENERATIONS: dict[str, Callable[[], bool]] = {
 }
 
 
-def generation() -> str | None:
+def instruction_set() -> str | None:
     """Which of ``GENERATIONS`` does the work; None: torch's kernels do all of it."""
-    return None if _torch_alone.get() else _latest()
+    return None if _disabled.get() else _latest()
 
 
-def do(numbers: torch.Tensor) -> bool:
+def available_for(numbers: torch.Tensor) -> bool:
     """Whether kernels are there for such numbers, and torch does not use several threads."""
     return (
         numbers.is_cpu
         and numbers.dtype == torch.float32
         and torch.get_num_threads() == 1
-        and generation() is not None
+        and instruction_set() is not None
     )
 
 
@@ -61,17 +68,17 @@ def channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def torch_alone() -> Iterator[None]:
+def disabled() -> Iterator[None]:
     """Inside, on this thread, torch's kernels do all work."""
-    before = _torch_alone.set(True)
+    before = _disabled.set(True)
     try:
         yield
     finally:
-        _torch_alone.reset(before)
+        _disabled.reset(before)
 
 
 _asked = os.environ.get("PRIVSSL_KERNELS", "")
-_torch_alone = ContextVar("torch_alone", default=_asked == "torch")
+_disabled = ContextVar("torch_alone", default=_asked == "torch")
 if _asked not in ("", "torch"):
     log.warning(
         "PRIVSSL_KERNELS is %r in the environment, and torch is all that it can be. Nothing "
@@ -84,7 +91,7 @@ def _latest() -> str | None:
     """The latest generation that was compiled from this source and that this processor knows."""
     for name in (name for name, known in GENERATIONS.items() if known()):
         found = versions(name)
-        if found == VERSIONS:
+        if found == INSTRUCTION_SETS:
             return name
         if found:
             log.warning(
@@ -95,16 +102,16 @@ def _latest() -> str | None:
     return None
 
 
-def versions(generation: str) -> dict[str, int]:
+def versions(instruction_set: str) -> dict[str, int]:
     """Of what was compiled for it."""
-    there = {kernel: library(kernel, generation) for kernel in VERSIONS}
+    there = {kernel: library(kernel, instruction_set) for kernel in INSTRUCTION_SETS}
     return {k: getattr(held, f"{k}_version")() for k, held in there.items() if held is not None}
 
 
 @cache
-def library(kernel: str, generation: str) -> ctypes.CDLL | None:
-    """One of ``VERSIONS`` as it was compiled for a generation; None: it was not."""
-    file = next(Path(__file__).parent.glob(f"_{kernel}_{generation}.*"), None)
+def library(kernel: str, instruction_set: str) -> ctypes.CDLL | None:
+    """One of ``INSTRUCTION_SETS`` as it was compiled for a generation; None: it was not."""
+    file = next(Path(__file__).parent.glob(f"_{kernel}_{instruction_set}.*"), None)
     return None if file is None else ctypes.CDLL(str(file))
 
 
@@ -116,8 +123,8 @@ def function(name: str, *arguments: Any, result: Any = None) -> Callable[[str | 
     """
 
     @cache
-    def of(generation: str | None) -> Any:
-        held = library(name.partition("_")[0], generation or "")
+    def of(instruction_set: str | None) -> Any:
+        held = library(name.partition("_")[0], instruction_set or "")
         assert held is not None, "who calls has asked for generation()"
         found = getattr(held, name)
         found.argtypes, found.restype = arguments, result
@@ -126,14 +133,14 @@ def function(name: str, *arguments: Any, result: Any = None) -> Callable[[str | 
     return of
 
 
-NUMBERS = ctypes.POINTER(ctypes.c_int64)  # of structures whose fields are all so wide
+INT64_PTR = ctypes.POINTER(ctypes.c_int64)  # of structures whose fields are all so wide
 
 
-def in_a_row(numbers: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
+def int64_array(numbers: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
     """Fields of structures, one behind the other."""
-    return _so_many(len(numbers))(*numbers)
+    return _count_type(len(numbers))(*numbers)
 
 
 @cache  # ctypes would make a class anew at each call
-def _so_many(count: int) -> "type[ctypes.Array[ctypes.c_int64]]":
+def _count_type(count: int) -> "type[ctypes.Array[ctypes.c_int64]]":
     return ctypes.c_int64 * count

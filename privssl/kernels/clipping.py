@@ -10,7 +10,7 @@ from torch import Tensor
 
 from privssl import kernels
 
-_GRADIENTS = (ctypes.c_int64, ctypes.c_int64, kernels.NUMBERS)  # rows, parameters, where
+_GRADIENTS = (ctypes.c_int64, ctypes.c_int64, kernels.INT64_PTR)  # rows, parameters, where
 _POINTER = ctypes.c_void_p
 _FACTORS = kernels.function(
     "clipping_factors", *_GRADIENTS, _POINTER, _POINTER, ctypes.c_double, _POINTER
@@ -39,7 +39,7 @@ def factors(
     drawn = drawn.to("cpu", torch.bool).contiguous()
     norms = None if norms is None else norms.to("cpu", torch.float64).contiguous()
     dense, found = [_dense(one) for one in gradients], _empty(rows)
-    _FACTORS(kernels.generation())(
+    _FACTORS(kernels.instruction_set())(
         *_all(dense), None if norms is None else norms.data_ptr(), drawn.data_ptr(), clip_norm,
         found.data_ptr(),
     )  # fmt: skip
@@ -60,7 +60,7 @@ def totals(gradients: Sequence[Lines], factors: Tensor) -> Tensor:
         raise ValueError(f"{len(factors)} factors for another number of rows")
     factors, dense = factors.contiguous(), [_dense(one) for one in gradients]
     found = _empty(sum(numbers(one) for one in gradients))
-    _TOTALS(kernels.generation())(*_all(dense), factors.data_ptr(), found.data_ptr())
+    _TOTALS(kernels.instruction_set())(*_all(dense), factors.data_ptr(), found.data_ptr())
     return found
 
 
@@ -88,10 +88,10 @@ def numbers(of: Lines) -> int:
 def _dense(of: Lines) -> Lines:
     """The numbers of a row one behind the other; it may be one row for all."""
     each, other = of
-    return _packed(each), None if other is None else _packed(other)
+    return _pack(each), None if other is None else _pack(other)
 
 
-def _packed(each: Tensor) -> Tensor:
+def _pack(each: Tensor) -> Tensor:
     each = each.resolve_neg()
     if each.is_contiguous() or each.stride()[1:] == strides(each.shape[1:]):
         return each
@@ -107,7 +107,7 @@ def strides(shape: torch.Size) -> tuple[int, ...]:
 def _all(gradients: Sequence[Lines]) -> "tuple[int, int, ctypes.Array[ctypes.c_int64]]":
     """As ``_GRADIENTS``."""
     fields = [field for each, other in gradients for field in (*_at(each), *_at(other))]
-    return len(gradients[0][0]), len(gradients), kernels.in_a_row(fields)
+    return len(gradients[0][0]), len(gradients), kernels.int64_array(fields)
 
 
 def _at(each: Tensor | None) -> tuple[int, int, int]:

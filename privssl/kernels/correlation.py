@@ -52,5 +52,5 @@ def sums(
         rows * together, together, *sides, channels, *padding, *places, made, *kernel, *stride
     )
     found = torch.empty((rows, *kernel, channels, made), dtype=x.dtype, device=x.device)
-    _SUMS(kernels.generation())(of, x.data_ptr(), g.data_ptr(), found.data_ptr())
+    _SUMS(kernels.instruction_set())(of, x.data_ptr(), g.data_ptr(), found.data_ptr())
     return found

@@ -13,7 +13,7 @@ from privssl import kernels
 
 _NORMAL = kernels.function("noise_normal", ctypes.c_int64, *[ctypes.c_void_p] * 3)
 _ADD = kernels.function(
-    "noise_add", ctypes.c_int64, kernels.NUMBERS, ctypes.c_void_p, *[ctypes.c_double] * 2
+    "noise_add", ctypes.c_int64, kernels.INT64_PTR, ctypes.c_void_p, *[ctypes.c_double] * 2
 )
 
 
@@ -30,7 +30,7 @@ def normal(radii: NDArray[np.uint64], angles: NDArray[np.uint64]) -> NDArray[np.
     if radii.shape != angles.shape or radii.ndim != 1:
         raise ValueError(f"radii {radii.shape} and angles {angles.shape} are not (pairs,) both")
     made = np.empty(2 * len(radii))
-    _NORMAL(kernels.generation())(len(radii), *(a.ctypes.data for a in (radii, angles, made)))
+    _NORMAL(kernels.instruction_set())(len(radii), *(a.ctypes.data for a in (radii, angles, made)))
     return made
 
 
@@ -53,8 +53,8 @@ def add(
     noise = np.ascontiguousarray(noise, dtype=np.float64)
     if noise.shape != (sum(numbers[::3]),):
         raise ValueError(f"noise {noise.shape} for {sum(numbers[::3])} sums")
-    _ADD(kernels.generation())(
-        len(sums), kernels.in_a_row(numbers), noise.ctypes.data, deviation, step
+    _ADD(kernels.instruction_set())(
+        len(sums), kernels.int64_array(numbers), noise.ctypes.data, deviation, step
     )
 
 

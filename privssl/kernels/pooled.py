@@ -65,7 +65,7 @@ class Parameters(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Done:
+class ForwardContext:
     """What a forward pass leaves for the way back."""
 
     plan: "Plan"
@@ -75,7 +75,9 @@ class Done:
     left: Tensor  # bytes, as ``layers.hpp`` lays them out
 
 
-def forward(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> tuple[Tensor, Done]:
+def forward(
+    x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]
+) -> tuple[Tensor, ForwardContext]:
     """The output of layers that follow each other, and what :func:`backward` needs.
 
     Args:
@@ -88,19 +90,19 @@ def forward(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> tu
     """
     dense = [p if p is None else kernels.channels_last(p) for each in own for p in each]
     shapes = tuple(p if p is None else p.shape for p in dense)
-    plan = _plan(kernels.generation(), x.shape, shapes, forms)
+    plan = _plan(kernels.instruction_set(), x.shape, shapes, forms)
     y = torch.empty(plan.output, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     left = torch.empty(plan.left, dtype=torch.uint8, device=x.device)
     addresses = plan.addresses(*map(_at, dense))
-    done = Done(plan, kernels.channels_last(x), dense, addresses, left)
-    _FORWARD(plan.generation)(
+    done = ForwardContext(plan, kernels.channels_last(x), dense, addresses, left)
+    _FORWARD(plan.instruction_set)(
         len(forms), plan.layers, addresses, done.x.data_ptr(), y.data_ptr(), done.left.data_ptr()
     )
     return y, done
 
 
 def backward(
-    gradient: Tensor, done: Done, *, inputs: bool, together: int | None = None
+    gradient: Tensor, done: ForwardContext, *, inputs: bool, together: int | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of inputs and of parameters.
 
@@ -120,7 +122,7 @@ def backward(
     size = (-(-len(done.x) // together), plan.numbers) if together else (0, 0)
     sums = torch.empty(size, dtype=done.x.dtype, device=done.x.device) if together else None
     gradient = kernels.channels_last(gradient)
-    _BACKWARD(plan.generation)(
+    _BACKWARD(plan.instruction_set)(
         len(plan.layers), plan.layers, done.addresses, done.x.data_ptr(), gradient.data_ptr(),
         done.left.data_ptr(), together or 1, _at(dx), _at(sums),
     )  # fmt: skip
@@ -131,18 +133,18 @@ def _at(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-class Place(NamedTuple):
+class KernelLayout(NamedTuple):
     """Where a parameter's gradient lies in sums."""
 
     size: tuple[int, ...]  # the parameter's
     strides: tuple[int, ...]
     first: int
 
-    def of(self, sums: Tensor) -> Tensor:
+    def from_layers(self, sums: Tensor) -> Tensor:
         """(*size) of the first of sums (sums, numbers)."""
         return sums.as_strided(self.size, self.strides, self.first)
 
-    def of_each(self, sums: Tensor) -> Tensor:
+    def for_each_agent(self, sums: Tensor) -> Tensor:
         """(sums, *size)."""
         count, size, strides = len(sums), self.size, self.strides
         return sums.as_strided((count, *size), (sums.stride(0), *strides), self.first)
@@ -152,18 +154,18 @@ class Place(NamedTuple):
 class Plan:
     """All that follows from shapes."""
 
-    generation: str | None  # of the kernels that go forward and back
+    instruction_set: str | None  # of the kernels that go forward and back
     layers: "ctypes.Array[Layers]"
     addresses: type["ctypes.Array[ctypes.c_void_p]"]  # of parameters, four for each of the layers
     output: tuple[int, int, int, int]
     left: int  # bytes
-    parameters: tuple[Place | None, ...]  # as addresses; None where there is none
+    parameters: tuple[KernelLayout | None, ...]  # as addresses; None where there is none
     numbers: int  # of all parameters
 
 
 @lru_cache(maxsize=256)
 def _plan(
-    generation: str | None,
+    instruction_set: str | None,
     rows: torch.Size,
     own: tuple[torch.Size | None, ...],
     forms: tuple[Form, ...],
@@ -179,7 +181,7 @@ def _plan(
             )
         )  # fmt: skip
         sides = list(form.pooled(sides, kernel))
-    places, numbers = list[Place | None](), 0
+    places, numbers = list[KernelLayout | None](), 0
     for shape in own:
         if shape is None:
             places.append(None)
@@ -188,10 +190,15 @@ def _plan(
         if len(shape) == 4:
             _, channels, high, wide = shape
             strides = (channels * high * wide, 1, wide * channels, channels)
-        places.append(Place(shape, strides, numbers))
+        places.append(KernelLayout(shape, strides, numbers))
         numbers += shape.numel()
     layers = (Layers * len(found))(*found)
     return Plan(
-        generation, layers, ctypes.c_void_p * len(own), (count, weights[-1][0], sides[0], sides[1]),
-        _LEFT(generation)(len(found), layers), tuple(places), numbers,
-    )  # fmt: skip
+        instruction_set,
+        layers,
+        ctypes.c_void_p * len(own),
+        (count, weights[-1][0], sides[0], sides[1]),
+        _LEFT(instruction_set)(len(found), layers),
+        tuple(places),
+        numbers,
+    )

@@ -26,18 +26,19 @@ PAIRS = 515  # of words that noise is made of
 
 def refuse_wrong_kernels() -> None:
     """Raises PrivacyError where one that this process has loaded does not follow its rule."""
-    generation = kernels.generation()
-    if generation is None or (wrong := _wrong(generation)) is None:
+    instruction_set = kernels.instruction_set()
+    if instruction_set is None or (wrong := _wrong(instruction_set)) is None:
         return
     raise PrivacyError(
-        f"privssl's kernel that {wrong} does not do so on this processor ({generation}), so that "
+        f"privssl's kernel that {wrong} does not do so on this processor ({instruction_set}), so "
+        "that "
         "no guarantee could rest on it. Set PRIVSSL_KERNELS=torch in the environment, and torch's "
         "kernels do the work; and please tell us of the processor"
     )
 
 
 @cache
-def _wrong(generation: str) -> str | None:
+def _wrong(instruction_set: str) -> str | None:
     """What the first of them that is wrong should do."""
     for what, does in (
         ("clips rows", _clips),

@@ -34,14 +34,16 @@ def scale(
     """
     high, channels = weight.shape[:2]
     for vector, numbers in ((u, high), (v, weight.numel() // high)):
-        if vector.shape != (numbers,) or not (kernels.do(vector) and vector.is_contiguous()):
+        if vector.shape != (numbers,) or not (
+            kernels.available_for(vector) and vector.is_contiguous()
+        ):
             raise ValueError(
                 f"a spectral norm's vector of {numbers} numbers is not that long, not float32 on "
                 "the CPU, or spread in memory"
             )
     dense = kernels.channels_last(weight)
     right, scaled = torch.empty_like(v), torch.empty_like(dense)
-    value = _SCALE(kernels.generation())(
+    value = _SCALE(kernels.instruction_set())(
         high, weight.numel() // (high * channels), channels, dense.data_ptr(), u.data_ptr(),
         v.data_ptr(), iterations, eps, right.data_ptr(), scaled.data_ptr(),
     )  # fmt: skip
@@ -51,7 +53,7 @@ def scale(
 def back(gradient: Tensor, scaled: Tensor, left: Tensor, right: Tensor, value: float) -> Tensor:
     """Gradient of the weight, from that of what it was scaled to, and what that gave."""
     dense, found = kernels.channels_last(gradient), torch.empty_like(scaled)
-    _BACK(kernels.generation())(
+    _BACK(kernels.instruction_set())(
         len(dense), dense.numel() // len(dense), dense.data_ptr(), scaled.data_ptr(),
         left.data_ptr(), right.data_ptr(), value, found.data_ptr(),
     )  # fmt: skip

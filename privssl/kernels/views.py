@@ -46,18 +46,18 @@ _CHANGE = kernels.function(
 )
 
 
-def do(x: Tensor) -> bool:
+def available(x: Tensor) -> bool:
     """Whether kernels of ours can make views of these images; agents side by side are torch's."""
     return (
         x.device.type == "cpu"
         and x.dtype == torch.float32
         and not torch._C._are_functorch_transforms_active()
-        and kernels.generation() is not None
+        and kernels.instruction_set() is not None
     )
 
 
-def moved(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
-    """What ``augment.move_mirrored`` says, for images that we :func:`do`.
+def shift_and_flip(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
+    """What ``augment.move_mirrored`` says, for images that we :func:`available`.
 
     Args:
         x: (B, Ch, H, W).
@@ -69,14 +69,14 @@ def moved(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
     """
     x, images = _dense(x)
     y, drawn = torch.empty_like(x), (shift.contiguous(), flipped.contiguous())
-    _MOVE(kernels.generation())(images, *map(_at, (*drawn, x, y)))
+    _MOVE(kernels.instruction_set())(images, *map(_at, (*drawn, x, y)))
     return y
 
 
-def changed(
+def apply_change(
     x: Tensor, kinds: Sequence[Kind], which: Tensor, amount: Tensor, place: Tensor
 ) -> Tensor:
-    """Images that we :func:`do`, each changed by some operations, one after the other.
+    """Images that we :func:`available`, each changed by some operations, one after the other.
 
     Args:
         x: (B, Ch, H, W) in [-1, 1].
@@ -97,7 +97,7 @@ def changed(
         )
     )
     drawn = which.contiguous(), amount.contiguous(), place.contiguous()
-    change = _CHANGE(kernels.generation())
+    change = _CHANGE(kernels.instruction_set())
     change(images, which.shape[1], table, *map(_at, (*drawn, x, y)))
     return y
 

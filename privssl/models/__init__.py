@@ -11,7 +11,7 @@ from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
 from privssl.models.dropout import Dropout
 from privssl.models.flatten import Flatten
 from privssl.models.linear import LARGE, Linear
-from privssl.models.pooled import fused
+from privssl.models.pooled import fuse
 from privssl.models.precision import Precision, in_precision
 from privssl.models.resnet import ResNet9
 from privssl.models.spectral import SpectralNorm
@@ -54,10 +54,10 @@ def build_classifier(
             f"{SMALLEST}x{SMALLEST}. Resize or pad the images (image_folder: data.image_size)"
         )
     network: type[nn.Module] = in_precision(CLASSIFIERS[settings.name], precision)
-    return laid_out(network(shape, classes, width=settings.width, norm=settings.norm))
+    return optimize_layout(network(shape, classes, width=settings.width, norm=settings.norm))
 
 
-def laid_out(network: Network) -> Network:
+def optimize_layout(network: Network) -> Network:
     """The network as it is trained fastest: its kernels as rows lie in memory, channels last,
     dropout that takes less time to draw, flattening that keeps gradients in that order, large
     linear layers by the faster library, spectral norms by a kernel, and rectifiers that wait until
@@ -79,7 +79,7 @@ def laid_out(network: Network) -> Network:
                 child.__class__ = SpectralNorm
         if type(module) is nn.Sequential:
             _rectify_late(module)
-            fused(module)
+            fuse(module)
     return network.to(memory_format=torch.channels_last)
 
 

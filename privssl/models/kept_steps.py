@@ -36,7 +36,7 @@ from privssl.models.precision import precision_of
 ROOM = 64
 
 
-class Kept:
+class LazySGDBuffer:
     """The steps of one layer. As ``Linear.kept`` they take part in all that it computes."""
 
     def __init__(self, weight: Tensor, rate: float, kind: torch.dtype) -> None:
@@ -111,7 +111,7 @@ class Kept:
 
 class _Output(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _: Tensor, bias: Tensor | None, kept: Kept) -> Tensor:
+    def forward(ctx: Any, x: Tensor, _: Tensor, bias: Tensor | None, kept: LazySGDBuffer) -> Tensor:
         ctx.save_for_backward(x)
         ctx.kept = kept
         return kept.forward(x, bias)
@@ -130,7 +130,7 @@ class _Output(torch.autograd.Function):
 class _KeepingSGD(optimisers.SGD):
     """SGD whose steps some layers keep."""
 
-    def __init__(self, network: nn.Module, rate: float, kept: Sequence[Kept]) -> None:
+    def __init__(self, network: nn.Module, rate: float, kept: Sequence[LazySGDBuffer]) -> None:
         super().__init__(network.parameters(), lr=rate)
         self._kept = kept
 
@@ -154,12 +154,12 @@ def plain_sgd(network: nn.Module, rate: float) -> Iterator[optimisers.SGD]:
     Args:
         rate: learning rate, >= 0.
     """
-    layers = _that_can_keep(network) if together.nobody_answers() else []
+    layers = _that_can_keep(network) if together.is_unbatched() else []
     if not layers:
         yield optimisers.SGD(network.parameters(), lr=rate)
         return
     kind = torch.bfloat16 if precision_of(network) == "bfloat16" else torch.float32
-    kept = [Kept(layer.weight, rate, kind) for layer in layers]
+    kept = [LazySGDBuffer(layer.weight, rate, kind) for layer in layers]
     try:
         for layer, own in zip(layers, kept, strict=True):
             layer.kept = own

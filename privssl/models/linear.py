@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from privssl.models.kept_steps import Kept
+    from privssl.models.kept_steps import LazySGDBuffer
 
 #: Weights. FedAvg's and pfl-research's CNNs have 1.6 million in one layer. In layers a few times
 #: smaller than this limit the gain is lost in a step's other work: those stay as they were.
@@ -26,7 +26,7 @@ CPUINFO = Path("/proc/cpuinfo")
 class Linear(nn.Linear):
     """``torch.nn.Linear`` of LARGE weights or more."""
 
-    kept: "Kept | None" = None  # steps that its weights lack, see kept_steps.py
+    kept: "LazySGDBuffer | None" = None  # steps that its weights lack, see kept_steps.py
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kept is not None:

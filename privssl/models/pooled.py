@@ -5,7 +5,7 @@ convolution's backward pass multiplies are zeros that pooling put there. ``privs
 all four in one go, and leaves the zeros out (docs/performance.md says what it is worth). Every
 number is what torch's layers make, but for rounding.
 
-No layer is replaced and no parameter changes its name: :func:`fused` gives a ``Sequential`` a
+No layer is replaced and no parameter changes its name: :func:`fuse` gives a ``Sequential`` a
 forward pass that sees where the four follow each other, and takes torch's way wherever the kernels
 do not apply: on a GPU, in float64, with several threads, for agents side by side.
 """
@@ -30,9 +30,9 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from privssl import kernels
 from privssl.kernels import pooled as kernel
-from privssl.kernels.pooled import Done, Form, Parameters
+from privssl.kernels.pooled import Form, ForwardContext, Parameters
 from privssl.models.group_norm import group_norm
-from privssl.models.precision import widened
+from privssl.models.precision import upcast
 
 MOST_WEIGHTS = 2**17  # of one convolution; with more, torch is as fast
 MOST_NUMBERS = 2**24  # of a row, read or made
@@ -41,7 +41,7 @@ MOST_NUMBERS = 2**24  # of a row, read or made
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerRun:
     """Places in a Sequential of layers that the kernels do as one."""
 
     convolution: int
@@ -53,20 +53,20 @@ class Run:
 class FusedSequential(nn.Sequential):
     """A Sequential some of whose layers are done as one, where they can be."""
 
-    runs: dict[int, Run]  # by the place where each begins
+    runs: dict[int, LayerRun]  # by the place where each begins
 
     def forward(self, x: Tensor) -> Tensor:
         layers, at = list(self), 0
         while at < len(layers):
-            asked = _asked(x, layers, self.runs, at)
+            asked = _fusion_request(x, layers, self.runs, at)
             if asked is None:
                 x, at = layers[at](x), at + 1
             else:
-                x, at = pooled(x, asked.own, asked.forms), asked.end
+                x, at = fused_conv(x, asked.own, asked.forms), asked.end
         return x
 
 
-def fused(layers: nn.Sequential) -> None:
+def fuse(layers: nn.Sequential) -> None:
     """Give it the forward pass of ``FusedSequential``, if there is anything to fuse."""
     found = [_run(list(layers), place) for place in range(len(layers))]
     runs = {run.convolution: run for run in found if run is not None}
@@ -75,7 +75,7 @@ def fused(layers: nn.Sequential) -> None:
         cast(FusedSequential, layers).runs = runs
 
 
-def _run(layers: Sequence[nn.Module], first: int) -> Run | None:
+def _run(layers: Sequence[nn.Module], first: int) -> LayerRun | None:
     """The longest run that begins here."""
     if not _convolves(layers[first]):
         return None
@@ -95,7 +95,7 @@ def _run(layers: Sequence[nn.Module], first: int) -> Run | None:
         groups, eps = normed.num_groups, normed.eps
     padding = cast(tuple[int, int], cast(nn.Conv2d, layers[first]).padding)
     form = Form(padding, groups, eps, rectified)
-    return Run(first, norm, (rectifier if rectified and rectifier else last) + 1, form)
+    return LayerRun(first, norm, (rectifier if rectified and rectifier else last) + 1, form)
 
 
 def _next(layers: Sequence[nn.Module], place: int) -> int | None:
@@ -129,7 +129,7 @@ def _norms(layer: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Asked:
+class FusionRequest:
     """What the kernels are asked for: runs that follow each other."""
 
     own: tuple[Parameters, ...]
@@ -137,14 +137,14 @@ class Asked:
     end: int  # the first place behind
 
 
-def _asked(
-    x: Tensor, layers: Sequence[nn.Module], runs: Mapping[int, Run], at: int
-) -> Asked | None:
+def _fusion_request(
+    x: Tensor, layers: Sequence[nn.Module], runs: Mapping[int, LayerRun], at: int
+) -> FusionRequest | None:
     """As many runs from a place on as the kernels can do with these rows; None: torch does the
     work."""
     apply = (
         at in runs
-        and kernels.generation() is not None
+        and kernels.instruction_set() is not None
         and torch.get_num_threads() == 1
         and type(x) is Tensor  # and nothing that looks like one to torch alone
         and x.device.type == "cpu"
@@ -164,10 +164,10 @@ def _asked(
     if not own:
         return None
     some = _fitting(x.shape, tuple(each.weight.shape for each in own), tuple(forms))
-    return Asked(tuple(own[:some]), tuple(forms[:some]), ends[some - 1]) if some else None
+    return FusionRequest(tuple(own[:some]), tuple(forms[:some]), ends[some - 1]) if some else None
 
 
-def _may_be_done(layers: Sequence[nn.Module], run: Run) -> bool:
+def _may_be_done(layers: Sequence[nn.Module], run: LayerRun) -> bool:
     weight = cast(Tensor, layers[run.convolution]._parameters.get("weight"))  # or of a hook
     return (
         type(weight) in (Tensor, nn.Parameter)
@@ -189,7 +189,7 @@ def _is_watched(layer: nn.Module) -> bool:
     """Whether somebody wants to see what this layer reads or makes."""
     before = layer._forward_pre_hooks
     return bool(
-        (before and any(hook is not widened for hook in before.values()))
+        (before and any(hook is not upcast for hook in before.values()))
         or layer._forward_hooks
         or layer._backward_hooks
     )
@@ -213,7 +213,7 @@ def _fitting(rows: torch.Size, weights: Sequence[torch.Size], forms: Sequence[Fo
 # What they compute ------------------------------------------------------------------------------
 
 
-def pooled(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> Tensor:
+def fused_conv(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> Tensor:
     """Convolution, the largest of two by two places, group norm, rectifier; and again.
 
     Args:
@@ -227,16 +227,16 @@ def pooled(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> Ten
     """
     weights = [each.weight for each in own]
     if has_torch_function_variadic(x, *weights):
-        found: Tensor = handle_torch_function(pooled, (x, *weights), x, own, forms)
+        found: Tensor = handle_torch_function(fused_conv, (x, *weights), x, own, forms)
         return found
     if torch._C._are_functorch_transforms_active():
         return plain(x, own, forms)
-    found = _Pooled.apply(x, *flat(own), Visit(forms), None)
+    found = _FusedConv.apply(x, *flat(own), FusedPass(forms), None)
     return found
 
 
 def plain(x: Tensor, own: Sequence[Parameters], forms: Sequence[Form]) -> Tensor:
-    """What :func:`pooled` computes, by torch's layers."""
+    """What :func:`fused_conv` computes, by torch's layers."""
     for each, form in zip(own, forms, strict=True):
         x = functional.conv2d(x.float(), each.weight, each.bias, padding=form.padding)
         x = functional.max_pool2d(x, 2)
@@ -257,13 +257,13 @@ def unflat(given: Sequence[Any]) -> list[Parameters]:
     return [Parameters(*given[at : at + four]) for at in range(0, len(given), four)]
 
 
-class Visit:
+class FusedPass:
     """One forward pass through the kernels, and what it leaves for the way back."""
 
     def __init__(self, forms: tuple[Form, ...], per_row: int | None = None) -> None:
         """``per_row``: images of one row, where rows are told apart."""
         self.forms, self._per_row = forms, per_row
-        self._done: Done | None = None
+        self._done: ForwardContext | None = None
 
     def forward(self, x: Tensor, own: Sequence[Parameters]) -> Tensor:
         """(B, ...); or, where rows are told apart, (rows, images of one, ...) of (rows times
@@ -290,11 +290,11 @@ class Visit:
             return dx, []
         places = self._done.plan.parameters
         if told_apart:
-            return dx, [None if place is None else place.of_each(sums) for place in places]
-        return dx, [None if place is None else place.of(sums) for place in places]
+            return dx, [None if place is None else place.for_each_agent(sums) for place in places]
+        return dx, [None if place is None else place.from_layers(sums) for place in places]
 
 
-class _Pooled(torch.autograd.Function):
+class _FusedConv(torch.autograd.Function):
     # Without setup_context, as in models/flatten.py.
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
@@ -318,19 +318,21 @@ class _Pooled(torch.autograd.Function):
         return of_x, *(sums or (None,) * len(own)), None, None
 
 
-def of_rows(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> tuple[Tensor, Visit]:
-    """:func:`pooled` inside of one vmap over rows, and its way back.
+def of_rows(
+    x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]
+) -> tuple[Tensor, FusedPass]:
+    """:func:`fused_conv` inside of one vmap over rows, and its way back.
 
     Args:
         x: of one row, (images, channels, height, width).
         own: what all rows share. Its gradients are left to the visit: nothing flows there, but the
             output has a gradient in any case.
     """
-    visit, level, place = Visit(forms, per_row=len(x)), maybe_current_level(), maybe_get_bdim(x)
+    visit, level, place = FusedPass(forms, per_row=len(x)), maybe_current_level(), maybe_get_bdim(x)
     assert level is not None
     with temporarily_pop_interpreter_stack():  # vmap is told the result: asking it takes longer
         anchor = torch.zeros((), requires_grad=True)
         images = get_unwrapped(x).movedim(place, 0).flatten(0, 1)
         detached = (p if p is None else p.detach() for p in flat(own))
-        found = _Pooled.apply(images, *detached, visit, anchor)
+        found = _FusedConv.apply(images, *detached, visit, anchor)
     return _add_batch_dim(found, 0, level), visit

@@ -30,7 +30,7 @@ WIDE = ("small_cnn", "resnet9", "wresnet28x2")
 POOLED = ("small_cnn",)  # not so, where kernels of our own do their layers
 
 
-def faster(classifier: str, device: str) -> Precision:
+def fastest_precision(classifier: str, device: str) -> Precision:
     """The precision in which this machine trains a classifier faster, as far as it was measured:
     bfloat16 on a CPU that has instructions for it.
 
@@ -38,7 +38,7 @@ def faster(classifier: str, device: str) -> Precision:
         classifier: as ``model.name``.
         device: as ``run.device``.
     """
-    gains = classifier in WIDE and not (classifier in POOLED and kernels.generation())
+    gains = classifier in WIDE and not (classifier in POOLED and kernels.instruction_set())
     narrow = _on_cpu(device) and has_instructions() and gains
     return "bfloat16" if narrow else "float32"
 
@@ -87,7 +87,7 @@ def _narrow(kind: type[nn.Module]) -> type:
             super().__init__(*given, **named)
             for module in self.modules():
                 if isinstance(module, nn.GroupNorm):
-                    module.register_forward_pre_hook(widened)
+                    module.register_forward_pre_hook(upcast)
 
         def forward(self, x: Tensor, *others: Tensor) -> Tensor:
             with torch.autocast(x.device.type, torch.bfloat16):
@@ -98,6 +98,6 @@ def _narrow(kind: type[nn.Module]) -> type:
     return Narrow
 
 
-def widened(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+def upcast(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
     """Group norm reads float32: in bfloat16 it takes ten times as long on a CPU."""
     return (given[0].float(),)

@@ -27,7 +27,7 @@ class SpectralNorm(spectral.SpectralNorm):
             and weight.dim() in (2, 4)
             and weight.numel() > 0
             and self.dim == 0
-            and kernels.do(weight)
+            and kernels.available_for(weight)
             and not torch._C._are_functorch_transforms_active()
         )
         if not known:

@@ -22,15 +22,15 @@ from privssl.process import (
     STOPPING,
     LogFile,
     in_one_thread,
-    keep_freed_memory,
+    interrupt_on_signals,
     logging_to,
-    private_files,
-    stopped_by,
+    private_umask,
+    tune_malloc,
 )
 from privssl.screen import Screen, Terminal, open_standard_streams
 
 if TYPE_CHECKING:
-    from privssl.site.desk import Desk
+    from privssl.site.desk import SiteRequestHandler
     from privssl.site.settings import SiteConfig
 
 log = logging.getLogger("privssl")
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_standard_streams()
     with ExitStack() as stack:
         stack.enter_context(logging_to(Screen()))
-        stack.enter_context(stopped_by(*STOPPING))
-        stack.enter_context(private_files())
+        stack.enter_context(interrupt_on_signals(*STOPPING))
+        stack.enter_context(private_umask())
         try:
             return _site(options, stack)
         except (UserError, AccountingError) as problem:
@@ -79,15 +79,15 @@ def _parser() -> argparse.ArgumentParser:
 def _site(options: argparse.Namespace, stack: ExitStack) -> int:
     from privssl.site import door, settings
     from privssl.site.joining import SuperNode, check_files
-    from privssl.site.opening import opened
+    from privssl.site.opening import open_site
 
-    site = settings.load(options.site)
+    site = settings.load_site_config(options.site)
     check_files(options.certificate, options.key)
-    keep_freed_memory()
-    desk = opened(site)
+    tune_malloc()
+    handler = open_site(site)
     for path in filter(_seen_by_others, site.secrets):
         log.warning("Other users of this system can read %s. chmod -R go= closes it", path)
-    lines = _description(site, desk)
+    lines = _description(site, handler)
     console = Terminal(highlight=False, soft_wrap=True)
     for line in lines:
         console.print(line, markup=False)
@@ -103,7 +103,7 @@ def _site(options: argparse.Namespace, stack: ExitStack) -> int:
             stack.callback(node.stop)
             node.start()
         console.print(f"Answers at {site.door}. Ctrl-C stops it.", markup=False)
-        door.serve(site.door, lambda letter: _in_one_thread(desk, letter))
+        door.serve(site.door, lambda frame: _in_one_thread(handler, frame))
     return 0
 
 
@@ -118,23 +118,24 @@ def _seen_by_others(path: Path) -> bool:
     return all(above.stat().st_mode & 0o011 for above in path.parents)
 
 
-def _in_one_thread(desk: "Desk", letter: bytes) -> bytes:
+def _in_one_thread(handler: "SiteRequestHandler", frame: bytes) -> bytes:
     in_one_thread()  # which counts for the thread that says it
-    return desk.handle(letter)
+    return handler.handle(frame)
 
 
-def _description(site: "SiteConfig", desk: "Desk") -> list[str]:
+def _description(site: "SiteConfig", handler: "SiteRequestHandler") -> list[str]:
     """What the operator is told. Nothing of it leaves the machine."""
     held = " and ".join(
         f"{len(rows)} {kind}"
         for kind, rows in (
-            ("labelled", desk.agent.held_labelled), ("unlabelled", desk.agent.held_unlabelled),
+            ("labelled", handler.agent.held_labelled),
+            ("unlabelled", handler.agent.held_unlabelled),
         )
         if rows is not None
-    )  # fmt: skip
+    )
     return [
-        f"{desk.agent.id}, a {desk.agent.role} agent with {held} rows.",
-        f"Takes part in {site.path(site.site.config)}, agreement {desk.agreement[:12]}: a "
+        f"{handler.agent.id}, a {handler.agent.role} agent with {held} rows.",
+        f"Takes part in {site.path(site.site.config)}, agreement {handler.agreement[:12]}: a "
         "coordinator with another one gets no visit.",
         _spending(site),
         f"Keeps replies, memories and log in {site.folder}.",

@@ -93,7 +93,7 @@ def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> 
     given = {text.partition("=")[0] for text in overrides}
     small = SMALL if config is None else ()
     chosen = [*(text for text in small if text.partition("=")[0] not in given), *overrides]
-    loaded = configs.load(config or Path(CONFIG), chosen)
+    loaded = configs.load_config(config or Path(CONFIG), chosen)
     prepared = prepare(loaded)
     try:
         folder.mkdir(parents=True)
@@ -101,7 +101,7 @@ def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> 
         raise RunFolderError(
             f"{folder}: {error.strerror}. Give a folder that is not there yet"
         ) from None
-    prepared.federation.manifest.write(folder / "split.json")
+    prepared.federated_data.manifest.write(folder / "split.json")
     (folder / "experiment.yaml").write_text(configs.to_yaml(loaded))
     names = []
     for agent in prepared.roster:

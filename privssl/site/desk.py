@@ -14,7 +14,7 @@ that forgot to pay would find none (``visits.py``). The id of a visit is part of
 which it is charged, so another message under the same round and step is another visit, with a
 charge and noise of its own, as long as the budget lasts.
 
-Whatever goes wrong, what leaves is one word of ``wire.ERRORS``. Why is in the site's own log.
+Whatever goes wrong, what leaves is one word of ``wire.ERROR_CODES``. Why is in the site's own log.
 """
 
 import logging
@@ -35,12 +35,12 @@ from privssl.agents import Agent
 from privssl.algorithms.base import Algorithm, Context
 from privssl.engines import Step, visit_key
 from privssl.errors import DataError, RoleError
-from privssl.messages import Message, MessageError, pack, parts_of, unpack
+from privssl.messages import Message, MessageError, deserialize, serialize, to_parts
 from privssl.seeds import seeded
-from privssl.site.steps import StepError, step_of, taken_by
-from privssl.site.store import Busy, Store
-from privssl.visits import carried_out
-from privssl.wire import Answer, Farewell, Hello, Introduction, Visit, WireError
+from privssl.site.steps import StepError, find_step, input_type
+from privssl.site.store import Store, StoreLockedError
+from privssl.visits import run_step
+from privssl.wire import EndOfRun, IdentifyRequest, Identity, StepRequest, StepResponse, WireError
 
 log = logging.getLogger("privssl")
 
@@ -50,7 +50,7 @@ LARGEST_WEIGHT = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Desk:
+class SiteRequestHandler:
     """A site that can answer.
 
     Args:
@@ -79,71 +79,71 @@ class Desk:
         """The answer to a letter; never an exception."""
         visit = ""
         try:
-            letter = wire.from_bytes(data, Hello, Visit, Farewell)
-            match letter:
-                case Hello():
-                    return wire.to_bytes(self._introduction())
-                case Farewell():
-                    return wire.to_bytes(self._leave(letter))
-                case Visit():
-                    visit = letter.id
-            return self._answered(letter)
+            frame = wire.from_bytes(data, IdentifyRequest, StepRequest, EndOfRun)
+            match frame:
+                case IdentifyRequest():
+                    return wire.to_bytes(self._identity())
+                case EndOfRun():
+                    return wire.to_bytes(self._end_run(frame))
+                case StepRequest():
+                    visit = frame.id
+            return self._answer_step(frame)
         except Exception as error:
-            word = word_for(error)
+            word = error_code_for(error)
             log.error("Answers %s: %s", word, error, exc_info=word == "failed")
-            return wire.to_bytes(Answer(visit, error=word))
+            return wire.to_bytes(StepResponse(visit, error=word))
 
-    def _introduction(self) -> Introduction:
-        return Introduction(
+    def _identity(self) -> Identity:
+        return Identity(
             self.agent.id, self.agent.role, self.agreement,
             shows_ledger=self.journal is not None,
         )  # fmt: skip
 
-    def _leave(self, letter: Farewell) -> wire.Account:
-        self._check_agreement(letter)
-        if letter.over:
-            with self.store.locked():
-                self.store.forget(letter.run)
+    def _end_run(self, frame: EndOfRun) -> wire.LedgerResponse:
+        self._check_agreement(frame)
+        if frame.over:
+            with self.store.lock():
+                self.store.forget(frame.run)
         shown = b"" if self.journal is None else self.journal()
-        return wire.Account(self.agent.id, shown)
+        return wire.LedgerResponse(self.agent.id, shown)
 
-    def _check_agreement(self, letter: Visit | Farewell) -> None:
-        if letter.agreement != self.agreement:
+    def _check_agreement(self, frame: StepRequest | EndOfRun) -> None:
+        if frame.agreement != self.agreement:
             raise WireError("config", "the coordinator has another config, or another task")
 
     # One visit ------------------------------------------------------------------------------
 
-    def _answered(self, visit: Visit) -> bytes:
+    def _answer_step(self, visit: StepRequest) -> bytes:
         if visit.agent != self.agent.id:
             raise WireError("refused", f"a visit to {visit.agent}, and this is {self.agent.id}")
         self._check_agreement(visit)
-        with self.store.locked(), ExitStack() as stack:
-            stored = self._stored(visit)
+        with self.store.lock(), ExitStack() as stack:
+            stored = self._stored_answer(visit)
             if stored is not None:
                 log.info("Visit %s again: the stored reply", _key(visit))
                 return stored
             if self.clock() > visit.deadline:
                 raise WireError("late", f"visit {_key(visit)} came after its deadline")
-            work = self._understood(visit)
+            work = self._parse_request(visit)
             account = None
             if self.open_account is not None:
                 self.store.check_room(len(visit.body))
-                account = stack.enter_context(closing(self._opened_account(visit)))
-                if account.charged(_receipt(visit)):
+                account = stack.enter_context(closing(self._open_agent_account(visit)))
+                if account.is_charged(_charge_id(visit)):
                     raise WireError("lost", f"visit {_key(visit)} was charged and has no reply")
-            return self._done(visit, work, account)
+            return self._run_and_store(visit, work, account)
 
-    def _stored(self, visit: Visit) -> bytes | None:
+    def _stored_answer(self, visit: StepRequest) -> bytes | None:
         """The reply that was stored; None also where the disk has damaged it."""
         answer = self.store.answer(visit.run, visit.id)
         try:
-            known = answer is not None and wire.from_bytes(answer, Answer).id == visit.id
+            known = answer is not None and wire.from_bytes(answer, StepResponse).id == visit.id
         except WireError as error:
             log.error("The stored reply to %s cannot be read: %s", _key(visit), error)
             return None
         return answer if known else None
 
-    def _opened_account(self, visit: Visit) -> Account:
+    def _open_agent_account(self, visit: StepRequest) -> Account:
         assert self.open_account is not None
         account = self.open_account(visit.run)
         try:
@@ -153,30 +153,32 @@ class Desk:
             raise
         return account
 
-    def _understood(self, visit: Visit) -> "_Work":
+    def _parse_request(self, visit: StepRequest) -> "_ParsedRequest":
         """What is to be done, before anything is opened, charged or written."""
-        step = step_of(self.algorithm, visit.step)
-        message = unpack(taken_by(step, visit.message), visit.body)
+        step = find_step(self.algorithm, visit.step)
+        message = deserialize(input_type(step, visit.message), visit.body)
         if self.open_account is not None:
             _check_weights(message)
-        return _Work(step, message, self._memory(visit))
+        return _ParsedRequest(step, message, self._memory(visit))
 
-    def _done(self, visit: Visit, work: "_Work", account: Account | None) -> bytes:
+    def _run_and_store(
+        self, visit: StepRequest, work: "_ParsedRequest", account: Account | None
+    ) -> bytes:
         """Do the step, store what came of it, and give the answer."""
         agent = self._agent(account, work.memory)
         ctx = Context(
             seed=self.seed, round=visit.round, agent=agent.id, visit_key=_key(visit),
-            attempt=visit.receipt, device=self.device,
+            session_id=visit.charge_id, device=self.device,
             telemetry=account is None and self.share_notes,
         )  # fmt: skip
         try:
             with seeded(ctx.rng("torch")):
-                content = carried_out(agent, work.step, work.message, ctx)
+                content = run_step(agent, work.step, work.message, ctx)
             body = _body(content)
         finally:  # the charge counts whatever became of the visit
             if account is not None:
                 self.store.mark = account.seq, account.head
-        charged = account is not None and account.charged(_receipt(visit))
+        charged = account is not None and account.is_charged(_charge_id(visit))
         if ctx.weight > wire.MOST_SHARE:
             raise WireError(
                 "refused", f"{_key(visit)} has the share {ctx.weight:g} in a mean, and the most "
@@ -184,9 +186,9 @@ class Desk:
             )  # fmt: skip
         token = self._remember(visit, work.memory, agent.memory)
         answer = wire.to_bytes(
-            Answer(
+            StepResponse(
                 visit.id, message=type(content).__name__, weight=ctx.weight,
-                notes=_sendable(ctx.notes), memory=token, charged=charged, body=body,
+                notes=_sendable(ctx.metrics), memory=token, charged=charged, body=body,
             )
         )  # fmt: skip
         self.store.put_answer(visit.run, visit.id, answer)
@@ -200,7 +202,7 @@ class Desk:
             held_unlabelled=self.agent.held_unlabelled, account=account, memory=memory,
         )  # fmt: skip
 
-    def _memory(self, visit: Visit) -> Mapping[str, torch.Tensor]:
+    def _memory(self, visit: StepRequest) -> Mapping[str, torch.Tensor]:
         if not visit.memory:
             return {}
         found = self.store.memory(visit.run, visit.memory)
@@ -208,7 +210,9 @@ class Desk:
             raise WireError("forgotten", f"no memory of the visit {visit.memory[:12]}")
         return found
 
-    def _remember(self, visit: Visit, before: object, after: Mapping[str, torch.Tensor]) -> str:
+    def _remember(
+        self, visit: StepRequest, before: object, after: Mapping[str, torch.Tensor]
+    ) -> str:
         """Store the memory; the token under which it is known from now on."""
         if after is not before:
             self.store.put_memory(visit.run, visit.id, after)
@@ -219,7 +223,7 @@ class Desk:
         return visit.id
 
 
-class _Work(NamedTuple):
+class _ParsedRequest(NamedTuple):
     """A visit, understood."""
 
     step: Step[Message]
@@ -227,10 +231,10 @@ class _Work(NamedTuple):
     memory: Mapping[str, torch.Tensor]
 
 
-def word_for(error: BaseException) -> str:
+def error_code_for(error: BaseException) -> str:
     """The one word for an error that may leave a site."""
     words: tuple[tuple[type[BaseException], str], ...] = (
-        (Busy, "busy"),
+        (StoreLockedError, "busy"),
         (AccountingError, "ledger"),
         (DivergedError, "diverged"),
         (MessageError, "refused"),
@@ -240,7 +244,7 @@ def word_for(error: BaseException) -> str:
         (OSError, "disk"),
     )
     if isinstance(error, WireError):
-        return error.word
+        return error.error_code
     return next((word for kind, word in words if isinstance(error, kind)), "failed")
 
 
@@ -250,7 +254,7 @@ class DivergedError(MessageError):
 
 def _check_weights(message: Message) -> None:
     """Raises MessageError where a tensor holds a number that no training comes to."""
-    for name, tensor in parts_of(message)[1].items():
+    for name, tensor in to_parts(message)[1].items():
         if tensor.is_floating_point() and tensor.numel():
             largest = float(tensor.abs().max())
             if largest > LARGEST_WEIGHT:
@@ -263,9 +267,9 @@ def _check_weights(message: Message) -> None:
 
 def _body(content: Message) -> bytes:
     """A reply as bytes that the coordinator's border will let in."""
-    data = pack(content)
+    data = serialize(content)
     try:
-        unpack(type(content), data)
+        deserialize(type(content), data)
     except MessageError as error:
         raise DivergedError(str(error)) from error
     return data
@@ -277,11 +281,11 @@ def _sendable(notes: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in named.items() if math.isfinite(value)}
 
 
-def _key(visit: Visit) -> str:
+def _key(visit: StepRequest) -> str:
     """The key under which engines know the visit; it seeds the visit's randomness."""
     return visit_key(visit.round, visit.agent, visit.step, visit.visit)
 
 
-def _receipt(visit: Visit) -> str:
+def _charge_id(visit: StepRequest) -> str:
     """The name under which the ledger knows the visit: ``Context.receipt``."""
-    return f"{_key(visit)}@{visit.receipt}"
+    return f"{_key(visit)}@{visit.charge_id}"

@@ -35,7 +35,7 @@ _CHUNK = 2**20
 log = logging.getLogger("privssl")
 
 
-def through(door: Path, letter: bytes, seconds: float) -> bytes:
+def send_request(door: Path, frame: bytes, seconds: float) -> bytes:
     """Bring a letter and take the answer.
 
     Args:
@@ -47,7 +47,7 @@ def through(door: Path, letter: bytes, seconds: float) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wire:
         wire.settimeout(seconds)
         wire.connect(str(door))
-        send(wire, letter)
+        send(wire, frame)
         return receive(wire)
 
 
@@ -57,7 +57,7 @@ def serve(door: Path, handle: Callable[[bytes], bytes]) -> None:
     Raises:
         UserError: the socket cannot be made, or another process serves this site.
     """
-    with _held(door), _Server(str(door), handle) as server:
+    with _hold_socket(door), _Server(str(door), handle) as server:
         door.chmod(stat.S_IRUSR | stat.S_IWUSR | stat.S_IRGRP | stat.S_IWGRP)
         try:
             server.serve_forever(poll_interval=0.2)
@@ -66,7 +66,7 @@ def serve(door: Path, handle: Callable[[bytes], bytes]) -> None:
 
 
 @contextmanager
-def _held(door: Path) -> Iterator[None]:
+def _hold_socket(door: Path) -> Iterator[None]:
     """Inside, no other process serves here; what a killed one left is removed."""
     if len(os.fsencode(door)) > LONGEST_PATH:
         raise UserError(
@@ -96,7 +96,7 @@ class _Server(socketserver.ThreadingUnixStreamServer):
     request_queue_size = 16
 
     def __init__(self, door: str, handle: Callable[[bytes], bytes]) -> None:
-        super().__init__(door, _Carrier)
+        super().__init__(door, _RequestHandler)
         self.answer, self._free = handle, threading.BoundedSemaphore(AT_ONCE)
 
     def process_request(self, request: object, client_address: object) -> None:
@@ -118,7 +118,7 @@ class _Server(socketserver.ThreadingUnixStreamServer):
         log.warning("A letter broke off", exc_info=log.isEnabledFor(logging.DEBUG))
 
 
-class _Carrier(socketserver.BaseRequestHandler):
+class _RequestHandler(socketserver.BaseRequestHandler):
     server: _Server
     request: socket.socket
 
@@ -129,9 +129,9 @@ class _Carrier(socketserver.BaseRequestHandler):
             send(self.request, answer)
 
 
-def send(wire: socket.socket, letter: bytes) -> None:
+def send(wire: socket.socket, frame: bytes) -> None:
     """A letter behind its length. Raises OSError."""
-    wire.sendall(len(letter).to_bytes(8, "little") + letter)
+    wire.sendall(len(frame).to_bytes(8, "little") + frame)
 
 
 def receive(wire: socket.socket) -> bytes:

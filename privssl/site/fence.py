@@ -64,16 +64,16 @@ def restrict(read: Sequence[Path], write: Sequence[Path]) -> None:
     rights = (1 << _RIGHTS.get(abi, 16)) - 1
     attributes = struct.pack("=QQQ", rights, 0, _SCOPED if abi >= 6 else 0)
     size = 24 if abi >= 6 else 8
-    ruleset = _checked(_call(_CREATE_RULESET, attributes, size, 0))
+    ruleset = _check_result(_call(_CREATE_RULESET, attributes, size, 0))
     for paths, allowed in ((read, _READ), (write, rights)):
         for path in paths:
             file = os.open(path, os.O_PATH | os.O_CLOEXEC)
             granted = allowed & rights if path.is_dir() else allowed & rights & _OF_FILES
             rule = struct.pack("=Qi", granted, file)
-            _checked(_call(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0))
+            _check_result(_call(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0))
             os.close(file)
-    _checked(_libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
-    _checked(_call(_RESTRICT_SELF, ruleset, 0))
+    _check_result(_libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+    _check_result(_call(_RESTRICT_SELF, ruleset, 0))
     os.close(ruleset)
 
 
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _end_with(parent: int) -> None:
     """SIGTERM for this process, and for what it becomes, when its parent ends in whatever way."""
-    _checked(_libc().prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0))
+    _check_result(_libc().prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0))
     if os.getppid() != parent:
         raise OSError(f"process {parent}, which asked for it, is gone")
 
@@ -112,7 +112,7 @@ def _call(number: int, *arguments: object) -> int:
     return result
 
 
-def _checked(result: int) -> int:
+def _check_result(result: int) -> int:
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

@@ -93,7 +93,7 @@ class SuperNode:
         check_files(certificate, key)
         files = [Path(path) for path in (certificate, key) if path]
         self._command = [
-            *(_fenced(folder, files, secrets) if fence.version() else []),
+            *(_sandboxed_command(folder, files, secrets) if fence.version() else []),
             program("flower-supernode"), "--superlink", superlink,
             *(["--root-certificates", certificate] if certificate else ["--insecure"]),
             *(["--auth-supernode-private-key", key] if key else []),
@@ -125,7 +125,7 @@ class SuperNode:
     def _keep_up(self) -> None:
         said = ""
         while not self._stopped.is_set():
-            trouble = tls.trouble(self._superlink, self._certificate)
+            trouble = tls.probe(self._superlink, self._certificate)
             if trouble:
                 if trouble != said:
                     log.warning("No SuperNode yet: %s", trouble)
@@ -185,7 +185,7 @@ def check_files(certificate: str, key: str) -> None:
         )
 
 
-def _fenced(folder: Path, files: Sequence[Path], secrets: Sequence[Path]) -> list[str]:
+def _sandboxed_command(folder: Path, files: Sequence[Path], secrets: Sequence[Path]) -> list[str]:
     """What stands before a command that gets nothing but its folder and these files."""
     command = Path(program("flower-supernode"))
     prefix = command.parents[1]

@@ -19,7 +19,7 @@ from pathlib import Path
 from accounting.errors import PlanError
 from accounting.plan import check_agent_id
 from privssl.errors import UserError
-from privssl.process import private_files
+from privssl.process import private_umask
 
 DAYS = 90
 MOST_DAYS = 36_500  # openssl would take years beyond 9999
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--days", type=int, default=DAYS, help="until certificates expire")
     options = parser.parse_args(argv)
     try:
-        with private_files():
+        with private_umask():
             make(options.folder, options.host, options.names, options.days)
     except (UserError, PlanError) as problem:
         print(problem, file=sys.stderr)

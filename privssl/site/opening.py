@@ -28,19 +28,19 @@ from privssl.algorithms.base import Algorithm
 from privssl.config import Config
 from privssl.data import datasets, manifest
 from privssl.data.arrays import NO_LABEL, read_rows
-from privssl.data.draw import Holders, holders
+from privssl.data.draw import RoleAssignment, holders
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.prepare import (
-    check_sides,
+    account_plan,
+    check_plan_networks,
+    check_privacy_sides,
     claim_rows,
     device_of,
-    promise,
-    refuse_strange_networks,
     task_of,
 )
 from privssl.privacy import Plan
 from privssl.settings import BUILT_IN
-from privssl.site.desk import Desk
+from privssl.site.desk import SiteRequestHandler
 from privssl.site.settings import SiteConfig
 from privssl.site.store import Store
 
@@ -54,7 +54,7 @@ class _Held(NamedTuple):
     shape: tuple[int, int, int]
 
 
-def opened(site: SiteConfig) -> Desk:
+def open_site(site: SiteConfig) -> SiteRequestHandler:
     """The site of a checked SITE.yaml.
 
     Raises:
@@ -62,7 +62,7 @@ def opened(site: SiteConfig) -> Desk:
             are missing or not what their format asks for, nothing could be claimed.
         accounting.errors.AccountingError: the ledger is missing, damaged, or does not go with it.
     """
-    config = configs.load(site.path(site.site.config))
+    config = configs.load_config(site.path(site.site.config))
     who = holders(config.data.labels, config.agents)
     _check_role(site, who, config)
     _check_budget(site, config)
@@ -75,9 +75,9 @@ def opened(site: SiteConfig) -> Desk:
     open_account = None
     if site.budget is not None:
         open_account = _account(site, config, algorithm, agent, store)
-    return Desk(
+    return SiteRequestHandler(
         agent=agent, algorithm=algorithm, seed=config.run.seed,
-        agreement=configs.agreement(config, held.classes, held.shape), store=store,
+        agreement=configs.compatibility_hash(config, held.classes, held.shape), store=store,
         device=device, open_account=open_account,
         journal=_journal(site, agent, store) if open_account and site.site.share_ledger else None,
         share_notes=site.site.share_notes,
@@ -87,7 +87,7 @@ def opened(site: SiteConfig) -> Desk:
 # Is this the right config? --------------------------------------------------------------------
 
 
-def _check_role(site: SiteConfig, who: Holders, config: Config) -> None:
+def _check_role(site: SiteConfig, who: RoleAssignment, config: Config) -> None:
     name, role = site.site.agent, site.site.role
     if name not in who.everyone:
         raise ConfigError(
@@ -142,14 +142,14 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
             f"{config.data.name}, which comes with privssl. Give rows.split alone"
         )
     root = str(site.path(site.rows.root)) if site.rows.root else config.data.root
-    dataset = datasets.load(dataclasses.replace(config.data, root=root))
+    dataset = datasets.load_dataset(dataclasses.replace(config.data, root=root))
     everything = tuple(range(len(dataset.y_train)))
     known = tuple(torch.nonzero(dataset.y_train != NO_LABEL)[:, 0].tolist())
     ids: dict[bool, tuple[int, ...]] = {True: known, False: everything}
     if site.rows.split:
-        split = manifest.read(site.path(site.rows.split))
+        split = manifest.read_manifest(site.path(site.rows.split))
         split.check(dataset, datasets.checksum(dataset))
-        holding = split.agents.get(site.site.agent, manifest.Holding((), ()))
+        holding = split.agents.get(site.site.agent, manifest.AgentRows((), ()))
         ids = {True: holding.labelled, False: holding.unlabelled}
     elif labelled and unlabelled:
         raise ConfigError(
@@ -216,10 +216,10 @@ def _numbers(x: Tensor) -> Tensor:
 # Algorithm and account ------------------------------------------------------------------------
 
 
-def _algorithm(config: Config, held: _Held, who: Holders) -> Algorithm[Any]:
+def _algorithm(config: Config, held: _Held, who: RoleAssignment) -> Algorithm[Any]:
     """As ``prepare.prepare`` makes it, on every site alike."""
     kind = ALGORITHMS[config.algorithm.name]
-    check_sides(held.shape, config.algorithm.name, kind.sides_divisible_by)
+    check_privacy_sides(held.shape, config.algorithm.name, kind.sides_divisible_by)
     plan: Plan | None = None
     if config.privacy is not None:
         agents = len(who.labelled)
@@ -230,7 +230,7 @@ def _algorithm(config: Config, held: _Held, who: Holders) -> Algorithm[Any]:
     algorithm = kind(config.algorithm, task_of(config, len(held.classes), held.shape), plan)
     if plan is not None:
         algorithm.check_private()
-        refuse_strange_networks(plan, algorithm)
+        check_plan_networks(plan, algorithm)
     return algorithm
 
 
@@ -248,7 +248,7 @@ def _account(
             f"{len(agent.labelled)} labelled rows: it would allow a whole row to be published. "
             f"Give less than 1 / {len(agent.labelled)}"
         )
-    plan = promise(algorithm.plan, privacy, agent, budget)
+    plan = account_plan(algorithm.plan, privacy, agent, budget)
     path = ledger / f"{agent.id}.jsonl"
     registry.refuse_lost_journal(ledger, agent.id)
     bare = () if agent.held_unlabelled is None else (agent.held_unlabelled,)

@@ -21,9 +21,9 @@ from pydantic.dataclasses import dataclass
 
 from accounting.errors import PlanError
 from accounting.plan import check_agent_id
-from privssl.draft import Draft, unless_bad
+from privssl.draft import ConfigBuilder, unless_bad
 from privssl.errors import ConfigError
-from privssl.plain_words import report
+from privssl.plain_words import problem_report
 from privssl.settings import Positive, Problem, strict
 
 Role = Literal["support", "query", "mixed"]
@@ -148,7 +148,7 @@ class SiteConfig:
         return self.path(own) if own else self.folder / "ledger"
 
 
-class _Draft(Draft):
+class _SiteConfigBuilder(ConfigBuilder):
     """SITE.yaml while it is being read."""
 
     sections: ClassVar[Mapping[str, type[Any]]] = {
@@ -160,20 +160,20 @@ class _Draft(Draft):
     )  # fmt: skip
 
 
-def load(path: Path) -> SiteConfig:
+def load_site_config(path: Path) -> SiteConfig:
     """Read and check a SITE.yaml.
 
     Raises:
         ConfigError: with every problem of the file, sorted by line.
     """
-    draft = _Draft(path, {})
-    draft.read_file()
-    values: dict[str, Any] = {name: draft.section(name) for name in draft.order}
-    bad = {name for name in draft.order if name in draft.bad}
+    builder = _SiteConfigBuilder(path, {})
+    builder.read_file()
+    values: dict[str, Any] = {name: builder.section(name) for name in builder.order}
+    bad = {name for name in builder.order if name in builder.bad}
     config = unless_bad(SiteConfig, values | {"source": path}, bad)
-    draft.check("", _budget_problems(config, given=draft.given("budget")))
-    if draft.findings:
-        raise ConfigError(report(path, draft.findings))
+    builder.check("", _budget_problems(config, given=builder.given("budget")))
+    if builder.findings:
+        raise ConfigError(problem_report(path, builder.findings))
     return SiteConfig(**values, source=path)
 
 

@@ -12,36 +12,38 @@ from inspect import signature
 from typing import Any
 
 from privssl.engines import Step
-from privssl.messages import Message, Silence
+from privssl.messages import Declined, Message
 
 
 class StepError(Exception):
     """A letter asks for a step, or brings a message, that the algorithm does not have."""
 
 
-def step_of(algorithm: object, name: str) -> Step[Any]:
+def find_step(algorithm: object, name: str) -> Step[Any]:
     """The step of that name. Raises StepError unless the class marks it ``@on_agent``."""
     if getattr(getattr(type(algorithm), name, None), "runs_on_agent", False) is not True:
         raise StepError(f"{type(algorithm).__name__} has no step {name} for agents")
     return getattr(algorithm, name)  # type: ignore[no-any-return]
 
 
-def taken_by(step: Callable[..., Any], name: str) -> type[Message]:
+def input_type(step: Callable[..., Any], name: str) -> type[Message]:
     """The class of the message that a step takes. Raises StepError unless that is its name."""
     message = list(signature(step).parameters)[1]  # after the agent
-    return _named(step, name, _classes(_hints(step)[message]))
+    return _find_named(step, name, _classes(_hints(step)[message]))
 
 
-def given_by(step: Callable[..., Any], name: str) -> type[Message]:
+def output_type(step: Callable[..., Any], name: str) -> type[Message]:
     """The class of a reply that a step may give, by name; Silence is one always.
 
     Raises:
         StepError: it gives none of that name.
     """
-    return _named(step, name, (*_classes(_hints(step)["return"]), Silence))
+    return _find_named(step, name, (*_classes(_hints(step)["return"]), Declined))
 
 
-def _named(step: Callable[..., Any], name: str, known: tuple[type[Message], ...]) -> type[Message]:
+def _find_named(
+    step: Callable[..., Any], name: str, known: tuple[type[Message], ...]
+) -> type[Message]:
     for kind in known:
         if kind.__name__ == name:
             return kind

@@ -34,7 +34,7 @@ ROOM = 4  # a reply is as large as its message, and moments of Adam are twice th
 _FILE = re.compile(r"([0-9]{8})-([0-9a-f]{64})\.(answer|memory)")
 
 
-class Busy(Exception):  # noqa: N818  (a state of affairs)
+class StoreLockedError(Exception):
     """Another process works in this folder."""
 
 
@@ -48,7 +48,7 @@ class Store:
         self._known: tuple[int, str] | None = None  # the mark, as this process last wrote it
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Inside, no other process works here. Raises Busy at once where one does.
 
         The lock is the operating system's and goes with its process, however that ends.
@@ -59,7 +59,7 @@ class Store:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise Busy from None
+                raise StoreLockedError from None
             yield
         finally:
             os.close(file)
