@@ -39,8 +39,6 @@ from accounting.events import (
 from privssl import kernels, optimisers, together
 from privssl.clipping import wide
 from privssl.errors import PrivacyError
-from privssl.independent_rows import check_rows_independent as check_rows_independent
-from privssl.independent_rows import refuse_coupling_layers as refuse_coupling_layers
 from privssl.kernels import noise, proof
 from privssl.private_steps import ClippedSum, NoisyOptimizerStep, padded
 from privssl.row_gradients import RowLoss

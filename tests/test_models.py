@@ -16,6 +16,7 @@ from torch.testing import assert_close
 
 from privssl import kernels
 from privssl.errors import ConfigError, DataError, PrivacyError
+from privssl.independent_rows import refuse_coupling_layers
 from privssl.learn import weights_of
 from privssl.messages import StateDict
 from privssl.models import CLASSIFIERS, build_classifier, group_norm, optimize_layout
@@ -23,7 +24,6 @@ from privssl.models.dropout import Dropout
 from privssl.models.flatten import LARGE, Flatten
 from privssl.models.static_norm import StaticNorm, collect, statistics_of
 from privssl.models.surgery import splice
-from privssl.privacy import refuse_coupling_layers
 from privssl.seeds import seeded, stream
 from privssl.settings import ModelSettings
 from privssl.together import FunctionalModule

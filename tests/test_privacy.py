@@ -45,6 +45,7 @@ from privssl.clipping import (
     clipped_sums,
 )
 from privssl.errors import PrivacyError
+from privssl.independent_rows import check_rows_independent, refuse_coupling_layers
 from privssl.kernels import noise
 from privssl.losses import hard_label_loss, soft_cross_entropy
 from privssl.models.convnets import LeNet, SmallCNN
@@ -56,9 +57,7 @@ from privssl.privacy import (
     PrivateTraining,
     _as_floats,
     box_muller,
-    check_rows_independent,
     make_dp_sgd_plan,
-    refuse_coupling_layers,
     secure_normal,
     secure_uniform,
 )

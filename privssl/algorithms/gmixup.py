@@ -22,9 +22,10 @@ from privssl import learn, private_rows, seeds
 from privssl.agents import LabelledRows
 from privssl.algorithms.base import CanaryLoss, Context, Task
 from privssl.algorithms.local_ssl import ClassifierTraining
+from privssl.independent_rows import check_rows_independent, refuse_coupling_layers
 from privssl.losses import soft_cross_entropy
 from privssl.mixup import mix, sample_mix
-from privssl.privacy import PrivatePlan, check_rows_independent, refuse_coupling_layers
+from privssl.privacy import PrivatePlan
 from privssl.row_gradients import Parameters
 from privssl.settings import Positive, Rate, strict
 from privssl.together import FunctionalModule

@@ -15,8 +15,9 @@ from privssl import learn, seeds
 from privssl.agents import LabelledRows, SupportAgent
 from privssl.algorithms.base import Context, Task
 from privssl.data.views import view
+from privssl.independent_rows import check_rows_independent, refuse_coupling_layers
 from privssl.losses import hard_label_loss
-from privssl.privacy import PrivatePlan, check_rows_independent, refuse_coupling_layers
+from privssl.privacy import PrivatePlan
 from privssl.private_rows import train_rows_privately, tried_out
 from privssl.settings import Problem
 from privssl.together import ExampleLoss

@@ -21,7 +21,7 @@ where it is 0 nothing was collected, and evaluation uses batch statistics too, a
 does.
 
 Rows of a batch are coupled: private runs refuse the layer by name, because it is a batch norm
-(``privssl.privacy.refuse_coupling_layers``).
+(``privssl.independent_rows.refuse_coupling_layers``).
 """
 
 from collections.abc import Iterable, Iterator
