@@ -14,7 +14,7 @@ EXTRA ?= dev
 PARALLEL ?= $(if $(TESTS),,--numprocesses auto --dist loadfile)
 
 # What pip reads or compiles: a change installs anew.
-INSTALLS := setup.cfg setup.py pyproject.toml $(wildcard privssl/kernels/*.?pp)
+INSTALLS := setup.cfg setup.py pyproject.toml $(wildcard privssl/csrc/*.?pp)
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -36,7 +36,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo '  make train CONFIG=configs/fedssl.yaml ARGS="algorithm.rounds=5 run.seed=1"'
-	@echo '  make test TESTS=tests/test_config.py'
+	@echo '  make test TESTS=tests/experiment/test_config.py'
 	@echo '  PYTHON=python3.12 chooses the Python that .venv is made with'
 
 train: $(VENV)/.installed  ## train CONFIG with ARGS (default: the private demo on bundled digits)
@@ -55,7 +55,7 @@ test-avx512: $(VENV)/.installed-dev  ## test what kernels do with AVX-512, on pr
 	$(RUN) tests/avx512_on_avx2.py $(TESTS)
 
 test-flower: $(VENV)/.installed-dev  ## run the tests over Flower that take minutes together
-	$(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/test_flower*.py))
+	$(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/remote/test_flower*.py))
 
 test-all: $(VENV)/.installed-dev  ## run every test
 	$(RUN) -m pytest $(PARALLEL) $(TESTS)

@@ -1,4 +1,4 @@
-"""Compiles privssl/kernels, where it can be; everything else about the project is in setup.cfg.
+"""Compiles privssl/csrc, where it can be; everything else about the project is in setup.cfg.
 
 Each kernel is made for several generations of processors, and privssl takes the one that fits. What
 does not compile, for want of a compiler or on a processor of another kind, is left out: torch's
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-#: As privssl/kernels/__init__.py knows them.
+#: As privssl/ops/dispatch.py knows them.
 GENERATIONS = {
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4"],
@@ -29,9 +29,9 @@ KERNELS = {
 setup(
     ext_modules=[
         Extension(
-            f"privssl.kernels._{kernel}_{name}",
-            [f"privssl/kernels/{kernel}.cpp"],
-            depends=sorted(map(str, Path("privssl/kernels").glob("*.hpp"))),
+            f"privssl.ops._{kernel}_{name}",
+            [f"privssl/csrc/{kernel}.cpp"],
+            depends=sorted(map(str, Path("privssl/csrc").glob("*.hpp"))),
             extra_compile_args=[*FLAGS, *special, *processor],
             language="c++",
             optional=True,

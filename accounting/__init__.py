@@ -16,6 +16,7 @@ Stands alone: imports numpy, scipy, Opacus' accountants and, where installed, dp
     ledger       pays before rows are read         Account, read_journal
 """
 
+from accounting.account_plan import AccountPlan
 from accounting.accountants import calibrate_noise, epsilon, max_steps
 from accounting.budget import NO_GUARANTEE, Budget, Guarantee, Nominal
 from accounting.errors import AccountingError, BudgetExhausted, LedgerError, PlanError
@@ -28,7 +29,6 @@ from accounting.events import (
     same_batch_noise,
 )
 from accounting.ledger import Account, Journal, read_journal
-from accounting.plan import AccountPlan
 
 __all__ = [
     "NO_GUARANTEE",

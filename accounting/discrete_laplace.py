@@ -6,7 +6,7 @@ floating point has no such guarantee: the gaps between its values tell what was 
 (Mironov 2012). Here nothing is rounded: the sampler is that of Canonne, Kamath and Steinke 2020
 (arXiv:2004.00010), which compares whole numbers with whole numbers and knows no logarithm.
 
-    coins     words of 64 bits, see ``coins.py``; never seeded, stored or resumed
+    coins     words of 64 bits, see ``secure_random.py``; never seeded, stored or resumed
     epsilon   rounded DOWN to a multiple of 2^-20 (0.5, 1, 2, 4, 8 are such), so that the noise is
               never less than what was asked for; :func:`exact_epsilon` is what is drawn with
 
@@ -20,9 +20,9 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from accounting.coins import random_uint64
 from accounting.errors import PlanError
 from accounting.events import MAX_PURE_EPSILON, check_real
+from accounting.secure_random import random_uint64
 
 DENOMINATOR = 2**20  # of epsilon; so 2^-20 is the smallest that there is
 

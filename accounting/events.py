@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from accounting.canonical import Json, only_keys, read_real, real
+from accounting.canonical_json import Json, only_keys, read_real, real
 from accounting.errors import PlanError
 
 MIN_NOISE_MULTIPLIER = 0.2  # below it the numeric accountants need gigabytes; epsilon is > 100
@@ -150,7 +150,7 @@ def is_protected(events: Iterable[Event]) -> list[PoissonSampledGaussianEvent | 
 
 
 def event_to_json(event: Event) -> Json:
-    """The event as a canonical record; see :mod:`accounting.canonical`."""
+    """The event as a canonical record; see :mod:`accounting.canonical_json`."""
     match event:
         case PoissonSampledGaussianEvent(sigma, rate, steps):
             return {

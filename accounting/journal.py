@@ -1,6 +1,6 @@
 """The file under a privacy account: append-only, hash-chained, one writer, durable first.
 
-    line       canonical JSON (see ``canonical.py``) and a newline
+    line       canonical JSON (see ``canonical_json.py``) and a newline
     "seq"      0, 1, 2, ...
     "prev"     SHA-256 of the line before (64 zeros for the first)
 
@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from accounting.canonical import encode
+from accounting.canonical_json import encode
 from accounting.errors import LedgerError
 
 FIRST_PREV = "0" * 64

@@ -20,14 +20,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
+from accounting.account_plan import AccountPlan, plan_to_json, refuse_change
 from accounting.accountants import ZERO_COST, Cost, max_repeats
 from accounting.budget import Budget
-from accounting.canonical import Json, real
+from accounting.canonical_json import Json, real
 from accounting.errors import BudgetExhausted, LedgerError, PlanError
 from accounting.events import Event, event_to_json
 from accounting.journal import JournalFile, read_content, split_lines
-from accounting.plan import AccountPlan, plan_to_json, refuse_change
-from accounting.replay import (
+from accounting.journal_reader import (
     ACCOUNTANT,
     SCHEMA,
     Journal,

@@ -42,7 +42,7 @@ from pathlib import Path
 
 from benchmarks.cell import work as cell
 from benchmarks.processes import Told, about, at_least, beside_option, carry_out, other_work
-from privssl.models.precision import has_instructions
+from privssl.ops.precision import has_instructions
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 60.0  # seconds that start and one round may take, before a repeat is given up

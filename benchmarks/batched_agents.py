@@ -37,14 +37,14 @@ from benchmarks import far_device
 from benchmarks.far_device import Asked
 from benchmarks.processes import about, at_least, configs_of, numbers
 from benchmarks.rounds import check_phase
-from privssl.config import load_config
+from privssl.core.federation import Federation
 from privssl.errors import UserError
-from privssl.evaluate import HiddenLabelMeter
-from privssl.prepare import Prepared, prepare
-from privssl.rounds import planned_rounds
-from privssl.run_engine import make_engine
-from privssl.run_folder import open_accounts
-from privssl.world import Federation
+from privssl.experiment.config import load_config
+from privssl.experiment.prepare import Prepared, prepare
+from privssl.runs.accounts import open_accounts
+from privssl.runs.engine_factory import make_engine
+from privssl.runs.round_plan import planned_rounds
+from privssl.training.evaluation import HiddenLabelMeter
 
 PASSES = 3
 TIMED = "s | CPU s | times | apart"

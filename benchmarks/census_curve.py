@@ -28,15 +28,15 @@ from typing import Any
 import torch
 
 from benchmarks.processes import about
-from privssl import run_folder
-from privssl.algorithms.label_census import LabelCensus
-from privssl.config import Config, load_config
+from privssl.algorithms.label_census.algorithm import LabelCensus
+from privssl.core.federation import Federation
 from privssl.engines.local import LocalEngine
 from privssl.errors import UserError
-from privssl.evaluate import Evaluator
-from privssl.prepare import Prepared, prepare
-from privssl.rounds import planned_rounds
-from privssl.world import Federation
+from privssl.experiment.config import Config, load_config
+from privssl.experiment.prepare import Prepared, prepare
+from privssl.runs import accounts
+from privssl.runs.round_plan import planned_rounds
+from privssl.training.evaluation import Evaluator
 
 LABEL_FREE = ("encoder", "clusters")
 
@@ -79,7 +79,7 @@ def measure(
         now_state = state
         with (
             tempfile.TemporaryDirectory() as folder,
-            run_folder.open_accounts(prepared, Path(folder), None),
+            accounts.open_accounts(prepared, Path(folder), None),
         ):
             for now in planned_rounds(prepared.algorithm.phases()):
                 if now.phase not in LABEL_FREE:

@@ -29,19 +29,19 @@ from torch.nn.functional import one_hot
 
 from accounting.discrete_laplace import discrete_laplace
 from benchmarks.census_curve import before_the_census
-from privssl.algorithms.clusters import (
+from privssl.algorithms.label_census.algorithm import LabelCensus
+from privssl.algorithms.label_census.cluster_labels import class_posterior
+from privssl.algorithms.label_census.clustering import (
     cluster_shares_and_adjacency,
     k_means,
     merge_cells,
     nearest_centroids,
     neighbours,
 )
-from privssl.algorithms.label_census import LabelCensus
-from privssl.algorithms.label_free import map_of
-from privssl.algorithms.votes import class_posterior
-from privssl.config import Config, load_config
+from privssl.algorithms.label_census.feature_map import map_of
 from privssl.errors import UserError
-from privssl.prepare import prepare
+from privssl.experiment.config import Config, load_config
+from privssl.experiment.prepare import prepare
 
 CLUSTERINGS, DRAWS = 3, 10
 COUPLINGS = (0.0, 4.0, 8.0)

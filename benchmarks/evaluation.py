@@ -3,8 +3,8 @@
     python -m benchmarks.evaluation
 
 One thread; bfloat16 where the processor has instructions for it. ``plain`` is how PyTorch lays
-networks out by default; ``privssl.evaluate`` lays them out channels-last and takes the number of
-rows that is marked. Ratios hold within one run.
+networks out by default; ``privssl.training.evaluation`` lays them out channels-last and takes the
+number of rows that is marked. Ratios hold within one run.
 """
 
 import argparse
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.processes import about
-from privssl.evaluate import CHUNK, accuracy
 from privssl.models import build_classifier
-from privssl.models.precision import Precision, has_instructions
-from privssl.process import tune_malloc
-from privssl.settings import ModelSettings
+from privssl.ops.precision import Precision, has_instructions
+from privssl.runtime.process import tune_malloc
+from privssl.settings.schema import ModelSettings
+from privssl.training.evaluation import CHUNK, accuracy
 
 CASES: list[tuple[ModelSettings, tuple[int, int, int]]] = [
     (ModelSettings("small_cnn", 16, "group"), (1, 28, 28)),

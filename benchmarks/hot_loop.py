@@ -12,14 +12,14 @@ from 100 % is everything that is no product: pooling, norms, rectifiers, copies,
 
 Second table: the share of a local step (``network_input``, the view, forward, backward, SGD) that
 the view takes, where views are made ahead for many batches, as most algorithms have them
-(``learn.views_of``). The project's limit is a tenth.
+(``local_training.views_of``). The project's limit is a tenth.
 
 Third table: what the time of a step goes into, by torch's profiler, which makes small operations
 longer than they are: read it for what comes first. ``cell`` is pfl's network, of which
 ``benchmarks.against_flower_and_pfl`` trains many.
 
 Fourth table: a step of that network, its large layer's steps written out, and kept as rows in
-visits of five (``privssl/models/kept_steps.py``).
+visits of five (``privssl/training/lazy_linear_sgd.py``).
 
 One thread; CPU time of this process, so that other work counts only by what it does to caches and
 clock. Cases take turns, ``--passes`` times; a number is the median. ``resnet9`` has rows of
@@ -43,14 +43,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.cell.work import SHAPE, CellCNN
 from benchmarks.processes import about, at_least
-from privssl import kernels, optimisers
-from privssl.data.views import view
-from privssl.learn import SEEN_AT_ONCE, minimise, network_input
+from privssl.data.augmentations import view
 from privssl.models import build_classifier, optimize_layout
-from privssl.models.kept_steps import plain_sgd
-from privssl.models.precision import Precision, has_instructions, in_precision
-from privssl.process import tune_malloc
-from privssl.settings import ModelSettings
+from privssl.ops import dispatch
+from privssl.ops.precision import Precision, has_instructions, in_precision
+from privssl.runtime.process import tune_malloc
+from privssl.settings.schema import ModelSettings
+from privssl.training import optim
+from privssl.training.lazy_linear_sgd import plain_sgd
+from privssl.training.local_training import SEEN_AT_ONCE, minimise, network_input
 
 SMALL, RESNET = ModelSettings("small_cnn"), ModelSettings("resnet9", 4, "none")
 LENET, TRINET = (ModelSettings(name, norm="none") for name in ("lenet", "trinet_cnn"))
@@ -110,7 +111,7 @@ class Step:
     """A training step on rows that are there already."""
 
     def __init__(
-        self, network: nn.Module, shape: tuple[int, int, int], rows: int, sgd: optimisers.SGD
+        self, network: nn.Module, shape: tuple[int, int, int], rows: int, sgd: optim.SGD
     ) -> None:
         stored = torch.randint(256, (rows, *shape), dtype=torch.uint8)
         self.x, self.y = network_input(stored), torch.randint(10, (rows,))
@@ -122,7 +123,7 @@ class Step:
         """With one of our classifiers."""
         shape = COLOUR if model.name == "resnet9" else GREY
         network = build_classifier(model, shape, 10, precision)
-        sgd = optimisers.SGD(network.parameters(), lr=RATE, momentum=0.9)
+        sgd = optim.SGD(network.parameters(), lr=RATE, momentum=0.9)
         return cls(network, shape, rows, sgd)
 
     def __call__(self) -> None:
@@ -131,7 +132,7 @@ class Step:
     def operations(self) -> int:
         """Of products and convolutions, forward and backward."""
         counter = FlopCounterMode(display=False)
-        with counter, kernels.disabled():  # it sees no others
+        with counter, dispatch.disabled():  # it sees no others
             self()
         return int(counter.get_total_flops())
 
@@ -211,7 +212,7 @@ def whereabouts(precisions: Sequence[Precision]) -> None:
 def cell_step(precision: Precision) -> Step:
     """Of pfl's network, by plain SGD, as pfl has it."""
     network = optimize_layout(in_precision(CellCNN, precision)())
-    return Step(network, SHAPE, 10, optimisers.SGD(network.parameters(), lr=RATE))
+    return Step(network, SHAPE, 10, optim.SGD(network.parameters(), lr=RATE))
 
 
 def visit(step: Step) -> None:

@@ -31,8 +31,8 @@ from unittest.mock import patch
 from accounting.ledger import Account
 from benchmarks.processes import about
 from privssl import train
-from privssl.config import load_config
 from privssl.errors import UserError
+from privssl.experiment.config import load_config
 
 LIMIT = 0.02  # of the training seconds
 DEFAULT = Path("configs/fedssl_dp.yaml")

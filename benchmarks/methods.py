@@ -27,15 +27,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.processes import Told, about, carry_out, numbers, tell
-from privssl import run_folder
-from privssl.config import load_config
+from privssl.core.federation import Federation
 from privssl.errors import UserError
-from privssl.evaluate import HiddenLabelMeter
-from privssl.prepare import prepare
-from privssl.process import tune_malloc
-from privssl.rounds import planned_rounds
-from privssl.run_engine import make_engine
-from privssl.world import Federation
+from privssl.experiment.config import load_config
+from privssl.experiment.prepare import prepare
+from privssl.runs import accounts
+from privssl.runs.engine_factory import make_engine
+from privssl.runs.round_plan import planned_rounds
+from privssl.runtime.process import tune_malloc
+from privssl.training.evaluation import HiddenLabelMeter
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 #: What shortens each method to phases of {n} rounds.
@@ -71,7 +71,7 @@ def play(config: Path, changes: Sequence[str]) -> None:
     prepared = prepare(load_config(config, list(changes)))
     with (
         tempfile.TemporaryDirectory() as folder,
-        run_folder.open_accounts(prepared, Path(folder), None),
+        accounts.open_accounts(prepared, Path(folder), None),
         closing(
             make_engine(prepared, HiddenLabelMeter(prepared.federated_data.true_labels))
         ) as engine,

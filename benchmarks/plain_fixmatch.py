@@ -54,18 +54,20 @@ from benchmarks.plain_loop import (
     take_turns,
 )
 from benchmarks.processes import other_work
-from privssl import data, optimisers, seeds
-from privssl.agents import Agent
-from privssl.algorithms.base import Task
-from privssl.algorithms.consistency import FixMatch, FixMatchConfig
-from privssl.algorithms.pseudo_baselines import PseudoLabelState
+from privssl import data
+from privssl.algorithms.baselines.fixmatch_uda import FixMatch, FixMatchConfig
+from privssl.algorithms.baselines.pseudo_labeling import PseudoLabelState
+from privssl.core.agents import Agent
+from privssl.core.federation import Federation, Round
+from privssl.core.task import Task
 from privssl.errors import UserError
-from privssl.evaluate import accuracy
-from privssl.learn import fresh_weights, minimise, network_input
 from privssl.models import build_classifier
-from privssl.models.precision import Precision
-from privssl.settings import AgentSettings, DataSettings, ModelSettings
-from privssl.world import Federation, Round
+from privssl.ops.precision import Precision
+from privssl.runtime import randomness
+from privssl.settings.schema import AgentSettings, DataSettings, ModelSettings
+from privssl.training import optim
+from privssl.training.evaluation import accuracy
+from privssl.training.local_training import fresh_weights, minimise, network_input
 
 MOMENTUM, THRESHOLD = 0.9, 0.9
 WARM_UP_RATE = 0.005
@@ -153,9 +155,11 @@ class Work:
         federated_data = data.build(settings, AgentSettings(query=options.agents), SEED)
         work = cls(federated_data, {}, options.batch, options.rate)
         network = work.new()
-        network.load_state_dict(fresh_weights(work.new, seeds.stream(SEED, 0, "world", "init")))
-        sgd = optimisers.SGD(network.parameters(), lr=WARM_UP_RATE, momentum=MOMENTUM)
-        rows, rng = work.server.labelled, seeds.stream(SEED, 0, "world", "warm-up")
+        network.load_state_dict(
+            fresh_weights(work.new, randomness.stream(SEED, 0, "world", "init"))
+        )
+        sgd = optim.SGD(network.parameters(), lr=WARM_UP_RATE, momentum=MOMENTUM)
+        rows, rng = work.server.labelled, randomness.stream(SEED, 0, "world", "warm-up")
         for _ in range(options.warm_up):
             x = work.config.weak_view(network_input(rows.x), rng)
             minimise(sgd, cross_entropy(network(x), rows.y))
@@ -193,7 +197,7 @@ class Work:
         def visit(
             agent: Agent, number: int, step: str, views: TwoViews
         ) -> tuple[dict[str, Tensor], float]:
-            order = seeds.stream(SEED, number, agent.id, f"{number}/{agent.id}/{step}/1:order")
+            order = randomness.stream(SEED, number, agent.id, f"{number}/{agent.id}/{step}/1:order")
             return local_training(network, views, order=order, batch=self.batch, rate=self.rate)
 
         def play(number: int) -> None:

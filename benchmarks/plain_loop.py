@@ -45,23 +45,26 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision import transforms
 
 from benchmarks.processes import about, at_least, beside_option, other_work
-from privssl import data, optimisers, seeds
-from privssl.agents import Agent
-from privssl.algorithms.base import Algorithm, Task
-from privssl.algorithms.baselines import FedAvg, FedAvgConfig, SupervisedState
-from privssl.data.augment import AUGMENTATIONS
-from privssl.engines import Engine
+from privssl import data
+from privssl.algorithms.base import Algorithm
+from privssl.algorithms.baselines.supervised import FedAvg, FedAvgConfig, SupervisedState
+from privssl.core.agents import Agent
+from privssl.core.engine import Engine
+from privssl.core.federation import Federation, Round
+from privssl.core.task import Task
+from privssl.data.affine_augment import AUGMENTATIONS
 from privssl.engines.local import LocalEngine
-from privssl.engines.workers import WorkerEngine
+from privssl.engines.process_pool import WorkerEngine
 from privssl.errors import UserError
-from privssl.evaluate import accuracy
-from privssl.learn import fresh_weights
 from privssl.models import build_classifier
 from privssl.models.convnets import SmallCNN
-from privssl.models.precision import Precision
-from privssl.process import tune_malloc
-from privssl.settings import AgentSettings, DataSettings, ModelSettings
-from privssl.world import Federation, Round
+from privssl.ops.precision import Precision
+from privssl.runtime import randomness
+from privssl.runtime.process import tune_malloc
+from privssl.settings.schema import AgentSettings, DataSettings, ModelSettings
+from privssl.training import optim
+from privssl.training.evaluation import accuracy
+from privssl.training.local_training import fresh_weights
 
 SEED, RATE, MOMENTUM = 0, 0.02, 0.9
 WEIGHTS_APART = 1e-2
@@ -174,7 +177,7 @@ class Work:
         def new(precision: Precision) -> nn.Module:
             return build_classifier(ModelSettings(), dataset.shape, dataset.classes, precision)
 
-        begin = fresh_weights(partial(new, "float32"), seeds.stream(SEED, 0, "world", "init"))
+        begin = fresh_weights(partial(new, "float32"), randomness.stream(SEED, 0, "world", "init"))
         return cls(federated_data, new, begin, options.batch, options.epochs, options.augment)
 
     def plain(self, name: str, threads: int) -> Competitor:
@@ -188,7 +191,7 @@ class Work:
             rows = agent.labelled
             return local_training(
                 network, Images(rows.x.numpy(), rows.y.numpy(), self.augment), batch=self.batch,
-                order=seeds.stream(SEED, number, agent.id, key), epochs=self.epochs,
+                order=randomness.stream(SEED, number, agent.id, key), epochs=self.epochs,
                 rate=RATE, momentum=MOMENTUM,
             )  # fmt: skip
 
@@ -250,7 +253,7 @@ def counted_steps() -> Iterator[list[int]]:
 
     with ExitStack() as stack:
         stack.callback(register_optimizer_step_post_hook(counted).remove)
-        for kind in (optimisers.SGD, optimisers.Adam):
+        for kind in (optim.SGD, optim.Adam):
             stack.enter_context(patch.object(kind, "step", counting(kind.step)))
         yield count
 

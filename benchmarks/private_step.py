@@ -37,14 +37,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.hot_loop import median_seconds
 from benchmarks.processes import about, at_least
 from generators import ImageDiscriminator, ImageGenerator
-from privssl.algorithms.fedssl import FedSSLConfig
-from privssl.algorithms.gmixup import Callables, Mixing, mixing_losses
+from privssl.algorithms.fedssl.algorithm import FedSSLConfig
+from privssl.algorithms.fedssl.losses import Callables, Mixing, mixing_losses
 from privssl.models import CLASSIFIERS, build_classifier, optimize_layout
-from privssl.privacy import PrivatePlan, PrivateTraining, microbatch_size
-from privssl.process import tune_malloc
-from privssl.row_gradients import Parameters
-from privssl.settings import ModelSettings
-from privssl.together import FunctionalModule
+from privssl.privacy.dp_sgd import PrivateTraining, microbatch_size
+from privssl.privacy.per_example_gradients import Parameters
+from privssl.privacy.plan import PrivatePlan
+from privssl.runtime.process import tune_malloc
+from privssl.settings.schema import ModelSettings
+from privssl.training.batched.deferred import FunctionalModule
 
 SHAPE, CLASSES, NOISE = (1, 28, 28), 10, 32
 COLOUR = (3, 32, 32)

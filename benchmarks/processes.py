@@ -209,14 +209,16 @@ def _cpu(process: int) -> float:
 
 def about() -> str:
     """The machine, versions and kernels, a line for the head of a table. On any system."""
-    from privssl import kernels  # here: benchmarks.start times imports, and has this module before
+    from privssl.ops import (
+        dispatch,  # here: benchmarks.start times imports, and has this module before
+    )
 
     ours = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if ours else os.cpu_count()
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     return (
         f"{_chip()}, {cores} cores, Python {sys.version.split()[0]}, torch {version('torch')}, "
-        f"kernels: {kernels.instruction_set() or 'torch'}. "
+        f"kernels: {dispatch.instruction_set() or 'torch'}. "
         f"Load average at the start: {load} (of other work, if this began on its own)"
     )
 

@@ -23,14 +23,14 @@ import torch
 
 from benchmarks.processes import about, at_least, configs_of
 from privssl.algorithms.base import Algorithm
-from privssl.config import load_config
+from privssl.core.federation import Federation
 from privssl.errors import UserError
-from privssl.evaluate import HiddenLabelMeter
-from privssl.prepare import prepare
-from privssl.process import tune_malloc
-from privssl.rounds import planned_rounds
-from privssl.run_engine import make_engine
-from privssl.world import Federation
+from privssl.experiment.config import load_config
+from privssl.experiment.prepare import prepare
+from privssl.runs.engine_factory import make_engine
+from privssl.runs.round_plan import planned_rounds
+from privssl.runtime.process import tune_malloc
+from privssl.training.evaluation import HiddenLabelMeter
 
 PASSES = 3
 

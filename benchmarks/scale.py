@@ -69,12 +69,12 @@ def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, fl
     import torch
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401  (else a part of the run)
 
-    from privssl import run, run_engine
-    from privssl.config import load_config
-    from privssl.evaluate import HiddenLabelMeter
-    from privssl.prepare import prepare
-    from privssl.shelf import SpillStore
-    from privssl.tracker import CsvTracker, TensorBoardTracker
+    from privssl.experiment.config import load_config
+    from privssl.experiment.prepare import prepare
+    from privssl.reporting.trackers import CsvTracker, TensorBoardTracker
+    from privssl.runs import engine_factory, round_loop
+    from privssl.storage.spill_store import SpillStore
+    from privssl.training.evaluation import HiddenLabelMeter
 
     torch.set_num_threads(1)
     found = {"import": peak_megabytes()}
@@ -86,11 +86,11 @@ def measure(config: str, overrides: Sequence[str], folder: Path) -> dict[str, fl
         oracle = HiddenLabelMeter(prepared.federated_data.true_labels)
         limit = prepared.config.run.memories_mb * 2**20
         shelf = stack.enter_context(closing(SpillStore(folder, limit)))
-        engine = stack.enter_context(closing(run_engine.make_engine(prepared, oracle, shelf)))
+        engine = stack.enter_context(closing(engine_factory.make_engine(prepared, oracle, shelf)))
         begun = time.perf_counter()
         prepared.federated_data.manifest.write(folder / "split.json")
         csv, board = CsvTracker(folder / "metrics.csv"), TensorBoardTracker(folder)
-        there = run.RoundLoop(prepared, folder, engine, oracle, [csv, board, rounds], shelf)
+        there = round_loop.RoundLoop(prepared, folder, engine, oracle, [csv, board, rounds], shelf)
         stack.callback(there.close)
         there.begin()
         found["begin"] = time.perf_counter() - begun

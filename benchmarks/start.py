@@ -44,7 +44,9 @@ def begin(arguments: Sequence[str]) -> int:
         tell(torch=imports.torch, imports=imports.seconds - imports.torch)
         raise KeyboardInterrupt
 
-    imports.then["privssl.run"] = lambda run: setattr(run.RoundLoop, "run_rounds", first_round)
+    imports.then["privssl.runs.round_loop"] = lambda run: setattr(
+        run.RoundLoop, "run_rounds", first_round
+    )
     return train.main([*arguments, "--quiet"])
 
 

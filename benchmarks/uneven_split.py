@@ -15,10 +15,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from privssl.config import load_config
-from privssl.data.manifest import Manifest
+from privssl.data.split_manifest import Manifest
 from privssl.errors import UserError
-from privssl.prepare import prepare
+from privssl.experiment.config import load_config
+from privssl.experiment.prepare import prepare
 
 
 def with_fewer(split: Manifest, labels: Tensor, most: Mapping[int, int]) -> Manifest:

@@ -3,7 +3,7 @@
     python -m benchmarks.views CONFIG... [--rounds 3] [--phase NAME] [KEY=VALUE ...]
 
 Plays the first rounds of each config in this process, as ``benchmarks.rounds`` does, and prints the
-share of their time that was spent in views: shifts, turns and cuts (``data/augment.py``) and
+share of their time that was spent in views: shifts, turns and cuts (``data/affine_augment.py``) and
 RandAugment. Turning stored rows into networks' inputs is not in it.
 """
 
@@ -22,10 +22,10 @@ import torch
 
 from benchmarks.processes import about, at_least, configs_of
 from benchmarks.rounds import of_rounds
-from privssl.data.augment import Augmentation
+from privssl.data.affine_augment import Augmentation
 from privssl.data.rand_augment import RandAugment
 from privssl.errors import UserError
-from privssl.process import tune_malloc
+from privssl.runtime.process import tune_malloc
 
 
 @contextmanager

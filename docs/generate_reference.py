@@ -21,9 +21,9 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from privssl.algorithms import ALGORITHMS
-from privssl.config import load
 from privssl.errors import ConfigError
-from privssl.settings import (
+from privssl.experiment.config import load
+from privssl.settings.schema import (
     AgentSettings,
     DataSettings,
     ModelSettings,

@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train one classifier from a config file",
     "compare": "run several configs on the same splits and seeds; one table, one plot",
     "audit": "check the ledger and the privacy claim of a finished run",
+    "site": "serve the rows of one site to a coordinator",
 }
 USAGE = "usage: privssl COMMAND [ARGUMENT ...]\n\ncommands:\n{}\n\n{}".format(
     "\n".join(f"  {name}  {text}" for name, text in COMMANDS.items()),
@@ -27,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: command name and its arguments; absent: those of the process.
 
     Returns:
-        What the command returns (see ``train``, ``compare`` and ``audit``); 0 for help and version;
-        2 when the command is missing or unknown.
+        What the command returns (see ``train``, ``compare``, ``audit`` and ``site``); 0 for help
+        and version; 2 when the command is missing or unknown.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     match list(arguments):
@@ -37,13 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return train(rest)
         case ["compare", *rest]:
-            from privssl.compare import main as compare
+            from privssl.compare.__main__ import main as compare
 
             return compare(rest)
         case ["audit", *rest]:
-            from privssl.audit import main as audit
+            from privssl.audit.__main__ import main as audit
 
             return audit(rest)
+        case ["site", *rest]:
+            from privssl.site.__main__ import main as site
+
+            return site(rest)
         case ["-h" | "--help", *_]:
             print(USAGE)
             return 0

@@ -22,7 +22,13 @@ from rich.table import Table
 
 from accounting.errors import AccountingError
 from privssl.errors import UserError
-from privssl.process import (
+from privssl.runtime.console import (
+    Screen,
+    Terminal,
+    open_standard_streams,
+    results_to_standard_output,
+)
+from privssl.runtime.process import (
     INTERRUPTED,
     STOPPING,
     gc_paused,
@@ -33,7 +39,6 @@ from privssl.process import (
     report_full_disk_once,
     tune_malloc,
 )
-from privssl.screen import Screen, Terminal, open_standard_streams, results_to_standard_output
 
 log = logging.getLogger("privssl")
 
@@ -103,27 +108,27 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
     with gc_paused():  # here, so that --help and a typo in the command need no second
-        from privssl import config as configs
-        from privssl import resuming, run_folder, session
-        from privssl.prepare import prepare
-        from privssl.rounds import rounds_of
-        from privssl.tracker import ProgressTracker
+        from privssl.experiment import config as configs
+        from privssl.experiment.prepare import prepare
+        from privssl.reporting.trackers import ProgressTracker
+        from privssl.runs import accounts, launch, resume, run_dir
+        from privssl.runs.round_plan import rounds_of
 
         in_one_thread()
         tune_malloc()
         started = time.perf_counter()
         config = configs.load_config(options.config, options.overrides)
         if options.resume is not None:
-            resuming.check_resumable(options.resume, config)
-            known = run_folder.read_outcome(options.resume)
+            resume.check_resumable(options.resume, config)
+            known = run_dir.read_outcome(options.resume)
             if known is not None and known[0]["status"] != "interrupted":
                 console.print("This run has finished already; nothing was changed.")
                 return _report(options, *known, options.resume, console)
         prepared = prepare(config)  # it stays, too, and imports Opacus for a private run
     if options.dry_run:
-        session.warn(config.warnings)
+        launch.warn(config.warnings)
         _describe(prepared, console)
-        run_folder.check_shared_accounts(prepared)
+        accounts.check_shared_accounts(prepared)
         if options.resume is None:
             _warn_of_a_taken_folder(config)
         return 0
@@ -134,18 +139,18 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         total, nominal = rounds_of(prepared.algorithm), prepared.is_nominal
         return [] if options.quiet else [ProgressTracker(total, after, nominal=nominal)]
 
-    folder = session.launch(prepared, options.resume, bar, stack)
-    outcome = run_folder.read_outcome(folder)
+    folder = launch.launch(prepared, options.resume, bar, stack)
+    outcome = run_dir.read_outcome(folder)
     assert outcome is not None  # execute has just written it
     return _report(options, *outcome, folder, console, time.perf_counter() - started)
 
 
 def _warn_of_a_taken_folder(config: Any) -> None:
     """What --dry-run has to say of the folder. It does not end it: what was asked was shown."""
-    from privssl import run_folder
+    from privssl.runs import run_dir as runs_run_dir
 
     try:
-        run_folder.check_free(config)
+        runs_run_dir.check_free(config)
     except UserError as problem:
         log.warning("As things are it would be refused: %s", problem)
 
@@ -155,7 +160,7 @@ def _warn_of_a_taken_folder(config: Any) -> None:
 
 def _describe(prepared: Any, console: Console) -> None:
     """What --dry-run shows: the resolved config, who holds what, what would be spent."""
-    from privssl import config as configs
+    from privssl.experiment import config as configs
 
     console.print(configs.to_yaml(prepared.config), markup=False)
     table = Table("agent", "role", "labelled", "unlabelled", "classes")

@@ -1,4 +1,4 @@
-// Instructions of AVX-512 that privssl/kernels name, in plain loops, for a compiler that makes code
+// Instructions of AVX-512 that privssl/csrc name, in plain loops, for a compiler that makes code
 // for AVX2: see avx512_on_avx2.py. An instruction that is missing here does not compile there.
 
 #pragma once

@@ -6,10 +6,11 @@ Nearly all of a kernel is written in vectors of the compiler's, which makes seve
 where a processor has only shorter ones. The few instructions that a kernel names are plain loops in
 ``avx512_on_avx2.hpp``. So a copy of the checkout is compiled that holds itself for AVX-512, and the
 tests that speak of kernels run in it. What this cannot show is whether the compiler makes the right
-code of it for AVX-512 itself: every private run looks at that (privssl/kernels/proof.py).
+code of it for AVX-512 itself: every private run looks at that (privssl/ops/self_test.py).
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,10 +21,10 @@ ROOT = Path(__file__).parents[1]
 FLAGS = f"-include {ROOT / 'tests' / 'avx512_on_avx2.hpp'} -Wno-psabi"
 #: A kernel that does not compile is left out by setup.py; torch's would then be what is tested.
 CHECK = """
-from privssl import kernels
-assert kernels.generation() == "avx2", f"not compiled: {kernels.versions('avx2')}"
-for name in kernels.VERSIONS:
-    assert kernels.library(name, "avx2").as_for_avx512(), name
+from privssl.ops import dispatch
+assert dispatch.generation() == "avx2", f"not compiled: {dispatch.versions('avx2')}"
+for name in dispatch.VERSIONS:
+    assert dispatch.library(name, "avx2").as_for_avx512(), name
 """
 
 
@@ -43,7 +44,7 @@ def main(tests: list[str]) -> int:
         build = ("setup.py", "--quiet", "build_ext", "--inplace", f"--parallel={os.cpu_count()}")
         # which of the two names the flags go by depends on the version of setuptools
         status = run(*build, CFLAGS=FLAGS, CXXFLAGS=FLAGS)
-        for other in there.glob("privssl/kernels/_*_avx512.*"):
+        for other in there.glob("privssl/ops/_*_avx512.*"):
             other.unlink()  # where the processor has AVX-512, these would be taken
         status = status or run("-c", CHECK)
         return status or run("-m", "pytest", *(tests or _of_kernels()))
@@ -57,8 +58,9 @@ def _files() -> list[str]:
 
 
 def _of_kernels() -> list[str]:
-    files = sorted((ROOT / "tests").glob("test_*.py"))
-    return [f"tests/{file.name}" for file in files if "kernels" in file.read_text()]
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    about = re.compile("kernels|privssl[.]ops|each_generation")
+    return [str(file.relative_to(ROOT)) for file in files if about.search(file.read_text())]
 
 
 if __name__ == "__main__":

@@ -15,9 +15,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from hypothesis import settings
-from kernel_generations import HERE
 
-from privssl import kernels
+from privssl.ops import dispatch
+from tests.support.kernel_generations import HERE
+
+# Fixtures that several files share.
+pytest_plugins = (
+    "tests.support.batched_agents",
+    "tests.support.private_fedssl",
+)
 
 # More threads would change the order of sums, and with it the last bits of a result.
 torch.set_num_threads(1)
@@ -33,5 +39,5 @@ settings.load_profile("privssl")
 @pytest.fixture(params=HERE)
 def each_generation(request: pytest.FixtureRequest) -> Iterator[str]:
     """Kernels of ours do the work, as they were compiled for each generation of processors."""
-    with patch.object(kernels, "_latest", lambda: request.param):
+    with patch.object(dispatch, "_latest", lambda: request.param):
         yield request.param

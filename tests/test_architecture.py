@@ -7,17 +7,43 @@ look as if they did.
 
 import ast
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PACKAGES = ("privssl", "generators", "accounting")
-LONGEST_MODULE = 400  # lines
+from tests.support.product import (
+    PACKAGES,
+    ROOT,
+    Module,
+    imported,
+    inside,
+    product_modules,
+    repository_files,
+)
+
+#: Lowest first: a package of ``privssl`` imports itself and what stands before it, nothing else, at
+#: any depth of the code. ``__init__`` is the face: anybody may read its version.
+ORDER = (
+    *("errors", "storage", "runtime", "settings", "ops", "core", "models", "training", "data"),
+    *("reporting", "privacy", "algorithms", "remote", "engines", "experiment", "runs", "audit"),
+    *("compare", "site", "train", "__main__", "__init__"),
+)
+FLAT = ("__init__", "__main__", "errors", "train")  # files that lie in privssl/ itself
+#: On top of the order. ``evaluation`` holds the true labels of query rows, which nothing that runs
+#: on an agent may see; nor does what runs there read data sets or write results.
+APART = {
+    "privssl.training.evaluation": ("algorithms", "engines", "core", "site"),
+    "privssl.reporting.trackers": ("algorithms", "engines"),
+    **dict.fromkeys(
+        (
+            *("privssl.data.datasets", "privssl.data.downloads", "privssl.data.image_folder"),
+            *("privssl.data.npz", "privssl.data.split", "privssl.data.split_manifest"),
+        ),
+        ("algorithms", "engines", "remote"),
+    ),
+}
+LONGEST_MODULE = 420  # lines
 
 # What the two stand-alone packages may import besides themselves and the standard library.
 ALLOWED = {
@@ -25,44 +51,6 @@ ALLOWED = {
     "accounting": ("numpy", "scipy", "opacus.accountants"),
     "accounting.verify": ("dp_accounting",),  # on top of what accounting may
 }
-
-COMMANDS = tuple(
-    f"privssl.{name}"
-    for name in (
-        *("__main__", "train", "session", "run", "config", "prepare", "run_folder", "resuming"),
-        *("site.__main__", "site.opening"),
-        *("compare", "comparison", "comparison_plan", "comparison_plot"),
-        *(
-            "audit",
-            "attack",
-            "claim_check",
-            "rebuilt_card",
-            "run_traces",
-            "mechanism_attack",
-            "census_attack",
-            "card",
-        ),
-    )
-)
-RECORDS = ("privssl.tracker", "privssl.checkpoint", "privssl.evaluate")
-UPPER = (*COMMANDS, *RECORDS)
-# Inside privssl an arrow never points back up. evaluate holds the true labels of query rows,
-# so that nothing which runs on an agent may see it.
-FORBIDDEN = {
-    "privssl.algorithms": (*UPPER, "privssl.engines", "privssl.data"),
-    "privssl.engines": (*UPPER, "privssl.data"),
-    "privssl.world": (*UPPER, "privssl.data"),
-    **{f"privssl.site.{name}": (*UPPER, "privssl.data") for name in ("desk", "steps", "store")},
-    "privssl.site.door": (*UPPER, "privssl.engines", "privssl.algorithms", "privssl.data"),
-    "privssl.data": (*UPPER, "privssl.engines", "privssl.algorithms"),
-} | {
-    f"privssl.{name}": (*UPPER, "privssl.engines", "privssl.algorithms", "privssl.world")
-    for name in (
-        *("agents", "errors", "learn", "lockstep", "losses", "messages", "mixup", "models"),
-        *("census_plan", "privacy", "pseudo", "seeds", "settings", "stacked", "wire"),
-    )
-}
-EXCEPTIONS = {"privssl.algorithms": ("privssl.data.augment", "privssl.data.views")}
 
 # Reading a file must not run code from it, and an import must be visible to the rules above.
 UNSAFE = (
@@ -80,80 +68,65 @@ INDEX_HOST = re.compile(
 )
 
 
-class Module(NamedTuple):
-    """One Python file of the product."""
-
-    name: str  # dotted, as it is imported
-    source: str
-
-
-def repository_files() -> list[Path]:
-    """Every file that is tracked, or would be after ``git add``."""
-    try:
-        listing = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"git cannot list the files here: {error}")
-    paths = (ROOT / name for name in listing.stdout.split("\0") if name)
-    return [path for path in paths if path.is_file()]
-
-
-def product_modules() -> list[Module]:
-    """The modules of the three packages, read from this checkout."""
-    return [
-        Module(
-            ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"),
-            path.read_text(encoding="utf-8"),
-        )
-        for package in PACKAGES
-        for path in sorted((ROOT / package).rglob("*.py"))
-    ]
-
-
-def inside(name: str, *prefixes: str) -> bool:
-    """Whether a dotted name is one of the prefixes, or lies under one."""
-    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
-
-
-def imported(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
-    """Every import at any depth: its line, the name it gets here, and the full name it has."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.asname or alias.name, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            origin = "." * node.level + (node.module or "")
-            for alias in node.names:
-                yield node.lineno, alias.asname or alias.name, f"{origin}.{alias.name}"
+def package_of(name: str) -> str:
+    """The place in ``ORDER`` of a dotted name inside privssl."""
+    second = name.split(".")[1:2]
+    return second[0] if second and second[0] != "__version__" else "__init__"
 
 
 def wrong_arrows(module: Module) -> Iterator[str]:
     """Imports that point the wrong way."""
     package = module.name.partition(".")[0]
-    allowed, forbidden, excepted = (
-        [name for key, names in table.items() if inside(module.name, key) for name in names]
-        for table in (ALLOWED, FORBIDDEN, EXCEPTIONS)
-    )
+    allowed = [name for key, names in ALLOWED.items() if inside(module.name, key) for name in names]
+    here = package_of(module.name)
+    if package == "privssl" and here not in ORDER:
+        yield f"{module.name}: {here} has no place in ORDER"
+        return
     for line, _, name in imported(ast.parse(module.source)):
         alone = package in ALLOWED and name.partition(".")[0] not in sys.stdlib_module_names
         if alone and not inside(name, package, *allowed):
             yield f"{module.name}:{line} imports {name}; {package} stands on {allowed} alone"
-        elif inside(name, *forbidden) and not inside(name, *excepted):
-            yield f"{module.name}:{line} imports {name}: an arrow that points back"
+        elif package == "privssl" and inside(name, "privssl") and name != "privssl.__version__":
+            there = package_of(name)
+            if there not in ORDER:
+                yield f"{module.name}:{line} imports {name}: {there} has no place in ORDER"
+            elif ORDER.index(there) > ORDER.index(here):
+                yield f"{module.name}:{line} imports {name}: {here} stands below {there}"
+            for what, never in APART.items():
+                if inside(name, what) and here in never:
+                    yield f"{module.name}:{line} imports {name}, which {here} may not see"
+
+
+def circles(modules: Sequence[Module]) -> Iterator[str]:
+    """Modules that import each other, by however many others, whatever depth the import is at."""
+    names = {module.name for module in modules}
+    graph = {
+        module.name: {
+            found
+            for _, _, name in imported(ast.parse(module.source))
+            for found in (name, name.rpartition(".")[0])
+            if found in names - {module.name, module.name.partition(".")[0]}
+        }
+        for module in modules
+    }
+    for start in sorted(graph):
+        seen: set[str] = set()
+        todo = list(graph[start])
+        while todo:
+            if (name := todo.pop()) not in seen:
+                seen.add(name)
+                todo += graph[name]
+        if start in seen:
+            yield f"{start} imports itself by way of {sorted(n for n in seen if n in graph[start])}"
 
 
 def flower_elsewhere(module: Module) -> Iterator[str]:
     """Imports of Flower, whose interfaces change, beside the one file that carries letters; and of
     that file, which is for Flower's processes alone."""
     for line, _, name in imported(ast.parse(module.source)):
-        if inside(name, "flwr") and module.name != "privssl.engines.flower":
-            yield f"{module.name}:{line} imports {name} beside privssl.engines.flower"
-        elif inside(name, "privssl.engines.flower"):
+        if inside(name, "flwr") and module.name != "privssl.remote.flower_app":
+            yield f"{module.name}:{line} imports {name} beside privssl.remote.flower_app"
+        elif inside(name, "privssl.remote.flower_app"):
             yield f"{module.name}:{line} imports {name}, which would import Flower"
 
 
@@ -239,19 +212,38 @@ def test_no_file_names_a_machine_or_a_package_index() -> None:
     assert not problems, "\n".join(problems)
 
 
+def test_no_modules_import_each_other() -> None:
+    problems = list(circles(product_modules()))
+    assert not problems, "\n".join(problems)
+    # The negative controls: by way of a third, and inside a function; and what is no circle.
+    planted = [
+        Module("privssl.core.a", "from privssl.core.b import x"),
+        Module("privssl.core.b", "def f():\n    from privssl.core import c"),
+        Module("privssl.core.c", "import privssl.core.a"),
+    ]
+    assert len(list(circles(planted))) == 3
+    assert list(circles(planted[:2])) == []
+
+
+def test_only_the_public_face_lies_flat_in_privssl() -> None:
+    flat = sorted(path.stem for path in (ROOT / "privssl").glob("*.py"))
+    assert flat == sorted(FLAT)
+
+
 def test_the_rules_see_all_three_packages_and_every_rule_names_a_module_that_exists() -> None:
     # A rule about a module that was renamed would pass for ever.
     names = [module.name for module in product_modules()]
     assert set(PACKAGES) == {name.partition(".")[0] for name in names}
-    ruled = {*ALLOWED, *FORBIDDEN, *(name for arrow in FORBIDDEN.values() for name in arrow)}
-    assert sorted(ruled - set(names)) == []
+    assert sorted({*ALLOWED, *APART} - set(names)) == []
+    assert sorted({package_of(name) for name in names if inside(name, "privssl")}) == sorted(ORDER)
+    assert {place for places in APART.values() for place in places} <= set(ORDER)
 
 
 @pytest.mark.parametrize(
     ("check", "name", "source"),
     [
         (wrong_arrows, "generators.image", "import numpy"),
-        (wrong_arrows, "generators.image", "from privssl.losses import soft_cross_entropy"),
+        (wrong_arrows, "generators.image", "from privssl.training.losses import hard_label_loss"),
         (wrong_arrows, "generators.image", "def f():\n    import accounting.events"),
         (wrong_arrows, "generators.image", "from .. import privssl"),
         (wrong_arrows, "accounting.ledger", "import privssl"),
@@ -259,34 +251,44 @@ def test_the_rules_see_all_three_packages_and_every_rule_names_a_module_that_exi
         (wrong_arrows, "accounting.accountants", "from dp_accounting import pld"),
         (
             wrong_arrows,
-            "privssl.algorithms.fedssl",
+            "privssl.algorithms.semifl",
             "from privssl.engines.local import LocalEngine",
         ),
-        (wrong_arrows, "privssl.algorithms.fedssl", "from privssl import tracker"),
-        (wrong_arrows, "privssl.algorithms.fedssl", "from privssl.data import datasets"),
-        (wrong_arrows, "privssl.algorithms.fedssl", "import privssl.checkpoint as c"),
-        (wrong_arrows, "privssl.algorithms.fedssl", "from privssl.evaluate import Oracle"),
+        (wrong_arrows, "privssl.algorithms.semifl", "from privssl.reporting import trackers"),
+        (wrong_arrows, "privssl.algorithms.semifl", "from privssl.data import datasets"),
+        (wrong_arrows, "privssl.algorithms.semifl", "import privssl.runs.checkpoint as c"),
+        (
+            wrong_arrows,
+            "privssl.algorithms.semifl",
+            "from privssl.training.evaluation import Oracle",
+        ),
         (wrong_arrows, "privssl.engines.local", "import privssl.data.datasets"),
-        (wrong_arrows, "privssl.models.convnets", "from privssl.algorithms import base"),
-        (flower_elsewhere, "privssl.run", "from flwr.app import Message"),
-        (flower_elsewhere, "privssl.run", "from privssl.engines import flower"),
-        (unsafe_names, "privssl.checkpoint", "import pickle"),
-        (unsafe_names, "privssl.checkpoint", "from cloudpickle import loads"),
-        (unsafe_names, "privssl.checkpoint", "import torch as t\nt.load('x')"),
-        (unsafe_names, "privssl.checkpoint", "from torch import load as read"),
-        (unsafe_names, "privssl.config", "import yaml\nread = yaml.load"),
-        (unsafe_names, "privssl.config", "eval('1')"),
-        (unsafe_names, "privssl.config", "exec('x = 1')"),
+        (
+            wrong_arrows,
+            "privssl.models.convnets",
+            "def f():\n    from privssl.algorithms import base",
+        ),
+        (wrong_arrows, "privssl.ops.linear", "from privssl.no_such_package import x"),
+        (wrong_arrows, "privssl.no_such_package.x", ""),
+        (flower_elsewhere, "privssl.runs.round_loop", "from flwr.app import Message"),
+        (flower_elsewhere, "privssl.runs.round_loop", "from privssl.remote import flower_app"),
+        (unsafe_names, "privssl.runs.checkpoint", "import pickle"),
+        (unsafe_names, "privssl.runs.checkpoint", "from cloudpickle import loads"),
+        (unsafe_names, "privssl.runs.checkpoint", "import torch as t\nt.load('x')"),
+        (unsafe_names, "privssl.runs.checkpoint", "from torch import load as read"),
+        (unsafe_names, "privssl.experiment.config", "import yaml\nread = yaml.load"),
+        (unsafe_names, "privssl.experiment.config", "eval('1')"),
+        (unsafe_names, "privssl.experiment.config", "exec('x = 1')"),
         (
             unsafe_names,
-            "privssl.config",
-            "import importlib\nimportlib.import_module('privssl.run')",
+            "privssl.experiment.config",
+            "import importlib\nimportlib.import_module('privssl.runs')",
         ),
         (unsafe_names, "privssl.data.datasets", "import numpy\nnumpy.load('x', allow_pickle=True)"),
-        (missing_docstrings, "privssl.learn", "x = 1"),
-        (missing_docstrings, "privssl.learn", "'''Story.'''\ndef learn(): ..."),
-        (missing_docstrings, "privssl.learn", "'''Story.'''\nclass Learner: ..."),
-        (too_long, "privssl.learn", "x = 1\n" * (LONGEST_MODULE + 1)),
+        (missing_docstrings, "privssl.training.local_training", "x = 1"),
+        (missing_docstrings, "privssl.training.local_training", "'''Story.'''\ndef learn(): ..."),
+        (missing_docstrings, "privssl.training.local_training", "'''Story.'''\nclass Learner: ..."),
+        (too_long, "privssl.training.local_training", "x = 1\n" * (LONGEST_MODULE + 1)),
         (without_subject, "privssl.utils", ""),
         (without_subject, "privssl.data.utils.images", ""),
     ],
@@ -305,24 +307,25 @@ def test_a_planted_breach_is_found(check: Check, name: str, source: str) -> None
         ),
         (wrong_arrows, "accounting.accountants", "import numpy as np\nimport opacus.accountants"),
         (wrong_arrows, "accounting.verify", "import dp_accounting, scipy.stats"),
-        (wrong_arrows, "privssl.algorithms.semifl", "from privssl.data.augment import weak"),
+        (wrong_arrows, "privssl.algorithms.semifl", "from privssl.data.augmentations import weak"),
+        (wrong_arrows, "privssl.core.messages", "from privssl import __version__"),
+        (wrong_arrows, "privssl.core.messages", "import privssl2.runs"),
+        (flower_elsewhere, "privssl.remote.flower_app", "from flwr.app import Message"),
         (
-            wrong_arrows,
-            "privssl.algorithms.semifl",
-            "from privssl.runs import a\nimport privssl.data2",
+            flower_elsewhere,
+            "privssl.runs.round_loop",
+            "from privssl.remote.flower_transport import Transport",
         ),
-        (flower_elsewhere, "privssl.engines.flower", "from flwr.app import Message"),
-        (flower_elsewhere, "privssl.run", "from privssl.engines.flower_post import FlowerPost"),
-        (unsafe_names, "privssl.learn", "model.eval()\nself.load()"),
-        (unsafe_names, "privssl.checkpoint", "from safetensors.torch import load\nload(b'')"),
-        (unsafe_names, "privssl.checkpoint", "from safetensors import torch\ntorch.load(b'')"),
+        (unsafe_names, "privssl.training.local_training", "model.eval()\nself.load()"),
+        (unsafe_names, "privssl.runs.checkpoint", "from safetensors.torch import load\nload(b'')"),
+        (unsafe_names, "privssl.runs.checkpoint", "from safetensors import torch\ntorch.load(b'')"),
         (
             unsafe_names,
             "privssl.data.datasets",
             "import numpy\nnumpy.load('x', allow_pickle=False)",
         ),
-        (missing_docstrings, "privssl.learn", "'''Story.'''\ndef _inner(): ..."),
-        (too_long, "privssl.learn", "x = 1\n" * LONGEST_MODULE),
+        (missing_docstrings, "privssl.training.local_training", "'''Story.'''\ndef _inner(): ..."),
+        (too_long, "privssl.training.local_training", "x = 1\n" * LONGEST_MODULE),
         (without_subject, "privssl.data.datasets", ""),
     ],
 )

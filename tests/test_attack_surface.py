@@ -23,37 +23,41 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from command_line import PLAIN, assert_refused, command
 from PIL import EpsImagePlugin, Image
-from test_architecture import Module, imported, inside, product_modules
-from test_messages import Note, reply
-from test_privacy import CLASSES, SHAPE
-from test_private_fedssl import PRIVATE, accounts, context, lesson
-from test_specification_mechanism import ALL, ONE_STEP, visit_with, with_row
 from torch import Tensor
-from toy_worlds import without_noise
 
-from accounting.canonical import MAX_INTEGER, decode_strictly
+from accounting.canonical_json import MAX_INTEGER, decode_strictly
 from accounting.errors import AccountingError, PlanError
 from accounting.journal import read_content
 from accounting.ledger import read_journal
-from privssl import audit, checkpoint, config, durable, kernels
-from privssl.algorithms.fedssl import FedSSL, FedSSLRequest, FedSSLUpdate
-from privssl.checkpoint import Snapshot
-from privssl.data import arrays, image_folder
+from privssl.algorithms.fedssl.algorithm import FedSSL, FedSSLRequest, FedSSLUpdate
+from privssl.audit import __main__ as audit
+from privssl.core.aggregation import average
+from privssl.core.messages import Declined, MessageError, deserialize, serialize
 from privssl.data import build as build_federation
-from privssl.data import manifest as manifests
+from privssl.data import image_folder, npz
+from privssl.data import split_manifest as manifests
 from privssl.data.datasets import load_dataset
 from privssl.errors import DataError, RunFolderError, UserError
-from privssl.learn import load_weights as into_network
-from privssl.mean import average
-from privssl.messages import Declined, MessageError, deserialize, serialize
+from privssl.experiment import config
+from privssl.experiment.prepare import Prepared, prepare
 from privssl.models import build_classifier
-from privssl.noisy_steps import SecureNoise
-from privssl.prepare import Prepared, prepare
-from privssl.settings import AgentSettings, DataSettings, ModelSettings
-from privssl.yaml_lines import YamlError
-from privssl.yaml_lines import read_document as read_yaml
+from privssl.ops import dispatch
+from privssl.privacy.noisy_optimizer import SecureNoise
+from privssl.runs import checkpoint
+from privssl.runs.checkpoint import Snapshot
+from privssl.settings.schema import AgentSettings, DataSettings, ModelSettings
+from privssl.settings.yaml_reader import YamlError
+from privssl.settings.yaml_reader import read_document as read_yaml
+from privssl.storage import atomic_files
+from privssl.training.local_training import load_weights as into_network
+from tests.support.command_line import PLAIN, assert_refused, command
+from tests.support.messages import Note, reply
+from tests.support.privacy import CLASSES, SHAPE
+from tests.support.private_fedssl import PRIVATE, accounts, context, lesson
+from tests.support.product import Module, imported, inside, product_modules
+from tests.support.specification_mechanism import ALL, ONE_STEP, visit_with, with_row
+from tests.support.toy_worlds import without_noise
 
 REFUSALS = (UserError, AccountingError)
 
@@ -235,7 +239,7 @@ def test_an_image_or_an_array_that_would_fill_the_memory_is_refused_by_its_state
     Image.new("L", (8, 8)).save(picture, "PNG")
     as_npz(tmp_path / "npz", content)  # the control: below the bounds both are read
     as_image(tmp_path / "images", picture.getvalue())
-    monkeypatch.setattr(arrays, "MAX_BYTES", 1000)
+    monkeypatch.setattr(npz, "MAX_BYTES", 1000)
     monkeypatch.setattr(image_folder, "MAX_PIXELS", 63)
     with pytest.raises(DataError, match=r"x_train.npy has 2688 bytes"):  # 40 x 64 and a head of 128
         as_npz(tmp_path / "npz", content)
@@ -284,24 +288,26 @@ def careless(module: Module) -> Iterator[str]:
 #: no file and no letter says what is started, and no shell reads it.
 MAY = {
     **dict.fromkeys(
-        ("privssl.engines.flower_post", "privssl.site.demo", "privssl.site.joining"), "subprocess"
+        ("privssl.remote.flower_transport", "privssl.site.demo", "privssl.site.supernode"),
+        "subprocess",
     ),
     "privssl.site.keys": "subprocess",
-    "privssl.site.fence": "ctypes",
+    "privssl.site.sandbox": "ctypes",
     # kernels that were compiled beside them when privssl was installed
     **dict.fromkeys(
         (
-            "privssl.kernels",
-            "privssl.kernels.pooled",
-            "privssl.kernels.views",
-            "privssl.kernels.noise",
-            "privssl.kernels.correlation",
-            "privssl.kernels.clipping",
-            "privssl.kernels.spectral",
+            "privssl.ops.dispatch",
+            "privssl.ops.fused_conv_binding",
+            "privssl.ops.image_transforms",
+            "privssl.ops.gaussian_noise",
+            "privssl.ops.per_example_conv",
+            "privssl.ops.clipping",
+            "privssl.ops.spectral_norm_binding",
         ),
         "ctypes",
     ),
-    "privssl.process": "ctypes",  # two calls of the C library that is loaded, with constants
+    # two calls of the C library that is loaded, with constants
+    "privssl.runtime.process": "ctypes",
 }
 
 
@@ -330,7 +336,7 @@ def test_no_module_starts_a_program_or_leaves_out_what_makes_a_reader_safe() -> 
     ],
 )
 def test_the_rule_finds_what_is_planted_and_no_more(source: str, found: bool) -> None:
-    assert bool(list(careless(Module("privssl.learn", source)))) == found
+    assert bool(list(careless(Module("privssl.training.local_training", source)))) == found
 
 
 # 29: YAML -----------------------------------------------------------------------------------------
@@ -481,10 +487,10 @@ def test_a_split_is_its_owners_alone_wherever_it_is_written(tmp_path: Path) -> N
 
 def test_a_link_in_the_place_of_a_file_is_replaced_and_not_written_through(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
-    for name in ("file", f"{durable.TEMPORARY}file"):
+    for name in ("file", f"{atomic_files.TEMPORARY}file"):
         precious.write_text("years of work")
         (tmp_path / name).symlink_to(precious)
-        durable.replace(tmp_path / "file", b"ours")
+        atomic_files.replace(tmp_path / "file", b"ours")
         assert (precious.read_text(), (tmp_path / "file").read_text()) == ("years of work", "ours")
         assert not (tmp_path / "file").is_symlink()
         (tmp_path / "file").unlink()
@@ -704,7 +710,7 @@ def test_the_check_of_released_numbers_notices_that_rows_without_a_finite_gradie
     protected: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = Released(monkeypatch)
-    monkeypatch.setattr(kernels, "_latest", lambda: None)  # ours cannot be broken from here
+    monkeypatch.setattr(dispatch, "_latest", lambda: None)  # ours cannot be broken from here
     monkeypatch.setattr(Tensor, "isfinite", lambda self: torch.ones_like(self, dtype=torch.bool))
     came = damaged(lesson(protected), math.nan, 1.0)
     visit_with(protected, tmp_path / "visit", lambda rows: rows, came)

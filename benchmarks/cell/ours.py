@@ -6,7 +6,7 @@ the others. Imports are done as a run does them.
 
 from contextlib import closing
 
-from privssl.process import gc_paused, in_one_thread, tune_malloc
+from privssl.runtime.process import gc_paused, in_one_thread, tune_malloc
 
 with gc_paused():
     import torch
@@ -15,16 +15,16 @@ with gc_paused():
     from benchmarks.cell import work as cell
     from benchmarks.processes import tell
     from privssl import data
-    from privssl.algorithms.base import Task
-    from privssl.algorithms.baselines import FedAvg, FedAvgConfig, SupervisedState
-    from privssl.data.arrays import Arrays
+    from privssl.algorithms.baselines.supervised import FedAvg, FedAvgConfig, SupervisedState
+    from privssl.core.federation import Federation, Round
+    from privssl.core.task import Task
     from privssl.data.datasets import from_arrays
+    from privssl.data.npz import Arrays
     from privssl.engines.local import LocalEngine
-    from privssl.engines.workers import WorkerEngine
+    from privssl.engines.process_pool import WorkerEngine
     from privssl.models import optimize_layout
-    from privssl.models.precision import Precision, in_precision
-    from privssl.settings import AgentSettings, DataSettings
-    from privssl.world import Federation, Round
+    from privssl.ops.precision import Precision, in_precision
+    from privssl.settings.schema import AgentSettings, DataSettings
 
 
 def main() -> None:

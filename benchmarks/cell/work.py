@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 AGENTS, ROWS_EACH, PER_ROUND, BATCH, RATE = 1000, 50, 50, 10, 0.1
 SHAPE, CLASSES, TEST_ROWS = (3, 32, 32), 10, 1000
-#: Constant, as ``privssl.learn.network_input`` has it: levels 0..255 to [-1, 1].
+#: Constant, as ``privssl.training.local_training.network_input`` has it: levels 0..255 to [-1, 1].
 MIDDLE, SCALE = 127.5, 127.5
 
 

@@ -32,31 +32,31 @@ class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
     def __getitem__(self, name: str) -> type[Algorithm[Any]]:
         match name:
             case "fedssl":
-                from privssl.algorithms.fedssl import FedSSL
+                from privssl.algorithms.fedssl.algorithm import FedSSL
 
                 return FedSSL
             case "supervise":
-                from privssl.algorithms.bounds import Supervise
+                from privssl.algorithms.baselines.fedssl_baselines import Supervise
 
                 return Supervise
             case "pseudo":
-                from privssl.algorithms.bounds import Pseudo
+                from privssl.algorithms.baselines.fedssl_baselines import Pseudo
 
                 return Pseudo
             case "mixmatch":
-                from privssl.algorithms.bounds import MixMatch
+                from privssl.algorithms.baselines.fedssl_baselines import MixMatch
 
                 return MixMatch
             case "fedseal":
-                from privssl.algorithms.fedseal import FedSEAL
+                from privssl.algorithms.fedseal.algorithm import FedSEAL
 
                 return FedSEAL
             case "fedtrinet":
-                from privssl.algorithms.fedtrinet import FedTriNet
+                from privssl.algorithms.fedtrinet.algorithm import FedTriNet
 
                 return FedTriNet
             case "fedmatch":
-                from privssl.algorithms.fedmatch import FedMatch
+                from privssl.algorithms.fedmatch.algorithm import FedMatch
 
                 return FedMatch
             case "semifl":
@@ -64,31 +64,31 @@ class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
 
                 return SemiFL
             case "label_census":
-                from privssl.algorithms.label_census import LabelCensus
+                from privssl.algorithms.label_census.algorithm import LabelCensus
 
                 return LabelCensus
             case "server_sl":
-                from privssl.algorithms.baselines import ServerSL
+                from privssl.algorithms.baselines.supervised import ServerSL
 
                 return ServerSL
             case "fedavg":
-                from privssl.algorithms.baselines import FedAvg
+                from privssl.algorithms.baselines.supervised import FedAvg
 
                 return FedAvg
             case "fedprox":
-                from privssl.algorithms.baselines import FedProx
+                from privssl.algorithms.baselines.supervised import FedProx
 
                 return FedProx
             case "fixmatch":
-                from privssl.algorithms.consistency import FixMatch
+                from privssl.algorithms.baselines.fixmatch_uda import FixMatch
 
                 return FixMatch
             case "uda":
-                from privssl.algorithms.consistency import UDA
+                from privssl.algorithms.baselines.fixmatch_uda import UDA
 
                 return UDA
             case "fedsem":
-                from privssl.algorithms.pseudo_baselines import FedSem
+                from privssl.algorithms.baselines.pseudo_labeling import FedSem
 
                 return FedSem
         raise KeyError(name)

@@ -8,109 +8,30 @@ itself between calls. Algorithms are final: a variant is a config field or a new
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from privssl import census_plan, privacy, seeds
-from privssl.messages import StateDict
-from privssl.models.precision import Precision
-from privssl.privacy import Plan
-from privssl.settings import PrivacySettings, Problem
+from privssl.core.messages import StateDict
+from privssl.privacy import dp_sgd, label_histogram
+from privssl.privacy.plan import Plan
+from privssl.settings.schema import PrivacySettings, Problem
 
 if TYPE_CHECKING:
-    from privssl.world import Federation
+    from privssl.core.federation import Federation
+
+from privssl.core.task import Phase, Task
 
 StateT = TypeVar("StateT")
-StepT = TypeVar("StepT")
-
-
-def on_agent(step: StepT) -> StepT:
-    """Marks a method that runs where the data is: (self, agent, message, ctx) -> Message."""
-    step.runs_on_agent = True  # type: ignore[attr-defined]
-    return step
-
-
-class LabelMeter(Protocol):
-    """Takes pseudo-labels in, gives nothing back: steps can report but never look."""
-
-    def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None: ...
-
-
-@dataclass
-class Context:
-    """What a step has besides the agent and the message."""
-
-    seed: int
-    round: int
-    agent: str
-    visit_key: str
-    session_id: str  # of this process: a visit that is run again after a crash is paid for again
-    device: torch.device
-    telemetry: bool = True
-    meter: LabelMeter | None = None
-    weight: float = 1.0
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    def rng(self, purpose: str) -> torch.Generator:
-        """The generator of one purpose in this visit. Two visits never share numbers."""
-        return seeds.stream(self.seed, self.round, self.agent, f"{self.visit_key}:{purpose}")
-
-    @property
-    def charge_id(self) -> str:
-        """The name under which this visit is charged to an account; never the same twice."""
-        return f"{self.visit_key}@{self.session_id}"
-
-    def log_metric(self, name: str, value: float) -> None:
-        """A number for the tracker, ``train/NAME``; dropped where rows are under an account."""
-        if self.telemetry:
-            self.metrics[name] = value
-
-    def pseudo_labels(self, ids: Tensor, probs: Tensor, kept: Tensor | None = None) -> None:
-        """Reports pseudo-labels for coverage and accuracy: ids (B,), probs (B, C), kept (B,)."""
-        if self.telemetry and self.meter is not None:
-            everyone = torch.ones(len(ids), dtype=torch.bool)
-            self.meter.observe(ids, probs.argmax(dim=1).cpu(), everyone if kept is None else kept)
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is to be learned: the shape of a row, the classes, and the classifier's network.
-
-    ``shape`` is (channels, height, width). ``new_classifier`` builds an untrained F whose
-    input is (B, *shape) in [-1, 1] and whose output is (B, classes) logits; its initial
-    weights come from torch's global generator (see ``seeds.seeded``). Networks of an algorithm's
-    own compute in ``precision`` (``models.in_precision``), as F does.
-    """
-
-    classes: int
-    shape: tuple[int, int, int]
-    new_classifier: "NetworkFactory"
-    precision: Precision = "float32"
-
-
-class NetworkFactory(Protocol):
-    """Builds an untrained network."""
-
-    def __call__(self) -> nn.Module: ...
 
 
 #: (a network as a function, a row (1, *shape) in [-1, 1], its class (1,)) -> scalar, low where
 #: the network was trained on the row.
 CanaryLoss = Callable[[Callable[..., Tensor], Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A stretch of rounds with one name."""
-
-    name: str
-    rounds: int
-    saved: bool = False  # a checkpoint after its last round, whatever run.checkpoint_every says
 
 
 @dataclass(frozen=True)
@@ -165,7 +86,7 @@ class Algorithm(ABC, Generic[StateT]):
         """What in the whole config this algorithm cannot run with: dotted key and advice.
 
         Args:
-            config: the ``privssl.config.Config`` being checked.
+            config: the ``privssl.experiment.config.Config`` being checked.
         """
         return iter(())
 
@@ -195,8 +116,8 @@ class Algorithm(ABC, Generic[StateT]):
             accounting.errors.PlanError: no noise fits the budget.
         """
         if cls.mechanism == "census":
-            return census_plan.make_census_plan(settings, rows=rows_per_agent * agents)
-        return privacy.make_dp_sgd_plan(settings, rounds=rounds, rows_per_agent=rows_per_agent)
+            return label_histogram.make_census_plan(settings, rows=rows_per_agent * agents)
+        return dp_sgd.make_dp_sgd_plan(settings, rounds=rounds, rows_per_agent=rows_per_agent)
 
     def networks(self) -> Mapping[str, nn.Module]:
         """The networks by name, for checks; their weights mean nothing between visits."""
@@ -210,7 +131,7 @@ class Algorithm(ABC, Generic[StateT]):
 
     def try_private(self, device: torch.device) -> None:
         """Raises PrivacyError where private visits on this device would be refused, before one is
-        paid for (``private_rows.tried_out``). Each visit tries the same by itself."""
+        paid for (``local_dp_sgd.tried_out``). Each visit tries the same by itself."""
 
     def canary_losses(self) -> Mapping[str, "CanaryLoss"]:
         """What the audit attacks: network -> how badly it knows one labelled row.

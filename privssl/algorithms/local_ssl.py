@@ -10,12 +10,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from privssl import learn
-from privssl.agents import LabelledRows
-from privssl.data.augment import AUGMENTATIONS, Augmentation
-from privssl.mean import average
-from privssl.messages import Reply, StateDict
-from privssl.settings import Count, Positive, Problem, Rate, strict
+from privssl.core.agents import LabelledRows
+from privssl.core.aggregation import average
+from privssl.core.messages import Reply, StateDict
+from privssl.data.affine_augment import AUGMENTATIONS, Augmentation
+from privssl.settings.schema import Count, Positive, Problem, Rate, strict
+from privssl.training import local_training
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -58,18 +58,18 @@ class ClassifierTraining(SelfTraining):
     optimiser: Literal["adam", "sgd"] = "adam"
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of sgd; starts anew at every visit
 
-    def stepping(self, F: nn.Module) -> learn.Group:
+    def stepping(self, F: nn.Module) -> local_training.Group:
         """How F is stepped at an agent."""
         if self.optimiser == "sgd":
-            return learn.SGDGroup(F, self.learning_rate, self.momentum)
-        return learn.AdamGroup(F, self.learning_rate, (0.9, 0.99))
+            return local_training.SGDGroup(F, self.learning_rate, self.momentum)
+        return local_training.AdamGroup(F, self.learning_rate, (0.9, 0.99))
 
 
 def needs_unlabelled(config: Any) -> Iterator[Problem]:
     """The problem of a config under which nobody holds unlabelled rows.
 
     Args:
-        config: the ``privssl.config.Config`` being checked.
+        config: the ``privssl.experiment.config.Config`` being checked.
     """
     if config.data.labels != "labels-at-client" and not config.agents.query:
         name = config.algorithm.name
@@ -80,7 +80,7 @@ def no_statistics(config: Any) -> Iterator[Problem]:
     """The problem of a config whose norm needs statistics that its algorithm does not collect.
 
     Args:
-        config: the ``privssl.config.Config`` being checked.
+        config: the ``privssl.experiment.config.Config`` being checked.
     """
     if config.model.norm == "static":
         name = config.algorithm.name

@@ -37,21 +37,23 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from privssl import learn, optimisers, seeds, transfers
-from privssl.agents import LabelledRows, Memory, QueryAgent, SupportAgent, UnlabelledRows
-from privssl.algorithms.base import Algorithm, Context, MissingReplyPolicy, Task, on_agent
+from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.local_ssl import Share, needs_unlabelled
-from privssl.data.views import view
-from privssl.losses import hard_label_loss
-from privssl.mean import WeightedMean, uniform_weight
-from privssl.messages import Declined, Message, StateDict
-from privssl.mixup import sample_mix
+from privssl.core.agents import LabelledRows, Memory, QueryAgent, SupportAgent, UnlabelledRows
+from privssl.core.aggregation import WeightedMean, uniform_weight
+from privssl.core.federation import Federation
+from privssl.core.messages import Declined, Message, StateDict
+from privssl.core.task import Context, Task, on_agent
+from privssl.data.augmentations import view
 from privssl.models.static_norm import collect, statistics_of
-from privssl.privacy import PrivatePlan
-from privssl.pseudo import guess_labels
-from privssl.settings import Positive, Problem, Rate, strict
-from privssl.together import batched_call
-from privssl.world import Federation
+from privssl.privacy.plan import PrivatePlan
+from privssl.runtime import randomness
+from privssl.settings.schema import Positive, Problem, Rate, strict
+from privssl.training import device_transfer, local_training, optim
+from privssl.training.batched.deferred import batched_call
+from privssl.training.losses import hard_label_loss
+from privssl.training.mixup import sample_mix
+from privssl.training.pseudo_labels import guess_labels
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Losses = Iterator[Tensor]  # scalars; each is stepped on before the next is computed
@@ -165,7 +167,7 @@ class SemiFL(Algorithm[SemiFLState]):
             yield Problem("algorithm.statistics", "has no effect: it belongs to model.norm static")
 
     def start(self, federation: Federation) -> SemiFLState:
-        F = learn.fresh_weights(self.task.new_classifier, federation.rng("init F"))
+        F = local_training.fresh_weights(self.task.new_classifier, federation.rng("init F"))
         zeros = {name: torch.zeros_like(F[name]) for name, _ in self._F.named_parameters()}
         return SemiFLState(self._with_statistics(F, federation), zeros)
 
@@ -231,7 +233,7 @@ class SemiFL(Algorithm[SemiFLState]):
         self, agent: QueryAgent, msg: SemiFLRequest, ctx: Context
     ) -> SemiFLUpdate | Declined:
         """Guess labels with the global model, learn from the sure ones."""
-        F = learn.load_weights(self._F, msg.F, ctx.device)
+        F = local_training.load_weights(self._F, msg.F, ctx.device)
         if self.cfg.pseudo_labels == "training":
             losses = self._own_label_losses(F, agent.unlabelled, ctx)
         else:
@@ -240,20 +242,20 @@ class SemiFL(Algorithm[SemiFLState]):
         if momentum is None:
             return Declined("no row has a sure label")
         agent.memory = {**agent.memory, **momentum}
-        return SemiFLUpdate(learn.to_send(dict(F.named_parameters())))
+        return SemiFLUpdate(local_training.to_send(dict(F.named_parameters())))
 
     @on_agent
     def support_pass(self, agent: SupportAgent, msg: SemiFLRequest, ctx: Context) -> SemiFLUpdate:
         """Fine-tune: cross-entropy of weak views of labelled rows."""
         rows = agent.labelled
         ctx.weight = float(len(rows))
-        F = learn.load_weights(self._F, msg.F, ctx.device)
+        F = local_training.load_weights(self._F, msg.F, ctx.device)
         kept = self.cfg.profile == "semifl-head"
         losses = self._true_label_losses(F, rows, ctx)
         momentum = local_descent(F, losses, self.cfg, agent.memory if kept else {}, "support", ctx)
         if kept and momentum is not None:
             agent.memory = {**agent.memory, **momentum}
-        return SemiFLUpdate(learn.to_send(dict(F.named_parameters())))
+        return SemiFLUpdate(local_training.to_send(dict(F.named_parameters())))
 
     @on_agent
     def support_statistics(
@@ -271,7 +273,7 @@ class SemiFL(Algorithm[SemiFLState]):
 
     def _given_label_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
         """CE(F(strong), y) + lambda-mixed CE of a weak view and one of any other row."""
-        x = learn.network_input(rows.x, ctx.device)
+        x = local_training.network_input(rows.x, ctx.device)
         P = guess_labels(
             F.eval(), x, augment=self.cfg.weak_view, views=1, sharpness=1.0,
             rng=ctx.rng("guess"), chunk=BIG_BATCH,
@@ -294,7 +296,7 @@ class SemiFL(Algorithm[SemiFLState]):
                 "x1": self.cfg.weak_view(x[one], weak),
                 "x2": self.cfg.weak_view(x[other], weak), "y2": y[other].to(ctx.device),
             }  # fmt: skip
-            for batch in learn.batches(views, self.cfg.batch_size):
+            for batch in local_training.batches(views, self.cfg.batch_size):
                 if self.cfg.mix_weight:
                     lam = sample_mix(1, self.cfg.mix_alpha, mixing)[0].double()  # so is 1 - lam
                     batch = {**batch, "lam": lam.to(ctx.device)}
@@ -302,14 +304,14 @@ class SemiFL(Algorithm[SemiFLState]):
 
     def _own_label_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
         """FixMatch: the model in training labels every batch; rows that are not sure are left."""
-        x = learn.network_input(rows.x, ctx.device)
+        x = local_training.network_input(rows.x, ctx.device)
         weak, strong = ctx.rng("weak view"), ctx.rng("strong view")
         for order in passes(len(x), self.cfg.batch_size, self.cfg.epochs, ctx.rng("order")):
             views = {
                 "weak": self.cfg.weak_view(x[order], weak),
                 "strong": self.cfg.strong_view(x[order], strong), "ids": rows.ids[order],
             }  # fmt: skip
-            for batch in learn.batches(views, self.cfg.batch_size):
+            for batch in local_training.batches(views, self.cfg.batch_size):
                 with torch.no_grad():
                     P = F(batch["weak"]).softmax(dim=1)  # (B, C)
                 sure = P.max(dim=1).values >= self.cfg.threshold  # (B,)
@@ -319,21 +321,23 @@ class SemiFL(Algorithm[SemiFLState]):
 
     def _true_label_losses(self, F: nn.Module, rows: LabelledRows, ctx: Context) -> Losses:
         """CE(F(weak), y) where labels are."""
-        x, y = learn.network_input(rows.x, ctx.device), rows.y.to(ctx.device)
+        x, y = local_training.network_input(rows.x, ctx.device), rows.y.to(ctx.device)
         size, weak = self.cfg.server_batch_size, ctx.rng("weak view")
         for order in passes(len(x), size, self.cfg.server_epochs, ctx.rng("order")):
             views = {"x": self.cfg.weak_view(x[order], weak), "y": y[order]}
-            for batch in learn.batches(views, size):
+            for batch in local_training.batches(views, size):
                 yield batched_call(hard_label_loss, batch, F=F)
 
     def _gather_rows(self, x: Tensor, msg: SemiFLRequest, ctx: Context) -> Statistics:
         """Mean of the statistics of batches that differ by at most a row; not augmented."""
-        F = learn.load_weights(self._F, msg.F, ctx.device)
-        rng = seeds.stream(ctx.seed, 0, ctx.agent, "statistics")  # the same order in every round
+        F = local_training.load_weights(self._F, msg.F, ctx.device)
+        rng = randomness.stream(
+            ctx.seed, 0, ctx.agent, "statistics"
+        )  # the same order in every round
         x = x[torch.randperm(len(x), generator=rng)]  # rows by class would vary too little
         parts = torch.tensor_split(x, -(-len(x) // BIG_BATCH))
         ctx.weight = float(len(x))
-        collect(F, (learn.network_input(part, ctx.device) for part in parts))
+        collect(F, (local_training.network_input(part, ctx.device) for part in parts))
         return Statistics(statistics_of(F))
 
 
@@ -349,24 +353,24 @@ def local_descent(
     is returned is the momentum to be remembered; None when there was no loss.
     """
     named = {f"{group}/{name}#momentum": p for name, p in F.named_parameters()}
-    sgd = optimisers.SGD(
+    sgd = optim.SGD(
         named.values(), lr=cfg.rate(ctx.round), momentum=cfg.momentum,
         weight_decay=cfg.weight_decay, nesterov=cfg.momentum > 0,
     )  # fmt: skip
     remembered = {key: memory[key] for key in named if key in memory}
-    for key, momentum in transfers.move_to(remembered, ctx.device).items():
+    for key, momentum in device_transfer.move_to(remembered, ctx.device).items():
         # laid out as the parameter: a checkpoint brings it back in plain order
         kept = torch.empty_like(named[key], requires_grad=False).copy_(momentum)
         sgd.state[named[key]]["momentum_buffer"] = kept
     values = []
-    with seeds.seeded(ctx.rng("dropout")):
+    with randomness.seeded(ctx.rng("dropout")):
         for loss in losses:
-            values.append(learn.minimise(sgd, loss, clip_norm=cfg.clip_norm))
+            values.append(local_training.minimise(sgd, loss, clip_norm=cfg.clip_norm))
     if not values:
         return None
-    ctx.log_metric(f"train/loss_F/{group}", learn.mean_of(values))
+    ctx.log_metric(f"train/loss_F/{group}", local_training.mean_of(values))
     buffers = {key: sgd.state[p].get("momentum_buffer") for key, p in named.items()}
-    return transfers.copy_tensors({key: b for key, b in buffers.items() if b is not None})
+    return device_transfer.copy_tensors({key: b for key, b in buffers.items() if b is not None})
 
 
 def momentum_step(

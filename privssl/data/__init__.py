@@ -5,7 +5,7 @@
     federation.manifest.hash     # the same for everybody who has the same split
 
 Unlabelled rows lose their labels here. ``FederatedDataset.true_labels`` has them, for
-``evaluate.HiddenLabelMeter`` and for nothing else.
+``evaluation.HiddenLabelMeter`` and for nothing else.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from privssl.agents import (
+from privssl.core.agents import (
     Agent,
     AgentLocation,
     AgentRef,
@@ -27,13 +27,13 @@ from privssl.agents import (
     UnlabelledRows,
     natural_order,
 )
-from privssl.data import manifest as manifests
-from privssl.data.arrays import NO_LABEL
+from privssl.data import split_manifest as manifests
 from privssl.data.datasets import Dataset, checksum, expand_path, load_dataset
-from privssl.data.draw import SERVER, RoleAssignment, Split, draw_split, holders, settings_of_split
-from privssl.data.manifest import AgentRows, Manifest
+from privssl.data.npz import NO_LABEL
+from privssl.data.split import SERVER, RoleAssignment, Split, draw_split, holders, settings_of_split
+from privssl.data.split_manifest import AgentRows, Manifest
 from privssl.errors import DataError
-from privssl.settings import AgentSettings, DataSettings
+from privssl.settings.schema import AgentSettings, DataSettings
 
 __all__ = [
     "FederatedDataset",

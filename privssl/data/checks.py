@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from privssl.data.arrays import NO_LABEL, Arrays
+from privssl.data.npz import NO_LABEL, Arrays
 
 log = logging.getLogger("privssl")
 

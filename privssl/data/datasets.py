@@ -1,7 +1,7 @@
 """Data sets: images and classes in memory, in a fixed order, and the checksum that names them.
 
-``load_dataset`` is the only door. Rows keep the type they are stored in; ``learn.network_input``
-turns
+``load_dataset`` is the only door. Rows keep the type they are stored in;
+``local_training.network_input`` turns
 a batch of them into what networks see, by a public constant: means and deviations of the data
 would be one more release.
 """
@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from privssl.data.arrays import Arrays, read_npz
 from privssl.data.checks import warn_of_equal_rows
 from privssl.data.downloads import PUBLISHED, default_root, read_published
 from privssl.data.image_folder import read_folder
+from privssl.data.npz import Arrays, read_npz
 from privssl.errors import DataError
-from privssl.settings import DataSettings
+from privssl.settings.schema import DataSettings
 
 log = logging.getLogger("privssl")
 
@@ -31,7 +31,7 @@ class Dataset:
     """Training and test rows; a row's id is its place in the training rows.
 
     x (N, Ch, H, W) uint8 in 0..255 or float32 in [0, 1]; y (N,) int64 class numbers;
-    ``arrays.NO_LABEL`` in y_train where nobody knows it.
+    ``npz.NO_LABEL`` in y_train where nobody knows it.
     """
 
     name: str
@@ -123,8 +123,8 @@ def _digits() -> Arrays:
     """1,797 handwritten digits of 8x8 pixels with 17 shades, the same that scikit-learn has.
 
     In a file of our own, because to import scikit-learn takes most of a second. A fifth of each
-    class is for tests, the same rows whatever run.seed is; tests/test_datasets.py says which, and
-    how the file was made.
+    class is for tests, the same rows whatever run.seed is; tests/data/test_datasets.py says which,
+    and how the file was made.
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine
     Learning Repository, 1998 (doi 10.24432/C50P49, CC BY 4.0).

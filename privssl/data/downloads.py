@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from privssl.data.arrays import Arrays
 from privssl.data.image_folder import read_folder
+from privssl.data.npz import Arrays
 from privssl.errors import DataError
 
 SECONDS_TO_ANSWER = 10.0  # that a server may be silent before it is given up

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base as Tag
 
-from privssl.agents import natural_order
-from privssl.data.arrays import Arrays, with_unlabelled
+from privssl.core.agents import natural_order
+from privssl.data.npz import Arrays, with_unlabelled
 from privssl.errors import DataError
 
 SUFFIXES = frozenset(

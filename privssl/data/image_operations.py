@@ -2,7 +2,7 @@
 
 RandAugment (``rand_augment.py``) is made of these. A result differs from PIL's by at most one
 level (it cuts fractions off where we round), and where the nearest pixel is a tie. On a CPU
-``kernels/views.cpp`` does the same, with the same roundings (of up to 65,793 pixels, whose sums
+``csrc/views.cpp`` does the same, with the same roundings (of up to 65,793 pixels, whose sums
 float32 has exactly): what is changed here is to be changed there.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, pad
 
-from privssl.kernels import views
+from privssl.ops import image_transforms
 
 BLACK, MIDDLE, TOP = 0.0, 127.0, 255.0  # levels
 
@@ -211,17 +211,17 @@ def cutout(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
     return x.masked_fill(hole, MIDDLE)
 
 
-def kind(change: Change) -> views.Kind | None:
+def kind(change: Change) -> image_transforms.Kind | None:
     """What our kernels call an operation; None: they do not have it."""
     match change:
         case Shear(axis, used):
-            return views.Kind("shear", axis=axis, pixels_used=used)
+            return image_transforms.Kind("shear", axis=axis, pixels_used=used)
         case Translate(axis, unit):
-            return views.Kind("translate", axis=axis, of_side=unit == "side")
+            return image_transforms.Kind("translate", axis=axis, of_side=unit == "side")
         case Rotate(outside):
-            return views.Kind("rotate", outside=outside)
+            return image_transforms.Kind("rotate", outside=outside)
         case FunctionType() if change in _FUNCTIONS:
-            return views.Kind(change.__name__)
+            return image_transforms.Kind(change.__name__)
     return None
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from privssl.errors import DataError
-from privssl.settings import PartitionName
+from privssl.settings.schema import PartitionName
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

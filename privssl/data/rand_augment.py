@@ -14,7 +14,7 @@ Images that were not 8-bit are rounded to whole levels first. Images that do not
 have no colour: ``color`` was drawn, counts as one of the operations, and changes nothing.
 
 Not part of a variant is what SemiFL and FedSEAL do before it to natural images, mirroring and
-cropping: ``Augmentation(crop=0.125, flip=True)`` of ``augment.py``.
+cropping: ``Augmentation(crop=0.125, flip=True)`` of ``data/affine_augment.py``.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ from privssl.data.image_operations import (
     sharpness,
     solarize,
 )
-from privssl.kernels import views
+from privssl.ops import image_transforms
 
 COLUMNS = 6  # of chance per operation: which, whether, how strong, which sign, from top, from left
 
@@ -85,13 +85,13 @@ class RandAugment:
                 all the chance in view i, so no view depends on another row.
 
         Returns:
-            (B, Ch, H, W) in [-1, 1], in x's memory format: 256 levels as ``learn.network_input``
-            makes them of 8-bit images.
+            (B, Ch, H, W) in [-1, 1], in x's memory format: 256 levels as
+            ``local_training.network_input`` makes them of 8-bit images.
         """
         chance = torch.rand(len(x), 1 + COLUMNS * self.count, generator=rng).to(x.device)
         drawn = self._draw(chance)
-        if self._kinds is not None and views.available(x):
-            return views.apply_change(x, self._kinds, *drawn)
+        if self._kinds is not None and image_transforms.available(x):
+            return image_transforms.apply_change(x, self._kinds, *drawn)
         levels = ((x + 1) * 127.5).round_().clamp_(BLACK, TOP).contiguous()
         for one in zip(*(values.unbind(dim=1) for values in drawn), strict=True):
             self._change(levels, *one)
@@ -123,7 +123,7 @@ class RandAugment:
         ).T
 
     @cached_property
-    def _kinds(self) -> list[views.Kind] | None:
+    def _kinds(self) -> list[image_transforms.Kind] | None:
         """The operations as our kernels know them; None: they do not have all."""
         kinds = [kind(operation.change) for operation in self.operations]
         return [k for k in kinds if k is not None] if None not in kinds else None

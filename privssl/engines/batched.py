@@ -1,15 +1,16 @@
 """The engine for a GPU: agents of a parallel step train side by side, in one stream of kernels.
 
 A small network leaves a GPU idle: nearly all of a step's time goes into starting its kernels. So
-visits run in lockstep (``lockstep.py``). A visit is what it always was, one agent's walk through
-its batches with random numbers of its own. But where it calls a network of its algorithm, or goes a
-step down a loss (``learn.minimise``), it waits for the others, and the pass or the step is done for
-all of them at once (``stacked.py``). An algorithm does not know of it.
+visits run in lockstep (``training/batched/scheduler.py``). A visit is what it always was, one
+agent's walk through its batches with random numbers of its own. But where it calls a network of its
+algorithm, or goes a step down a loss (``local_training.minimise``), it waits for the others, and
+the pass or the step is done for all of them at once (``training/batched/stacking.py``). An
+algorithm does not know of it.
 
 First all passes that visits wait for; when every visit waits for a step, the steps: so one that had
 more passes before a step meets the others again there. One with fewer steps leaves earlier. Steps
-of DP-SGD go the same way (``private_stacks.py``). Each agent's account is charged by its own visit,
-before its rows are read, and nothing of its rows or its noise enters another's network.
+of DP-SGD go the same way (``privacy/batched_dp_sgd.py``). Each agent's account is charged by its
+own visit, before its rows are read, and nothing of its rows or its noise enters another's network.
 
 Each visit has a copy of the algorithm with networks of its own. An algorithm keeps nothing between
 visits, so the copy serves another agent afterwards.
@@ -29,17 +30,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from privssl import learn
-from privssl.agents import Agent
-from privssl.algorithms.base import Algorithm, LabelMeter
-from privssl.engines import Call
+from privssl.algorithms.base import Algorithm
+from privssl.core.agents import Agent
+from privssl.core.engine import Call
+from privssl.core.messages import Reply
+from privssl.core.task import LabelMeter
 from privssl.engines.local import LocalEngine
-from privssl.lockstep import Request, run_in_lockstep
-from privssl.messages import Reply
-from privssl.private_stacks import can_sum, clipped_sums_batched, noisy_steps_batched
-from privssl.private_steps import ClippedSum, NoisyOptimizerStep
-from privssl.shelf import SpillStore
-from privssl.stacked import (
+from privssl.privacy.batched_dp_sgd import can_sum, clipped_sums_batched, noisy_steps_batched
+from privssl.privacy.dp_sgd import ClippedSum, NoisyOptimizerStep
+from privssl.storage.spill_store import SpillStore
+from privssl.training import local_training
+from privssl.training.batched.deferred import BatchedCall, BatchRequest, request_handler
+from privssl.training.batched.scheduler import Request, run_in_lockstep
+from privssl.training.batched.stacking import (
     COPY,
     JointSteps,
     Pass,
@@ -49,7 +52,6 @@ from privssl.stacked import (
     run_calls_batched,
     run_passes_batched,
 )
-from privssl.together import BatchedCall, BatchRequest, request_handler
 
 
 def unsupported_reason(device: torch.device) -> str | None:
@@ -148,7 +150,9 @@ class BatchedEngine(LocalEngine):
                 wanted = {n: asked for n, asked in enumerate(questions) if isinstance(asked, kind)}
                 if wanted:
                     return dict(zip(wanted, as_one(list(wanted.values())), strict=True))
-            descents = [asked for asked in questions if isinstance(asked, learn.OptimizerStep)]
+            descents = [
+                asked for asked in questions if isinstance(asked, local_training.OptimizerStep)
+            ]
             noisy = [asked for asked in questions if isinstance(asked, NoisyOptimizerStep)]
             if descents:
                 steps.take(descents)

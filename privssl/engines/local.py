@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from privssl import learn
-from privssl.agents import Agent, AgentRef, Memory, natural_order
-from privssl.algorithms.base import Context, LabelMeter
-from privssl.engines import Call
-from privssl.messages import Declined, M, Message, Reply, check, deserialize, serialize
-from privssl.seeds import seeded
-from privssl.shelf import SpillStore
-from privssl.visits import run_step
+from privssl.core.agents import Agent, AgentRef, Memory, natural_order
+from privssl.core.engine import Call
+from privssl.core.messages import Declined, M, Message, Reply, check, deserialize, serialize
+from privssl.core.step_runner import run_step
+from privssl.core.task import Context, LabelMeter
+from privssl.runtime.randomness import seeded
+from privssl.storage.spill_store import SpillStore
+from privssl.training import local_training
 
 
 class PseudoLabelBuffer:
@@ -67,7 +67,8 @@ class LocalEngine:
         return self._run_calls(calls)
 
     def _run_calls(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
-        """What ``deliver`` answers; ``workers.py`` has another way to the same bits."""
+        """What ``deliver`` answers; ``engines/process_pool.py`` has another way to the same
+        bits."""
         return map(self._visit, calls)
 
     def _visit(self, call: Call) -> Reply[Any]:
@@ -96,7 +97,7 @@ class LocalEngine:
             meter=heard,
         )
         # dropout asks torch's own generator, which nobody seeded
-        with seeded(ctx.rng("torch")), learn.copy_once():
+        with seeded(ctx.rng("torch")), local_training.copy_once():
             content = run_step(agent, call.step, message, ctx)
         return Reply(agent.ref, content, weight=ctx.weight, metrics=dict(ctx.metrics))
 

@@ -8,15 +8,15 @@ from torch import nn
 import generators.spectral
 from privssl.errors import DataError
 from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
-from privssl.models.dropout import Dropout
-from privssl.models.flatten import Flatten
-from privssl.models.linear import LARGE, Linear
-from privssl.models.pooled import fuse
-from privssl.models.precision import Precision, in_precision
 from privssl.models.resnet import ResNet9
-from privssl.models.spectral import SpectralNorm
 from privssl.models.wide_resnet import WideResNet28x2
-from privssl.settings import ModelSettings
+from privssl.ops.dropout import Dropout
+from privssl.ops.flatten import Flatten
+from privssl.ops.fused_conv import fuse
+from privssl.ops.linear import LARGE, Linear
+from privssl.ops.precision import Precision, in_precision
+from privssl.ops.spectral_norm import SpectralNorm
+from privssl.settings.schema import ModelSettings
 
 Network = TypeVar("Network", bound=nn.Module)
 

@@ -7,8 +7,8 @@ the convolution before it.
 import torch
 from torch import Tensor, nn
 
-from privssl.models.group_norm import GroupNorm
 from privssl.models.static_norm import StaticNorm
+from privssl.ops.group_norm import GroupNorm
 
 
 def norm_layer(norm: str, channels: int) -> nn.Module:
@@ -97,10 +97,10 @@ class TriNetCNN(nn.Module):
 
     30,840 parameters at width 16, 1x32x32, 10 classes without norm, which is how the paper has it.
     ``shallow`` holds the two convolutions, ``deep`` the two linear layers: the halves that
-    ``surgery.splice`` tells apart. ``width`` scales 10/20/50 (16 keeps them).
+    ``splice.splice`` tells apart. ``width`` scales 10/20/50 (16 keeps them).
 
     Dropout (one half of the channels, one half of the hidden units) takes its chance from torch's
-    global generator: train inside of ``seeds.seeded``.
+    global generator: train inside of ``randomness.seeded``.
 
     Differs from the paper: on images with a side below 16 pixels, which its convolutions without
     padding would use up, they pad by two.

@@ -21,7 +21,7 @@ where it is 0 nothing was collected, and evaluation uses batch statistics too, a
 does.
 
 Rows of a batch are coupled: private runs refuse the layer by name, because it is a batch norm
-(``privssl.independent_rows.refuse_coupling_layers``).
+(``privssl.privacy.independence.refuse_coupling_layers``).
 """
 
 from collections.abc import Iterable, Iterator
@@ -86,7 +86,7 @@ def collect(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
             same, whatever its size (the authors take 250 rows, not augmented, in a fixed order).
 
     Returns:
-        the same network; ``learn.weights_of`` has the statistics in it.
+        the same network; ``local_training.weights_of`` has the statistics in it.
 
     >>> network = nn.Sequential(StaticNorm(1))
     >>> halves = [torch.tensor([0.0, 2.0]), torch.tensor([4.0, 8.0])]

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from accounting.errors import AccountingError
 from privssl.errors import UserError
-from privssl.process import (
+from privssl.runtime.console import Screen, Terminal, open_standard_streams
+from privssl.runtime.process import (
     INTERRUPTED,
     STOPPING,
     LogFile,
@@ -27,10 +28,9 @@ from privssl.process import (
     private_umask,
     tune_malloc,
 )
-from privssl.screen import Screen, Terminal, open_standard_streams
 
 if TYPE_CHECKING:
-    from privssl.site.desk import SiteRequestHandler
+    from privssl.site.request_handler import SiteRequestHandler
     from privssl.site.settings import SiteConfig
 
 log = logging.getLogger("privssl")
@@ -77,9 +77,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _site(options: argparse.Namespace, stack: ExitStack) -> int:
-    from privssl.site import door, settings
-    from privssl.site.joining import SuperNode, check_files
-    from privssl.site.opening import open_site
+    from privssl.site import settings, socket_server
+    from privssl.site.startup import open_site
+    from privssl.site.supernode import SuperNode, check_files
 
     site = settings.load_site_config(options.site)
     check_files(options.certificate, options.key)
@@ -103,7 +103,7 @@ def _site(options: argparse.Namespace, stack: ExitStack) -> int:
             stack.callback(node.stop)
             node.start()
         console.print(f"Answers at {site.door}. Ctrl-C stops it.", markup=False)
-        door.serve(site.door, lambda frame: _in_one_thread(handler, frame))
+        socket_server.serve(site.door, lambda frame: _in_one_thread(handler, frame))
     return 0
 
 

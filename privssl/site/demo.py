@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from privssl.errors import RunFolderError, UserError
-from privssl.process import INTERRUPTED
+from privssl.runtime.process import INTERRUPTED
 from privssl.site import keys
 
 CONFIG = "configs/fedssl_dp.yaml"
@@ -87,8 +87,8 @@ def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> 
     Raises:
         privssl.errors.UserError: the config cannot be run, or the folder exists.
     """
-    from privssl import config as configs
-    from privssl.prepare import prepare
+    from privssl.experiment import config as configs
+    from privssl.experiment.prepare import prepare
 
     given = {text.partition("=")[0] for text in overrides}
     small = SMALL if config is None else ()
@@ -132,7 +132,7 @@ def superlink(folder: Path, port: int = 0, made: Path | None = None) -> Iterator
         made: keys and certificates, by ``privssl.site.keys``; None: letters go in clear, and
             whoever comes is let in.
     """
-    from privssl.engines.flower_post import environment, program
+    from privssl.remote.flower_transport import environment, program
 
     folder.mkdir(exist_ok=True)
     port = port or _free_port()

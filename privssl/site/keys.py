@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from accounting.account_plan import check_agent_id
 from accounting.errors import PlanError
-from accounting.plan import check_agent_id
 from privssl.errors import UserError
-from privssl.process import private_umask
+from privssl.runtime.process import private_umask
 
 DAYS = 90
 MOST_DAYS = 36_500  # openssl would take years beyond 9999

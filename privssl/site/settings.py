@@ -19,12 +19,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from accounting.account_plan import check_agent_id
 from accounting.errors import PlanError
-from accounting.plan import check_agent_id
-from privssl.draft import ConfigBuilder, unless_bad
 from privssl.errors import ConfigError
-from privssl.plain_words import problem_report
-from privssl.settings import Positive, Problem, strict
+from privssl.settings.error_messages import problem_report
+from privssl.settings.schema import Positive, Problem, strict
+from privssl.settings.section_builder import ConfigBuilder, unless_bad
 
 Role = Literal["support", "query", "mixed"]
 

@@ -1,1 +1,1 @@
-"""Mistakes that are made on purpose, and a command that plants each: ``run.py``."""
+"""Mistakes that are made on purpose, and a command that plants each: ``runs/round_loop.py``."""

@@ -7,7 +7,9 @@ with fewer canaries, in seconds. Exit status as there.
 import sys
 from pathlib import Path
 
-from privssl import attack, audit, mechanism_attack, train
+from privssl import train
+from privssl.audit import __main__ as audit
+from privssl.audit import canary_attack, mechanism_attack
 
 TINY = """
 run: {{seed: 0, evaluate_every: 1000, images_every: 1000, device: cpu}}
@@ -30,7 +32,7 @@ def main(folder: Path, networks: str) -> int:
         return 100 + trained  # no verdict of an audit
     mechanism_attack.MEMBERS, mechanism_attack.OTHERS = 8_000, 100_000
     mechanism_attack.WITH_OTHERS = (128, 1 / 256)
-    attack.CANARIES, attack.GUESSES = 200, 80
+    canary_attack.CANARIES, canary_attack.GUESSES = 200, 80
     return audit.main([str(folder / "run"), "--empirical"])
 
 

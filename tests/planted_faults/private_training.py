@@ -2,18 +2,18 @@
 
 from .fault import Fault  # noqa: TID252  tests is no package
 
-PRIVACY = "privssl/privacy.py"
-STEPS = "privssl/private_steps.py"
-NOISE = "privssl/noisy_steps.py"
-ROWS = "privssl/private_rows.py"
-VISITS = "privssl/visits.py"
+PRIVACY = "privssl/privacy/dp_sgd.py"
+STEPS = "privssl/privacy/dp_sgd.py"
+NOISE = "privssl/privacy/noisy_optimizer.py"
+ROWS = "privssl/privacy/local_dp_sgd.py"
+VISITS = "privssl/core/step_runner.py"
 LEDGER = "accounting/ledger.py"
 
-IN_PRIVACY = "tests/test_privacy.py::"
-IN_MECHANISM = "tests/test_specification_mechanism.py::"
-IN_FEDSSL = "tests/test_private_fedssl.py::"
-IN_VISITS = "tests/test_visits.py::"
-IN_LEDGER = "tests/test_ledger.py::"
+IN_PRIVACY = "tests/privacy/test_dp_sgd.py::"
+IN_MECHANISM = "tests/privacy/test_specification_mechanism.py::"
+IN_FEDSSL = "tests/privacy/test_private_fedssl.py::"
+IN_VISITS = "tests/core/test_step_runner.py::"
+IN_LEDGER = "tests/accounting/test_ledger.py::"
 
 _CLIPPED = "sums = clipped_sums(list(gradients.values()), drawn, self.clip_norm)"
 _DEVIATION = "return float(optimiser.noise_multiplier * optimiser.max_grad_norm)"
@@ -136,7 +136,7 @@ FAULTS = (
             ),
         ),
         (
-            "tests/test_specification_ledger.py::"
+            "tests/privacy/test_specification_ledger.py::"
             "test_the_event_that_is_charged_is_what_sampler_and_noise_do",
         ),
         False,
@@ -305,7 +305,7 @@ FAULTS = (
             ),
         ),
         (
-            "tests/test_private_fedavg.py::"
+            "tests/privacy/test_private_fedavg.py::"
             "test_in_a_joint_step_each_agent_has_noise_of_its_own_and_of_its_own_deviation",
         ),
         False,
@@ -401,13 +401,13 @@ FAULTS = (
         "two agents may hold one row",
         (
             (
-                "privssl/prepare.py",
+                "privssl/experiment/prepare.py",
                 "            _refuse_shared_rows(holders, federation)\n",
                 "            pass\n",
             ),
         ),
         (
-            "tests/test_shared_accounts.py::"
+            "tests/runs/test_shared_accounts.py::"
             "test_rows_that_two_agents_share_are_refused_in_a_private_run",
         ),
         False,

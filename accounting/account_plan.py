@@ -1,0 +1,227 @@
+"""The plan of an account: what one agent promises for its labelled rows, and how it spends.
+
+The scope follows from ``update`` (networks that the agent trains on labelled rows) and
+``protect`` (those trained with noise): *sound* when everything updated is protected, else
+*as_published*, whose numbers are nominal. It is stated in the plan and must be the true one.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from accounting.accountants import ZERO_COST, Cost, cost_of
+from accounting.budget import ADJACENCY_WORDS, Adjacency, Budget
+from accounting.canonical_json import Json, only_keys, read_real, real
+from accounting.errors import PlanError
+from accounting.events import (
+    Event,
+    NonPrivateEvent,
+    event_from_json,
+    event_to_json,
+    is_protected,
+    leaf_events,
+)
+
+Scope = Literal["sound", "as_published"]
+
+_AGENT_ID = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?!\.)){0,63}")
+DEVICE_NAMES = re.compile(r"(?i)(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?")  # Windows' own
+_CANNOT_CHANGE = (
+    "{}: {} cannot change from {} to {} while an account runs. Give the former, or use an account "
+    "of its own (another ledger folder) for other rows."
+)
+_NETWORK = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccountPlan:
+    """What an agent promises, and what one visit may cost.
+
+    Args:
+        agent: id of the agent: 1 to 64 letters, digits, ``_``, ``-`` and single dots.
+        budget: the promise.
+        scope: "sound" or "as_published"; must agree with ``update`` and ``protect``.
+        update, protect: names of networks trained on labelled rows, and of those with noise.
+        event: what ONE visit spends at most.
+        record_counts: whether numbers of rows are public.
+        n_public: number of labelled rows where public; None where private or unknown.
+        unit: "record". adjacency: "zero_out" or "add_remove" (needs private counts).
+
+    Raises:
+        PlanError: a value is out of range, or no true claim could follow from the combination.
+    """
+
+    agent: str
+    budget: Budget
+    scope: Scope
+    update: tuple[str, ...]
+    protect: tuple[str, ...]
+    event: Event
+    n_public: int | None
+    record_counts: Literal["public", "private"] = "public"
+    unit: Literal["record"] = "record"
+    adjacency: Adjacency = "zero_out"
+
+    def __post_init__(self) -> None:
+        check_agent_id(self.agent)
+        self._check_scope()
+        self._check_counts()
+        if self.unit != "record":
+            raise PlanError(f"unit is {self.unit!r:.40}; the mechanism protects a record only")
+        if self.adjacency not in tuple(ADJACENCY_WORDS):
+            raise PlanError(
+                f"adjacency is {self.adjacency!r:.40}; use {' or '.join(ADJACENCY_WORDS)} "
+                f"(replacing one record by another costs about twice the epsilon)"
+            )
+        if self.scope == "sound" and any(
+            isinstance(leaf, NonPrivateEvent) for leaf in leaf_events(self.event)
+        ):
+            raise PlanError(f"{self.agent}: a sound plan cannot contain an unprotected read")
+
+    @property
+    def visit_cost(self) -> Cost:
+        """What one visit costs at most, as this plan's scope counts."""
+        return self.charge(self.event)
+
+    def charge(self, event: Event) -> Cost:
+        """The cost of an event under this plan: as_published does not count unprotected reads,
+        which is why its sum is only nominal."""
+        if self.scope == "sound":
+            return cost_of([event])
+        return cost_of(is_protected([event]))
+
+    def cost(self, events: Iterable[Event]) -> Cost:
+        """The cost of all these events under this plan."""
+        return sum((self.charge(event) for event in events), ZERO_COST)
+
+    def delta_of(self, spent: Cost) -> float:
+        """The delta at which what was spent is told and held against the budget.
+
+        0 where a visit, and all that was spent, is pure: pure releases add up to a pure one, and
+        epsilon is their sum, never a smaller number that holds with delta alone. A pure epsilon
+        within the budget is one at the budget's delta, too.
+        """
+        pure = self.scope == "sound" and self.visit_cost.is_pure and spent.is_pure
+        return 0.0 if pure else self.budget.delta
+
+    def epsilon(self, spent: Cost) -> float:
+        """Epsilon of what was spent, at :meth:`delta_of` it."""
+        return spent.epsilon(self.delta_of(spent))
+
+    def _check_scope(self) -> None:
+        for name, networks in (("update", self.update), ("protect", self.protect)):
+            good = isinstance(networks, tuple) and all(
+                isinstance(network, str) and _NETWORK.fullmatch(network) for network in networks
+            )
+            if not good or len(set(networks)) != len(networks):
+                raise PlanError(f"{name} is {networks!r:.80}; name each network once, in a tuple")
+        bare = sorted(set(self.update) - set(self.protect))
+        true_scope = "as_published" if bare else "sound"
+        if self.scope != true_scope:
+            why = f"{bare} would be trained without noise" if bare else "all updates are protected"
+            raise PlanError(f"scope is {self.scope!r:.40}, but {why}: it is {true_scope}")
+
+    def _check_counts(self) -> None:
+        if self.record_counts not in ("public", "private"):
+            raise PlanError(f"record_counts is {self.record_counts!r:.40}; use public or private")
+        if self.adjacency == "add_remove" and self.record_counts == "public":
+            raise PlanError("adjacency add_remove hides row counts; set record_counts: private")
+        n = self.n_public
+        if n is None:
+            return
+        if self.record_counts == "private":
+            raise PlanError("n_public is given, but record_counts is private; leave it out")
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise PlanError(f"n_public is {n!r:.40}; it is a number of rows, 0 or more")
+        if n and self.budget.delta >= 1 / n:
+            raise PlanError(
+                f"{self.agent}: delta {self.budget.delta:g} is not below 1 / {n} rows, so it would "
+                f"allow a whole row to be published. Use at most {min(1e-5, 1 / (10 * n)):g}."
+            )
+
+
+def check_agent_id(agent: object) -> None:
+    """Raise PlanError unless the id is safe as a file name on every system."""
+    if (
+        not isinstance(agent, str)
+        or not _AGENT_ID.fullmatch(agent)
+        or agent.endswith(".")
+        or DEVICE_NAMES.fullmatch(agent)
+    ):
+        raise PlanError(
+            f"{agent!r:.40} cannot be an agent id: use 1 to 64 letters, digits, '_', '-' and "
+            f"single dots, starting with a letter or digit"
+        )
+
+
+def plan_to_json(plan: AccountPlan) -> Json:
+    """The plan as the fields of a journal line."""
+    return {
+        "agent": plan.agent,
+        "unit": plan.unit,
+        "adjacency": plan.adjacency,
+        "epsilon_budget": real(plan.budget.epsilon),
+        "delta": real(plan.budget.delta),
+        "scope": plan.scope,
+        "update": list(plan.update),
+        "protect": list(plan.protect),
+        "record_counts": plan.record_counts,
+        "n_public": plan.n_public,
+        "event": event_to_json(plan.event),
+    }
+
+
+PLAN_KEYS = {
+    *("agent", "unit", "adjacency", "epsilon_budget", "delta", "scope", "update", "protect"),
+    *("record_counts", "n_public", "event"),
+}
+
+
+def plan_from_json(record: Json) -> AccountPlan:
+    """The plan that :func:`plan_to_json` wrote. Raises PlanError for anything else."""
+    only_keys(record, PLAN_KEYS, "plan")
+    return AccountPlan(
+        agent=record["agent"],
+        budget=Budget(
+            read_real(record["epsilon_budget"], "epsilon_budget"),
+            read_real(record["delta"], "delta"),
+        ),
+        scope=record["scope"],
+        update=_names(record["update"]),
+        protect=_names(record["protect"]),
+        event=event_from_json(record["event"]),
+        n_public=record["n_public"],
+        record_counts=record["record_counts"],
+        unit=record["unit"],
+        adjacency=record["adjacency"],
+    )
+
+
+def refuse_change(old: AccountPlan, new: AccountPlan) -> None:
+    """Raise PlanError when a running account may not go over to the new plan.
+
+    Noise, steps and protected networks may change, and the budget may fall: old charges stay. A
+    larger budget, or a larger delta, would break what was promised when the account was opened;
+    a smaller delta, other neighbours or another scope would re-label what was already spent.
+    """
+    for name in ("agent", "unit", "adjacency", "scope", "record_counts"):
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            raise PlanError(_CANNOT_CHANGE.format(old.agent, name, before, after))
+    if new.budget.delta != old.budget.delta:
+        raise PlanError(
+            _CANNOT_CHANGE.format(old.agent, "delta", old.budget.delta, new.budget.delta)
+        )
+    if new.budget.epsilon > old.budget.epsilon:
+        raise PlanError(
+            f"{old.agent}: the budget cannot rise from {old.budget.epsilon:g} to "
+            f"{new.budget.epsilon:g}: the account promised no more than "
+            f"{old.budget.epsilon:g} for its rows. Give that, or less."
+        )
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise PlanError("update and protect are lists of names")
+    return tuple(value)

@@ -1,0 +1,227 @@
+"""Which account pays for which row, where accounts outlive a run: no row is in two, or beside one.
+
+An account promises its budget for each of its rows. The same row under two agent ids would have
+two budgets, and what one run pays for another may use for nothing, as an unlabelled row. So beside
+the journals lies, in ``registry/``:
+
+    key          32 random bytes, made once; never leaves the folder
+    AGENT.rows   a fingerprint of every row that was ever under this account, one in a line
+    unprotected  the same of every row that a run ever used without protection
+    lock         one process at a time
+
+A fingerprint is HMAC-SHA256 under the key, cut to 128 bits: without the key it says nothing about
+a row, and a bare hash would let anybody with a candidate row test whether it is here. The
+journals are for auditors; the registry is not, and stays with the rows.
+
+Rows may join an account: they are charged with all that it ever spent, which is too much and so
+sound. What counts as the same row follows from the content that the caller gives. POSIX systems
+only.
+"""
+
+import fcntl
+import hashlib
+import hmac
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+
+from accounting.account_plan import check_agent_id
+from accounting.errors import LedgerError
+from accounting.journal import make_directory, sync_directory
+
+_KEY_BYTES = 32
+_FINGERPRINT_BYTES = 16
+_UNPROTECTED = "unprotected"
+_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def shared_rows(holdings: Mapping[str, Iterable[bytes]]) -> Iterator[tuple[str, str, int]]:
+    """Every two agents that hold the same row, and how many such rows; nothing is stored.
+
+    Args:
+        holdings: agent id -> content of each of its labelled rows, without the label.
+    """
+    key = os.urandom(_KEY_BYTES)
+    known = {agent: _fingerprints(key, rows) for agent, rows in holdings.items()}
+    for (one, ours), (other, theirs) in combinations(known.items(), 2):
+        if both := len(ours & theirs):
+            yield one, other, both
+
+
+def unprotected_rows(
+    holdings: Mapping[str, Iterable[bytes]], bare: Iterable[bytes]
+) -> Iterator[tuple[str, int]]:
+    """Every agent with rows that are used without protection as well, and how many of them.
+
+    Args:
+        holdings: as in :func:`shared_rows`.
+        bare: as in :func:`claim`.
+    """
+    key = os.urandom(_KEY_BYTES)
+    beside = _fingerprints(key, bare)
+    for agent, rows in holdings.items():
+        if both := len(_fingerprints(key, rows) & beside):
+            yield agent, both
+
+
+def claim(
+    folder: Path,
+    holdings: Mapping[str, Iterable[bytes]],
+    *,
+    bare: Iterable[bytes] = (),
+    only_check: bool = False,
+) -> None:
+    """Put rows under the accounts of their agents, for good; all of them, or none.
+
+    Beside them, remember the rows that the run uses without protection: no row is ever both.
+
+    Args:
+        folder: of the journals; ``registry`` is made in it.
+        holdings: agent id -> content of each of its labelled rows, without the label.
+        bare: content of each row that the run uses without protection: every unlabelled row of
+            every agent, and validation rows, on which settings are chosen. Test rows are not
+            among them: nobody trains on them or chooses by them, but their accuracy is printed,
+            and no account covers that.
+        only_check: say whether they could be put there, and put none.
+
+    Raises:
+        LedgerError: a row is under another account already, or was or would be used without
+            protection, and nothing was claimed; or the registry cannot be read or written.
+    """
+    registry = folder / "registry"
+    for agent in holdings:
+        check_agent_id(agent)
+    try:
+        make_directory(registry)
+        with _lock(registry):
+            key = _key(registry)
+            known = {path.stem: _read_known(path) for path in sorted(registry.glob("*.rows"))}
+            beside = _unprotected(registry, begun=bool(known))
+            beside_now = (beside or set()) | _fingerprints(key, bare)
+            fresh = {agent: _fingerprints(key, rows) for agent, rows in holdings.items()}
+            merged = {a: known.get(a, set()) | fresh.get(a, set()) for a in {*known, *fresh}}
+            _refuse_overlap(folder, merged)
+            _refuse_unprotected(folder, merged, beside_now)
+            # First, and though it be empty: where rows are and this is not, it was lost.
+            if not only_check and beside_now != beside:
+                _put(registry / _UNPROTECTED, _lines(beside_now))
+            for agent in () if only_check else fresh:
+                if merged[agent] != known.get(agent):
+                    _put(registry / f"{agent}.rows", _lines(merged[agent]))
+    except OSError as error:
+        raise LedgerError(
+            f"{registry}: cannot be read or written ({error.strerror}). Without it nobody knows "
+            f"which rows have an account."
+        ) from error
+
+
+def refuse_lost_journal(folder: Path, agent: str) -> None:
+    """Raise LedgerError when rows were put under an account whose journal is gone."""
+    if (rows := folder / "registry" / f"{agent}.rows").exists():
+        journal = folder / f"{agent}.jsonl"
+        if not journal.exists():
+            raise LedgerError(
+                f"{journal}: missing, though rows have been put under it. Without it nobody knows "
+                f"what was spent. Put it back. (If no run ever began with this folder, remove "
+                f"{rows}.)"
+            )
+
+
+def _refuse_overlap(folder: Path, holdings: Mapping[str, set[bytes]]) -> None:
+    for (one, ours), (other, theirs) in combinations(sorted(holdings.items()), 2):
+        if both := len(ours & theirs):
+            raise LedgerError(
+                f"{folder}: {both} rows would be in the accounts of {one} and of {other}, and "
+                f"have two budgets. Give every run the same split (data.split: RUN/split.json of "
+                f"the first), remove doubled rows from the data, or use another privacy.ledger "
+                f"for other rows."
+            )
+
+
+def _refuse_unprotected(
+    folder: Path, holdings: Mapping[str, set[bytes]], beside: set[bytes]
+) -> None:
+    for agent, rows in sorted(holdings.items()):
+        if both := len(rows & beside):
+            raise LedgerError(
+                f"{folder}: {both} rows in the account of {agent} would be used without "
+                f"protection, or have been, by this run or another, as unlabelled or validation "
+                f"rows, and its budget would promise nothing for them. Give every run the same "
+                f"split (data.split: RUN/split.json of the first), remove doubled rows from the "
+                f"data, or use another privacy.ledger for other rows."
+            )
+
+
+def _fingerprints(key: bytes, rows: Iterable[bytes]) -> set[bytes]:
+    return {hmac.digest(key, row, hashlib.sha256)[:_FINGERPRINT_BYTES] for row in rows}
+
+
+def _key(registry: Path) -> bytes:
+    path = registry / "key"
+    if not path.exists():
+        if any(registry.glob("*.rows")) or (registry / _UNPROTECTED).exists():
+            # Under another key no known row would be known again.
+            raise LedgerError(f"{path}: missing; put the true key back")
+        _put(path, os.urandom(_KEY_BYTES))
+    key = _content(path)
+    if len(key) != _KEY_BYTES:
+        raise LedgerError(f"{path}: damaged; put the true key back")
+    return key
+
+
+def _unprotected(registry: Path, *, begun: bool) -> set[bytes] | None:
+    """The rows that were used without protection; None when nothing was ever claimed."""
+    path = registry / _UNPROTECTED
+    if path.exists():
+        return _read_known(path)
+    if begun:
+        raise LedgerError(
+            f"{path}: missing, though rows have been put under accounts. Without it nobody knows "
+            f"which rows were used without protection; put the true file back"
+        )
+    return None
+
+
+def _read_known(path: Path) -> set[bytes]:
+    try:
+        found = {bytes.fromhex(line.decode("ascii")) for line in _content(path).split()}
+    except ValueError as error:
+        raise LedgerError(f"{path}: damaged; put the true file back") from error
+    if any(len(fingerprint) != _FINGERPRINT_BYTES for fingerprint in found):
+        raise LedgerError(f"{path}: damaged; put the true file back")
+    return found
+
+
+def _lines(fingerprints: set[bytes]) -> bytes:
+    # Sorted: the order of the rows is nobody's business.
+    return b"".join(fingerprint.hex().encode() + b"\n" for fingerprint in sorted(fingerprints))
+
+
+def _content(path: Path) -> bytes:
+    with os.fdopen(os.open(path, os.O_RDONLY | _OPEN), "rb") as file:
+        return file.read()
+
+
+def _put(path: Path, content: bytes) -> None:
+    """Put the file in place whole: old content or new, on disk before this returns."""
+    fresh = path.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+    sync_directory(path.parent)
+
+
+@contextmanager
+def _lock(registry: Path) -> Iterator[None]:
+    descriptor = os.open(registry / "lock", os.O_RDWR | os.O_CREAT | _OPEN, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits: a claim takes milliseconds
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,252 @@
+"""How good an attack is, and how much epsilon it saw, by its errors in two worlds.
+
+The attack gives every trial a score: in one world the row was in the training data (or the
+trial is about a member), in the other it was not. One score per trial, trials independent.
+
+    how good is it?              ROC: the area with a 95% interval, and the share of members it
+                                 accuses while accusing 1% of the others
+    how much epsilon did it      errors at one threshold -> Clopper-Pearson limits -> the largest
+    see?                         epsilon that they reject (arXiv:2006.07709, arXiv:2101.04535)
+
+A run that is (epsilon, delta)-DP bounds both kinds of errors from below, whatever the attack.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import brentq
+from scipy.special import betaincinv, ndtri
+from scipy.stats import rankdata
+
+from accounting.errors import PlanError
+from accounting.events import check_count, check_delta
+from accounting.one_run_audit import check_confidence, check_part
+
+Floats = NDArray[np.float64]
+
+_CANDIDATES = 500  # thresholds tried from either end of the scores
+#: The best of many thresholds is partly the luckiest. Wider limits while choosing prefer one
+#: with more errors to count; what is chosen is then judged at the confidence asked for.
+_WIDER = 50
+_Z = float(ndtri(0.975))  # of a two-sided 95% interval
+
+# Reading an attack --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttackRates:
+    """How well scores tell members from others.
+
+    Args:
+        auc: chance that a member outscores another, ties half. In [0, 1]; 0.5 tells nothing.
+        auc_low, auc_high: its 95% interval.
+        tpr_at_1_percent_fpr: largest share of members accused by a threshold that accuses at
+            most 1% of the others. With fewer than 100 others: none of them.
+    """
+
+    auc: float
+    auc_low: float
+    auc_high: float
+    tpr_at_1_percent_fpr: float
+
+
+def roc(scores_in: ArrayLike, scores_out: ArrayLike) -> AttackRates:
+    """Area under the ROC curve and power at few false accusations.
+
+    The interval is Newcombe's method 5 (Statistics in Medicine 25, 2006, 559-573): the AUCs that
+    lie within 1.96 standard errors of the observed one, with Hanley and McNeil's standard error
+    at that AUC. Unlike theirs and DeLong's it keeps its width when all members rank on top.
+
+    Args:
+        scores_in, scores_out: (I,) and (O,), I, O >= 1, higher for members. Not NaN.
+
+    Raises:
+        PlanError: no scores, or NaN.
+    """
+    members, others = _scores("scores_in", scores_in), _scores("scores_out", scores_out)
+    ranks = rankdata(np.concatenate([members, others]))  # (I + O,), ties share the mean rank
+    wins = float(ranks[: members.size].sum()) - members.size * (members.size + 1) / 2
+    auc = wins / (members.size * others.size)
+    threshold = np.sort(others)[-1 - others.size // 100]  # above it: at most 1% of the others
+    return AttackRates(
+        auc=auc,
+        auc_low=_auc_limit(auc, 0.0, members.size, others.size),
+        auc_high=_auc_limit(auc, 1.0, members.size, others.size),
+        tpr_at_1_percent_fpr=float(np.mean(members > threshold)),
+    )
+
+
+def _auc_limit(auc: float, end: float, members: int, others: int) -> float:
+    """The AUC between the observed one and 0 or 1 that is 1.96 of its standard errors away."""
+    if auc == end:
+        return end
+
+    def excess(theta: float) -> float:
+        half = (members + others) / 2 - 1
+        spread = 1 + half * ((1 - theta) / (2 - theta) + theta / (1 + theta))
+        variance = theta * (1 - theta) * spread / (members * others)
+        return abs(auc - theta) - _Z * math.sqrt(variance)
+
+    nearest = auc + 1e-12 * (end - auc)  # at auc = 0 or 1 itself the excess is 0
+    return float(brentq(excess, nearest, end))
+
+
+# Two worlds ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TwoSampleBound:
+    """An audit of one threshold: what was counted, and the epsilon that it rejects.
+
+    Args:
+        lower_bound, ceiling: of epsilon, >= 0; the ceiling is the bound had there been no error.
+        threshold: scores at or above it say "in". Chosen on scores that are not counted below.
+        false_negatives: of trials_in that said "out". false_positives: of trials_out, "in".
+    """
+
+    lower_bound: float
+    ceiling: float
+    threshold: float
+    false_negatives: int
+    false_positives: int
+    trials_in: int
+    trials_out: int
+
+
+def two_sample_lower_bound(
+    *,
+    false_negatives: int,
+    false_positives: int,
+    trials_in: int,
+    trials_out: int,
+    delta: float,
+    confidence: float = 0.95,
+) -> float:
+    """The largest epsilon that the errors of one test, fixed beforehand, reject; else 0.0.
+
+    With upper Clopper-Pearson limits FN and FP, each at half of 1 - confidence: the larger of
+    ln((1 - FN - delta) / FP) and ln((1 - FP - delta) / FN). arXiv:2101.04535.
+
+    Args:
+        false_negatives: of trials_in independent runs with the row, those called "out".
+        false_positives: of trials_out without it, those called "in".
+        trials_in, trials_out: 1 to 10,000,000.
+        delta: in (0, 1). confidence: from 0.5 to below 1.
+
+    Raises:
+        PlanError: a number is out of range.
+    """
+    check_count("trials_in", trials_in)
+    check_count("trials_out", trials_out)
+    check_part("false_negatives", false_negatives, trials_in, "trials")
+    check_part("false_positives", false_positives, trials_out, "trials")
+    check_delta(delta)
+    check_confidence(confidence)
+    counts = np.array([false_negatives]), np.array([false_positives])
+    return float(_bounds(*counts, (trials_in, trials_out), delta, confidence)[0])
+
+
+def two_sample_ceiling(
+    *, trials_in: int, trials_out: int, delta: float, confidence: float = 0.95
+) -> float:
+    """The lower bound without a single error.
+
+    >>> round(two_sample_ceiling(trials_in=500, trials_out=500, delta=1e-5), 2)
+    4.91
+    """
+    return two_sample_lower_bound(
+        false_negatives=0,
+        false_positives=0,
+        trials_in=trials_in,
+        trials_out=trials_out,
+        delta=delta,
+        confidence=confidence,
+    )
+
+
+def two_sample_bound_from_scores(
+    scores_in: ArrayLike,
+    scores_out: ArrayLike,
+    delta: float,
+    confidence: float = 0.95,
+    *,
+    choosing: float = 0.5,
+) -> TwoSampleBound:
+    """Choose a threshold on the first share of the scores and count errors on the others.
+
+    A threshold chosen on the scores that are counted would find luck and call it epsilon. The
+    parts are taken by position, so each list must be in an order that has nothing to do with
+    the scores: not sorted.
+
+    Args:
+        scores_in, scores_out: (I,) and (O,), I, O >= 2, higher for "in"; one per independent
+            run of each world. Not NaN.
+        delta: in (0, 1). confidence: from 0.5 to below 1.
+        choosing: share of the scores on which the threshold is chosen, above 0 and below 1.
+
+    Raises:
+        PlanError: a number is out of range, or too few scores.
+    """
+    check_delta(delta)
+    check_confidence(confidence)
+    members = _scores("scores_in", scores_in, least=2)
+    others = _scores("scores_out", scores_out, least=2)
+    if not 0 < choosing < 1:
+        raise PlanError(f"choosing is {choosing}; it must be above 0 and below 1")
+    middles = [min(max(1, int(choosing * part.size)), part.size - 1) for part in (members, others)]
+    threshold = _held_out_threshold(members[: middles[0]], others[: middles[1]], delta, confidence)
+    members, others = members[middles[0] :], others[middles[1] :]
+    errors = {
+        "false_negatives": int(np.count_nonzero(members < threshold)),
+        "false_positives": int(np.count_nonzero(others >= threshold)),
+    }
+    trials = {"trials_in": members.size, "trials_out": others.size}
+    return TwoSampleBound(
+        lower_bound=two_sample_lower_bound(**errors, **trials, delta=delta, confidence=confidence),
+        ceiling=two_sample_ceiling(**trials, delta=delta, confidence=confidence),
+        threshold=threshold,
+        **errors,
+        **trials,
+    )
+
+
+def _held_out_threshold(
+    scores_in: Floats, scores_out: Floats, delta: float, confidence: float
+) -> float:
+    """The threshold with the largest bound on these scores; dense in both tails of their order."""
+    pooled = np.unique(np.concatenate([scores_in, scores_out]))
+    steps = np.unique(np.geomspace(1, pooled.size, _CANDIDATES).astype(int)) - 1
+    candidates = np.concatenate([pooled[steps], pooled[::-1][steps]])
+    missed = np.searchsorted(np.sort(scores_in), candidates)
+    accused = scores_out.size - np.searchsorted(np.sort(scores_out), candidates)
+    trials = (scores_in.size, scores_out.size)
+    bounds = _bounds(missed, accused, trials, delta, 1 - (1 - confidence) / _WIDER)
+    return float(candidates[np.argmax(bounds)])
+
+
+def _bounds(
+    missed: NDArray[np.int64],
+    accused: NDArray[np.int64],
+    trials: tuple[int, int],
+    delta: float,
+    confidence: float,
+) -> Floats:
+    """Lower bounds (K,) for K pairs of error counts."""
+    level = (1 + confidence) / 2
+    upper = []
+    for errors, of in zip((missed, accused), trials, strict=True):
+        limit = betaincinv(errors + 1, np.maximum(of - errors, 1), level)
+        upper.append(np.where(errors < of, limit, 1.0))
+    fn, fp = upper
+    ratios = np.maximum((1 - fn - delta) / fp, (1 - fp - delta) / fn)
+    return np.asarray(np.log(np.maximum(ratios, 1.0)), dtype=np.float64)
+
+
+def _scores(name: str, values: ArrayLike, least: int = 1) -> Floats:
+    """A list (N,) of at least so many numbers, infinite ones among them."""
+    scores = np.asarray(values, dtype=np.float64)
+    if scores.ndim != 1 or scores.size < least or np.isnan(scores).any():
+        raise PlanError(f"{name} must be one list of {least} or more numbers; NaN is not a score")
+    return scores

@@ -1,0 +1,1 @@
+"""Baselines: supervised, pseudo-labelling, FixMatch and UDA, FedSSL's own."""

@@ -1,0 +1,105 @@
+"""A classifier alone under DP-SGD: what an agent of FedAvg does whose rows have a budget.
+
+Abadi et al. (CCS 2016), at each agent under an account of its own. Pay, then read.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from privssl.core.agents import LabelledRows, SupportAgent
+from privssl.core.task import Context, Task
+from privssl.data.augmentations import view
+from privssl.privacy.independence import check_rows_independent, refuse_coupling_layers
+from privssl.privacy.local_dp_sgd import train_rows_privately, tried_out
+from privssl.privacy.plan import PrivatePlan
+from privssl.runtime import randomness
+from privssl.settings.schema import Problem
+from privssl.training import local_training
+from privssl.training.batched.deferred import ExampleLoss
+from privssl.training.losses import hard_label_loss
+
+#: What the ``privacy`` section says in the place of the ``algorithm`` section.
+OVERRIDDEN_BY_PRIVACY = {
+    "local_epochs": "steps",
+    "batch_size": "sample_rate",
+    "learning_rate": "learning_rate",
+    "learning_rate_decay": "learning_rate",
+    "momentum": "momentum",
+    "weight_decay": "clip_norm",
+    "weak": "augment",
+}
+
+
+def train_classifier(
+    plan: PrivatePlan, F: nn.Module, agent: SupportAgent, ctx: Context, *, flip: bool
+) -> None:
+    """A visit of DP-SGD, in place.
+
+    Args:
+        F: with the global weights.
+        flip: whether half of the rows are mirrored left to right.
+
+    Raises:
+        accounting.errors.BudgetExhausted: nothing was read.
+    """
+    assert agent.account is not None
+    with agent.account.spend(plan.event, ctx.charge_id):
+        public = agent.account.plan.record_counts == "public"
+        _train(plan, F, agent.labelled, ctx, flip=flip, counts_public=public)
+
+
+def try_classifier(
+    plan: PrivatePlan, F: nn.Module, task: Task, device: torch.device, *, flip: bool
+) -> None:
+    """All that a visit does, but for its steps. Raises PrivacyError where it would."""
+    quiet, rows, ctx = tried_out(plan, task.shape, device)
+    public = plan.record_counts == "public"
+    _train(quiet, F.to(device).train(), rows, ctx, flip=flip, counts_public=public)
+
+
+def _train(
+    plan: PrivatePlan, F: nn.Module, rows: LabelledRows, ctx: Context, *, flip: bool,
+    counts_public: bool,
+) -> None:  # fmt: skip
+    def draw(x: Tensor, y: Tensor, here: Context) -> Mapping[str, Tensor]:
+        real = local_training.network_input(x, ctx.device)
+        seen = view(plan.augment, real, here.rng("weak view"), flip=flip)
+        return {"x": seen, "y": y.to(ctx.device)}
+
+    loss = ExampleLoss(hard_label_loss, (), {"F": F})
+    train_rows_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=counts_public)
+
+
+def check_classifier(F: nn.Module, task: Task) -> None:
+    """Raises PrivacyError where one row moves another row's loss. Random rows are used."""
+    refuse_coupling_layers({"F": F})
+    rng, rows = randomness.stream(0, 0, "world", "check rows"), 3
+    x = torch.rand(rows, *task.shape, generator=rng) * 2 - 1
+    y = torch.arange(rows) % task.classes
+    F = F.train()  # as private steps have it
+    check_rows_independent(lambda r: cross_entropy(F(r["x"]), y, reduction="none"), {"x": x})
+
+
+def private_problems(config: Any) -> Iterator[Problem]:
+    """What a private run of the classifier alone cannot have, or would not look at."""
+    own = {spec.name: spec.default for spec in dataclasses.fields(config.algorithm)}
+    for key, there in OVERRIDDEN_BY_PRIVACY.items():
+        if key in own and getattr(config.algorithm, key) != own[key]:
+            yield Problem(
+                f"algorithm.{key}",
+                f"has no effect on private steps, for which privacy.{there} stands. Leave it out",
+            )
+    privacy, name = config.privacy, config.algorithm.name
+    if {*privacy.update_at_support, *privacy.protect} != {"F"}:
+        yield Problem("privacy.protect", f"{name} trains F alone. Set [F], or leave it out")
+    if privacy.visits is not None and privacy.visits < config.algorithm.rounds:
+        yield Problem(
+            "algorithm.rounds",
+            f"{config.algorithm.rounds}, but after {privacy.visits} (privacy.visits) nobody would "
+            "learn any more. Leave privacy.visits out",
+        )

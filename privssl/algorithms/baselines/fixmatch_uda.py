@@ -1,0 +1,241 @@
+"""FixMatch and UDA in a federation: a strong view is to be called what a clean one was called.
+
+FedAvg-FixMatch and FedAvg-UDA; with ``weights: equal`` and ``proximal: 0.01`` FedProx-FixMatch and
+FedProx-UDA, as FedMatch (Jeong et al., ICLR 2021) and FedSEAL (Bian et al., 2021) have them.
+
+    papers                                                    here
+    FixMatch (Sohn et al. 2020): label of a clean view where
+      max p >= tau, cross-entropy of a strong view            FixMatch._unlabelled
+    UDA (Xie et al. 2020): KL(p of a clean view || p strong)  UDA._unlabelled, divergence
+      annealing: rows that are known already teach nothing    UDA._labelled, still_taught
+    one step on L_s + L_u                                     _Consistent.losses
+    as many steps as on labels alone                          joint_batches
+
+Rounds, and where labels may be: algorithms/baselines/pseudo_labeling.py.
+
+Differs from the papers: (1) A clean view is guessed by the network in training, without dropout or
+batch statistics. (2) Nobody says how UDA sharpens, masks and counts its clock in a federation:
+``temperature`` (none by default), ``threshold`` and rounds. (3) FixMatch has seven unlabelled rows
+to a labelled one; here an agent's unlabelled batches follow from its labelled ones, as in FedMatch
+(``steps_of``).
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal, final
+
+import pydantic.dataclasses
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelled
+from privssl.algorithms.baselines.supervised import Amount, can_learn_from
+from privssl.algorithms.local_ssl import Share
+from privssl.core.agents import LabelledRows, UnlabelledRows
+from privssl.core.task import Context
+from privssl.data.augmentations import view
+from privssl.settings.schema import Rate, strict
+from privssl.training import local_training
+from privssl.training.losses import soft_cross_entropy
+from privssl.training.pseudo_labels import sharpen
+
+# Config -------------------------------------------------------------------------------------
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class Consistency(Guessing):
+    """What FixMatch and UDA are configured by; profiles of both papers: docs/baselines.md."""
+
+    threshold: Share = 0.85  # tau: a row counts where max p >= tau; FedMatch. FedSEAL: 0.9
+    strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fedmatch"
+    guess_on: Literal["raw", "weak"] = "raw"  # the clean view; FedMatch: raw, FedSEAL: weak
+    mean_over: Literal["kept", "batch"] = "kept"  # FedMatch's own loss: kept; FedSEAL: batch
+    labelled_weight: Rate = 1.0  # of L_s; FedMatch: 10
+    unlabelled_weight: Amount = 1.0  # of L_u; both papers
+    steps_of: Literal["labelled", "unlabelled"] = "labelled"  # joint_batches
+
+    def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
+        return view(self.strong, x, rng, flip=self.flip, under=self.weak)
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class FixMatchConfig(Consistency):
+    """Section ``algorithm`` for FedAvg-FixMatch and FedProx-FixMatch."""
+
+    name: Literal["fixmatch"] = "fixmatch"
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class UDAConfig(Consistency):
+    """Section ``algorithm`` for FedAvg-UDA and FedProx-UDA."""
+
+    name: Literal["uda"] = "uda"
+    # Of guesses, below 1 sharpens; UDA: 0.4, unsaid by both papers. p^(1 / 0.05) = p^20 of an
+    # unsure row is still a number in float32; p^50 of ten equal classes is 0 / 0.
+    temperature: Annotated[float, Field(ge=0.05, allow_inf_nan=False)] = 1.0
+    annealing: Literal["exponential", "none"] = "exponential"  # FedMatch; FedSEAL does not say
+
+    def annealing_threshold(self, round_number: int, classes: int) -> float:
+        """eta: a labelled row whose class has a higher probability teaches nothing. Xie et al.
+
+        exp(5 (t / T - 1)) (1 - 1 / C) + 1 / C on the clock of rounds; 1 in the last, and without
+        annealing.
+        """
+        if self.annealing == "none":
+            return 1.0
+        known = math.exp(5 * (min(round_number / self.rounds, 1.0) - 1))
+        return known * (1 - 1 / classes) + 1 / classes
+
+
+# The algorithms -----------------------------------------------------------------------------
+
+
+class _Consistent(PseudoLabelled):
+    """What a visit does; a subclass has the terms of the loss."""
+
+    cfg: Consistency
+
+    def losses(
+        self, F: nn.Module, labelled: LabelledRows, unlabelled: UnlabelledRows,
+        y: Tensor | None, ctx: Context,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """L_s + L_u of each batch, in one forward pass; a batch without any term is no step."""
+        order, weak, strong = ctx.rng("order"), ctx.rng("weak view"), ctx.rng("strong view")
+        size, held = self.cfg.batch_size, (len(labelled), len(unlabelled))
+        shares = []
+
+        def weak_view(x: Tensor) -> Tensor:
+            return self.cfg.weak_view(x, weak)
+
+        def strong_view(x: Tensor) -> Tensor:
+            return self.cfg.strong_view(x, strong)
+
+        def clean_view(x: Tensor) -> Tensor:
+            return weak_view(x) if self.cfg.guess_on == "weak" else x
+
+        for _ in range(self.cfg.local_epochs):
+            batches = list(joint_batches(*held, size, self.cfg.steps_of, order))
+            of_mine, of_others = ([pair[which] for pair in batches] for which in (0, 1))
+            views = zip(
+                local_training.views_of(labelled.x, of_mine, weak_view, ctx.device),
+                local_training.views_of(unlabelled.x, of_others, clean_view, ctx.device),
+                local_training.views_of(unlabelled.x, of_others, strong_view, ctx.device),
+                strict=True,
+            )
+            for (mine, others), (x_l, x, x_u) in zip(batches, views, strict=True):
+                p = self._guess(F, x)  # (B, C)
+                kept = p.amax(dim=1) >= self.cfg.threshold  # (B,)
+                ctx.pseudo_labels(unlabelled.ids[others], p, kept.cpu())
+                seen = torch.cat([x_l, x_u[kept]])
+                if len(others):
+                    shares.append(float(kept.float().mean()))
+                if not can_learn_from(F, len(seen)):
+                    continue
+                logits = F(seen)
+                terms = [
+                    self.cfg.labelled_weight
+                    * self._labelled(logits[: len(mine)], labelled.y[mine].to(ctx.device), ctx),
+                    self.cfg.unlabelled_weight
+                    * self._mean(self._unlabelled(logits[len(mine) :], p[kept]), len(others)),
+                ]
+                loss = torch.stack(terms).sum()
+                if not loss.detach() <= 0:  # FedMatch: no step, else momentum would go on alone
+                    yield loss
+        if shares:
+            ctx.log_metric("train/kept", sum(shares) / len(shares))
+
+    @torch.no_grad()
+    def _guess(self, F: nn.Module, x: Tensor) -> Tensor:
+        """Class probabilities (B, C) of clean or weak views by the network in training."""
+        if not len(x):
+            return torch.empty(0, self.task.classes, device=x.device)
+        p: Tensor = F.eval()(x).softmax(dim=1)
+        F.train()
+        return p
+
+    def _mean(self, losses: Tensor, batch: int) -> Tensor:
+        """Mean of the losses of kept rows over these, or over the batch; 0 of none."""
+        rows = len(losses) if self.cfg.mean_over == "kept" else batch
+        return losses.sum() / max(1, rows)
+
+    def _labelled(self, logits: Tensor, y: Tensor, ctx: Context) -> Tensor:
+        """Mean cross-entropy; 0 of no rows."""
+        return cross_entropy(logits, y, reduction="sum") / max(1, len(y))
+
+    @abstractmethod
+    def _unlabelled(self, logits: Tensor, p: Tensor) -> Tensor:
+        """Losses (B,) of strong views with these logits (B, C) whose clean views have p (B, C)."""
+
+
+@final
+class FixMatch(_Consistent):
+    """FedAvg-FixMatch, FedProx-FixMatch."""
+
+    Config = FixMatchConfig
+    cfg: FixMatchConfig
+
+    def _unlabelled(self, logits: Tensor, p: Tensor) -> Tensor:
+        return cross_entropy(logits, p.argmax(dim=1), reduction="none")
+
+
+@final
+class UDA(_Consistent):
+    """FedAvg-UDA, FedProx-UDA."""
+
+    Config = UDAConfig
+    cfg: UDAConfig
+
+    def _unlabelled(self, logits: Tensor, p: Tensor) -> Tensor:
+        return divergence(sharpen(p, 1 / self.cfg.temperature), logits)
+
+    def _labelled(self, logits: Tensor, y: Tensor, ctx: Context) -> Tensor:
+        taught = training_signal_annealing(
+            logits.detach(), y, self.cfg.annealing_threshold(ctx.round, self.task.classes)
+        )
+        return super()._labelled(logits[taught], y[taught], ctx)
+
+
+# Small things -------------------------------------------------------------------------------
+
+
+def joint_batches(
+    labelled: int, unlabelled: int, size: int, steps_of: Literal["labelled", "unlabelled"],
+    rng: torch.Generator,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Row numbers of the steps of one epoch: labelled (B,) and unlabelled (B',).
+
+    labelled: as many steps as FedAvg on the labelled rows takes, and unlabelled rows are shared
+    out among them, so that both kinds are seen once (FedMatch with labels at clients).
+    unlabelled: batches of ``size`` of both kinds, labelled rows come round again.
+
+    Args:
+        labelled, unlabelled: rows held, >= 0. Of a kind that is absent all batches are empty.
+        size: rows of a batch.
+    """
+    none = torch.empty(0, dtype=torch.int64)
+    mine: Sequence[Tensor] = list(local_training.epoch_batches(labelled, size, rng))
+    others: Sequence[Tensor] = list(local_training.epoch_batches(unlabelled, size, rng))
+    if mine and others and steps_of == "labelled":
+        others = torch.tensor_split(torch.cat(list(others)), len(mine))
+    elif mine and others:
+        mine = torch.split(local_training.draw_rows(labelled, size * len(others), rng), size)
+    yield from zip(mine or [none] * len(others), others or [none] * len(mine), strict=True)
+
+
+def training_signal_annealing(logits: Tensor, y: Tensor, eta: float) -> Tensor:
+    """Which rows (B,) have no higher probability of their class than eta: logits (B, C), y (B,).
+
+    A row whose probability is not a number is taught, so that training which diverged is seen.
+    """
+    return ~(logits.softmax(dim=1).gather(1, y[:, None])[:, 0] > eta)
+
+
+def divergence(p: Tensor, logits: Tensor) -> Tensor:
+    """KL(p || softmax(logits)), one number >= 0 per row: p (B, C), logits (B, C)."""
+    entropy = -torch.special.xlogy(p, p).sum(dim=1)
+    divergences: Tensor = soft_cross_entropy(logits, p) - entropy
+    return divergences

@@ -1,0 +1,1 @@
+"""FedMatch: its rounds, disjoint training, helpers and sparse updates."""

@@ -1,0 +1,374 @@
+"""Weights in two halves, theta = sigma + psi: how FedMatch trains one while the other is fixed.
+
+Jeong et al. (ICLR 2021), section 3.2 and Eq. 1 to 5, with losses as the authors' code has them.
+Gradients by sigma and by psi are both the gradient by theta; learning is "disjoint" because a step
+moves one half. What is set here: ``DisjointTraining``. What a visit does: ``DisjointTrainer``.
+
+The penalties on psi are sums over all weights, not means: at the published numbers they outweigh
+all else in psi's loss, and with means FedMatch would be another algorithm. Means of the other
+losses are over the rows that are kept, not over the batch.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+import pydantic.dataclasses
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy, kl_div
+
+from privssl.algorithms.fedmatch.helper_agents import vote_agreement
+from privssl.algorithms.fedmatch.sparse_updates import DecomposedWeights, SparsityThresholds
+from privssl.algorithms.local_ssl import Share
+from privssl.core.agents import LabelledRows, QueryAgent, SupportAgent, UnlabelledRows
+from privssl.core.messages import StateDict
+from privssl.core.task import Context
+from privssl.data.augmentations import view
+from privssl.runtime import randomness
+from privssl.settings.schema import Positive, Rate, strict
+from privssl.training import device_transfer, local_training, optim
+from privssl.training.batched.deferred import batched_call
+
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Half: TypeAlias = Literal["sigma", "psi"]
+Form: TypeAlias = Literal["clamped", "exact"]
+Place: TypeAlias = Literal["server", "client"]
+TINY = 1e-7  # Keras' epsilon
+RATE_CUT = 3.0  # what a learning rate is divided by
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What follows from where labels are and from the profile, unless the config gives it."""
+
+    batch_size: int
+    patience: int
+    threshold: float
+    l1_weight: float
+    negligible: float
+    smallest_change: float
+
+    @property
+    def sparsity_thresholds(self) -> SparsityThresholds:
+        return SparsityThresholds(self.negligible, self.smallest_change)
+
+
+#: Authors' code. Support agents count as a server.
+RELEASED: Mapping[Place, Hyperparameters] = {
+    "server": Hyperparameters(100, 20, 0.75, 1e-5, negligible=1e-5, smallest_change=1e-5),
+    "client": Hyperparameters(10, 5, 0.75, 1e-4, negligible=5e-6, smallest_change=5e-5),
+}
+#: What a profile changes of them. The paper's rows: 54,000 + 3,000 + 3,000 (data.validation).
+PROFILES: Mapping[str, Mapping[str, Any]] = {
+    "fedmatch-release": {},
+    "fedmatch-paper": {"threshold": 0.85, "patience": 5},
+}
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class DisjointTraining:
+    """What a visit depends on. Numbers are the authors' code's; null: RELEASED and PROFILES."""
+
+    profile: Literal["fedmatch-release", "fedmatch-paper"] = "fedmatch-release"
+    epochs: Positive = 1  # of an agent's visit
+    batch_size: Positive | None = None  # labelled rows at clients; rows of either kind otherwise
+    learning_rate: Rate = 1e-3  # SGD without momentum, of sigma and psi
+    patience: Positive | None = None  # visits without a lower labelled loss until rate / 3
+    threshold: Share | None = None  # tau: a row is sure where the agent's max p >= tau
+    labelled_weight: Rate = 10.0  # lambda_s
+    inter_client_weight: NotNegative = 0.01  # lambda_ICCS, of Eq. 1
+    agreement_weight: NotNegative = 0.01  # lambda_ICCS, of the pseudo-labels
+    l2_weight: NotNegative = 10.0  # of sum (sigma - psi)^2
+    l1_weight: NotNegative | None = None  # of sum |psi|
+    weight_decay: NotNegative = 0.0  # of sum theta^2; the paper's 1e-4 is not added in the code
+    negligible: NotNegative | None = None  # l1_thres: entries of psi that count as 0
+    smallest_change: NotNegative | None = None  # delta: differences up to it are not sent
+    helpers_vote: Literal["always", "sure"] = "always"  # sure: where their max p >= tau (paper)
+    probabilities: Form = "clamped"  # in losses, as Keras does; exact: by log softmax
+    strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fedmatch"
+
+    def hyperparameters(self, place: Place) -> Hyperparameters:
+        """The numbers that hold where labels are at ``place``."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Hyperparameters)}
+        given = {name: value for name, value in own.items() if value is not None}
+        return dataclasses.replace(RELEASED[place], **{**PROFILES[self.profile], **given})
+
+    def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        """A strong view of rows (B, *shape) in [-1, 1]. There is no weak view."""
+        return view(self.strong, x, rng, flip=False, under="none")
+
+
+# A visit ------------------------------------------------------------------------------------
+
+
+class DisjointTrainer:
+    """Both halves at one agent: steps on sigma by labelled rows, on psi by unlabelled ones.
+
+    SGD without momentum, one rate for both halves.
+    """
+
+    def __init__(
+        self, cfg: DisjointTraining, place: Place, F: nn.Module, start: DecomposedWeights,
+        agent: SupportAgent | QueryAgent, ctx: Context,
+    ) -> None:  # fmt: skip
+        """``F`` lends its form alone; ``start`` is copied. The agent's pace is gone on with."""
+        self._cfg, self._numbers = cfg, cfg.hyperparameters(place)
+        self._F, self._agent, self._ctx = F.train(), agent, ctx
+        first = initial_plateau(cfg.learning_rate, self._numbers.patience)
+        self._pace = agent.memory.get("pace", first)
+        self._halves: dict[Half, dict[str, Tensor]] = {
+            "sigma": _leaves(start.sigma, ctx.device),
+            "psi": _leaves(start.psi, ctx.device),
+        }
+        # Helpers are frozen at the sigma that was sent: authors' code.
+        self._sent_sigma = {n: s.detach().clone() for n, s in self._halves["sigma"].items()}
+        self._sgd = {
+            half: optim.SGD(list(weights.values()), lr=float(self._pace[0]))
+            for half, weights in self._halves.items()
+        }
+        self._losses: dict[Half, list[Tensor]] = {half: [] for half in self._halves}
+        self._views, self._dropout = ctx.rng("strong view"), ctx.rng("dropout")
+
+    def learn_sigma(self, rows: LabelledRows, picked: Tensor) -> None:
+        """One step on L_s: Eq. 4."""
+        weights = self._theta()
+        x = local_training.network_input(rows.x[picked], self._ctx.device)
+        y = rows.y[picked].to(self._ctx.device)
+        loss = label_loss(self._logits(weights, x), y, self._cfg.probabilities)
+        self._losses["sigma"].append(loss.detach())
+        loss = self._cfg.labelled_weight * loss
+        if self._cfg.weight_decay:
+            loss = loss + batched_call(_decay, {"theta": weights}, self._cfg.weight_decay)
+        self._step("sigma", loss)
+
+    def learn_psi(
+        self, rows: UnlabelledRows, picked: Tensor, helpers: Sequence[StateDict] = ()
+    ) -> None:
+        """One step on L_u: Eq. 5. Without a sure row it is one on the penalties alone."""
+        cfg, weights = self._cfg, self._theta()
+        strengths = cfg.l2_weight, self._numbers.l1_weight, cfg.weight_decay
+        loss = batched_call(_apply_penalties, {**self._halves, "theta": weights}, *strengths)
+        if len(picked):
+            loss = loss + self._consistency(weights, rows, picked, helpers)
+        self._losses["psi"].append(loss.detach())
+        self._step("psi", loss)
+
+    def update_of(self, half: Half) -> dict[str, Tensor]:
+        """One half as it is now: plain CPU tensors of their own."""
+        plain = {name: weight.contiguous() for name, weight in self._halves[half].items()}
+        return device_transfer.copy_tensors(plain)
+
+    def end(self) -> None:
+        """Tell the losses, and remember the pace where labels set it."""
+        for half, losses in self._losses.items():
+            if losses:
+                self._ctx.log_metric(f"train/loss_{half}", local_training.mean_of(losses))
+        if self._losses["sigma"]:
+            loss = local_training.mean_of(self._losses["sigma"])
+            plateau = step_plateau(self._pace, loss, self._numbers.patience)
+            self._agent.memory = {**self._agent.memory, "pace": plateau}
+
+    def _consistency(
+        self, weights: StateDict, rows: UnlabelledRows, picked: Tensor, helpers: Sequence[StateDict]
+    ) -> Tensor:
+        """lambda_ICCS Phi of Eq. 2, a mean over the sure rows; 0 without any."""
+        cfg, tau = self._cfg, self._numbers.threshold
+        x = local_training.network_input(rows.x[picked], self._ctx.device)  # (B, *shape)
+        with torch.set_grad_enabled(bool(helpers)):  # Eq. 1 alone learns from clean rows
+            logits = self._logits(weights, x)  # (B, C)
+        p = logits.detach().softmax(dim=1)
+        sure = p.max(dim=1).values >= tau  # (B,)
+        if not sure.any():
+            self._ctx.pseudo_labels(rows.ids[picked], p, sure.cpu())
+            return p.new_zeros(())
+        others = [self._helper_predictions(psi, x[sure]) for psi in helpers]  # (S, C) each
+        votes = vote_agreement(p[sure], others, tau if cfg.helpers_vote == "sure" else 0.0)
+        y = votes.argmax(dim=1)  # (S,), Eq. 3
+        p[sure] = votes.to(p.dtype)  # what is told is what is learned
+        self._ctx.pseudo_labels(rows.ids[picked], p, sure.cpu())
+        seen = self._logits(weights, cfg.strong_view(x[sure], self._views))
+        loss = cfg.agreement_weight * label_loss(seen, y, cfg.probabilities)
+        if others:
+            apart = inter_client_loss(logits[sure], others, cfg.probabilities)
+            loss = loss + cfg.inter_client_weight * apart
+        return loss
+
+    def _theta(self) -> dict[str, Tensor]:
+        """sigma + psi, with a gradient to both."""
+        weights: dict[str, Tensor] = batched_call(_theta_of, self._halves)
+        return weights
+
+    def _helper_predictions(self, psi: StateDict, x: Tensor) -> Tensor:
+        """Probabilities of the sigma that was sent with a helper's psi."""
+        theirs = {name: weight.to(x.device) for name, weight in psi.items()}
+        return predict(self._F, theta(self._sent_sigma, theirs), x)
+
+    def _logits(self, weights: StateDict, x: Tensor) -> Tensor:
+        """(B, C) in training mode; dropout, where there is any, draws from the visit's stream."""
+        with randomness.seeded(self._dropout):
+            logits: Tensor = functional_call(self._F, dict(weights), (x,))
+        return logits
+
+    def _step(self, half: Half, loss: Tensor) -> None:
+        """Move one half, unless nothing in the loss depends on it."""
+        if loss.requires_grad:
+            local_training.minimise(self._sgd[half], loss)
+
+
+def _theta_of(halves: Mapping[str, StateDict]) -> dict[str, Tensor]:
+    return theta(halves["sigma"], halves["psi"])
+
+
+def _decay(weights: Mapping[str, StateDict], share: float) -> Tensor:
+    return weight_decay(weights["theta"], share)
+
+
+def _apply_penalties(
+    weights: Mapping[str, StateDict], l2: float, l1: float, decay: float
+) -> Tensor:
+    loss = penalties(weights["sigma"], weights["psi"], l2=l2, l1=l1)
+    return loss + weight_decay(weights["theta"], decay) if decay else loss
+
+
+def _leaves(weights: StateDict, device: torch.device) -> dict[str, Tensor]:
+    # Kernels lie as the images do, channels last: convolutions are faster then.
+    return {
+        name: weight.clone(
+            memory_format=torch.channels_last if weight.dim() == 4 else torch.preserve_format
+        ).requires_grad_()
+        for name, weight in device_transfer.move_to(weights, device).items()
+    }
+
+
+# Order and pace -----------------------------------------------------------------------------
+
+
+def kept_order(kind: str, held: int, agent: SupportAgent | QueryAgent, ctx: Context) -> Tensor:
+    """The agent's own order of its rows (held,): drawn at the first visit, then remembered.
+
+    Authors' code: rows are shuffled once, and every epoch of every round walks the same way.
+    """
+    key = f"order/{kind}"
+    order = agent.memory.get(key)
+    if order is None or len(order) != held:
+        order = torch.randperm(held, generator=ctx.rng(key))
+        agent.memory = {**agent.memory, key: order}
+    return order
+
+
+def paired_batches(labelled: Tensor, unlabelled: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    """One epoch at an agent with both kinds of rows: as many batches of one as of the other.
+
+    There are round(N / size) of them, halves to even, at least one. So a tail of up to half a
+    batch of labelled rows is left out. The unlabelled rows are spread over the steps.
+
+    Args:
+        labelled, unlabelled: row numbers (N,) and (M,) in the order of the epoch. With few
+            unlabelled rows the last batches have none of them.
+        size: labelled rows of a batch.
+    """
+    steps = max(1, round(len(labelled) / size))
+    width = -(-len(unlabelled) // steps)
+    return [
+        (labelled[i * size : (i + 1) * size], unlabelled[i * width : (i + 1) * width])
+        for i in range(steps)
+    ]
+
+
+def whole_batches(order: Tensor, size: int) -> list[Tensor]:
+    """One epoch at an agent with unlabelled rows: round(M / size) batches, halves to even, at
+    least one. The last may be short, or a tail of up to half a batch is left out."""
+    return [order[i * size : (i + 1) * size] for i in range(max(1, round(len(order) / size)))]
+
+
+def initial_plateau(learning_rate: float, patience: int) -> Tensor:
+    """Learning rate, patience left, lowest loss so far: (3,) float64."""
+    return torch.tensor([learning_rate, patience, torch.inf], dtype=torch.float64)
+
+
+def step_plateau(plateau: Tensor, loss: float, patience: int) -> Tensor:
+    """After a visit with this loss: a lower one restores patience, its end costs rate.
+
+    The rule of HAT (Serra et al. 2018), as in the paper's A.3.
+    """
+    rate, left, lowest = plateau.tolist()
+    if loss < lowest:
+        left, lowest = patience, loss
+    else:
+        left -= 1
+    if left <= 0:
+        rate, left = rate / RATE_CUT, patience
+    return torch.tensor([rate, left, lowest], dtype=torch.float64)
+
+
+# The maths ----------------------------------------------------------------------------------
+
+
+def theta(sigma: StateDict, psi: StateDict) -> dict[str, Tensor]:
+    """The weights that a network computes with."""
+    return {name: weight + psi[name] for name, weight in sigma.items()}
+
+
+@torch.no_grad()
+def predict(F: nn.Module, weights: StateDict, x: Tensor) -> Tensor:
+    """Probabilities (B, C) of a network with the given weights, in evaluation mode."""
+    mode = F.training
+    logits: Tensor = functional_call(F.eval(), dict(weights), (x,))
+    F.train(mode)
+    return logits.softmax(dim=1)
+
+
+def label_loss(logits: Tensor, y: Tensor, form: Form) -> Tensor:
+    """Cross-entropy, mean over the given rows.
+
+    Args:
+        logits: (B, C), B >= 1.
+        y: classes (B,).
+        form: clamped: -log of the probability cut to [1e-7, 1 - 1e-7], as Keras does. A row beyond
+            either end has no gradient, which counts where no norm keeps logits small. exact: by
+            log softmax.
+    """
+    if form == "exact":
+        return cross_entropy(logits, y)
+    p = logits.softmax(dim=1).gather(1, y[:, None])  # (B, 1)
+    return -p.clamp(TINY, 1 - TINY).log().mean()
+
+
+def inter_client_loss(logits: Tensor, helpers: Sequence[Tensor], form: Form) -> Tensor:
+    """1/H sum_j KL[h_j || p], mean over the given rows: Eq. 1.
+
+    Args:
+        logits: of the agent that learns (B, C), B >= 1.
+        helpers: probabilities h_j, each (B, C); at least one.
+        form: clamped: probabilities cut to [1e-7, 1], as Keras does; exact: by log softmax.
+    """
+    if form == "exact":
+        log_p = logits.log_softmax(dim=1)
+        parts = [kl_div(log_p, h, reduction="batchmean") for h in helpers]
+    else:
+        p = logits.softmax(dim=1).clamp(TINY, 1)  # (B, C)
+        cut = [h.clamp(TINY, 1) for h in helpers]
+        parts = [(h * (h / p).log()).sum(dim=1).mean() for h in cut]
+    return torch.stack(parts).mean()
+
+
+def penalties(sigma: StateDict, psi: StateDict, *, l2: float, l1: float) -> Tensor:
+    """l2 sum (sigma - psi)^2 + l1 sum |psi| over all weights: Eq. 5. sigma gets no gradient.
+
+    Alone, a step at rate r takes psi the share 2 r l2 of the way to sigma: 2% as published.
+    """
+    pairs = [(psi[name], weight.detach()) for name, weight in sigma.items()]
+    terms = [l2 * (p - s).square().sum() + l1 * p.abs().sum() for p, s in pairs]
+    return torch.stack(terms).sum()
+
+
+def weight_decay(weights: StateDict, share: float) -> Tensor:
+    """share sum w^2, a scalar."""
+    return share * torch.stack([w.square().sum() for w in weights.values()]).sum()

@@ -1,0 +1,92 @@
+"""Helper agents: FedMatch's agents that predict alike are shown each other's models.
+
+Jeong et al. (ICLR 2021), section 3.1. The server shows every model that it gets one image of
+noise, the probe; the prediction is the model's embedding. Now and then an agent that was seen
+before is sent the psi of those whose embeddings lie nearest to its own, its helpers. The agent
+freezes them, agrees with them on pseudo-labels (Eq. 3) and is drawn to what they predict (Eq. 1).
+
+Embeddings are of different rounds: an agent's is as old as its last visit.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from privssl.core.agents import natural_order
+from privssl.core.messages import StateDict
+
+
+def draw_probe(shape: tuple[int, int, int], rng: torch.Generator) -> Tensor:
+    """The image of noise (1, *shape) in [-1, 1]: normal, mean and deviation 125 of 255 levels,
+    cut to 0..255. Authors' code."""
+    levels = nn.init.trunc_normal_(torch.empty(1, *shape), 125.0, 125.0, 0.0, 255.0, generator=rng)
+    return levels / 127.5 - 1
+
+
+def nearest_agents(
+    embeddings: Mapping[str, Tensor], agents: Iterable[str], count: int
+) -> dict[str, tuple[str, ...]]:
+    """The helpers of some agents, nearest first: scipy's KD-tree, Euclidean distance.
+
+    Args:
+        embeddings: agent -> (C,), of all that were seen. One that is not finite is left out.
+        agents: who is to get helpers. Those without an embedding are not in the answer, nor is
+            one whom nobody else could help.
+        count: H, >= 0; fewer where fewer others were seen.
+    """
+    seen = sorted((a for a, e in embeddings.items() if e.isfinite().all()), key=natural_order)
+    asking = [agent for agent in agents if agent in seen]
+    if not asking or not count or len(seen) < 2:
+        return {}
+    from scipy.spatial import KDTree  # here: it takes 0.2 s, and most runs have no helpers
+
+    tree = KDTree(torch.stack([embeddings[agent] for agent in seen]).double().numpy())
+    found = {}
+    for agent in asking:
+        own = embeddings[agent].double().numpy()
+        _, places = tree.query(own, k=list(range(1, min(count + 1, len(seen)) + 1)))
+        # The agent is dropped by its name: among equal embeddings it may stand anywhere, or
+        # not be found at all.
+        others = [seen[place] for place in places if seen[place] != agent]
+        found[agent] = tuple(others[:count])
+    return found
+
+
+def bundle(helpers: Sequence[StateDict]) -> dict[str, Tensor] | None:
+    """The psi of several helpers as one mapping, "0/NAME", "1/NAME" and so on; None of none."""
+    named = {f"{place}/{n}": w for place, psi in enumerate(helpers) for n, w in psi.items()}
+    return named or None
+
+
+def unbundle(helpers: StateDict | None) -> list[dict[str, Tensor]]:
+    """The inverse of ``bundle``."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, weight in (helpers or {}).items():
+        place, _, name = key.partition("/")
+        found.setdefault(place, {})[name] = weight
+    return list(found.values())
+
+
+def vote_agreement(own: Tensor, helpers: Sequence[Tensor], sure_from: float = 0.0) -> Tensor:
+    """Votes for each class: Eq. 3. The pseudo-label is the class with most votes, the lowest number
+    of those that have equally many.
+
+    Args:
+        own: the agent's prediction (B, C).
+        helpers: those of its helpers, each (B, C); none leave the agent's own vote.
+        sure_from: a helper votes only where its largest probability is at least this.
+
+    Returns:
+        Whole numbers (B, C).
+
+    >>> vote_agreement(torch.tensor([[0.9, 0.0, 0.1]]), [torch.tensor([[0.1, 0.0, 0.9]])] * 2)
+    tensor([[1, 0, 2]])
+    """
+    classes = own.shape[1]
+    votes = one_hot(own.argmax(dim=1), classes)
+    for prediction in helpers:
+        sure, choice = prediction.max(dim=1).values >= sure_from, prediction.argmax(dim=1)
+        votes = votes + one_hot(choice, classes) * sure[:, None]
+    return votes

@@ -1,0 +1,1 @@
+"""FedSEAL: its rounds and learning from complementary labels."""

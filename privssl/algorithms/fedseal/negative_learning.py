@@ -1,0 +1,226 @@
+"""Labels of two signs: what a row is, what it is not, and how both are learned. FedSEAL's maths.
+
+Bian, Fu, Xu (arXiv:2110.07829). ``algorithms/fedseal/algorithm.py`` has the rounds.
+
+    Eq. 5          class_thresholds, mean_where_known; on rows that set_apart chose
+    Eq. 9 to 12    signed_labels
+    Eq. 13         batch_loss, over signed_batches, lambda from sign_weights
+    Eq. 15         complementary_loss
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from privssl.training import local_training
+from privssl.training.losses import soft_cross_entropy
+
+Schedule = Literal[
+    "complement", "inverse", "inverse_capped", "decay", "rampup", "decay_negative", "constant"
+]
+Batching = Literal["union", "exact", "zip", "sequential"]
+#: Stands for +inf, which no message may carry: no confidence reaches it.
+NEVER_SEEN = torch.finfo(torch.float32).max
+
+
+class SignedLabels(NamedTuple):
+    """What N rows are, and what they are not."""
+
+    y_plus: Tensor  # (N,) classes
+    targets: Tensor  # (N, C) distributions that rows of D+ are taught
+    positive: Tensor  # (N,) bool: in D+
+    y_minus: Tensor  # (N,) classes; means nothing outside of D-
+    negative: Tensor  # (N,) bool: in D-
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows in D+ and in D-."""
+        return int(self.positive.sum()), int(self.negative.sum())
+
+
+def class_thresholds(p: Tensor, y: Tensor) -> Tensor:
+    """tau_m = summed confidence of rows predicted as m / rows of class m. Eq. 5.
+
+    Args:
+        p: predictions of validation rows (V, C).
+        y: their classes (V,).
+
+    Returns:
+        (C,), >= 0; above 1 for a class that is predicted too often, +inf for one without rows.
+    """
+    confidence, predicted = p.max(dim=1)  # (V,)
+    summed = torch.zeros(p.shape[1]).index_add_(0, predicted, confidence)  # (C,)
+    count = torch.bincount(y, minlength=p.shape[1])  # (C,)
+    return torch.where(count > 0, summed / count, torch.inf)
+
+
+def mean_where_known(taus: Sequence[Tensor], classes: int) -> Tensor:
+    """Mean of thresholds (C,), for each class over those that know it; NEVER where none does."""
+    told = torch.stack([*taus, torch.full((classes,), NEVER_SEEN)])  # (holders + 1, C)
+    known = told < NEVER_SEEN
+    mean = torch.where(known, told, 0.0).sum(dim=0) / known.sum(dim=0)
+    return torch.where(known.any(dim=0), mean, NEVER_SEEN)
+
+
+def signed_labels(
+    p_bar: Tensor,
+    tau: Tensor,
+    theta: float,
+    rng: torch.Generator,
+    *,
+    exclude_likeliest: bool = False,
+    hard: bool = True,
+) -> SignedLabels:
+    """Eq. 9 to 12. A row that is not sure and has no unlikely class is in neither set.
+
+    Args:
+        p_bar: mean predictions (N, C), rows sum to 1.
+        tau: threshold of each class (C,).
+        theta: a class is unlikely up to this.
+        exclude_likeliest: y+ is not unlikely, even where theta is above it.
+        hard: rows of D+ are taught y+, else p-bar.
+    """
+    confidence, y_plus = p_bar.max(dim=1)  # Eq. 9
+    positive = confidence >= tau[y_plus]  # Eq. 10
+    unlikely = p_bar <= theta  # (N, C), Eq. 11
+    likeliest = one_hot(y_plus, p_bar.shape[1])
+    if exclude_likeliest:
+        unlikely &= ~likeliest.bool()
+    negative = ~positive & unlikely.any(dim=1)  # Eq. 12
+    chances = torch.where(negative[:, None], unlikely.float(), 1.0)
+    y_minus = torch.multinomial(chances, 1, generator=rng)[:, 0]
+    return SignedLabels(y_plus, likeliest.float() if hard else p_bar, positive, y_minus, negative)
+
+
+def complementary_loss(logits: Tensor, y_minus: Tensor) -> Tensor:
+    """-log(1 - p of y-), as the sum of the others, which is exact for any p. Eq. 15.
+
+    Args:
+        logits: (B, C), C >= 2.
+        y_minus: (B,).
+
+    Returns:
+        (B,). The gradient on the logits is at most p of y- in size, so nothing needs a clamp.
+    """
+    excluded = one_hot(y_minus, logits.shape[1]).bool()
+    return logits.logsumexp(dim=1) - logits.masked_fill(excluded, -torch.inf).logsumexp(dim=1)
+
+
+def sign_weights(
+    how: Schedule, first: float, rate: float, *, rounds: int, of: int
+) -> tuple[float, float]:
+    """Weights of the positive loss (lambda) and of the negative one in Eq. 13.
+
+    The paper says that lambda grows, and prints its first value and a "decay rate (until round
+    100)". With d = rate ^ rounds: complement, 1 - (1 - first) d, is the reading that agrees with
+    all of it and ends at 1; inverse, first / d, grows without end; inverse_capped stops at 1;
+    decay, first d, is the table without the text; rampup is decay backwards; constant is
+    first; decay_negative has the ratio of inverse, but weighs the negative loss d.
+
+    Args:
+        first: lambda in the first round, in (0, 1].
+        rounds: since the first, 0 to ``of``.
+    """
+    d = rate**rounds
+    match how:
+        case "complement":
+            return 1 - (1 - first) * d, 1.0
+        case "inverse":
+            return first / d, 1.0
+        case "inverse_capped":
+            return first / max(first, d), 1.0
+        case "decay":
+            return first * d, 1.0
+        case "rampup":
+            return first * rate ** (of - rounds), 1.0
+        case "decay_negative":
+            return first, d
+        case "constant":
+            return first, 1.0
+
+
+def batch_loss(
+    how: Batching,
+    positive_loss: Tensor,
+    negative_loss: Tensor,
+    sizes: tuple[int, int],
+    weights: tuple[float, float],
+) -> Tensor:
+    """Eq. 13 on one batch: lambda * mean over positive rows + mean over negative rows.
+
+    Args:
+        how: exact divides by the expected in place of the actual number of rows, so that the
+            mean over batches is Eq. 13 of the whole sets.
+        up, down: losses of the batch's rows of D+ (B+,) and D- (B-,); none gives no term.
+        sizes: rows of the whole D+ and D-.
+        weights: of the positive and of the negative loss.
+    """
+    ratio = sum(sizes) / (len(positive_loss) + len(negative_loss))
+    loss = positive_loss.new_zeros(())
+    for losses, size, weight in zip((positive_loss, negative_loss), sizes, weights, strict=True):
+        if len(losses):
+            share = ratio / size if how == "exact" else 1 / len(losses)
+            loss = loss + weight * share * losses.sum()
+    return loss
+
+
+def signed_batches(
+    how: Batching, both: SignedLabels, size: int, rng: torch.Generator
+) -> list[Tensor]:
+    """Row numbers of one epoch over D+ and D-, in batches of ``size``.
+
+    union, exact: shuffled together. sequential: all of D+, then all of D-. zip: a batch of each
+    beside the other, the smaller set starting again; where one is empty, the other alone.
+    """
+    parts = [torch.nonzero(mask)[:, 0] for mask in (both.positive, both.negative)]
+    sets = [rows for rows in parts if len(rows)]
+    if how in ("union", "exact") and sets:
+        sets = [torch.cat(sets)]
+    if how != "zip":
+        return [
+            rows[i] for rows in sets for i in local_training.epoch_batches(len(rows), size, rng)
+        ]
+    steps = -(-max(both.sizes) // size)
+    columns = []
+    for rows in sets:
+        column: list[Tensor] = []
+        while len(column) < steps:
+            column += [rows[i] for i in local_training.epoch_batches(len(rows), size, rng)]
+        columns.append(column[:steps])
+    return [torch.cat(pair) for pair in zip(*columns, strict=True)]
+
+
+def signed_losses(logits: Tensor, both: SignedLabels, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses of the positive rows of a batch (B+,), Eq. 14, and of the negative ones (B-,), Eq. 15.
+
+    Args:
+        logits: of all rows of the batch (B, C).
+        batch: their numbers (B,), each in D+ or in D-.
+    """
+    up = both.positive[batch]
+    y_plus, y_minus = both.targets[batch[up]], both.y_minus[batch[~up]]
+    return (
+        soft_cross_entropy(logits[up], y_plus.to(logits.device)),
+        complementary_loss(logits[~up], y_minus.to(logits.device)),
+    )
+
+
+def split_validation(y: Tensor, count: int, rng: torch.Generator) -> Tensor:
+    """Which rows to keep for validation (N,): equally many of each class, as far as it goes.
+
+    The last row of a class stays to be learned from, while other classes have more than one.
+
+    Args:
+        y: classes (N,), at least one.
+        count: rows to set apart, at most N.
+    """
+    order = torch.randperm(len(y), generator=rng)
+    turn = torch.randperm(int(y.max()) + 1, generator=rng)  # of classes in the last, uneven deal
+    rows_of_class = torch.bincount(y)[y[order]]
+    rank = one_hot(y[order]).cumsum(dim=0).gather(1, y[order, None])[:, 0] - 1  # within its class
+    deal = torch.where(rank == rows_of_class - 1, len(y), rank)
+    chosen = order[(deal * len(turn) + turn[y[order]]).argsort()[:count]]
+    return torch.zeros(len(y), dtype=torch.bool).index_fill_(0, chosen, True)

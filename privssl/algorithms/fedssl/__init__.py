@@ -1,0 +1,1 @@
+"""FedSSL: its rounds and its losses."""

@@ -1,0 +1,422 @@
+"""FedSSL and FedSSL-DP: one global generator mixes every agent's rows with any class.
+
+Fan, Hu, Huang: "Private Semi-Supervised Federated Learning" (IJCAI 2022). F is the classifier,
+G the conditional generator, D the conditional discriminator.
+
+    paper                                        here
+    Alg. 1 l. 1     initialise F, G, D           start
+    Alg. 1 l. 3-5   support agents in parallel   round -> support_pass
+    Alg. 1 l. 6-8   query agents in parallel     round -> query_pass
+    l. 4, 7         G-Reg: Eq. 6, 7              gmixup.row_losses, generators.objectives
+    l. 5, 8         G-MixUp: Eq. 4, 5            gmixup.row_losses
+    Alg. 1 l. 9     FedAvg, weighted as Eq. 1    round -> local_ssl.federate
+    Alg. 1 l. 10    the networks go to clients   Lesson
+    Alg. 2 l. 2-8   support agents in sequence   round -> support_pass -> _private_pass
+    Alg. 2 l. 9-10  query agents in parallel     round -> query_pass
+    Eq. 2           pseudo-labels                pseudo.guess_labels
+    Eq. 3           lambda, p'                   mixup.sample_mix, mixup.mix
+
+Differs from the paper: (1) one joint step takes the place of G-Reg and then G-MixUp; the
+gradients are the same up to simultaneity and a third cheaper. (2) F also learns from real
+rows, augmented (``real_rows``); read literally Algorithm 1 trains F on G's images alone.
+(3) Mixes teach F only once F recognises them (``gate``). (4) D judges a mix against its mixed
+label p'; Eq. 6 prints p2, which contradicts Eq. 7 at lambda 1 (``judge``). (5) A moving
+average of F guesses pseudo-labels and is what is released (``teacher_decay``). (6) Query agents
+leave F alone in the first rounds (``warm_up``). (7) In Algorithm 2 every support agent has a
+budget of its own, tested before its rows are read; the paper adds all agents up, and its test
+comes after and can overshoot. Each is a switch but the first and the last; why, with numbers:
+docs/fedssl.md.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import numpy as np
+import pydantic.dataclasses
+import torch
+from torch import Tensor, nn
+
+from accounting.errors import BudgetExhausted
+from generators import ConditionalGenerator, ImageDiscriminator, ImageGenerator
+from privssl.algorithms.base import Algorithm, CanaryLoss, MissingReplyPolicy
+from privssl.algorithms.fedssl.losses import (
+    NETWORKS,
+    GMixupSettings,
+    Mixing,
+    canary_losses,
+    check_private_rows,
+    draw_mixing,
+    step_losses,
+    train_networks_privately,
+    try_privately,
+)
+from privssl.algorithms.local_ssl import (
+    Share,
+    average_groups,
+    needs_unlabelled,
+    no_statistics,
+    one_hot,
+)
+from privssl.core.agents import QueryAgent, SupportAgent
+from privssl.core.federation import Federation, Roster
+from privssl.core.messages import BUDGET_EXHAUSTED, Declined, Message, Reply, StateDict
+from privssl.core.task import Context, NetworkFactory, Task, on_agent
+from privssl.models import optimize_layout
+from privssl.ops.precision import in_precision
+from privssl.privacy.plan import PrivatePlan
+from privssl.reporting import figures
+from privssl.settings.schema import Positive, Problem, Rate, strict
+from privssl.training import local_training
+from privssl.training.batched.deferred import batched_call
+from privssl.training.pseudo_labels import guess_labels
+
+# What travels -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FedSSLRequest(Message):
+    """Down to an agent: the global networks and the teacher that guesses labels."""
+
+    F: StateDict
+    G: StateDict
+    D: StateDict
+    teacher: StateDict
+    trains_classifier: bool  # not in a query agent's warm-up
+    mixes_teach: bool  # the gate is open
+
+
+@dataclass(frozen=True)
+class FedSSLUpdate(Message):
+    """Up from an agent: the networks it trained; None is one it did not train.
+
+    ``agreement`` is the share of mixes that F calls p'; None where the rows are under a claim.
+    """
+
+    F: StateDict | None
+    G: StateDict | None
+    D: StateDict | None
+    agreement: float | None = None
+
+
+@dataclass(frozen=True)
+class FedSSLState:
+    """What the server keeps between rounds."""
+
+    F: StateDict
+    G: StateDict
+    D: StateDict
+    teacher: StateDict  # moving average of F: guesses labels, is evaluated and released
+    agreement: float = 0.0  # of the last round
+    gate_round: int = 0  # the round from which mixes teach F; 0: not yet
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class FedSSLConfig(GMixupSettings):
+    """Section ``algorithm`` for FedSSL. Numbers are ours unless a source stands beside them."""
+
+    name: Literal["fedssl"] = "fedssl"
+    order: Literal["parallel", "sequential"] = "parallel"  # Alg. 1 or 2; a private run is Alg. 2
+    mix_every: Positive = 2  # local steps from one with G and D to the next; others train F alone
+    gate: Share = 0.85  # agreement from which mixes teach F; 0: from the start
+    generator_learning_rate: Rate = 2e-3  # Adam
+    discriminator_learning_rate: Rate = 1e-3  # Adam
+    generator_width: Positive = 16
+    spectral_norm: bool = True  # of D's trunk; off where D is under DP
+
+    def problems(self) -> Iterator[Problem]:
+        """A setting under which nothing would ever teach F."""
+        if not self.real_rows and self.gate > 0:
+            yield Problem(
+                "gate",
+                f"{self.gate}, but with real_rows: false mixes alone teach F, and F recognises "
+                "none before they do. Set gate: 0",
+            )
+
+
+# The algorithm ------------------------------------------------------------------------------
+
+
+@final
+class FedSSL(Algorithm[FedSSLState]):
+    """Algorithm 1, and with a private plan Algorithm 2."""
+
+    Config = FedSSLConfig
+    StateType = FedSSLState
+    can_be_private = True
+    sides_divisible_by = 4  # G and D halve them twice
+    cfg: FedSSLConfig
+
+    @classmethod
+    def missing_reply_policy_for(cls, cfg: FedSSLConfig, *, private: bool) -> MissingReplyPolicy:
+        """In sequence, who is away may be passed over, as one whose budget is spent: l. 3-4."""
+        if private or cfg.order == "sequential":
+            absent: Literal["skip", "stop"] = "skip" if private else "stop"
+            return MissingReplyPolicy(quorum=("query_pass",), skip=("support_pass",), absent=absent)
+        return MissingReplyPolicy(quorum=("support_pass", "query_pass"))
+
+    def __init__(self, config: FedSSLConfig, task: Task, plan: PrivatePlan | None = None) -> None:
+        super().__init__(config, task, plan)
+        shape, classes, width = task.shape, task.classes, config.generator_width
+        spectral = config.spectral_norm and not (plan is not None and "D" in plan.protect)
+        G = in_precision(ImageGenerator, task.precision)
+        D = in_precision(ImageDiscriminator, task.precision)
+        self._new: dict[str, NetworkFactory] = {
+            "F": task.new_classifier,
+            "G": lambda: optimize_layout(
+                G(shape, classes, width=width, noise_size=config.noise_size)
+            ),
+            "D": lambda: optimize_layout(D(shape, classes, width=width, spectral=spectral)),
+        }
+        self._networks = {name: new() for name, new in self._new.items()}
+
+    @classmethod
+    def problems(cls, config: Any) -> Iterator[Problem]:
+        yield from needs_unlabelled(config)
+        yield from no_statistics(config)
+
+    def networks(self) -> Mapping[str, nn.Module]:
+        return self._networks
+
+    def check_private(self) -> None:
+        check_private_rows(self.cfg, self._networks, self.task)
+
+    def try_private(self, device: torch.device) -> None:
+        assert self.plan is not None
+        nets = {name: network.to(device) for name, network in self._networks.items()}
+        try_privately(self.plan, self.cfg, nets, self.task, device, gated=self.cfg.gate > 0)
+
+    def canary_losses(self) -> Mapping[str, CanaryLoss]:
+        return {**super().canary_losses(), **canary_losses(self.cfg, self.task)}
+
+    def start(self, federation: Federation) -> FedSSLState:
+        F, G, D = (
+            local_training.fresh_weights(self._new[name], federation.rng(f"init {name}"))
+            for name in NETWORKS
+        )
+        return FedSSLState(F, G, D, teacher=F)
+
+    def round(self, state: FedSSLState, federation: Federation) -> FedSSLState:
+        taking_part = federation.sample(federation.query, self.cfg.query_per_round)
+        if self.plan is not None or self.cfg.order == "sequential":
+            support: list[Reply[FedSSLUpdate]] = []
+            handed_on = state
+            for agent in self._in_reach(federation):  # Alg. 2 l. 2: in sequence
+                reply = federation.call(
+                    agent, self.support_pass, self._request(handed_on, federation)
+                )
+                if not reply.declined:  # silent: l. 3-4, its budget is spent
+                    handed_on = _updated_state(handed_on, reply.payload)
+            query = federation.call_all(
+                taking_part, self.query_pass, self._request(handed_on, federation, True)
+            )
+            state = handed_on
+        else:
+            support = federation.call_all(
+                federation.support, self.support_pass, self._request(state, federation)
+            )
+            query = federation.call_all(
+                taking_part, self.query_pass, self._request(state, federation, True)
+            )
+        F, G, D = (
+            average_groups(
+                self.cfg.weights, support, query, name, getattr(state, name)
+            )  # Alg. 1 l. 9
+            for name in NETWORKS
+        )
+        return self._next(state, federation, F, G, D, [*support, *query])
+
+    def _in_reach(self, federation: Federation) -> Roster:
+        """Support agents, while the plan has visits left for them."""
+        over = self.plan is not None and federation.round.number > self.plan.visits
+        return () if over else federation.support
+
+    def _next(
+        self, state: FedSSLState, federation: Federation, F: StateDict, G: StateDict, D: StateDict,
+        replies: Sequence[Reply[FedSSLUpdate]],
+    ) -> FedSSLState:  # fmt: skip
+        told = [
+            r.payload.agreement
+            for r in replies
+            if not r.declined and r.payload.agreement is not None
+        ]
+        agreement = sum(told) / len(told) if told else state.agreement
+        opened = state.gate_round
+        if not opened and agreement >= self.cfg.gate:
+            opened = federation.round.number + 1
+        decay = self.cfg.decay(federation.round.number)
+        return FedSSLState(
+            F, G, D, local_training.moving_average(state.teacher, F, decay), agreement, opened
+        )
+
+    def _request(
+        self, state: FedSSLState, federation: Federation, query: bool = False
+    ) -> FedSSLRequest:
+        warm = federation.round.number <= self.cfg.warm_up and self.cfg.real_rows
+        return FedSSLRequest(
+            F=state.F, G=state.G, D=state.D, teacher=state.teacher,
+            trains_classifier=not (query and warm),
+            mixes_teach=self.cfg.gate == 0 or state.gate_round > 0,
+        )  # fmt: skip
+
+    def classifier(self, state: FedSSLState) -> StateDict:
+        return state.teacher
+
+    def also_evaluated(self, state: FedSSLState) -> Mapping[str, StateDict]:
+        return {"unaveraged": state.F}
+
+    def metrics(self, state: FedSSLState) -> Mapping[str, float]:
+        return {"train/agreement": state.agreement, "train/gate_open": float(state.gate_round > 0)}
+
+    # Steps: where the data is ---------------------------------------------------------------
+
+    @on_agent
+    def support_pass(
+        self, agent: SupportAgent, msg: FedSSLRequest, ctx: Context
+    ) -> FedSSLUpdate | Declined:
+        """G-Reg and G-MixUp on labelled rows: Alg. 1 l. 4-5; under a plan Alg. 2 l. 3-8."""
+        if self.plan is not None:
+            return self._private_pass(agent, msg, ctx)
+        ctx.weight = float(len(agent.labelled))
+        return self._train(NETWORKS, self._labelled_mixing(agent, ctx), agent, msg, ctx, "support")
+
+    @on_agent
+    def query_pass(self, agent: QueryAgent, msg: FedSSLRequest, ctx: Context) -> FedSSLUpdate:
+        """The same on unlabelled rows with pseudo-labels: Alg. 1 l. 7-8, Eq. 2."""
+        rows = agent.unlabelled
+        ctx.weight = float(len(rows))
+        picked = local_training.draw_rows(len(rows), self._rows_per_visit, ctx.rng("rows"))
+        teacher = local_training.load_weights(self._networks["F"], msg.teacher, ctx.device).eval()
+        seen = local_training.network_input(rows.x[picked], ctx.device)
+        q1 = guess_labels(
+            teacher, seen, augment=self.cfg.augmentation("weak"), views=self.cfg.views,
+            sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),
+        )  # fmt: skip
+        ctx.pseudo_labels(rows.ids[picked], q1)
+        return self._train(
+            NETWORKS, draw_mixing(self.cfg, rows.x[picked], q1, ctx), agent, msg, ctx, "query"
+        )
+
+    def _private_pass(
+        self, agent: SupportAgent, msg: FedSSLRequest, ctx: Context
+    ) -> FedSSLUpdate | Declined:
+        """Alg. 2 l. 3-8 at one support agent: pay, then read."""
+        assert self.plan is not None and agent.account is not None
+        try:
+            with agent.account.spend(self.plan.event, ctx.charge_id):  # l. 3, 7
+                private = self._train_privately(agent, msg, ctx)  # l. 6
+                plainly = tuple(n for n in self.plan.update if n not in self.plan.protect)
+                if not plainly:
+                    return private
+                # l. 8, the published scheme only: D and F are trained without protection
+                after = dataclasses.replace(msg, G=private.G or msg.G)
+                mixing = self._labelled_mixing(agent, ctx)
+                normal = self._train(plainly, mixing, agent, after, ctx, "support")
+                return dataclasses.replace(normal, G=private.G, agreement=None)
+        except BudgetExhausted:
+            return BUDGET_EXHAUSTED
+
+    # Local training -------------------------------------------------------------------------
+
+    @property
+    def _rows_per_visit(self) -> int:
+        return self.cfg.local_steps * self.cfg.batch_size
+
+    def _labelled_mixing(self, agent: SupportAgent, ctx: Context) -> Mixing:
+        """The labelled rows of one visit, with all that is drawn for them."""
+        rows = agent.labelled
+        picked = local_training.draw_rows(len(rows), self._rows_per_visit, ctx.rng("rows"))
+        labels = one_hot(rows, picked, self.task.classes)
+        return draw_mixing(self.cfg, rows.x[picked], labels, ctx)
+
+    def _train(
+        self,
+        trained: Sequence[str],
+        mixing: Mixing,
+        agent: SupportAgent | QueryAgent,
+        msg: FedSSLRequest,
+        ctx: Context,
+        group: str,
+    ) -> FedSSLUpdate:
+        """Ordinary local training of some of the networks."""
+        trained = [name for name in trained if name != "F" or msg.trains_classifier]
+        nets = self._load_networks(msg, ctx)
+        how: dict[str, local_training.Group] = {
+            "F": self.cfg.stepping(nets["F"]),
+            "G": local_training.AdamGroup(nets["G"], self.cfg.generator_learning_rate, (0.5, 0.99)),
+            "D": local_training.AdamGroup(
+                nets["D"], self.cfg.discriminator_learning_rate, (0.5, 0.99)
+            ),
+        }
+        for name, network in nets.items():
+            network.requires_grad_(name in trained)
+        optimiser = local_training.LocalOptimiser({n: how[n] for n in trained}, agent.memory, group)
+        losses: dict[str, list[Tensor]] = {name: [] for name in NETWORKS}
+        agreements = []
+        for step, batch in enumerate(mixing.batches(self.cfg.batch_size)):
+            mixes = step % self.cfg.mix_every == 0 or not self.cfg.real_rows
+            now = tuple(name for name in trained if mixes or name == "F")
+            if not now:
+                continue
+            means, loss, agreement = batched_call(
+                step_losses, vars(batch), self.cfg, now, mixes and msg.mixes_teach, **nets
+            )
+            optimiser.minimise(loss)
+            for name, mean in zip(NETWORKS, means.detach(), strict=True):
+                if name in now:
+                    losses[name].append(mean)
+            if mixes:
+                agreements.append(agreement)
+        agent.memory = {**agent.memory, **optimiser.remember()}
+        for name, steps in losses.items():
+            if steps:
+                ctx.log_metric(f"train/loss_{name}/{group}", local_training.mean_of(steps))
+        return _message(nets, trained, local_training.mean_of(agreements))
+
+    def _train_privately(
+        self, agent: SupportAgent, msg: FedSSLRequest, ctx: Context
+    ) -> FedSSLUpdate:
+        """DP-SGD on the protected networks; the others stay as they came."""
+        assert self.plan is not None and agent.account is not None
+        nets = self._load_networks(msg, ctx)
+        train_networks_privately(
+            self.plan, self.cfg, nets, agent.labelled, ctx, classes=self.task.classes,
+            mixes_teach=msg.mixes_teach,
+            counts_public=agent.account.plan.record_counts == "public",
+        )  # fmt: skip
+        return _message(nets, self.plan.protect)
+
+    def _load_networks(self, msg: FedSSLRequest, ctx: Context) -> dict[str, nn.Module]:
+        return {
+            name: local_training.load_weights(self._networks[name], getattr(msg, name), ctx.device)
+            for name in NETWORKS
+        }
+
+    # Pictures -------------------------------------------------------------------------------
+
+    def pictures(self, state: FedSSLState, x: Tensor, y: Tensor) -> Mapping[str, np.ndarray]:
+        G = local_training.load_weights(self._networks["G"].cpu(), state.G).eval()
+        assert isinstance(G, ConditionalGenerator)
+        return figures.of_generator(G, x, y, self.task.classes)
+
+
+# Small things ------------------------------------------------------------------------------
+
+
+def _message(
+    nets: Mapping[str, nn.Module], trained: Sequence[str], agreement: float | None = None
+) -> FedSSLUpdate:
+    F, G, D = (
+        local_training.to_send(nets[n].state_dict()) if n in trained else None for n in NETWORKS
+    )
+    return FedSSLUpdate(F, G, D, agreement)
+
+
+def _updated_state(state: FedSSLState, sent: FedSSLUpdate) -> FedSSLState:
+    """The state with the networks that an agent sent in place of the old ones."""
+    changed = {n: getattr(sent, n) for n in NETWORKS if getattr(sent, n) is not None}
+    return dataclasses.replace(state, **changed)

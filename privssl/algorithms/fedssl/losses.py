@@ -1,0 +1,289 @@
+"""G-MixUp and G-Reg: what FedSSL minimises on a batch, one number per row.
+
+Fan, Hu, Huang (IJCAI 2022), section 3.4. G mixes a row with any class of the global label
+space; F learns what the mixes are called and G to make them so (Eq. 4, 5); D and G play for
+realism (Eq. 6); at lambda 1 G rebuilds its row (Eq. 7). Support and query agents use the same
+function: a labelled row comes with its label, an unlabelled one with its pseudo-label.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import pydantic.dataclasses
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import one_hot, softplus
+
+from generators.objectives import discriminator_loss, realistic_loss, reconstruction_loss
+from privssl.algorithms.base import CanaryLoss
+from privssl.algorithms.local_ssl import ClassifierTraining
+from privssl.core.agents import LabelledRows
+from privssl.core.task import Context, Task
+from privssl.privacy import local_dp_sgd
+from privssl.privacy.independence import check_rows_independent, refuse_coupling_layers
+from privssl.privacy.per_example_gradients import Parameters
+from privssl.privacy.plan import PrivatePlan
+from privssl.runtime import randomness
+from privssl.settings.schema import Positive, Rate, strict
+from privssl.training import local_training
+from privssl.training.batched.deferred import FunctionalModule
+from privssl.training.losses import soft_cross_entropy
+from privssl.training.mixup import mix, sample_mix
+
+NETWORKS = ("F", "G", "D")
+
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class GMixupSettings(ClassifierTraining):
+    """What mixes are made of and how much they count. Numbers are ours (docs/fedssl.md)."""
+
+    real_rows: bool = True  # false: Algorithm 1 read literally, F learns from mixes alone
+    mix_alpha: Rate = 0.5  # alpha of lambda ~ Beta(alpha, alpha), Eq. 3
+    noise_size: Positive = 32  # D_n
+    judge: Literal["mixed", "target"] = "mixed"  # the label D sees with a mix: p', or p2 (Eq. 6)
+    weight_mix: Weight = 0.5  # of the cross-entropy of mixes, for F
+    weight_guidance: Weight = 0.3  # of the same, for G
+    weight_real: Weight = 1.0  # of the realistic loss, Eq. 6; 0: ablation, D is not trained
+    weight_reconstruction: Weight = 0.0125  # of the squared error in [-1, 1], Eq. 7; 0: ablation
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """A batch with all that is drawn for it. B rows; a private row has K views as its B."""
+
+    strong: Tensor  # (B, *shape) what F learns from
+    mild: Tensor  # (B, *shape) what G mixes and rebuilds
+    p1: Tensor  # (B, C) labels or pseudo-labels
+    p2: Tensor  # (B, C) the class to mix in, one-hot
+    z: Tensor  # (B, noise_size) in [0, 1)
+    lam: Tensor  # (B,) in [0, 1]
+
+    def batches(self, size: int) -> Iterator["Mixing"]:
+        """Split into batches of ``size`` rows, in order."""
+        return (Mixing(**fields) for fields in local_training.batches(vars(self), size))
+
+
+@dataclass(frozen=True)
+class Callables:
+    """The networks as functions. Through a frozen one gradients flow, but not into it."""
+
+    F: Callable[..., Tensor]
+    G: Callable[..., Tensor]
+    D: Callable[..., Tensor]
+    F_frozen: Callable[..., Tensor]
+    D_frozen: Callable[..., Tensor]
+
+    @classmethod
+    def of(cls, nets: Mapping[str, nn.Module], parameters: Parameters) -> "Callables":
+        """The networks with given parameters; a network that is given none is frozen."""
+
+        given = {name: FunctionalModule(nets[name], parameters.get(name)) for name in NETWORKS}
+        frozen = {name: called.frozen() for name, called in given.items()}
+        live = {name: (given if name in parameters else frozen)[name] for name in NETWORKS}
+        return cls(live["F"], live["G"], live["D"], frozen["F"], frozen["D"])
+
+
+def draw_mixing(cfg: GMixupSettings, x: Tensor, p1: Tensor, ctx: Context) -> Mixing:
+    """Everything drawn for a visit at once.
+
+    Args:
+        x: rows (N, *shape) as stored.
+        p1: their labels or pseudo-labels (N, C).
+    """
+    rows, classes = p1.shape
+    real = local_training.network_input(x, ctx.device)
+    target = torch.randint(classes, (rows,), generator=ctx.rng("classes"))
+    mild = cfg.augmentation("none" if cfg.augment == "none" else "mid")
+    return Mixing(
+        strong=cfg.augmentation()(real, ctx.rng("augment F")),
+        mild=mild(real, ctx.rng("augment G")),
+        p1=p1.to(ctx.device),
+        p2=one_hot(target, classes).float().to(ctx.device),
+        z=torch.rand(rows, cfg.noise_size, generator=ctx.rng("z")).to(ctx.device),
+        lam=sample_mix(rows, cfg.mix_alpha, ctx.rng("lambda")).to(ctx.device),
+    )
+
+
+def mixing_losses(
+    cfg: GMixupSettings, nets: Callables, b: Mixing, trained: Sequence[str], mixes_teach: bool
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The loss of every row, by the network that minimises it.
+
+    Args:
+        nets: the networks as functions.
+        b: a batch of B rows.
+        trained: the networks whose losses are wanted; those of the others are 0.
+        mixes_teach: whether F learns from mixes.
+
+    Returns:
+        {"F", "G", "D"} -> (B,). Each has gradient to its own network alone, but for the
+        cross-entropy of mixes: it stands under F and reaches F and G (Eq. 4, "min over F, G").
+        And whether F calls each mix what it is (B,).
+    """
+    learns_real = "F" in trained and cfg.real_rows
+    learns_mixes = "F" in trained and mixes_teach and cfg.weight_mix > 0
+    loss = {name: torch.zeros_like(b.lam) for name in NETWORKS}
+    if not learns_mixes and "G" not in trained and "D" not in trained:
+        if learns_real:
+            loss["F"] = soft_cross_entropy(nets.F(b.strong), b.p1)
+        return loss, torch.zeros_like(b.lam, dtype=torch.bool)  # no mix was made
+
+    p_mix = mix(b.lam, b.p1, b.p2)  # (B, C) p' of Eq. 4
+    both = torch.stack([b.lam, torch.ones_like(b.lam)], dim=1)  # (B, 2)
+    x_hat, x_rec = nets.G(b.mild, b.p1, b.p2, b.z, both).unbind(dim=1)
+
+    # G-Reg, Alg. 1 l. 4 and 7
+    label = p_mix if cfg.judge == "mixed" else b.p2
+    if "D" in trained and cfg.weight_real:  # Eq. 6, max over D
+        judged = nets.D(torch.cat([b.mild, x_hat.detach()]), torch.cat([b.p1, label]))
+        real, fake = judged.chunk(2)
+        loss["D"] = discriminator_loss(real, fake, b.lam)
+    if "G" in trained:
+        if cfg.weight_real:  # Eq. 6, min over G
+            loss["G"] = cfg.weight_real * realistic_loss(nets.D_frozen(x_hat, label), b.lam)
+        loss["G"] = loss["G"] + cfg.weight_reconstruction * reconstruction_loss(x_rec, b.mild)
+
+    # G-MixUp, Alg. 1 l. 5 and 8
+    if learns_mixes:  # Eq. 4, 5: F and G together
+        guided = scale_gradient(x_hat, cfg.weight_guidance / cfg.weight_mix)
+        if learns_real:
+            logits, logits_hat = nets.F(torch.cat([b.strong, guided])).chunk(2)
+        else:
+            logits_hat = nets.F(guided)
+        loss["F"] = cfg.weight_mix * soft_cross_entropy(logits_hat, p_mix)
+    else:  # Eq. 4, 5 for G alone, while F would learn wrong names from its mixes
+        logits_hat = nets.F_frozen(x_hat)
+        if "G" in trained:
+            loss["G"] = loss["G"] + cfg.weight_guidance * soft_cross_entropy(logits_hat, p_mix)
+        if learns_real:
+            logits = nets.F(b.strong)
+    if learns_real:
+        loss["F"] = loss["F"] + soft_cross_entropy(logits, b.p1)
+    return loss, logits_hat.argmax(dim=1) == p_mix.argmax(dim=1)
+
+
+def step_losses(
+    fields: Mapping[str, Tensor], cfg: GMixupSettings, trained: tuple[str, ...], mixes_teach: bool,
+    *, F: FunctionalModule, G: FunctionalModule, D: FunctionalModule,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of a batch: the mean loss of each network (3,), what is minimised (), and the share of mixes
+    that F calls what they are ()."""
+    functions = Callables(F, G, D, F.frozen(leaves_no_trace=True), D.frozen())
+    by_network, agree = mixing_losses(cfg, functions, Mixing(**fields), trained, mixes_teach)
+    means = torch.stack([by_network[name].mean() for name in NETWORKS])
+    return means, means.sum(), agree.float().mean()
+
+
+def train_networks_privately(
+    plan: PrivatePlan,
+    cfg: GMixupSettings,
+    nets: Mapping[str, nn.Module],
+    rows: LabelledRows,
+    ctx: Context,
+    *,
+    classes: int,
+    mixes_teach: bool,
+    counts_public: bool,
+) -> None:
+    """One visit of DP-SGD on the protected networks, in place; Alg. 2 l. 6. The others are read.
+
+    Args:
+        nets: "F", "G" and "D"; those that the plan protects are trained.
+        rows: the labelled rows of one agent, N >= 0.
+        counts_public: whether neighbours have as many rows.
+    """
+    cfg = dataclasses.replace(cfg, augment=plan.augment)
+    for name, network in nets.items():
+        # eval: a spectral norm must not move its buffer while rows are looked at
+        protected = name in plan.protect
+        network.requires_grad_(protected).train(protected)
+
+    def draw(x: Tensor, y: Tensor, here: Context) -> Mapping[str, Tensor]:
+        return vars(draw_mixing(cfg, x, torch.eye(classes)[y], here))
+
+    def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
+        functions = Callables.of(nets, parameters)
+        losses, _ = mixing_losses(cfg, functions, Mixing(**fields), plan.protect, mixes_teach)
+        return torch.stack([loss.mean() for loss in losses.values()]).sum()
+
+    local_dp_sgd.train_rows_privately(
+        plan, {name: nets[name] for name in plan.protect}, rows, ctx, draw, row_loss,
+        counts_public=counts_public,
+    )  # fmt: skip
+
+
+def try_privately(
+    plan: PrivatePlan,
+    cfg: GMixupSettings,
+    nets: Mapping[str, nn.Module],
+    task: Task,
+    device: torch.device,
+    *,
+    gated: bool,
+) -> None:
+    """All that a visit does, but for its steps. Raises PrivacyError where it would.
+
+    Args:
+        gated: whether mixes do not teach from the first round.
+    """
+    quiet, rows, ctx = local_dp_sgd.tried_out(plan, task.shape, device)
+    for mixes_teach in {True, not gated}:
+        train_networks_privately(
+            quiet, cfg, nets, rows, ctx, classes=task.classes, mixes_teach=mixes_teach,
+            counts_public=plan.record_counts == "public",
+        )  # fmt: skip
+
+
+def canary_losses(cfg: GMixupSettings, task: Task) -> Mapping[str, CanaryLoss]:
+    """How badly G and D know a row: G rebuilds it (lambda 1, z in the middle), D calls it real."""
+
+    def named(y: Tensor) -> Tensor:  # as one_hot, which asks for its tensor's values
+        return (y[:, None] == torch.arange(task.classes, device=y.device)).float()
+
+    def rebuilt(G: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+        label = named(y)
+        z, one = x.new_full((1, cfg.noise_size), 0.5), x.new_ones(1, 1)
+        return (G(x, label, label, z, one)[:, 0] - x).square().mean()
+
+    def called_real(D: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return softplus(-D(x, named(y))).mean()
+
+    return {"G": rebuilt, "D": called_real}
+
+
+def check_private_rows(cfg: GMixupSettings, nets: Mapping[str, nn.Module], task: Task) -> None:
+    """Refuses networks or losses in which one row moves another row's loss.
+
+    Raises:
+        PrivacyError: names the layers, or the rows. Random rows are used, none of an agent.
+    """
+    refuse_coupling_layers(nets)
+    rng, rows = randomness.stream(0, 0, "world", "check rows"), 3
+    fields = {
+        "strong": torch.rand(rows, *task.shape, generator=rng) * 2 - 1,
+        "mild": torch.rand(rows, *task.shape, generator=rng) * 2 - 1,
+        "p1": torch.rand(rows, task.classes, generator=rng).softmax(dim=1),
+        "p2": torch.rand(rows, task.classes, generator=rng).softmax(dim=1),
+        "z": torch.rand(rows, cfg.noise_size, generator=rng),
+        "lam": torch.rand(rows, generator=rng),
+    }
+    for network in nets.values():
+        network.eval()  # a spectral norm moves its buffer in training, for all rows alike
+
+    def losses(batch: Mapping[str, Tensor]) -> Tensor:
+        by_network, _ = mixing_losses(
+            cfg, Callables.of(nets, {}), Mixing(**batch), ("F", "G", "D"), mixes_teach=True
+        )
+        return torch.stack(list(by_network.values())).sum(dim=0)
+
+    check_rows_independent(losses, fields)
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """x itself, whose gradient is multiplied by ``factor``."""
+    return x.detach() + factor * (x - x.detach())

@@ -1,0 +1,1 @@
+"""FedTriNet: its rounds and its vote of three networks."""

@@ -1,0 +1,165 @@
+"""FedTriNet's settings, and its small maths: whose vote counts, when, and what is learned from it.
+
+Che et al. 2021, Eq. 4 to 6; the rounds and visits are in ``algorithms/fedtrinet/algorithm.py``.
+Where the authors' code ("code" below) is another method than their paper, a setting has both
+readings.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
+
+import pydantic.dataclasses
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from privssl.data.affine_augment import AUGMENTATIONS, Augmentation
+from privssl.data.augmentations import CROP
+from privssl.settings.schema import Count, Positive, Problem, Rate, strict
+from privssl.training import local_training
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+#: Rows of one step (B,), and the weight of their mean loss.
+Part = tuple[Tensor, float]
+
+# The authors' code: pseudo-labels count extra from epoch 50 of phase 2, by 0.15 from epoch 150.
+RAMP_FROM, RAMP_OVER, RAMP_TO = 50, 100, 0.15
+PROFILED = 10  # new rows that make a visit count as one that admitted some
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class FedTriNetConfig:
+    """Section ``algorithm`` for FedTriNet. The defaults are the profile ``fedtrinet-paper``;
+    docs/fedtrinet.md lists what ``fedtrinet-release`` sets."""
+
+    name: Literal["fedtrinet"] = "fedtrinet"
+    rounds: Positive = 100  # T1 + T2; paper
+    warm_up: Count = 40  # T1: rounds on labels alone; paper: 40 on MNIST, 30 Fashion, 60 SVHN
+    cold_start: Count = 0  # rounds of all agents on labels before these; code: 2
+    agents_per_round: Positive | None = 5  # m; code. All when absent
+    local_epochs: Positive = 5  # E; paper. Code: 5
+    fine_tune_epochs: Count = 5  # of c on labels, before it votes; code. 0: the paper's ablation
+    batch_size: Positive = 50  # of labelled and of admitted rows; paper
+    learning_rate: Rate = 0.01  # SGD, fresh at every call; code
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5  # code
+    augment: Literal["none", "shift", "weak", "mid", "strong"] = "none"  # code; SVHN there: shift
+    flip: bool = False  # mirror left to right; code: SVHN alone
+    shallow_convolutions: Positive | None = 2  # c has W's layers up to here; null: all of W's
+    shallow: tuple[str, ...] = ()  # names of modules, in place of counting convolutions
+    freeze_shallow: bool = False  # while c is fine-tuned; code: true on MNIST
+    remember: Literal["trained", "fine_tuned"] = "trained"  # what an agent keeps as l; code
+    local_votes: bool = True  # false: W and c alone, their sum on the scale of three; code
+    votes_in: Literal["eval", "train"] = "eval"  # train: with dropout; code
+    alpha: Amount = 0.93  # of Eq. 5; paper
+    confidence: Literal["max", "mean"] = "max"  # over an agent's rows; code: mean (of test rows)
+    measured: Literal["every_round", "once"] = "every_round"  # code: once, after phase 1
+    measured_at: Literal["all", "taking_part"] = "all"  # Eq. 4: all
+    schedule: Literal["printed", "floor", "unprotected"] = "printed"  # of theta(t): shrinkage
+    clock: Rate = 1.0  # rounds of this run per round of the schedules: 0.5 for runs half as long
+    first_round: Literal[0, 1] = 0  # t of the first round of phase 2; code: 0
+    pseudo_labels: Literal["fresh", "kept", "never"] = "fresh"  # code: kept, for ever
+    retrain: Literal["two_streams", "mixed", "ramp"] = "two_streams"  # see steps; code: ramp
+    pseudo_weight: Amount = 1.0  # lambda of Eq. 6, in two streams; ours
+    weights: Literal["equal", "rows"] = "equal"  # of agents in the mean; Eq. 1: equal
+
+    def problems(self) -> Iterator[Problem]:
+        """Numbers that contradict each other."""
+        if self.warm_up > self.rounds:
+            yield Problem(
+                "warm_up",
+                f"{self.warm_up}, but there are {self.rounds} rounds, and warm_up counts among "
+                "them. Give less, or as many for FedAvg on labelled rows",
+            )
+
+    def threshold(self, confidence: float, t: int) -> float:
+        """theta(t) = alpha * theta-bar * s(t), Eq. 5; t counts from 0 when phase 2 begins.
+
+        The mean of three probabilities must exceed it: at 2 no row passes, at 0 every row does.
+        """
+        if self.pseudo_labels == "never":
+            return 2.0
+        now = (t + self.first_round) / self.clock
+        return self.alpha * confidence * shrinkage(now, self.schedule)
+
+    def augmentation(self) -> Augmentation:
+        """What rows are changed by, before they are learned or voted on."""
+        if self.augment == "shift":  # the authors' SVHN: 4 of 32 pixels, mirrored borders
+            return CROP.flipping(self.flip)
+        return AUGMENTATIONS[self.augment].flipping(self.flip)
+
+
+def shrinkage(t: float, schedule: str) -> float:
+    """s(t) of Eq. 5, t = 0, 1, ... since phase 2 began.
+
+    As printed it is not monotone: 0.32 at t = 34, then one half again. ``floor`` never goes below
+    one half; ``unprotected`` is the paper's ablation "threshold guarantee off", below 0 from 51.
+    """
+    if t < 10:
+        return 1.0
+    falling = (100 - 2 * t) / 100
+    if schedule == "unprotected":
+        return falling
+    printed = falling if t < 35 else 0.5
+    return max(0.5, printed) if schedule == "floor" else printed
+
+
+def vote(probs: Sequence[Tensor], threshold: float) -> tuple[Tensor, Tensor]:
+    """The class that the players' summed probabilities favour, and whether it is believed.
+
+    Args:
+        probs: of each player (N, C), rows sum to 1. Two are held against the scale of three.
+        threshold: theta(t); what the mean of three must exceed.
+
+    Returns:
+        Classes (N,), the lowest where several lead, and believed (N,) bool.
+    """
+    highest, classes = (torch.stack(list(probs)).sum(dim=0) / 3).max(dim=1)
+    return classes, highest > threshold
+
+
+def ramp(epoch: float) -> float:
+    """Weight of pseudo-labels in the authors' code, by the epochs since phase 2 began."""
+    return RAMP_TO * min(max((epoch - RAMP_FROM) / RAMP_OVER, 0.0), 1.0)
+
+
+def steps(
+    cfg: FedTriNetConfig, labelled: int, pseudo: int, *, t: int, hot: bool, rng: torch.Generator
+) -> Iterator[list[Part]]:
+    """What the steps of one visit learn from: labelled rows, numbered first, and admitted rows.
+
+    two_streams: Eq. 6, a batch of either kind in every step, the shorter kind comes round again.
+    mixed: all rows alike. ramp: the authors' code, mixed until a visit admitted HOT rows, then
+    half of it plus ``ramp`` / 2 of a batch of admitted rows, for as many steps as those make.
+
+    Args:
+        labelled, pseudo: rows of each kind, >= 0.
+        t: rounds since phase 2 began.
+        hot: whether some visit, or this one, admitted HOT rows.
+    """
+    size = cfg.batch_size
+    for epoch in range(cfg.local_epochs):
+        if cfg.retrain == "two_streams":
+            count = math.ceil(max(labelled, pseudo) / size)
+            both = zip(_endless(labelled, size, rng), _endless(pseudo, size, rng), strict=True)
+            for mine, guessed in itertools.islice(both, count):
+                parts = [(mine, 1.0), (labelled + guessed, cfg.pseudo_weight)]
+                yield [part for part in parts if len(part[0])]
+            continue
+        everything = local_training.epoch_batches(labelled + pseudo, size, rng)
+        if cfg.retrain == "mixed" or not (hot and pseudo):
+            yield from ([(batch, 1.0)] for batch in everything)
+            continue
+        extra = ramp((epoch + cfg.local_epochs * t) / cfg.clock) / 2
+        for batch, guessed in zip(
+            everything, local_training.epoch_batches(pseudo, size, rng), strict=False
+        ):
+            yield [(batch, 0.5), (labelled + guessed, extra)]
+
+
+def _endless(held: int, size: int, rng: torch.Generator) -> Iterator[Tensor]:
+    """Epoch after epoch; empty batches of no rows."""
+    while held:
+        yield from local_training.epoch_batches(held, size, rng)
+    yield from itertools.repeat(torch.empty(0, dtype=torch.int64))

@@ -1,0 +1,392 @@
+"""What query agents find out together before anybody asks for a label: an encoder, its clusters.
+
+Nothing in this file can read a label: its steps take query agents and use their unlabelled rows.
+All that they send is sums over rows, or centroids with their counts. So how rows are spread over
+agents hardly matters: it decides which rows and patches a sum of a sample is taken over, and whose
+centroids filters and cells begin from.
+
+    encoder     patches -> filters -> what two views of a row share
+    algorithms/label_census/patch_encoder.py
+    clusters    sums and counts of features, and a graph of cells
+    algorithms/label_census/clustering.py
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeVar
+
+import pydantic.dataclasses
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from privssl.algorithms.base import Algorithm, MissingReplyPolicy
+from privssl.algorithms.label_census import patch_encoder as patches
+from privssl.algorithms.label_census.clustering import (
+    center_and_normalize,
+    centroid_sums,
+    cluster_shares_and_adjacency,
+    k_means,
+    merge_cells,
+    nearest_centroids,
+    neighbours,
+    update_centroids,
+)
+from privssl.algorithms.label_census.patch_encoder import EncoderConfig
+from privssl.algorithms.local_ssl import SelfTraining
+from privssl.core.agents import QueryAgent
+from privssl.core.federation import Federation
+from privssl.core.messages import Message, MessageError, Reply, StateDict, check_numbers
+from privssl.core.task import Context, on_agent
+from privssl.settings.schema import Positive, strict
+from privssl.training import local_training
+
+ENCODER_ROUNDS = 3  # moments of patches, filters, moments of views
+AT_ONCE = 16  # agents whose sums are held at one time
+KEPT = "features"  # an agent's memory of its rows' features while clusters are made
+M = TypeVar("M", bound=Message)
+S = TypeVar("S", bound="MapState")
+
+# What travels -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Whitener(Message):
+    """Down: how patches are whitened; not at all, before it is known."""
+
+    whitener: Tensor  # (d, d)
+
+
+@dataclass(frozen=True)
+class Filters(Message):
+    """Down: what is looked for in rows (F, channels, side, side)."""
+
+    filters: Tensor
+
+
+@dataclass(frozen=True)
+class Views(Message):
+    """Up, from a query agent: sums over rows of responses to two views, as ``view_map`` asks."""
+
+    total: Tensor  # (D,)
+    outer: Tensor  # (D, D)
+    within: Tensor  # (D, D)
+    count: Tensor  # (1,)
+
+
+@dataclass(frozen=True)
+class Map(Message):
+    """Down: how a row finds its cell, and the cell its cluster."""
+
+    encoder: StateDict  # "filters" and "map", see patch_encoder.encode
+    mean: Tensor  # (E,) of features
+    centroids: Tensor  # (J, E)
+    cluster: Tensor  # (J,) int64: of each cell
+
+
+@dataclass(frozen=True)
+class Sums(Message):
+    """Up, from a query agent: sums (J, E) and numbers (J,) of its rows' features by cell.
+
+    Of patches: the sum of their outer products and their number, or centroids with their counts.
+    """
+
+    total: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True)
+class Graph(Message):
+    """Up, from a query agent: how many rows have cell i nearest and j second (J, J)."""
+
+    graph: Tensor
+
+
+@dataclass(frozen=True)
+class MapState:
+    """What the server keeps of it."""
+
+    whitener: Tensor  # (d, d)
+    encoder: StateDict
+    mean: Tensor  # (E,) of features
+    centroids: Tensor  # (J, E)
+    cluster: Tensor  # (J,) int64: of each cell
+    mass: Tensor  # (K,) shares of unlabelled rows in clusters
+    borders: Tensor  # (K, K) how many of these lie between two clusters
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class MapConfig(EncoderConfig, SelfTraining):
+    """How the map of rows is made. Numbers are ours, measured in docs/label_census.md."""
+
+    clusters: Annotated[int, Field(ge=2)] | None = None  # K; null: LabelCensus.k
+    cells: Annotated[int, Field(ge=2)] = 200  # J, of which clusters are joined
+    map_rows: Positive = 2000  # of an agent, at most, that the map is made from
+    cluster_rounds: Annotated[int, Field(ge=3)] = 8  # seeds, Lloyd's steps, graph
+
+
+# Rounds and steps ---------------------------------------------------------------------------
+
+
+class FeatureMapRounds(Algorithm[Any]):
+    """The rounds that make the map, and how a row is found on it."""
+
+    missing_reply_policy = MissingReplyPolicy(
+        needed=(
+            "patch_moments", "own_filters", "view_moments", "feature_mean", "own_cells",
+            "cell_sums", "cell_graph",
+        )
+    )  # fmt: skip
+    cfg: MapConfig
+
+    @property
+    @abstractmethod
+    def k(self) -> int:
+        """Number of clusters, from public numbers alone."""
+
+    @property
+    def _patch(self) -> tuple[int, int, int]:
+        """Shape of a patch."""
+        side = self.cfg.side(self.task.shape)
+        return self.task.shape[0], side, side
+
+    def first_map(self) -> Mapping[str, Any]:
+        """Fields of ``MapState`` before the first round."""
+        cfg, size = self.cfg, torch.Size(self._patch).numel()
+        return {
+            "whitener": torch.eye(size),
+            "encoder": {
+                "filters": torch.zeros(cfg.filters, *self._patch),
+                "map": torch.zeros(cfg.filters * cfg.places**2, self._features_in_use),
+            },
+            "mean": torch.zeros(self._features_in_use),
+            "centroids": torch.zeros(cfg.cells, self._features_in_use),
+            "cluster": torch.zeros(cfg.cells, dtype=torch.int64),
+            "mass": torch.zeros(self.k),
+            "borders": torch.zeros(self.k, self.k),
+        }
+
+    @property
+    def _features_in_use(self) -> int:
+        return min(self.cfg.features, self.cfg.filters * self.cfg.places**2)
+
+    def encoder_round(self, state: S, federation: Federation) -> S:
+        """Patches are whitened, clustered to filters; views tell which responses to listen to."""
+        match federation.round.number_in_phase:
+            case 1:
+                seen = _sum_over_agents(federation, self.patch_moments, Whitener(state.whitener))
+                if seen is None:
+                    return state
+                return replace(state, whitener=patches.whitening(seen["total"], seen["count"]))
+            case 2:
+                sent = payloads(
+                    federation.call_all(
+                        federation.query, self.own_filters, Whitener(state.whitener)
+                    )
+                )
+                if not sent:
+                    return state
+                found = self._joint(sent, self.cfg.filters, federation.rng("filters"))
+                filters = patches.make_filters(found, state.whitener, self._patch)
+                return replace(state, encoder={**state.encoder, "filters": filters})
+        views = _sum_over_agents(federation, self.view_moments, Filters(state.encoder["filters"]))
+        if views is None:
+            return state
+        found = patches.view_map(**views, features=self.cfg.features)
+        return replace(state, encoder={**state.encoder, "map": found})
+
+    def cluster_round(self, state: S, federation: Federation) -> S:
+        """k-means: mean and seeds first, then Lloyd's steps; last, cells are joined to clusters."""
+        number = federation.round.number_in_phase
+        if number == 1:
+            return self._seed_centroids(state, federation)
+        if number < self.cfg.cluster_rounds:
+            seen = _sum_over_agents(federation, self.cell_sums, map_of(state))
+            if seen is None:
+                return state
+            return replace(state, centroids=update_centroids(state.centroids, **seen))
+        told = _sum_over_agents(federation, self.cell_graph, map_of(state))
+        if told is None:
+            return state
+        seed = int(torch.randint(2**31, (), generator=federation.rng("cuts")))
+        cluster = merge_cells(told["graph"], self.k, seed)
+        mass, borders = cluster_shares_and_adjacency(told["graph"], cluster, self.k)
+        return replace(state, cluster=cluster, mass=mass, borders=borders)
+
+    def _seed_centroids(self, state: S, federation: Federation) -> S:
+        told = _sum_over_agents(federation, self.feature_mean, map_of(state))
+        if told is None:
+            return state
+        state = replace(state, mean=told["total"][0] / told["count"])
+        sent = payloads(federation.call_all(federation.query, self.own_cells, map_of(state)))
+        if not sent:
+            return state
+        return replace(state, centroids=self._joint(sent, self.cfg.cells, federation.rng("seeds")))
+
+    def _joint(self, sent: Sequence[Sums], k: int, rng: torch.Generator) -> Tensor:
+        """k centroids of the agents' own, by their counts."""
+        points = torch.cat([one.total for one in sent])
+        return k_means(points, torch.cat([one.count for one in sent]), k, rng)[0]
+
+    # Steps ----------------------------------------------------------------------------------
+
+    @on_agent
+    def patch_moments(self, agent: QueryAgent, msg: Whitener, ctx: Context) -> Sums:
+        """Sum of outer products (d, d) and number (1,) of patches."""
+        drawn = self._patches(agent, ctx)
+        return Sums(drawn.T @ drawn * _weight(agent, drawn), _rows(agent))
+
+    @on_agent
+    def own_filters(self, agent: QueryAgent, msg: Whitener, ctx: Context) -> Sums:
+        """Centroids of the agent's own patches, whitened, and how many rows each stands for."""
+        seen = patches.whiten(self._patches(agent, ctx), msg.whitener)
+        few = min(self.cfg.filters, len(seen))
+        found, count = k_means(seen, torch.ones(len(seen)), few, ctx.rng("filters"))
+        return Sums(found, count * _weight(agent, seen))
+
+    def _patches(self, agent: QueryAgent, ctx: Context) -> Tensor:
+        x = local_training.network_input(self._some(agent))
+        return patches.sample_patches(x, self._patch[1], self.cfg.patches, ctx.rng("patches"))
+
+    @on_agent
+    def view_moments(self, agent: QueryAgent, msg: Filters, ctx: Context) -> Views:
+        """What two views of a row share, and what they do not."""
+        x = local_training.network_input(self._some(agent), ctx.device)
+        filters, view = msg.filters.to(ctx.device), self.cfg.augmentation()
+        one, two = (
+            patches.responses(view(x, ctx.rng(name)), filters, self.cfg.places)
+            for name in ("view 1", "view 2")
+        )
+        weight, apart = _weight(agent, x), one - two
+        return Views(
+            total=(one + two).sum(dim=0).cpu() * weight,
+            outer=(one.T @ one + two.T @ two).cpu() * weight,
+            within=(apart.T @ apart).cpu() * weight,
+            count=_rows(agent),
+        )
+
+    @on_agent
+    def feature_mean(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
+        """Sum (1, E) and number (1,) of the features of all rows, which the agent keeps for now."""
+        features = self._features(self._some(agent), msg, ctx.device)
+        agent.memory = {**agent.memory, KEPT: features}
+        total = features.sum(dim=0, keepdim=True) * _weight(agent, features)
+        return Sums(total, _rows(agent))
+
+    @on_agent
+    def own_cells(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
+        """Centroids of the agent's own k-means, and how many rows each has."""
+        points = self._kept_points(agent, msg, ctx)
+        few = min(self.cfg.cells, len(points))
+        found, count = k_means(points, torch.ones(len(points)), few, ctx.rng("seeds"))
+        return Sums(found, count * _weight(agent, points))
+
+    @on_agent
+    def cell_sums(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
+        """One step of Lloyd's algorithm on the agent's rows."""
+        points = self._kept_points(agent, msg, ctx)
+        total, count = centroid_sums(points, msg.centroids)
+        return Sums(total * _weight(agent, points), count * _weight(agent, points))
+
+    @on_agent
+    def cell_graph(self, agent: QueryAgent, msg: Map, ctx: Context) -> Graph:
+        """Which cells the agent's rows lie between."""
+        points = self._kept_points(agent, msg, ctx)
+        agent.memory = {name: value for name, value in agent.memory.items() if name != KEPT}
+        return Graph(neighbours(points, msg.centroids) * _weight(agent, points))
+
+    def _some(self, agent: QueryAgent) -> Tensor:
+        """The rows that the map is made from: all, or evenly spaced ones, the same every time."""
+        x = agent.unlabelled.x
+        return x[:: max(1, -(-len(x) // self.cfg.map_rows))]
+
+    # Features -------------------------------------------------------------------------------
+
+    def _features(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
+        """Of stored rows: (N, E) on the CPU."""
+        encoder = {name: value.to(device) for name, value in msg.encoder.items()}
+        return patches.encode(
+            local_training.network_input(x, device), encoder, self.cfg.places
+        ).cpu()
+
+    def _kept_points(self, agent: QueryAgent, msg: Map, ctx: Context) -> Tensor:
+        """Of the rows that the map is made from: where k-means sees them (N, E)."""
+        kept = agent.memory.get(KEPT)
+        if kept is None:  # the agent did not hear of the first round
+            return self.points(self._some(agent), msg, ctx.device)
+        return center_and_normalize(kept, msg.mean)
+
+    def points(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
+        """Of stored rows: where k-means sees them (N, E)."""
+        return center_and_normalize(self._features(x, msg, device), msg.mean)
+
+    def check_map(self, msg: Map) -> None:
+        """Refuse a map of another form than this algorithm's own.
+
+        Raises:
+            MessageError: shapes, types or numbers of clusters are not those of the config.
+        """
+        own = self.first_map()
+        wrong = [
+            name for name in ("encoder", "mean", "centroids", "cluster")
+            if _form(getattr(msg, name)) != _form(own[name])
+        ]  # fmt: skip
+        if not wrong and not 0 <= int(msg.cluster.min()) <= int(msg.cluster.max()) < self.k:
+            wrong = ["cluster"]
+        if wrong:
+            raise MessageError(f"a map whose {' and '.join(wrong)} is not that of this census")
+
+    def cluster_of(self, x: Tensor, msg: Map, ctx: Context) -> Tensor:
+        """The cluster of each stored row (N,)."""
+        return msg.cluster[nearest_centroids(self.points(x, msg, ctx.device), msg.centroids)]
+
+
+def map_of(state: MapState) -> Map:
+    """The map as it travels."""
+    return Map(state.encoder, state.mean, state.centroids, state.cluster)
+
+
+def payloads(replies: Sequence[Reply[M]]) -> list[M]:
+    """What those who were not silent sent."""
+    return [reply.payload for reply in replies if not reply.declined]
+
+
+def _sum_over_agents(
+    federation: Federation, step: Callable[..., M], message: Message
+) -> dict[str, Tensor] | None:
+    """Every field of what query agents sent, added up; None where all were silent.
+
+    A few agents at a time: what they send may be large, and is not needed one by one.
+
+    Raises:
+        MessageError: the sum is not finite.
+    """
+    total: dict[str, Tensor] | None = None
+    for start in range(0, len(federation.query), AT_ONCE):
+        some = federation.query[start : start + AT_ONCE]
+        for one in payloads(federation.call_all(some, step, message)):
+            total = {k: v if total is None else total[k] + v for k, v in vars(one).items()}
+    for name, value in (total or {}).items():
+        check_numbers(f"the sum of {name}", value)
+    return total
+
+
+def _weight(agent: QueryAgent, sample: Tensor) -> float:
+    """How many of the agent's rows each of a sample stands for."""
+    return len(agent.unlabelled) / len(sample)
+
+
+def _rows(agent: QueryAgent) -> Tensor:
+    """How many rows an agent has (1,)."""
+    return torch.tensor([float(len(agent.unlabelled))])
+
+
+def _form(value: Tensor | StateDict) -> Any:
+    """Shape and type, of a tensor or by name."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    return {name: _form(one) for name, one in value.items()}

@@ -1,0 +1,148 @@
+"""An encoder that nobody trains: every stage of it is a sum over rows.
+
+A sum over agents is the sum over all rows, so it hardly matters who holds which rows: all classes,
+a few, or one (only filters are made of the agents' own centroids). An encoder that agents train in
+turn forgets what the last one lacks.
+
+    filters     k-means of whitened patches         Coates, Ng, Lee (AISTATS 2011): patch by patch,
+                                                    normalised, whitened (ZCA), clustered
+    responses   each filter at each place, rectified, averaged over a coarse grid
+    features    the directions in which two views of a row agree and two rows do not: Fisher's
+                discriminant with every row a class of its own (contrastive learning in closed
+                form: Balestriero, LeCun, NeurIPS 2022)
+
+Differs from the paper: responses are rectified correlations, not the triangle of distances.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import pydantic.dataclasses
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d, conv2d, normalize
+
+from privssl.settings.schema import Positive, strict
+
+CHUNK = 32  # rows of one pass; the responses of more do not stay in a core's cache
+CONTRAST = 0.05  # added to the variance of a patch; an empty one stays empty
+ZCA = 0.1  # added to the variances of patches before whitening (Coates et al., 3.2.1)
+CUT = 0.5  # what a response must exceed
+RIDGE = 0.3  # of the variance within rows, added to it
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class EncoderConfig:
+    """The encoder's sizes. Numbers are ours, measured in docs/label_census.md."""
+
+    filters: Positive = 64
+    patch: Annotated[int, Field(ge=2)] | None = None  # pixels of a side; null: a fifth of a row's
+    patches: Positive = 16000  # of an agent, from which filters are made
+    places: Positive = 4  # responses are averaged in a grid of so many by so many
+    features: Positive = 40  # E
+
+    def side(self, shape: tuple[int, int, int]) -> int:
+        """Pixels of a patch's side, for rows of this shape (channels, height, width)."""
+        smaller = min(shape[1:])
+        return min(smaller, max(3, round(smaller / 5)) if self.patch is None else self.patch)
+
+
+def sample_patches(x: Tensor, side: int, count: int, rng: torch.Generator) -> Tensor:
+    """Patches of random places of random rows, normalised (count, channels * side**2).
+
+    Args:
+        x: rows as networks take them (N, channels, height, width), N >= 1.
+        side: at most the rows' height and width.
+    """
+    rows, _, height, width = x.shape
+    row = torch.randint(rows, (count, 1, 1, 1), generator=rng)
+    top = torch.randint(height - side + 1, (count, 1, 1, 1), generator=rng)
+    left = torch.randint(width - side + 1, (count, 1, 1, 1), generator=rng)
+    channel = torch.arange(x.shape[1])[:, None, None]
+    down, right = torch.arange(side)[:, None], torch.arange(side)
+    patch = x[row, channel, top + down, left + right].flatten(1)
+    patch = patch - patch.mean(dim=1, keepdim=True)
+    return patch / (patch.square().mean(dim=1, keepdim=True) + CONTRAST).sqrt()
+
+
+def whitening(outer: Tensor, count: Tensor) -> Tensor:
+    """ZCA of patches (d, d), symmetric: (covariance + ZCA)^-1/2.
+
+    Args:
+        outer: sum of the patches' outer products (d, d). count: number of patches, >= 1.
+    """
+    values, vectors = torch.linalg.eigh(outer.double() / count)
+    whitener: Tensor = vectors * (values.clamp(min=0) + ZCA).rsqrt() @ vectors.T
+    return whitener.float()
+
+
+def whiten(patches: Tensor, whitener: Tensor) -> Tensor:
+    """Patches (N, d) whitened, at length 1; empty ones stay empty."""
+    return normalize(patches @ whitener, dim=1)
+
+
+def make_filters(centroids: Tensor, whitener: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """Centroids of whitened patches (F, d) as filters (F, *shape) for patches that are not.
+
+    Args:
+        shape: of a patch (channels, side, side).
+    """
+    weight = normalize(centroids, dim=1) @ whitener
+    return (weight - weight.mean(dim=1, keepdim=True)).view(-1, *shape)
+
+
+@torch.no_grad()
+def responses(x: Tensor, filters: Tensor, places: int) -> Tensor:
+    """How strongly each filter is found where (N, F * places**2), >= 0.
+
+    Args:
+        x: rows as networks take them (N, channels, height, width).
+        filters: (F, channels, side, side).
+    """
+    evenly = torch.full_like(filters[:1], 1 / filters[0].numel())
+    filters = filters.contiguous(memory_format=torch.channels_last)
+    found = []
+    for part in torch.split(x, CHUNK):
+        mean, square = conv2d(part, evenly), conv2d(part.square(), evenly)
+        contrast = (square - mean.square()).clamp(min=0).add(CONTRAST).sqrt()
+        seen = conv2d(part, filters).sub_(CUT * contrast).relu_().div_(contrast)
+        found.append(adaptive_avg_pool2d(seen, places).flatten(1))
+    return torch.cat(found) if found else x.new_zeros(0, len(filters) * places**2)
+
+
+def view_map(total: Tensor, outer: Tensor, within: Tensor, count: Tensor, features: int) -> Tensor:
+    """The directions in which views agree and rows do not (D, E), the last the best.
+
+    With S the covariance of responses to views and W its part within rows, those v of largest
+    v'Sv / v'Wv = r, at such a length that responses have the variance (r - 1) / r along them: what
+    two views share of it.
+
+    Args:
+        total: sum of responses to both views of all rows (D,).
+        outer: sum of their outer products (D, D).
+        within: sum of the outer products of the two views' differences (D, D).
+        count: number of rows, >= 1.
+        features: E at most; fewer where responses have fewer dimensions.
+    """
+    mean = total.double() / (2 * count)
+    spread = outer.double() / (2 * count) - torch.outer(mean, mean)  # S
+    noise = within.double() / (2 * count)  # W
+    noise.diagonal().add_(RIDGE * noise.diagonal().mean().clamp(min=1e-12))
+    root = torch.linalg.cholesky(noise)
+    half = torch.linalg.solve_triangular(root, spread, upper=False)
+    ratio = torch.linalg.solve_triangular(root, half.T, upper=False)
+    values, vectors = torch.linalg.eigh((ratio + ratio.T) / 2)
+    values, vectors = values[-features:].clamp(min=1), vectors[:, -features:]
+    length = (values - 1).sqrt() / values
+    directions: Tensor = torch.linalg.solve_triangular(root.T, vectors, upper=True) * length
+    return directions.float()
+
+
+def encode(x: Tensor, encoder: Mapping[str, Tensor], places: int) -> Tensor:
+    """Features of rows as networks take them (N, E).
+
+    Args:
+        encoder: "filters" as in ``responses``, "map" as ``view_map`` gives it.
+    """
+    return responses(x, encoder["filters"], places) @ encoder["map"]

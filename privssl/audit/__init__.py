@@ -1,0 +1,1 @@
+"""Checks the ledger and the privacy claim of a finished run (``python -m privssl.audit``)."""

@@ -1,0 +1,299 @@
+"""The command that checks a run's claim: ``python -m privssl.audit RUN_DIR [--empirical]``.
+
+For every support agent it verifies the journal's chain, recomputes epsilon from its events (our
+Renyi accountant, the exact formula where every batch was full, and dp-accounting where it is
+installed) and holds the result against the budget and against ``privacy.json``: see
+``audit/claim_verification.py``. With ``--empirical`` it attacks the plan as well: see
+``audit/canary_attack.py``. ``--dp-event`` prints a program that recomputes epsilon without privssl.
+Exit status:
+
+    0  consistent        1  violated       2  the user's mistake
+    3  inconclusive      4  there is no guarantee to check
+    130  interrupted: a run is only read, so nothing is lost
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from accounting.budget import round_up
+from accounting.errors import AccountingError
+from accounting.events import is_protected
+from accounting.verify import dp_event_source
+from privssl.errors import UserError
+from privssl.runtime.console import Terminal, open_standard_streams, results_to_standard_output
+from privssl.runtime.process import (
+    INTERRUPTED,
+    STOPPING,
+    gc_paused,
+    in_one_thread,
+    interrupt_on_signals,
+)
+
+if TYPE_CHECKING:
+    from privssl.audit.canary_attack import AttackReport
+    from privssl.audit.claim_verification import AgentReport, Findings
+
+
+class Verdict(IntEnum):
+    """The exit status, and what it is called."""
+
+    CONSISTENT = 0
+    VIOLATED = 1
+    INCONCLUSIVE = 3
+    NO_GUARANTEE = 4
+
+
+@dataclass
+class Report:
+    """The whole audit. ``problems``, ``doubts`` and ``notes`` are about the run, not one agent."""
+
+    run: str
+    verdict: Verdict
+    claim: str
+    agents: "list[AgentReport]"
+    problems: list[str]
+    doubts: list[str]
+    notes: list[str]
+    attack: "AttackReport | None" = None
+
+
+def audit(run: Path, *, empirical: bool = False) -> Report:
+    """Check a run folder, and with ``empirical`` attack its plan.
+
+    Raises:
+        RunFolderError: it is not a run folder, or its privacy card cannot be read.
+        LedgerError: a ledger file cannot be read.
+        ConfigError: with ``empirical``: its config.yaml is damaged.
+    """
+    from privssl.audit.claim_verification import check_claim
+    from privssl.experiment import config as configs
+
+    found = check_claim(run)
+    report = _build_report(run, found)
+    if empirical and found.card is not None and found.journals:
+        if report.verdict != Verdict.VIOLATED:
+            from privssl.audit.canary_attack import attack
+
+            report.attack = attack(
+                configs.load_config(run / "config.yaml"), found.card, found.journals
+            )
+            report.problems += report.attack.problems
+        else:
+            report.notes.append("not attacked: what the ledgers say is already wrong")
+        report.verdict = _verdict(found, report)
+    return report
+
+
+def _build_report(run: Path, found: "Findings") -> Report:
+    from privssl.audit.cross_checks import config_requests_privacy
+    from privssl.privacy.privacy_card import guarantee_sentence
+
+    claim = "no claim was written" if found.card is None else found.card["sentence"]
+    if found.card is None and not found.agents and not config_requests_privacy(run):
+        claim = guarantee_sentence(None)
+    report = Report(
+        str(run), Verdict.CONSISTENT, claim, found.agents, found.problems, found.doubts, found.notes
+    )
+    report.verdict = _verdict(found, report)
+    return report
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m privssl.audit",
+        description="Check the ledgers and the privacy claim of a run.",
+    )
+    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="a folder that train wrote")
+    parser.add_argument(
+        "--empirical", action="store_true",
+        help="attack the run's plan with canaries made here (minutes; needs none of its data)",
+    )  # fmt: skip
+    printed = parser.add_mutually_exclusive_group()
+    printed.add_argument("--json", action="store_true", help="print the report as JSON")
+    printed.add_argument(
+        "--dp-event", action="store_true",
+        help="print a Python program that recomputes epsilon with dp-accounting alone",
+    )  # fmt: skip
+    options = parser.parse_args(argv)
+    open_standard_streams()
+    with interrupt_on_signals(*STOPPING):
+        try:
+            return _audit(options)
+        except (UserError, AccountingError) as error:
+            print(error, file=sys.stderr)
+            return error.exit_status
+        except KeyboardInterrupt:
+            print("Interrupted; nothing was changed. There is no verdict.", file=sys.stderr)
+            return INTERRUPTED
+
+
+def _audit(options: argparse.Namespace) -> int:
+    with gc_paused():  # here, so that --help and a typo in the command need no second
+        import privssl.audit.claim_verification  # noqa: F401
+
+    in_one_thread()
+    if options.dp_event:
+        return _print_program(options.run)
+    report = audit(options.run, empirical=options.empirical)
+    if options.json:
+        found = asdict(report) | {"verdict": report.verdict.name.lower()}
+        results_to_standard_output(json.dumps(found, indent=2))
+    else:
+        _print(report)
+    return int(report.verdict)
+
+
+def _verdict(found: "Findings", report: Report) -> Verdict:
+    if report.problems or any(agent.problems for agent in found.agents):
+        return Verdict.VIOLATED
+    if found.card is None:
+        return Verdict.INCONCLUSIVE if found.agents else Verdict.NO_GUARANTEE
+    if found.card["guarantee"] is None:
+        return Verdict.NO_GUARANTEE
+    overdrawn = any((agent.spent or 0.0) > (agent.budget or 0.0) for agent in found.agents)
+    if report.doubts or overdrawn or any(agent.open for agent in found.agents):
+        return Verdict.INCONCLUSIVE
+    if report.attack is not None and report.attack.baseline_only:
+        return Verdict.INCONCLUSIVE
+    return Verdict.CONSISTENT
+
+
+def _print_program(run: Path) -> int:
+    """A program for ledgers that bear out what they say; for others the reason why there is none.
+    Returns the exit status, which is that of an audit."""
+    from privssl.audit.claim_verification import check_claim
+
+    found = check_claim(run)
+    report = _build_report(run, found)
+    if report.verdict == Verdict.VIOLATED:
+        why = ["No program is printed for ledgers that do not bear out the claim:", *_wrong(report)]
+        print("\n".join(why), file=sys.stderr)
+    elif report.verdict == Verdict.NO_GUARANTEE:  # a number without a claim would be taken for one
+        print(f"# {report.claim}")
+    else:
+        results_to_standard_output("\n".join(_dp_events(found)))
+    return int(report.verdict)
+
+
+def _wrong(report: Report) -> Iterator[str]:
+    """Each problem on a line, with the agent it is of."""
+    yield from report.problems
+    for agent in report.agents:
+        yield from (f"{agent.agent}: {problem}" for problem in agent.problems)
+
+
+def _dp_events(found: "Findings") -> Iterator[str]:
+    for name, journal in found.journals.items():
+        if journal.plans:
+            yield f"# agent {name}, ledger ending in {journal.head}"
+            yield dp_event_source(is_protected(journal.events), journal.plan.budget.delta)
+
+
+# The report for people ----------------------------------------------------------------------
+
+
+def _print(report: Report) -> None:
+    console = Terminal(soft_wrap=True)
+    if not console.is_terminal:
+        console = Terminal(soft_wrap=True, width=120)  # a file or a pipe has no width of its own
+    if report.agents:
+        console.print(_ledger_table(report))
+    if report.attack is not None:
+        console.print(_attack_table(report.attack))
+    console.print("claim: " + escape(report.claim))
+    for problem in _wrong(report):
+        console.print("[red]violated:[/red] " + escape(problem))
+    for doubt in report.doubts:
+        console.print("[yellow]in doubt:[/yellow] " + escape(doubt))
+    for agent in report.agents:
+        for note in agent.notes:
+            console.print(f"note: {escape(agent.agent)}: {escape(note)}")
+    for note in [*report.notes, *(report.attack.notes if report.attack else ())]:
+        console.print("note: " + escape(note))
+    console.print(f"verdict: [bold]{report.verdict.name}[/bold] ({_MEANING[report.verdict]})")
+    if report.attack is not None and report.verdict == Verdict.CONSISTENT:
+        console.print(
+            "No attack found evidence against the claim. That is not a proof; the accounting is."
+        )
+    if report.attack is not None:
+        console.print("What these attacks cannot see:")
+        for kind in report.attack.cannot_see:
+            console.print(f"  - {escape(kind)}")
+
+
+def _ledger_table(report: Report) -> Table:
+    table = Table(title=f"audit of {escape(report.run)}")
+    columns = ("agent", "budget", "claimed", "recomputed", "by", "PLD bounds", "visits", "ledger")
+    for column in columns:
+        table.add_column(column)
+    for agent in report.agents:
+        bounds = "-" if agent.pld_lower is None else f"{agent.pld_lower:.4f}..{agent.pld_upper:.4f}"
+        numbers = [
+            "-" if number is None else round_up(number)
+            for number in (agent.budget, agent.claimed, agent.recomputed)
+        ]
+        whole = "broken" if agent.problems else f"verified, {agent.head[:8]}"
+        table.add_row(escape(agent.agent), *numbers, agent.method, bounds, str(agent.visits), whole)
+    return table
+
+
+def _attack_table(attack: "AttackReport") -> Table:
+    """What each attack saw, what it could have seen at most, and what the claim allows."""
+    from privssl.audit.mechanism_attack import MechanismAttack
+    from privssl.privacy.privacy_card import attack_bounds
+
+    kind = "epsilon" if attack.sound else "NOMINAL epsilon"
+    table = Table(title=f"attacks on the plan of {escape(attack.agent)}: {kind} "
+                  f"{round_up(attack.epsilon)} at delta {attack.delta:g}")  # fmt: skip
+    for column in ("attack", "what was tried", "leaks at least (95%)", "can show at most"):
+        table.add_column(column)
+    if (mechanism := attack.mechanism) is not None:
+        table.add_row(
+            "mechanism",
+            mechanism.trials_run,
+            f"epsilon {mechanism.lower_bound:.2f}", f"{mechanism.ceiling:.2f}",
+        )  # fmt: skip
+        if isinstance(mechanism, MechanismAttack):
+            most = f"{mechanism.sensitivity:.4f} clip norms"
+            table.add_row("", "most that one row adds", most, "")
+        for name, p in mechanism.p_values.items():
+            table.add_row("", f"{name} as promised", f"p = {p:.2g}", "")
+    if (canaries := attack.canaries) is not None:
+        table.add_row(
+            "canaries",
+            f"{canaries.canaries} canaries, {canaries.guesses} guesses, {canaries.correct} right, "
+            f"{canaries.visits} visits",
+            f"epsilon {canaries.lower_bound:.2f}", f"{canaries.ceiling:.2f}",
+        )  # fmt: skip
+        allowed = attack_bounds(attack.epsilon, attack.delta)["tpr_at_1_percent_fpr"]
+        bound = f"claim allows {100 * allowed:.1f}%" if attack.sound else "nothing is claimed"
+        for name, rates in canaries.rates.items():
+            table.add_row(
+                "",
+                f"{name}: members found at 1% false alarms ({bound})",
+                f"{100 * rates.tpr_at_1_percent_fpr:.1f}%",
+                f"AUC {rates.auc:.3f} [{rates.auc_low:.3f}, {rates.auc_high:.3f}]",
+            )
+    return table
+
+
+_MEANING = {
+    Verdict.CONSISTENT: "the ledgers bear out the claim",
+    Verdict.VIOLATED: "do not rely on the claim",
+    Verdict.INCONCLUSIVE: "nothing refutes the claim, but not all could be put to the test",
+    Verdict.NO_GUARANTEE: "there is no guarantee to check",
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

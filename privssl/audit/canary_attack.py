@@ -1,0 +1,400 @@
+"""Attacks on the plan of a finished run: ``python -m privssl.audit RUN_DIR --empirical``.
+
+An attack cannot prove a claim; the accounting does. It can refute one, and it finds the bugs that
+a proof does not see: too little noise, rows that are not clipped, batches drawn otherwise than
+they are charged. Two of them, both with the code that trains and the numbers of the run, on data
+made here; no row of the run is needed or touched. Specification: privacy.md, sections 4.2, 4.3.
+
+    mechanism   a private step on orthogonal canaries, as often as the run's agent was charged for
+                one. Each canary is a trial of its own, in or out by a coin, and the attacker sees
+                every release and makes the best test there is (Neyman and Pearson). What is seen
+                is also held against the distributions that were promised.
+    canaries    the run's own algorithm trains a made-up support agent, half of whose 1,000
+                canaries are there by a coin, for as many visits; the attacker sees what it sends
+                (Steinke, Nasr, Jagielski 2023, arXiv:2305.08846; white box).
+
+A census of labels is attacked as such instead of both: see ``audit/histogram_attack.py``.
+
+Without a guarantee there is nothing to refute. Then the made-up agent is about as small as the
+run's agents, and what counts is how many of its rows are found.
+
+Coins and data are never seeded. Each test is decided before it is run: the number of canaries, of
+guesses and the score follow from constants here and from public settings.
+"""
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from accounting.account_plan import AccountPlan
+from accounting.budget import Budget
+from accounting.journal_reader import Journal
+from accounting.ledger import Account
+from accounting.one_run_audit import (
+    claim_rejected,
+    count_correct,
+    guess,
+    one_run_ceiling,
+    one_run_lower_bound,
+)
+from accounting.two_sample_audit import AttackRates, roc
+from privssl import models
+from privssl.algorithms import ALGORITHMS
+from privssl.algorithms.base import Algorithm, CanaryLoss
+from privssl.audit.histogram_attack import CensusAttack, attack_census, judge_census
+from privssl.audit.mechanism_attack import CANNOT_SEE, MechanismAttack, attack_mechanism
+from privssl.core.agents import Agent, LabelledRows
+from privssl.core.engine import Call
+from privssl.core.federation import Federation, Round
+from privssl.core.messages import Message, Reply, StateDict
+from privssl.core.task import Task
+from privssl.engines.local import LocalEngine
+from privssl.errors import RunFolderError
+from privssl.experiment.config import Config
+from privssl.privacy.label_histogram import CensusPlan
+from privssl.privacy.per_example_gradients import Parameters, per_example_gradients
+from privssl.privacy.plan import PrivatePlan
+from privssl.privacy.secure_noise import secure_uniform
+from privssl.training.batched.deferred import FunctionalModule
+from privssl.training.local_training import load_weights, network_input
+
+CONFIDENCE = 1 - 0.05 / 3  # of each of three tests, so that all together are wrong in 5% at most
+CANARIES = 1000  # of the one-run attack
+GUESSES = 400  # half of them "in", half "out"; no guess about the others
+FEWEST = 200  # canaries where nothing is guaranteed: about 100 are out, for 1% false alarms
+AT_ONCE = 64  # canaries whose gradients are made in one go
+ALARM = 1e-4  # a p-value below it contradicts the promised distribution
+ROUNDING = 1e-5  # relative, of a contribution in single precision
+
+_NO_CANARIES = "canaries: not applicable: labels are released once, as counts"
+_PROFILE = tuple(10.0**-power for power in range(1, 11))  # deltas at which a claim is tested
+
+
+@dataclass(frozen=True)
+class CanaryAttack:
+    """What a made-up support agent's messages gave away; ``rates`` by network."""
+
+    canaries: int
+    guesses: int
+    correct: int
+    visits: int
+    lower_bound: float
+    ceiling: float
+    rejects_claim: bool
+    rates: Mapping[str, AttackRates]
+
+
+@dataclass
+class AttackReport:
+    """Both attacks on the plan of the agent that was charged most."""
+
+    agent: str
+    epsilon: float  # claimed, of these visits alone; nominal in scope as_published
+    delta: float
+    sound: bool
+    mechanism: MechanismAttack | CensusAttack | None = None
+    canaries: CanaryAttack | None = None
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    cannot_see: tuple[str, ...] = CANNOT_SEE
+
+    @property
+    def baseline_only(self) -> bool:
+        """Whether even a total leak would have stayed below the claim in both attacks."""
+        ceilings = [found.ceiling for found in (self.mechanism, self.canaries) if found]
+        return bool(ceilings) and max(ceilings) < self.epsilon
+
+
+def attack(
+    config: Config, card: Mapping[str, Any], journals: Mapping[str, Journal]
+) -> AttackReport:
+    """Attack the plan of a run.
+
+    Args:
+        config: of the run. card: its privacy card. journals: of its agents, verified.
+
+    Raises:
+        RunFolderError: the card does not say what was trained on.
+    """
+    privacy = config.privacy
+    if privacy is None or not card.get("task"):
+        raise RunFolderError(
+            "privacy.json does not say what rows look like (task), so that no row like them can be "
+            "made to attack with. Runs of this version write it"
+        )
+    name, journal = max(journals.items(), key=lambda item: len(item[1].events))
+    rows = config.data.labelled / max(len(card["agents"]), 1)
+    kind = ALGORITHMS[config.algorithm.name]
+    plan = kind.make_plan(
+        privacy, rounds=config.algorithm.rounds, rows_per_agent=rows, agents=len(card["agents"])
+    )
+    charged = [event for event in journal.events if event == plan.event]
+    cost = journal.plan.cost(charged)
+    delta = journal.plan.delta_of(cost)
+    report = AttackReport(name, cost.epsilon(delta), delta, plan.scope == "sound")
+    if len(charged) < len(journal.events):
+        report.notes.append(
+            f"{len(journal.events) - len(charged)} of {len(journal.events)} visits were charged "
+            "under another plan than config.yaml gives; attacked are the others"
+        )
+    if not charged:
+        if journal.events:
+            report.problems.append("no visit was charged as config.yaml plans it")
+        return report
+    task = _task(config, card["task"])
+    if isinstance(plan, CensusPlan):
+        report.notes.append(_NO_CANARIES)
+        report.mechanism = attack_census(plan, len(charged), report.epsilon, task.classes)
+        report.problems += judge_census(report.mechanism, report.epsilon)
+        return report
+    assert isinstance(plan, PrivatePlan)  # there are two mechanisms
+    report.mechanism = attack_mechanism(
+        plan, len(charged) * plan.steps, delta, CONFIDENCE,
+        counts_public=journal.plan.record_counts == "public",
+    )  # fmt: skip
+    _judge_mechanism(report, report.mechanism)
+    canaries = CANARIES if report.sound else min(CANARIES, max(FEWEST, round(2 * rows)))
+    # The divisor is public and no part of the guarantee: it fits the rows of the made-up agent,
+    # or steps would be too long.
+    crowd = dataclasses.replace(plan, expected_batch=plan.sample_rate * canaries / 2)
+    algorithm = kind(config.algorithm, task, crowd)
+    profile = [(cost.epsilon(d), d) for d in _PROFILE]
+    visits = min(len(charged), plan.visits)
+    report.canaries = attack_messages(
+        algorithm, crowd, task, visits, delta, profile, canaries, journal.plan
+    )
+    _judge_canaries(report, report.canaries)
+    return report
+
+
+def _task(config: Config, told: Mapping[str, Any]) -> Task:
+    classes, (channels, height, width) = int(told["classes"]), map(int, told["shape"])
+    shape = (channels, height, width)
+    return Task(classes, shape, lambda: models.build_classifier(config.model, shape, classes))
+
+
+SAYS = {
+    "noise": "the noise is not normal with the planned deviation",
+    "repeated noise": "noise of different steps is not independent",
+    "included rows": "rows do not take part as often, or are not clipped, as planned",
+    "batches": "batches are not drawn with the planned rate",
+    "batch sizes": "batch sizes do not vary as those of rows that are drawn independently",
+    "noise of visits": "what a visit releases has not the noise of its steps",
+    "repeated noise of visits": "noise of different visits is not independent",
+    "rows of visits": "rows do not move what a visit releases as planned",
+}
+
+
+def _judge_mechanism(report: AttackReport, found: MechanismAttack) -> None:
+    for name, p in found.p_values.items():
+        if p < ALARM:
+            report.problems.append(f"mechanism: {SAYS[name]} (p = {p:.2g})")
+    if not found.sensitivity <= 1 + ROUNDING:
+        report.problems.append(
+            f"mechanism: one row adds {found.sensitivity:.4f} clip norms to one step, where the "
+            "accounting allows 1"
+        )
+    if found.lower_bound > report.epsilon:
+        report.problems.append(
+            f"mechanism: {found.steps} steps leak at least epsilon {found.lower_bound:.4f} "
+            f"(95%), above the {report.epsilon:.4f} that they are charged"
+        )
+
+
+# What the agent sends -----------------------------------------------------------------------
+
+
+class _Recorder(LocalEngine):
+    """The engine of a run, which also keeps every message that came and went."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.seen: list[tuple[Message, Message]] = []
+
+    def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        replies = list(super().deliver(calls))
+        self.seen += [(c.message, r.payload) for c, r in zip(calls, replies, strict=True)]
+        return replies
+
+
+def attack_messages(
+    algorithm: Algorithm[Any],
+    plan: PrivatePlan,
+    task: Task,
+    visits: int,
+    delta: float,
+    profile: Sequence[tuple[float, float]],
+    canaries: int,
+    promised: AccountPlan | None = None,
+) -> CanaryAttack:
+    """Train one made-up support agent with the run's own algorithm and guess who was in.
+
+    Args:
+        visits: of that agent, each as the plan says.
+        profile: (epsilon, delta) pairs that the plan claims for these visits.
+        canaries: how many; guesses are made about GUESSES / CANARIES of them.
+        promised: of the agent whose plan is attacked: whether its counts are public.
+    """
+    shape = (canaries, *task.shape)
+    noise = np.frombuffer(os.urandom(int(np.prod(shape))), dtype=np.uint8).copy()
+    x = torch.from_numpy(noise).view(shape)
+    y = torch.from_numpy((secure_uniform(canaries) * task.classes).astype(np.int64))
+    included = secure_uniform(canaries) < 0.5
+    seen = _visits_of(
+        algorithm, plan, LabelledRows(x, y, torch.arange(canaries)), included, visits, promised
+    )
+    # Noise over what a canary adds in a visit, both squared and times 4: see _moved_along.
+    ridge = 4 * plan.noise_multiplier**2 / (plan.steps * plan.sample_rate**2)
+    rows, networks = (network_input(x), y), algorithm.networks()
+    scores = {
+        name: _scores(
+            networks[name], loss, name, seen, rows, ridge if name in plan.protect else None
+        )
+        for name, loss in algorithm.canary_losses().items()
+        if name in plan.update
+    }
+    together = np.sum([(s - s.mean()) / (s.std() + 1e-12) for s in scores.values()], axis=0)
+    guesses = 2 * (canaries * GUESSES // (2 * CANARIES))
+    correct = count_correct(guess(together, guesses), included)
+    tally = {"canaries": canaries, "guesses": guesses, "correct": correct}
+    return CanaryAttack(
+        **tally,
+        visits=visits,
+        lower_bound=one_run_lower_bound(**tally, delta=delta, confidence=CONFIDENCE),
+        ceiling=one_run_ceiling(
+            canaries=canaries, guesses=guesses, delta=delta, confidence=CONFIDENCE
+        ),
+        rejects_claim=claim_rejected(**tally, profile=profile, confidence=CONFIDENCE),
+        rates={name: roc(s[included], s[~included]) for name, s in scores.items()},
+    )
+
+
+def _visits_of(
+    algorithm: Algorithm[Any],
+    plan: PrivatePlan,
+    rows: LabelledRows,
+    included: NDArray[np.bool_],
+    visits: int,
+    promised: AccountPlan | None,
+) -> list[tuple[Message, Message]]:
+    """What the made-up agent was sent and answered, visit by visit."""
+    here = torch.from_numpy(np.flatnonzero(included))
+    seed = int.from_bytes(os.urandom(4), "big")
+    with tempfile.TemporaryDirectory() as folder:
+        promise = AccountPlan(
+            agent="s0",
+            budget=Budget(1e9, 1e-12),  # this account pays for an experiment on made-up rows
+            scope=plan.scope,
+            update=plan.update,
+            protect=plan.protect,
+            event=plan.event,
+            n_public=None,
+            # With private counts rows are drawn for differently.
+            record_counts="public" if promised is None else promised.record_counts,
+            adjacency="zero_out" if promised is None else promised.adjacency,
+        )
+        account = Account.open(Path(folder) / "s0.jsonl", promise, resume=False)
+        held = LabelledRows(rows.x[here], rows.y[here], rows.ids[here])
+        agent = Agent(id="s0", held_labelled=held, account=account)
+        engine = _Recorder([agent], seed=seed, device=torch.device("cpu"))
+        try:
+            federation = Federation(engine, seed)
+            state = algorithm.start(federation)
+            for number in range(1, visits + 1):
+                federation.begin(Round(number, "audit", number))
+                state = algorithm.round(state, federation)
+        finally:
+            engine.close()
+    return engine.seen
+
+
+def _scores(
+    network: nn.Module,
+    loss: CanaryLoss,
+    name: str,
+    seen: Sequence[tuple[Message, Message]],
+    canaries: tuple[Tensor, Tensor],
+    ridge: float | None,
+) -> NDArray[np.float64]:
+    """How much a network seems to have learnt each canary, over all visits: (canaries,).
+
+    Args:
+        canaries: their rows (N, *shape) as a network takes them, and classes (N,).
+        ridge: of :func:`_projection_scores`; None for a network that was trained without
+        clipping and
+            noise: how far its loss on the canary fell.
+    """
+    scores = torch.zeros(len(canaries[1]), dtype=torch.float64)
+    for told, said in seen:
+        before: StateDict = getattr(told, name)
+        after: StateDict | None = getattr(said, name)
+        if after is None:
+            continue
+        if ridge is None:
+            now = _losses(load_weights(network, after), loss, canaries)
+            found = _losses(load_weights(network, before), loss, canaries) - now
+        else:
+            load_weights(network, before)
+            moved = {k: after[k] - before[k] for k, _ in network.named_parameters()}
+            found = _projection_scores(network, loss, canaries, moved, ridge)
+        scores += found.nan_to_num()  # a network that diverged tells nothing
+    return scores.numpy()
+
+
+def _losses(network: nn.Module, loss: CanaryLoss, canaries: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss of each canary (N,)."""
+    network.eval()
+    with torch.no_grad():
+        rows = zip(*canaries, strict=True)
+        return torch.stack([loss(network, x[None], y[None]).double() for x, y in rows])
+
+
+def _projection_scores(
+    network: nn.Module,
+    loss: CanaryLoss,
+    canaries: tuple[Tensor, Tensor],
+    moved: StateDict,
+    ridge: float,
+) -> Tensor:
+    """How much of a movement is each canary's own descent (N,): the best linear guess there is.
+
+    Gradients resemble each other, so that a canary that is out still points where others pull.
+    With unit gradients U (N, P), coins of variance 1/4, and noise of variance ridge / 4 in every
+    parameter, the linear guess of least mean square error is (U U^T + ridge I)^-1 U d.
+    """
+    network.eval()
+    parameters = {"here": dict(network.named_parameters())}
+
+    def row_loss(here: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
+        return loss(FunctionalModule(network, here["here"]), fields["x"][None], fields["y"][None])
+
+    units = []
+    for x, y in zip(*(torch.split(part, AT_ONCE) for part in canaries), strict=True):
+        found = per_example_gradients(row_loss, parameters, {"x": x, "y": y})["here"]
+        gradients = torch.cat([g.flatten(1) for g in found.values()], dim=1)
+        # Directions alone: clipping shortens most gradients to one length.
+        units.append(gradients / gradients.norm(dim=1, keepdim=True).clamp(min=1e-12))
+    u = torch.cat(units).nan_to_num()  # (N, P)
+    d = -torch.cat([moved[k].flatten() for k in parameters["here"]]).nan_to_num()  # (P,)
+    gram = (u @ u.T).double() + ridge * torch.eye(len(u), dtype=torch.float64)
+    guessed: Tensor = torch.linalg.solve(gram, (u @ d).double())
+    return guessed
+
+
+def _judge_canaries(report: AttackReport, found: CanaryAttack) -> None:
+    if not report.sound:
+        return  # there is no claim to refute
+    if found.lower_bound > report.epsilon or found.rejects_claim:
+        report.problems.append(
+            f"canaries: {found.correct} of {found.guesses} guesses about who was in were right, "
+            f"more than epsilon {report.epsilon:.4f} allows (95%)"
+        )

@@ -1,0 +1,211 @@
+"""An attack on a census alone: tables of counts in which each record is there by a coin.
+
+A census releases counts with noise (``privacy/label_histogram.py``). Each cell of a made-up table
+is an experiment of its own: the one record that could be in it is there or not, and the attacker
+sees the cell of every release. The best test there is, the likelihood ratio (Neyman and Pearson),
+then bounds epsilon from below (Clopper and Pearson). For this law it is tight: a long enough attack
+would see all of epsilon, so the level of every test is one in a million, not one in twenty.
+
+What was released is also held against the law that was promised:
+
+    noise            all of it against the probabilities of the discrete Laplace law (chi-square)
+    every cell       how often each cell got noise at all; the odd one out of all cells
+    other cells      whether any two cells of a table got the same noise, or opposite noise
+    other releases   the same for any two tables, each released after the usual generators were
+                     seeded alike: noise that hangs on a seed repeats itself
+
+With epsilon above 6 nearly all noise is 0, and a single cell without noise is not seen any more.
+That a record is in one cell, whatever the other records are, is the algorithm's to show.
+"""
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import binom, chisquare
+
+from accounting.discrete_laplace import log_pmf
+from accounting.two_sample_audit import two_sample_bound_from_scores
+from privssl.privacy.label_histogram import CensusPlan
+from privssl.privacy.secure_noise import secure_uniform
+
+ALARM = 1e-6  # level of each test
+
+# Cells of a made-up table, at least. Two releases with the same noise share what is not 0 in it:
+# among 100 cells that is too little to be sure in one case of 16 at epsilon 2, among 200 in one
+# of 100,000.
+_CELLS = 200
+_FEWEST, _MOST = 1000, 4000  # made-up tables
+_LARGEST_SEEN = 8.5  # epsilon; trials grow with its exponential
+_COMPARED = 200  # releases that are compared with each other
+_EXPECTED = 10.0  # draws in a bin of the chi-square test, at least
+_NO_DELTA = 1e-12  # the bound wants a delta above 0; this one changes none of its digits
+
+Whole = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class CensusAttack:
+    """What releases of made-up tables gave away, and whether noise was as promised.
+
+    ``trials`` of the smaller world; ``censuses`` about each record, all charged to one account.
+    """
+
+    censuses: int
+    trials: int
+    lower_bound: float
+    ceiling: float
+    p_values: Mapping[str, float]
+
+    @property
+    def trials_run(self) -> str:
+        """What was done, in the words of a report."""
+        often = "once" if self.censuses == 1 else f"{self.censuses} times"
+        return f"{self.trials} records in each world, counted {often}"
+
+
+def attack_census(plan: CensusPlan, censuses: int, epsilon: float, classes: int) -> CensusAttack:
+    """Attack ``censuses`` >= 1 releases about the same records that cost epsilon together."""
+    cells = math.ceil(_CELLS / classes) * classes
+    often = -math.expm1(float(log_pmf(plan.epsilon, 0)))  # chance that noise is not 0
+    wanted = max(
+        2 * trials_to_see(epsilon, 1 - ALARM) / cells,
+        math.log(2 * cells / ALARM) / max(often, 1e-9),
+    )
+    tables = min(max(_FEWEST, math.ceil(wanted)), _MOST)
+    included = secure_uniform(tables * cells).reshape(tables, 1, cells) < 0.5
+    counts = np.repeat(included.astype(np.int64), censuses, axis=1)  # (tables, censuses, cells)
+    released = np.stack([_release(plan, table, classes) for table in counts.reshape(-1, cells)])
+    y = released.reshape(counts.shape)
+    ratio = (log_pmf(plan.epsilon, y - 1) - log_pmf(plan.epsilon, y)).sum(axis=1)
+    inside = included[:, 0]
+    worlds = two_sample_bound_from_scores(ratio[inside], ratio[~inside], _NO_DELTA, 1 - ALARM)
+    noise = (y - counts).reshape(-1, cells)  # (releases, cells)
+    few = noise[np.linspace(0, len(noise) - 1, min(len(noise), _COMPARED)).astype(int)]
+    return CensusAttack(
+        censuses=censuses,
+        trials=min(int(inside.sum()), int((~inside).sum())),
+        lower_bound=worlds.lower_bound,
+        ceiling=worlds.ceiling,
+        p_values={
+            "noise": _law_p(noise.ravel(), plan.epsilon),
+            "every cell": _every_cell_p(noise, often),
+            "other cells": _alike_p(noise, plan.epsilon),
+            "other releases": _alike_p(few.T, plan.epsilon),
+        },
+    )
+
+
+def trials_to_see(epsilon: float, confidence: float) -> int:
+    """Trials of each world with which a total leak would show an epsilon as large as is claimed.
+
+    Without an error in n counted trials the Clopper-Pearson limit is ln(2 / (1 - confidence)) / n,
+    and the lower bound minus its logarithm. Half of the trials choose the threshold; a tenth more,
+    because coins do not divide the worlds evenly. At least 1,000.
+    """
+    counted = math.log(2 / (1 - confidence)) * math.exp(min(epsilon, _LARGEST_SEEN))
+    return max(1000, math.ceil(2 * 1.1 * counted))
+
+
+_SAYS = {
+    "noise": "the noise does not follow the discrete Laplace law of the plan",
+    "every cell": "a cell gets noise more or less often than it should",
+    "other cells": "cells of one table get the same noise",
+    "other releases": "two releases get the same noise",
+}
+
+
+def judge_census(found: CensusAttack, epsilon: float) -> Iterator[str]:
+    """What contradicts a claim of so much epsilon for all censuses together."""
+    for name, p in found.p_values.items():
+        if p < ALARM:
+            yield f"census: {_SAYS[name]} (p = {p:.2g})"
+    if found.lower_bound > epsilon:
+        yield (
+            f"census: the counts leak at least epsilon {found.lower_bound:.4f}, above the "
+            f"{epsilon:.4f} that they are charged"
+        )
+
+
+def _release(plan: CensusPlan, counts: Whole, classes: int) -> Whole:
+    """One release of a table (cells,), from generators that are seeded alike every time."""
+    with _seeded():
+        table = plan.release(torch.from_numpy(counts.copy()).view(-1, classes))
+    return np.asarray(table.numpy(), dtype=np.int64).ravel()
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Inside, the generators that noise must not come from begin at the same place."""
+    python, legacy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)
+
+
+# Tests of the noise -------------------------------------------------------------------------
+
+
+def _law_p(noise: Whole, epsilon: float) -> float:
+    """p-value of draws (N,) against the law, by chi-square with both tails put together."""
+    reach = 0
+    while len(noise) * math.exp(float(log_pmf(epsilon, reach + 1))) >= _EXPECTED:
+        reach += 1
+    edges = np.arange(-reach, reach + 1)
+    middle = np.exp(log_pmf(epsilon, edges))
+    tail = max(0.0, 1 - float(middle.sum())) / 2
+    expected = len(noise) * np.array([tail, *middle, tail])
+    clipped = np.clip(noise, -reach - 1, reach + 1) + reach + 1
+    seen = np.bincount(clipped, minlength=len(expected)).astype(np.float64)
+    if expected[0] < _EXPECTED:  # tails too thin to count: they join the outermost values
+        for bins in (seen, expected):
+            bins[1] += bins[0]
+            bins[-2] += bins[-1]
+        seen, expected = seen[1:-1], expected[1:-1]
+    if len(seen) == 1:  # hardly any noise is not 0: count it
+        often = -math.expm1(float(log_pmf(epsilon, 0)))
+        return _two_sided(int(np.count_nonzero(noise)), len(noise), often)
+    return float(chisquare(seen, expected * (seen.sum() / expected.sum())).pvalue)
+
+
+def _every_cell_p(noise: Whole, often: float) -> float:
+    """p-value that noise is not 0 as often as it should be in each cell of (releases, cells)."""
+    hits = np.count_nonzero(noise, axis=0)
+    each = [_two_sided(int(k), len(noise), often) for k in np.unique(hits)]
+    return float(min(1.0, noise.shape[1] * min(each)))
+
+
+def _two_sided(hits: int, trials: int, chance: float) -> float:
+    """Twice the smaller tail of a binomial count."""
+    below, above = binom.cdf(hits, trials, chance), binom.sf(hits - 1, trials, chance)
+    return float(min(1.0, 2 * below, 2 * above))
+
+
+def _alike_p(noise: Whole, epsilon: float) -> float:
+    """p-value that no two columns (N, columns) are too often the same number, or opposite ones.
+
+    Under the law two independent draws are the same number, and not 0, with a chance that is known;
+    so are opposite ones. The oddest pair, times the number of pairs and of tests.
+    """
+    values = np.arange(1, 1 + math.ceil(40 / epsilon))
+    # twice: of both signs. Rare equal draws are what tells, so 0 is left out.
+    chance = 2 * float(np.exp(2 * log_pmf(epsilon, values)).sum())
+    rows, columns = noise.shape
+    most = 0
+    for i in range(columns - 1):
+        mine, others = noise[:, i : i + 1], noise[:, i + 1 :]
+        told = mine != 0
+        for sign in (1, -1):
+            most = max(most, int(((others == sign * mine) & told).sum(axis=0).max()))
+    return float(min(1.0, columns * (columns - 1) * binom.sf(most - 1, rows, chance)))

@@ -1,0 +1,328 @@
+"""An attack on private steps alone, without training: many canaries that share no coordinate.
+
+A private step releases a noisy sum of clipped gradients. Give canary i a gradient along coordinate
+i of every protected network and nowhere else, and each coordinate is an experiment of its own: the
+canary is in or out by a coin, and the attacker sees its coordinate of every release. The best test
+there is, the likelihood ratio (Neyman and Pearson), then bounds epsilon from below (Clopper and
+Pearson), and what was released must follow the distributions that the accounting assumes. The code
+is that of training: ``dp_sgd.PrivateTraining`` with the run's own plan, a new object for each
+visit. Specification: privacy.md, section 4.3.
+
+* False accusations are what is rare, and a coordinate whose canary is out costs a draw of noise and
+  little else: there are many more of these trials than of those with a canary.
+* Noise hides a row that counts twice, and how many rows a batch has. Some steps are taken without
+  it: the most that one row adds is measured, and which rows took part.
+* Whole visits, from ``private_rows.train_privately`` down, show what one step does not: several
+  views of a row, momentum and averages, an agent without rows, noise that visits share.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from accounting.mechanism_tests import (
+    batch_size_p,
+    inclusion_p,
+    log_likelihood_ratio,
+    noise_scale_p,
+    repeats_p,
+    sample_rate_p,
+)
+from accounting.two_sample_audit import two_sample_bound_from_scores
+from privssl.core.agents import LabelledRows
+from privssl.core.task import Context
+from privssl.privacy.dp_sgd import PrivateTraining
+from privssl.privacy.local_dp_sgd import train_rows_privately
+from privssl.privacy.per_example_gradients import Parameters
+from privssl.privacy.plan import PrivatePlan
+from privssl.privacy.secure_noise import secure_uniform
+
+MEMBERS, OTHERS = 240_000, 12_000_000  # trials with and without the canary, at most
+MEMBER_STEPS, OTHER_STEPS = 24_000_000, 1_200_000_000  # trials x steps, at most: about 80 seconds
+#: Side of the square of coordinates of a repetition, and the share of canaries that are in.
+WITH_MEMBERS, WITH_OTHERS = (64, 1 / 2), (512, 1 / 2048)
+
+#: What no attack here looks at, or could tell. Printed with every report, and in docs/privacy.md.
+CANNOT_SEE = (
+    "what another computer did, or this one in the past: the code that is installed here is "
+    "attacked",
+    "faults that only some rows bring out, one person's row at two agents, rows that are read "
+    "before they are paid for, settings that were chosen by looking at rows: no row of the "
+    "run is used",
+    "visits or runs that were charged nothing or too little: the ledger and the folder say "
+    "what was",
+    "a clip norm that follows the rows, where it leaves canaries of one length, and their "
+    "noise, as planned",
+    "what is released beside the noisy sums or added after the noise (another field of a "
+    "message, a buffer, a log, a file, the time that a step takes), but for what the networks "
+    "of a made-up agent give away, if that is much",
+    "losses, networks and views of the run that mix rows: the canaries have a loss of their "
+    "own in private steps",
+    "agents side by side, worker processes, sites, GPUs, other numbers of threads, kernels "
+    "for other processors",
+    "low bits: noise with gaps, sums that are rounded otherwise when there is one row more",
+    "noise that a seed repeats after a restart, in a fork or in another run",
+    "faults that are small: noise within 0.3% of its deviation (1% in whole visits), rows "
+    "drawn within 1% of the rate, batch sizes whose variance is within 30%",
+    "faults that show in fewer than one in a million releases, and whatever leaks less than "
+    "is claimed",
+)
+
+_CHOOSING = 1 / 4  # of the trials, for the threshold
+_TOO_LONG = 2.0  # length of a canary's gradient in clip norms, so that clipping is tested
+_ROWS_AT_ONCE = 4096
+_MOST_TESTED = 2_000_000  # releases whose distribution is tested, of each kind
+_MOST_COMPARED = 1000  # steps whose noise is compared, each with each
+_STEPS_WITHOUT_NOISE = 400
+_VISITS, _LONGEST_VISIT = 24, 50  # whole visits, and their steps at most
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class MechanismAttack:
+    """What the releases of private steps gave away, and whether they were as promised.
+
+    ``p_values`` are of tests of what ``canary_attack.SAYS`` lists; some need two steps, or a rate
+    below 1. ``sensitivity`` is the largest contribution of one canary to one step, in clip norms: 1
+    at most.
+    """
+
+    steps: int
+    members: int
+    others: int
+    lower_bound: float
+    ceiling: float
+    sensitivity: float
+    p_values: Mapping[str, float]
+
+    @property
+    def trials_run(self) -> str:
+        """What was done, in the words of a report."""
+        return f"{self.members} canaries in, {self.others} out, {self.steps} private steps"
+
+
+def attack_mechanism(
+    plan: PrivatePlan, steps: int, delta: float, confidence: float, *, counts_public: bool = True
+) -> MechanismAttack:
+    """Attack ``steps`` private steps of a plan, about the same rows; epsilon is at ``delta``."""
+    seen = _Seen(plan, steps)
+    wanted = (
+        max(2, min(MEMBERS, MEMBER_STEPS // steps)), max(2, min(OTHERS, OTHER_STEPS // steps)),
+    )  # fmt: skip
+    while seen.trials[1] < wanted[0]:
+        seen.add(*WITH_MEMBERS)
+    while seen.trials[0] < wanted[1]:
+        seen.add(*WITH_OTHERS)
+    worlds = two_sample_bound_from_scores(
+        np.concatenate(seen.scores[1]), np.concatenate(seen.scores[0]), delta, confidence,
+        choosing=_CHOOSING,
+    )  # fmt: skip
+    drawn, added = _without_noise(plan)
+    sizes, rate = drawn.sum(axis=1), plan.sample_rate
+    p_values = {
+        "noise": noise_scale_p(np.concatenate(seen.tested[0]) / plan.noise_multiplier),
+        "included rows": inclusion_p(
+            np.concatenate(seen.tested[1]), noise_multiplier=plan.noise_multiplier, sample_rate=rate
+        ),
+        "batches": sample_rate_p(hits=int(sizes.sum()), trials=drawn.size, rate=rate),
+    }
+    if rate < 1:
+        p_values["batch sizes"] = batch_size_p(sizes, rows=drawn.shape[1], rate=rate)
+    if steps > 1:
+        p_values["repeated noise"] = repeats_p(np.stack(seen.noise, axis=1))
+    return MechanismAttack(
+        steps=steps,
+        members=seen.trials[1],
+        others=seen.trials[0],
+        lower_bound=worlds.lower_bound,
+        ceiling=worlds.ceiling,
+        sensitivity=max(added, _most_added_by_views(plan, counts_public)),
+        p_values=p_values | _whole_visits(plan, counts_public),
+    )
+
+
+class _Seen:
+    """Releases of many repetitions; [0]: of canaries that are out, [1]: that are in."""
+
+    def __init__(self, plan: PrivatePlan, steps: int) -> None:
+        self._plan, self._steps = plan, steps
+        self.trials = [0, 0]
+        self.scores: tuple[list[Floats], list[Floats]] = [], []
+        self.tested: tuple[list[Floats], list[Floats]] = [], []
+        self.noise: list[Floats] = []  # of each step of the first repetition
+
+    def add(self, side: int, share: float) -> None:
+        """One repetition."""
+        plan, included = self._plan, secure_uniform(side * side) < share
+        compared = 0 if self.noise else _MOST_COMPARED
+        left = _MOST_TESTED
+        score = np.zeros(len(included))
+        for y in _releases(plan, self._steps, included, side):
+            score += log_likelihood_ratio(
+                y[:, None], noise_multiplier=plan.noise_multiplier, sample_rate=plan.sample_rate
+            )
+            if left > 0 and sum(map(len, self.tested[0])) < 2 * _MOST_TESTED:
+                for inside in (0, 1):
+                    self.tested[inside].append(y[included == inside])
+                left -= len(y)  # so that there are some of either kind of repetition
+            if len(self.noise) < compared:
+                self.noise.append(y[~included])
+        for inside in (0, 1):
+            self.scores[inside].append(score[included == inside])
+            self.trials[inside] += len(self.scores[inside][-1])
+
+
+# Canaries -----------------------------------------------------------------------------------
+
+
+class _Coordinates(nn.Module):
+    """A network of nothing but a square of numbers: what is released is the noisy sum itself."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(side, side))
+
+
+class _Canaries:
+    """Canary i has a gradient along coordinate i alone, the same in every protected network and too
+    long, so that clipping all of them together must shorten it. Seen is their mean direction.
+
+    It is a product of two factors, as a linear layer's gradients are: cheap, for so many rows.
+    """
+
+    def __init__(self, plan: PrivatePlan, side: int) -> None:
+        self.networks = {name: _Coordinates(side) for name in plan.protect}
+        self._each = 1 / math.sqrt(len(self.networks))
+        self._unit = plan.learning_rate * plan.clip_norm / plan.expected_batch
+        self._ends = math.sqrt(_TOO_LONG * plan.clip_norm * self._each) * torch.eye(side)
+
+    def factors(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Of canaries by number (B,): (B, side) twice."""
+        side = len(self._ends)
+        return self._ends[at // side], self._ends[at % side]
+
+    @staticmethod
+    def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
+        """Of one row, or of all its views: their sum."""
+        left, right = fields["left"], fields["right"]
+        each = [functional.linear(right, net["weight"]) * left for net in parameters.values()]
+        return torch.stack(each).sum()
+
+    def reset(self) -> None:
+        with torch.no_grad():
+            for network in self.networks.values():
+                network.weight.zero_()
+
+    def released(self) -> Floats:
+        """How far the weights have moved since, in clip norms (coordinates,)."""
+        weights = [net.weight.detach().double().numpy() for net in self.networks.values()]
+        return np.asarray(-np.sum(weights, axis=0).ravel() * (self._each / self._unit))
+
+
+def _releases(plan: PrivatePlan, steps: int, included: Bools, side: int) -> Iterator[Floats]:
+    """What each step released about each canary, in clip norms: (canaries,) for each step."""
+    once = dataclasses.replace(plan, steps=1, momentum=0.0, average_last=0.0, learning_rate=1.0)
+    canaries, at = _Canaries(once, side), torch.from_numpy(np.flatnonzero(included))
+
+    def fields_of(picked: Tensor, step: int) -> Mapping[str, Tensor]:
+        return dict(zip(("left", "right"), canaries.factors(at[picked]), strict=True))
+
+    for step in range(steps):
+        if step % plan.steps == 0:  # as in a run: an object is one visit
+            training = PrivateTraining(once, canaries.networks)
+        canaries.reset()
+        training.run(len(at), fields_of, canaries.row_loss, at_once=_ROWS_AT_ONCE)
+        yield canaries.released()
+
+
+def _without_noise(plan: PrivatePlan) -> tuple[Bools, float]:
+    """Which rows took part in each step (steps, rows), and the most that one of them added."""
+    side, share = WITH_MEMBERS
+    included = secure_uniform(side * side) < share
+    silent = dataclasses.replace(plan, noise_multiplier=0.0)
+    drawn, most = [], 0.0
+    for y in _releases(silent, _STEPS_WITHOUT_NOISE, included, side):
+        drawn.append(y[included] != 0)
+        most = max(most, float(np.abs(y).max()))
+    return np.stack(drawn), most
+
+
+# Whole visits -------------------------------------------------------------------------------
+
+
+def _visited(
+    plan: PrivatePlan, visits: int, at: Tensor, side: int, counts_public: bool
+) -> Iterator[Floats]:
+    """What each of several visits released about each coordinate: (coordinates,) for each.
+
+    Args:
+        at: the canaries that are rows of the agent; every second visit is to one without rows.
+    """
+    canaries = _Canaries(plan, side)
+    x = torch.cat(canaries.factors(at), dim=1)[:, None, None]  # (rows, 1, 1, 2 side)
+    rows = LabelledRows(x, torch.zeros(len(at), dtype=torch.int64), at)
+    none = LabelledRows(x[:0], rows.y[:0], at[:0])
+
+    def draw(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
+        return {"left": x[:, 0, 0, :side], "right": x[:, 0, 0, side:]}
+
+    for visit in range(visits):
+        canaries.reset()
+        ctx = Context(0, visit, "s0", f"{visit}", "attempt", torch.device("cpu"), telemetry=False)
+        train_rows_privately(
+            plan, canaries.networks, none if visit % 2 else rows, ctx, draw, canaries.row_loss,
+            counts_public=counts_public,
+        )  # fmt: skip
+        yield canaries.released()
+
+
+def _most_added_by_views(plan: PrivatePlan, counts_public: bool) -> float:
+    """The most that one row adds with all its views, in clip norms: they are clipped as one."""
+    views = dataclasses.replace(
+        plan, views=max(2, plan.views), steps=1, momentum=0.0, average_last=0.0, sample_rate=1.0,
+        noise_multiplier=0.0,
+    )  # fmt: skip
+    side, _ = WITH_MEMBERS
+    seen = next(_visited(views, 1, torch.arange(side), side, counts_public))
+    return float(np.abs(seen).max())
+
+
+def _whole_visits(plan: PrivatePlan, counts_public: bool) -> dict[str, float]:
+    """Tests of what visits release: p-values by name."""
+    plan = dataclasses.replace(plan, steps=min(plan.steps, _LONGEST_VISIT))
+    side, _ = WITH_MEMBERS
+    at = torch.from_numpy(np.flatnonzero(secure_uniform(side * side) < 1 / side))
+    seen = np.stack(list(_visited(plan, _VISITS, at, side, counts_public)), axis=1)
+    weights = _weights(plan)
+    length, rate = float(np.sqrt(np.square(weights).sum())), plan.sample_rate
+    out = np.ones(len(seen), dtype=np.bool_)
+    out[at.numpy()] = False
+    noise = seen[out] / (length * plan.noise_multiplier)
+    # Scaled so that mean and variance are those of one step, which the test knows.
+    inside = rate + (seen[at.numpy(), ::2] - rate * weights.sum()) / length
+    return {
+        "noise of visits": noise_scale_p(noise),
+        "repeated noise of visits": repeats_p(noise),
+        "rows of visits": inclusion_p(
+            inside, noise_multiplier=plan.noise_multiplier, sample_rate=rate
+        ) if len(at) else 1.0,
+    }  # fmt: skip
+
+
+def _weights(plan: PrivatePlan) -> Floats:
+    """By how much each step's noisy sum moves what a visit releases (steps,), at learning rate 1:
+    momentum v = m v + g, and the mean of the last iterates."""
+    reach = np.cumsum(float(plan.momentum) ** np.arange(plan.steps))  # after so many further steps
+    averaged = max(1, round(plan.average_last * plan.steps))
+    last = np.arange(plan.steps - averaged, plan.steps)[:, None]
+    lag = last - np.arange(plan.steps)  # (averaged, steps)
+    return np.asarray(np.where(lag >= 0, reach[np.maximum(lag, 0)], 0.0).mean(axis=0))

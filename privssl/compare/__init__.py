@@ -1,0 +1,1 @@
+"""Runs several configs on the same splits and seeds (``python -m privssl.compare``)."""

@@ -1,0 +1,218 @@
+"""What a comparison would run, checked before anything runs: configs, seeds, folders, splits.
+
+A plan is the list of all runs, in the order in which they are done. It names for each its folder,
+what lies there already, and the hash of its split. Whatever a user can mend is said here.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from accounting.errors import AccountingError
+from privssl.data import split_manifest
+from privssl.errors import ConfigError, RunFolderError, UserError
+from privssl.experiment import config as configs
+from privssl.experiment.config import LONGEST_NAME, Config
+from privssl.experiment.prepare import prepare
+from privssl.runs import resume, run_dir
+from privssl.runs.round_plan import rounds_of
+
+LONGEST_FOLDER = 100  # characters of the default folder's list of names
+# What the command itself decides for every run, and what to say instead.
+DECIDED = {
+    "run.seed": "use --seeds",
+    "run.output": "use --output",
+    "run.overwrite": "a comparison never replaces a run; remove its folder, or use --output",
+}
+
+RunState = Literal[
+    "new", "stale", "begun", "finished"
+]  # stale: begun, and died without a checkpoint
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of the comparison, checked."""
+
+    config: Config  # with its seed and folder
+    state: RunState
+    rounds: int
+    split: str  # the hash of its split.json
+
+    @property
+    def name(self) -> str:
+        return self.config.run.name
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} seed {self.config.run.seed}"
+
+
+# What is asked for --------------------------------------------------------------------------
+
+
+def load_configs(arguments: Sequence[str]) -> list[Config]:
+    """The configs, each with all overrides.
+
+    Args:
+        arguments: paths of YAML files and ``section.key=value``, in any order.
+
+    Raises:
+        ConfigError: with the problems of all of them; or two have one name.
+    """
+    # A file whose name has an equals sign can be written with its folder: ./a=1.yaml.
+    overrides = [t for t in arguments if "=" in t and "/" not in t.partition("=")[0]]
+    paths = [Path(text) for text in arguments if text not in overrides]
+    for key, instead in DECIDED.items():
+        if any(text.startswith(f"{key}=") for text in overrides):
+            raise ConfigError(f"{key} cannot be an argument here: {instead}")
+    if not paths:
+        raise ConfigError("No config was given: name one YAML file or more")
+    loaded, problems = list[Config](), list[str]()
+    for path in paths:
+        try:
+            loaded.append(configs.load_config(path, overrides))
+        except ConfigError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    seen: dict[str, Config] = {}
+    for config in loaded:
+        # Some file systems do not tell small letters from large ones.
+        other = seen.setdefault(config.run.name.casefold(), config)
+        if other is not config:
+            raise ConfigError(
+                f"{other.source} and {config.source} both have the name {config.run.name}, which "
+                "names the folders of their runs. Give one another run.name in its file"
+            )
+    return loaded
+
+
+def default_output(loaded: Sequence[Config]) -> Path:
+    """runs/compare-NAMES."""
+    names = "-".join(config.run.name for config in loaded)
+    if len(names) > LONGEST_FOLDER:
+        names = f"{names[:LONGEST_FOLDER]}-{hashlib.sha256(names.encode()).hexdigest()[:8]}"
+    return Path("runs") / f"compare-{names}"
+
+
+def all_runs(loaded: Sequence[Config], seeds: Sequence[int], output: Path) -> list[Planned]:
+    """All runs in the order in which they are done: all configs on one seed, then on the next.
+
+    Raises:
+        UserError, AccountingError: the first thing that no run could be made of, with its run.
+    """
+    planned = []
+    for seed in seeds:
+        for config in loaded:
+            folder = output / f"{config.run.name}-{seed}"
+            _check_folder_name(folder)
+            run = dataclasses.replace(config.run, seed=seed, output=str(folder), overwrite=False)
+            whole = dataclasses.replace(config, run=run)
+            try:
+                planned.append(_plan_run(whole))
+            except (UserError, AccountingError) as problem:
+                raise ConfigError(f"{config.source}, seed {seed}: {problem}") from problem
+    return planned
+
+
+def _check_folder_name(folder: Path) -> None:
+    """It is written into the run's config.yaml, which has to be read back."""
+    if len(str(folder)) > LONGEST_NAME or not str(folder).isprintable():
+        raise ConfigError(
+            f"{str(folder)!r} cannot be the folder of a run: give --output a name that can be "
+            f"printed, and at most {LONGEST_NAME} characters in all"
+        )
+
+
+def _plan_run(config: Config) -> Planned:
+    state = _state(config)
+    if state == "finished":
+        outcome = run_dir.read_outcome(config.folder)
+        assert outcome is not None  # or it would not be finished
+        # Not from the results: those of private runs withhold it.
+        split = split_manifest.read_manifest(config.folder / "split.json").hash
+        return Planned(config, state, outcome[0]["rounds"], split)
+    prepared = prepare(config)
+    split = prepared.federated_data.manifest.hash
+    return Planned(config, state, rounds_of(prepared.algorithm), split)
+
+
+def _state(config: Config) -> RunState:
+    """What lies in the folder of a run. RunFolderError when it is something else, or other."""
+    folder = config.folder
+    names = run_dir.list_entries(folder)
+    if not names:
+        return "new"
+    if (folder / "config.yaml").is_file():
+        try:
+            resume.check_resumable(folder, config)
+        except RunFolderError as problem:
+            raise RunFolderError(f"{problem} (for a comparison: another --output)") from None
+        known = run_dir.read_outcome(folder)
+        if known is not None and known[0]["status"] != "interrupted":
+            return "finished"
+        if (folder / "checkpoints" / "latest").exists():
+            return "begun"
+    if "split.json" not in names:
+        raise RunFolderError(
+            f"{folder} exists and is not a run of privssl: it is left as it is. Give another "
+            "--output"
+        )
+    return "stale"
+
+
+# One split for all --------------------------------------------------------------------------
+
+
+def by_name(planned: Sequence[Planned]) -> dict[str, list[Planned]]:
+    """Config -> its runs; configs in the order of the command line, runs in that of the seeds."""
+    found: dict[str, list[Planned]] = {}
+    for run in planned:
+        found.setdefault(run.name, []).append(run)
+    return found
+
+
+def different_splits(planned: Sequence[Planned]) -> dict[str, list[str]]:
+    """Config -> keys for which its splits are not the first config's; none where they are."""
+    first, *others = by_name(planned).values()
+    differs: dict[str, list[str]] = {first[0].name: []}
+    for of in others:
+        same = [run.split for run in of] == [run.split for run in first]
+        keys = [] if same else list(_differing(of[0].config, first[0].config))
+        differs[of[0].name] = keys if same or keys else ["the rows of the data set"]
+    return differs
+
+
+def _differing(config: Config, first: Config) -> Mapping[str, tuple[Any, Any]]:
+    """Keys of data and agents that are not the same: key -> value here, and of the first."""
+    return {
+        f"{section}.{key}": (value, vars(getattr(first, section))[key])
+        for section in ("data", "agents")
+        for key, value in vars(getattr(config, section)).items()
+        if value != vars(getattr(first, section))[key]
+    }
+
+
+def cannot_share(planned: Sequence[Planned], differs: Mapping[str, Sequence[str]]) -> str:
+    """Why there is no comparison, with every key that differs: the text of an error."""
+    named = by_name(planned)
+    first = planned[0].config
+    lines = []
+    for name in (name for name, keys in differs.items() if keys):
+        values = _differing(named[name][0].config, first)
+        told = [f"{key} is {mine}, not {theirs}" for key, (mine, theirs) in values.items()]
+        told = told or ["the rows of its data set are others: it was changed between runs"]
+        lines.append(f"  {named[name][0].config.source}: {'; '.join(told)}")
+    return "\n".join(
+        [
+            f"These configs cannot have the split of {first.source}, so that their accuracies "
+            "could not be compared:",
+            *lines,
+            "Give all the same values (an argument section.key=value counts for all), or "
+            "--allow-different-splits, and the table says so",
+        ]
+    )

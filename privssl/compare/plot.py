@@ -1,0 +1,133 @@
+"""Test accuracy against rounds, seconds and bytes: a line per config, a band over its seeds.
+
+    curve(...)    a run folder -> test accuracy by round, seconds and bytes
+    figure(...)   curves -> three panels
+
+metrics.csv has accuracy and bytes. The seconds of a round are in the run's TensorBoard events,
+because metrics.csv has only what the seed determines.
+"""
+
+import csv
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
+
+from privssl.errors import RunFolderError
+from privssl.runtime.process import without_tensorflow
+
+DASHES = ("-", "--", ":", "-.")  # after ten colours the next dash, so that lines stay apart
+COLOURS = 10  # of matplotlib's default cycle
+MARKED = 30  # a line of at most so many points shows them
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run, a value per evaluated round. Seconds and bytes (both ways) are since the start."""
+
+    rounds: tuple[int, ...]
+    accuracy: tuple[float, ...]  # on test rows
+    seconds: tuple[float, ...]
+    bytes: tuple[float, ...]
+
+
+def curve(folder: Path) -> Curve:
+    """Read the course of a finished run.
+
+    Args:
+        folder: of the run; metrics.csv and tensorboard/ are read.
+
+    Raises:
+        RunFolderError: one of them is missing or is not as it was written.
+    """
+    path = folder / "metrics.csv"
+    took = _round_seconds(folder / "tensorboard")
+    rounds, accuracy, seconds, sent = list[int](), list[float](), list[float](), list[float]()
+    elapsed = traffic = 0.0
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            for line in csv.DictReader(file):
+                number = int(line["round"])
+                elapsed += took[number]
+                traffic += float(line["comm/up_bytes"]) + float(line["comm/down_bytes"])
+                if line["test/accuracy"]:
+                    rounds.append(number)
+                    accuracy.append(float(line["test/accuracy"]))
+                    seconds.append(elapsed)
+                    sent.append(traffic)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise RunFolderError(
+            f"{folder}: its course cannot be read from metrics.csv and tensorboard ({error!r}). "
+            "Put the files back, or remove the folder and the run is done again"
+        ) from error
+    return Curve(tuple(rounds), tuple(accuracy), tuple(seconds), tuple(sent))
+
+
+def _round_seconds(folder: Path) -> dict[int, float]:
+    """Round -> wall seconds; a round that a resumed run did again counts once."""
+    without_tensorflow()
+    kept = {event_accumulator.SCALARS: 0, event_accumulator.IMAGES: 1}  # 0: all of them
+    events = event_accumulator.EventAccumulator(str(folder), size_guidance=kept)
+    if folder.is_dir():
+        events.Reload()
+    if "time/round_s" not in events.Tags()["scalars"]:
+        return {}
+    return {int(event.step): float(event.value) for event in events.Scalars("time/round_s")}
+
+
+def figure(curves: Mapping[str, Sequence[Curve]]) -> Figure:
+    """Test accuracy against rounds, seconds and bytes: a line per config, a band over its seeds.
+
+    A point is a round: its x and y are means over seeds, the band is one sample standard
+    deviation of the accuracy to either side. One seed has no band.
+
+    Args:
+        curves: config -> its runs, at least one each.
+    """
+    drawing = Figure(figsize=(13.0, 4.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(drawing)
+    panels = drawing.subplots(1, 3, sharey=True)
+    axes_names = ("rounds", "seconds", "bytes")
+    for number, (name, runs) in enumerate(curves.items()):
+        shared = sorted(set.intersection(*(set(run.rounds) for run in runs)))
+        accuracy = _at(runs, shared, "accuracy")
+        y = [statistics.fmean(values) for values in accuracy]
+        look: dict[str, Any] = {
+            "color": f"C{number % COLOURS}",
+            "linestyle": DASHES[number // COLOURS % len(DASHES)],
+            "marker": "." if len(shared) <= MARKED else "",
+        }
+        for panel, quantity in zip(panels, axes_names, strict=True):
+            x = [statistics.fmean(values) for values in _at(runs, shared, quantity)]
+            panel.plot(x, y, label=name, **look)
+            if len(runs) > 1:
+                half = [statistics.stdev(values) for values in accuracy]
+                low = [mean - wide for mean, wide in zip(y, half, strict=True)]
+                high = [mean + wide for mean, wide in zip(y, half, strict=True)]
+                panel.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
+    for panel, quantity in zip(panels, axes_names, strict=True):
+        panel.set_xlabel({"bytes": "bytes, up and down"}.get(quantity, quantity))
+        panel.grid(alpha=0.25)
+        panel.set_axisbelow(True)
+    panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[2].xaxis.set_major_formatter(EngFormatter(unit="B"))
+    panels[0].set_ylabel("test accuracy")
+    seeds = max(map(len, curves.values()))
+    said = f"mean over {seeds} seeds; band: one standard deviation" if seeds > 1 else "one seed"
+    drawing.suptitle(said, fontsize="small")
+    columns = min(4, len(curves))
+    handles = panels[0].get_lines()
+    drawing.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
+    return drawing
+
+
+def _at(runs: Sequence[Curve], rounds: Sequence[int], quantity: str) -> list[tuple[float, ...]]:
+    """For each round the quantity of every run."""
+    found = [dict(zip(run.rounds, getattr(run, quantity), strict=True)) for run in runs]
+    return [tuple(of_run[number] for of_run in found) for number in rounds]

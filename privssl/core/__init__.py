@@ -1,0 +1,1 @@
+"""What every algorithm and engine stands on: agents, messages, steps, aggregation."""

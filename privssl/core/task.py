@@ -1,0 +1,91 @@
+"""What an algorithm's step has besides its agent and its message: context and task."""
+
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from privssl.ops.precision import Precision
+from privssl.runtime import randomness
+
+StepT = TypeVar("StepT")
+
+
+def on_agent(step: StepT) -> StepT:
+    """Marks a method that runs where the data is: (self, agent, message, ctx) -> Message."""
+    step.runs_on_agent = True  # type: ignore[attr-defined]
+    return step
+
+
+class LabelMeter(Protocol):
+    """Takes pseudo-labels in, gives nothing back: steps can report but never look."""
+
+    def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None: ...
+
+
+@dataclass
+class Context:
+    """What a step has besides the agent and the message."""
+
+    seed: int
+    round: int
+    agent: str
+    visit_key: str
+    session_id: str  # of this process: a visit that is run again after a crash is paid for again
+    device: torch.device
+    telemetry: bool = True
+    meter: LabelMeter | None = None
+    weight: float = 1.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def rng(self, purpose: str) -> torch.Generator:
+        """The generator of one purpose in this visit. Two visits never share numbers."""
+        return randomness.stream(self.seed, self.round, self.agent, f"{self.visit_key}:{purpose}")
+
+    @property
+    def charge_id(self) -> str:
+        """The name under which this visit is charged to an account; never the same twice."""
+        return f"{self.visit_key}@{self.session_id}"
+
+    def log_metric(self, name: str, value: float) -> None:
+        """A number for the tracker, ``train/NAME``; dropped where rows are under an account."""
+        if self.telemetry:
+            self.metrics[name] = value
+
+    def pseudo_labels(self, ids: Tensor, probs: Tensor, kept: Tensor | None = None) -> None:
+        """Reports pseudo-labels for coverage and accuracy: ids (B,), probs (B, C), kept (B,)."""
+        if self.telemetry and self.meter is not None:
+            everyone = torch.ones(len(ids), dtype=torch.bool)
+            self.meter.observe(ids, probs.argmax(dim=1).cpu(), everyone if kept is None else kept)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be learned: the shape of a row, the classes, and the classifier's network.
+
+    ``shape`` is (channels, height, width). ``new_classifier`` builds an untrained F whose
+    input is (B, *shape) in [-1, 1] and whose output is (B, classes) logits; its initial
+    weights come from torch's global generator (see ``randomness.seeded``). Networks of an
+    algorithm's own compute in ``precision`` (``models.in_precision``), as F does.
+    """
+
+    classes: int
+    shape: tuple[int, int, int]
+    new_classifier: "NetworkFactory"
+    precision: Precision = "float32"
+
+
+class NetworkFactory(Protocol):
+    """Builds an untrained network."""
+
+    def __call__(self) -> nn.Module: ...
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of rounds with one name."""
+
+    name: str
+    rounds: int
+    saved: bool = False  # a checkpoint after its last round, whatever run.checkpoint_every says

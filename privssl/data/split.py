@@ -1,0 +1,208 @@
+"""Drawing a split: which rows keep their labels, which do not, and who gets them.
+
+Labelled rows are drawn first, then validation rows, then unlabelled ones out of the rest; then
+each kind is handed out by its own rule to the agents that hold it. All of it follows from
+(data set, settings, seed).
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from privssl.data.datasets import Dataset
+from privssl.data.npz import NO_LABEL
+from privssl.data.partition import DirichletEqual, Iid, Ints, Partition, from_settings
+from privssl.data.split_manifest import AgentRows
+from privssl.errors import DataError
+from privssl.runtime import randomness
+from privssl.settings.schema import AgentSettings, DataSettings, Problem
+
+SERVER = "server"
+
+
+class RoleAssignment(NamedTuple):
+    """Ids of the agents that hold each kind of rows."""
+
+    labelled: tuple[str, ...]
+    unlabelled: tuple[str, ...]
+
+    @property
+    def everyone(self) -> tuple[str, ...]:
+        """Each agent once, in the order of the rosters."""
+        return tuple(dict.fromkeys((*self.labelled, *self.unlabelled)))
+
+
+def role_problems(labels: str, agents: AgentSettings) -> Iterator[Problem]:
+    """Kinds of agents that ``data.labels`` needs and are none, or are and it has no use for."""
+    needed, useless = {
+        "support": ("support", ("mixed",)),
+        "labels-at-server": ("", ("support", "mixed")),
+        "labels-at-client": ("mixed", ("support",)),
+    }[labels]
+    if needed and not getattr(agents, needed):
+        text = f"data.labels is {labels}, but agents.{needed} is 0, so nobody would hold labels. "
+        yield Problem(needed, f"{text}Set agents.{needed} to at least 1")
+    for kind in useless:
+        if held := getattr(agents, kind):
+            text = (
+                f"agents.{kind} is {held}, but with data.labels {labels} there are none of them. "
+            )
+            yield Problem(kind, f"{text}Set agents.{kind} to 0")
+
+
+def holders(labels: str, agents: AgentSettings) -> RoleAssignment:
+    """Who holds what under ``data.labels``.
+
+    Raises:
+        DataError: nobody would hold labels, or agents of a kind that cannot be in this setting.
+    """
+    for _, text in role_problems(labels, agents):
+        raise DataError(text)
+    support, query, mixed = (
+        tuple(f"{letter}{number}" for number in range(count))
+        for letter, count in (("s", agents.support), ("q", agents.query), ("m", agents.mixed))
+    )
+    return {
+        "support": RoleAssignment(support, query),
+        "labels-at-server": RoleAssignment((SERVER,), query),
+        "labels-at-client": RoleAssignment(mixed, (*mixed, *query)),
+    }[labels]
+
+
+class Split(NamedTuple):
+    """Row ids of each agent, and of the validation rows; a ``Manifest`` has both, too."""
+
+    agents: Mapping[str, AgentRows]
+    validation: tuple[int, ...]
+
+
+def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Dataset) -> Split:
+    """Draw a split.
+
+    Raises:
+        DataError: more rows are asked for than there are, an agent would get none, or a rule
+            does not fit. See :mod:`privssl.data.partition`.
+    """
+    labels: Ints = dataset.y_train.numpy()
+    labelled, validation, unlabelled = _draw_rows(data, labels, seed, wanted=bool(who.unlabelled))
+    rule = labelled_rule = from_settings(data.partition, data.alpha, data.k)
+    if isinstance(rule, DirichletEqual):  # it chooses its rows by class
+        rule = dataclasses.replace(rule, rows=data.unlabelled)
+    elif data.unlabelled is not None:
+        unlabelled = _pick(unlabelled, labels, data.unlabelled, False, _rng(seed, "unlabelled"))
+    if data.labelled_partition is not None:
+        labelled_rule = from_settings(data.labelled_partition, data.labelled_alpha, data.labelled_k)
+    with_labels = _hand_out("labelled", labelled_rule, who.labelled, labelled, labels, seed)
+    without = _hand_out("unlabelled", rule, who.unlabelled, unlabelled, labels, seed)
+    return Split(
+        {a: AgentRows(with_labels.get(a, ()), without.get(a, ())) for a in who.everyone},
+        tuple(validation.tolist()),
+    )
+
+
+def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool | None]:
+    """What of a config a split follows from: all but the folders of this machine."""
+    settings = dataclasses.asdict(data)
+    return {key: value for key, value in settings.items() if key not in ("root", "split")}
+
+
+def _draw_rows(
+    data: DataSettings, labels: Ints, seed: int, *, wanted: bool
+) -> tuple[Ints, Ints, Ints]:
+    """Labelled and validation row ids, and those that may be had without labels; disjoint.
+
+    Args:
+        wanted: whether any agent holds unlabelled rows.
+    """
+    rows = len(labels)
+    asked = data.labelled + data.validation + (data.unlabelled or 0)
+    if asked > rows:
+        raise DataError(
+            f"data.labelled {data.labelled} + data.validation {data.validation} + "
+            f"data.unlabelled {data.unlabelled or 0} = {asked}, but {data.name} has {rows} "
+            "training rows. Ask for fewer"
+        )
+    known = np.flatnonzero(labels != NO_LABEL)
+    if data.labelled + data.validation > len(known):
+        raise DataError(
+            f"data.labelled {data.labelled} + data.validation {data.validation}, but {data.name} "
+            f"has {len(known)} training rows with a label. Ask for fewer"
+        )
+    if data.unlabelled and not wanted:
+        raise DataError(
+            f"data.unlabelled is {data.unlabelled}, but no agent holds unlabelled rows. "
+            "Set agents.query, or leave data.unlabelled out"
+        )
+    everything = np.arange(rows)
+    labelled = _pick(known, labels, data.labelled, data.stratified, _rng(seed, "labelled"))
+    rest = np.setdiff1d(everything, labelled)
+    kept = np.setdiff1d(known, labelled)
+    validation = _pick(kept, labels, data.validation, data.stratified, _rng(seed, "validation"))
+    rest = np.setdiff1d(rest, validation) if wanted else rest[:0]
+    return np.sort(labelled), np.sort(validation), rest
+
+
+def _pick(
+    candidates: Ints, labels: Ints, count: int, stratified: bool, rng: np.random.Generator
+) -> Ints:
+    """``count`` of the candidates: at random, or equally many of each class (within one).
+
+    Stratified, a class with too few rows gives all it has and the others make up for it.
+    """
+    rows = rng.permutation(candidates)
+    if not stratified or not count:
+        return rows[:count]
+    classes = labels[rows]
+    turn = rng.permutation(int(classes.max()) + 1)  # which classes give the rows left over
+    rank = np.empty(len(rows), dtype=np.int64)  # of a row among the rows of its class
+    for number in np.flatnonzero(np.bincount(classes)):  # np.unique takes ten times as long
+        mine = classes == number
+        rank[mine] = np.arange(mine.sum())
+    # The first of each class, then the second of each, and so on.
+    return rows[np.lexsort((turn[classes], rank))[:count]]
+
+
+def _hand_out(
+    kind: str, rule: Partition, agents: tuple[str, ...], rows: Ints, labels: Ints, seed: int
+) -> dict[str, tuple[int, ...]]:
+    """Row ids of each agent, sorted.
+
+    Both kinds draw from the same stream: where the rules are the same, the labelled and the
+    unlabelled rows of a mixed agent get the same classes.
+    """
+    if not agents:
+        return {}
+    if agents == (SERVER,):  # there is nothing to hand out, whatever the rule for agents is
+        return {SERVER: tuple(np.sort(rows).tolist())}
+    if len(agents) > len(rows):
+        raise DataError(
+            f"{len(agents)} agents are to share {len(rows)} {kind} rows, and each needs at "
+            f"least one. Change data.{kind}, or have fewer agents"
+        )
+    classes = labels[rows]
+    if (classes == NO_LABEL).any():
+        if not isinstance(rule, Iid):
+            raise DataError(
+                f"{rule} hands out rows by their class, and {(classes == NO_LABEL).sum()} of the "
+                f"{len(rows)} {kind} rows have no label. Set data.partition: iid (and "
+                "data.labelled_partition for the labelled rows)"
+            )
+        classes = np.where(classes == NO_LABEL, labels.max() + 1, classes)  # a class of their own
+    parts = rule.split(classes, len(agents), _rng(seed, "partition"))
+    for agent, part in zip(agents, parts, strict=True):
+        if not len(part):
+            raise DataError(
+                f"{rule} leaves {agent} without {kind} rows: {len(rows)} rows of "
+                f"{len(np.unique(labels[rows]))} classes among {len(agents)} agents. Raise "
+                f"data.{kind}, have fewer agents, or choose another partition"
+            )
+    return {a: tuple(rows[part].tolist()) for a, part in zip(agents, parts, strict=True)}
+
+
+def _rng(seed: int, purpose: str) -> np.random.Generator:
+    """NumPy's generator for one purpose of the split."""
+    return np.random.default_rng(
+        randomness.stream(seed, 0, "world", f"split {purpose}").initial_seed()
+    )

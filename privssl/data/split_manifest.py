@@ -1,0 +1,183 @@
+"""Who holds which rows, as a file that can be checked, shown and replayed: ``split.json``.
+
+One line of JSON in canonical form (keys sorted, no spaces). Its ``hash`` is the SHA-256 of all
+the rest in that form, so two runs with one hash had the same split of the same data. The file
+names no path, and reading it follows none.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
+
+from accounting.canonical_json import bounded, finite
+from accounting.errors import PlanError
+from privssl.data.datasets import Dataset
+from privssl.errors import DataError
+from privssl.storage import atomic_files
+
+SCHEMA = "privssl/split/1"
+MAX_BYTES = 2**27  # ten million rows need about 90 MB
+
+Whole = Annotated[int, Field(ge=0, strict=True)]
+Rows = tuple[Whole, ...]
+Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_exact = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, config=_exact)
+class AgentRows:
+    """Sorted ids of the rows that one agent holds, with labels and without."""
+
+    labelled: Rows
+    unlabelled: Rows
+
+
+@dataclass(frozen=True, config=_exact)
+class Manifest:
+    """A split. Every row id stands in it at most once.
+
+    ``rows`` is the size N of the training set, ``settings`` what the split was drawn with
+    (without the folders of this machine), ``checksum`` that of the data set.
+    """
+
+    dataset: StrictStr
+    checksum: Hex
+    rows: Whole
+    seed: Whole
+    settings: Mapping[StrictStr, StrictBool | StrictInt | StrictFloat | StrictStr | None]
+    agents: Mapping[StrictStr, AgentRows]
+    validation: Rows
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 over everything, as hex digits."""
+        return hashlib.sha256(_canonical(_plain(self)).encode()).hexdigest()
+
+    def write(self, path: Path) -> None:
+        """Write the file, replacing one that is there.
+
+        Raises:
+            DataError: it cannot be written.
+        """
+        try:
+            # For its owner alone: the file names the rows that have labels.
+            content = _canonical({**_plain(self), "hash": self.hash}) + "\n"
+            atomic_files.replace(path, content.encode())
+        except OSError as error:
+            raise DataError(f"{path} cannot be written: {error.strerror}") from None
+
+    def check(self, dataset: Dataset, checksum: str) -> None:
+        """Raises DataError unless this is a split of exactly these rows, with their checksum."""
+        if (self.checksum, self.rows) != (checksum, len(dataset.y_train)):
+            raise DataError(
+                f"the split was drawn for {self.dataset} with {self.rows} training rows and "
+                f"checksum {self.checksum[:12]}, but {dataset.name} here has "
+                f"{len(dataset.y_train)} and {checksum[:12]}. Use the same data, or "
+                "leave data.split out to draw a new split"
+            )
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest and check all that can be checked without the data.
+
+    Raises:
+        DataError: no such file, not in this format, changed since it was written, or a row id
+            that is out of range or stands in it twice.
+    """
+    found = _parse(path)
+    schema, stated = found.pop("schema", None), found.pop("hash", None)
+    if schema != SCHEMA:
+        raise DataError(f"{path} is not a split.json of the form {SCHEMA}: its schema is {schema}")
+    try:
+        manifest = _FORM.validate_python(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "top"
+        raise DataError(f"{path} is not a split.json: {where}: {first['msg']}") from None
+    if stated != manifest.hash:
+        raise DataError(
+            f"{path} was changed after it was written: it states the hash {stated}, but its "
+            f"content has {manifest.hash}. Take the original file"
+        )
+    _check_ids(path, manifest)
+    return manifest
+
+
+_FORM = TypeAdapter(Manifest)
+
+
+def _plain(manifest: Manifest) -> dict[str, Any]:
+    return {"schema": SCHEMA, **_FORM.dump_python(manifest)}
+
+
+def _canonical(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    """The JSON object of a file: each key once, no NaN, file and numbers bounded in size."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES} bytes")
+        found = json.loads(
+            text, object_pairs_hook=_each_key_once, parse_constant=_no_constant,
+            parse_int=bounded, parse_float=finite,
+        )  # fmt: skip
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}. data.split names a split.json") from None
+    except (ValueError, RecursionError, PlanError) as error:
+        raise DataError(f"{path} is not a split.json: {error}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is not a split.json: it has no keys")
+    return found
+
+
+def _each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _check_ids(path: Path, manifest: Manifest) -> None:
+    """No row out of range, none with two holders or twice with one."""
+    holders: dict[int, str] = {}
+    held = [("validation", manifest.validation)]
+    for agent, holding in manifest.agents.items():
+        held += [(agent, holding.labelled), (agent, holding.unlabelled)]
+    for holder, ids in held:
+        for row in ids:
+            if row >= manifest.rows:
+                raise DataError(
+                    f"{path}: {holder} holds the row {row}, but the data set has rows 0 to "
+                    f"{manifest.rows - 1}"
+                )
+            if row in holders:
+                raise DataError(
+                    f"{path}: the row {row} is held by {holders[row]} and by {holder}. Each row "
+                    "may stand in a split once"
+                )
+            holders[row] = holder

@@ -1,0 +1,1 @@
+"""One experiment: its config file, and what is prepared from it."""

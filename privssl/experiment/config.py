@@ -1,0 +1,340 @@
+"""A config file and the command line, as one checked value: ``load_config``.
+
+Command line beats file beats default. Everything wrong is collected and reported at once,
+each with its line and what to do about it, in one ``ConfigError``. A check that needs a value
+which is itself wrong is left out, so that no problem is reported that does not exist.
+
+The shapes and ranges live in ``settings/schema.py`` and in the ``Config`` of each algorithm, the
+rules of the text in ``settings/yaml_reader.py``, the collecting in ``builder.py``. Here are the
+whole, and the checks between sections. Delta's limits: docs/privacy.md.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import ROUND_DOWN, Context
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from accounting.account_plan import DEVICE_NAMES
+from privssl.algorithms import ALGORITHMS
+from privssl.data.split import role_problems
+from privssl.errors import ConfigError
+from privssl.ops.precision import Precision, fastest_precision, is_emulated
+from privssl.settings.error_messages import either, problem_report, show
+from privssl.settings.schema import (
+    DP_SGD_KEYS,
+    AgentSettings,
+    DataSettings,
+    ModelSettings,
+    PrivacySettings,
+    Problem,
+    RunSettings,
+)
+from privssl.settings.section_builder import ORDER, ConfigBuilder, unless_bad
+from privssl.settings.yaml_reader import as_yaml_number
+
+LONGEST_NAME = 200
+_OF_ONE_MACHINE = {"data": ("root", "split"), "privacy": ("ledger", "ledger_epsilon")}
+# Windows cannot hold files of these names, whatever their extension.
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment. ``algorithm`` is the ``Config`` of the algorithm that it names.
+
+    ``warnings`` are sentences about values that are allowed and still hardly wanted.
+    """
+
+    run: RunSettings
+    data: DataSettings
+    agents: AgentSettings
+    model: ModelSettings
+    algorithm: Any
+    privacy: PrivacySettings | None
+    source: Path = field(compare=False)
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def folder(self) -> Path:
+        """The run folder: ``run.output``, or runs/NAME-SEED."""
+        text = self.run.output or f"runs/{self.run.name}-{self.run.seed}"
+        try:
+            return Path(text).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"run.output is {text!r}: {error}. Write the path out") from None
+
+
+def load_config(
+    path: Path,
+    overrides: Sequence[str] = (),
+    algorithms: Mapping[str, type[Any]] = ALGORITHMS,
+) -> Config:
+    """Read and check a config file.
+
+    Args:
+        path: the YAML file, at most 1 MiB.
+        overrides: ``section.key=value``, the value as YAML; ``privacy=null`` takes that
+            section away.
+        algorithms: name -> class with a ``Config`` dataclass and ``problems(config)``.
+
+    Raises:
+        ConfigError: with every problem of the file and the arguments, sorted by line.
+    """
+    builder = ConfigBuilder(path, algorithms)
+    builder.read_file()
+    for override in overrides:
+        builder.override(override)
+    values: dict[str, Any] = {name: builder.section(name) for name in ORDER}
+    values |= {"source": path, "warnings": ()}
+    config = unless_bad(Config, values, {name for name in ORDER if name in builder.bad})
+    builder.check("run.", _name_problems(config))
+    builder.check("", _privacy_problems(config, algorithms))
+    builder.check("", _algorithm_problems(config, algorithms))
+    builder.check("run.", _absence_problems(config, algorithms))
+    builder.check("run.", _together_problems(config))
+    if not builder.findings:  # the algorithm may have said it in its own words
+        builder.check("agents.", role_problems(config.data.labels, config.agents))
+    if builder.findings:
+        raise ConfigError(problem_report(path, builder.findings))
+    run = dataclasses.replace(
+        config.run, name=_name(config), precision=_precision(config, algorithms),
+        absent=_absent(config, algorithms),
+    )  # fmt: skip
+    result: Config = dataclasses.replace(config, run=run, warnings=tuple(_warnings(config)))
+    return result
+
+
+def _name(config: Config) -> str:
+    return config.run.name or config.source.stem
+
+
+def _precision(config: Config, algorithms: Mapping[str, type[Any]]) -> Precision:
+    """``auto`` as what it is here, so that the config of a run repeats it elsewhere."""
+    if config.run.precision != "auto":
+        return config.run.precision
+    private = config.privacy is not None and not _is_census(config, algorithms)
+    if private or config.run.batched_agents > 1:  # which is done in float32 alone
+        return "float32"
+    return fastest_precision(config.model.name, config.run.device)
+
+
+def _name_problems(config: Config) -> Iterator[Problem]:
+    """A run's name becomes a folder: it must stay where it is put, on every system."""
+    name = _name(config)
+    plain = name not in (".", "..") and not set(name) & set('/\\:*?"<>|')
+    if not plain or DEVICE_NAMES.fullmatch(name) or name != name.strip(" ") or name.endswith("."):
+        yield Problem("name", f"{show(name)} cannot be the name of a folder on every system")
+    for key, text in (("name", name), ("output", config.run.output)):
+        if len(text) > LONGEST_NAME:
+            yield Problem(key, f"has {len(text)} characters: give at most {LONGEST_NAME}")
+
+
+def _labelled_rows(config: Config) -> float:
+    """Labelled rows of an average agent that has any; 0 when nobody has."""
+    holders = {
+        "support": config.agents.support,
+        "labels-at-client": config.agents.mixed,
+        "labels-at-server": 1,
+    }[config.data.labels]
+    return config.data.labelled / holders if holders else 0.0
+
+
+def _privacy_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
+    """What the other sections do to the claim. docs/privacy.md."""
+    if config.privacy is None:
+        return
+    if _is_census(config, algorithms):
+        yield from _census_problems(config)
+    else:
+        yield from _dp_sgd_problems(config)
+    rows = _labelled_rows(config)
+    if rows and 1 / rows <= config.privacy.delta < 1:
+        yield Problem(
+            "privacy.delta",
+            f"{config.privacy.delta} allows a whole row to be published: an agent holds about "
+            f"{rows:.0f} labelled rows. Give less than 1 / {rows:.0f}, better {_delta_for(rows)}",
+        )
+
+
+def _is_census(config: Config, algorithms: Mapping[str, type[Any]]) -> bool:
+    """Whether labels leave as noisy counts, and not in noisy gradients."""
+    return getattr(algorithms[config.algorithm.name], "mechanism", "dp-sgd") == "census"
+
+
+def _census_problems(config: Config) -> Iterator[Problem]:
+    """What a census cannot have: settings of noisy gradients, and clusters that rows share."""
+    name = config.algorithm.name
+    usual = {spec.name: spec.default for spec in dataclasses.fields(PrivacySettings)}
+    for key in DP_SGD_KEYS:
+        value = getattr(config.privacy, key)
+        if value != usual[key]:
+            yield Problem(
+                f"privacy.{key}",
+                f"{show(value)} has no meaning for {name}, which trains no network on labelled "
+                "rows. Leave it out",
+            )
+    if getattr(config.privacy, "record_counts", "") == "private":
+        yield Problem(
+            "privacy.record_counts",
+            "private, but how many labelled rows there are is public in a census (data.labelled): "
+            "set public",
+        )
+    if config.model.norm == "batch":
+        yield Problem(
+            "model.norm",
+            "batch norm mixes the rows of a batch, so one row more could move others to another "
+            "cluster. Set model.norm: group",
+        )
+
+
+def _dp_sgd_problems(config: Config) -> Iterator[Problem]:
+    """What breaks clipping row by row."""
+    if config.model.norm in ("batch", "static"):
+        yield Problem(
+            "model.norm",
+            f"{config.model.norm} norm couples the rows of a batch, so no single row can be "
+            "clipped. Set model.norm: group",
+        )
+    if config.run.precision == "bfloat16":
+        yield Problem(
+            "run.precision",
+            "private gradients are clipped and noised in float32. Set run.precision: float32",
+        )
+    if config.model.name == "trinet_cnn":
+        yield Problem(
+            "model.name",
+            "trinet_cnn has dropout, whose draws go by a row's place in the batch, so one row more "
+            "would change what others contribute. Set model.name: small_cnn",
+        )
+
+
+def _delta_for(rows: float) -> str:
+    """The customary largest delta, rows^-1.1, rounded down, as text that YAML reads as a number."""
+    two_digits = Context(prec=2, rounding=ROUND_DOWN)
+    return as_yaml_number(f"{two_digits.create_decimal_from_float(rows**-1.1):.1e}") or "0.5"
+
+
+def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
+    name = config.algorithm.name
+    yield from algorithms[name].problems(config)
+    if config.privacy is not None and not algorithms[name].can_be_private:
+        private = [known for known, algorithm in algorithms.items() if algorithm.can_be_private]
+        yield Problem(
+            "algorithm.name",
+            f"{name} reads labelled rows without noise, so nothing could be claimed. Use "
+            f"{either(private)}, or write privacy: null",
+        )
+
+
+def _missing_reply_policy(config: Config, algorithms: Mapping[str, type[Any]]) -> Any:
+    """What the algorithm can go on without: ``algorithms.base.MissingReplyPolicy``."""
+    kind = algorithms[config.algorithm.name]
+    return kind.missing_reply_policy_for(config.algorithm, private=config.privacy is not None)
+
+
+def _absent(config: Config, algorithms: Mapping[str, type[Any]]) -> Literal["stop", "skip"]:
+    """``auto`` as what it is for this algorithm, so that the config of a run says it."""
+    if config.run.absent != "auto":
+        return config.run.absent
+    usual: Literal["stop", "skip"] = _missing_reply_policy(config, algorithms).absent
+    return usual
+
+
+def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
+    """A run over sites that would go on without what its algorithm stands on."""
+    name, without = config.algorithm.name, _missing_reply_policy(config, algorithms)
+    if config.run.absent == "skip" and not without.skip:
+        yield Problem(
+            "absent",
+            f"skip, but with these settings {name} visits no agents one after the other: what "
+            "they send is put together, and a missing part changes the whole. Leave it out, and "
+            "give run.quorum, the share of them that must reply",
+        )
+    if config.run.quorum < 1 and not without.quorum:
+        yield Problem("quorum", f"{name} needs the reply of every agent. Leave it out")
+
+
+def _together_problems(config: Config) -> Iterator[Problem]:
+    """What agents side by side cannot have. (What the device says to it, ``prepare`` looks at.)"""
+    if config.run.batched_agents > 1 and config.run.precision == "bfloat16":
+        yield Problem(
+            "batched_agents",
+            f"is {config.run.batched_agents}, but networks that multiply in bfloat16 are computed "
+            "one by one. Give 1, or run.precision: float32",
+        )
+
+
+def _warnings(config: Config) -> Iterator[str]:
+    if is_emulated(config.run.precision, config.run.device):
+        yield (
+            "run.precision is bfloat16, for which this processor has no instructions: steps can "
+            "take several times as long as in float32. Set it to auto"
+        )
+    if config.run.engine == "flower" and config.run.certificate and not config.run.keys:
+        yield (
+            "run.keys is empty, so that names are pinned to no keys: a site that the SuperLink "
+            "lets in could take the name of another that is away. Give the folder of the sites' "
+            "public keys"
+        )
+    rows = _labelled_rows(config)
+    if config.privacy and rows and config.privacy.delta > rows**-1.1:
+        yield (
+            f"privacy.delta is {config.privacy.delta}, large for about {rows:.0f} labelled rows "
+            f"of an agent. Customary is at most {_delta_for(rows)}"
+        )
+
+
+def to_yaml(config: Config) -> str:
+    """The whole config as YAML, every key with its value; ``load_config`` reads it back as
+    equal."""
+    sections = {name: _plain(getattr(config, name)) for name in ORDER}
+    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
+    """Everything that may change a trained bit, by section: of ``run``, seed and precision."""
+    sections = {name: _plain(getattr(config, name)) for name in ORDER}
+    run = sections["run"]
+    assert run is not None
+    return {**sections, "run": {key: run[key] for key in ("seed", "precision")}}
+
+
+def config_hash(config: Config) -> str:
+    """SHA-256 of what is :func:`result_relevant`.
+
+    Two configs with one digest may go on from each other's checkpoints.
+    """
+    return _hash(result_relevant(config))
+
+
+def compatibility_hash(config: Config, classes: Sequence[str], shape: Sequence[int]) -> str:
+    """SHA-256 of everything that parties on several machines must have alike.
+
+    That is what ``config_hash`` covers without what belongs to one machine: where data and split
+    lie, and accounts that outlive a run, whose budget each site sets for itself. With the task:
+    a site
+    reads rows of its own.
+
+    Args:
+        classes: their names, in the order of their numbers.
+        shape: of a row: channels, height, width.
+    """
+    parts = result_relevant(config)
+    for section, keys in _OF_ONE_MACHINE.items():
+        for key in keys:
+            (parts[section] or {}).pop(key, None)
+    return _hash({**parts, "task": {"classes": list(classes), "shape": list(shape)}})
+
+
+def _hash(parts: Mapping[str, Any]) -> str:
+    text = json.dumps(parts, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(section: Any) -> dict[str, Any] | None:
+    return None if section is None else dataclasses.asdict(section)

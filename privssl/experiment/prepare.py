@@ -1,0 +1,291 @@
+"""From a config to a run that is ready to start: everything is checked, nothing is written.
+
+Whatever can fail because of the user fails here, before a run folder is made or touched: data
+that is missing or cannot be split, a device that is not there, a privacy plan that no noise
+fits, a delta that would allow a whole row of the largest agent to be published.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accounting import row_registry
+from accounting.account_plan import AccountPlan
+from accounting.accountants import epsilon
+from accounting.budget import Budget, round_up
+from accounting.events import is_protected
+from privssl import data, models
+from privssl.algorithms import ALGORITHMS
+from privssl.algorithms.base import Algorithm
+from privssl.core.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
+from privssl.core.task import Task
+from privssl.data.canonical import as_loaded, canonical
+from privssl.engines import batched, process_pool
+from privssl.errors import ConfigError, DataError, PrivacyError
+from privssl.experiment.config import Config
+from privssl.privacy.plan import Plan
+from privssl.settings.schema import PrivacySettings, RunSettings
+
+WITHHELD = "withheld"  # what stands where another run would tell the hash of its split
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to start: everything is checked, nothing is written."""
+
+    config: Config
+    federated_data: data.FederatedDataset
+    algorithm: Algorithm[Any]
+    plan: Plan | None
+    account_plans: Mapping[str, AccountPlan]  # of each agent with labels; empty when not private
+    device: torch.device
+    roster: tuple[AgentRef, ...]  # every agent; where they are sites, their rows are not here
+
+    @property
+    def labelled_agents(self) -> tuple[Agent, ...]:
+        return _labelled(self.federated_data)
+
+    @property
+    def is_nominal(self) -> bool:
+        """Whether its epsilons are those of a scheme that guarantees nothing."""
+        return self.plan is not None and self.plan.scope == "as_published"
+
+    @property
+    def about_rows(self) -> dict[str, Any]:
+        """What whoever uses the classifier must know: form of a row, names in output order."""
+        dataset = self.federated_data.dataset
+        form = {"kind": "image", "shape": list(dataset.shape), "scaling": "[-1, 1]"}
+        return {"rows": {**form, "encoder": None}, "class_names": list(dataset.class_names)}
+
+    @property
+    def data_warnings(self) -> list[str]:
+        """What was odd about the rows. Of a private run nothing: no noise is on such numbers."""
+        if self.config.privacy is not None:
+            return []
+        said = self.federated_data.dataset.said
+        return [record.getMessage() for record in said if record.levelno >= logging.WARNING]
+
+    @property
+    def published_split_hash(self) -> str:
+        """The hash of the split, where it may leave its owner.
+
+        It is of rows and labels, without a key: who knows all of them but one label of a private
+        run could try labels until it fits. There it stays in split.json, which is the owner's.
+        """
+        return WITHHELD if self.config.privacy else self.federated_data.manifest.hash
+
+
+def prepare(config: Config) -> Prepared:
+    """Load the data, split it, build the algorithm, and refuse what cannot be done.
+
+    Raises:
+        privssl.errors.UserError: see the head of this module.
+        accounting.errors.PlanError: no true claim could follow from the privacy section.
+    """
+    device = device_of(config.run.device)
+    _check_side_by_side(config.run, device)
+    roster = data.agent_refs(config.data.labels, config.agents)
+    federated_data = _federated_data(config)
+    dataset, kind = federated_data.dataset, ALGORITHMS[config.algorithm.name]
+    check_privacy_sides(dataset.shape, config.algorithm.name, kind.sides_divisible_by)
+    task = task_of(config, dataset.classes, dataset.shape)
+    plan, holders = None, _labelled(federated_data)
+    if config.privacy is not None:
+        labelled = sum(agent.role != "query" for agent in roster)
+        plan = kind.make_plan(
+            config.privacy,
+            rounds=config.algorithm.rounds,
+            rows_per_agent=config.data.labelled / labelled,
+            agents=labelled,
+        )
+        if plan.visits:
+            _refuse_shared_rows(holders, federated_data)
+            _refuse_unaffordable(plan, config.privacy)
+    promises = _account_plans(plan, config.privacy, holders)
+    algorithm = kind(config.algorithm, task, plan)
+    if plan is not None:
+        algorithm.check_private()
+        check_plan_networks(plan, algorithm)
+        if plan.visits and config.run.engine == "local":
+            algorithm.try_private(device)
+    return Prepared(config, federated_data, algorithm, plan, promises, device, roster)
+
+
+def _federated_data(config: Config) -> data.FederatedDataset:
+    """The rows that are on this machine. Raises ConfigError for what sites cannot have."""
+    if config.run.engine == "local":
+        private = config.privacy is not None and config.privacy.record_counts == "private"
+        return data.build(config.data, config.agents, config.run.seed, labelled_is_declared=private)
+    privacy, at_server = config.privacy, config.data.labels == "labels-at-server"
+    for key, wrong, why in (
+        ("data.validation", config.data.validation, "rows that no agent holds are at no site"),
+        ("privacy.ledger", privacy is not None and privacy.ledger, "each site has its own"),
+        ("privacy", privacy is not None and at_server, "a labelled server has no site"),
+    ):
+        if wrong:
+            raise ConfigError(f"{key} has no meaning with run.engine flower: {why}. Leave it out")
+    if privacy is not None and privacy.scope != "sound":
+        raise PrivacyError(
+            "the published scope guarantees nothing for any row, and no site takes part in it. "
+            "Protect all that support agents train, or set run.engine: local"
+        )
+    if at_server:  # whose rows are here
+        return data.build(config.data, config.agents, config.run.seed)
+    return data.test_rows_only(config.data, config.run.seed)
+
+
+def task_of(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
+    """What a config asks to be learned from rows of this shape."""
+    assert config.run.precision != "auto", "config.load says what it is here"
+    precision = config.run.precision
+
+    def new_classifier() -> nn.Module:
+        return models.build_classifier(config.model, shape, classes, precision)
+
+    return Task(classes, shape, new_classifier, precision)
+
+
+def check_privacy_sides(shape: tuple[int, int, int], algorithm: str, divisor: int) -> None:
+    """Raises DataError where rows are of a size that an algorithm cannot halve."""
+    _, height, width = shape
+    if height % divisor or width % divisor:
+        raise DataError(
+            f"rows are {height}x{width} pixels, and {algorithm} needs sides that are multiples of "
+            f"{divisor}. Resize or pad the images (image_folder: data.image_size)"
+        )
+
+
+def _labelled(federated_data: data.FederatedDataset) -> tuple[Agent, ...]:
+    return tuple(agent for agent in federated_data.agents if agent.held_labelled is not None)
+
+
+def _account_plans(
+    plan: Plan | None, privacy: PrivacySettings | None, agents: tuple[Agent, ...]
+) -> dict[str, AccountPlan]:
+    """What each agent with labels promises for its rows: id -> plan; none when not private."""
+    if plan is None or privacy is None:
+        return {}
+    # Accounts of this run alone promise what the run may spend.
+    budget = Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta)
+    return {agent.id: account_plan(plan, privacy, agent, budget) for agent in agents}
+
+
+def account_plan(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Budget) -> AccountPlan:
+    """What one agent with labels promises for its rows."""
+    public = privacy.record_counts == "public"
+    return AccountPlan(
+        agent=agent.id,
+        budget=budget,
+        scope=plan.scope,
+        update=plan.update,
+        protect=plan.protect,
+        event=plan.event,
+        record_counts=privacy.record_counts,
+        n_public=len(agent.labelled) if public else None,
+        adjacency="zero_out" if public else "add_remove",
+    )
+
+
+def check_plan_networks(plan: Plan, algorithm: Algorithm[Any]) -> None:
+    """Raises PrivacyError where a plan, and so the claim, names a network that there is not."""
+    strange = [name for name in plan.update if name not in algorithm.networks()]
+    if algorithm.mechanism == "dp-sgd" and strange:
+        raise PrivacyError(
+            f"{algorithm.cfg.name} has no network {', '.join(strange)}, which privacy."
+            f"update_at_support names. It has {', '.join(algorithm.networks()) or 'none'}"
+        )
+
+
+def _refuse_unaffordable(plan: Plan, privacy: PrivacySettings) -> None:
+    """A first visit beyond the budget would leave every support agent out, to the end."""
+    cost = epsilon(is_protected([plan.event]), privacy.delta)
+    if cost > privacy.epsilon:
+        raise PrivacyError(
+            f"one visit to a support agent costs epsilon {round_up(cost)}, and privacy.epsilon "
+            f"is {privacy.epsilon:g}, so that no labelled row would ever be read. Give more "
+            "privacy.noise_multiplier, fewer privacy.steps or a smaller privacy.sample_rate"
+        )
+
+
+def _refuse_shared_rows(holders: tuple[Agent, ...], federated_data: data.FederatedDataset) -> None:
+    """A record under two accounts would have two budgets; one used beside its account, none."""
+    labelled = {agent.id: list(canonical(agent.labelled.x)) for agent in holders}
+    for one, other, rows in row_registry.shared_rows(labelled):
+        raise PrivacyError(
+            f"{rows} labelled rows of {one} are rows of {other} as well, so that one record would "
+            f"have two budgets. Remove doubled rows from the data"
+        )
+    bare = chain.from_iterable(canonical(rows.x) for rows in bare_rows(federated_data))
+    for name, rows in row_registry.unprotected_rows(labelled, bare):
+        raise PrivacyError(
+            f"{rows} labelled rows of {name} are unlabelled or validation rows as well, and would "
+            f"be used there without protection. Remove doubled rows from the data"
+        )
+
+
+def bare_rows(federated_data: data.FederatedDataset) -> Iterator[LabelledRows | UnlabelledRows]:
+    """The rows that a run uses without protection: unlabelled and validation."""
+    for agent in federated_data.agents:
+        if agent.held_unlabelled is not None:
+            yield agent.held_unlabelled
+    if federated_data.validation is not None:
+        yield federated_data.validation
+
+
+def claim_rows(
+    ledger: Path,
+    holders: Iterable[Agent],
+    bare: Iterable[LabelledRows | UnlabelledRows],
+    *,
+    only_check: bool = False,
+) -> None:
+    """Put the labelled rows of agents under their accounts.
+
+    Args:
+        ledger: folder of the accounts.
+        bare: the rows that the run uses without protection.
+        only_check: say whether they could be put there, and put none.
+
+    Raises:
+        accounting.errors.LedgerError: a row has another account, or is used without protection.
+    """
+    held, beside = list(holders), list(bare)
+    # First by the form that version 0.1 stored: what it refused stays refused.
+    for contents, check in ((as_loaded, True), (canonical, only_check)):
+        labelled = {agent.id: contents(agent.labelled.x) for agent in held}
+        others = chain.from_iterable(contents(rows.x) for rows in beside)
+        row_registry.claim(ledger, labelled, bare=others, only_check=check)
+
+
+def device_of(name: str) -> torch.device:
+    """The device of that name; ``auto``: the first GPU, else the CPU. Raises ConfigError."""
+    cuda = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    there = ["cpu", *(["cuda", *cuda] if cuda else [])]
+    if torch.backends.mps.is_available():
+        there.append("mps")
+    if name != "auto" and name not in there:
+        raise ConfigError(
+            f"run.device is {name!r}, but this machine has {', '.join(there)}. Give one of "
+            "them, or auto"
+        )
+    return torch.device(("cuda" if cuda else "cpu") if name == "auto" else name)
+
+
+def _check_side_by_side(run: RunSettings, device: torch.device) -> None:
+    reason, threads = process_pool.unsupported_reason(device), torch.get_num_threads()
+    if reason is None and threads > 1:  # results would depend on the number of workers
+        reason = (
+            f"torch has {threads} threads here (OMP_NUM_THREADS), and a worker has one, which "
+            "rounds differently (OMP_NUM_THREADS=1 before the command gives all of them one)"
+        )
+    if run.workers != "auto" and run.workers > 1 and reason is not None:
+        raise ConfigError(f"run.workers is {run.workers}, but {reason}. Give 1, or auto")
+    reason = batched.unsupported_reason(device)
+    if run.batched_agents > 1 and reason is not None:
+        raise ConfigError(f"run.batched_agents is {run.batched_agents}, but {reason}. Give 1")

@@ -1,0 +1,1 @@
+"""Layers and native kernels (sources in csrc/); ``dispatch`` picks the instruction set."""

@@ -1,0 +1,117 @@
+"""How much rows count by their norms, and the sum of what they then are: ``csrc/clipping.cpp``.
+When: ``privssl/privacy/clipping.py``."""
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from privssl.ops import dispatch
+
+_GRADIENTS = (ctypes.c_int64, ctypes.c_int64, dispatch.INT64_PTR)  # rows, parameters, where
+_POINTER = ctypes.c_void_p
+_FACTORS = dispatch.function(
+    "clipping_factors", *_GRADIENTS, _POINTER, _POINTER, ctypes.c_double, _POINTER
+)
+_TOTALS = dispatch.function("clipping_totals", *_GRADIENTS, _POINTER, _POINTER)
+
+#: Gradients of a parameter (B, ...), a line of numbers for each row, float32 on the CPU where
+#: ``kernels.do``; or two factors, neither empty, of which each number of one counts times each of
+#: the other.
+Lines = tuple[Tensor, Tensor | None]
+
+
+def factors(
+    gradients: Sequence[Lines], norms: Tensor | None, drawn: Tensor, clip_norm: float
+) -> Tensor:
+    """What ``clipping.clipped_sums`` multiplies rows with (B,), float64.
+
+    Args:
+        gradients: of each parameter.
+        norms: (B,), of other parameters' gradients.
+        drawn: (B,) whether a row counts.
+    """
+    rows = _rows(gradients)
+    if drawn.shape != (rows,) or not (norms is None or norms.shape == (rows,)):
+        raise ValueError(f"gradients of {rows} rows, where {drawn.numel()} were looked at")
+    drawn = drawn.to("cpu", torch.bool).contiguous()
+    norms = None if norms is None else norms.to("cpu", torch.float64).contiguous()
+    dense, found = [_dense(one) for one in gradients], _empty(rows)
+    _FACTORS(dispatch.instruction_set())(
+        *_all(dense), None if norms is None else norms.data_ptr(), drawn.data_ptr(), clip_norm,
+        found.data_ptr(),
+    )  # fmt: skip
+    return found
+
+
+def totals(gradients: Sequence[Lines], factors: Tensor) -> Tensor:
+    """Sums over rows of factor times gradient, in which what is no finite number counts as 0.
+
+    Args:
+        gradients: of each parameter.
+        factors: (B,), as those above.
+
+    Returns:
+        (numbers of all parameters,) float64, one parameter behind the other.
+    """
+    if factors.shape != (_rows(gradients),) or factors.dtype != torch.float64:
+        raise ValueError(f"{len(factors)} factors for another number of rows")
+    factors, dense = factors.contiguous(), [_dense(one) for one in gradients]
+    found = _empty(sum(numbers(one) for one in gradients))
+    _TOTALS(dispatch.instruction_set())(*_all(dense), factors.data_ptr(), found.data_ptr())
+    return found
+
+
+def _rows(gradients: Sequence[Lines]) -> int:
+    """B. The kernel believes what it is told, so it is looked at here."""
+    all_of_them = [one for of in gradients for one in of if one is not None]
+    rows = len(all_of_them[0])
+    known = ((one.is_cpu, one.dtype, one.shape[0]) for one in all_of_them)
+    if any(each != (True, torch.float32, rows) for each in known):
+        raise ValueError("gradients are of different numbers of rows, or not float32 on the CPU")
+    return rows
+
+
+def _empty(count: int) -> Tensor:
+    """Whatever the default is elsewhere."""
+    return torch.empty(count, dtype=torch.float64, device="cpu")
+
+
+def numbers(of: Lines) -> int:
+    """Of the parameter."""
+    each, other = of
+    return each.numel() // len(each) * (1 if other is None else other.numel() // len(other))
+
+
+def _dense(of: Lines) -> Lines:
+    """The numbers of a row one behind the other; it may be one row for all."""
+    each, other = of
+    return _pack(each), None if other is None else _pack(other)
+
+
+def _pack(each: Tensor) -> Tensor:
+    each = each.resolve_neg()
+    if each.is_contiguous() or each.stride()[1:] == strides(each.shape[1:]):
+        return each
+    return each.contiguous()
+
+
+@lru_cache(maxsize=1024)
+def strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of numbers that lie one behind the other."""
+    return tuple(shape[place + 1 :].numel() for place in range(len(shape)))
+
+
+def _all(gradients: Sequence[Lines]) -> "tuple[int, int, ctypes.Array[ctypes.c_int64]]":
+    """As ``_GRADIENTS``."""
+    fields = [field for each, other in gradients for field in (*_at(each), *_at(other))]
+    return len(gradients[0][0]), len(gradients), dispatch.int64_array(fields)
+
+
+def _at(each: Tensor | None) -> tuple[int, int, int]:
+    """Numbers of a row, those to the next, and where the first one lies."""
+    if each is None:
+        return 0, 0, 0
+    return each.numel() // len(each), each.stride(0), each.data_ptr()

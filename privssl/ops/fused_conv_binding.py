@@ -1,0 +1,204 @@
+"""Convolution, pooling, norm and rectifier, and again: ``csrc/pooled.cpp``.
+
+Here tensors become addresses; which layers go through this, and when, says ``ops/fused_conv.py``.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from privssl.ops import dispatch
+
+
+class Layers(ctypes.Structure):
+    """What is asked for; the fields are explained in ``csrc/layers.hpp``, which has the same."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("rows", "height", "width", "channels", "kernels", "high", "wide", "down"),
+                *("right", "groups", "rectified"),
+            )
+        ),
+        ("eps", ctypes.c_double),
+    )
+
+
+_POINTER, _COUNTED = ctypes.c_void_p, (ctypes.c_int64, ctypes.POINTER(Layers))
+_LEFT = dispatch.function("pooled_left", *_COUNTED, result=ctypes.c_int64)
+_FORWARD = dispatch.function("pooled_forward", *_COUNTED, *[_POINTER] * 4)
+_BACKWARD = dispatch.function(
+    "pooled_backward", *_COUNTED, *[_POINTER] * 4, ctypes.c_int64, *[_POINTER] * 2
+)
+
+
+class Form(NamedTuple):
+    """What surrounds a convolution: zeros, pooling of two by two, a norm, a rectifier."""
+
+    padding: tuple[int, int]  # (down, right)
+    groups: int  # of the norm; 0: there is none
+    eps: float  # of the norm
+    rectified: bool
+
+    def pooled(self, sides: Sequence[int], kernel: Sequence[int]) -> tuple[int, int]:
+        """Height and width of the output, from those of a row and of the convolution's kernel."""
+        high, wide = (
+            (side + 2 * zeros - taps + 1) // 2
+            for side, zeros, taps in zip(sides, self.padding, kernel, strict=True)
+        )
+        return high, wide
+
+
+class Parameters(NamedTuple):
+    """Of a convolution and its norm, or their gradients. None where a layer has none."""
+
+    weight: Tensor  # (kernels, channels, high, wide)
+    bias: Tensor | None  # (kernels,), as the next two
+    gamma: Tensor | None
+    beta: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardContext:
+    """What a forward pass leaves for the way back."""
+
+    plan: "Plan"
+    x: Tensor  # (rows, channels, height, width), channels last in memory
+    own: Sequence[Tensor | None]  # parameters, weights channels last, as addresses lead there
+    addresses: "ctypes.Array[ctypes.c_void_p]"
+    left: Tensor  # bytes, as ``csrc/layers.hpp`` lays them out
+
+
+def forward(
+    x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]
+) -> tuple[Tensor, ForwardContext]:
+    """The output of layers that follow each other, and what :func:`backward` needs.
+
+    Args:
+        x: (rows, channels, height, width) float32 on the CPU, one row at least.
+        own: float32 on the CPU.
+        forms: one for each; at least one whole place of pooling is left by each.
+
+    Returns:
+        (rows, kernels, height, width after pooling) float32, channels last in memory.
+    """
+    dense = [p if p is None else dispatch.channels_last(p) for each in own for p in each]
+    shapes = tuple(p if p is None else p.shape for p in dense)
+    plan = _plan(dispatch.instruction_set(), x.shape, shapes, forms)
+    y = torch.empty(plan.output, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    left = torch.empty(plan.left, dtype=torch.uint8, device=x.device)
+    addresses = plan.addresses(*map(_at, dense))
+    done = ForwardContext(plan, dispatch.channels_last(x), dense, addresses, left)
+    _FORWARD(plan.instruction_set)(
+        len(forms), plan.layers, addresses, done.x.data_ptr(), y.data_ptr(), done.left.data_ptr()
+    )
+    return y, done
+
+
+def backward(
+    gradient: Tensor, done: ForwardContext, *, inputs: bool, together: int | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of inputs and of parameters.
+
+    Args:
+        gradient: of the output.
+        done: what the forward pass left. Parameters are what they were.
+        inputs: whether those of inputs are wanted.
+        together: rows, in order, whose gradients of parameters are one sum; None: no gradients of
+            parameters.
+
+    Returns:
+        Gradients of inputs, as inputs; and of parameters, (sums, numbers of all parameters), of
+        which ``Plan.parameters`` says what is where.
+    """
+    plan = done.plan
+    dx = torch.empty_like(done.x) if inputs else None
+    size = (-(-len(done.x) // together), plan.numbers) if together else (0, 0)
+    sums = torch.empty(size, dtype=done.x.dtype, device=done.x.device) if together else None
+    gradient = dispatch.channels_last(gradient)
+    _BACKWARD(plan.instruction_set)(
+        len(plan.layers), plan.layers, done.addresses, done.x.data_ptr(), gradient.data_ptr(),
+        done.left.data_ptr(), together or 1, _at(dx), _at(sums),
+    )  # fmt: skip
+    return dx, sums
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class KernelLayout(NamedTuple):
+    """Where a parameter's gradient lies in sums."""
+
+    size: tuple[int, ...]  # the parameter's
+    strides: tuple[int, ...]
+    first: int
+
+    def from_layers(self, sums: Tensor) -> Tensor:
+        """(*size) of the first of sums (sums, numbers)."""
+        return sums.as_strided(self.size, self.strides, self.first)
+
+    def for_each_agent(self, sums: Tensor) -> Tensor:
+        """(sums, *size)."""
+        count, size, strides = len(sums), self.size, self.strides
+        return sums.as_strided((count, *size), (sums.stride(0), *strides), self.first)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All that follows from shapes."""
+
+    instruction_set: str | None  # of the kernels that go forward and back
+    layers: "ctypes.Array[Layers]"
+    addresses: type["ctypes.Array[ctypes.c_void_p]"]  # of parameters, four for each of the layers
+    output: tuple[int, int, int, int]
+    left: int  # bytes
+    parameters: tuple[KernelLayout | None, ...]  # as addresses; None where there is none
+    numbers: int  # of all parameters
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    instruction_set: str | None,
+    rows: torch.Size,
+    own: tuple[torch.Size | None, ...],
+    forms: tuple[Form, ...],
+) -> Plan:
+    """``own``: shapes of parameters, as addresses."""
+    (count, _, *sides), found = rows, []
+    weights = [weight for weight in own[:: len(Parameters._fields)] if weight is not None]
+    for (made, channels, *kernel), form in zip(weights, forms, strict=True):
+        found.append(
+            Layers(
+                count, *sides, channels, made, *kernel, *form.padding, form.groups,
+                form.rectified, form.eps,
+            )
+        )  # fmt: skip
+        sides = list(form.pooled(sides, kernel))
+    places, numbers = list[KernelLayout | None](), 0
+    for shape in own:
+        if shape is None:
+            places.append(None)
+            continue
+        strides: tuple[int, ...] = (1,)
+        if len(shape) == 4:
+            _, channels, high, wide = shape
+            strides = (channels * high * wide, 1, wide * channels, channels)
+        places.append(KernelLayout(shape, strides, numbers))
+        numbers += shape.numel()
+    layers = (Layers * len(found))(*found)
+    return Plan(
+        instruction_set,
+        layers,
+        ctypes.c_void_p * len(own),
+        (count, weights[-1][0], sides[0], sides[1]),
+        _LEFT(instruction_set)(len(found), layers),
+        tuple(places),
+        numbers,
+    )

@@ -1,0 +1,72 @@
+"""Normal numbers from random words, and sums with such noise: ``csrc/noise.cpp``. When:
+``secure_noise.box_muller`` and ``noisy_optimizer.add_noise``."""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from privssl.ops import dispatch
+
+_NORMAL = dispatch.function("noise_normal", ctypes.c_int64, *[ctypes.c_void_p] * 3)
+_ADD = dispatch.function(
+    "noise_add", ctypes.c_int64, dispatch.INT64_PTR, ctypes.c_void_p, *[ctypes.c_double] * 2
+)
+
+
+def normal(radii: NDArray[np.uint64], angles: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """What ``secure_noise.box_muller`` says, within 8e-15; where there is a kernel.
+
+    Args:
+        radii, angles: words (pairs,).
+
+    Returns:
+        (2 pairs,).
+    """
+    radii, angles = (np.ascontiguousarray(words, dtype=np.uint64) for words in (radii, angles))
+    if radii.shape != angles.shape or radii.ndim != 1:
+        raise ValueError(f"radii {radii.shape} and angles {angles.shape} are not (pairs,) both")
+    made = np.empty(2 * len(radii))
+    _NORMAL(dispatch.instruction_set())(len(radii), *(a.ctypes.data for a in (radii, angles, made)))
+    return made
+
+
+def add(
+    sums: Sequence[Tensor],
+    noise: NDArray[np.float64],
+    deviation: float,
+    step: float,
+    noisy: Sequence[Tensor],
+) -> None:
+    """Sum plus deviation times noise, in float64, rounded to whole multiples of a step.
+
+    Args:
+        sums: of each parameter, float64 on the CPU, without gaps in memory.
+        noise: one number for each of all sums.
+        step: a power of two; 0: nothing is rounded.
+        noisy: where it is written to, float32, each as its sums lie in memory.
+    """
+    numbers = [number for s, to in zip(sums, noisy, strict=True) for number in _at(s, to)]
+    noise = np.ascontiguousarray(noise, dtype=np.float64)
+    if noise.shape != (sum(numbers[::3]),):
+        raise ValueError(f"noise {noise.shape} for {sum(numbers[::3])} sums")
+    _ADD(dispatch.instruction_set())(
+        len(sums), dispatch.int64_array(numbers), noise.ctypes.data, deviation, step
+    )
+
+
+def _at(sums: Tensor, noisy: Tensor) -> tuple[int, int, int]:
+    if sums.shape != noisy.shape or sums.stride() != noisy.stride():
+        raise ValueError("sums are to be written to where numbers lie in another order")
+    kinds = sums.dtype, noisy.dtype
+    known = sums.is_cpu and noisy.is_cpu and kinds == (torch.float64, torch.float32)
+    if not (known and _has_no_gaps(noisy)):
+        raise ValueError("sums are float64, with noise float32, on the CPU, without gaps in memory")
+    return sums.numel(), sums.data_ptr(), noisy.data_ptr()
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()

@@ -1,0 +1,114 @@
+"""Kernels that clip rows, draw noise and add it, held against plain arithmetic where they work.
+
+A guarantee rests on these three, whatever the gradients are. Tests look at them at length, on the
+machine of whoever ran them, and a processor of another generation runs other code. So each process
+that trains with noise clips some rows, adds them up, draws noise and puts it on sums, once, before
+its agents are asked for anything. It takes a millisecond or two. (That no row's gradient holds
+anything of another row is left to tests: test_fused_conv.py, test_per_example_conv.py.)
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from privssl.errors import PrivacyError
+from privssl.ops import clipping, dispatch, gaussian_noise
+
+CLIP_NORM = 0.5
+NUMBERS = (3, 37, 2063)  # of a row, in each parameter: whole vectors and blocks, and what is left
+PAIRS = 515  # of words that noise is made of
+
+
+def refuse_wrong_kernels() -> None:
+    """Raises PrivacyError where one that this process has loaded does not follow its rule."""
+    instruction_set = dispatch.instruction_set()
+    if instruction_set is None or (wrong := _wrong(instruction_set)) is None:
+        return
+    raise PrivacyError(
+        f"privssl's kernel that {wrong} does not do so on this processor ({instruction_set}), so "
+        "that "
+        "no guarantee could rest on it. Set PRIVSSL_KERNELS=torch in the environment, and torch's "
+        "kernels do the work; and please tell us of the processor"
+    )
+
+
+@cache
+def _wrong(instruction_set: str) -> str | None:
+    """What the first of them that is wrong should do."""
+    for what, does in (
+        ("clips rows", _clips),
+        ("draws noise", _draws),
+        ("adds noise to sums", _adds_noise),
+    ):
+        if not does():
+            return what
+    return None
+
+
+def _clips() -> bool:
+    """Rows short and long, one that is not drawn, one that is beyond numbers; and one that is long
+    by what the kernel is only told the norms of."""
+    sizes = _numbers([1e-3, 1.0, 1e-2, 3.0, 1e3, 1e-2, 1e-3])
+    written = [_normal(len(sizes), n, seed=n) * sizes[:, None] for n in NUMBERS]
+    left = _normal(len(sizes), 1, 5, seed=5) * sizes[:, None, None]
+    right = _normal(len(sizes), 1, 19, seed=19)
+    written[-1][5, -1] = math.inf
+    told = _numbers([0.01, 0.0, 0.0, 1.0, 0.0, 0.0, 7.0])
+    drawn = _numbers([1, 0, 1, 1, 1, 1, 1]) > 0
+    lines: list[clipping.Lines] = [*((each, None) for each in written), (left, right)]
+    factors = clipping.factors(lines, told, drawn, CLIP_NORM)
+    totals = clipping.totals(lines, factors)
+
+    products = left.double().mT @ right.double()
+    rows = torch.cat([*(each.double() for each in written), products.flatten(1)], dim=1)
+    norms = torch.hypot(rows.norm(dim=1), told.double())
+    weights = (CLIP_NORM / (norms + 1e-6)).clamp(max=1.0).where(drawn & norms.isfinite(), 0.0)
+    sums = weights @ rows.nan_to_num(posinf=0.0)
+    return _near(factors, weights, 1e-9 * weights) and _near(totals, sums, 1e-9 * CLIP_NORM)
+
+
+def _draws() -> bool:
+    """Words from the smallest to the largest."""
+    words = np.random.default_rng(0).integers(0, 2**64, (2, PAIRS), dtype=np.uint64)
+    words[:, :3] = [[0, 0, 2**64 - 1], [0, 2**64 - 1, 0]]
+    tail = (words[0].astype(np.longdouble) + 1) * 2.0**-64  # in (0, 1]
+    radius = np.sqrt(-2 * np.log(tail)).astype(np.float64)
+    angle = 2 * math.pi * ((words[1] >> np.uint64(11)).astype(np.float64) / 2**53)
+    normal = np.concatenate([np.cos(angle) * radius, np.sin(angle) * radius])
+    return bool(np.abs(gaussian_noise.normal(words[0], words[1]) - normal).max() < 1e-12)
+
+
+def _adds_noise() -> bool:
+    """On a grid, and without one."""
+    sums, deviation = [_normal(n, seed=n).double() for n in NUMBERS], 0.7
+    drawn = _normal(sum(NUMBERS), seed=0).double()
+    wanted = torch.cat(sums) + deviation * drawn
+    for step in (2.0**-17, 0.0):
+        noisy = [torch.empty_like(one, dtype=torch.float32) for one in sums]
+        gaussian_noise.add(sums, drawn.numpy(), deviation, step, noisy)
+        found = torch.cat(noisy)
+        on_grid = not step or bool((found / step == (found / step).round()).all())
+        # The nearest multiple, give or take the last bit of what is rounded; else float32's.
+        if not (on_grid and _near(found, wanted, 0.5 * step + 1e-6)):
+            return False
+    return True
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    """The same normal numbers each time."""
+    drawn = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return torch.from_numpy(drawn)
+
+
+def _numbers(values: Sequence[float]) -> Tensor:
+    """Whatever torch's defaults are elsewhere, as those above."""
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
+
+
+def _near(found: Tensor, wanted: Tensor, by: Tensor | float) -> bool:
+    """NaN is near nothing."""
+    return bool(((found.double() - wanted).abs() <= by).all())

@@ -1,0 +1,1 @@
+"""Differential privacy: plans, DP-SGD, secure noise, the noisy label histogram, the card."""

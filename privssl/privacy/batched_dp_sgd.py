@@ -1,0 +1,105 @@
+"""Steps of DP-SGD of several agents, each done as one for all.
+
+What an agent's step asks for (``privacy/dp_sgd.py``) is what it asks for alone; rows, coins and
+budgets are its own. Forward and backward passes, norms and sums are one stream of kernels for all
+agents (``per_example_gradients.factored_gradients``), and so are noise, which goes to the device
+once, and steps. Sums are taken in another order, and nothing else differs: nothing of one agent's
+rows reaches another's sum.
+
+What is not stacked is done one after the other: losses that are not a ``deferred.ExampleLoss`` of
+networks that are trained, and networks with layers that ``training/batched/stacking.py`` does not
+list.
+"""
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from privssl.privacy.dp_sgd import ClippedSum, NoisyOptimizerStep, in_one_thread, padded
+from privssl.privacy.layer_gradients import Key
+from privssl.privacy.per_example_gradients import factored_gradients
+from privssl.training.batched.deferred import ExampleLoss
+from privssl.training.batched.stacking import COPY, JointSteps
+
+NUMBERS_AT_ONCE = 2**28  # rows times parameters of one stack: gradients, if they are written out
+
+
+def can_sum(one: ClippedSum) -> bool:
+    """Whether these sums can be made for several agents as one."""
+    loss = one.row_loss
+    if not one.joint:
+        return False
+    if not isinstance(loss, ExampleLoss) or loss.networks.keys() != one.parameters.keys():
+        return False
+    copies = [vars(network).get(COPY) for network in loss.networks.values()]
+    return all(copy is not None and not copy.is_single() and not copy.buffers() for copy in copies)
+
+
+def clipped_sums_batched(wanted: Sequence[ClippedSum]) -> list[dict[Key, Tensor]]:
+    """The sums, in the order in which they are wanted. ``can_sum`` has said yes to each."""
+    kinds: dict[Hashable, list[int]] = {}
+    for place, one in enumerate(wanted):
+        kinds.setdefault(_kind(one), []).append(place)
+    found: dict[int, dict[Key, Tensor]] = {}
+    for places in kinds.values():
+        rows = max(len(wanted[place].drawn) for place in places)
+        numbers = rows * sum(p.numel() for p in _of(wanted[places[0]]).values())
+        at_once = max(1, NUMBERS_AT_ONCE // numbers)
+        for start in range(0, len(places), at_once):
+            some = places[start : start + at_once]
+            found |= zip(some, _sum_batched([wanted[place] for place in some]), strict=True)
+    return [found[place] for place in range(len(wanted))]
+
+
+def _kind(one: ClippedSum) -> Hashable:
+    """Sums of one kind can be made as one. Agents may differ in the number of rows."""
+    loss = one.row_loss
+    assert isinstance(loss, ExampleLoss)
+    modes = tuple(vars(network)[COPY].modes() for network in loss.networks.values())
+    forms = tuple((name, x.shape[1:], x.dtype) for name, x in one.fields.items())
+    own = tuple((key, p.shape, p.dtype) for key, p in _of(one).items())
+    return loss.function, loss.settings, modes, forms, own, one.clip_norm
+
+
+def _of(one: ClippedSum) -> dict[Key, Tensor]:
+    return {(net, n): p for net, named in one.parameters.items() for n, p in named.items()}
+
+
+def _sum_batched(wanted: Sequence[ClippedSum]) -> Sequence[dict[Key, Tensor]]:
+    """Of agents of one kind."""
+    first = wanted[0]
+    if len(wanted) == 1:
+        return [first.run_single()]
+    rows = max(len(one.drawn) for one in wanted)
+    fields = {
+        name: torch.stack([padded(one.fields[name], rows) for one in wanted])
+        for name in first.fields
+    }
+    parameters = {
+        net: {
+            name: torch.stack([one.parameters[net][name].detach() for one in wanted])
+            .requires_grad_()
+            for name in named
+        }
+        for net, named in first.parameters.items()
+    }  # fmt: skip
+    drawn = torch.stack([padded(one.drawn, rows) for one in wanted])
+    with in_one_thread():
+        gradients = factored_gradients(first.row_loss, parameters, fields, agents=True)
+        sums = {
+            key: total.unbind(0) for key, total in first.add_clipped_sum(gradients, drawn).items()
+        }
+    return [{key: own[n] for key, own in sums.items()} for n in range(len(wanted))]
+
+
+def noisy_steps_batched(steps: Sequence[NoisyOptimizerStep], joint: JointSteps) -> None:
+    """What each would do alone."""
+    from privssl.privacy.noisy_optimizer import add_noise  # Opacus, as in privacy/dp_sgd.py
+
+    add_noise([step.optimiser for step in steps])
+    for step in steps:
+        step.average()
+    joint.down([step.optimiser.original_optimizer for step in steps])
+    for step in steps:
+        step.forget()

@@ -1,0 +1,155 @@
+"""A visit of DP-SGD to an agent's rows: what is drawn for each, and what one pass holds.
+
+What is drawn for a row (its view, a class to mix in) depends on nothing but which row it is and the
+step: never on which other rows are in the batch, or one row's being there would show in the
+gradients of all others, and sampling would amplify nothing. Draws are made for fixed blocks of row
+numbers, and a batch takes its rows from them. With private counts a row more would move the numbers
+of all after it (and the ids of a site's rows, which are their places in its file): there a block is
+one row, named by what it holds.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from privssl.core.agents import LabelledRows
+from privssl.core.task import Context
+from privssl.errors import PrivacyError
+from privssl.privacy.dp_sgd import PrivateTraining, microbatch_size
+from privssl.privacy.per_example_gradients import RowLoss
+from privssl.privacy.plan import PrivatePlan
+from privssl.privacy.row_bits import refuse_company
+
+BLOCK = 64  # rows whose chance is drawn in one go, where their number is public
+
+#: (rows as stored (N, *shape), classes (N,), whose random numbers) -> fields of a loss (N, ...)
+Draw = Callable[[Tensor, Tensor, Context], Mapping[str, Tensor]]
+
+
+def train_rows_privately(
+    plan: PrivatePlan,
+    networks: Mapping[str, nn.Module],
+    rows: LabelledRows,
+    ctx: Context,
+    draw: Draw,
+    row_loss: RowLoss,
+    *,
+    counts_public: bool,
+) -> None:
+    """One visit of DP-SGD, in place. The caller has paid for the plan's event before.
+
+    What ``draw`` and ``row_loss`` do is tried on rows that are made up, before a real one is drawn
+    for (:func:`tried_out`).
+
+    Args:
+        networks: the protected ones.
+        rows: the labelled rows of one agent, N >= 0.
+        draw: asked for each view of each row; all views of a row reach its loss together.
+        row_loss: the loss of one row, of fields (views, ...).
+        counts_public: whether neighbours have as many rows.
+
+    Raises:
+        PrivacyError: ``draw`` lets one row into the fields of another, or rounding lets it into
+            its gradient; or the plan is of other counts.
+    """
+    if counts_public != (plan.record_counts == "public"):
+        raise PrivacyError("the plan and the account have record counts that are unlike")
+    _refuse_mixing(draw, rows.x.dtype, rows.x.shape[1:], ctx)
+    drawn = _DrawnBlocks(rows, plan.views, ctx, draw, counts_public)
+    at_once = microbatch_size(networks, plan.views * rows.x.shape[1:].numel())
+    _, size = plan.parts(len(rows) or plan.declared, at_once)
+    refuse_company(networks, row_loss, drawn.made_up(size))
+    PrivateTraining(plan, networks).run(len(rows), drawn.fields, row_loss, at_once=at_once)
+
+
+def tried_out(
+    plan: PrivatePlan, shape: tuple[int, int, int], device: torch.device
+) -> tuple[PrivatePlan, LabelledRows, Context]:
+    """What a visit is made with that reads and trains nothing, and so only tries what it would do:
+    before one is paid for."""
+    nobody = torch.zeros(0, dtype=torch.long)
+    rows = LabelledRows(torch.zeros(0, *shape, dtype=torch.uint8), nobody, nobody)
+    ctx = Context(
+        seed=0, round=0, agent="nobody", visit_key="tried out", session_id="", device=device
+    )
+    return dataclasses.replace(plan, steps=0), rows, ctx
+
+
+def _refuse_mixing(draw: Draw, dtype: torch.dtype, shape: torch.Size, ctx: Context) -> None:
+    """Another row, each in turn: what is drawn for the others must stay the same, to the bit."""
+    rows = 5
+    x = torch.linspace(0, 1, rows * shape.numel()).view(rows, *shape)
+    x = x if dtype.is_floating_point else x.mul(255).to(dtype)
+    y = torch.arange(rows) % 2
+    here = dataclasses.replace(ctx, visit_key=f"{ctx.visit_key}#tried")
+    before, mixed = draw(x, y, here), set[str]()
+    for row in range(rows):
+        other_x, other_y = x.clone(), y.clone()
+        other_x[row], other_y[row] = x[row - 2].flip(-1), 1 - y[row]
+        after, kept = draw(other_x, other_y, here), torch.arange(rows) != row
+        mixed |= {name for name in before if not torch.equal(before[name][kept], after[name][kept])}
+    if mixed:
+        raise PrivacyError(
+            f"{', '.join(sorted(mixed))} of a row depend on other rows of its block, or on chance "
+            "that no visit owns. Clipping row by row bounds nothing then. Draw for each row from "
+            "that row and ctx.rng alone"
+        )
+
+
+class _DrawnBlocks:
+    """Rows with all that is drawn for them, in one step after the other."""
+
+    def __init__(
+        self, rows: LabelledRows, views: int, ctx: Context, draw: Draw, counts_public: bool
+    ) -> None:
+        self._rows, self._views, self._ctx, self._draw = rows, views, ctx, draw
+        self._counts_public, self._size = counts_public, BLOCK if counts_public else 1
+        self._blocks: dict[int, Mapping[str, Tensor]] = {}  # of this step, by number
+        self._step = -1
+
+    def fields(self, picked: Tensor, step: int) -> Mapping[str, Tensor]:
+        """Of rows by number (B,): (B, views, ...)."""
+        if step != self._step:
+            self._blocks, self._step = {}, step
+        numbers, places = (picked // self._size).tolist(), (picked % self._size).tolist()
+        for number in set(numbers) - self._blocks.keys():
+            self._blocks[number] = self._block(number)
+        return {
+            name: torch.stack(
+                [self._blocks[n][name][p] for n, p in zip(numbers, places, strict=True)]
+            )
+            for name in self._blocks[numbers[0]]
+        }
+
+    def made_up(self, rows: int) -> Mapping[str, Tensor]:
+        """Fields of made-up rows, drawn in one go: (rows, views, ...)."""
+        shape, count = self._rows.x.shape[1:], rows * self._views
+        x = torch.linspace(0, 1, count * shape.numel()).view(count, *shape)
+        dtype = self._rows.x.dtype
+        x = x if dtype.is_floating_point else x.mul(255).to(dtype)
+        y = (torch.arange(rows) % 2).repeat_interleave(self._views)
+        here = dataclasses.replace(self._ctx, visit_key=f"{self._ctx.visit_key}#made up")
+        fields = self._draw(x, y, here)
+        return {name: torch.unflatten(v, 0, (rows, self._views)) for name, v in fields.items()}
+
+    def _block(self, number: int) -> Mapping[str, Tensor]:
+        """All rows of a block with their draws: (rows, views, ...)."""
+        first, rows = number * self._size, self._rows
+        members = torch.arange(first, min(first + self._size, len(rows)))
+        name = number if self._counts_public else _content(rows, number)
+        here = dataclasses.replace(
+            self._ctx, visit_key=f"{self._ctx.visit_key}#{self._step}/{name}"
+        )
+        repeated = members.repeat_interleave(self._views)
+        fields = self._draw(rows.x[repeated], rows.y[repeated], here)
+        shape = (len(members), self._views)
+        return {name: torch.unflatten(value, 0, shape) for name, value in fields.items()}
+
+
+def _content(rows: LabelledRows, number: int) -> str:
+    """A name of one row that follows from the row alone: equal rows have the same."""
+    x, y = rows.x[number].cpu().contiguous(), int(rows.y[number])
+    return hashlib.sha256(x.numpy().tobytes() + b"%d" % y).hexdigest()

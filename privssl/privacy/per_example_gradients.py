@@ -1,0 +1,352 @@
+"""Gradients of every row's loss, for DP-SGD: as true as one row at a time, nearly as fast as all.
+
+``per_example_gradients`` says what is meant, in one line of ``torch.func``: vmap over rows of the
+gradient of one row's loss. It makes every row's gradient of every weight, with kernels that are
+slow at it. ``factored_gradients`` has the same numbers in the form in which they arise:
+
+* forward, the loss runs under vmap as well, so rows cannot mix; what leaves it for being slow in it
+  (cross-entropy of classes, layers that kernels of ours do) is done for each row by itself. A row
+  has parameters of its own (one tensor, seen B times), so that whatever a loss does with them has
+  the right gradient.
+* the calls that are nearly all of the time (linear, convolutions, group norm) are recognised while
+  they run. They are done with the one weight; their inputs and outputs are kept.
+* backward is plain autograd, once, down to these outputs; what it would do to their weights is done
+  here: for a linear layer, or a convolution of many channels that meets few places, nothing at all
+  (``clipping.OuterProductGradients``); for others a product of gradient and windows, which is
+  several times faster
+  than the grouped convolutions of vmap.
+
+Several agents' rows can be done so together (``agents``), for a GPU: forward one vmap more, over
+agents and their weights; from there on rows are rows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import (
+    _add_batch_dim,
+    _remove_batch_dim,
+    _vmap_decrement_nesting,
+    _vmap_increment_nesting,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    maybe_current_level,
+    maybe_get_bdim,
+)
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
+from torch.func import grad, vmap
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from privssl.errors import PrivacyError
+from privssl.ops import fused_conv_binding as kernel
+from privssl.ops.fused_conv import flat, fused_conv, of_rows, plain, unflat
+from privssl.privacy.clipping import DenseGradients, PerExampleGradients
+from privssl.privacy.layer_gradients import Call, Key, LayerCall, PooledCall, add_parts, in_pair
+
+Parameters = Mapping[str, Mapping[str, Tensor]]  # network -> parameter name -> tensor
+#: (parameters of the protected networks, one row's fields without batch dimension) -> scalar
+RowLoss = Callable[[Parameters, Mapping[str, Tensor]], Tensor]
+
+
+def per_example_gradients(
+    row_loss: RowLoss, parameters: Parameters, fields: Mapping[str, Tensor]
+) -> Parameters:
+    """Gradient of every row's loss: network -> name -> (B, *parameter shape).
+
+    Args:
+        row_loss: the loss of one row.
+        parameters: of the networks to differentiate; detached here.
+        fields: tensors (B, ...).
+    """
+    plain = {
+        net: {name: p.detach() for name, p in named.items()} for net, named in parameters.items()
+    }
+    gradients: Parameters = vmap(grad(row_loss), in_dims=(None, 0), randomness="error")(
+        plain, dict(fields)
+    )
+    return gradients
+
+
+def factored_gradients(
+    row_loss: RowLoss, parameters: Parameters, fields: Mapping[str, Tensor], *, agents: bool = False
+) -> dict[Key, PerExampleGradients]:
+    """What :func:`per_example_gradients` returns, not multiplied out: (network, name) -> gradients.
+
+    A parameter that no row's loss depends on is not among them.
+
+    Args:
+        row_loss, parameters, fields: as there. Parameters need gradients.
+        agents: whether parameters (A, *shape) and fields (A, B, ...) are those of A agents.
+            Gradients are then of A times B rows, the first agent's first.
+
+    Raises:
+        PrivacyError: a layer's input or output is changed in place after it, and its gradient
+            cannot be known; or the loss draws chance.
+    """
+    depth = 2 if agents else 1  # of vmaps
+    rows = next(iter(fields.values())).shape[depth - 1]
+    whole = {(net, name): p for net, named in parameters.items() for name, p in named.items()}
+    own = {key: _seen_by_each(p.detach(), rows, depth - 1) for key, p in whole.items()}
+    watch = _LayerRecorder({key for key, p in whole.items() if p.requires_grad}, depth)
+
+    def watched(own: Mapping[Key, Tensor], row: Mapping[str, Tensor]) -> Tensor:
+        watch.trace(own)
+        with watch:
+            return row_loss(
+                {net: {n: own[net, n] for n in named} for net, named in parameters.items()}, row
+            )
+
+    def of_agent(
+        whole: Mapping[Key, Tensor], own: Mapping[Key, Tensor], rows: Mapping[str, Tensor]
+    ) -> Tensor:
+        watch.whole = whole
+        return _over_rows(watched, own, rows)  # (B,)
+
+    compute = vmap(of_agent, randomness="error") if agents else of_agent
+    with _chance_refused():
+        losses = compute(whole, own, dict(fields))
+    for seen in watch.calls:
+        seen.check_untouched()
+    if not losses.requires_grad:
+        return {}
+    found = torch.autograd.grad(
+        losses, [*own.values(), *(seen.output for seen in watch.calls)],
+        torch.ones_like(losses), allow_unused=True,
+    )  # fmt: skip
+    parts: dict[Key, list[PerExampleGradients]] = {key: [] for key in whole}
+    for key, gradient in zip(own, found, strict=False):
+        if gradient is not None:
+            parts[key].append(DenseGradients(gradient.flatten(0, 1) if agents else gradient))
+    for seen, gradient in zip(watch.calls, found[len(own) :], strict=True):
+        if gradient is not None:
+            for key, part in seen.of_parameters(gradient):
+                parts[key].append(part)
+    return {key: add_parts(each) for key, each in parts.items() if each}
+
+
+@contextmanager
+def _chance_refused() -> Iterator[None]:
+    """vmap's own refusal of chance, in words for whoever wrote the loss.
+
+    It would be drawn for all rows at once, by their places in the batch.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "random operation" not in str(error):
+            raise
+        raise PrivacyError(
+            "the loss of a row, or a network in it, draws chance of its own (dropout?): one row "
+            "more would change what is drawn for others. Draw it beside the row's other fields"
+        ) from error
+
+
+def _seen_by_each(parameter: Tensor, rows: int, at: int) -> Tensor:
+    """One tensor as if each row had its own, with a dimension more, of rows."""
+    size = (*parameter.shape[:at], rows, *parameter.shape[at:])
+    one = parameter.unsqueeze(at) if at else parameter  # what comes first, expand adds
+    return one.expand(size).requires_grad_()
+
+
+def _over_rows(
+    loss: Callable[[Mapping[Key, Tensor], Mapping[str, Tensor]], Tensor],
+    own: Mapping[Key, Tensor],
+    fields: Mapping[str, Tensor],
+) -> Tensor:
+    """``vmap(loss, randomness="error")(own, fields)``: (B,).
+
+    vmap looks through what it is given and gets for trees of tensors, which takes a quarter of a
+    millisecond: as long as a layer of a small network.
+    """
+    lazy_load_decompositions()
+    rows = len(next(iter(fields.values())))
+    if any(len(tensor) != rows for tensor in (*own.values(), *fields.values())):
+        lengths = {name: len(tensor) for name, tensor in fields.items()}
+        raise PrivacyError(
+            f"fields are of different numbers of rows, {lengths}: one of a single row would reach "
+            "all others. Give every row its own"
+        )
+    level = _vmap_increment_nesting(rows, "error")
+    try:
+        one = loss(
+            {key: _add_batch_dim(tensor, 0, level) for key, tensor in own.items()},
+            {name: _add_batch_dim(tensor, 0, level) for name, tensor in fields.items()},
+        )
+        losses: Tensor = _remove_batch_dim(one, level, rows, 0)
+    finally:
+        _vmap_decrement_nesting()
+    return losses
+
+
+_ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {
+    functional.linear: ("input", "weight", "bias"),
+    functional.conv2d: (
+        "input", "weight", "bias", "stride", "padding", "dilation", "groups",
+    ),
+    functional.conv_transpose2d: (
+        "input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation",
+    ),
+    functional.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
+}  # fmt: skip
+
+_IN_PAIRS = ("stride", "padding", "output_padding", "dilation")
+
+
+class _LayerRecorder(TorchFunctionMode):
+    """While a loss runs: does the calls that it knows with the one weight, and writes them down."""
+
+    whole: Mapping[Key, Tensor]  # the one weight of all rows, by its name
+
+    def __init__(self, moving: Set[Key], depth: int) -> None:
+        """``moving``: what needs gradients. ``depth``: of vmaps around the loss, of agents and rows
+        or of rows alone."""
+        super().__init__()
+        self.calls: list[Call] = []
+        self._moving, self._depth = moving, depth
+        self._key_of: dict[int, Key] = {}
+        self._level: int | None = None
+
+    def trace(self, own: Mapping[Key, Tensor]) -> None:
+        """``own``: the rows' parameters, as the loss is given them."""
+        self._key_of = {id(tensor): key for key, tensor in own.items()}
+        self._level = maybe_current_level()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.detach and id(args[0]) in self._key_of:  # a frozen use: the one weight
+            return self.whole[self._key_of[id(args[0])]].detach()
+        if func in _ARGUMENTS:
+            given = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
+            if self._knows(func, given):
+                return self._done(func, given)
+        if func is fused_conv:
+            return self._pooled(*args)
+        if func is functional.cross_entropy and self._supports_factored(*args, **kwargs):
+            logits, y = args
+            return _of_classes(logits, y, kwargs["ignore_index"], kwargs["reduction"])
+        return func(*args, **kwargs)
+
+    def _supports_factored(
+        self, logits: Tensor, y: Tensor, *, weight: Tensor | None, size_average: bool | None,
+        ignore_index: int, reduce: bool | None, reduction: str, label_smoothing: float,
+        **others: Any,
+    ) -> bool:  # fmt: skip
+        """Whether it is a cross-entropy of whole classes, as :func:`_of_classes` has it."""
+        plain = weight is None and size_average is None and reduce is None and not label_smoothing
+        plain = plain and reduction in ("none", "mean", "sum") and y.dtype == torch.long
+        plain = plain and not others  # of a later torch
+        known = self._depth == 1 and maybe_current_level() == self._level
+        shapes = logits.dim() == 2 and y.dim() == 1
+        return plain and known and shapes and all(len(_beneath(t, 1)[1]) == 1 for t in (logits, y))
+
+    def _pooled(
+        self, x: Tensor, own: Sequence[kernel.Parameters], forms: tuple[kernel.Form, ...]
+    ) -> Tensor:
+        """Several layers that kernels of ours do as one; not for agents side by side."""
+        known = all(
+            self._knows(fused_conv, {"input": x, "weight": each.weight, "bias": each.bias})
+            and all(p is None or self._key_of.get(id(p)) in self._moving for p in each)
+            for each in own
+        )
+        if self._depth > 1 or not known:
+            with self:  # single layers may be known
+                return plain(x, own, forms)
+        keys = [None if p is None else self._key_of[id(p)] for p in flat(own)]
+        whole = unflat([None if key is None else self.whole[key] for key in keys])
+        out, visit = of_rows(x, whole, forms)
+        ends = self._key_of[id(own[0].weight)], self._key_of[id(own[-1].weight)]
+        self._write_down(x, out, partial(PooledCall, ends=ends, keys=keys, visit=visit))
+        return out
+
+    def _knows(self, layer: Callable[..., Any], given: Mapping[str, Any]) -> bool:
+        """Whether gradients of this call can be made from its input and its output's gradient."""
+        weight, bias, x = given.get("weight"), given.get("bias"), given["input"]
+        if id(weight) not in self._key_of or not (bias is None or id(bias) in self._key_of):
+            return False
+        # In a vmap or grad of the loss's own, what looks like rows may be something else.
+        if maybe_current_level() != self._level:
+            return False
+        if len(_beneath(x, self._depth)[1]) < self._depth:
+            return False
+        used = {self._key_of[id(t)] for t in (weight, bias) if t is not None}
+        if not (torch.is_grad_enabled() and used <= self._moving):
+            return False
+        if layer is functional.linear:
+            shape = self.whole[self._key_of[id(weight)]].shape
+            return len(shape) == 2 and (bias is None or bias.shape == shape[:1])
+        if layer is functional.group_norm:
+            return bool(x.dim() >= 2)
+        dense = given.get("groups", 1) == 1 and in_pair(given.get("dilation", 1)) == (1, 1)
+        padded = not isinstance(given.get("padding", 0), str)
+        return dense and padded and x.dim() == 4 and len(x) > 0
+
+    def _done(self, layer: Callable[..., Any], given: dict[str, Any]) -> Tensor:
+        key = self._key_of[id(given["weight"])]
+        bias = None if given.get("bias") is None else self._key_of[id(given["bias"])]
+        x = given["input"]
+        one = {"weight": self.whole[key], "bias": None if bias is None else self.whole[bias]}
+        # (2,) for (2, 2) is understood by layers, not by vmap over their weights
+        pairs = {name: in_pair(given[name]) for name in _IN_PAIRS if name in given}
+        out: Tensor = layer(**{**given, **pairs, **one})
+        shape = self.whole[key].shape
+        called = partial(
+            LayerCall, ends=(key, key), layer=layer, given=given, shape=shape, bias=bias
+        )
+        self._write_down(x, out, called)
+        return out
+
+    def _write_down(self, x: Tensor, out: Tensor, called: Callable[..., Call]) -> None:
+        inner, rows_at = _beneath(out, self._depth)
+        read, places = _beneath(x, self._depth)
+        read = read.movedim(places, tuple(range(self._depth))).detach()
+        versions = (read._version, inner._version)
+        self.calls.append(called(input=read, output=inner, rows_at=rows_at, versions=versions))
+
+
+def _of_classes(logits: Tensor, y: Tensor, ignored: int, reduction: str) -> Tensor:
+    """Cross-entropy inside of one vmap over rows, which does it by a dozen operations in Python.
+
+    Rows stay apart: each image's loss is of its own logits, and is added to its own row's alone.
+    """
+    level = maybe_current_level()
+    assert level is not None
+    (x, places), (classes, at) = _beneath(logits, 1), _beneath(y, 1)
+    with temporarily_pop_interpreter_stack():
+        x, classes = x.movedim(places, (0,)), classes.movedim(at, (0,))  # (B, n, C), (B, n)
+        losses = functional.cross_entropy(
+            x.flatten(0, 1), classes.flatten(), ignore_index=ignored, reduction="none"
+        ).view(classes.shape)
+        if reduction != "none":
+            losses = losses.sum(dim=1)
+        if reduction == "mean":
+            losses = losses / (classes != ignored).sum(dim=1)
+    return _add_batch_dim(losses, 0, level)
+
+
+def _beneath(tensor: Tensor, depth: int) -> tuple[Tensor, tuple[int, ...]]:
+    """What lies beneath vmaps, and which of its dimensions they run along, the outermost's first.
+
+    Fewer of them than ``depth`` where it is not what the vmaps around a loss make: something is the
+    same for all rows, or wrapped by what the loss does itself.
+    """
+    places: list[int] = []
+    for _ in range(depth):
+        place = maybe_get_bdim(tensor)
+        if place < 0:
+            return tensor, ()
+        tensor = get_unwrapped(tensor)
+        places.append(place)
+    if is_functorch_wrapped_tensor(tensor):
+        return tensor, ()
+    if depth == 1:
+        return tensor, (places[0],)
+    rows, agents = places  # rows: counted without the dimension of agents
+    return tensor, (agents, rows + (rows >= agents))

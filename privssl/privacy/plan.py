@@ -1,0 +1,122 @@
+"""The numbers of private training, all public and fixed before the run."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from accounting.accountants import epsilon
+from accounting.budget import round_up
+from accounting.events import (
+    ComposedEvent,
+    Event,
+    NonPrivateEvent,
+    PoissonSampledGaussianEvent,
+    is_protected,
+)
+from privssl.privacy import secure_noise
+from privssl.settings.schema import PrivacySettings
+
+
+class Plan(Protocol):
+    """What accounts, card and loop ask of a plan, whatever its mechanism."""
+
+    @property
+    def update(self) -> tuple[str, ...]: ...  # what leaves a support agent that read its rows
+    @property
+    def protect(self) -> tuple[str, ...]: ...  # what of it leaves with noise
+    @property
+    def visits(self) -> int: ...  # after so many, support agents are left alone
+    @property
+    def scope(self) -> Literal["sound", "as_published"]: ...
+    @property
+    def event(self) -> Event: ...  # what one visit releases
+    def spending(self, settings: PrivacySettings) -> str:
+        """What a dry run says of it."""
+
+
+@dataclass(frozen=True)
+class PrivatePlan:
+    """The numbers of one visit's private training, all public and fixed before the run."""
+
+    update: tuple[str, ...]  # networks that a support agent trains
+    protect: tuple[str, ...]  # networks trained privately
+    noise_multiplier: float  # noise std / clip norm, > 0
+    clip_norm: float  # > 0
+    sample_rate: float  # in (0, 1]
+    steps: int  # private steps per visit
+    expected_batch: float  # public divisor: sample_rate x declared rows per agent
+    learning_rate: float
+    momentum: float
+    views: int
+    visits: int  # after so many, support agents are left alone
+    augment: Literal["none", "weak", "mid", "strong"] = "none"  # of rows in private steps
+    average_last: float = 0.0  # share of a visit's steps whose iterates are averaged; 0: none
+    record_counts: Literal["public", "private"] = "public"  # whether neighbours have as many rows
+
+    @property
+    def event(self) -> Event:
+        """What one visit releases."""
+        protected = PoissonSampledGaussianEvent(
+            noise_multiplier=self.noise_multiplier,
+            sample_rate=self.sample_rate,
+            steps=self.steps,
+        )
+        plainly = [name for name in self.update if name not in self.protect]
+        if not plainly:
+            return protected
+        return ComposedEvent((protected, NonPrivateEvent(f"{', '.join(plainly)} without noise")))
+
+    @property
+    def scope(self) -> Literal["sound", "as_published"]:
+        return "sound" if set(self.update) <= set(self.protect) else "as_published"
+
+    def spending(self, settings: PrivacySettings) -> str:
+        """What a dry run says: the numbers of a visit, and what all visits would cost."""
+        visits = is_protected([self.event]) * self.visits
+        spent = epsilon(visits, settings.delta) if visits else 0.0
+        return (
+            f"Scope {self.scope}. Noise multiplier {self.noise_multiplier:g}, sample rate "
+            f"{self.sample_rate:g}, {self.visits} visits of {self.steps} private steps to each "
+            f"support agent: {'nominal ' if self.scope == 'as_published' else ''}epsilon "
+            f"{round_up(spent)} of {settings.epsilon:g} at delta {settings.delta:g}."
+            + (" The budget ends the visits before that." if spent > settings.epsilon else "")
+        )
+
+    @property
+    def declared(self) -> int:
+        """Rows of an agent by the config, public."""
+        return math.ceil(self.expected_batch / self.sample_rate)
+
+    def draw_batch(self, rows: int) -> Tensor:
+        """A Poisson mask (rows,): each row independently with the sample rate."""
+        if self.sample_rate == 1.0:
+            return torch.ones(rows, dtype=torch.bool)
+        return torch.from_numpy(secure_noise.secure_uniform(rows) < self.sample_rate)
+
+    def physical_batch_size(self, rows: int) -> int:
+        """Physical rows of a batch. Small agents always compute all rows, so that time does
+        not tell the batch size; for others a public bound that a batch rarely exceeds."""
+        if rows <= 256 or self.sample_rate == 1.0:
+            return rows
+        spread = math.sqrt(rows * self.sample_rate * (1 - self.sample_rate))
+        return min(rows, math.ceil(rows * self.sample_rate + 4 * spread))
+
+    def parts(self, rows: int, at_once: int) -> tuple[int, int]:
+        """In how many parts a batch is computed at least, and the rows of each: public numbers.
+
+        Where counts are private they follow from the declared rows alone, rounded up, so that an
+        agent with a few rows more does not have to compute another part. Rows are a multiple of 4:
+        products of matrices do what is left over in another way.
+
+        Args:
+            rows: that the agent holds.
+            at_once: rows of one pass at most.
+        """
+        if self.record_counts == "private":
+            rows = -(-max(self.declared, 1) // 8) * 8
+        most = max(self.physical_batch_size(rows), 1)
+        parts = -(-most // at_once)
+        return parts, -(-most // (4 * parts)) * 4

@@ -1,0 +1,390 @@
+"""The privacy card of a run: what is claimed, for whom, why, and what is not claimed.
+
+``privacy.json`` is for machines and for ``privssl.audit``; ``privacy.md`` beside it says the
+same to people. Every number comes from the agents' ledgers, every sentence from the scope.
+
+Under the published scheme (scope ``as_published``) the card has no guarantee: its ``kind`` is
+"nominal" and so is every epsilon in it. Specification: privacy.md, sections 1.2 (S12), 1.3, 1.5.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from accounting.account_plan import AccountPlan, Scope
+from accounting.accountants import ZERO_COST
+from accounting.budget import NO_GUARANTEE, Guarantee, Nominal, Span, round_up
+from accounting.events import Event
+from privssl.errors import PrivacyError
+from privssl.privacy.card_numbers import agent_entry, paper_sum
+from privssl.privacy.former_ledgers import former_sentences
+from privssl.privacy.label_histogram import CENSUS
+
+#: agent id, its plan, one event per charged visit, hash of its ledger's last line
+AgentSpend = tuple[str, AccountPlan, Sequence[Event], str]
+#: number of classes, and (channels, height, width) of a row
+Shape = tuple[int, tuple[int, int, int]]
+Status = Literal["covered", "post-processing", "not covered"]
+#: name of a tensor or number that leaves a support agent, whether the claim covers it, why
+Release = tuple[str, Status, str]
+Card = dict[str, Any]
+
+SCHEMA = 2
+
+_ROUNDING = (
+    "Rounding: sums and noise are in floating point; a row may weigh more than the clip norm by "
+    "about 1e-7 of it for each row of the batch.",
+)
+_IDEAL_BITS = (
+    "Random bits: delta 0 is for ideal ones; those of the operating system are as good as its "
+    "generator.",
+)
+_NOT_PROTECTED = (
+    "Unlabelled rows: query agents train on them without noise.",
+    "People with more than one record: the bound is for one record and grows with their number.",
+    "Timing, memory use and other side channels, and files on an agent's own disk.",
+    "Choices made by looking at the labelled rows before the run (settings, classes).",
+)
+_NOT_SENT = (
+    "losses, accuracies or gradient norms of labelled rows",
+    "sizes or members of sampled batches, sampling masks, noise",
+    "optimiser state and buffers of networks",
+)
+_NOT_SENT_IN_CENSUS = (
+    "counts without noise, or the noise",
+    "labelled rows, their features, or the cluster of any one of them",
+    "networks trained on labelled rows: there are none",
+)
+_AS_PUBLISHED = (
+    "Every labelled record: networks trained on it without noise leave its agent in every round.",
+)
+
+
+def privacy_card(
+    accounts: Sequence[AgentSpend],
+    *,
+    scope: Scope,
+    delta: float,
+    releases: Sequence[Release],
+    algorithm: str,
+    dataset: str,
+    task: Shape | None = None,
+    this_run: Mapping[str, float] | None = None,
+    planned: int | None = None,
+    former: Sequence[Card] = (),
+    ledger_problems: Sequence[str] = (),
+    weights: Mapping[str, str] | None = None,
+) -> Card:
+    """The card of a private run, ready for ``privacy.json``.
+
+    Args:
+        accounts: every support agent that has an account, once.
+        scope: "sound" or "as_published". delta: in (0, 1). Both as in each agent's plan.
+        releases: everything that leaves a support agent. Under "sound", nothing that an agent
+            updates may be "not covered"; under "as_published" nothing may be "covered".
+        algorithm, dataset: names for the reader.
+        task: what rows look like; with it the plan can be attacked without the data.
+        this_run: agent -> epsilon of this run alone, where accounts outlive runs.
+        planned: visits that the plan had fixed for each agent; None when the run was stopped, for
+            somebody who saw its accuracy may have chosen the moment.
+        former: what replaced runs of the same folder spent; see ``privacy/former_ledgers.py``.
+        ledger_problems: what forbids a claim: damage to ledgers, each with its agent.
+        weights: ``file`` and ``sha256`` of what the run releases; None when it was stopped.
+
+    Raises:
+        PrivacyError: the inputs contradict each other, so that no true card exists.
+    """
+    _check(accounts, scope, delta, releases)
+    claims = scope == "sound" and not ledger_problems
+    kind = "guaranteed" if claims else "nominal" if scope == "as_published" else "charged"
+    agents = [agent_entry(*account, kind) for account in accounts]
+    epsilons = [entry["epsilon"]["value"] for entry in agents]
+    overall = max(epsilons)
+    plan, total = accounts[0][1], sum((p.cost(spent) for _, p, spent, _ in accounts), ZERO_COST)
+    # A claim is pure where that of each agent is.
+    claimed = max(p.delta_of(p.cost(spent)) for _, p, spent, _ in accounts)
+    census = plan.update == (CENSUS,)
+    card: Card = {
+        "schema": SCHEMA,
+        "algorithm": algorithm,
+        "dataset": dataset,
+        "task": None if task is None else {"classes": task[0], "shape": list(task[1])},
+        "scope": scope,
+        "kind": kind,
+        "guarantee": None,
+        "nominal_epsilon": overall if scope == "as_published" else None,
+        "unit": plan.unit,
+        "adjacency": plan.adjacency,
+        "delta": delta,
+        "record_counts": plan.record_counts,
+        "update": list(plan.update),
+        "protect": list(plan.protect),
+        "agents": agents,
+        "planned_visits": planned,
+        "this_run": None if this_run is None else dict(this_run),
+        "former_ledgers": list(former),
+        "ledger_problems": list(ledger_problems),
+        "weights": None if weights is None else dict(weights),
+        "epsilon": {
+            "kind": kind,
+            "overall": overall,
+            "person_across_agents": total.epsilon(claimed),
+            "paper_sum": paper_sum([(p, spent) for _, p, spent, _ in accounts], claimed),
+        },
+        "releases": [{"name": n, "status": status, "why": why} for n, status, why in releases],
+        "not_sent": list(_NOT_SENT_IN_CENSUS if census else _NOT_SENT),
+        "not_protected": [
+            *(_AS_PUBLISHED if scope == "as_published" else ()),
+            *_NOT_PROTECTED,
+            *(_IDEAL_BITS if census and claimed == 0 else _ROUNDING),
+        ],
+        "attack_bounds": attack_bounds(overall, claimed) if claims else None,
+        "versions": {name: _version(name) for name in ("privssl", "opacus", "torch", "scipy")},
+    }
+    if claims:
+        span: Span = "this run"
+        if this_run is not None:
+            span = "this run and the earlier runs of its account"
+        card["guarantee"] = {
+            "epsilon": overall,
+            "delta": claimed,
+            "unit": plan.unit,
+            "neighbours": plan.adjacency,
+            "covers": [name for name, status, _ in releases if status == "covered"],
+            "rule": "largest agent",
+            "span": span,
+        }
+    fixed = (
+        this_run is None
+        and not ledger_problems
+        and all(
+            len(spent) == planned and all(event == plan.event for event in spent)
+            for _, plan, spent, _ in accounts
+        )
+    )
+    card["headline"] = _headline(agents, kind) if fixed else None
+    return {**card, "sentence": guarantee_sentence(card)}
+
+
+def _headline(agents: Sequence[Card], kind: str) -> Card | None:
+    """The tightest epsilon that a numeric accountant vouches for, of the agent that spent most.
+
+    None where an agent has no such value. Nothing is enforced with it.
+    """
+    found = []
+    for entry in agents:
+        numbers = entry["epsilon"]
+        bounds = [(numbers[key], by) for key, by in (("pld_upper", "PLD"), ("prv", "PRV"))]
+        known = [(value, by) for value, by in bounds if value is not None]
+        if not known:
+            return None
+        found.append(min(*known, (numbers["value"], "RDP or exact")))
+    epsilon, by = max(found)
+    return {"kind": kind, "epsilon": epsilon, "by": by}
+
+
+def headline_sentence(card: Card | None) -> str | None:
+    """The tighter number in words, or None where there is none.
+
+    It holds for the same unit, neighbours, observer and exclusions as the card's sentence.
+    """
+    headline = None if card is None else card.get("headline")
+    if headline is None:
+        return None
+    nominal = "" if headline["kind"] == "guaranteed" else "nominal "
+    return (
+        f"By numeric composition ({headline['by']}), valid because every visit was fixed "
+        f"beforehand, {nominal}epsilon is {round_up(headline['epsilon'])} at the same delta."
+    )
+
+
+def guarantee_sentence(card: Card | None) -> str:
+    """What the run may claim, in words made from the card's numbers.
+
+    None stands for a run without a privacy section, about which nothing is guaranteed.
+    """
+    if card is None:
+        return NO_GUARANTEE
+    if card.get("ledger_problems"):
+        sums = card["epsilon"]
+        return (
+            f"NO GUARANTEE: the ledger is not the one that this run wrote "
+            f"({'; '.join(card['ledger_problems'])}). The run was charged {_number(card)} "
+            f"{round_up(sums['overall'])} (delta {card['delta']:g}), and nothing is guaranteed "
+            f"for any record. Put the true ledger back and end the run with --resume."
+        )
+    if card["guarantee"] is None:
+        bare = tuple(name for name in card["update"] if name not in card["protect"])
+        return str(Nominal(card["nominal_epsilon"], card["delta"], tuple(card["protect"]), bare))
+    claim = card["guarantee"]
+    return str(Guarantee(**{**claim, "covers": tuple(claim["covers"])}))
+
+
+def attack_bounds(epsilon: float, delta: float) -> dict[str, float]:
+    """What no attacker can exceed who sees everything and guesses whether a record took part.
+
+    Returns:
+        ``balanced_accuracy`` in [0.5, 1], when half of the guesses are about members, and
+        ``tpr_at_1_percent_fpr`` in [0.01, 1]. Both follow from (epsilon, delta)-DP as a limit on
+        hypothesis tests (arXiv:1311.0776, Theorem 2.1).
+
+    >>> {name: round(bound, 3) for name, bound in attack_bounds(4.0, 1e-5).items()}
+    {'balanced_accuracy': 0.982, 'tpr_at_1_percent_fpr': 0.546}
+    """
+    gain = math.exp(min(epsilon, 700.0))
+    false_positives = 0.01
+    by_ratio = gain * false_positives + delta
+    by_complement = 1 - (1 - delta - false_positives) / gain
+    return {
+        "balanced_accuracy": min(1.0, (gain + delta) / (1 + gain)),
+        "tpr_at_1_percent_fpr": min(by_ratio, by_complement, 1.0),
+    }
+
+
+def render_markdown(card: Card) -> str:
+    """The card as a page for people: ``privacy.md``."""
+    number = _number(card)
+    trained = f"Trained on labelled rows: {_names(card['update'])}; with noise: "
+    if card["update"] == [CENSUS]:
+        trained = "No network is trained on labelled rows. Released about them, with noise: "
+    delta = f"{card['delta']:g}"
+    if (card["guarantee"] or {}).get("delta") == 0:
+        delta = f"0 (pure epsilon; {delta} in the accounts)"
+    sums = card["epsilon"]
+    lines = [
+        f"# Privacy card: {_cell(card['algorithm'])} on {_cell(card['dataset'])}",
+        "",
+        f"**{card['sentence']}**",
+        "",
+        *([f"- {tighter}"] if (tighter := headline_sentence(card)) else []),
+        f"- Scope: {card['scope']}. {trained}{_names(card['protect'])}.",
+        f"- Unit: one {card['unit']}; neighbours: {card['adjacency']}; delta: {delta}; "
+        f"row counts: {card['record_counts']}.",
+        f"- Overall, the agent that spent most (records are disjoint): {number} "
+        f"{round_up(sums['overall'])}.",
+        f"- Someone with one record at every agent, composed: {number} "
+        f"{round_up(sums['person_across_agents'])}.",
+        *_this_run_lines(card["this_run"], number),
+        f"- The paper's running sum over visits and agents, a looser bound: {number} "
+        f"{round_up(sums['paper_sum'])}.",
+        *(f"- {sentence}" for sentence in former_sentences(card)),
+        "",
+        f"| agent | {number} | budget | numeric bounds | visits | visits left | ledger |",
+        "|---|---|---|---|---|---|---|",
+        *(_agent_row(entry) for entry in card["agents"]),
+        "",
+        "## What leaves a support agent",
+        "",
+        "| what | claim | why |",
+        "|---|---|---|",
+        *(
+            f"| {_cell(entry['name'])} | {entry['status']} | {_cell(entry['why'])} |"
+            for entry in card["releases"]
+        ),
+        "",
+        f"Not sent: {'; '.join(card['not_sent'])}.",
+        "",
+        "## What is not protected",
+        "",
+        *(f"- {sentence}" for sentence in card["not_protected"]),
+        "",
+        *_attack_lines(card["attack_bounds"]),
+        *([_weights(card["weights"]), ""] if card.get("weights") else []),
+        f"Versions: {', '.join(f'{name} {text}' for name, text in card['versions'].items())}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _number(card: Card) -> str:
+    return "nominal epsilon" if card["kind"] == "nominal" else "epsilon"
+
+
+def _check(
+    accounts: Sequence[AgentSpend], scope: Scope, delta: float, releases: Sequence[Release]
+) -> None:
+    """Raise PrivacyError where no true card can follow from the inputs."""
+    ids = [agent for agent, _, _, _ in accounts]
+    if not ids or len(set(ids)) != len(ids):
+        raise PrivacyError(f"a card needs every account once; it was given {ids}")
+    for agent, plan, _, _ in accounts:
+        if (plan.agent, plan.scope, plan.budget.delta) != (agent, scope, delta):
+            raise PrivacyError(
+                f"{agent}: the account is {plan.agent}'s, scope {plan.scope}, delta "
+                f"{plan.budget.delta:g}; the card is scope {scope}, delta {delta:g}"
+            )
+    same = {(p.update, p.protect, p.adjacency, p.record_counts) for _, p, _, _ in accounts}
+    if len(same) > 1:
+        raise PrivacyError("agents differ in what they train, protect or publish: one card each")
+    statuses = {name: status for name, status, _ in releases}
+    updated = set(accounts[0][1].update)
+    bare = sorted(name for name in updated if statuses.get(name) == "not covered")
+    if scope == "sound" and (bare or set(statuses.values()) <= {"not covered"}):
+        raise PrivacyError(
+            f"scope sound, but of what leaves an agent {bare or 'all'} is not covered"
+        )
+    if scope == "as_published" and "covered" in statuses.values():
+        raise PrivacyError("scope as_published guarantees nothing, so nothing it sends is covered")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _agent_row(entry: Card) -> str:
+    numbers = entry["epsilon"]
+    if numbers["pld_upper"] is not None:
+        bounds = f"{numbers['pld_lower']:.4f} to {round_up(numbers['pld_upper'])}"
+    else:
+        bounds = "none" if numbers["prv"] is None else f"at most {round_up(numbers['prv'])}"
+    return (
+        f"| {entry['agent']} | {round_up(numbers['value'])} | {entry['budget']['epsilon']:g} | "
+        f"{bounds} | {entry['visits']} | {entry['visits_left']} | {entry['ledger_head'][:12]} |"
+    )
+
+
+def _this_run_lines(spent: dict[str, float] | None, number: str) -> list[str]:
+    if spent is None:
+        return []
+    each = ", ".join(f"{agent} {round_up(value)}" for agent, value in spent.items())
+    return [
+        f"- The accounts outlive this run: every number here counts all runs that drew from them. "
+        f"Of this run alone, {number}: {each}."
+    ]
+
+
+def _weights(released: dict[str, str]) -> str:
+    return f"Released weights: {released['file']}, SHA-256 {released['sha256']}."
+
+
+def _attack_lines(bounds: dict[str, float] | None) -> list[str]:
+    if bounds is None:
+        return []
+    return [
+        f"An attacker who sees everything and guesses whether a record took part is right at most "
+        f"{_percent(bounds['balanced_accuracy'])} of the time when half of the records asked about "
+        f"did, and finds at most {_percent(bounds['tpr_at_1_percent_fpr'])} of the members at 1% "
+        f"false alarms.",
+        "",
+    ]
+
+
+def _percent(share: float) -> str:
+    """Rounded up, at most all.
+
+    >>> _percent(0.98201)
+    '98.21%'
+    """
+    return f"{min(100.0, math.ceil(1e4 * share - 1e-9) / 100):.2f}%"
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"
+
+
+def _cell(text: str) -> str:
+    """Text that cannot break out of a table cell or a heading."""
+    return " ".join(text.replace("|", "/").split())

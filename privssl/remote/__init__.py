@@ -1,0 +1,1 @@
+"""Transport to sites across a network: protocol, keys, TLS and Flower."""

@@ -1,0 +1,1 @@
+"""Trackers (console, CSV, TensorBoard) and figures."""

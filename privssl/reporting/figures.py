@@ -1,0 +1,217 @@
+"""Pictures for TensorBoard: pure functions from tensors and counts to uint8 arrays.
+
+Rows of images are in [-1, 1], as networks see them; pictures are (height, width, 3) in 0..255.
+Drawn with Pillow and with matplotlib's Agg canvas, which needs no display and no global state.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from generators.base import ConditionalGenerator
+from privssl.core.agents import natural_order
+from privssl.runtime import randomness
+
+Picture = NDArray[np.uint8]
+
+TILE = 32  # pixels that a row's shorter side has at least
+GAP = 2  # pixels between tiles
+MARGIN_LEFT, MARGIN_TOP = 52, 18  # pixels for the labels
+INK, PAPER = (60, 60, 60), (255, 255, 255)
+
+LABELLED, UNLABELLED = "#d95f02", "#5b7fb5"
+LARGEST_FIGURE = (24.0, 12.0)  # inches
+LAMBDAS = (1.0, 0.75, 0.5, 0.25, 0.0)  # rows of a grid of mixes
+
+
+@torch.no_grad()
+def of_generator(
+    generator: ConditionalGenerator, x: Tensor, y: Tensor, classes: int
+) -> dict[str, Picture]:
+    """What a generator makes of held-out rows: ``images/mixes`` and ``images/reconstruction``.
+
+    Args:
+        generator: in eval mode, on the CPU.
+        x: rows (N, *shape) in [-1, 1].
+        y: their classes (N,).
+        classes: C; the grid of mixes has a column for each as the target.
+    """
+    # Column c starts from a row of the class before it, so that lambda 1 and 0 differ, or of the
+    # nearest before that where there is none of it.
+    first = [int(((c - 1 - y) % classes).argmin()) for c in range(classes)]
+    names = torch.eye(classes)
+    z = torch.rand(
+        classes, generator.noise_size, generator=randomness.stream(0, 0, "world", "pictures")
+    )
+    lam = torch.tensor(LAMBDAS).expand(classes, -1)
+    mixes = generator(x[first], names[y[first]], names, z, lam)
+    several, p = x[: 2 * classes], names[y[: 2 * classes]]
+    # At lambda 1 neither the target nor z is looked at.
+    nothing = torch.zeros(len(several), generator.noise_size)
+    rebuilt = generator(several, p, p, nothing, torch.ones(len(several), 1))[:, 0]
+    return {
+        "images/mixes": mix_grid(x[first], mixes.transpose(0, 1), LAMBDAS),
+        "images/reconstruction": reconstruction_grid(several, rebuilt),
+    }
+
+
+def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
+    """Rows of one class on their way to each other class: ``images/mixes``.
+
+    Args:
+        real: (C, channels, H, W) in [-1, 1], what G started from; the first line.
+        mixes: (L, C, channels, H, W), line by line from lambda 1 to 0; a column per class.
+        lambdas: the L values of lambda, in the order of the lines.
+
+    Raises:
+        ValueError: the shapes do not belong together.
+    """
+    if mixes.shape[1:] != real.shape or len(mixes) != len(lambdas):
+        raise ValueError(
+            f"{len(lambdas)} lambdas and mixes {tuple(mixes.shape)} for real {tuple(real.shape)}"
+        )
+    lines = torch.cat([real[None], mixes])
+    labels = ["real", *(f"{lam:.2f}" for lam in lambdas)]
+    return _tiles(lines, labels, [str(c) for c in range(len(real))], corner="lambda")
+
+
+def reconstruction_grid(real: Tensor, rebuilt: Tensor) -> Picture:
+    """Rows above what G makes of them at lambda 1.
+
+    Args:
+        real: (N, channels, H, W) in [-1, 1].
+        rebuilt: of the same shape.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if real.shape != rebuilt.shape:
+        raise ValueError(f"real {tuple(real.shape)} and rebuilt {tuple(rebuilt.shape)} differ")
+    return _tiles(torch.stack([real, rebuilt]), ["real", "rebuilt"], [""] * len(real))
+
+
+def _tiles(
+    grid: Tensor, row_labels: Sequence[str], column_labels: Sequence[str], corner: str = ""
+) -> Picture:
+    """A labelled table of images. grid (R, K, channels, H, W) in [-1, 1]."""
+    rows, columns, channels, height, width = grid.shape
+    factor = max(1, math.ceil(TILE / min(height, width)))
+    colours = grid if channels == 3 else grid.mean(dim=2, keepdim=True).expand(-1, -1, 3, -1, -1)
+    levels = ((colours.detach().cpu().float() + 1) * 127.5).nan_to_num(0.0).round().clamp(0, 255)
+    tiles = levels.to(torch.uint8).permute(0, 1, 3, 4, 2).numpy()  # (R, K, H, W, 3)
+    tiles = tiles.repeat(factor, axis=2).repeat(factor, axis=3)
+    step_y, step_x = tiles.shape[2] + GAP, tiles.shape[3] + GAP
+    sheet = Image.new("RGB", (MARGIN_LEFT + columns * step_x, MARGIN_TOP + rows * step_y), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(size=12)
+    draw.text((4, MARGIN_TOP / 2), corner, INK, font, anchor="lm")
+    for c, label in enumerate(column_labels):
+        centre = MARGIN_LEFT + c * step_x + (step_x - GAP) / 2
+        draw.text((centre, MARGIN_TOP / 2), label, INK, font, anchor="mm")
+    for r, label in enumerate(row_labels):
+        top = MARGIN_TOP + r * step_y
+        draw.text((4, top + (step_y - GAP) / 2), label, INK, font, anchor="lm")
+        for c in range(columns):
+            sheet.paste(Image.fromarray(tiles[r, c]), (MARGIN_LEFT + c * step_x, top))
+    return np.asarray(sheet)
+
+
+def census_plot(counts: NDArray[np.int64], told: NDArray[np.int64]) -> Picture:
+    """A census as the server sees it: counts with noise, and what each cluster is called.
+
+    Args:
+        counts: (K, C), may be negative.
+        told: (K,) the class that each cluster got.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    clusters, classes = counts.shape
+    size = (max(4.0, 1.5 + 0.4 * classes), min(1.6 + 0.3 * clusters, LARGEST_FIGURE[1]))
+    figure = Figure(figsize=size, dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    image = axes.imshow(counts, cmap="Blues", vmin=0, vmax=max(int(counts.max()), 1), aspect="auto")
+    axes.scatter(
+        told, np.arange(clusters), marker="s", s=90, facecolors="none", edgecolors=LABELLED
+    )
+    axes.set_xticks(range(classes))
+    axes.set_yticks(range(0, clusters, math.ceil(clusters / 50)))
+    axes.set(
+        xlabel="class", ylabel="cluster", title="released counts; square: class of the cluster"
+    )
+    figure.colorbar(image)
+    return _pixels(canvas)
+
+
+def partition_plot(
+    labelled: Mapping[str, NDArray[np.int64]], unlabelled: Mapping[str, NDArray[np.int64]]
+) -> Picture:
+    """Who holds which classes: a disc per agent and class, its area the number of rows.
+
+    The two kinds have a colour each, and a scale each, because labelled rows are few.
+
+    Args:
+        labelled: agent id -> (C,) rows of each class; agents without any may be absent.
+        unlabelled: the same for rows without labels, by their true (hidden) classes. At least one
+            agent in both together.
+    """
+    # Imported here: half a second that a run without pictures does not pay.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    agents = sorted({*labelled, *unlabelled}, key=natural_order)
+    classes = max(len(counts) for counts in (*labelled.values(), *unlabelled.values()))
+    cell_x = min(0.5, LARGEST_FIGURE[0] / len(agents))  # inches
+    cell_y = min(0.35, LARGEST_FIGURE[1] / classes)
+    size = (max(5.0, 1.2 + cell_x * len(agents)), 1.6 + cell_y * classes)
+    figure = Figure(figsize=size, dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    column = {agent: number for number, agent in enumerate(agents)}
+    shared = labelled.keys() & unlabelled.keys()
+    # Agents with both kinds have two discs side by side in their cell.
+    diameter = 0.9 * 72 * min(cell_x / (2 if shared else 1), cell_y)  # points
+    for kind, counts, colour, side in (
+        ("labelled", labelled, LABELLED, -0.25),
+        ("unlabelled", unlabelled, UNLABELLED, 0.25),
+    ):
+        if not counts:
+            continue
+        table = np.stack(list(counts.values()))  # (agents, C)
+        x = [column[a] + (side if a in shared else 0.0) for a in counts]
+        largest = max(int(table.max()), 1)
+        axes.scatter(
+            np.repeat(x, classes),
+            np.tile(np.arange(classes), len(x)),
+            s=diameter**2 * table.ravel() / largest,
+            c=colour,
+            linewidths=0,
+            label=f"{kind}: {int(table.sum())} rows, largest disc {largest}",
+        )
+    axes.set_xlim(-0.6, len(agents) - 0.4)
+    axes.set_ylim(classes - 0.4, -0.6)
+    every = math.ceil(len(agents) * 0.35 / LARGEST_FIGURE[0])  # room for a name: 0.35 inches
+    axes.set_xticks(range(0, len(agents), every), agents[::every])
+    axes.set_yticks(range(0, classes, math.ceil(classes / 50)))
+    axes.set_xlabel("agent")
+    axes.set_ylabel("class")
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    legend = figure.legend(loc="outside upper left", ncols=1, frameon=False, fontsize="small")
+    for handle in legend.legend_handles:
+        handle.set_sizes([60.0])  # type: ignore[union-attr]
+    return _pixels(canvas)
+
+
+def _pixels(canvas: Any) -> Picture:
+    """What matplotlib's Agg canvas has drawn."""
+    canvas.draw()
+    pixels: Picture = np.asarray(canvas.buffer_rgba())
+    return pixels[..., :3].copy()

@@ -1,0 +1,310 @@
+"""Where the numbers and pictures of a run go: TensorBoard, a CSV file, the screen.
+
+All three take the same record once per round. What is drawn or written for rounds that a
+resumed run does again replaces what was there: TensorBoard purges by step, the CSV file is cut.
+``metrics.csv`` has only what the seed determines, so that a resumed run ends with the very
+same bytes; wall-clock values (``time/*``) go to TensorBoard and the screen alone.
+"""
+
+import csv
+import io
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from privssl.errors import RunFolderError
+from privssl.runtime.console import Terminal, ignore_closed_stream
+from privssl.runtime.process import defer_interrupts, without_tensorflow
+from privssl.storage import atomic_files
+
+log = logging.getLogger("privssl")
+
+Image = NDArray[np.uint8]  # (H, W) or (H, W, 3)
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """The numbers of one round: ``round`` counts from 1 to ``total``; values by TensorBoard tag."""
+
+    round: int
+    total: int
+    phase: str
+    values: Mapping[str, float]
+
+
+class Tracker(Protocol):
+    """Takes records and pictures in the order of rounds. Raises RunFolderError when it cannot."""
+
+    def round(self, record: RoundRecord) -> None: ...
+    def images(self, round_number: int, tag: str, image: Image) -> None: ...
+    def keep(self) -> None:
+        """Rounds so far are to be in a checkpoint: what was told of them must last as long."""
+
+    def close(self) -> None: ...
+
+
+class TensorBoardTracker:
+    """Event files in a folder; the x-axis is the round.
+
+    TensorBoard hands what it gets to a thread, through a queue. A Ctrl-C in the middle of that left
+    the queue locked, and the run did not end: each call is done whole.
+
+    Args:
+        folder: ``tensorboard`` of the run.
+        resume_after: the last round that stays when a run goes on; later points vanish.
+    """
+
+    def __init__(self, folder: Path, resume_after: int | None = None) -> None:
+        without_tensorflow()
+        # Imported here: it takes a second, and a run without TensorBoard should not wait.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = folder
+        purge = None if resume_after is None else resume_after + 1
+        with defer_interrupts(), atomic_files.writing(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            writer: Any = SummaryWriter(str(folder), purge_step=purge)
+            self._writer = writer
+
+    def round(self, record: RoundRecord) -> None:
+        with defer_interrupts(), atomic_files.writing(self._folder):
+            for tag, value in record.values.items():
+                self._writer.add_scalar(tag, value, record.round)
+            # Each round: a killed run must not miss points of rounds that a checkpoint has.
+            self._writer.flush()
+
+    def images(self, round_number: int, tag: str, image: Image) -> None:
+        with defer_interrupts(), atomic_files.writing(self._folder):
+            layout = "HW" if image.ndim == 2 else "HWC"
+            self._writer.add_image(tag, image, round_number, dataformats=layout)
+            self._writer.flush()
+
+    def keep(self) -> None:
+        """Points that a power cut takes are only missing from a picture."""
+
+    def close(self) -> None:
+        with defer_interrupts(), atomic_files.writing(self._folder):
+            self._writer.close()
+
+
+class CsvTracker:
+    """A line per round, written out at once. The columns are those of the first record.
+
+    A value that appears later gets a new column at the right, for which the file is rewritten
+    in one step; lines without it are empty there.
+
+    Args:
+        path: ``metrics.csv`` of the run.
+        resume_after: the last round that stays when a run goes on; absent, a file that is
+            there already is replaced.
+    """
+
+    def __init__(self, path: Path, resume_after: int | None = None) -> None:
+        self._path = path
+        self._columns: list[str] = []
+        self._file: TextIO | None = None
+        if resume_after is not None:
+            self.truncate(resume_after)
+        else:
+            with atomic_files.writing(path):
+                path.unlink(missing_ok=True)
+
+    def truncate(self, after_round: int) -> None:
+        """Drop the lines of all later rounds, and a torn last line, to write them again."""
+        self.close()
+        header, rows = self._read()
+        self._columns = header[1:]
+        kept = [row for row in rows if int(row[0]) <= after_round]
+        found = [int(row[0]) for row in kept]
+        if found != list(range(1, after_round + 1)):
+            lost = sorted(set(range(1, after_round + 1)) - set(found))
+            what = f"lacks {_name_rounds(lost)}" if lost else "has rounds twice or out of order"
+            log.warning(
+                "%s %s: it was changed, or the system lost it. The run goes on; its curves have "
+                "a gap", self._path, what,
+            )  # fmt: skip
+        if header:
+            self._rewrite(kept)
+
+    def round(self, record: RoundRecord) -> None:
+        values = {k: _text(v) for k, v in record.values.items() if not k.startswith("time/")}
+        new = [name for name in values if name not in self._columns]
+        if new or self._file is None:
+            self.close()
+            rows = self._read()[1]
+            self._columns += new
+            self._rewrite(rows)
+            with atomic_files.writing(self._path):
+                self._file = self._path.open("a", encoding="utf-8", newline="")
+        with atomic_files.writing(self._path):
+            cells = [values.get(name, "") for name in self._columns]
+            self._file.write(_lines([[str(record.round), *cells]]))
+            self._file.flush()
+
+    def images(self, round_number: int, tag: str, image: Image) -> None:
+        """Pictures have no place in a CSV file."""
+
+    def keep(self) -> None:
+        if self._file is not None:
+            with atomic_files.writing(self._path):
+                os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            with atomic_files.writing(self._path):
+                file.close()
+
+    def _read(self) -> tuple[list[str], list[list[str]]]:
+        """Header and complete lines. What a killed write left behind the last newline is cut."""
+        try:
+            text = self._path.read_text(encoding="utf-8")
+            lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
+        except FileNotFoundError:
+            lines = []
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise RunFolderError(f"{self._path}: cannot be read: {error}") from error
+        header, *rows = lines or [[]]
+        for number, row in enumerate(rows, start=2):
+            if not row or not row[0].isdecimal() or len(row) != len(header):
+                raise RunFolderError(
+                    f"{self._path}, line {number}: not a line of this file. Mend or delete it"
+                )
+        return header, rows
+
+    def _rewrite(self, rows: Iterable[list[str]]) -> None:
+        width = len(self._columns) + 1
+        padded = [row + [""] * (width - len(row)) for row in rows]
+        with atomic_files.writing(self._path):
+            text = _lines([["round", *self._columns], *padded])
+            atomic_files.replace(self._path, text.encode())
+
+
+def _name_rounds(rounds: Sequence[int]) -> str:
+    """The first few of some rounds, and how many they are."""
+    if len(rounds) == 1:
+        return f"round {rounds[0]}"
+    some = ", ".join(map(str, rounds[:3]))
+    return f"{len(rounds)} rounds ({some}{', ...' if len(rounds) > 3 else ''})"
+
+
+def _text(value: float) -> str:
+    """The shortest text that reads back as the same number."""
+    return str(int(value)) if isinstance(value, int) else repr(float(value))
+
+
+def for_the_log(values: Mapping[str, float], *, nominal: bool) -> str:
+    """What train.log has of a round: accuracies, and what was spent. Empty where there is neither.
+
+    Args:
+        nominal: whether epsilons are those of a scheme that guarantees nothing.
+    """
+    spent = "NOMINAL dp/epsilon/" if nominal else "dp/epsilon/"
+    return ", ".join(
+        f"{name.replace('dp/epsilon/', spent)} {value:.4f}"
+        for name, value in values.items()
+        if name.startswith(("test/", "validation/", "dp/epsilon/"))
+    )
+
+
+def _lines(rows: Iterable[list[str]]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(rows)
+    return buffer.getvalue()
+
+
+class ProgressTracker:
+    """A bar on a terminal; elsewhere a line now and then. That nobody sees it ends no run.
+
+    Args:
+        total: rounds of the whole run.
+        resume_after: the last round of an earlier session; time left is told without it.
+        stream: where to; standard error, because standard output may carry results.
+        every_s: seconds between two plain lines. The first and last round always have one.
+        nominal: whether epsilons are those of a scheme that guarantees nothing.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        resume_after: int | None = None,
+        stream: TextIO | None = None,
+        every_s: float = 10.0,
+        *,
+        nominal: bool = False,
+    ) -> None:
+        self._total = total
+        self._before = resume_after or 0
+        self._epsilon = "NOMINAL epsilon" if nominal else "epsilon"
+        self._stream = stream or sys.stderr
+        self._every_s = every_s
+        self._started = time.monotonic()
+        self._printed = -float("inf")
+        self._latest: dict[str, float] = {}
+        self._bar: Progress | None = None
+        if self._stream.isatty():
+            self._bar = Progress(
+                TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=Terminal(file=self._stream),
+            )
+            self._task = self._bar.add_task("starting", total=total, completed=self._before)
+            self._bar.start()
+
+    def round(self, record: RoundRecord) -> None:
+        self._latest.update(record.values)
+        note = self._note(record.phase)
+        with ignore_closed_stream(self._stream):
+            if self._bar is not None:
+                self._bar.update(self._task, completed=record.round, description=note)
+            else:
+                self._line(record.round, note)
+
+    def images(self, round_number: int, tag: str, image: Image) -> None:
+        """A terminal shows no pictures."""
+
+    def keep(self) -> None:
+        """A terminal keeps nothing."""
+
+    def close(self) -> None:
+        if self._bar is not None:
+            with ignore_closed_stream(self._stream):
+                self._bar.stop()
+
+    def _note(self, phase: str) -> str:
+        parts = [phase]
+        if "test/accuracy" in self._latest:
+            parts.append(f"test accuracy {self._latest['test/accuracy']:.4f}")
+        left = [v for k, v in self._latest.items() if k.startswith("dp/budget_left/")]
+        if left:
+            parts.append(f"{self._epsilon} left {min(left):.2f}")
+        return ", ".join(parts)
+
+    def _line(self, round_number: int, note: str) -> None:
+        now = time.monotonic()
+        ends = round_number in (self._before + 1, self._total)
+        if not ends and now - self._printed < self._every_s:
+            return
+        self._printed = now
+        elapsed = now - self._started
+        left = elapsed / (round_number - self._before) * (self._total - round_number)
+        times = f"{_clock(elapsed)} elapsed, {_clock(left)} left"
+        print(f"round {round_number}/{self._total}: {note}, {times}", file=self._stream)
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,358 @@
+"""Snapshots of a run on disk: tensors as safetensors, all else as strict JSON, never objects.
+
+    checkpoints/round_00010/state.safetensors      tensors of the server's state
+    checkpoints/round_00010/memories.safetensors   tensors that agents remember
+    checkpoints/round_00010/snapshot.json          shape of both trees, numbers, checksums, its own
+    checkpoints/latest, checkpoints/best           text files with the name of a folder
+
+A snapshot is written beside its place and renamed, so a folder ``round_*`` is complete or a
+disk has failed; loading checks size and SHA-256 of each file and falls back to an older
+snapshot. The checksums find what a disk did, not what a person did. Nothing is unpickled. A
+tensor's name is the JSON pointer (RFC 6901) of its place.
+
+What belongs to single agents may be more than fits in memory. So it is written one tensor at a
+time, also from where it lies on a disk, and a snapshot that was loaded holds none of it: what an
+agent remembers is read from the snapshot's file when it is asked for, and the file must be there
+still (format 1 is read whole). Agents may be ten thousand, each with a hundred tensors: those of
+one agent are one row of bytes in the file, and snapshot.json has what they are (``forms``) once for
+all agents.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from accounting.canonical_json import decode_strictly, encode
+from accounting.errors import PlanError
+from privssl.errors import RunFolderError
+from privssl.runs.state_tree import StateTree, filled, outline
+from privssl.storage import atomic_files, tensor_files
+from privssl.storage.tensor_files import Item, LazyTensors, TensorSlice
+
+logger = logging.getLogger(__name__)
+
+#: 1 listed the tensors of single agents one by one; it is read, into memory. 1 and 2 had no
+#: checksum of snapshot.json itself.
+FORMAT = 3
+#: How many names lead to a mapping of tensors that belongs to one agent, in each tree.
+TREES = {"state": 2, "memories": 1}
+MAX_JSON_BYTES = 64 * 2**20
+_NO_TENSORS = LazyTensors(lambda at, size: bytearray(size), {})
+_FOLDER = re.compile(r"round_([0-9]{5,9})")
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """All that a run needs to go on after ``round``, apart from data and privacy journals.
+
+    ``config_digest`` is ``config.digest`` of the run's config. ``extra`` is for the run loop:
+    the best accuracy so far, bytes sent.
+    """
+
+    round: int
+    state: StateTree
+    memories: Mapping[str, Mapping[str, Tensor]]
+    config_digest: str
+    extra: Mapping[str, str | int | float] = field(default_factory=dict)
+
+
+class _Damaged(Exception):  # noqa: N818  (not told as it is: another snapshot may be whole)
+    """A snapshot is incomplete or not what was written."""
+
+
+def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
+    """Write a snapshot, point ``latest`` at it, and delete what is no longer needed.
+
+    Args:
+        folder: ``checkpoints`` of the run; made when absent.
+        keep: how many snapshots stay, >= 1, besides the one that ``best`` names.
+
+    Returns:
+        The folder of this snapshot.
+
+    Raises:
+        RunFolderError: the disk is full or not writable, or there are more tensors or agents than
+            could be read again. Older snapshots are as they were.
+    """
+    target = folder / f"round_{snapshot.round:05d}"
+    temporary = folder / f"{atomic_files.TEMPORARY}{target.name}"
+    about, trees = _manifest(snapshot)
+    with atomic_files.writing(target):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        try:
+            temporary.mkdir(mode=0o700)
+            for name, tensors in trees.items():
+                path = temporary / f"{name}.safetensors"
+                size, checksum = tensor_files.write_new_tensors(path, tensors)
+                about[name] |= {"bytes": size, "sha256": checksum}
+            content = with_checksum(about)
+            if len(content) > MAX_JSON_BYTES:  # it would not be read again
+                raise RunFolderError(tensor_files.too_many(sum(map(len, trees.values()))))
+            atomic_files.write_new(temporary / "snapshot.json", content)
+            atomic_files.sync_folder(temporary)
+            _put_in_place(temporary, target)
+            atomic_files.sync_folder(folder)
+        except BaseException:  # Ctrl-C, too
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        update_pointer(folder, "latest", snapshot.round)
+        _prune(folder, snapshot.round, keep)
+    return target
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    replaced = target.with_name(f"{atomic_files.TEMPORARY}replaced-{target.name}")
+    try:
+        if target.exists():  # a run that went on from an older snapshot comes by again
+            target.rename(replaced)
+        temporary.rename(target)
+    except BaseException:  # Ctrl-C, too: the former one is still good
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+        raise
+
+
+def update_pointer(folder: Path, name: Literal["latest", "best"], round_number: int) -> None:
+    """Let ``latest`` or ``best`` name the snapshot of a round; it must have been saved."""
+    path = folder / name
+    with atomic_files.writing(path):
+        atomic_files.replace(path, f"round_{round_number:05d}\n".encode())
+
+
+def load_snapshot(folder: Path, expected_digest: str) -> Snapshot:
+    """The latest snapshot that is whole; a damaged one is passed over with a warning.
+
+    Args:
+        folder: ``checkpoints`` of the run.
+        expected_digest: ``config.digest`` of the config that wants to go on.
+
+    Raises:
+        RunFolderError: there is none, none is whole, or it belongs to another config.
+    """
+    damage = []
+    for name in _candidates(folder):
+        try:
+            snapshot = _read(folder / name)
+        except _Damaged as error:
+            damage.append(f"{name}: {error}")
+            logger.warning("checkpoint %s is damaged (%s), trying an older one", name, error)
+            continue
+        if snapshot.config_digest != expected_digest:
+            raise RunFolderError(
+                f"{folder / name} belongs to another config. Compare run.seed, run.precision and "
+                "the sections data, agents, model, algorithm and privacy with config.yaml of that "
+                "run, or give another run.output"
+            )
+        return snapshot
+    if damage:
+        raise RunFolderError(
+            f"{folder}: no checkpoint is whole ({'; '.join(damage)}). Start the run anew with "
+            "another run.output"
+        )
+    raise RunFolderError(f"{folder}: there is no checkpoint to go on from. Start the run anew")
+
+
+def with_checksum(about: Mapping[str, Any]) -> bytes:
+    """snapshot.json of what it is to say, with the checksum of that."""
+    said = {name: value for name, value in about.items() if name != "sha256"}
+    return json.dumps({**said, "sha256": _checksum(said)}, indent=1, allow_nan=False).encode()
+
+
+def _checksum(said: Mapping[str, Any]) -> str:
+    return hashlib.sha256(encode(said)).hexdigest()
+
+
+# Writing ------------------------------------------------------------------------------------
+
+
+def _manifest(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Item]]]:
+    """What snapshot.json says, but for the files beside it, and the tensors of each of those."""
+    about: dict[str, Any] = {
+        "format": FORMAT,
+        "round": snapshot.round,
+        "config_digest": snapshot.config_digest,
+        "extra": outline(dict(snapshot.extra), "", {}, {}),
+    }
+    forms: dict[str, int] = {}  # JSON -> number
+    trees: dict[str, dict[str, Item]] = {name: {} for name in TREES}
+    for name, tensors in trees.items():
+        shape = outline(getattr(snapshot, name), "", tensors, forms, TREES[name])
+        about[name] = {"outline": shape}
+        tensor_files.check_types(tensors)
+    about["forms"] = list(map(json.loads, forms))
+    return about, trees
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for leftover in folder.glob(f"{atomic_files.TEMPORARY}*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+
+
+def _prune(folder: Path, current: int, keep: int) -> None:
+    """Keep the newest up to ``current``, and the best. Later rounds were of a run undone."""
+    rounds = sorted(_rounds(folder), reverse=True)
+    kept = {number for number in rounds if number <= current}
+    kept = set(sorted(kept, reverse=True)[: max(keep, 1)])
+    best = _read_pointer(folder, "best")
+    for number in rounds:
+        name = f"round_{number:05d}"
+        if number not in kept and name != best:
+            shutil.rmtree(folder / name)
+    _remove_leftovers(folder)
+
+
+# Reading ------------------------------------------------------------------------------------
+
+
+def _rounds(folder: Path) -> list[int]:
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise RunFolderError(
+            f"{folder} cannot be read: {error.strerror}. Mend the permissions"
+        ) from error
+    return [int(match[1]) for match in map(_FOLDER.fullmatch, names) if match]
+
+
+def _read_pointer(folder: Path, name: str) -> str | None:
+    """The folder that ``latest`` or ``best`` names, if it names one."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        text = (folder / name).read_text(encoding="ascii").strip()
+        return text if _FOLDER.fullmatch(text) else None
+    return None
+
+
+def _candidates(folder: Path) -> list[str]:
+    """Snapshot folders in the order in which to try them."""
+    names = [f"round_{number:05d}" for number in sorted(_rounds(folder), reverse=True)]
+    latest = _read_pointer(folder, "latest")
+    return sorted(names, key=lambda name: name != latest)  # stable: the others stay newest first
+
+
+def examined(folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """What a snapshot.json says, when it and the files beside it are as they were written; else
+    None, and why. Nothing is restored: this is for whoever only looks."""
+    try:
+        about = _about_itself(folder)
+        for name in TREES:
+            _check_file(folder / f"{name}.safetensors", about[name])
+        if not isinstance(about["extra"]["mapping"], dict):
+            raise TypeError("extra")
+    except (_Damaged, PlanError) as error:
+        return None, str(error)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+        return None, "snapshot.json is not as written"
+    return about, ""
+
+
+def _about_itself(folder: Path) -> dict[str, Any]:
+    """snapshot.json, with a format that is known, its own checksum and its own round."""
+    about: dict[str, Any] = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
+    if type(about["format"]) is not int or not 1 <= about["format"] <= FORMAT:
+        raise _Damaged(f"format {about['format']!r}, this version reads 1 to {FORMAT}")
+    stated = about.pop("sha256", None)
+    if stated != _checksum(about) and (stated is not None or about["format"] > 2):
+        raise _Damaged("snapshot.json does not match its checksum")
+    if type(about["round"]) is not int or f"round_{about['round']:05d}" != folder.name:
+        raise _Damaged(f"snapshot.json is of round {about['round']}")
+    return about
+
+
+def _read(folder: Path) -> Snapshot:
+    try:
+        about = _about_itself(folder)
+        forms = list(map(tensor_files.places_in, about.get("forms", [])))
+        trees = {
+            name: _to_tree(folder / f"{name}.safetensors", about[name], forms) for name in TREES
+        }
+        extra = filled(about["extra"], _NO_TENSORS, [])
+        _check_kinds(trees["memories"], about["config_digest"], extra)
+        return Snapshot(
+            round=about["round"],
+            state=trees["state"],
+            memories=trees["memories"],
+            config_digest=about["config_digest"],
+            extra=extra,
+        )
+    except PlanError as error:
+        raise _Damaged(f"snapshot.json cannot be read ({error})") from error
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise _Damaged(f"snapshot.json is not as written ({error!r})") from error
+
+
+def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
+    """Raise TypeError unless the parts are what :class:`Snapshot` says. What the state holds is
+    for its algorithm to know."""
+    if type(memories) is not dict or not all(map(_is_memory, memories.values())):
+        raise TypeError("an agent remembers something else than tensors")
+    if not isinstance(digest, str):
+        raise TypeError("config_digest is no text")
+    if not all(isinstance(value, str | int | float) for value in extra.values()):
+        raise TypeError("extra holds something else than texts and numbers")
+
+
+def _is_memory(memory: Any) -> bool:
+    if type(memory) is dict:  # an empty one, or of the first format
+        return all(isinstance(value, Tensor) for value in memory.values())
+    return isinstance(memory, LazyTensors)
+
+
+def _to_tree(
+    path: Path, about: Mapping[str, Any], forms: Sequence[Mapping[str, TensorSlice]]
+) -> Any:
+    """A tree; mappings that are packed are left in the file."""
+    _check_file(path, about)
+    try:
+        return filled(about["outline"], tensor_files.open_lazily(path), forms)
+    except SafetensorError as error:
+        raise _Damaged(f"{path.name} is not safetensors ({error})") from error
+    except OSError as error:
+        raise _Damaged(f"{path.name}: {error.strerror}") from error
+
+
+def _check_file(path: Path, about: Mapping[str, Any]) -> None:
+    """Raise _Damaged unless a file of tensors has the stated size and checksum."""
+    size = about["bytes"]
+    try:
+        if _size(path, size) != size or tensor_files.sha256_of(path) != about["sha256"]:
+            raise _Damaged(f"{path.name} does not match its checksum")
+    except OSError as error:
+        raise _Damaged(f"{path.name}: {error.strerror}") from error
+
+
+def _size(path: Path, limit: int) -> int:
+    """Bytes of a file, looked at first: a size that is only stated would take memory before it
+    is found to be a lie, and a pipe would block for ever. May raise OSError."""
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise _Damaged(f"{path.name} is not a regular file")
+    if about.st_size > limit:
+        raise _Damaged(f"{path.name} is longer than it was")
+    return about.st_size
+
+
+def _bytes(path: Path, limit: int) -> bytes:
+    try:
+        size = _size(path, limit)
+        with path.open("rb") as file:
+            return file.read(size)
+    except OSError as error:
+        raise _Damaged(f"{path.name}: {error.strerror}") from error

@@ -1,0 +1,196 @@
+"""Which engine carries a run out, and what a run has to do where its agents are sites.
+
+Accounts are then not here: each site has its own, charges it, and shows its journal at the end.
+The card is made from these copies, which lie in the run folder's ``ledger`` as those of a run in
+one process do, so that an audit finds what it looks for. A site could show a false one; the claim
+is about what sites of honest operators release, and each of them has the true one.
+"""
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accounting.ledger import Journal, read_journal
+from privssl.core.agents import AgentLocation, Memory
+from privssl.core.engine import Engine
+from privssl.engines.batched import BatchedEngine
+from privssl.engines.local import LocalEngine
+from privssl.engines.process_pool import WorkerEngine, resolve_worker_count
+from privssl.engines.remote import SitesEngine, is_name
+from privssl.errors import RunFolderError
+from privssl.experiment import config as configs
+from privssl.experiment.prepare import Prepared
+from privssl.remote import tls
+from privssl.remote.discovery import RemoteTimeouts, SiteError
+from privssl.remote.flower_transport import FlowerTransport
+from privssl.remote.node_keys import NodeKeys, read_node_keys
+from privssl.settings.schema import RunSettings
+from privssl.storage import atomic_files
+from privssl.storage.spill_store import SpillStore
+from privssl.training.evaluation import HiddenLabelMeter
+
+
+def refuse_unreachable(prepared: Prepared) -> None:
+    """Where agents are sites: look for what they would be reached by, before a run is begun.
+
+    Raises:
+        privssl.errors.UserError: a key of a site is missing, or nobody could carry letters.
+    """
+    run = prepared.config.run
+    if run.engine == "flower":
+        _node_keys(prepared)
+        certificate = str(Path(run.certificate).expanduser()) if run.certificate else ""
+        if problem := tls.probe(run.superlink, certificate):
+            raise SiteError(
+                f"run.superlink: {problem}. Start it (flower-superlink), or give the host and port "
+                "where one is"
+            )
+
+
+def _node_keys(prepared: Prepared) -> NodeKeys | None:
+    sites = [agent.id for agent in prepared.roster if agent.location is not AgentLocation.SERVER]
+    keys = prepared.config.run.keys
+    return read_node_keys(Path(keys), sites) if keys else None
+
+
+def make_engine(
+    prepared: Prepared, label_meter: HiddenLabelMeter, spill_store: SpillStore | None = None
+) -> Engine:
+    """The engine that the config asks for; workers are forked here, so make it before threads.
+
+    Raises:
+        privssl.errors.UserError: it cannot be had; where agents are sites, not all are there.
+    """
+    run, agents, device = prepared.config.run, prepared.federated_data.agents, prepared.device
+    common: dict[str, Any] = {
+        "seed": run.seed, "device": device, "meter": label_meter, "check_wire": run.check_wire,
+        "spill_store": spill_store,
+    }  # fmt: skip
+    if run.engine == "flower":
+        return _sites(prepared, common)
+    if run.batched_agents > 1:
+        common |= {"algorithm": prepared.algorithm, "at_once": run.batched_agents}
+        return BatchedEngine(agents, **common)
+    workers = resolve_worker_count(run.workers, agents, device)
+    if workers == 1:
+        return LocalEngine(agents, **common)
+    return WorkerEngine(agents, algorithm=prepared.algorithm, workers=workers, **common)
+
+
+def _sites(prepared: Prepared, common: Mapping[str, Any]) -> SitesEngine:
+    config, dataset = prepared.config, prepared.federated_data.dataset
+    here = [
+        agent for agent in prepared.federated_data.agents if agent.location is AgentLocation.SERVER
+    ]
+    labelled = [agent.id for agent in prepared.roster if agent.role in ("support", "mixed")]
+    pins = _node_keys(prepared)
+    post = FlowerTransport(config.run.superlink, config.run.certificate, pins)
+    try:
+        return SitesEngine(
+            post, prepared.roster, algorithm=prepared.algorithm,
+            agreement=configs.compatibility_hash(config, dataset.class_names, dataset.shape),
+            home=LocalEngine(here, **common),
+            ledgers=labelled if prepared.plan is not None else (),
+            terms=_timeouts(config.run), holder=post.key_owner if pins is not None else None,
+        )  # fmt: skip
+    except BaseException:
+        post.close()
+        raise
+
+
+def _timeouts(run: RunSettings) -> RemoteTimeouts:
+    assert run.absent != "auto"  # ``config.load`` has put in what the algorithm wants
+    return RemoteTimeouts(
+        join_seconds=run.join_seconds, visit_seconds=run.visit_seconds,
+        absent=run.absent, quorum=run.quorum,
+    )  # fmt: skip
+
+
+def check_memory_names(engine: Engine, memories: Mapping[str, Memory]) -> None:
+    """Raise RunFolderError where a checkpoint has names of memories, and agents are no sites."""
+    if not isinstance(engine, SitesEngine) and any(map(is_name, memories.values())):
+        raise RunFolderError(
+            "What agents remember is at their sites, and this checkpoint has only the names of it. "
+            "Go on with run.engine=flower"
+        )
+
+
+def log_traffic(engine: Engine, absences: int) -> dict[str, float]:
+    """What crossed the network since this was last asked, by the names of metrics."""
+    if not isinstance(engine, SitesEngine):
+        return {}
+    now = engine.take_traffic()
+    return {
+        "comm/sent_up_bytes": now.up,
+        "comm/sent_down_bytes": now.down,
+        "comm/letters": now.frames,
+        "comm/letters_again": now.again,
+        "sites/absent": absences,
+        "comm/visit_s": statistics.median(now.seconds) if now.seconds else 0.0,
+    }
+
+
+class Spending(NamedTuple):
+    """What a run's accounts were charged."""
+
+    journals: dict[str, Journal]  # agent -> what counts in a claim about it
+    this_run: dict[str, float] | None  # epsilon of this run alone, where accounts outlive runs
+    problems: list[str]  # damage to ledgers; no claim is made beside it
+
+
+def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Spending:
+    """What the accounts of a run were charged, here or at its sites.
+
+    Args and errors: as of :func:`journals_to_report`.
+    """
+    shown = journals_to_report(engine, folder, over=over)
+    if shown is not None:
+        journals = {name: journal for name, (journal, _) in shown.items()}
+        return Spending(journals, {name: own for name, (_, own) in shown.items()}, [])
+    accounts = [a.account for a in prepared.labelled_agents if a.account is not None]
+    balances = {account.agent: account.balance() for account in accounts}
+    own = {a.agent: balances[a.agent].journal.epsilon_of(a.run) for a in accounts}
+    outlive = prepared.config.privacy is not None and prepared.config.privacy.ledger
+    return Spending(
+        {name: balance.journal for name, balance in balances.items()},
+        own if outlive else None,
+        [f"{name}: {text}" for name, balance in balances.items() for text in balance.problems],
+    )
+
+
+def journals_to_report(
+    engine: Engine, folder: Path, *, over: bool
+) -> dict[str, tuple[Journal, float]] | None:
+    """The journals of sites, copied to ``folder/ledger``, and what this run spent of each.
+
+    Args:
+        over: whether the run is, so that sites may forget it.
+
+    Returns:
+        agent -> its journal and epsilon; None where accounts are here.
+
+    Raises:
+        SiteError: one is missing, or is not a journal of that agent without a fault.
+    """
+    if not isinstance(engine, SitesEngine):
+        return None
+    found = {}
+    for name, content in sorted(engine.end_run(over=over).items()):
+        path = folder / "ledger" / f"{name}.jsonl"
+        with atomic_files.writing(path):
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            atomic_files.replace(path, content)
+        journal = read_journal(path)
+        problems = [str(problem) for problem in journal.problems]
+        if not problems and journal.plan.agent != name:
+            problems = [f"it is of {journal.plan.agent}"]
+        if not problems and (unpaid := engine.missing_charges(name, journal.visits)):
+            problems = [f"it lacks {unpaid} visits that were charged, as if from a backup"]
+        if problems:
+            raise SiteError(
+                f"NO GUARANTEE: the ledger that {name} shows is not in order: {problems[0]}. Its "
+                "operator must put the true one back; then end the run with --resume"
+            )
+        found[name] = journal, journal.epsilon_of(engine.run)
+    return found

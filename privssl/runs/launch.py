@@ -1,0 +1,132 @@
+"""One run, carried out in its folder with its log and its trackers.
+
+Shared by the commands ``train`` and ``compare``, so that a run of a comparison is what ``train``
+would have made of the same config.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+
+from accounting.budget import Nominal
+from privssl.data import FederatedDataset, class_counts_of
+from privssl.experiment import config as configs
+from privssl.experiment.prepare import Prepared
+from privssl.ops import dispatch
+from privssl.reporting.trackers import CsvTracker, TensorBoardTracker, Tracker
+from privssl.runs import checkpoint, round_loop, run_dir
+from privssl.runs import resume as runs_resume
+from privssl.runs.engine_factory import refuse_unreachable
+from privssl.runtime.process import LogFile, logging_to
+
+log = logging.getLogger("privssl")
+
+
+def launch(
+    prepared: Prepared,
+    resume: Path | None,
+    watchers: Callable[[int | None], Sequence[Tracker]],
+    stack: ExitStack,
+) -> Path:
+    """Carry a run out, from the start or from its last checkpoint; returns its folder.
+
+    Args:
+        resume: the folder of the run that goes on; None begins the run of ``prepared``.
+        watchers: trackers beside ``metrics.csv`` and TensorBoard. Called when nothing forbids the
+            run any more, with the round after which it goes on (None: from the start).
+        stack: holds the folder's lock and log; the caller closes it when it has told what, if
+            anything, went wrong, so that the log has that too.
+    """
+    refuse_unreachable(prepared)  # before a former run is replaced
+    if resume is None:
+        folder = stack.enter_context(run_dir.create_run_dir(prepared))
+    else:
+        folder = resume
+        stack.enter_context(run_dir.lock_run_dir(folder))
+    file = LogFile(folder / "train.log")
+    stack.enter_context(logging_to(file))
+    snapshot = None
+    if resume is not None:
+        digest = configs.config_hash(prepared.config)
+        snapshot = checkpoint.load_snapshot(folder / "checkpoints", digest)
+        runs_resume.check_same_split(folder, prepared, snapshot)
+        runs_resume.check_spending_shown(folder, prepared)
+        runs_resume.warn_of_other_code(snapshot)
+    after = None if snapshot is None else snapshot.round
+    _log_start(prepared)
+    for record in rows_told(prepared):
+        file.handle(record)
+
+    def trackers() -> list[Tracker]:
+        return [
+            CsvTracker(folder / "metrics.csv", resume_after=after),
+            TensorBoardTracker(folder / "tensorboard", resume_after=after),
+            *watchers(after),
+        ]
+
+    round_loop.train(prepared, folder, trackers, snapshot)
+    return folder
+
+
+# What is told -------------------------------------------------------------------------------
+
+
+def _log_start(prepared: Prepared) -> None:
+    """The first lines of train.log: what is run, with what, on what."""
+    config, agents = prepared.config, prepared.roster
+    log.info(
+        "Run %s: %s on %s, seed %d, split %s, config %s",
+        *(config.run.name, config.algorithm.name, config.data.name, config.run.seed),
+        *(prepared.published_split_hash[:12], config.source),
+    )
+    roles = ", ".join(f"{agent.id} ({agent.role})" for agent in agents)
+    log.info(
+        "Device %s, torch %s, kernels %s. Agents: %s",
+        *(prepared.device, version("torch"), dispatch.instruction_set() or "torch", roles),
+    )
+    warn(config.warnings)
+    if prepared.is_nominal:
+        warn([_nominal_warning(prepared)])
+
+
+def rows_told(prepared: Prepared) -> Iterator[logging.LogRecord]:
+    """What train.log alone has of the rows: what reading them said, and who holds which classes.
+
+    A private run's log says how many unlabelled rows an agent has, and nothing of labelled ones.
+    """
+    federated_data = prepared.federated_data
+    private = prepared.config.privacy is not None
+    if not private:
+        yield from federated_data.dataset.said
+    for agent, holding in federated_data.manifest.agents.items():
+        told = [] if private else [f"with labels {_by_class(federated_data, holding.labelled)}"]
+        rest = holding.unlabelled
+        told.append(f"without {len(rest) if private else _by_class(federated_data, rest)}")
+        text = f"Rows of {agent}: {'; '.join(told)}"
+        yield log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None)
+
+
+def _by_class(federated_data: FederatedDataset, ids: Sequence[int]) -> str:
+    """How many rows, and how many of each class, by the true labels."""
+    counts = class_counts_of(federated_data, ids)
+    names = federated_data.dataset.class_names
+    told = [f"{name} {n}" for name, n in zip(names, counts.tolist(), strict=True) if n]
+    if unknown := len(ids) - int(counts.sum()):
+        told.append(f"{unknown} of a class that nobody knows")
+    each = ", ".join(told)
+    return f"{len(ids)} ({each})" if each else str(len(ids))
+
+
+def warn(sentences: Sequence[str]) -> None:
+    """Tell sentences as warnings, on the screen and in the log."""
+    for sentence in sentences:
+        log.warning("%s", sentence)
+
+
+def _nominal_warning(prepared: Prepared) -> str:
+    privacy = prepared.config.privacy
+    assert privacy is not None
+    bare = tuple(n for n in privacy.update_at_support if n not in privacy.protect)
+    return str(Nominal(privacy.epsilon, privacy.delta, privacy.protect, bare))

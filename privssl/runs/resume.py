@@ -1,0 +1,131 @@
+"""Whether a run may go on in its folder: the same config, and the same rows at the same agents.
+
+A claim says what was released about the rows of each account. If other rows lay under it after an
+interruption than before, visits to a row would be spread over accounts, and no account would have
+all of them; so a run whose data was changed in between does not go on.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from accounting.errors import LedgerError
+from accounting.ledger import read_journal
+from privssl.data import split_manifest
+from privssl.errors import DataError, RunFolderError
+from privssl.experiment import config as configs
+from privssl.experiment.config import Config
+from privssl.experiment.prepare import Prepared
+from privssl.runs.accounts import check_metrics, ledger_of
+from privssl.runs.checkpoint import Snapshot
+from privssl.runtime.code_version import fingerprint
+
+log = logging.getLogger("privssl")
+
+#: The key under which a checkpoint of a run without privacy remembers the hash of its split.
+SPLIT = "split"
+#: The key under which a checkpoint remembers the code that made it.
+SOURCES = "sources"
+
+
+def check_resumable(folder: Path, config: Config) -> None:
+    """Whether this is the folder of a run of this config.
+
+    Raises:
+        RunFolderError: it is no run, or a setting that decides over results is another one.
+        ConfigError: its config.yaml is damaged.
+    """
+    recorded = folder / "config.yaml"
+    if not recorded.is_file():
+        raise RunFolderError(
+            f"{folder} is not the folder of a run: it has no config.yaml. Give --resume the "
+            "folder that an earlier run named in its last lines"
+        )
+    former = configs.load_config(recorded)
+    now, then = _result_relevant(config), _result_relevant(former)
+    differing = [
+        f"{key} is {now.get(key, 'absent')} here, but {then.get(key, 'absent')} there"
+        for key in sorted(now.keys() | then.keys())
+        if now.get(key, "absent") != then.get(key, "absent")
+    ]
+    if differing:
+        moved = any(text.startswith(("data.root", "data.split")) for text in differing)
+        advice = " Data that was moved must be put back, or linked to." if moved else ""
+        raise RunFolderError(
+            f"{folder} belongs to another config: {'; '.join(differing)}. Go on with "
+            f"{recorded}, or start a new run with another run.output.{advice}"
+        )
+    if config.run.engine != former.run.engine:  # elsewhere accounts would begin anew
+        raise RunFolderError(
+            f"{folder} was begun with run.engine={former.run.engine}, where its accounts and "
+            f"memories are. Go on with run.engine={former.run.engine}"
+        )
+
+
+def _result_relevant(config: Config) -> dict[str, Any]:
+    """What decides over the results of a run, by dotted key: what ``config.digest`` is made of."""
+    return {
+        f"{name}.{key}": value
+        for name, section in configs.result_relevant(config).items()
+        for key, value in (section or {}).items()
+    }
+
+
+def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> None:
+    """Whether every agent has the rows that it had.
+
+    Without privacy a checkpoint remembers the split, and a split.json that is damaged is written
+    anew. With it only split.json may tell of the rows (``Prepared.published_split_hash``), and
+    is needed.
+
+    Raises:
+        RunFolderError: the data is not what it was, or nobody knows.
+    """
+    now, path = prepared.federated_data.manifest, folder / "split.json"
+    then = snapshot.extra.get(SPLIT)
+    try:
+        written = split_manifest.read_manifest(path).hash
+    except DataError as error:
+        if prepared.plan is not None:  # without the error's words, which may have hashes
+            raise RunFolderError(
+                f"{path} is missing, damaged or was changed. Without it nobody knows whether the "
+                "rows under the accounts are still the same. Put it back, or start a new run with "
+                "another run.output"
+            ) from None
+        written = None
+        log.warning("%s. It is written anew", error)
+    for known in (then, written):
+        if known not in (None, now.hash):
+            # No hash of the split: the log of a private run may not tell it.
+            raise RunFolderError(
+                f"{folder} began with other data: its rows, or who has which, are not what they "
+                "are now. Put the former data back, or start a new run with another run.output"
+            )
+    if written is None:
+        now.write(path)
+
+
+def check_spending_shown(folder: Path, prepared: Prepared) -> None:
+    """Whether each ledger has spent at least what the run's metrics.csv shows.
+
+    Checkpoints may be older than the last rounds, and so may a ledger that was put back.
+
+    Raises:
+        LedgerError: one has spent less. What else is wrong with ledgers is found on opening them.
+    """
+    ledger = ledger_of(prepared.config, folder)
+    paths = {name: ledger / f"{name}.jsonl" for name in prepared.account_plans}
+    journals = {name: read_journal(path) for name, path in paths.items() if path.exists()}
+    sound = {name: journal for name, journal in journals.items() if not journal.problems}
+    for problem in check_metrics(folder, sound):
+        raise LedgerError(f"{problem}. Put the true ledger back")
+
+
+def warn_of_other_code(snapshot: Snapshot) -> None:
+    """Say so where the rounds of a run are made by different code."""
+    then = snapshot.extra.get(SOURCES)
+    if then not in (None, fingerprint()):
+        log.warning(
+            "The checkpoint of round %d was made by other code of privssl (sources %s, here %s). "
+            "The rounds from here on are made by this one.", snapshot.round, then, fingerprint(),
+        )  # fmt: skip

@@ -1,0 +1,415 @@
+"""A prepared run from its first round to its results: loop, save, and say what is guaranteed.
+
+State lives in the value that the algorithm returns and in the agents' memories; both are kept as
+they were after the last finished round, so an interruption at any moment leaves a checkpoint of
+a whole round.
+"""
+
+import dataclasses
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.nn.functional import one_hot
+
+from accounting.errors import LedgerError
+from privssl import __version__, data
+from privssl.core.engine import Engine
+from privssl.core.federation import Federation, Round
+from privssl.engines.worker_process import WorkerError
+from privssl.errors import RunFolderError
+from privssl.experiment import config as configs
+from privssl.experiment.prepare import Prepared
+from privssl.ops import dispatch
+from privssl.privacy.former_ledgers import former_ledgers
+from privssl.privacy.privacy_card import guarantee_sentence, privacy_card, render_markdown
+from privssl.remote.discovery import SiteError
+from privssl.reporting import figures
+from privssl.reporting.trackers import RoundRecord, Tracker, for_the_log
+from privssl.runs import checkpoint
+from privssl.runs.accounts import (
+    LEDGER_HEAD,
+    LEDGER_SEQ,
+    RUN_ID,
+    copy_ledgers,
+    open_accounts,
+    releases,
+)
+from privssl.runs.checkpoint import Snapshot
+from privssl.runs.engine_factory import check_memory_names, log_traffic, make_engine, spending
+from privssl.runs.progress import CompletedRound, Progress
+from privssl.runs.resume import SOURCES, SPLIT
+from privssl.runs.round_plan import planned_rounds, rounds_of
+from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim, write_text
+from privssl.runtime.code_version import fingerprint
+from privssl.runtime.process import defer_interrupts, raise_if_interrupted
+from privssl.storage import tensor_files
+from privssl.storage.spill_store import SpillStore
+from privssl.training.evaluation import Evaluator, HiddenLabelMeter
+from privssl.training.local_training import network_input
+
+Status = Literal["finished", "budget_exhausted", "interrupted"]
+
+log = logging.getLogger("privssl")
+
+
+# The loop -----------------------------------------------------------------------------------
+
+
+class RoundLoop:
+    """A prepared run in its folder."""
+
+    _kept: CompletedRound
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: Path,
+        engine: Engine,
+        label_meter: HiddenLabelMeter,
+        trackers: Sequence[Tracker],
+        spill_store: SpillStore | None = None,
+    ) -> None:
+        """``label_meter`` is the meter of ``engine``, ``spill_store`` where its agents' memories
+        lie."""
+        config = prepared.config
+        self._prepared, self._config, self._folder = prepared, config, folder
+        self._algorithm, self._trackers = prepared.algorithm, trackers
+        dataset = prepared.federated_data.dataset
+        self._test = (dataset.x_test, dataset.y_test)
+        self._oracle, self._engine = label_meter, engine
+        self._spill_store = spill_store or SpillStore()
+        held_out = {"test": self._test}
+        if prepared.federated_data.validation is not None:
+            rows = prepared.federated_data.validation
+            held_out["validation"] = (rows.x, rows.y)
+        classifier = self._algorithm.task.new_classifier()
+        self._judge = Evaluator(classifier, held_out, prepared.device)
+        self._federation = Federation(self._engine, config.run.seed)
+        self._digest = configs.config_hash(config)
+        self._durations: list[float] = []
+
+    # A run's life: begin or restore, rounds, end ----------------------------------------------
+
+    def begin(self) -> None:
+        """The state before round 1."""
+        state = self._spill_store.put_parts(self._algorithm.start(self._federation))
+        self._kept = CompletedRound(state, self._engine.memories(), Progress())
+        labelled, unlabelled = data.class_counts(self._prepared.federated_data)
+        if self._prepared.plan is not None:
+            labelled = {}  # labels under a claim are not to be counted in a picture
+        if self._trackers and (labelled or unlabelled):
+            picture = figures.partition_plot(labelled, unlabelled)
+            for tracker in self._trackers:
+                tracker.images(0, "images/partition", picture)
+        self.save()  # a run that dies in its first round can be resumed as well
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on from a snapshot, as if the run had never stopped."""
+        check_memory_names(self._engine, snapshot.memories)
+        self._engine.restore(snapshot.memories)
+        known = {f.name for f in dataclasses.fields(Progress)}
+        progress = Progress(**{k: v for k, v in snapshot.extra.items() if k in known})  # type: ignore[arg-type]
+        try:
+            state = self._algorithm.StateType(**snapshot.state)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise RunFolderError(
+                f"{self._folder}: its checkpoint is not one of this algorithm ({error}). It was "
+                "written by another version; start a new run"
+            ) from None
+        # Not what the snapshot has: its file may be gone before the next round is at its end.
+        self._kept = CompletedRound(
+            self._spill_store.put_parts(state), self._engine.memories(), progress
+        )
+        log.info("Goes on after round %d", progress.round)
+
+    def run_rounds(self) -> Status:
+        """All rounds that are left. Saves and returns "interrupted" on Ctrl-C."""
+        rounds = planned_rounds(self._algorithm.phases())
+        try:
+            for now in rounds[self._kept.progress.round :]:
+                raise_if_interrupted()
+                with (
+                    defer_interrupts() if now.saved else nullcontext()
+                ):  # its answers are given once
+                    self._one_round(now, last=now is rounds[-1])
+            state = self._algorithm.finish(self._kept.state, self._federation)
+            self._kept = dataclasses.replace(self._kept, state=state)
+        except KeyboardInterrupt:
+            log.info("Interrupted: the checkpoint is of round %d", self._kept.progress.round)
+            self.save()
+            return "interrupted"
+        except LedgerError as error:
+            if not damaged(self._prepared):
+                raise  # a full disk, for example
+            log.error("%s", error)
+            self.save()
+            return "interrupted"
+        except (WorkerError, SiteError) as error:
+            self.save()
+            of = f"The checkpoint is of round {self._kept.progress.round}"
+            raise type(error)(f"{error}. {of}: go on with --resume {self._folder}") from error
+        private = self._prepared.plan is not None  # early checkpoints counted other silences, too
+        return "budget_exhausted" if private and self._kept.progress.refused else "finished"
+
+    def _one_round(self, now: Round, *, last: bool) -> None:
+        begun = time.perf_counter()
+        self._federation.begin(now)
+        state = self._algorithm.round(self._kept.state, self._federation)
+        values = self._measure(state, now, last)
+        seconds = time.perf_counter() - begun
+        saves = last or now.number % self._config.run.checkpoint_every == 0 or now.saved
+        progress = self._finish_round(now, values, seconds, saves)
+        try:
+            self._log(now, state, {**values, "time/round_s": seconds}, last)
+        except RunFolderError:
+            if now.saved:  # its answers are worth more than a line that is missing
+                self._record(state, progress)
+                self.save()
+            raise
+        # The round counts from here, after it was told of: a line too many is cut off when the
+        # run goes on, and a line that is missing would be missing for ever.
+        self._record(state, progress)
+        self._durations.append(seconds)
+        if saves:
+            self.save()
+
+    def _record(self, state: Any, progress: Progress) -> None:
+        self._kept = CompletedRound(
+            self._spill_store.put_parts(state), self._engine.memories(), progress
+        )
+
+    def _log(self, now: Round, state: Any, values: Mapping[str, float], last: bool) -> None:
+        total = rounds_of(self._algorithm)
+        for tracker in self._trackers:
+            tracker.round(RoundRecord(now.number, total, now.phase, values))
+        if measured := for_the_log(values, nominal=self._prepared.is_nominal):
+            log.info("Round %d of %d: %s", now.number, total, measured)
+        if last or now.number == 1 or now.number % self._config.run.images_every == 0:
+            self._log_images(now.number, state)
+
+    def _finish_round(
+        self, now: Round, values: Mapping[str, float], seconds: float, saves: bool
+    ) -> Progress:
+        """The progress with one more round."""
+        before, traffic = self._kept.progress, self._federation.traffic
+        found: dict[str, Any] = {}
+        reached = values.get("test/accuracy")
+        if reached is not None:
+            found["final"] = reached
+            if reached > before.best or not before.best_round:
+                found |= {"best": reached, "best_round": now.number}
+        held_out = values.get("validation/accuracy")  # test rows choose nothing, no checkpoint
+        if held_out is not None and saves and held_out > before.saved_best:
+            found |= {"saved_best": held_out, "saved_best_round": now.number}
+        return dataclasses.replace(
+            before,
+            round=now.number,
+            up=before.up + traffic.up,
+            down=before.down + traffic.down,
+            seconds=before.seconds + seconds,
+            refused=before.refused + self._federation.refusals,
+            **found,
+        )
+
+    def _measure(self, state: Any, now: Round, last: bool) -> dict[str, float]:
+        values = {**self._federation.mean_metrics(), **self._algorithm.metrics(state)}
+        values |= self._oracle.report()
+        traffic = self._federation.traffic
+        values |= {"comm/up_bytes": traffic.up, "comm/down_bytes": traffic.down}
+        values |= log_traffic(self._engine, self._federation.absences)
+        for agent in self._prepared.labelled_agents:
+            if agent.account is not None:
+                values[f"dp/epsilon/{agent.id}"] = agent.account.spent()
+                values[f"dp/budget_left/{agent.id}"] = agent.account.left()
+        if now.number % self._config.run.evaluate_every == 0 or last:
+            values |= self._evaluate(state)
+        return values
+
+    def _evaluate(self, state: Any) -> dict[str, float]:
+        """Accuracy on held-out rows. Nothing in a run is chosen by it."""
+        classifiers = {"accuracy": self._algorithm.classifier(state)}
+        for name, other in self._algorithm.also_evaluated(state).items():
+            classifiers[f"accuracy_{name}"] = other
+        return self._judge.accuracies(classifiers)
+
+    def _log_images(self, number: int, state: Any) -> None:
+        """Pictures of held-out rows: none may show an agent's row."""
+        x, y = self._test
+        # The first row of each class, then the second of each: files may be sorted by class.
+        rank = one_hot(y).cumsum(dim=0).gather(1, y[:, None])[:, 0]
+        few = rank.argsort(stable=True)[:500]
+        drawn = self._algorithm.pictures(state, network_input(x[few]), y[few])
+        for tag, image in drawn.items():
+            for tracker in self._trackers:
+                tracker.images(number, tag, image)
+
+    def save(self) -> None:
+        """Write a checkpoint of the last finished round."""
+        try:
+            for tracker in self._trackers:
+                tracker.keep()
+        finally:  # a round that was paid for is worth more than its line
+            self._save()
+
+    def _save(self) -> None:
+        kept, folder = self._kept, self._folder / "checkpoints"
+        # What must be as it was when the run goes on: rows, and what the accounts must remember.
+        fixed: dict[str, str | int] = {SOURCES: fingerprint()}
+        if self._prepared.plan is None:
+            fixed[SPLIT] = self._prepared.federated_data.manifest.hash
+        for agent in self._prepared.labelled_agents:
+            if agent.account is not None:
+                fixed[LEDGER_SEQ + agent.id] = agent.account.seq
+                fixed[LEDGER_HEAD + agent.id] = agent.account.head
+                fixed[RUN_ID] = agent.account.run
+        checkpoint.save_snapshot(
+            folder,
+            Snapshot(
+                round=kept.progress.round,
+                state=vars(kept.state),
+                memories=kept.memories,
+                config_digest=self._digest,
+                extra={**dataclasses.asdict(kept.progress), **fixed},
+            ),
+        )
+        if kept.progress.saved_best_round == kept.progress.round > 0:
+            checkpoint.update_pointer(folder, "best", kept.progress.round)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+    # What remains ---------------------------------------------------------------------------
+
+    def write_results(self, status: Status) -> None:
+        """Write the weights, the privacy card, and last of all results.json.
+
+        Raises:
+            LedgerError: a ledger was damaged while the run went on. Card and results say that
+                nothing is guaranteed, and ``--resume`` ends the run once the ledger is back.
+            SiteError: a site does not show its ledger, or a damaged one. results.json says so.
+        """
+        released = None
+        if status != "interrupted":
+            path = self._folder / CLASSIFIER
+            weights = self._algorithm.classifier(self._kept.state)
+            tensor_files.save_weights(path, weights, self._prepared.about_rows)
+            released = {"file": CLASSIFIER, "sha256": tensor_files.sha256_of(path)}
+        try:
+            card = self._card(status, released)
+        except SiteError as error:
+            remove_claim(self._folder)
+            self._write_results("interrupted", None, [str(error)])
+            raise
+        problems = [] if card is None else card["ledger_problems"]
+        if card is not None:
+            if not problems:
+                copy_ledgers(self._prepared, self._folder)
+            write_text(self._folder / "privacy.json", json.dumps(card, indent=2) + "\n")
+            write_text(self._folder / "privacy.md", render_markdown(card))
+        self._write_results("interrupted" if problems else status, card, problems)
+        if problems:
+            raise LedgerError(guarantee_sentence(card))
+        rounds = self._kept.progress.round
+        log.info("%s after %d rounds. %s", status, rounds, guarantee_sentence(card))
+
+    def _write_results(
+        self, status: Status, card: Mapping[str, Any] | None, problems: Sequence[str]
+    ) -> None:
+        results = self._results(status, card, problems)
+        write_text(self._folder / "results.json", json.dumps(results, indent=2) + "\n")
+
+    def _results(
+        self, status: Status, card: Mapping[str, Any] | None, problems: Sequence[str]
+    ) -> dict[str, Any]:
+        config, p = self._config, self._kept.progress
+        plan = self._prepared.plan
+        # A session that had no round left knows the mean of the others.
+        durations = self._durations or [p.seconds / max(p.round, 1)]
+        return {
+            "name": config.run.name,
+            "algorithm": config.algorithm.name,
+            "dataset": config.data.name,
+            "seed": config.run.seed,
+            "status": status,
+            "rounds": p.round,
+            "agents": {k: v for k, v in vars(config.agents).items() if isinstance(v, int) and v},
+            "labels": config.data.labelled,
+            "test_accuracy": {"final": p.final, "best": p.best, "best_round": p.best_round},
+            "seconds": {
+                "total": round(p.seconds, 3),
+                "round_median": round(statistics.median(durations), 4),
+            },
+            "bytes": {"up": p.up, "down": p.down},
+            "privacy": {
+                "guarantee": None if card is None else card["guarantee"],
+                "nominal_epsilon": None if card is None else card["nominal_epsilon"],
+                "scope": "none" if plan is None else plan.scope,
+                **({"problems": list(problems)} if problems else {}),  # damage to ledgers
+            },
+            **self._prepared.about_rows,
+            "warnings": [*config.warnings, *self._prepared.data_warnings],
+            "split_hash": self._prepared.published_split_hash,
+            "versions": {
+                "privssl": __version__,
+                "sources": fingerprint(),
+                "torch": version("torch"),
+                "opacus": version("opacus"),
+                "kernels": dispatch.instruction_set() or "torch",
+            },
+        }
+
+    def _card(self, status: Status, released: Mapping[str, str] | None) -> dict[str, Any] | None:
+        plan, privacy = self._prepared.plan, self._config.privacy
+        if plan is None or privacy is None:
+            return None
+        task, over = self._prepared.algorithm.task, status != "interrupted"
+        journals, this_run, problems = spending(self._engine, self._prepared, self._folder, over)
+        return privacy_card(
+            [(name, j.plan, tuple(j.events), j.head) for name, j in journals.items()],
+            scope=plan.scope,
+            delta=privacy.delta,
+            releases=releases(plan, self._config),
+            algorithm=self._config.algorithm.name,
+            dataset=self._config.data.name,
+            task=(task.classes, task.shape),
+            planned=plan.visits if over and not problems else None,
+            this_run=this_run,
+            former=former_ledgers(self._folder, journals),
+            ledger_problems=problems,
+            weights=released,
+        )
+
+
+def train(
+    prepared: Prepared,
+    folder: Path,
+    make_trackers: Callable[[], Sequence[Tracker]],
+    snapshot: Snapshot | None,
+) -> None:
+    """Carry a run out in its folder, from the start or from a snapshot.
+
+    Args:
+        make_trackers: called when the accounts are open: trackers cut what a resumed run will
+            write again, and nothing may be cut when a ledger forbids the run.
+    """
+    with open_accounts(prepared, folder, snapshot), ExitStack() as stack:
+        label_meter = HiddenLabelMeter(prepared.federated_data.true_labels)
+        limit = prepared.config.run.memories_mb * 2**20
+        spill_store = stack.enter_context(closing(SpillStore(folder, limit)))
+        # Before the trackers: workers are forked here, and trackers start threads.
+        engine = stack.enter_context(closing(make_engine(prepared, label_meter, spill_store)))
+        run = RoundLoop(prepared, folder, engine, label_meter, make_trackers(), spill_store)
+        stack.callback(run.close)
+        if snapshot is None:
+            run.begin()
+        else:
+            run.restore(snapshot)
+        run.write_results(run.run_rounds())

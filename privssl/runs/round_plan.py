@@ -1,0 +1,23 @@
+"""The rounds of a run, as its algorithm plans them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from privssl.algorithms.base import Algorithm
+from privssl.core.federation import Round
+from privssl.core.task import Phase
+
+
+def rounds_of(algorithm: Algorithm[Any]) -> int:
+    """Rounds of a whole run."""
+    return sum(phase.rounds for phase in algorithm.phases())
+
+
+def planned_rounds(phases: Sequence[Phase]) -> list[Round]:
+    """All rounds of a run, in order."""
+    listed: list[Round] = []
+    for phase in phases:
+        for number in range(1, phase.rounds + 1):
+            saved = phase.saved and number == phase.rounds
+            listed.append(Round(len(listed) + 1, phase.name, number, saved))
+    return listed

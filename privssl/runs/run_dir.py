@@ -1,0 +1,212 @@
+"""The folder of a run and the accounts in it: made once, never overwritten by accident.
+
+The folder is private to the user (0700) and one process works in it at a time. What earlier
+runs spent is never deleted: replacing a private run moves its ledger beside the folder and says
+so. Whatever is refused is refused before anything in the folder has changed.
+"""
+
+import dataclasses
+import fcntl
+import itertools
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from privssl.errors import RunFolderError
+from privssl.experiment import config as configs
+from privssl.experiment.config import Config
+from privssl.experiment.prepare import Prepared
+from privssl.privacy.former_ledgers import former_sentences
+from privssl.privacy.privacy_card import guarantee_sentence, headline_sentence
+from privssl.runs.accounts import SHIPPED_CODE, check_shared_accounts
+from privssl.storage import atomic_files
+
+log = logging.getLogger("privssl")
+
+#: The file of weights that a finished run releases.
+CLASSIFIER = "classifier.safetensors"
+#: Everything that a run may write into its folder. What holds anything else is not replaced.
+CONTENTS = frozenset(
+    {
+        *("config.yaml", "split.json", "metrics.csv", "results.json", CLASSIFIER),
+        *("privacy.json", "privacy.md", "ledger", "tensorboard", "checkpoints", "train.log"),
+    }
+)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Put a small file in place whole, or not at all. RunFolderError when it cannot be."""
+    with atomic_files.writing(path):
+        atomic_files.replace(path, text.encode())
+
+
+# Beginning a run ----------------------------------------------------------------------------
+
+
+@contextmanager
+def create_run_dir(prepared: Prepared) -> Iterator[Path]:
+    """The new folder of a run; inside, no other process may work in it.
+
+    Raises:
+        RunFolderError: it exists and may not be replaced, or cannot be made.
+    """
+    run = prepared.config.run
+    folder = prepared.config.folder
+    check_free(prepared.config)
+    check_shared_accounts(prepared)
+    if list_entries(folder):
+        with lock_run_dir(folder):
+            _remove(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise RunFolderError(
+            f"{folder}: this folder cannot be made: {error.strerror}. Choose another run.output"
+        ) from error
+    with lock_run_dir(folder):
+        # In this order: a split.json says that the folder is a run, and may be replaced.
+        prepared.federated_data.manifest.write(folder / "split.json")
+        # Without overwrite: to run the file again must not replace the run that it is of.
+        recorded = dataclasses.replace(run, overwrite=False)
+        again = dataclasses.replace(prepared.config, run=recorded)
+        write_text(folder / "config.yaml", configs.to_yaml(again))
+        yield folder
+
+
+def check_free(config: Config) -> None:
+    """Raise RunFolderError where the folder of a new run is taken, and may not be replaced."""
+    entries = list_entries(config.folder)
+    if entries:
+        _refuse_what_is_not_ours(config.folder, entries)
+        if not config.run.overwrite:
+            raise RunFolderError(_in_the_way(config.folder))
+
+
+@contextmanager
+def lock_run_dir(folder: Path) -> Iterator[None]:
+    """Inside, another process that asks for the folder gets a RunFolderError.
+
+    The lock is the operating system's, on the folder itself: it goes with its process, however
+    that ends. A file system without locks is used without one.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunFolderError(
+                f"{folder}: another process is training in it. Wait for it to end, or choose "
+                "another run.output"
+            ) from error
+        except OSError as error:
+            log.warning("%s cannot be locked: %s", folder, error.strerror)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def list_entries(folder: Path) -> set[str]:
+    """What lies in a folder, without leftovers of killed writes; empty when there is none."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise RunFolderError(
+            f"{folder}: cannot be a run folder: {error.strerror}. Choose another run.output"
+        ) from error
+    return {name for name in names if not name.startswith(atomic_files.TEMPORARY)}
+
+
+def _refuse_what_is_not_ours(folder: Path, entries: set[str]) -> None:
+    foreign = sorted(entries - CONTENTS)
+    linked = folder.is_symlink()
+    if foreign or linked or "split.json" not in entries:
+        what = "it is a link" if linked else "it has no split.json"
+        what = f"it holds {', '.join(foreign[:3])}" if foreign else what
+        raise RunFolderError(
+            f"{folder} exists and is not a run of privssl ({what}), so that nothing in it is "
+            "ever replaced, not even with run.overwrite=true. Choose another run.output"
+        )
+
+
+def _in_the_way(folder: Path) -> str:
+    begun = (folder / "checkpoints" / "latest").exists()
+    choices = [f"go on with it (--resume {folder})"] if begun else []
+    choices += ["choose another run.output or run.seed", "replace it with run.overwrite=true"]
+    return f"{folder} exists and holds a run. You can {', or '.join(choices)}"
+
+
+def _remove(folder: Path) -> None:
+    """Remove a former run, but never the record of what it spent."""
+    with atomic_files.writing(folder):
+        ledger = folder / "ledger"
+        if ledger.exists() and any(ledger.iterdir()):
+            names = (f"{folder.name}.ledger-{number:03d}" for number in itertools.count(1))
+            former = next(path for path in map(folder.with_name, names) if not path.exists())
+            ledger.rename(former)
+            log.warning(
+                "The replaced run's ledger was moved to %s; what it spent still counts for these "
+                "rows, and the new card names it.", former,
+            )  # fmt: skip
+        shutil.rmtree(folder)
+
+
+# Going on with a run ------------------------------------------------------------------------
+
+
+def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
+    """What a run in this folder came to: results.json, and the sentences on its guarantee.
+
+    None when there are no results yet.
+
+    Raises:
+        RunFolderError: a file is damaged.
+    """
+    results, card = _read_json(folder / "results.json"), _read_json(folder / "privacy.json")
+    if results is None:
+        return None
+    for name, found, keys in (
+        ("results.json", results, ("status", "rounds", "test_accuracy")),
+        ("privacy.json", card, ("releases",)),
+    ):
+        if found is not None and not (isinstance(found, dict) and set(keys) <= found.keys()):
+            raise RunFolderError(
+                f"{folder / name} is not what a run writes. Remove it, then --resume writes it anew"
+            )
+    told = [tighter] if (tighter := headline_sentence(card)) else []
+    told += former_sentences(card)
+    if card is not None and SHIPPED_CODE[0] in {release["name"] for release in card["releases"]}:
+        told.append(f"Not covered over sites: {SHIPPED_CODE[0]} ({SHIPPED_CODE[2]}).")
+    return results, "\n".join([*told, guarantee_sentence(card)])
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RunFolderError(
+            f"{path} cannot be read ({error}). Remove it, then --resume writes it anew"
+        ) from error
+    return found
+
+
+def damaged(prepared: Prepared) -> bool:
+    """Whether a ledger is not the one that its account wrote."""
+    accounts = (agent.account for agent in prepared.labelled_agents)
+    return any(account.balance().problems for account in accounts if account is not None)
+
+
+def remove_claim(folder: Path) -> None:
+    """Remove the card of an earlier session, where no new one can be made."""
+    with atomic_files.writing(folder):
+        for name in ("privacy.json", "privacy.md"):
+            (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,30 @@
+"""Which code made a result: a hash of the sources of the three packages.
+
+A version stays while somebody works on a method, and results of the code of yesterday would go into
+a table with those of today, without a word.
+"""
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+
+PACKAGES = ("privssl", "generators", "accounting")
+ENDINGS = (".py", ".cpp", ".hpp")
+
+
+@lru_cache(maxsize=1)
+def fingerprint() -> str:
+    """12 hex digits of all sources, names and contents; comments count as well. 10 ms."""
+    return fingerprint_of(Path(__file__).parents[2])
+
+
+def fingerprint_of(root: Path) -> str:
+    """That of the packages in a folder."""
+    found = hashlib.sha256()
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*")):
+            if path.suffix in ENDINGS and path.is_file():  # an editor's lock is a link to nowhere
+                content = path.read_bytes()
+                name = path.relative_to(root).as_posix()
+                found.update(f"{name} {len(content)}\n".encode() + content)
+    return found.hexdigest()[:12]

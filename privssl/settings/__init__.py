@@ -1,0 +1,1 @@
+"""Settings from YAML: their types, and clear errors with line numbers."""

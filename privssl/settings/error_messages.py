@@ -1,0 +1,133 @@
+"""The words in which a config's problems are told: what is needed, what was given, what to write.
+
+pydantic knows that a value is wrong; the JSON schema of the same dataclass knows what would be
+right. So one sentence serves all types and ranges: ``needs a whole number >= 1, got 0``.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from privssl.settings.yaml_reader import ConfigProblem, as_yaml_number
+
+_TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text",
+    "null": "null",
+}
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+_KEY_WIDTH = 22  # of the column of keys, unless one is longer
+
+
+def problem_report(path: Path, findings: Sequence[ConfigProblem]) -> str:
+    """All findings under one heading: those of the whole file, by line, of the arguments."""
+    ordered = sorted(findings, key=lambda f: (f.line is None, f.line or 0))
+    places = [_place(finding.line) for finding in ordered]
+    place_width = max(map(len, places))
+    key_width = max(_KEY_WIDTH, *(len(finding.key) for finding in ordered))
+    count = f"{len(ordered)} problem{'s' if len(ordered) > 1 else ''}"
+    rows = [
+        f"  {place:<{place_width}}  {finding.key:<{key_width}}  {finding.text}"
+        for place, finding in zip(places, ordered, strict=True)
+    ]
+    return "\n".join([f"{path}: {count}", *rows])
+
+
+def _place(line: int | None) -> str:
+    if line is None:
+        return "argument"
+    return f"line {line}" if line else "file"
+
+
+def unknown(what: str, name: str, known: Sequence[str]) -> str:
+    """That a name is not known, and the nearest that is, or all of them.
+
+    >>> unknown("key", "epsilonn", ["delta", "epsilon"])
+    'unknown key. Did you mean epsilon?'
+    """
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"unknown {what}. " + (f"Did you mean {near[0]}?" if near else f"Known: {either(known)}")
+
+
+def either(names: Sequence[str]) -> str:
+    """
+    >>> either(["F", "G", "D"])
+    'F, G or D'
+    """
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def show(value: object) -> str:
+    """A value as YAML would have it, shortened; text in quotes, with nothing unprintable."""
+    if isinstance(value, bool) or value is None:
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple):
+        return f"[{', '.join(v if isinstance(v, str) else show(v) for v in value)}]"[:60]
+    if isinstance(value, dict):
+        return f"keys ({', '.join(map(str, value))})"[:60]
+    return repr(value)[:60]
+
+
+def describe_errors(
+    error: ValidationError, kind: type[Any], values: Mapping[str, object]
+) -> Iterator[tuple[str, str]]:
+    """One (key, text) for each field that pydantic refused; the key is empty for the whole.
+
+    Args:
+        error: raised by ``kind(**values)``.
+    """
+    schema = TypeAdapter(kind).json_schema()["properties"]
+    seen = set()
+    for detail in error.errors():
+        if detail["type"] == "value_error":  # raised by a validator of the dataclass's own
+            yield ".".join(map(str, detail["loc"])), str(detail["ctx"]["error"])
+            continue
+        # The values of a union and the items of a list are told of once, as their field.
+        key = str(detail["loc"][0])
+        if key in seen:
+            continue
+        seen.add(key)
+        if key not in values:
+            yield key, f"missing: needs {_needed(schema[key])}"
+        else:
+            yield key, _refused(values[key], schema[key])
+
+
+def _refused(value: object, schema: Mapping[str, Any]) -> str:
+    needed = _needed(schema)
+    number = as_yaml_number(value) if isinstance(value, str) else None
+    if number is not None and "whole number" in needed and float(number).is_integer():
+        number = f"{float(number):.0f}"
+    if number is not None and "number" in needed:
+        return f"'{value}' is text to YAML. Write {number}"
+    text = f"needs {needed}, got {show(value)}"
+    if isinstance(value, int | float) and schema.get("type") == "string":
+        return f"{text}. Put it in quotes"
+    if value in schema.get("items", {}).get("enum", []):
+        return f"{text}. Write [{value}]"
+    near = difflib.get_close_matches(str(value), schema.get("enum", []), n=1)
+    return f"{text}. Did you mean {near[0]}?" if near else text
+
+
+def _needed(schema: Mapping[str, Any]) -> str:
+    """What a JSON schema asks for, as the object of "needs"."""
+    if "anyOf" in schema:
+        return " or ".join(_needed(option) for option in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return either([str(name) for name in schema.get("enum", [schema.get("const")])])
+    if schema.get("type") == "array":
+        return f"a list of {_needed(schema.get('items', {}))}"
+    bounds = [f"{sign} {_bound(schema[name])}" for name, sign in _BOUNDS.items() if name in schema]
+    return " ".join(
+        [_TYPES.get(schema.get("type", ""), "another value"), " and ".join(bounds)]
+    ).strip()
+
+
+def _bound(number: float) -> float:
+    """Pydantic before 2.8 writes the 0 of a range as 0.0 where its values have fractions."""
+    return int(number) if float(number).is_integer() else number

@@ -1,0 +1,322 @@
+"""The sections of a config file, as frozen dataclasses: what may be asked, and what is default.
+
+``experiment/config.py`` reads YAML and the command line into these and collects every problem; here
+is only what a value means, its range, and which values exclude each other. The ``algorithm``
+section is not here: it is the ``Config`` of the algorithm it names.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+# Schemas are built when a section is read: a run reads one algorithm's, and imports all.
+strict = ConfigDict(extra="forbid", strict=True, defer_build=True)
+
+Network = Literal["F", "G", "D"]
+PartitionName = Literal[
+    "iid", "dirichlet", "dirichlet_equal", "classes_per_agent", "round_robin", "imbalanced"
+]
+#: Keys of the privacy section that only training with noisy gradients has.
+DP_SGD_KEYS = (
+    *("update_at_support", "protect", "noise_multiplier", "clip_norm", "sample_rate", "steps"),
+    *("visits", "learning_rate", "momentum", "average_last", "augment", "views"),
+    "acknowledge_unsound",
+)
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Problem(NamedTuple):
+    """One thing wrong with a config: the key within its section, and what to do about it."""
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True, config=strict)
+class RunSettings:
+    """How a run is carried out; of these only ``seed`` and rounding can move results.
+
+    Rounding: ``precision``, the device, and ``batched_agents``.
+    """
+
+    name: str = ""
+    """Name of the run, part of its default folder. Empty: the name of the config file."""
+    seed: Count = 0
+    """Seed of everything random except private noise, which is never seeded."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`."""
+    precision: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Number format of the multiplications in networks. `auto`: the faster one on this machine."""
+    output: str = ""
+    """Run folder. Empty: `runs/NAME-SEED`."""
+    overwrite: bool = False
+    """Replace an existing run folder. Its ledgers are moved, not deleted."""
+    evaluate_every: Positive = 1
+    """Rounds between evaluations on the test rows."""
+    checkpoint_every: Positive = 10
+    """Rounds between checkpoints. Ctrl-C writes one too."""
+    images_every: Positive = 10
+    """Rounds between pictures in TensorBoard."""
+    memories_mb: Count = 512
+    """RAM in MB for what agents remember between rounds; the rest goes to a temporary file."""
+    check_wire: bool = False
+    """Serialise every message and read it back, as a network transport would."""
+    workers: Positive | Literal["auto"] = "auto"
+    """Worker processes. `auto`: one per core; 1: no extra process. Results do not depend on it."""
+    batched_agents: Positive = 1
+    """Agents whose training steps are batched into one. 1: no batching."""
+    engine: Literal["local", "flower"] = "local"
+    """`local`: all agents on this machine. `flower`: each agent is a site (docs/deploy.md)."""
+    superlink: str = "127.0.0.1:8000"
+    """Flower: host and port of the SuperLink."""
+    certificate: str = ""
+    """Flower: root certificate of the SuperLink. Required unless the host is loopback."""
+    keys: str = ""
+    """Flower: folder of the sites' public keys, NAME.pub. If empty, sites are not authenticated."""
+    join_seconds: Rate = 120.0
+    """Flower: how long the coordinator waits for sites before round 1."""
+    visit_seconds: Rate = 600.0
+    """Flower: deadline of one visit to a site."""
+    absent: Literal["auto", "stop", "skip"] = "auto"
+    """Flower: what to do if a site of a sequential pass is silent. `auto`: the algorithm's rule."""
+    quorum: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Flower: share of the agents of a parallel step that must reply."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Ways of working side by side that exclude each other; an engine without an address."""
+        if self.batched_agents > 1 and self.workers not in ("auto", 1):
+            yield Problem(
+                "batched_agents",
+                f"{self.batched_agents} agents in one stream work in one process, and workers is "
+                f"{self.workers}. Leave one of the two out",
+            )
+        if self.engine == "flower":
+            yield from self._problems_of_sites()
+
+    def _problems_of_sites(self) -> Iterator[Problem]:
+        """An engine over a network needs an address, and off this machine a certificate."""
+        host, colon, port = self.superlink.rpartition(":")
+        if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+            yield Problem("superlink", f"'{self.superlink}': give host:port, the port up to 65535")
+        elif host not in LOOPBACK and not self.certificate:
+            yield Problem(
+                "certificate",
+                f"missing: letters to {host} would cross a network in clear. Give the root "
+                "certificate of its SuperLink",
+            )
+        for key, usual in (("workers", "auto"), ("batched_agents", 1)):
+            if getattr(self, key) != usual:
+                yield Problem(key, "has no effect: with run.engine flower agents are sites")
+
+
+BUILT_IN = ("digits", "toy")  # data sets that need no file
+MAX_SIDE = 4096  # pixels of an image, as in ``data.image_folder.MAX_PIXELS``
+
+
+@dataclass(frozen=True, config=strict)
+class DataSettings:
+    """Which rows there are and who holds them. One rule for unlabelled rows, one for labelled."""
+
+    name: Literal[
+        "digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "npz", "toy"
+    ] = "digits"
+    """Data set."""
+    root: str = ""
+    """Folder of the data; `npz`: the file. Empty: $PRIVSSL_DATA, else ~/.cache/privssl/data."""
+    labels: Literal["support", "labels-at-server", "labels-at-client"] = "support"
+    """Who holds labels: support agents, the server, or agents that hold both kinds of rows."""
+    labelled: Positive = 100
+    """Labelled rows, over all agents that hold labels."""
+    unlabelled: Positive | None = None
+    """Unlabelled rows, over all agents. Absent: all remaining training rows."""
+    stratified: bool = True
+    """Draw equally many labelled rows of each class."""
+    validation: Count = 0
+    """Labelled training rows that no agent holds, to choose settings on."""
+    partition: PartitionName = "iid"
+    """How rows are divided among agents."""
+    alpha: Rate | None = None
+    """Concentration of `dirichlet` and `dirichlet_equal`: small values give skewed classes."""
+    k: Positive | None = None
+    """Classes per agent, for `classes_per_agent`."""
+    labelled_partition: PartitionName | None = None
+    """How labelled rows are divided. Absent: as `partition`."""
+    labelled_alpha: Rate | None = None
+    """`alpha` of the labelled partition."""
+    labelled_k: Positive | None = None
+    """`k` of the labelled partition."""
+    split: str = ""
+    """A split.json to replay instead of drawing a split."""
+    image_size: Positive | None = None
+    """Side in pixels to which `image_folder` resizes its images; at most 4096."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Partition rules without their number, and numbers without their rule."""
+        for kind, rule, alpha, k in (
+            ("", self.partition, self.alpha, self.k),
+            ("labelled_", self.labelled_partition, self.labelled_alpha, self.labelled_k),
+        ):
+            for number, names, value in (
+                ("alpha", ("dirichlet", "dirichlet_equal"), alpha),
+                ("k", ("classes_per_agent",), k),
+            ):
+                if rule in names and value is None:
+                    yield Problem(f"{kind}{number}", f"missing: {kind}partition {rule} needs it")
+                if rule not in names and value is not None:
+                    text = f"has no effect: it belongs to {' and '.join(names)}"
+                    yield Problem(f"{kind}{number}", text)
+        if self.name in ("npz", "image_folder") and not self.root:
+            yield Problem("root", f"missing: {self.name} reads it")
+        if self.root and self.name in BUILT_IN:
+            yield Problem(
+                "root",
+                f"has no effect: {self.name} comes with privssl. Give data.name of what lies there "
+                "(npz, image_folder, ...)",
+            )
+        if self.image_size is not None and self.name != "image_folder":
+            yield Problem("image_size", "has no effect: it belongs to image_folder")
+        elif self.image_size is not None and self.image_size > MAX_SIDE:
+            yield Problem("image_size", f"{self.image_size}: give at most {MAX_SIDE}")
+
+
+@dataclass(frozen=True, config=strict)
+class AgentSettings:
+    """How many agents of each kind. A labelled server is added by labels-at-server."""
+
+    support: Count = 0
+    """Agents with labelled rows only."""
+    query: Count = 0
+    """Agents with unlabelled rows only."""
+    mixed: Count = 0
+    """Agents with both kinds of rows, for `labels-at-client`."""
+
+
+@dataclass(frozen=True, config=strict)
+class ModelSettings:
+    """The classifier F. The generator and discriminator belong to the algorithm's section."""
+
+    name: Literal["small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2"] = "small_cnn"
+    """Network of the classifier."""
+    width: Positive = 16
+    """Scales the number of all channels; 16 is the standard size of each network."""
+    norm: Literal["group", "batch", "static", "none"] = "group"
+    """Normalisation layer. Private runs need `group` or `none`."""
+
+
+@dataclass(frozen=True, config=strict)
+class PrivacySettings:
+    """What is promised for each labelled row of a support agent, and how it is paid for.
+
+    ``noise_multiplier`` and ``visits`` are two ways to fix one plan: leave the noise out and it
+    is calibrated so that all visits fit the budget; give it and support agents are visited
+    until the budget is spent.
+    """
+
+    epsilon: float
+    """Privacy budget of each support agent, at least 0. 0: no labelled row is ever read."""
+    delta: float = 1e-5
+    """Probability in (0, 1) that the bound fails, for each row; choose it well below 1 / rows."""
+    update_at_support: tuple[Network, ...] = ("F",)
+    """Networks that a support agent trains."""
+    protect: tuple[Network, ...] = ("F",)
+    """Networks that it trains with private noise. Must be all of them, or the published [G]."""
+    noise_multiplier: float | None = None
+    """Noise standard deviation / clip norm, 0.2 to 10000. Absent: calibrated from epsilon."""
+    clip_norm: float = 1.0
+    """Largest l2 norm of one row's gradient over all protected networks, at least 0.001."""
+    sample_rate: float = 0.1
+    """Probability in (0, 1] that a row is in a batch. 1: every row in every step."""
+    steps: Positive = 10
+    """Private steps of one visit."""
+    visits: Positive | None = None
+    """Planned visits of each support agent. Absent: one in every round."""
+    learning_rate: Rate = 1.0
+    """Learning rate of SGD on the noisy mean gradient."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Momentum of SGD on the noisy mean gradient."""
+    average_last: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of a visit's last iterates whose mean is sent. Averaging costs no privacy."""
+    augment: Literal["none", "weak", "mid", "strong"] = "none"
+    """Strength of the augmentation of rows in private steps."""
+    views: Positive = 1
+    """Augmented views of a row, averaged within the row before clipping."""
+    acknowledge_unsound: bool = False
+    """Must be true to run the published scheme, which guarantees nothing."""
+    record_counts: Literal["public", "private"] = "public"
+    """Whether the number of labelled rows of an agent is public or protected too."""
+    ledger: str = ""
+    """Folder of accounts that outlive the run. Empty: RUN/ledger, for this run alone."""
+    ledger_epsilon: float | None = None
+    """Budget of each account in `ledger` over all runs together, at least `epsilon`."""
+
+    @property
+    def scope(self) -> Literal["sound", "as_published"]:
+        """Computed, never set. Sound: all that a support agent trains is protected."""
+        return "sound" if set(self.update_at_support) <= set(self.protect) else "as_published"
+
+    def problems(self) -> Iterator[Problem]:
+        """Every reason why these numbers cannot carry a claim. docs/privacy.md."""
+        if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
+            yield Problem(
+                "epsilon",
+                f"{self.epsilon}: give a number >= 0 (0: no labelled row is ever read), or leave "
+                "the privacy section out for a run without privacy",
+            )
+        if not 0 < self.delta < 1:
+            yield Problem("delta", f"{self.delta}: give a number in (0, 1), well below 1 / rows")
+        if self.noise_multiplier is not None and not 0.2 <= self.noise_multiplier <= 1e4:
+            yield Problem(
+                "noise_multiplier",
+                f"{self.noise_multiplier}: give 0.2 to 10000, or leave it out and it is "
+                "calibrated from epsilon (below 0.2 no useful bound exists)",
+            )
+        if not 0 < self.sample_rate <= 1:
+            yield Problem("sample_rate", f"{self.sample_rate}: it is a probability in (0, 1]")
+        # Below it, a row's weight would be lost among the smallest numbers of single precision.
+        if not (math.isfinite(self.clip_norm) and self.clip_norm >= 1e-3):
+            yield Problem("clip_norm", f"{self.clip_norm}: give a number of 0.001 or more")
+        yield from self._ledger_problems()
+        yield from self._scope_problems()
+
+    def _ledger_problems(self) -> Iterator[Problem]:
+        total = self.ledger_epsilon
+        if bool(self.ledger) != (total is not None):
+            yield Problem(
+                "ledger_epsilon" if self.ledger else "ledger",
+                "missing: ledger names the folder of accounts that outlive the run, "
+                "ledger_epsilon their budget over all runs; give both or neither",
+            )
+        elif total is not None and not (math.isfinite(total) and total >= self.epsilon):
+            yield Problem(
+                "ledger_epsilon",
+                f"{total}: it is the budget of all runs together, so at least epsilon "
+                f"({self.epsilon:g}), what this run may spend of it",
+            )
+
+    def _scope_problems(self) -> Iterator[Problem]:
+        for key in ("update_at_support", "protect"):
+            networks = getattr(self, key)
+            if not networks or len(set(networks)) != len(networks):
+                yield Problem(key, f"{list(networks)}: name each network once, at least one")
+        update, protect = set(self.update_at_support), set(self.protect)
+        if protect - update:
+            yield Problem("protect", f"{sorted(protect - update)} is not in update_at_support")
+        elif update - protect and (update, protect) != ({"F", "D", "G"}, {"G"}):
+            yield Problem(
+                "protect",
+                f"{sorted(update - protect)} would be trained at support agents without "
+                "protection. Add to protect, or remove from update_at_support",
+            )
+        elif update - protect and not self.acknowledge_unsound:
+            yield Problem(
+                "protect",
+                "[G] alone, with F and D trained unprotected, is the published scheme and "
+                "guarantees nothing for any row. Set acknowledge_unsound: true to reproduce it, "
+                "or protect: [F, D, G]",
+            )

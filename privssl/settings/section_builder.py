@@ -1,0 +1,246 @@
+"""A config while it is being read: values, where each stands, and all that is wrong so far.
+
+``experiment/config.py`` opens a draft, reads the file into it, lays the arguments over it, takes
+the sections out as dataclasses and lets its checks between sections speak. Nothing is raised on
+the way: a wrong value is noted, and whatever asks for it later is stopped without a word.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import ValidationError
+
+from privssl.errors import ConfigError
+from privssl.settings import yaml_reader
+from privssl.settings.error_messages import describe_errors, either, problem_report, show, unknown
+from privssl.settings.schema import (
+    AgentSettings,
+    DataSettings,
+    ModelSettings,
+    PrivacySettings,
+    Problem,
+    RunSettings,
+)
+from privssl.settings.yaml_reader import ConfigProblem, YamlError
+
+SECTIONS: Mapping[str, type[Any]] = {
+    "run": RunSettings,
+    "data": DataSettings,
+    "agents": AgentSettings,
+    "model": ModelSettings,
+    "privacy": PrivacySettings,
+}
+ORDER = ("run", "data", "agents", "model", "algorithm", "privacy")
+
+
+class ConfigBuilder:
+    """The values of the file and the arguments, where each stands, and what is wrong so far."""
+
+    sections: ClassVar[Mapping[str, type[Any]]] = SECTIONS
+    order: ClassVar[Sequence[str]] = ORDER
+    #: The section that may be null, and what to do where nothing is written after its name.
+    null: ClassVar[tuple[str, str]] = (
+        "privacy", "Give epsilon, or write privacy: null for no privacy",
+    )  # fmt: skip
+
+    def __init__(self, path: Path, algorithms: Mapping[str, type[Any]]) -> None:
+        self._path = path
+        self._algorithms = algorithms
+        self._values: dict[str, Any] = {}  # section -> key -> value
+        self._empty: set[str] = set()  # keys after which nothing was written
+        self._places: dict[str, int | None] = {}
+        self.findings: list[ConfigProblem] = []
+        self.bad: set[str] = set()  # dotted keys whose value must not be used
+
+    def add(self, key: str, text: str) -> None:
+        """A problem at a key, placed where the key or else its section was given."""
+        section = key.partition(".")[0]
+        place = self._places.get(key, self._places.get(section, 0))
+        self._add(ConfigProblem(place, key, text))
+
+    def _add(self, finding: ConfigProblem) -> None:
+        self.findings.append(finding)
+        self.bad.add(finding.key)
+
+    def read_file(self) -> None:
+        """Take the values of the file. Raises ConfigError when it is no YAML at all."""
+        text = _read_text(self._path)
+        try:
+            document = yaml_reader.read_document(text)
+        except YamlError as error:
+            finding = ConfigProblem(error.line, "", f"not a config: {error}")
+            raise ConfigError(problem_report(self._path, [finding])) from None
+        self._places.update(document.lines)
+        for finding in document.problems:
+            self._add(finding)
+        if isinstance(document.value, dict):
+            self._values = document.value
+        elif document.value is not None:
+            self._add(
+                ConfigProblem(1, "", f"needs sections ({', '.join(self.order)}), not one value")
+            )
+        for name in [name for name in self._values if name not in self.order]:
+            self.add(name, unknown("section", name, self.order))
+        self._empty = set(document.empty)
+
+    def override(self, argument: str) -> None:
+        """Lay one ``section.key=value`` over what the file says."""
+        key, equals, text = argument.partition("=")
+        section, dot, name = key.partition(".")
+        if not equals or section not in ORDER:
+            whole = equals and dot  # else seed=1 would be told that it is an unknown section
+            text = unknown("section", section, ORDER) if whole else "write section.key=value"
+            self._add(ConfigProblem(None, key, text))
+            return
+        if key in self._places and self._places[key] is None:
+            self._add(ConfigProblem(None, key, "given twice among the arguments"))
+            return
+        try:
+            document = yaml_reader.read_document(text)
+        except YamlError as error:
+            self._add(ConfigProblem(None, key, f"{text!r} cannot be read: {error}"))
+            return
+        self._replace(key)
+        for finding in document.problems:
+            self._add(ConfigProblem(None, key, finding.text))
+        before = self._values.get(section)
+        if dot and (before is None or isinstance(before, dict)):
+            self._values[section] = {**(before or {}), name: document.value}
+            self._places.setdefault(section, None)
+        elif key == "privacy" and document.value is None and text.strip():
+            self._values["privacy"] = None
+        elif not dot:
+            self._add(ConfigProblem(None, key, f"is a section. Write {key}.key=value"))
+
+    def _replace(self, key: str) -> None:
+        """Forget what the file said at a key and below, right or wrong: an argument beats it."""
+        self._places[key] = None
+        self._empty.discard(key)
+        inside = f"{key}."
+        self.findings = [f for f in self.findings if f.key != key and not f.key.startswith(inside)]
+        self.bad = {k for k in self.bad if k != key and not k.startswith(inside)}
+
+    def given(self, name: str) -> bool:
+        """Whether a section stands in the file or among the arguments, null included."""
+        return name in self._values
+
+    def section(self, name: str) -> Any:
+        """The section as its dataclass; wrong values are noted, and unreadable in the result."""
+        given = self._values.get(name)
+        if name == self.null[0] and given is None:
+            if name in self._empty:
+                # Its keys may all be commented out: that must not silently mean "not private".
+                self.add(name, f"empty. {self.null[1]}")
+            return None
+        if given is not None and not isinstance(given, dict):
+            self.add(name, f"needs keys with values, got {show(given)}")
+            return None
+        kind = self.sections.get(name) or self._algorithm(given or {})
+        if kind is None:
+            self.bad.add(name)
+            return None
+        return self._build(name, kind, given or {})
+
+    def _algorithm(self, given: Mapping[str, Any]) -> type[Any] | None:
+        """The Config class of the named algorithm, or None with the problem noted."""
+        name = given.get("name")
+        if isinstance(name, str) and name in self._algorithms:
+            return self._algorithms[name].Config  # type: ignore[no-any-return]
+        if "algorithm.name" not in self.bad:
+            known = list(self._algorithms)
+            got = unknown("algorithm", name, known) if isinstance(name, str) else None
+            self.add("algorithm.name", got or f"missing: needs {either(known)}")
+        return None
+
+    def _build(self, section: str, kind: type[Any], given: Mapping[str, Any]) -> Any:
+        prefix = f"{section}."
+        known = [spec.name for spec in dataclasses.fields(kind)]
+        for name in (name for name in given if name not in known):
+            self.add(prefix + name, unknown("key", name, known))
+            # The key that was meant would only seem to be missing, or to have its default.
+            meant = difflib.get_close_matches(name, known, n=1)
+            self.bad |= {prefix + near for near in meant if near not in given}
+        for name, value in given.items():
+            if isinstance(value, str) and not value.isprintable():
+                self.add(prefix + name, f"{show(value)} has characters that cannot be printed")
+        values = {n: given[n] for n in known if n in given and prefix + n not in self.bad}
+        try:
+            result = kind(**values)
+        except ValidationError as error:
+            result = None
+            for key, text in describe_errors(error, kind, values):
+                dotted = prefix + key if key else section
+                if dotted not in self.bad:
+                    self.add(dotted, text)
+        bad = {key.removeprefix(prefix) for key in self.bad if key.startswith(prefix)}
+        if result is None or bad:
+            result = unless_bad(kind, _defaults(kind) | values, bad)
+        if section not in self.bad:
+            self.check(prefix, getattr(result, "problems", tuple)())
+        return result
+
+    def check(self, prefix: str, problems: Iterable[Problem]) -> None:
+        """Note what a check finds, up to where it asks for a value that is itself wrong."""
+        with suppress(UnusableValue):
+            for key, text in problems:
+                self.add(prefix + key, text)
+
+
+class UnusableValue(Exception):  # noqa: N818  (a signal between a check and its caller)
+    """A check asked for a value that has a problem of its own."""
+
+
+def unless_bad(kind: type[Any], values: Mapping[str, Any], bad: set[str]) -> Any:
+    """A ``kind`` with these values, whose bad ones cannot be read."""
+
+    def guard(self: Any, name: str) -> Any:
+        if name in bad:
+            raise UnusableValue(name)
+        return object.__getattribute__(self, name)
+
+    guarded = type(kind.__name__, (kind,), {"__getattribute__": guard}) if bad else kind
+    result: Any = object.__new__(guarded)
+    object.__getattribute__(result, "__dict__").update(values)
+    return result
+
+
+def _defaults(kind: type[Any]) -> dict[str, Any]:
+    defaults: dict[str, Any] = {}
+    for spec in dataclasses.fields(kind):
+        if spec.default is not dataclasses.MISSING:
+            defaults[spec.name] = spec.default
+        elif spec.default_factory is not dataclasses.MISSING:
+            defaults[spec.name] = spec.default_factory()
+    return defaults
+
+
+def _read_text(path: Path) -> str:
+    """The text of a config file. Raises ConfigError that names what lies near it."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(yaml_reader.MAX_BYTES + 1)
+        if len(data) > yaml_reader.MAX_BYTES:
+            raise ConfigError(f"{path}: larger than 1 MiB, so this is no config file")
+        return data.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file. {_nearby(path)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{show(str(path))}: cannot be read: {reason}") from None
+
+
+def _nearby(path: Path) -> str:
+    """A sentence with the config files in the folder of a path that leads nowhere."""
+    if not path.parent.is_dir():
+        return f"There is no folder {path.parent}"
+    there = sorted(file.name for file in path.parent.glob("*.y*ml"))
+    near = difflib.get_close_matches(path.name, there, n=3, cutoff=0.5)
+    if near:
+        return f"Did you mean {either([str(path.parent / name) for name in near])}?"
+    return f"In {path.parent} there is {', '.join(there[:10]) or 'no YAML file'}"

@@ -1,0 +1,123 @@
+"""A fence around the SuperNode: code that a server ships finds no row, no ledger and no process.
+
+A SuperLink sends its SuperNodes the code that they run. As the same user of the system that code
+could read the site's folder, and no account would know. So the SuperNode starts behind Landlock
+(Linux 5.13 and later; Salaün, https://docs.kernel.org/userspace-api/landlock.html): of files it
+has what Python and Flower need, its own folder, and nothing else; it cannot look into processes
+outside the fence, nor, from Linux 6.12 on, signal them. The door is a socket, which stays open.
+
+    python -m privssl.site.sandbox --write FOLDER [--read PATH ...] [--parent PID] -- COMMAND ...
+
+The fence holds for all that the command starts, and cannot be taken down again. It does not close
+what other sockets of the same user offer (a session bus, an agent for keys), sizes and permissions
+of files, limits of other processes, nor for root their environment: a user of the system of its
+own is a better fence, and docs/deploy.md says how to have one.
+"""
+
+import argparse
+import ctypes
+import os
+import signal
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# System calls and flags are the same on every architecture: linux/landlock.h.
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_VERSION, _PATH_BENEATH, _NO_NEW_PRIVILEGES, _PARENT_DEATH_SIGNAL = 1, 1, 38, 1
+_EXECUTE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 2, 1 << 3
+_OF_FILES = (1 << 0) | (1 << 1) | (1 << 2) | (1 << 14) | (1 << 15)  # that a file can be given
+_READ = _EXECUTE | _READ_FILE | _READ_DIR
+#: All rights that a version knows: 13, then moving, cutting, and settings of devices.
+_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+_SCOPED = 0b11  # no abstract sockets and no signals across the fence, from version 6 on
+#: What programs are made of, on the systems that we know.
+SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc", "/proc", "/sys", "/nix")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+
+
+def version() -> int:
+    """Of Landlock in this kernel; 0: there is none."""
+    if sys.platform != "linux":
+        return 0
+    found = _call(_CREATE_RULESET, None, 0, _VERSION)
+    return max(found, 0)
+
+
+def readable() -> list[Path]:
+    """What a program of this Python needs to read."""
+    own = {sys.prefix, sys.base_prefix, sys.exec_prefix, *(p for p in sys.path if "site-pack" in p)}
+    paths = (Path(text) for text in (*SYSTEM, *sorted(own)))
+    return [path for path in paths if path.exists()]
+
+
+def restrict(read: Sequence[Path], write: Sequence[Path]) -> None:
+    """From now on this process and all that it starts have these files and no others.
+
+    Raises:
+        OSError: the kernel has no Landlock, or a path is not there.
+    """
+    abi = version()
+    if not abi:
+        raise OSError("this kernel has no Landlock")
+    rights = (1 << _RIGHTS.get(abi, 16)) - 1
+    attributes = struct.pack("=QQQ", rights, 0, _SCOPED if abi >= 6 else 0)
+    size = 24 if abi >= 6 else 8
+    ruleset = _check_result(_call(_CREATE_RULESET, attributes, size, 0))
+    for paths, allowed in ((read, _READ), (write, rights)):
+        for path in paths:
+            file = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            granted = allowed & rights if path.is_dir() else allowed & rights & _OF_FILES
+            rule = struct.pack("=Qi", granted, file)
+            _check_result(_call(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0))
+            os.close(file)
+    _check_result(_libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+    _check_result(_call(_RESTRICT_SELF, ruleset, 0))
+    os.close(ruleset)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fence this process in and become the command; returns only where that fails."""
+    parser = argparse.ArgumentParser(prog="python -m privssl.site.sandbox")
+    parser.add_argument("--read", type=Path, action="append", default=[])
+    parser.add_argument("--write", type=Path, action="append", default=[])
+    parser.add_argument("--parent", type=int, metavar="PID", help="end when this process does")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(argv)
+    devices = [path for path in map(Path, DEVICES) if path.exists()]
+    try:
+        if options.parent is not None:
+            _end_with(options.parent)
+        restrict([*readable(), *options.read], [*devices, *options.write])
+        os.execvp(options.command[0], options.command)
+    except OSError as error:
+        print(f"{options.command[0]} was not started: {error}", file=sys.stderr)
+    return 2
+
+
+def _end_with(parent: int) -> None:
+    """SIGTERM for this process, and for what it becomes, when its parent ends in whatever way."""
+    _check_result(_libc().prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0))
+    if os.getppid() != parent:
+        raise OSError(f"process {parent}, which asked for it, is gone")
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _call(number: int, *arguments: object) -> int:
+    result: int = _libc().syscall(number, *arguments)
+    return result
+
+
+def _check_result(result: int) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""From SITE.yaml to a site that can answer: all that its claim depends on is fixed here.
+
+The noise, the steps, the networks and the budget follow from the operator's own two files, with
+the code that ``experiment/prepare.py`` has for a run in one process. What could not be claimed is
+refused before any letter is read: a published scope that guarantees nothing, a delta that allows a
+whole row to be published, rows that were used before without protection, rows of two accounts.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accounting import row_registry
+from accounting.account_plan import AccountPlan, refuse_change
+from accounting.budget import Budget
+from accounting.errors import LedgerError
+from accounting.journal import read_content, split_lines
+from accounting.journal_reader import replay
+from accounting.ledger import Account, read_journal, refuse_problems
+from privssl.algorithms import ALGORITHMS
+from privssl.algorithms.base import Algorithm
+from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
+from privssl.data import datasets, split_manifest
+from privssl.data.npz import NO_LABEL, read_rows
+from privssl.data.split import RoleAssignment, holders
+from privssl.errors import ConfigError, DataError, PrivacyError
+from privssl.experiment import config as configs
+from privssl.experiment.config import Config
+from privssl.experiment.prepare import (
+    account_plan,
+    check_plan_networks,
+    check_privacy_sides,
+    claim_rows,
+    device_of,
+    task_of,
+)
+from privssl.privacy.plan import Plan
+from privssl.settings.schema import BUILT_IN
+from privssl.site.request_handler import SiteRequestHandler
+from privssl.site.settings import SiteConfig
+from privssl.site.storage import Store
+
+
+class _Held(NamedTuple):
+    """The agent's rows, and what both sides must know alike of them."""
+
+    labelled: LabelledRows | None
+    unlabelled: UnlabelledRows | None
+    classes: Sequence[str]
+    shape: tuple[int, int, int]
+
+
+def open_site(site: SiteConfig) -> SiteRequestHandler:
+    """The site of a checked SITE.yaml.
+
+    Raises:
+        privssl.errors.UserError: the config of the experiment is wrong or another agent's, rows
+            are missing or not what their format asks for, nothing could be claimed.
+        accounting.errors.AccountingError: the ledger is missing, damaged, or does not go with it.
+    """
+    config = configs.load_config(site.path(site.site.config))
+    who = holders(config.data.labels, config.agents)
+    _check_role(site, who, config)
+    _check_budget(site, config)
+    held = _rows(site, config)
+    agent = Agent(id=site.site.agent, held_labelled=held.labelled, held_unlabelled=held.unlabelled)
+    algorithm, device = _algorithm(config, held, who), device_of(site.site.device)
+    if site.budget is not None:
+        algorithm.try_private(device)
+    store = Store(site.folder, site.site.keep_visits)
+    open_account = None
+    if site.budget is not None:
+        open_account = _account(site, config, algorithm, agent, store)
+    return SiteRequestHandler(
+        agent=agent, algorithm=algorithm, seed=config.run.seed,
+        agreement=configs.compatibility_hash(config, held.classes, held.shape), store=store,
+        device=device, open_account=open_account,
+        journal=_journal(site, agent, store) if open_account and site.site.share_ledger else None,
+        share_notes=site.site.share_notes,
+    )  # fmt: skip
+
+
+# Is this the right config? --------------------------------------------------------------------
+
+
+def _check_role(site: SiteConfig, who: RoleAssignment, config: Config) -> None:
+    name, role = site.site.agent, site.site.role
+    if name not in who.everyone:
+        raise ConfigError(
+            f"{site.source}: site.agent is {name}, but {config.source} has "
+            f"{', '.join(who.everyone)}"
+        )
+    kinds = (name in who.labelled, name in who.unlabelled)
+    theirs = {(True, False): "support", (False, True): "query", (True, True): "mixed"}[kinds]
+    if name == "server" or role != theirs:
+        what = "the server, which is where the coordinator is" if name == "server" else theirs
+        raise ConfigError(
+            f"{site.source}: site.role is {role}, but in {config.source} {name} is {what}"
+        )
+
+
+def _check_budget(site: SiteConfig, config: Config) -> None:
+    """The operator and the experiment must be of one mind on whether rows are protected."""
+    budget, privacy = site.budget, config.privacy
+    if site.site.role == "query":
+        return
+    if (budget is None) != (privacy is None):
+        here, there = ("null", "has") if budget is None else ("given", "has no")
+        raise ConfigError(
+            f"{site.source}: budget is {here}, but {config.source} {there} a privacy section. "
+            "Labelled rows are either under a budget on both sides or on neither"
+        )
+    if budget is None or privacy is None:
+        return
+    if budget.delta != privacy.delta:
+        raise ConfigError(
+            f"{site.source}: budget.delta is {budget.delta:g}, but privacy.delta of "
+            f"{config.source} {privacy.delta:g}, at which its noise is calibrated. Make them equal"
+        )
+    if privacy.scope != "sound":
+        raise PrivacyError(
+            f"{config.source} has the published scope, which guarantees nothing for any row. A "
+            "site with a budget does not take part in it. Protect all that support agents train"
+        )
+
+
+# Rows ---------------------------------------------------------------------------------------
+
+
+def _rows(site: SiteConfig, config: Config) -> _Held:
+    kinds = {"support": (True, False), "query": (False, True), "mixed": (True, True)}
+    labelled, unlabelled = kinds[site.site.role]
+    if site.rows.arrays:
+        return _from_arrays(site, config, labelled=labelled, unlabelled=unlabelled)
+    if site.rows.root and config.data.name in BUILT_IN:
+        raise ConfigError(
+            f"{site.source}: rows.root has no effect: data.name of {config.source} is "
+            f"{config.data.name}, which comes with privssl. Give rows.split alone"
+        )
+    root = str(site.path(site.rows.root)) if site.rows.root else config.data.root
+    dataset = datasets.load_dataset(dataclasses.replace(config.data, root=root))
+    everything = tuple(range(len(dataset.y_train)))
+    known = tuple(torch.nonzero(dataset.y_train != NO_LABEL)[:, 0].tolist())
+    ids: dict[bool, tuple[int, ...]] = {True: known, False: everything}
+    if site.rows.split:
+        split = split_manifest.read_manifest(site.path(site.rows.split))
+        split.check(dataset, datasets.checksum(dataset))
+        holding = split.agents.get(site.site.agent, split_manifest.AgentRows((), ()))
+        ids = {True: holding.labelled, False: holding.unlabelled}
+    elif labelled and unlabelled:
+        raise ConfigError(
+            f"{site.source}: rows.root alone does not say which rows of a mixed agent have "
+            "labels. Give rows.arrays, or rows.split"
+        )
+    counted = labelled and not _count_is_private(config)
+    _check_there(site, counted and not ids[True], unlabelled and not ids[False])
+    if labelled and not set(ids[True]) <= set(known):
+        raise DataError(
+            f"{site.source}: {site.path(site.rows.split)} gives rows without a label as labelled "
+            "ones. Draw a new split"
+        )
+    x, y = dataset.x_train, dataset.y_train
+    with_labels, without = (torch.tensor(ids[k], dtype=torch.long) for k in (True, False))
+    return _Held(
+        LabelledRows(x[with_labels], y[with_labels], with_labels) if labelled else None,
+        UnlabelledRows(x[without], without) if unlabelled else None,
+        dataset.class_names, dataset.shape,
+    )  # fmt: skip
+
+
+def _count_is_private(config: Config) -> bool:
+    return config.privacy is not None and config.privacy.record_counts == "private"
+
+
+def _check_there(site: SiteConfig, *missing: bool) -> None:
+    for kind, absent in zip(("labelled", "unlabelled"), missing, strict=True):
+        if absent:
+            raise DataError(
+                f"{site.source}: {site.path(site.rows.split)} has no {kind} rows of "
+                f"{site.site.agent}, which is a {site.site.role} agent"
+            )
+
+
+def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled: bool) -> _Held:
+    path, named = site.path(site.rows.arrays), site.rows.classes
+    classes = tuple(map(str, range(named))) if isinstance(named, int) else named or ()
+    found = read_rows(
+        path, labelled=labelled, unlabelled=unlabelled, may_be_empty=_count_is_private(config)
+    )
+    if found.y is not None and found.y.size and int(found.y.max()) >= len(classes):
+        raise DataError(
+            f"{path}: y_labelled has class {int(found.y.max())}, but rows.classes says that there "
+            f"are {len(classes)}, from 0"
+        )
+    with_labels = without = None
+    if found.x is not None and found.y is not None:
+        x = torch.from_numpy(found.x)
+        with_labels = LabelledRows(x, torch.from_numpy(found.y), _numbers(x))
+    if found.unlabelled is not None:
+        rest = torch.from_numpy(found.unlabelled)
+        without = UnlabelledRows(rest, _numbers(rest))
+    known = with_labels or without
+    assert known is not None  # every role holds something
+    channels, height, width = known.x.shape[1:]
+    return _Held(with_labels, without, classes, (channels, height, width))
+
+
+def _numbers(x: Tensor) -> Tensor:
+    return torch.arange(len(x))
+
+
+# Algorithm and account ------------------------------------------------------------------------
+
+
+def _algorithm(config: Config, held: _Held, who: RoleAssignment) -> Algorithm[Any]:
+    """As ``prepare.prepare`` makes it, on every site alike."""
+    kind = ALGORITHMS[config.algorithm.name]
+    check_privacy_sides(held.shape, config.algorithm.name, kind.sides_divisible_by)
+    plan: Plan | None = None
+    if config.privacy is not None:
+        agents = len(who.labelled)
+        plan = kind.make_plan(
+            config.privacy, rounds=config.algorithm.rounds,
+            rows_per_agent=config.data.labelled / agents, agents=agents,
+        )  # fmt: skip
+    algorithm = kind(config.algorithm, task_of(config, len(held.classes), held.shape), plan)
+    if plan is not None:
+        algorithm.check_private()
+        check_plan_networks(plan, algorithm)
+    return algorithm
+
+
+def _account(
+    site: SiteConfig, config: Config, algorithm: Algorithm[Any], agent: Agent, store: Store
+) -> Callable[[str], Account]:
+    """Puts the rows under the account, once and for all, and gives what opens it for a visit."""
+    assert site.budget is not None and config.privacy is not None
+    privacy, ledger = config.privacy, site.ledger
+    budget = Budget(site.budget.epsilon, site.budget.delta)
+    public = not _count_is_private(config)  # else a site that does not answer would tell of rows
+    if public and budget.delta * len(agent.labelled) >= 1:
+        raise PrivacyError(
+            f"{site.source}: budget.delta is {budget.delta:g}, and {agent.id} holds "
+            f"{len(agent.labelled)} labelled rows: it would allow a whole row to be published. "
+            f"Give less than 1 / {len(agent.labelled)}"
+        )
+    plan = account_plan(algorithm.plan, privacy, agent, budget)
+    path = ledger / f"{agent.id}.jsonl"
+    row_registry.refuse_lost_journal(ledger, agent.id)
+    bare = () if agent.held_unlabelled is None else (agent.held_unlabelled,)
+    claim_rows(ledger, [agent], bare)
+    if path.exists():
+        _check_ledger(path, plan)
+    else:
+        Account.open(path, plan, resume=_mark(store) is not None).close()
+    return _opener(path, plan, privacy.epsilon, store)
+
+
+def _check_ledger(path: Path, plan: AccountPlan) -> None:
+    """What every visit would be refused for, told to the operator before the first one."""
+    journal = read_journal(path)
+    if journal.problems:
+        raise LedgerError(f"{path}: {journal.problems[0]}. Put the true ledger back")
+    refuse_change(journal.plan, plan)
+
+
+def _opener(
+    path: Path, plan: AccountPlan, run_epsilon: float, store: Store
+) -> Callable[[str], Account]:
+    """What opens the account for a visit. From here on it is there, or something was lost."""
+
+    def open_account(run: str) -> Account:
+        seq, head = _mark(store) or (0, "")
+        return Account.open(
+            path, plan, resume=True, minimum_seq=seq, minimum_head=head, run=run,
+            run_epsilon=run_epsilon,
+        )  # fmt: skip
+
+    return open_account
+
+
+def _mark(store: Store) -> tuple[int, str] | None:
+    try:
+        return store.mark
+    except ValueError as error:
+        raise LedgerError(f"{error}. It says how long the ledger was: put it back") from None
+
+
+def _journal(site: SiteConfig, agent: Agent, store: Store) -> Callable[[], bytes]:
+    path = site.ledger / f"{agent.id}.jsonl"
+
+    def shown() -> bytes:
+        seq, head = _mark(store) or (0, "")
+        content = read_content(path)
+        refuse_problems(path, replay(split_lines(content)[0]), seq, head)
+        return content
+
+    return shown

@@ -1,0 +1,1 @@
+"""Local training of one agent's networks, and the losses it takes."""

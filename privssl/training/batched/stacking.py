@@ -1,0 +1,338 @@
+"""Forward passes, computations and optimiser steps of several agents, each done as one for all.
+
+A *pass*: the weights of agents' copies of one network are stacked, their rows as well, and
+``torch.func.vmap`` runs the network over the agents: one kernel where there were as many as agents.
+What comes out is taken apart again, with the graph of its derivatives, so that each agent computes
+its loss of it as if it were alone. Nothing of one agent enters another's rows.
+
+A *computation* (``training/batched/deferred.py``): the same for a function of several networks and
+of tensors, with all that it does between calling them, where agents' tensors have the same shapes.
+
+A *step*: derivatives of all losses in one backward pass, which goes back through the stacked
+networks once; then one optimiser over the parameters of all, with each agent's own moments.
+
+In the first two sums are taken in another order, so float32 results differ from an agent's own in
+their last bits. A step differs in nothing.
+
+What is not stacked is computed as ever (``Stackable.never``, ``is_single``): layers that are not
+listed
+here, networks in bfloat16, dropout in training, static norms outside of it. Where no layer couples
+rows, batches of different lengths make one pass all the same: shorter ones are filled up with their
+last row, whose output goes nowhere. Layers that do couple them, batch and static norms in training,
+get batches of one length.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from generators.spectral import SpectralNorm
+from privssl.models.static_norm import StaticNorm
+from privssl.ops.flatten import Flatten
+from privssl.ops.group_norm import GroupNorm
+from privssl.ops.linear import Linear
+from privssl.ops.precision import precision_of
+from privssl.training.batched.deferred import BatchedCall, FunctionalModule
+from privssl.training.local_training import OptimizerStep
+
+ROWS_AT_ONCE = 4096  # of one stacked pass, over all agents: what it computes must fit in memory
+
+#: Layers that compute each row by itself, and the same in training as in evaluation.
+BY_ROW = (
+    nn.Conv2d, nn.ConvTranspose2d, nn.Linear, Linear, nn.GroupNorm, GroupNorm, nn.MaxPool2d,
+    nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Flatten, Flatten, nn.Unflatten, nn.Identity,
+)  # fmt: skip
+
+#: Layers that do something else in training, and are asked which it is (``is_single``,
+#: ``couples``).
+BY_MODE = (_DropoutNd, nn.BatchNorm2d, SpectralNorm)
+
+
+#: Under this name a network of an agent's copy of its algorithm has its ``Stackable``.
+COPY = "_stackable"
+
+
+class Stackable:
+    """One agent's copy of a network, as far as stacking must know it."""
+
+    def __init__(self, name: str, network: nn.Module) -> None:
+        """``name``: what the copies of other agents are called too."""
+        self.name, self.network = name, network
+        self._parameters = _places(network, "_parameters")
+        self._buffers = _places(network, "_buffers")
+        self._by_mode = [layer for layer in _layers(network) if _kind(layer) not in BY_ROW]
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
+        known = all(isinstance(layer, BY_MODE) for layer in self._by_mode)
+        self.never = not known or hooked or precision_of(network) != "float32"
+
+    def is_single(self) -> bool:
+        """Whether it cannot be stacked, or not in the mode that it is in."""
+        return self.never or any(map(_unstacked, self._by_mode))
+
+    def couples(self) -> bool:
+        """Whether a row's output depends on the rows beside it."""
+        return any(isinstance(n, nn.BatchNorm2d) and n.training for n in self._by_mode)
+
+    def modes(self) -> tuple[bool, ...]:
+        return tuple(layer.training for layer in self._by_mode)
+
+    def parameters(self) -> list[Tensor]:
+        """Those that a pass would use now: ``functional_call`` may have put others in place."""
+        return [store[key] for _, store, key in self._parameters]
+
+    def buffers(self) -> list[Tensor]:
+        return [store[key] for _, store, key in self._buffers]
+
+    def names(self) -> tuple[list[str], list[str]]:
+        """Of parameters and of buffers, in the order of the two above."""
+        parameters, buffers = ([n for n, *_ in p] for p in (self._parameters, self._buffers))
+        return parameters, buffers
+
+
+def _layers(network: nn.Module) -> list[nn.Module]:
+    """What computes: modules without others inside, and those that have a weight made for them."""
+    made = [layer for layer in network.modules() if parametrize.is_parametrized(layer)]
+    return [*made, *(layer for layer in network.modules() if not any(layer.children()))]
+
+
+def _kind(layer: nn.Module) -> type:
+    """Its class; torch gives a layer whose weight is made for it one of its own."""
+    return parametrize.type_before_parametrizations(layer)
+
+
+def _unstacked(layer: nn.Module) -> bool:
+    if isinstance(layer, StaticNorm):
+        return not layer.training  # it looks at what it has counted, or counts
+    return isinstance(layer, _DropoutNd) and layer.training and layer.p > 0
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One forward pass that an agent asks for."""
+
+    copy: Stackable
+    forward: Callable[..., Any]  # of the copy, as it was without stacking
+    inputs: tuple[Tensor, ...]  # (B, ...) each, one B >= 1
+    derivatives: bool  # whether the agent wants any
+
+    def kind(self) -> Hashable:
+        """Passes of one kind can be stacked."""
+        rows = len(self.inputs[0]) if self.copy.couples() else None
+        forms = tuple((x.shape[1:], x.dtype) for x in self.inputs)
+        return self.copy.name, self.copy.modes(), self.derivatives, forms, rows
+
+
+def can_stack(copy: Stackable, inputs: Sequence[Any]) -> bool:
+    """Whether a call with these positional arguments can be one of a stacked pass."""
+    if copy.is_single() or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
+        return False
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in inputs):
+        return False  # inside of a vmap or grad of the algorithm's own
+    return len({len(x) for x in inputs}) == 1 and len(inputs[0]) > 0
+
+
+def run_passes_batched(passes: Sequence[Pass]) -> list[Any]:
+    """The outputs, in the order of the passes."""
+    kinds: dict[Hashable, list[int]] = {}
+    for place, one in enumerate(passes):
+        kinds.setdefault(one.kind(), []).append(place)
+    outputs: dict[int, Any] = {}
+    for places in kinds.values():
+        longest = max(len(passes[place].inputs[0]) for place in places)
+        at_once = max(1, ROWS_AT_ONCE // longest)
+        for start in range(0, len(places), at_once):
+            some = places[start : start + at_once]
+            with torch.set_grad_enabled(passes[some[0]].derivatives):
+                outputs |= zip(some, _run_stacked([passes[place] for place in some]), strict=True)
+    return [outputs[place] for place in range(len(passes))]
+
+
+def _run_stacked(passes: Sequence[Pass]) -> Sequence[Any]:
+    """Outputs of passes of one kind."""
+    first = passes[0]
+    if len(passes) == 1:
+        return [first.forward(*first.inputs)]
+    names, buffer_names = first.copy.names()
+    parameters = dict(zip(names, _by_agent(p.copy.parameters() for p in passes), strict=True))
+    buffers = dict(zip(buffer_names, _by_agent(p.copy.buffers() for p in passes), strict=True))
+    rows = [len(one.inputs[0]) for one in passes]
+    inputs = _by_agent([pad_to(x, max(rows)) for x in one.inputs] for one in passes)
+
+    def of_one(parameters: Any, buffers: Any, *inputs: Tensor) -> Any:
+        return functional_call(first.copy.network, (parameters, buffers), inputs)
+
+    stacked: Tensor = vmap(of_one)(parameters, buffers, *inputs)
+    _unstack([one.copy for one in passes], list(buffers.values()))
+    return [
+        out if len(out) == count else out[:count]
+        for out, count in zip(stacked.unbind(0), rows, strict=True)
+    ]
+
+
+def _by_agent(tensors: Any) -> list[Tensor]:
+    """Each agent's list of tensors to one list of tensors (agents, ...)."""
+    stacks = [torch.stack(same) for same in zip(*tensors, strict=True)]
+    for stack in stacks:
+        if stack.requires_grad:  # put in order once, not by each agent for itself
+            stack.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
+    return stacks
+
+
+def pad_to(x: Tensor, rows: int) -> Tensor:
+    """Rows (B, ...) and copies of the last one, ``rows`` in all."""
+    missing = rows - len(x)
+    return torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing else x
+
+
+def run_calls_batched(wanted: Sequence[BatchedCall]) -> list[Any]:
+    """What agents want to have computed, in their order. ``can_compute`` has said yes to each."""
+    kinds: dict[Hashable, list[int]] = {}
+    for place, one in enumerate(wanted):
+        kinds.setdefault(_kind_of(one), []).append(place)
+    found: dict[int, Any] = {}
+    for places in kinds.values():
+        leaves, _ = tree_flatten(wanted[places[0]].fields)
+        rows = max((len(x) for x in leaves if x.dim()), default=1)
+        at_once = max(1, ROWS_AT_ONCE // max(1, rows))
+        for start in range(0, len(places), at_once):
+            some = places[start : start + at_once]
+            with torch.set_grad_enabled(wanted[some[0]].derivatives):
+                found |= zip(some, _run_calls([wanted[place] for place in some]), strict=True)
+    return [found[place] for place in range(len(wanted))]
+
+
+def can_compute(one: BatchedCall) -> bool:
+    """Whether a function of networks and rows can be computed for several agents as one."""
+    copies = [vars(network).get(COPY) for network in one.networks.values()]
+    return all(copy is not None and not copy.is_single() for copy in copies)
+
+
+def _kind_of(one: BatchedCall) -> Hashable:
+    """Computations of one kind can be stacked."""
+    copies = list(_copies(one).values())
+    modes = tuple((copy.modes(), *(p.requires_grad for p in copy.parameters())) for copy in copies)
+    leaves, tree = tree_flatten(one.fields)
+    forms = repr(tree), *((x.shape, x.dtype, x.requires_grad) for x in leaves)
+    return one.function, tuple(one.networks), modes, forms, one.settings, one.derivatives
+
+
+def _copies(one: BatchedCall) -> dict[str, Stackable]:
+    return {name: vars(network)[COPY] for name, network in one.networks.items()}
+
+
+def _run_calls(wanted: Sequence[BatchedCall]) -> Sequence[Any]:
+    """Results of computations of one kind."""
+    first = wanted[0]
+    if len(wanted) == 1:
+        return [first.run_single()]
+    copies = [_copies(one) for one in wanted]
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name in first.networks:
+        names, buffer_names = copies[0][name].names()
+        stacks = _by_agent(own[name].parameters() for own in copies)
+        buffers = _by_agent(own[name].buffers() for own in copies)
+        tensors[name] = dict(zip([*names, *buffer_names], [*stacks, *buffers], strict=True))
+    stacks = _by_agent(tree_flatten(one.fields)[0] for one in wanted)
+    fields = tree_unflatten(stacks, tree_flatten(first.fields)[1])
+
+    def of_one(tensors: Any, fields: Any) -> Any:
+        networks = {n: FunctionalModule(net, tensors[n]) for n, net in first.networks.items()}
+        return first.of(fields, networks)
+
+    found = vmap(of_one)(tensors, fields)
+    for name, stacked in tensors.items():
+        _, buffer_names = copies[0][name].names()
+        _unstack([own[name] for own in copies], [stacked[key] for key in buffer_names])
+    leaves, form = tree_flatten(found)
+    by_agent = zip(*(leaf.unbind(0) for leaf in leaves), strict=True)
+    return [tree_unflatten(list(own), form) for own in by_agent]
+
+
+def _unstack(copies: Sequence[Stackable], buffers: Sequence[Tensor]) -> None:
+    """What a pass has written into stacked buffers: a batch norm counts, a spectral norm moves its
+    vectors."""
+    own = [buffer for copy in copies for buffer in copy.buffers()]
+    if own:
+        moved = zip(*(buffer.unbind(0) for buffer in buffers), strict=True)
+        torch._foreach_copy_(own, [buffer for of_agent in moved for buffer in of_agent])
+
+
+class JointSteps:
+    """Steps of several agents' optimisers as one. Remembers the joint optimisers that it made."""
+
+    def __init__(self) -> None:
+        self._joint: list[torch.optim.Optimizer] = []
+        self._own: list[torch.optim.Optimizer] = []  # of which they were made
+        self._settings: list[dict[str, Any]] = []
+
+    def take(self, steps: Sequence[OptimizerStep]) -> None:
+        """What ``local_training.minimise`` does, for all of them."""
+        self._join([one for step in steps for one in step.optimisers])
+        for optimiser in self._joint:
+            optimiser.zero_grad(set_to_none=True)
+        losses, moved = [step.loss for step in steps], [step.parameters() for step in steps]
+        total = torch.stack(losses).sum()  # one number, one backward pass; derivatives are each's
+        torch.autograd.backward([total], inputs=[p for own in moved for p in own])
+        for step, own in zip(steps, moved, strict=True):
+            if step.clip_norm is not None:
+                nn.utils.clip_grad_norm_(own, step.clip_norm)
+        for optimiser in self._joint:
+            optimiser.step()
+
+    def down(self, own: Sequence[torch.optim.Optimizer]) -> None:
+        """Steps of all, down the gradients that their parameters have."""
+        self._join(own)
+        for optimiser in self._joint:
+            optimiser.step()
+
+    def _join(self, own: Sequence[torch.optim.Optimizer]) -> None:
+        """One optimiser of each kind, over the parameters and moments of all that are given."""
+        settings = [_settings(group) for one in own for group in one.param_groups]
+        known = list(map(id, own)) == list(map(id, self._own)) and settings == self._settings
+        if not known:
+            kinds = dict.fromkeys(map(type, own))
+            self._joint = [
+                _merge_settings(k, [one for one in own if type(one) is k]) for k in kinds
+            ]
+            self._own, self._settings = list(own), settings
+
+
+def _merge_settings(
+    kind: type[torch.optim.Optimizer], own: Sequence[torch.optim.Optimizer]
+) -> torch.optim.Optimizer:
+    """One optimiser with the parameters of all, those of equal settings in one group.
+
+    What is remembered of a parameter is the same object in both, so either goes on from the other.
+    """
+    groups: dict[Hashable, dict[str, Any]] = {}
+    for group in (group for one in own for group in one.param_groups):
+        settings = _settings(group)
+        merged = groups.setdefault(tuple(settings.items()), {**settings, "params": []})
+        merged["params"] = [*merged["params"], *group["params"]]
+    joint = kind(list(groups.values()))  # type: ignore[call-arg]
+    for one in own:
+        for parameter in (p for group in one.param_groups for p in group["params"]):
+            joint.state[parameter] = one.state[parameter]
+    return joint
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in sorted(group.items()) if name != "params"}
+
+
+def _places(network: nn.Module, kind: str) -> list[tuple[str, dict[str, Tensor], str]]:
+    """Where a network holds its parameters or buffers: full name, holder's dict, name in there."""
+    return [
+        (f"{prefix}.{key}" if prefix else key, store, key)
+        for prefix, module in network.named_modules()
+        for store in [getattr(module, kind)]
+        for key, value in store.items()
+        if value is not None
+    ]

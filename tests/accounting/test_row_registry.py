@@ -1,0 +1,303 @@
+"""No row has two accounts: accounting/row_registry.py, which remembers rows without telling of
+them.
+
+Specification: privacy.md, section 5, test 16 (one data set under two ids).
+"""
+
+import fcntl
+import hashlib
+import multiprocessing
+import os
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accounting import row_registry
+from accounting.errors import LedgerError, PlanError
+from accounting.row_registry import claim, shared_rows, unprotected_rows
+
+A, B, C, D = (letter.encode() * 40 for letter in "abcd")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "registry").glob("*"))}
+
+
+def known_rows(folder: Path, agent: str) -> list[str]:
+    return (folder / "registry" / f"{agent}.rows").read_text().split()
+
+
+# Who may claim what -----------------------------------------------------------------------------
+
+
+def test_the_same_rows_under_the_same_id_are_fine_again(tmp_path: Path) -> None:
+    claim(tmp_path, {"s0": [A, B], "s1": [C]})
+    before = contents(tmp_path)
+    claim(tmp_path, {"s0": [B, A], "s1": [C]})
+    claim(tmp_path, {"s1": [C]})
+    assert contents(tmp_path) == before
+
+
+def test_rows_may_join_an_account_and_none_leaves_it(tmp_path: Path) -> None:
+    claim(tmp_path, {"s0": [A]})
+    claim(tmp_path, {"s0": [B]})
+    assert len(known_rows(tmp_path, "s0")) == 2
+    with pytest.raises(LedgerError):  # A is still s0's, though the last run did not use it
+        claim(tmp_path, {"s1": [A]})
+
+
+def test_one_row_under_two_ids_is_refused_within_one_claim(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="1 rows would be in the accounts of s0 and of s1"):
+        claim(tmp_path, {"s0": [A, B], "s1": [B, C]})
+    assert not list(tmp_path.glob("registry/*.rows"))
+
+
+def test_one_row_under_two_ids_is_refused_over_two_claims_and_nothing_is_written(
+    tmp_path: Path,
+) -> None:
+    claim(tmp_path, {"s0": [A, B]})
+    before = contents(tmp_path)
+    with pytest.raises(LedgerError, match=r"2 rows .* s0 and of s9.*data.split"):
+        claim(tmp_path, {"s0": [A, C], "s9": [A, B, D]})
+    assert contents(tmp_path) == before
+    claim(tmp_path, {"s9": [C, D]})  # neither C nor D was claimed by the refused run
+
+
+def test_a_row_that_differs_in_one_bit_is_another_row(tmp_path: Path) -> None:
+    claim(tmp_path, {"s0": [A], "s1": [bytes([A[0] ^ 1]) + A[1:]]})
+
+
+def test_an_id_that_is_no_file_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot be an agent id"):
+        claim(tmp_path, {"../s0": [A]})
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_two_agents_share_are_found_without_storing_anything() -> None:
+    found = list(shared_rows({"s0": [A, B, B], "s1": [C, B, A], "s2": [D]}))
+    assert found == [("s0", "s1", 2)]
+    assert list(shared_rows({"s0": [A, A], "s1": [B]})) == []
+
+
+# Rows that are used without protection ----------------------------------------------------------
+
+
+def test_a_row_of_an_account_cannot_be_used_without_protection_later(tmp_path: Path) -> None:
+    claim(tmp_path, {"s0": [A, B]}, bare=[C])
+    before = contents(tmp_path)
+    with pytest.raises(LedgerError, match=r"2 rows in the account of s0 .*without.*data\.split"):
+        claim(tmp_path, {"s1": [D]}, bare=[C, A, B, A])
+    assert contents(tmp_path) == before
+    claim(tmp_path, {"s1": [D]})  # the control: without the bare rows it is accepted
+
+
+def test_a_row_that_was_used_without_protection_cannot_get_an_account_later(
+    tmp_path: Path,
+) -> None:
+    claim(tmp_path, {"s0": [A]}, bare=[B])
+    claim(tmp_path, {"s0": [A]}, bare=[C])  # B is not forgotten, though this run has no use for it
+    before = contents(tmp_path)
+    for row in (B, C):
+        with pytest.raises(LedgerError, match=r"1 rows in the account of s0 .*have been"):
+            claim(tmp_path, {"s0": [A, row]})
+    assert contents(tmp_path) == before
+    claim(tmp_path / "other", {"s0": [A]})
+    claim(tmp_path / "other", {"s0": [A, B, C]})  # the control: nobody said that B and C were bare
+
+
+def test_a_row_cannot_be_both_within_one_claim(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="1 rows in the account of s1 would be used"):
+        claim(tmp_path, {"s0": [A], "s1": [B]}, bare=[C, B])
+    assert not list(tmp_path.glob("registry/*.rows"))
+    assert not (tmp_path / "registry" / "unprotected").exists()
+
+
+def test_the_same_split_again_is_fine_and_changes_nothing(tmp_path: Path) -> None:
+    claim(tmp_path, {"s0": [A], "s1": [B]}, bare=[C, D])
+    before = contents(tmp_path)
+    claim(tmp_path, {"s0": [A], "s1": [B]}, bare=[D, C])
+    assert contents(tmp_path) == before
+    assert len(before["unprotected"].split()) == 2
+
+
+def test_a_check_remembers_no_unprotected_row(tmp_path: Path) -> None:
+    claim(tmp_path, {"s0": [A]}, bare=[B], only_check=True)
+    assert set(contents(tmp_path)) == {"key", "lock"}
+    with pytest.raises(LedgerError, match="without protection"):
+        claim(tmp_path, {"s0": [A]}, bare=[A], only_check=True)
+
+
+def test_rows_within_a_run_that_are_also_bare_are_found_without_storing_anything() -> None:
+    found = list(unprotected_rows({"s0": [A, B, B], "s1": [C]}, iter([B, A, D])))
+    assert found == [("s0", 2)]
+    assert list(unprotected_rows({"s0": [A], "s1": [C]}, [B, D])) == []
+
+
+# What the files tell ----------------------------------------------------------------------------
+
+
+def test_files_and_folder_are_the_owners_alone(tmp_path: Path) -> None:
+    former = os.umask(0)
+    try:
+        claim(tmp_path / "new" / "ledger", {"s0": [A]})
+    finally:
+        os.umask(former)
+    folder = tmp_path / "new" / "ledger"
+    for place in (folder, folder / "registry"):
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    names = {path.name for path in (folder / "registry").iterdir()}
+    assert names == {"key", "lock", "unprotected", "s0.rows"}
+    for path in (folder / "registry").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_every_folder_has_a_key_of_its_own(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        claim(tmp_path / name, {"s0": [A]})
+    one, other = (contents(tmp_path / name) for name in ("one", "other"))
+    assert len(one["key"]) == 32
+    assert one["key"] != other["key"]
+    assert one["s0.rows"] != other["s0.rows"]  # the same row: nobody can join two registries
+
+
+def test_a_fingerprint_cannot_be_tested_without_the_key(tmp_path: Path) -> None:
+    claim(tmp_path, {"s0": [A]})
+    [fingerprint] = known_rows(tmp_path, "s0")
+    assert len(fingerprint) == 32  # 128 bits in hex
+    guesses = {
+        hashlib.new(name, row).hexdigest()[:32]
+        for name in ("sha256", "sha1", "md5", "sha512")
+        for row in (A, A.hex().encode())
+    }
+    assert fingerprint not in guesses
+
+
+def test_rows_are_stored_in_an_order_that_says_nothing(tmp_path: Path) -> None:
+    bare = [number.to_bytes(2, "big") for number in range(8)]
+    claim(tmp_path, {"s0": [D, A, C, B]}, bare=bare)
+    assert known_rows(tmp_path, "s0") == sorted(known_rows(tmp_path, "s0"))
+    unprotected = contents(tmp_path)["unprotected"].split()
+    assert unprotected == sorted(unprotected)
+    assert {len(line) for line in unprotected} == {32}
+
+
+# Damage -----------------------------------------------------------------------------------------
+
+
+def write(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / "registry" / name).write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "key cut": (write("key", b"short"), "key: damaged"),
+    "key empty": (write("key", b""), "key: damaged"),
+    "key gone": (lambda folder: (folder / "registry" / "key").unlink(), "key: missing"),
+    "rows of no hex": (write("s0.rows", b"no hex at all\n"), r"s0\.rows: damaged"),
+    "rows of binary": (write("s0.rows", b"\xff\xfe\n"), r"s0\.rows: damaged"),
+    "unprotected gone": (
+        lambda folder: (folder / "registry" / "unprotected").unlink(),
+        "unprotected: missing",
+    ),
+    "unprotected of no hex": (write("unprotected", b"no hex\n"), "unprotected: damaged"),
+    "a line cut": (write("s0.rows", b"ab" * 16 + b"\nabab\n"), r"s0\.rows: damaged"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_registry_is_refused_in_words(tmp_path: Path, what: str) -> None:
+    claim(tmp_path, {"s0": [A]})
+    damage, words = DAMAGE[what]
+    damage(tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(LedgerError, match=f"{words}.*put the true"):
+        claim(tmp_path, {"s1": [A]})
+    assert contents(tmp_path) == before
+
+
+def test_a_link_in_the_place_of_the_key_is_not_followed(tmp_path: Path) -> None:
+    claim(tmp_path, {"s0": [A]})
+    key = tmp_path / "registry" / "key"
+    (tmp_path / "elsewhere").write_bytes(bytes(32))
+    key.unlink()
+    key.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LedgerError, match="cannot be read or written"):
+        claim(tmp_path, {"s1": [A]})
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_refused_in_words(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(LedgerError, match="cannot be read or written"):
+        claim(tmp_path, {"s0": [A]})
+
+
+def test_a_file_system_that_is_read_only_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "replace", refused)
+    with pytest.raises(LedgerError, match=r"cannot be read or written \(Read-only file system\)"):
+        claim(tmp_path, {"s0": [A]})
+
+
+# Two processes ----------------------------------------------------------------------------------
+
+
+def compete(folder: Path, agent: str, rows: list[bytes], start: Any, won: Any) -> None:
+    start.wait()
+    try:
+        claim(folder, {agent: rows})
+    except LedgerError:
+        won.put((agent, False))
+    else:
+        won.put((agent, True))
+
+
+def winners(folder: Path, holdings: Mapping[str, list[bytes]]) -> list[str]:
+    """Who got their rows, of agents that claim at the same moment, each in its own process."""
+    context = multiprocessing.get_context("fork")
+    start, won = context.Barrier(len(holdings)), context.Queue()
+    children = [
+        context.Process(target=compete, args=(folder, agent, rows, start, won))
+        for agent, rows in holdings.items()
+    ]
+    for child in children:
+        child.start()
+    results = [won.get(timeout=30) for _ in children]
+    for child in children:
+        child.join(30)
+    return sorted(agent for agent, success in results if success)
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_two_processes_never_both_get_an_overlapping_row(tmp_path: Path, attempt: int) -> None:
+    many = [number.to_bytes(8, "big") for number in range(2000)]  # so that a claim takes a while
+    holdings = {"s0": many[:1200], "s1": many[1100:]}
+    assert len(winners(tmp_path, holdings)) == 1
+
+
+def test_two_processes_without_a_common_row_both_get_theirs(tmp_path: Path) -> None:
+    assert winners(tmp_path, {"s0": [A, B], "s1": [C, D]}) == ["s0", "s1"]
+    assert list(shared_rows({"s0": [A, B], "s1": [C, D]})) == []
+
+
+def test_without_the_lock_the_race_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Both read what is known before either has written: the control of the two tests above.
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    meeting = multiprocessing.get_context("fork").Barrier(2)
+    refuse = row_registry._refuse_overlap
+
+    def and_wait(*given: Any) -> None:
+        refuse(*given)
+        meeting.wait(30)
+
+    (tmp_path / "registry").mkdir()
+    (tmp_path / "registry" / "key").write_bytes(bytes(32))
+    (tmp_path / "registry" / "unprotected").touch()  # or both would make it, and one would fail
+    monkeypatch.setattr(row_registry, "_refuse_overlap", and_wait)
+    assert winners(tmp_path, {"s0": [A], "s1": [A]}) == ["s0", "s1"]

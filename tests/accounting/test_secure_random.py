@@ -1,0 +1,111 @@
+"""What all noise is made of: that words are fair, and that no copy of a process repeats them.
+
+Statistical tests have a level of one in a million.
+"""
+
+import ctypes
+import os
+import ssl
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest, chisquare
+
+from accounting import secure_random
+from accounting.secure_random import random_uint64
+from tests.support.posts import in_a_fork
+
+LEVEL = 1e-6
+WORDS = 200_000
+NEW_PROCESS_NUMBERS, NEW_USER = 0x20000000, 0x10000000  # CLONE_NEWPID, CLONE_NEWUSER of unshare(2)
+NO_RIGHT = b"no right"
+
+Draw = Callable[[], bytes]
+
+
+def worst_bit(words: np.ndarray) -> float:
+    """The smallest p-value of: each of 64 bits is set in half of the words; times 64."""
+    bits = [int(np.count_nonzero(words >> np.uint64(bit) & np.uint64(1))) for bit in range(64)]
+    return float(64 * min(binomtest(ones, len(words), 0.5).pvalue for ones in bits))
+
+
+def test_words_are_fair_coins() -> None:
+    words = random_uint64(WORDS)
+    assert words.shape == (WORDS,) and words.dtype == np.uint64
+    assert worst_bit(words) > LEVEL
+    bytes_ = np.bincount(words.view(np.uint8), minlength=256)
+    assert chisquare(bytes_).pvalue > LEVEL
+    # The controls: a bit that is set in 52 of 100 words, and a byte that never comes.
+    assert worst_bit(words | (np.arange(WORDS) % 25 == 0).astype(np.uint64) << np.uint64(9)) < LEVEL
+    bytes_[7] = 0
+    assert chisquare(bytes_).pvalue < LEVEL
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 100_000])
+def test_as_many_words_as_were_asked_for_and_none_twice(count: int) -> None:
+    words = np.concatenate([random_uint64(count), random_uint64(count)])
+    assert len(words) == len(np.unique(words)) == 2 * count  # chance of a repeat: 1e-9
+
+
+def two_awakenings(draw: Draw) -> tuple[bytes, bytes]:
+    """Twice 16 bytes, drawn by a process that goes on twice from one picture of its memory.
+
+    So may a virtual machine. Here it is a fork whose copy has the same process number, by which
+    OpenSSL notices forks; that takes a right which not every system grants.
+    """
+    unshare = ctypes.CDLL(None).unshare
+
+    def as_number_one(do: Draw) -> bytes:
+        if unshare(NEW_PROCESS_NUMBERS) and unshare(NEW_USER | NEW_PROCESS_NUMBERS):
+            return NO_RIGHT
+        told = in_a_fork(do)
+        assert told is not None
+        return told
+
+    def wakes_twice() -> bytes:
+        assert os.getpid() == 1
+        ssl.RAND_bytes(1)  # the generator has a state before the picture is taken
+        return as_number_one(draw) + draw()
+
+    told = in_a_fork(lambda: as_number_one(wakes_twice))  # a fork: this process keeps its numbers
+    assert told is not None  # no process died
+    if told.startswith(NO_RIGHT):
+        pytest.skip("this system lets no process have process numbers of its own")
+    assert len(told) == 32
+    return told[:16], told[16:]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_process_that_wakes_twice_from_one_picture_draws_other_words() -> None:
+    one, other = two_awakenings(lambda: random_uint64(2).tobytes())
+    assert one != other
+    # The negative control: OpenSSL by itself repeats what it drew.
+    one, other = two_awakenings(lambda: ssl.RAND_bytes(16))
+    assert one == other
+
+
+def test_more_words_than_are_made_at_once_are_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secure_random, "_AT_ONCE", 24)
+    words = random_uint64(100)
+    assert len(words) == len(np.unique(words)) == 100
+
+
+def test_a_library_that_takes_no_notice_of_seeds_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(secure_random, "_SEEDED_ANEW", False)  # as with LibreSSL, BoringSSL, AWS-LC
+    monkeypatch.setattr(os, "urandom", lambda count: bytes(range(count)))
+    assert random_uint64(2).tobytes() == bytes(range(16))
+
+
+@pytest.mark.parametrize(("source", "name"), [(os, "urandom"), (ssl, "RAND_bytes")])
+def test_without_random_bytes_there_are_no_words(
+    source: object, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(count: int) -> bytes:
+        raise OSError("no coins")
+
+    monkeypatch.setattr(source, name, closed)
+    with pytest.raises(OSError, match="no coins"):
+        random_uint64(1)

@@ -1,0 +1,548 @@
+"""FedSSL: every loss against a plain reference, which network it reaches, and Algorithm 1 and 2.
+
+``row_losses`` is called twice over: with stub networks whose answers are known by hand, and with
+real small networks, where only the paths of gradients are looked at.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from generators import ImageDiscriminator, ImageGenerator
+from privssl.algorithms.fedssl.algorithm import FedSSL, FedSSLConfig, FedSSLRequest, FedSSLUpdate
+from privssl.algorithms.fedssl.losses import (
+    Callables,
+    Mixing,
+    draw_mixing,
+    mixing_losses,
+    scale_gradient,
+)
+from privssl.core.engine import Call
+from privssl.core.messages import Reply
+from privssl.core.task import Context
+from privssl.engines.local import LocalEngine
+from privssl.models.convnets import SmallCNN
+from privssl.runtime.randomness import seeded, stream
+from privssl.training import local_training
+from privssl.training.batched.deferred import FunctionalModule
+from tests.support.toy_worlds import (
+    Mute,
+    Overheard,
+    Played,
+    apart,
+    federated_data,
+    make,
+    play,
+    same_bits,
+)
+
+ALL = ("F", "G", "D")
+
+# Stub networks: two classes, rows of two pixels. ---------------------------------------------
+#
+#   F(x) = x                       the pixels are the logits
+#   G(x, p, q, z, lam) = lam x + (1 - lam) z + 0.1 p - 0.2 q
+#   D(x, p) = 2 x_0 - x_1 + 3 p_0
+
+
+def generate(x: Tensor, p: Tensor, q: Tensor, z: Tensor, lam: Tensor) -> Tensor:
+    share = lam[:, :, None]
+    blend = share * x[:, None] + (1 - share) * z[:, None]
+    return blend + 0.1 * p[:, None] - 0.2 * q[:, None]
+
+
+def judge(x: Tensor, p: Tensor) -> Tensor:
+    return 2 * x[:, 0] - x[:, 1] + 3 * p[:, 0]
+
+
+def classify(x: Tensor) -> Tensor:
+    return x
+
+
+STUBS = Callables(classify, generate, judge, classify, judge)
+BATCH = Mixing(
+    strong=torch.tensor([[0.9, -0.4], [-0.2, 0.1], [0.3, 0.8]]),
+    mild=torch.tensor([[0.8, -0.5], [-0.1, 0.2], [0.5, 0.6]]),
+    p1=torch.tensor([[1.0, 0.0], [0.3, 0.7], [0.0, 1.0]]),
+    p2=torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]),
+    z=torch.tensor([[0.1, 0.9], [0.5, 0.5], [0.7, 0.3]]),
+    lam=torch.tensor([0.8, 0.25, 0.0]),
+)
+
+
+def softplus(v: float) -> float:
+    return math.log1p(math.exp(v))
+
+
+def cross_entropy(logits: Sequence[float], p: Sequence[float]) -> float:
+    norm = math.log(sum(math.exp(v) for v in logits))
+    return -sum(share * (v - norm) for v, share in zip(logits, p, strict=True))
+
+
+def reference(row: int, *, judge_by: str = "mixed") -> dict[str, float]:
+    """The parts of a row's losses, in plain arithmetic, straight from Eq. 4 to 7."""
+    x, strong, p1, p2, z = (
+        getattr(BATCH, name)[row].tolist() for name in ("mild", "strong", "p1", "p2", "z")
+    )
+    lam = float(BATCH.lam[row])
+    mixed = [lam * a + (1 - lam) * b for a, b in zip(p1, p2, strict=True)]
+
+    def generated(share: float) -> list[float]:
+        return [share * x[i] + (1 - share) * z[i] + 0.1 * p1[i] - 0.2 * p2[i] for i in (0, 1)]
+
+    def judged(seen: Sequence[float], p: Sequence[float]) -> float:
+        return 2 * seen[0] - seen[1] + 3 * p[0]
+
+    weight = math.exp(max(lam, 1 - lam) - 1)
+    fake = judged(generated(lam), mixed if judge_by == "mixed" else p2)
+    return {
+        "supervised": cross_entropy(strong, p1),
+        "mix": cross_entropy(generated(lam), mixed),
+        "D": softplus(-judged(x, p1)) + weight * softplus(fake),
+        "real": weight * softplus(-fake),
+        "rebuilt": sum((a - b) ** 2 for a, b in zip(generated(1.0), x, strict=True)),
+        "agrees": float((generated(lam)[0] > generated(lam)[1]) == (mixed[0] > mixed[1])),
+    }
+
+
+def config(**settings: Any) -> FedSSLConfig:
+    return FedSSLConfig(**settings)
+
+
+def losses(
+    trained: Sequence[str] = ALL, mixes_teach: bool = True, **settings: Any
+) -> tuple[dict[str, list[float]], list[bool]]:
+    found, agree = mixing_losses(config(**settings), STUBS, BATCH, trained, mixes_teach)
+    return {name: loss.tolist() for name, loss in found.items()}, agree.tolist()
+
+
+def expected(formula: Any, **how: str) -> Any:
+    return pytest.approx([formula(reference(row, **how)) for row in range(3)], abs=1e-5)
+
+
+# Values by hand ------------------------------------------------------------------------------
+
+
+def test_open_gate_f_learns_rows_and_mixes_g_realism_and_rebuilding_d_to_tell_them() -> None:
+    found, agree = losses(weight_mix=0.5, weight_real=0.7, weight_reconstruction=0.2)
+    assert found["F"] == expected(lambda r: r["supervised"] + 0.5 * r["mix"])
+    assert found["G"] == expected(lambda r: 0.7 * r["real"] + 0.2 * r["rebuilt"])
+    assert found["D"] == expected(lambda r: r["D"])
+    assert agree == [bool(reference(row)["agrees"]) for row in range(3)]
+    assert len(set(agree)) == 2  # both answers occur
+
+
+def test_closed_gate_f_learns_rows_and_g_alone_is_guided() -> None:
+    found, agree = losses(mixes_teach=False, weight_guidance=0.3)
+    assert found["F"] == expected(lambda r: r["supervised"])
+    assert found["G"] == expected(lambda r: r["real"] + 0.0125 * r["rebuilt"] + 0.3 * r["mix"])
+    assert agree == [bool(reference(row)["agrees"]) for row in range(3)]
+
+
+def test_algorithm_1_read_literally_teaches_f_by_mixes_alone() -> None:
+    found, _ = losses(real_rows=False, weight_mix=0.5)
+    assert found["F"] == expected(lambda r: 0.5 * r["mix"])
+    closed, _ = losses(real_rows=False, mixes_teach=False)
+    assert closed["F"] == [0.0, 0.0, 0.0]
+
+
+def test_d_judges_a_mix_by_its_target_where_eq_6_is_read_as_printed() -> None:
+    found, _ = losses(judge="target")
+    assert found["D"] == expected(lambda r: r["D"], judge_by="target")
+    assert found["G"] == expected(lambda r: r["real"] + 0.0125 * r["rebuilt"], judge_by="target")
+    assert found["D"] != losses(judge="mixed")[0]["D"]  # the control: the labels differ
+
+
+def test_a_weight_of_zero_switches_its_loss_off() -> None:
+    no_realism, _ = losses(weight_real=0.0)
+    assert no_realism["D"] == [0.0, 0.0, 0.0]
+    assert no_realism["G"] == expected(lambda r: 0.0125 * r["rebuilt"])
+    no_rebuilding, _ = losses(weight_reconstruction=0.0)
+    assert no_rebuilding["G"] == expected(lambda r: r["real"])
+    no_mixes, _ = losses(weight_mix=0.0)
+    assert no_mixes["F"] == expected(lambda r: r["supervised"])
+    unguided, _ = losses(mixes_teach=False, weight_guidance=0.0)
+    assert unguided["G"] == expected(lambda r: r["real"] + 0.0125 * r["rebuilt"])
+
+
+@pytest.mark.parametrize("trained", [("F",), ("G",), ("D",), ("F", "D"), ("G", "D")])
+@pytest.mark.parametrize("mixes_teach", [True, False])
+def test_networks_that_are_not_trained_have_no_loss_and_change_none(
+    trained: tuple[str, ...], mixes_teach: bool
+) -> None:
+    found, _ = losses(trained, mixes_teach)
+    for name in ALL:
+        if name not in trained:
+            assert found[name] == [0.0, 0.0, 0.0]
+    if "D" in trained:
+        assert found["D"] == expected(lambda r: r["D"])
+    if trained == ("F",):
+        mix = 0.5 if mixes_teach else 0.0
+        assert found["F"] == expected(lambda r: r["supervised"] + mix * r["mix"])
+
+
+# Paths of gradients --------------------------------------------------------------------------
+
+SHAPE, CLASSES = (1, 8, 8), 3
+
+
+def networks() -> dict[str, nn.Module]:
+    with seeded(stream(0, 0, "world", "networks")):
+        return {
+            "F": SmallCNN(SHAPE, CLASSES, width=4),
+            "G": ImageGenerator(SHAPE, CLASSES, width=4, code_size=8, noise_size=4),
+            "D": ImageDiscriminator(SHAPE, CLASSES, width=4, feature_size=8, spectral=False),
+        }
+
+
+def functions(nets: Mapping[str, nn.Module]) -> Callables:
+    return Callables(
+        nets["F"],
+        nets["G"],
+        nets["D"],
+        FunctionalModule(nets["F"]).frozen(),
+        FunctionalModule(nets["D"]).frozen(),
+    )
+
+
+def drawn(*shape: int, purpose: str = "x") -> Tensor:
+    return torch.rand(*shape, generator=stream(0, 0, "world", purpose))
+
+
+def real_batch(rows: int = 4) -> Mixing:
+    return Mixing(
+        strong=2 * drawn(rows, *SHAPE, purpose="strong") - 1,
+        mild=2 * drawn(rows, *SHAPE, purpose="mild") - 1,
+        p1=torch.eye(CLASSES)[torch.arange(rows) % CLASSES],
+        p2=torch.eye(CLASSES)[(torch.arange(rows) + 1) % CLASSES],
+        z=drawn(rows, 4, purpose="z"),
+        lam=torch.linspace(0.1, 0.9, rows),
+    )
+
+
+def gradients(loss: Tensor, network: nn.Module) -> Tensor:
+    """Of a loss to all parameters of a network, as one vector; zero where it does not reach."""
+    parameters = list(network.parameters())
+    if not loss.requires_grad:
+        return torch.zeros(sum(p.numel() for p in parameters))
+    found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    pairs = zip(found, parameters, strict=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
+
+
+def reaches(callables: Callables, nets: Mapping[str, nn.Module], mixes_teach: bool) -> set[str]:
+    """Which loss has gradient to which network, as "loss->network"."""
+    found, _ = mixing_losses(config(), callables, real_batch(), ALL, mixes_teach)
+    return {
+        f"{loss}->{name}"
+        for loss in ALL
+        for name in ALL
+        if bool(gradients(found[loss].sum(), nets[name]).any())
+    }
+
+
+def test_with_the_gate_closed_each_loss_reaches_its_own_network_alone() -> None:
+    nets = networks()
+    assert reaches(functions(nets), nets, mixes_teach=False) == {"F->F", "G->G", "D->D"}
+
+
+def test_with_the_gate_open_the_cross_entropy_of_mixes_reaches_g_as_well() -> None:
+    nets = networks()  # Eq. 4: min over F and G
+    assert reaches(functions(nets), nets, mixes_teach=True) == {"F->F", "F->G", "G->G", "D->D"}
+
+
+def test_a_network_that_is_not_frozen_would_be_noticed() -> None:
+    nets = networks()
+    open_F = dataclasses.replace(functions(nets), F_frozen=nets["F"])
+    assert "G->F" in reaches(open_F, nets, mixes_teach=False)
+    open_D = dataclasses.replace(functions(nets), D_frozen=nets["D"])
+    assert "G->D" in reaches(open_D, nets, mixes_teach=False)
+
+
+def all_gradients(mixes_teach: bool, **settings: Any) -> dict[str, Tensor]:
+    nets = networks()
+    found, _ = mixing_losses(config(**settings), functions(nets), real_batch(), ALL, mixes_teach)
+    total = torch.stack([loss.mean() for loss in found.values()]).sum()
+    return {name: gradients(total, nets[name]) for name in ALL}
+
+
+def test_with_the_gate_closed_f_learns_nothing_from_mixes() -> None:
+    loud, quiet = (all_gradients(False, weight_guidance=w)["F"] for w in (9.0, 0.0))
+    assert_close(loud, quiet)
+    # the control: with the gate open it does
+    assert not torch.allclose(all_gradients(True)["F"], quiet)
+
+
+@pytest.mark.parametrize("weight_mix", [0.1, 0.5, 2.0])
+def test_g_is_guided_by_the_same_weight_whether_f_learns_from_mixes_or_not(
+    weight_mix: float,
+) -> None:
+    settings = {"weight_mix": weight_mix, "weight_guidance": 0.3}
+    opened, closed = (all_gradients(gate, **settings)["G"] for gate in (True, False))
+    assert_close(opened, closed, rtol=1e-3, atol=1e-6)
+    unguided = all_gradients(True, **(settings | {"weight_guidance": 0.0}))["G"]
+    assert not torch.allclose(opened, unguided, rtol=1e-3, atol=1e-6)  # the control
+
+
+def test_what_f_learns_from_mixes_does_not_depend_on_how_g_is_guided() -> None:
+    assert_close(
+        all_gradients(True, weight_guidance=0.3)["F"], all_gradients(True, weight_guidance=7.0)["F"]
+    )
+
+
+@given(st.floats(0, 1e6), st.floats(-10, 10, width=32))
+def test_scaling_a_gradient_leaves_the_value_to_the_bit(factor: float, value: float) -> None:
+    x = torch.tensor([value], requires_grad=True)
+    scaled = scale_gradient(x, factor)
+    scaled.sum().backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(scaled, x)
+    assert x.grad is not None and x.grad.item() == pytest.approx(factor)
+
+
+def test_no_row_sees_another_in_any_loss() -> None:
+    # The loss of each row alone is its loss in the batch.
+    nets, batch = networks(), real_batch()
+    whole, _ = mixing_losses(config(), functions(nets), batch, ALL, True)
+    for row in range(4):
+        alone = Mixing(**{name: value[row : row + 1] for name, value in vars(batch).items()})
+        found, _ = mixing_losses(config(), functions(nets), alone, ALL, True)
+        for name in ALL:
+            assert_close(found[name][0], whole[name][row])
+    # the control: a classifier with batch norm would be seen
+    coupled = nets | {"F": SmallCNN(SHAPE, CLASSES, width=4, norm="batch")}
+    pair = Mixing(**{name: value[:2] for name, value in vars(batch).items()})
+    both, _ = mixing_losses(config(), functions(coupled), batch, ("F",), False)
+    fewer, _ = mixing_losses(config(), functions(coupled), pair, ("F",), False)
+    assert not torch.allclose(both["F"][:2], fewer["F"])
+
+
+# What is drawn for a batch -------------------------------------------------------------------
+
+
+def context(visit: int = 1) -> Context:
+    return Context(0, 1, "q0", f"1/q0/query_pass/{visit}", "attempt", torch.device("cpu"))
+
+
+def test_what_is_drawn_for_a_visit_has_its_ranges_and_follows_from_the_visit() -> None:
+    x = (255 * drawn(200, *SHAPE)).to(torch.uint8)
+    p1 = torch.eye(5)[torch.arange(200) % 5]
+    first, again, other = (draw_mixing(config(), x, p1, context(v)) for v in (1, 1, 2))
+    assert same_bits(first, again) and not same_bits(first, other)
+    assert torch.equal(first.p1, p1)
+    assert set(first.p2.argmax(dim=1).tolist()) == set(range(5))  # any class of the label space
+    assert torch.equal(first.p2.sum(dim=1), torch.ones(200)) and int(first.p2.max()) == 1
+    assert first.z.shape == (200, 32) and bool(((first.z >= 0) & (first.z < 1)).all())
+    assert bool(((first.lam >= 0) & (first.lam <= 1)).all())
+    assert bool((first.mild.abs() <= 1 + 1e-6).all())
+    assert not torch.equal(first.strong, first.mild)  # F and G see views of their own
+    plain = draw_mixing(config(augment="none"), x, p1, context())
+    assert torch.equal(plain.strong, plain.mild)
+
+
+# Rounds --------------------------------------------------------------------------------------
+
+
+def overheard(rounds: int, **settings: Any) -> tuple[Played, list[tuple[Any, Any]]]:
+    after = play(make("fedssl", **settings), federated_data(), rounds, engine=Overheard)
+    assert isinstance(after.engine, Overheard)
+    return after, after.engine.heard
+
+
+def test_a_round_asks_every_agent_once_and_each_sends_what_it_trained() -> None:
+    _, heard = overheard(2, warm_up=1)
+    asked = [(call.round, call.to.id, call.step.__name__) for call, _ in heard]
+    one_round = [("s0", "support_pass"), ("s1", "support_pass"), ("q0", "query_pass"),
+                 ("q1", "query_pass")]  # fmt: skip
+    assert asked == [(number, *visit) for number in (1, 2) for visit in one_round]
+    for call, reply in heard:
+        warming_up = call.round == 1 and call.to.role == "query"
+        assert (reply.payload.F is None) == warming_up
+        assert reply.payload.G is not None and reply.payload.D is not None
+
+
+def test_read_literally_query_agents_train_f_from_the_first_round() -> None:
+    _, heard = overheard(1, warm_up=5, real_rows=False)
+    assert all(call.message.trains_classifier for call, _ in heard)
+
+
+def test_in_parallel_all_start_from_the_same_networks() -> None:
+    _, heard = overheard(1)
+    first = heard[0][0].message
+    assert all(same_bits(call.message.G, first.G) for call, _ in heard)
+
+
+def test_in_sequence_each_support_agent_goes_on_where_the_one_before_stopped() -> None:
+    after, heard = overheard(1, order="sequential", warm_up=0)  # Alg. 2 l. 2 and 9
+    lessons = [call.message for call, _ in heard]
+    sent = [reply.payload for _, reply in heard]
+    for name in ALL:
+        assert same_bits(getattr(lessons[0], name), getattr(after.begun, name))
+        assert same_bits(getattr(lessons[1], name), getattr(sent[0], name))
+        assert same_bits(getattr(lessons[2], name), getattr(sent[1], name))
+        assert same_bits(getattr(lessons[3], name), getattr(sent[1], name))
+    # Alg. 2 l. 10: what is averaged are the query agents' networks
+    mean = {k: ((v.double() + sent[3].F[k]) / 2).float() for k, v in sent[2].F.items()}
+    assert apart(after.state.F, mean) < 1e-6
+
+
+def test_in_sequence_what_support_agents_learned_stays_where_no_query_agent_trains() -> None:
+    after, heard = overheard(1, order="sequential", warm_up=1)  # query agents send no F yet
+    assert same_bits(after.state.F, heard[1][1].payload.F)
+
+
+def test_local_steps_between_mixes_train_f_alone() -> None:
+    every, seldom = (overheard(1, mix_every=n, gate=0.0)[0] for n in (1, 2))
+    assert not same_bits(every.state.G, seldom.state.G)
+    # three steps, a mix at the first alone: the agent's Adam has counted three for F and one for G
+    after, _ = overheard(1, mix_every=3, local_steps=3)
+    memory = after.engine.memories()["s0"]
+    steps = {key.split("/")[1]: float(v) for key, v in memory.items() if key.endswith("#step")}
+    assert steps == {"F": 3.0, "G": 1.0, "D": 1.0}
+
+
+class Scripted(LocalEngine):
+    """Agents that train nothing and say what they were told to say of their mixes."""
+
+    script = ((0.7, 0.8, None, None), (0.9, None, 0.8, 0.85), (0.1,) * 4, (None,) * 4)
+
+    def deliver(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+        says = dict(zip(("s0", "s1", "q0", "q1"), self.script[calls[0].round - 1], strict=True))
+        return [Reply(c.to, FedSSLUpdate(None, None, None, says[c.to.id])) for c in calls]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "agreement", "open_from"), [(1, 0.75, 0), (2, 0.85, 3), (3, 0.1, 3), (4, 0.1, 3)]
+)
+def test_the_gate_opens_in_the_round_after_f_recognised_enough_mixes_and_stays_open(
+    rounds: int, agreement: float, open_from: int
+) -> None:
+    after = play(make("fedssl", gate=0.8), federated_data(), rounds, engine=Scripted)
+    assert after.state.agreement == pytest.approx(agreement)
+    assert after.state.gate_round == open_from
+    assert after.algorithm.metrics(after.state) == pytest.approx(
+        {"train/agreement": agreement, "train/gate_open": float(open_from > 0)}
+    )
+
+
+@pytest.mark.parametrize(("gate", "opens"), [(0.0, True), (1.0, False)])
+def test_mixes_teach_f_only_behind_an_open_gate(gate: float, opens: bool) -> None:
+    _, heard = overheard(1, gate=gate)
+    assert [call.message.mixes_teach for call, _ in heard] == [opens] * 4
+
+
+def test_an_ablation_without_realism_leaves_d_as_it_was() -> None:
+    after, _ = overheard(1, weight_real=0.0)
+    parameters = [key for key in after.begun.D if not key.endswith(("_u", "_v"))]
+    assert all(torch.equal(after.begun.D[key], after.state.D[key]) for key in parameters)
+    assert not same_bits(after.begun.G, after.state.G)
+    trained, _ = overheard(1)  # the control
+    assert any(not torch.equal(trained.begun.D[k], trained.state.D[k]) for k in parameters)
+
+
+def test_all_that_travels_are_weights_and_a_few_numbers() -> None:
+    # Adding a field is a review of what leaves an agent: it belongs in this list then.
+    assert [field.name for field in dataclasses.fields(FedSSLUpdate)] == [
+        "F",
+        "G",
+        "D",
+        "agreement",
+    ]
+    assert [field.name for field in dataclasses.fields(FedSSLRequest)] == [
+        "F", "G", "D", "teacher", "trains_classifier", "mixes_teach"
+    ]  # fmt: skip
+
+
+def test_a_round_in_which_nobody_speaks_keeps_the_gate_as_it_was() -> None:
+    after = play(make("fedssl", gate=0.5), federated_data(), 2, engine=Mute)
+    assert (after.state.agreement, after.state.gate_round) == (0.0, 0)
+
+
+@pytest.mark.parametrize("labels", ["support", "labels-at-server"])
+def test_a_config_without_unlabelled_rows_is_refused(labels: str) -> None:
+    asked = SimpleNamespace(
+        data=SimpleNamespace(labels=labels),
+        agents=SimpleNamespace(query=0, mixed=0),
+        model=SimpleNamespace(norm="group"),
+        algorithm=SimpleNamespace(name="fedssl"),
+    )
+    [problem] = FedSSL.problems(asked)
+    assert problem.key == "agents.query"
+    asked.agents.query = 1
+    assert list(FedSSL.problems(asked)) == []
+    asked.model.norm = "static"  # nobody would collect its statistics
+    assert [problem.key for problem in FedSSL.problems(asked)] == ["model.norm"]
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_before_the_gate_opens_f_is_that_of_pseudo_to_the_bit(norm: str) -> None:
+    """Statistics of a batch norm included: they would otherwise be those of mixes, too."""
+    ours = play(make("fedssl", norm=norm, gate=1.0, warm_up=1), federated_data(), 3)
+    theirs = play(make("pseudo", norm=norm, warm_up=1), federated_data(), 3)
+    assert ours.state.gate_round == 0
+    assert same_bits(ours.classifier, theirs.classifier)
+    opened = play(make("fedssl", norm=norm, gate=0.0, warm_up=1), federated_data(), 3)
+    assert not same_bits(opened.classifier, theirs.classifier)  # the control
+
+
+@pytest.mark.parametrize("name", ["fedssl", "pseudo", "mixmatch"])
+def test_pseudo_labels_of_a_row_do_not_hang_on_which_other_rows_are_guessed(name: str) -> None:
+    """With a batch norm in training mode they would, and on an agent with few classes badly."""
+    algorithm = make(name, norm="batch", augment="none", local_steps=1)
+    query = next(agent for agent in federated_data().agents if agent.role == "query")
+    told: list[Tensor] = []
+
+    class Ear:
+        def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None:
+            told.extend([ids, labels])
+
+    played = play(algorithm, federated_data(), 1, engine=Overheard)
+    assert isinstance(played.engine, Overheard)
+    message = played.engine.heard[-1][0].message
+    network = algorithm.task.new_classifier()
+    network.load_state_dict(message.teacher)
+    x = local_training.network_input(query.unlabelled.x)
+    rows = {int(number): x[i : i + 1] for i, number in enumerate(query.unlabelled.ids)}
+    ctx = Context(0, 1, query.id, "1", "a", torch.device("cpu"), meter=Ear())
+    algorithm.query_pass(query, message, ctx)  # type: ignore[attr-defined]
+    ids, labels = told
+    with torch.no_grad():
+        alone = {n: int(network.eval()(rows[n]).argmax()) for n in ids.tolist()}
+        assert [alone[n] for n in ids.tolist()] == labels.tolist()
+        together = network.train()(torch.cat([rows[n] for n in ids.tolist()])).argmax(dim=1)
+    assert together.tolist() != labels.tolist()  # the control
+
+
+def test_a_gate_that_nothing_could_open_is_refused() -> None:
+    def keys(**settings: Any) -> list[str]:
+        return [problem.key for problem in FedSSLConfig(**settings).problems()]
+
+    assert keys(real_rows=False) == ["gate"]
+    assert keys() == keys(real_rows=False, gate=0.0) == []
+
+
+def test_the_pictures_show_mixes_and_reconstructions() -> None:
+    after = play(make("fedssl"), federated_data(), 0)
+    x, y = 2 * drawn(20, 1, 8, 8) - 1, torch.arange(20) % 10
+    shown = after.algorithm.pictures(after.state, x, y)
+    assert set(shown) == {"images/mixes", "images/reconstruction"}
+    assert all(image.dtype == "uint8" and image.size for image in shown.values())
+
+
+def test_there_are_pictures_even_if_no_held_out_row_is_of_some_class() -> None:
+    after = play(make("fedssl"), federated_data(), 0)
+    x, y = 2 * drawn(20, 1, 8, 8) - 1, torch.arange(20) % 10
+    some = (y == 2) | (y == 7)
+    whole, fewer = (
+        after.algorithm.pictures(after.state, *rows)["images/mixes"]
+        for rows in ((x, y), (x[some], y[some]))
+    )
+    assert whole.shape == fewer.shape

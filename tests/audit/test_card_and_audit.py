@@ -1,0 +1,892 @@
+"""The privacy card says what is true, and the audit notices when it does not.
+
+The runs here are real ledgers written by real accounts; only the training in between is left
+out, and with it what else a run writes, so that the best verdict is INCONCLUSIVE (whole folders
+are in test_audit_tampering.py). Each way of lying is a control: nothing refutes the honest run.
+"""
+
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accounting import verify
+from accounting.accountants import ZERO_COST, cost_of, epsilon, rdp_epsilon
+from accounting.budget import Budget, Guarantee, round_up
+from accounting.events import (
+    ComposedEvent,
+    Event,
+    NonPrivateEvent,
+    PoissonSampledGaussianEvent,
+    PureDpEvent,
+)
+from accounting.ledger import Account, AccountPlan, read_journal
+from privssl.audit import claim_verification
+from privssl.audit.__main__ import audit, main
+from privssl.errors import PrivacyError
+from privssl.privacy.former_ledgers import former_ledgers
+from privssl.privacy.privacy_card import (
+    AgentSpend,
+    Release,
+    attack_bounds,
+    guarantee_sentence,
+    headline_sentence,
+    render_markdown,
+)
+from tests.support.card_and_audit import (
+    RELEASES,
+    VISIT,
+    card_of,
+    plan,
+    write_card,
+    write_run,
+)
+from tests.support.command_line import tree
+
+UNREFUTED = 3  # ledgers and card agree, and no witness is there
+
+
+def as_published(agent: str) -> AccountPlan:
+    event = ComposedEvent((VISIT, NonPrivateEvent("F and D are trained without noise")))
+    return plan(agent, scope="as_published", update=("F", "D", "G"), protect=("G",), event=event)
+
+
+def write_traces(run: Path, card: dict[str, Any], status: str = "finished") -> None:
+    """What the run wrote beside the card: results, the page for people, and a checkpoint."""
+    claim = {name: card[name] for name in ("guarantee", "nominal_epsilon", "scope")}
+    (run / "results.json").write_text(json.dumps({"status": status, "privacy": claim}))
+    (run / "privacy.md").write_text(render_markdown(card))
+    extra: dict[str, Any] = {"round": 3}
+    for path in (run / "ledger").glob("*.jsonl"):
+        journal = read_journal(path)
+        extra[f"ledger_seq/{path.stem}"] = journal.seq
+        extra[f"ledger_head/{path.stem}"] = journal.head
+    folder = run / "checkpoints" / "round_00003"
+    folder.mkdir(parents=True)
+    about = {"format": 1, "round": 3, "extra": {"mapping": extra}}
+    (folder / "snapshot.json").write_text(json.dumps(about))
+
+
+# --- the card ----------------------------------------------------------------------------------
+
+
+def test_the_claim_is_the_agent_that_spent_most_and_never_a_sum() -> None:
+    card = card_of(
+        [("s0", plan("s0"), [VISIT] * 3, "a" * 64), ("s1", plan("s1"), [VISIT], "b" * 64)]
+    )
+    three, one = epsilon([VISIT] * 3, 1e-5), epsilon([VISIT], 1e-5)
+    assert [entry["epsilon"]["value"] for entry in card["agents"]] == pytest.approx([three, one])
+    assert card["guarantee"]["epsilon"] == card["epsilon"]["overall"] == pytest.approx(three)
+    assert card["guarantee"]["covers"] == ["F"]  # what needs no cover is not named
+    assert card["epsilon"]["person_across_agents"] == pytest.approx(epsilon([VISIT] * 4, 1e-5))
+    assert card["epsilon"]["paper_sum"] == pytest.approx(4 * rdp_epsilon([VISIT], 1e-5))
+    assert card["nominal_epsilon"] is None
+    assert card["agents"][0]["visits"] == 3
+    json.dumps(card, allow_nan=False)
+
+
+def test_a_plan_fixed_beforehand_has_a_tighter_headline_and_another_has_none() -> None:
+    event = PoissonSampledGaussianEvent(noise_multiplier=2.0, sample_rate=16 / 34, steps=20)
+    usual = plan("s0", event=event, budget=Budget(20.0, 1e-5))
+    card = card_of([("s0", usual, [event], "a" * 64)], planned=1)
+    # specification, section 2.6: 5.3484 by PLD, 5.8648 by RDP at Opacus' orders
+    assert card["guarantee"]["epsilon"] == pytest.approx(5.8648, abs=0.01)
+    if verify.available():
+        assert card["headline"] == {
+            "kind": "guaranteed", "epsilon": pytest.approx(5.3484, abs=1e-3), "by": "PLD",
+        }  # fmt: skip
+        assert "epsilon is 5.3484" in (headline_sentence(card) or "")
+    smaller = replace(event, steps=10)  # a visit that was cut short: not what the plan had fixed
+    cut_short = card_of([("s0", usual, [event, smaller], "a" * 64)], planned=2)
+    assert cut_short["headline"] is None
+    assert card_of([("s0", usual, [event], "a" * 64)], planned=2)["headline"] is None  # stopped
+    assert card_of([("s0", usual, [event], "a" * 64)])["headline"] is None
+    shared = card_of([("s0", usual, [event], "a" * 64)], planned=1, this_run={"s0": 1.0})
+    assert shared["headline"] is None  # other runs may have planned after looking at results
+    assert headline_sentence(shared) is None
+
+
+def test_the_three_ways_to_add_up_are_those_of_the_specification() -> None:
+    # docs/privacy.md: q 16/34, sigma 4, 10 steps, 3 agents, 20 rounds: the paper's sum is
+    # 103.4; one agent composed is 8.21 by PLD and 8.95 by RDP at dp-accounting's orders; all
+    # composed as one data set 16.1 and 17.8. Opacus' fractional orders are tighter.
+    event = PoissonSampledGaussianEvent(noise_multiplier=4.0, sample_rate=16 / 34, steps=10)
+    generous = Budget(epsilon=200.0, delta=1e-5)
+    card = card_of(
+        [
+            (a, plan(a, event=event, budget=generous), [event] * 20, "a" * 64)
+            for a in ("s0", "s1", "s2")
+        ]
+    )
+    assert 8.21 < card["guarantee"]["epsilon"] < 8.95
+    assert 16.1 < card["epsilon"]["person_across_agents"] < 17.8
+    assert card["epsilon"]["paper_sum"] == pytest.approx(103.4, abs=0.05)
+    if verify.available():  # the same numbers by PLD are 8.21
+        assert card["agents"][0]["epsilon"]["pld_lower"] == pytest.approx(8.21, abs=0.02)
+        assert card["agents"][0]["epsilon"]["pld_upper"] == pytest.approx(8.21, abs=0.01)
+
+
+def test_the_sentence_of_a_guarantee_names_unit_neighbours_observer_and_exclusions() -> None:
+    sentence = guarantee_sentence(card_of([("s0", plan("s0"), [VISIT] * 3, "a" * 64)]))
+    three = epsilon([VISIT] * 3, 1e-5)
+    assert f"({round_up(three)}, 1e-05)-DP" in sentence
+    for words in (
+        "for every support agent",
+        "one labelled record",
+        "controls the server, all query agents and all other support agents",
+        "no trusted aggregator",
+        "Not covered: data of query agents, people with more than one record, timing",
+    ):
+        assert words in sentence
+
+
+def test_a_printed_epsilon_is_never_rounded_down() -> None:
+    for number in (0.0, 1e-9, 7.61231, 7.6123, 1.00005, 12.99995, 1 / 3):
+        assert number <= float(round_up(number)) <= number + 1e-4 + 1e-9
+
+
+def test_the_published_scheme_gets_a_nominal_number_and_no_guarantee() -> None:
+    published = as_published("s0")
+    card = card_of([("s0", published, [published.event] * 3, "a" * 64)])
+    nominal = epsilon([VISIT] * 3, 1e-5)
+    assert card["guarantee"] is None
+    assert card["nominal_epsilon"] == pytest.approx(nominal)
+    assert card["attack_bounds"] is None
+    assert card["kind"] == card["agents"][0]["epsilon"]["kind"] == "nominal"
+    sentence = guarantee_sentence(card)
+    assert sentence.startswith(f"NOMINAL epsilon = {round_up(nominal)}")
+    assert sentence.endswith("There is no differential-privacy guarantee for any record.")
+    assert "F and D are trained on the labelled records without noise" in sentence
+    page = render_markdown(card)
+    assert "GUARANTEE:" not in page
+    assert "is right at most" not in page
+    for line in page.splitlines():  # every epsilon on the page is called nominal
+        assert "epsilon" not in line.lower() or "nominal" in line.lower()
+
+
+def test_a_run_without_privacy_says_that_nothing_is_guaranteed() -> None:
+    assert "nothing is guaranteed for any record" in guarantee_sentence(None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"releases": [("F", "not covered", "")]}, "not covered"),
+        ({"releases": []}, "not covered"),
+        ({"scope": "as_published"}, "scope sound"),
+        ({"delta": 1e-6}, "delta"),
+    ],
+)
+def test_a_card_that_contradicts_its_accounts_is_refused(changes: Any, why: str) -> None:
+    with pytest.raises(PrivacyError, match=why):
+        card_of([("s0", plan("s0"), [VISIT], "a" * 64)], **changes)
+
+
+def test_a_card_needs_each_agent_once_and_one_kind_of_plan() -> None:
+    account: AgentSpend = ("s0", plan("s0"), [VISIT], "a" * 64)
+    for accounts in ([], [account, account], [("s1", *account[1:])]):
+        with pytest.raises(PrivacyError):
+            card_of(accounts)
+    other = plan("s1", update=("G",), protect=("G",))
+    with pytest.raises(PrivacyError, match="differ"):
+        card_of([account, ("s1", other, [VISIT], "b" * 64)])
+    published = as_published("s0")
+    with pytest.raises(PrivacyError, match="nothing it sends is covered"):
+        card_of([("s0", published, [], "a" * 64)], releases=[("G", "covered", "noise")])
+
+
+def test_the_bounds_on_attacks_are_those_of_the_specification() -> None:
+    # docs/privacy.md: epsilon 4, 8, 16 at delta 1e-5.
+    for eps, accuracy, rate in [(4.0, 0.982, 0.55), (8.0, 0.9997, 1.0), (16.0, 1.0, 1.0)]:
+        bounds = attack_bounds(eps, 1e-5)
+        assert bounds["balanced_accuracy"] == pytest.approx(accuracy, abs=5e-4)
+        assert bounds["tpr_at_1_percent_fpr"] == pytest.approx(rate, abs=5e-3)
+    nothing = attack_bounds(0.0, 1e-5)  # a coin: right half of the time, 1% at 1%
+    assert nothing["balanced_accuracy"] == pytest.approx(0.5, abs=1e-5)
+    assert nothing["tpr_at_1_percent_fpr"] == pytest.approx(0.01, abs=2e-5)
+    assert attack_bounds(math.inf, 1e-5)["balanced_accuracy"] == 1.0
+
+
+def test_the_page_for_people_holds_every_release_and_exclusion() -> None:
+    releases: list[Release] = [*RELEASES, ("log | line", "not covered", "a\nb")]
+    card = card_of([("s0", plan("s0"), [VISIT], "a" * 64)], releases=releases)
+    page = render_markdown(card)
+    assert card["sentence"] in page
+    assert "| log / line | not covered | a b |" in page
+    assert all(sentence in page for sentence in card["not_protected"])
+    assert "% of the members at 1% false alarms" in page
+
+
+def test_without_the_second_library_the_card_says_why_there_are_no_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verify, "available", lambda: False)
+    event = PoissonSampledGaussianEvent(noise_multiplier=2.0, sample_rate=16 / 34, steps=1)
+    card = card_of([("s0", plan("s0", event=event), [event], "a" * 64)])
+    numbers = card["agents"][0]["epsilon"]
+    assert numbers["pld_lower"] is None
+    assert "pip install dp-accounting" in numbers["why_no_bounds"]
+    assert 1.30248870 <= numbers["prv"] <= 1.30248870 + 0.02  # exact value of one sampled step
+
+
+# --- the audit ---------------------------------------------------------------------------------
+
+
+def test_nothing_refutes_honest_ledgers_and_their_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = write_run(tmp_path, {"s0": 3, "s1": 2})
+    assert main([str(tmp_path)]) == UNREFUTED
+    shown = capsys.readouterr().out
+    assert "INCONCLUSIVE" in shown
+    assert round_up(card["guarantee"]["epsilon"]) in shown
+
+
+def test_nothing_refutes_honest_mixed_events(tmp_path: Path) -> None:
+    census = ComposedEvent((PureDpEvent(0.5, 1), PoissonSampledGaussianEvent(4.0, 0.4, 5)))
+    write_run(tmp_path, {"s0": 2}, lambda agent: plan(agent, event=census))
+    assert main([str(tmp_path)]) == UNREFUTED
+
+
+def test_nothing_refutes_epsilon_zero_of_a_run_that_never_read_a_row(tmp_path: Path) -> None:
+    card = write_run(tmp_path, {"s0": 0}, lambda a: plan(a, budget=Budget(0.0, 1e-5)))
+    assert card["guarantee"]["epsilon"] == 0
+    assert main([str(tmp_path)]) == UNREFUTED
+
+
+def test_the_json_report_is_for_machines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, {"s0": 3})
+    assert main([str(tmp_path), "--json"]) == UNREFUTED
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"] == "inconclusive"
+    assert any("config.yaml" in doubt for doubt in report["doubts"])
+    [agent] = report["agents"]
+    assert agent["recomputed"] == pytest.approx(epsilon([VISIT] * 3, 1e-5))
+    assert agent["method"] == "exact"
+    assert agent["problems"] == []
+    if verify.available():
+        assert agent["pld_lower"] <= agent["recomputed"] <= agent["pld_upper"] + 1e-3
+
+
+def lie(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda card: card.update(changes)
+
+
+def lower_everything(card: dict[str, Any]) -> None:
+    """Claim 1% less everywhere, sentence included: only recomputation can tell."""
+    for entry in card["agents"]:
+        entry["epsilon"]["value"] *= 0.99
+    card["epsilon"]["overall"] *= 0.99
+    card["guarantee"]["epsilon"] *= 0.99
+    card["sentence"] = guarantee_sentence(card)
+
+
+LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "claims one percent less": (lower_everything, "the card claims"),
+    "claims a little less for the agent that spent less": (
+        lambda card: card["agents"][1]["epsilon"].update(value=0.9995 * epsilon([VISIT] * 2, 1e-5)),
+        "s1: the card claims epsilon",
+    ),
+    "says a smaller number in words": (lie(sentence="GUARANTEE: (0.1, 1e-05)-DP"), "sentence"),
+    "claims less for all than for one": (
+        lambda card: card["epsilon"].update(overall=0.1),
+        "for all",
+    ),
+    "names another delta": (lie(delta=1e-9), "delta"),
+    "names another scope": (lie(scope="as_published"), "contradict"),
+    "guarantees a person": (lambda card: card["guarantee"].update(unit="person"), "unit"),
+    "names another ledger": (
+        lambda c: c["agents"][0].update(ledger_head="f" * 64),
+        "another ledger",
+    ),
+    "leaves an agent out": (lambda card: card["agents"].pop(), "does not name it"),
+    "names an agent without ledger": (
+        lambda card: card["agents"].append({**card["agents"][0], "agent": "s9"}),
+        "its ledger is missing",
+    ),
+    "forgets a network": (lie(update=["F", "G"]), "update"),
+    "has a headline below the certified bound": (
+        lambda card: card.update(headline={"kind": "guaranteed", "epsilon": 0.1, "by": "PLD"}),
+        "the headline is below",
+    ),
+    "drops the guarantee": (lie(guarantee=None, nominal_epsilon=1.0), "contradict"),
+}
+
+
+@pytest.mark.parametrize("how", LIES)
+def test_a_card_that_lies_is_violated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    card = write_run(tmp_path, {"s0": 3, "s1": 2})
+    change, why = LIES[how]
+    change(card)
+    write_card(tmp_path, card)
+    assert main([str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "VIOLATED" in shown
+    assert why in shown
+
+
+def test_a_card_that_forgets_a_visit_is_violated(tmp_path: Path) -> None:
+    write_run(tmp_path, {"s0": 3}, card_events=lambda events: events[:-1])
+    assert main([str(tmp_path)]) == 1
+
+
+def test_noise_shrunk_in_a_ledger_is_violated_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, {"s0": 3})
+    ledger = tmp_path / "ledger" / "s0.jsonl"
+    honest = ledger.read_bytes()
+    less = b'{"decimal":"7.92","hex":"' + (7.92).hex().encode() + b'"}'
+    full = b'{"decimal":"8.0","hex":"' + (8.0).hex().encode() + b'"}'
+    assert full in honest
+    ledger.write_bytes(honest.replace(full, less))
+    assert main([str(tmp_path)]) == 1
+    assert "s0: ledger, line 2: " in capsys.readouterr().out
+
+
+def test_a_second_library_that_disagrees_is_violated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, {"s0": 3})
+    truth = rdp_epsilon([VISIT] * 3, 1e-5)
+    monkeypatch.setattr(verify, "available", lambda: True)
+    monkeypatch.setattr(verify, "rdp_epsilon", lambda *_: rdp_epsilon([VISIT] * 3, 1e-5, (2.0,)))
+    monkeypatch.setattr(verify, "pld_bracket", lambda *_: (truth + 0.1, truth + 0.2))
+    assert main([str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "by dp-accounting" in shown
+    assert "certified lower bound" in shown
+
+
+def test_ctrl_c_ends_an_audit_without_a_verdict_or_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, {"s0": 3})
+    before = tree(tmp_path)
+    monkeypatch.setattr(
+        claim_verification, "check_claim", lambda _: signal.raise_signal(signal.SIGINT)
+    )
+    assert main([str(tmp_path)]) == 130
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "Interrupted; nothing was changed. There is no verdict.\n"
+    assert tree(tmp_path) == before
+
+
+def test_the_published_scheme_has_no_guarantee_to_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, {"s0": 3}, as_published)
+    assert main([str(tmp_path)]) == 4
+    assert "NOMINAL epsilon" in capsys.readouterr().out
+    ledger = tmp_path / "ledger" / "s0.jsonl"
+    ledger.write_bytes(ledger.read_bytes().replace(b"round 0", b"round 9"))
+    assert main([str(tmp_path)]) == 1  # a broken ledger is worse
+
+
+def test_a_run_without_privacy_has_no_guarantee_to_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results.json").write_text("{}")
+    assert main([str(tmp_path)]) == 4
+    assert "nothing is guaranteed" in capsys.readouterr().out
+
+
+def test_a_run_that_has_not_written_its_claim_is_inconclusive(tmp_path: Path) -> None:
+    write_run(tmp_path, {"s0": 3})
+    (tmp_path / "privacy.json").unlink()
+    assert main([str(tmp_path)]) == 3
+
+
+def test_an_unfinished_line_that_would_exceed_the_budget_is_inconclusive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Four visits cost less than the budget and five more than it: the fifth is only half a line.
+    budget = Budget((epsilon([VISIT] * 4, 1e-5) + epsilon([VISIT] * 5, 1e-5)) / 2, 1e-5)
+    write_run(tmp_path, {"s0": 4}, lambda a: plan(a, budget=budget))
+    with (tmp_path / "ledger" / "s0.jsonl").open("ab") as file:
+        file.write(b'{"prev":"')
+    assert main([str(tmp_path)]) == 3
+    assert "unfinished line" in capsys.readouterr().out
+
+
+def damaged(text: str) -> Callable[[Path], object]:
+    return lambda run: (run / "privacy.json").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda run: None, "not the folder of a run"),
+        (damaged("{"), "cannot be read"),
+        (damaged('{"a":NaN}'), "NaN"),
+        (damaged('{"a":1,"a":1}'), "twice"),
+        (damaged("{}"), "not a privacy card"),
+        (damaged('{"scope":"sound","guarantee":3,"delta":1,"sentence":""}'), "not a privacy card"),
+    ],
+)
+def test_a_folder_that_cannot_be_audited_is_the_users_mistake_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], why: str
+) -> None:
+    damage(tmp_path)
+    assert main([str(tmp_path)]) == 2
+    shown = capsys.readouterr()
+    assert why in shown.err
+    assert "Traceback" not in shown.err + shown.out
+
+
+# --- what the audit must find --------------------------------------------------------------------
+
+
+def entry_twice(card: dict[str, Any]) -> None:
+    card["agents"].append(dict(card["agents"][0]))
+
+
+def another_headline(card: dict[str, Any]) -> None:
+    truth = max(entry["epsilon"]["value"] for entry in card["agents"])
+    card["headline"] = {"kind": "guaranteed", "epsilon": 1.5 * truth, "by": "PLD"}
+
+
+def widened(card: dict[str, Any]) -> None:
+    card["guarantee"]["covers"].append("the data of query agents")
+    card["sentence"] = guarantee_sentence(card)
+
+
+def release_widened(card: dict[str, Any]) -> None:
+    card["releases"].append({"name": "all of it", "status": "covered", "why": "so I say"})
+    card["guarantee"]["covers"].append("all of it")
+    card["sentence"] = guarantee_sentence(card)
+
+
+def within(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(card: dict[str, Any]) -> None:
+        place: Any = card
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+
+    return change
+
+
+#: Each is repeated on the page and in the results, so that only the ledgers can tell.
+FALSE_CARDS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "covers more": (widened, "guarantee.covers"),
+    "calls a new release covered": (release_widened, "all of it is called covered"),
+    "calls the network post-processing": (
+        within("releases", 0, "status", value="post-processing"),
+        "F is trained on labelled rows",
+    ),
+    "lists a release twice": (
+        lambda card: card["releases"].append(card["releases"][1]),
+        "listed twice",
+    ),
+    "bounds a person lower": (
+        within("epsilon", "person_across_agents", value=0.1),
+        "epsilon.person_across_agents",
+    ),
+    "adds up to less": (within("epsilon", "paper_sum", value=0.1), "epsilon.paper_sum"),
+    "bounds attacks lower": (
+        within("attack_bounds", "balanced_accuracy", value=0.5),
+        "attack_bounds.balanced_accuracy",
+    ),
+    "counts fewer visits": (within("agents", 0, "visits", value=1), "agents.0.visits"),
+    "has more visits left": (within("agents", 1, "visits_left", value=99), "agents.1.visits_left"),
+    "has a larger budget": (within("agents", 0, "budget", "epsilon", value=80.0), "budget.epsilon"),
+    "excludes nothing": (within("not_protected", value=[]), "not_protected"),
+    "sends less": (
+        lambda card: card["not_sent"].append("anything at all"),
+        "not_sent",
+    ),
+    "hides row counts": (within("record_counts", value="private"), "record_counts"),
+    "names an agent twice": (entry_twice, "needs every account once"),
+    "has a headline that is not its own": (another_headline, "headline"),
+    "has a headline of visits that nobody planned": (
+        within("planned_visits", value=None),
+        "headline",
+    ),
+    "says that other runs spent the rest": (
+        within("this_run", value={"s0": 0.1, "s1": 0.1}),
+        "this run alone spent",
+    ),
+}
+
+
+def planned_run(run: Path, **visits: int) -> dict[str, Any]:
+    """A run that came to its end as planned: a headline, and everything that is written then."""
+    write_run(run, visits)
+    accounts: list[AgentSpend] = []
+    for agent in visits:
+        journal = read_journal(run / "ledger" / f"{agent}.jsonl")
+        accounts.append((agent, journal.plan, journal.events, journal.head))
+    card = card_of(accounts, planned=max(visits.values()))
+    write_card(run, card)
+    write_traces(run, card)
+    return card
+
+
+def test_nothing_refutes_a_page_results_and_a_checkpoint_that_agree(tmp_path: Path) -> None:
+    card = planned_run(tmp_path, s0=2, s1=2)  # the control of all that follows
+    if verify.available():
+        assert card["headline"] is not None
+    assert main([str(tmp_path)]) == UNREFUTED
+
+
+@pytest.mark.parametrize("how", FALSE_CARDS)
+def test_a_card_that_does_not_follow_from_its_ledgers_is_violated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    if "headline" in how and not verify.available():
+        pytest.skip("without dp-accounting full batches have no headline")
+    card = planned_run(tmp_path, s0=2, s1=2)
+    change, why = FALSE_CARDS[how]
+    change(card)
+    shutil.rmtree(tmp_path / "checkpoints")
+    write_card(tmp_path, card)
+    write_traces(tmp_path, card)
+    assert main([str(tmp_path)]) == 1
+    assert why in " ".join(capsys.readouterr().out.split())
+
+
+def card_anew(run: Path) -> None:
+    """Write card, page and results for what the ledgers hold now; checkpoints stay."""
+    accounts: list[AgentSpend] = []
+    for path in sorted((run / "ledger").glob("*.jsonl")):
+        journal = read_journal(path)
+        accounts.append((path.stem, journal.plan, journal.events, journal.head))
+    card = card_of(accounts)
+    kept = (run / "checkpoints").rename(run / "kept")
+    write_card(run, card)
+    write_traces(run, card)
+    shutil.rmtree(run / "checkpoints")
+    kept.rename(run / "checkpoints")
+
+
+def cut_to_the_first_visit(run: Path) -> None:
+    for path in (run / "ledger").glob("*.jsonl"):
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
+
+
+def without_an_agent(run: Path) -> None:
+    (run / "ledger" / "s1.jsonl").unlink()
+
+
+def spent_otherwise(run: Path) -> None:
+    """A ledger of as many lines, with another history."""
+    path = run / "ledger" / "s1.jsonl"
+    path.unlink()
+    account = Account.open(path, plan("s1"), resume=False)
+    for number in range(2):
+        with account.spend(replace(VISIT, steps=1), visit=f"round {number}"):
+            pass
+    account.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (cut_to_the_first_visit, "the ledger of s0 was cut or replaced: checkpoint round_00003"),
+        (without_an_agent, "the ledger of s1 is missing: checkpoint round_00003 remembers entry 4"),
+        (spent_otherwise, "the ledger of s1 was cut or replaced"),
+    ],
+)
+def test_a_checkpoint_remembers_what_a_ledger_and_a_new_card_forgot(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Path], None],
+    why: str,
+) -> None:
+    planned_run(tmp_path, s0=2, s1=2)
+    card_anew(tmp_path)
+    assert main([str(tmp_path)]) == UNREFUTED  # the control: a new card alone is no lie
+    change(tmp_path)
+    card_anew(tmp_path)
+    assert main([str(tmp_path)]) == 1
+    assert why in " ".join(capsys.readouterr().out.split())
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert main([str(tmp_path)]) == UNREFUTED  # the control: nothing else in the folder could tell
+
+
+def test_a_run_whose_ledgers_and_card_are_gone_is_violated(tmp_path: Path) -> None:
+    planned_run(tmp_path, s0=2)
+    shutil.rmtree(tmp_path / "ledger")
+    (tmp_path / "privacy.json").unlink()
+    assert main([str(tmp_path)]) == 1
+
+
+def test_a_checkpoint_that_cannot_be_read_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned_run(tmp_path, s0=2)
+    (tmp_path / "checkpoints" / "round_00003" / "snapshot.json").write_text('{"extra": NaN}')
+    assert main([str(tmp_path)]) == UNREFUTED
+    assert "in doubt: checkpoint round_00003 cannot be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("privacy.md", "Nothing was leaked.", "privacy.md is not what privacy.json says"),
+        (
+            "results.json",
+            '{"status": "finished", "privacy": {"guarantee": null, "scope": "none"}}',
+            "results.json claims something else",
+        ),
+        ("results.json", '{"status": "interrupted"}', "all planned visits took place"),
+    ],
+)
+def test_a_page_or_results_that_say_something_else_are_violated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, why: str
+) -> None:
+    planned_run(tmp_path, s0=2)
+    (tmp_path / name).write_text(text)
+    assert main([str(tmp_path)]) == 1
+    assert why in " ".join(capsys.readouterr().out.split())
+
+
+def visits_after_the_card(run: Path, count: int, status: str | None) -> dict[str, Any]:
+    """A run whose first agent was charged for more visits when its card was written already."""
+    card = write_run(run, {"s0": 3, "s1": 3})
+    account = Account.open(run / "ledger" / "s0.jsonl", plan("s0"), resume=True)
+    for number in range(count):
+        with account.spend(VISIT, visit=f"later {number}"):
+            pass
+    account.close()
+    if status is not None:
+        claim = {name: card[name] for name in ("guarantee", "nominal_epsilon", "scope")}
+        (run / "results.json").write_text(json.dumps({"status": status, "privacy": claim}))
+    return card
+
+
+@pytest.mark.parametrize("status", ["interrupted", None])  # None: stopped before its results
+def test_a_stopped_run_with_visits_after_its_card_is_inconclusive_and_should_be_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], status: str | None
+) -> None:
+    visits_after_the_card(tmp_path, 2, status)
+    assert main([str(tmp_path)]) == 3
+    shown = " ".join(capsys.readouterr().out.split())
+    all_of_them = epsilon([VISIT] * 5, 1e-5)
+    assert f"after the card was written; all of them cost epsilon {all_of_them:.6f}" in shown
+    assert "Resume the run: it writes a new card" in shown
+    assert "INCONCLUSIVE" in shown
+
+
+@pytest.mark.parametrize("status", ["finished", "budget_exhausted"])
+def test_a_finished_run_with_visits_after_its_card_is_violated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], status: str
+) -> None:
+    visits_after_the_card(tmp_path, 2, status)
+    assert main([str(tmp_path)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "violated: s0: 2 visits were charged after the card was written" in shown
+    assert "Resume" not in shown
+
+
+@pytest.mark.parametrize("status", ["finished", "interrupted", None])
+def test_without_a_visit_after_the_card_it_does_not_matter_how_the_run_ended(
+    tmp_path: Path, status: str | None
+) -> None:
+    visits_after_the_card(tmp_path, 0, status)
+    assert main([str(tmp_path)]) == UNREFUTED
+
+
+def test_a_stopped_run_may_not_lie_about_what_it_knew(tmp_path: Path) -> None:
+    # The card is held against the ledger as it was, not excused because the run goes on.
+    card = visits_after_the_card(tmp_path, 2, "interrupted")
+    lower_everything(card)
+    write_card(tmp_path, card)
+    assert main([str(tmp_path)]) == 1
+
+
+def test_the_command_runs_as_a_module(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "privssl.audit", str(tmp_path), "--empirical"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert "not the folder of a run" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("flags", [["--prove-it"], ["--dp-event", "--json"]])
+def test_the_command_offers_no_flag_it_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path), *flags])
+    assert ended.value.code == 2
+    assert flags[-1] in capsys.readouterr().err
+
+
+def test_a_guarantee_needs_known_neighbours() -> None:
+    with pytest.raises(KeyError):
+        str(Guarantee(1.0, 1e-5, "record", "replace_one", ("F",), "largest agent"))  # type: ignore[arg-type]
+
+
+# --- the paper's sum ---------------------------------------------------------------------------
+
+# 20 full batches of little noise, at a delta at which one alone has epsilon 0.
+QUIET = PoissonSampledGaussianEvent(noise_multiplier=40.0, sample_rate=1.0, steps=1)
+LARGE_DELTA = 0.019
+
+
+def test_the_papers_sum_is_not_below_what_is_composed_at_a_large_delta_with_full_batches() -> None:
+    loud = plan("s0", budget=Budget(8.0, LARGE_DELTA), event=QUIET)
+    card = card_of([("s0", loud, [QUIET] * 20, "a" * 64)], delta=LARGE_DELTA)
+    composed = card["epsilon"]["overall"]
+    assert card["epsilon"]["paper_sum"] >= composed > 0
+    assert 20 * epsilon([QUIET], LARGE_DELTA) < composed  # control: exact values added up
+
+
+@given(
+    events=st.lists(
+        st.one_of(
+            st.builds(
+                PoissonSampledGaussianEvent,
+                st.floats(0.5, 100.0),
+                st.sampled_from([0.01, 0.3, 1.0]),
+                st.integers(1, 20),
+            ),
+            st.builds(PureDpEvent, st.floats(0.001, 2.0), st.integers(1, 3)),
+        ),
+        max_size=5,
+    ),
+    repeats=st.integers(1, 20),
+    delta=st.sampled_from([1e-9, 1e-5, 1e-3, 0.019, 0.3]),
+)
+@settings(max_examples=60)
+def test_no_list_of_releases_adds_up_to_less_than_it_costs(
+    events: list[Event], repeats: int, delta: float
+) -> None:
+    total = math.fsum(cost_of([e]).summable_epsilon(delta) for e in events * repeats)
+    assert total >= epsilon(events * repeats, delta) * (1 - 1e-9)
+
+
+def test_pure_releases_add_up_to_their_sum_with_delta_0() -> None:
+    once = cost_of([PureDpEvent(0.25, 1)])
+    assert once.summable_epsilon(0) == 0.25
+    assert (once + once).summable_epsilon(0) == (once + once).epsilon(0) == 0.5
+    assert ZERO_COST.summable_epsilon(1e-5) == 0
+
+
+# --- ledgers of replaced runs ------------------------------------------------------------------
+
+
+def ledger_beside(run: Path, number: int, agent: str, visits: int) -> Path:
+    """The ledger of a run that was replaced, as run.overwrite=true keeps it."""
+    path = run.with_name(f"{run.name}.ledger-{number:03d}") / f"{agent}.jsonl"
+    account = Account.open(path, plan(agent), resume=False, run=f"former{number}")
+    for visit in range(visits):
+        with account.spend(VISIT, visit=f"round {visit}"):
+            pass
+    account.close()
+    return path
+
+
+@pytest.fixture
+def replacing(tmp_path: Path) -> Path:
+    """A run in a folder in which two others were before it; its card names their ledgers."""
+    run = tmp_path / "run"
+    ledger_beside(run, 1, "s0", 3)
+    ledger_beside(run, 2, "s0", 1)
+    write_run(run, {"s0": 2})
+    journal = read_journal(run / "ledger/s0.jsonl")
+    known = {"s0": journal}
+    spend = [("s0", journal.plan, journal.events, journal.head)]
+    card = card_of(spend, former=former_ledgers(run, known), planned=2)
+    write_card(run, card)
+    write_traces(run, card)
+    return run
+
+
+def test_the_card_names_former_ledgers_with_what_they_spent(replacing: Path) -> None:
+    card = json.loads((replacing / "privacy.json").read_text())
+    found = {
+        entry["ledger"]: (entry["agent"], entry["epsilon"]) for entry in card["former_ledgers"]
+    }
+    assert found == {
+        "run.ledger-001": ("s0", pytest.approx(epsilon([VISIT] * 3, 1e-5))),
+        "run.ledger-002": ("s0", pytest.approx(epsilon([VISIT], 1e-5))),
+    }
+    page = (replacing / "privacy.md").read_text()
+    three = round_up(epsilon([VISIT] * 3, 1e-5))
+    assert f"run.ledger-001: s0 epsilon {three} at delta 1e-05" in page
+    assert "epsilons and deltas add up" in page
+    assert "all it sends in this run (F)" in card["sentence"]
+    assert audit(replacing).problems == []
+
+
+def forget(card: dict[str, Any]) -> None:
+    del card["former_ledgers"][0]
+
+
+def belittle(card: dict[str, Any]) -> None:
+    card["former_ledgers"][0]["epsilon"] /= 2
+
+
+@pytest.mark.parametrize("lie", [forget, belittle])
+def test_the_audit_reads_former_ledgers_again(
+    replacing: Path, lie: Callable[[dict[str, Any]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = json.loads((replacing / "privacy.json").read_text())
+    lie(card)
+    write_card(replacing, card)
+    (replacing / "privacy.md").write_text(render_markdown(card))
+    assert main([str(replacing)]) == 1
+    assert "what the ledgers of replaced runs say" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_former_ledger_that_is_not_there_is_noted(
+    replacing: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(replacing.with_name("run.ledger-001"))
+    assert main([str(replacing)]) != 1
+    assert "run.ledger-001, the ledger of a replaced run, is not" in capsys.readouterr().out
+
+
+def test_a_damaged_former_ledger_has_no_number(tmp_path: Path) -> None:
+    path = ledger_beside(tmp_path / "run", 1, "s0", 2)
+    path.write_bytes(path.read_bytes().replace(b"round 0", b"round 7"))
+    [entry] = former_ledgers(tmp_path / "run", {})
+    assert entry["epsilon"] is entry["delta"] is None
+    card = card_of([("s0", plan("s0"), [VISIT], "a" * 64)], former=[entry])
+    assert "s0 damaged, so nobody knows what it spent" in render_markdown(card)
+
+
+def test_a_former_ledger_that_the_account_goes_on_with_is_counted_once(tmp_path: Path) -> None:
+    path = ledger_beside(tmp_path / "run", 1, "s0", 2)
+    journal = read_journal(path)
+    assert former_ledgers(tmp_path / "run", {"s0": journal}) == []
+    assert len(former_ledgers(tmp_path / "run", {})) == 1  # control
+    ledger_beside(tmp_path / "other run", 1, "s0", 2)
+    assert len(former_ledgers(tmp_path / "run", {})) == 1  # those of other folders are theirs
+
+
+def test_an_account_that_outlives_runs_is_claimed_for_all_of_them() -> None:
+    card = card_of([("s0", plan("s0"), [VISIT], "a" * 64)], this_run={"s0": 1.0})
+    assert "all it sends in this run and the earlier runs of its account (F)" in card["sentence"]
+
+
+def test_a_card_of_another_version_is_refused_in_words(
+    replacing: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = json.loads((replacing / "privacy.json").read_text())
+    write_card(replacing, {**card, "schema": 1})
+    assert main([str(replacing)]) == 2
+    assert "audit it with that version" in capsys.readouterr().err

@@ -1,0 +1,214 @@
+"""Benchmarks that numbers of the docs come from: they measure what they say."""
+
+import json
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from benchmarks import (
+    census_curve,
+    census_map,
+    epsilon_figure,
+    rounds,
+    sites_memory,
+    uneven_split,
+    views,
+)
+from benchmarks.epsilon_figure import Point, points_of
+from privssl.data.affine_augment import Augmentation
+from privssl.data.augmentations import view
+from privssl.data.split_manifest import Manifest
+from privssl.errors import UserError
+from privssl.experiment.config import load_config
+from privssl.experiment.prepare import prepare
+from tests.support.command_line import command
+
+CONFIG = Path(__file__).parents[2] / "configs" / "label_census.yaml"
+SMALL = [
+    "data.unlabelled=200", "algorithm.filters=8",
+    "algorithm.cells=20", "algorithm.cluster_rounds=3", "algorithm.vote_rounds=1",
+    "algorithm.self_training_rounds=1", "algorithm.local_steps=2",
+]  # fmt: skip
+
+
+def test_a_census_on_a_shared_map_ends_where_a_whole_run_ends(tmp_path: Path) -> None:
+    # Without noise both have the seed alone, so they agree to the last row; the second epsilon is
+    # there to show that the first leaves nothing behind.
+    endless = float("inf")
+    told = census_curve.measure(load_config(CONFIG, SMALL), [endless, 1.0, endless])
+    run = tmp_path / "run"
+    trained = command(CONFIG, *SMALL, "privacy=null", f"run.output={run}", "--quiet")
+    assert trained.status == 0, trained.err
+    final = json.loads((run / "results.json").read_text())["test_accuracy"]["final"]
+    assert told[0]["test"] == told[2]["test"] == final
+
+
+def test_runs_become_points_with_their_claim_or_without(tmp_path: Path) -> None:
+    curve = tmp_path / "curve.json"
+    curve.write_text(json.dumps([
+        {"labels": 100, "epsilon": 2.0, "test": 0.96},
+        {"labels": 100, "epsilon": float("inf"), "test": 0.97},
+    ]))  # fmt: skip
+    assert list(points_of(curve)) == [
+        Point("label census", 100, 2.0, False, 0.96),
+        Point("label census, no noise", 100, None, False, 0.97),
+    ]
+    run = tmp_path / "run"
+    run.mkdir()
+    claim = {"guarantee": None, "nominal_epsilon": 7.9}
+    results = {
+        "algorithm": "fedssl",
+        "labels": 100,
+        "privacy": claim,
+        "test_accuracy": {"final": 0.9},
+    }
+    (run / "results.json").write_text(json.dumps(results))
+    (run / "config.yaml").write_text("privacy: {update_at_support: [F, G, D], protect: [G]}\n")
+    [nominal] = points_of(run)
+    assert nominal == Point("fedssl-dp, as published (NOMINAL)", 100, 7.9, True, 0.9)
+
+
+def test_a_figure_tells_mean_deviation_and_worst_of_each_point(tmp_path: Path) -> None:
+    points = [Point("m", 100, 1.0, False, value) for value in (0.90, 0.94)]
+    picture = tmp_path / "figure.png"
+    lines = epsilon_figure.draw([*points, Point("n", 300, None, False, 0.5)], picture)
+    assert "| m | 100 | 1 | 2 | 0.9200 | 0.0283 | 0.9000 |" in lines
+    assert "| n | 300 | - | 1 | 0.5000 | 0.0000 | 0.5000 |" in lines
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_no_run_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert epsilon_figure.main([str(tmp_path / "figure.png"), str(tmp_path)]) == 2
+    assert f"{tmp_path}: no finished run" in capsys.readouterr().err
+
+
+def test_an_uneven_split_has_at_most_so_many_labels_of_a_class_and_all_of_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "split.json"
+    assert uneven_split.main([str(CONFIG), str(file), "3=0", "8=5", "data.unlabelled=200"]) == 0
+    overrides = capsys.readouterr().out.split()
+    federated_data = prepare(load_config(CONFIG, ["data.unlabelled=200"])).federated_data
+    fewer = prepare(load_config(CONFIG, ["data.unlabelled=200", *overrides])).federated_data
+
+    def counts(split: Manifest) -> list[list[int]]:
+        held = [holding.labelled for holding in split.agents.values() if holding.labelled]
+        return [
+            torch.bincount(federated_data.true_labels[list(rows)], minlength=10).tolist()
+            for rows in held
+        ]
+
+    before, after = counts(federated_data.manifest), counts(fewer.manifest)
+    for one, other in zip(before, after, strict=True):
+        assert [n for c, n in enumerate(one) if c not in (3, 8)] == [
+            n for c, n in enumerate(other) if c not in (3, 8)
+        ]
+    assert [held[3] for held in after] == [0, 0]
+    assert sorted(held[8] for held in after) == [2, 3]
+    for agent, holding in federated_data.manifest.agents.items():
+        assert fewer.manifest.agents[agent].unlabelled == holding.unlabelled
+
+
+def test_the_map_tables_are_of_rows_whose_true_clusters_are_known() -> None:
+    # Two classes far apart: clusters are pure, and a census without much noise names them all.
+    rows = census_map.Rows.__new__(census_map.Rows)
+    side = torch.arange(80) % 2
+    angle = torch.where(side == 0, 0.0, torch.pi) + torch.arange(80) / 400
+    rows.points, rows.truth = torch.stack([angle.cos(), angle.sin()], dim=1), side
+    rows.classes, rows.cells, rows.purity, rows.labels, rows.support = 2, 8, 0.9, 40, 2
+    assert "| 8 cells, joined | 1.000 to 1.000 |" in census_map.purity_table(rows, [2])
+    told = census_map.census_table(rows, [2], [8.0])
+    assert [line.split("|")[3].strip() for line in told[2:]] == ["1.000 (1.000)"] * 4
+    # the control: classes that have nothing to do with where rows lie
+    rows.truth = (torch.arange(80) // 2) % 2
+    purity = float(census_map.purity_table(rows, [2])[2].split("|")[2].split()[0])
+    assert 0.45 < purity < 0.65
+
+
+def test_other_labels_on_the_same_map_end_where_a_whole_run_ends(tmp_path: Path) -> None:
+    endless, one = float("inf"), "agents.support=1"
+    told = census_curve.measure(
+        load_config(CONFIG, SMALL), [endless], {one: load_config(CONFIG, [*SMALL, one])}
+    )
+    run = tmp_path / "run"
+    trained = command(CONFIG, *SMALL, one, "privacy=null", f"run.output={run}", "--quiet")
+    assert trained.status == 0, trained.err
+    final = json.loads((run / "results.json").read_text())["test_accuracy"]["final"]
+    assert (told[1]["also"], told[1]["test"]) == (one, final)
+    # the control: with other query agents the map would be another
+    other = load_config(CONFIG, [*SMALL, "agents.query=5"])
+    with pytest.raises(UserError, match="unlabelled rows are with other agents"):
+        census_curve.measure(load_config(CONFIG, SMALL), [endless], {"agents.query=5": other})
+
+
+def test_rounds_are_timed_for_each_number_of_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(CONFIG.with_name("fedssl.yaml"))
+    assert rounds.main([config, "algorithm.local_steps=1", "--rounds", "1"]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+    one, two, times = map(float, cells)
+    assert name == "fedssl" and one > 0 and two > 0 and times > 0
+    private = str(CONFIG.with_name("fedssl_dp.yaml"))
+    assert rounds.main([private]) == 2
+    assert "Give a config without privacy" in capsys.readouterr().err
+
+
+def test_any_setting_can_be_varied_and_the_ratio_is_of_the_first_to_the_last(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_rounds(
+        path: Path, given: list[str], number: int, phase: str, clock: object
+    ) -> list[float]:
+        assert (path.stem, number, phase) == ("fedssl", 4, "")
+        one, also = {"run.precision=float32": (3.0, 100.0), "run.precision=bfloat16": (2.0, 1.5)}[
+            given[-1]
+        ]
+        assert given[:-1] == ["run.workers=1"]
+        return [also, one, one]  # the median is not the mean
+
+    monkeypatch.setattr(rounds, "of_rounds", of_rounds)
+    varied = ["--vary", "run.precision=float32,bfloat16", "--rounds", "4"]
+    assert rounds.main([str(CONFIG.with_name("fedssl.yaml")), "run.workers=1", *varied]) == 0
+    *_, head, _, line = capsys.readouterr().out.splitlines()
+    assert head == "| config | run.precision=float32, s | run.precision=bfloat16, s | times |"
+    assert line == "| fedssl | 3.00 | 2.00 | 1.50 |"
+
+
+def test_the_share_of_views_is_of_the_rounds_that_were_timed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = str(CONFIG.with_name("semifl.yaml"))
+    assert views.main([config, "algorithm.epochs=1", "--rounds", "1"]) == 0
+    name, seconds, share = (
+        cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].strip("|").split("|")
+    )
+    assert name == "semifl" and float(seconds) > 0 and 0 < float(share) < 90
+    assert views.main([str(CONFIG.with_name("fedssl_dp.yaml"))]) == 2
+
+
+def test_every_view_is_timed_and_one_that_stands_on_another_only_for_itself() -> None:
+    x, rng = torch.zeros(2, 1, 8, 8), torch.Generator().manual_seed(0)
+
+    def slowly(*given: object) -> torch.Tensor:
+        time.sleep(0.1)
+        return x
+
+    with patch.object(Augmentation, "__call__", slowly), views.timed() as seen:
+        view("weak", x, rng, flip=False)
+        view("fixmatch", x, rng, flip=False, under="crop")
+    assert [round(seconds, 1) for seconds in seen] == [0.1, 0.1, 0.0]
+    view("fixmatch", x, rng, flip=False)
+    assert len(seen) == 3
+
+
+def test_memory_of_sites_counts_growth_after_the_warm_up_and_not_before() -> None:
+    after = [{"flat": 80.0, "grows": 100.0 + more} for more in (0, 25)]
+    rounds = [{"flat": 50.0, "grows": 100.0}, *after]
+    *_, flat, grows = sites_memory.table(rounds, 1).splitlines()
+    assert flat == "| flat | 80.0 | 80.0 | 80.0 | 80.0 | 0.0% |"
+    assert grows == "| grows | 100.0 | 100.0 | 125.0 | 125.0 | 25.0% |"

@@ -1,0 +1,576 @@
+"""Benchmarks of speed compare like with like: the same arithmetic, and nothing left running.
+
+No test here measures time.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchvision import transforms
+
+from benchmarks import (
+    against_flower_and_pfl,
+    batched_agents,
+    evaluation,
+    hot_loop,
+    methods,
+    plain_fixmatch,
+    plain_loop,
+    private_step,
+    processes,
+    rounds,
+    scale,
+    sites_memory,
+    start,
+    views,
+)
+from benchmarks.cell import ours as cell_ours
+from benchmarks.cell import plain as cell_plain
+from benchmarks.cell import work as cell
+from benchmarks.plain_loop import Work, apart, counted_steps
+from benchmarks.processes import Told, carry_out
+from privssl.experiment.config import load_config
+from privssl.experiment.prepare import prepare
+from privssl.settings.schema import ModelSettings
+
+ROOT = Path(__file__).parents[2]
+
+SMALL = argparse.Namespace(
+    data="digits", agents=2, rows=24, batch=10, epochs=2, rounds=2, augment="none", beside=0
+)
+
+FEW = argparse.Namespace(
+    data="digits", agents=2, rows=40, labels=50, batch=10, rate=0.02, warm_up=300
+)
+
+
+@pytest.mark.parametrize(
+    "main",
+    [
+        b.main
+        for b in (
+            *(against_flower_and_pfl, batched_agents, evaluation, hot_loop, methods, plain_loop),
+            *(plain_fixmatch, private_step, rounds, scale, sites_memory, start, views),
+        )
+    ],
+    ids=lambda main: main.__module__.partition(".")[2],
+)
+def test_each_command_says_what_it_measures(
+    main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert "python -m benchmarks." in capsys.readouterr().out
+
+
+def test_a_start_is_told_in_its_parts_and_ends_before_the_first_round(tmp_path: Path) -> None:
+    told = start.launched("configs/server_sl.yaml", "data.name=toy", f"run.output={tmp_path}/run")
+    assert told.status == 130  # interrupted
+    found = start.stages(told)
+    parts = [found[name] for name in ("torch", "imports", "work")]
+    assert min(parts) > 0
+    assert sum(parts) == pytest.approx(found["in all"])
+    assert found["in all"] == pytest.approx(told.lines[-1]["at"] - told.begun)
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("round_*")] == ["round_00000"]
+
+
+def test_imports_are_timed_once_and_those_of_torch_by_themselves(tmp_path: Path) -> None:
+    (tmp_path / "outer.py").write_text("import time; time.sleep(0.2); import inner")
+    (tmp_path / "inner.py").write_text("import time; time.sleep(0.3); import torch")
+    (tmp_path / "torch.py").write_text("import time; time.sleep(0.4)")  # in place of the true one
+    code = (
+        "from benchmarks.start import Imports; imports = Imports(); seen = []\n"
+        "imports.then['inner'] = lambda module: seen.append(module.__name__)\n"
+        "import sys, time; sys.path.insert(0, sys.argv[1]); begun = time.monotonic()\n"
+        "before = imports.seconds; import outer, torch; took = time.monotonic() - begun\n"
+        "print(imports.seconds - before, imports.torch, took, *seen)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    *told, seen = subprocess.check_output(command, text=True).split()
+    seconds, of_torch, took = map(float, told)
+    assert seen == "inner"
+    assert of_torch >= 0.4
+    assert of_torch + 0.5 <= seconds <= took  # counted twice, they would be more than it took
+
+
+def test_a_start_that_fails_is_told_with_what_it_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert start.main(["configs/server_sl.yaml", "run.sead=1", "--passes", "1"]) == 1
+    assert "Did you mean" in capsys.readouterr().err
+
+
+def test_the_head_of_a_table_tells_two_processors_of_one_name_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(processes, "CPUINFO", info)
+    one = "processor\t: {}\ncpu family\t: {}\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n"
+    heads = []
+    for family in (25, 26):
+        info.write_text("\n".join(one.format(number, family) for number in range(2)))
+        heads.append(processes.about())
+    assert heads[0].startswith("AMD EPYC (family 25, model 17), ")
+    assert heads[1].startswith("AMD EPYC (family 26, model 17), ")
+    info.write_text("processor\t: 0\nCPU part\t: 0xd40\n")  # ARM has other fields
+    assert processes.about().startswith(f"{platform.machine()}, ")
+    info.unlink()
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert processes.about().startswith(f"{platform.machine()}, {os.cpu_count()} cores, ")
+
+
+# Agents in one stream of kernels --------------------------------------------------------------
+
+
+def test_agents_at_once_are_timed_and_led_to_the_same_classifier(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = [str(methods.CONFIGS / "fedavg.yaml"), "--at-once", "1,2", "--rounds", "1"]
+    small = ["run.device=cpu", "algorithm.local_epochs=1", "data.labelled=40", "model.width=8"]
+    assert batched_agents.main([*asked, *small]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("Device cpu: ")
+    rows = [line.split(" | ") for line in told.splitlines() if line.startswith("| fedavg")]
+    assert [row[1] for row in rows] == ["1", "2"]
+    assert rows[0][4] == "1.00"
+    assert 0 < float(rows[1][5].removesuffix(" |")) < 1e-4  # 0: nothing was done otherwise
+    private = [str(methods.CONFIGS / "fedavg_dp.yaml"), *asked[1:], "privacy.steps=2"]
+    assert batched_agents.main([*private, "data.labelled=40", "model.width=8"]) == 0
+    assert capsys.readouterr().out.count("| fedavg_dp |") == 2
+    assert batched_agents.main([*asked, *small, "run.precision=bfloat16"]) == 2
+    assert "are computed one by one" in capsys.readouterr().err
+
+
+# The plain loop ------------------------------------------------------------------------------
+
+
+def test_a_plain_loop_and_our_engine_take_the_same_steps_to_the_same_weights() -> None:
+    work = Work.of(SMALL)
+    with contextlib.ExitStack() as stack, counted_steps() as count:
+        plain, ours = work.plain("plain", 1), work.ours("float32", 1, stack)
+        taken = []
+        for one in (plain, ours):
+            before = count[0]
+            one.play(1)
+            one.play(2)
+            taken.append(count[0] - before)
+        # 2 rounds of 2 agents, 2 epochs of 24 rows in batches of 10
+        assert taken == [2 * 2 * 2 * 3] * 2
+        assert apart(plain.weights(), work.begin) > 1e-2
+        assert apart(plain.weights(), ours.weights()) < 1e-5
+        # the control: batches in another order
+        other = work.plain("plain", 1)
+        other.play(1)
+        other.play(3)
+        assert apart(other.weights(), ours.weights()) > 1e-4
+
+
+def test_rows_are_augmented_by_the_plain_loop_and_ours_or_by_neither() -> None:
+    row = np.arange(64, dtype=np.uint8).reshape(1, 1, 8, 8).repeat(20, axis=0)
+    for augment, fewest, most in (("none", 1, 1), ("mid", 10, 20)):  # small turns may look alike
+        images = plain_loop.Images(row, np.zeros(20, dtype=np.int64), augment)
+        assert fewest <= len({images[n][0].numpy().tobytes() for n in range(20)}) <= most
+    trained = []
+    for augment in ("none", "mid"):
+        work = Work.of(argparse.Namespace(**vars(SMALL) | {"augment": augment}))
+        with contextlib.ExitStack() as stack:
+            ours = work.ours("float32", 1, stack)
+            ours.play(1)
+            trained.append(ours.weights())
+    assert apart(*trained) > 1e-4
+
+
+def test_a_competitor_that_trained_otherwise_is_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    work = Work.of(SMALL)
+    with contextlib.ExitStack() as stack:
+        competitors = [work.plain("plain", 1), work.ours("float32", 1, stack)]
+        plain_loop.take_turns(competitors, 1)
+        assert plain_loop.report(competitors, work, SMALL) == 0
+        assert "Trained alike." in capsys.readouterr().out
+        first, competitors[0].first = competitors[0].first, work.begin
+        assert plain_loop.report(competitors, work, SMALL) == 1
+        assert "NOT trained alike." in capsys.readouterr().out
+        competitors[0].first = first
+        constant = {name: torch.zeros_like(value) for name, value in work.begin.items()}
+        competitors[0].weights = lambda: constant  # one class for all rows, by the end
+        assert plain_loop.report(competitors, work, SMALL) == 1
+        assert "NOT trained alike." in capsys.readouterr().out
+
+
+def test_other_work_keeps_cores_busy_until_its_benchmark_ends_or_is_killed() -> None:
+    before = children(os.getpid())
+    with processes.other_work(2):
+        beside = children(os.getpid()) - before
+        assert len(beside) == 2
+        assert all(running(one) for one in beside)
+        assert len({os.getsid(0), *map(os.getsid, beside)}) == 3
+    assert not any(running(one) for one in beside)
+    with processes.other_work(0):
+        assert children(os.getpid()) == before
+    killed = "import time; from benchmarks.processes import other_work as w\n"
+    killed += "with w(1): print('begun', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", killed], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"begun\n"
+        (beside_it,) = children(parent.pid)
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while running(beside_it):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def children(parent: int) -> set[int]:
+    """Of its first thread, as Linux lists them."""
+    return set(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
+
+
+def running(process: int) -> bool:
+    """Whether it is there, and no zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_fixmatch_by_a_plain_loop_and_by_our_engine_lead_to_the_same_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where neither changes its rows: views are drawn by each for itself."""
+    alike = dataclasses.replace(plain_fixmatch.Work.of(FEW).config, weak="none", strong="none")
+    monkeypatch.setattr(plain_fixmatch.Work, "config", alike)
+    monkeypatch.setattr(plain_fixmatch, "CROP", 0)
+    monkeypatch.setattr(transforms, "RandomApply", lambda *_: lambda image: image)
+    work = plain_fixmatch.Work.of(FEW)
+    shares: tuple[list[float], list[float]] = ([], [])
+    with contextlib.ExitStack() as stack:
+        plain = work.plain("plain", 1, shares[0])
+        ours = work.ours("float32", 1, shares[1], stack)
+        for number in (1, 2):
+            plain.play(number)
+            ours.play(number)
+        assert shares[0] == pytest.approx(shares[1])
+        assert 0.1 < sum(shares[0]) / len(shares[0]) < 1.0  # some are sure, some are not
+        assert apart(plain.weights(), work.begin) > 1e-3
+        assert apart(plain.weights(), ours.weights()) < 1e-5
+        # the control: batches in another order
+        plain.play(4)
+        ours.play(3)
+        assert apart(plain.weights(), ours.weights()) > 1e-4
+
+
+def test_fixmatch_by_a_plain_loop_sees_a_weak_and_a_strong_view_of_a_row() -> None:
+    row = torch.arange(64, dtype=torch.uint8).reshape(1, 1, 8, 8).repeat(40, 1, 1, 1).numpy()
+    views = plain_fixmatch.TwoViews(row)
+    weak = {views[n][0].numpy().tobytes() for n in range(40)}
+    strong = {views[n][1].numpy().tobytes() for n in range(40)}
+    assert 2 <= len(weak) <= 9  # one pixel each way
+    assert len(strong) > 9
+    assert {views[n][2] for n in range(40)} == {-1}
+    labelled = plain_fixmatch.TwoViews(row, np.full(40, 7))
+    assert {labelled[n][2] for n in range(40)} == {7}
+
+
+@pytest.mark.parametrize(
+    ("right", "shares", "status"),
+    [((0.9, 0.94), (0.5, 0.55), 0), ((0.9, 0.8), (0.5, 0.55), 1), ((0.9, 0.9), (0.5, 0.7), 1)],
+)
+def test_fixmatch_that_trained_otherwise_is_reported(
+    right: tuple[float, ...], shares: tuple[float, float], status: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    kept = {"plain": [shares[0]], "ours": [shares[1]]}
+    assert plain_fixmatch.verdict(0.5, right, kept) == status
+    assert ("NOT trained alike." in capsys.readouterr().out) == bool(status)
+
+
+# pfl's cell ----------------------------------------------------------------------------------
+
+
+def test_the_cell_has_the_network_of_pfl() -> None:
+    layers = (3 * 3 * 3 * 32 + 32, 32 * 3 * 3 * 64 + 64, 64 * 14 * 14 * 128 + 128, 128 * 10 + 10)
+    assert sum(p.numel() for p in cell.CellCNN().parameters()) == sum(layers) == 1_626_442
+    first, second = cell.begin(), cell.begin()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("play", [cell_ours.main, cell_plain.main], ids=["ours", "plain"])
+def test_a_competitor_on_the_cell_tells_of_each_round_and_is_judged(
+    play: Callable[[], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in {"AGENTS": 4, "PER_ROUND": 2, "TEST_ROWS": 51}.items():
+        monkeypatch.setattr(cell, name, value)
+    cell.make_rows(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["cell", str(tmp_path), "2", "float32", "1"])
+    with counted_steps() as count:
+        play()
+    assert count[0] == 2 * 2 * 5  # rounds, agents, batches of 10 of 50 rows
+    told = capsys.readouterr().out.splitlines()
+    assert [line.partition('"round": ')[2] for line in told] == ["0}", "1}", "2}", ""]
+    assert '"loss": ' in told[-1]
+
+
+def test_rates_start_and_cpu_are_read_from_what_a_competitor_told() -> None:
+    # Launched at 100, rounds end at 110, 112, 116 and 118: three timed ones of 2, 4 and 2 s. The
+    # first would have taken 2 s as well, so 8 s were the start. 3 CPU seconds from 110 to 118.
+    lines: list[dict[str, Any]] = [
+        {"at": at, "round": n} for n, at in enumerate((107, 110, 112, 116, 118))
+    ]
+    lines.append({"at": 119, "loss": 1.0, "accuracy": 0.5})
+    told = Told(100.0, tuple(lines), 512.0, ((100.0, 0.0), (110.0, 4.0), (118.0, 7.0)), 0, "")
+    one = against_flower_and_pfl.Competitor("it", "ours", Path(), "float32", [told])
+    numbers = one.numbers()
+    assert (numbers.rate, numbers.rates) == (0.5, (0.25, 0.5))
+    assert (numbers.begins, numbers.start) == (7.0, 8.0)
+    assert (numbers.memory, numbers.cpu) == (512.0, 1.0)
+    assert (numbers.loss, numbers.accuracy) == (1.0, 0.5)
+    one.told = [dataclasses.replace(told, lines=told.lines[1:])]  # it cannot say where it begins
+    assert (one.numbers().begins, one.numbers().start) == (8.0, 8.0)
+
+
+def test_a_competitor_that_cannot_be_imported_is_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = argparse.Namespace(pfl_python=tmp_path / "python", flower_python=None, only=None)
+    names = [one.name for one in against_flower_and_pfl.competitors(asked)]
+    assert all(name.startswith(("privssl", "plain loop")) for name in names)
+    told = capsys.readouterr().err
+    assert f"pfl-research is left out: --pfl-python {tmp_path}" in told
+    assert "Flower simulation is left out: --flower-python was not given" in told
+
+
+# Methods, steps, operations ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_every_phase_of_a_method_is_shortened_alike(method: str) -> None:
+    changes = methods.overrides(method, "digits", 1, 3)
+    prepared = prepare(load_config(methods.CONFIGS / f"{method}.yaml", changes))
+    assert {phase.rounds for phase in prepared.algorithm.phases()} == {
+        4
+    } or method == "label_census"
+    assert prepared.config.data.name == "digits"
+
+
+def test_a_phase_is_timed_from_its_second_round() -> None:
+    lines = [{"at": at, "phase": phase} for at, phase in (
+        (10.0, "start"), (19.0, "a"), (20.0, "a"), (22.0, "a"), (90.0, "b"), (94.0, "b"),
+    )]  # fmt: skip
+    cpu = ((10.0, 0.0), (19.0, 1.0), (22.0, 4.0), (90.0, 4.0), (94.0, 6.0))
+    told = Told(0.0, tuple(lines), 100.0, cpu, 0, "")
+    assert methods.lines("m", 1, told) == [
+        "| m | a | 1 | 1.500 | 1.500 | 100 |",  # 1 and 2 s; 3 CPU seconds in two rounds
+        "| m | b | 1 | 4.000 | 2.000 | 100 |",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("network", ["F", "D"])
+@pytest.mark.parametrize("mode", private_step.MODES)
+def test_our_private_step_and_those_of_opacus_are_one_step(network: str, mode: str) -> None:
+    torch.manual_seed(0)
+    private_step.check(private_step.cases(6)[network], mode, torch.contiguous_format)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_that_holds_for_a_network_whose_kernels_are_clipped_as_factors() -> None:
+    torch.manual_seed(0)
+    case = private_step.coloured_case(6, ModelSettings(name="resnet9", width=4))
+    private_step.check(case, "ghost", torch.contiguous_format)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_our_private_step_is_the_mean_of_clipped_gradients_taken_row_by_row() -> None:
+    torch.manual_seed(0)
+    case = private_step.cases(6)["F"]
+
+    def by_hand(case: private_step.Case) -> Callable[[], None]:
+        network, criterion = case.new(), case.criterion()
+        parameters = list(network.parameters())
+        total = [torch.zeros_like(parameter) for parameter in parameters]
+        for row in range(6):
+            network.zero_grad()
+            criterion(network(case.inputs[0][row, None]), case.target[row, None]).backward()
+            norm = (
+                float(sum(p.grad.square().sum() for p in parameters if p.grad is not None)) ** 0.5
+            )
+            for sum_, parameter in zip(total, parameters, strict=True):
+                assert parameter.grad is not None
+                sum_ += parameter.grad * min(1.0, private_step.CLIP / norm)
+
+        def step() -> None:
+            with torch.no_grad():
+                for sum_, parameter in zip(total, parameters, strict=True):
+                    parameter.sub_(sum_, alpha=private_step.RATE / 6)
+
+        return step
+
+    ours = private_step.moved(case, lambda case: private_step.our_step(case, 0.0))
+    hand = private_step.moved(case, by_hand)
+    assert float((ours - hand).norm()) < private_step.APART * float(hand.norm())
+    # the control: clipping is part of what is compared
+    unclipped = private_step.moved(case, private_step.open_step)
+    assert float((ours - unclipped).norm()) > 0.1 * float(hand.norm())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_mode_of_opacus_that_takes_another_step_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    case = private_step.cases(6)["F"]
+    true_step = private_step.opacus_step
+
+    def clips_less(*given: Any) -> Callable[[], None]:
+        with monkeypatch.context() as there:
+            there.setattr(private_step, "CLIP", 2.0)
+            return true_step(*given)
+
+    monkeypatch.setattr(private_step, "opacus_step", clips_less)
+    with pytest.raises(ValueError, match="its clipped gradient is another"):
+        private_step.check(case, "hooks", torch.contiguous_format)
+
+
+def test_operations_of_a_step_are_those_of_its_products_forward_and_backward() -> None:
+    rows = 3
+    forward = [
+        2 * rows * products
+        for products in (28**2 * 16 * 25, 14**2 * 32 * 9 * 16, 7**2 * 64 * 9 * 32, 576 * 10)
+    ]
+    # Backward: the gradient of weights costs as much, and that of inputs, but for the first's.
+    expected = 3 * sum(forward) - forward[0]
+    assert hot_loop.Step.of(hot_loop.SMALL, rows, "float32").operations() == expected
+
+
+def test_the_time_of_a_step_is_shared_out_by_what_it_was_for() -> None:
+    a = torch.randn(500, 500)
+    shares = hot_loop.parts(lambda: a @ a)  # 250 million operations, and next to nothing else
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["products"] > 0.5
+    assert hot_loop.parts(lambda: a.clone())["products"] == 0
+
+
+# Other programs ------------------------------------------------------------------------------
+
+#: Takes 50 MB, tells one line, and leaves a process behind that has left its group and lost its
+#: parent.
+LEAVES_ONE = """
+import subprocess, time
+from benchmarks.processes import tell
+quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+child = subprocess.Popen(["sleep", "60"], start_new_session=True, **quiet)
+taken = b"x" * 50_000_000
+time.sleep(1)
+tell(child=child.pid)
+"""
+
+
+def test_nothing_that_a_program_started_outlives_its_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", LEAVES_ONE]
+    told = carry_out([command], [environment], limit=60)
+    assert told.status == 0 and 50 < told.peak_pss < 200
+    assert not _alive(told.lines[0]["child"])
+    # the control
+    monkeypatch.setattr(processes, "end_all", lambda word: None)
+    left = carry_out([command], [environment], limit=60).lines[0]["child"]
+    assert _alive(left)
+    os.kill(left, signal.SIGKILL)
+
+
+def test_commands_side_by_side_share_a_session_and_so_one_share_of_the_cores(
+    tmp_path: Path,
+) -> None:
+    files = [tmp_path / "one", tmp_path / "other"]
+    note = "import os, sys; open(sys.argv[1], 'w').write(str(os.getsid(0)))"
+    told = carry_out([[sys.executable, "-c", note, str(f)] for f in files], [{}, {}], limit=60)
+    assert told.status == 0
+    assert [int(file.read_text()) for file in files] == [os.getsid(0)] * 2
+
+
+def test_a_program_is_ended_at_its_limit() -> None:
+    told = carry_out([["sleep", "60"]], [{}], limit=0.5)
+    assert told.status == -signal.SIGKILL
+
+
+def _alive(process: int) -> bool:
+    """Running: not gone, and not waiting to be taken leave of."""
+    with contextlib.suppress(OSError):
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    return False
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "words", "said"),
+    [
+        (rounds, ["configs/fedssl.yaml", "--rounds", "0"], "whole number from 1 is needed, not 0"),
+        (rounds, ["run.seed=1"], "which config?"),
+        (views, ["run.seed=1"], "which config?"),
+        (batched_agents, ["configs/semifl.yaml", "--at-once", "1,x"], "is needed, not x"),
+        (batched_agents, ["run.seed=1"], "which config?"),
+        (scale, ["configs/semifl.yaml", "--rounds", "1"], "from 2 is needed, not 1"),
+        (start, ["--passes", "0"], "from 1 is needed, not 0"),
+        (private_step, ["--width", "4"], "--width is of a --classifier"),
+        (against_flower_and_pfl, ["--only", "nobody"], "part of no competitor"),
+        (evaluation, ["resnet9"], "unrecognized arguments: resnet9"),
+    ],
+)
+def test_a_word_that_makes_no_sense_is_refused_before_anything_is_timed(
+    benchmark: Any, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("benchmark", [rounds, views, batched_agents])
+def test_a_phase_that_a_config_has_not_is_refused_with_those_that_it_has(
+    benchmark: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(ROOT / "configs" / "fedtrinet.yaml")
+    assert benchmark.main([config, "--rounds", "1", "--phase", "nosuch"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no phase nosuch. Phases: labels, three players" in said
+
+
+def test_a_config_that_does_not_fit_ends_the_cell_of_a_scale_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert scale.main(["configs/nope.yaml", "--agents", "10", "--rounds", "2"]) == 2
+    said = capfd.readouterr().err
+    assert "configs/nope.yaml" in said and "Traceback" not in said
+
+
+def test_benchmarks_of_starts_take_values_behind_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def launched(*words: str) -> Any:
+        asked.append(words)
+        return Told(0.0, ({"at": 3.0, "torch": 1.0, "imports": 1.5},), 100.0, (), 0, "")
+
+    monkeypatch.setattr(start, "launched", launched)
+    assert start.main(["a.yaml", "--passes", "1", "run.seed=1"]) == 0
+    [(config, output, override)] = asked
+    assert (config, override) == ("a.yaml", "run.seed=1") and output.startswith("run.output=")

@@ -1,0 +1,40 @@
+"""The installed command finds its commands, and answers a mistake in words."""
+
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from privssl.__main__ import COMMANDS, main
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_gets_its_arguments_and_its_status_is_returned(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Sequence[str]] = []
+
+    def stand_in(arguments: Sequence[str]) -> int:
+        seen.append(list(arguments))
+        return 3
+
+    module = f"privssl.{command}" if command == "train" else f"privssl.{command}.__main__"
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(main=stand_in))
+    assert main([command, "x.yaml", "--flag"]) == 3
+    assert seen == [["x.yaml", "--flag"]]
+
+
+def test_an_unknown_command_is_a_mistake_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian", "x.yaml"]) == 2  # codespell:ignore
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "no command 'trian'. Did you mean train?" in err  # codespell:ignore
+
+
+def test_no_command_is_a_mistake_and_help_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    out, err = capsys.readouterr()
+    assert out == err  # the same usage, on the stream where it belongs
+    assert all(f"  {name}  " in out for name in COMMANDS)

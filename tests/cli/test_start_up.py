@@ -1,0 +1,246 @@
+"""What a process does not load: torch's compiler, torchvision, Opacus without privacy, other
+algorithms, and torch before a command is known to be right; and that commands use one thread.
+
+The first three take as long to import as torch itself and lie in memory once for each worker.
+"""
+
+import copy
+import importlib
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from privssl.algorithms import ALGORITHMS
+from privssl.training import optim
+
+CONFIG = Path(__file__).parents[2] / "configs" / "server_sl.yaml"
+COMPILER = "torch._dynamo"
+STEPS = """
+import torch
+from privssl.training.optim import Adam, SGD
+w = torch.zeros(2, requires_grad=True)
+for optimiser in ({}, {}):
+    optimiser.zero_grad()
+    w.sum().backward()
+    optimiser.step()
+"""
+
+
+def loaded(code: str, *modules: str) -> list[str]:
+    """Which of the modules a fresh process has imported when it has run the code."""
+    ask = f"{code}\nimport sys; print(*(m for m in {modules!r} if m in sys.modules))"
+    ended = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.split()
+
+
+def test_training_steps_do_not_load_the_compiler() -> None:
+    sgd, adam = "SGD([w], lr=1.0, momentum=0.9, nesterov=True)", "Adam([w], lr=1.0, fused=True)"
+    assert not loaded(STEPS.format(sgd, adam), COMPILER)
+    assert loaded(f"import {COMPILER}", COMPILER)  # the check can see it
+
+
+PREPARED = (
+    "from pathlib import Path; from privssl.experiment import config, prepare\n"
+    f"prepare.prepare(config.load(Path({str(CONFIG)!r}), ['data.name=digits']))"
+)
+
+
+def test_a_run_imports_its_own_algorithm_and_no_other() -> None:
+    modules = {kind.__module__ for kind in ALGORITHMS.values()}
+    assert len(modules) > 5
+    assert loaded(PREPARED, *modules) == [ALGORITHMS["server_sl"].__module__]
+
+
+def test_reading_a_config_without_privacy_loads_neither_opacus_nor_what_draws() -> None:
+    plan = (
+        "from accounting import calibrate_noise\n"
+        "calibrate_noise(epsilon=8.0, delta=1e-5, sample_rate=0.1, steps=10)"
+    )
+    slow = ("opacus", "scipy", "sklearn", "torchvision", "matplotlib", "tensorboard", COMPILER)
+    assert not loaded(PREPARED, *slow)
+    assert "opacus" in loaded(plan, *slow)  # a private one does
+
+
+COMMANDS = (
+    "privssl.train",
+    "privssl.compare.__main__",
+    "privssl.audit.__main__",
+    "privssl.site.__main__",
+)
+ASKED = """
+from {module} import main
+try:
+    main([{argument!r}])
+except SystemExit:
+    pass
+import sys; sys.stdout = sys.__stdout__
+"""
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+@pytest.mark.parametrize("argument", ["--help", "--no-such-option"])
+def test_a_command_is_explained_before_torch_is_loaded(module: str, argument: str) -> None:
+    asked = "import io, sys; sys.stdout = io.StringIO()" + ASKED.format(**vars())
+    assert not loaded(asked, "torch")
+
+
+@pytest.mark.parametrize("module", ["train", "compare.__main__", "audit.__main__"])
+def test_a_command_computes_in_one_thread_unless_told_otherwise(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads that spin for each other beside other work take three times as long as one."""
+    main = importlib.import_module(f"privssl.{module}").main
+    arguments = [str(tmp_path)] if "audit" in module else [str(CONFIG), "--dry-run"]
+
+    def threads_after() -> int:
+        torch.set_num_threads(2)
+        try:
+            main(arguments)
+            return torch.get_num_threads()
+        finally:
+            torch.set_num_threads(1)
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads_after() == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert threads_after() == 2
+
+
+LOOKED_FOR = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+seen = []
+sys.addaudithook(lambda event, told: event == "import" and seen.append(told[0]))
+{write}
+print("tensorflow" in seen)
+"""
+
+
+def test_tensorflow_is_not_imported_where_it_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "tensorflow").mkdir()
+    (tmp_path / "tensorflow" / "__init__.py").write_text("raise ImportError")
+    events = str(tmp_path / "events")
+
+    def imported(write: str) -> str:
+        code = LOOKED_FOR.format(folder=str(tmp_path), write=write)
+        return subprocess.check_output([sys.executable, "-c", code], text=True).strip()
+
+    ours = f"from privssl.reporting.trackers import *; TensorBoardTracker(Path({events!r})).close()"
+    torchs = f"from torch.utils.tensorboard import *; SummaryWriter({events!r}).close()"
+    assert imported(ours) == "False"
+    assert imported(torchs) == "True"  # the control: TensorBoard looks for it
+
+
+COLLECTED = """
+import gc
+from privssl.runtime.process import without_collections
+{before}
+seen = []
+gc.callbacks.append(lambda when, what: seen.append(when))
+with without_collections():
+    import torch
+    during = len(seen)
+print(during, gc.get_freeze_count(), gc.isenabled())
+"""
+
+
+def test_the_garbage_collector_never_looks_at_what_imports_made() -> None:
+    def found(before: str) -> list[str]:
+        code = COLLECTED.format(before=before)
+        return subprocess.check_output([sys.executable, "-c", code], text=True).split()
+
+    during, frozen, enabled = found("")
+    assert (during, enabled) == ("0", "True")
+    assert int(frozen) > 50_000
+    # Where torch was there before, so may be garbage, which would stay for ever.
+    assert found("import torch") == ["0", "0", "True"]
+
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (
+            lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+        ),
+        (
+            lambda p: optim.Adam(p, lr=0.1, betas=(0.5, 0.9), fused=True),
+            lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.5, 0.9), fused=True),
+        ),
+    ],
+    ids=["SGD", "Adam"],
+)
+def test_steps_are_those_of_torch_to_the_bit(ours: Make, torchs: Make) -> None:
+    first = nn.Linear(3, 4)
+    network = nn.Sequential(first, nn.Tanh(), nn.Linear(4, 1))
+    x = torch.linspace(-1, 1, 15).view(5, 3)
+
+    def trained(make: Make) -> list[Tensor]:
+        mine = copy.deepcopy(network)
+        optimiser = make(list(mine.parameters()))
+        for _ in range(4):
+            optimiser.zero_grad()
+            mine(x).square().sum().backward()
+            optimiser.step()
+        return [p.detach() for p in mine.parameters()]
+
+    mine, theirs = trained(ours), trained(torchs)
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert not torch.equal(mine[0], first.weight)
+
+
+def test_a_step_opens_no_record_for_a_profiler() -> None:
+    def records(kind: type[torch.optim.Optimizer]) -> list[str]:
+        w = torch.ones(2, requires_grad=True)
+        optimiser = kind([w], lr=0.5)  # type: ignore[call-arg]
+        w.sum().backward()  # type: ignore[no-untyped-call]
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            optimiser.step()
+        return [entry.key for entry in seen.key_averages() if "Optimizer" in entry.key]
+
+    for ours, torchs in ((optim.SGD, torch.optim.SGD), (optim.Adam, torch.optim.Adam)):
+        assert records(ours) == []
+        assert len(records(torchs)) == 1  # the negative control
+
+
+def test_no_gradient_is_recorded_through_a_step() -> None:
+    w = torch.ones(2, requires_grad=True)
+    optimiser = optim.SGD([w], lr=0.5)
+    w.sum().backward()  # type: ignore[no-untyped-call]
+    optimiser.step()
+    assert w.is_leaf
+    torch.testing.assert_close(w.detach(), torch.tensor([0.5, 0.5]))
+
+
+HELD = """
+import os, torch
+from privssl.runtime import process
+held = lambda: int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+{call}
+before = held()
+large = torch.ones(2**24)  # 64 MiB
+del large
+print(held() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others have rules of their own")
+def test_freed_memory_stays_with_the_process_for_the_next_tensor() -> None:
+    held, given_back = (
+        int(subprocess.check_output([sys.executable, "-c", HELD.format(call=call)]))
+        for call in ("process.keep_freed_memory()", "")
+    )
+    assert held > 2**26 - 2**20
+    assert given_back < 2**22  # the negative control: as the C library has it

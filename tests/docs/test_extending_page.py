@@ -1,0 +1,121 @@
+"""The Python of docs/extending.md and docs/own_networks_and_data.md, run by a test."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accounting.ledger import read_journal
+from privssl.algorithms import ALGORITHMS
+from privssl.algorithms.base import Algorithm
+from privssl.audit import __main__ as audit
+from privssl.data import split_manifest
+from tests.support import command_line
+
+DOCS = Path(__file__).parents[2] / "docs"
+METHOD, PARTITION, PREDICTING = (
+    block
+    for page in ("extending.md", "own_networks_and_data.md")
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+)
+CONFIG = """\
+data: {name: toy, labelled: 40, unlabelled: 80}
+agents: {support: 2, query: 2}
+model: {name: small_cnn, width: 4}
+algorithm: {name: fedown, rounds: 3, threshold: 0.15}
+"""
+PRIVACY = "privacy: {epsilon: 4.0, delta: 1.0e-3, sample_rate: 0.5, steps: 2}\n"
+
+
+def imported(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of this source."""
+    (folder / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Algorithm[Any]]:
+    """The class of the page, known to everybody under its name."""
+    kind: type[Algorithm[Any]] = imported("fedown", METHOD, tmp_path, monkeypatch).FedOwn
+    known = type(ALGORITHMS)
+    given = known.__getitem__
+    monkeypatch.setattr(
+        known, "__getitem__", lambda self, name: kind if name == "fedown" else given(self, name)
+    )
+    monkeypatch.setattr("privssl.algorithms.NAMES", (*ALGORITHMS, "fedown"))
+    return kind
+
+
+def runs(folder: Path, text: str, *given: str) -> Path:
+    folder.mkdir()
+    (folder / "c.yaml").write_text(text)
+    outcome = command_line.command(folder / "c.yaml", f"run.output={folder / 'run'}", *given)
+    assert outcome.status == 0, outcome.err
+    return folder / "run"
+
+
+def test_the_method_of_the_page_learns_remembers_and_is_the_same_in_workers(
+    method: type[Algorithm[Any]], tmp_path: Path
+) -> None:
+    one = runs(tmp_path / "one", CONFIG, "run.workers=1")
+    two = runs(tmp_path / "two", CONFIG, "run.workers=2")
+    for name in ("metrics.csv", "classifier.safetensors"):
+        assert (one / name).read_bytes() == (two / name).read_bytes()
+    forgets = runs(tmp_path / "forgets", CONFIG, "run.workers=1", "algorithm.decay=0.0")
+    assert (one / "metrics.csv").read_bytes() != (forgets / "metrics.csv").read_bytes()
+
+
+def test_its_private_form_pays_for_every_visit_and_its_claim_is_borne_out(
+    method: type[Algorithm[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs(tmp_path / "private", CONFIG + PRIVACY)
+    visits = {p.stem: read_journal(p).visits for p in (run / "ledger").glob("*.jsonl")}
+    assert {name: len(each) for name, each in visits.items()} == {"s0": 3, "s1": 3}
+    assert audit.main([str(run)]) == 0
+    capsys.readouterr()
+    strange = "{epsilon: 4.0, delta: 1.0e-3, update_at_support: [F, G], protect: [F, G]}"
+    (tmp_path / "c.yaml").write_text(CONFIG + f"privacy: {strange}\n")
+    refused = command_line.command(tmp_path / "c.yaml", f"run.output={tmp_path / 'other'}")
+    assert refused.status == 2 and "fedown trains F alone" in refused.err
+
+
+def test_a_plan_for_networks_that_the_method_has_not_is_refused(
+    method: type[Algorithm[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(method, "problems", classmethod(lambda cls, config: iter(())))
+    strange = "{epsilon: 4.0, delta: 1.0e-3, update_at_support: [F, G], protect: [F, G]}"
+    (tmp_path / "c.yaml").write_text(CONFIG + f"privacy: {strange}\n")
+    refused = command_line.command(tmp_path / "c.yaml", f"run.output={tmp_path / 'other'}")
+    assert refused.status == 2 and "fedown has no network G" in refused.err
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in which runs/first is a run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    made = runs(tmp_path / "made", command_line.PLAIN)
+    made.rename(tmp_path / "runs" / "first")
+    yield tmp_path
+
+
+def test_a_partition_of_ones_own_is_replayed(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported("partition_of_the_page", PARTITION, there, monkeypatch)
+    drawn, own = (
+        split_manifest.read_manifest(Path("runs/first/split.json")),
+        split_manifest.read_manifest(Path("own_split.json")),
+    )
+    assert len(own.agents["q1"].unlabelled) == 1 and own.hash != drawn.hash
+    run = runs(there / "again", command_line.PLAIN, f"data.split={there / 'own_split.json'}")
+    assert split_manifest.read_manifest(run / "split.json").hash == own.hash
+
+
+def test_weights_predict(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    classes = imported("predicting_of_the_page", PREDICTING, there, monkeypatch).classes
+    assert classes.shape == (5,) and classes.min() >= 0 and classes.max() < 10

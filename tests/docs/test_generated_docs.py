@@ -1,0 +1,48 @@
+"""The pages that docs/generate_reference.py writes from the code are the committed ones."""
+
+import dataclasses
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from privssl.algorithms import ALGORITHMS
+
+DOCS = Path(__file__).parents[2] / "docs"
+GENERATOR: dict[str, Any] = runpy.run_path(str(DOCS / "generate_reference.py"))
+
+
+@pytest.mark.parametrize("name", sorted(GENERATOR["PAGES"]))
+def test_a_committed_page_equals_what_the_code_generates(name: str) -> None:
+    expected = (DOCS / name).read_text(encoding="utf-8")
+    assert GENERATOR["PAGES"][name]() == expected, "run: python docs/generate_reference.py"
+
+
+def test_every_key_of_every_section_has_a_description() -> None:
+    sections = [*GENERATOR["SECTIONS"].values(), *GENERATOR["SITE_SECTIONS"].values()]
+    sections += [algorithm.Config for algorithm in ALGORITHMS.values()]
+    keys = [(section, key) for section in sections for key in GENERATOR["keys"](section)]
+    assert [f"{section.__name__}.{key.name}" for section, key in keys if not key.text] == []
+
+
+def test_every_algorithm_has_a_table() -> None:
+    listed = [
+        name for page in ("METHODS", "BASELINES") for group in GENERATOR[page] for name in group
+    ]
+    assert sorted(listed) == sorted(ALGORITHMS)
+
+
+def test_a_changed_default_and_a_new_key_change_the_page() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Section:
+        """A section with two keys."""
+
+        rate: float = 0.5  # of learning
+        rows: int = 3
+        """Rows in a batch."""
+
+    assert GENERATOR["table"](GENERATOR["keys"](Section)).splitlines()[2:] == [
+        "| `rate` | number | `0.5` | of learning |",
+        "| `rows` | integer | `3` | Rows in a batch. |",
+    ]

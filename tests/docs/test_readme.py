@@ -1,0 +1,136 @@
+"""The commands of README.md run in the order in which they stand there; its links exist."""
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from privssl import train
+from privssl.audit import __main__ as audit
+from privssl.compare import __main__ as compare
+from privssl.experiment import config
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+#: What makes a command of the README quick: by the start of the command.
+QUICK = ["model.width=4", "algorithm.rounds=1", "algorithm.local_steps=1"]
+PRIVATE = ["privacy.visits=1", "privacy.steps=2", "algorithm.warm_up=0"]
+#: `make train`, as the Makefile has it.
+MAKE_TRAIN = "python -m privssl.train configs/fedssl_dp.yaml run.overwrite=true"
+
+
+def commands(text: str) -> list[list[str]]:
+    """The ``python -m privssl...`` commands of the fenced blocks, in order, as words."""
+    blocks = "\n".join(re.findall(r"```\n(.*?)```", text, re.DOTALL))
+    found = []
+    for line in blocks.splitlines():
+        command = line.replace("make train", MAKE_TRAIN)
+        if command.startswith("python -m privssl."):
+            found.append(shlex.split(command, comments=True)[2:])
+    return found
+
+
+def obstacles(text: str) -> Iterator[str]:
+    """The commands that a reader could not run after those before them, and why."""
+    present: set[Path] = set()
+    for command, *arguments in commands(text):
+        files = [Path(word) for word in arguments if word.endswith(".yaml")]
+        settings = [word for word in arguments if "=" in word]
+        yield from (f"{file} does not exist" for file in files if not (ROOT / file).is_file())
+        if command == "privssl.train" and files and (ROOT / files[0]).is_file():
+            asked = config.load_config(ROOT / files[0], settings)
+            if asked.folder in present and not asked.run.overwrite:
+                yield f"{asked.folder} exists already: {' '.join(arguments)}"
+            if "--dry-run" not in arguments:
+                present.add(asked.folder)
+        for word in arguments:
+            if word.startswith("runs/") and Path(word) not in present:
+                yield f"{word} is made by no command before: {command}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
+def test_every_command_finds_what_it_needs_and_no_folder_in_its_way(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert len(commands(text)) >= 8
+    assert list(obstacles(text)) == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "make train\npython -m privssl.train configs/fedssl_dp.yaml",
+        "make train\npython -m privssl.train configs/fedssl_dp.yaml privacy.epsilon=4 run.seed=0",
+        "make train\npython -m privssl.train --resume runs/fedssl-0",
+        "python -m privssl.train configs/uda.yaml --dry-run\npython -m privssl.audit runs/uda-0",
+        "python -m privssl.compare configs/fedssl.yaml configs/nothing.yaml",
+    ],
+)
+def test_a_command_that_could_not_run_there_is_found(planted: str) -> None:
+    assert len(list(obstacles(f"```\n{planted}\n```"))) == 1
+
+
+def test_make_train_is_the_command_that_these_tests_take_it_for() -> None:
+    inherited = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CONFIG", "ARGS", "VENV")  # of `make test`
+    env = {key: value for key, value in os.environ.items() if key not in inherited}
+    done = subprocess.run(
+        ["make", "-n", "train"], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == f".venv/bin/{MAKE_TRAIN}"
+
+
+@pytest.mark.slow
+def test_the_commands_run_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    run = {
+        "privssl.train": train.main,
+        "privssl.audit": audit.main,
+        "privssl.compare": compare.main,
+    }
+    for name, *arguments in commands(TEXT):
+        if any(word.endswith(".yaml") for word in arguments):
+            arguments += QUICK + (PRIVATE if "fedssl_dp" in " ".join(arguments) else [])
+        assert run[name]([*arguments]) == 0, (name, arguments)
+
+
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(text: str, folder: Path) -> list[str]:
+    """Relative links to files or headings that do not exist, seen from a page's folder."""
+    found = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        target, _, anchor = link.partition("#")
+        file = folder / target
+        if "://" in link or target.startswith("privssl/"):  # modules move more often
+            continue
+        if not file.exists() or (target and anchor and anchor not in anchors(file)):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    assert broken_links(page.read_text(encoding="utf-8"), page.parent) == []
+
+
+def test_a_link_that_leads_nowhere_is_found() -> None:
+    text = "[a](docs/nothing.md#x) [b](docs/config.md#nothing) [c](docs/config.md#privacy)"
+    assert broken_links(text, ROOT) == ["docs/nothing.md#x", "docs/config.md#nothing"]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXT.splitlines()) <= 130

@@ -1,0 +1,557 @@
+"""Configs: what is read, what is refused, and the words in which it is told.
+
+Expected texts are written out, because they are what a user sees. The algorithm in here is a
+small one of the tests' own, so that the table of real ones can change without this file.
+"""
+
+import dataclasses
+import math
+import string
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import hypothesis.strategies as st
+import pydantic
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+
+from privssl.algorithms import ALGORITHMS
+from privssl.algorithms.base import MissingReplyPolicy
+from privssl.errors import ConfigError
+from privssl.experiment.config import Config, config_hash, load_config, to_yaml
+from privssl.settings.schema import Positive, Problem, Rate, strict
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class SmallConfig:
+    name: Literal["fedssl"] = "fedssl"
+    rounds: Positive = 100
+    sharpness: Rate = 2.0
+    layers: tuple[int, ...] = (8, 16)
+
+
+class Small:
+    Config = SmallConfig
+    can_be_private = True
+    without = MissingReplyPolicy(quorum=("step",))
+
+    @classmethod
+    def missing_reply_policy_for(cls, cfg: Any, *, private: bool) -> MissingReplyPolicy:
+        return cls.without
+
+    @classmethod
+    def problems(cls, config: Any) -> Iterator[Problem]:
+        if config.data.labels == "support" and config.agents.support == 0:
+            text = "0, but fedssl reads labels at support agents: give at least 1"
+            yield Problem("agents.support", text)
+
+
+TABLE: dict[str, type[Any]] = {"fedssl": Small}
+SOUND = "agents: {support: 2, query: 6}\nalgorithm: {name: fedssl}\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+
+    def write_config(text: str, name: str = "a.yaml") -> Path:
+        Path(name).write_text(text, encoding="utf-8")
+        return Path(name)
+
+    return write_config
+
+
+def refusal(path: Path, overrides: Sequence[str] = ()) -> list[str]:
+    """The rows of the report, without its heading, columns separated by single spaces."""
+    with pytest.raises(ConfigError) as error:
+        load_config(path, overrides, TABLE)
+    return [" ".join(row.split()) for row in str(error.value).splitlines()[1:]]
+
+
+def test_every_problem_is_reported_at_once_in_the_layout_of_the_design(write: Any) -> None:
+    text = """\
+# FedSSL-DP
+run:       {seed: 0, output: runs/fedssl_dp}
+data:      {name: mnist, labelled: 150, partition: iid}
+agents:    {support: 0, query: 6}
+model:     {name: lenet, norm: batch}
+algorithm:
+  name: fedssl
+  rounds: 100
+
+privacy:
+  epsilonn: 8.0
+  delta: 1e-5
+"""
+    with pytest.raises(ConfigError) as error:
+        load_config(write(text, "fedssl_dp.yaml"), ["run.seed=-1"], TABLE)
+    assert str(error.value) == (
+        "fedssl_dp.yaml: 5 problems\n"
+        "  line 4    agents.support          "
+        "0, but fedssl reads labels at support agents: give at least 1\n"
+        "  line 5    model.norm              batch norm couples the rows of a batch, "
+        "so no single row can be clipped. Set model.norm: group\n"
+        "  line 11   privacy.epsilonn        unknown key. Did you mean epsilon?\n"
+        "  line 12   privacy.delta           '1e-5' is text to YAML. Write 1.0e-5\n"
+        "  argument  run.seed                needs a whole number >= 0, got -1"
+    )
+
+
+def test_the_command_line_beats_the_file_and_the_file_beats_the_default(write: Any) -> None:
+    path = write(SOUND + "run: {seed: 3, evaluate_every: 4}\n")
+    config = load_config(path, ["run.seed=5"], TABLE)
+    assert (config.run.seed, config.run.evaluate_every, config.run.checkpoint_every) == (5, 4, 10)
+    assert config.privacy is None
+
+
+def test_a_run_is_named_after_its_file_and_goes_to_runs(write: Any) -> None:
+    path = write(SOUND, "trial.yaml")
+    config = load_config(path, ["run.seed=7"], TABLE)
+    assert (config.run.name, config.folder) == ("trial", Path("runs/trial-7"))
+    assert load_config(path, ["run.output=else/where"], TABLE).folder == Path("else/where")
+
+
+def test_lists_become_tuples_and_whole_numbers_do_for_numbers(write: Any) -> None:
+    path = write(SOUND + "privacy: {epsilon: 8, update_at_support: [F, D], protect: [F, D]}\n")
+    config = load_config(path, ["algorithm.layers=[1, 2]"], TABLE)
+    assert config.algorithm.layers == (1, 2)
+    assert config.privacy is not None
+    assert config.privacy.protect == ("F", "D")
+    assert isinstance(config.privacy.epsilon, float)
+
+
+def test_an_argument_creates_the_privacy_section_and_null_removes_it(write: Any) -> None:
+    path = write(SOUND)
+    private = load_config(path, ["privacy.epsilon=4"], TABLE).privacy
+    assert private is not None
+    assert private.epsilon == 4.0
+    private_path = write(SOUND + "privacy: {epsilon: 4.0, deltaa: 3}\n", "b.yaml")
+    assert load_config(private_path, ["privacy=null"], TABLE).privacy is None
+    again = load_config(private_path, ["privacy=null", "privacy.epsilon=2"], TABLE).privacy
+    assert again is not None
+    assert again.epsilon == 2.0
+
+
+def test_a_privacy_section_left_empty_never_means_not_private(write: Any) -> None:
+    path = write(SOUND + "privacy:\n  # epsilon: 8.0\n")
+    text = "empty. Give epsilon, or write privacy: null for no privacy"
+    assert refusal(path) == [f"line 3 privacy {text}"]
+    assert refusal(write(SOUND), ["privacy="]) == [
+        "argument privacy is a section. Write privacy.key=value"
+    ]
+    assert load_config(write(SOUND + "privacy: null\n"), (), TABLE).privacy is None
+    assert load_config(path, ["privacy.epsilon=8"], TABLE).privacy is not None
+
+
+def test_an_argument_replaces_what_was_wrong_in_the_file(write: Any) -> None:
+    path = write(SOUND + "run: {seed: on}\n")
+    assert refusal(path)
+    assert load_config(path, ["run.seed=1"], TABLE).run.seed == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "row"),
+    [
+        ("runn: {seed: 1}", "runn unknown section. Did you mean run?"),
+        ("run: {sead: 1}", "run.sead unknown key. Did you mean seed?"),
+        ("run: {seed: 1, seed: 2}", "run.seed given twice: first on line 3"),
+        ("agents: {}", "agents given twice: first on line 1"),
+        ("run: {seed: 1.0}", "run.seed needs a whole number >= 0, got 1.0"),
+        ("run: {seed: true}", "run.seed needs a whole number >= 0, got true"),
+        ("run: {seed: '3'}", "run.seed '3' is text to YAML. Write 3"),
+        ("run: {seed: 1e3}", "run.seed '1e3' is text to YAML. Write 1000"),
+        ("run: {seed: }", "run.seed needs a whole number >= 0, got null"),
+        ("run: {seed: [1, 2]}", "run.seed needs a whole number >= 0, got [1, 2]"),
+        ("run: {seed: {a: 1}}", "run.seed needs a whole number >= 0, got keys (a)"),
+        ("run: {name: 2024}", "run.name needs text, got 2024. Put it in quotes"),
+        ("run: {overwrite: 1}", "run.overwrite needs true or false, got 1"),
+        ("run: 3", "run needs keys with values, got 3"),
+        ("model: {width: 0}", "model.width needs a whole number >= 1, got 0"),
+        (
+            "model: {norm: grop}",
+            "model.norm needs group, batch, static or none, got 'grop'. Did you mean group?",
+        ),
+        (
+            "data: {partition: dirichlet, alpha: .nan}",
+            "data.alpha needs a number > 0 or null, got nan",
+        ),
+        ("data: {partition: dirichlet}", "data.alpha missing: partition dirichlet needs it"),
+        ("privacy: {delta: 1.0e-5}", "privacy.epsilon missing: needs a number"),
+        (
+            "privacy: {epsilon: 8, protect: F}",
+            "privacy.protect needs a list of F, G or D, got 'F'. Write [F]",
+        ),
+        (
+            "privacy: {epsilon: 8, momentum: 1.0}",
+            "privacy.momentum needs a number >= 0 and < 1, got 1.0",
+        ),
+        ("model: [lenet]", "model needs keys with values, got [lenet]"),
+        ('run: {output: "a\\0b"}', "run.output 'a\\x00b' has characters that cannot be printed"),
+        (
+            "run: {overwrite: on}",
+            "run.overwrite 'on' is true or false to YAML. Write that, or put it in quotes",
+        ),
+        (
+            "run: {name: no}",
+            "run.name 'no' is true or false to YAML. Write that, or put it in quotes",
+        ),
+        (
+            "run: {seed: 010}",
+            "run.seed '010' is a number to YAML, but in another base or with _ or : inside. "
+            "Write plain decimal digits, or put it in quotes to mean text",
+        ),
+        (
+            "run: {name: 2024-01-01}",
+            "run.name '2024-01-01' is a timestamp to YAML. Put it in quotes to mean text",
+        ),
+    ],
+)
+def test_each_mistake_is_named_with_its_line_and_its_remedy(
+    write: Any, line: str, row: str
+) -> None:
+    assert refusal(write(SOUND + line + "\n")) == [f"line 3 {row}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "row"),
+    [
+        (["run.seed"], "run.seed write section.key=value"),
+        (["seed=1"], "seed write section.key=value"),
+        (["rum.seed=1"], "rum.seed unknown section. Did you mean run?"),
+        (["model=lenet"], "model is a section. Write model.key=value"),
+        (["run.seed=1", "run.seed=2"], "run.seed given twice among the arguments"),
+        (["algorithm.sharpness=1e-1"], "algorithm.sharpness '1e-1' is text to YAML. Write 1.0e-1"),
+        (["algorithm.sharpness=0.0"], "algorithm.sharpness needs a number > 0, got 0.0"),
+        (["algorithm.sharp=1.0"], "algorithm.sharp unknown key. Did you mean sharpness?"),
+        (
+            ["run.name=*x"],
+            "run.name '*x' cannot be read: anchors (&) and aliases (*) are not read. "
+            "Write the value out",
+        ),
+        (
+            ["run.overwrite=yes"],
+            "run.overwrite 'yes' is true or false to YAML. Write that, or put it in quotes",
+        ),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_placed_there(
+    write: Any, arguments: list[str], row: str
+) -> None:
+    assert refusal(write(SOUND), arguments) == [f"argument {row}"]
+
+
+@pytest.mark.parametrize(
+    ("section", "row"),
+    [
+        ("", "file algorithm.name missing: needs fedssl"),
+        ("algorithm: {rounds: 3}", "line 1 algorithm.name missing: needs fedssl"),
+        (
+            "algorithm: {name: fedsl}",
+            "line 1 algorithm.name unknown algorithm. Did you mean fedssl?",
+        ),
+        ("algorithm: {name: other}", "line 1 algorithm.name unknown algorithm. Known: fedssl"),
+    ],
+)
+def test_an_algorithm_must_be_named_and_known(write: Any, section: str, row: str) -> None:
+    assert refusal(write(section)) == [row]
+
+
+def test_a_check_that_needs_a_wrong_value_reports_nothing_of_its_own(write: Any) -> None:
+    broken = write(SOUND.replace("support: 2", "support: none"))
+    assert refusal(broken) == ["line 1 agents.support needs a whole number >= 0, got 'none'"]
+    # the same check does speak when the value can be read
+    assert "reads labels at support agents" in refusal(broken, ["agents.support=0"])[0]
+    # a misspelt key is not also missing
+    misspelt = write(SOUND + "data: {partition: dirichlet, alpah: 0.3}\n")
+    assert refusal(misspelt) == ["line 3 data.alpah unknown key. Did you mean alpha?"]
+
+
+def test_a_key_that_is_wrong_because_of_its_absence_is_placed_at_its_section_or_file(
+    write: Any,
+) -> None:
+    advice = "agents.support 0, but fedssl reads labels at support agents: give at least 1"
+    assert refusal(write("algorithm: {name: fedssl}\n")) == [f"file {advice}"]
+    assert refusal(write("algorithm: {name: fedssl}\nagents: {query: 1}\n")) == [f"line 2 {advice}"]
+
+
+def test_agents_that_hold_nothing_or_whom_nobody_needs_are_placed_at_their_line(write: Any) -> None:
+    """By every algorithm, and not only by those that say it in their own words."""
+    path = write("algorithm: {name: pseudo}\nagents:\n  support: 2\n  query: 2\n  mixed: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert "line 5" in str(caught.value)
+    assert "agents.mixed is 1, but with data.labels support there are none" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "row"),
+    [
+        (
+            "data: {root: my.npz}",
+            "line 3 data.root has no effect: digits comes with privssl. Give data.name of what "
+            "lies there (npz, image_folder, ...)",
+        ),
+        (
+            "data: {image_size: 16}",
+            "line 3 data.image_size has no effect: it belongs to image_folder",
+        ),
+        (
+            "data: {name: image_folder, root: x, image_size: 100000}",
+            "line 3 data.image_size 100000: give at most 4096",
+        ),
+    ],
+)
+def test_sizes_of_images_are_for_images_in_folders_and_bounded(
+    write: Any, section: str, row: str
+) -> None:
+    assert refusal(write(SOUND + section + "\n")) == [row]
+
+
+def billion_laughs() -> str:
+    lines = ["a: &a0 [x, x]"] + [f"b{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        (billion_laughs(), "line 1 not a config: anchors (&) and aliases (*) are not read. "),
+        ("\nrun: {name: *x}", "line 2 not a config: anchors (&) and aliases (*) are not read. "),
+        (
+            "run: !!python/object/apply:os.system ['touch pwned']",
+            "line 1 not a config: the tag tag:yaml.org,2002:python/object/apply:os.system is not",
+        ),
+        ("run: " + "[" * 500_000, "line 1 not a config: nested deeper than 8 levels"),
+        ("run: " + "{a: " * 500, "line 1 not a config: nested deeper than 8 levels"),
+        ("run: {seed: 1\n", "line 2 not a config: expected ',' or '}', but got '<stream end>'"),
+        ("run: {}\n---\nrun: {}\n", "line 2 not a config: but found another document"),
+        ("run:\n\tseed: 1\n", "line 2 not a config: found character '\\t' that cannot start"),
+        ("run: \x00", "line 1 not a config: character 0x0 is not text"),
+    ],
+)
+def test_a_hostile_or_broken_text_is_refused_with_its_line(write: Any, text: str, row: str) -> None:
+    [only] = refusal(write(text))
+    assert only.startswith(row)
+    assert not Path("pwned").exists()
+
+
+def test_a_file_that_is_no_list_of_sections_is_refused(write: Any) -> None:
+    rows = refusal(write("just words"))
+    needed = "needs sections (run, data, agents, model, algorithm, privacy), not one value"
+    assert f"line 1 {needed}" in rows
+
+
+def test_a_file_that_cannot_be_read_is_named_with_what_lies_near(write: Any) -> None:
+    write(SOUND, "fedssl.yaml")
+
+    def text(path: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            load_config(Path(path), (), TABLE)
+        return str(error.value)
+
+    assert text("fedsl.yaml") == "fedsl.yaml: no such file. Did you mean fedssl.yaml?"
+    assert text("zzz") == "zzz: no such file. In . there is fedssl.yaml"
+    assert text("no/a.yaml") == "no/a.yaml: no such file. There is no folder no"
+    assert text(".") == "'.': cannot be read: Is a directory"
+    assert text("a\0b") == "'a\\x00b': cannot be read: embedded null byte"
+    Path("big.yaml").write_bytes(b"#" * (2**20 + 1))
+    assert text("big.yaml") == "big.yaml: larger than 1 MiB, so this is no config file"
+    Path("latin.yaml").write_bytes(b"run: {name: \xe9}")
+    assert text("latin.yaml") == "latin.yaml: not UTF-8 text (byte 12)"
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "a\\b", "con", "COM1.txt", "'a '", "a.", "'a:b'"])
+def test_a_run_name_that_is_no_plain_file_name_is_refused(write: Any, name: str) -> None:
+    [row] = refusal(write(SOUND), [f"run.name={name}"])
+    assert row.startswith("argument run.name ")
+    assert row.endswith("cannot be the name of a folder on every system")
+
+
+def test_names_longer_than_200_characters_are_refused(write: Any) -> None:
+    path = write(SOUND)
+    for key in ("name", "output"):
+        assert refusal(path, [f"run.{key}={'x' * 201}"]) == [
+            f"argument run.{key} has 201 characters: give at most 200"
+        ]
+        assert load_config(path, [f"run.{key}={'x' * 200}"], TABLE)
+
+
+def test_delta_is_held_against_the_rows_of_an_agent(write: Any) -> None:
+    # 100 labelled rows at 2 support agents: 50 each; 1/50 = 0.02 and 50^-1.1 = 0.01353
+    path = write(SOUND + "data: {labelled: 100}\nprivacy: {epsilon: 8.0}\n")
+    assert refusal(path, ["privacy.delta=0.02"]) == [
+        "argument privacy.delta 0.02 allows a whole row to be published: an agent holds about 50 "
+        "labelled rows. Give less than 1 / 50, better 1.3e-2"
+    ]
+    assert load_config(path, ["privacy.delta=0.0199"], TABLE).warnings == (
+        "privacy.delta is 0.0199, large for about 50 labelled rows of an agent. "
+        "Customary is at most 1.3e-2",
+    )
+    assert math.isclose(50**-1.1, 0.01353, rel_tol=1e-3)
+    assert load_config(path, ["privacy.delta=0.0135"], TABLE).warnings == ()
+    # one agent alone holds all 100: 0.0199 is now above 1/100
+    assert refusal(path, ["privacy.delta=0.0199", "agents.support=1"])
+
+
+@pytest.mark.parametrize(("clip_norm", "fits"), [("0.001", True), ("0.0009", False), ("0", False)])
+def test_a_clip_norm_below_what_single_precision_can_tell_is_refused(
+    write: Any, clip_norm: str, fits: bool
+) -> None:
+    path = write(SOUND + f"privacy: {{epsilon: 8, clip_norm: {clip_norm}}}\n")
+    if fits:
+        assert load_config(path, (), TABLE).privacy is not None
+    else:
+        [row] = refusal(path)
+        assert row.endswith("give a number of 0.001 or more")
+
+
+def test_bfloat16_is_refused_in_a_private_run_alone(write: Any) -> None:
+    path = write(SOUND + "run: {precision: bfloat16}\n")
+    assert load_config(path, (), TABLE).run.precision == "bfloat16"
+    [row] = refusal(path, ["privacy.epsilon=8"])
+    assert row.startswith("line 3 run.precision private gradients are clipped and noised")
+
+
+@pytest.mark.parametrize(
+    ("model", "capable", "expected"),
+    [
+        ("small_cnn", True, "bfloat16"),
+        ("small_cnn", False, "float32"),
+        ("lenet", True, "float32"),  # it takes as long in bfloat16 (docs/performance.md)
+        ("resnet9", True, "bfloat16"),
+    ],
+)
+def test_precision_auto_is_said_as_what_it_is_here(
+    write: Any, monkeypatch: pytest.MonkeyPatch, model: str, capable: bool, expected: str
+) -> None:
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: capable)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("privssl.ops.dispatch.instruction_set", lambda: None)
+    path = write(SOUND + f"run: {{precision: auto}}\nmodel: {{name: {model}}}\n")
+    config = load_config(path, (), TABLE)
+    assert config.run.precision == expected
+    assert f"precision: {expected}" in to_yaml(config)
+    told = load_config(path, [f"run.precision={expected}"], TABLE)
+    assert config_hash(config) == config_hash(told)
+    for other in ("privacy.epsilon=8", "run.batched_agents=2"):  # which go in float32 alone
+        assert load_config(path, [other], TABLE).run.precision == "float32"
+
+
+@pytest.mark.parametrize(
+    ("capable", "machine", "device", "warns"),
+    [
+        (True, "x86_64", "cpu", False),
+        (False, "x86_64", "cpu", True),
+        (False, "x86_64", "auto", True),
+        (False, "x86_64", "cuda", False),
+        (False, "aarch64", "cpu", False),  # of which torch does not say what it can
+    ],
+)
+def test_bfloat16_without_instructions_for_it_is_warned_of(
+    write: Any, monkeypatch: pytest.MonkeyPatch, capable: bool, machine: str, device: str,
+    warns: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: capable)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    path = write(SOUND + f"run: {{precision: bfloat16, device: {device}}}\n")
+    warned = load_config(path, (), TABLE).warnings
+    assert warned == (
+        "run.precision is bfloat16, for which this processor has no instructions: steps can "
+        "take several times as long as in float32. Set it to auto",
+    ) * warns  # fmt: skip
+    for other in ("float32", "auto"):
+        assert load_config(path, [f"run.precision={other}"], TABLE).warnings == ()
+
+
+@pytest.mark.parametrize("norm", ["batch", "static"])
+def test_a_norm_that_couples_rows_is_refused_in_a_private_run_alone(write: Any, norm: str) -> None:
+    path = write(SOUND + f"model: {{norm: {norm}}}\n")
+    assert load_config(path, (), TABLE).model.norm == norm
+    [row] = refusal(path, ["privacy.epsilon=8"])
+    assert row.startswith(f"line 3 model.norm {norm} norm couples the rows")
+
+
+def quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+names = st.text(
+    string.ascii_letters + string.digits + " -_'#é", min_size=1, max_size=20
+).filter(
+    lambda text: (
+        text == text.strip()
+        # Names of devices on Windows, of which none has a space or a mark in it.
+        and not text[:3].lower().startswith(("con", "prn", "aux", "nul", "com", "lpt"))
+    )
+)
+choices = st.fixed_dictionaries(
+    {"agents.support": st.integers(1, 99).map(str), "run.name": names.map(quoted)},
+    optional={
+        "run.seed": st.integers(0, 2**63).map(str),
+        "run.output": names.map(quoted),
+        "run.overwrite": st.sampled_from(["true", "false"]),
+        "data.labelled": st.integers(200, 10**4).map(str),
+        "data.root": st.sampled_from(["on", "1e5", "null", "1.0", "~", "a: b", "- x"]).map(quoted),
+        "model.norm": st.sampled_from(["group", "none"]),
+        "algorithm.sharpness": st.floats(1e-300, 1e300).map(lambda x: f"{x:.17e}"),
+        "algorithm.layers": st.lists(st.integers(-5, 5), max_size=3).map(str),
+        "privacy.epsilon": st.floats(0, 1e6).map(lambda x: f"{x:.17e}"),
+    },
+)
+
+
+@given(choices)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_the_resolved_config_reads_back_as_equal(write: Any, chosen: dict[str, str]) -> None:
+    given = {"data.root": "rows.npz", **chosen, "data.name": "npz"}
+    config = load_config(write(SOUND), [f"{key}={value}" for key, value in given.items()], TABLE)
+    again = load_config(write(to_yaml(config), "resolved.yaml"), (), TABLE)
+    assert again == config
+    assert config_hash(again) == config_hash(config)
+    assert to_yaml(again) == to_yaml(config)
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_the_resolved_config_of_every_algorithm_states_every_key(write: Any, name: str) -> None:
+    agents = "agents: {support: 2, query: 6}\n"
+    if name == "server_sl":  # the one that needs a labelled server
+        agents = "data: {labels: labels-at-server}\nagents: {query: 6}\n"
+    config = load_config(write(agents + f"algorithm: {{name: {name}}}\n"))
+    resolved = to_yaml(config)
+    assert load_config(write(resolved)) == config
+    written = yaml.safe_load(resolved)
+    for section in ("run", "data", "agents", "model", "algorithm"):
+        keys = {field.name for field in dataclasses.fields(getattr(config, section))}
+        assert written[section].keys() == keys
+
+
+def test_the_digest_is_of_what_can_change_a_trained_bit_and_of_nothing_else(write: Any) -> None:
+    path = write(SOUND + "privacy: {epsilon: 8.0}\n")
+    open_to_all = write(SOUND, "open.yaml")
+    narrow = config_hash(load_config(open_to_all, ["run.precision=bfloat16"], TABLE))
+    assert narrow != config_hash(load_config(open_to_all, (), TABLE))
+
+    def digest_with(*overrides: str) -> str:
+        return config_hash(load_config(path, overrides, TABLE))
+
+    free = ["name=x", "output=y", "overwrite=true", "evaluate_every=2", "checkpoint_every=3"]
+    free += ["images_every=4", "device=cpu", "check_wire=true", "workers=2"]
+    free += ["batched_agents=4"]  # in the last bits, as the device does
+    assert {digest_with(f"run.{override}") for override in free} == {digest_with()}
+    assert digest_with("privacy.epsilon=8") == digest_with()  # 8 is 8.0
+    bound = ["run.seed=1", "data.labelled=200", "agents.query=7", "model.width=8"]
+    bound += ["algorithm.rounds=5", "privacy.delta=1.0e-6", "privacy=null"]
+    different = {digest_with(override) for override in bound}
+    assert len(different | {digest_with()}) == len(bound) + 1
+    assert len({digest_with("data.name=npz", f"data.root={root}") for root in "ab"}) == 2
+
+
+def test_a_config_is_frozen(write: Any) -> None:
+    config: Config = load_config(write(SOUND), (), TABLE)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.run = None  # type: ignore[assignment, misc]

@@ -1,0 +1,393 @@
+"""Private counts against a server that picks the weights: one row more moves the clipped sum by one
+clip norm at most, whatever rounding is left of gradients (docs/privacy.md)."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from privssl.errors import PrivacyError
+from privssl.models import build_classifier
+from privssl.models.convnets import SmallCNN
+from privssl.ops import dispatch
+from privssl.ops.group_norm import GroupNorm
+from privssl.privacy import batched_dp_sgd, dp_sgd, row_bits
+from privssl.privacy.clipping import DenseGradients, clipped_sums
+from privssl.privacy.dp_sgd import ClippedSum, NoisyOptimizerStep, PrivateTraining
+from privssl.privacy.per_example_gradients import factored_gradients
+from privssl.privacy.plan import PrivatePlan
+from privssl.settings.schema import ModelSettings
+from privssl.training.batched.deferred import ExampleLoss, request_handler
+from privssl.training.losses import hard_label_loss
+from tests.support.kernel_generations import HERE
+
+SHAPE, CLASSES, AT_ONCE = (1, 8, 8), 10, 64
+#: Rows before and after, by the declared rows of an agent.
+MORE = ((3, 4, 4), (63, 64, 64), (64, 65, 64), (255, 260, 256))
+EACH_WAY = [None, *HERE]
+SHIPPED = [
+    (ModelSettings(name, 4, norm), shape)
+    for name in ("small_cnn", "lenet", "resnet9", "wresnet28x2")
+    for norm in ("group", "none")
+    for shape in (((1, 8, 8), (1, 12, 12)) if name in ("small_cnn", "lenet") else ((3, 8, 8),))
+]
+
+
+@pytest.fixture(params=EACH_WAY)
+def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_latest", lambda: request.param)
+
+
+def plan(declared: float, **changes: Any) -> PrivatePlan:
+    numbers: dict[str, Any] = {
+        "update": ("F",), "protect": ("F",), "noise_multiplier": 1.0, "clip_norm": 1.0,
+        "sample_rate": 1.0, "steps": 1, "expected_batch": declared, "learning_rate": 1.0,
+        "momentum": 0.0, "views": 1, "visits": 1, "record_counts": "private",
+    }  # fmt: skip
+    changed = numbers | changes
+    changed["expected_batch"] = declared * changed["sample_rate"]
+    return PrivatePlan(**changed)
+
+
+def rows_of(count: int, shape: tuple[int, int, int] = SHAPE) -> tuple[Tensor, Tensor]:
+    chance = torch.Generator().manual_seed(5)
+    return torch.rand(count, *shape, generator=chance) * 2 - 1, torch.full((count,), 2)
+
+
+def asked(
+    F: nn.Module, x: Tensor, y: Tensor, the_plan: PrivatePlan, at_once: int = AT_ONCE
+) -> tuple[list[ClippedSum], Tensor]:
+    """What the steps of a visit ask for, and the sum of each before noise (steps, numbers)."""
+    seen, sums = list[ClippedSum](), list[Tensor]()
+
+    def answer(question: Any) -> Any:
+        if isinstance(question, NoisyOptimizerStep):
+            params = question.optimiser.params
+            sums.append(torch.cat([p.summed_grad.flatten() for p in params]))
+            return question.forget()
+        seen.append(question)
+        return question.alone()
+
+    loss = ExampleLoss(hard_label_loss, (), {"F": F})
+    training = PrivateTraining(the_plan, {"F": F})
+    with request_handler(answer):
+        training.run(
+            len(x), lambda rows, _: {"x": x[rows, None], "y": y[rows, None]}, loss, at_once=at_once
+        )
+    return seen, torch.stack(sums)
+
+
+def shift(F: nn.Module, few: int, many: int, declared: int, shape: Any = SHAPE) -> float:
+    """By how many clip norms the sum moves, for each row more."""
+    x, y = rows_of(many, shape)
+    one, other = (asked(F, x[:n], y[:n], plan(declared))[1][0] for n in (few, many))
+    assert bool((one.isfinite() & other.isfinite()).all())
+    return float((other - one).norm()) / (many - few)
+
+
+# Hostile weights ------------------------------------------------------------------------------
+
+
+def hostile(F: nn.Module, number: int) -> None:
+    """The weights of one of any number of sets: all of a size, each of its own, or cancelling."""
+    chance = torch.Generator().manual_seed(number)
+    ten = [10.0 ** (60 * float(torch.rand((), generator=chance)) - 30) for _ in F.parameters()]
+    with torch.no_grad():
+        for parameter, size in zip(F.parameters(), ten, strict=True):
+            drawn = torch.randn(parameter.shape, generator=chance)
+            scale = 1.0 if number % 3 == 2 else ten[0] if number % 3 else size
+            parameter.copy_((drawn * scale).clamp(-1e30, 1e30))
+        if number % 3 == 2:
+            cancelling(F, chance)
+
+
+def cancelling(F: nn.Module, chance: torch.Generator, bias: Tensor | None = None) -> None:
+    """Logits are the last layer's biases, and what flows back through its weights is 0 but for
+    rounding, which weights of 1e8 make large."""
+    last = [layer for layer in F.modules() if isinstance(layer, nn.Linear)][-1]
+    for norm in [layer for layer in F.modules() if isinstance(layer, nn.GroupNorm | GroupNorm)][
+        -1:
+    ]:
+        norm.weight.fill_(0.0)
+        norm.bias.fill_(1e-30)
+    if last.bias is None:
+        bias = torch.zeros(CLASSES)
+    else:
+        bias = torch.randn(CLASSES, generator=chance) if bias is None else bias
+        last.bias.copy_(bias)
+    g = bias.softmax(0).double()
+    g[2] -= 1
+    W = torch.randn(CLASSES, last.in_features, generator=chance, dtype=torch.float64)
+    last.weight.copy_(1e8 * (W - torch.outer(g, g @ W) / (g @ g)))
+
+
+def crafted(few: int, tries: int = 60) -> SmallCNN:
+    """Weights with which a row's gradient is rounded to another sign where there is a row more."""
+    torch.manual_seed(1)
+    F = build_classifier(ModelSettings("small_cnn"), SHAPE, CLASSES).train()
+    assert isinstance(F, SmallCNN)
+    chance, best = torch.Generator().manual_seed(0), (0.0, F.head.weight[:, 0].detach())
+    x, y = rows_of(few + 1)
+    bias = torch.randn(CLASSES, generator=chance)
+    loss = ExampleLoss(hard_label_loss, (), {"F": F})
+    for _ in range(tries):
+        with torch.no_grad():
+            cancelling(F, chance, bias)
+        found = []
+        for n in (few, few + 1):
+            fields = {"x": x[:n, None], "y": y[:n, None]}
+            each = factored_gradients(loss, {"F": dict(F.named_parameters())}, fields)
+            one = each["F", "trunk.10.bias"]
+            assert isinstance(one, DenseGradients)
+            found.append(one.each[0])
+        gap = torch.where(found[0] * found[1] < 0, torch.minimum(*(f.abs() for f in found)), 0.0)
+        if float(gap.max()) > best[0]:
+            best = float(gap.max()), F.head.weight[:, int(gap.argmax())].detach().clone()
+    with torch.no_grad():
+        F.head.weight.copy_(best[1][:, None].expand_as(F.head.weight))
+    return F
+
+
+@pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize(("model", "shape"), SHIPPED[::2], ids=str)
+def test_one_row_more_moves_the_clipped_sum_by_at_most_a_clip_norm(
+    model: ModelSettings, shape: tuple[int, int, int]
+) -> None:
+    F = build_classifier(model, shape, CLASSES).train()
+    for number in range(3):
+        hostile(F, number)
+        assert shift(F, *MORE[number % 2], shape) <= 1 + 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("each_way")
+def test_two_hundred_hostile_sets_of_weights_move_no_sum_of_any_shipped_network_further() -> None:
+    worst = 0.0
+    for number, (model, shape) in zip(range(200), itertools.cycle(SHIPPED)):
+        F = build_classifier(model, shape, CLASSES).train()
+        hostile(F, number)
+        worst = max(worst, *(shift(F, *more, shape) for more in MORE))
+    print(f"at most {worst:.12f} clip norms")
+    assert 0.99 < worst <= 1 + 1e-6
+
+
+@pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize("padding", [True, False])
+def test_crafted_weights_find_nothing_in_rounding_but_without_padding(
+    padding: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    F = crafted(3)
+    if not padding:  # the control
+        monkeypatch.setattr(dp_sgd, "padded", lambda x, rows: x)
+    moved = shift(F, 3, 4, 4)
+    assert moved <= 1 + 1e-6 if padding else moved > 5
+
+
+# One size ---------------------------------------------------------------------------------------
+
+
+def sizes(count: int, the_plan: PrivatePlan, at_once: int = AT_ONCE) -> list[int]:
+    F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
+    return [len(one.fields["x"]) for one in asked(F, *rows_of(count), the_plan, at_once)[0]]
+
+
+def test_with_private_counts_every_part_has_the_size_of_the_declared_rows() -> None:
+    assert [sizes(n, plan(34)) for n in (0, 1, 34, 40)] == [[], [40], [40], [40]]
+    assert sizes(41, plan(34)) == [40, 40]
+    assert sizes(3, plan(100)) == [52]  # of two parts the second has no row
+    for n in (3, 290, 700):  # whoever is drawn, and however many more than were expected
+        assert set(sizes(n, plan(300, sample_rate=0.3, steps=4))) == {64}
+
+
+def test_with_public_counts_parts_go_by_the_rows_and_not_by_who_is_drawn() -> None:
+    public = plan(34, record_counts="public", sample_rate=0.3, steps=6)
+    assert set(sizes(34, public)) == {36} and set(sizes(3, public)) == {4}
+    assert plan(300, record_counts="public", sample_rate=0.5).parts(300, 256) == (1, 188)
+    assert plan(400, record_counts="public", sample_rate=0.5).parts(400, 64) == (4, 60)
+
+
+def test_neighbours_with_public_counts_have_equal_batches_and_differ_by_one_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    public = plan(300, record_counts="public", sample_rate=0.3, steps=3)
+    coins = [public.draw_batch(300) for _ in range(3)]
+    drawn = iter([*coins, *coins])
+    monkeypatch.setattr(PrivatePlan, "draw_batch", lambda self, rows: next(drawn))
+    F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
+    x, y = rows_of(300)
+    empty = x.clone()
+    empty[7] = math.nan  # as a row that adds nothing
+    found = [asked(F, one, y, public) for one in (x, empty)]
+    (mine, sums), (theirs, others) = found
+    assert [q.drawn.tolist() for q in mine] == [q.drawn.tolist() for q in theirs]
+    assert [{k: v.shape for k, v in q.fields.items()} for q in mine] == [
+        {k: v.shape for k, v in q.fields.items()} for q in theirs
+    ]
+    moved = (sums - others).norm(dim=1)
+    assert float(moved.max()) <= 1 + 1e-6
+    assert [bool(m > 0) for m in moved] == [bool(mask[7]) for mask in coins]
+
+
+def test_a_batch_beyond_its_public_size_has_more_parts_of_that_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sparse = plan(300, record_counts="public", sample_rate=0.01)
+    assert sparse.parts(300, 64) == (1, 12)
+    monkeypatch.setattr(PrivatePlan, "draw_batch", lambda self, rows: torch.arange(rows) < 30)
+    F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
+    seen, _ = asked(F, *rows_of(300), sparse)
+    assert [len(one.drawn) for one in seen] == [12, 12, 12]
+    assert sum(int(one.drawn.sum()) for one in seen) == 30
+    # No other agent's stack shows that there are more.
+    assert [one.joint for one in seen] == [True, False, False]
+
+
+def test_what_fills_a_part_up_is_zeros_and_counts_for_nobody() -> None:
+    F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
+    [one], _ = asked(F, *rows_of(3), plan(8))
+    assert one.drawn.tolist() == [True] * 3 + [False] * 5
+    assert not one.fields["x"][3:].any() and not one.fields["y"][3:].any()
+    assert not one.joint and not batched_dp_sgd.can_sum(one)
+
+
+# Threads ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_private_step_is_computed_in_one_thread_whatever_the_process_has(
+    safe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[int]()
+
+    def counted(*what: Any, **how: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return factored_gradients(*what, **how)
+
+    monkeypatch.setattr(dp_sgd, "factored_gradients", counted)
+    if not safe:  # the control
+        monkeypatch.setattr(dp_sgd, "in_one_thread", nullcontext)
+    F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
+    _, alone = asked(F, *rows_of(9), plan(8))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        _, by_two = asked(F, *rows_of(9), plan(8))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen[-2:] == ([1, 1] if safe else [2, 2])
+    assert not safe or torch.equal(alone, by_two)
+
+
+# The check before a run -------------------------------------------------------------------------
+
+
+def looked_at(F: nn.Module, rows: int = 12, shape: tuple[int, int, int] = SHAPE) -> None:
+    row_bits._passed.clear()
+    x, y = rows_of(rows, shape)
+    fields = {"x": x[:, None], "y": y[:, None]}
+    row_bits.refuse_company({"F": F}, ExampleLoss(hard_label_loss, (), {"F": F}), fields)
+
+
+@pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize(("model", "shape"), SHIPPED[::3], ids=str)
+def test_shipped_networks_give_a_row_the_same_bits_in_any_company(
+    model: ModelSettings, shape: tuple[int, int, int]
+) -> None:
+    looked_at(build_classifier(model, shape, CLASSES).train(), shape=shape)
+
+
+def by_place(each: Tensor) -> Tensor:
+    """As products of matrices round rows that are left over."""
+    return torch.cat([each[:-1], each[-1:] * (1 + 2**-22)])
+
+
+def by_company(each: Tensor) -> Tensor:
+    return each + each.mean(dim=0) * 2**-20
+
+
+@pytest.mark.parametrize("fault", [by_place, by_company])
+def test_a_row_that_is_rounded_by_its_place_or_company_is_refused(
+    fault: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(*what: Any) -> Mapping[Any, Any]:
+        return {
+            key: DenseGradients(fault(one.each), one.axes)
+            if isinstance(one, DenseGradients)
+            else one
+            for key, one in factored_gradients(*what).items()
+        }
+
+    F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
+    looked_at(F)
+    monkeypatch.setattr(row_bits, "factored_gradients", faulty)
+    with pytest.raises(PrivacyError, match=r"rounded otherwise .* among 12 rows"):
+        looked_at(F)
+
+
+def test_each_kind_of_network_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
+    looked_at(F)
+    count = list[int]()
+
+    def counted(*what: Any) -> Any:
+        count.append(1)
+        return factored_gradients(*what)
+
+    monkeypatch.setattr(row_bits, "factored_gradients", counted)
+    x, y = rows_of(12)
+    loss = ExampleLoss(hard_label_loss, (), {"F": F})
+    row_bits.refuse_company({"F": F}, loss, {"x": x[:, None], "y": y[:, None]})
+    assert not count
+    x, y = rows_of(16)
+    row_bits.refuse_company({"F": F}, loss, {"x": x[:, None], "y": y[:, None]})
+    assert len(count) == 2 * len(row_bits.SCALES)
+
+
+# Sums in float64 --------------------------------------------------------------------------------
+
+
+def of_many(rows: int) -> Iterator[Tensor]:
+    """Gradients of the same direction, in parts, with norms of every size from the clip norm on."""
+    direction = torch.tensor([0.1, 0.7, 0.3])
+    for part in torch.split(torch.arange(rows), 4096):
+        yield direction * (3.0 + 1e5 * (part % 97 == 0) + part % 31)[:, None]
+
+
+@pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize("rows", [256, 65_536])
+def test_of_many_rows_each_weighs_the_clip_norm_and_the_sum_is_within_its_bound(rows: int) -> None:
+    whole = torch.zeros(3, dtype=torch.float64)
+    for each in of_many(rows):
+        [total] = clipped_sums(
+            [DenseGradients(each.clone())], torch.ones(len(each), dtype=torch.bool), 1.0
+        )
+        whole += total
+    unit = torch.tensor([0.1, 0.7, 0.3]).double()
+    exact = rows * unit / unit.norm()
+    bound = rows**2 * 2.3e-16 + rows * 1e-6 / 2  # the rule takes 1e-6 / norm off a row
+    assert float((whole - exact).norm()) <= bound
+    assert float(whole.norm()) <= rows * (1 + 1e-9)
+    one = torch.tensor([[0.1, 0.7, 0.3]]) * 5
+    [more] = clipped_sums([DenseGradients(one)], torch.tensor([True]), 1.0)
+    assert float(((whole + more) - whole).norm()) <= 1 + 1e-6
+    # The control: as it was, where sums were float32.
+    narrow = whole.float()
+    gap = (narrow + more.float()).double() - narrow.double()
+    assert rows < 65_536 or abs(float(gap.norm()) - 1) > 1e-4
+
+
+@pytest.mark.usefixtures("each_way")
+def test_no_clipped_row_weighs_more_than_one_part_in_a_million_beyond_the_clip_norm() -> None:
+    chance = torch.Generator().manual_seed(0)
+    sizes = 10.0 ** (torch.rand(500, 1, generator=chance) * 24 - 6)
+    each = torch.randn(500, 70, generator=chance) * sizes
+    for row in range(20):
+        [total] = clipped_sums([DenseGradients(each.clone())], torch.arange(500) == row, 0.3)
+        assert float(total.norm()) <= 0.3 * (1 + 1e-9)
+        assert total.dtype == torch.float64

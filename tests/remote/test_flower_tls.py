@@ -1,0 +1,260 @@
+"""Over Flower with TLS and keys: who is let in, who is believed, and who is told what is wrong.
+
+A real SuperLink with certificate and registered keys, real SuperNodes and sites, the real training
+command; all on loopback. What each side looks at alone is in test_site_keys.py. All of it is slow,
+and needs privssl[flower].
+"""
+
+import contextlib
+import io
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from accounting.ledger import read_journal
+from privssl.core.agents import Agent, AgentRef
+from privssl.engines.local import LocalEngine
+from privssl.engines.remote import SitesEngine
+from privssl.remote.discovery import RemoteTimeouts, SiteError
+from privssl.remote.flower_transport import FlowerTransport
+from privssl.remote.node_keys import read_node_keys
+from privssl.site import demo, keys
+from privssl.site.supernode import SuperNode
+from tests.support import certificates, posts
+from tests.support.engine_conformance import STEPS, agents, ask
+from tests.support.site import serving
+
+certificates.skip_without_openssl()
+FLOWER = (Path(sys.executable).parent / "flwr").exists() or shutil.which("flwr")
+pytestmark = [
+    pytest.mark.flower,
+    pytest.mark.slow,
+    pytest.mark.skipif(not FLOWER, reason="Flower is not installed: pip install '.[flower]'"),
+]
+PRIVATE = """
+data: {name: toy, labelled: 24, unlabelled: 60}
+agents: {support: 1, query: 1}
+model: {name: small_cnn, width: 4}
+algorithm:
+  {name: fedssl, rounds: 1, local_steps: 1, batch_size: 8, generator_width: 4, gate: 0.0,
+   warm_up: 0}
+privacy: {epsilon: 9.0, delta: 1.0e-3, noise_multiplier: 2.0, sample_rate: 1.0, steps: 2}
+run: {images_every: 1000}
+"""
+
+
+# Names and keys -----------------------------------------------------------------------------------
+
+
+class Link:
+    """A SuperLink with TLS, SuperNodes with the keys of q0 and q1, and what carries letters."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self.folder, self.keys = folder, folder / "keys"
+        keys.make(self.keys, "127.0.0.1", ["q0", "q1", "q2"])
+        self.address = stack.enter_context(demo.superlink(folder / "link", made=self.keys))
+        self.pins = read_node_keys(self.keys, ["q0", "q1"])
+        self.post = FlowerTransport(self.address, str(self.keys / "ca.crt"), self.pins)
+        stack.callback(self.post.close)
+        for name in ("q0", "q1"):
+            (folder / name).mkdir()
+            node = SuperNode(
+                self.door(name), folder / name / "flower", self.address,
+                str(self.keys / "ca.crt"), str(self.keys / name),
+            )  # fmt: skip
+            stack.callback(node.stop)
+            node.start()
+        until(lambda: len(self.post.addresses()) == 2, "two SuperNodes")
+
+    def door(self, name: str) -> Path:
+        return self.folder / name / "door"
+
+    def engine(self, *names: str, seconds: float = 60.0) -> SitesEngine:
+        return SitesEngine(
+            self.post,
+            [AgentRef(name, "query") for name in names],
+            algorithm=STEPS,
+            agreement=posts.AGREED,
+            home=LocalEngine([], seed=3, device=posts.CPU),
+            terms=RemoteTimeouts(join_seconds=seconds, visit_seconds=60.0),
+            holder=self.post.key_owner,
+        )
+
+
+def until(true: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"never came: {what}"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Link]:
+    with contextlib.ExitStack() as stack:
+        yield Link(tmp_path_factory.mktemp("tls"), stack)
+
+
+def queries(*names: str) -> list[Agent]:
+    return [agent for agent in agents() if agent.id in names]
+
+
+def test_the_coordinator_knows_each_site_by_the_key_that_it_signs_with(
+    link: Link, tmp_path: Path
+) -> None:
+    assert sorted(map(link.post.key_owner, link.post.addresses())) == ["q0", "q1"]
+    with contextlib.ExitStack() as stack:
+        for agent in queries("q0", "q1"):
+            desk = posts.desk(agent, STEPS, tmp_path)
+            stack.enter_context(serving(link.door(agent.id), desk.handle))
+        there = link.engine("q0", "q1")
+        assert {n: link.post.key_owner(a) for n, a in there._sites.address.items()} == {
+            "q0": "q0", "q1": "q1",
+        }  # fmt: skip
+        assert [reply.sender.id for reply in ask(there, STEPS.draw, whom="q0 q1")] == ["q0", "q1"]
+
+
+def test_a_registered_site_that_takes_the_name_of_one_that_is_away_is_refused_and_not_visited(
+    link: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [q0] = queries("q0")
+    sent: list[bytes] = []
+    carry = link.post.exchange
+
+    def exchange(letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
+        sent.extend(letters.values())
+        return carry(letters, seconds)
+
+    monkeypatch.setattr(link.post, "exchange", exchange)
+    impostor = serving(link.door("q1"), posts.desk(q0, STEPS, tmp_path).handle)
+    # q0's own SuperNode is there, and nobody behind its door.
+    with impostor, pytest.raises(SiteError, match="with the key of q1 says that it is q0"):
+        link.engine("q0", seconds=20.0)
+    assert sent and not any(b'"letter":"Visit"' in letter for letter in sent)
+
+
+def test_a_key_that_is_registered_and_of_no_agent_is_nobodys(link: Link, tmp_path: Path) -> None:
+    others = read_node_keys(link.keys, ["q2"])
+    assert [others.owner(link.post._keys[a]) for a in link.post.addresses()] == ["", ""]
+
+
+# What is wrong, and who is told -------------------------------------------------------------------
+
+
+class Sites:
+    """Folders of a support and a query site with a budget, and what is said at each side."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        (folder / "c.yaml").write_text(PRIVATE)
+        self.folder, self.stack = folder / "sites", stack
+        self.names = demo.write_sites(self.folder, folder / "c.yaml", [])
+
+    def start(self, name: str, address: str, *more: str) -> None:
+        self.stack.enter_context(demo.site(self.folder / name, address, *more))
+
+    def says(self, name: str, text: str) -> None:
+        """In its log and on its terminal."""
+        for file in ("site.log", "out"):
+            path = self.folder / name / file
+
+            def said(path: Path = path) -> bool:
+                return path.exists() and text in " ".join(path.read_text().split())
+
+            until(said, f"{file} of {name} with: {text}")
+
+    def coordinator_says(self, address: str, *more: str) -> str:
+        """What the training command ends with, before any visit."""
+        with (self.folder / "said").open("wb+") as file:
+            process = demo.train(
+                self.folder, address, "run.join_seconds=5.0", "run.overwrite=true", *more, said=file
+            )
+            assert process.wait(timeout=120) == 2
+            file.seek(0)
+            return " ".join(file.read().decode().split())
+
+    def charged(self) -> int:
+        """Visits that were paid for; 0 also before there is an account."""
+        path = self.folder / "s0" / "ledger" / "s0.jsonl"
+        return len(read_journal(path).events) if path.exists() else 0
+
+
+@pytest.fixture
+def sites(tmp_path: Path) -> Iterator[Sites]:
+    with contextlib.ExitStack() as stack:
+        yield Sites(tmp_path, stack)
+
+
+def test_a_site_in_clear_and_one_with_an_unknown_key_are_told_so_and_the_coordinator_waits(
+    sites: Sites, link: Link
+) -> None:
+    keys.make(sites.folder / "others", "127.0.0.1", ["s0", "q0"])
+    stranger = (
+        "--certificate",
+        str(link.keys / "ca.crt"),
+        "--key",
+        str(sites.folder / "others/q0"),
+    )
+    sites.start("s0", link.address)
+    sites.start("q0", link.address, *stranger)
+    sites.says("s0", "speaks TLS. Give its root certificate")
+    sites.says("q0", "the SuperLink does not know the key of this site")
+    said = sites.coordinator_says(link.address, f"run.certificate={link.keys / 'ca.crt'}")
+    assert "2 of 2 sites are not there after 5 s: s0, q0" in said
+    assert "names are pinned to no keys" in said
+    assert sites.charged() == 0
+
+
+def test_a_site_without_a_key_is_told_that_it_needs_one(sites: Sites, link: Link) -> None:
+    sites.start("q0", link.address, "--certificate", str(link.keys / "ca.crt"))
+    sites.says("q0", "asks every site for a key. Give --key")
+
+
+def test_a_coordinator_without_the_certificate_or_with_another_is_told_so(
+    sites: Sites, link: Link
+) -> None:
+    keys.make(sites.folder / "others", "127.0.0.1", ["s0"])
+    assert "speaks TLS. Give its root certificate" in sites.coordinator_says(link.address)
+    other = f"run.certificate={sites.folder / 'others' / 'ca.crt'}"
+    said = sites.coordinator_says(link.address, other)
+    assert "has a certificate that" in said and "did not sign" in said
+    assert not (sites.folder / "run" / "checkpoints").exists() and sites.charged() == 0
+
+
+def test_an_expired_certificate_of_the_superlink_is_told_to_sites_and_coordinator(
+    sites: Sites,
+) -> None:
+    made = certificates.with_expired_link(sites.folder / "keys", "s0", "q0")
+    with demo.superlink(sites.folder / "superlink", made=made) as address:
+        for name in ("s0", "q0"):
+            sites.start(name, address, *demo.of_site(made, name))
+        expired = "has a certificate that has expired. Whoever runs it must renew the certificate"
+        for name in ("s0", "q0"):
+            sites.says(name, expired)
+        assert expired in sites.coordinator_says(address, *demo.of_coordinator(made))
+    assert sites.charged() == 0
+
+
+def test_an_expired_root_is_told_before_anything_starts(sites: Sites, link: Link) -> None:
+    old = certificates.expired_root(sites.folder / "old")
+    sites.start("s0", link.address, "--certificate", str(old))
+    out = sites.folder / "s0" / "out"
+    until(lambda: "expired on 2020-02-01. Get the new one" in out.read_text(), "a word")
+    assert not (sites.folder / "s0" / "door").exists()
+    said = sites.coordinator_says(link.address, f"run.certificate={old}")
+    assert "expired on 2020-02-01. Get the new one" in said
+
+
+# The whole ---------------------------------------------------------------------------------------
+
+
+def test_the_demonstration_runs_over_tls_with_pinned_keys_to_a_guarantee(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(PRIVATE)
+    console = Console(file=io.StringIO())
+    assert demo.demonstrate(tmp_path / "demo", tmp_path / "c.yaml", [], console) == 0
+    journal = read_journal(tmp_path / "demo" / "s0" / "ledger" / "s0.jsonl")
+    assert journal.problems == [] and len(journal.events) == 1
+    assert (tmp_path / "demo" / "run" / "results.json").exists()

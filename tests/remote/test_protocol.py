@@ -1,0 +1,267 @@
+"""Letters: what was put in comes out, what was not asked for does not, and nothing is run."""
+
+import dataclasses
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accounting.canonical_json import encode, real
+from privssl import __version__
+from privssl.core.messages import Message, MessageError, StateDict, deserialize, serialize
+from privssl.experiment import config as configs
+from privssl.remote import protocol
+from privssl.remote.protocol import (
+    EndOfRun,
+    IdentifyRequest,
+    Identity,
+    LedgerResponse,
+    StepRequest,
+    StepResponse,
+    WireError,
+)
+
+VISIT = StepRequest(
+    run="r1", agreement="a" * 64, agent="s0", round=3, step="support_pass", visit=2,
+    memory="b" * 64, message="Lesson", deadline=1000, body=b"\x00tensors\xff",
+)  # fmt: skip
+ANSWER = StepResponse(
+    VISIT.id, message="Networks", weight=1 / 3, memory="c" * 64, body=b"x",
+    notes={"train/loss_F": 5e-324, "train/z": -0.0, "train/big": 1.7e308},
+)  # fmt: skip
+LETTERS = (
+    IdentifyRequest(),
+    Identity("q10", "query", "d" * 64, False),
+    VISIT,
+    ANSWER,
+    StepResponse("", error="lost"),
+    EndOfRun("r1", "a" * 64, True),
+    LedgerResponse("s0", b'{"seq":0}\n'),
+    LedgerResponse("q0"),
+)
+EVERY = (IdentifyRequest, Identity, StepRequest, StepResponse, EndOfRun, LedgerResponse)
+
+
+def word_of(data: bytes, *expected: Any) -> str:
+    with pytest.raises(WireError) as error:
+        protocol.from_bytes(data, *(expected or EVERY))
+    return error.value.error_code
+
+
+@pytest.mark.parametrize("letter", LETTERS, ids=lambda letter: type(letter).__name__)
+def test_a_letter_comes_out_as_it_was_put_in(letter: Any) -> None:
+    back = protocol.from_bytes(protocol.to_bytes(letter), *EVERY)
+    assert type(back) is type(letter) and back == letter
+    if isinstance(letter, StepResponse):  # -0.0 == 0.0
+        assert [struct.pack("d", v) for v in back.notes.values()] == [
+            struct.pack("d", letter.notes[name]) for name in back.notes
+        ]
+
+
+# The id of a visit ---------------------------------------------------------------------------
+
+OTHERS: dict[str, Any] = {
+    "run": "r2", "agreement": "e" * 64, "agent": "s1", "round": 4, "step": "other", "visit": 1,
+    "memory": "", "message": "Other", "body": b"\x01tensors\xff",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_the_id_of_a_visit_follows_from_all_that_decides_over_its_work(field: str) -> None:
+    assert dataclasses.replace(VISIT, **{field: OTHERS[field]}).id != VISIT.id
+
+
+def test_a_visit_that_is_sent_again_with_a_later_deadline_is_the_same() -> None:
+    assert dataclasses.replace(VISIT, deadline=2000).id == VISIT.id
+    assert {*OTHERS, "deadline"} == {spec.name for spec in dataclasses.fields(StepRequest)}
+
+
+# What is refused -----------------------------------------------------------------------------
+
+
+def test_another_version_or_format_is_refused_with_that_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = protocol.to_bytes(VISIT)
+    assert word_of(data[:7] + b"\x02" + data[8:]) == "version"
+    monkeypatch.setattr(protocol, "__version__", "9.9.9")
+    assert word_of(data) == "version"
+    # Even where that version has other letters: what is not understood is not judged.
+    newer = protocol.to_bytes(VISIT).replace(b'"Visit"', b'"Lisit"')
+    monkeypatch.undo()
+    assert word_of(newer) == "version"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: b"",
+        lambda d: d[:11],
+        lambda d: d[:40],
+        lambda d: b"PK" + d[2:],
+        lambda d: d[:8] + (2**32 - 1).to_bytes(4, "little") + d[12:],
+        lambda d: d.replace(b'"round":3', b'"round":-'),
+        lambda d: d.replace(b'"agent":"s0"', b'"agent":"/s"'),
+        lambda d: d.replace(b'"agent":"s0"', b'"agent":".."'),
+        lambda d: d.replace(b'"run":"r1"', b'"run":"R1"'),
+        lambda d: d.replace(b'"round":3', b'"round":3.'),
+        lambda d: d.replace(b'"round"', b'"ruond"'),
+        lambda d: d.replace(b'"letter":"Visit"', b'"letter":"Visib"'),
+        lambda d: d.replace(b'"step":"support_pass"', b'"step":"support.pass"'),
+        lambda d: d.replace(b'"step":"support_pass"', b'"step":"__init__pass"'),
+    ],
+    ids=range(14),
+)
+def test_what_is_not_a_letter_in_form_is_refused(change: Callable[[bytes], bytes]) -> None:
+    data = protocol.to_bytes(VISIT)
+    assert change(data) != data
+    assert word_of(change(data)) == "refused"
+
+
+def test_a_kind_that_was_not_asked_for_is_refused() -> None:
+    data = protocol.to_bytes(ANSWER)
+    assert word_of(data, IdentifyRequest, StepRequest) == "refused"
+    assert protocol.from_bytes(data, StepResponse) == ANSWER  # the control
+
+
+@given(st.integers(0, len(protocol.to_bytes(VISIT)) - 1), st.integers(1, 255), st.booleans())
+def test_damage_ends_in_a_word_or_in_another_visit_never_in_another_error(
+    place: int, change: int, cut: bool
+) -> None:
+    data = bytearray(protocol.to_bytes(VISIT))
+    data[place] ^= change
+    try:
+        found = protocol.from_bytes(bytes(data[:place] if cut else data), *EVERY)
+    except WireError as error:
+        assert error.error_code in protocol.ERROR_CODES
+    else:
+        assert found != VISIT
+
+
+def made_by_hand(kind: str, fields: Any) -> bytes:
+    header = encode({"letter": kind, "privssl": __version__, "fields": fields})
+    return b"privssl\x01" + len(header).to_bytes(4, "little") + header
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+def test_a_list_of_the_names_of_fields_is_no_letter(kind: Any) -> None:
+    names = [spec.name for spec in dataclasses.fields(kind) if spec.name != "body"]
+    assert word_of(made_by_hand(kind.__name__, names)) == "refused"
+
+
+@pytest.mark.parametrize(
+    "name", ["test/accuracy", "round", "loss", "train/a,b", "train/\x1b[2J", "train/a\n", "train/"]
+)
+def test_a_site_names_no_measure_that_is_not_its_own(name: str) -> None:
+    fields = {
+        "id": "",
+        "error": "",
+        "message": "",
+        "weight": real(1.0),
+        "memory": "",
+        "charged": False,
+    }
+    assert word_of(made_by_hand("Answer", fields | {"notes": {name: real(0.5)}})) == "refused"
+    own = made_by_hand("Answer", fields | {"notes": {"train/loss": real(0.5)}})
+    assert protocol.from_bytes(own, StepResponse).notes == {"train/loss": 0.5}  # the control
+
+
+def test_numbers_that_are_none_do_not_travel() -> None:
+    data = protocol.to_bytes(StepResponse("", notes={"train/loss": float("nan")}))
+    assert word_of(data) == "refused"
+
+
+# Tensors -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights(Message):
+    w: StateDict
+
+
+def test_bfloat16_travels_as_its_own_bits() -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = every[every.isfinite()]
+    assert len(finite) == 2**16 - 2 * 2**7  # all but two exponents' worth of mantissas
+    sent = dataclasses.replace(VISIT, body=serialize(Weights({"w": finite})))
+    back = deserialize(Weights, protocol.from_bytes(protocol.to_bytes(sent), StepRequest).body).w[
+        "w"
+    ]
+    assert back.dtype == torch.bfloat16
+    assert torch.equal(back.view(torch.int16), finite.view(torch.int16))
+
+
+def test_the_bytes_of_equal_messages_are_equal_whatever_their_strides() -> None:
+    plain = torch.arange(12.0).reshape(3, 4)
+    turned = plain.t().contiguous().t()
+    assert plain.stride() != turned.stride()
+    assert serialize(Weights({"w": plain})) == serialize(Weights({"w": turned}))
+
+
+def test_a_pickle_in_the_place_of_a_message_is_not_run(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    # What pickle.dumps makes of an object whose __reduce__ calls os.mkdir.
+    bomb = b"cos\nmkdir\n(V" + str(mark).encode() + b"\ntR."
+    body = protocol.from_bytes(
+        protocol.to_bytes(dataclasses.replace(VISIT, body=bomb)), StepRequest
+    ).body
+    with pytest.raises(MessageError):
+        deserialize(Weights, body)
+    assert not mark.exists()
+
+
+# What both sides must have alike -------------------------------------------------------------
+
+CONFIG = """
+data: {name: toy, labelled: 24, unlabelled: 30}
+agents: {support: 2, query: 1}
+model: {name: small_cnn, width: 4}
+algorithm: {name: fedssl, rounds: 2}
+privacy: {epsilon: 50.0, noise_multiplier: 4.0, sample_rate: 1.0, steps: 2}
+"""
+TASK = (tuple("0123456789"), (1, 8, 8))
+
+
+def agreed(folder: Path, *arguments: str) -> str:
+    (folder / "c.yaml").write_text(CONFIG)
+    return configs.compatibility_hash(configs.load_config(folder / "c.yaml", arguments), *TASK)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["run.seed=1", "run.precision=bfloat16", "data.labelled=25", "agents.query=2", "model.width=5",
+     "algorithm.rounds=3", "privacy.noise_multiplier=3.9", "privacy.epsilon=51.0",
+     "privacy.steps=3", "privacy.clip_norm=1.1", "privacy.sample_rate=0.9", "privacy=null",
+     "privacy.delta=1.0e-6", "privacy.record_counts=private"],
+)  # fmt: skip
+def test_whoever_has_another_number_in_the_plan_does_not_agree(
+    tmp_path: Path, argument: str
+) -> None:
+    more = ["privacy=null"] if "precision" in argument else []  # which go not together
+    assert agreed(tmp_path, argument, *more) != agreed(tmp_path, *more)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["data.split=s.json", "run.name=other", "run.checkpoint_every=3",
+     "run.workers=1"],
+)  # fmt: skip
+def test_what_belongs_to_one_machine_need_not_be_alike(tmp_path: Path, argument: str) -> None:
+    assert agreed(tmp_path, argument) == agreed(tmp_path)
+
+
+def test_data_may_lie_elsewhere_on_each_machine(tmp_path: Path) -> None:
+    here, there = (agreed(tmp_path, "data.name=npz", f"data.root={root}") for root in "ab")
+    assert here == there
+
+
+def test_parties_with_other_classes_or_rows_of_another_shape_do_not_agree(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    config = configs.load_config(tmp_path / "c.yaml")
+    tasks = [TASK, (("cat", "dog"), (1, 8, 8)), (("dog", "cat"), (1, 8, 8)), (TASK[0], (1, 8, 9))]
+    assert len({configs.compatibility_hash(config, *task) for task in tasks}) == 4

@@ -1,0 +1,110 @@
+"""Pictures: where each tile lies, what range becomes what grey, who holds what."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from privssl.reporting import figures
+from privssl.reporting.figures import GAP, MARGIN_LEFT, MARGIN_TOP
+
+LAMBDAS = [1.0, 0.5, 0.0]
+
+
+def flat(values: torch.Tensor, channels: int = 1, side: int = 8) -> torch.Tensor:
+    """Images of one value each: values (...) -> (..., channels, side, side)."""
+    return values[..., None, None, None].expand(*values.shape, channels, side, side)
+
+
+def tile(picture: figures.Picture, row: int, column: int, side: int = 32) -> figures.Picture:
+    top, left = MARGIN_TOP + row * (side + GAP), MARGIN_LEFT + column * (side + GAP)
+    return picture[top : top + side, left : left + side]
+
+
+def test_the_real_row_is_first_then_a_line_per_lambda_and_a_column_per_class() -> None:
+    # real: -1 is black, 1 is white; mixes: line l, column c has its own level
+    real = flat(torch.tensor([-1.0, 1.0]))
+    levels = torch.tensor([[0, 51], [102, 153], [204, 255]])  # (L, C) in 0..255
+    picture = figures.mix_grid(real, flat(levels / 127.5 - 1), LAMBDAS)
+    assert picture.dtype == np.uint8
+    assert picture.shape == (MARGIN_TOP + 4 * 34, MARGIN_LEFT + 2 * 34, 3)  # 8 px, 4 times larger
+    assert (tile(picture, 0, 0) == 0).all()
+    assert (tile(picture, 0, 1) == 255).all()
+    for row, line in enumerate(levels.tolist(), start=1):
+        for column, level in enumerate(line):
+            assert (tile(picture, row, column) == level).all()
+
+
+def test_each_line_and_column_has_a_label() -> None:
+    picture = figures.mix_grid(flat(torch.ones(3)), flat(torch.ones(3, 3)), LAMBDAS)
+    assert all((picture[MARGIN_TOP + r * 34 :][:32, :MARGIN_LEFT] < 200).any() for r in range(4))
+    assert all((picture[:MARGIN_TOP, MARGIN_LEFT + c * 34 :][:, :32] < 200).any() for c in range(3))
+    # the reconstruction has no classes to name: its top margin stays empty
+    plain = figures.reconstruction_grid(flat(torch.ones(3)), flat(torch.ones(3)))
+    assert (plain[:MARGIN_TOP, MARGIN_LEFT:] == 255).all()
+
+
+def test_rows_stand_above_their_reconstructions_in_colour() -> None:
+    red = torch.tensor([1.0, -1.0, -1.0])[None, :, None, None].expand(1, 3, 40, 40)
+    picture = figures.reconstruction_grid(red, -red)
+    assert picture.shape == (MARGIN_TOP + 2 * 42, MARGIN_LEFT + 42, 3)  # 40 px are large enough
+    assert (tile(picture, 0, 0, side=40)[..., 0] == 255).all()
+    assert (picture[MARGIN_TOP + 42 :, MARGIN_LEFT:][:40, :40] == [0, 255, 255]).all()
+
+
+def test_what_lies_outside_the_range_or_is_no_number_is_clamped() -> None:
+    wild = flat(torch.tensor([7.0, -7.0, float("nan"), float("inf")]))
+    picture = figures.reconstruction_grid(wild, wild)
+    assert [int(tile(picture, 0, c)[0, 0, 0]) for c in range(4)] == [255, 0, 0, 255]
+
+
+def test_a_whole_factor_keeps_pixels_square_and_sharp() -> None:
+    checker = (torch.arange(28)[:, None] + torch.arange(28)) % 2 * 2.0 - 1
+    picture = figures.reconstruction_grid(checker[None, None], checker[None, None])
+    shown = tile(picture, 0, 0, side=56)[..., 0]  # 28 px, twice as large
+    assert (shown[::2, ::2] == (checker.numpy() + 1) * 127.5).all()
+    assert set(np.unique(shown)) == {0, 255}
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 1, 8, 8), (3, 2, 1, 8, 8), (3, 3, 1, 8, 9)])
+def test_shapes_that_do_not_belong_together_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="mixes"):
+        figures.mix_grid(torch.zeros(3, 1, 8, 8), torch.zeros(shape), LAMBDAS)
+    with pytest.raises(ValueError, match="differ"):
+        figures.reconstruction_grid(torch.zeros(3, 1, 8, 8), torch.zeros(shape[1:])[:, :, :7])
+
+
+def area(picture: figures.Picture, colour: str) -> int:
+    """Pixels of exactly one colour, given as #rrggbb."""
+    rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return int((picture[60:] == rgb).all(axis=2).sum())  # below the legend
+
+
+def test_the_partition_shows_both_kinds_in_their_colours() -> None:
+    labelled = {"s0": np.array([5, 0, 5])}
+    unlabelled = {"q0": np.array([9, 9, 9]), "q10": np.array([0, 0, 9])}
+    both = figures.partition_plot(labelled, unlabelled)
+    assert both.dtype == np.uint8
+    assert both.shape[2] == 3
+    # four equal discs of the one kind, two of the other
+    ratio = area(both, figures.UNLABELLED) / area(both, figures.LABELLED)
+    assert ratio == pytest.approx(2, rel=0.15)
+    alone = figures.partition_plot({}, unlabelled)
+    assert area(alone, figures.LABELLED) == 0
+
+
+def test_an_agent_with_both_kinds_shows_both() -> None:
+    counts = {"m0": np.array([4, 4])}
+    picture = figures.partition_plot(counts, counts)
+    assert area(picture, figures.LABELLED) > 50
+    assert area(picture, figures.UNLABELLED) > 50
+
+
+@given(agents=st.integers(1, 120), classes=st.integers(1, 100))
+@settings(max_examples=4, deadline=None)
+def test_any_number_of_agents_and_classes_fits_a_bounded_picture(agents: int, classes: int) -> None:
+    counts = {f"q{i}": np.full(classes, i) for i in range(agents)}
+    height, width, _ = figures.partition_plot({}, counts).shape
+    assert height <= 1400
+    assert width <= 2600

@@ -1,0 +1,972 @@
+"""A site answers each visit once, charges before it reads, and is moved by no letter.
+
+The site is a real one, opened from a SITE.yaml: FedSSL-DP on toy rows. Its processes are killed at
+each moment of a visit, and what they read and drew is written down before it can leave. Letters of
+a crooked coordinator stand in a table, each with the word that it gets.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accounting import journal as journals
+from accounting.errors import AccountingError
+from accounting.journal_reader import replay
+from accounting.ledger import Account, read_journal
+from privssl.algorithms.fedssl.algorithm import FedSSL, FedSSLRequest
+from privssl.core import step_runner
+from privssl.core.federation import Federation, Round
+from privssl.core.messages import Ack, Declined, deserialize, serialize
+from privssl.engines.local import LocalEngine
+from privssl.errors import ConfigError, PrivacyError, UserError
+from privssl.experiment import config as configs
+from privssl.experiment.prepare import prepare
+from privssl.privacy import dp_sgd, secure_noise
+from privssl.privacy.noisy_optimizer import SecureNoise
+from privssl.remote import framing, protocol
+from privssl.remote.protocol import EndOfRun, IdentifyRequest, Identity, StepRequest, StepResponse
+from privssl.site import settings, socket_server, startup
+from privssl.site.__main__ import main
+from privssl.site.request_handler import SiteRequestHandler
+from privssl.site.storage import Store
+from privssl.storage import atomic_files
+from tests.support import posts
+from tests.support.damage import KINDS, Watched, damaged
+from tests.support.posts import at_moment, in_a_fork
+from tests.support.site import serving
+
+# Epsilon of full batches is a formula and takes no time.
+CONFIG = """
+run: {seed: 0, device: cpu}
+data: {name: toy, labelled: 24, unlabelled: 30}
+agents: {support: 2, query: 1}
+model: {name: small_cnn, width: 4}
+algorithm:
+  {name: fedssl, rounds: 8, local_steps: 1, batch_size: 8, generator_width: 4, gate: 0.0,
+   warm_up: 0}
+privacy: {epsilon: 5.0, delta: 1.0e-3, noise_multiplier: 2.0, sample_rate: 1.0, steps: 2}
+"""
+SITE = """
+site: {agent: s0, role: support, config: c.yaml, folder: kept}
+rows: {split: split.json}
+budget: {epsilon: 5.0, delta: 1.0e-3}
+"""
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Who holds which toy rows."""
+    folder = tmp_path_factory.mktemp("split")
+    (folder / "c.yaml").write_text(CONFIG)
+    prepared = prepare(configs.load_config(folder / "c.yaml"))
+    prepared.federated_data.manifest.write(folder / "split.json")
+    return folder / "split.json"
+
+
+@pytest.fixture
+def place(tmp_path: Path, split: Path) -> Path:
+    """A folder with the config, the split and a SITE.yaml."""
+    shutil.copy(split, tmp_path)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    (tmp_path / "site.yaml").write_text(SITE)
+    return tmp_path
+
+
+def opened(place: Path, **changes: Any) -> SiteRequestHandler:
+    desk = startup.open_site(settings.load_site_config(place / "site.yaml"))
+    return dataclasses.replace(desk, **changes) if changes else desk
+
+
+def edit(path: Path, *pairs: tuple[str, str]) -> None:
+    text = path.read_text()
+    for old, new in pairs:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+def lesson(desk: SiteRequestHandler) -> FedSSLRequest:
+    """What a coordinator sends first."""
+    home = LocalEngine([], seed=0, device=posts.CPU)
+    federation = Federation(home, 0)
+    federation.begin(Round(1))
+    algorithm = desk.algorithm
+    assert isinstance(algorithm, FedSSL)
+    return algorithm._request(algorithm.start(federation), federation)
+
+
+def visit_to(desk: SiteRequestHandler, told: Any = None, /, **changes: Any) -> StepRequest:
+    told = told or lesson(desk)
+    plain: dict[str, Any] = {
+        "run": "r1", "agreement": desk.agreement, "agent": desk.agent.id, "round": 1,
+        "step": "support_pass", "visit": 1, "memory": "", "message": type(told).__name__,
+        "deadline": 10**11, "body": serialize(told),
+    }  # fmt: skip
+    return StepRequest(**(plain | changes))
+
+
+def ask(desk: SiteRequestHandler, visit: StepRequest) -> StepResponse:
+    answer: StepResponse = protocol.from_bytes(desk.handle(protocol.to_bytes(visit)), StepResponse)
+    return answer
+
+
+def spent(place: Path) -> int:
+    """Charges in the ledger."""
+    return len(read_journal(place / "kept/ledger/s0.jsonl").events)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[dict[str, int]]:
+    """Inside, counts how often labelled rows are trained on, and noise is drawn."""
+    seen = {"read": 0, "noise": 0}
+
+    def counted(kind: str) -> Callable[..., Any]:
+        def action(old: Any, *given: Any, **named: Any) -> Any:
+            seen[kind] += 1
+            return old(*given, **named)
+
+        return action
+
+    with (
+        at_moment(secure_noise, "secure_normal", counted("noise")),
+        at_moment(FedSSL, "_train_privately", counted("read")),
+    ):
+        yield seen
+
+
+# Once -----------------------------------------------------------------------------------------
+
+
+def test_a_visit_is_charged_and_the_same_letter_again_gets_the_stored_reply(place: Path) -> None:
+    desk = opened(place)
+    letter = protocol.to_bytes(visit_to(desk))
+    with watched() as seen:
+        first = desk.handle(letter)
+        assert (spent(place), seen["read"]) == (1, 1) and seen["noise"] > 0
+        drawn = seen["noise"]
+        assert desk.handle(letter) == first
+        assert opened(place).handle(letter) == first  # another process, later
+        late = dataclasses.replace(visit_to(desk), deadline=1)
+        assert desk.handle(protocol.to_bytes(late)) == first  # what is done costs nothing to tell
+        assert (spent(place), seen["read"], seen["noise"]) == (1, 1, drawn)
+    answer = protocol.from_bytes(first, StepResponse)
+    assert (answer.error, answer.message, answer.weight, answer.notes) == (
+        "",
+        "FedSSLUpdate",
+        1.0,
+        {},
+    )
+
+
+def test_another_message_or_run_or_visit_is_charged_and_noised_anew(place: Path) -> None:
+    desk = opened(place)
+    other = dataclasses.replace(lesson(desk), mixes_teach=False)
+    visits = [
+        visit_to(desk), visit_to(desk, other), visit_to(desk, run="r2"), visit_to(desk, visit=2),
+    ]  # fmt: skip
+    answers = [ask(desk, visit) for visit in visits]
+    assert [answer.error for answer in answers] == [""] * 4
+    assert spent(place) == 4
+    assert len({answer.body for answer in answers}) == 4
+
+
+def test_no_number_of_letters_spends_more_than_the_budget(place: Path) -> None:
+    desk = opened(place)
+    with watched() as seen:
+        answers = [ask(desk, visit_to(desk, visit=n, run=f"r{n}")) for n in range(1, 13)]
+    journal = read_journal(place / "kept/ledger/s0.jsonl")
+    worked = [a for a in answers if a.message == "FedSSLUpdate"]
+    assert 0 < len(worked) < len(answers) and journal.epsilon <= 5.0
+    assert seen["read"] == len(worked) == len(journal.events)
+    declined = answers[-1]
+    assert deserialize(Declined, declined.body) == Declined("privacy budget is spent")
+
+
+def test_a_smaller_budget_of_the_operator_holds_whatever_the_config_promises(place: Path) -> None:
+    edit(place / "site.yaml", ("epsilon: 5.0", "epsilon: 2.0"))
+    desk = opened(place)
+    few = sum(ask(desk, visit_to(desk, visit=n)).message == "FedSSLUpdate" for n in range(1, 9))
+    assert read_journal(place / "kept/ledger/s0.jsonl").epsilon <= 2.0
+    edit(place / "site.yaml", ("epsilon: 2.0", "epsilon: 5.0"))
+    with pytest.raises(AccountingError, match="the budget cannot rise from 2 to 5"):
+        opened(place)
+    assert few == spent(place)
+
+
+# A crooked coordinator ------------------------------------------------------------------------
+
+
+def _nan(desk: SiteRequestHandler) -> StepRequest:
+    F = {name: torch.full_like(w, float("nan")) for name, w in lesson(desk).F.items()}
+    return visit_to(desk, body=serialize(dataclasses.replace(lesson(desk), F=F)))
+
+
+CROOKED: dict[str, tuple[Callable[[SiteRequestHandler], StepRequest], str]] = {
+    "another agent": (lambda d: visit_to(d, agent="s1"), "refused"),
+    "another config": (lambda d: visit_to(d, agreement="0" * 64), "config"),
+    "a step of another role": (lambda d: visit_to(d, step="query_pass"), "refused"),
+    "a method that is no step": (lambda d: visit_to(d, step="check_private"), "refused"),
+    "a step that does not exist": (lambda d: visit_to(d, step="give_rows"), "refused"),
+    "an attribute of the class": (lambda d: visit_to(d, step="StateType"), "refused"),
+    "a message of another step": (lambda d: visit_to(d, Ack()), "refused"),
+    "bytes that are no message": (lambda d: visit_to(d, body=b"cos\nsystem\n"), "refused"),
+    "a message without a field": (lambda d: visit_to(d, Ack(), message="FedSSLRequest"), "refused"),
+    "weights that are no numbers": (_nan, "refused"),
+    "a memory that is not here": (lambda d: visit_to(d, memory="f" * 64), "forgotten"),
+    "a deadline that has passed": (lambda d: visit_to(d, deadline=1), "late"),
+}
+
+
+@pytest.mark.parametrize("kind", CROOKED)
+def test_a_crooked_letter_gets_a_word_and_costs_nothing(place: Path, kind: str) -> None:
+    make, word = CROOKED[kind]
+    desk = opened(place)
+    with watched() as seen:
+        answer = ask(desk, make(desk))
+    assert answer == StepResponse(answer.id, error=word)
+    assert (spent(place), seen) == (0, {"read": 0, "noise": 0})
+    assert ask(desk, visit_to(desk)).error == ""  # the control: an honest one is done
+
+
+def test_weights_of_another_form_cost_the_crook_a_charge_and_tell_nothing(place: Path) -> None:
+    desk = opened(place)
+    crooked = dataclasses.replace(lesson(desk), F={"w": torch.zeros(3)})
+    assert ask(desk, visit_to(desk, crooked)).error == "failed"
+    assert spent(place) == 1  # paid before anything is looked at
+    assert ask(desk, visit_to(desk, crooked)).error == "lost"
+    assert spent(place) == 1
+
+
+def test_less_noise_in_the_coordinators_config_is_another_config(place: Path) -> None:
+    desk = opened(place)
+    edit(place / "c.yaml", ("noise_multiplier: 2.0", "noise_multiplier: 0.5"))
+    theirs = configs.compatibility_hash(
+        configs.load_config(place / "c.yaml"), tuple(map(str, range(10))), (1, 8, 8)
+    )
+    assert ask(desk, visit_to(desk, agreement=theirs)).error == "config"
+    assert spent(place) == 0
+
+
+def test_labelled_rows_are_out_of_reach_of_a_step_that_forgot_to_pay(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def unpaid(self: FedSSL, agent: Any, msg: FedSSLRequest, ctx: Any) -> Declined:
+        found.append(float(agent.labelled.x.float().mean()))
+        return Declined("read them")
+
+    monkeypatch.setattr(FedSSL, "_private_pass", unpaid)
+    desk = opened(place)
+    assert ask(desk, visit_to(desk)).error == "failed" and not found
+    monkeypatch.setattr(step_runner, "ChargedRows", lambda rows, paid: rows)
+    assert ask(desk, visit_to(desk, visit=2)).error == "" and found  # the control
+
+
+def test_a_plan_for_a_network_that_the_method_has_not_opens_no_site(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(place)  # the control
+    monkeypatch.setattr(FedSSL, "networks", lambda self: {"G": self._networks["G"]})
+    with pytest.raises(PrivacyError, match="fedssl has no network F"):
+        opened(place)
+
+
+def test_of_an_error_one_word_leaves_and_the_rest_stays_in_the_log(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("row 7 is patient 4711")
+
+    monkeypatch.setattr(FedSSL, "_train_privately", fail)
+    desk = opened(place)
+    data = desk.handle(protocol.to_bytes(visit_to(desk)))
+    assert protocol.from_bytes(data, StepResponse).error == "failed" and b"4711" not in data
+    assert "patient 4711" in caplog.text
+
+
+def test_an_introduction_tells_no_number_of_rows(place: Path) -> None:
+    desk = opened(place)
+    found = protocol.from_bytes(desk.handle(protocol.to_bytes(IdentifyRequest())), Identity)
+    assert found == Identity("s0", "support", desk.agreement, False)
+    edit(place / "c.yaml", ("labelled: 24", "labelled: 25"))  # only what is declared is in it
+    assert opened(place).agreement != desk.agreement
+
+
+# Bad luck -------------------------------------------------------------------------------------
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(old: Any, *given: Any, **named: Any) -> None:
+    die()
+
+
+def after(old: Any, *given: Any, **named: Any) -> None:
+    old(*given, **named)
+    die()
+
+
+def on_line(kind: str, action: Callable[..., Any]) -> Callable[..., Any]:
+    def append(old: Any, self: Any, record: Any) -> Any:
+        return (action if record["type"] == kind else lambda o, *g: o(*g))(old, self, record)
+
+    return append
+
+
+def half_a_line(old: Any, self: Any, record: Any) -> None:
+    os.write(self._file, b'{"type": "res')
+    die()
+
+
+def half_an_answer(old: Any, path: Path, data: Any) -> None:
+    if path.name.endswith(".answer"):
+        old(path, data[: len(data) // 2])
+        die()
+    old(path, data)
+
+
+FILE = journals.JournalFile
+#: moment -> where it is, what happens there, and what the letter gets when it comes again
+MOMENTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
+    "before the reserve": (FILE, "append", on_line("reserve", before), ""),
+    "within the reserve": (FILE, "append", on_line("reserve", half_a_line), ""),
+    "after the reserve": (FILE, "append", on_line("reserve", after), "lost"),
+    "before the first gradient": (dp_sgd, "factored_gradients", before, "lost"),
+    "after the noise": (SecureNoise, "add_noise", after, "lost"),
+    "before the settle": (FILE, "append", on_line("settle", before), "lost"),
+    "after the settle": (FILE, "append", on_line("settle", after), "lost"),
+    "before the answer is stored": (Store, "put_answer", before, "lost"),
+    "within the answer": (atomic_files, "write_new", half_an_answer, "lost"),
+    "before the answer leaves": (Store, "put_answer", after, ""),
+}
+
+
+def noted(path: Path) -> Any:
+    """Write down in a file, before it can leave, that rows are read."""
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def reads(old: Any, *given: Any) -> Any:
+        os.write(log, b"r")
+        return old(*given)
+
+    return at_moment(FedSSL, "_train_privately", reads)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_site_that_is_killed_at_any_moment_has_paid_for_what_it_read(
+    place: Path, moment: str
+) -> None:
+    owner, name, action, word = MOMENTS[moment]
+    letter, notes = protocol.to_bytes(visit_to(opened(place))), place / "notes"
+
+    def killed() -> bytes:
+        with noted(notes), at_moment(owner, name, action):
+            return opened(place).handle(letter)
+
+    assert in_a_fork(killed) is None, "the control: it did die there"
+    with noted(notes):
+        desk = opened(place)
+        answers = [desk.handle(letter) for _ in range(2)]
+    assert answers[0] == answers[1]
+    assert protocol.from_bytes(answers[0], StepResponse).error == word
+    assert read_journal(place / "kept/ledger/s0.jsonl").problems == []
+    assert len(notes.read_bytes()) <= spent(place) in (1, 2)  # 2: half a line counts as well
+    # The next visit is one like any other.
+    assert ask(desk, visit_to(desk, visit=2)).error == ""
+
+
+def test_a_site_that_pays_after_it_has_read_would_be_found_out(place: Path) -> None:
+    real = Account.spend
+
+    @contextlib.contextmanager
+    def late(self: Account, event: Any, visit: str) -> Iterator[None]:
+        yield
+        with real(self, event, visit):
+            pass
+
+    letter, notes = protocol.to_bytes(visit_to(opened(place))), place / "notes"
+
+    def killed() -> bytes:
+        Account.spend = late  # type: ignore[method-assign]
+        vars(step_runner)["ChargedRows"] = lambda rows, paid: rows
+        with noted(notes), at_moment(SecureNoise, "add_noise", after):
+            return opened(place).handle(letter)
+
+    assert in_a_fork(killed) is None
+    assert len(notes.read_bytes()) == 1 > spent(place) == 0
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_is_full_at_the_ledger_gets_a_word_and_no_row_is_read(place: Path) -> None:
+    desk = opened(place)
+    visit = visit_to(desk)
+
+    def no_room(old: Any, self: Any, record: Any) -> Any:
+        with at_moment(journals, "_write_all", full):
+            return old(self, record)
+
+    with watched() as seen:
+        with at_moment(FILE, "append", on_line("reserve", no_room)):
+            assert ask(desk, visit).error == "ledger"
+        assert seen["read"] == 0 and spent(place) == 0
+        assert ask(desk, visit).error == "" and seen["read"] == 1  # the control
+
+
+def test_where_a_reply_would_find_no_room_nothing_is_charged(place: Path) -> None:
+    desk = opened(place)
+    visit = visit_to(desk)
+
+    def little(old: Any, folder: Path) -> Any:
+        return old(folder)._replace(free=3 * len(visit.body))
+
+    with at_moment(shutil, "disk_usage", little):
+        assert ask(desk, visit) == StepResponse(visit.id, error="disk")
+    assert spent(place) == 0
+    assert ask(desk, visit).error == ""  # the control
+
+
+def test_a_reply_that_cannot_be_stored_does_not_leave_and_is_lost(place: Path) -> None:
+    desk = opened(place)
+    visit = visit_to(desk)
+    with at_moment(Store, "put_answer", full):
+        assert ask(desk, visit) == StepResponse(visit.id, error="disk")
+    assert ask(desk, visit).error == "lost"
+    assert spent(place) == 1
+
+
+def test_a_ledger_that_is_gone_cut_or_in_use_gets_a_word_and_no_row_is_read(place: Path) -> None:
+    desk = opened(place)
+    assert ask(desk, visit_to(desk)).error == ""
+    ledger = place / "kept/ledger/s0.jsonl"
+    whole = ledger.read_bytes()
+    with watched() as seen:
+        ledger.unlink()
+        assert ask(desk, visit_to(desk, visit=2)).error == "ledger"
+        ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[:1]))  # a chain, but shorter
+        assert ask(desk, visit_to(desk, visit=2)).error == "ledger"
+        ledger.write_bytes(whole)
+        assert desk.open_account is not None
+        with contextlib.closing(desk.open_account("r7")):
+            assert ask(desk, visit_to(desk, visit=2)).error == "ledger"
+        assert seen["read"] == 0
+    assert ask(desk, visit_to(desk, visit=2)).error == ""  # the control
+
+
+def test_a_site_that_serves_begins_no_second_ledger_and_takes_no_older_one(place: Path) -> None:
+    desk = opened(place)
+    assert ask(desk, visit_to(desk)).error == ""
+    shutil.copytree(place / "kept", place / "backup")
+    assert ask(desk, visit_to(desk, visit=2)).error == ""
+    for former in (None, place / "backup"):  # deleted, with its mark; restored, with its mark
+        (place / "kept").rename(place / f"true {former is None}")
+        if former is not None:
+            former.rename(place / "kept")
+        with watched() as seen:
+            assert ask(desk, visit_to(desk, visit=3)).error == "ledger"
+        assert seen["read"] == 0
+        shutil.rmtree(place / "kept")
+        (place / f"true {former is None}").rename(place / "kept")
+    assert ask(desk, visit_to(desk, visit=3)).error == "" and spent(place) == 3  # the control
+
+
+def test_a_stored_reply_that_the_disk_has_damaged_is_lost(place: Path) -> None:
+    desk = opened(place)
+    visit = visit_to(desk)
+    assert ask(desk, visit).error == ""
+    [stored] = (place / "kept/runs/r1").glob("*.answer")
+    stored.write_bytes(b"privssl?")
+    assert ask(desk, visit).error == "lost"
+    assert spent(place) == 1
+
+
+def test_two_processes_of_one_site_do_not_work_at_a_time(place: Path) -> None:
+    desk, other, answers = opened(place), opened(place), []
+
+    def meanwhile(old: Any, *given: Any) -> Any:
+        answers.append(ask(other, visit_to(other, visit=2)).error)
+        return old(*given)
+
+    with at_moment(FedSSL, "_train_privately", meanwhile):
+        assert ask(desk, visit_to(desk)).error == ""
+    assert answers == ["busy"] and spent(place) == 1
+
+
+# What is kept ---------------------------------------------------------------------------------
+
+
+def test_the_last_visits_of_a_run_are_kept_and_older_ones_are_lost(place: Path) -> None:
+    desk = opened(place)
+    desk = dataclasses.replace(desk, store=Store(desk.store.folder, 2))
+    visits = [visit_to(desk, visit=n) for n in (1, 2, 3)]
+    assert [ask(desk, visit).error for visit in visits] == ["", "", ""]
+    assert [ask(desk, visit).error for visit in visits] == ["lost", "", ""]
+    assert spent(place) == 3
+
+
+def test_memories_are_found_by_their_visit_in_their_order_and_unread_by_letters(
+    tmp_path: Path,
+) -> None:
+    store = Store(tmp_path / "kept", keep=2)
+    memory = {"z": torch.tensor(float("inf")), "a/b": torch.arange(3), "n": torch.zeros(0)}
+    visits = [f"{n:064x}" for n in range(4)]
+    store.put_memory("r1", visits[0], memory)
+    store.put_answer("r1", visits[0], b"0")
+    for former, now in pairwise(visits):
+        store.keep_memory("r1", now, former)
+        store.put_answer("r1", now, b"more")
+    found = store.memory("r1", visits[3])
+    assert found is not None and list(found) == ["z", "a/b", "n"]
+    assert all(torch.equal(found[name], memory[name]) for name in memory)
+    assert store.memory("r1", visits[2]) is not None
+    assert store.memory("r1", visits[1]) is None  # older than the last two
+    assert store.memory("r2", visits[3]) is None  # another run's
+
+
+def test_only_the_last_few_runs_are_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=2)
+    for number in range(7):
+        store.put_answer(f"r{number}", "a" * 64, b"x")
+        os.utime(tmp_path / "runs" / f"r{number}", ns=(number, number))
+    assert sorted(os.listdir(tmp_path / "runs")) == ["r3", "r4", "r5", "r6"]
+
+
+def test_a_clock_that_was_set_back_costs_no_run_its_replies(place: Path) -> None:
+    desk = opened(place)
+    for former in range(5):  # as if made in a time that is still to come
+        folder = place / "kept/runs" / f"former{former}"
+        folder.mkdir(parents=True)
+        os.utime(folder, (10**10, 10**10))
+    letter = protocol.to_bytes(visit_to(desk))
+    first = desk.handle(letter)
+    assert protocol.from_bytes(first, StepResponse).error == "" and desk.handle(letter) == first
+    assert ask(desk, visit_to(desk, visit=2)).error == ""
+    assert len(os.listdir(place / "kept/runs")) == 4 and spent(place) == 2
+
+
+def test_at_the_end_of_a_run_its_replies_go_and_the_journal_is_shown_if_allowed(
+    place: Path,
+) -> None:
+    desk = opened(place)
+    ask(desk, visit_to(desk))
+    desk.handle(
+        protocol.to_bytes(EndOfRun("r1", desk.agreement, False))
+    )  # a run that stops, and will go on
+    assert list((place / "kept/runs/r1").glob("*.answer"))
+    leave = protocol.to_bytes(EndOfRun("r1", desk.agreement, True))
+    gone = protocol.from_bytes(desk.handle(leave), protocol.LedgerResponse)
+    assert gone == protocol.LedgerResponse("s0", b"")
+    assert not (place / "kept/runs/r1").exists()
+    assert ask(desk, visit_to(desk)).error == "lost"  # charged, and never done again
+
+    edit(place / "site.yaml", ("folder: kept", "folder: kept, share_ledger: true"))
+    shown = protocol.from_bytes(opened(place).handle(leave), protocol.LedgerResponse)
+    assert shown.body == (place / "kept/ledger/s0.jsonl").read_bytes()
+
+
+STRUCK = [(kind, visit, when) for kind in KINDS for visit in (1, 2) for when in ("in", "after")]
+
+
+def struck(place: Path, kind: str, visit: int, when: str) -> tuple[Watched, Any]:
+    """A site whose ledger is damaged at a visit: what was charged, and what it shows at the end."""
+    edit(place / "site.yaml", ("folder: kept", "folder: kept, share_ledger: true"))
+    desk = opened(place)
+    with damaged(kind, visit, when, seed=STRUCK.index((kind, visit, when))) as watched:
+        for number in (1, 2, 3):
+            assert ask(desk, visit_to(desk, visit=number)).error in ("", "ledger")
+        leave = protocol.to_bytes(EndOfRun("r1", desk.agreement, True))
+        return watched, protocol.from_bytes(
+            desk.handle(leave), protocol.LedgerResponse, StepResponse
+        )
+
+
+@pytest.mark.parametrize("kind, visit, when", STRUCK)
+def test_a_site_whose_ledger_is_damaged_while_it_serves_shows_no_less_than_it_charged(
+    place: Path, kind: str, visit: int, when: str
+) -> None:
+    watched, shown = struck(place, kind, visit, when)
+    if (kind, when) == ("two writers", "in"):  # a true line of another writer: all charges stay
+        journal = replay(journals.split_lines(shown.body)[0])
+        assert journal.problems == [] and len(watched.entered) == 3
+        assert journal.epsilon >= watched.spent(1e-3) - 1e-9
+    else:
+        assert len(watched.entered) == visit  # no row is read under a damaged ledger
+        assert shown == StepResponse("", error="ledger")
+
+
+def test_control_a_site_that_does_not_remember_its_ledger_shows_less_than_it_charged(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "_mark", lambda store: None)
+    watched, shown = struck(place, "replace", 2, "after")
+    journal = replay(journals.split_lines(shown.body)[0])
+    assert journal.problems == [] and journal.epsilon < watched.spent(1e-3)
+
+
+def test_a_coordinator_of_another_config_is_shown_no_journal_and_removes_nothing(
+    place: Path,
+) -> None:
+    edit(place / "site.yaml", ("folder: kept", "folder: kept, share_ledger: true"))
+    desk = opened(place)
+    ask(desk, visit_to(desk))
+    stranger = protocol.to_bytes(EndOfRun("r1", "0" * 64, True))
+    assert protocol.from_bytes(
+        desk.handle(stranger), protocol.LedgerResponse, StepResponse
+    ) == StepResponse("", "config")
+    assert list((place / "kept/runs/r1").glob("*.answer"))
+
+
+def test_losses_leave_only_where_the_operator_allows_it_and_never_beside_a_budget(
+    place: Path,
+) -> None:
+    edit(place / "site.yaml", ("agent: s0, role: support", "agent: q0, role: query"),
+         ("budget: {epsilon: 5.0, delta: 1.0e-3}\n", ""))  # fmt: skip
+    shut = opened(place)
+    visit = visit_to(shut, step="query_pass")
+    assert ask(shut, visit).notes == {}
+    edit(place / "site.yaml", ("folder: kept", "folder: other, share_notes: true"))
+    assert ask(opened(place), visit).notes != {}
+    edit(place / "site.yaml", ("agent: q0, role: query", "agent: s0, role: support"))
+    (place / "site.yaml").write_text((place / "site.yaml").read_text() + SITE.splitlines()[-1])
+    private, noted = opened(place), []
+
+    def noting(old: Any, algorithm: FedSSL, agent: Any, told: Any, ctx: Any) -> Any:
+        ctx.log_metric("loss", 1.0)  # of itself the private pass notes nothing
+        noted.append(dict(ctx.metrics))
+        return old(algorithm, agent, told, ctx)
+
+    with at_moment(FedSSL, "_train_privately", noting):
+        assert private.share_notes and ask(private, visit_to(private)).notes == {}
+    assert noted == [{}]
+
+
+# SITE.yaml ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pair", "error", "text"),
+    [
+        (
+            ("steps: 2}", "steps: 2, update_at_support: [F, G, D], protect: [G], "
+             "acknowledge_unsound: true}"),
+            PrivacyError, "guarantees nothing for any row",
+        ),
+        (
+            (CONFIG.splitlines()[-1], "privacy: null"),
+            ConfigError, "either under a budget on both sides or on neither",
+        ),
+        (("delta: 1.0e-3", "delta: 1.0e-4"), ConfigError, "Make them equal"),
+    ],
+    ids=["as published", "no privacy", "another delta"],
+)  # fmt: skip
+def test_a_config_under_which_the_operators_promise_would_not_hold_is_refused(
+    place: Path, pair: tuple[str, str], error: type[Exception], text: str
+) -> None:
+    edit(place / "c.yaml", pair)
+    with pytest.raises(error, match=text):
+        opened(place)
+
+
+@pytest.mark.parametrize(
+    ("pair", "text"),
+    [
+        (("agent: s0", "agent: s2"), "site.agent is s2, but .* has s0, s1, q0"),
+        (("role: support", "role: mixed"), "site.role is mixed, but in .* s0 is support"),
+        (("budget: {epsilon: 5.0, delta: 1.0e-3}", ""), "budget .*missing: give epsilon, or"),
+        (("delta: 1.0e-3", "delta: 0.2"), "budget.delta is 0.2, but privacy.delta"),
+        (("split: split.json", "split: c.yaml"), "is not a split.json"),
+        (("split: split.json", "arrays: x.npz"), "rows.classes .*missing: arrays need how many"),
+        (("split: split.json", "arrays: x.npz, classes: 10"), "x.npz: no such file"),
+        (("split: split.json", ""), "rows.arrays .*missing: give arrays, or split, or root"),
+        (("config: c.yaml", "config: d.yaml"), "d.yaml: no such file"),
+        (("role: support", "role: suport"), r"line 2 +site.role .*Did you mean support\?"),
+    ],
+)
+def test_an_operators_mistake_is_told_in_words(
+    place: Path, pair: tuple[str, str], text: str
+) -> None:
+    edit(place / "site.yaml", pair)
+    with pytest.raises(UserError, match=text):
+        opened(place)
+
+
+def test_a_delta_that_would_allow_to_publish_a_row_is_told_to_the_operator(place: Path) -> None:
+    edit(place / "c.yaml", ("labelled: 24", "labelled: 20"))  # 10 of an agent, and s0 has 12
+    for name in ("c.yaml", "site.yaml"):
+        edit(place / name, ("delta: 1.0e-3", "delta: 0.083"))
+    opened(place)  # the control: below 1 / 12
+    for name in ("c.yaml", "site.yaml"):
+        edit(place / name, ("delta: 0.083", "delta: 0.084"))
+    with pytest.raises(PrivacyError, match=r"budget.delta is 0.084.*Give less than 1 / 12"):
+        opened(place)
+
+
+def test_with_private_counts_a_site_opens_whatever_the_number_of_its_rows(place: Path) -> None:
+    private = "sample_rate: 1.0, record_counts: private"
+    edit(place / "c.yaml", ("labelled: 24", "labelled: 20"), ("sample_rate: 1.0", private))
+    for name in ("c.yaml", "site.yaml"):
+        edit(place / name, ("delta: 1.0e-3", "delta: 0.084"))
+    opened(place)  # 12 rows, of 10 that are declared
+
+
+def test_a_site_with_a_budget_takes_no_weights_that_training_does_not_come_to(place: Path) -> None:
+    desk = opened(place)
+    told = lesson(desk)
+    key = next(iter(told.F))
+    for size, word in ((2e6, "refused"), (-2e6, "refused"), (1e6, "")):
+        F = {**told.F, key: torch.full_like(told.F[key], size)}
+        assert ask(desk, visit_to(desk, dataclasses.replace(told, F=F))).error == word
+
+
+def test_a_letter_that_states_a_larger_size_than_any_has_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(framing, "MAX_BYTES", 10)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        framing.send(ours, b"0123456789")
+        assert framing.receive(theirs) == b"0123456789"
+        framing.send(ours, b"0123456789+")
+        with pytest.raises(OSError, match="a letter of 11 bytes"):
+            framing.receive(theirs)
+
+
+def test_rows_come_from_arrays_or_from_a_folder_of_the_sites_own(place: Path) -> None:
+    by_split = opened(place)
+    rows = by_split.agent.labelled
+    np.savez(place / "own.npz", x_labelled=rows.x.numpy(), y_labelled=rows.y.numpy())
+    edit(place / "site.yaml", ("split: split.json", "arrays: own.npz, classes: 10"))
+    (place / "kept").rename(place / "former")
+    by_arrays = opened(place)
+    assert by_arrays.agreement == by_split.agreement
+    assert torch.equal(by_arrays.agent.labelled.x, rows.x)
+    assert torch.equal(by_arrays.agent.labelled.y, rows.y)
+
+
+@pytest.mark.parametrize("kind", [np.uint64, np.int64])
+def test_a_label_below_zero_is_refused_before_an_account_is_opened(place: Path, kind: type) -> None:
+    rows = opened(place).agent.labelled
+    (place / "kept").rename(place / "former")
+    edit(place / "site.yaml", ("split: split.json", "arrays: own.npz, classes: 10"))
+    y = rows.y.numpy().copy()
+    np.savez(place / "own.npz", x_labelled=rows.x.numpy(), y_labelled=y.astype(kind))
+    opened(place)  # the control
+    (place / "kept").rename(place / "good")
+    y[3] = -1
+    np.savez(place / "own.npz", x_labelled=rows.x.numpy(), y_labelled=y.astype(kind))
+    with pytest.raises(UserError, match="y_labelled has the label"):
+        opened(place)
+    assert not (place / "kept/ledger").exists()
+
+
+def test_a_folder_of_rows_that_are_built_in_has_no_effect_and_is_refused(place: Path) -> None:
+    edit(place / "site.yaml", ("split: split.json", "split: split.json, root: somewhere"))
+    with pytest.raises(ConfigError, match=r"rows\.root has no effect: .* is toy"):
+        opened(place)
+
+
+def test_rows_that_were_used_without_protection_get_no_budget(place: Path) -> None:
+    rows = opened(place).agent.labelled
+    np.savez(place / "own.npz", x_labelled=rows.x.numpy(), y_labelled=rows.y.numpy(),
+             x_unlabelled=rows.x[:3].numpy())  # fmt: skip
+    edit(place / "c.yaml", ("unlabelled: 30", "unlabelled: 30, labels: labels-at-client"),
+         ("support: 2, query: 1", "mixed: 2"))  # fmt: skip
+    edit(place / "site.yaml", ("agent: s0, role: support", "agent: m0, role: mixed"),
+         ("split: split.json", "arrays: own.npz, classes: 10"),
+         ("folder: kept", "folder: new"))  # fmt: skip
+    with pytest.raises(AccountingError, match="without protection"):
+        opened(place)
+
+
+def test_the_command_describes_a_site_and_tells_of_mistakes_without_a_traceback(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(place / "site.yaml")]) == 0
+    out = capsys.readouterr().out
+    assert "s0, a support agent with 12 labelled rows." in out
+    assert "Epsilon 0.0000 of 5 spent (delta 0.001) in 0 visits." in out
+    edit(place / "site.yaml", ("role: support", "role: query"))
+    assert main([str(place / "site.yaml")]) == 2
+    told = capsys.readouterr()
+    assert "Traceback" not in told.err and "a query agent has no labelled rows" in told.err
+
+
+@pytest.fixture
+def open_above(place: Path) -> Iterator[None]:
+    """The folders above ``place``, which pytest closes, let other users through."""
+    before = {folder: stat.S_IMODE(folder.stat().st_mode) for folder in place.parents}
+    closed = {folder: mode for folder, mode in before.items() if mode & 0o011 != 0o011}
+    for folder, mode in closed.items():
+        folder.chmod(mode | 0o011)
+    yield
+    for folder, mode in closed.items():
+        folder.chmod(mode)
+
+
+@pytest.mark.usefixtures("open_above")
+def test_files_that_other_users_could_read_are_told_of(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(place / "site.yaml")]) == 0  # which makes the site's folder
+    told = {}
+    for mode, above in ((0o644, 0o711), (0o600, 0o711), (0o644, 0o700), (0o640, 0o710)):
+        (place / "split.json").chmod(mode)
+        place.chmod(above)
+        assert main([str(place / "site.yaml")]) == 0
+        told[mode, above] = "Other users" in capsys.readouterr().err
+    assert list(told.values()) == [True, False, False, True]
+    (place / "kept").chmod(0o755)
+    assert main([str(place / "site.yaml")]) == 0
+    assert f"can read {place / 'kept'}. chmod" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda whole: whole.replace(b'"visit"', b'"vizit"'), "line 3: reserve: has keys"),
+        (lambda whole: whole[:9], "there is no complete plan line"),
+    ],
+    ids=["an edit", "the first line, torn"],
+)
+def test_a_damaged_ledger_is_told_to_the_operator_before_the_site_serves(
+    place: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[bytes], bytes], text: str
+) -> None:
+    desk = opened(place)
+    ask(desk, visit_to(desk))
+    ledger = place / "kept/ledger/s0.jsonl"
+    ledger.write_bytes(damage(ledger.read_bytes()))
+    assert main([str(place / "site.yaml")]) == 2
+    told = capsys.readouterr()
+    assert text in told.err and "Traceback" not in told.err and told.out == ""
+
+
+def test_letters_go_through_a_door_and_one_that_waits_holds_no_other_up(tmp_path: Path) -> None:
+    def handle(letter: bytes) -> bytes:
+        time.sleep(5.0 if letter == b"long" else 0.0)
+        return letter[::-1]
+
+    with serving(tmp_path / "door", handle):
+        assert socket_server.send_request(tmp_path / "door", b"", 5) == b""
+        long = b"ab" * 3_000_000
+        assert socket_server.send_request(tmp_path / "door", long, 5) == long[::-1]
+        waits = threading.Thread(target=_patiently, args=(tmp_path / "door",), daemon=True)
+        waits.start()
+        begun = time.monotonic()
+        assert socket_server.send_request(tmp_path / "door", b"abc", 5) == b"cba"
+        assert time.monotonic() - begun < 4
+        with pytest.raises(OSError):
+            socket_server.send_request(tmp_path / "door", b"long", 0.1)
+
+
+def _patiently(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        socket_server.send_request(path, b"long", 10)
+
+
+def test_letters_that_are_never_finished_fill_no_memory_and_the_next_one_waits(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "door"
+    with serving(path, bytes.upper), contextlib.ExitStack() as stack:
+        begun = [
+            stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(socket_server.AT_ONCE)
+        ]
+        for number, unfinished in enumerate(begun):
+            assert socket_server.send_request(path, b"a", 5) == b"A", (
+                f"{number} letters are under way"
+            )
+            unfinished.connect(str(path))
+            unfinished.sendall((10**9).to_bytes(8, "little") + b"the first words")
+        with pytest.raises(TimeoutError):
+            socket_server.send_request(path, b"a", 0.5)
+        begun[0].close()
+        assert socket_server.send_request(path, b"a", 5) == b"A"
+
+
+def test_one_process_serves_a_site_and_what_a_killed_one_left_is_in_nobodys_way(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "door"
+    with serving(path, bytes.upper):
+        with pytest.raises(UserError, match="another process serves this site"):
+            socket_server.serve(path, bytes.upper)
+        assert oct(path.stat().st_mode)[-3:] == "660"
+    assert path.exists()
+    with pytest.raises(OSError):
+        socket_server.send_request(path, b"a", 1)
+    with serving(path, bytes.upper):
+        assert soon(lambda: socket_server.send_request(path, b"a", 5) == b"A")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_what_is_no_socket_is_left_in_the_place_of_a_door(tmp_path: Path, kind: str) -> None:
+    path, rows = tmp_path / "door", tmp_path / "rows.npz"
+    rows.write_text("rows")
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "file":
+        rows.rename(path)
+    else:
+        path.symlink_to(rows)
+    with pytest.raises(UserError, match="is there, and is no socket"):
+        socket_server.serve(path, bytes.upper)
+    assert path.is_dir() or path.read_text() == "rows"
+
+
+def soon(true: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            return true()
+        time.sleep(0.01)
+    return False
+
+
+def test_who_brings_letters_needs_no_torch() -> None:
+    code = "import sys, privssl.site.socket_server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_letter_that_breaks_off_harms_nobody(tmp_path: Path) -> None:
+    with serving(tmp_path / "door", bytes.upper):
+        with socket.socket(socket.AF_UNIX) as half:
+            half.connect(str(tmp_path / "door"))
+            half.sendall((100).to_bytes(8, "little") + b"only this")
+        with socket.socket(socket.AF_UNIX) as huge:
+            huge.connect(str(tmp_path / "door"))
+            huge.sendall((2**60).to_bytes(8, "little"))
+        assert socket_server.send_request(tmp_path / "door", b"a", 5) == b"A"
+
+
+def test_the_ledgers_end_is_remembered_beside_it(place: Path) -> None:
+    desk = opened(place)
+    ask(desk, visit_to(desk))
+    mark = json.loads((place / "kept/ledger.mark").read_text())
+    journal = read_journal(place / "kept/ledger/s0.jsonl")
+    assert mark == {"seq": journal.seq, "head": journal.head}
+    (place / "kept/ledger.mark").write_text("{}")
+    assert ask(desk, visit_to(desk, visit=2)).error == "ledger"

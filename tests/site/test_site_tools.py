@@ -1,0 +1,274 @@
+"""What is around a site: the SuperNode that it keeps up, keys for a trial, the demonstration."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from privssl.errors import ConfigError, UserError
+from privssl.remote import flower_transport, framing
+from privssl.remote.discovery import SiteError
+from privssl.remote.flower_transport import OFFLINE, FlowerTransport, environment
+from privssl.site import demo, keys, sandbox, settings, supernode
+from privssl.site.supernode import SuperNode
+from tests.support.certificates import listening
+
+
+@pytest.fixture
+def flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Programs of Flower's names that write down how they were started, and wait."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("flwr", "flower-supernode", "flower-superlink"):
+        (folder / name).write_text(
+            f'#!/bin/sh\nenv > "$FLWR_HOME/env"\necho "$@" >> "$FLWR_HOME/{name}"\n'
+            'test "$1" = run && exit 3\nsleep 30\n'
+        )
+        (folder / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    (folder / "python").symlink_to(shutil.which("python3") or "")
+    return folder
+
+
+@pytest.fixture
+def link() -> Iterator[str]:
+    with listening(None) as address:
+        yield address
+
+
+def started(there: Any, folder: Path) -> str:
+    there.start()
+    end = time.monotonic() + 20
+    while not (folder / "flower-supernode").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    return (folder / "flower-supernode").read_text()
+
+
+def test_a_supernode_is_started_offline_with_the_door_and_nothing_else_of_the_site(
+    flower: Path, link: str, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    there = SuperNode(tmp_path / "door", own, link, "", "")
+    try:
+        said = started(there, own)
+        told = dict(
+            line.split("=", 1) for line in (own / "env").read_text().splitlines() if "=" in line
+        )
+    finally:
+        there.stop()
+    assert f'--node-config door="{tmp_path / "door"}"' in said
+    assert "--insecure" in said and f"--superlink {link}" in said
+    assert {name: told[name] for name in OFFLINE} == OFFLINE
+    assert told["FLWR_HOME"] == told["TMPDIR"] == str(own) and "PYTHONPATH" not in told
+    assert there._process is not None and there._process.poll() is not None  # it was ended
+
+
+def test_a_supernode_that_ends_is_followed_by_another(
+    flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supernode, "PAUSE", 0.05)
+    there = SuperNode(tmp_path / "door", tmp_path / "own", link, "", "")
+    try:
+        started(there, tmp_path / "own")
+        assert there._process is not None
+        first = there._process.pid
+        os.killpg(first, signal.SIGKILL)
+        end = time.monotonic() + 20
+        while there._process.pid == first and time.monotonic() < end:
+            time.sleep(0.02)
+        assert there._process.pid != first
+    finally:
+        there.stop()
+
+
+@pytest.mark.parametrize(
+    ("address", "certificate", "landlock", "text"),
+    [
+        ("example.org:http", "", 7, "give host:port"),
+        ("example.org:8000", "", 7, "would cross a network in clear"),
+        ("example.org:8000", "ca.crt", 0, "no Landlock .* as another user"),
+        ("here", "", 7, "give host:port"),
+    ],
+)
+def test_no_supernode_is_started_where_rows_would_be_at_risk(
+    flower: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, certificate: str,
+    landlock: int, text: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sandbox, "version", lambda: landlock)
+    with pytest.raises(ConfigError, match=text):
+        SuperNode(tmp_path / "door", tmp_path / "own", address, certificate, "")
+    SuperNode(tmp_path / "door", tmp_path / "own", "127.0.0.1:1", "", "")  # the control
+
+
+@pytest.mark.skipif(not sandbox.version(), reason="this kernel has no Landlock")
+def test_the_supernode_of_a_site_cannot_read_the_sites_folder(
+    flower: Path, link: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows").write_text("patient 4711")
+    (flower / "flower-supernode").write_text(
+        f'#!/bin/sh\ncat {tmp_path / "rows"} > "$FLWR_HOME/stolen" 2> "$FLWR_HOME/error"\n'
+        'echo "$@" > "$FLWR_HOME/flower-supernode"\nsleep 30\n'
+    )
+    own = tmp_path / "own"
+    there = SuperNode(tmp_path / "door", own, link, "", "")
+    try:
+        started(there, own)
+    finally:
+        there.stop()
+    assert (own / "stolen").read_text() == ""
+    assert "Permission denied" in (own / "error").read_text()
+
+
+@pytest.mark.skipif(not sandbox.version(), reason="this kernel has no Landlock")
+def test_code_behind_the_fence_cannot_have_the_site_write_for_it(
+    flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site opens the SuperNode's log, with its own rights, each time that it starts one."""
+    monkeypatch.setattr(supernode, "PAUSE", 0.05)
+    target, own = tmp_path / "sitecustomize.py", tmp_path / "own"
+    (flower / "flower-supernode").write_text(
+        '#!/bin/sh\necho "import os"\ncd "$FLWR_HOME"\n'
+        f'for log in *.log supernode.log log; do ln -sf {target} "$log"; done\n'
+        'echo once >> started\ntest $(wc -l < started) -ge 3 && echo "$@" > flower-supernode\n'
+        "test $(wc -l < started) -ge 3 && sleep 30\n"
+    )
+    there = SuperNode(tmp_path / "door", own, link, "", "")
+    try:
+        started(there, own)
+    finally:
+        there.stop()
+    assert (own / "supernode.log").is_symlink()  # the control: the trap was set
+    assert not target.exists()
+    assert "import os" in (tmp_path / "supernode.log").read_text()
+
+
+@pytest.mark.skipif(not sandbox.version(), reason="this kernel has no Landlock")
+def test_a_site_whose_rows_lie_inside_the_fence_is_refused(flower: Path, tmp_path: Path) -> None:
+    for inside in (Path(sys.prefix) / "rows.npz", tmp_path / "own" / "rows"):
+        with pytest.raises(ConfigError, match="which a SuperNode has to read"):
+            SuperNode(tmp_path / "door", tmp_path / "own", "127.0.0.1:1", "", "", [inside])
+    SuperNode(tmp_path / "door", tmp_path / "own", "127.0.0.1:1", "", "", [tmp_path / "rows"])
+
+
+def test_the_coordinator_says_what_flower_said_where_it_takes_no_run(
+    flower: Path, tmp_path: Path
+) -> None:
+    (flower / "flwr").write_text("#!/bin/sh\necho 'I would rather not'\nexit 3\n")
+    with (
+        listening(None) as address,
+        pytest.raises(SiteError, match=r"run failed: I would"),
+    ):
+        FlowerTransport(address, "")
+    with pytest.raises(SiteError, match=r"run\.superlink: nobody answers at 127\.0\.0\.1:1"):
+        FlowerTransport("127.0.0.1:1", "")
+    with pytest.raises(ConfigError, match=r"none: No such file .* Give the root certificate"):
+        FlowerTransport("127.0.0.1:1", str(tmp_path / "none"))
+
+
+@pytest.mark.usefixtures("flower")
+def test_after_ctrl_c_no_late_answer_is_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while letters are away; then, as a run does that stops, leave is taken."""
+
+    def carry(counter: socket.socket) -> None:
+        with counter, contextlib.suppress(OSError):
+            while True:
+                framing.receive(counter)  # the order
+                letter = framing.receive(counter)
+                framing.send(counter, b'["7"]')
+                framing.send(counter, b"answer to " + letter)
+
+    def connect(post: FlowerTransport) -> socket.socket:
+        post._carrier, far = socket.socketpair()
+        threading.Thread(target=carry, args=(far,), daemon=True).start()
+        return post._carrier
+
+    def stopped(_: socket.socket) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FlowerTransport, "_write_app", lambda *_: None)
+    monkeypatch.setattr(FlowerTransport, "_connect", connect)
+    with contextlib.closing(FlowerTransport("127.0.0.1:1", "")) as post:
+        with monkeypatch.context() as now, pytest.raises(KeyboardInterrupt):
+            now.setattr(flower_transport, "receive", stopped)
+            post.exchange({"7": b"a visit"}, 1.0)
+        assert post.exchange({"7": b"farewell"}, 1.0) == {"7": b"answer to farewell"}
+
+
+def test_flowers_own_files_go_where_they_are_told_to_and_our_secrets_nowhere(
+    flower: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "DATABASE_URL", "PYTHONPATH"):
+        monkeypatch.setenv(name, "ours")
+    for name in ("https_proxy", "LC_ALL", "SSL_CERT_FILE", "GRPC_VERBOSITY"):
+        monkeypatch.setenv(name, "needed")
+    there = environment(tmp_path)
+    assert "ours" not in there.values() and list(there.values()).count("needed") == 4
+    assert there["FLWR_HOME"] == str(tmp_path) and there["PATH"].startswith(str(flower))
+    assert flower_transport.program("flwr") == str(flower / "flwr")
+
+
+# Keys -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
+@pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="ssh-keygen is not installed")
+def test_keys_for_a_trial_fit_together_and_are_their_owners_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "keys"
+    assert keys.main([str(folder), "s0", "q0", "--host", "link.example.org"]) == 0
+    assert {path.name for path in folder.iterdir()} == {
+        "ca.crt", "link.crt", "link.key", "s0", "s0.pub", "q0", "q0.pub",
+    }  # fmt: skip
+    ca, link = folder / "ca.crt", folder / "link.crt"
+
+    def verified(host: str) -> bool:
+        asked = ["openssl", "verify", "-CAfile", str(ca), "-verify_hostname", host, str(link)]
+        return subprocess.run(asked, capture_output=True, check=False).returncode == 0
+
+    assert verified("link.example.org") and not verified("other.example.org")
+    assert {path.stat().st_mode & 0o077 for path in folder.iterdir() if path.suffix != ".pub"} == {
+        0
+    }
+    assert "ecdsa-sha2-nistp384" in (folder / "s0.pub").read_text()
+    assert keys.main([str(folder), "s0"]) == 2
+    assert "Give a folder that is not there" in capsys.readouterr().err
+    assert keys.main([str(tmp_path / "k"), "../s0"]) == 2
+
+
+# The demonstration ------------------------------------------------------------------------------
+
+
+def test_the_demonstration_writes_a_site_for_each_agent_and_none_for_a_labelled_server(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "data: {name: toy, labelled: 24, labels: labels-at-server}\nagents: {query: 2}\n"
+        "model: {width: 4}\nalgorithm: {name: fedssl, rounds: 2, generator_width: 4, warm_up: 1}\n"
+    )
+    assert demo.write_sites(tmp_path / "a", tmp_path / "c.yaml", []) == ["q0", "q1"]
+    site = settings.load_site_config(tmp_path / "a" / "q1" / "site.yaml")
+    assert (site.site.agent, site.site.role, site.budget) == ("q1", "query", None)
+    with pytest.raises(UserError, match="Give a folder that is not there yet"):
+        demo.write_sites(tmp_path / "a", tmp_path / "c.yaml", [])
+
+
+def test_arguments_beat_what_makes_the_demonstration_small(tmp_path: Path) -> None:
+    names = demo.write_sites(tmp_path / "a", None, ["agents.query=4"])
+    assert names == ["s0", "s1", "q0", "q1", "q2", "q3"]
+    written = yaml.safe_load((tmp_path / "a" / "experiment.yaml").read_text())
+    assert written["algorithm"]["rounds"] == 4
+    assert settings.load_site_config(
+        tmp_path / "a" / "s0" / "site.yaml"
+    ).budget == settings.BudgetSettings(epsilon=8.0, delta=1e-5)

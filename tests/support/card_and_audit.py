@@ -1,0 +1,79 @@
+"""What test_card_and_audit.py shares with other tests."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accounting.budget import Budget
+from accounting.events import (
+    Event,
+    PoissonSampledGaussianEvent,
+)
+from accounting.ledger import Account, AccountPlan
+from privssl.privacy.privacy_card import (
+    AgentSpend,
+    Release,
+    privacy_card,
+)
+
+VISIT = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
+RELEASES: list[Release] = [
+    ("F", "covered", "trained with clipping and noise"),
+    ("row count", "post-processing", "public under zero_out"),
+]
+AS_PUBLISHED: list[Release] = [
+    ("F", "not covered", "trained without noise"),
+    ("D", "not covered", "trained without noise"),
+    ("G", "not covered", "its gradients flow | through F"),
+]
+
+
+def plan(agent: str, **changes: Any) -> AccountPlan:
+    usual = AccountPlan(
+        agent=agent,
+        budget=Budget(epsilon=8.0, delta=1e-5),
+        scope="sound",
+        update=("F",),
+        protect=("F",),
+        event=VISIT,
+        n_public=34,
+    )
+    return replace(usual, **changes)
+
+
+def card_of(accounts: Sequence[AgentSpend], **changes: Any) -> dict[str, Any]:
+    scope = accounts[0][1].scope if accounts else "sound"
+    usual: dict[str, Any] = {
+        "scope": scope,
+        "delta": 1e-5,
+        "releases": RELEASES if scope == "sound" else AS_PUBLISHED,
+        "algorithm": "fedssl",
+        "dataset": "digits",
+    }
+    return privacy_card(accounts, **{**usual, **changes})
+
+
+def write_run(
+    run: Path,
+    visits: dict[str, int],
+    make_plan: Callable[[str], AccountPlan] = plan,
+    card_events: Callable[[tuple[Event, ...]], Sequence[Event]] = tuple,
+) -> dict[str, Any]:
+    """A run folder: a ledger for each agent with so many visits, and the card."""
+    accounts: list[AgentSpend] = []
+    for agent, count in visits.items():
+        account = Account.open(run / "ledger" / f"{agent}.jsonl", make_plan(agent), resume=False)
+        for number in range(count):
+            with account.spend(account.plan.event, visit=f"round {number}"):
+                pass
+        accounts.append((agent, account.plan, card_events(account.events), account.head))
+        account.close()
+    card = card_of(accounts)
+    write_card(run, card)
+    return card
+
+
+def write_card(run: Path, card: dict[str, Any]) -> None:
+    (run / "privacy.json").write_text(json.dumps(card, allow_nan=False))

@@ -1,0 +1,155 @@
+"""The program of ``test_far_device.py``: a process that has begun a far device keeps it for life.
+
+Plays everything on the CPU and on the far device, and prints as JSON what was equal.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from accounting import discrete_laplace
+from benchmarks import far_device
+from privssl import train
+from privssl.algorithms import ALGORITHMS
+from privssl.core.agents import Agent
+from privssl.engines import batched
+from privssl.engines.batched import BatchedEngine
+from privssl.engines.local import LocalEngine
+from privssl.experiment import prepare
+from privssl.privacy import secure_noise
+from privssl.training import local_training
+from tests.support.algorithm_contract import CASES, algorithm
+from tests.support.toy_worlds import federated_data, play, same_bits
+
+CPU = torch.device("cpu")
+CONFIGS = Path(__file__).parents[2] / "configs"
+SHORT = ["agents.query=2", "algorithm.rounds=2", "algorithm.warm_up=1", "algorithm.local_steps=2"]
+#: Whole runs: a config, and what makes it short.
+RUNS = {
+    "no privacy": ("fedssl", SHORT),
+    "F under noise": ("fedssl_dp", [*SHORT, "privacy.steps=4"]),
+    "F, G and D under noise": (
+        "fedssl_dp",
+        [*SHORT, "privacy.steps=2", "privacy.update_at_support=[F,G,D]",
+         "privacy.protect=[F,G,D]", "algorithm.spectral_norm=false"],
+    ),
+    "agents under noise": ("fedavg_dp", ["algorithm.rounds=2", "privacy.steps=2"]),
+    "agents under noise, together": (
+        "fedavg_dp", ["algorithm.rounds=2", "privacy.steps=2", "run.batched_agents=2"],
+    ),
+    "label census": (
+        "label_census",
+        ["agents.query=2", "algorithm.vote_rounds=1", "algorithm.self_training_rounds=1"],
+    ),
+}  # fmt: skip
+
+
+def rounds(case: str, device: torch.device, *, together: bool, seed: int = 0) -> Any:
+    """State and memories after a few rounds."""
+    ours = algorithm(case)
+
+    def engine(agents: Sequence[Agent], **how: Any) -> LocalEngine:
+        how["device"] = device
+        if together:
+            return BatchedEngine(agents, algorithm=ours, at_once=8, **how)
+        return LocalEngine(agents, **how)
+
+    after = play(ours, federated_data(), engine=engine, seed=seed)  # type: ignore[arg-type]
+    return {"state": vars(after.state), "memories": after.engine.memories()}
+
+
+def run(name: str, device: torch.device, folder: str) -> bytes:
+    """The weights that a whole run leaves behind; noise is the same every time."""
+    config, short = RUNS[name]
+    output = Path(folder, f"{name} {device}".replace(" ", "-"))
+    arguments = [str(CONFIGS / f"{config}.yaml"), *short]
+    generator = np.random.default_rng(0)
+
+    def words(count: int) -> np.ndarray:
+        return generator.integers(2**64, size=count, dtype=np.uint64)
+
+    with (
+        patch.object(prepare, "device_of", lambda name: device),
+        patch.object(batched, "unsupported_reason", lambda device: None),
+        patch.object(secure_noise, "random_uint64", words),
+        patch.object(discrete_laplace, "random_uint64", words),
+    ):
+        status = train.main([*arguments, f"run.output={output}", "run.workers=1"])
+    assert status == 0, status
+    return (output / "classifier.safetensors").read_bytes()
+
+
+def refusals(far: torch.device) -> dict[str, str]:
+    """What is said where tensors of two devices meet, or one goes where it cannot."""
+    x, y = torch.rand(3, 3).to(far), torch.rand(3, 3)
+    real = local_training.network_input
+
+    def rows_stay() -> None:
+        with patch.object(local_training, "network_input", lambda x, device="cpu": real(x)):
+            rounds("fedavg", far, together=False)
+
+    attempts: dict[str, Callable[[], object]] = {
+        "rows stay": rows_stay,
+        "added": lambda: x + y,
+        "picked": lambda: x.gather(1, y.long()),
+        "masked": lambda: x.masked_fill(y > 0.5, 0.0),
+        "listed": lambda: torch._foreach_add_([x], [y]),
+        "into the cpu": lambda: y.index_add(0, torch.arange(3).to(far), y),
+        "numpy": x.numpy,
+    }
+    said = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            said[name] = "nothing"
+        except (RuntimeError, TypeError) as error:
+            said[name] = str(error)
+    return said
+
+
+def counted(far: torch.device) -> dict[str, int]:
+    """What is counted of work that can be counted by hand."""
+    far_device.asked()
+    x = torch.ones(2, 2).to(far)  # a copy
+    total = ((x + x) @ x).sum()  # three kernels
+    whole = x[torch.tensor([0])].view(2)  # a copy of row numbers, a kernel
+    assert float(total) == 16.0 and float(whole.cpu()[0]) == 1.0  # an answer; a copy back
+    seen = far_device.asked()
+    return {n: getattr(seen, n) for n in ("kernels", "to", "back", "answers", "waits")}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    far = far_device.begin()
+    played = {
+        how: {
+            case: same_bits(
+                rounds(case, CPU, together=together), rounds(case, far, together=together)
+            )
+            for case in cases
+        }
+        # side by side a visit does all that it does alone, and meets the others
+        for how, together, cases in (("alone", False, ALGORITHMS), ("together", True, CASES))
+    }
+    asked = far_device.asked()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {name: run(name, CPU, folder) == run(name, far, folder) for name in RUNS}
+    other = same_bits(
+        rounds("fedavg", CPU, together=False), rounds("fedavg", far, together=False, seed=1)
+    )
+    seen = {
+        "played": played, "runs": runs, "another seed": other,
+        "refusals": refusals(far), "counted": counted(far),
+        "kernels": asked.kernels, "convolutions": asked.by_name["aten::convolution"],
+    }  # fmt: skip
+    print("\n" + json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

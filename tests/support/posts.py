@@ -1,0 +1,125 @@
+"""Sites without a network, for tests: letters are carried by a function call, or by a fork.
+
+``Doors`` hands a letter to the desk in this process; ``Forks`` to a process of its own for each
+letter, as Flower does, which a test can have killed at a chosen moment. Not a test itself.
+"""
+
+import contextlib
+import copy
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from privssl.core.agents import Agent, AgentLocation
+from privssl.engines.local import LocalEngine
+from privssl.engines.remote import SitesEngine
+from privssl.remote.discovery import RemoteTimeouts
+from privssl.site.request_handler import SiteRequestHandler
+from privssl.site.storage import Store
+
+CPU = torch.device("cpu")
+AGREED = "a" * 64
+#: So short that a test of a site that never answers takes no second.
+SOON = RemoteTimeouts(join_seconds=0.3, visit_seconds=20.0, retry_interval=0.01)
+
+Handler = Callable[[bytes], bytes | None]
+
+
+class Doors:
+    """A post whose addresses are functions. ``heard`` has every letter that was sent."""
+
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+        self.handlers = dict(handlers)
+        self.heard: list[tuple[str, bytes]] = []
+        self.closed = 0
+
+    def addresses(self) -> Sequence[str]:
+        return list(self.handlers)
+
+    def exchange(self, letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
+        self.heard += letters.items()
+        came = {address: self.carry(address, letter) for address, letter in letters.items()}
+        return {address: answer for address, answer in came.items() if answer is not None}
+
+    def carry(self, address: str, letter: bytes) -> bytes | None:
+        if address not in self.handlers:
+            return None
+        return self.handlers[address](letter)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Forks(Doors):
+    """Each letter is answered by a process of its own; one that ends otherwise has no answer."""
+
+    def carry(self, address: str, letter: bytes) -> bytes | None:
+        return in_a_fork(lambda: self.handlers[address](letter) or b"")
+
+
+def in_a_fork(work: Callable[[], bytes]) -> bytes | None:
+    """What ``work`` gives in a process of its own; None where that process ended before."""
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(ours)
+            with open(theirs, "wb") as pipe:
+                pipe.write(b"!" + work())
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(theirs)
+    with open(ours, "rb") as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said[1:] if said else None
+
+
+def desk(
+    agent: Agent, algorithm: Any, folder: Path, *, seed: int = 3, **own: Any
+) -> SiteRequestHandler:
+    """A site for an agent whose rows are under no account, unless ``own`` says so."""
+    how: dict[str, Any] = {
+        "agreement": AGREED, "store": Store(folder / agent.id, 64), "device": CPU,
+        "open_account": None, "share_notes": True,
+    }  # fmt: skip
+    return SiteRequestHandler(
+        agent=agent, algorithm=copy.deepcopy(algorithm), seed=seed, **(how | own)
+    )
+
+
+def engine(
+    parties: Sequence[Agent], algorithm: Any, seed: int, folder: Path, *,
+    post: type[Doors] = Doors, terms: RemoteTimeouts = SOON,
+) -> SitesEngine:  # fmt: skip
+    """An engine over a site for each agent; a labelled server stays at home."""
+    sites = {a.id: desk(a, algorithm, folder, seed=seed) for a in parties if not _here(a)}
+    home = LocalEngine([a for a in parties if _here(a)], seed=seed, device=CPU)
+    return SitesEngine(
+        post({f"at {name}": site.handle for name, site in sites.items()}),
+        [agent.ref for agent in parties],
+        algorithm=algorithm, agreement=AGREED, home=home, terms=terms,
+    )  # fmt: skip
+
+
+def _here(agent: Agent) -> bool:
+    return agent.location is AgentLocation.SERVER
+
+
+@contextlib.contextmanager
+def at_moment(owner: Any, name: str, action: Callable[..., Any]) -> Any:
+    """Inside, ``owner.name`` is ``action(the old one, ...)``."""
+    old = getattr(owner, name)
+    setattr(owner, name, lambda *given, **named: action(old, *given, **named))
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)

@@ -1,0 +1,135 @@
+"""What test_dp_sgd.py shares with other tests."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from generators import ImageDiscriminator, ImageGenerator
+from privssl.algorithms.fedssl.losses import Callables, GMixupSettings, Mixing, mixing_losses
+from privssl.models.convnets import LeNet, SmallCNN
+from privssl.models.resnet import ResNet9
+from privssl.models.wide_resnet import WideResNet28x2
+from privssl.privacy import secure_noise
+from privssl.privacy.per_example_gradients import (
+    Parameters,
+    RowLoss,
+)
+from privssl.privacy.plan import PrivatePlan
+from privssl.training.losses import soft_cross_entropy
+
+SHAPE, CLASSES, NOISE = (1, 8, 8), 3, 5
+BARE = PrivatePlan(
+    update=("F",), protect=("F",), noise_multiplier=1.0, clip_norm=1.0, sample_rate=1.0, steps=1,
+    expected_batch=1.0, learning_rate=1.0, momentum=0.0, views=1, visits=1,
+)  # fmt: skip
+
+
+def plan(**changes: Any) -> PrivatePlan:
+    return dataclasses.replace(BARE, **changes)
+
+
+def draw_rows(monkeypatch: pytest.MonkeyPatch, *masks: list[bool]) -> None:
+    """Each call for a mask gets the next of these."""
+    draws = itertools.cycle(masks)
+    monkeypatch.setattr(
+        secure_noise,
+        "secure_uniform",
+        lambda count: np.where(next(draws), 0.0, np.nextafter(1.0, 0.0)),
+    )
+
+
+# Per-row gradients ------------------------------------------------------------------------------
+
+
+def networks(*, spectral: bool = False) -> dict[str, nn.Module]:
+    return {
+        "F": SmallCNN(SHAPE, CLASSES, width=4),
+        "G": ImageGenerator(SHAPE, CLASSES, width=4, code_size=8, noise_size=NOISE),
+        "D": ImageDiscriminator(SHAPE, CLASSES, width=4, feature_size=8, spectral=spectral),
+    }
+
+
+def mixing(rows: int, views: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Fields of rows, each with its own views (B, views, ...)."""
+    generator = torch.Generator().manual_seed(11)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(rows, views, *shape, generator=generator, dtype=dtype)
+
+    return {
+        "strong": 2 * uniform(*SHAPE) - 1, "mild": 2 * uniform(*SHAPE) - 1,
+        "p1": uniform(CLASSES).softmax(dim=-1), "p2": torch.eye(CLASSES, dtype=dtype)[
+            torch.randint(CLASSES, (rows, views), generator=generator)],
+        "z": uniform(NOISE), "lam": uniform(),
+    }  # fmt: skip
+
+
+def joint_loss(nets: Mapping[str, nn.Module], protect: tuple[str, ...]) -> RowLoss:
+    def loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
+        functions = Callables.of(nets, parameters)
+        by_network, _ = mixing_losses(GMixupSettings(), functions, Mixing(**fields), protect, True)
+        return torch.stack([part.mean() for part in by_network.values()]).sum()
+
+    return loss
+
+
+def parameters_of(nets: Mapping[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
+    return {name: dict(net.named_parameters()) for name, net in nets.items()}
+
+
+def classifier_rows(network: nn.Module, fields: Mapping[str, Tensor]) -> Tensor:
+    return soft_cross_entropy(network(fields["mild"]), fields["p1"])
+
+
+def generator_rows(network: nn.Module, fields: Mapping[str, Tensor]) -> Tensor:
+    f = fields
+    mixes = network(f["mild"], f["p1"], f["p2"], f["z"], f["lam"][:, None])
+    squares: Tensor = mixes.square().flatten(1).sum(dim=1)
+    return squares
+
+
+def discriminator_rows(network: nn.Module, fields: Mapping[str, Tensor]) -> Tensor:
+    logits: Tensor = network(fields["mild"], fields["p1"])
+    return logits
+
+
+SHIPPED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "SmallCNN": (lambda: SmallCNN(SHAPE, CLASSES, width=4), classifier_rows),
+    "SmallCNN without norm": (
+        lambda: SmallCNN(SHAPE, CLASSES, width=4, norm="none"), classifier_rows,
+    ),
+    "LeNet": (lambda: LeNet(SHAPE, CLASSES, width=4), classifier_rows),
+    "ResNet9": (lambda: ResNet9(SHAPE, CLASSES, width=2), classifier_rows),
+    "WideResNet28x2": (lambda: WideResNet28x2(SHAPE, CLASSES, width=2), classifier_rows),
+    "ImageGenerator": (lambda: networks()["G"], generator_rows),
+    "ImageDiscriminator": (lambda: networks()["D"], discriminator_rows),
+    # As the published scheme has it: spectral, therefore frozen and in eval.
+    "spectral ImageDiscriminator": (
+        lambda: networks(spectral=True)["D"].eval(), discriminator_rows,
+    ),
+}  # fmt: skip
+
+
+def repeats(drawn: list[np.ndarray]) -> int:
+    numbers = np.concatenate(drawn)
+    return len(numbers) - len(np.unique(numbers))
+
+
+def largest_correlation(masks: np.ndarray) -> float:
+    """Between two rows of one step, or between a row and itself in the next step."""
+    between = np.corrcoef(masks.T) - np.eye(masks.shape[1])
+    steps = [np.corrcoef(column[:-1], column[1:])[0, 1] for column in masks.T]
+    return float(max(np.abs(between).max(), np.abs(steps).max()))
+
+
+def frequency_is(masks: np.ndarray, rate: float) -> bool:
+    """Whether every row is in as often as it should be, within six standard deviations."""
+    allowed = 6 * math.sqrt(rate * (1 - rate) / len(masks))
+    return bool((np.abs(masks.mean(axis=0) - rate) < allowed).all())

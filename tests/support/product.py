@@ -1,0 +1,64 @@
+"""The modules of the product, read from the checkout, and what each of them imports."""
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("privssl", "generators", "accounting")
+
+
+class Module(NamedTuple):
+    """One Python file of the product."""
+
+    name: str  # dotted, as it is imported
+    source: str
+
+
+def repository_files() -> list[Path]:
+    """Every file that is tracked, or would be after ``git add``."""
+    try:
+        listing = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"git cannot list the files here: {error}")
+    paths = (ROOT / name for name in listing.stdout.split("\0") if name)
+    return [path for path in paths if path.is_file()]
+
+
+def product_modules() -> list[Module]:
+    """The modules of the three packages, read from this checkout."""
+    return [
+        Module(
+            ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"),
+            path.read_text(encoding="utf-8"),
+        )
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+    ]
+
+
+def inside(name: str, *prefixes: str) -> bool:
+    """Whether a dotted name is one of the prefixes, or lies under one."""
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """Every import at any depth: its line, the name it gets here, and the full name it has."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.asname or alias.name, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            origin = "." * node.level + (node.module or "")
+            for alias in node.names:
+                yield node.lineno, alias.asname or alias.name, f"{origin}.{alias.name}"

@@ -1,0 +1,40 @@
+"""What test_site.py shares with other tests."""
+
+import contextlib
+import os
+import signal
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from privssl.site import socket_server
+
+# The door -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(path: Path, handle: Callable[[bytes], bytes]) -> Iterator[None]:
+    """A process behind a door, which is killed in the end."""
+    child = os.fork()
+    if child == 0:
+        try:
+            socket_server.serve(path, handle)
+        finally:
+            os._exit(1)
+    try:
+        end = time.monotonic() + 20
+        while not _open(path) and time.monotonic() < end:
+            time.sleep(0.01)
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _open(path: Path) -> bool:
+    """Whether somebody listens: a socket has its mode after that, and its name before."""
+    try:
+        return stat.S_IMODE(path.stat().st_mode) == 0o660
+    except FileNotFoundError:
+        return False
