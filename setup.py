@@ -21,7 +21,6 @@ KERNELS = {
     "pooled": ["-ffp-contract=fast", "-fno-predictive-commoning"],
     "correlation": ["-ffp-contract=fast", "-fno-predictive-commoning"],
     "clipping": ["-ffp-contract=fast"],
-    "spectral": ["-ffp-contract=fast"],
     "views": ["-ffp-contract=off", "-fno-trapping-math"],
     "noise": ["-ffp-contract=fast", "-fno-trapping-math"],
 }

@@ -5,7 +5,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-import generators.spectral
 from privssl.errors import DataError
 from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
 from privssl.models.resnet import ResNet9
@@ -15,7 +14,6 @@ from privssl.ops.flatten import Flatten
 from privssl.ops.fused_conv import fuse
 from privssl.ops.linear import LARGE, Linear
 from privssl.ops.precision import Precision, in_precision
-from privssl.ops.spectral_norm import SpectralNorm
 from privssl.settings.schema import ModelSettings
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -60,7 +58,7 @@ def build_classifier(
 def optimize_layout(network: Network) -> Network:
     """The network as it is trained fastest: its kernels as rows lie in memory, channels last,
     dropout that takes less time to draw, flattening that keeps gradients in that order, large
-    linear layers by the faster library, spectral norms by a kernel, and rectifiers that wait until
+    linear layers by the faster library, and rectifiers that wait until
     pooling has left a quarter of the numbers (which of several is the largest they do not change).
     No parameter changes its name.
 
@@ -75,8 +73,6 @@ def optimize_layout(network: Network) -> Network:
                 setattr(module, name, Flatten().train(child.training))
             if type(child) is nn.Linear and child.weight.numel() >= LARGE:
                 child.__class__ = Linear  # it keeps its parameters
-            if type(child) is generators.spectral.SpectralNorm:
-                child.__class__ = SpectralNorm
         if type(module) is nn.Sequential:
             _rectify_late(module)
             fuse(module)

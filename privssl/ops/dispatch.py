@@ -6,7 +6,6 @@
     clipping     norms and sums of rows' gradients                   privacy/clipping.py
     noise        normal numbers from random words, sums with them    privacy/dp_sgd.py,
     privacy/noisy_optimizer.py
-    spectral     a weight over its largest singular value            ops/spectral_norm.py
     views        RandAugment and crops                               data/
 
 Each, a .py and a .cpp, is made for several generations of x86-64 processors (``setup.py``), and the
@@ -37,7 +36,6 @@ INSTRUCTION_SETS = {
     "noise": 3,
     "correlation": 1,
     "clipping": 2,
-    "spectral": 1,
 }
 #: Names of what it is compiled for, the latest first, and whether this processor understands it.
 GENERATIONS: dict[str, Callable[[], bool]] = {

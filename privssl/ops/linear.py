@@ -8,7 +8,7 @@ differ between machines by other makers, as they do between many machines anyway
 
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +20,10 @@ FEWEST = 8  # rows; of one, MKL's product takes half the time
 CPUINFO = Path("/proc/cpuinfo")
 
 
-class LazySGDBuffer(Protocol):
-    """Steps that a layer's weights lack, and its output with them."""
-
-    def output(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
-
-
 class Linear(nn.Linear):
     """``torch.nn.Linear`` of LARGE weights or more."""
 
-    kept: "LazySGDBuffer | None" = (
-        None  # steps that its weights lack, see training/lazy_linear_sgd.py
-    )
-
     def forward(self, x: Tensor) -> Tensor:
-        if self.kept is not None:
-            return self.kept.output(x, self.bias)
         if onednn_is_faster() and _is_plain(x, self.weight):
             # Contiguous: in which order sums are taken would depend on how rows lie in memory.
             y: Tensor = _Linear.apply(x.contiguous(), self.weight, self.bias)
@@ -89,13 +77,6 @@ class _Linear(torch.autograd.Function):
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
     return _product(left, right.t())
-
-
-def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left @ right.T + bias, of matrices of one type, by the faster library; no derivative."""
-    if onednn_is_faster() and left.dtype == torch.float32 and len(left) >= FEWEST:
-        return _product(left, right, bias)
-    return nn.functional.linear(left, right, bias)
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
