@@ -10,7 +10,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 #: As privssl/ops/dispatch.py knows them.
-GENERATIONS = {
+INSTRUCTION_SETS = {
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4"],
 }
@@ -36,6 +36,6 @@ setup(
             optional=True,
         )
         for kernel, special in KERNELS.items()
-        for name, processor in GENERATIONS.items()
+        for name, processor in INSTRUCTION_SETS.items()
     ]
 )
