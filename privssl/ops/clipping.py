@@ -19,11 +19,11 @@ _TOTALS = dispatch.function("clipping_totals", *_GRADIENTS, _POINTER, _POINTER)
 
 #: Gradients of a parameter (B, ...), float32 on the CPU; or two non-empty factors of their outer
 #: product. Only where ``dispatch.available_for``.
-Lines = tuple[Tensor, Tensor | None]
+KernelInput = tuple[Tensor, Tensor | None]
 
 
 def factors(
-    gradients: Sequence[Lines], norms: Tensor | None, drawn: Tensor, clip_norm: float
+    gradients: Sequence[KernelInput], norms: Tensor | None, drawn: Tensor, clip_norm: float
 ) -> Tensor:
     """Clipping factors of ``clipping.clipped_sums``: (B,) float64.
 
@@ -45,7 +45,7 @@ def factors(
     return found
 
 
-def totals(gradients: Sequence[Lines], factors: Tensor) -> Tensor:
+def totals(gradients: Sequence[KernelInput], factors: Tensor) -> Tensor:
     """Sums over rows of factor times gradient, non-finite numbers counted as 0: (parameters'
     elements,) float64.
 
@@ -61,7 +61,7 @@ def totals(gradients: Sequence[Lines], factors: Tensor) -> Tensor:
     return found
 
 
-def _rows(gradients: Sequence[Lines]) -> int:
+def _rows(gradients: Sequence[KernelInput]) -> int:
     """B. Refuses what the kernel would read wrongly: other dtypes, devices or row counts."""
     tensors = [one for of in gradients for one in of if one is not None]
     rows = len(tensors[0])
@@ -75,13 +75,13 @@ def _empty(count: int) -> Tensor:
     return torch.empty(count, dtype=torch.float64, device="cpu")
 
 
-def numbers(of: Lines) -> int:
+def numbers(of: KernelInput) -> int:
     """Elements of the parameter."""
     each, other = of
     return each.numel() // len(each) * (1 if other is None else other.numel() // len(other))
 
 
-def _dense(of: Lines) -> Lines:
+def _dense(of: KernelInput) -> KernelInput:
     """Contiguous rows; one row may stand for all (stride 0)."""
     each, other = of
     return _pack(each), None if other is None else _pack(other)
@@ -100,7 +100,7 @@ def strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(shape[place + 1 :].numel() for place in range(len(shape)))
 
 
-def _all(gradients: Sequence[Lines]) -> "tuple[int, int, ctypes.Array[ctypes.c_int64]]":
+def _all(gradients: Sequence[KernelInput]) -> "tuple[int, int, ctypes.Array[ctypes.c_int64]]":
     """As ``_GRADIENTS``."""
     fields = [field for each, other in gradients for field in (*_at(each), *_at(other))]
     return len(gradients[0][0]), len(gradients), dispatch.int64_array(fields)

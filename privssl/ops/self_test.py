@@ -55,9 +55,9 @@ def _clips() -> bool:
     written[-1][5, -1] = math.inf
     told = _numbers([0.01, 0.0, 0.0, 1.0, 0.0, 0.0, 7.0])
     drawn = _numbers([1, 0, 1, 1, 1, 1, 1]) > 0
-    lines: list[clipping.Lines] = [*((each, None) for each in written), (left, right)]
-    factors = clipping.factors(lines, told, drawn, CLIP_NORM)
-    totals = clipping.totals(lines, factors)
+    inputs: list[clipping.KernelInput] = [*((each, None) for each in written), (left, right)]
+    factors = clipping.factors(inputs, told, drawn, CLIP_NORM)
+    totals = clipping.totals(inputs, factors)
 
     products = left.double().mT @ right.double()
     rows = torch.cat([*(each.double() for each in written), products.flatten(1)], dim=1)

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 
 
 def soft_cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
-    """-sum_c p_c log softmax(logits)_c of logits and targets (B, C): (B,). Fan et al., Eq. 4 and 5."""
+    """-sum_c p_c log softmax(logits)_c of logits and targets (B, C): (B,). Fan et al., Eq. 4, 5."""
     return -(p * logits.log_softmax(dim=1)).sum(dim=1)
 
 
