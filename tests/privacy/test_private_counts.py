@@ -328,7 +328,7 @@ def test_a_row_that_is_rounded_by_its_place_or_company_is_refused(
     F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
     looked_at(F)
     monkeypatch.setattr(row_bits, "factored_gradients", faulty)
-    with pytest.raises(PrivacyError, match=r"rounded otherwise .* among 12 rows"):
+    with pytest.raises(PrivacyError, match=r"rounding of a row's gradient .* 11 rows"):
         looked_at(F)
 
 
