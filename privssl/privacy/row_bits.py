@@ -73,8 +73,8 @@ def refuse_batch_dependent_rounding(
             raise PrivacyError(
                 f"the rounding of a row's gradient depends on the other {rows - 1} rows or on its "
                 f"place (weights times {scale:g}, on this device), so no guarantee holds. Use "
-                "another network (layers whose sizes are multiples of 4 are rounded alike), another "
-                "device (run.device) or another release of torch"
+                "another network (sizes of layers that are multiples of 4 are rounded alike), "
+                "another device (run.device) or another release of torch"
             )
     _passed.add(key)
 
