@@ -303,7 +303,6 @@ MAY = {
             "privssl.ops.gaussian_noise",
             "privssl.ops.per_example_conv",
             "privssl.ops.clipping",
-            "privssl.ops.spectral_norm_binding",
         ),
         "ctypes",
     ),

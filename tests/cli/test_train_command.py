@@ -526,7 +526,7 @@ def test_results_json_has_the_fields_of_the_contract(plain: Finished, private: F
     assert set(results["test_accuracy"]) == {"final", "best", "best_round"}
     assert set(results["seconds"]) == {"total", "round_median"}
     assert set(results["versions"]) == {"privssl", "sources", "torch", "opacus", "kernels"}
-    assert results["versions"]["kernels"] in ("torch", *dispatch.GENERATIONS)
+    assert results["versions"]["kernels"] in ("torch", *dispatch.INSTRUCTION_SETS)
     assert results["privacy"] == {"guarantee": None, "nominal_epsilon": None, "scope": "none"}
     split = json.loads((plain.folder / "split.json").read_text())
     assert results["split_hash"] == split["hash"]

@@ -35,7 +35,6 @@ that its released code never adds (``weight_decay``).
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, final
 
@@ -65,7 +64,6 @@ from privssl.runtime import randomness
 from privssl.settings.schema import Positive, Problem, Rate, strict
 from privssl.training import local_training, optim
 from privssl.training.batched.deferred import batched_call
-from privssl.training.lazy_linear_sgd import plain_sgd
 from privssl.training.losses import hard_label_loss
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -343,7 +341,11 @@ def run_sgd(
     """
     anchor = [p.detach().clone() for p in F.parameters()] if msg.proximal else []
     values = []
-    with randomness.seeded(ctx.rng("dropout")), _sgd(F, cfg, msg, ctx) as sgd:
+    sgd = optim.SGD(
+        F.parameters(), lr=cfg.rate(ctx.round),
+        momentum=cfg.momentum, weight_decay=cfg.weight_decay,
+    )  # fmt: skip
+    with randomness.seeded(ctx.rng("dropout")):
         for loss in losses:
             values.append(loss.detach())
             if msg.proximal:
@@ -352,19 +354,6 @@ def run_sgd(
     if values:
         ctx.log_metric("train/loss_F", local_training.mean_of(values))
     return SupervisedUpdate(local_training.to_send(F.state_dict()))
-
-
-def _sgd(
-    F: nn.Module, cfg: LocalTrainingSettings, msg: SupervisedRequest, ctx: Context
-) -> AbstractContextManager[optim.SGD]:
-    """A fresh SGD on F. Its steps are on F's weights when the context ends."""
-    rate = cfg.rate(ctx.round)
-    if cfg.momentum or cfg.weight_decay or msg.proximal:
-        sgd = optim.SGD(
-            F.parameters(), lr=rate, momentum=cfg.momentum, weight_decay=cfg.weight_decay
-        )
-        return nullcontext(sgd)
-    return plain_sgd(F, rate)
 
 
 def squared_distance(F: nn.Module, anchor: list[Tensor]) -> Tensor:
