@@ -142,7 +142,7 @@ def minimise(
 
     Gradients are those by the optimisers' own parameters; one that the loss does not reach stays
     put. All training goes through here, so that an engine can take a step of several agents as one
-    (``together.ask``).
+    (``training/batched/deferred.py``).
 
     Args:
         clip_norm: longest norm of the gradient of all parameters together; None: any.
