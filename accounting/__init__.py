@@ -2,19 +2,18 @@
 
 Stands alone: imports numpy, scipy, Opacus' accountants and, where installed, dp-accounting.
 
-    events            what was released                 PoissonSampledGaussianEvent, PureDpEvent
-    accountants       what it costs                     epsilon, calibrate_noise, max_steps
-    verify            the same from another library     pld_bracket
-    secure_random     random bits of noise and masks    random_uint64
-    discrete_laplace  noise for counts                  discrete_laplace, log_pmf
-    budget            promise and claim, as sentences   Budget, Guarantee, Nominal
-    account_plan      what one agent promises           AccountPlan
-    row_registry      which account pays for which row  claim, shared_rows
-    one_run_audit     what one training run gave away   one_run_lower_bound, claim_rejected
-    two_sample_audit  what many repetitions gave away   two_sample_lower_bound
-    mechanism_tests   what a private step released      log_likelihood_ratio, noise_scale_p
-    ledger            pays before rows are read         Account
-    journal_reader    reads a ledger                    read_journal
+    events       what was released                 SampledGaussian, PureEpsilon, ...
+    accountants  what it costs                     epsilon, calibrate_noise, max_steps
+    verify       the same from another library     pld_bracket
+    coins        what noise is made of             random_words
+    discrete_laplace  noise for counts             discrete_laplace, log_pmf
+    budget       promise and claim, as sentences   Budget, Guarantee, Nominal
+    plan         what one agent promises           AccountPlan
+    registry     which account pays for which row  claim, shared_rows
+    one_run      what one training run gave away   one_run_lower_bound, claim_rejected
+    two_worlds   what many repetitions gave away   two_world_from_scores
+    empirical    what a private step released      log_likelihood_ratio, noise_scale_p
+    ledger       pays before rows are read         Account, read_journal
 """
 
 from accounting.account_plan import AccountPlan

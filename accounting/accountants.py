@@ -143,7 +143,7 @@ def epsilon(events: Iterable[Event], delta: float) -> float:
         delta: chance that the bound fails. In (0, 1), well below 1 / rows.
 
     Returns:
-        Epsilon >= 0, no unit. Infinite if an event is non-private.
+        Epsilon >= 0, no unit. Infinite when an event is Unprotected.
 
     Raises:
         PlanError: delta is out of range.

@@ -82,7 +82,7 @@ def rdp_epsilon(events: Iterable[Event], delta: float) -> float | None:
 
     Raises:
         AccountingError: dp-accounting is not installed.
-        PlanError: delta is out of range, or an event is non-private.
+        PlanError: delta is out of range, or an event is Unprotected.
     """
     check_delta(delta)
     _need_library()
@@ -112,12 +112,12 @@ def pld_bracket(events: Iterable[Event], delta: float) -> Bracket:
     half of it for each step.
 
     Args:
-        events: no non-private ones; none give (0, 0).
+        events: no Unprotected ones; none give (0, 0).
         delta: at least 1e-12, below 1.
 
     Raises:
         AccountingError: dp-accounting is not installed.
-        PlanError: delta is out of range or too small, or an event is non-private.
+        PlanError: delta is out of range or too small, or an event is Unprotected.
     """
     _check_numeric_delta(delta)
     _need_library()
@@ -138,11 +138,11 @@ def dp_event_source(events: Iterable[Event], delta: float) -> str:
     of pure releases, for which there is no DpEvent; a comment says so.
 
     Args:
-        events: no non-private ones; none give a program that prints 0.
+        events: no Unprotected ones; none give a program that prints 0.
         delta: at least 1e-12, below 1.
 
     Raises:
-        PlanError: delta is out of range or too small, or an event is non-private.
+        PlanError: delta is out of range or too small, or an event is Unprotected.
 
     # doctest: +ELLIPSIS
     >>> print(dp_event_source([PoissonSampledGaussianEvent(4.0, 0.5, 10)] * 3, 1e-5))

@@ -6,11 +6,11 @@ without labels. *Alternate training*: (1) agents get pseudo-labels from the glob
 visit, not from the model that they train; (2) the server fine-tunes the average on its labels.
 
     paper, authors' code                              here
-    agents drawn for the round                        round -> federation.sample
-    pseudo-labels of the global model, max P >= tau   query_pass -> guess_labels
+    agents drawn for the round                        round -> world.sample
+    pseudo-labels of the global model, max P >= tau   query_pass -> pseudo.guess_labels
     FIX: rows with a sure label, MIX: any local row   _given_label_losses
     CE(strong view, y) + lambda CE(mix, y1, y2)       fix_and_mix_loss, mix_loss
-    average of active agents, global momentum 0.5     _aggregate, momentum_step
+    average of active agents, global momentum 0.5     _aggregated, momentum_step
     server trains E epochs on its labels              support_pass
     static batch norm: statistics of all rows         _with_statistics, *_statistics
     learning rate: cosine over the rounds             SemiFLConfig.rate
@@ -23,7 +23,7 @@ Differs from the paper, as the authors' code does: agents work first and the ser
 round; gradients are clipped; the average is stepped with momentum; MIX draws from all local rows
 (profile semifl-text: from unsure rows; from all where none is unsure). Differs from both: rows
 are in [-1, 1] and not standardised, batches of statistics are one agent's rows, shuffled, and
-momentum moves parameters alone. An agent without a sure row declines. docs/semifl.md.
+momentum moves parameters alone. An agent without a sure row is silent. docs/semifl.md.
 """
 
 import math

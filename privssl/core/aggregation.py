@@ -28,18 +28,18 @@ class WeightedMean:
     """The weighted mean of one field over the agents that send it, taken while replies come.
 
     Each is added and let go, so that one network lies in memory and not one for each agent.
-    ``Federation.call_all`` fills it (``aggregator``).
+    ``Federation.ask_each`` fills it (``into``).
 
     >>> from dataclasses import dataclass
     >>> from privssl.core.agents import AgentRef
     >>> from privssl.core.messages import Message
     >>> @dataclass(frozen=True)
-    ... class Update(Message):
+    ... class Trained(Message):
     ...     F: StateDict
     >>> F = WeightedMean("F")
     >>> for name, value in (("q0", 1.0), ("q1", 4.0)):
-    ...     sent = Update({"w": torch.tensor([value])})
-    ...     F.add(Reply(AgentRef(name, "query"), sent, weight=value))
+    ...     said = Trained({"w": torch.tensor([value])})
+    ...     F.add(Reply(AgentRef(name, "query"), said, weight=value))
     >>> F.value_or({})  # (1 * 1 + 4 * 4) / (1 + 4)
     {'w': tensor([3.4000])}
     """

@@ -97,7 +97,7 @@ class Reply(Generic[M]):
 
     @property
     def payload(self) -> M:
-        """The content. Raises NoPayloadError if the agent declined."""
+        """The content. Raises SilentReply when the agent was silent."""
         if isinstance(self.content, Declined):
             raise NoPayloadError(f"{self.sender.id} was silent: {self.content.reason}")
         return self.content

@@ -52,7 +52,7 @@ class FederatedDataset:
     dataset: Dataset  # without training rows
     agents: tuple[Agent, ...]
     validation: LabelledRows | None  # rows that no agent holds, to choose settings on
-    true_labels: Tensor  # (N,) by row id. For HiddenLabelMeter only: steps must never see it
+    true_labels: Tensor  # (N,) by row id. For evaluate.Oracle only: steps must never see it
     manifest: Manifest
 
 

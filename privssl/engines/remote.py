@@ -4,16 +4,17 @@ Who carries the letters is not known here: a ``Transport`` takes bytes to addres
 back (``remote/flower_app.py``; in tests, a function). All that can go wrong on the way has its
 outcome here:
 
-    a site answers with a word        it counts as absent, with that word (protocol.ERROR_CODES)
+    a site answers with a word        it counts as absent, with that word (wire.ERRORS)
     no answer, or ``busy``            the same letter again, until the visit's deadline: done once
 
 Who is at which address, and who is not believed, is for ``remote/discovery.py`` to say.
 
 Whether a run goes on without an agent is for its algorithm to bear (``MissingReplyPolicy``), and
-for its config to want (``run.absent``, ``run.quorum``): a mean over whoever happened to answer is
-not what was asked for. A deadline that has passed is not a cancellation: the visit may have been
-done and charged all the same, and its reply, stored at the site, is what a run that is resumed
-gets for the same letter.
+for its
+config to want (``run.absent``, ``run.quorum``): a mean over whoever happened to answer is not what
+was asked for. A deadline that has passed is not
+a cancellation: the visit may have been done and charged all the same, and its reply, stored at
+the site, is what a run that is resumed gets for the same letter.
 
 What agents remember stays with them. Here are only tokens: the visit after which a site is to
 take up its memory. They are in checkpoints, so that a run that goes on from an older round finds

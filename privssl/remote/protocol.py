@@ -68,7 +68,7 @@ Number = Annotated[int, Field(ge=0, le=10**9)]
 
 
 class WireError(Exception):
-    """Bytes are not a letter that can be read here; ``error_code`` is one of ERROR_CODES."""
+    """Bytes are not a letter that can be read here; ``error_code`` is one of ERRORS."""
 
     def __init__(self, error_code: str, text: str) -> None:
         super().__init__(text)

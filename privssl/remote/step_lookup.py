@@ -33,7 +33,7 @@ def input_type(step: Callable[..., Any], name: str) -> type[Message]:
 
 
 def output_type(step: Callable[..., Any], name: str) -> type[Message]:
-    """The class of a reply that a step may give, by name; Declined is one always.
+    """The class of a reply that a step may give, by name; Silence is one always.
 
     Raises:
         StepError: it gives none of that name.

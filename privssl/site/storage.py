@@ -49,7 +49,7 @@ class Store:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Inside, no other process works here. Raises StoreLockedError at once if one does.
+        """Inside, no other process works here. Raises Busy at once where one does.
 
         The lock is the operating system's and goes with its process, however that ends.
         """

@@ -142,7 +142,7 @@ def minimise(
 
     Gradients are those by the optimisers' own parameters; one that the loss does not reach stays
     put. All training goes through here, so that an engine can take a step of several agents as one
-    (``training/batched/deferred.py``).
+    (``together.ask``).
 
     Args:
         clip_norm: longest norm of the gradient of all parameters together; None: any.

@@ -7,7 +7,7 @@ FedProx-UDA, as FedMatch (Jeong et al., ICLR 2021) and FedSEAL (Bian et al., 202
     FixMatch (Sohn et al. 2020): label of a clean view where
       max p >= tau, cross-entropy of a strong view            FixMatch._unlabelled
     UDA (Xie et al. 2020): KL(p of a clean view || p strong)  UDA._unlabelled, divergence
-      annealing: rows that are known already teach nothing    training_signal_annealing
+      annealing: rows that are known already teach nothing    UDA._labelled, still_taught
     one step on L_s + L_u                                     _Consistent.losses
     as many steps as on labels alone                          joint_batches
 

@@ -15,7 +15,7 @@ at support agents (ours): these do together what the server does, and agents wit
 from the mean of their weights. With labels at clients all learn at once, in one average; an agent
 that lacks one kind of rows has the other term alone.
 
-Settings of training: ``supervised.LocalTrainingSettings``. Differs from the papers, beside what
+Settings of training are ``baselines.LocalTraining``'s. Differs from the papers, beside what
 algorithms/baselines/supervised.py says: an agent with nothing to learn sends what it got, so that
 the others' share does not grow. FedSem labels in evaluation mode, and its last round counts; the
 authors of FedTriNet label with dropout and choose a round on test rows.

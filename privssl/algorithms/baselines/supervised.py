@@ -5,16 +5,16 @@
     FedProx     the same with a pull towards the global weights (Li et al., MLSys 2020)
 
     papers                                            here
-    local training: epochs of SGD, cross-entropy      labelled_pass -> labelled_losses, run_sgd
-    FedAvg: the mean, by rows held                    _Supervised.round, Federated.weigh
-    FedAvg under a plan: DP-SGD at agents             FedAvg, dp_classifier.train_classifier
-    FedProx: + mu / 2 |theta - theta_global|^2        run_sgd, squared_distance
+    local training: epochs of SGD, cross-entropy      labelled_pass -> labelled_losses, descend
+    FedAvg: the mean, by rows held                    _Supervised.round, LocalTraining.weigh
+    FedAvg under a plan: DP-SGD at agents             FedAvg, private_classifier
+    FedProx: + mu / 2 |theta - theta_global|^2        descend, squared_distance
 
 ``LocalTrainingSettings`` is the one set of settings for these and for FixMatch, UDA
-(algorithms/baselines/fixmatch_uda.py) and FedSem (algorithms/baselines/pseudo_labeling.py): what a
-table shows between them is what the method does. Supervise of
-algorithms/baselines/fedssl_baselines.py is FedAvg too, with Adam, a strong view and a moving
-average, as FedSSL is judged.
+(algorithms/baselines/fixmatch_uda.py) and
+FedSem (algorithms/baselines/pseudo_labeling.py): what a table shows between them is what the method
+does. Supervise of algorithms/baselines/fedssl_baselines.py is FedAvg too, with Adam, a strong view
+and a moving average, as FedSSL is judged.
 
 FedAvg can be private: with a ``privacy`` section each agent trains by DP-SGD (Abadi et al., CCS
 2016) under an account of its own, so that what FedSSL-DP gains from unlabelled rows has something

@@ -5,13 +5,13 @@ Disjoint Learning" (ICLR 2021; arXiv:2006.12097). Every weight is a sum, theta =
 learns from labelled rows and psi from unlabelled ones, each while the other is fixed.
 
     paper                                              here
-    Eq. 1  KL of helpers' and own predictions          disjoint_training.inter_client_loss
-    Eq. 2  Phi                                         DisjointTrainer._consistency
-    Eq. 3  agreement on a pseudo-label                 helper_agents.vote_agreement
-    Eq. 4  L_s(sigma)                                  DisjointTrainer.learn_sigma
-    Eq. 5  L_u(psi)                                    DisjointTrainer.learn_psi, penalties
-    3.1    embeddings, KD-tree, every 10 rounds        _collect, _requests, nearest_agents
-    3.2    sparse differences                          sparse_updates.py
+    Eq. 1  KL of helpers' and own predictions          two_halves.inter_client_loss
+    Eq. 2  Phi                                         two_halves.Visit._consistency
+    Eq. 3  agreement on a pseudo-label                 helper_agents.agreement
+    Eq. 4  L_s(sigma)                                  two_halves.Visit.learn_sigma
+    Eq. 5  L_u(psi)                                    two_halves.Visit.learn_psi, penalties
+    3.1    embeddings, KD-tree, every 10 rounds        _gathered, _lessons, helper_agents.nearest
+    3.2    sparse differences                          privssl.algorithms.fedmatch.sparse_updates
     Alg. 1 labels at clients                           _labels_at_clients -> learn_both
     Alg. 2 labels at the server                        _labels_at_server -> learn_sigma, learn_psi
 
@@ -72,7 +72,7 @@ from privssl.training import local_training
 
 @dataclass(frozen=True)
 class FedMatchRequest(Message):
-    """Down to an agent: both halves, and psi of its helpers (``helper_agents.bundle``)."""
+    """Down to an agent: both halves, and psi of its helpers (``helper_agents.bundled``)."""
 
     sigma: StateDict
     psi: StateDict

@@ -7,9 +7,9 @@ Learning" (arXiv:2110.07829, version 2). A server holds few labelled rows, agent
     4.1.3 bootstrapping: w^0                       start -> bootstrap
     Alg. 1 step 1: average (Eq. 2), train (3, 4)   round -> learn_from_labels
     step 1: threshold of each class (Eq. 5)        round -> class_thresholds
-    step 2: all agents download, p-bar (Eq. 7, 8)  round -> remember_prediction, _update_history
-    step 3: D+ and D- (Eq. 9 to 12)                negative_learning.signed_labels
-    step 3: local training (Eq. 13 to 16)          learn_from_both_signs, batch_loss
+    step 2: all agents download, p-bar (Eq. 7, 8)  round -> remember_prediction, _remembered
+    step 3: D+ and D- (Eq. 9 to 12)                signs.signed_labels
+    step 3: local training (Eq. 13 to 16)          learn_from_both_signs, signs.batch_loss
     step 4: upload                                 the reply of learn_from_both_signs
 
 The server sets apart ``validation_rows`` of its own labelled rows for Eq. 5, at most half of them
@@ -123,8 +123,7 @@ class FedSEALConfig:
     weight_schedule: negative_learning.Schedule = "complement"
     weight_rate: Annotated[float, Field(ge=0.01, le=1)] = 0.95
     weight_rounds: Positive = 100  # e stops here
-    # How batches are drawn from D+ and D-: signed_batches. The paper is silent
-    batches: negative_learning.Batching = "union"
+    batches: negative_learning.Batching = "union"  # of D+ and D-: signed_batches. Ours
 
     def problems(self) -> Iterator[Problem]:
         """Settings that would overflow, or have no effect."""

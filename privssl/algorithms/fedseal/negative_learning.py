@@ -2,7 +2,7 @@
 
 Bian, Fu, Xu (arXiv:2110.07829). ``algorithms/fedseal/algorithm.py`` has the rounds.
 
-    Eq. 5          class_thresholds, mean_where_known; on rows that split_validation chose
+    Eq. 5          class_thresholds, mean_where_known; on rows that set_apart chose
     Eq. 9 to 12    signed_labels
     Eq. 13         batch_loss, over signed_batches, lambda from sign_weights
     Eq. 15         complementary_loss

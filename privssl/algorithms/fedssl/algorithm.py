@@ -7,13 +7,13 @@ G the conditional generator, D the conditional discriminator.
     Alg. 1 l. 1     initialise F, G, D           start
     Alg. 1 l. 3-5   support agents in parallel   round -> support_pass
     Alg. 1 l. 6-8   query agents in parallel     round -> query_pass
-    l. 4, 7         G-Reg: Eq. 6, 7              losses.mixing_losses, generators/objectives.py
-    l. 5, 8         G-MixUp: Eq. 4, 5            losses.mixing_losses
-    Alg. 1 l. 9     FedAvg, weighted as Eq. 1    round -> local_ssl.average_groups
-    Alg. 1 l. 10    the networks go to clients   FedSSLRequest
+    l. 4, 7         G-Reg: Eq. 6, 7              gmixup.row_losses, generators.objectives
+    l. 5, 8         G-MixUp: Eq. 4, 5            gmixup.row_losses
+    Alg. 1 l. 9     FedAvg, weighted as Eq. 1    round -> local_ssl.federate
+    Alg. 1 l. 10    the networks go to clients   Lesson
     Alg. 2 l. 2-8   support agents in sequence   round -> support_pass -> _private_pass
     Alg. 2 l. 9-10  query agents in parallel     round -> query_pass
-    Eq. 2           pseudo-labels                pseudo_labels.guess_labels
+    Eq. 2           pseudo-labels                pseudo.guess_labels
     Eq. 3           lambda, p'                   mixup.sample_mix, mixup.mix
 
 Differs from the paper: (1) one joint step takes the place of G-Reg and then G-MixUp; the

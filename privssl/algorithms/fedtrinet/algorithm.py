@@ -7,11 +7,11 @@ network as its last visit left it, c the spliced one: the shallow half of W, the
     paper                                         here
     phase 1: FedAvg on labelled rows, T1 rounds   round -> supervised_pass
     phase 2: largest confidence of every client   round -> confidence_pass (Eq. 4)
-    threshold theta(t)                            voting.shrinkage (Eq. 5)
-    third player: splice, then fine-tune          _visit, models.splice.splice
-    vote of three, rows above theta(t)            voting.vote
-    loss on labels + lambda * on pseudo-labels    voting.steps, _learn (Eq. 6)
-    mean of what participants trained (Eq. 1)     aggregation.WeightedMean
+    threshold theta(t)                            three_players.shrinkage (Eq. 5)
+    third player: splice, then fine-tune          _visit, models.surgery.splice
+    vote of three, rows above theta(t)            three_players.vote
+    loss on labels + lambda * on pseudo-labels    three_players.steps, _learn (Eq. 6)
+    mean of what participants trained (Eq. 1)     mean.Mean
 
 Where an agent lacks one kind of rows its term drops out, so labels may be anywhere. The paper has
 mixed agents alone (``labels-at-client``). A support agent finds nothing to admit and keeps to its

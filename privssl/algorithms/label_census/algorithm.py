@@ -5,13 +5,15 @@ without labels and cut its features into K clusters; each support agent then ans
 once: how many of my records of each class lie in each cluster? It adds noise to every count.
 Query agents train the classifier on what the counts say, then on their own growing confidence.
 
-    encoder         query agents: what two views of a row share             feature_map.py
-    clusters        query agents: sums and counts of features               feature_map.py
-    census          support agents: K x C counts + discrete Laplace noise   answer
-    votes           server: class of each cluster from the counts           cluster_labels.py
-                    query agents: F on these classes                        vote_pass
-    self-training   query agents: F on the guesses of its own moving        self_training_pass
-                    average, times P(class | cluster)
+    encoder         query agents: what two views of a row share
+    algorithms/label_census/feature_map.py
+    clusters        query agents: sums and counts of features
+    algorithms/label_census/feature_map.py
+    census          support agents: K x C counts + discrete Laplace noise         answer
+    votes           server: class of each cluster from the counts
+                    algorithms/label_census/cluster_labels.py query agents: F on these classes
+    self-training   query agents: F on the guesses of its own moving average, times
+                    how often rows of that cluster are of that class
 
 Privacy: one record changes one count by one, so an answer is epsilon-DP with delta 0 against
 blanking a record, their number being public. No weights leave a support agent, and the map that

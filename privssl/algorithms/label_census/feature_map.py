@@ -5,8 +5,10 @@ All that they send is sums over rows, or centroids with their counts. So how row
 agents hardly matters: it decides which rows and patches a sum of a sample is taken over, and whose
 centroids filters and cells begin from.
 
-    encoder     patches -> filters -> what two views of a row share   patch_encoder.py
-    clusters    sums and counts of features, and a graph of cells     clustering.py
+    encoder     patches -> filters -> what two views of a row share
+    algorithms/label_census/patch_encoder.py
+    clusters    sums and counts of features, and a graph of cells
+    algorithms/label_census/clustering.py
 """
 
 from abc import abstractmethod
