@@ -9,7 +9,7 @@ whose product is never computed for one row: of a linear layer (Goodfellow 2015;
 "ghost clipping") or a convolution. The norm is that of what is summed, in both.
 
 Norms, factors and sums are float64: a row weighs the clip norm to one part in 10^9, and n rows are
-summed to within n^2 x 2.3e-16 of it (docs/privacy.md). A device without float64 sums on the CPU.
+summed to within n^2 x 2.3e-16 of it (docs/dp_sgd.md). A device without float64 sums on the CPU.
 """
 
 import math

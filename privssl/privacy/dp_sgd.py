@@ -13,7 +13,7 @@ another. The joint gradient of all protected networks is clipped row by row and 
   for other numbers of rows or threads, and with weights that a server chooses, rounding can be all
   that is left of a gradient. Rows that were not drawn, and zeros, fill parts up and are masked out.
 
-docs/privacy.md has more. Abadi et al. 2016; Mironov et al. 2019.
+docs/dp_sgd.md has more. Abadi et al. 2016; Mironov et al. 2019.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -81,7 +81,7 @@ def rounding_grid(deviation: float) -> float:
 
     Floating-point noise has gaps that move with what it is added to, so the set of possible outputs
     would reveal rows (Mironov 2012). The grid is wider than the gaps, so the same outputs are
-    possible for every sum (up to a probability that docs/privacy.md states). Rounding costs no
+    possible for every sum (up to a probability that docs/dp_sgd.md states). Rounding costs no
     privacy and moves a sum by at most 2^-17 of the deviation.
 
     Args:

@@ -1,4 +1,4 @@
-"""The DP-SGD mechanism: what docs/privacy.md promises.
+"""The DP-SGD mechanism: what docs/dp_sgd.md promises.
 
 Sums are read off the network: with noise taken away, learning rate 1 and divisor 1 a step moves
 the weights by exactly the clipped sum. Networks are float64, so that reading it off loses nothing.

@@ -1,5 +1,5 @@
 """Private counts against a server that picks the weights: one row more moves the clipped sum by one
-clip norm at most, whatever rounding is left of gradients (docs/privacy.md)."""
+clip norm at most, whatever rounding is left of gradients (docs/dp_sgd.md)."""
 
 import itertools
 import math

@@ -119,13 +119,11 @@ class FedSEALConfig:
     exclude_likeliest: bool = False  # ours; true: y- is never y+
     hard_labels: bool = True  # false: rows of D+ are taught p-bar (ablation)
     positive_weight: Annotated[float, Field(gt=0, le=1)] = 0.25  # lambda in round 1; CIFAR-10: 0.1
-    # How lambda moves: signs.sign_weights. The paper says that it grows and prints a "decay rate"
+    # How lambda moves: sign_weights. The paper says that it grows and prints a "decay rate"
     weight_schedule: negative_learning.Schedule = "complement"
     weight_rate: Annotated[float, Field(ge=0.01, le=1)] = 0.95
     weight_rounds: Positive = 100  # e stops here
-    batches: negative_learning.Batching = (
-        "union"  # of D+ and D-: signs.signed_batches; the paper is silent
-    )
+    batches: negative_learning.Batching = "union"  # of D+ and D-: signed_batches. Ours
 
     def problems(self) -> Iterator[Problem]:
         """Settings that would overflow, or have no effect."""
