@@ -291,7 +291,6 @@ MAY = {
         ("privssl.remote.flower_transport", "privssl.site.demo", "privssl.site.supernode"),
         "subprocess",
     ),
-    "privssl.site.keys": "subprocess",
     "privssl.site.sandbox": "ctypes",
     # kernels that were compiled beside them when privssl was installed
     **dict.fromkeys(

@@ -93,7 +93,7 @@ def _handshake(wire: socket.socket, superlink: str, host: str, certificate: str)
     except ssl.SSLCertVerificationError as error:
         return (
             f"the certificate of the SuperLink at {superlink} is refused by {certificate}: "
-            f"{error.verify_message}. {_ADVICE.get(error.verify_code, _WRONG_ROOT)}"
+            f"{error.verify_message.rstrip('.')}. {_ADVICE.get(error.verify_code, _WRONG_ROOT)}"
         )
     except OSError:
         if not certificate:

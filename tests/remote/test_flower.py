@@ -150,16 +150,18 @@ class Marked:
     """A post to one of the sites behind each door."""
 
     def __init__(self, post: FlowerTransport, mark: bytes) -> None:
-        self._post, self._mark = post, mark
+        self._transport, self._mark = post, mark
 
     def addresses(self) -> Sequence[str]:
-        return self._post.addresses()
+        return self._transport.addresses()
 
     def exchange(self, letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
-        return self._post.exchange({a: self._mark + said for a, said in letters.items()}, seconds)
+        return self._transport.exchange(
+            {a: self._mark + said for a, said in letters.items()}, seconds
+        )
 
     def close(self) -> None:
-        self._post.close()
+        self._transport.close()
 
 
 @contextlib.contextmanager
@@ -249,7 +251,7 @@ def there(network: Network) -> Iterator[SitesEngine]:
         algorithm=STEPS,
         agreement=posts.AGREED,
         home=LocalEngine([], seed=3, device=posts.CPU),
-        terms=PATIENT,
+        timeouts=PATIENT,
     )
     with contextlib.closing(engine):
         yield engine
