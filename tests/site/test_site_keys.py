@@ -278,8 +278,8 @@ def flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).chmod(0o755)
     (folder / "python").symlink_to(shutil.which("python3") or "")
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
-    monkeypatch.setattr(supernode, "PAUSE", 0.05)
-    monkeypatch.setattr(supernode, "LOOK", 0.05)
+    monkeypatch.setattr(supernode, "RESTART_SECONDS", 0.05)
+    monkeypatch.setattr(supernode, "PROBE_SECONDS", 0.05)
     return folder
 
 

@@ -77,7 +77,7 @@ def test_a_supernode_is_started_offline_with_the_door_and_nothing_else_of_the_si
 def test_a_supernode_that_ends_is_followed_by_another(
     flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supernode, "PAUSE", 0.05)
+    monkeypatch.setattr(supernode, "RESTART_SECONDS", 0.05)
     there = SuperNode(tmp_path / "door", tmp_path / "own", link, "", "")
     try:
         started(there, tmp_path / "own")
@@ -135,7 +135,7 @@ def test_code_behind_the_fence_cannot_have_the_site_write_for_it(
     flower: Path, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The site opens the SuperNode's log, with its own rights, each time that it starts one."""
-    monkeypatch.setattr(supernode, "PAUSE", 0.05)
+    monkeypatch.setattr(supernode, "RESTART_SECONDS", 0.05)
     target, own = tmp_path / "sitecustomize.py", tmp_path / "own"
     (flower / "flower-supernode").write_text(
         '#!/bin/sh\necho "import os"\ncd "$FLWR_HOME"\n'
