@@ -405,7 +405,10 @@ class Deployment:
         for name in self.names:
             self.start(name)
         for name in self.names:
-            demo.wait_for_site(self.folder / name)
+            end = time.monotonic() + 120
+            while not (self.folder / name / "door").exists():
+                assert time.monotonic() < end, f"{name} did not start"
+                time.sleep(0.1)
         self.run = self.folder / "run"
         self.train = demo.train(self.folder, self.address, *HOW)
 
@@ -420,7 +423,7 @@ class Deployment:
         """The visits that a site has done, by its log."""
         path = self.folder / name / "site.log"
         lines = path.read_text().splitlines() if path.exists() else []
-        return {line.split("Visit ")[1] for line in lines if line.endswith(" done")}
+        return {line.split("Step ")[1] for line in lines if line.endswith(" done")}
 
     def charged(self, name: str) -> int:
         return len(read_journal(self.folder / name / "ledger" / f"{name}.jsonl").events)

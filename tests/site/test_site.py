@@ -893,12 +893,11 @@ def test_letters_that_are_never_finished_fill_no_memory_and_the_next_one_waits(
     path = tmp_path / "door"
     with serving(path, bytes.upper), contextlib.ExitStack() as stack:
         begun = [
-            stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(socket_server.MAX_CONNECTIONS)
+            stack.enter_context(socket.socket(socket.AF_UNIX))
+            for _ in range(socket_server.MAX_CONNECTIONS)
         ]
         for number, unfinished in enumerate(begun):
-            assert send_request(path, b"a", 5) == b"A", (
-                f"{number} letters are under way"
-            )
+            assert send_request(path, b"a", 5) == b"A", f"{number} letters are under way"
             unfinished.connect(str(path))
             unfinished.sendall((10**9).to_bytes(8, "little") + b"the first words")
         with pytest.raises(TimeoutError):
