@@ -808,7 +808,7 @@ def test_the_command_describes_a_site_and_tells_of_mistakes_without_a_traceback(
     assert main([str(place / "site.yaml")]) == 0
     out = capsys.readouterr().out
     assert "s0, a support agent with 12 labelled rows." in out
-    assert "Epsilon 0.0000 of 5 spent (delta 0.001) in 0 visits." in out
+    assert "Epsilon 0.0000 of 5 spent (delta 0.001) in 0 steps." in out
     edit(place / "site.yaml", ("role: support", "role: query"))
     assert main([str(place / "site.yaml")]) == 2
     told = capsys.readouterr()
@@ -841,7 +841,7 @@ def test_files_that_other_users_could_read_are_told_of(
     assert list(told.values()) == [True, False, False, True]
     (place / "kept").chmod(0o755)
     assert main([str(place / "site.yaml")]) == 0
-    assert f"can read {place / 'kept'}. chmod" in capsys.readouterr().err
+    assert f"can read {place / 'kept'}. Remove" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
