@@ -292,7 +292,6 @@ MAY = {
         ("privssl.remote.flower_transport", "privssl.site.demo", "privssl.site.supernode"),
         "subprocess",
     ),
-    "privssl.site.keys": "subprocess",
     "privssl.site.sandbox": "ctypes",
     # kernels that were compiled beside them when privssl was installed
     **dict.fromkeys(
@@ -628,7 +627,7 @@ def test_a_key_too_many_or_too_few_stops_the_average(missing: bool) -> None:
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
 def test_a_share_that_is_negative_or_not_finite_stops_the_average(weight: float) -> None:
-    with pytest.raises(MessageError, match=f"q1 has the share {weight} in the average of w"):
+    with pytest.raises(MessageError, match=f"q1 has the weight {weight} in the mean of w"):
         average([reply("q0", [1.0]), reply("q1", [1.0], weight)], "w", otherwise={})
 
 

@@ -92,7 +92,7 @@ def _sites(prepared: Prepared, common: Mapping[str, Any]) -> SitesEngine:
             agreement=configs.compatibility_hash(config, dataset.class_names, dataset.shape),
             home=LocalEngine(here, **common),
             ledgers=labelled if prepared.plan is not None else (),
-            terms=_timeouts(config.run), holder=post.key_owner if pins is not None else None,
+            timeouts=_timeouts(config.run), key_owner=post.key_owner if pins is not None else None,
         )  # fmt: skip
     except BaseException:
         post.close()
