@@ -210,7 +210,7 @@ def test_each_agent_gets_the_model_once_in_a_round_and_only_who_trains_gets_thre
     heard = [(call, reply) for call, reply in after.engine.heard if call.to.role == "query"]
     assert sorted(call.to.id for call, _ in heard) == ["q0", "q1"]
     kinds = {type(call.message): type(reply.payload).__name__ for call, reply in heard}
-    assert kinds == {SignedRequest: "TrainRequest", TrainRequest: "Ack"}
+    assert kinds == {SignedRequest: "ModelUpdate", TrainRequest: "Ack"}
 
 
 # Eq. 9 to 12: D+ and D- ----------------------------------------------------------------------
@@ -674,10 +674,10 @@ def test_lenet_has_the_papers_number_of_parameters() -> None:
         ),
         (
             ["algorithm.validation_rows=100"],
-            "100 are set apart of the labelled rows of each agent that has any, but it has 100 and "
-            "learns from the others. Give less than 100, or raise data.labelled",
+            "100 of the 100 labelled rows of each agent, and no row would be left to learn from. "
+            "Give less than 100, or raise data.labelled",
         ),
-        (["data.labels=support", "agents.support=5"], "but it has 20 and learns from the others"),
+        (["data.labels=support", "agents.support=5"], "20 of the 20 labelled rows of each agent"),
         (
             ["model.norm=batch", "algorithm.batch_size=1"],
             "1, but batch norm needs two rows: every batch would be left out. Give 2 or more",

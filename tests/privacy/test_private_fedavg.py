@@ -295,11 +295,11 @@ def test_the_card_lists_nothing_of_unlabelled_rows_which_nobody_reads(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("algorithm.learning_rate=0.1", "privacy.learning_rate stands"),
-        ("algorithm.local_epochs=2", "privacy.steps stands"),
-        ("algorithm.weak=none", "privacy.augment stands"),
+        ("algorithm.learning_rate=0.1", "privacy.learning_rate sets them"),
+        ("algorithm.local_epochs=2", "privacy.steps sets them"),
+        ("algorithm.weak=none", "privacy.augment sets them"),
         ("privacy.protect=[G]", "fedavg trains F alone"),
-        ("privacy.visits=2", "nobody would learn any more"),
+        ("privacy.visits=2", "no agent trains after round 2"),
         ("model.norm=batch", "no single row can be clipped"),
         ("run.precision=bfloat16", "clipped and noised in float32"),
     ],
