@@ -296,8 +296,8 @@ def test_a_split_of_other_rows_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"support": 0}, "agents.support is 0, so nobody would hold labels"),
-        ({"mixed": 1}, "agents.mixed is 1, but with data.labels support there are none"),
+        ({"support": 0}, "agents.support is 0, so no agent would hold labels"),
+        ({"mixed": 1}, "agents.mixed is 1, but with data.labels support there can be none"),
         ({"labels": "labels-at-server"}, "Set agents.support to 0"),
         ({"labels": "labels-at-client", "support": 0}, "agents.mixed is 0"),
         ({"labels": "labels-at-client", "mixed": 2}, "Set agents.support to 0"),
