@@ -43,6 +43,7 @@ from privssl.experiment import config
 from privssl.experiment.prepare import Prepared, prepare
 from privssl.models import build_classifier
 from privssl.ops import dispatch
+from privssl.privacy import clipping
 from privssl.privacy.noisy_optimizer import SecureNoise
 from privssl.runs import checkpoint
 from privssl.runs.checkpoint import Snapshot
@@ -711,7 +712,10 @@ def test_the_check_of_released_numbers_notices_that_rows_without_a_finite_gradie
 ) -> None:
     released = Released(monkeypatch)
     monkeypatch.setattr(dispatch, "_latest", lambda: None)  # ours cannot be broken from here
-    monkeypatch.setattr(Tensor, "isfinite", lambda self: torch.ones_like(self, dtype=torch.bool))
+    monkeypatch.setattr(Tensor, "nan_to_num_", lambda self, **_: self)
+    monkeypatch.setattr(
+        clipping, "_factors", lambda norms, drawn, clip: (clip / norms).clamp(max=1.0) * drawn
+    )
     came = damaged(lesson(protected), math.nan, 1.0)
     visit_with(protected, tmp_path / "visit", lambda rows: rows, came)
     assert not released.noise_is_whole()

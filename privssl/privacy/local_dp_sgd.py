@@ -127,7 +127,7 @@ class _DrawnBlocks:
     def made_up(self, rows: int) -> Mapping[str, Tensor]:
         """Fields of made-up rows, drawn in one go: (rows, views, ...)."""
         shape, count = self._rows.x.shape[1:], rows * self._views
-        x = torch.linspace(0, 1, count * shape.numel()).view(count, *shape)
+        x = torch.rand(count, *shape, generator=torch.Generator().manual_seed(0))
         dtype = self._rows.x.dtype
         x = x if dtype.is_floating_point else x.mul(255).to(dtype)
         y = (torch.arange(rows) % 2).repeat_interleave(self._views)

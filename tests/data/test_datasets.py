@@ -418,8 +418,8 @@ def test_mnist_is_read_without_torchvision(tmp_path: Path) -> None:
     idx_files(tmp_path, np.zeros((5, 28, 28), np.uint8), np.arange(5, dtype=np.uint8))
     code = (
         "import sys; "
-        "from privssl.data.datasets import load; from privssl.settings.schema import *\n"
-        "load(DataSettings(name='mnist', root=sys.argv[1])); print('torchvision' in sys.modules)"
+        "from privssl.data.datasets import load_dataset; from privssl.settings.schema import *\n"
+        "load_dataset(DataSettings(name='mnist', root=sys.argv[1])); print('torchvision' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     assert subprocess.check_output(command, text=True) == "False\n"

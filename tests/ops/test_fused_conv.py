@@ -557,7 +557,7 @@ FIELDS = {"x": ROWS, "y": torch.tensor([3, 1, 4, 1])}
 def written_out(network: nn.Module, fields: Mapping[str, Tensor]) -> dict[Any, Tensor]:
     """(B, *shape of the parameter)."""
     found = factored_gradients(loss_of(network), parameters_of({"F": network}), fields)
-    each = torch.eye(len(fields["y"]))
+    each = torch.eye(len(fields["y"]), dtype=torch.float64)
     return {key: torch.stack([own.total(row) for row in each]) for key, own in found.items()}
 
 

@@ -21,7 +21,6 @@ from torch.nn import functional
 from privssl.errors import PrivacyError
 from privssl.models.convnets import LeNet, SmallCNN
 from privssl.ops import dispatch
-from privssl.privacy import clipping
 from privssl.privacy.clipping import (
     DenseGradients,
     OuterProductGradients,
@@ -441,7 +440,8 @@ def test_a_row_with_a_factor_beyond_numbers_adds_nothing(
     [total] = clipped_sums(
         [OuterProductGradients(both["left"], both["right"])], torch.tensor([True, True]), 1e6
     )
-    torch.testing.assert_close(total, torch.full((2, 3), float(places)))
+    expected = torch.full((2, 3), float(places), dtype=torch.float64)
+    torch.testing.assert_close(total, expected)
 
 
 # A loss that uses torch.func, or no gradients, itself -------------------------------------------
@@ -552,15 +552,6 @@ def test_a_factor_that_has_no_digits_left_weighs_no_more_than_the_clip_norm(
             longest(OuterProductGradients(*(reversed(sides) if swapped else sides)), 1e-3)
             <= 1 + 1e-5
         )
-
-
-@pytest.mark.parametrize("places", [1, 2])
-def test_the_check_of_lost_digits_notices_factors_of_any_length(places: int) -> None:
-    with (
-        patch.object(dispatch, "_latest", lambda: None),
-        patch.object(clipping, "_unless_longest", lambda norms, *_: norms),
-    ):
-        assert longest(OuterProductGradients(*beside_a_longest_one(places)), 1e-3) > 1.1
 
 
 @pytest.mark.parametrize("generation", [dispatch.instruction_set(), None])
