@@ -19,26 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from privssl.data.image_operations import (
-    BLACK,
-    TOP,
-    Change,
-    Rotate,
-    Shear,
-    Translate,
-    autocontrast,
-    brightness,
-    color,
-    contrast,
-    cutout,
-    equalize,
-    identity,
-    invert,
-    kind,
-    posterize,
-    sharpness,
-    solarize,
-)
+from privssl.data import image_operations as ops
+from privssl.data.image_operations import BLACK, TOP, Change, Rotate, Shear, Translate
 from privssl.ops import image_transforms
 
 COLUMNS = 6  # random numbers per operation: which, whether, strength, sign, from top, from left
@@ -120,7 +102,7 @@ class RandAugment:
     @cached_property
     def _kinds(self) -> list[image_transforms.Kind] | None:
         """The operations as the kernel names them; None: it lacks one."""
-        kinds = [kind(operation.change) for operation in self.operations]
+        kinds = [ops.kind(operation.change) for operation in self.operations]
         return [k for k in kinds if k is not None] if None not in kinds else None
 
     def _strength(self, of_image: Tensor, of_operation: Tensor) -> Tensor:
@@ -139,7 +121,7 @@ class RandAugment:
         # images of each operation; those without come first
         _, *groups = torch.split(order, sizes)
         for operation, rows in zip(self.operations, groups, strict=True):
-            if operation.change is identity or not len(rows):
+            if operation.change is ops.identity or not len(rows):
                 continue
             changed = operation.change(levels[rows], amount[rows], place[rows])
             levels.index_copy_(0, rows, changed.clamp_(BLACK, TOP).round_())
@@ -152,21 +134,21 @@ class RandAugment:
 #: 100 pixels blanks an image of 32, so that 15.5% of the views are blank, as in SemiFL's results.
 FIXMATCH = RandAugment(
     operations=(
-        Operation(autocontrast),
-        Operation(equalize),
-        Operation(invert),
-        Operation(posterize, 4, 4),
-        Operation(brightness, 1, 1.9),
-        Operation(color, 1, 1.9),
-        Operation(contrast, 1, 1.9),
-        Operation(sharpness, 1, 1.9),
-        Operation(solarize, 0, 0),
+        Operation(ops.autocontrast),
+        Operation(ops.equalize),
+        Operation(ops.invert),
+        Operation(ops.posterize, 4, 4),
+        Operation(ops.brightness, 1, 1.9),
+        Operation(ops.color, 1, 1.9),
+        Operation(ops.contrast, 1, 1.9),
+        Operation(ops.sharpness, 1, 1.9),
+        Operation(ops.solarize, 0, 0),
         Operation(Rotate(BLACK), 0, 30, either_way=True),
         Operation(Shear("x", 2), 0, 0.3, either_way=True),
         Operation(Shear("y", 2), 0, 0.3, either_way=True),
         Operation(Translate("x", "pixel"), 0, 100, either_way=True),
         Operation(Translate("y", "pixel"), 0, 100, either_way=True),
-        Operation(cutout, 40, 40),
+        Operation(ops.cutout, 40, 40),
     ),
     count=2,
     chance=0.5,
@@ -182,14 +164,14 @@ FEDMATCH = RandAugment(
         Operation(Translate("x", "side"), 0, 0.2, either_way=True),
         Operation(Translate("y", "side"), 0, 0.2, either_way=True),
         Operation(Rotate(128.0), 0, 360),
-        Operation(solarize, 256, 231),
-        Operation(color, 1, 1.9, either_way=True),
-        Operation(sharpness, 1, 1.9, either_way=True),
-        Operation(contrast, 1, 1.5, either_way=True),
-        Operation(brightness, 1, 1.3, either_way=True),
-        Operation(posterize, 8, 4),
-        Operation(autocontrast),
-        Operation(identity),  # named equalize
+        Operation(ops.solarize, 256, 231),
+        Operation(ops.color, 1, 1.9, either_way=True),
+        Operation(ops.sharpness, 1, 1.9, either_way=True),
+        Operation(ops.contrast, 1, 1.5, either_way=True),
+        Operation(ops.brightness, 1, 1.3, either_way=True),
+        Operation(ops.posterize, 8, 4),
+        Operation(ops.autocontrast),
+        Operation(ops.identity),  # named equalize
     ),
     count=6,
     chance=1.0,
@@ -200,15 +182,15 @@ FEDMATCH = RandAugment(
 #: with probability 0.5, at a random strength.
 FEDSEAL = RandAugment(
     operations=(
-        Operation(autocontrast),
-        Operation(equalize),
-        Operation(identity),
-        Operation(brightness, 0.05, 0.95),
-        Operation(color, 0.05, 0.95),
-        Operation(contrast, 0.05, 0.95),
-        Operation(sharpness, 0.05, 0.95),
-        Operation(posterize, 3.5, 8.5),  # rounded: 4 to 8 bits, each as likely
-        Operation(solarize, 0, 256),
+        Operation(ops.autocontrast),
+        Operation(ops.equalize),
+        Operation(ops.identity),
+        Operation(ops.brightness, 0.05, 0.95),
+        Operation(ops.color, 0.05, 0.95),
+        Operation(ops.contrast, 0.05, 0.95),
+        Operation(ops.sharpness, 0.05, 0.95),
+        Operation(ops.posterize, 3.5, 8.5),  # rounded: 4 to 8 bits, each as likely
+        Operation(ops.solarize, 0, 256),
         Operation(Rotate(BLACK), 0, 30, either_way=True),
         Operation(Shear("x", 1), 0, 0.3, either_way=True),
         Operation(Shear("y", 1), 0, 0.3, either_way=True),

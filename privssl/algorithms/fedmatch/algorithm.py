@@ -38,16 +38,8 @@ import torch
 from torch import Tensor
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
-from privssl.algorithms.fedmatch.disjoint_training import (
-    DisjointTrainer,
-    DisjointTraining,
-    Place,
-    kept_order,
-    paired_batches,
-    predict,
-    theta,
-    whole_batches,
-)
+from privssl.algorithms.fedmatch import disjoint_training as disjoint
+from privssl.algorithms.fedmatch.disjoint_training import DisjointTrainer, DisjointTraining, Place
 from privssl.algorithms.fedmatch.helper_agents import bundle, draw_probe, nearest_agents, unbundle
 from privssl.algorithms.fedmatch.sparse_updates import (
     DecomposedWeights,
@@ -217,7 +209,9 @@ class FedMatch(Algorithm[FedMatchState]):
             # None: it trained with the sigma that it got
             sigmas[agent] = down.by_agent[agent].weights.sigma if sigma is None else sigma
             psis[agent] = psi
-            embeddings[agent] = predict(self._F, theta(sigmas[agent], psi), state.probe)[0]
+            embeddings[agent] = disjoint.predict(
+                self._F, disjoint.theta(sigmas[agent], psi), state.probe
+            )[0]
         return dataclasses.replace(
             state,
             sigma=average(replies, "sigma", otherwise=state.sigma, weight=uniform_weight),
@@ -230,7 +224,7 @@ class FedMatch(Algorithm[FedMatchState]):
         )
 
     def classifier(self, state: FedMatchState) -> StateDict:
-        return theta(state.sigma, without_small(state.psi, state.negligible))
+        return disjoint.theta(state.sigma, without_small(state.psi, state.negligible))
 
     def metrics(self, state: FedMatchState) -> dict[str, float]:
         gap = sum(float((w - state.psi[n]).square().sum()) for n, w in state.sigma.items())
@@ -249,7 +243,7 @@ class FedMatch(Algorithm[FedMatchState]):
     ) -> FedMatchUpdate:
         """Eq. 4 where labels are alone: sigma learns beside psi without its small entries."""
         numbers, rows = self.cfg.hyperparameters("server"), agent.labelled
-        order = kept_order("labelled", len(rows), agent, ctx)
+        order = disjoint.kept_order("labelled", len(rows), agent, ctx)
         start = DecomposedWeights(msg.sigma, without_small(msg.psi, numbers.negligible))
         trainer = DisjointTrainer(self.cfg, "server", self._F, start, agent, ctx)
         for picked in torch.split(order, numbers.batch_size) * self.cfg.server_epochs:
@@ -268,7 +262,7 @@ class FedMatch(Algorithm[FedMatchState]):
             return Declined("no rows in this slice of the stream")
         start = DecomposedWeights(msg.sigma, msg.psi)
         trainer = DisjointTrainer(self.cfg, "server", self._F, start, agent, ctx)
-        for picked in whole_batches(order, numbers.batch_size) * self.cfg.epochs:
+        for picked in disjoint.whole_batches(order, numbers.batch_size) * self.cfg.epochs:
             trainer.learn_psi(rows, picked, helpers)
         trainer.end()
         cuts = numbers.sparsity_thresholds
@@ -280,11 +274,13 @@ class FedMatch(Algorithm[FedMatchState]):
     def learn_both(self, agent: MixedAgent, msg: FedMatchRequest, ctx: Context) -> FedMatchUpdate:
         """Eq. 4 and 5 in turn, step by step: Alg. 1 l. 15-19."""
         numbers, rows, more = self.cfg.hyperparameters("client"), agent.labelled, agent.unlabelled
-        labelled = kept_order("labelled", len(rows), agent, ctx)
+        labelled = disjoint.kept_order("labelled", len(rows), agent, ctx)
         unlabelled, helpers = self._slice(agent, ctx), self._helpers(agent, msg)
         start = DecomposedWeights(msg.sigma, msg.psi)
         trainer = DisjointTrainer(self.cfg, "client", self._F, start, agent, ctx)
-        for s, u in paired_batches(labelled, unlabelled, numbers.batch_size) * self.cfg.epochs:
+        for s, u in (
+            disjoint.paired_batches(labelled, unlabelled, numbers.batch_size) * self.cfg.epochs
+        ):
             trainer.learn_sigma(rows, s)
             trainer.learn_psi(more, u, helpers)
         trainer.end()
@@ -296,7 +292,7 @@ class FedMatch(Algorithm[FedMatchState]):
 
     def _slice(self, agent: QueryAgent, ctx: Context) -> Tensor:
         """Numbers of the unlabelled rows of this round's slice of the stream, in kept order."""
-        order = kept_order("unlabelled", len(agent.unlabelled), agent, ctx)
+        order = disjoint.kept_order("unlabelled", len(agent.unlabelled), agent, ctx)
         slices = self.cfg.stream_slices
         number = min((ctx.round - 1) * slices // self.cfg.rounds, slices - 1)
         return torch.tensor_split(order, slices)[number]

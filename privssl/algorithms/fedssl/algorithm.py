@@ -40,17 +40,8 @@ from torch import Tensor, nn
 from accounting.errors import BudgetExhausted
 from generators import ConditionalGenerator, ImageDiscriminator, ImageGenerator
 from privssl.algorithms.base import Algorithm, CanaryLoss, MissingReplyPolicy
-from privssl.algorithms.fedssl.losses import (
-    NETWORKS,
-    GMixupSettings,
-    Mixing,
-    canary_losses,
-    check_private_rows,
-    draw_mixing,
-    step_losses,
-    train_networks_privately,
-    try_privately,
-)
+from privssl.algorithms.fedssl import losses
+from privssl.algorithms.fedssl.losses import NETWORKS, GMixupSettings, Mixing
 from privssl.algorithms.local_ssl import (
     Share,
     TeacherState,
@@ -180,14 +171,14 @@ class FedSSL(Algorithm[FedSSLState]):
         return self._networks
 
     def check_private(self) -> None:
-        check_private_rows(self.cfg, self._networks, self.task)
+        losses.check_private_rows(self.cfg, self._networks, self.task)
 
     def try_private(self, device: torch.device) -> None:
         nets = {name: network.to(device) for name, network in self._networks.items()}
-        try_privately(self.plan, self.cfg, nets, self.task, device, gated=self.cfg.gate > 0)
+        losses.try_privately(self.plan, self.cfg, nets, self.task, device, gated=self.cfg.gate > 0)
 
     def canary_losses(self) -> Mapping[str, CanaryLoss]:
-        return {**super().canary_losses(), **canary_losses(self.cfg, self.task)}
+        return {**super().canary_losses(), **losses.canary_losses(self.cfg, self.task)}
 
     def start(self, federation: Federation) -> FedSSLState:
         F, G, D = (
@@ -273,7 +264,7 @@ class FedSSL(Algorithm[FedSSLState]):
         picked = self.cfg.draw_rows(len(rows), ctx)
         q1 = self.cfg.guess(self.load_classifier(msg.teacher, ctx), rows.x[picked], ctx)
         ctx.pseudo_labels(rows.ids[picked], q1)
-        mixing = draw_mixing(self.cfg, rows.x[picked], q1, ctx)
+        mixing = losses.draw_mixing(self.cfg, rows.x[picked], q1, ctx)
         return self._train(NETWORKS, mixing, agent, msg, ctx, "query")
 
     def _private_pass(
@@ -302,7 +293,7 @@ class FedSSL(Algorithm[FedSSLState]):
         rows = agent.labelled
         picked = self.cfg.draw_rows(len(rows), ctx)
         labels = one_hot(rows, picked, self.task.classes)
-        return draw_mixing(self.cfg, rows.x[picked], labels, ctx)
+        return losses.draw_mixing(self.cfg, rows.x[picked], labels, ctx)
 
     def _train(
         self, trained: Sequence[str], mixing: Mixing, agent: SupportAgent | QueryAgent,
@@ -320,7 +311,7 @@ class FedSSL(Algorithm[FedSSLState]):
         for name, network in nets.items():
             network.requires_grad_(name in trained)
         optimiser = local_training.LocalOptimiser({n: how[n] for n in trained}, agent.memory, group)
-        losses: dict[str, list[Tensor]] = {name: [] for name in NETWORKS}
+        means_of: dict[str, list[Tensor]] = {name: [] for name in NETWORKS}
         agreements = []
         for step, batch in enumerate(mixing.batches(self.cfg.batch_size)):
             mixes = step % self.cfg.mix_every == 0 or not self.cfg.real_rows
@@ -328,16 +319,16 @@ class FedSSL(Algorithm[FedSSLState]):
             if not now:
                 continue
             means, loss, agreement = batched_call(
-                step_losses, vars(batch), self.cfg, now, mixes and msg.mixes_teach, **nets
+                losses.step_losses, vars(batch), self.cfg, now, mixes and msg.mixes_teach, **nets
             )
             optimiser.minimise(loss)
             for name, mean in zip(NETWORKS, means.detach(), strict=True):
                 if name in now:
-                    losses[name].append(mean)
+                    means_of[name].append(mean)
             if mixes:
                 agreements.append(agreement)
         agent.memory = {**agent.memory, **optimiser.remember()}
-        for name, steps in losses.items():
+        for name, steps in means_of.items():
             if steps:
                 ctx.log_metric(f"train/loss_{name}/{group}", local_training.mean_of(steps))
         return _message(nets, trained, local_training.mean_of(agreements))
@@ -348,7 +339,7 @@ class FedSSL(Algorithm[FedSSLState]):
         """DP-SGD on the protected networks; the others are not changed."""
         assert agent.account is not None
         nets = self._load_networks(msg, ctx)
-        train_networks_privately(
+        losses.train_networks_privately(
             self.plan, self.cfg, nets, agent.labelled, ctx, classes=self.task.classes,
             mixes_teach=msg.mixes_teach,
             counts_public=agent.account.plan.record_counts == "public",

@@ -31,17 +31,9 @@ from torch import Tensor
 
 from accounting.errors import BudgetExhausted
 from privssl.algorithms.base import MissingReplyPolicy
+from privssl.algorithms.label_census import feature_map
 from privssl.algorithms.label_census.cluster_labels import class_given_cluster, class_posterior
-from privssl.algorithms.label_census.feature_map import (
-    ENCODER_ROUNDS,
-    KEPT,
-    FeatureMapRounds,
-    Map,
-    MapConfig,
-    MapState,
-    map_of,
-    payloads,
-)
+from privssl.algorithms.label_census.feature_map import FeatureMapRounds, Map, MapConfig, MapState
 from privssl.algorithms.local_ssl import (
     Amount,
     ModelUpdate,
@@ -122,7 +114,7 @@ class LabelCensusConfig(MapConfig):
     def rounds(self) -> int:
         """Of all phases."""
         return (
-            ENCODER_ROUNDS + self.cluster_rounds + 1
+            feature_map.ENCODER_ROUNDS + self.cluster_rounds + 1
             + self.vote_rounds + self.self_training_rounds
         )  # fmt: skip
 
@@ -168,7 +160,7 @@ class LabelCensus(FeatureMapRounds):
 
     def phases(self) -> tuple[Phase, ...]:
         return (
-            Phase("encoder", ENCODER_ROUNDS),
+            Phase("encoder", feature_map.ENCODER_ROUNDS),
             Phase("clusters", self.cfg.cluster_rounds),
             Phase("census", 1, saved=True),
             Phase("votes", self.cfg.vote_rounds),
@@ -197,9 +189,12 @@ class LabelCensus(FeatureMapRounds):
     def _census_round(self, state: LabelCensusState, federation: Federation) -> LabelCensusState:
         # Before the answers, which are given once: between them and their checkpoint nothing may
         # fail.
-        federation.call_all(federation.query, self.find_clusters, map_of(state))
+        request = feature_map.map_of(state)
+        federation.call_all(federation.query, self.find_clusters, request)
         asked = () if self.plan is not None and not self.plan.visits else federation.support
-        answers = payloads(federation.call_all(asked, self.answer, map_of(state)))
+        answers = feature_map.payloads(
+            federation.call_all(asked, self.answer, feature_map.map_of(state))
+        )
         if not answers:
             return state
         table = (self.k, self.task.classes)
@@ -266,7 +261,7 @@ class LabelCensus(FeatureMapRounds):
     @on_agent
     def find_clusters(self, agent: QueryAgent, msg: Map, ctx: Context) -> Ack:
         """Compute the cluster of each row, and remember it."""
-        kept = {name: value for name, value in agent.memory.items() if name != KEPT}
+        kept = {name: value for name, value in agent.memory.items() if name != feature_map.KEPT}
         agent.memory = {**kept, CLUSTER: self.cluster_of(agent.unlabelled.x, msg, ctx)}
         return Ack()
 

@@ -19,17 +19,8 @@ from pydantic import Field
 from torch import Tensor
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
+from privssl.algorithms.label_census import clustering
 from privssl.algorithms.label_census import patch_encoder as patches
-from privssl.algorithms.label_census.clustering import (
-    center_and_normalize,
-    centroid_sums,
-    cluster_shares_and_adjacency,
-    k_means,
-    merge_cells,
-    nearest_centroids,
-    neighbours,
-    update_centroids,
-)
 from privssl.algorithms.label_census.patch_encoder import EncoderConfig
 from privssl.algorithms.local_ssl import SelfTraining
 from privssl.core.agents import QueryAgent
@@ -202,13 +193,13 @@ class FeatureMapRounds(Algorithm[Any]):
             seen = _sum_over_agents(federation, self.cell_sums, map_of(state))
             if seen is None:
                 return state
-            return replace(state, centroids=update_centroids(state.centroids, **seen))
+            return replace(state, centroids=clustering.update_centroids(state.centroids, **seen))
         seen = _sum_over_agents(federation, self.cell_graph, map_of(state))
         if seen is None:
             return state
         seed = int(torch.randint(2**31, (), generator=federation.rng("cuts")))
-        cluster = merge_cells(seen["graph"], self.k, seed)
-        mass, borders = cluster_shares_and_adjacency(seen["graph"], cluster, self.k)
+        cluster = clustering.merge_cells(seen["graph"], self.k, seed)
+        mass, borders = clustering.cluster_shares_and_adjacency(seen["graph"], cluster, self.k)
         return replace(state, cluster=cluster, mass=mass, borders=borders)
 
     def _seed_centroids(self, state: S, federation: Federation) -> S:
@@ -224,7 +215,7 @@ class FeatureMapRounds(Algorithm[Any]):
     def _joint(self, sent: Sequence[Sums], k: int, rng: torch.Generator) -> Tensor:
         """k centroids of the agents' centroids, weighted by their counts."""
         points = torch.cat([one.total for one in sent])
-        return k_means(points, torch.cat([one.count for one in sent]), k, rng)[0]
+        return clustering.k_means(points, torch.cat([one.count for one in sent]), k, rng)[0]
 
     # Steps ----------------------------------------------------------------------------------
 
@@ -239,7 +230,7 @@ class FeatureMapRounds(Algorithm[Any]):
         """Centroids of the agent's whitened patches, and the rows that each represents."""
         seen = patches.whiten(self._patches(agent, ctx), msg.whitener)
         few = min(self.cfg.filters, len(seen))
-        found, count = k_means(seen, torch.ones(len(seen)), few, ctx.rng("filters"))
+        found, count = clustering.k_means(seen, torch.ones(len(seen)), few, ctx.rng("filters"))
         return Sums(found, count * _weight(agent, seen))
 
     def _patches(self, agent: QueryAgent, ctx: Context) -> Tensor:
@@ -276,14 +267,14 @@ class FeatureMapRounds(Algorithm[Any]):
         """Centroids of the agent's k-means, and the number of rows of each."""
         points = self._kept_points(agent, msg, ctx)
         few = min(self.cfg.cells, len(points))
-        found, count = k_means(points, torch.ones(len(points)), few, ctx.rng("seeds"))
+        found, count = clustering.k_means(points, torch.ones(len(points)), few, ctx.rng("seeds"))
         return Sums(found, count * _weight(agent, points))
 
     @on_agent
     def cell_sums(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """One step of Lloyd's algorithm on the agent's rows."""
         points = self._kept_points(agent, msg, ctx)
-        total, count = centroid_sums(points, msg.centroids)
+        total, count = clustering.centroid_sums(points, msg.centroids)
         return Sums(total * _weight(agent, points), count * _weight(agent, points))
 
     @on_agent
@@ -291,7 +282,7 @@ class FeatureMapRounds(Algorithm[Any]):
         """Numbers of the agent's rows between two cells."""
         points = self._kept_points(agent, msg, ctx)
         agent.memory = {name: value for name, value in agent.memory.items() if name != KEPT}
-        return Graph(neighbours(points, msg.centroids) * _weight(agent, points))
+        return Graph(clustering.neighbours(points, msg.centroids) * _weight(agent, points))
 
     def _some(self, agent: QueryAgent) -> Tensor:
         """The rows from which the map is made: all, or evenly spaced ones, the same every time."""
@@ -312,11 +303,11 @@ class FeatureMapRounds(Algorithm[Any]):
         kept = agent.memory.get(KEPT)
         if kept is None:  # the agent missed feature_mean
             return self.points(self._some(agent), msg, ctx.device)
-        return center_and_normalize(kept, msg.mean)
+        return clustering.center_and_normalize(kept, msg.mean)
 
     def points(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
         """Centred and normalised features (N, E) of stored rows, for k-means."""
-        return center_and_normalize(self._features(x, msg, device), msg.mean)
+        return clustering.center_and_normalize(self._features(x, msg, device), msg.mean)
 
     def check_map(self, msg: Map) -> None:
         """Raise MessageError unless shapes, types and cluster numbers fit the config."""
@@ -334,7 +325,9 @@ class FeatureMapRounds(Algorithm[Any]):
 
     def cluster_of(self, x: Tensor, msg: Map, ctx: Context) -> Tensor:
         """The cluster of each stored row (N,)."""
-        return msg.cluster[nearest_centroids(self.points(x, msg, ctx.device), msg.centroids)]
+        return msg.cluster[
+            clustering.nearest_centroids(self.points(x, msg, ctx.device), msg.centroids)
+        ]
 
 
 def map_of(state: MapState) -> Map:
