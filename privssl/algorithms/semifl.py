@@ -96,7 +96,7 @@ class SemiFLConfig:
     name: Literal["semifl"] = "semifl"
     rounds: Positive = 800
     # semifl-2021, behind most published numbers: momentum of fine-tuning starts anew each round.
-    # semifl-head, the code since Sept 2022: it is kept. semifl-text: MIX draws from unsure rows.
+    # semifl-head, the code since Sept 2022: it is kept. semifl-text: MIX draws from the other rows.
     profile: Literal["semifl-2021", "semifl-head", "semifl-text"] = "semifl-2021"
     query_per_round: Positive | None = 10  # 0.1 of 100 agents; all when null or fewer
     epochs: Rate = 5.0  # E of a visit; below 1: that share of one epoch's batches
@@ -107,7 +107,7 @@ class SemiFLConfig:
     momentum: Momentum = 0.9
     weight_decay: Share = 5e-4  # of all parameters, biases included
     clip_norm: Rate | None = 1.0  # of the whole gradient; authors' code, the paper has none
-    threshold: Share = 0.95  # tau: a label is sure where max P >= tau
+    threshold: Share = 0.95  # tau: a label is confident where max P >= tau
     mix_alpha: Rate = 0.75  # a of lambda ~ Beta(a, a), one draw per batch
     mix_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  # 0: FIX alone
     global_momentum: Momentum = 0.5  # beta_g of the server's step; 0: the plain average
@@ -259,14 +259,14 @@ class SemiFL(Algorithm[SemiFLState]):
             rng=ctx.rng("guess"), chunk=BIG_BATCH,
         ).cpu()  # (N, C)  # fmt: skip
         F.train()
-        sure = P.max(dim=1).values >= self.cfg.threshold  # (N,)
-        ctx.pseudo_labels(rows.ids, P, sure)
+        confident = P.max(dim=1).values >= self.cfg.threshold  # (N,)
+        ctx.pseudo_labels(rows.ids, P, confident)
         y = P.argmax(dim=1)  # (N,)
-        fix, unsure = sure.nonzero()[:, 0], (~sure).nonzero()[:, 0]
+        fix, others = confident.nonzero()[:, 0], (~confident).nonzero()[:, 0]
         if not len(fix):
             return
-        unsure_only = self.cfg.profile == "semifl-text" and len(unsure)
-        pool = unsure if unsure_only else torch.arange(len(x))
+        text = self.cfg.profile == "semifl-text" and len(others)
+        pool = others if text else torch.arange(len(x))
         weak, strong, mixing = ctx.rng("weak view"), ctx.rng("strong view"), ctx.rng("mix")
         for order in passes(len(fix), self.cfg.batch_size, self.cfg.epochs, ctx.rng("order")):
             one = fix[order]
@@ -294,10 +294,10 @@ class SemiFL(Algorithm[SemiFLState]):
             for batch in local_training.batches(views, self.cfg.batch_size):
                 with torch.no_grad():
                     P = F(batch["weak"]).softmax(dim=1)  # (B, C)
-                sure = P.max(dim=1).values >= self.cfg.threshold  # (B,)
-                ctx.pseudo_labels(batch["ids"], P, sure.cpu())
-                if sure.any():
-                    yield cross_entropy(F(batch["strong"][sure]), P.argmax(dim=1)[sure])
+                confident = P.max(dim=1).values >= self.cfg.threshold  # (B,)
+                ctx.pseudo_labels(batch["ids"], P, confident.cpu())
+                if confident.any():
+                    yield cross_entropy(F(batch["strong"][confident]), P.argmax(dim=1)[confident])
 
     def _true_label_losses(self, F: nn.Module, rows: LabelledRows, ctx: Context) -> Losses:
         """CE(F(weak), y) where labels are."""

@@ -187,10 +187,10 @@ class UDA(_Consistent):
         return divergence(sharpen(p, 1 / self.cfg.temperature), logits)
 
     def _labelled(self, logits: Tensor, y: Tensor, ctx: Context) -> Tensor:
-        taught = training_signal_annealing(
+        kept = training_signal_annealing(
             logits.detach(), y, self.cfg.annealing_threshold(ctx.round, self.task.classes)
         )
-        return super()._labelled(logits[taught], y[taught], ctx)
+        return super()._labelled(logits[kept], y[kept], ctx)
 
 
 # Batches and terms --------------------------------------------------------------------------

@@ -180,19 +180,19 @@ class DisjointTrainer:
         with torch.set_grad_enabled(bool(helpers)):  # Eq. 1 alone learns from clean rows
             logits = self._logits(weights, x)  # (B, C)
         p = logits.detach().softmax(dim=1)
-        sure = p.max(dim=1).values >= tau  # (B,)
-        if not sure.any():
-            self._ctx.pseudo_labels(rows.ids[picked], p, sure.cpu())
+        confident = p.max(dim=1).values >= tau  # (B,)
+        if not confident.any():
+            self._ctx.pseudo_labels(rows.ids[picked], p, confident.cpu())
             return p.new_zeros(())
-        others = [self._helper_predictions(psi, x[sure]) for psi in helpers]  # (S, C) each
-        votes = vote_agreement(p[sure], others, tau if cfg.helpers_vote == "sure" else 0.0)
+        others = [self._helper_predictions(psi, x[confident]) for psi in helpers]  # (S, C) each
+        votes = vote_agreement(p[confident], others, tau if cfg.helpers_vote == "sure" else 0.0)
         y = votes.argmax(dim=1)  # (S,), Eq. 3
-        p[sure] = votes.to(p.dtype)  # the metric is of the labels that are learned
-        self._ctx.pseudo_labels(rows.ids[picked], p, sure.cpu())
-        seen = self._logits(weights, cfg.strong_view(x[sure], self._views))
+        p[confident] = votes.to(p.dtype)  # the metric is of the labels that are learned
+        self._ctx.pseudo_labels(rows.ids[picked], p, confident.cpu())
+        seen = self._logits(weights, cfg.strong_view(x[confident], self._views))
         loss = cfg.agreement_weight * label_loss(seen, y, cfg.probabilities)
         if others:
-            apart = inter_client_loss(logits[sure], others, cfg.probabilities)
+            apart = inter_client_loss(logits[confident], others, cfg.probabilities)
             loss = loss + cfg.inter_client_weight * apart
         return loss
 

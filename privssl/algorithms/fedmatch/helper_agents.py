@@ -83,6 +83,6 @@ def vote_agreement(own: Tensor, helpers: Sequence[Tensor], sure_from: float = 0.
     classes = own.shape[1]
     votes = one_hot(own.argmax(dim=1), classes)
     for prediction in helpers:
-        sure, choice = prediction.max(dim=1).values >= sure_from, prediction.argmax(dim=1)
-        votes = votes + one_hot(choice, classes) * sure[:, None]
+        confident, choice = prediction.max(dim=1).values >= sure_from, prediction.argmax(dim=1)
+        votes = votes + one_hot(choice, classes) * confident[:, None]
     return votes
