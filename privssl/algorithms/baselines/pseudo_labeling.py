@@ -78,7 +78,7 @@ class PseudoLabelState:
 class Guessing(Proximal):
     """Settings of every method here; as FedProx: ``weights: equal``, ``proximal: 0.01``."""
 
-    # Of PseudoLabelState; FedMatch: averaged
+    # weights after training on labels, or averaged over query agents; FedMatch: averaged
     released: Literal["labelled", "averaged"] = "labelled"
 
 
