@@ -188,6 +188,12 @@ def _read_card(run: Path) -> Card | None:
         card = decode_strictly(path.read_bytes())
     except (OSError, AccountingError) as error:
         raise RunFolderError(f"{path}: cannot be read as a privacy card ({error})") from error
+    if (schema := card.get("schema")) not in (None, SCHEMA):
+        by = (card.get("versions") or {}).get("privssl", "another version")
+        raise RunFolderError(
+            f"{path}: schema {schema!r:.20} of privssl {by!s:.40}; this version reads {SCHEMA}. "
+            "Audit it with that version"
+        )
     try:
         _check_shape(card)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -197,12 +203,6 @@ def _read_card(run: Path) -> Card | None:
 
 def _check_shape(card: Card) -> None:
     """Raise KeyError or TypeError unless every field that is read below is there."""
-    if (schema := card.get("schema")) != SCHEMA:
-        by = (card.get("versions") or {}).get("privssl", "another version")
-        raise ValueError(
-            f"schema {schema!r:.20} of privssl {by!s:.40}, this version reads {SCHEMA}; "
-            "audit it with that version"
-        )
     if card["scope"] not in ("sound", "as_published") or not isinstance(card["sentence"], str):
         raise TypeError("scope or sentence")
     guarantee_sentence(card)  # reads the rest of what the claim is made of

@@ -72,7 +72,7 @@ def check(
     table = _table(run)
     found.doubts.extend(_other_curves(table, results, ended))
     if results is not None and not ended:
-        found.notes.append(f"the run was interrupted after round {rounds}: it claims what it spent")
+        found.doubts.extend(_interruption(rounds))
         if not (run / "train.log").exists():
             found.doubts.append("train.log is absent: whether the run went on is not known")
     found.doubts.extend(_later_rounds(run, rounds))
@@ -89,6 +89,13 @@ def check(
         found.problems.extend(_other_spending(table, journals, config, ended))
         found.doubts.extend(_too_few(card, results, config))
     return found
+
+
+def _interruption(rounds: object) -> Iterator[str]:
+    yield (
+        f"the run was interrupted after round {rounds}, and nothing here shows that no later round "
+        "was charged. Resume it, or compare the last hash of each ledger with one kept elsewhere"
+    )
 
 
 # What is absent -----------------------------------------------------------------------------

@@ -316,6 +316,9 @@ SMALLER = {
     ),
     "rolled back to the first checkpoint": all_of(lambda run: _roll_back(run)),
     "the same, and no log": all_of(lambda run: _roll_back(run), without("train.log")),
+    "the same, and the log edited": all_of(
+        lambda run: _roll_back(run), lambda run: _empty(run / "train.log")
+    ),
     "noise in the config as well": all_of(
         replaced("config.yaml", "noise_multiplier: null", "noise_multiplier: 4.0"),
         ledgers_anew(with_event(noise_multiplier=4.0)),
@@ -351,6 +354,10 @@ def _roll_back(run: Path) -> None:
     card_anew(run, planned=None, weights=None)
 
 
+def _empty(path: Path) -> None:
+    path.write_text("")
+
+
 def _rename(run: Path) -> None:
     (run / "ledger" / "m1.jsonl").rename(run / "ledger" / "m7.jsonl")
 
@@ -370,14 +377,20 @@ def test_a_smaller_claim_is_violated_or_inconclusive(
     assert told(report)
 
 
-def test_of_a_folder_that_was_rolled_back_the_log_alone_remembers_more(run: Path) -> None:
-    """What SECURITY.md says: with the log rewritten too it is the folder of another run."""
+def test_a_folder_rolled_back_to_an_interruption_is_inconclusive_even_with_its_log_edited(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Editing every file makes the folder of a run that was interrupted there: nothing refutes it,
+    so no audit of an interrupted run is CONSISTENT."""
     _roll_back(run)
-    assert audit.audit(run).doubts == ["train.log tells of round 4, results.json of 0 rounds"]
+    doubts = audit.audit(run).doubts
+    assert "train.log tells of round 4, results.json of 0 rounds" in doubts
     (run / "train.log").write_text("")
     report = audit.audit(run)
-    assert report.verdict == Verdict.CONSISTENT and report.agents[0].claimed == 0
-    assert report.notes == ["the run was interrupted after round 0: it claims what it spent"]
+    assert report.verdict == Verdict.INCONCLUSIVE and report.agents[0].claimed == 0
+    assert len(report.doubts) == 1 and "nothing here shows that no later" in report.doubts[0]
+    monkeypatch.setattr(witnesses, "_interruption", lambda *_: [])
+    assert audit.audit(run).verdict == Verdict.CONSISTENT  # negative control: nothing else tells
 
 
 def test_noise_in_ledgers_and_card_that_the_config_does_not_ask_for_is_violated_and_named(

@@ -488,7 +488,7 @@ def test_an_interruption_while_a_visit_is_paid_for_leaves_a_card_of_what_the_led
 def test_an_audit_between_interruption_and_resume_finds_no_lie(
     stopped_private: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert audit.main([str(stopped_private.run)]) == 0
+    assert audit.main([str(stopped_private.run)]) == 3
     capsys.readouterr()
 
 
