@@ -334,12 +334,6 @@ def _least_that_fits(fits: Callable[[int], bool], first: int, guess: int, last: 
     return fitting
 
 
-def max_steps(*, epsilon: float, delta: float, sample_rate: float, noise_multiplier: float) -> int:
-    """The largest T with epsilon(T) <= epsilon < epsilon(T + 1); 0 when not one step fits."""
-    once = cost_of([PoissonSampledGaussianEvent(noise_multiplier, sample_rate, 1)])
-    return max_repeats(once, budget=epsilon, delta=delta)
-
-
 def max_repeats(once: Cost, *, budget: float, delta: float, spent: Cost = ZERO_COST) -> int:
     """How often a cost still fits a budget of which ``spent`` is gone; at most 10,000,000.
 

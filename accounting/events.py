@@ -20,7 +20,7 @@ accountant fills the memory on sigma = 0.01.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from accounting.canonical_json import Json, only_keys, read_real, real
@@ -111,23 +111,6 @@ class ComposedEvent:
 
 
 Event = PoissonSampledGaussianEvent | PureDpEvent | ComposedEvent | NonPrivateEvent
-
-
-def same_batch_noise(noise_multipliers: Sequence[float]) -> float:
-    """The one noise multiplier that costs as much as several releases from one batch.
-
-    Blocks b of a gradient, each clipped to its own norm and given noise sigma_b, and released
-    from the *same* sample are one sampled event with sigma = (sum_b sigma_b^-2)^(-1/2)
-    (arXiv:1812.06210, section 3), not several sampled events.
-
-    >>> round(same_batch_noise([3.0, 3.0, 3.0]), 6)    # 3 / sqrt(3)
-    1.732051
-    """
-    if not noise_multipliers:
-        raise PlanError("no noise multiplier was given")
-    for sigma in noise_multipliers:
-        check_noise_multiplier(sigma)
-    return 1 / math.sqrt(math.fsum(sigma**-2 for sigma in noise_multipliers))
 
 
 def leaf_events(

@@ -56,7 +56,8 @@ class Journal:
         unsettled: numbers of reserve lines whose visit did not end normally.
         cost: of all events, as the plan's scope counts. reserved: of all but torn lines.
         torn_tail: whether the last line is unfinished.
-        hashes: of each complete line, in order. problems: empty when the journal is sound.
+        hashes: of each complete line, in order. lines: all complete lines of the file, where it
+            was read from one. problems: empty when the journal is sound.
     """
 
     plans: list[AccountPlan] = field(default_factory=list)
@@ -69,6 +70,7 @@ class Journal:
     reserved: Cost = ZERO_COST
     torn_tail: bool = False
     hashes: list[str] = field(default_factory=list)
+    lines: list[bytes] = field(default_factory=list, repr=False)
     problems: list[Problem] = field(default_factory=list)
 
     @property
@@ -116,6 +118,7 @@ def read_journal(path: Path) -> Journal:
     """
     lines, torn = split_lines(read_content(path))
     journal = replay(lines)
+    journal.lines = lines
     if torn and journal.plans:
         journal.torn_tail = True
         journal.charge(journal.plan.event)
@@ -124,11 +127,9 @@ def read_journal(path: Path) -> Journal:
     return journal
 
 
-def journal_until(path: Path, head: str) -> Journal:
+def journal_until(journal: Journal, head: str) -> Journal:
     """The journal as it was when the line with this hash was its last; it must be there."""
-    lines, _ = split_lines(read_content(path))
-    last = [line_hash(line) for line in lines].index(head)
-    return replay(lines[: last + 1])
+    return replay(journal.lines[: journal.hashes.index(head) + 1])
 
 
 def replay(lines: Iterable[bytes]) -> Journal:

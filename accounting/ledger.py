@@ -1,9 +1,8 @@
 """The privacy account of one agent's labelled rows: it pays before it reads.
 
     account = Account.open(folder / "s0.jsonl", plan, resume=False)
-    if account.affords(event):
-        with account.spend(event, visit="round 3"):
-            ...                      # only here may labelled rows be touched
+    with account.spend(event, visit="round 3"):
+        ...                          # only here may labelled rows be read
 
 The account belongs to the owner of the rows, never to the server, and its journal is neither
 in a checkpoint nor restored from one: a run resumed from an old checkpoint still remembers all
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from accounting.account_plan import AccountPlan, plan_to_json, refuse_change
-from accounting.accountants import ZERO_COST, Cost, max_repeats
+from accounting.accountants import ZERO_COST, Cost
 from accounting.budget import Budget
 from accounting.canonical_json import Json, real
 from accounting.errors import BudgetExhausted, LedgerError, PlanError
@@ -169,32 +168,9 @@ class Account:
         """Epsilon so far, recomputed from the events. Only nominal in scope as_published."""
         return self._journal.epsilon
 
-    def spent_by_run(self) -> float:
-        """Epsilon of this run's own visits; :meth:`spent` counts those of all runs."""
-        return self._journal.epsilon_of(self._run)
-
     def left(self) -> float:
-        """Budget minus epsilon spent, >= 0. Epsilon does not add up: ask :meth:`can_afford`."""
+        """Budget minus epsilon spent, >= 0. Epsilons do not add up."""
         return max(0.0, self.budget.epsilon - self.spent())
-
-    def visits_left(self) -> int:
-        """How many more visits of the plan's size the budget, and the run's own limit, pay for."""
-        once = self.plan.visit_cost
-        limits = [(self.budget.epsilon, self._journal.cost)]
-        if math.isfinite(self._limit):
-            limits.append((self._limit, self._own))
-        return min(
-            max_repeats(once, budget=limit, delta=self.plan.delta_of(spent), spent=spent)
-            for limit, spent in limits
-        )
-
-    def can_afford(self, event: Event) -> bool:
-        """Whether the budget pays for this event on top of everything spent. Never raises."""
-        try:
-            after, own = self._epsilon_with(event)
-        except Exception:  # whatever cannot be computed cannot be afforded
-            return False
-        return self._within_budget(after) and self._within_limit(own)
 
     @contextmanager
     def spend(self, event: Event, visit: str) -> Iterator[None]:
@@ -287,8 +263,7 @@ def _resume(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
     journal = read_journal(file.path)
     refuse_problems(file.path, journal, minimum_seq, minimum_head)
     if journal.torn_tail:
-        lines, _ = split_lines(read_content(file.path))
-        file.replace_torn_tail(lines, {"type": "torn"})
+        file.replace_torn_tail(journal.lines, {"type": "torn"})
         journal = replay(split_lines(read_content(file.path))[0])
     file.extend(journal.head, journal.seq)
     return journal
@@ -305,7 +280,7 @@ def refuse_problems(
         raise LedgerError(f"{path}: {journal.problems[0]}. Put the true journal back.")
     if journal.seq < minimum_seq:
         raise LedgerError(
-            f"{path}: ends at entry {journal.seq}, but the checkpoint remembers entry "
+            f"{path}: ends at entry {journal.seq}, but the checkpoint records entry "
             f"{minimum_seq}: it was cut or rolled back. Put the true journal back."
         )
     if minimum_head and journal.hashes[minimum_seq] != minimum_head:

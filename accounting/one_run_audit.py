@@ -27,17 +27,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import ndtr, ndtri
 from scipy.stats import binom
 
-from accounting.accountants import gaussian_epsilon
 from accounting.errors import PlanError
 from accounting.events import check_count, check_delta, check_real
 
 #: Power of an attack, in [0, 1], to the least share of false accusations that it can have.
 Inverse = Callable[[float], float]
 
-_LEAST_MU = 1e-6  # whose epsilon is 0 at any delta above 4e-7
 _PRECISION = 1e-9  # of a bisection, on the side that is rejected
 _LARGEST_EXPONENT = 700.0  # e^700 is a float, and e^-700 accuses nobody
 
@@ -106,7 +103,11 @@ def one_run_p_value(
     check_real("epsilon", epsilon)
     if epsilon < 0:
         raise PlanError(f"epsilon is {epsilon}; it must be 0 or more")
-    return _p_value(canaries, guesses, correct, epsilon, delta)
+    p = 1 / (1 + math.exp(-epsilon))
+    tail = float(binom.sf(correct - 1, guesses, p))  # P[B >= v]
+    i = np.arange(1, correct + 1)
+    alpha = np.max(np.cumsum(binom.pmf(correct - i, guesses, p)) / i, initial=0.0)
+    return min(1.0, tail + 2 * canaries * delta * float(alpha))
 
 
 def one_run_lower_bound(
@@ -120,12 +121,15 @@ def one_run_lower_bound(
     >>> round(one_run_lower_bound(canaries=100, guesses=40, correct=38, delta=1e-5), 5)
     1.73993
     """
-    _check_tally(canaries, guesses, correct)
-    check_delta(delta)
     check_confidence(confidence)
-    return _largest_rejected(
-        lambda eps: _p_value(canaries, guesses, correct, eps, delta) <= 1 - confidence, least=0.0
-    )
+
+    def rejects(epsilon: float) -> bool:
+        p = one_run_p_value(
+            canaries=canaries, guesses=guesses, correct=correct, epsilon=epsilon, delta=delta
+        )
+        return p <= 1 - confidence
+
+    return _largest_rejected(rejects)
 
 
 def one_run_ceiling(
@@ -144,64 +148,6 @@ def one_run_ceiling(
     )
 
 
-def f_dp_rejects(
-    *, canaries: int, guesses: int, correct: int, inverse: Inverse, confidence: float = 0.95
-) -> bool:
-    """Whether this many right guesses reject the claim of a trade-off function f.
-
-    The recursion of arXiv:2410.22235, with abstention: assume that v or more guesses are right
-    with chance 1 - confidence; what f then makes at least likely of v - 1, v - 2, ... 0 right
-    guesses adds up, and under f the two sums a (right) and h (wrong) fit into r / m.
-
-    Args:
-        canaries, guesses, correct: as in :func:`one_run_p_value`.
-        inverse: from :func:`gaussian_inverse` or :func:`profile_inverse`. A smaller inverse is
-            a weaker claim and is rejected less often.
-        confidence: from 0.5 to below 1. A claim that holds is rejected with at most 1 - confidence.
-
-    Raises:
-        PlanError: a number is out of range.
-    """
-    _check_tally(canaries, guesses, correct)
-    check_confidence(confidence)
-    a = (1 - confidence) * correct / canaries
-    h = (1 - confidence) * (guesses - correct) / canaries
-    for i in range(correct - 1, -1, -1):
-        higher = max(h, inverse(a))
-        if higher == h:  # then a stays as well, and so does everything that follows
-            break
-        a = min(1.0, a + i / (guesses - i) * (higher - h))
-        h = higher
-    return a + h > guesses / canaries
-
-
-def gdp_lower_bound(
-    *, canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95
-) -> float:
-    """Epsilon at delta of the largest mu for which mu-Gaussian DP is rejected; 0.0 if none is.
-
-    Only as true as its premise, that the run's trade-off function is Gaussian: exactly so for
-    full batches (q = 1), otherwise use :func:`claim_rejected`.
-    Arguments and errors as in :func:`one_run_lower_bound`.
-
-    >>> round(gdp_lower_bound(canaries=100, guesses=40, correct=38, delta=1e-5), 3)
-    3.408
-    """
-    check_delta(delta)
-
-    def rejects(mu: float) -> bool:
-        return f_dp_rejects(
-            canaries=canaries,
-            guesses=guesses,
-            correct=correct,
-            inverse=gaussian_inverse(mu),
-            confidence=confidence,
-        )
-
-    mu = _largest_rejected(rejects, least=_LEAST_MU)
-    return gaussian_epsilon(mu, delta) if mu > 0 else 0.0
-
-
 def claim_rejected(
     *,
     canaries: int,
@@ -212,25 +158,27 @@ def claim_rejected(
 ) -> bool:
     """Whether the guesses refute a plan that claims every (epsilon, delta) of the profile.
 
-    The strictest test of our own claim, and a plain yes or no. More pairs make it stricter;
-    leaving some out only makes it milder. Arguments and errors as in :func:`f_dp_rejects` and
-    :func:`profile_inverse`.
+    The recursion of arXiv:2410.22235, with abstention: assume that v or more guesses are right
+    with chance 1 - confidence; what the trade-off function then makes at least likely of v - 1,
+    v - 2, ... 0 right guesses adds up to a (right) and h (wrong), which must fit into r / m.
+
+    Args:
+        canaries, guesses, correct: as in :func:`one_run_p_value`.
+        profile: as in :func:`profile_inverse`. More pairs make the test stricter.
+        confidence: from 0.5 to below 1. A claim that holds is rejected with at most 1 - confidence.
     """
-    return f_dp_rejects(
-        canaries=canaries,
-        guesses=guesses,
-        correct=correct,
-        inverse=profile_inverse(profile),
-        confidence=confidence,
-    )
-
-
-def gaussian_inverse(mu: float) -> Inverse:
-    """x -> Phi(Phi^-1(x) - mu), the inverse of a Gaussian with sensitivity / noise = mu > 0."""
-    check_real("mu", mu)
-    if mu <= 0:
-        raise PlanError(f"mu is {mu}; it must be above 0")
-    return lambda x: float(ndtr(ndtri(x) - mu))
+    _check_tally(canaries, guesses, correct)
+    check_confidence(confidence)
+    inverse = profile_inverse(profile)
+    a = (1 - confidence) * correct / canaries
+    h = (1 - confidence) * (guesses - correct) / canaries
+    for i in range(correct - 1, -1, -1):
+        higher = max(h, inverse(a))
+        if higher == h:  # then a stays as well, and so does everything that follows
+            break
+        a = min(1.0, a + i / (guesses - i) * (higher - h))
+        h = higher
+    return a + h > guesses / canaries
 
 
 def profile_inverse(profile: Sequence[tuple[float, float]]) -> Inverse:
@@ -286,19 +234,11 @@ def _check_tally(canaries: int, guesses: int, correct: int) -> None:
     check_part("correct", correct, guesses, "guesses")
 
 
-def _p_value(m: int, r: int, v: int, epsilon: float, delta: float) -> float:
-    p = 1 / (1 + math.exp(-epsilon))
-    tail = float(binom.sf(v - 1, r, p))  # P[B >= v]
-    i = np.arange(1, v + 1)
-    alpha = np.max(np.cumsum(binom.pmf(v - i, r, p)) / i, initial=0.0)
-    return min(1.0, tail + 2 * m * delta * float(alpha))
-
-
-def _largest_rejected(rejects: Callable[[float], bool], *, least: float) -> float:
-    """The largest number that is rejected, by doubling and bisection; 0.0 if ``least`` is not."""
-    if not rejects(least):
+def _largest_rejected(rejects: Callable[[float], bool]) -> float:
+    """The largest number >= 0 that is rejected, by doubling and bisection; 0.0 if none is."""
+    if not rejects(0.0):
         return 0.0
-    low, high = least, 1.0
+    low, high = 0.0, 1.0
     while rejects(high):
         low, high = high, 2 * high
     while high - low > _PRECISION:

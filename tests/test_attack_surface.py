@@ -52,6 +52,7 @@ from privssl.settings.yaml_reader import read_document as read_yaml
 from privssl.storage import atomic_files
 from privssl.training.local_training import load_weights as into_network
 from tests.support.command_line import PLAIN, assert_refused, command
+from tests.support.ledger import visits_left
 from tests.support.messages import Note, reply
 from tests.support.privacy import CLASSES, SHAPE
 from tests.support.private_fedssl import PRIVATE, accounts, context, lesson
@@ -748,7 +749,7 @@ def test_no_message_changes_what_an_agent_may_spend(tmp_path: Path) -> None:
     with accounts(prepared, tmp_path) as agents:
         account = agents["s0"].account
         assert account is not None
-        allowed = account.visits_left()
+        allowed = visits_left(account)
         answers = [step(agents["s0"], came, context("s0", str(n))) for n in range(allowed + 2)]
         assert [isinstance(answer, FedSSLUpdate) for answer in answers] == [True] * allowed + [
             False

@@ -40,7 +40,7 @@ from privssl.runtime.process import (
 
 if TYPE_CHECKING:
     from privssl.audit.canary_attack import AttackReport
-    from privssl.audit.claim_verification import AgentReport, Findings
+    from privssl.audit.claim_verification import AgentReport, ClaimCheck
 
 
 class Verdict(IntEnum):
@@ -75,17 +75,16 @@ def audit(run: Path, *, empirical: bool = False) -> Report:
         ConfigError: with ``empirical``: its config.yaml is damaged.
     """
     from privssl.audit.claim_verification import check_claim
-    from privssl.experiment import config as configs
 
     found = check_claim(run)
     report = _build_report(run, found)
-    if empirical and found.card is not None and found.journals:
+    if empirical and (card := found.files.card) is not None and found.journals:
         if report.verdict != Verdict.VIOLATED:
             from privssl.audit.canary_attack import attack
+            from privssl.experiment.config import load_config
 
-            report.attack = attack(
-                configs.load_config(run / "config.yaml"), found.card, found.journals
-            )
+            config = found.files.config or load_config(run / "config.yaml")  # raises what is wrong
+            report.attack = attack(config, card, found.journals)
             report.problems += report.attack.problems
         else:
             report.notes.append("not attacked: what the ledgers say is already wrong")
@@ -93,12 +92,12 @@ def audit(run: Path, *, empirical: bool = False) -> Report:
     return report
 
 
-def _build_report(run: Path, found: "Findings") -> Report:
-    from privssl.audit.cross_checks import config_requests_privacy
+def _build_report(run: Path, found: "ClaimCheck") -> Report:
     from privssl.privacy.privacy_card import guarantee_sentence
 
-    claim = "no claim was written" if found.card is None else found.card["sentence"]
-    if found.card is None and not found.agents and not config_requests_privacy(run):
+    card, config = found.files.card, found.files.config
+    claim = "no claim was written" if card is None else card["sentence"]
+    if card is None and not found.agents and (config is None or config.privacy is None):
         claim = guarantee_sentence(None)
     report = Report(
         str(run), Verdict.CONSISTENT, claim, found.agents, found.problems, found.doubts, found.notes
@@ -153,12 +152,12 @@ def _audit(options: argparse.Namespace) -> int:
     return int(report.verdict)
 
 
-def _verdict(found: "Findings", report: Report) -> Verdict:
+def _verdict(found: "ClaimCheck", report: Report) -> Verdict:
     if report.problems or any(agent.problems for agent in found.agents):
         return Verdict.VIOLATED
-    if found.card is None:
+    if found.files.card is None:
         return Verdict.INCONCLUSIVE if found.agents else Verdict.NO_GUARANTEE
-    if found.card["guarantee"] is None:
+    if found.files.card["guarantee"] is None:
         return Verdict.NO_GUARANTEE
     overdrawn = any((agent.spent or 0.0) > (agent.budget or 0.0) for agent in found.agents)
     if report.doubts or overdrawn or any(agent.open for agent in found.agents):
@@ -192,7 +191,7 @@ def _wrong(report: Report) -> Iterator[str]:
         yield from (f"{agent.agent}: {problem}" for problem in agent.problems)
 
 
-def _dp_events(found: "Findings") -> Iterator[str]:
+def _dp_events(found: "ClaimCheck") -> Iterator[str]:
     for name, journal in found.journals.items():
         if journal.plans:
             yield f"# agent {name}, ledger ending in {journal.head}"

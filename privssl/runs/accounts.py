@@ -1,8 +1,9 @@
 """The privacy accounts of a run: opened, checked, copied and reported."""
 
 import csv
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -177,23 +178,34 @@ def releases(plan: Plan | AccountPlan, config: Config) -> list[Release]:
     ]
 
 
-def check_metrics(run: Path, journals: Mapping[str, Journal]) -> Iterator[str]:
-    """Where metrics.csv remembers that more was spent than a ledger has."""
+def read_metrics(run: Path) -> list[dict[str, str]]:
+    """metrics.csv, a mapping for each line; empty where there is none that can be read."""
     try:
         with (run / "metrics.csv").open(encoding="utf-8", newline="") as file:
-            last: dict[str, str] = {}
-            for line in csv.DictReader(file):
-                last |= {name: text for name, text in line.items() if name and text}
-        spent = {
-            name.removeprefix(SPENT): float(text)
-            for name, text in last.items()
-            if name.startswith(SPENT)
-        }
+            return [{k: v for k, v in line.items() if k and v} for line in csv.DictReader(file)]
     except (OSError, ValueError, TypeError, csv.Error):
-        return
+        return []
+
+
+def to_number(text: str | None) -> float:
+    """The number of a cell; NaN where there is none."""
+    try:
+        return float(text or "nan")
+    except ValueError:
+        return math.nan
+
+
+def check_metrics(
+    metrics: Sequence[Mapping[str, str]], journals: Mapping[str, Journal]
+) -> Iterator[str]:
+    """Where metrics.csv shows that more was spent than a ledger has."""
+    last: dict[str, str] = {}
+    for line in metrics:
+        last |= line
     for agent, journal in journals.items():
-        if journal.plans and spent.get(agent, 0.0) > journal.epsilon * (1 + _ROUNDING):
+        spent = to_number(last.get(SPENT + agent))
+        if journal.plans and spent > journal.epsilon * (1 + _ROUNDING):
             yield (
-                f"the ledger of {agent} was cut or replaced: metrics.csv remembers that it had "
-                f"spent {spent[agent]:.6f}, and it has {journal.epsilon:.6f}"
+                f"the ledger of {agent} was cut or replaced: metrics.csv records that it had "
+                f"spent {spent:.6f}, and it has {journal.epsilon:.6f}"
             )

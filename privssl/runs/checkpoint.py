@@ -247,38 +247,41 @@ def _candidates(folder: Path) -> list[str]:
     return sorted(names, key=lambda name: name != latest)  # stable: the others stay newest first
 
 
-def examined(folder: Path) -> tuple[dict[str, Any] | None, str]:
-    """What a snapshot.json says, when it and the files beside it are as they were written; else
-    None, and why. Nothing is restored: this is for whoever only looks."""
+def inspect_snapshot(folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """snapshot.json of a checkpoint (None if it is not one), and what is wrong with it or the files
+    beside it ("" if nothing is). Restores nothing."""
+    content = None
     try:
-        about = _about_itself(folder)
-        for name in TREES:
-            _check_file(folder / f"{name}.safetensors", about[name])
-        if not isinstance(about["extra"]["mapping"], dict):
+        found = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
+        if not isinstance(found["extra"]["mapping"], dict):
             raise TypeError("extra")
+        content = found
+        _check_manifest(content, folder.name)
+        for name in TREES:
+            _check_file(folder / f"{name}.safetensors", content[name])
     except (_Damaged, PlanError) as error:
-        return None, str(error)
+        return content, str(error)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
-        return None, "snapshot.json is not as written"
-    return about, ""
+        return content, "snapshot.json is not as written"
+    return content, ""
 
 
-def _about_itself(folder: Path) -> dict[str, Any]:
-    """snapshot.json, with a format that is known, its own checksum and its own round."""
-    about: dict[str, Any] = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
+def _check_manifest(about: dict[str, Any], name: str) -> None:
+    """Raise _Damaged unless snapshot.json has a known format, its own checksum and the round of its
+    folder. Removes the checksum."""
     if type(about["format"]) is not int or not 1 <= about["format"] <= FORMAT:
         raise _Damaged(f"format {about['format']!r}, this version reads 1 to {FORMAT}")
     stated = about.pop("sha256", None)
     if stated != _checksum(about) and (stated is not None or about["format"] > 2):
         raise _Damaged("snapshot.json does not match its checksum")
-    if type(about["round"]) is not int or f"round_{about['round']:05d}" != folder.name:
+    if type(about["round"]) is not int or f"round_{about['round']:05d}" != name:
         raise _Damaged(f"snapshot.json is of round {about['round']}")
-    return about
 
 
 def _read(folder: Path) -> Snapshot:
     try:
-        about = _about_itself(folder)
+        about = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
+        _check_manifest(about, folder.name)
         forms = list(map(tensor_files.places_in, about.get("forms", [])))
         trees = {
             name: _to_tree(folder / f"{name}.safetensors", about[name], forms) for name in TREES

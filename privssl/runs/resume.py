@@ -16,7 +16,7 @@ from privssl.errors import DataError, RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
 from privssl.experiment.prepare import Prepared
-from privssl.runs.accounts import check_metrics, ledger_of
+from privssl.runs.accounts import check_metrics, ledger_of, read_metrics
 from privssl.runs.checkpoint import Snapshot
 from privssl.runtime.code_version import fingerprint
 
@@ -117,7 +117,7 @@ def check_spending_shown(folder: Path, prepared: Prepared) -> None:
     paths = {name: ledger / f"{name}.jsonl" for name in prepared.account_plans}
     journals = {name: read_journal(path) for name, path in paths.items() if path.exists()}
     sound = {name: journal for name, journal in journals.items() if not journal.problems}
-    for problem in check_metrics(folder, sound):
+    for problem in check_metrics(read_metrics(folder), sound):
         raise LedgerError(f"{problem}. Put the true ledger back")
 
 

@@ -27,7 +27,9 @@ from privssl.errors import RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.prepare import Prepared
 from privssl.ops import dispatch
+from privssl.privacy.card_schema import PrivacyCard
 from privssl.privacy.former_ledgers import former_ledgers
+from privssl.privacy.label_histogram import CENSUS
 from privssl.privacy.privacy_card import guarantee_sentence, privacy_card, render_markdown
 from privssl.remote.discovery import SiteError
 from privssl.reporting import figures
@@ -296,7 +298,7 @@ class RoundLoop:
                 nothing is guaranteed, and ``--resume`` ends the run once the ledger is back.
             SiteError: a site does not show its ledger, or a damaged one. results.json says so.
         """
-        released = None
+        released: dict[Literal["file", "sha256"], str] | None = None
         if status != "interrupted":
             path = self._folder / CLASSIFIER
             weights = self._algorithm.classifier(self._kept.state)
@@ -366,7 +368,9 @@ class RoundLoop:
             },
         }
 
-    def _card(self, status: Status, released: Mapping[str, str] | None) -> dict[str, Any] | None:
+    def _card(
+        self, status: Status, released: Mapping[Literal["file", "sha256"], str] | None
+    ) -> PrivacyCard | None:
         plan, privacy = self._prepared.plan, self._config.privacy
         if plan is None or privacy is None:
             return None
@@ -385,6 +389,7 @@ class RoundLoop:
             former=former_ledgers(self._folder, journals),
             ledger_problems=problems,
             weights=released,
+            clip_norm=None if plan.update == (CENSUS,) else privacy.clip_norm,
         )
 
 

@@ -599,7 +599,7 @@ def spent_otherwise(run: Path) -> None:
     ("change", "why"),
     [
         (cut_to_the_first_visit, "the ledger of s0 was cut or replaced: checkpoint round_00003"),
-        (without_an_agent, "the ledger of s1 is missing: checkpoint round_00003 remembers entry 4"),
+        (without_an_agent, "the ledger of s1 is missing: checkpoint round_00003 records entry 4"),
         (spent_otherwise, "the ledger of s1 was cut or replaced"),
     ],
 )

@@ -587,7 +587,7 @@ def _card_anew(run: Path, agents: list[str]) -> None:
     [
         (_another_plan, "config.yaml asks for a visit of"),
         (_an_agent_less, "config.yaml gives labels to s1, which has no ledger"),
-        (_a_visit_less, "metrics.csv remembers that it had spent"),
+        (_a_visit_less, "metrics.csv records that it had spent"),
         (_nothing, None),  # the control: what is renewed alone is no problem
     ],
 )

@@ -41,7 +41,6 @@ from accounting.events import (
     NonPrivateEvent,
     PoissonSampledGaussianEvent,
     PureDpEvent,
-    same_batch_noise,
 )
 from accounting.ledger import Account, AccountPlan, read_journal
 from benchmarks import ledger_cost
@@ -384,7 +383,7 @@ def test_three_blocks_of_one_batch_and_three_batches_cost_what_their_divergence_
     # 3 / s^2 in the exponent. Three batches are three releases: their divergences add up.
     s, q = 2.0, 16 / 34
     two = ORDERS.index(2.0)
-    one_batch = cost_of([PoissonSampledGaussianEvent(same_batch_noise([s] * 3), q, 1)])
+    one_batch = cost_of([PoissonSampledGaussianEvent(s / math.sqrt(3), q, 1)])
     assert one_batch.rdp[two] == pytest.approx(math.log1p(q**2 * math.expm1(3 / s**2)))
     fresh = cost_of([PoissonSampledGaussianEvent(s, q, 3)])
     assert fresh.rdp[two] == pytest.approx(3 * math.log1p(q**2 * math.expm1(1 / s**2)))
@@ -463,9 +462,7 @@ SWAPPED: dict[str, tuple[Any, str, Any, list[str]]] = {
     "the event says one batch, the sampler draws many": (
         PrivatePlan,
         "event",
-        property(
-            lambda self: PoissonSampledGaussianEvent(same_batch_noise([NOISE] * STEPS), RATE, 1)
-        ),
+        property(lambda self: PoissonSampledGaussianEvent(NOISE / math.sqrt(STEPS), RATE, 1)),
         ["releases", "noise"],
     ),
     "the event says fresh batches, the sampler repeats one": (
