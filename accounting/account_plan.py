@@ -1,8 +1,8 @@
-"""The plan of an account: what one agent promises for its labelled rows, and how it spends.
+"""The plan of an account: what one agent promises for its labelled rows, and what a visit may cost.
 
-The scope follows from ``update`` (networks that the agent trains on labelled rows) and
-``protect`` (those trained with noise): *sound* when everything updated is protected, else
-*as_published*, whose numbers are nominal. It is stated in the plan and must be the true one.
+The scope follows from ``update`` (networks trained on labelled rows) and ``protect`` (those trained
+with noise): *sound* when everything updated is protected, else *as_published*, whose numbers are
+nominal. The stated scope must be the true one.
 """
 
 import re
@@ -85,8 +85,9 @@ class AccountPlan:
         return self.charge(self.event)
 
     def charge(self, event: Event) -> Cost:
-        """The cost of an event under this plan: as_published does not count unprotected reads,
-        which is why its sum is only nominal."""
+        """The cost of an event under this plan; as_published does not count unprotected reads,
+        which is why its sum is only nominal.
+        """
         if self.scope == "sound":
             return cost_of([event])
         return cost_of(is_protected([event]))
@@ -96,11 +97,11 @@ class AccountPlan:
         return sum((self.charge(event) for event in events), ZERO_COST)
 
     def delta_of(self, spent: Cost) -> float:
-        """The delta at which what was spent is told and held against the budget.
+        """The delta of a claim about what was spent: 0 where a visit and all that was spent is
+        pure.
 
-        0 where a visit, and all that was spent, is pure: pure releases add up to a pure one, and
-        epsilon is their sum, never a smaller number that holds with delta alone. A pure epsilon
-        within the budget is one at the budget's delta, too.
+        Pure releases add up to a pure one. A pure epsilon within the budget also holds at its
+        delta.
         """
         pure = self.scope == "sound" and self.visit_cost.is_pure and spent.is_pure
         return 0.0 if pure else self.budget.delta
@@ -201,9 +202,9 @@ def plan_from_json(record: Json) -> AccountPlan:
 def refuse_change(old: AccountPlan, new: AccountPlan) -> None:
     """Raise PlanError when a running account may not go over to the new plan.
 
-    Noise, steps and protected networks may change, and the budget may fall: old charges stay. A
-    larger budget, or a larger delta, would break what was promised when the account was opened;
-    a smaller delta, other neighbours or another scope would re-label what was already spent.
+    Noise, steps and protected networks may change, and the budget may fall; old charges stay. A
+    larger budget would break the promise; another delta, scope or neighbours re-label what was
+    spent.
     """
     for name in ("agent", "unit", "adjacency", "scope", "record_counts"):
         before, after = getattr(old, name), getattr(new, name)

@@ -1,11 +1,9 @@
-"""One way to write a record, and a reader that accepts no other.
+"""Canonical JSON: one way to write a record, and a reader that accepts no other.
 
-A ledger must mean the same to every reader, so a record is canonical JSON (sorted keys, no
-spaces, UTF-8, one line) without raw real numbers: a real is an object with its decimal text
-and its exact bits (``float.hex``). The reader refuses what lenient parsers let through: NaN and
-Infinity, keys given twice, integers beyond 53 bits, raw reals, and any text that the writer
-would not have produced. JSON that is not a ledger is read by :func:`decode_strictly`, with raw
-reals and without the one form.
+Sorted keys, no spaces, UTF-8, one line, without raw reals: a real is an object with its decimal
+text and its exact bits (``float.hex``). The reader refuses NaN and Infinity, keys given twice,
+integers beyond 53 bits and any text that the writer would not have produced.
+:func:`decode_strictly` reads other JSON, with raw reals.
 """
 
 import json
@@ -32,8 +30,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
 def decode(line: bytes) -> Json:
     """Read one canonical record.
 
-    Raises:
-        PlanError: the bytes are not what :func:`encode` would have written; says why.
+    Raises PlanError for bytes that :func:`encode` would not have written.
 
     >>> decode(b'{"count":2}')
     {'count': 2}
@@ -66,11 +63,10 @@ def bounded(text: str) -> int:
 
 
 def decode_strictly(text: bytes, *, parse_float: Callable[[str], float] = finite) -> Json:
-    """Read one JSON object without NaN, Infinity, keys given twice, huge numbers, or text that
-    UTF-8 cannot say (half a surrogate pair).
+    """Read one JSON object without NaN, Infinity, keys given twice, huge numbers, or half a
+    surrogate.
 
-    Raises:
-        PlanError: the text is not such an object; says why.
+    Raises PlanError for anything else.
     """
     try:
         value = json.loads(
@@ -98,11 +94,7 @@ def real(number: float) -> Json:
 
 
 def read_real(value: object, where: str) -> float:
-    """The number written by :func:`real`.
-
-    Raises:
-        PlanError: the shape is wrong, the two texts disagree, or the number is not finite.
-    """
+    """The number written by :func:`real`. Raises PlanError for anything else."""
     try:
         if not isinstance(value, dict) or value != real(number := float.fromhex(value["hex"])):
             raise PlanError(f"{where}: decimal and hex do not name the same number")

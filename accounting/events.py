@@ -1,22 +1,9 @@
-"""What was released about labelled rows, one value per kind of release.
-
-The kinds and what they mean:
-
-* :class:`PoissonSampledGaussianEvent`: ``steps`` noisy sums, each over a fresh Poisson sample of
-the rows
-  (every row in independently with chance q), clipped to norm C, noise of standard deviation
-  sigma * C. DP-SGD; analysed in arXiv:1908.10530. q = 1 is the plain Gaussian mechanism.
-* :class:`PureDpEvent`: a release that is epsilon-DP with delta 0, such as a noisy histogram.
-* :class:`ComposedEvent`: several of them, one after the other, each on fresh randomness.
-* :class:`NonPrivateEvent`: rows were read with no mechanism at all. Its epsilon is infinite.
+"""What was released about labelled rows, one class per kind of release.
 
 Adding or removing a row and replacing it by a null record cost the same under these kinds
-(arXiv:2103.00039, Definition 1.1); replacing one row by another costs about twice as much and
-is not covered.
-
-Every number is checked when an event is made, because the accountants themselves do not:
-Opacus loops for ever on sigma = NaN, lets epsilon *fall* on negative steps, and its numeric
-accountant fills the memory on sigma = 0.01.
+(arXiv:2103.00039, Definition 1.1); replacing one row by another costs about twice as much and is
+not covered. Every number is checked here, because the accountants do not: Opacus loops for ever on
+sigma = NaN and its numeric accountant fills the memory on sigma = 0.01.
 """
 
 import math
@@ -36,13 +23,12 @@ _MAX_DEPTH = 4
 
 @dataclass(frozen=True)
 class PoissonSampledGaussianEvent:
-    """Noisy clipped sums over fresh Poisson samples.
+    """Noisy clipped sums, each over a fresh Poisson sample of the rows: DP-SGD, arXiv:1908.10530.
 
     Args:
-        noise_multiplier: noise standard deviation divided by the clip norm. No unit, at least
-            0.2, at most 1e6.
-        sample_rate: chance that a given row is in a batch. In (0, 1].
-        steps: number of releases. 1 to 10,000,000.
+        noise_multiplier: noise standard deviation divided by the clip norm, 0.2 to 1e6.
+        sample_rate: chance that a given row is in a batch, in (0, 1]. 1: the plain Gaussian
+        mechanism. steps: number of releases, 1 to 10,000,000.
 
     >>> PoissonSampledGaussianEvent(noise_multiplier=4.0, sample_rate=0.5, steps=10).steps
     10
@@ -60,12 +46,7 @@ class PoissonSampledGaussianEvent:
 
 @dataclass(frozen=True)
 class PureDpEvent:
-    """``count`` releases, each epsilon-DP with delta 0.
-
-    Args:
-        epsilon: of one release. In (0, 1000].
-        count: number of releases. 1 to 10,000,000.
-    """
+    """``count`` releases (1 to 10,000,000), each epsilon-DP with delta 0; epsilon in (0, 1000]."""
 
     epsilon: float
     count: int
@@ -82,7 +63,7 @@ class PureDpEvent:
 
 @dataclass(frozen=True)
 class NonPrivateEvent:
-    """Rows were read with no mechanism. ``reason`` says which networks, in a few words."""
+    """Rows were read with no mechanism; epsilon is infinite. ``reason``: which networks."""
 
     reason: str
 
@@ -94,7 +75,7 @@ class NonPrivateEvent:
 
 @dataclass(frozen=True)
 class ComposedEvent:
-    """Several releases about the same rows. ``events``: 1 to 64 of them, nested at most 4 deep."""
+    """1 to 64 releases about the same rows, each on fresh randomness; nested at most 4 deep."""
 
     events: tuple["Event", ...]
 
@@ -151,7 +132,7 @@ def event_to_json(event: Event) -> Json:
 
 
 def event_from_json(record: object) -> Event:
-    """The event that :func:`event_to_json` wrote. Kinds are a fixed list; nothing is imported.
+    """The event that :func:`event_to_json` wrote.
 
     Raises:
         PlanError: unknown kind, missing or extra key, or a number out of range.

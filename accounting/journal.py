@@ -1,19 +1,16 @@
-"""The file under a privacy account: append-only, hash-chained, one writer, durable first.
+"""The file of a privacy account: append-only, hash-chained, one writer, durable before use.
 
     line       canonical JSON (see ``canonical_json.py``) and a newline
     "seq"      0, 1, 2, ...
     "prev"     SHA-256 of the line before (64 zeros for the first)
 
-A line is on disk, with its directory entry, before :meth:`JournalFile.append` returns: the
-rows that it pays for are read only afterwards. The chain detects damage and casual edits;
-whoever can write the file can also rebuild it, so the head (hash of the last line) and its
-number belong in a second place too: the checkpoint and the privacy card.
+A line and its directory entry are on disk before :meth:`JournalFile.append` returns. The chain
+shows damage and casual edits; who can write the file can rebuild it, so checkpoint and card record
+number and hash of the last line too.
 
-One writer: advisory locks on ``AGENT.lock`` beside the journal and on the journal itself, so
-that neither a removed lock file nor a hard link lets a second writer in. The operating system
-drops them when their process dies. Before each line the file must still be the one that this
-writer left (same inode, length, time of change). Files are readable by their owner only. POSIX
-systems only.
+Advisory locks on ``AGENT.lock`` beside the journal and on the journal itself keep out a second
+writer, also after a removed lock file or through a hard link. Before each line the file must be as
+this writer left it (same inode, length, time of change). POSIX systems only.
 """
 
 import fcntl
@@ -144,9 +141,9 @@ class JournalFile:
         self._size, self._digest = len(content), hashlib.sha256(content)
 
     def damage(self) -> str:
-        """What was done to the file since this writer left it; "" where nothing was.
+        """What was done to the file since this writer left it, byte for byte; "" where nothing was.
 
-        Every byte is compared. A line that this writer could not finish is no damage.
+        A line that this writer could not finish is no damage.
         """
         if self._file is None:
             return ""
@@ -167,7 +164,7 @@ class JournalFile:
     def refuse_damage(self) -> None:
         """Raise LedgerError where the file is not as this writer left it.
 
-        All its bytes are read only where its length or time of change tells of another writer.
+        It is read only where its length or time of change shows another writer.
         """
         if self._file is None:
             return
@@ -200,8 +197,8 @@ class JournalFile:
         """Add one record; returns its number once it is on disk.
 
         Raises:
-            LedgerError: it could not be made durable, or an earlier record could not. The
-                writer then refuses everything: what is on disk is known only to a fresh read.
+            LedgerError: it could not be made durable, or an earlier record could not; then only a
+                fresh read can tell what is on disk, and the writer refuses everything.
         """
         if self._file is None or self._process != os.getpid():
             raise LedgerError(
@@ -236,7 +233,7 @@ class JournalFile:
     def replace_torn_tail(self, lines: list[bytes], record: dict[str, Any]) -> None:
         """Rewrite the file as its complete lines and one more record, in one atomic step.
 
-        A crash before the rename leaves the torn tail in place, where it counts as well.
+        A crash before the rename leaves the torn tail in place, which counts too.
         """
         line = encode({**record, "seq": len(lines), "prev": line_hash(lines[-1])})
         fresh = self.path.with_suffix(".new")
@@ -268,8 +265,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it, if they are not there: for their owner alone, and on
-    disk, each with its entry."""
+    """Make a directory and its parents where absent: mode 0700, and durable."""
     for folder in reversed((path, *path.parents)):
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)

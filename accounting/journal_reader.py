@@ -1,15 +1,15 @@
-"""Read a journal back and check every claim in it against its events.
+"""Read a journal and check every line against its events.
 
 The lines, beside ``seq`` and ``prev``:
 
     plan      what is promised (``account_plan.py``) and which run spends from here on; a later plan
               replaces it, old charges stay
-    reserve   a visit was paid for: its key, its event, and the epsilon afterwards
+    reserve   a visit was charged: its key, its event, and the epsilon afterwards
     settle    the visit of an earlier reserve ended normally; changes no charge
     torn      an unfinished last line was found on resume; charged as a whole visit
 
-``eps_after`` is never believed: epsilon is recomputed from the events, and a line that says
-something else is reported, as is everything that an honest writer would not have written.
+Epsilon is recomputed from the events; a line that says something else is a problem, as is
+everything that an honest writer would not have written.
 """
 
 import re

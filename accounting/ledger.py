@@ -1,16 +1,13 @@
-"""The privacy account of one agent's labelled rows: it pays before it reads.
+"""The privacy account of one agent's labelled rows: it charges before it reads.
 
     account = Account.open(folder / "s0.jsonl", plan, resume=False)
     with account.spend(event, visit="round 3"):
         ...                          # only here may labelled rows be read
 
-The account belongs to the owner of the rows, never to the server, and its journal is neither
-in a checkpoint nor restored from one: a run resumed from an old checkpoint still remembers all
-that it spent. A visit is charged in full once its line is on disk; a crash, a kill or an
-exception refunds nothing. Refusal is a normal outcome.
-
-An account may outlive a run. Runs one after the other then draw from its one budget, and each
-keeps to a limit of its own as well.
+The account belongs to the owner of the rows. Its journal is not restored from checkpoints, so a
+resumed run still counts all that it spent. A visit is charged in full once its line is on disk; a
+crash, a kill or an exception refunds nothing. Runs may draw from one account after each other, each
+within a limit of its own.
 """
 
 import math
@@ -72,15 +69,11 @@ class Account:
 
         Args:
             path: the journal, ``AGENT.jsonl``; its directory is made when absent.
-            plan: what is promised. On resume it may differ from the journal's in all but
-                agent, unit, adjacency, scope, record counts, delta, and a larger epsilon.
-            resume: False refuses an existing journal; True needs one and keeps its charges.
-            minimum_seq: with resume, the ``seq`` that a checkpoint remembers. A journal that
-                ends before it was rolled back or cut, and is refused.
-            minimum_head: hash of that line, where the checkpoint remembers it: a journal that was
-                cut and written on differently is refused as well.
-            run: id of the run that spends: at most 32 small letters and digits, the same when
-                the run goes on.
+            plan: what is promised. On resume :func:`account_plan.refuse_change` says what may
+            differ. resume: False refuses an existing journal; True needs one and keeps its charges.
+            minimum_seq, minimum_head: with resume, number and hash of the line that a checkpoint
+                recorded. A journal without it was rolled back, cut or replaced, and is refused.
+            run: id of the run that spends: at most 32 small letters and digits, kept on resume.
             run_epsilon: what that run may spend of the budget, over all its sessions.
 
         Raises:
@@ -143,7 +136,7 @@ class Account:
     def balance(self) -> Balance:
         """What a claim must count: the file's journal while it is the one that this account wrote.
 
-        After any damage, whichever of file and memory has spent more, with the problems.
+        After any damage, the one of file and memory that has spent more, with the problems.
         """
         problems = [damage] if (damage := self._file.damage()) else []
         try:
@@ -174,16 +167,16 @@ class Account:
 
     @contextmanager
     def spend(self, event: Event, visit: str) -> Iterator[None]:
-        """Pay for one visit, then enter the block in which its rows may be read.
+        """Charge one visit, then enter the block in which its rows may be read.
 
         Args:
             event: what the visit releases; at most what the plan says of one visit.
-            visit: names the visit, for example "round 3"; each name is paid for once.
+            visit: names the visit, for example "round 3"; each name is charged once.
 
         Raises:
-            BudgetExhausted: the budget does not pay for it. Nothing was written or read.
-            LedgerError: paid for already, dearer than planned, or the journal could not be
-                made durable. The block was not entered.
+            BudgetExhausted: the budget does not cover it. Nothing was written or read.
+            LedgerError: charged already, dearer than planned, or the journal could not be made
+                durable. The block was not entered.
         """
         after = self._check_admissible(event, visit)
         self._file.refuse_damage()
@@ -272,10 +265,7 @@ def _resume(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
 def refuse_problems(
     path: Path, journal: Journal, minimum_seq: int = 0, minimum_head: str = ""
 ) -> None:
-    """Raise LedgerError where a journal is damaged, or lacks a line that is remembered elsewhere.
-
-    Args: as of :meth:`Account.open`.
-    """
+    """Raise LedgerError for a damaged journal, or one without the line of :meth:`Account.open`."""
     if journal.problems:
         raise LedgerError(f"{path}: {journal.problems[0]}. Put the true journal back.")
     if journal.seq < minimum_seq:

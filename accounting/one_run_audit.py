@@ -1,25 +1,17 @@
-"""How much epsilon one training run must have spent, judging by guesses about its canaries.
+"""A lower bound on epsilon from one training run, by guesses about its canaries.
 
-Before training, m canaries (rows like any other) each enter the training set by a fair coin of
-their own. Afterwards an attacker scores all of them on what was released, guesses "in" for the
-highest scores and "out" for the lowest, and abstains on the rest. Differential privacy bounds
-how many guesses can be right, so too many right ones reject it.
+Each of m canaries (rows like any other) enters the training set by a fair coin of its own. An
+attacker then scores them on what was released, guesses "in" for the highest scores, "out" for the
+lowest, and abstains on the rest. Too many right guesses reject the claim. Two tests:
 
-    m, r, v          canaries, guesses made, guesses right; 0 <= v <= r <= m
-    p-value          chance of v or more right guesses, were the run (epsilon, delta)-DP
-    lower bound      the largest epsilon that is rejected: with the stated confidence no smaller
-                     one holds
-    ceiling          the lower bound with every guess right: what the test can see at most
+* for any (epsilon, delta)-DP run: arXiv:2305.08846 (Steinke, Nasr, Jagielski 2023);
+* about twice as tight, for a whole trade-off function f that the run claims: arXiv:2410.22235
+  (Mahloujifar, Melis, Chaudhuri 2024). f(a) is the least share of missed members of any attack
+  that accuses a share a of the others falsely.
 
-Two tests of the same guesses. The first holds for any (epsilon, delta)-DP run (Steinke, Nasr
-and Jagielski 2023, arXiv:2305.08846). The second is about twice as tight because it is told
-more: a whole trade-off function f that the run claims (Mahloujifar, Melis and Chaudhuri 2024,
-arXiv:2410.22235). f(a) is the least share of missed members of any attack that accuses a share
-a of the others falsely.
-
-Both are valid for one number of guesses, fixed before the scores are seen. Trying several means
-dividing 1 - confidence by how many were tried. A bound that stays below the claim proves
-nothing; one above it refutes the claim.
+Both need a number of guesses that was fixed before the scores were seen. Trying several means
+dividing 1 - confidence by their number. A bound below the claim proves nothing; one above it
+refutes the claim. The ceiling is the bound with every guess right.
 """
 
 import math
@@ -40,14 +32,12 @@ _LARGEST_EXPONENT = 700.0  # e^700 is a float, and e^-700 accuses nobody
 
 
 def guess(scores: ArrayLike, guesses: int) -> NDArray[np.int8]:
-    """Who was in, by score: step 4 of the audit.
+    """Guess by score: +1 ("in") for the highest guesses / 2 scores, -1 ("out") for the lowest, else
+    0.
 
     Args:
-        scores: (m,) of any unit, higher for canaries that look trained on. Not NaN.
-        guesses: how many to make, even, at most m. Fixed before the scores were seen.
-
-    Returns:
-        (m,): +1 ("in") for the highest guesses / 2 scores, -1 ("out") for the lowest, else 0.
+        scores: (m,), higher for canaries that look trained on. Not NaN.
+        guesses: even, at most m. Fixed before the scores were seen.
 
     Raises:
         PlanError: NaN, not one row of scores, or an odd or too large number of guesses.
@@ -68,8 +58,7 @@ def guess(scores: ArrayLike, guesses: int) -> NDArray[np.int8]:
 def count_correct(guesses: ArrayLike, included: ArrayLike) -> int:
     """How many guesses (m,) in {+1, 0, -1} agree with the coins (m,), true for "in".
 
-    Raises:
-        PlanError: the two differ in length, or hold something else.
+    Raises PlanError where the two differ in length, or hold something else.
     """
     said, coins = np.asarray(guesses), np.asarray(included)
     if said.ndim != 1 or said.shape != coins.shape or coins.dtype != np.bool_:
@@ -82,11 +71,10 @@ def count_correct(guesses: ArrayLike, included: ArrayLike) -> int:
 def one_run_p_value(
     *, canaries: int, guesses: int, correct: int, epsilon: float, delta: float
 ) -> float:
-    """Chance of this many right guesses or more, had the run been (epsilon, delta)-DP; a bound.
+    """Upper bound of the chance of this many right guesses in an (epsilon, delta)-DP run.
 
-    With B ~ Binomial(guesses, e^eps / (1 + e^eps)) it is P[B >= v] + 2 m delta alpha, where
-    alpha = max over i = 1..v of P[v - i <= B < v] / i. arXiv:2305.08846, Appendix D. Rises with
-    epsilon.
+    With B ~ Binomial(r, e^eps / (1 + e^eps)): P[B >= v] + 2 m delta alpha, where
+    alpha = max over i = 1..v of P[v - i <= B < v] / i. arXiv:2305.08846, Appendix D.
 
     Args:
         canaries: m, 1 to 10,000,000. guesses: r <= m. correct: v <= r.
@@ -115,7 +103,6 @@ def one_run_lower_bound(
 ) -> float:
     """The largest epsilon that the guesses reject; 0.0 when they do not even reject 0.
 
-    With this confidence the run is not (epsilon', delta)-DP for any epsilon' below it.
     Arguments and errors as in :func:`one_run_p_value`; confidence from 0.5 to below 1.
 
     >>> round(one_run_lower_bound(canaries=100, guesses=40, correct=38, delta=1e-5), 5)
@@ -136,8 +123,6 @@ def one_run_ceiling(
     *, canaries: int, guesses: int | None = None, delta: float, confidence: float = 0.95
 ) -> float:
     """The lower bound were all guesses right, by default one guess for every canary.
-
-    An audit whose ceiling is below the claim cannot refute it, whatever the run leaked.
 
     >>> round(one_run_ceiling(canaries=34, delta=1e-5), 2)
     2.38
@@ -182,17 +167,13 @@ def claim_rejected(
 
 
 def profile_inverse(profile: Sequence[tuple[float, float]]) -> Inverse:
-    """The inverse of the trade-off function that all these (epsilon, delta) pairs give together.
+    """The inverse of the trade-off function of these (epsilon, delta) pairs together.
 
     f(a) = max over pairs of (0, 1 - delta - e^eps a, e^-eps (1 - delta - a)), arXiv:1905.02383,
-    Equation 5. An attack with power x misses 1 - x, so it accuses at least f^-1(1 - x) falsely;
-    each pair holds in both directions, so f is its own inverse, and that is f(1 - x).
+    Equation 5. f is its own inverse, so an attack with power x accuses at least f(1 - x) falsely.
 
     Args:
-        profile: at least one pair; epsilon >= 0 and finite, delta in [0, 1].
-
-    Raises:
-        PlanError: no pair, or a number is out of range.
+        profile: at least one pair; epsilon >= 0 and finite, delta in [0, 1]; else PlanError.
     """
     for eps, delta in profile:
         check_real("epsilon", eps)

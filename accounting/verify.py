@@ -1,12 +1,9 @@
-"""The same epsilon from an independent library, as a check of ours.
+"""The same epsilon from an independent library, dp-accounting (the extra ``verify``).
 
-Google's dp-accounting (the extra ``verify``; optional because it pins old versions of other
-packages) computes privacy loss distributions in both directions: a pessimistic one
-gives an upper bound, an optimistic one a lower bound. A claim below the lower bound is wrong,
-whoever computed it. Numeric composition assumes that every event was fixed beforehand.
-
-A pure epsilon-DP release is represented by the worst mechanism with that promise, randomized
-response, so the lower bound too is about the promise, not about the mechanism that ran.
+It composes privacy loss distributions: a pessimistic one gives an upper bound, an optimistic one a
+lower bound; a claim below the lower bound is wrong. Numeric composition needs events that were all
+fixed beforehand. A pure epsilon-DP release is represented by the worst mechanism with that promise,
+randomized response.
 """
 
 import importlib.util
@@ -77,12 +74,12 @@ def available() -> bool:
 def rdp_epsilon(events: Iterable[Event], delta: float) -> float | None:
     """Epsilon by dp-accounting's Renyi accountant at ``INTEGER_ORDERS``; 0 without events.
 
-    None when some event is not a sampled Gaussian: the library has no event that stands for any
-    pure epsilon-DP release, and its LaplaceDpEvent costs less than discrete noise.
+    None when an event is not a sampled Gaussian: the library has no event for any pure epsilon-DP
+    release, and its LaplaceDpEvent costs less than discrete noise.
 
     Raises:
         AccountingError: dp-accounting is not installed.
-        PlanError: delta is out of range, or an event is Unprotected.
+        PlanError: delta is out of range, or an event is unprotected.
     """
     check_delta(delta)
     _need_library()
@@ -108,16 +105,15 @@ def _rdp_epsilon(
 def pld_bracket(events: Iterable[Event], delta: float) -> Bracket:
     """A certified lower and upper bound on epsilon by privacy loss distributions.
 
-    The upper bound hardly depends on the width of their grid; the lower bound is too low by up to
-    half of it for each step.
+    The lower bound is too low by up to half a grid cell for each step.
 
     Args:
-        events: no Unprotected ones; none give (0, 0).
+        events: no unprotected ones; none give (0, 0).
         delta: at least 1e-12, below 1.
 
     Raises:
         AccountingError: dp-accounting is not installed.
-        PlanError: delta is out of range or too small, or an event is Unprotected.
+        PlanError: delta is out of range or too small, or an event is unprotected.
     """
     _check_numeric_delta(delta)
     _need_library()
@@ -131,18 +127,11 @@ def pld_bracket(events: Iterable[Event], delta: float) -> Bracket:
 
 
 def dp_event_source(events: Iterable[Event], delta: float) -> str:
-    """The same events as a short Python program for an auditor, who needs dp-accounting alone.
+    """The same events as a short Python program that needs dp-accounting alone.
 
-    Equal releases are counted together. Of pure epsilon-DP releases alone the program prints the
-    sum, at delta 0. Otherwise it prints the upper bound of :func:`pld_bracket`, plus the epsilons
-    of pure releases, for which there is no DpEvent; a comment says so.
-
-    Args:
-        events: no Unprotected ones; none give a program that prints 0.
-        delta: at least 1e-12, below 1.
-
-    Raises:
-        PlanError: delta is out of range or too small, or an event is Unprotected.
+    Equal releases are counted together. Of pure releases alone the program prints the sum, at delta
+    0; otherwise the upper bound of :func:`pld_bracket`, plus the epsilons of pure releases, for
+    which there is no DpEvent. Arguments and errors as in :func:`pld_bracket`.
 
     # doctest: +ELLIPSIS
     >>> print(dp_event_source([PoissonSampledGaussianEvent(4.0, 0.5, 10)] * 3, 1e-5))

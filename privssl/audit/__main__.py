@@ -1,15 +1,11 @@
-"""The command that checks a run's claim: ``python -m privssl.audit RUN_DIR [--empirical]``.
+"""Check a run's claim: ``python -m privssl.audit RUN_DIR [--empirical]``.
 
-For every support agent it verifies the journal's chain, recomputes epsilon from its events (our
-Renyi accountant, the exact formula where every batch was full, and dp-accounting where it is
-installed) and holds the result against the budget and against ``privacy.json``: see
-``audit/claim_verification.py``. With ``--empirical`` it attacks the plan as well: see
-``audit/canary_attack.py``. ``--dp-event`` prints a program that recomputes epsilon without privssl.
-Exit status:
+Verifies every journal, recomputes epsilon from its events (Renyi accountant, exact formula,
+dp-accounting where installed) and compares it with the budget and ``privacy.json``; see
+``audit/claim_verification.py``. ``--empirical`` attacks the plan too. Exit status:
 
     0  consistent        1  violated       2  the user's mistake
-    3  inconclusive      4  there is no guarantee to check
-    130  interrupted: a run is only read, so nothing is lost
+    3  inconclusive      4  there is no guarantee to check      130  interrupted
 """
 
 import argparse
@@ -168,8 +164,10 @@ def _verdict(found: "ClaimCheck", report: Report) -> Verdict:
 
 
 def _print_program(run: Path) -> int:
-    """A program for ledgers that bear out what they say; for others the reason why there is none.
-    Returns the exit status, which is that of an audit."""
+    """Print a program for ledgers that bear out the claim, else the reason why not.
+
+    Returns the exit status of an audit.
+    """
     from privssl.audit.claim_verification import check_claim
 
     found = check_claim(run)

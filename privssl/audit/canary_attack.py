@@ -1,25 +1,17 @@
-"""Attacks on the plan of a finished run: ``python -m privssl.audit RUN_DIR --empirical``.
+"""Attack the plan of a finished run: ``python -m privssl.audit RUN_DIR --empirical``.
 
-An attack cannot prove a claim; the accounting does. It can refute one, and it finds the bugs that
-a proof does not see: too little noise, rows that are not clipped, batches drawn otherwise than
-they are charged. Two of them, both with the code that trains and the numbers of the run, on data
-made here; no row of the run is needed or touched. Specification: privacy.md, sections 4.2, 4.3.
+An attack can refute a claim and find bugs, not prove one. Both attacks use the code that trains,
+the numbers of the run, and data made here:
 
-    mechanism   a private step on orthogonal canaries, as often as the run's agent was charged for
-                one. Each canary is a trial of its own, in or out by a coin, and the attacker sees
-                every release and makes the best test there is (Neyman and Pearson). What is seen
-                is also held against the distributions that were promised.
+    mechanism   private steps on orthogonal canaries, as often as the agent was charged for; see
+                ``audit/mechanism_attack.py``
     canaries    the run's own algorithm trains a made-up support agent, half of whose 1,000
-                canaries are there by a coin, for as many visits; the attacker sees what it sends
-                (Steinke, Nasr, Jagielski 2023, arXiv:2305.08846; white box).
+                canaries are there by a coin; the attacker sees what it sends (arXiv:2305.08846)
 
-A census of labels is attacked as such instead of both: see ``audit/histogram_attack.py``.
-
-Without a guarantee there is nothing to refute. Then the made-up agent is about as small as the
-run's agents, and what counts is how many of its rows are found.
-
-Coins and data are never seeded. Each test is decided before it is run: the number of canaries, of
-guesses and the score follow from constants here and from public settings.
+A label census is attacked instead by ``audit/histogram_attack.py``. Without a guarantee the made-up
+agent is about as small as the run's agents, and what counts is how many of its rows are found.
+Coins and data are never seeded; each test is fixed before it runs, by constants here and public
+settings.
 """
 
 import dataclasses
@@ -329,9 +321,8 @@ def _scores(
 
     Args:
         canaries: their rows (N, *shape) as a network takes them, and classes (N,).
-        ridge: of :func:`_projection_scores`; None for a network that was trained without
-        clipping and
-            noise: how far its loss on the canary fell.
+        ridge: of :func:`_projection_scores`; None for a network that was trained without noise:
+            then how far its loss on the canary fell.
     """
     scores = torch.zeros(len(canaries[1]), dtype=torch.float64)
     for told, said in seen:
@@ -365,10 +356,10 @@ def _projection_scores(
     moved: StateDict,
     ridge: float,
 ) -> Tensor:
-    """How much of a movement is each canary's own descent (N,): the best linear guess there is.
+    """How much of a movement is each canary's own descent (N,): the best linear guess.
 
-    Gradients resemble each other, so that a canary that is out still points where others pull.
-    With unit gradients U (N, P), coins of variance 1/4, and noise of variance ridge / 4 in every
+    Gradients resemble each other, so that an absent canary still points where others pull. With
+    unit gradients U (N, P), coins of variance 1/4 and noise of variance ridge / 4 in every
     parameter, the linear guess of least mean square error is (U U^T + ridge I)^-1 U d.
     """
     network.eval()

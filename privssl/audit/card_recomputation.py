@@ -53,7 +53,6 @@ def card_problems(
     stated = [entry for entry in card["former_ledgers"] if entry["ledger"] in names]
     if where := _difference("former_ledgers", stated, former):
         yield f"the card's {where} is not what the ledgers of replaced runs say"
-    task = card["task"]
     try:
         made = privacy_card(
             [
@@ -62,7 +61,7 @@ def card_problems(
             ],
             scope=card["scope"], delta=card["delta"], releases=_stated_releases(card),
             algorithm=card["algorithm"], dataset=card["dataset"],
-            task=None if task is None else (task["classes"], tuple(task["shape"])),
+            task=card["task"],
             this_run=card["this_run"], planned=card["planned_visits"],
             former=card["former_ledgers"], ledger_problems=card["ledger_problems"],
             weights=card.get("weights"), clip_norm=card.get("clip_norm"),

@@ -133,7 +133,8 @@ def _read_checkpoints(
     folder: Path,
 ) -> tuple[dict[int, dict[str, Any]], list[str], list[LedgerRecord]]:
     intact: dict[int, dict[str, Any]] = {}
-    damaged, records = [], []
+    damaged: list[str] = []
+    records: list[LedgerRecord] = []
     for path in sorted(path for path in folder.glob("*") if path.is_dir()):
         if path.name.startswith(atomic_files.TEMPORARY):
             continue  # of a killed write

@@ -1,8 +1,8 @@
 """The fields of ``privacy.json``, and its strict reader; ``privacy/privacy_card.py`` makes it."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict  # pydantic needs it before Python 3.12
 
 from accounting.account_plan import Scope
@@ -51,7 +51,7 @@ class FormerLedger(TypedDict):
     ``ledger`` is the name of its folder.
     """
 
-    ledger: str
+    ledger: Annotated[str, Field(pattern="^[^/]*$")]
     agent: str
     kind: Literal["guaranteed", "nominal"]
     epsilon: float | None
@@ -87,11 +87,14 @@ class Totals(TypedDict):
     paper_sum: float
 
 
+Side = Annotated[int, Field(gt=0, lt=1 << 16)]
+
+
 class TaskEntry(TypedDict):
     """Number of classes, and channels, height and width of a row."""
 
-    classes: int
-    shape: list[int]
+    classes: Side
+    shape: Annotated[list[Side], Field(min_length=3, max_length=3)]
 
 
 class ReleaseEntry(TypedDict):
@@ -104,8 +107,6 @@ class ReleaseEntry(TypedDict):
 
 class PrivacyCard(TypedDict):
     """The contents of ``privacy.json``; see :func:`privacy_card`."""
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
 
     schema: Literal[2]
     algorithm: str
@@ -136,6 +137,10 @@ class PrivacyCard(TypedDict):
     versions: dict[str, str]
     headline: Headline | None
     sentence: str
+
+
+# A class variable of a TypedDict, which a type checker would take for a key.
+setattr(PrivacyCard, "__pydantic_config__", ConfigDict(strict=True, extra="forbid"))  # noqa: B010
 
 
 def parse_card(content: bytes) -> tuple[PrivacyCard, list[str]]:

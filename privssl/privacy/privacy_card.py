@@ -24,14 +24,13 @@ from privssl.privacy.card_schema import (
     Kind,
     PrivacyCard,
     Status,
-)  # fmt: skip
+    TaskEntry,
+)
 from privssl.privacy.former_ledgers import former_sentences
 from privssl.privacy.label_histogram import CENSUS
 
 #: agent id, its plan, one event per charged visit, hash of its ledger's last line
 AgentSpend = tuple[str, AccountPlan, Sequence[Event], str]
-#: number of classes, and (channels, height, width) of a row
-Shape = tuple[int, tuple[int, int, int]]
 #: name of a tensor or number that leaves a support agent, whether the claim covers it, why
 Release = tuple[str, Status, str]
 
@@ -72,7 +71,7 @@ def privacy_card(
     releases: Sequence[Release],
     algorithm: str,
     dataset: str,
-    task: Shape | None = None,
+    task: TaskEntry | None = None,
     this_run: Mapping[str, float] | None = None,
     planned: int | None = None,
     former: Sequence[FormerLedger] = (),
@@ -123,7 +122,7 @@ def privacy_card(
         "schema": 2,
         "algorithm": algorithm,
         "dataset": dataset,
-        "task": None if task is None else {"classes": task[0], "shape": list(task[1])},
+        "task": task,
         "scope": scope,
         "kind": kind,
         "guarantee": guarantee if claims else None,

@@ -37,7 +37,7 @@ _ROUNDING = 1e-6  # relative
 
 
 def check_shared_accounts(prepared: Prepared) -> None:
-    """Refuse, before a run folder is made or replaced, what accounts that outlive it would refuse.
+    """Refuse, before a run folder is made, what accounts that outlive it would refuse.
 
     Raises:
         RunFolderError: the accounts would lie in the folder of a run, and go with it.
@@ -75,7 +75,7 @@ def _claim_rows(prepared: Prepared, ledger: Path, *, only_check: bool) -> None:
 
 @contextmanager
 def open_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -> Iterator[None]:
-    """Give every agent with labels its account; inside, no other process has them.
+    """Open and lock the account of every agent with labels.
 
     Args:
         snapshot: of the run that goes on. A journal that ends before it was cut, and is refused.
@@ -113,7 +113,7 @@ def ledger_of(config: Config, folder: Path) -> Path:
 
 
 def copy_ledgers(prepared: Prepared, folder: Path) -> None:
-    """Put a copy of journals that outlive the run into its folder, for whoever audits the run."""
+    """Copy journals that outlive the run into its folder, for the audit."""
     ledger, own = ledger_of(prepared.config, folder), folder / "ledger"
     if ledger == own:
         return

@@ -1,21 +1,16 @@
-"""Snapshots of a run on disk: tensors as safetensors, all else as strict JSON, never objects.
+"""Checkpoints: tensors as safetensors, all else as strict JSON, never pickled objects.
 
     checkpoints/round_00010/state.safetensors      tensors of the server's state
     checkpoints/round_00010/memories.safetensors   tensors that agents remember
     checkpoints/round_00010/snapshot.json          shape of both trees, numbers, checksums, its own
     checkpoints/latest, checkpoints/best           text files with the name of a folder
 
-A snapshot is written beside its place and renamed, so a folder ``round_*`` is complete or a
-disk has failed; loading checks size and SHA-256 of each file and falls back to an older
-snapshot. The checksums find what a disk did, not what a person did. Nothing is unpickled. A
-tensor's name is the JSON pointer (RFC 6901) of its place.
+A snapshot is written beside its place and renamed. Loading checks size and SHA-256 of each file and
+falls back to an older snapshot. Checksums find damage, not editing.
 
-What belongs to single agents may be more than fits in memory. So it is written one tensor at a
-time, also from where it lies on a disk, and a snapshot that was loaded holds none of it: what an
-agent remembers is read from the snapshot's file when it is asked for, and the file must be there
-still (format 1 is read whole). Agents may be ten thousand, each with a hundred tensors: those of
-one agent are one row of bytes in the file, and snapshot.json has what they are (``forms``) once for
-all agents.
+Memories of agents may exceed RAM: they are written one tensor at a time, and a loaded snapshot
+reads them from its file when they are needed (format 1 is read whole). The tensors of one agent are
+one row of bytes; snapshot.json describes them once for all agents (``forms``).
 """
 
 import contextlib
@@ -55,10 +50,9 @@ _FOLDER = re.compile(r"round_([0-9]{5,9})")
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """All that a run needs to go on after ``round``, apart from data and privacy journals.
+    """What a run needs to go on after ``round``, apart from data and privacy journals.
 
-    ``config_digest`` is ``config.digest`` of the run's config. ``extra`` is for the run loop:
-    the best accuracy so far, bytes sent.
+    ``config_digest`` is ``config.config_hash``. ``extra``: numbers of the run loop.
     """
 
     round: int
@@ -73,14 +67,11 @@ class _Damaged(Exception):  # noqa: N818  (not told as it is: another snapshot m
 
 
 def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
-    """Write a snapshot, point ``latest`` at it, and delete what is no longer needed.
+    """Write a snapshot, point ``latest`` at it, and delete old ones; returns its folder.
 
     Args:
         folder: ``checkpoints`` of the run; made when absent.
         keep: how many snapshots stay, >= 1, besides the one that ``best`` names.
-
-    Returns:
-        The folder of this snapshot.
 
     Raises:
         RunFolderError: the disk is full or not writable, or there are more tensors or agents than
@@ -133,14 +124,14 @@ def update_pointer(folder: Path, name: Literal["latest", "best"], round_number: 
 
 
 def load_snapshot(folder: Path, expected_digest: str) -> Snapshot:
-    """The latest snapshot that is whole; a damaged one is passed over with a warning.
+    """The latest intact snapshot; a damaged one is passed over with a warning.
 
     Args:
         folder: ``checkpoints`` of the run.
-        expected_digest: ``config.digest`` of the config that wants to go on.
+        expected_digest: ``config.config_hash`` of the config that wants to go on.
 
     Raises:
-        RunFolderError: there is none, none is whole, or it belongs to another config.
+        RunFolderError: there is none, none is intact, or it belongs to another config.
     """
     damage = []
     for name in _candidates(folder):
@@ -302,8 +293,7 @@ def _read(folder: Path) -> Snapshot:
 
 
 def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
-    """Raise TypeError unless the parts are what :class:`Snapshot` says. What the state holds is
-    for its algorithm to know."""
+    """Raise TypeError unless the parts have the types of :class:`Snapshot`."""
     if type(memories) is not dict or not all(map(_is_memory, memories.values())):
         raise TypeError("an agent remembers something else than tensors")
     if not isinstance(digest, str):
@@ -342,8 +332,11 @@ def _check_file(path: Path, about: Mapping[str, Any]) -> None:
 
 
 def _size(path: Path, limit: int) -> int:
-    """Bytes of a file, looked at first: a size that is only stated would take memory before it
-    is found to be a lie, and a pipe would block for ever. May raise OSError."""
+    """Bytes of a file; checked before reading, since stated sizes may be false and a pipe would
+    block.
+
+    May raise OSError.
+    """
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
         raise _Damaged(f"{path.name} is not a regular file")

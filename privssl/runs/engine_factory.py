@@ -1,9 +1,8 @@
-"""Which engine carries a run out, and what a run has to do where its agents are sites.
+"""The engine of a run, and what a run has to do where its agents are sites.
 
-Accounts are then not here: each site has its own, charges it, and shows its journal at the end.
-The card is made from these copies, which lie in the run folder's ``ledger`` as those of a run in
-one process do, so that an audit finds what it looks for. A site could show a false one; the claim
-is about what sites of honest operators release, and each of them has the true one.
+Each site has and charges its own account, and sends its journal at the end. The card is made from
+these copies, kept in the run folder's ``ledger`` for the audit. A site could send a false one; the
+claim is about sites of honest operators.
 """
 
 import statistics
@@ -32,11 +31,7 @@ from privssl.training.evaluation import HiddenLabelMeter
 
 
 def refuse_unreachable(prepared: Prepared) -> None:
-    """Where agents are sites: look for what they would be reached by, before a run is begun.
-
-    Raises:
-        privssl.errors.UserError: a key of a site is missing, or nobody could carry letters.
-    """
+    """Where agents are sites: check keys and connection before a run begins; else UserError."""
     run = prepared.config.run
     if run.engine == "flower":
         _node_keys(prepared)
@@ -57,7 +52,7 @@ def _node_keys(prepared: Prepared) -> NodeKeys | None:
 def make_engine(
     prepared: Prepared, label_meter: HiddenLabelMeter, spill_store: SpillStore | None = None
 ) -> Engine:
-    """The engine that the config asks for; workers are forked here, so make it before threads.
+    """The engine that the config asks for. It forks workers, so make it before threads.
 
     Raises:
         privssl.errors.UserError: it cannot be had; where agents are sites, not all are there.
@@ -108,7 +103,7 @@ def _timeouts(run: RunSettings) -> RemoteTimeouts:
 
 
 def check_memory_names(engine: Engine, memories: Mapping[str, Memory]) -> None:
-    """Raise RunFolderError where a checkpoint has names of memories, and agents are no sites."""
+    """Raise RunFolderError for a checkpoint with names of memories if agents are no sites."""
     if not isinstance(engine, SitesEngine) and any(map(is_name, memories.values())):
         raise RunFolderError(
             "What agents remember is at their sites, and this checkpoint has only the names of it. "
@@ -117,7 +112,7 @@ def check_memory_names(engine: Engine, memories: Mapping[str, Memory]) -> None:
 
 
 def log_traffic(engine: Engine, absences: int) -> dict[str, float]:
-    """What crossed the network since this was last asked, by the names of metrics."""
+    """The network traffic since the last call, by the names of metrics."""
     if not isinstance(engine, SitesEngine):
         return {}
     now = engine.take_traffic()
@@ -142,7 +137,7 @@ class Spending(NamedTuple):
 def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Spending:
     """What the accounts of a run were charged, here or at its sites.
 
-    Args and errors: as of :func:`journals_to_report`.
+    Arguments and errors as of :func:`journals_to_report`.
     """
     shown = journals_to_report(engine, folder, over=over)
     if shown is not None:
@@ -162,7 +157,7 @@ def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Sp
 def journals_to_report(
     engine: Engine, folder: Path, *, over: bool
 ) -> dict[str, tuple[Journal, float]] | None:
-    """The journals of sites, copied to ``folder/ledger``, and what this run spent of each.
+    """The journals of sites, copied to ``folder/ledger``, and this run's epsilon in each.
 
     Args:
         over: whether the run is, so that sites may forget it.

@@ -1,8 +1,7 @@
-"""Whether a run may go on in its folder: the same config, and the same rows at the same agents.
+"""Check that a run may go on in its folder: the same config, and the same rows at the same agents.
 
-A claim says what was released about the rows of each account. If other rows lay under it after an
-interruption than before, visits to a row would be spread over accounts, and no account would have
-all of them; so a run whose data was changed in between does not go on.
+A claim counts what was released about the rows of each account. With other rows after an
+interruption, visits to one row would be spread over accounts.
 """
 
 import logging
@@ -29,10 +28,10 @@ SOURCES = "sources"
 
 
 def check_resumable(folder: Path, config: Config) -> None:
-    """Whether this is the folder of a run of this config.
+    """Check that this is the folder of a run of this config.
 
     Raises:
-        RunFolderError: it is no run, or a setting that decides over results is another one.
+        RunFolderError: it is no run, or a setting that decides over results differs.
         ConfigError: its config.yaml is damaged.
     """
     recorded = folder / "config.yaml"
@@ -63,7 +62,7 @@ def check_resumable(folder: Path, config: Config) -> None:
 
 
 def _result_relevant(config: Config) -> dict[str, Any]:
-    """What decides over the results of a run, by dotted key: what ``config.digest`` is made of."""
+    """What decides over the results of a run, by dotted key: the input of ``config_hash``."""
     return {
         f"{name}.{key}": value
         for name, section in configs.result_relevant(config).items()
@@ -72,14 +71,13 @@ def _result_relevant(config: Config) -> dict[str, Any]:
 
 
 def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> None:
-    """Whether every agent has the rows that it had.
+    """Check that every agent has the rows that it had.
 
-    Without privacy a checkpoint remembers the split, and a split.json that is damaged is written
-    anew. With it only split.json may tell of the rows (``Prepared.published_split_hash``), and
-    is needed.
+    Without privacy a checkpoint records the split, and a damaged split.json is written anew. With
+    it only split.json may describe the rows (``Prepared.published_split_hash``), and is needed.
 
     Raises:
-        RunFolderError: the data is not what it was, or nobody knows.
+        RunFolderError: the data is not what it was, or that cannot be known.
     """
     now, path = prepared.federated_data.manifest, folder / "split.json"
     then = snapshot.extra.get(SPLIT)
@@ -106,12 +104,12 @@ def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> No
 
 
 def check_spending_shown(folder: Path, prepared: Prepared) -> None:
-    """Whether each ledger has spent at least what the run's metrics.csv shows.
+    """Check that each ledger has spent at least what the run's metrics.csv shows.
 
     Checkpoints may be older than the last rounds, and so may a ledger that was put back.
 
     Raises:
-        LedgerError: one has spent less. What else is wrong with ledgers is found on opening them.
+        LedgerError: one has spent less. Other faults of ledgers are found on opening them.
     """
     ledger = ledger_of(prepared.config, folder)
     paths = {name: ledger / f"{name}.jsonl" for name in prepared.account_plans}
@@ -122,7 +120,7 @@ def check_spending_shown(folder: Path, prepared: Prepared) -> None:
 
 
 def warn_of_other_code(snapshot: Snapshot) -> None:
-    """Say so where the rounds of a run are made by different code."""
+    """Warn where the checkpoint was made by other code."""
     then = snapshot.extra.get(SOURCES)
     if then not in (None, fingerprint()):
         log.warning(

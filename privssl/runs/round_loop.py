@@ -1,8 +1,7 @@
-"""A prepared run from its first round to its results: loop, save, and say what is guaranteed.
+"""The rounds of a prepared run: loop, save, and say what is guaranteed.
 
-State lives in the value that the algorithm returns and in the agents' memories; both are kept as
-they were after the last finished round, so an interruption at any moment leaves a checkpoint of
-a whole round.
+State is the value that the algorithm returns and the agents' memories; both are kept as they were
+after the last finished round, so an interruption leaves a checkpoint of a whole round.
 """
 
 import dataclasses
@@ -294,9 +293,9 @@ class RoundLoop:
         """Write the weights, the privacy card, and last of all results.json.
 
         Raises:
-            LedgerError: a ledger was damaged while the run went on. Card and results say that
-                nothing is guaranteed, and ``--resume`` ends the run once the ledger is back.
-            SiteError: a site does not show its ledger, or a damaged one. results.json says so.
+            LedgerError: a ledger was damaged during the run. Card and results say that nothing is
+                guaranteed, and ``--resume`` ends the run once the ledger is back.
+            SiteError: a site does not send its ledger, or a damaged one. results.json says so.
         """
         released: dict[Literal["file", "sha256"], str] | None = None
         if status != "interrupted":
@@ -383,7 +382,7 @@ class RoundLoop:
             releases=releases(plan, self._config),
             algorithm=self._config.algorithm.name,
             dataset=self._config.data.name,
-            task=(task.classes, task.shape),
+            task={"classes": task.classes, "shape": list(task.shape)},
             planned=plan.visits if over and not problems else None,
             this_run=this_run,
             former=former_ledgers(self._folder, journals),
@@ -399,11 +398,11 @@ def train(
     make_trackers: Callable[[], Sequence[Tracker]],
     snapshot: Snapshot | None,
 ) -> None:
-    """Carry a run out in its folder, from the start or from a snapshot.
+    """Run in a folder, from the start or from a snapshot.
 
     Args:
-        make_trackers: called when the accounts are open: trackers cut what a resumed run will
-            write again, and nothing may be cut when a ledger forbids the run.
+        make_trackers: called when the accounts are open: trackers cut what a resumed run will write
+            again, and nothing may be cut when a ledger forbids the run.
     """
     with open_accounts(prepared, folder, snapshot), ExitStack() as stack:
         label_meter = HiddenLabelMeter(prepared.federated_data.true_labels)

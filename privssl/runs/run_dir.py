@@ -1,8 +1,7 @@
-"""The folder of a run and the accounts in it: made once, never overwritten by accident.
+"""The folder of a run: made once, never overwritten by accident, private to the user (0700).
 
-The folder is private to the user (0700) and one process works in it at a time. What earlier
-runs spent is never deleted: replacing a private run moves its ledger beside the folder and says
-so. Whatever is refused is refused before anything in the folder has changed.
+One process works in it at a time. Replacing a private run moves its ledger beside the folder.
+Whatever is refused is refused before anything in the folder has changed.
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ CONTENTS = frozenset(
 
 
 def write_text(path: Path, text: str) -> None:
-    """Put a small file in place whole, or not at all. RunFolderError when it cannot be."""
+    """Put a small file in place whole, or not at all; RunFolderError when it cannot be."""
     with atomic_files.writing(path):
         atomic_files.replace(path, text.encode())
 
@@ -50,7 +49,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def create_run_dir(prepared: Prepared) -> Iterator[Path]:
-    """The new folder of a run; inside, no other process may work in it.
+    """Make the folder of a new run, and lock it.
 
     Raises:
         RunFolderError: it exists and may not be replaced, or cannot be made.
@@ -90,10 +89,10 @@ def check_free(config: Config) -> None:
 
 @contextmanager
 def lock_run_dir(folder: Path) -> Iterator[None]:
-    """Inside, another process that asks for the folder gets a RunFolderError.
+    """Lock the folder itself; another process that asks for it gets a RunFolderError.
 
-    The lock is the operating system's, on the folder itself: it goes with its process, however
-    that ends. A file system without locks is used without one.
+    The system drops the lock when the process ends. A file system without locks is used without
+    one.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -162,12 +161,9 @@ def _remove(folder: Path) -> None:
 
 
 def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
-    """What a run in this folder came to: results.json, and the sentences on its guarantee.
+    """results.json of a run, and the sentences on its guarantee; None before there are results.
 
-    None when there are no results yet.
-
-    Raises:
-        RunFolderError: a file is damaged.
+    Raises RunFolderError for a damaged file.
     """
     results, card = _read_json(folder / "results.json"), _read_json(folder / "privacy.json")
     if results is None:

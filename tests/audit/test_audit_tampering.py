@@ -120,7 +120,7 @@ def card_anew(run: Path, **changes: Any) -> None:
         "releases": [(r["name"], r["status"], r["why"]) for r in card["releases"]],
         "algorithm": card["algorithm"],
         "dataset": card["dataset"],
-        "task": (card["task"]["classes"], tuple(card["task"]["shape"])),
+        "task": card["task"],
         "planned": card["planned_visits"],
         "weights": card["weights"],
     }
@@ -495,7 +495,8 @@ def test_a_card_of_another_version_is_refused_with_its_name(run: Path) -> None:
 
 def test_the_card_says_the_clip_norm_and_the_audit_compares_it_with_the_config(run: Path) -> None:
     card = json.loads((run / "privacy.json").read_text())
-    assert card["clip_norm"] == config.load_config(run / "config.yaml").privacy.clip_norm
+    privacy = config.load_config(run / "config.yaml").privacy
+    assert privacy is not None and card["clip_norm"] == privacy.clip_norm
     assert f"Clip norm of one row's gradient: {card['clip_norm']:g}." in (
         run / "privacy.md"
     ).read_text()

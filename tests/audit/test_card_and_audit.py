@@ -889,4 +889,4 @@ def test_a_card_of_another_version_is_refused_in_words(
     card = json.loads((replacing / "privacy.json").read_text())
     write_card(replacing, {**card, "schema": 1})
     assert main([str(replacing)]) == 2
-    assert "audit it with that version" in capsys.readouterr().err
+    assert "Audit it with that version" in capsys.readouterr().err

@@ -572,7 +572,7 @@ def _card_anew(run: Path, agents: list[str]) -> None:
         scope=plan.scope, delta=plan.budget.delta,
         releases=[(r["name"], r["status"], r["why"]) for r in old["releases"]],
         algorithm=old["algorithm"], dataset=old["dataset"],
-        task=(old["task"]["classes"], tuple(old["task"]["shape"])),
+        task=old["task"],
         planned=len(journals[0][1].events), weights=old["weights"],
     )  # fmt: skip
     results = json.loads((run / "results.json").read_text())
