@@ -26,6 +26,7 @@ from accounting.errors import PlanError
 from accounting.events import (
     MAX_COUNT,
     Event,
+    LeafEvent,
     NonPrivateEvent,
     PoissonSampledGaussianEvent,
     PureDpEvent,
@@ -67,12 +68,8 @@ class Cost:
     sampled: bool
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
-            self.rdp + other.rdp,
-            self.mu_squared + other.mu_squared,
-            self.pure + other.pure,
-            self.sampled or other.sampled,
-        )
+        sampled, mu_squared = self.sampled or other.sampled, self.mu_squared + other.mu_squared
+        return Cost(self.rdp + other.rdp, mu_squared, self.pure + other.pure, sampled)
 
     def times(self, count: int) -> "Cost":
         """The cost of doing all of it ``count`` >= 1 times."""
@@ -143,9 +140,8 @@ def rdp_epsilon(events: Iterable[Event], delta: float, orders: Sequence[float] =
     """Epsilon by Renyi DP alone, at orders of the caller's choice (each > 1), for checks."""
     check_delta(delta)
     at = tuple(orders)
-    curve = sum(
-        (_rdp(leaf, at) for event in events for leaf in leaf_events(event)), np.zeros(len(at))
-    )
+    leaves = (leaf for event in events for leaf in leaf_events(event))
+    curve = sum((_rdp(leaf, at) for leaf in leaves), np.zeros(len(at)))
     return rdp_to_epsilon(curve, delta, at) if curve.any() else 0.0
 
 
@@ -248,7 +244,7 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
         return rdp_to_epsilon(_rdp(event(sigma), orders), delta, orders)
 
     def enough(orders: tuple[float, ...], high: float) -> float:
-        """Noise in ``least..high`` that these orders can tell to be enough: nearly the least."""
+        """Noise in ``least..high`` that is enough by these orders: nearly the least."""
 
         def log_excess(log_sigma: float) -> float:  # nearly a straight line: Brent needs ~8 costs
             return math.log(max(costs_at_most(math.exp(log_sigma), orders), 1e-300) / epsilon)
@@ -272,13 +268,12 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
 
     least, most = _CALIBRATION_RANGE
     first, last = round(least * _TICKS), round(most * _TICKS)
-    # All orders take 0.1 s and more, a few of them a hundredth; and a few never tell too little. So
-    # few say where to look, and all of them are asked at last, there and a tick below.
+    # All orders take 0.1 s and more, a few a hundredth, and a few never give too small an epsilon:
+    # few find the region, and all of them decide at the end.
     if epsilon <= 0 or not (costs_at_most(most, _FEW_ORDERS) <= epsilon or fits(last)):
         raise PlanError(
             f"epsilon {epsilon:g} at delta {delta:g} cannot pay for {steps} steps at sample rate "
-            f"{sample_rate:g}, even with noise {most:g}. Plan fewer steps or a "
-            f"larger epsilon."
+            f"{sample_rate:g}, even with noise {most:g}. Plan fewer steps or a larger epsilon."
         )
     noise, orders = most, _FEW_ORDERS
     for _ in range(9):  # three or four do
@@ -336,7 +331,7 @@ def _cost(event: Event) -> Cost:
     return sum((_leaf_cost(leaf) for leaf in leaf_events(event)), ZERO_COST)
 
 
-def _leaf_cost(leaf: PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent) -> Cost:
+def _leaf_cost(leaf: LeafEvent) -> Cost:
     rdp = _rdp(leaf, ORDERS)
     match leaf:
         case PoissonSampledGaussianEvent(sigma, 1.0, steps):
@@ -347,9 +342,7 @@ def _leaf_cost(leaf: PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent
             return Cost(rdp, 0.0, 0.0, sampled=True)
 
 
-def _rdp(
-    leaf: PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent, orders: tuple[float, ...]
-) -> NDArray[np.float64]:
+def _rdp(leaf: LeafEvent, orders: tuple[float, ...]) -> NDArray[np.float64]:
     match leaf:
         case PoissonSampledGaussianEvent(sigma, rate, steps):
             return steps * _step_rdp(sigma, rate, orders)
@@ -363,8 +356,7 @@ def _rdp(
 def _step_rdp(sigma: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
     from opacus.accountants.analysis.rdp import compute_rdp
 
-    rdp = np.asarray(
-        compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=list(orders)), dtype=np.float64
-    )
+    found = compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=list(orders))
+    rdp = np.asarray(found, dtype=np.float64)
     # NaN compares false with everything, so it must become "costs everything", never nothing.
     return np.where(np.isnan(rdp), np.inf, np.maximum(rdp, 0.0))

@@ -21,10 +21,8 @@ MAX_INTEGER = 1 << 53  # beyond it other JSON readers lose digits
 
 def encode(record: Mapping[str, Any]) -> bytes:
     """The canonical bytes of a record, without a newline."""
-    text = json.dumps(
-        record, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    )
-    return text.encode()
+    form: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False, "allow_nan": False}
+    return json.dumps(record, sort_keys=True, **form).encode()
 
 
 def decode(line: bytes) -> Json:
@@ -70,12 +68,9 @@ def decode_strictly(text: bytes, *, parse_float: Callable[[str], float] = finite
     """
     try:
         value = json.loads(
-            text.decode(),
-            object_pairs_hook=_no_key_twice,
-            parse_constant=_refuse_constant,
-            parse_float=parse_float,
-            parse_int=bounded,
-        )
+            text.decode(), object_pairs_hook=_no_key_twice, parse_constant=_refuse_constant,
+            parse_float=parse_float, parse_int=bounded,
+        )  # fmt: skip
         json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair fails here
     except (ValueError, RecursionError) as error:
         raise PlanError(f"not a JSON record ({error})") from error

@@ -52,12 +52,10 @@ class PureDpEvent:
     count: int
 
     def __post_init__(self) -> None:
-        check_real("epsilon of a pure release", self.epsilon)
-        if not 0 < self.epsilon <= MAX_PURE_EPSILON:
-            raise PlanError(
-                f"epsilon of a pure release is {self.epsilon}; it must be above 0 and at most "
-                f"{MAX_PURE_EPSILON:g}"
-            )
+        name, most = "epsilon of a pure release", MAX_PURE_EPSILON
+        check_real(name, self.epsilon)
+        if not 0 < self.epsilon <= most:
+            raise PlanError(f"{name} is {self.epsilon}; give a number above 0, at most {most:g}")
         check_count("count", self.count)
 
 
@@ -83,20 +81,17 @@ class ComposedEvent:
         if not isinstance(self.events, tuple) or not 1 <= len(self.events) <= _MAX_PARTS:
             raise PlanError(f"a composed event needs a tuple of 1 to {_MAX_PARTS} events")
         for event in self.events:
-            if not isinstance(
-                event, PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent | ComposedEvent
-            ):
+            if not isinstance(event, Event):
                 raise PlanError(f"{type(event).__name__} is not a kind of event")
         if _depth(self) > _MAX_DEPTH:
             raise PlanError(f"composed events are nested more than {_MAX_DEPTH} deep")
 
 
-Event = PoissonSampledGaussianEvent | PureDpEvent | ComposedEvent | NonPrivateEvent
+LeafEvent = PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent
+Event = LeafEvent | ComposedEvent
 
 
-def leaf_events(
-    event: Event,
-) -> tuple[PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent, ...]:
+def leaf_events(event: Event) -> tuple[LeafEvent, ...]:
     """The simple events inside an event, in order."""
     if isinstance(event, ComposedEvent):
         return tuple(leaf for part in event.events for leaf in leaf_events(part))
@@ -105,24 +100,16 @@ def leaf_events(
 
 def is_protected(events: Iterable[Event]) -> list[PoissonSampledGaussianEvent | PureDpEvent]:
     """The simple events inside these that have a finite cost: all but unprotected reads."""
-    return [
-        leaf
-        for event in events
-        for leaf in leaf_events(event)
-        if not isinstance(leaf, NonPrivateEvent)
-    ]
+    leaves = (leaf for event in events for leaf in leaf_events(event))
+    return [leaf for leaf in leaves if not isinstance(leaf, NonPrivateEvent)]
 
 
 def event_to_json(event: Event) -> Json:
     """The event as a canonical record; see :mod:`accounting.canonical_json`."""
     match event:
         case PoissonSampledGaussianEvent(sigma, rate, steps):
-            return {
-                "kind": "sampled_gaussian",
-                "noise_multiplier": real(sigma),
-                "sample_rate": real(rate),
-                "steps": steps,
-            }
+            numbers = {"noise_multiplier": real(sigma), "sample_rate": real(rate)}
+            return {"kind": "sampled_gaussian", **numbers, "steps": steps}
         case PureDpEvent(epsilon, count):
             return {"kind": "pure_epsilon", "epsilon": real(epsilon), "count": count}
         case NonPrivateEvent(reason):
@@ -142,11 +129,8 @@ def event_from_json(record: object) -> Event:
     match record.get("kind"):
         case "sampled_gaussian":
             only_keys(record, {"kind", "noise_multiplier", "sample_rate", "steps"}, "event")
-            return PoissonSampledGaussianEvent(
-                noise_multiplier=read_real(record["noise_multiplier"], "noise_multiplier"),
-                sample_rate=read_real(record["sample_rate"], "sample_rate"),
-                steps=record["steps"],
-            )
+            sigma, rate = (read_real(record[n], n) for n in ("noise_multiplier", "sample_rate"))
+            return PoissonSampledGaussianEvent(sigma, rate, record["steps"])
         case "pure_epsilon":
             only_keys(record, {"kind", "epsilon", "count"}, "event")
             return PureDpEvent(read_real(record["epsilon"], "epsilon"), record["count"])
@@ -189,9 +173,7 @@ def check_sample_rate(value: float) -> None:
     """Raise PlanError unless 0 < value <= 1."""
     check_real("sample_rate", value)
     if not 0 < value <= 1:
-        raise PlanError(
-            f"sample_rate is {value}; it is the chance that a row is in a batch, in (0, 1]"
-        )
+        raise PlanError(f"sample_rate is {value}; give the chance, in (0, 1], of a row in a batch")
 
 
 def check_count(name: str, value: object) -> None:
@@ -206,10 +188,7 @@ def check_delta(value: float) -> None:
     """Raise PlanError unless 0 < value < 1."""
     check_real("delta", value)
     if not 0 < value < 1:
-        raise PlanError(
-            f"delta is {value}; it is the chance that the bound fails for a row: above 0, and "
-            f"well below 1 / rows"
-        )
+        raise PlanError(f"delta is {value}; give a number above 0, and well below 1 / rows")
 
 
 def _depth(event: Event) -> int:

@@ -94,8 +94,7 @@ class JournalFile:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise LedgerError(
-                f"{self.path}: another process is using this account. Wait for it to end, or stop "
-                f"it; the lock goes with its process."
+                f"{self.path}: another process is using this account. Wait for it to end, or stop it"
             ) from error
 
     def create(self, first: dict[str, Any]) -> None:
@@ -104,8 +103,8 @@ class JournalFile:
             self._file = os.open(self.path, _APPEND | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError as error:
             raise LedgerError(
-                f"{self.path}: exists already; its charges must not be forgotten. Resume that "
-                f"run, or choose another run folder."
+                f"{self.path}: exists already, and its charges still count. Resume that run, or "
+                "choose another run folder."
             ) from error
         except OSError as error:
             raise LedgerError(f"{self.path}: cannot be created ({error.strerror})") from error
@@ -124,9 +123,8 @@ class JournalFile:
         try:
             self._file = os.open(self.path, _APPEND)
         except OSError as error:
-            raise LedgerError(
-                f"{self.path}: cannot be read and written ({error.strerror})"
-            ) from error
+            text = f"{self.path}: cannot be read and written ({error.strerror})"
+            raise LedgerError(text) from error
         self._lock_alone(self._file)
 
     def extend(self, head: str, seq: int) -> None:
@@ -203,7 +201,7 @@ class JournalFile:
         if self._file is None or self._process != os.getpid():
             raise LedgerError(
                 f"{self.path}: closed, or opened by another process. Open the account in the "
-                f"process that reads the rows."
+                "process that reads the rows."
             )
         if self._broken:
             raise LedgerError(f"{self.path}: an earlier write failed ({self._broken}); resume")

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from accounting.account_plan import AccountPlan, plan_to_json, refuse_change
-from accounting.accountants import ZERO_COST, Cost
-from accounting.budget import Budget
+from accounting.accountants import ZERO_COST
 from accounting.canonical_json import Json, real
 from accounting.errors import BudgetExhausted, LedgerError, PlanError
 from accounting.events import Event, event_to_json
@@ -115,10 +114,6 @@ class Account:
         return self._journal.plan
 
     @property
-    def budget(self) -> Budget:
-        return self.plan.budget
-
-    @property
     def head(self) -> str:
         """SHA-256 of the last line: what a card or a coordinator should remember."""
         return self._file.head
@@ -163,7 +158,7 @@ class Account:
 
     def left(self) -> float:
         """Budget minus epsilon spent, >= 0. Epsilons do not add up."""
-        return max(0.0, self.budget.epsilon - self.spent())
+        return max(0.0, self.plan.budget.epsilon - self.spent())
 
     @contextmanager
     def spend(self, event: Event, visit: str) -> Iterator[None]:
@@ -181,14 +176,8 @@ class Account:
         after = self._check_admissible(event, visit)
         self._file.refuse_damage()
         try:
-            reserve = self._file.append(
-                {
-                    "type": "reserve",
-                    "visit": visit,
-                    "event": event_to_json(event),
-                    "eps_after": real(after),
-                }
-            )
+            about = {"event": event_to_json(event), "eps_after": real(after)}
+            reserve = self._file.append({"type": "reserve", "visit": visit, **about})
         finally:  # whatever ends it, a disk or Ctrl-C: the line may be on disk, so it counts
             self._journal.charge(event)
         self._journal.visits[visit] = reserve
@@ -211,38 +200,30 @@ class Account:
             raise LedgerError(f"{self.agent}: {error}. Nothing was read.") from error
         if visit in self._journal.visits:
             raise LedgerError(f"{self.agent}: already spent for visit {visit!r}; nothing was read.")
-        if not self._within_budget(after):
+        budget = self.plan.budget.epsilon
+        # A budget of 0 pays for nothing, even where a tiny event's epsilon rounds to 0.
+        if not (math.isfinite(after) and budget > 0 and after <= budget):
             delta = self.plan.delta_of(self._journal.cost)
             raise BudgetExhausted(
-                f"{self.agent} has spent epsilon {self.spent():.4f} of {self.budget.epsilon:g} "
-                f"(delta {delta:g}). This visit would bring it to {after:.4f}. "
-                f"Nothing was read. Plan fewer visits, or more noise, or a larger budget."
+                f"{self.agent} has spent epsilon {self.spent():.4f} of {budget:g} (delta {delta:g}). "
+                f"This visit would bring it to {after:.4f}. Nothing was read. Plan fewer visits, "
+                "or more noise, or a larger budget."
             )
-        if not self._within_limit(own):
+        if not (self._limit > 0 and own <= self._limit):
             raise BudgetExhausted(
                 f"{self.agent}: this visit would bring what this run spent to {own:.4f}, above its "
                 f"own limit {self._limit:g}. Nothing was read."
             )
         return after
 
-    @property
-    def _own(self) -> Cost:
-        return self._journal.by_run.get(self._run, ZERO_COST)
-
     def _epsilon_with(self, event: Event) -> tuple[float, float]:
         """Epsilon after one more event: of the account, and of this run alone."""
         cost = self.plan.charge(event)
         if not cost.at_most(self.plan.visit_cost):
             raise PlanError("the visit costs more than the plan says one visit costs at most")
-        after, own = self._journal.cost + cost, self._own + cost
+        after = self._journal.cost + cost
+        own = self._journal.by_run.get(self._run, ZERO_COST) + cost
         return self.plan.epsilon(after), self.plan.epsilon(own)
-
-    def _within_budget(self, after: float) -> bool:
-        # A budget of 0 pays for nothing, even where a tiny event's epsilon rounds to 0.
-        return math.isfinite(after) and self.budget.epsilon > 0 and after <= self.budget.epsilon
-
-    def _within_limit(self, own: float) -> bool:
-        return self._limit > 0 and own <= self._limit
 
 
 def _resume(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:

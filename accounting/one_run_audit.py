@@ -134,13 +134,9 @@ def one_run_ceiling(
 
 
 def claim_rejected(
-    *,
-    canaries: int,
-    guesses: int,
-    correct: int,
-    profile: Sequence[tuple[float, float]],
+    *, canaries: int, guesses: int, correct: int, profile: Sequence[tuple[float, float]],
     confidence: float = 0.95,
-) -> bool:
+) -> bool:  # fmt: skip
     """Whether the guesses refute a plan that claims every (epsilon, delta) of the profile.
 
     The recursion of arXiv:2410.22235, with abstention: assume that v or more guesses are right

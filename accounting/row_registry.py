@@ -30,6 +30,10 @@ _KEY_BYTES = 32
 _FINGERPRINT_BYTES = 16
 _UNPROTECTED = "unprotected"
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
+_ADVICE = (
+    "Give every run the same split (data.split: RUN/split.json of the first), remove doubled rows "
+    "from the data, or use another privacy.ledger for other rows."
+)
 
 
 def shared_rows(holdings: Mapping[str, Iterable[bytes]]) -> Iterator[tuple[str, str, int]]:
@@ -59,12 +63,9 @@ def unprotected_rows(
 
 
 def claim(
-    folder: Path,
-    holdings: Mapping[str, Iterable[bytes]],
-    *,
-    bare: Iterable[bytes] = (),
+    folder: Path, holdings: Mapping[str, Iterable[bytes]], *, bare: Iterable[bytes] = (),
     only_check: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Put rows under the accounts of their agents, for good; all of them, or none.
 
     Also record the rows that the run uses without protection: no row is ever both.
@@ -102,8 +103,8 @@ def claim(
                     _put(registry / f"{agent}.rows", _lines(merged[agent]))
     except OSError as error:
         raise LedgerError(
-            f"{registry}: cannot be read or written ({error.strerror}). Without it nobody knows "
-            f"which rows have an account."
+            f"{registry}: cannot be read or written ({error.strerror}). It says which rows have "
+            "an account."
         ) from error
 
 
@@ -124,9 +125,7 @@ def _refuse_overlap(folder: Path, holdings: Mapping[str, set[bytes]]) -> None:
         if both := len(ours & theirs):
             raise LedgerError(
                 f"{folder}: {both} rows would be in the accounts of {one} and of {other}, and "
-                f"have two budgets. Give every run the same split (data.split: RUN/split.json of "
-                f"the first), remove doubled rows from the data, or use another privacy.ledger "
-                f"for other rows."
+                f"have two budgets. {_ADVICE}"
             )
 
 
@@ -138,9 +137,7 @@ def _refuse_unprotected(
             raise LedgerError(
                 f"{folder}: {both} rows in the account of {agent} would be used without "
                 f"protection, or have been, by this run or another, as unlabelled or validation "
-                f"rows, and its budget would promise nothing for them. Give every run the same "
-                f"split (data.split: RUN/split.json of the first), remove doubled rows from the "
-                f"data, or use another privacy.ledger for other rows."
+                f"rows, and its budget would promise nothing for them. {_ADVICE}"
             )
 
 
@@ -177,8 +174,8 @@ def _unprotected(registry: Path, *, begun: bool) -> set[bytes] | None:
 def _read_known(path: Path) -> set[bytes]:
     try:
         found = {bytes.fromhex(line.decode("ascii")) for line in _content(path).split()}
-    except ValueError as error:
-        raise LedgerError(f"{path}: damaged; put the true file back") from error
+    except ValueError:
+        found = {b""}
     if any(len(fingerprint) != _FINGERPRINT_BYTES for fingerprint in found):
         raise LedgerError(f"{path}: damaged; put the true file back")
     return found

@@ -22,12 +22,10 @@ from accounting.one_run_audit import check_confidence, check_part
 Floats = NDArray[np.float64]
 
 _CANDIDATES = 500  # thresholds tried from either end of the scores
-#: The best of many thresholds is partly the luckiest. Wider limits while choosing prefer one
-#: with more errors to count; what is chosen is then judged at the confidence asked for.
+#: The best of many thresholds is partly luck. Wider limits while choosing prefer one with more
+#: errors to count.
 _WIDER = 50
 _Z = float(ndtri(0.975))  # of a two-sided 95% interval
-
-# Reading an attack --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,8 @@ def roc(scores_in: ArrayLike, scores_out: ArrayLike) -> AttackRates:
     wins = float(ranks[: members.size].sum()) - members.size * (members.size + 1) / 2
     auc = wins / (members.size * others.size)
     threshold = np.sort(others)[-1 - others.size // 100]  # above it: at most 1% of the others
-    return AttackRates(
-        auc=auc,
-        auc_low=_auc_limit(auc, 0.0, members.size, others.size),
-        auc_high=_auc_limit(auc, 1.0, members.size, others.size),
-        tpr_at_1_percent_fpr=float(np.mean(members > threshold)),
-    )
+    low, high = (_auc_limit(auc, end, members.size, others.size) for end in (0.0, 1.0))
+    return AttackRates(auc, low, high, float(np.mean(members > threshold)))
 
 
 def _auc_limit(auc: float, end: float, members: int, others: int) -> float:
@@ -81,9 +75,6 @@ def _auc_limit(auc: float, end: float, members: int, others: int) -> float:
 
     nearest = auc + 1e-12 * (end - auc)  # at auc = 0 or 1 itself the excess is 0
     return float(brentq(excess, nearest, end))
-
-
-# Two worlds ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -105,14 +96,9 @@ class TwoSampleBound:
 
 
 def two_sample_lower_bound(
-    *,
-    false_negatives: int,
-    false_positives: int,
-    trials_in: int,
-    trials_out: int,
-    delta: float,
+    *, false_negatives: int, false_positives: int, trials_in: int, trials_out: int, delta: float,
     confidence: float = 0.95,
-) -> float:
+) -> float:  # fmt: skip
     """The largest epsilon that the errors of one test, fixed beforehand, reject; else 0.0.
 
     With upper Clopper-Pearson limits FN and FP, each at half of 1 - confidence: the larger of
@@ -142,23 +128,15 @@ def two_sample_ceiling(
     4.91
     """
     return two_sample_lower_bound(
-        false_negatives=0,
-        false_positives=0,
-        trials_in=trials_in,
-        trials_out=trials_out,
-        delta=delta,
-        confidence=confidence,
-    )
+        false_negatives=0, false_positives=0, trials_in=trials_in, trials_out=trials_out,
+        delta=delta, confidence=confidence,
+    )  # fmt: skip
 
 
 def two_sample_bound_from_scores(
-    scores_in: ArrayLike,
-    scores_out: ArrayLike,
-    delta: float,
-    confidence: float = 0.95,
-    *,
+    scores_in: ArrayLike, scores_out: ArrayLike, delta: float, confidence: float = 0.95, *,
     choosing: float = 0.5,
-) -> TwoSampleBound:
+) -> TwoSampleBound:  # fmt: skip
     """Choose a threshold on the first share of the scores and count errors on the others.
 
     The parts are taken by position, so the scores must not be sorted.
@@ -188,10 +166,8 @@ def two_sample_bound_from_scores(
     return TwoSampleBound(
         lower_bound=two_sample_lower_bound(**errors, **trials, delta=delta, confidence=confidence),
         ceiling=two_sample_ceiling(**trials, delta=delta, confidence=confidence),
-        threshold=threshold,
-        **errors,
-        **trials,
-    )
+        threshold=threshold, **errors, **trials,
+    )  # fmt: skip
 
 
 def _held_out_threshold(
@@ -209,12 +185,9 @@ def _held_out_threshold(
 
 
 def _bounds(
-    missed: NDArray[np.int64],
-    accused: NDArray[np.int64],
-    trials: tuple[int, int],
-    delta: float,
+    missed: NDArray[np.int64], accused: NDArray[np.int64], trials: tuple[int, int], delta: float,
     confidence: float,
-) -> Floats:
+) -> Floats:  # fmt: skip
     """Lower bounds (K,) for K pairs of error counts."""
     level = (1 + confidence) / 2
     upper = []

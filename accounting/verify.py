@@ -59,6 +59,10 @@ _PURE_COMMENT = """\
 # (basic composition): count * epsilon."""
 
 
+#: Each kind of release with a finite cost, and how often it took place.
+Counted = tuple[tuple[PoissonSampledGaussianEvent | PureDpEvent, int], ...]
+
+
 class Bracket(NamedTuple):
     """A lower and an upper bound on the true epsilon of a list of events."""
 
@@ -83,13 +87,11 @@ def rdp_epsilon(events: Iterable[Event], delta: float) -> float | None:
     """
     check_delta(delta)
     _need_library()
-    return _rdp_epsilon(tuple(_count_events(events).items()), delta)
+    return _rdp_epsilon(_count_events(events), delta)
 
 
 @lru_cache(maxsize=128)  # agents often spend the same
-def _rdp_epsilon(
-    counted: tuple[tuple[PoissonSampledGaussianEvent | PureDpEvent, int], ...], delta: float
-) -> float | None:
+def _rdp_epsilon(counted: Counted, delta: float) -> float | None:
     import dp_accounting
 
     accountant = dp_accounting.rdp.RdpAccountant(orders=list(INTEGER_ORDERS))
@@ -117,7 +119,7 @@ def pld_bracket(events: Iterable[Event], delta: float) -> Bracket:
     """
     _check_numeric_delta(delta)
     _need_library()
-    counted = tuple(_count_events(events).items())
+    counted = _count_events(events)
     if not counted:
         return Bracket(0.0, 0.0)
     bounds = [_compose(counted, pessimistic, delta) for pessimistic in (False, True)]
@@ -146,7 +148,7 @@ def dp_event_source(events: Iterable[Event], delta: float) -> str:
     _check_numeric_delta(delta)
     noisy: Counter[str] = Counter()
     pure: Counter[float] = Counter()
-    for leaf, count in _count_events(events).items():
+    for leaf, count in _count_events(events):
         match leaf:
             case PoissonSampledGaussianEvent(sigma, 1.0, steps):
                 noisy[f"dp.GaussianDpEvent({sigma!r})"] += count * steps
@@ -172,11 +174,7 @@ def dp_event_source(events: Iterable[Event], delta: float) -> str:
 
 
 @lru_cache(maxsize=128)  # agents often spend the same, and a card asks before its audit does
-def _compose(
-    counted: tuple[tuple[PoissonSampledGaussianEvent | PureDpEvent, int], ...],
-    pessimistic: bool,
-    delta: float,
-) -> float:
+def _compose(counted: Counted, pessimistic: bool, delta: float) -> float:
     total: Any = None
     for leaf, count in counted:
         match leaf:
@@ -213,28 +211,26 @@ def _pure_loss(each: float, pessimistic: bool) -> Any:
     )
 
 
-def _count_events(events: Iterable[Event]) -> Counter[PoissonSampledGaussianEvent | PureDpEvent]:
+def _count_events(events: Iterable[Event]) -> Counted:
     counted: Counter[PoissonSampledGaussianEvent | PureDpEvent] = Counter()
-    for event in events:
-        for leaf in leaf_events(event):
-            if isinstance(leaf, NonPrivateEvent):
-                raise PlanError(f"an unprotected read ({leaf.reason}) has no finite epsilon")
-            counted[leaf] += 1
-    return counted
+    for leaf in (leaf for event in events for leaf in leaf_events(event)):
+        if isinstance(leaf, NonPrivateEvent):
+            raise PlanError(f"an unprotected read ({leaf.reason}) has no finite epsilon")
+        counted[leaf] += 1
+    return tuple(counted.items())
 
 
 def _check_numeric_delta(delta: float) -> None:
     check_delta(delta)
     if delta < _MIN_DELTA:
         raise PlanError(
-            f"delta {delta:g} is below {_MIN_DELTA:g}, where numeric composition has no digits "
-            f"left. Use the RDP value."
+            f"delta {delta:g} is below {_MIN_DELTA:g}: too small for numeric composition. Use RDP"
         )
 
 
 def _need_library() -> None:
     if not available():
         raise AccountingError(
-            "dp-accounting is not installed, so there is no second opinion on epsilon. "
+            "dp-accounting is not installed, so epsilon has no second opinion. "
             "Run: pip install dp-accounting"
         )

@@ -754,7 +754,7 @@ def test_no_message_changes_what_an_agent_may_spend(tmp_path: Path) -> None:
         assert [isinstance(answer, FedSSLUpdate) for answer in answers] == [True] * allowed + [
             False
         ] * 2
-        assert 0 < allowed < 10 and account.spent() <= account.budget.epsilon == 2.0
+        assert 0 < allowed < 10 and account.spent() <= account.plan.budget.epsilon == 2.0
     assert isinstance(answers[-1], Declined)
 
 

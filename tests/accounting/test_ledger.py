@@ -612,9 +612,9 @@ CHILD = """
     from pathlib import Path
     from accounting.budget import Budget
     from accounting.errors import LedgerError
-    from accounting.events import SampledGaussian
+    from accounting.events import PoissonSampledGaussianEvent
     from accounting.ledger import Account, AccountPlan
-    event = SampledGaussian(noise_multiplier=8.0, sample_rate=1.0, steps=5)
+    event = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
     plan = AccountPlan(agent="s0", budget=Budget(4.0, 1e-5), scope="sound", update=("F", "G"),
                        protect=("F", "G"), event=event, n_public=34)
     path, resume = Path(sys.argv[1]), sys.argv[2] == "resume"
