@@ -311,19 +311,10 @@ def max_repeats(once: Cost, *, budget: float, delta: float, spent: Cost = ZERO_C
     """How often a cost still fits a budget of which ``spent`` is gone; at most 10,000,000."""
     check_real("epsilon", budget)
 
-    def fits(count: int) -> bool:
-        return budget > 0 and (spent + once.times(count)).epsilon(delta) <= budget
+    def exceeds(count: int) -> bool:
+        return budget <= 0 or not (spent + once.times(count)).epsilon(delta) <= budget
 
-    if not fits(1):
-        return 0
-    fitting, above = 1, 2
-    while above <= MAX_COUNT and fits(above):
-        fitting, above = above, 2 * above
-    above = min(above, MAX_COUNT + 1)
-    while above - fitting > 1:
-        middle = (fitting + above) // 2
-        fitting, above = (middle, above) if fits(middle) else (fitting, middle)
-    return fitting
+    return _least_that_fits(exceeds, 1, 1, MAX_COUNT + 1) - 1
 
 
 @lru_cache(maxsize=256)

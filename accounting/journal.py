@@ -94,7 +94,7 @@ class JournalFile:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise LedgerError(
-                f"{self.path}: another process is using this account. Wait for it to end, or stop it"
+                f"{self.path}: another process is using this account. Wait for it, or stop it"
             ) from error
 
     def create(self, first: dict[str, Any]) -> None:

@@ -205,9 +205,9 @@ class Account:
         if not (math.isfinite(after) and budget > 0 and after <= budget):
             delta = self.plan.delta_of(self._journal.cost)
             raise BudgetExhausted(
-                f"{self.agent} has spent epsilon {self.spent():.4f} of {budget:g} (delta {delta:g}). "
-                f"This visit would bring it to {after:.4f}. Nothing was read. Plan fewer visits, "
-                "or more noise, or a larger budget."
+                f"{self.agent} has spent epsilon {self.spent():.4f} of {budget:g} (delta "
+                f"{delta:g}). This visit would bring it to {after:.4f}. Nothing was read. Plan "
+                "fewer visits, or more noise, or a larger budget."
             )
         if not (self._limit > 0 and own <= self._limit):
             raise BudgetExhausted(

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Verdict(IntEnum):
-    """The exit status, and what it is called."""
+    """The exit status."""
 
     CONSISTENT = 0
     VIOLATED = 1
@@ -104,21 +104,15 @@ def _build_report(run: Path, found: "ClaimCheck") -> Report:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m privssl.audit",
-        description="Check the ledgers and the privacy claim of a run.",
-    )
+    about = "Check the ledgers and the privacy claim of a run."
+    parser = argparse.ArgumentParser(prog="python -m privssl.audit", description=about)
     parser.add_argument("run", metavar="RUN_DIR", type=Path, help="a folder that train wrote")
-    parser.add_argument(
-        "--empirical", action="store_true",
-        help="attack the run's plan with canaries made here (minutes; needs none of its data)",
-    )  # fmt: skip
+    about = "attack the run's plan with canaries made here (minutes; needs none of its data)"
+    parser.add_argument("--empirical", action="store_true", help=about)
     printed = parser.add_mutually_exclusive_group()
     printed.add_argument("--json", action="store_true", help="print the report as JSON")
-    printed.add_argument(
-        "--dp-event", action="store_true",
-        help="print a Python program that recomputes epsilon with dp-accounting alone",
-    )  # fmt: skip
+    about = "print a Python program that recomputes epsilon with dp-accounting alone"
+    printed.add_argument("--dp-event", action="store_true", help=about)
     options = parser.parse_args(argv)
     open_standard_streams()
     with interrupt_on_signals(*STOPPING):
@@ -196,9 +190,6 @@ def _dp_events(found: "ClaimCheck") -> Iterator[str]:
             yield dp_event_source(is_protected(journal.events), journal.plan.budget.delta)
 
 
-# The report for people ----------------------------------------------------------------------
-
-
 def _print(report: Report) -> None:
     console = Terminal(soft_wrap=True)
     if not console.is_terminal:
@@ -218,11 +209,11 @@ def _print(report: Report) -> None:
     for note in [*report.notes, *(report.attack.notes if report.attack else ())]:
         console.print("note: " + escape(note))
     console.print(f"verdict: [bold]{report.verdict.name}[/bold] ({_MEANING[report.verdict]})")
-    if report.attack is not None and report.verdict == Verdict.CONSISTENT:
-        console.print(
-            "No attack found evidence against the claim. That is not a proof; the accounting is."
-        )
     if report.attack is not None:
+        if report.verdict == Verdict.CONSISTENT:
+            console.print(
+                "No attack found evidence against the claim. The proof is the accounting."
+            )
         console.print("What these attacks cannot see:")
         for kind in report.attack.cannot_see:
             console.print(f"  - {escape(kind)}")
@@ -230,8 +221,16 @@ def _print(report: Report) -> None:
 
 def _ledger_table(report: Report) -> Table:
     table = Table(title=f"audit of {escape(report.run)}")
-    columns = ("agent", "budget", "claimed", "recomputed", "by", "PLD bounds", "visits", "ledger")
-    for column in columns:
+    for column in [
+        "agent",
+        "budget",
+        "claimed",
+        "recomputed",
+        "by",
+        "PLD bounds",
+        "visits",
+        "ledger",
+    ]:
         table.add_column(column)
     for agent in report.agents:
         bounds = "-" if agent.pld_lower is None else f"{agent.pld_lower:.4f}..{agent.pld_upper:.4f}"
@@ -255,32 +254,26 @@ def _attack_table(attack: "AttackReport") -> Table:
     for column in ("attack", "what was tried", "leaks at least (95%)", "can show at most"):
         table.add_column(column)
     if (mechanism := attack.mechanism) is not None:
-        table.add_row(
-            "mechanism",
-            mechanism.trials_run,
-            f"epsilon {mechanism.lower_bound:.2f}", f"{mechanism.ceiling:.2f}",
-        )  # fmt: skip
+        bound, most = f"epsilon {mechanism.lower_bound:.2f}", f"{mechanism.ceiling:.2f}"
+        table.add_row("mechanism", mechanism.trials_run, bound, most)
         if isinstance(mechanism, MechanismAttack):
             most = f"{mechanism.sensitivity:.4f} clip norms"
             table.add_row("", "most that one row adds", most, "")
         for name, p in mechanism.p_values.items():
             table.add_row("", f"{name} as promised", f"p = {p:.2g}", "")
     if (canaries := attack.canaries) is not None:
-        table.add_row(
-            "canaries",
+        tried = (
             f"{canaries.canaries} canaries, {canaries.guesses} guesses, {canaries.correct} right, "
-            f"{canaries.visits} visits",
-            f"epsilon {canaries.lower_bound:.2f}", f"{canaries.ceiling:.2f}",
-        )  # fmt: skip
+            f"{canaries.visits} visits"
+        )
+        bound, most = f"epsilon {canaries.lower_bound:.2f}", f"{canaries.ceiling:.2f}"
+        table.add_row("canaries", tried, bound, most)
         allowed = attack_bounds(attack.epsilon, attack.delta)["tpr_at_1_percent_fpr"]
         bound = f"claim allows {100 * allowed:.1f}%" if attack.sound else "nothing is claimed"
         for name, rates in canaries.rates.items():
-            table.add_row(
-                "",
-                f"{name}: members found at 1% false alarms ({bound})",
-                f"{100 * rates.tpr_at_1_percent_fpr:.1f}%",
-                f"AUC {rates.auc:.3f} [{rates.auc_low:.3f}, {rates.auc_high:.3f}]",
-            )
+            found = f"{name}: members found at 1% false alarms ({bound})"
+            auc = f"AUC {rates.auc:.3f} [{rates.auc_low:.3f}, {rates.auc_high:.3f}]"
+            table.add_row("", found, f"{100 * rates.tpr_at_1_percent_fpr:.1f}%", auc)
     return table
 
 

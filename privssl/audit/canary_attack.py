@@ -120,8 +120,8 @@ def attack(
     privacy = config.privacy
     if privacy is None or not card.get("task"):
         raise RunFolderError(
-            "privacy.json does not say what rows look like (task), so that no row like them can be "
-            "made to attack with. Runs of this version write it"
+            "privacy.json does not say what rows look like (task), so no row can be made to attack "
+            "with. Runs of this version write it"
         )
     name, journal = max(journals.items(), key=lambda item: len(item[1].events))
     rows = config.data.labelled / max(len(card["agents"]), 1)
@@ -202,9 +202,6 @@ def _judge_mechanism(report: AttackReport, found: MechanismAttack) -> None:
         )
 
 
-# What the agent sends -----------------------------------------------------------------------
-
-
 class _Recorder(LocalEngine):
     """The engine of a run, which also keeps every message that came and went."""
 
@@ -219,15 +216,9 @@ class _Recorder(LocalEngine):
 
 
 def attack_messages(
-    algorithm: Algorithm[Any],
-    plan: PrivatePlan,
-    task: Task,
-    visits: int,
-    delta: float,
-    profile: Sequence[tuple[float, float]],
-    canaries: int,
-    promised: AccountPlan | None = None,
-) -> CanaryAttack:
+    algorithm: Algorithm[Any], plan: PrivatePlan, task: Task, visits: int, delta: float,
+    profile: Sequence[tuple[float, float]], canaries: int, promised: AccountPlan | None = None,
+) -> CanaryAttack:  # fmt: skip
     """Train one made-up support agent with the run's own algorithm and guess who was in.
 
     Args:
@@ -241,10 +232,9 @@ def attack_messages(
     x = torch.from_numpy(noise).view(shape)
     y = torch.from_numpy((secure_uniform(canaries) * task.classes).astype(np.int64))
     included = secure_uniform(canaries) < 0.5
-    seen = _visits_of(
-        algorithm, plan, LabelledRows(x, y, torch.arange(canaries)), included, visits, promised
-    )
-    # Noise over what a canary adds in a visit, both squared and times 4: see _moved_along.
+    made_up = LabelledRows(x, y, torch.arange(canaries))
+    seen = _visits_of(algorithm, plan, made_up, included, visits, promised)
+    # Noise over what a canary adds in a visit, both squared and times 4: see _projection_scores.
     ridge = 4 * plan.noise_multiplier**2 / (plan.steps * plan.sample_rate**2)
     rows, networks = (network_input(x), y), algorithm.networks()
     scores = {
@@ -259,25 +249,20 @@ def attack_messages(
     correct = count_correct(guess(together, guesses), included)
     tally = {"canaries": canaries, "guesses": guesses, "correct": correct}
     return CanaryAttack(
-        **tally,
-        visits=visits,
+        **tally, visits=visits,
         lower_bound=one_run_lower_bound(**tally, delta=delta, confidence=CONFIDENCE),
         ceiling=one_run_ceiling(
             canaries=canaries, guesses=guesses, delta=delta, confidence=CONFIDENCE
         ),
         rejects_claim=claim_rejected(**tally, profile=profile, confidence=CONFIDENCE),
         rates={name: roc(s[included], s[~included]) for name, s in scores.items()},
-    )
+    )  # fmt: skip
 
 
 def _visits_of(
-    algorithm: Algorithm[Any],
-    plan: PrivatePlan,
-    rows: LabelledRows,
-    included: NDArray[np.bool_],
-    visits: int,
-    promised: AccountPlan | None,
-) -> list[tuple[Message, Message]]:
+    algorithm: Algorithm[Any], plan: PrivatePlan, rows: LabelledRows, included: NDArray[np.bool_],
+    visits: int, promised: AccountPlan | None,
+) -> list[tuple[Message, Message]]:  # fmt: skip
     """What the made-up agent was sent and answered, visit by visit."""
     here = torch.from_numpy(np.flatnonzero(included))
     seed = int.from_bytes(os.urandom(4), "big")
@@ -285,15 +270,12 @@ def _visits_of(
         promise = AccountPlan(
             agent="s0",
             budget=Budget(1e9, 1e-12),  # this account pays for an experiment on made-up rows
-            scope=plan.scope,
-            update=plan.update,
-            protect=plan.protect,
-            event=plan.event,
+            scope=plan.scope, update=plan.update, protect=plan.protect, event=plan.event,
             n_public=None,
-            # With private counts rows are drawn for differently.
+            # Whether counts are public decides how rows are drawn.
             record_counts="public" if promised is None else promised.record_counts,
             adjacency="zero_out" if promised is None else promised.adjacency,
-        )
+        )  # fmt: skip
         account = Account.open(Path(folder) / "s0.jsonl", promise, resume=False)
         held = LabelledRows(rows.x[here], rows.y[here], rows.ids[here])
         agent = Agent(id="s0", held_labelled=held, account=account)
@@ -310,13 +292,9 @@ def _visits_of(
 
 
 def _scores(
-    network: nn.Module,
-    loss: CanaryLoss,
-    name: str,
-    seen: Sequence[tuple[Message, Message]],
-    canaries: tuple[Tensor, Tensor],
-    ridge: float | None,
-) -> NDArray[np.float64]:
+    network: nn.Module, loss: CanaryLoss, name: str, seen: Sequence[tuple[Message, Message]],
+    canaries: tuple[Tensor, Tensor], ridge: float | None,
+) -> NDArray[np.float64]:  # fmt: skip
     """How much a network seems to have learnt each canary, over all visits: (canaries,).
 
     Args:
@@ -350,12 +328,9 @@ def _losses(network: nn.Module, loss: CanaryLoss, canaries: tuple[Tensor, Tensor
 
 
 def _projection_scores(
-    network: nn.Module,
-    loss: CanaryLoss,
-    canaries: tuple[Tensor, Tensor],
-    moved: StateDict,
+    network: nn.Module, loss: CanaryLoss, canaries: tuple[Tensor, Tensor], moved: StateDict,
     ridge: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """How much of a movement is each canary's own descent (N,): the best linear guess.
 
     Gradients resemble each other, so that an absent canary still points where others pull. With

@@ -32,9 +32,8 @@ from privssl.privacy.secure_noise import secure_uniform
 
 ALARM = 1e-6  # level of each test
 
-# Cells of a made-up table, at least. Two releases with the same noise share what is not 0 in it:
-# among 100 cells that is too little to be sure in one case of 16 at epsilon 2, among 200 in one
-# of 100,000.
+# Cells of a made-up table, at least. Among 100, two releases with the same noise would be missed in
+# one case of 16 at epsilon 2; among 200 in one of 100,000.
 _CELLS = 200
 _FEWEST, _MOST = 1000, 4000  # made-up tables
 _LARGEST_SEEN = 8.5  # epsilon; trials grow with its exponential
@@ -84,17 +83,15 @@ def attack_census(plan: CensusPlan, censuses: int, epsilon: float, classes: int)
     noise = (y - counts).reshape(-1, cells)  # (releases, cells)
     few = noise[np.linspace(0, len(noise) - 1, min(len(noise), _COMPARED)).astype(int)]
     return CensusAttack(
-        censuses=censuses,
-        trials=min(int(inside.sum()), int((~inside).sum())),
-        lower_bound=worlds.lower_bound,
-        ceiling=worlds.ceiling,
+        censuses=censuses, trials=min(int(inside.sum()), int((~inside).sum())),
+        lower_bound=worlds.lower_bound, ceiling=worlds.ceiling,
         p_values={
             "noise": _law_p(noise.ravel(), plan.epsilon),
             "every cell": _every_cell_p(noise, often),
             "other cells": _alike_p(noise, plan.epsilon),
             "other releases": _alike_p(few.T, plan.epsilon),
         },
-    )
+    )  # fmt: skip
 
 
 def trials_to_see(epsilon: float, confidence: float) -> int:
@@ -136,7 +133,7 @@ def _release(plan: CensusPlan, counts: Whole, classes: int) -> Whole:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Inside, the generators that noise must not come from begin at the same place."""
+    """Seed alike the generators that noise must not come from."""
     python, legacy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -147,9 +144,6 @@ def _seeded() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(legacy)
-
-
-# Tests of the noise -------------------------------------------------------------------------
 
 
 def _law_p(noise: Whole, epsilon: float) -> float:

@@ -135,14 +135,11 @@ def attack_mechanism(
     if steps > 1:
         p_values["repeated noise"] = repeats_p(np.stack(seen.noise, axis=1))
     return MechanismAttack(
-        steps=steps,
-        members=seen.trials[1],
-        others=seen.trials[0],
-        lower_bound=worlds.lower_bound,
-        ceiling=worlds.ceiling,
+        steps=steps, members=seen.trials[1], others=seen.trials[0],
+        lower_bound=worlds.lower_bound, ceiling=worlds.ceiling,
         sensitivity=max(added, _most_added_by_views(plan, counts_public)),
         p_values=p_values | _whole_visits(plan, counts_public),
-    )
+    )  # fmt: skip
 
 
 class _Seen:
@@ -174,9 +171,6 @@ class _Seen:
         for inside in (0, 1):
             self.scores[inside].append(score[included == inside])
             self.trials[inside] += len(self.scores[inside][-1])
-
-
-# Canaries -----------------------------------------------------------------------------------
 
 
 class _Coordinates(nn.Module):
@@ -249,9 +243,6 @@ def _without_noise(plan: PrivatePlan) -> tuple[Bools, float]:
         drawn.append(y[included] != 0)
         most = max(most, float(np.abs(y).max()))
     return np.stack(drawn), most
-
-
-# Whole visits -------------------------------------------------------------------------------
 
 
 def _visited(

@@ -70,9 +70,6 @@ def check(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> 
         found.doubts += _missing_visits(files, config, card)
 
 
-# What is absent -----------------------------------------------------------------------------
-
-
 def _absent(files: RunFiles, card: PrivacyCard) -> Iterator[str]:
     """Files that bear on the claim. An interrupted run releases no classifier, and has no metrics
     before its first round."""
@@ -119,9 +116,6 @@ def _check_weights(files: RunFiles, card: PrivacyCard, found: Findings) -> None:
                 found.problems.append(f"{CLASSIFIER} does not hold the weights that the card names")
         except OSError as error:
             found.doubts.append(f"{CLASSIFIER} cannot be read: {error.strerror}")
-
-
-# What is there ------------------------------------------------------------------------------
 
 
 def _checkpoint_differences(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:

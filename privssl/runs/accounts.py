@@ -33,9 +33,6 @@ SPENT = "dp/epsilon/"
 _ROUNDING = 1e-6  # relative
 
 
-# Accounts -----------------------------------------------------------------------------------
-
-
 def check_shared_accounts(prepared: Prepared) -> None:
     """Refuse, before a run folder is made, what accounts that outlive it would refuse.
 
@@ -141,14 +138,11 @@ def releases(plan: Plan | AccountPlan, config: Config) -> list[Release]:
         why = "integer histogram with discrete Laplace noise on every cell"
         sent: list[Release] = [(CENSUS, "covered", why)]
     elif not plainly:
-        sent = [
-            (name, "covered", "trained by DP-SGD under the agent's account")
-            for name in plan.protect
-        ]
+        why = "trained by DP-SGD under the agent's account"
+        sent = [(name, "covered", why) for name in plan.protect]
     else:
-        through = (
-            f"noise was added, but its gradients flow through unprotected {', '.join(plainly)}"
-        )
+        bare = ", ".join(plainly)
+        through = f"noise was added, but its gradients flow through unprotected {bare}"
         without = "trained on labelled rows without noise"
         sent = [
             (name, "not covered", through if name in plan.protect else without)

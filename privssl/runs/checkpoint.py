@@ -9,7 +9,7 @@ A snapshot is written beside its place and renamed. Loading checks size and SHA-
 falls back to an older snapshot. Checksums find damage, not editing.
 
 Memories of agents may exceed RAM: they are written one tensor at a time, and a loaded snapshot
-reads them from its file when they are needed (format 1 is read whole). The tensors of one agent are
+reads them from its file when they are needed. The tensors of one agent are
 one row of bytes; snapshot.json describes them once for all agents (``forms``).
 """
 
@@ -38,8 +38,6 @@ from privssl.storage.tensor_files import Item, LazyTensors, TensorSlice
 
 logger = logging.getLogger(__name__)
 
-#: 1 listed the tensors of single agents one by one; it is read, into memory. 1 and 2 had no
-#: checksum of snapshot.json itself.
 FORMAT = 3
 #: How many names lead to a mapping of tensors that belongs to one agent, in each tree.
 TREES = {"state": 2, "memories": 1}
@@ -60,6 +58,31 @@ class Snapshot:
     memories: Mapping[str, Mapping[str, Tensor]]
     config_digest: str
     extra: Mapping[str, str | int | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands; saved with every checkpoint."""
+
+    round: int = 0
+    best: float = 0.0
+    best_round: int = 0
+    final: float = 0.0
+    saved_best: float = -1.0  # highest accuracy of a round that has a checkpoint
+    saved_best_round: int = 0
+    up: int = 0
+    down: int = 0
+    seconds: float = 0.0
+    refused: int = 0  # visits that a budget did not pay for
+
+
+@dataclass(frozen=True)
+class CompletedRound:
+    """The result of the last finished round. Replaced as one, so that it is always whole."""
+
+    state: Any
+    memories: Mapping[str, Mapping[str, Tensor]]
+    progress: Progress
 
 
 class _Damaged(Exception):  # noqa: N818  (not told as it is: another snapshot may be whole)
@@ -166,9 +189,6 @@ def _checksum(said: Mapping[str, Any]) -> str:
     return hashlib.sha256(encode(said)).hexdigest()
 
 
-# Writing ------------------------------------------------------------------------------------
-
-
 def _manifest(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Item]]]:
     """What snapshot.json says, but for the files beside it, and the tensors of each of those."""
     about: dict[str, Any] = {
@@ -206,9 +226,6 @@ def _prune(folder: Path, current: int, keep: int) -> None:
         if number not in kept and name != best:
             shutil.rmtree(folder / name)
     _remove_leftovers(folder)
-
-
-# Reading ------------------------------------------------------------------------------------
 
 
 def _rounds(folder: Path) -> list[int]:
@@ -260,10 +277,9 @@ def inspect_snapshot(folder: Path) -> tuple[dict[str, Any] | None, str]:
 def _check_manifest(about: dict[str, Any], name: str) -> None:
     """Raise _Damaged unless snapshot.json has a known format, its own checksum and the round of its
     folder. Removes the checksum."""
-    if type(about["format"]) is not int or not 1 <= about["format"] <= FORMAT:
-        raise _Damaged(f"format {about['format']!r}, this version reads 1 to {FORMAT}")
-    stated = about.pop("sha256", None)
-    if stated != _checksum(about) and (stated is not None or about["format"] > 2):
+    if about["format"] != FORMAT:
+        raise _Damaged(f"format {about['format']!r}, this version of privssl reads {FORMAT}")
+    if about.pop("sha256", None) != _checksum(about):
         raise _Damaged("snapshot.json does not match its checksum")
     if type(about["round"]) is not int or f"round_{about['round']:05d}" != name:
         raise _Damaged(f"snapshot.json is of round {about['round']}")
@@ -273,19 +289,13 @@ def _read(folder: Path) -> Snapshot:
     try:
         about = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
         _check_manifest(about, folder.name)
-        forms = list(map(tensor_files.places_in, about.get("forms", [])))
+        forms = list(map(tensor_files.places_in, about["forms"]))
         trees = {
             name: _to_tree(folder / f"{name}.safetensors", about[name], forms) for name in TREES
         }
         extra = filled(about["extra"], _NO_TENSORS, [])
         _check_kinds(trees["memories"], about["config_digest"], extra)
-        return Snapshot(
-            round=about["round"],
-            state=trees["state"],
-            memories=trees["memories"],
-            config_digest=about["config_digest"],
-            extra=extra,
-        )
+        return Snapshot(about["round"], config_digest=about["config_digest"], extra=extra, **trees)
     except PlanError as error:
         raise _Damaged(f"snapshot.json cannot be read ({error})") from error
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -294,18 +304,14 @@ def _read(folder: Path) -> Snapshot:
 
 def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
     """Raise TypeError unless the parts have the types of :class:`Snapshot`."""
-    if type(memories) is not dict or not all(map(_is_memory, memories.values())):
+    if type(memories) is not dict or not all(
+        isinstance(memory, LazyTensors) or memory == {} for memory in memories.values()
+    ):
         raise TypeError("an agent remembers something else than tensors")
     if not isinstance(digest, str):
         raise TypeError("config_digest is no text")
     if not all(isinstance(value, str | int | float) for value in extra.values()):
         raise TypeError("extra holds something else than texts and numbers")
-
-
-def _is_memory(memory: Any) -> bool:
-    if type(memory) is dict:  # an empty one, or of the first format
-        return all(isinstance(value, Tensor) for value in memory.values())
-    return isinstance(memory, LazyTensors)
 
 
 def _to_tree(

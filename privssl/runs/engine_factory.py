@@ -24,7 +24,6 @@ from privssl.remote import tls
 from privssl.remote.discovery import RemoteTimeouts, SiteError
 from privssl.remote.flower_transport import FlowerTransport
 from privssl.remote.node_keys import NodeKeys, read_node_keys
-from privssl.settings.schema import RunSettings
 from privssl.storage import atomic_files
 from privssl.storage.spill_store import SpillStore
 from privssl.training.evaluation import HiddenLabelMeter
@@ -38,8 +37,7 @@ def refuse_unreachable(prepared: Prepared) -> None:
         certificate = str(Path(run.certificate).expanduser()) if run.certificate else ""
         if problem := tls.probe(run.superlink, certificate):
             raise SiteError(
-                f"run.superlink: {problem}. Start it (flower-superlink), or give the host and port "
-                "where one is"
+                f"run.superlink: {problem}. Start it (flower-superlink), or give its host and port"
             )
 
 
@@ -74,40 +72,35 @@ def make_engine(
 
 
 def _sites(prepared: Prepared, common: Mapping[str, Any]) -> SitesEngine:
-    config, dataset = prepared.config, prepared.federated_data.dataset
-    here = [
-        agent for agent in prepared.federated_data.agents if agent.location is AgentLocation.SERVER
-    ]
+    config, dataset, run = prepared.config, prepared.federated_data.dataset, prepared.config.run
+    here = [a for a in prepared.federated_data.agents if a.location is AgentLocation.SERVER]
     labelled = [agent.id for agent in prepared.roster if agent.role in ("support", "mixed")]
-    pins = _node_keys(prepared)
-    post = FlowerTransport(config.run.superlink, config.run.certificate, pins)
-    try:
-        return SitesEngine(
-            post, prepared.roster, algorithm=prepared.algorithm,
-            agreement=configs.compatibility_hash(config, dataset.class_names, dataset.shape),
-            home=LocalEngine(here, **common),
-            ledgers=labelled if prepared.plan is not None else (),
-            terms=_timeouts(config.run), holder=post.key_owner if pins is not None else None,
-        )  # fmt: skip
-    except BaseException:
-        post.close()
-        raise
-
-
-def _timeouts(run: RunSettings) -> RemoteTimeouts:
-    assert run.absent != "auto"  # ``config.load`` has put in what the algorithm wants
-    return RemoteTimeouts(
+    keys = _node_keys(prepared)
+    transport = FlowerTransport(run.superlink, run.certificate, keys)
+    assert run.absent != "auto"  # the config holds what the algorithm wants
+    timeouts = RemoteTimeouts(
         join_seconds=run.join_seconds, visit_seconds=run.visit_seconds,
         absent=run.absent, quorum=run.quorum,
     )  # fmt: skip
+    try:
+        return SitesEngine(
+            transport, prepared.roster, algorithm=prepared.algorithm,
+            agreement=configs.compatibility_hash(config, dataset.class_names, dataset.shape),
+            home=LocalEngine(here, **common),
+            ledgers=labelled if prepared.plan is not None else (),
+            terms=timeouts, holder=transport.key_owner if keys is not None else None,
+        )  # fmt: skip
+    except BaseException:
+        transport.close()
+        raise
 
 
 def check_memory_names(engine: Engine, memories: Mapping[str, Memory]) -> None:
     """Raise RunFolderError for a checkpoint with names of memories if agents are no sites."""
     if not isinstance(engine, SitesEngine) and any(map(is_name, memories.values())):
         raise RunFolderError(
-            "What agents remember is at their sites, and this checkpoint has only the names of it. "
-            "Go on with run.engine=flower"
+            "The agents' memories are at their sites, and this checkpoint has only their names. "
+            "Resume with run.engine=flower"
         )
 
 

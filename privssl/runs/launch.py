@@ -66,9 +66,6 @@ def launch(
     return folder
 
 
-# What is told -------------------------------------------------------------------------------
-
-
 def _log_start(prepared: Prepared) -> None:
     """The first lines of train.log: what is run, with what, on what."""
     config, agents = prepared.config, prepared.roster

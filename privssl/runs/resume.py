@@ -86,9 +86,8 @@ def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> No
     except DataError as error:
         if prepared.plan is not None:  # without the error's words, which may have hashes
             raise RunFolderError(
-                f"{path} is missing, damaged or was changed. Without it nobody knows whether the "
-                "rows under the accounts are still the same. Put it back, or start a new run with "
-                "another run.output"
+                f"{path} is missing, damaged or was changed, so the rows under the accounts may be "
+                "others. Put it back, or start a new run with another run.output"
             ) from None
         written = None
         log.warning("%s. It is written anew", error)

@@ -42,9 +42,8 @@ from privssl.runs.accounts import (
     open_accounts,
     releases,
 )
-from privssl.runs.checkpoint import Snapshot
+from privssl.runs.checkpoint import CompletedRound, Progress, Snapshot
 from privssl.runs.engine_factory import check_memory_names, log_traffic, make_engine, spending
-from privssl.runs.progress import CompletedRound, Progress
 from privssl.runs.resume import SOURCES, SPLIT
 from privssl.runs.round_plan import planned_rounds, rounds_of
 from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim, write_text
@@ -60,25 +59,16 @@ Status = Literal["finished", "budget_exhausted", "interrupted"]
 log = logging.getLogger("privssl")
 
 
-# The loop -----------------------------------------------------------------------------------
-
-
 class RoundLoop:
     """A prepared run in its folder."""
 
     _kept: CompletedRound
 
     def __init__(
-        self,
-        prepared: Prepared,
-        folder: Path,
-        engine: Engine,
-        label_meter: HiddenLabelMeter,
-        trackers: Sequence[Tracker],
-        spill_store: SpillStore | None = None,
-    ) -> None:
-        """``label_meter`` is the meter of ``engine``, ``spill_store`` where its agents' memories
-        lie."""
+        self, prepared: Prepared, folder: Path, engine: Engine, label_meter: HiddenLabelMeter,
+        trackers: Sequence[Tracker], spill_store: SpillStore | None = None,
+    ) -> None:  # fmt: skip
+        """``label_meter`` and ``spill_store`` are those of ``engine``."""
         config = prepared.config
         self._prepared, self._config, self._folder = prepared, config, folder
         self._algorithm, self._trackers = prepared.algorithm, trackers
@@ -95,8 +85,6 @@ class RoundLoop:
         self._federation = Federation(self._engine, config.run.seed)
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []
-
-    # A run's life: begin or restore, rounds, end ----------------------------------------------
 
     def begin(self) -> None:
         """The state before round 1."""
@@ -124,10 +112,8 @@ class RoundLoop:
                 f"{self._folder}: its checkpoint is not one of this algorithm ({error}). It was "
                 "written by another version; start a new run"
             ) from None
-        # Not what the snapshot has: its file may be gone before the next round is at its end.
-        self._kept = CompletedRound(
-            self._spill_store.put_parts(state), self._engine.memories(), progress
-        )
+        # A copy: the snapshot's file may be gone before the next round is at its end.
+        self._record(state, progress)
         log.info("Goes on after round %d", progress.round)
 
     def run_rounds(self) -> Status:
@@ -136,9 +122,8 @@ class RoundLoop:
         try:
             for now in rounds[self._kept.progress.round :]:
                 raise_if_interrupted()
-                with (
-                    defer_interrupts() if now.saved else nullcontext()
-                ):  # its answers are given once
+                # The replies of a saved round are given once.
+                with defer_interrupts() if now.saved else nullcontext():
                     self._one_round(now, last=now is rounds[-1])
             state = self._algorithm.finish(self._kept.state, self._federation)
             self._kept = dataclasses.replace(self._kept, state=state)
@@ -174,8 +159,7 @@ class RoundLoop:
                 self._record(state, progress)
                 self.save()
             raise
-        # The round counts from here, after it was told of: a line too many is cut off when the
-        # run goes on, and a line that is missing would be missing for ever.
+        # Recorded after logging: on resume an extra line is cut, a missing one cannot be restored.
         self._record(state, progress)
         self._durations.append(seconds)
         if saves:
@@ -210,14 +194,10 @@ class RoundLoop:
         if held_out is not None and saves and held_out > before.saved_best:
             found |= {"saved_best": held_out, "saved_best_round": now.number}
         return dataclasses.replace(
-            before,
-            round=now.number,
-            up=before.up + traffic.up,
-            down=before.down + traffic.down,
-            seconds=before.seconds + seconds,
-            refused=before.refused + self._federation.refusals,
+            before, round=now.number, up=before.up + traffic.up, down=before.down + traffic.down,
+            seconds=before.seconds + seconds, refused=before.refused + self._federation.refusals,
             **found,
-        )
+        )  # fmt: skip
 
     def _measure(self, state: Any, now: Round, last: bool) -> dict[str, float]:
         values = {**self._federation.mean_metrics(), **self._algorithm.metrics(state)}
@@ -261,7 +241,6 @@ class RoundLoop:
 
     def _save(self) -> None:
         kept, folder = self._kept, self._folder / "checkpoints"
-        # What must be as it was when the run goes on: rows, and what the accounts must remember.
         fixed: dict[str, str | int] = {SOURCES: fingerprint()}
         if self._prepared.plan is None:
             fixed[SPLIT] = self._prepared.federated_data.manifest.hash
@@ -270,24 +249,16 @@ class RoundLoop:
                 fixed[LEDGER_SEQ + agent.id] = agent.account.seq
                 fixed[LEDGER_HEAD + agent.id] = agent.account.head
                 fixed[RUN_ID] = agent.account.run
-        checkpoint.save_snapshot(
-            folder,
-            Snapshot(
-                round=kept.progress.round,
-                state=vars(kept.state),
-                memories=kept.memories,
-                config_digest=self._digest,
-                extra={**dataclasses.asdict(kept.progress), **fixed},
-            ),
-        )
+        extra = {**dataclasses.asdict(kept.progress), **fixed}
+        state = vars(kept.state)
+        snapshot = Snapshot(kept.progress.round, state, kept.memories, self._digest, extra)
+        checkpoint.save_snapshot(folder, snapshot)
         if kept.progress.saved_best_round == kept.progress.round > 0:
             checkpoint.update_pointer(folder, "best", kept.progress.round)
 
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
-
-    # What remains ---------------------------------------------------------------------------
 
     def write_results(self, status: Status) -> None:
         """Write the weights, the privacy card, and last of all results.json.
@@ -324,17 +295,11 @@ class RoundLoop:
     def _write_results(
         self, status: Status, card: Mapping[str, Any] | None, problems: Sequence[str]
     ) -> None:
-        results = self._results(status, card, problems)
-        write_text(self._folder / "results.json", json.dumps(results, indent=2) + "\n")
-
-    def _results(
-        self, status: Status, card: Mapping[str, Any] | None, problems: Sequence[str]
-    ) -> dict[str, Any]:
         config, p = self._config, self._kept.progress
         plan = self._prepared.plan
         # A session that had no round left knows the mean of the others.
         durations = self._durations or [p.seconds / max(p.round, 1)]
-        return {
+        results = {
             "name": config.run.name,
             "algorithm": config.algorithm.name,
             "dataset": config.data.name,
@@ -366,6 +331,7 @@ class RoundLoop:
                 "kernels": dispatch.instruction_set() or "torch",
             },
         }
+        write_text(self._folder / "results.json", json.dumps(results, indent=2) + "\n")
 
     def _card(
         self, status: Status, released: Mapping[Literal["file", "sha256"], str] | None
@@ -377,19 +343,14 @@ class RoundLoop:
         journals, this_run, problems = spending(self._engine, self._prepared, self._folder, over)
         return privacy_card(
             [(name, j.plan, tuple(j.events), j.head) for name, j in journals.items()],
-            scope=plan.scope,
-            delta=privacy.delta,
-            releases=releases(plan, self._config),
-            algorithm=self._config.algorithm.name,
-            dataset=self._config.data.name,
+            scope=plan.scope, delta=privacy.delta, releases=releases(plan, self._config),
+            algorithm=self._config.algorithm.name, dataset=self._config.data.name,
             task={"classes": task.classes, "shape": list(task.shape)},
             planned=plan.visits if over and not problems else None,
-            this_run=this_run,
-            former=former_ledgers(self._folder, journals),
-            ledger_problems=problems,
-            weights=released,
+            this_run=this_run, former=former_ledgers(self._folder, journals),
+            ledger_problems=problems, weights=released,
             clip_norm=None if plan.update == (CENSUS,) else privacy.clip_norm,
-        )
+        )  # fmt: skip
 
 
 def train(

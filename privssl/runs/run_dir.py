@@ -30,21 +30,16 @@ log = logging.getLogger("privssl")
 #: The file of weights that a finished run releases.
 CLASSIFIER = "classifier.safetensors"
 #: Everything that a run may write into its folder. What holds anything else is not replaced.
-CONTENTS = frozenset(
-    {
-        *("config.yaml", "split.json", "metrics.csv", "results.json", CLASSIFIER),
-        *("privacy.json", "privacy.md", "ledger", "tensorboard", "checkpoints", "train.log"),
-    }
-)
+CONTENTS = {
+    *("config.yaml", "split.json", "metrics.csv", "results.json", CLASSIFIER),
+    *("privacy.json", "privacy.md", "ledger", "tensorboard", "checkpoints", "train.log"),
+}
 
 
 def write_text(path: Path, text: str) -> None:
     """Put a small file in place whole, or not at all; RunFolderError when it cannot be."""
     with atomic_files.writing(path):
         atomic_files.replace(path, text.encode())
-
-
-# Beginning a run ----------------------------------------------------------------------------
 
 
 @contextmanager
@@ -100,8 +95,7 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunFolderError(
-                f"{folder}: another process is training in it. Wait for it to end, or choose "
-                "another run.output"
+                f"{folder}: another process is training in it. Wait, or choose another run.output"
             ) from error
         except OSError as error:
             log.warning("%s cannot be locked: %s", folder, error.strerror)
@@ -130,8 +124,8 @@ def _refuse_what_is_not_ours(folder: Path, entries: set[str]) -> None:
         what = "it is a link" if linked else "it has no split.json"
         what = f"it holds {', '.join(foreign[:3])}" if foreign else what
         raise RunFolderError(
-            f"{folder} exists and is not a run of privssl ({what}), so that nothing in it is "
-            "ever replaced, not even with run.overwrite=true. Choose another run.output"
+            f"{folder} exists and is not a run of privssl ({what}), so nothing in it is replaced, "
+            "not even with run.overwrite=true. Choose another run.output"
         )
 
 
@@ -155,9 +149,6 @@ def _remove(folder: Path) -> None:
                 "rows, and the new card names it.", former,
             )  # fmt: skip
         shutil.rmtree(folder)
-
-
-# Going on with a run ------------------------------------------------------------------------
 
 
 def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
