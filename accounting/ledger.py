@@ -200,10 +200,8 @@ class Account:
             raise LedgerError(f"{self.agent}: {error}. Nothing was read.") from error
         if visit in self._journal.visits:
             raise LedgerError(f"{self.agent}: already spent for visit {visit!r}; nothing was read.")
-        budget = self.plan.budget.epsilon
-        # A budget of 0 pays for nothing, even where a tiny event's epsilon rounds to 0.
-        if not (math.isfinite(after) and budget > 0 and after <= budget):
-            delta = self.plan.delta_of(self._journal.cost)
+        if not self._within_budget(after):
+            budget, delta = self.plan.budget.epsilon, self.plan.delta_of(self._journal.cost)
             raise BudgetExhausted(
                 f"{self.agent} has spent epsilon {self.spent():.4f} of {budget:g} (delta "
                 f"{delta:g}). This visit would bring it to {after:.4f}. Nothing was read. Plan "
@@ -224,6 +222,11 @@ class Account:
         after = self._journal.cost + cost
         own = self._journal.by_run.get(self._run, ZERO_COST) + cost
         return self.plan.epsilon(after), self.plan.epsilon(own)
+
+    def _within_budget(self, after: float) -> bool:
+        # A budget of 0 pays for nothing, even where a tiny event's epsilon rounds to 0.
+        budget = self.plan.budget.epsilon
+        return math.isfinite(after) and 0 < budget and after <= budget
 
 
 def _resume(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:

@@ -123,7 +123,7 @@ def test_a_ledger_written_under_the_papers_stop_rule_is_found_out(
 ) -> None:
     # The control of every "exactly T visits": Alg. 2 looks at the total of earlier visits alone.
     def papers(self: Account, after: float) -> bool:
-        return self.spent() <= self.budget.epsilon
+        return self.spent() <= self.plan.budget.epsilon
 
     fitting = spend_all(tmp_path / "ours", plan("s0"))
     monkeypatch.setattr(Account, "_within_budget", papers)
