@@ -103,7 +103,7 @@ class JournalFile:
             self._file = os.open(self.path, _APPEND | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError as error:
             raise LedgerError(
-                f"{self.path}: exists already, and its charges still count. Resume that run, or "
+                f"{self.path}: exists already; its charges still count. Resume that run, or "
                 "choose another run folder."
             ) from error
         except OSError as error:
