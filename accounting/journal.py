@@ -217,7 +217,7 @@ class JournalFile:
             self._broken = error.strerror or str(error)
             raise LedgerError(
                 f"{self.path}: line {self.seq + 2} could not be written ({self._broken}). "
-                f"What it pays for was not read. Free space or mend the disk, then resume."
+                f"Its rows were not read. Free space or repair the disk, then resume."
             ) from error
         except BaseException:  # Ctrl-C: whether the line is on disk, only a fresh read can tell
             self._broken = "interrupted"

@@ -49,7 +49,7 @@ class Journal:
 
     Args:
         plans: in order; the last one is in force. Empty only when there are problems.
-        runs: which run opened the account under each plan; "" where nobody said.
+        runs: which run opened the account under each plan; "" where it was not given.
         by_run: what each run spent.
         events: one per charged visit, torn lines included as the plan's largest visit.
         visits: key of each reserved visit -> number (``seq``) of its line.

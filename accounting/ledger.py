@@ -64,7 +64,7 @@ class Account:
         run: str = "",
         run_epsilon: float = math.inf,
     ) -> "Account":
-        """Start an account, or go on with one.
+        """Start or resume an account.
 
         Args:
             path: the journal, ``AGENT.jsonl``; its directory is made when absent.
@@ -115,12 +115,12 @@ class Account:
 
     @property
     def head(self) -> str:
-        """SHA-256 of the last line: what a card or a coordinator should remember."""
+        """SHA-256 of the last line: for the card and for checkpoints."""
         return self._file.head
 
     @property
     def seq(self) -> int:
-        """Number of the last line, from 0: what a checkpoint should remember."""
+        """Number of the last line, from 0: for checkpoints."""
         return self._file.seq
 
     @property
@@ -149,7 +149,7 @@ class Account:
         return len(self._journal.events)
 
     def is_charged(self, visit: str) -> bool:
-        """Whether a visit of this name was paid for, whatever became of it."""
+        """Whether a visit of this name was charged, finished or not."""
         return visit in self._journal.visits
 
     def spent(self) -> float:
@@ -226,7 +226,7 @@ class Account:
     def _within_budget(self, after: float) -> bool:
         # A budget of 0 pays for nothing, even where a tiny event's epsilon rounds to 0.
         budget = self.plan.budget.epsilon
-        return math.isfinite(after) and 0 < budget and after <= budget
+        return math.isfinite(after) and budget > 0 and after <= budget
 
 
 def _resume(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
@@ -259,7 +259,7 @@ def refuse_problems(
         )
     if minimum_head and journal.hashes[minimum_seq] != minimum_head:
         raise LedgerError(
-            f"{path}: entry {minimum_seq} is not the one that the checkpoint remembers: the "
+            f"{path}: entry {minimum_seq} is not the one that the checkpoint records: the "
             f"journal was cut and written on. Put the true journal back."
         )
 

@@ -28,7 +28,7 @@ from accounting.events import check_count, check_delta, check_real
 Inverse = Callable[[float], float]
 
 _PRECISION = 1e-9  # of a bisection, on the side that is rejected
-_LARGEST_EXPONENT = 700.0  # e^700 is a float, and e^-700 accuses nobody
+_LARGEST_EXPONENT = 700.0  # e^700 is a float, and e^-700 accuses no one
 
 
 def guess(scores: ArrayLike, guesses: int) -> NDArray[np.int8]:
@@ -49,10 +49,10 @@ def guess(scores: ArrayLike, guesses: int) -> NDArray[np.int8]:
     if guesses % 2:
         raise PlanError(f"guesses is {guesses}; it must be even: half say in, half say out")
     order = np.argsort(ranked, kind="stable")
-    said = np.zeros(ranked.size, dtype=np.int8)
-    said[order[: guesses // 2]] = -1
-    said[order[ranked.size - guesses // 2 :]] = 1
-    return said
+    made = np.zeros(ranked.size, dtype=np.int8)
+    made[order[: guesses // 2]] = -1
+    made[order[ranked.size - guesses // 2 :]] = 1
+    return made
 
 
 def count_correct(guesses: ArrayLike, included: ArrayLike) -> int:
@@ -60,12 +60,12 @@ def count_correct(guesses: ArrayLike, included: ArrayLike) -> int:
 
     Raises PlanError where the two differ in length, or hold something else.
     """
-    said, coins = np.asarray(guesses), np.asarray(included)
-    if said.ndim != 1 or said.shape != coins.shape or coins.dtype != np.bool_:
+    made, coins = np.asarray(guesses), np.asarray(included)
+    if made.ndim != 1 or made.shape != coins.shape or coins.dtype != np.bool_:
         raise PlanError("guesses and included must be two lists as long, included of true or false")
-    if not np.isin(said, (-1, 0, 1)).all():
+    if not np.isin(made, (-1, 0, 1)).all():
         raise PlanError("a guess is neither +1 (in) nor -1 (out) nor 0 (abstained)")
-    return int(np.count_nonzero(said == np.where(coins, 1, -1)))
+    return int(np.count_nonzero(made == np.where(coins, 1, -1)))
 
 
 def one_run_p_value(

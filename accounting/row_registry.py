@@ -182,7 +182,7 @@ def _read_known(path: Path) -> set[bytes]:
 
 
 def _lines(fingerprints: set[bytes]) -> bytes:
-    # Sorted: the order of the rows is nobody's business.
+    # Sorted, so that the file does not show the order of the rows.
     return b"".join(fingerprint.hex().encode() + b"\n" for fingerprint in sorted(fingerprints))
 
 

@@ -826,7 +826,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("what", FORGED)
 def test_a_forged_snapshot_is_passed_over_in_words(what: str, tmp_path: Path) -> None:
     assert checkpoint.load_snapshot(forged(tmp_path / "good", lambda about: None), "d").round == 1
-    with pytest.raises(RunFolderError, match="no checkpoint is whole"):
+    with pytest.raises(RunFolderError, match="no checkpoint is intact"):
         checkpoint.load_snapshot(forged(tmp_path / "bad", FORGED[what]), "d")
 
 

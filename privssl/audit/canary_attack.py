@@ -168,8 +168,8 @@ def attack(
     return report
 
 
-def _task(config: Config, told: Mapping[str, Any]) -> Task:
-    classes, (channels, height, width) = int(told["classes"]), map(int, told["shape"])
+def _task(config: Config, entry: Mapping[str, Any]) -> Task:
+    classes, (channels, height, width) = int(entry["classes"]), map(int, entry["shape"])
     shape = (channels, height, width)
     return Task(classes, shape, lambda: models.build_classifier(config.model, shape, classes))
 
@@ -303,9 +303,9 @@ def _scores(
             then how far its loss on the canary fell.
     """
     scores = torch.zeros(len(canaries[1]), dtype=torch.float64)
-    for told, said in seen:
-        before: StateDict = getattr(told, name)
-        after: StateDict | None = getattr(said, name)
+    for request, reply in seen:
+        before: StateDict = getattr(request, name)
+        after: StateDict | None = getattr(reply, name)
         if after is None:
             continue
         if ridge is None:

@@ -135,7 +135,7 @@ def _choose_journals(files: RunFiles, found: Findings) -> dict[str, Journal]:
             chosen[name] = now
         elif now.head != copy.head:
             found.notes.append(
-                f"{name}: the account has gone on in other runs, and has spent epsilon "
+                f"{name}: other runs used the account since, and it has spent epsilon "
                 f"{now.epsilon:.4f} of {now.plan.budget.epsilon:g}, this run's included"
             )
     return chosen

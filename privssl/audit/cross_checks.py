@@ -28,7 +28,7 @@ _RESUME = "; if the run was killed while it wrote them, resume it: it writes the
 def check_records(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
     """Check that each ledger still has the lines that checkpoints recorded.
 
-    Where an account outlives the run and is on this machine, the account itself is asked.
+    Where an account outlives the run and is on this machine, the account itself is compared.
     """
     copied = files.accounts is not None and files.shared is None
     for agent in sorted({record.agent for record in files.records}):
@@ -48,7 +48,7 @@ def check_records(files: RunFiles, journals: Mapping[str, Journal], found: Findi
             if wrong:
                 first = min(wrong, key=lambda record: record.seq)
                 found.problems.append(
-                    f"the ledger of {agent} was cut or replaced: {first.checkpoint} remembers "
+                    f"the ledger of {agent} was cut or replaced: {first.checkpoint} records "
                     f"entry {first.seq}"
                 )
             elif lost:

@@ -194,7 +194,7 @@ def _alike_p(noise: Whole, epsilon: float) -> float:
     most = 0
     for i in range(columns - 1):
         mine, others = noise[:, i : i + 1], noise[:, i + 1 :]
-        told = mine != 0
+        nonzero = mine != 0
         for sign in (1, -1):
-            most = max(most, int(((others == sign * mine) & told).sum(axis=0).max()))
+            most = max(most, int(((others == sign * mine) & nonzero).sum(axis=0).max()))
     return float(min(1.0, columns * (columns - 1) * binom.sf(most - 1, rows, chance)))

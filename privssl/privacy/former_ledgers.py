@@ -59,15 +59,15 @@ def former_ledgers(folder: Path, known: Mapping[str, Journal]) -> list[FormerLed
 
 def former_sentences(entries: Iterable[Mapping[str, Any]]) -> list[str]:
     """One sentence for each ledger of a replaced run: the card does not count its spending."""
-    told: dict[str, list[str]] = {}
+    spending: dict[str, list[str]] = {}
     for entry in entries:
-        spent = "damaged, so nobody knows what it spent"
+        spent = "damaged, so what it spent is unknown"
         if entry["epsilon"] is not None:
             nominal = "nominal " if entry["kind"] == "nominal" else ""
             spent = f"{nominal}epsilon {round_up(entry['epsilon'])} at delta {entry['delta']:g}"
-        told.setdefault(entry["ledger"], []).append(f"{entry['agent']} {spent}")
+        spending.setdefault(entry["ledger"], []).append(f"{entry['agent']} {spent}")
     return [
         f"Not counted: a run that this one replaced, whose ledger is in {ledger}: "
         f"{', '.join(spent)}. For a row that both runs used, epsilons and deltas add up."
-        for ledger, spent in told.items()
+        for ledger, spent in spending.items()
     ]

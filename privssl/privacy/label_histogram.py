@@ -25,7 +25,7 @@ CENSUS = "census"  # the name under which the table stands in plans, ledgers and
 class CensusPlan:
     """The numbers of a census, public and fixed before the run; the interface of ``plan.Plan``."""
 
-    epsilon: float  # of the one release, and of its noise; 0: nothing is asked
+    epsilon: float  # of the one release, and of its noise; 0: nothing is released
     visits: int  # 1; 0 where epsilon is 0
     rows: float = 0.0  # declared labelled rows of all support agents together, public
 

@@ -23,10 +23,10 @@ from privssl.privacy.privacy_card import Release
 from privssl.runs.checkpoint import Snapshot
 from privssl.storage import atomic_files
 
-#: With the agent's id, the keys under which a checkpoint remembers a ledger's length and last hash.
+#: With the agent's id, the keys under which a checkpoint stores a ledger's length and last hash.
 LEDGER_SEQ = "ledger_seq/"
 LEDGER_HEAD = "ledger_head/"
-#: The key under which a checkpoint remembers the name by which accounts know its run.
+#: The key under which a checkpoint stores the id of its run in the accounts.
 RUN_ID = "run_id"
 #: With the agent's id, the column of metrics.csv that shows what its account has spent.
 SPENT = "dp/epsilon/"
@@ -75,7 +75,7 @@ def open_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -
     """Open and lock the account of every agent with labels.
 
     Args:
-        snapshot: of the run that goes on. A journal that ends before it was cut, and is refused.
+        snapshot: of the run to resume. A journal that ends before it was cut, and is refused.
 
     Raises:
         accounting.errors.LedgerError: a journal is missing, damaged, cut, or in use, or a row has

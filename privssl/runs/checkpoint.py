@@ -1,7 +1,7 @@
 """Checkpoints: tensors as safetensors, all else as strict JSON, never pickled objects.
 
     checkpoints/round_00010/state.safetensors      tensors of the server's state
-    checkpoints/round_00010/memories.safetensors   tensors that agents remember
+    checkpoints/round_00010/memories.safetensors   tensors of agents' memories
     checkpoints/round_00010/snapshot.json          shape of both trees, numbers, checksums, its own
     checkpoints/latest, checkpoints/best           text files with the name of a folder
 
@@ -48,7 +48,7 @@ _FOLDER = re.compile(r"round_([0-9]{5,9})")
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What a run needs to go on after ``round``, apart from data and privacy journals.
+    """What a run needs to resume after ``round``, apart from data and privacy journals.
 
     ``config_digest`` is ``config.config_hash``. ``extra``: numbers of the run loop.
     """
@@ -85,7 +85,7 @@ class CompletedRound:
     progress: Progress
 
 
-class _Damaged(Exception):  # noqa: N818  (not told as it is: another snapshot may be whole)
+class _Damaged(Exception):  # noqa: N818  (another snapshot may be intact)
     """A snapshot is incomplete or not what was written."""
 
 
@@ -151,7 +151,7 @@ def load_snapshot(folder: Path, expected_digest: str) -> Snapshot:
 
     Args:
         folder: ``checkpoints`` of the run.
-        expected_digest: ``config.config_hash`` of the config that wants to go on.
+        expected_digest: ``config.config_hash`` of the config to resume.
 
     Raises:
         RunFolderError: there is none, none is intact, or it belongs to another config.
@@ -173,20 +173,20 @@ def load_snapshot(folder: Path, expected_digest: str) -> Snapshot:
         return snapshot
     if damage:
         raise RunFolderError(
-            f"{folder}: no checkpoint is whole ({'; '.join(damage)}). Start the run anew with "
+            f"{folder}: no checkpoint is intact ({'; '.join(damage)}). Start the run anew with "
             "another run.output"
         )
-    raise RunFolderError(f"{folder}: there is no checkpoint to go on from. Start the run anew")
+    raise RunFolderError(f"{folder}: there is no checkpoint to resume from. Start a new run")
 
 
 def with_checksum(about: Mapping[str, Any]) -> bytes:
     """snapshot.json of what it is to say, with the checksum of that."""
-    said = {name: value for name, value in about.items() if name != "sha256"}
-    return json.dumps({**said, "sha256": _checksum(said)}, indent=1, allow_nan=False).encode()
+    content = {name: value for name, value in about.items() if name != "sha256"}
+    return json.dumps({**content, "sha256": _checksum(content)}, indent=1, allow_nan=False).encode()
 
 
-def _checksum(said: Mapping[str, Any]) -> str:
-    return hashlib.sha256(encode(said)).hexdigest()
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(encode(content)).hexdigest()
 
 
 def _manifest(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Item]]]:
@@ -307,7 +307,7 @@ def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
     if type(memories) is not dict or not all(
         isinstance(memory, LazyTensors) or memory == {} for memory in memories.values()
     ):
-        raise TypeError("an agent remembers something else than tensors")
+        raise TypeError("a memory of an agent holds something else than tensors")
     if not isinstance(digest, str):
         raise TypeError("config_digest is no text")
     if not all(isinstance(value, str | int | float) for value in extra.values()):

@@ -29,9 +29,9 @@ def launch(
     """Run from the start or from the last checkpoint; returns the run's folder.
 
     Args:
-        resume: the folder of the run that goes on; None begins the run of ``prepared``.
+        resume: the folder of the run to resume; None begins the run of ``prepared``.
         watchers: trackers beside ``metrics.csv`` and TensorBoard. Called when nothing forbids the
-            run any more, with the round after which it goes on (None: from the start).
+            run any more, with the round after which it resumes (None: from the start).
         stack: holds the folder's lock and log; the caller closes it after reporting errors, so that
             the log has them too.
     """
@@ -94,10 +94,10 @@ def rows_told(prepared: Prepared) -> Iterator[logging.LogRecord]:
     if not private:
         yield from federated_data.dataset.said
     for agent, holding in federated_data.manifest.agents.items():
-        told = [] if private else [f"with labels {_by_class(federated_data, holding.labelled)}"]
+        parts = [] if private else [f"with labels {_by_class(federated_data, holding.labelled)}"]
         rest = holding.unlabelled
-        told.append(f"without {len(rest) if private else _by_class(federated_data, rest)}")
-        text = f"Rows of {agent}: {'; '.join(told)}"
+        parts.append(f"without {len(rest) if private else _by_class(federated_data, rest)}")
+        text = f"Rows of {agent}: {'; '.join(parts)}"
         yield log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None)
 
 
@@ -105,10 +105,10 @@ def _by_class(federated_data: FederatedDataset, ids: Sequence[int]) -> str:
     """How many rows, and how many of each class, by the true labels."""
     counts = class_counts_of(federated_data, ids)
     names = federated_data.dataset.class_names
-    told = [f"{name} {n}" for name, n in zip(names, counts.tolist(), strict=True) if n]
+    parts = [f"{name} {n}" for name, n in zip(names, counts.tolist(), strict=True) if n]
     if unknown := len(ids) - int(counts.sum()):
-        told.append(f"{unknown} of a class that nobody knows")
-    each = ", ".join(told)
+        parts.append(f"{unknown} of unknown class")
+    each = ", ".join(parts)
     return f"{len(ids)} ({each})" if each else str(len(ids))
 
 

@@ -1,4 +1,4 @@
-"""Check that a run may go on in its folder: the same config, and the same rows at the same agents.
+"""Check that a run may be resumed in its folder: same config, same rows at the same agents.
 
 A claim counts what was released about the rows of each account. With other rows after an
 interruption, visits to one row would be spread over accounts.
@@ -21,9 +21,9 @@ from privssl.runtime.code_version import fingerprint
 
 log = logging.getLogger("privssl")
 
-#: The key under which a checkpoint of a run without privacy remembers the hash of its split.
+#: The key under which a checkpoint of a run without privacy stores the hash of its split.
 SPLIT = "split"
-#: The key under which a checkpoint remembers the code that made it.
+#: The key under which a checkpoint stores the code that made it.
 SOURCES = "sources"
 
 

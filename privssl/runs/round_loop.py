@@ -74,14 +74,14 @@ class RoundLoop:
         self._algorithm, self._trackers = prepared.algorithm, trackers
         dataset = prepared.federated_data.dataset
         self._test = (dataset.x_test, dataset.y_test)
-        self._oracle, self._engine = label_meter, engine
+        self._label_meter, self._engine = label_meter, engine
         self._spill_store = spill_store or SpillStore()
         held_out = {"test": self._test}
         if prepared.federated_data.validation is not None:
             rows = prepared.federated_data.validation
             held_out["validation"] = (rows.x, rows.y)
         classifier = self._algorithm.task.new_classifier()
-        self._judge = Evaluator(classifier, held_out, prepared.device)
+        self._evaluator = Evaluator(classifier, held_out, prepared.device)
         self._federation = Federation(self._engine, config.run.seed)
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []
@@ -201,7 +201,7 @@ class RoundLoop:
 
     def _measure(self, state: Any, now: Round, last: bool) -> dict[str, float]:
         values = {**self._federation.mean_metrics(), **self._algorithm.metrics(state)}
-        values |= self._oracle.report()
+        values |= self._label_meter.report()
         traffic = self._federation.traffic
         values |= {"comm/up_bytes": traffic.up, "comm/down_bytes": traffic.down}
         values |= log_traffic(self._engine, self._federation.absences)
@@ -218,7 +218,7 @@ class RoundLoop:
         classifiers = {"accuracy": self._algorithm.classifier(state)}
         for name, other in self._algorithm.also_evaluated(state).items():
             classifiers[f"accuracy_{name}"] = other
-        return self._judge.accuracies(classifiers)
+        return self._evaluator.accuracies(classifiers)
 
     def _log_images(self, number: int, state: Any) -> None:
         """Pictures of held-out rows: none may show an agent's row."""
@@ -236,7 +236,7 @@ class RoundLoop:
         try:
             for tracker in self._trackers:
                 tracker.keep()
-        finally:  # a round that was paid for is worth more than its line
+        finally:  # a charged round is worth more than its line
             self._save()
 
     def _save(self) -> None:

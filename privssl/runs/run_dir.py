@@ -167,11 +167,11 @@ def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
             raise RunFolderError(
                 f"{folder / name} is not what a run writes. Remove it, then --resume writes it anew"
             )
-    told = [tighter] if (tighter := headline_sentence(card)) else []
-    told += former_sentences((card or {}).get("former_ledgers", ()))
+    sentences = [tighter] if (tighter := headline_sentence(card)) else []
+    sentences += former_sentences((card or {}).get("former_ledgers", ()))
     if card is not None and SHIPPED_CODE[0] in {release["name"] for release in card["releases"]}:
-        told.append(f"Not covered over sites: {SHIPPED_CODE[0]} ({SHIPPED_CODE[2]}).")
-    return results, "\n".join([*told, guarantee_sentence(card)])
+        sentences.append(f"Not covered over sites: {SHIPPED_CODE[0]} ({SHIPPED_CODE[2]}).")
+    return results, "\n".join([*sentences, guarantee_sentence(card)])
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -866,7 +866,7 @@ def test_a_damaged_former_ledger_has_no_number(tmp_path: Path) -> None:
     [entry] = former_ledgers(tmp_path / "run", {})
     assert entry["epsilon"] is entry["delta"] is None
     card = card_of([("s0", plan("s0"), [VISIT], "a" * 64)], former=[entry])
-    assert "s0 damaged, so nobody knows what it spent" in render_markdown(card)
+    assert "s0 damaged, so what it spent is unknown" in render_markdown(card)
 
 
 def test_a_former_ledger_that_the_account_goes_on_with_is_counted_once(tmp_path: Path) -> None:

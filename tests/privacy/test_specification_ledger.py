@@ -816,7 +816,7 @@ def test_where_a_charge_cannot_be_written_the_run_ends_in_one_message_and_reads_
 
     assert_refused(
         outcome, str(ledgers(at)["s0"]), f"could not be written ({os.strerror(number)})",
-        "What it pays for was not read", "Free space or mend the disk, then resume",
+        "Its rows were not read", "Free space or repair the disk, then resume",
     )  # fmt: skip
     assert outcome.err.count("\n") == 1
     # With the disk mended the run goes on, and never charges less than what may be on it.

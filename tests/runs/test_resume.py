@@ -414,7 +414,7 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(here: Place) -> None:
 def test_a_run_without_a_checkpoint_cannot_be_resumed(copy: Place) -> None:
     shutil.rmtree(copy.run / "checkpoints")
 
-    assert_refused(command(copy.config, "--resume", copy.run), "no checkpoint to go on from")
+    assert_refused(command(copy.config, "--resume", copy.run), "no checkpoint to resume from")
 
 
 def test_two_processes_cannot_train_in_one_folder(copy: Place) -> None:
