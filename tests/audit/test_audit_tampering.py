@@ -497,9 +497,10 @@ def test_the_card_says_the_clip_norm_and_the_audit_compares_it_with_the_config(r
     card = json.loads((run / "privacy.json").read_text())
     privacy = config.load_config(run / "config.yaml").privacy
     assert privacy is not None and card["clip_norm"] == privacy.clip_norm
-    assert f"Clip norm of one row's gradient: {card['clip_norm']:g}." in (
-        run / "privacy.md"
-    ).read_text()
+    assert (
+        f"Clip norm of one row's gradient: {card['clip_norm']:g}."
+        in (run / "privacy.md").read_text()
+    )
     edit("privacy.json", "clip_norm", value=0.5)(run)
     assert "the card 0.5" in told(audit.audit(run))
 

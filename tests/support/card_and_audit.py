@@ -69,7 +69,7 @@ def write_run(
         for number in range(count):
             with account.spend(account.plan.event, visit=f"round {number}"):
                 pass
-        accounts.append((agent, account.plan, card_events(tuple(account.balance().journal.events)), account.head))
+        accounts.append((agent, account.plan, card_events(account.events), account.head))
         account.close()
     card = card_of(accounts)
     write_card(run, card)
