@@ -249,7 +249,7 @@ def test_something_else_than_tensors_cannot_be_remembered(there: LocalEngine) ->
         return Sent()
 
     with pytest.raises(
-        TypeError, match="counts_rounds of m0: agent.memory has rounds, which is no tensor"
+        TypeError, match=r"counts_rounds of m0: agent.memory has rounds, which is no tensor"
     ):
         ask(there, counts_rounds)
 
