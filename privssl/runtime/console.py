@@ -33,15 +33,19 @@ class Terminal(Console):
 
 
 class Screen(logging.Handler):
-    """Warnings and errors on standard error, below or above a progress bar."""
+    """Errors, and each warning once, on standard error."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
+        self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        warns = record.levelno == logging.WARNING
-        text = f"Warning: {record.getMessage()}" if warns else record.getMessage()
-        style = "yellow" if warns else None
+        text, style = record.getMessage(), None
+        if record.levelno == logging.WARNING:
+            if text in self._shown:  # the seeds of a comparison repeat their warnings
+                return
+            self._shown.add(text)
+            text, style = f"Warning: {text}", "yellow"
         console = Terminal(stderr=True, highlight=False, soft_wrap=True)
         console.print(text, style=style, markup=False)
 
