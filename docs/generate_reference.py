@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 from privssl.algorithms import ALGORITHMS
 from privssl.errors import ConfigError
-from privssl.experiment.config import load
+from privssl.experiment.config import load_config
 from privssl.settings.schema import (
     AgentSettings,
     DataSettings,
@@ -232,7 +232,7 @@ def refusal(algorithm: str, labels: str, partition: str, folder: Path, **more: A
     path = folder / "pair.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     try:
-        load(path)
+        load_config(path)
     except ConfigError as error:
         problem = " ".join(str(error).splitlines()[1].split())
         key, _, text = re.sub(r"^(line \d+|file|argument) ", "", problem).partition(" ")
