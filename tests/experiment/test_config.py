@@ -88,13 +88,12 @@ privacy:
     with pytest.raises(ConfigError) as error:
         load_config(write(text, "fedssl_dp.yaml"), ["run.seed=-1"], TABLE)
     assert str(error.value) == (
-        "fedssl_dp.yaml: 5 problems\n"
+        "fedssl_dp.yaml: 4 problems\n"
         "  line 4    agents.support          "
         "0, but fedssl reads labels at support agents: give at least 1\n"
         "  line 5    model.norm              batch norm couples the rows of a batch, "
         "so no single row can be clipped. Set model.norm: group\n"
         "  line 11   privacy.epsilonn        unknown key. Did you mean epsilon?\n"
-        "  line 12   privacy.delta           '1e-5' is text to YAML. Write 1.0e-5\n"
         "  argument  run.seed                needs a whole number >= 0, got -1"
     )
 
@@ -111,6 +110,25 @@ def test_a_run_is_named_after_its_file_and_goes_to_runs(write: Any) -> None:
     config = load_config(path, ["run.seed=7"], TABLE)
     assert (config.run.name, config.folder) == ("trial", Path("runs/trial-7"))
     assert load_config(path, ["run.output=else/where"], TABLE).folder == Path("else/where")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 1e-3), ("-1E2", -100.0), ("2.5e3", 2500.0), (".5e1", 5.0)]
+)
+def test_an_exponent_without_dot_or_sign_is_a_number_where_the_key_is_one(
+    write: Any, text: str, value: float
+) -> None:
+    config = load_config(
+        write(SOUND + f"run: {{join_seconds: {abs(value)}, name: {text}}}\n"),
+        [f"privacy.epsilon={text.lstrip('-')}"], TABLE,
+    )  # fmt: skip
+    assert config.privacy is not None and config.privacy.epsilon == abs(value)
+    assert config.run.name == text  # the control: the type of this key is text
+
+
+def test_a_number_in_quotes_stays_text(write: Any) -> None:
+    rows = refusal(write(SOUND + "privacy: {epsilon: '1e0', delta: 1e-5}\n"))
+    assert rows == ["line 3 privacy.epsilon '1e0' is text to YAML. Write 1.0e+0"]
 
 
 def test_lists_become_tuples_and_whole_numbers_do_for_numbers(write: Any) -> None:
@@ -222,7 +240,7 @@ def test_each_mistake_is_named_with_its_line_and_its_remedy(
         (["rum.seed=1"], "rum.seed unknown section. Did you mean run?"),
         (["model=lenet"], "model is a section. Write model.key=value"),
         (["run.seed=1", "run.seed=2"], "run.seed given twice among the arguments"),
-        (["algorithm.sharpness=1e-1"], "algorithm.sharpness '1e-1' is text to YAML. Write 1.0e-1"),
+        (["algorithm.rounds=1e1"], "algorithm.rounds '1e1' is text to YAML. Write 10"),
         (["algorithm.sharpness=0.0"], "algorithm.sharpness needs a number > 0, got 0.0"),
         (["algorithm.sharp=1.0"], "algorithm.sharp unknown key. Did you mean sharpness?"),
         (
