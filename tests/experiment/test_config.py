@@ -413,16 +413,24 @@ def test_delta_is_held_against_the_rows_of_an_agent(write: Any) -> None:
     assert refusal(path, ["privacy.delta=0.0199", "agents.support=1"])
 
 
-@pytest.mark.parametrize(("clip_norm", "fits"), [("0.001", True), ("0.0009", False), ("0", False)])
-def test_a_clip_norm_below_what_single_precision_can_tell_is_refused(
-    write: Any, clip_norm: str, fits: bool
+@pytest.mark.parametrize(
+    ("key", "fit", "outside", "range_"),
+    [
+        ("clip_norm", ["0.001", "1e6"], ["0", "0.0009", "1.1e6", "1e38"], "0.001 to 1000000"),
+        ("learning_rate", ["1e3"], ["1001", "1e38"], "at most 1000"),
+        ("noise_multiplier", ["0.2", "1e4"], ["0.1", "1e5", "1e38"], "0.2 to 10000"),
+    ],
+)
+def test_numbers_that_make_a_private_run_meaningless_are_refused_with_the_reason(
+    write: Any, key: str, fit: list[str], outside: list[str], range_: str
 ) -> None:
-    path = write(SOUND + f"privacy: {{epsilon: 8, clip_norm: {clip_norm}}}\n")
-    if fits:
-        assert load_config(path, (), TABLE).privacy is not None
-    else:
-        [row] = refusal(path)
-        assert row.endswith("give a number of 0.001 or more")
+    path = write(SOUND + "privacy: {epsilon: 8}\n")
+    for value in fit:  # the control
+        assert load_config(path, [f"privacy.{key}={value}"], TABLE).privacy is not None
+    for value in outside:
+        [row] = refusal(path, [f"privacy.{key}={value}"])
+        assert row.startswith(f"argument privacy.{key} ") and f"give {range_}" in row
+        assert "(" in row
 
 
 def test_bfloat16_is_refused_in_a_private_run_alone(write: Any) -> None:
