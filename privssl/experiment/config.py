@@ -12,7 +12,7 @@ whole, and the checks between sections. Delta's limits: docs/privacy.md.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_DOWN, Context
 from pathlib import Path
@@ -97,6 +97,7 @@ def load_config(
     builder.check("", _algorithm_problems(config, algorithms))
     builder.check("run.", _absence_problems(config, algorithms))
     builder.check("run.", _together_problems(config))
+    builder.check("", _batch_norm_problems(config, builder.bad))
     if not builder.findings:  # the algorithm may have said it in its own words
         builder.check("agents.", role_problems(config.data.labels, config.agents))
     if builder.findings:
@@ -266,6 +267,25 @@ def _together_problems(config: Config) -> Iterator[Problem]:
             "batched_agents",
             f"is {config.run.batched_agents}, but networks that multiply in bfloat16 are computed "
             "one by one. Give 1, or run.precision: float32",
+        )
+
+
+def _batch_norm_problems(config: Config, bad: Collection[str]) -> Iterator[Problem]:
+    """Batches of one row, of which batch norm has no variance. ``bad``: keys reported already."""
+    if config.model.norm != "batch" or config.privacy is not None:
+        return
+    for key, value in vars(config.algorithm).items():
+        if key.endswith("batch_size") and value == 1 and f"algorithm.{key}" not in bad:
+            yield Problem(
+                f"algorithm.{key}",
+                "1, but batch norm needs two rows in a batch. Give 2 or more, or set "
+                "model.norm: group",
+            )
+    if 0 < _labelled_rows(config) < 2:
+        yield Problem(
+            "data.labelled",
+            f"{config.data.labelled}: an agent has a single labelled row, and batch norm needs two "
+            "in a batch. Give more rows or fewer agents, or set model.norm: group",
         )
 
 
