@@ -105,7 +105,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
                 return _report(options, *known, options.resume, console)
         prepared = prepare(config)  # it stays, too, and imports Opacus for a private run
     if options.dry_run:
-        launch.warn(config.warnings)
+        launch.warn(prepared.config.warnings)
         _describe(prepared, console)
         accounts.check_shared_accounts(prepared)
         if options.resume is None:

@@ -1,27 +1,24 @@
 """What makes a run meaningless is refused before it, or said at its end and in results.json."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from privssl.algorithms import ALGORITHMS
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
-from tests.support.command_line import PLAIN, Outcome, assert_refused, command
+from privssl.runs.untrained import untrained_warnings
+from tests.support.command_line import PLAIN, Outcome, command
 
 #: Algorithms that train with batch norm, with keys that let them start.
 BATCH_NORM = {
-    "supervise": "support", "pseudo": "support", "mixmatch": "support", "fedavg": "support",
-    "fedprox": "support", "fixmatch": "support", "uda": "support", "fedsem": "support",
-    "fedssl": "support", "server_sl": "labels-at-server", "fedseal": "support", "fedtrinet": "support",
-}  # fmt: skip
+    **dict.fromkeys(("fedssl", "supervise", "pseudo", "mixmatch", "fedavg", "fedprox"), "support"),
+    **dict.fromkeys(("fixmatch", "uda", "fedsem", "fedseal", "fedtrinet"), "support"),
+    "server_sl": "labels-at-server",
+}
 
 
 def written(folder: Path, text: str, name: str = "tiny.yaml") -> Path:
@@ -72,3 +69,95 @@ def test_every_algorithm_is_in_that_list_or_refuses_batch_norm(tmp_path: Path) -
         )
         with pytest.raises(ConfigError, match=r"model\.norm "):
             load_config(path)
+
+
+# Runs that mean nothing ---------------------------------------------------------------------
+
+
+def test_a_network_that_took_no_step_is_said_at_the_end_and_in_the_results(tmp_path: Path) -> None:
+    """A budget of 0 lets no support agent take part; the control trains."""
+    text = (
+        "data: {name: toy, labelled: 40}\nagents: {support: 2}\nmodel: {width: 4}\n"
+        "algorithm: {name: fedavg, rounds: 1}\n"
+    )
+    outcome, warnings = run(tmp_path, text + "privacy: {epsilon: 0, delta: 1e-5}\n")
+    [sentence] = [text for text in warnings if "took no training step" in text]
+    assert sentence.startswith("F took no training step")
+    assert sentence in outcome.err
+    trained = tmp_path / "trained"
+    trained.mkdir()
+    outcome, warnings = run(trained, text)
+    assert not [text for text in warnings if "took no training step" in text]
+    assert "took no training step" not in outcome.err
+
+
+def test_only_networks_that_did_not_change_by_a_bit_are_named() -> None:
+    before = json.dumps({"F": "1", "G": "2"})
+    assert untrained_warnings(before, before)[0].startswith("F, G took no training step")
+    assert untrained_warnings(before, json.dumps({"F": "9", "G": "2"}))[0].startswith("G took no")
+    assert untrained_warnings(before, json.dumps({"F": "9", "G": "9"})) == []
+    assert untrained_warnings("", before) == []  # a run that an older version began
+
+
+CLASSES = 10  # of digits
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize(("labelled", "warned"), [(CLASSES - 4, True), (CLASSES, False)])
+def test_fewer_labels_than_classes_are_warned_of_by_public_numbers(
+    private: bool, labelled: int, warned: bool, tmp_path: Path
+) -> None:
+    text = (
+        f"data: {{name: digits, labelled: {labelled}}}\nagents: {{support: 1}}\n"
+        "algorithm: {name: fedavg, rounds: 1}\n"
+    ) + ("privacy: {epsilon: 8, delta: 1e-2}\n" if private else "")
+    outcome = command(written(tmp_path, text), "--dry-run")
+    assert outcome.status == 0, outcome
+    said = f"Warning: data.labelled is {labelled}, but there are 10 classes: at least 4"
+    assert (said in outcome.err) is warned
+    # Which classes are missing is known from labels, and is said of no private run.
+    assert "have no labelled row (" not in outcome.err
+
+
+def test_classes_without_a_labelled_row_are_named_unless_the_run_is_private(tmp_path: Path) -> None:
+    text = (
+        "data: {name: digits, labelled: 12, stratified: false}\nagents: {support: 1}\n"
+        "algorithm: {name: fedavg, rounds: 1}\n"
+    )
+    said = "classes have no labelled row ("
+    assert said in command(written(tmp_path, text), "--dry-run").err
+    private = text + "privacy: {epsilon: 8, delta: 1e-2}\n"
+    assert said not in command(written(tmp_path, private), "--dry-run").err
+    assert said not in command(
+        written(tmp_path, text), "--dry-run", "data.stratified=true", "data.labelled=20"
+    ).err  # fmt: skip
+
+
+def test_an_agent_without_the_rows_of_a_step_is_named(tmp_path: Path) -> None:
+    text = (
+        "data: {name: digits, labelled: 20, unlabelled: 3, partition: round_robin}\n"
+        "agents: {support: 1, query: 3}\nmodel: {norm: batch}\n"
+        "algorithm: {name: fedsem, rounds: 50}\n"
+    )
+    outcome = command(written(tmp_path, text), "--dry-run")
+    assert outcome.status == 0, outcome
+    assert "q0 holds 1 of the 2 rows that a step needs: it takes none" in outcome.err
+    control = command(written(tmp_path, text), "--dry-run", "model.norm=group")
+    assert "holds 1 of" not in control.err
+
+
+# Threads ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_more_threads_than_one_are_warned_of_with_what_to_set(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+    torch.set_num_threads(threads)  # as libgomp does when torch is loaded
+    try:
+        outcome = command(written(tmp_path, PLAIN), "--dry-run")
+    finally:
+        torch.set_num_threads(1)
+    assert outcome.status == 0
+    assert ("Set OMP_NUM_THREADS=1" in outcome.err) is (threads > 1)
