@@ -5,6 +5,7 @@ continues, and its folder has the results.
 """
 
 import errno
+import io
 import logging
 import os
 import sys
@@ -89,7 +90,7 @@ def results_to_standard_output(text: str) -> None:
 
 
 def open_standard_streams() -> None:
-    """Replace closed standard streams by /dev/null.
+    """Let standard output and error print any text; replace closed streams by /dev/null.
 
     Otherwise the next files that are opened, a log or a ledger, would get their numbers and the
     output of libraries.
@@ -100,5 +101,7 @@ def open_standard_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     for name in ("stdout", "stderr"):
+        if isinstance(getattr(sys, name), io.TextIOWrapper):  # ASCII or Latin-1 lacks some letters
+            getattr(sys, name).reconfigure(errors="backslashreplace")
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115

@@ -1,6 +1,10 @@
 """What makes a run meaningless is refused before it, or said at its end and in results.json."""
 
+import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +165,35 @@ def test_more_threads_than_one_are_warned_of_with_what_to_set(
         torch.set_num_threads(1)
     assert outcome.status == 0
     assert ("Set OMP_NUM_THREADS=1" in outcome.err) is (threads > 1)
+
+
+# Output in other encodings ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_the_last_lines_come_whatever_the_encoding_of_the_output(
+    encoding: str, tmp_path: Path
+) -> None:
+    """A folder and a run name with letters that the encoding lacks; the guarantee stands last."""
+    text = (
+        "data: {name: toy, labelled: 40}\nagents: {support: 1}\nmodel: {width: 4}\n"
+        "run: {name: λ}\nalgorithm: {name: fedavg, rounds: 1}\n"
+    )
+    folder = tmp_path / "läufe-β"
+    folder.mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-m", "privssl.train", written(folder, text), "--quiet",
+         f"run.output={folder / 'run'}"],
+        env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.decode(encoding).splitlines()
+    assert lines[-1].startswith("NO GUARANTEE")
+    assert "\\u03b2" in lines[-2]  # the folder: beta is in neither of them
+    assert b"Traceback" not in ended.stderr
+
+
+def test_without_that_care_the_last_lines_would_be_lost(tmp_path: Path) -> None:
+    """The control: what Python does with such a text by itself."""
+    with pytest.raises(UnicodeEncodeError):
+        io.TextIOWrapper(io.BytesIO(), encoding="ascii").write("läufe-β")
