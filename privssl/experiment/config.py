@@ -12,6 +12,7 @@ whole, and the checks between sections. Delta's limits: docs/privacy.md.
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_DOWN, Context
@@ -40,7 +41,7 @@ from privssl.settings.yaml_reader import as_yaml_number
 
 LONGEST_NAME = 200
 _OF_ONE_MACHINE = {"data": ("root", "split"), "privacy": ("ledger", "ledger_epsilon")}
-# Windows cannot hold files of these names, whatever their extension.
+_PATHS = {"data": ("root", "split"), "run": ("certificate", "keys"), "privacy": ("ledger",)}
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,10 @@ def load_config(
     Raises:
         ConfigError: with every problem of the file and the arguments, sorted by line.
     """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # the log and config.yaml of the run could not contain it
+        raise ConfigError(f"{show(str(path))}: its name is not UTF-8. Rename the file") from None
     builder = ConfigBuilder(path, algorithms)
     builder.read_file()
     for override in overrides:
@@ -106,8 +111,21 @@ def load_config(
         config.run, name=_name(config), precision=_precision(config, algorithms),
         absent=_absent(config, algorithms),
     )  # fmt: skip
-    result: Config = dataclasses.replace(config, run=run, warnings=tuple(_warnings(config)))
-    return result
+    config = dataclasses.replace(config, run=run, warnings=tuple(_warnings(config)))
+    # In the folder of a run paths are absolute already; older runs have others in their checksum.
+    of_run = path.name == "config.yaml" and (path.parent / "split.json").exists()
+    return config if of_run else _with_absolute_paths(config)
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """The config whose paths mean the same in every working directory."""
+    sections = {}
+    for name, keys in _PATHS.items():
+        section = getattr(config, name)
+        found = {key: getattr(section, key) for key in keys if getattr(section, key, "")}
+        full = {key: os.path.abspath(text) for key, text in found.items() if text[0] != "~"}
+        sections[name] = dataclasses.replace(section, **full) if full else section
+    return dataclasses.replace(config, **sections)
 
 
 def _name(config: Config) -> str:

@@ -141,10 +141,10 @@ def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator
     found = torch.cat([rows.y for rows in here]).unique().tolist() if here else range(len(classes))
     absent = [name for number, name in enumerate(classes) if number not in found]
     if absent and config.data.labelled >= len(classes):
+        some = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
         yield (
-            f"{len(absent)} of {len(classes)} classes have no labelled row ({', '.join(absent[:5])}"
-            f"{', ...' if len(absent) > 5 else ''}) and cannot be learned. Give more data.labelled, "
-            "or data.stratified: true"
+            f"{len(absent)} of {len(classes)} classes have no labelled row ({some}) and cannot be "
+            "learned. Give more data.labelled, or data.stratified: true"
         )
     least = 2 if config.model.norm == "batch" else 1
     for agent in federated_data.agents:

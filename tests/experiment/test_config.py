@@ -6,6 +6,7 @@ small one of the tests' own, so that the table of real ones can change without t
 
 import dataclasses
 import math
+import os
 import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -411,6 +412,43 @@ def test_delta_is_held_against_the_rows_of_an_agent(write: Any) -> None:
     assert load_config(path, ["privacy.delta=0.0135"], TABLE).warnings == ()
     # one agent alone holds all 100: 0.0199 is now above 1/100
     assert refusal(path, ["privacy.delta=0.0199", "agents.support=1"])
+
+
+def test_paths_are_absolute_so_that_they_mean_the_same_elsewhere(
+    write: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = SOUND + (
+        "data: {name: npz, root: rows/my.npz, split: ~/split.json}\n"
+        "privacy: {epsilon: 1, ledger: accounts, ledger_epsilon: 2}\n"
+    )
+    config = load_config(write(text), (), TABLE)
+    assert config.data.root == str(tmp_path / "rows" / "my.npz")
+    assert config.data.split == "~/split.json"  # means the same already
+    assert config.privacy is not None and config.privacy.ledger == str(tmp_path / "accounts")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(to_yaml(config))
+    monkeypatch.chdir("/")
+    assert load_config(run / "config.yaml", (), TABLE) == config
+    # The control: a relative path is taken from where the command is.
+    assert load_config(tmp_path / "a.yaml", (), TABLE).data.root == "/rows/my.npz"
+
+
+def test_the_config_of_a_run_of_an_older_version_keeps_its_checksum(write: Any) -> None:
+    write(SOUND + "data: {name: npz, root: my.npz}\n", "config.yaml")
+    begun = Path("split.json")
+    begun.write_text("{}")
+    assert load_config(Path("config.yaml"), (), TABLE).data.root == "my.npz"
+    begun.unlink()  # the control
+    assert load_config(Path("config.yaml"), (), TABLE).data.root == str(Path("my.npz").absolute())
+
+
+def test_a_config_file_whose_name_is_not_utf8_is_refused(write: Any) -> None:
+    path = Path(os.fsdecode(b"a\xff.yaml"))
+    path.write_text(SOUND)
+    with pytest.raises(ConfigError, match=r"'a\\udcff\.yaml': its name is not UTF-8. Rename"):
+        load_config(path, (), TABLE)
+    assert load_config(write(SOUND, "ä.yaml"), (), TABLE).run.name == "ä"  # the control
 
 
 @pytest.mark.parametrize(
