@@ -74,6 +74,7 @@ class Progress:
     down: int = 0
     seconds: float = 0.0
     refused: int = 0  # visits that a budget did not pay for
+    start: str = ""  # fingerprint of the networks before round 1
 
 
 @dataclass(frozen=True)

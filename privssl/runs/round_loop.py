@@ -47,6 +47,7 @@ from privssl.runs.engine_factory import check_memory_names, log_traffic, make_en
 from privssl.runs.resume import SOURCES, SPLIT
 from privssl.runs.round_plan import planned_rounds, rounds_of
 from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim, write_text
+from privssl.runs.untrained import fingerprint_networks, untrained_warnings
 from privssl.runtime.code_version import fingerprint
 from privssl.runtime.process import defer_interrupts, raise_if_interrupted
 from privssl.storage import tensor_files
@@ -85,11 +86,13 @@ class RoundLoop:
         self._federation = Federation(self._engine, config.run.seed)
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []
+        self._untrained: list[str] = []
 
     def begin(self) -> None:
         """The state before round 1."""
         state = self._spill_store.put_parts(self._algorithm.start(self._federation))
-        self._kept = CompletedRound(state, self._engine.memories(), Progress())
+        progress = Progress(start=fingerprint_networks(self._algorithm, state))
+        self._kept = CompletedRound(state, self._engine.memories(), progress)
         labelled, unlabelled = data.class_counts(self._prepared.federated_data)
         if self._prepared.plan is not None:
             labelled = {}  # labels under a claim are not to be counted in a picture
@@ -270,6 +273,10 @@ class RoundLoop:
         """
         released: dict[Literal["file", "sha256"], str] | None = None
         if status != "interrupted":
+            end = fingerprint_networks(self._algorithm, self._kept.state)
+            self._untrained = untrained_warnings(self._kept.progress.start, end)
+            for sentence in self._untrained:
+                log.warning("%s", sentence)
             path = self._folder / CLASSIFIER
             weights = self._algorithm.classifier(self._kept.state)
             tensor_files.save_weights(path, weights, self._prepared.about_rows)
@@ -321,7 +328,7 @@ class RoundLoop:
                 **({"problems": list(problems)} if problems else {}),  # damage to ledgers
             },
             **self._prepared.about_rows,
-            "warnings": [*config.warnings, *self._prepared.data_warnings],
+            "warnings": [*config.warnings, *self._prepared.data_warnings, *self._untrained],
             "split_hash": self._prepared.published_split_hash,
             "versions": {
                 "privssl": __version__,
