@@ -82,8 +82,7 @@ class AccountPlan:
 
     def charge(self, event: Event) -> Cost:
         """The cost of an event under this plan; as_published does not count unprotected reads,
-        which is why its sum is only nominal.
-        """
+        which is why its sum is only nominal."""
         if self.scope == "sound":
             return cost_of([event])
         return cost_of(is_protected([event]))

@@ -114,8 +114,7 @@ def _bernoulli_exp(numerators: NDArray[np.uint64], denominator: int) -> NDArray[
 
 def _below(bound: int, count: int) -> NDArray[np.uint64]:
     """``count`` uniform whole numbers from 0 to ``bound`` - 1: words below 2^64 mod bound are
-    redrawn.
-    """
+    redrawn."""
     surplus = np.uint64(_WORDS % bound)
     words = random_uint64(count).copy()
     while (again := words < surplus).any():

@@ -49,7 +49,7 @@ class Account:
     def __init__(self, file: JournalFile, journal: Journal, run: str, limit: float) -> None:
         self._file = file
         self._journal = journal
-        self._run = run
+        self.run = run  # id of the run that spends now
         self._limit = limit  # epsilon that this run may spend of the account's
 
     @classmethod
@@ -102,11 +102,6 @@ class Account:
     @property
     def agent(self) -> str:
         return self.plan.agent
-
-    @property
-    def run(self) -> str:
-        """Id of the run that spends now."""
-        return self._run
 
     @property
     def plan(self) -> AccountPlan:
@@ -220,7 +215,7 @@ class Account:
         if not cost.at_most(self.plan.visit_cost):
             raise PlanError("the visit costs more than the plan says one visit costs at most")
         after = self._journal.cost + cost
-        own = self._journal.by_run.get(self._run, ZERO_COST) + cost
+        own = self._journal.by_run.get(self.run, ZERO_COST) + cost
         return self.plan.epsilon(after), self.plan.epsilon(own)
 
     def _within_budget(self, after: float) -> bool:

@@ -224,7 +224,8 @@ def _check_numeric_delta(delta: float) -> None:
     check_delta(delta)
     if delta < _MIN_DELTA:
         raise PlanError(
-            f"delta {delta:g} is below {_MIN_DELTA:g}: too small for numeric composition. Use RDP"
+            f"delta {delta:g} is below {_MIN_DELTA:g}, too small for numeric composition. Use the "
+            "RDP value."
         )
 
 

@@ -537,7 +537,7 @@ def test_the_bracket_of_pure_releases_is_randomized_response() -> None:
 
 @needs_library
 def test_a_delta_too_small_for_numeric_composition_is_an_error_not_infinity() -> None:
-    with pytest.raises(PlanError, match="Use RDP"):
+    with pytest.raises(PlanError, match="Use the RDP value"):
         verify.pld_bracket([PoissonSampledGaussianEvent(4.0, 1.0, 10)], 1e-15)
     with pytest.raises(PlanError, match="unprotected"):
         verify.pld_bracket([NonPrivateEvent("F")], 1e-5)
