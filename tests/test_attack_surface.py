@@ -52,6 +52,7 @@ from privssl.settings.yaml_reader import read_document as read_yaml
 from privssl.storage import atomic_files
 from privssl.training.local_training import load_weights as into_network
 from tests.support.command_line import PLAIN, assert_refused, command
+from tests.support.ledger import visits_left
 from tests.support.messages import Note, reply
 from tests.support.privacy import CLASSES, SHAPE
 from tests.support.private_fedssl import PRIVATE, accounts, context, lesson
@@ -748,12 +749,12 @@ def test_no_message_changes_what_an_agent_may_spend(tmp_path: Path) -> None:
     with accounts(prepared, tmp_path) as agents:
         account = agents["s0"].account
         assert account is not None
-        allowed = account.visits_left()
+        allowed = visits_left(account)
         answers = [step(agents["s0"], came, context("s0", str(n))) for n in range(allowed + 2)]
         assert [isinstance(answer, FedSSLUpdate) for answer in answers] == [True] * allowed + [
             False
         ] * 2
-        assert 0 < allowed < 10 and account.spent() <= account.budget.epsilon == 2.0
+        assert 0 < allowed < 10 and account.spent() <= account.plan.budget.epsilon == 2.0
     assert isinstance(answers[-1], Declined)
 
 
@@ -825,7 +826,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("what", FORGED)
 def test_a_forged_snapshot_is_passed_over_in_words(what: str, tmp_path: Path) -> None:
     assert checkpoint.load_snapshot(forged(tmp_path / "good", lambda about: None), "d").round == 1
-    with pytest.raises(RunFolderError, match="no checkpoint is whole"):
+    with pytest.raises(RunFolderError, match="no checkpoint is intact"):
         checkpoint.load_snapshot(forged(tmp_path / "bad", FORGED[what]), "d")
 
 

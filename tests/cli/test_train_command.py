@@ -572,7 +572,7 @@ def _card_anew(run: Path, agents: list[str]) -> None:
         scope=plan.scope, delta=plan.budget.delta,
         releases=[(r["name"], r["status"], r["why"]) for r in old["releases"]],
         algorithm=old["algorithm"], dataset=old["dataset"],
-        task=(old["task"]["classes"], tuple(old["task"]["shape"])),
+        task=old["task"],
         planned=len(journals[0][1].events), weights=old["weights"],
     )  # fmt: skip
     results = json.loads((run / "results.json").read_text())
@@ -587,7 +587,7 @@ def _card_anew(run: Path, agents: list[str]) -> None:
     [
         (_another_plan, "config.yaml asks for a visit of"),
         (_an_agent_less, "config.yaml gives labels to s1, which has no ledger"),
-        (_a_visit_less, "metrics.csv remembers that it had spent"),
+        (_a_visit_less, "metrics.csv records that it had spent"),
         (_nothing, None),  # the control: what is renewed alone is no problem
     ],
 )

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from accounting import Account, Budget, PoissonSampledGaussianEvent
 from accounting.account_plan import AccountPlan
-from accounting.ledger import read_journal
+from accounting.budget import Budget
+from accounting.events import PoissonSampledGaussianEvent
+from accounting.ledger import Account, read_journal
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.core.engine import Call
 from privssl.core.messages import Declined, Message

@@ -414,7 +414,7 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(here: Place) -> None:
 def test_a_run_without_a_checkpoint_cannot_be_resumed(copy: Place) -> None:
     shutil.rmtree(copy.run / "checkpoints")
 
-    assert_refused(command(copy.config, "--resume", copy.run), "no checkpoint to go on from")
+    assert_refused(command(copy.config, "--resume", copy.run), "no checkpoint to resume from")
 
 
 def test_two_processes_cannot_train_in_one_folder(copy: Place) -> None:
@@ -481,7 +481,7 @@ def test_an_interruption_while_a_visit_is_paid_for_leaves_a_card_of_what_the_led
         assert command(at.config, at.output).status == 130
     paid = {name: len(read_journal(path).events) for name, path in ledgers(at).items()}
     assert sum(paid.values()) >= 1
-    assert audit.main([str(at.run)]) == 0
+    assert audit.main([str(at.run)]) == 3  # no problem; later rounds cannot be excluded
     capsys.readouterr()
 
 
