@@ -22,7 +22,6 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from privssl.errors import RunFolderError
-from privssl.runs import checkpoint
 from privssl.runs.checkpoint import (
     Snapshot,
     load_snapshot,
@@ -154,18 +153,10 @@ def test_a_run_that_went_back_drops_what_came_after(tmp_path: Path) -> None:
     assert load_snapshot(tmp_path, "again").round == 20
 
 
-def test_a_snapshot_of_the_first_format_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as earlier:  # it listed the tensors of single agents one by one
-        earlier.setattr(checkpoint, "TREES", dict.fromkeys(checkpoint.TREES, -1))
-        earlier.setattr(checkpoint, "FORMAT", 1)
-        written = save_snapshot(tmp_path, snapshot(10))
-    about = json.loads((written / "snapshot.json").read_text())
-    assert about.pop("forms") == [] and about.pop("sha256")
-    (written / "snapshot.json").write_text(json.dumps(about))
-    back = load_snapshot(tmp_path, "d")
-    assert same(snapshot(10).state, back.state) and same(snapshot(10).memories, back.memories)
+def test_a_snapshot_of_another_format_is_refused_with_the_formats(tmp_path: Path) -> None:
+    edit_json(format=2)(save_snapshot(tmp_path, snapshot(10)))
+    with pytest.raises(RunFolderError, match="format 2, this version of privssl reads 3"):
+        load_snapshot(tmp_path, "d")
 
 
 def test_another_config_is_refused(tmp_path: Path) -> None:
