@@ -252,7 +252,7 @@ def attack_messages(
     seen = _visits_of(
         algorithm, plan, LabelledRows(x, y, torch.arange(canaries)), included, visits, promised
     )
-    # Noise over what a canary adds in a visit, both squared and times 4: see _projection_scores.
+    # Noise over what a canary adds in a visit, both squared and times 4: see _moved_along.
     ridge = 4 * plan.noise_multiplier**2 / (plan.steps * plan.sample_rate**2)
     rows, networks = (network_input(x), y), algorithm.networks()
     scores = {

@@ -12,7 +12,7 @@ visit. Specification: privacy.md, section 4.3.
   little else: there are many more of these trials than of those with a canary.
 * Noise hides a row that counts twice, and how many rows a batch has. Some steps are taken without
   it: the most that one row adds is measured, and which rows took part.
-* Whole visits (``local_dp_sgd.train_rows_privately``) show what one step does not: several
+* Whole visits, from ``private_rows.train_privately`` down, show what one step does not: several
   views of a row, momentum and averages, an agent without rows, noise that visits share.
 """
 

@@ -11,7 +11,7 @@ with each other (Goodfellow 2015; Li et al. 2022, "ghost clipping"), and so has 
 places are those that its kernel meets. What is measured to clip is what is summed, in both.
 
 Norms, factors and sums are float64, so that a row weighs the clip norm to one part in 10^9, and n
-rows are added up to within n^2 x 2.3e-16 of it (docs/dp_sgd.md). A device that has none sums on
+rows are added up to within n^2 x 2.3e-16 of it (docs/privacy.md). A device that has none sums on
 the CPU.
 """
 

@@ -14,7 +14,7 @@ Opacus' ``DPOptimizer`` adds the noise and steps. Around it, ours:
   picks, rounding can be all that is left of a gradient. Rows that were not drawn, and made-up
   ones of zeros, fill parts up and are masked out.
 
-More in docs/dp_sgd.md. Abadi et al. 2016; Mironov et al. 2019.
+More in docs/privacy.md. Abadi et al. 2016; Mironov et al. 2019.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -87,7 +87,7 @@ def rounding_grid(deviation: float) -> float:
 
     Floating-point noise has gaps, and what it is added to shifts them: which numbers can come out
     at all would tell of the rows (Mironov 2012). The grid is wider than these gaps, so that the
-    same numbers can come out whatever was summed (but for a chance that docs/dp_sgd.md states). It
+    same numbers can come out whatever was summed (but for a chance that docs/privacy.md states). It
     is public: rounding costs no privacy. It moves a sum by at most 2^-17 of the deviation.
 
     Args:
