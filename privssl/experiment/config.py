@@ -5,8 +5,9 @@ each with its line and what to do about it, in one ``ConfigError``. A check that
 which is itself wrong is left out, so that no problem is reported that does not exist.
 
 The shapes and ranges live in ``settings/schema.py`` and in the ``Config`` of each algorithm, the
-rules of the text in ``settings/yaml_reader.py``, the collecting in ``builder.py``. Here are the
-whole, and the checks between sections. Delta's limits: docs/privacy.md.
+rules of the text in ``settings/yaml_reader.py``, the collecting in
+``settings/section_builder.py``. Here are the whole, and the checks between sections. Delta's
+limits: docs/privacy.md.
 """
 
 import dataclasses

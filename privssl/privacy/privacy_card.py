@@ -35,8 +35,8 @@ AgentSpend = tuple[str, AccountPlan, Sequence[Event], str]
 Release = tuple[str, Status, str]
 
 _ROUNDING = (
-    "Rounding: sums and noise are in floating point; a row may weigh more than the clip norm by "
-    "about 1e-7 of it for each row of the batch.",
+    "Rounding: arithmetic is floating point. One row moves a sum by at most 1 + 1e-6 clip norms, "
+    "for batches of up to 65,536 rows.",
 )
 _IDEAL_BITS = (
     "Random bits: delta 0 is for ideal ones; those of the operating system are as good as its "

@@ -1,6 +1,6 @@
 """FedSSL: every loss against a plain reference, which network it reaches, and Algorithm 1 and 2.
 
-``row_losses`` is called twice over: with stub networks whose answers are known by hand, and with
+``mixing_losses`` is called twice over: with stub networks whose answers are known by hand, and with
 real small networks, where only the paths of gradients are looked at.
 """
 

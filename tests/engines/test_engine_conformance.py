@@ -241,7 +241,7 @@ def test_the_server_cannot_write_into_an_agents_memory(name: str) -> None:
         assert torch.equal(kept["t"], torch.full((3,), 9.0))
 
 
-# Silence and errors ------------------------------------------------------------------------
+# Declining and errors ------------------------------------------------------------------------
 
 
 @every_engine
