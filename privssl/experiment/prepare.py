@@ -137,7 +137,7 @@ def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator
     if config.privacy is not None:
         return
     here = [agent.held_labelled for agent in federated_data.agents if agent.held_labelled]
-    found = torch.cat([rows.y for rows in here]).unique().tolist() if here else range(len(classes))
+    found = {c for rows in here for c in rows.y.tolist()} if here else set(range(len(classes)))
     absent = [name for number, name in enumerate(classes) if number not in found]
     if absent and config.data.labelled >= len(classes):
         some = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
@@ -147,7 +147,8 @@ def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator
         )
     least = 2 if config.model.norm == "batch" else 1
     for agent in federated_data.agents:
-        held = sum(map(len, filter(None, (agent.held_labelled, agent.held_unlabelled))))
+        kinds = (agent.held_labelled, agent.held_unlabelled)
+        held = sum(len(rows) for rows in kinds if rows is not None)
         if held < least:
             yield f"{agent.id} holds {held} of the {least} rows that a step needs: it takes none"
 

@@ -104,7 +104,9 @@ def read_exponents(kind: type[Any], values: Mapping[str, object]) -> dict[str, o
     def read(value: object, schema: Mapping[str, Any]) -> object:
         options = schema.get("anyOf", [schema])
         if isinstance(value, tuple):
-            items = next((option["items"] for option in options if "items" in option), {})
+            items: Mapping[str, Any] = next(
+                (option["items"] for option in options if "items" in option), {}
+            )
             return tuple(read(item, items) for item in value)
         if not isinstance(value, ExponentText):
             return value

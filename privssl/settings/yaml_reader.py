@@ -119,7 +119,8 @@ class _Reader:
             self.empty.add(key)
         try:
             value = scalar(node.value, node.tag.removeprefix(_TAG))
-            if node.style is None and isinstance(value, str) and _EXPONENT.fullmatch(value):
+            plain = getattr(node, "style", None) is None  # not in quotes
+            if plain and isinstance(value, str) and _EXPONENT.fullmatch(value):
                 return ExponentText(value)
             return value
         except ValueError as surprise:
