@@ -6,7 +6,7 @@ A command is imported when it is called, so that ``privssl --help`` does not wai
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from importlib import import_module, metadata
+from importlib import metadata
 
 COMMANDS = {
     "train": "train one classifier from a config file",
@@ -31,10 +31,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     match list(arguments):
-        case [name, *rest] if name in COMMANDS:
-            module = f"privssl.{name}" if name == "train" else f"privssl.{name}.__main__"
-            status: int = import_module(module).main(rest)
-            return status
+        case ["train", *rest]:
+            from privssl.train import main as train
+
+            return train(rest)
+        case ["compare", *rest]:
+            from privssl.compare.__main__ import main as compare
+
+            return compare(rest)
+        case ["audit", *rest]:
+            from privssl.audit.__main__ import main as audit
+
+            return audit(rest)
+        case ["site", *rest]:
+            from privssl.site.__main__ import main as site
+
+            return site(rest)
         case ["-h" | "--help", *_]:
             print(USAGE)
             return 0

@@ -1,23 +1,21 @@
-"""What a user can do wrong, as exceptions that say what, where and what to do.
+"""A user's mistakes, as exceptions that say what is wrong, where, and what to do.
 
-The commands catch :class:`UserError`, print its text and end with its exit status; a
-traceback is for bugs alone. The tree is flat on purpose: a caller rarely needs more than
-"is this the user's to mend?".
+The commands catch :class:`UserError`, print its text and end with its exit status.
 """
 
 
 class UserError(Exception):
-    """Something the user can mend. ``str(error)`` says what, where and what to do."""
+    """A mistake that the user can correct. ``str(error)`` says what, where and what to do."""
 
     exit_status = 2
 
 
 class ConfigError(UserError):
-    """The config file or the command line asks for something that cannot be."""
+    """The config file or the command line is wrong."""
 
 
 class DataError(UserError):
-    """A data set is missing, damaged, or cannot be split as asked."""
+    """A data set is missing, damaged, or cannot be split as configured."""
 
 
 class RunFolderError(UserError):
@@ -25,8 +23,8 @@ class RunFolderError(UserError):
 
 
 class PrivacyError(UserError):
-    """What was asked would make the privacy claim untrue."""
+    """The privacy claim would be untrue."""
 
 
 class RoleError(UserError):
-    """A step asked an agent for rows that its role does not hold."""
+    """A step accessed rows that the agent's role does not hold."""

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; a run that is resumed brings its own config, so that its folder is enough."""
+    """The arguments; a resumed run has its own config, so that its folder is enough."""
     parser = _parser()
     options = parser.parse_intermixed_args(argv)
     first = options.config
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "config", nargs="?",
-        help="a YAML file, for example configs/fedssl.yaml; with --resume, the run's own if absent",
+        help="a YAML file, for example configs/fedssl.yaml; with --resume, absent: the run's own",
     )  # fmt: skip
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value",
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--resume", type=Path, metavar="RUN_DIR",
-        help="go on with the run in this folder, from its last checkpoint; same config",
+        help="continue the run in this folder from its last checkpoint, with the same config",
     )  # fmt: skip
     add_usual_flags(
         parser,
@@ -125,7 +125,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
 
 
 def _warn_of_a_taken_folder(config: Any) -> None:
-    """What --dry-run has to say of the folder. It does not end it: what was asked was shown."""
+    """Warn in --dry-run if a run would be refused because of its folder."""
     from privssl.runs import run_dir as runs_run_dir
 
     try:
@@ -134,11 +134,8 @@ def _warn_of_a_taken_folder(config: Any) -> None:
         log.warning("As things are it would be refused: %s", problem)
 
 
-# What is told -------------------------------------------------------------------------------
-
-
 def _describe(prepared: Any, console: Console) -> None:
-    """What --dry-run shows: the resolved config, who holds what, what would be spent."""
+    """Print the resolved config, who holds what, and the epsilon of the plan (--dry-run)."""
     from privssl.experiment import config as configs
 
     console.print(configs.to_yaml(prepared.config), markup=False)

@@ -47,7 +47,6 @@ WITH_MEMBERS, WITH_OTHERS = (64, 1 / 2), (512, 1 / 2048)
 
 #: What no attack here looks at, or could tell. Printed with every report, and in docs/privacy.md.
 CANNOT_SEE = (
-<<<<<<< ours
     "what another computer did, or this one in the past: the code installed here is attacked",
     "faults that only some rows cause, because no row of the run is used",
     "one person's row at two agents, rows that are read before they are charged, and settings "
@@ -67,30 +66,6 @@ CANNOT_SEE = (
     "small faults: noise within 0.3% of its deviation (1% in whole visits), rows drawn within "
     "1% of the rate, batch sizes whose variance is within 30%",
     "faults that show in fewer than one in a million releases, and leaks below the claim",
-=======
-    "what another computer did, or this one in the past: the code that is installed here is "
-    "attacked",
-    "faults that only some rows bring out, one person's row at two agents, rows that are read "
-    "before they are paid for, settings that were chosen by looking at rows: no row of the run is "
-    "used",
-    "visits or runs that were charged nothing or too little: the ledger and the folder say what "
-    "was",
-    "a clip norm that follows the rows, where it leaves canaries of one length, and their noise, "
-    "as planned",
-    "what is released beside the noisy sums or added after the noise (another field of a message, "
-    "a buffer, a log, a file, the time that a step takes), but for what the networks of a made-up "
-    "agent give away, if that is much",
-    "losses, networks and views of the run that mix rows: the canaries have a loss of their own "
-    "in private steps",
-    "agents side by side, worker processes, sites, GPUs, other numbers of threads, kernels for "
-    "other processors",
-    "low bits: noise with gaps, sums that are rounded otherwise when there is one row more",
-    "noise that a seed repeats after a restart, in a fork or in another run",
-    "faults that are small: noise within 0.3% of its deviation (1% in whole visits), rows drawn "
-    "within 1% of the rate, batch sizes whose variance is within 30%",
-    "faults that show in fewer than one in a million releases, and whatever leaks less than is "
-    "claimed",
->>>>>>> theirs
 )
 
 _CHOOSING = 1 / 4  # of the trials, for the threshold

@@ -1,8 +1,4 @@
-"""What a comparison would run, checked before anything runs: configs, seeds, folders, splits.
-
-A plan is the list of all runs, in the order in which they are done. It names for each its folder,
-what lies there already, and the hash of its split. Whatever a user can mend is said here.
-"""
+"""The runs of a comparison in their order, checked before the first: configs, folders, splits."""
 
 import dataclasses
 import hashlib
@@ -21,7 +17,7 @@ from privssl.runs import resume, run_dir
 from privssl.runs.round_plan import rounds_of
 
 LONGEST_FOLDER = 100  # characters of the default folder's list of names
-# What the command itself decides for every run, and what to say instead.
+# Keys that the command sets for every run, and what to use instead.
 DECIDED = {
     "run.seed": "use --seeds",
     "run.output": "use --output",
@@ -51,9 +47,6 @@ class Planned:
         return f"{self.name} seed {self.config.run.seed}"
 
 
-# What is asked for --------------------------------------------------------------------------
-
-
 def load_configs(arguments: Sequence[str]) -> list[Config]:
     """The configs, each with all overrides.
 
@@ -81,7 +74,7 @@ def load_configs(arguments: Sequence[str]) -> list[Config]:
         raise ConfigError("\n".join(problems))
     seen: dict[str, Config] = {}
     for config in loaded:
-        # Some file systems do not tell small letters from large ones.
+        # Some file systems ignore case.
         other = seen.setdefault(config.run.name.casefold(), config)
         if other is not config:
             raise ConfigError(
@@ -100,10 +93,10 @@ def default_output(loaded: Sequence[Config]) -> Path:
 
 
 def all_runs(loaded: Sequence[Config], seeds: Sequence[int], output: Path) -> list[Planned]:
-    """All runs in the order in which they are done: all configs on one seed, then on the next.
+    """All runs in their order: all configs on one seed, then on the next.
 
     Raises:
-        UserError, AccountingError: the first thing that no run could be made of, with its run.
+        UserError, AccountingError: the first problem, with its run.
     """
     planned = []
     for seed in seeds:
@@ -120,7 +113,7 @@ def all_runs(loaded: Sequence[Config], seeds: Sequence[int], output: Path) -> li
 
 
 def _check_folder_name(folder: Path) -> None:
-    """It is written into the run's config.yaml, which has to be read back."""
+    """Refuse a name that config.yaml of the run could not contain."""
     if len(str(folder)) > LONGEST_NAME or not str(folder).isprintable():
         raise ConfigError(
             f"{str(folder)!r} cannot be the folder of a run: give --output a name that can be "
@@ -142,7 +135,7 @@ def _plan_run(config: Config) -> Planned:
 
 
 def _state(config: Config) -> RunState:
-    """What lies in the folder of a run. RunFolderError when it is something else, or other."""
+    """The state of the folder of a run. RunFolderError if it is no run, or another one."""
     folder = config.folder
     names = run_dir.list_entries(folder)
     if not names:
@@ -159,13 +152,10 @@ def _state(config: Config) -> RunState:
             return "begun"
     if "split.json" not in names:
         raise RunFolderError(
-            f"{folder} exists and is not a run of privssl: it is left as it is. Give another "
+            f"{folder} exists and is not a run of privssl: nothing was changed. Give another "
             "--output"
         )
     return "stale"
-
-
-# One split for all --------------------------------------------------------------------------
 
 
 def by_name(planned: Sequence[Planned]) -> dict[str, list[Planned]]:
@@ -177,7 +167,7 @@ def by_name(planned: Sequence[Planned]) -> dict[str, list[Planned]]:
 
 
 def different_splits(planned: Sequence[Planned]) -> dict[str, list[str]]:
-    """Config -> keys for which its splits are not the first config's; none where they are."""
+    """Config -> keys for which its splits differ from those of the first config."""
     first, *others = by_name(planned).values()
     differs: dict[str, list[str]] = {first[0].name: []}
     for of in others:
@@ -188,7 +178,7 @@ def different_splits(planned: Sequence[Planned]) -> dict[str, list[str]]:
 
 
 def _differing(config: Config, first: Config) -> Mapping[str, tuple[Any, Any]]:
-    """Keys of data and agents that are not the same: key -> value here, and of the first."""
+    """Keys of data and agents that differ: key -> value here, and of the first."""
     return {
         f"{section}.{key}": (value, vars(getattr(first, section))[key])
         for section in ("data", "agents")
@@ -198,7 +188,7 @@ def _differing(config: Config, first: Config) -> Mapping[str, tuple[Any, Any]]:
 
 
 def cannot_share(planned: Sequence[Planned], differs: Mapping[str, Sequence[str]]) -> str:
-    """Why there is no comparison, with every key that differs: the text of an error."""
+    """The error message for configs without a shared split, with every key that differs."""
     named = by_name(planned)
     first = planned[0].config
     lines = []

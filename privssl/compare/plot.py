@@ -1,7 +1,4 @@
-"""Test accuracy against rounds, seconds and bytes: a line per config, a band over its seeds.
-
-    curve(...)    a run folder -> test accuracy by round, seconds and bytes
-    figure(...)   curves -> three panels
+"""The plot of a comparison: test accuracy against rounds, seconds and bytes.
 
 metrics.csv has accuracy and bytes. The seconds of a round are in the run's TensorBoard events,
 because metrics.csv has only what the seed determines.
@@ -22,7 +19,7 @@ from tensorboard.backend.event_processing import event_accumulator  # type: igno
 from privssl.errors import RunFolderError
 from privssl.runtime.process import without_tensorflow
 
-DASHES = ("-", "--", ":", "-.")  # after ten colours the next dash, so that lines stay apart
+DASHES = ("-", "--", ":", "-.")  # the next dash after ten colours
 COLOURS = 10  # of matplotlib's default cycle
 MARKED = 30  # a line of at most so many points shows them
 
@@ -38,13 +35,10 @@ class Curve:
 
 
 def curve(folder: Path) -> Curve:
-    """Read the course of a finished run.
-
-    Args:
-        folder: of the run; metrics.csv and tensorboard/ are read.
+    """Read metrics.csv and tensorboard/ of a finished run.
 
     Raises:
-        RunFolderError: one of them is missing or is not as it was written.
+        RunFolderError: one of them is missing or damaged.
     """
     path = folder / "metrics.csv"
     took = _round_seconds(folder / "tensorboard")
@@ -70,7 +64,7 @@ def curve(folder: Path) -> Curve:
 
 
 def _round_seconds(folder: Path) -> dict[int, float]:
-    """Round -> wall seconds; a round that a resumed run did again counts once."""
+    """Round -> wall seconds; a round that a resumed run repeated counts once."""
     without_tensorflow()
     kept = {event_accumulator.SCALARS: 0, event_accumulator.IMAGES: 1}  # 0: all of them
     events = event_accumulator.EventAccumulator(str(folder), size_guidance=kept)
@@ -82,10 +76,8 @@ def _round_seconds(folder: Path) -> dict[int, float]:
 
 
 def figure(curves: Mapping[str, Sequence[Curve]]) -> Figure:
-    """Test accuracy against rounds, seconds and bytes: a line per config, a band over its seeds.
-
-    A point is a round: its x and y are means over seeds, the band is one sample standard
-    deviation of the accuracy to either side. One seed has no band.
+    """Three panels with a line per config: the mean over seeds, with a band of one sample standard
+    deviation of the accuracy. One seed has no band.
 
     Args:
         curves: config -> its runs, at least one each.

@@ -1,13 +1,9 @@
 """A config file and the command line, as one checked value: ``load_config``.
 
-Command line beats file beats default. Everything wrong is collected and reported at once,
-each with its line and what to do about it, in one ``ConfigError``. A check that needs a value
-which is itself wrong is left out, so that no problem is reported that does not exist.
-
-The shapes and ranges live in ``settings/schema.py`` and in the ``Config`` of each algorithm, the
-rules of the text in ``settings/yaml_reader.py``, the collecting in
-``settings/section_builder.py``. Here are the whole, and the checks between sections. Delta's
-limits: docs/privacy.md.
+Command line beats file beats default. All problems are reported at once in one ``ConfigError``,
+each with its line and what to do. Types and ranges are in ``settings/schema.py`` and in the
+``Config`` of each algorithm; the checks between sections are here. A check that needs a wrong
+value is left out. Delta's limits: docs/privacy.md.
 """
 
 import dataclasses
@@ -49,7 +45,7 @@ _PATHS = {"data": ("root", "split"), "run": ("certificate", "keys"), "privacy": 
 class Config:
     """One experiment. ``algorithm`` is the ``Config`` of the algorithm that it names.
 
-    ``warnings`` are sentences about values that are allowed and still hardly wanted.
+    ``warnings`` are about values that are valid but probably unintended.
     """
 
     run: RunSettings
@@ -134,7 +130,7 @@ def _name(config: Config) -> str:
 
 
 def _precision(config: Config, algorithms: Mapping[str, type[Any]]) -> Precision:
-    """``auto`` as what it is here, so that the config of a run repeats it elsewhere."""
+    """``auto`` resolved for this machine, so that the run's config repeats the run elsewhere."""
     if config.run.precision != "auto":
         return config.run.precision
     private = config.privacy is not None and not _is_census(config, algorithms)
@@ -144,7 +140,7 @@ def _precision(config: Config, algorithms: Mapping[str, type[Any]]) -> Precision
 
 
 def _name_problems(config: Config) -> Iterator[Problem]:
-    """A run's name becomes a folder: it must stay where it is put, on every system."""
+    """A run's name becomes a folder, on every system."""
     name = _name(config)
     plain = name not in (".", "..") and not set(name) & set('/\\:*?"<>|')
     if not plain or DEVICE_NAMES.fullmatch(name) or name != name.strip(" ") or name.endswith("."):
@@ -165,7 +161,7 @@ def _labelled_rows(config: Config) -> float:
 
 
 def _privacy_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
-    """What the other sections do to the claim. docs/privacy.md."""
+    """What in other sections breaks the claim. docs/privacy.md."""
     if config.privacy is None:
         return
     if _is_census(config, algorithms):
@@ -182,12 +178,12 @@ def _privacy_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> It
 
 
 def _is_census(config: Config, algorithms: Mapping[str, type[Any]]) -> bool:
-    """Whether labels leave as noisy counts, and not in noisy gradients."""
+    """Whether labels are released as noisy counts instead of noisy gradients."""
     return getattr(algorithms[config.algorithm.name], "mechanism", "dp-sgd") == "census"
 
 
 def _census_problems(config: Config) -> Iterator[Problem]:
-    """What a census cannot have: settings of noisy gradients, and clusters that rows share."""
+    """Settings that a census cannot have: noisy gradients, and norms that mix rows."""
     name = config.algorithm.name
     usual = {spec.name: spec.default for spec in dataclasses.fields(PrivacySettings)}
     for key in DP_SGD_KEYS:
@@ -213,7 +209,7 @@ def _census_problems(config: Config) -> Iterator[Problem]:
 
 
 def _dp_sgd_problems(config: Config) -> Iterator[Problem]:
-    """What breaks clipping row by row."""
+    """What breaks per-example clipping."""
     if config.model.norm in ("batch", "static"):
         yield Problem(
             "model.norm",
@@ -266,21 +262,21 @@ def _absent(config: Config, algorithms: Mapping[str, type[Any]]) -> Literal["sto
 
 
 def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
-    """A run over sites that would go on without what its algorithm stands on."""
+    """A run over sites that would continue without replies that its algorithm needs."""
     name, without = config.algorithm.name, _missing_reply_policy(config, algorithms)
     if config.run.absent == "skip" and not without.skip:
         yield Problem(
             "absent",
-            f"skip, but with these settings {name} visits no agents one after the other: what "
-            "they send is put together, and a missing part changes the whole. Leave it out, and "
-            "give run.quorum, the share of them that must reply",
+            f"skip, but with these settings {name} visits no agents one after the other, and a "
+            "missing reply changes the aggregate. Leave it out, and give run.quorum, the share of "
+            "agents that must reply",
         )
     if config.run.quorum < 1 and not without.quorum:
         yield Problem("quorum", f"{name} needs the reply of every agent. Leave it out")
 
 
 def _together_problems(config: Config) -> Iterator[Problem]:
-    """What agents side by side cannot have. (What the device says to it, ``prepare`` looks at.)"""
+    """What batched agents cannot have; ``prepare`` checks the device."""
     if config.run.batched_agents > 1 and config.run.precision == "bfloat16":
         yield Problem(
             "batched_agents",
@@ -316,9 +312,8 @@ def _warnings(config: Config) -> Iterator[str]:
         )
     if config.run.engine == "flower" and config.run.certificate and not config.run.keys:
         yield (
-            "run.keys is empty, so that names are pinned to no keys: a site that the SuperLink "
-            "lets in could take the name of another that is away. Give the folder of the sites' "
-            "public keys"
+            "run.keys is empty, so names are pinned to no keys: one site could use the name of "
+            "another that is offline. Give the folder of the sites' public keys"
         )
     rows = _labelled_rows(config)
     if config.privacy and rows and config.privacy.delta > rows**-1.1:
@@ -329,8 +324,7 @@ def _warnings(config: Config) -> Iterator[str]:
 
 
 def to_yaml(config: Config) -> str:
-    """The whole config as YAML, every key with its value; ``load_config`` reads it back as
-    equal."""
+    """The config as YAML with every key; ``load_config`` reads it back as equal."""
     sections = {name: _plain(getattr(config, name)) for name in ORDER}
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=1000)
 
@@ -344,23 +338,17 @@ def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
 
 
 def config_hash(config: Config) -> str:
-    """SHA-256 of what is :func:`result_relevant`.
-
-    Two configs with one digest may go on from each other's checkpoints.
-    """
+    """SHA-256 of :func:`result_relevant`. Configs with equal hashes can share checkpoints."""
     return _hash(result_relevant(config))
 
 
 def compatibility_hash(config: Config, classes: Sequence[str], shape: Sequence[int]) -> str:
-    """SHA-256 of everything that parties on several machines must have alike.
+    """SHA-256 of everything that all parties of a run must share.
 
-    That is what ``config_hash`` covers without what belongs to one machine: where data and split
-    lie, and accounts that outlive a run, whose budget each site sets for itself. With the task:
-    a site
-    reads rows of its own.
+    Like ``config_hash``, without paths and budgets of one machine, and with the task.
 
     Args:
-        classes: their names, in the order of their numbers.
+        classes: names, in the order of the outputs.
         shape: of a row: channels, height, width.
     """
     parts = result_relevant(config)

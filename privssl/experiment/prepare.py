@@ -1,8 +1,7 @@
 """From a config to a run that is ready to start: everything is checked, nothing is written.
 
-Whatever can fail because of the user fails here, before a run folder is made or touched: data
-that is missing or cannot be split, a device that is not there, a privacy plan that no noise
-fits, a delta that would allow a whole row of the largest agent to be published.
+A user's mistake is reported here, before a run folder is made or changed: data that is missing or
+cannot be split, an absent device, a privacy plan that cannot be met, a delta that is too large.
 """
 
 import dataclasses
@@ -59,14 +58,14 @@ class Prepared:
 
     @property
     def about_rows(self) -> dict[str, Any]:
-        """What whoever uses the classifier must know: form of a row, names in output order."""
+        """The form of a row and the class names in output order, for users of the classifier."""
         dataset = self.federated_data.dataset
         form = {"kind": "image", "shape": list(dataset.shape), "scaling": "[-1, 1]"}
         return {"rows": {**form, "encoder": None}, "class_names": list(dataset.class_names)}
 
     @property
     def data_warnings(self) -> list[str]:
-        """What was odd about the rows. Of a private run nothing: no noise is on such numbers."""
+        """Warnings of reading the rows; none in a private run, as they have no noise."""
         if self.config.privacy is not None:
             return []
         said = self.federated_data.dataset.said
@@ -74,10 +73,10 @@ class Prepared:
 
     @property
     def published_split_hash(self) -> str:
-        """The hash of the split, where it may leave its owner.
+        """The hash of the split, withheld in a private run.
 
-        It is of rows and labels, without a key: who knows all of them but one label of a private
-        run could try labels until it fits. There it stays in split.json, which is the owner's.
+        It covers rows and labels without a key: whoever knows all but one label could try labels
+        until it matches. The owner's split.json has it.
         """
         return WITHHELD if self.config.privacy else self.federated_data.manifest.hash
 
@@ -138,7 +137,7 @@ def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator
     if config.privacy is not None:
         return
     here = [agent.held_labelled for agent in federated_data.agents if agent.held_labelled]
-    found = torch.cat([rows.y for rows in here]).unique().tolist() if here else range(len(classes))
+    found = {c for rows in here for c in rows.y.tolist()} if here else set(range(len(classes)))
     absent = [name for number, name in enumerate(classes) if number not in found]
     if absent and config.data.labelled >= len(classes):
         some = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
@@ -148,7 +147,8 @@ def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator
         )
     least = 2 if config.model.norm == "batch" else 1
     for agent in federated_data.agents:
-        held = sum(map(len, filter(None, (agent.held_labelled, agent.held_unlabelled))))
+        kinds = (agent.held_labelled, agent.held_unlabelled)
+        held = sum(len(rows) for rows in kinds if rows is not None)
         if held < least:
             yield f"{agent.id} holds {held} of the {least} rows that a step needs: it takes none"
 
@@ -188,7 +188,7 @@ def task_of(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
 
 
 def check_privacy_sides(shape: tuple[int, int, int], algorithm: str, divisor: int) -> None:
-    """Raises DataError where rows are of a size that an algorithm cannot halve."""
+    """Raise DataError if the sides of rows are no multiples of ``divisor``."""
     _, height, width = shape
     if height % divisor or width % divisor:
         raise DataError(
@@ -204,7 +204,7 @@ def _labelled(federated_data: data.FederatedDataset) -> tuple[Agent, ...]:
 def _account_plans(
     plan: Plan | None, privacy: PrivacySettings | None, agents: tuple[Agent, ...]
 ) -> dict[str, AccountPlan]:
-    """What each agent with labels promises for its rows: id -> plan; none when not private."""
+    """The account plan of each agent with labels, by id; none when not private."""
     if plan is None or privacy is None:
         return {}
     # Accounts of this run alone promise what the run may spend.
@@ -213,7 +213,7 @@ def _account_plans(
 
 
 def account_plan(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Budget) -> AccountPlan:
-    """What one agent with labels promises for its rows."""
+    """The account plan of one agent with labels."""
     public = privacy.record_counts == "public"
     return AccountPlan(
         agent=agent.id,
@@ -229,7 +229,7 @@ def account_plan(plan: Plan, privacy: PrivacySettings, agent: Agent, budget: Bud
 
 
 def check_plan_networks(plan: Plan, algorithm: Algorithm[Any]) -> None:
-    """Raises PrivacyError where a plan, and so the claim, names a network that there is not."""
+    """Raise PrivacyError if a plan, and so the claim, names a network that does not exist."""
     strange = [name for name in plan.update if name not in algorithm.networks()]
     if algorithm.mechanism == "dp-sgd" and strange:
         raise PrivacyError(
@@ -239,7 +239,7 @@ def check_plan_networks(plan: Plan, algorithm: Algorithm[Any]) -> None:
 
 
 def _refuse_unaffordable(plan: Plan, privacy: PrivacySettings) -> None:
-    """A first visit beyond the budget would leave every support agent out, to the end."""
+    """Refuse a budget that does not cover one visit: no labelled row would ever be read."""
     cost = epsilon(is_protected([plan.event]), privacy.delta)
     if cost > privacy.epsilon:
         raise PrivacyError(
@@ -250,7 +250,7 @@ def _refuse_unaffordable(plan: Plan, privacy: PrivacySettings) -> None:
 
 
 def _refuse_shared_rows(holders: tuple[Agent, ...], federated_data: data.FederatedDataset) -> None:
-    """A record under two accounts would have two budgets; one used beside its account, none."""
+    """Refuse a record with two accounts, or one that is also used without protection."""
     labelled = {agent.id: list(canonical(agent.labelled.x)) for agent in holders}
     for one, other, rows in row_registry.shared_rows(labelled):
         raise PrivacyError(
@@ -281,12 +281,12 @@ def claim_rows(
     *,
     only_check: bool = False,
 ) -> None:
-    """Put the labelled rows of agents under their accounts.
+    """Register the labelled rows of agents under their accounts.
 
     Args:
         ledger: folder of the accounts.
         bare: the rows that the run uses without protection.
-        only_check: say whether they could be put there, and put none.
+        only_check: check only.
 
     Raises:
         accounting.errors.LedgerError: a row has another account, or is used without protection.

@@ -1,4 +1,4 @@
-"""Pictures for TensorBoard: pure functions from tensors and counts to uint8 arrays.
+"""Pictures for TensorBoard: functions from tensors and counts to uint8 arrays.
 
 Rows of images are in [-1, 1], as networks see them; pictures are (height, width, 3) in 0..255.
 Drawn with Pillow and with matplotlib's Agg canvas, which needs no display and no global state.
@@ -34,7 +34,7 @@ LAMBDAS = (1.0, 0.75, 0.5, 0.25, 0.0)  # rows of a grid of mixes
 def of_generator(
     generator: ConditionalGenerator, x: Tensor, y: Tensor, classes: int
 ) -> dict[str, Picture]:
-    """What a generator makes of held-out rows: ``images/mixes`` and ``images/reconstruction``.
+    """Outputs of a generator on held-out rows: ``images/mixes`` and ``images/reconstruction``.
 
     Args:
         generator: in eval mode, on the CPU.
@@ -42,8 +42,7 @@ def of_generator(
         y: their classes (N,).
         classes: C; the grid of mixes has a column for each as the target.
     """
-    # Column c starts from a row of the class before it, so that lambda 1 and 0 differ, or of the
-    # nearest before that where there is none of it.
+    # Column c starts from a row of the nearest class before it, so that lambda 1 and 0 differ.
     first = [int(((c - 1 - y) % classes).argmin()) for c in range(classes)]
     names = torch.eye(classes)
     z = torch.rand(
@@ -52,7 +51,7 @@ def of_generator(
     lam = torch.tensor(LAMBDAS).expand(classes, -1)
     mixes = generator(x[first], names[y[first]], names, z, lam)
     several, p = x[: 2 * classes], names[y[: 2 * classes]]
-    # At lambda 1 neither the target nor z is looked at.
+    # At lambda 1 the target and z have no effect.
     nothing = torch.zeros(len(several), generator.noise_size)
     rebuilt = generator(several, p, p, nothing, torch.ones(len(several), 1))[:, 0]
     return {
@@ -65,12 +64,12 @@ def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
     """Rows of one class on their way to each other class: ``images/mixes``.
 
     Args:
-        real: (C, channels, H, W) in [-1, 1], what G started from; the first line.
-        mixes: (L, C, channels, H, W), line by line from lambda 1 to 0; a column per class.
-        lambdas: the L values of lambda, in the order of the lines.
+        real: (C, channels, H, W) in [-1, 1], the inputs of G; the first line.
+        mixes: (L, C, channels, H, W), from lambda 1 to 0; a column per class.
+        lambdas: the L values of lambda.
 
     Raises:
-        ValueError: the shapes do not belong together.
+        ValueError: the shapes do not match.
     """
     if mixes.shape[1:] != real.shape or len(mixes) != len(lambdas):
         raise ValueError(
@@ -82,7 +81,7 @@ def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
 
 
 def reconstruction_grid(real: Tensor, rebuilt: Tensor) -> Picture:
-    """Rows above what G makes of them at lambda 1.
+    """Rows above their reconstructions by G at lambda 1.
 
     Args:
         real: (N, channels, H, W) in [-1, 1].

@@ -48,12 +48,15 @@ class Tracker(Protocol):
 
     def images(self, round_number: int, tag: str, image: Image) -> None:
         """Take a picture."""
+        return
 
     def keep(self) -> None:
         """Make all rounds so far as durable as the checkpoint that follows."""
+        return
 
     def close(self) -> None:
         """End. May be called twice."""
+        return
 
 
 class TensorBoardTracker(Tracker):

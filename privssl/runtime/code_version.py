@@ -1,7 +1,6 @@
-"""Which code made a result: a hash of the sources of the three packages.
+"""A hash of the sources of the three packages, to tell results of different code apart.
 
-A version stays while somebody works on a method, and results of the code of yesterday would go into
-a table with those of today, without a word.
+The version number does not change while somebody works on a method.
 """
 
 import hashlib

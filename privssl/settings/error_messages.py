@@ -1,7 +1,7 @@
-"""The words in which a config's problems are told: what is needed, what was given, what to write.
+"""Messages about problems of a config: what is needed, what was given, what to write.
 
-pydantic knows that a value is wrong; the JSON schema of the same dataclass knows what would be
-right. So one sentence serves all types and ranges: ``needs a whole number >= 1, got 0``.
+pydantic reports a wrong value; the JSON schema of its dataclass says what would be right, as in
+``needs a whole number >= 1, got 0``.
 """
 
 import difflib
@@ -25,7 +25,7 @@ _KEY_WIDTH = 22  # of the column of keys, unless one is longer
 
 
 def problem_report(path: Path, findings: Sequence[ConfigProblem]) -> str:
-    """All findings under one heading: those of the whole file, by line, of the arguments."""
+    """All problems under one heading: of the file, by line, then of the arguments."""
     ordered = sorted(findings, key=lambda f: (f.line is None, f.line or 0))
     places = [_place(finding.line) for finding in ordered]
     place_width = max(map(len, places))
@@ -45,7 +45,7 @@ def _place(line: int | None) -> str:
 
 
 def unknown(what: str, name: str, known: Sequence[str]) -> str:
-    """That a name is not known, and the nearest that is, or all of them.
+    """The message for an unknown name, with the nearest known one or all of them.
 
     >>> unknown("key", "epsilonn", ["delta", "epsilon"])
     'unknown key. Did you mean epsilon?'
@@ -63,7 +63,7 @@ def either(names: Sequence[str]) -> str:
 
 
 def show(value: object) -> str:
-    """A value as YAML would have it, shortened; text in quotes, with nothing unprintable."""
+    """A value as in YAML, shortened; text in quotes, unprintable characters escaped."""
     if isinstance(value, bool) or value is None:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple):
@@ -76,7 +76,7 @@ def show(value: object) -> str:
 def describe_errors(
     error: ValidationError, kind: type[Any], values: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
-    """One (key, text) for each field that pydantic refused; the key is empty for the whole.
+    """One (key, text) for each field that pydantic refused; an empty key is the section.
 
     Args:
         error: raised by ``kind(**values)``.
@@ -87,7 +87,7 @@ def describe_errors(
         if detail["type"] == "value_error":  # raised by a validator of the dataclass's own
             yield ".".join(map(str, detail["loc"])), str(detail["ctx"]["error"])
             continue
-        # The values of a union and the items of a list are told of once, as their field.
+        # The options of a union and the items of a list are reported once, as their field.
         key = str(detail["loc"][0])
         if key in seen:
             continue
@@ -104,7 +104,9 @@ def read_exponents(kind: type[Any], values: Mapping[str, object]) -> dict[str, o
     def read(value: object, schema: Mapping[str, Any]) -> object:
         options = schema.get("anyOf", [schema])
         if isinstance(value, tuple):
-            items = next((option["items"] for option in options if "items" in option), {})
+            items: Mapping[str, Any] = next(
+                (option["items"] for option in options if "items" in option), {}
+            )
             return tuple(read(item, items) for item in value)
         if not isinstance(value, ExponentText):
             return value
@@ -134,7 +136,7 @@ def _refused(value: object, schema: Mapping[str, Any]) -> str:
 
 
 def _needed(schema: Mapping[str, Any]) -> str:
-    """What a JSON schema asks for, as the object of "needs"."""
+    """What a JSON schema accepts, as the object of "needs"."""
     if "anyOf" in schema:
         return " or ".join(_needed(option) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
@@ -148,5 +150,5 @@ def _needed(schema: Mapping[str, Any]) -> str:
 
 
 def _bound(number: float) -> float:
-    """Pydantic before 2.8 writes the 0 of a range as 0.0 where its values have fractions."""
+    """Pydantic before 2.8 has 0.0 for the bound 0 of a float."""
     return int(number) if float(number).is_integer() else number

@@ -1,8 +1,6 @@
-"""The sections of a config file, as frozen dataclasses: what may be asked, and what is default.
+"""The sections of a config file as frozen dataclasses: keys, types, defaults, ranges, conflicts.
 
-``experiment/config.py`` reads YAML and the command line into these and collects every problem; here
-is only what a value means, its range, and which values exclude each other. The ``algorithm``
-section is not here: it is the ``Config`` of the algorithm it names.
+The ``algorithm`` section is the ``Config`` of the algorithm that it names.
 """
 
 import math
@@ -12,14 +10,14 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-# Schemas are built when a section is read: a run reads one algorithm's, and imports all.
+# Schemas are built when a section is read, which saves start-up time.
 strict = ConfigDict(extra="forbid", strict=True, defer_build=True)
 
 Network = Literal["F", "G", "D"]
 PartitionName = Literal[
     "iid", "dirichlet", "dirichlet_equal", "classes_per_agent", "round_robin", "imbalanced"
 ]
-#: Keys of the privacy section that only training with noisy gradients has.
+#: Keys of the privacy section that apply to DP-SGD alone.
 DP_SGD_KEYS = (
     *("update_at_support", "protect", "noise_multiplier", "clip_norm", "sample_rate", "steps"),
     *("visits", "learning_rate", "momentum", "average_last", "augment", "views"),
@@ -41,10 +39,8 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, config=strict)
 class RunSettings:
-    """How a run is carried out; of these only ``seed`` and rounding can move results.
-
-    Rounding: ``precision``, the device, and ``batched_agents``.
-    """
+    """How a run is done. Results depend on ``seed`` and, by rounding, on ``precision``, the device
+    and ``batched_agents``."""
 
     name: str = ""
     """Name of the run, part of its default folder. Empty: the name of the config file."""
@@ -90,7 +86,7 @@ class RunSettings:
     """Flower: share of the agents of a parallel step that must reply."""
 
     def problems(self) -> Iterator[Problem]:
-        """Ways of working side by side that exclude each other; an engine without an address."""
+        """Conflicting ways of parallel work; Flower without an address."""
         if self.batched_agents > 1 and self.workers not in ("auto", 1):
             yield Problem(
                 "batched_agents",
@@ -101,14 +97,14 @@ class RunSettings:
             yield from self._problems_of_sites()
 
     def _problems_of_sites(self) -> Iterator[Problem]:
-        """An engine over a network needs an address, and off this machine a certificate."""
+        """Flower needs an address, and off this machine a certificate."""
         host, colon, port = self.superlink.rpartition(":")
         if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
             yield Problem("superlink", f"'{self.superlink}': give host:port, the port up to 65535")
         elif host not in LOOPBACK and not self.certificate:
             yield Problem(
                 "certificate",
-                f"missing: letters to {host} would cross a network in clear. Give the root "
+                f"missing: messages to {host} would cross a network in clear. Give the root "
                 "certificate of its SuperLink",
             )
         for key, usual in (("workers", "auto"), ("batched_agents", 1)):
@@ -212,11 +208,10 @@ class ModelSettings:
 
 @dataclass(frozen=True, config=strict)
 class PrivacySettings:
-    """What is promised for each labelled row of a support agent, and how it is paid for.
+    """The guarantee for each labelled row of a support agent, and the mechanism.
 
-    ``noise_multiplier`` and ``visits`` are two ways to fix one plan: leave the noise out and it
-    is calibrated so that all visits fit the budget; give it and support agents are visited
-    until the budget is spent.
+    Without ``noise_multiplier`` the noise is calibrated so that all visits fit the budget; with
+    it, support agents are visited until the budget is spent.
     """
 
     epsilon: float

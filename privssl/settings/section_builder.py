@@ -1,8 +1,6 @@
-"""A config while it is being read: values, where each stands, and all that is wrong so far.
+"""Build the sections of a config from a file and arguments, collecting all problems.
 
-``experiment/config.py`` opens a draft, reads the file into it, lays the arguments over it, takes
-the sections out as dataclasses and lets its checks between sections speak. Nothing is raised on
-the way: a wrong value is noted, and whatever asks for it later is stopped without a word.
+A wrong value is recorded instead of raised; checks that access it later stop silently.
 """
 
 import dataclasses
@@ -45,7 +43,7 @@ ORDER = ("run", "data", "agents", "model", "algorithm", "privacy")
 
 
 class ConfigBuilder:
-    """The values of the file and the arguments, where each stands, and what is wrong so far."""
+    """The values of the file and the arguments, their places, and the problems so far."""
 
     sections: ClassVar[Mapping[str, type[Any]]] = SECTIONS
     order: ClassVar[Sequence[str]] = ORDER
@@ -74,7 +72,7 @@ class ConfigBuilder:
         self.bad.add(finding.key)
 
     def read_file(self) -> None:
-        """Take the values of the file. Raises ConfigError when it is no YAML at all."""
+        """Read the file. Raises ConfigError if it is not YAML."""
         text = _read_text(self._path)
         try:
             document = yaml_reader.read_document(text)
@@ -95,7 +93,7 @@ class ConfigBuilder:
         self._empty = set(document.empty)
 
     def override(self, argument: str) -> None:
-        """Lay one ``section.key=value`` over what the file says."""
+        """Apply one ``section.key=value``."""
         key, equals, text = argument.partition("=")
         section, dot, name = key.partition(".")
         if not equals or section not in ORDER:
@@ -124,7 +122,7 @@ class ConfigBuilder:
             self._add(ConfigProblem(None, key, f"is a section. Write {key}.key=value"))
 
     def _replace(self, key: str) -> None:
-        """Forget what the file said at a key and below, right or wrong: an argument beats it."""
+        """Drop what the file has at a key and below, problems included."""
         self._places[key] = None
         self._empty.discard(key)
         inside = f"{key}."
@@ -132,11 +130,11 @@ class ConfigBuilder:
         self.bad = {k for k in self.bad if k != key and not k.startswith(inside)}
 
     def given(self, name: str) -> bool:
-        """Whether a section stands in the file or among the arguments, null included."""
+        """Whether the file or an argument has a section, null included."""
         return name in self._values
 
     def section(self, name: str) -> Any:
-        """The section as its dataclass; wrong values are noted, and unreadable in the result."""
+        """The section as its dataclass; accessing a wrong value raises UnusableValue."""
         given = self._values.get(name)
         if name == self.null[0] and given is None:
             if name in self._empty:
@@ -192,18 +190,18 @@ class ConfigBuilder:
         return result
 
     def check(self, prefix: str, problems: Iterable[Problem]) -> None:
-        """Note what a check finds, up to where it asks for a value that is itself wrong."""
+        """Record the problems of a check, until it accesses a wrong value."""
         with suppress(UnusableValue):
             for key, text in problems:
                 self.add(prefix + key, text)
 
 
 class UnusableValue(Exception):  # noqa: N818  (a signal between a check and its caller)
-    """A check asked for a value that has a problem of its own."""
+    """A check accessed a value that has a problem of its own."""
 
 
 def unless_bad(kind: type[Any], values: Mapping[str, Any], bad: set[str]) -> Any:
-    """A ``kind`` with these values, whose bad ones cannot be read."""
+    """A ``kind`` with these values; accessing a bad one raises UnusableValue."""
 
     def guard(self: Any, name: str) -> Any:
         if name in bad:
@@ -227,7 +225,7 @@ def _defaults(kind: type[Any]) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
-    """The text of a config file. Raises ConfigError that names what lies near it."""
+    """The text of a config file. Raises ConfigError, with similar file names."""
     try:
         with path.open("rb") as file:
             data = file.read(yaml_reader.MAX_BYTES + 1)
@@ -244,7 +242,7 @@ def _read_text(path: Path) -> str:
 
 
 def _nearby(path: Path) -> str:
-    """A sentence with the config files in the folder of a path that leads nowhere."""
+    """A sentence with the config files in the folder of a missing file."""
     if not path.parent.is_dir():
         return f"There is no folder {path.parent}"
     there = sorted(file.name for file in path.parent.glob("*.y*ml"))

@@ -1,10 +1,8 @@
-"""YAML as plain values that know their line, with everything surprising refused.
+"""Read YAML as plain values with line numbers, and refuse what is unsafe or surprising.
 
-A config is read by people and sometimes comes from strangers. So the text is composed into
-nodes and never into objects: aliases, anchors and tags are refused (no billion laughs, no
-``!!python/object``), nesting and size are limited, and what YAML 1.1 silently turns into
-something else (``on``, ``010``, ``1:30``, ``2024-01-01``, the last of two equal keys) is a
-finding with its line. Source of the rules: yaml.org/type, PyYAML's resolver.
+Configs may be untrusted: aliases, anchors and tags are refused, and nesting and size are limited.
+What YAML 1.1 silently converts (``on``, ``010``, ``1:30``, ``2024-01-01``, the last of two equal
+keys) is a problem with its line. Source of the rules: yaml.org/type, PyYAML's resolver.
 """
 
 import re
@@ -39,7 +37,7 @@ class ExponentText(str):
 
 
 class YamlError(Exception):
-    """The text is not the plain YAML that is read here. ``line`` counts from 1."""
+    """Not the plain YAML that is read here. ``line`` counts from 1."""
 
     def __init__(self, line: int, text: str) -> None:
         super().__init__(text)
@@ -48,11 +46,10 @@ class YamlError(Exception):
 
 @dataclass(frozen=True)
 class Document:
-    """What a text says.
+    """The content of a YAML text.
 
-    ``value`` has dicts, tuples, str, int, float, bool and None; ``lines`` the line of every
-    dotted key; ``problems`` what could not be read, whose values in ``value`` mean nothing;
-    ``empty`` the keys after which nothing was written, not even null.
+    ``value`` has dicts, tuples, str, int, float, bool and None; ``lines`` the line of every dotted
+    key; ``problems`` the unreadable values; ``empty`` the keys without a value, not even null.
     """
 
     value: object
@@ -106,7 +103,7 @@ def read_document(text: str) -> Document:
 
 
 class _Reader:
-    """Turns nodes into plain values and notes where they stood."""
+    """Turns nodes into plain values and records their lines."""
 
     def __init__(self) -> None:
         self.lines: dict[str, int] = {}
@@ -122,7 +119,8 @@ class _Reader:
             self.empty.add(key)
         try:
             value = scalar(node.value, node.tag.removeprefix(_TAG))
-            if node.style is None and isinstance(value, str) and _EXPONENT.fullmatch(value):
+            plain = getattr(node, "style", None) is None  # not in quotes
+            if plain and isinstance(value, str) and _EXPONENT.fullmatch(value):
                 return ExponentText(value)
             return value
         except ValueError as surprise:
@@ -152,7 +150,7 @@ def scalar(text: str, kind: str) -> str | int | float | bool | None:
     """The value of one scalar that YAML resolved to ``kind`` (null, bool, int, float, str ...).
 
     Raises:
-        ValueError: YAML reads it as something that its writer can hardly have meant.
+        ValueError: YAML reads it as something that the writer hardly meant.
 
     >>> scalar("0.5", "float"), scalar("on", "str")
     (0.5, 'on')
@@ -179,7 +177,7 @@ def scalar(text: str, kind: str) -> str | int | float | bool | None:
 
 
 def as_yaml_number(text: str) -> str | None:
-    """Text that Python reads as a finite number, in the form that YAML reads as one too.
+    """A number that is text in YAML 1.1, in the form that YAML reads as a number.
 
     >>> as_yaml_number("1e-5"), as_yaml_number("1e5"), as_yaml_number("5"), as_yaml_number("x")
     ('1.0e-5', '1.0e+5', '5', None)

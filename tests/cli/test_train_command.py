@@ -99,7 +99,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         (PLAIN, ["algorithm.roundz=5"], ["algorithm.roundz", "Did you mean rounds?"]),
         (PLAIN + "run: {seed: 1, seed: 2}\n", [], ["line 11", "run.seed", "given twice"]),
         (PLAIN, ["run.seed=1", "run.seed=2"], ["run.seed", "given twice"]),
-        (PRIVATE, ["privacy.delta=1e-5"], ["privacy.delta", "text", "1.0e-5"]),
+        (PRIVATE, ["privacy.delta='1e-5'"], ["privacy.delta", "text", "1.0e-5"]),
         (PRIVATE, ["privacy.epsilon=-1"], ["privacy.epsilon", "-1", ">= 0"]),
         (PRIVATE, ["privacy.epsilon=.nan"], ["privacy.epsilon", "nan"]),
         (PRIVATE, ["privacy.noise_multiplier=0.0"], ["privacy.noise_multiplier", "calibrated"]),

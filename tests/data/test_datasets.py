@@ -514,7 +514,9 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def test_configs_of_cifar10_name_it_and_no_folder_of_one_machine(config: Path) -> None:
     data = configs.load_config(config).data
     assert (data.name, data.root) == ("cifar10", "")
-    assert configs.load_config(config, ["data.root=copies"]).data.root == "copies"
+    assert configs.load_config(config, ["data.root=copies"]).data.root == str(
+        Path("copies").resolve()
+    )
 
 
 def test_a_pickle_that_is_not_the_published_one_is_never_opened(tmp_path: Path) -> None:

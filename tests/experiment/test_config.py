@@ -301,7 +301,7 @@ def test_agents_that_hold_nothing_or_whom_nobody_needs_are_placed_at_their_line(
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert "line 5" in str(caught.value)
-    assert "agents.mixed is 1, but with data.labels support there are none" in str(caught.value)
+    assert "agents.mixed is 1, but with data.labels support there can be none" in str(caught.value)
 
 
 @pytest.mark.parametrize(
