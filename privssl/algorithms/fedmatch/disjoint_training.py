@@ -101,7 +101,7 @@ class DisjointTraining:
         return view(self.strong, x, rng, flip=False, under="none")
 
 
-# A visit ------------------------------------------------------------------------------------
+# Training -----------------------------------------------------------------------------------
 
 
 class DisjointTrainer:
@@ -118,7 +118,7 @@ class DisjointTrainer:
         self._cfg, self._numbers = cfg, cfg.hyperparameters(place)
         self._F, self._agent, self._ctx = F.train(), agent, ctx
         first = initial_plateau(cfg.learning_rate, self._numbers.patience)
-        self._pace = agent.memory.get("pace", first)
+        self._plateau = agent.memory.get("pace", first)
         self._halves: dict[Half, dict[str, Tensor]] = {
             "sigma": _leaves(start.sigma, ctx.device),
             "psi": _leaves(start.psi, ctx.device),
@@ -126,7 +126,7 @@ class DisjointTrainer:
         # Helpers are frozen at the sigma that was sent: authors' code.
         self._sent_sigma = {n: s.detach().clone() for n, s in self._halves["sigma"].items()}
         self._sgd = {
-            half: optim.SGD(list(weights.values()), lr=float(self._pace[0]))
+            half: optim.SGD(list(weights.values()), lr=float(self._plateau[0]))
             for half, weights in self._halves.items()
         }
         self._losses: dict[Half, list[Tensor]] = {half: [] for half in self._halves}
@@ -168,7 +168,7 @@ class DisjointTrainer:
                 self._ctx.log_metric(f"train/loss_{half}", local_training.mean_of(losses))
         if self._losses["sigma"]:
             loss = local_training.mean_of(self._losses["sigma"])
-            plateau = step_plateau(self._pace, loss, self._numbers.patience)
+            plateau = step_plateau(self._plateau, loss, self._numbers.patience)
             self._agent.memory = {**self._agent.memory, "pace": plateau}
 
     def _consistency(
