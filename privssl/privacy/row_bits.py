@@ -1,11 +1,10 @@
-"""Tries, on made-up rows, that a row's clipped gradient has the same bits in any company.
+"""Check on synthetic rows that a row's clipped gradient has the same bits beside any other rows.
 
-Clipping bounds what one row adds to a sum. That it moves nothing else stands on every other row's
-gradient staying as it is, to the bit: with weights that a server picks, products can cancel until
-rounding is all that is left of a gradient, and clipping makes a whole clip norm of it. Parts of
-one size, in one thread, are rounded alike in all networks of ours
-(tests/privacy/test_private_counts.py); another processor, device or release of torch may be unlike,
-so each process looks before it trains.
+Clipping bounds what one row adds, if every other row's gradient keeps its bits: with weights that a
+server chooses, products can cancel until rounding is all that is left of a gradient, and clipping
+scales it to a whole clip norm. Parts of one size, in one thread, round alike in all networks here
+(tests/privacy/test_private_counts.py); other processors, devices or torch releases may not, so each
+process checks before it trains.
 """
 
 from collections.abc import Hashable, Mapping
@@ -19,9 +18,9 @@ from privssl.privacy.clipping import (
     DenseGradients,
     OuterProductGradients,
     PerExampleGradients,
-    factors_and_lines,
+    factors_and_inputs,
 )
-from privssl.privacy.dp_sgd import in_one_thread
+from privssl.privacy.dp_sgd import single_threaded
 from privssl.privacy.per_example_gradients import Parameters, RowLoss, factored_gradients
 from privssl.training.batched.deferred import ExampleLoss
 
@@ -31,7 +30,7 @@ SHIFTS = (1, 2, 3, 5)  # places that all rows move by; alignment in memory chang
 _passed = set[Hashable]()
 
 
-def refuse_company(
+def refuse_batch_dependent_rounding(
     networks: Mapping[str, nn.Module], row_loss: RowLoss, fields: Mapping[str, Tensor]
 ) -> None:
     """Refuse networks that round a row by its place or its neighbours. Cached by kind and size.
@@ -44,7 +43,7 @@ def refuse_company(
             should be random: products of plain numbers are not rounded.
 
     Raises:
-        PrivacyError: with other rows beside it, or at another place, some row has another gradient.
+        PrivacyError: some row's gradient depends on other rows or on its place.
     """
     key = _kind(networks, row_loss, fields)
     if key in _passed:
@@ -58,7 +57,7 @@ def refuse_company(
         }
 
         def bits(given: Mapping[str, Tensor], scaled: Parameters = scaled) -> list[Tensor]:
-            with in_one_thread():
+            with single_threaded():
                 return _bits(factored_gradients(row_loss, scaled, given), rows)
 
         before = bits(fields)
@@ -72,11 +71,10 @@ def refuse_company(
             alike.append(_equal(bits(others), before, kept, kept))
         if not all(alike):
             raise PrivacyError(
-                "a row's gradient is rounded otherwise when other rows are beside it, or at "
-                f"another place among {rows} rows (weights times {scale:g}, on this device). Where "
-                "weights are picked for it, such a rounding is as much as a whole row, and nothing "
-                "could be claimed. Take another network (layers whose sizes are multiples of 4 are "
-                "rounded alike), another device (run.device) or another release of torch"
+                f"the rounding of a row's gradient depends on the other {rows - 1} rows or on its "
+                f"place (weights times {scale:g}, on this device), so no guarantee holds. Use "
+                "another network (sizes of layers that are multiples of 4 are rounded alike), "
+                "another device (run.device) or another release of torch"
             )
     _passed.add(key)
 
@@ -96,7 +94,7 @@ def _bits(gradients: Mapping[tuple[str, str], PerExampleGradients], rows: int) -
     every = list(gradients.values())
     if not every:
         return []
-    factors, _ = factors_and_lines(every, torch.ones(rows, dtype=torch.bool), clip_norm=1.0)
+    factors, _ = factors_and_inputs(every, torch.ones(rows, dtype=torch.bool), clip_norm=1.0)
     parts = [factors]
     for one in every:
         assert isinstance(one, DenseGradients | OuterProductGradients)
@@ -115,7 +113,7 @@ def _equal(one: list[Tensor], other: list[Tensor], here: Tensor, there: Tensor) 
 def _kind(
     networks: Mapping[str, nn.Module], row_loss: RowLoss, fields: Mapping[str, Tensor]
 ) -> Hashable:
-    """What decides which operations are done, and on how many numbers."""
+    """What decides which operations run, and their sizes."""
     forms = tuple((name, x.shape, x.dtype, str(x.device)) for name, x in fields.items())
     made = tuple(
         (net, repr(network), *((n, p.shape, p.stride()) for n, p in network.named_parameters()))

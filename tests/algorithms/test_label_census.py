@@ -355,10 +355,10 @@ def test_the_map_is_the_same_whatever_the_number_of_agents_asked_at_a_time(
 
 def test_sums_that_run_over_are_refused() -> None:
     class Endless(LocalEngine):
-        def _across(self, message: Any) -> Any:
+        def _copy_message(self, message: Any) -> Any:
             if isinstance(message, Sums):
                 return replace(message, total=torch.full_like(message.total, 3e38))
-            return super()._across(message)
+            return super()._copy_message(message)
 
     with pytest.raises(MessageError, match="the sum of total has numbers that are not finite"):
         play(make("label_census", **FEW), federated_data(labelled=40), engine=Endless, rounds=1)

@@ -61,7 +61,7 @@ def test_a_run_imports_its_own_algorithm_and_no_other() -> None:
 
 def test_reading_a_config_without_privacy_loads_neither_opacus_nor_what_draws() -> None:
     plan = (
-        "from accounting import calibrate_noise\n"
+        "from accounting.accountants import calibrate_noise\n"
         "calibrate_noise(epsilon=8.0, delta=1e-5, sample_rate=0.1, steps=10)"
     )
     slow = ("opacus", "scipy", "sklearn", "torchvision", "matplotlib", "tensorboard", COMPILER)

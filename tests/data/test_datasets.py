@@ -419,7 +419,8 @@ def test_mnist_is_read_without_torchvision(tmp_path: Path) -> None:
     code = (
         "import sys; "
         "from privssl.data.datasets import load_dataset; from privssl.settings.schema import *\n"
-        "load_dataset(DataSettings(name='mnist', root=sys.argv[1])); print('torchvision' in sys.modules)"
+        "load_dataset(DataSettings(name='mnist', root=sys.argv[1])); "
+        "print('torchvision' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     assert subprocess.check_output(command, text=True) == "False\n"

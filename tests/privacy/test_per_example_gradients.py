@@ -21,6 +21,7 @@ from torch.nn import functional
 from privssl.errors import PrivacyError
 from privssl.models.convnets import LeNet, SmallCNN
 from privssl.ops import dispatch
+from privssl.privacy import clipping
 from privssl.privacy.clipping import (
     DenseGradients,
     OuterProductGradients,
@@ -552,6 +553,23 @@ def test_a_factor_that_has_no_digits_left_weighs_no_more_than_the_clip_norm(
             longest(OuterProductGradients(*(reversed(sides) if swapped else sides)), 1e-3)
             <= 1 + 1e-5
         )
+
+
+class InFloat32(OuterProductGradients):
+    """Sums of float32, as they must not be."""
+
+    def total(self, factors: Tensor) -> Tensor:
+        left = self.left * factors.float().reshape(-1, 1, 1)
+        return left.flatten(0, 1).mT @ self.right.flatten(0, 1)
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_the_check_of_lost_digits_notices_factors_of_any_length_in_float32(places: int) -> None:
+    with (
+        patch.object(dispatch, "_latest", lambda: None),
+        patch.object(clipping, "_unless_longest", lambda norms, *_: norms),
+    ):
+        assert longest(InFloat32(*beside_a_longest_one(places)), 1e-3) > 1.1
 
 
 @pytest.mark.parametrize("generation", [dispatch.instruction_set(), None])

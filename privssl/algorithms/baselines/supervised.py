@@ -30,7 +30,6 @@ that its released code never adds (``weight_decay``).
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, Literal, final
 
 import pydantic.dataclasses
@@ -61,7 +60,6 @@ from privssl.runtime import randomness
 from privssl.settings.schema import Positive, Problem, Rate, strict
 from privssl.training import local_training, optim
 from privssl.training.batched.deferred import batched_call
-from privssl.training.lazy_linear_sgd import plain_sgd
 from privssl.training.losses import hard_label_loss
 
 
@@ -293,7 +291,11 @@ def run_sgd(
     """
     anchor = [p.detach().clone() for p in F.parameters()] if msg.proximal else []
     values = []
-    with randomness.seeded(ctx.rng("dropout")), _sgd(F, cfg, msg, ctx) as sgd:
+    sgd = optim.SGD(
+        F.parameters(), lr=cfg.rate(ctx.round),
+        momentum=cfg.momentum, weight_decay=cfg.weight_decay,
+    )  # fmt: skip
+    with randomness.seeded(ctx.rng("dropout")):
         for loss in losses:
             values.append(loss.detach())
             if msg.proximal:
@@ -302,19 +304,6 @@ def run_sgd(
     if values:
         ctx.log_metric("train/loss_F", local_training.mean_of(values))
     return model_update(F)
-
-
-def _sgd(
-    F: nn.Module, cfg: LocalTrainingSettings, msg: ProximalRequest, ctx: Context
-) -> AbstractContextManager[optim.SGD]:
-    """A fresh SGD on F. F has its steps when the context ends."""
-    rate = cfg.rate(ctx.round)
-    if cfg.momentum or cfg.weight_decay or msg.proximal:
-        sgd = optim.SGD(
-            F.parameters(), lr=rate, momentum=cfg.momentum, weight_decay=cfg.weight_decay
-        )
-        return nullcontext(sgd)
-    return plain_sgd(F, rate)
 
 
 def squared_distance(F: nn.Module, anchor: list[Tensor]) -> Tensor:

@@ -120,7 +120,7 @@ class FedSEALConfig:
     exclude_likeliest: bool = False  # ours; true: y- is never y+
     hard_labels: bool = True  # false: rows of D+ have the target p-bar (ablation)
     positive_weight: Annotated[float, Field(gt=0, le=1)] = 0.25  # lambda in round 1; CIFAR-10: 0.1
-    # Of lambda (negative_learning.sign_weights). The paper: it grows, with a "decay rate"
+    # How lambda moves: sign_weights. The paper says that it grows and prints a "decay rate"
     weight_schedule: negative_learning.Schedule = "complement"
     weight_rate: Annotated[float, Field(ge=0.01, le=1)] = 0.95
     weight_rounds: Positive = 100  # e stops here
