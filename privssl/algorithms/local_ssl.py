@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.aggregation import WeightedMean, average
@@ -168,6 +169,13 @@ def no_labelled(rows: UnlabelledRows) -> LabelledRows:
 def no_unlabelled(rows: LabelledRows) -> UnlabelledRows:
     """Zero unlabelled rows of the same form."""
     return UnlabelledRows(rows.x[:0], rows.ids[:0])
+
+
+def can_learn_from(F: nn.Module, rows: int) -> bool:
+    """Whether F can take a training step on so many rows: at least one, two with batch norm."""
+    return rows > 1 or (
+        rows == 1 and not any(isinstance(layer, _BatchNorm) for layer in F.modules())
+    )
 
 
 @torch.no_grad()

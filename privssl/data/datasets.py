@@ -8,6 +8,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -59,24 +60,13 @@ def load_dataset(settings: DataSettings) -> Dataset:
     Raises:
         DataError: it is missing, damaged, or not in its format.
     """
-    recorder = _Recorder()
+    recorder = BufferingHandler(capacity=10**6)
     log.addHandler(recorder)
     try:
         arrays = _read(settings)
     finally:
         log.removeHandler(recorder)
-    return replace(from_arrays(settings.name, arrays), said=tuple(recorder.records))
-
-
-class _Recorder(logging.Handler):
-    """Keeps log records."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
+    return replace(from_arrays(settings.name, arrays), said=tuple(recorder.buffer))
 
 
 def expand_path(key: str, text: str) -> Path:

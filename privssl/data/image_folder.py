@@ -86,7 +86,8 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
         raise DataError(f"{root}: train and test differ in the classes {differing}")
     train, y_train = _files(root / "train", classes, skipped)
     test, y_test = _files(root / "test", classes, skipped)
-    rest = _without_labels(root / UNLABELLED, skipped)
+    beside = root / UNLABELLED
+    rest = _sorted_images(beside, skipped, "it") if beside.is_dir() else []
     skipped |= _folders_beside(root)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         heads = list(pool.map(_head, train + test + rest))
@@ -97,7 +98,7 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
     counts = (len(train), len(test), len(classes))
     log.info("%s: %d training and %d test images of %d classes", root, *counts)
     if rest:
-        log.info("%s: %d training images without a label", root / UNLABELLED, len(rest))
+        log.info("%s: %d training images without a label", beside, len(rest))
     _log_changes(root, heads, laid_train + laid_test + laid_rest)
     _log_skipped(root, skipped)
     arrays = Arrays(x_train, y_train, x_test, y_test, classes)
@@ -156,40 +157,29 @@ def _folders_beside(root: Path) -> Counter[str]:
     return Counter(f"folder {name}" for name in names if name not in ("train", "test", UNLABELLED))
 
 
-def _without_labels(folder: Path, skipped: Counter[str]) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    try:
-        found = sorted(_images(folder, skipped))
-    except OSError as error:
-        raise DataError(f"{error.filename}: {error.strerror}. Change the permissions") from None
-    if not found:
-        raise DataError(f"{folder} holds no image. Add some, or remove it")
-    return found
-
-
 def _files(
     folder: Path, classes: Sequence[str], skipped: Counter[str]
 ) -> tuple[list[Path], NDArray[np.int64]]:
     """Image files and their class numbers, class by class."""
-    files: list[Path] = []
-    counts = []
-    for name in classes:
-        try:
-            images = sorted(_images(folder / name, skipped))
-        except OSError as error:
-            raise DataError(
-                f"{error.filename}: {error.strerror}. Change the permissions, or remove the class "
-                "from train and test"
-            ) from None
-        if not images:
-            raise DataError(
-                f"{folder / name} holds no image ({', '.join(sorted(SUFFIXES))}). Add some, or "
-                "remove the class from train and test"
-            )
-        files += images
-        counts.append(len(images))
-    return files, np.repeat(np.arange(len(classes)), counts)
+    by_class = [
+        _sorted_images(folder / name, skipped, "the class from train and test") for name in classes
+    ]
+    y = np.repeat(np.arange(len(classes)), [len(images) for images in by_class])
+    return [path for images in by_class for path in images], y
+
+
+def _sorted_images(folder: Path, skipped: Counter[str], what: str) -> list[Path]:
+    """Image files of a folder. Raises DataError with the advice to remove ``what``."""
+    try:
+        found = sorted(_images(folder, skipped))
+    except OSError as error:
+        raise DataError(
+            f"{error.filename}: {error.strerror}. Change the permissions, or remove {what}"
+        ) from None
+    if not found:
+        suffixes = ", ".join(sorted(SUFFIXES))
+        raise DataError(f"{folder} holds no image ({suffixes}). Add some, or remove {what}")
+    return found
 
 
 def _images(folder: Path, skipped: Counter[str]) -> Iterator[Path]:

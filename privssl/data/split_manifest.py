@@ -12,16 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
-    TypeAdapter,
-    ValidationError,
-)
+import pydantic
+from pydantic import Field, StrictStr
 from pydantic.dataclasses import dataclass
 
 from accounting.canonical_json import decode_strictly
@@ -36,7 +28,7 @@ MAX_BYTES = 2**27  # ten million rows need about 90 MB
 Whole = Annotated[int, Field(ge=0, strict=True)]
 Rows = tuple[Whole, ...]
 Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-_exact = ConfigDict(extra="forbid")
+_exact = pydantic.ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, config=_exact)
@@ -59,7 +51,10 @@ class Manifest:
     checksum: Hex
     rows: Whole
     seed: Whole
-    settings: Mapping[StrictStr, StrictBool | StrictInt | StrictFloat | StrictStr | None]
+    settings: Mapping[
+        StrictStr,
+        pydantic.StrictBool | pydantic.StrictInt | pydantic.StrictFloat | StrictStr | None,
+    ]
     agents: Mapping[StrictStr, AgentRows]
     validation: Rows
 
@@ -105,7 +100,7 @@ def read_manifest(path: Path) -> Manifest:
         raise DataError(f"{path} is not a split.json of the form {SCHEMA}: its schema is {schema}")
     try:
         manifest = _FORM.validate_python(found)
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "top"
         raise DataError(f"{path} is not a split.json: {where}: {first['msg']}") from None
@@ -118,7 +113,7 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-_FORM = TypeAdapter(Manifest)
+_FORM = pydantic.TypeAdapter(Manifest)
 
 
 def _plain(manifest: Manifest) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from privssl.algorithms.baselines.fixmatch_uda import (
 from privssl.algorithms.baselines.supervised import (
     LocalTrainingSettings,
     ProximalRequest,
-    can_learn_from,
     run_sgd,
     squared_distance,
 )
+from privssl.algorithms.local_ssl import can_learn_from
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.messages import Ack
 from privssl.core.task import Context

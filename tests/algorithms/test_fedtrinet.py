@@ -787,4 +787,4 @@ def test_voting_by_batch_statistics_is_refused_with_what_to_do() -> None:
         config.load_config(path, ["algorithm.votes_in=train", "model.norm=batch"])
     found = " ".join(str(error.value).split())
     assert "algorithm.votes_in train, but model.norm is batch" in found
-    assert "Set algorithm.votes_in: eval, or model.norm: group" in found
+    assert "Set eval, or model.norm: group" in found

@@ -646,7 +646,7 @@ def test_an_answer_that_is_no_table_of_this_census_is_refused(census: Tensor) ->
                 return [Reply(call.to, Census(census)) for call in calls]
             return list(super().deliver(calls))
 
-    with pytest.raises(MessageError, match="table of"):
+    with pytest.raises(MessageError, match="it must be"):
         play(make("label_census", **FEW), federated_data(labelled=40), engine=Liar)
 
 

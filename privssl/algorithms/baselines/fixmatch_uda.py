@@ -33,8 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelled
-from privssl.algorithms.baselines.supervised import can_learn_from
-from privssl.algorithms.local_ssl import Amount, Share
+from privssl.algorithms.local_ssl import Amount, Share, can_learn_from
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
 from privssl.data.augmentations import view

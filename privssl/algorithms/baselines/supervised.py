@@ -36,7 +36,6 @@ import pydantic.dataclasses
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from accounting.errors import BudgetExhausted
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
@@ -48,6 +47,7 @@ from privssl.algorithms.local_ssl import (
     Share,
     TrainRequest,
     average_over,
+    can_learn_from,
     model_update,
     no_statistics,
 )
@@ -310,10 +310,3 @@ def squared_distance(F: nn.Module, anchor: list[Tensor]) -> Tensor:
     """|theta - anchor|^2 over all parameters of F, a scalar: Li et al. 2020, Eq. 2."""
     pairs = zip(F.parameters(), anchor, strict=True)
     return torch.stack([(mine - theirs).square().sum() for mine, theirs in pairs]).sum()
-
-
-def can_learn_from(F: nn.Module, rows: int) -> bool:
-    """Whether F can take a training step on so many rows: at least one, two with batch norm."""
-    return rows > 1 or (
-        rows == 1 and not any(isinstance(layer, _BatchNorm) for layer in F.modules())
-    )

@@ -30,7 +30,7 @@ from privssl.settings.schema import Positive, Rate, strict
 from privssl.training import device_transfer, local_training, optim
 from privssl.training.batched.deferred import batched_call
 
-Half: TypeAlias = Literal["sigma", "psi"]
+Component: TypeAlias = Literal["sigma", "psi"]
 Form: TypeAlias = Literal["clamped", "exact"]
 Place: TypeAlias = Literal["server", "client"]
 TINY = 1e-7  # Keras' epsilon
@@ -101,7 +101,7 @@ class DisjointTraining:
         return view(self.strong, x, rng, flip=False, under="none")
 
 
-# A visit ------------------------------------------------------------------------------------
+# Training -----------------------------------------------------------------------------------
 
 
 class DisjointTrainer:
@@ -118,18 +118,18 @@ class DisjointTrainer:
         self._cfg, self._numbers = cfg, cfg.hyperparameters(place)
         self._F, self._agent, self._ctx = F.train(), agent, ctx
         first = initial_plateau(cfg.learning_rate, self._numbers.patience)
-        self._pace = agent.memory.get("pace", first)
-        self._halves: dict[Half, dict[str, Tensor]] = {
+        self._plateau = agent.memory.get("pace", first)
+        self._weights: dict[Component, dict[str, Tensor]] = {
             "sigma": _leaves(start.sigma, ctx.device),
             "psi": _leaves(start.psi, ctx.device),
         }
         # Helpers are frozen at the sigma that was sent: authors' code.
-        self._sent_sigma = {n: s.detach().clone() for n, s in self._halves["sigma"].items()}
+        self._sent_sigma = {n: s.detach().clone() for n, s in self._weights["sigma"].items()}
         self._sgd = {
-            half: optim.SGD(list(weights.values()), lr=float(self._pace[0]))
-            for half, weights in self._halves.items()
+            name: optim.SGD(list(weights.values()), lr=float(self._plateau[0]))
+            for name, weights in self._weights.items()
         }
-        self._losses: dict[Half, list[Tensor]] = {half: [] for half in self._halves}
+        self._losses: dict[Component, list[Tensor]] = {name: [] for name in self._weights}
         self._views, self._dropout = ctx.rng("strong view"), ctx.rng("dropout")
 
     def learn_sigma(self, rows: LabelledRows, picked: Tensor) -> None:
@@ -150,25 +150,25 @@ class DisjointTrainer:
         """One step on L_u: Eq. 5. Without a confident row it is on the penalties alone."""
         cfg, weights = self._cfg, self._theta()
         strengths = cfg.l2_weight, self._numbers.l1_weight, cfg.weight_decay
-        loss = batched_call(_apply_penalties, {**self._halves, "theta": weights}, *strengths)
+        loss = batched_call(_apply_penalties, {**self._weights, "theta": weights}, *strengths)
         if len(picked):
             loss = loss + self._consistency(weights, rows, picked, helpers)
         self._losses["psi"].append(loss.detach())
         self._step("psi", loss)
 
-    def update_of(self, half: Half) -> dict[str, Tensor]:
+    def update_of(self, name: Component) -> dict[str, Tensor]:
         """A copy of sigma or psi on the CPU."""
-        plain = {name: weight.contiguous() for name, weight in self._halves[half].items()}
+        plain = {n: weight.contiguous() for n, weight in self._weights[name].items()}
         return device_transfer.copy_tensors(plain)
 
     def end(self) -> None:
         """Log the losses, and remember the learning rate where labels set it."""
-        for half, losses in self._losses.items():
+        for name, losses in self._losses.items():
             if losses:
-                self._ctx.log_metric(f"train/loss_{half}", local_training.mean_of(losses))
+                self._ctx.log_metric(f"train/loss_{name}", local_training.mean_of(losses))
         if self._losses["sigma"]:
             loss = local_training.mean_of(self._losses["sigma"])
-            plateau = step_plateau(self._pace, loss, self._numbers.patience)
+            plateau = step_plateau(self._plateau, loss, self._numbers.patience)
             self._agent.memory = {**self._agent.memory, "pace": plateau}
 
     def _consistency(
@@ -198,7 +198,7 @@ class DisjointTrainer:
 
     def _theta(self) -> dict[str, Tensor]:
         """sigma + psi, with a gradient to both."""
-        weights: dict[str, Tensor] = batched_call(_theta_of, self._halves)
+        weights: dict[str, Tensor] = batched_call(_theta_of, self._weights)
         return weights
 
     def _helper_predictions(self, psi: StateDict, x: Tensor) -> Tensor:
@@ -212,14 +212,14 @@ class DisjointTrainer:
             logits: Tensor = functional_call(self._F, dict(weights), (x,))
         return logits
 
-    def _step(self, half: Half, loss: Tensor) -> None:
+    def _step(self, name: Component, loss: Tensor) -> None:
         """A step on sigma or psi, unless the loss does not depend on it."""
         if loss.requires_grad:
-            local_training.minimise(self._sgd[half], loss)
+            local_training.minimise(self._sgd[name], loss)
 
 
-def _theta_of(halves: Mapping[str, StateDict]) -> dict[str, Tensor]:
-    return theta(halves["sigma"], halves["psi"])
+def _theta_of(weights: Mapping[str, StateDict]) -> dict[str, Tensor]:
+    return theta(weights["sigma"], weights["psi"])
 
 
 def _decay(weights: Mapping[str, StateDict], share: float) -> Tensor:

@@ -36,7 +36,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.fedseal import negative_learning
@@ -46,6 +45,7 @@ from privssl.algorithms.local_ssl import (
     Share,
     TrainRequest,
     average_over,
+    can_learn_from,
     model_update,
     needs_unlabelled,
     no_statistics,
@@ -301,7 +301,7 @@ class FedSEAL(Algorithm[FedSEALState]):
     ) -> list[Tensor]:  # fmt: skip
         """One pass over labelled rows; the losses of its batches."""
         epoch = local_training.epoch_batches(len(trained), self.cfg.batch_size, rng)
-        batches = [trained[batch] for batch in epoch if not _too_few(F, batch)]
+        batches = [trained[batch] for batch in epoch if can_learn_from(F, len(batch))]
         view = partial(self.cfg.view, self.cfg.server_view, rng=rng)
         seen = local_training.views_of(rows.x, batches, view, ctx.device)
         return [
@@ -337,7 +337,7 @@ class FedSEAL(Algorithm[FedSEALState]):
             batches = negative_learning.signed_batches(cfg.batches, both, cfg.batch_size, order)
             seen = local_training.in_blocks(batches, view, local_training.rows_per_pass(rows.x))
             for batch, x in zip(batches, seen, strict=True):
-                if not _too_few(F, batch):
+                if can_learn_from(F, len(batch)):
                     up, down = negative_learning.signed_losses(F(x), both, batch)
                     loss = negative_learning.batch_loss(cfg.batches, up, down, both.sizes, weights)
                     losses.append(local_training.minimise(sgd, loss))
@@ -384,8 +384,3 @@ def _log_signs(both: negative_learning.SignedLabels, weight: float, ctx: Context
 def _probabilities(F: nn.Module, x: Tensor, ctx: Context) -> Tensor:
     """Predictions (N, C) on stored rows, not augmented; F is left in training mode."""
     return predict(F, x, ctx.device).softmax(dim=1).cpu()
-
-
-def _too_few(F: nn.Module, batch: Tensor) -> bool:
-    """Whether a batch is one row and F has a batch norm, which may need two."""
-    return len(batch) == 1 and any(isinstance(layer, _BatchNorm) for layer in F.modules())

@@ -42,6 +42,7 @@ from privssl.algorithms.local_ssl import (
     ModelUpdate,
     TrainRequest,
     average_over,
+    can_learn_from,
     needs_unlabelled,
     no_labelled,
     no_unlabelled,
@@ -112,7 +113,6 @@ class FedTriNet(Algorithm[FedTriNetState]):
     ) -> None:
         super().__init__(config, task, plan)
         self._shallow = _shallow_modules(self._F, config)
-        self._couples = any(isinstance(module, nn.BatchNorm2d) for module in self._F.modules())
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
@@ -331,8 +331,7 @@ class FedTriNet(Algorithm[FedTriNetState]):
         sgd = optim.SGD(trained, lr=self.cfg.learning_rate, momentum=self.cfg.momentum)
         augment, rng = self.cfg.augmentation(), ctx.rng(f"view, {purpose}")
         steps = [(torch.cat([picked for picked, _ in parts]), parts) for parts in planned]
-        if self._couples:  # batch norm cannot normalise a single row
-            steps = [(rows, parts) for rows, parts in steps if len(rows) > 1]
+        steps = [step for step in steps if can_learn_from(self._F, len(step[0]))]
         batches, losses = [rows for rows, _ in steps], list[Tensor]()
         seen = local_training.views_of(x, batches, lambda x: augment(x, rng), ctx.device)
         for (_, parts), views in zip(steps, seen, strict=True):
