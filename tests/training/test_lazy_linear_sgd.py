@@ -308,15 +308,28 @@ def test_where_steps_of_several_agents_are_taken_as_one_nothing_is_kept() -> Non
     assert keepers(made()) == ["large"]
 
 
+#: As few rows and agents as take steps.
+SHORT = (
+    *("data.name=toy", "data.labelled=20", "model.width=4"),
+    *("algorithm.rounds=1", "algorithm.local_epochs=1"),
+)
+
+
 @pytest.mark.parametrize(
-    ("config", "changes", "keep"),
+    ("faster", "config", "changes", "keep"),
     [
-        ("fedavg", ["algorithm.momentum=0.0"], True),
-        ("fixmatch", ["algorithm.momentum=0.0"], True),
-        ("fedavg", ["algorithm.momentum=0.5"], False),
-        ("fedavg", ["algorithm.momentum=0.0", "algorithm.weight_decay=0.01"], False),
-        ("fedprox", ["algorithm.momentum=0.0"], False),
+        (True, "fedavg", ["agents.mixed=3", "algorithm.momentum=0.0"], True),
+        (False, "fixmatch", ["agents.query=3", "algorithm.momentum=0.0"], True),
+        (False, "fedavg", ["agents.mixed=3", "algorithm.momentum=0.5"], False),
+        (
+            True,
+            "fedavg",
+            ["agents.mixed=3", "algorithm.momentum=0.0", "algorithm.weight_decay=0.01"],
+            False,
+        ),
+        (True, "fedprox", ["agents.mixed=3", "algorithm.momentum=0.0"], False),
     ],
+    indirect=["faster"],
 )
 def test_runs_keep_steps_of_plain_sgd_alone_and_workers_come_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, changes: list[str], keep: bool
@@ -330,20 +343,20 @@ def test_runs_keep_steps_of_plain_sgd_alone_and_workers_come_to_the_same_bits(
         real(self)
 
     monkeypatch.setattr(LazySGDBuffer, "step", step)
-    changes = [*changes, "algorithm.rounds=1", "algorithm.local_epochs=1"]
     weights = []
-    for workers in (1, 2):
+    for workers in (1, 2) if keep else (1,):
         place = Place(Path(f"configs/{config}.yaml"), tmp_path / f"{workers}")
-        outcome = command(place.config, place.output, f"run.workers={workers}", *changes)
+        outcome = command(place.config, place.output, f"run.workers={workers}", *SHORT, *changes)
         assert outcome.status == 0, outcome.err
         weights.append(place.weights())
     assert bool(steps) is keep
-    first, second = weights
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    first, last = weights[0], weights[-1]
+    assert all(torch.equal(first[name], last[name]) for name in first)
 
 
+@pytest.mark.parametrize("faster", [True], indirect=True)
 def test_agents_side_by_side_take_plain_steps(tmp_path: Path) -> None:
-    changes = ["algorithm.momentum=0.0", "algorithm.rounds=1", "algorithm.local_epochs=1"]
+    changes = [*SHORT, "agents.mixed=4", "algorithm.momentum=0.0"]
     weights = []
     for side_by_side in (1, 4):
         place = Place(Path("configs/fedavg.yaml"), tmp_path / f"{side_by_side}")
