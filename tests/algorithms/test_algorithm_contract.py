@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def played(case: str, parties: FederatedDataset | None = None, **how: Any) -> Pl
     return _played_once(case, tuple(sorted({"engine": Overheard, **how}.items())))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _played_once(case: str, how: tuple[tuple[str, Any], ...]) -> Played:
     return play(algorithm(case), federated_data(), **dict(how))
 

@@ -3,7 +3,7 @@
 import ast
 import subprocess
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,13 +53,13 @@ def inside(name: str, *prefixes: str) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-@lru_cache(maxsize=None)
+@cache
 def parsed(source: str) -> ast.Module:
     """The tree of a module, which many rules read and none changes."""
     return ast.parse(source)
 
 
-@lru_cache(maxsize=None)
+@cache
 def nodes(source: str) -> tuple[ast.AST, ...]:
     """All nodes of a module's tree."""
     return tuple(ast.walk(parsed(source)))
@@ -73,7 +73,7 @@ def dotted(node: ast.AST) -> str:
     return f"{owner}.{node.attr}" if owner and isinstance(node, ast.Attribute) else ""
 
 
-@lru_cache(maxsize=None)
+@cache
 def imports(source: str) -> tuple[tuple[int, str, str], ...]:
     """Every import of a module (see ``imported``)."""
     return tuple(imported(parsed(source)))
