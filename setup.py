@@ -10,7 +10,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 #: As privssl/ops/dispatch.py knows them.
-GENERATIONS = {
+INSTRUCTION_SETS = {
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4"],
 }
@@ -21,7 +21,6 @@ KERNELS = {
     "pooled": ["-ffp-contract=fast", "-fno-predictive-commoning"],
     "correlation": ["-ffp-contract=fast", "-fno-predictive-commoning"],
     "clipping": ["-ffp-contract=fast"],
-    "spectral": ["-ffp-contract=fast"],
     "views": ["-ffp-contract=off", "-fno-trapping-math"],
     "noise": ["-ffp-contract=fast", "-fno-trapping-math"],
 }
@@ -37,6 +36,6 @@ setup(
             optional=True,
         )
         for kernel, special in KERNELS.items()
-        for name, processor in GENERATIONS.items()
+        for name, processor in INSTRUCTION_SETS.items()
     ]
 )

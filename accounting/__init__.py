@@ -1,55 +1,11 @@
-"""What a run promised about its labelled rows, what it spent, and what it may therefore claim.
+"""Privacy accounts: what was promised about labelled rows, what was spent, what can be claimed.
 
-Stands alone: imports numpy, scipy, Opacus' accountants and, where installed, dp-accounting.
+Imports nothing of privssl: numpy, scipy, Opacus' accountants and, where installed, dp-accounting.
 
-    events       what was released                 SampledGaussian, PureEpsilon, ...
-    accountants  what it costs                     epsilon, calibrate_noise, max_steps
-    verify       the same from another library     pld_bracket
-    coins        what noise is made of             random_words
-    discrete_laplace  noise for counts             discrete_laplace, log_pmf
-    budget       promise and claim, as sentences   Budget, Guarantee, Nominal
-    plan         what one agent promises           AccountPlan
-    registry     which account pays for which row  claim, shared_rows
-    one_run      what one training run gave away   one_run_lower_bound, claim_rejected
-    two_worlds   what many repetitions gave away   two_world_from_scores
-    empirical    what a private step released      log_likelihood_ratio, noise_scale_p
-    ledger       pays before rows are read         Account, read_journal
+    events            what was released            accountants      what it costs
+    verify            the same by dp-accounting    secure_random    the bits of all noise
+    discrete_laplace  noise for counts             budget           promise and claim as sentences
+    account_plan      what one agent promises      row_registry     which account pays for a row
+    ledger            charges before rows are read, on top of journal and journal_reader
+    one_run_audit, two_sample_audit, mechanism_tests    lower bounds and tests for attacks
 """
-
-from accounting.account_plan import AccountPlan
-from accounting.accountants import calibrate_noise, epsilon, max_steps
-from accounting.budget import NO_GUARANTEE, Budget, Guarantee, Nominal
-from accounting.errors import AccountingError, BudgetExhausted, LedgerError, PlanError
-from accounting.events import (
-    ComposedEvent,
-    Event,
-    NonPrivateEvent,
-    PoissonSampledGaussianEvent,
-    PureDpEvent,
-    same_batch_noise,
-)
-from accounting.ledger import Account, Journal, read_journal
-
-__all__ = [
-    "NO_GUARANTEE",
-    "Account",
-    "AccountPlan",
-    "AccountingError",
-    "Budget",
-    "BudgetExhausted",
-    "ComposedEvent",
-    "Event",
-    "Guarantee",
-    "Journal",
-    "LedgerError",
-    "Nominal",
-    "PlanError",
-    "PureDpEvent",
-    "PoissonSampledGaussianEvent",
-    "NonPrivateEvent",
-    "calibrate_noise",
-    "epsilon",
-    "max_steps",
-    "read_journal",
-    "same_batch_noise",
-]

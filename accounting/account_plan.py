@@ -1,14 +1,14 @@
-"""The plan of an account: what one agent promises for its labelled rows, and how it spends.
+"""The plan of an account: what one agent promises for its labelled rows, and what a visit may cost.
 
-The scope follows from ``update`` (networks that the agent trains on labelled rows) and
-``protect`` (those trained with noise): *sound* when everything updated is protected, else
-*as_published*, whose numbers are nominal. It is stated in the plan and must be the true one.
+The scope follows from ``update`` (networks trained on labelled rows) and ``protect`` (those trained
+with noise): *sound* when everything updated is protected, else *as_published*, whose numbers are
+nominal. The stated scope must be the true one.
 """
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from accounting.accountants import ZERO_COST, Cost, cost_of
 from accounting.budget import ADJACENCY_WORDS, Adjacency, Budget
@@ -27,10 +27,6 @@ Scope = Literal["sound", "as_published"]
 
 _AGENT_ID = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]|\.(?!\.)){0,63}")
 DEVICE_NAMES = re.compile(r"(?i)(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?")  # Windows' own
-_CANNOT_CHANGE = (
-    "{}: {} cannot change from {} to {} while an account runs. Give the former, or use an account "
-    "of its own (another ledger folder) for other rows."
-)
 _NETWORK = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -85,8 +81,9 @@ class AccountPlan:
         return self.charge(self.event)
 
     def charge(self, event: Event) -> Cost:
-        """The cost of an event under this plan: as_published does not count unprotected reads,
-        which is why its sum is only nominal."""
+        """The cost of an event under this plan; as_published does not count unprotected reads,
+        which is why its sum is only nominal.
+        """
         if self.scope == "sound":
             return cost_of([event])
         return cost_of(is_protected([event]))
@@ -96,11 +93,11 @@ class AccountPlan:
         return sum((self.charge(event) for event in events), ZERO_COST)
 
     def delta_of(self, spent: Cost) -> float:
-        """The delta at which what was spent is told and held against the budget.
+        """The delta of a claim about what was spent: 0 where a visit and all that was spent is
+        pure.
 
-        0 where a visit, and all that was spent, is pure: pure releases add up to a pure one, and
-        epsilon is their sum, never a smaller number that holds with delta alone. A pure epsilon
-        within the budget is one at the budget's delta, too.
+        Pure releases add up to a pure one. A pure epsilon within the budget also holds at its
+        delta.
         """
         pure = self.scope == "sound" and self.visit_cost.is_pure and spent.is_pure
         return 0.0 if pure else self.budget.delta
@@ -158,70 +155,47 @@ def check_agent_id(agent: object) -> None:
 def plan_to_json(plan: AccountPlan) -> Json:
     """The plan as the fields of a journal line."""
     return {
-        "agent": plan.agent,
-        "unit": plan.unit,
-        "adjacency": plan.adjacency,
-        "epsilon_budget": real(plan.budget.epsilon),
-        "delta": real(plan.budget.delta),
-        "scope": plan.scope,
-        "update": list(plan.update),
-        "protect": list(plan.protect),
-        "record_counts": plan.record_counts,
-        "n_public": plan.n_public,
+        **{name: getattr(plan, name) for name in _PLAIN},
+        "epsilon_budget": real(plan.budget.epsilon), "delta": real(plan.budget.delta),
+        "update": list(plan.update), "protect": list(plan.protect),
         "event": event_to_json(plan.event),
-    }
+    }  # fmt: skip
 
 
-PLAN_KEYS = {
-    *("agent", "unit", "adjacency", "epsilon_budget", "delta", "scope", "update", "protect"),
-    *("record_counts", "n_public", "event"),
-}
+_PLAIN = ("agent", "unit", "adjacency", "scope", "record_counts", "n_public")
+PLAN_KEYS = {*_PLAIN, "epsilon_budget", "delta", "update", "protect", "event"}
 
 
 def plan_from_json(record: Json) -> AccountPlan:
     """The plan that :func:`plan_to_json` wrote. Raises PlanError for anything else."""
     only_keys(record, PLAN_KEYS, "plan")
+    for name in ("update", "protect"):
+        if not isinstance(record[name], list):
+            raise PlanError("update and protect are lists of names")
     return AccountPlan(
-        agent=record["agent"],
-        budget=Budget(
-            read_real(record["epsilon_budget"], "epsilon_budget"),
-            read_real(record["delta"], "delta"),
-        ),
-        scope=record["scope"],
-        update=_names(record["update"]),
-        protect=_names(record["protect"]),
-        event=event_from_json(record["event"]),
-        n_public=record["n_public"],
-        record_counts=record["record_counts"],
-        unit=record["unit"],
-        adjacency=record["adjacency"],
-    )
+        budget=Budget(*(read_real(record[name], name) for name in ("epsilon_budget", "delta"))),
+        update=tuple(record["update"]), protect=tuple(record["protect"]),
+        event=event_from_json(record["event"]), **{name: record[name] for name in _PLAIN},
+    )  # fmt: skip
 
 
 def refuse_change(old: AccountPlan, new: AccountPlan) -> None:
     """Raise PlanError when a running account may not go over to the new plan.
 
-    Noise, steps and protected networks may change, and the budget may fall: old charges stay. A
-    larger budget, or a larger delta, would break what was promised when the account was opened;
-    a smaller delta, other neighbours or another scope would re-label what was already spent.
+    Noise, steps and protected networks may change, and the budget may fall; old charges stay. A
+    larger budget would break the promise; another delta, scope or neighbours re-label what was
+    spent.
     """
-    for name in ("agent", "unit", "adjacency", "scope", "record_counts"):
-        before, after = getattr(old, name), getattr(new, name)
+    fixed = [(n, getattr(old, n), getattr(new, n)) for n in _PLAIN if n != "n_public"]
+    for name, before, after in (*fixed, ("delta", old.budget.delta, new.budget.delta)):
         if before != after:
-            raise PlanError(_CANNOT_CHANGE.format(old.agent, name, before, after))
-    if new.budget.delta != old.budget.delta:
-        raise PlanError(
-            _CANNOT_CHANGE.format(old.agent, "delta", old.budget.delta, new.budget.delta)
-        )
+            raise PlanError(
+                f"{old.agent}: {name} cannot change from {before} to {after} while an account "
+                "runs. Give the former, or use another ledger folder for other rows."
+            )
     if new.budget.epsilon > old.budget.epsilon:
         raise PlanError(
             f"{old.agent}: the budget cannot rise from {old.budget.epsilon:g} to "
             f"{new.budget.epsilon:g}: the account promised no more than "
             f"{old.budget.epsilon:g} for its rows. Give that, or less."
         )
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise PlanError("update and protect are lists of names")
-    return tuple(value)

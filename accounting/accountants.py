@@ -1,21 +1,16 @@
-"""How much epsilon a list of releases costs, and how much noise a budget needs.
+"""The epsilon of a list of releases, and the noise that a budget needs.
 
-Enforcement uses Renyi DP from Opacus (the moments accountant): one vector of orders per event,
-added up, converted once. It stays valid when later releases depend on earlier ones, which is
-what a budget needs (arXiv:1605.08294, arXiv:2103.01379).
+Enforcement uses Renyi DP from Opacus: one vector of orders per event, added up, converted once. It
+is valid when later releases depend on earlier ones (arXiv:1605.08294, arXiv:2103.01379).
 
-    cost                                source
     Poisson-sampled Gaussian            Opacus compute_rdp; arXiv:1908.10530
     pure epsilon-DP release             min(order * eps^2 / 2, eps); arXiv:1605.02065, Prop. 1.4
     RDP -> (epsilon, delta)             arXiv:2004.00010, Prop. 12
     Gaussian without sampling (q = 1)   exact: arXiv:1905.02383, Corollary 2.13
 
-Opacus' numeric (PRV) accountant is offered as a tighter headline for a plan that was fixed
-beforehand. Its Gaussian-DP accountant is not offered: it is a central limit approximation that
-can report less than a certified lower bound.
-
-Opacus and scipy.optimize are imported where they are needed: they take as long as torch, and a run
-without privacy asks for no cost of them.
+Opacus' numeric (PRV) accountant gives a tighter headline for a plan fixed beforehand. Its
+Gaussian-DP accountant, a central limit approximation, can report less than a certified lower bound
+and is not used. Opacus and scipy.optimize load slowly and are imported where they are needed.
 """
 
 import math
@@ -31,6 +26,7 @@ from accounting.errors import PlanError
 from accounting.events import (
     MAX_COUNT,
     Event,
+    LeafEvent,
     NonPrivateEvent,
     PoissonSampledGaussianEvent,
     PureDpEvent,
@@ -59,13 +55,11 @@ _FEW_ORDERS = tuple(map(float, (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256,
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """What a set of releases costs, in a form that adds up.
+    """The cost of a set of releases, in a form that adds up.
 
-    Args:
-        rdp: Renyi divergence at each of ``ORDERS``; inf where a read was unprotected.
-        mu_squared: sum of sigma^-2 over full-batch Gaussian steps.
-        pure: sum of epsilon over pure releases.
-        sampled: whether any Gaussian step was on a sample (q < 1) or any read unprotected.
+    ``rdp`` is the Renyi divergence at each of ``ORDERS`` (inf where a read was unprotected),
+    ``mu_squared`` the sum of sigma^-2 over full-batch Gaussian steps, ``pure`` that of epsilon over
+    pure releases; ``sampled``: a Gaussian step was on a sample (q < 1), or a read unprotected.
     """
 
     rdp: NDArray[np.float64]
@@ -74,12 +68,8 @@ class Cost:
     sampled: bool
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
-            self.rdp + other.rdp,
-            self.mu_squared + other.mu_squared,
-            self.pure + other.pure,
-            self.sampled or other.sampled,
-        )
+        sampled, mu_squared = self.sampled or other.sampled, self.mu_squared + other.mu_squared
+        return Cost(self.rdp + other.rdp, mu_squared, self.pure + other.pure, sampled)
 
     def times(self, count: int) -> "Cost":
         """The cost of doing all of it ``count`` >= 1 times."""
@@ -91,11 +81,10 @@ class Cost:
         return bool(np.all(self.rdp <= other.rdp * slack))
 
     def summable_epsilon(self, delta: float) -> float:
-        """An epsilon of which sums over releases, at one delta, are an epsilon of them together.
+        """An epsilon that may be added up over releases at one delta: the sum is never too small.
 
-        Of Renyi values with a conversion term that is never below 0: what is composed costs at
-        most its value at the smallest of the terms' best orders, and Renyi divergence does not
-        fall with the order. Exact values of Gaussians may not be added up: each can be 0.
+        Renyi values with a conversion term >= 0, since the composed cost at the smallest of the
+        best orders is at most their sum. Exact Gaussian values may not be added up: each can be 0.
         """
         if delta == 0 or not self.rdp.any():
             return self.epsilon(delta)
@@ -110,7 +99,7 @@ class Cost:
     def epsilon(self, delta: float) -> float:
         """Epsilon at this delta, >= 0; inf when a read was unprotected.
 
-        At delta 0 it is the plain sum over pure releases, and inf as soon as there are others.
+        At delta 0 it is the sum over pure releases, and inf if there are others.
         """
         if delta == 0:
             return self.pure if self.is_pure else math.inf
@@ -136,17 +125,9 @@ def cost_of(events: Iterable[Event]) -> Cost:
 
 
 def epsilon(events: Iterable[Event], delta: float) -> float:
-    """The epsilon that these events cost together, for one row that all of them may have read.
+    """The epsilon of all these events together, for one row that each may have read; 0 of none.
 
-    Args:
-        events: any number, in any order; none costs 0.
-        delta: chance that the bound fails. In (0, 1), well below 1 / rows.
-
-    Returns:
-        Epsilon >= 0, no unit. Infinite when an event is Unprotected.
-
-    Raises:
-        PlanError: delta is out of range.
+    Raises PlanError unless 0 < delta < 1; inf when an event is unprotected.
 
     >>> round(epsilon([PoissonSampledGaussianEvent(4.0, 1.0, steps=20)], 1e-5), 4)
     4.9833
@@ -156,15 +137,11 @@ def epsilon(events: Iterable[Event], delta: float) -> float:
 
 
 def rdp_epsilon(events: Iterable[Event], delta: float, orders: Sequence[float] = ORDERS) -> float:
-    """Epsilon by Renyi DP alone, at orders of the caller's choice (each > 1).
-
-    The value an independent check can be held against; :func:`epsilon` is never above it.
-    """
+    """Epsilon by Renyi DP alone, at orders of the caller's choice (each > 1), for checks."""
     check_delta(delta)
     at = tuple(orders)
-    curve = sum(
-        (_rdp(leaf, at) for event in events for leaf in leaf_events(event)), np.zeros(len(at))
-    )
+    leaves = (leaf for event in events for leaf in leaf_events(event))
+    curve = sum((_rdp(leaf, at) for leaf in leaves), np.zeros(len(at)))
     return rdp_to_epsilon(curve, delta, at) if curve.any() else 0.0
 
 
@@ -185,8 +162,8 @@ def _conversion(delta: float, orders: NDArray[np.float64]) -> NDArray[np.float64
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """The exact epsilon of a Gaussian mechanism with sensitivity / noise = mu > 0.
 
-    Solves delta = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu), arXiv:1905.02383,
-    Corollary 2.13; T steps at q = 1 with noise sigma are one mechanism with mu = sqrt(T)/sigma.
+    Solves delta = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu), arXiv:1905.02383, Corollary 2.13.
+    T steps at q = 1 with noise sigma are one mechanism with mu = sqrt(T)/sigma.
 
     >>> round(gaussian_epsilon(math.sqrt(100) / 8, 1e-5), 6)
     5.679587
@@ -209,9 +186,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 def prv_epsilon(events: Iterable[Event], delta: float) -> float | None:
     """A tighter epsilon by numeric composition (Opacus PRV, arXiv:2106.02848), or None.
 
-    Valid only when every event was fixed before the first one ran. None when there are no
-    events, when one is not a Gaussian on a sample (q < 1; full batches have the exact formula),
-    or when the computation would need gigabytes or does not converge.
+    Valid only when every event was fixed before the first one ran. None without events, when one is
+    not a Gaussian on a sample (q < 1), or when it would need gigabytes or does not converge.
     """
     check_delta(delta)
     steps: dict[tuple[float, float], int] = {}
@@ -237,15 +213,11 @@ def prv_epsilon(events: Iterable[Event], delta: float) -> float | None:
 
 
 def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
-    """The least noise, to 4 decimals and on the safe side, with which all steps fit the budget.
+    """The least noise multiplier, rounded up to 4 decimals, with which all steps fit the budget.
 
     Args:
-        epsilon: the budget, > 0.
-        delta: chance that the bound fails. In (0, 1).
+        epsilon: the budget, > 0. delta: in (0, 1).
         sample_rate: in (0, 1]. steps: 1 to 10,000,000, over the whole run.
-
-    Returns:
-        noise_multiplier with ``epsilon(events) <= epsilon``.
 
     Raises:
         PlanError: a number is out of range, or no noise between 0.3 and 1000 fits.
@@ -272,7 +244,7 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
         return rdp_to_epsilon(_rdp(event(sigma), orders), delta, orders)
 
     def enough(orders: tuple[float, ...], high: float) -> float:
-        """Noise in ``least..high`` that these orders can tell to be enough: nearly the least."""
+        """Noise in ``least..high`` that is enough by these orders: nearly the least."""
 
         def log_excess(log_sigma: float) -> float:  # nearly a straight line: Brent needs ~8 costs
             return math.log(max(costs_at_most(math.exp(log_sigma), orders), 1e-300) / epsilon)
@@ -296,13 +268,12 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
 
     least, most = _CALIBRATION_RANGE
     first, last = round(least * _TICKS), round(most * _TICKS)
-    # All orders take 0.1 s and more, a few of them a hundredth; and a few never tell too little. So
-    # few say where to look, and all of them are asked at last, there and a tick below.
+    # All orders take 0.1 s and more, a few a hundredth, and a few never give too small an epsilon:
+    # few find the region, and all of them decide at the end.
     if epsilon <= 0 or not (costs_at_most(most, _FEW_ORDERS) <= epsilon or fits(last)):
         raise PlanError(
             f"epsilon {epsilon:g} at delta {delta:g} cannot pay for {steps} steps at sample rate "
-            f"{sample_rate:g}, even with noise {most:g}. Plan fewer steps or a "
-            f"larger epsilon."
+            f"{sample_rate:g}, even with noise {most:g}. Plan fewer steps or a larger epsilon."
         )
     noise, orders = most, _FEW_ORDERS
     for _ in range(9):  # three or four do
@@ -314,8 +285,10 @@ def calibrate_noise(*, epsilon: float, delta: float, sample_rate: float, steps: 
 
 
 def _least_that_fits(fits: Callable[[int], bool], first: int, guess: int, last: int) -> int:
-    """The least number in first..last that fits, where larger ones fit as well and the last does:
-    two questions if the guess is right, and few if it is nearly so."""
+    """The least number in first..last that fits, if larger ones fit too and the last does.
+
+    Asks twice if the guess is right, and few times if it is close.
+    """
     if fits(guess):
         step, fitting, failing = 1, guess, guess - 1
         while failing >= first and fits(failing):
@@ -334,32 +307,14 @@ def _least_that_fits(fits: Callable[[int], bool], first: int, guess: int, last: 
     return fitting
 
 
-def max_steps(*, epsilon: float, delta: float, sample_rate: float, noise_multiplier: float) -> int:
-    """The largest T with epsilon(T) <= epsilon < epsilon(T + 1); 0 when not one step fits."""
-    once = cost_of([PoissonSampledGaussianEvent(noise_multiplier, sample_rate, 1)])
-    return max_repeats(once, budget=epsilon, delta=delta)
-
-
 def max_repeats(once: Cost, *, budget: float, delta: float, spent: Cost = ZERO_COST) -> int:
-    """How often a cost still fits a budget of which ``spent`` is gone; at most 10,000,000.
-
-    delta: in [0, 1), as in :meth:`Cost.epsilon`.
-    """
+    """How often a cost still fits a budget of which ``spent`` is gone; at most 10,000,000."""
     check_real("epsilon", budget)
 
-    def fits(count: int) -> bool:
-        return budget > 0 and (spent + once.times(count)).epsilon(delta) <= budget
+    def exceeds(count: int) -> bool:
+        return budget <= 0 or not (spent + once.times(count)).epsilon(delta) <= budget
 
-    if not fits(1):
-        return 0
-    fitting, above = 1, 2
-    while above <= MAX_COUNT and fits(above):
-        fitting, above = above, 2 * above
-    above = min(above, MAX_COUNT + 1)
-    while above - fitting > 1:
-        middle = (fitting + above) // 2
-        fitting, above = (middle, above) if fits(middle) else (fitting, middle)
-    return fitting
+    return _least_that_fits(exceeds, 1, 1, MAX_COUNT + 1) - 1
 
 
 @lru_cache(maxsize=256)
@@ -367,7 +322,7 @@ def _cost(event: Event) -> Cost:
     return sum((_leaf_cost(leaf) for leaf in leaf_events(event)), ZERO_COST)
 
 
-def _leaf_cost(leaf: PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent) -> Cost:
+def _leaf_cost(leaf: LeafEvent) -> Cost:
     rdp = _rdp(leaf, ORDERS)
     match leaf:
         case PoissonSampledGaussianEvent(sigma, 1.0, steps):
@@ -378,9 +333,7 @@ def _leaf_cost(leaf: PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent
             return Cost(rdp, 0.0, 0.0, sampled=True)
 
 
-def _rdp(
-    leaf: PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent, orders: tuple[float, ...]
-) -> NDArray[np.float64]:
+def _rdp(leaf: LeafEvent, orders: tuple[float, ...]) -> NDArray[np.float64]:
     match leaf:
         case PoissonSampledGaussianEvent(sigma, rate, steps):
             return steps * _step_rdp(sigma, rate, orders)
@@ -394,8 +347,7 @@ def _rdp(
 def _step_rdp(sigma: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
     from opacus.accountants.analysis.rdp import compute_rdp
 
-    rdp = np.asarray(
-        compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=list(orders)), dtype=np.float64
-    )
+    found = compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=list(orders))
+    rdp = np.asarray(found, dtype=np.float64)
     # NaN compares false with everything, so it must become "costs everything", never nothing.
     return np.where(np.isnan(rdp), np.inf, np.maximum(rdp, 0.0))

@@ -1,7 +1,6 @@
-"""What was promised, and what can be claimed: numbers with the sentence that makes them true.
+"""Budget and claim: numbers with the sentence that makes them true. Each number is rounded up.
 
 An epsilon without its unit, its neighbours, its observer and its exclusions is not a claim.
-The sentences are those of the privacy specification (section 1.3); each number is rounded up.
 """
 
 import math
@@ -36,11 +35,10 @@ NO_GUARANTEE = (
 
 @dataclass(frozen=True)
 class Budget:
-    """What an agent is willing to spend on each of its labelled rows.
+    """What an agent may spend on each of its labelled rows.
 
-    Args:
-        epsilon: >= 0 and finite; 0 means that no labelled row is ever read.
-        delta: chance that the bound fails. In (0, 1), well below 1 / rows.
+    epsilon: >= 0 and finite; 0: no labelled row is ever read. delta: in (0, 1), well below 1 /
+    rows.
     """
 
     epsilon: float
@@ -58,13 +56,12 @@ class Guarantee:
     """A claim that holds for every support agent. ``str()`` is the whole claim.
 
     Args:
-        epsilon, delta: of the agent that spent most. delta 0: pure epsilon-DP, for
-            ideal random bits (the operating system's are computed).
-        unit: what one neighbour differs in: "record".
+        epsilon, delta: of the agent that spent most. delta 0: pure epsilon-DP, for ideal random
+        bits. unit: what one neighbour differs in: "record".
         neighbours: relation between neighbouring data sets.
         covers: names of everything covered that leaves an agent.
-        rule: why one number speaks for all agents. "largest agent": their records are disjoint.
-        span: what was sent that the claim is about; other runs on the same rows cost more.
+        rule: "largest agent": one number holds for all because their records are disjoint.
+        span: the runs that the claim is about; other runs on the same rows cost more.
     """
 
     epsilon: float

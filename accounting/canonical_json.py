@@ -1,11 +1,9 @@
-"""One way to write a record, and a reader that accepts no other.
+"""Canonical JSON: one way to write a record, and a reader that accepts no other.
 
-A ledger must mean the same to every reader, so a record is canonical JSON (sorted keys, no
-spaces, UTF-8, one line) without raw real numbers: a real is an object with its decimal text
-and its exact bits (``float.hex``). The reader refuses what lenient parsers let through: NaN and
-Infinity, keys given twice, integers beyond 53 bits, raw reals, and any text that the writer
-would not have produced. JSON that is not a ledger is read by :func:`decode_strictly`, with raw
-reals and without the one form.
+Sorted keys, no spaces, UTF-8, one line, without raw reals: a real is an object with its decimal
+text and its exact bits (``float.hex``). The reader refuses NaN and Infinity, keys given twice,
+integers beyond 53 bits and any text that the writer would not have produced.
+:func:`decode_strictly` reads other JSON, with raw reals.
 """
 
 import json
@@ -23,17 +21,14 @@ MAX_INTEGER = 1 << 53  # beyond it other JSON readers lose digits
 
 def encode(record: Mapping[str, Any]) -> bytes:
     """The canonical bytes of a record, without a newline."""
-    text = json.dumps(
-        record, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    )
-    return text.encode()
+    form: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False, "allow_nan": False}
+    return json.dumps(record, sort_keys=True, **form).encode()
 
 
 def decode(line: bytes) -> Json:
     """Read one canonical record.
 
-    Raises:
-        PlanError: the bytes are not what :func:`encode` would have written; says why.
+    Raises PlanError for bytes that :func:`encode` would not have written.
 
     >>> decode(b'{"count":2}')
     {'count': 2}
@@ -66,20 +61,16 @@ def bounded(text: str) -> int:
 
 
 def decode_strictly(text: bytes, *, parse_float: Callable[[str], float] = finite) -> Json:
-    """Read one JSON object without NaN, Infinity, keys given twice, huge numbers, or text that
-    UTF-8 cannot say (half a surrogate pair).
+    """Read one JSON object without NaN, Infinity, keys given twice, huge numbers, or half a
+    surrogate.
 
-    Raises:
-        PlanError: the text is not such an object; says why.
+    Raises PlanError for anything else.
     """
     try:
         value = json.loads(
-            text.decode(),
-            object_pairs_hook=_no_key_twice,
-            parse_constant=_refuse_constant,
-            parse_float=parse_float,
-            parse_int=bounded,
-        )
+            text.decode(), object_pairs_hook=_no_key_twice, parse_constant=_refuse_constant,
+            parse_float=parse_float, parse_int=bounded,
+        )  # fmt: skip
         json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair fails here
     except (ValueError, RecursionError) as error:
         raise PlanError(f"not a JSON record ({error})") from error
@@ -98,11 +89,7 @@ def real(number: float) -> Json:
 
 
 def read_real(value: object, where: str) -> float:
-    """The number written by :func:`real`.
-
-    Raises:
-        PlanError: the shape is wrong, the two texts disagree, or the number is not finite.
-    """
+    """The number written by :func:`real`. Raises PlanError for anything else."""
     try:
         if not isinstance(value, dict) or value != real(number := float.fromhex(value["hex"])):
             raise PlanError(f"{where}: decimal and hex do not name the same number")

@@ -1,17 +1,11 @@
 """Discrete Laplace noise: whole numbers x with P(x) ~ exp(-epsilon |x|), drawn exactly.
 
-Added to a count that one record changes by 1 it makes an epsilon-DP release, delta 0 (Ghosh,
-Roughgarden, Sundararajan 2009, arXiv:0811.2841: the two-sided geometric mechanism). Noise in
-floating point has no such guarantee: the gaps between its values tell what was added to what
-(Mironov 2012). Here nothing is rounded: the sampler is that of Canonne, Kamath and Steinke 2020
-(arXiv:2004.00010), which compares whole numbers with whole numbers and knows no logarithm.
-
-    coins     words of 64 bits, see ``secure_random.py``; never seeded, stored or resumed
-    epsilon   rounded DOWN to a multiple of 2^-20 (0.5, 1, 2, 4, 8 are such), so that the noise is
-              never less than what was asked for; :func:`exact_epsilon` is what is drawn with
-
-How long a draw takes depends on the noise that is drawn, as with all rejection samplers; whoever
-can time it learns something of the noise. Side channels are no part of any claim made here.
+Added to a count that one record changes by 1 it makes an epsilon-DP release, delta 0 (the
+two-sided geometric mechanism, arXiv:0811.2841). Noise in floating point does not: the gaps between
+its values show what was added to what (Mironov 2012). The sampler of Canonne, Kamath and Steinke
+(arXiv:2004.00010) compares whole numbers only. Epsilon is rounded DOWN to a multiple of 2^-20, so
+that the noise is never less than asked for. Rejection sampling takes a time that depends on the
+noise; side channels are outside every claim made here.
 """
 
 import math
@@ -32,8 +26,7 @@ _WORDS = 2**64  # values of one word of coins
 def exact_epsilon(epsilon: float) -> Fraction:
     """The epsilon that noise is drawn with: the largest multiple of 2^-20 that is not larger.
 
-    Raises:
-        PlanError: not a number from 2^-20 to 1000.
+    Raises PlanError unless epsilon is a number from 2^-20 to 1000.
 
     >>> exact_epsilon(0.5), exact_epsilon(0.1) <= Fraction(0.1)
     (Fraction(1, 2), True)
@@ -48,16 +41,10 @@ def exact_epsilon(epsilon: float) -> Fraction:
 
 
 def discrete_laplace(epsilon: float, count: int) -> NDArray[np.int64]:
-    """``count`` independent whole numbers from the law P(x) ~ exp(-epsilon |x|).
+    """``count`` >= 0 independent whole numbers (count,) from the law P(x) ~ exp(-epsilon |x|).
 
+    Mean 0, variance 2 e^-epsilon / (1 - e^-epsilon)^2; epsilon as in :func:`exact_epsilon`.
     Algorithm 2 of arXiv:2004.00010 with s / t = epsilon, many candidates at a time.
-
-    Args:
-        epsilon: from 2^-20 to 1000, no unit; rounded down, see :func:`exact_epsilon`.
-        count: how many, >= 0.
-
-    Returns:
-        (count,), mean 0, variance 2 e^-epsilon / (1 - e^-epsilon)^2.
 
     Raises:
         PlanError: epsilon is out of range, or count is negative or no whole number.
@@ -75,17 +62,9 @@ def discrete_laplace(epsilon: float, count: int) -> NDArray[np.int64]:
 
 
 def log_pmf(epsilon: float, values: ArrayLike) -> NDArray[np.float64]:
-    """Natural logarithm of the chance of each value: ln tanh(epsilon / 2) - epsilon |x|.
+    """Natural logarithm of the chance of each whole number: ln tanh(epsilon / 2) - epsilon |x|.
 
-    Args:
-        epsilon: as in :func:`discrete_laplace`, and rounded down as there.
-        values: whole numbers of any shape, as integers or floats.
-
-    Returns:
-        as ``values`` in shape.
-
-    Raises:
-        PlanError: epsilon is out of range, or a value is no whole number.
+    Raises PlanError where epsilon is out of range, or a value is no whole number.
 
     >>> float(np.exp(log_pmf(1.0, np.arange(-50, 51))).sum().round(12))
     1.0
@@ -99,7 +78,7 @@ def log_pmf(epsilon: float, values: ArrayLike) -> NDArray[np.float64]:
 
 
 def _candidates(s: int, t: int, count: int) -> NDArray[np.int64]:
-    """What is left of ``count`` candidates of Algorithm 2, in the order in which they were drawn.
+    """What is left of ``count`` candidates of Algorithm 2, in the order of drawing.
 
     Each is X = U + t V ~ exp(-X / t), a whole number, then divided by s and given a sign.
     """
@@ -134,9 +113,8 @@ def _bernoulli_exp(numerators: NDArray[np.uint64], denominator: int) -> NDArray[
 
 
 def _below(bound: int, count: int) -> NDArray[np.uint64]:
-    """``count`` uniform whole numbers from 0 to ``bound`` - 1, without a modulo's bias.
-
-    The first 2^64 mod bound words are drawn again, so that what is left is a multiple of bound.
+    """``count`` uniform whole numbers from 0 to ``bound`` - 1: words below 2^64 mod bound are
+    redrawn.
     """
     surplus = np.uint64(_WORDS % bound)
     words = random_uint64(count).copy()

@@ -1,8 +1,4 @@
-"""What can go wrong in an account, as exceptions that say what, where and what to do.
-
-``accounting`` stands alone and imports nothing from ``privssl``, so it has a tree of its own.
-A command that catches :class:`AccountingError` prints its text and ends with ``exit_status``.
-"""
+"""The errors of an account; ``accounting`` imports nothing from ``privssl``, so it has its own."""
 
 
 class AccountingError(Exception):

@@ -1,26 +1,13 @@
-"""What was released about labelled rows, one value per kind of release.
-
-The kinds and what they mean:
-
-* :class:`PoissonSampledGaussianEvent`: ``steps`` noisy sums, each over a fresh Poisson sample of
-the rows
-  (every row in independently with chance q), clipped to norm C, noise of standard deviation
-  sigma * C. DP-SGD; analysed in arXiv:1908.10530. q = 1 is the plain Gaussian mechanism.
-* :class:`PureDpEvent`: a release that is epsilon-DP with delta 0, such as a noisy histogram.
-* :class:`ComposedEvent`: several of them, one after the other, each on fresh randomness.
-* :class:`NonPrivateEvent`: rows were read with no mechanism at all. Its epsilon is infinite.
+"""What was released about labelled rows, one class per kind of release.
 
 Adding or removing a row and replacing it by a null record cost the same under these kinds
-(arXiv:2103.00039, Definition 1.1); replacing one row by another costs about twice as much and
-is not covered.
-
-Every number is checked when an event is made, because the accountants themselves do not:
-Opacus loops for ever on sigma = NaN, lets epsilon *fall* on negative steps, and its numeric
-accountant fills the memory on sigma = 0.01.
+(arXiv:2103.00039, Definition 1.1); replacing one row by another costs about twice as much and is
+not covered. Every number is checked here, because the accountants do not: Opacus loops for ever on
+sigma = NaN and its numeric accountant fills the memory on sigma = 0.01.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from accounting.canonical_json import Json, only_keys, read_real, real
@@ -36,13 +23,12 @@ _MAX_DEPTH = 4
 
 @dataclass(frozen=True)
 class PoissonSampledGaussianEvent:
-    """Noisy clipped sums over fresh Poisson samples.
+    """Noisy clipped sums, each over a fresh Poisson sample of the rows: DP-SGD, arXiv:1908.10530.
 
     Args:
-        noise_multiplier: noise standard deviation divided by the clip norm. No unit, at least
-            0.2, at most 1e6.
-        sample_rate: chance that a given row is in a batch. In (0, 1].
-        steps: number of releases. 1 to 10,000,000.
+        noise_multiplier: noise standard deviation divided by the clip norm, 0.2 to 1e6.
+        sample_rate: chance that a given row is in a batch, in (0, 1]. 1: the plain Gaussian
+        mechanism. steps: number of releases, 1 to 10,000,000.
 
     >>> PoissonSampledGaussianEvent(noise_multiplier=4.0, sample_rate=0.5, steps=10).steps
     10
@@ -60,29 +46,22 @@ class PoissonSampledGaussianEvent:
 
 @dataclass(frozen=True)
 class PureDpEvent:
-    """``count`` releases, each epsilon-DP with delta 0.
-
-    Args:
-        epsilon: of one release. In (0, 1000].
-        count: number of releases. 1 to 10,000,000.
-    """
+    """``count`` releases (1 to 10,000,000), each epsilon-DP with delta 0; epsilon in (0, 1000]."""
 
     epsilon: float
     count: int
 
     def __post_init__(self) -> None:
-        check_real("epsilon of a pure release", self.epsilon)
-        if not 0 < self.epsilon <= MAX_PURE_EPSILON:
-            raise PlanError(
-                f"epsilon of a pure release is {self.epsilon}; it must be above 0 and at most "
-                f"{MAX_PURE_EPSILON:g}"
-            )
+        name, most = "epsilon of a pure release", MAX_PURE_EPSILON
+        check_real(name, self.epsilon)
+        if not 0 < self.epsilon <= most:
+            raise PlanError(f"{name} is {self.epsilon}; give a number above 0, at most {most:g}")
         check_count("count", self.count)
 
 
 @dataclass(frozen=True)
 class NonPrivateEvent:
-    """Rows were read with no mechanism. ``reason`` says which networks, in a few words."""
+    """Rows were read with no mechanism; epsilon is infinite. ``reason``: which networks."""
 
     reason: str
 
@@ -94,7 +73,7 @@ class NonPrivateEvent:
 
 @dataclass(frozen=True)
 class ComposedEvent:
-    """Several releases about the same rows. ``events``: 1 to 64 of them, nested at most 4 deep."""
+    """1 to 64 releases about the same rows, each on fresh randomness; nested at most 4 deep."""
 
     events: tuple["Event", ...]
 
@@ -102,37 +81,17 @@ class ComposedEvent:
         if not isinstance(self.events, tuple) or not 1 <= len(self.events) <= _MAX_PARTS:
             raise PlanError(f"a composed event needs a tuple of 1 to {_MAX_PARTS} events")
         for event in self.events:
-            if not isinstance(
-                event, PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent | ComposedEvent
-            ):
+            if not isinstance(event, Event):
                 raise PlanError(f"{type(event).__name__} is not a kind of event")
         if _depth(self) > _MAX_DEPTH:
             raise PlanError(f"composed events are nested more than {_MAX_DEPTH} deep")
 
 
-Event = PoissonSampledGaussianEvent | PureDpEvent | ComposedEvent | NonPrivateEvent
+LeafEvent = PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent
+Event = LeafEvent | ComposedEvent
 
 
-def same_batch_noise(noise_multipliers: Sequence[float]) -> float:
-    """The one noise multiplier that costs as much as several releases from one batch.
-
-    Blocks b of a gradient, each clipped to its own norm and given noise sigma_b, and released
-    from the *same* sample are one sampled event with sigma = (sum_b sigma_b^-2)^(-1/2)
-    (arXiv:1812.06210, section 3), not several sampled events.
-
-    >>> round(same_batch_noise([3.0, 3.0, 3.0]), 6)    # 3 / sqrt(3)
-    1.732051
-    """
-    if not noise_multipliers:
-        raise PlanError("no noise multiplier was given")
-    for sigma in noise_multipliers:
-        check_noise_multiplier(sigma)
-    return 1 / math.sqrt(math.fsum(sigma**-2 for sigma in noise_multipliers))
-
-
-def leaf_events(
-    event: Event,
-) -> tuple[PoissonSampledGaussianEvent | PureDpEvent | NonPrivateEvent, ...]:
+def leaf_events(event: Event) -> tuple[LeafEvent, ...]:
     """The simple events inside an event, in order."""
     if isinstance(event, ComposedEvent):
         return tuple(leaf for part in event.events for leaf in leaf_events(part))
@@ -141,24 +100,16 @@ def leaf_events(
 
 def is_protected(events: Iterable[Event]) -> list[PoissonSampledGaussianEvent | PureDpEvent]:
     """The simple events inside these that have a finite cost: all but unprotected reads."""
-    return [
-        leaf
-        for event in events
-        for leaf in leaf_events(event)
-        if not isinstance(leaf, NonPrivateEvent)
-    ]
+    leaves = (leaf for event in events for leaf in leaf_events(event))
+    return [leaf for leaf in leaves if not isinstance(leaf, NonPrivateEvent)]
 
 
 def event_to_json(event: Event) -> Json:
     """The event as a canonical record; see :mod:`accounting.canonical_json`."""
     match event:
         case PoissonSampledGaussianEvent(sigma, rate, steps):
-            return {
-                "kind": "sampled_gaussian",
-                "noise_multiplier": real(sigma),
-                "sample_rate": real(rate),
-                "steps": steps,
-            }
+            numbers = {"noise_multiplier": real(sigma), "sample_rate": real(rate)}
+            return {"kind": "sampled_gaussian", **numbers, "steps": steps}
         case PureDpEvent(epsilon, count):
             return {"kind": "pure_epsilon", "epsilon": real(epsilon), "count": count}
         case NonPrivateEvent(reason):
@@ -168,7 +119,7 @@ def event_to_json(event: Event) -> Json:
 
 
 def event_from_json(record: object) -> Event:
-    """The event that :func:`event_to_json` wrote. Kinds are a fixed list; nothing is imported.
+    """The event that :func:`event_to_json` wrote.
 
     Raises:
         PlanError: unknown kind, missing or extra key, or a number out of range.
@@ -178,11 +129,8 @@ def event_from_json(record: object) -> Event:
     match record.get("kind"):
         case "sampled_gaussian":
             only_keys(record, {"kind", "noise_multiplier", "sample_rate", "steps"}, "event")
-            return PoissonSampledGaussianEvent(
-                noise_multiplier=read_real(record["noise_multiplier"], "noise_multiplier"),
-                sample_rate=read_real(record["sample_rate"], "sample_rate"),
-                steps=record["steps"],
-            )
+            sigma, rate = (read_real(record[n], n) for n in ("noise_multiplier", "sample_rate"))
+            return PoissonSampledGaussianEvent(sigma, rate, record["steps"])
         case "pure_epsilon":
             only_keys(record, {"kind", "epsilon", "count"}, "event")
             return PureDpEvent(read_real(record["epsilon"], "epsilon"), record["count"])
@@ -225,9 +173,7 @@ def check_sample_rate(value: float) -> None:
     """Raise PlanError unless 0 < value <= 1."""
     check_real("sample_rate", value)
     if not 0 < value <= 1:
-        raise PlanError(
-            f"sample_rate is {value}; it is the chance that a row is in a batch, in (0, 1]"
-        )
+        raise PlanError(f"sample_rate is {value}; give the chance, in (0, 1], of a row in a batch")
 
 
 def check_count(name: str, value: object) -> None:
@@ -242,10 +188,7 @@ def check_delta(value: float) -> None:
     """Raise PlanError unless 0 < value < 1."""
     check_real("delta", value)
     if not 0 < value < 1:
-        raise PlanError(
-            f"delta is {value}; it is the chance that the bound fails for a row: above 0, and "
-            f"well below 1 / rows"
-        )
+        raise PlanError(f"delta is {value}; give a number above 0, and well below 1 / rows")
 
 
 def _depth(event: Event) -> int:

@@ -1,19 +1,16 @@
-"""The file under a privacy account: append-only, hash-chained, one writer, durable first.
+"""The file of a privacy account: append-only, hash-chained, one writer, durable before use.
 
     line       canonical JSON (see ``canonical_json.py``) and a newline
     "seq"      0, 1, 2, ...
     "prev"     SHA-256 of the line before (64 zeros for the first)
 
-A line is on disk, with its directory entry, before :meth:`JournalFile.append` returns: the
-rows that it pays for are read only afterwards. The chain detects damage and casual edits;
-whoever can write the file can also rebuild it, so the head (hash of the last line) and its
-number belong in a second place too: the checkpoint and the privacy card.
+A line and its directory entry are on disk before :meth:`JournalFile.append` returns. The chain
+shows damage and casual edits; who can write the file can rebuild it, so checkpoint and card record
+number and hash of the last line too.
 
-One writer: advisory locks on ``AGENT.lock`` beside the journal and on the journal itself, so
-that neither a removed lock file nor a hard link lets a second writer in. The operating system
-drops them when their process dies. Before each line the file must still be the one that this
-writer left (same inode, length, time of change). Files are readable by their owner only. POSIX
-systems only.
+Advisory locks on ``AGENT.lock`` beside the journal and on the journal itself keep out a second
+writer, also after a removed lock file or through a hard link. Before each line the file must be as
+this writer left it (same inode, length, time of change). POSIX systems only.
 """
 
 import fcntl
@@ -97,8 +94,7 @@ class JournalFile:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise LedgerError(
-                f"{self.path}: another process is using this account. Wait for it to end, or stop "
-                f"it; the lock goes with its process."
+                f"{self.path}: another process is using this account. Wait for it, or stop it"
             ) from error
 
     def create(self, first: dict[str, Any]) -> None:
@@ -107,8 +103,8 @@ class JournalFile:
             self._file = os.open(self.path, _APPEND | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError as error:
             raise LedgerError(
-                f"{self.path}: exists already; its charges must not be forgotten. Resume that "
-                f"run, or choose another run folder."
+                f"{self.path}: exists already; its charges still count. Resume that run, or "
+                "choose another run folder."
             ) from error
         except OSError as error:
             raise LedgerError(f"{self.path}: cannot be created ({error.strerror})") from error
@@ -127,9 +123,8 @@ class JournalFile:
         try:
             self._file = os.open(self.path, _APPEND)
         except OSError as error:
-            raise LedgerError(
-                f"{self.path}: cannot be read and written ({error.strerror})"
-            ) from error
+            text = f"{self.path}: cannot be read and written ({error.strerror})"
+            raise LedgerError(text) from error
         self._lock_alone(self._file)
 
     def extend(self, head: str, seq: int) -> None:
@@ -144,9 +139,9 @@ class JournalFile:
         self._size, self._digest = len(content), hashlib.sha256(content)
 
     def damage(self) -> str:
-        """What was done to the file since this writer left it; "" where nothing was.
+        """What was done to the file since this writer left it, byte for byte; "" where nothing was.
 
-        Every byte is compared. A line that this writer could not finish is no damage.
+        A line that this writer could not finish is no damage.
         """
         if self._file is None:
             return ""
@@ -167,7 +162,7 @@ class JournalFile:
     def refuse_damage(self) -> None:
         """Raise LedgerError where the file is not as this writer left it.
 
-        All its bytes are read only where its length or time of change tells of another writer.
+        It is read only where its length or time of change shows another writer.
         """
         if self._file is None:
             return
@@ -200,13 +195,13 @@ class JournalFile:
         """Add one record; returns its number once it is on disk.
 
         Raises:
-            LedgerError: it could not be made durable, or an earlier record could not. The
-                writer then refuses everything: what is on disk is known only to a fresh read.
+            LedgerError: it could not be made durable, or an earlier record could not; then only a
+                fresh read can tell what is on disk, and the writer refuses everything.
         """
         if self._file is None or self._process != os.getpid():
             raise LedgerError(
                 f"{self.path}: closed, or opened by another process. Open the account in the "
-                f"process that reads the rows."
+                "process that reads the rows."
             )
         if self._broken:
             raise LedgerError(f"{self.path}: an earlier write failed ({self._broken}); resume")
@@ -222,7 +217,7 @@ class JournalFile:
             self._broken = error.strerror or str(error)
             raise LedgerError(
                 f"{self.path}: line {self.seq + 2} could not be written ({self._broken}). "
-                f"What it pays for was not read. Free space or mend the disk, then resume."
+                f"Its rows were not read. Free space or repair the disk, then resume."
             ) from error
         except BaseException:  # Ctrl-C: whether the line is on disk, only a fresh read can tell
             self._broken = "interrupted"
@@ -236,7 +231,7 @@ class JournalFile:
     def replace_torn_tail(self, lines: list[bytes], record: dict[str, Any]) -> None:
         """Rewrite the file as its complete lines and one more record, in one atomic step.
 
-        A crash before the rename leaves the torn tail in place, where it counts as well.
+        A crash before the rename leaves the torn tail in place, which counts too.
         """
         line = encode({**record, "seq": len(lines), "prev": line_hash(lines[-1])})
         fresh = self.path.with_suffix(".new")
@@ -268,8 +263,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it, if they are not there: for their owner alone, and on
-    disk, each with its entry."""
+    """Make a directory and its parents where absent: mode 0700, and durable."""
     for folder in reversed((path, *path.parents)):
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)

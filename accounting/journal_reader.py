@@ -1,15 +1,15 @@
-"""Read a journal back and check every claim in it against its events.
+"""Read a journal and check every line against its events.
 
 The lines, beside ``seq`` and ``prev``:
 
     plan      what is promised (``account_plan.py``) and which run spends from here on; a later plan
               replaces it, old charges stay
-    reserve   a visit was paid for: its key, its event, and the epsilon afterwards
+    reserve   a visit was charged: its key, its event, and the epsilon afterwards
     settle    the visit of an earlier reserve ended normally; changes no charge
     torn      an unfinished last line was found on resume; charged as a whole visit
 
-``eps_after`` is never believed: epsilon is recomputed from the events, and a line that says
-something else is reported, as is everything that an honest writer would not have written.
+Epsilon is recomputed from the events; a line that says something else is a problem, as is
+everything that an honest writer would not have written.
 """
 
 import re
@@ -49,14 +49,15 @@ class Journal:
 
     Args:
         plans: in order; the last one is in force. Empty only when there are problems.
-        runs: which run opened the account under each plan; "" where nobody said.
+        runs: which run opened the account under each plan; "" where it was not given.
         by_run: what each run spent.
         events: one per charged visit, torn lines included as the plan's largest visit.
         visits: key of each reserved visit -> number (``seq``) of its line.
         unsettled: numbers of reserve lines whose visit did not end normally.
         cost: of all events, as the plan's scope counts. reserved: of all but torn lines.
         torn_tail: whether the last line is unfinished.
-        hashes: of each complete line, in order. problems: empty when the journal is sound.
+        hashes: of each complete line, in order. lines: all complete lines of the file, where it
+            was read from one. problems: empty when the journal is sound.
     """
 
     plans: list[AccountPlan] = field(default_factory=list)
@@ -69,6 +70,7 @@ class Journal:
     reserved: Cost = ZERO_COST
     torn_tail: bool = False
     hashes: list[str] = field(default_factory=list)
+    lines: list[bytes] = field(default_factory=list, repr=False)
     problems: list[Problem] = field(default_factory=list)
 
     @property
@@ -116,6 +118,7 @@ def read_journal(path: Path) -> Journal:
     """
     lines, torn = split_lines(read_content(path))
     journal = replay(lines)
+    journal.lines = lines
     if torn and journal.plans:
         journal.torn_tail = True
         journal.charge(journal.plan.event)
@@ -124,11 +127,9 @@ def read_journal(path: Path) -> Journal:
     return journal
 
 
-def journal_until(path: Path, head: str) -> Journal:
+def journal_until(journal: Journal, head: str) -> Journal:
     """The journal as it was when the line with this hash was its last; it must be there."""
-    lines, _ = split_lines(read_content(path))
-    last = [line_hash(line) for line in lines].index(head)
-    return replay(lines[: last + 1])
+    return replay(journal.lines[: journal.hashes.index(head) + 1])
 
 
 def replay(lines: Iterable[bytes]) -> Journal:

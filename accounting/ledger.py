@@ -1,17 +1,13 @@
-"""The privacy account of one agent's labelled rows: it pays before it reads.
+"""The privacy account of one agent's labelled rows: it charges before it reads.
 
     account = Account.open(folder / "s0.jsonl", plan, resume=False)
-    if account.affords(event):
-        with account.spend(event, visit="round 3"):
-            ...                      # only here may labelled rows be touched
+    with account.spend(event, visit="round 3"):
+        ...                          # only here may labelled rows be read
 
-The account belongs to the owner of the rows, never to the server, and its journal is neither
-in a checkpoint nor restored from one: a run resumed from an old checkpoint still remembers all
-that it spent. A visit is charged in full once its line is on disk; a crash, a kill or an
-exception refunds nothing. Refusal is a normal outcome.
-
-An account may outlive a run. Runs one after the other then draw from its one budget, and each
-keeps to a limit of its own as well.
+The account belongs to the owner of the rows. Its journal is not restored from checkpoints, so a
+resumed run still counts all that it spent. A visit is charged in full once its line is on disk; a
+crash, a kill or an exception refunds nothing. Runs may draw from one account after each other, each
+within a limit of its own.
 """
 
 import math
@@ -21,8 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from accounting.account_plan import AccountPlan, plan_to_json, refuse_change
-from accounting.accountants import ZERO_COST, Cost, max_repeats
-from accounting.budget import Budget
+from accounting.accountants import ZERO_COST
 from accounting.canonical_json import Json, real
 from accounting.errors import BudgetExhausted, LedgerError, PlanError
 from accounting.events import Event, event_to_json
@@ -69,19 +64,15 @@ class Account:
         run: str = "",
         run_epsilon: float = math.inf,
     ) -> "Account":
-        """Start an account, or go on with one.
+        """Start or resume an account.
 
         Args:
             path: the journal, ``AGENT.jsonl``; its directory is made when absent.
-            plan: what is promised. On resume it may differ from the journal's in all but
-                agent, unit, adjacency, scope, record counts, delta, and a larger epsilon.
-            resume: False refuses an existing journal; True needs one and keeps its charges.
-            minimum_seq: with resume, the ``seq`` that a checkpoint remembers. A journal that
-                ends before it was rolled back or cut, and is refused.
-            minimum_head: hash of that line, where the checkpoint remembers it: a journal that was
-                cut and written on differently is refused as well.
-            run: id of the run that spends: at most 32 small letters and digits, the same when
-                the run goes on.
+            plan: what is promised. On resume :func:`account_plan.refuse_change` says what may
+            differ. resume: False refuses an existing journal; True needs one and keeps its charges.
+            minimum_seq, minimum_head: with resume, number and hash of the line that a checkpoint
+                recorded. A journal without it was rolled back, cut or replaced, and is refused.
+            run: id of the run that spends: at most 32 small letters and digits, kept on resume.
             run_epsilon: what that run may spend of the budget, over all its sessions.
 
         Raises:
@@ -123,17 +114,13 @@ class Account:
         return self._journal.plan
 
     @property
-    def budget(self) -> Budget:
-        return self.plan.budget
-
-    @property
     def head(self) -> str:
-        """SHA-256 of the last line: what a card or a coordinator should remember."""
+        """SHA-256 of the last line: for the card and for checkpoints."""
         return self._file.head
 
     @property
     def seq(self) -> int:
-        """Number of the last line, from 0: what a checkpoint should remember."""
+        """Number of the last line, from 0: for checkpoints."""
         return self._file.seq
 
     @property
@@ -144,7 +131,7 @@ class Account:
     def balance(self) -> Balance:
         """What a claim must count: the file's journal while it is the one that this account wrote.
 
-        After any damage, whichever of file and memory has spent more, with the problems.
+        After any damage, the one of file and memory that has spent more, with the problems.
         """
         problems = [damage] if (damage := self._file.damage()) else []
         try:
@@ -162,64 +149,35 @@ class Account:
         return len(self._journal.events)
 
     def is_charged(self, visit: str) -> bool:
-        """Whether a visit of this name was paid for, whatever became of it."""
+        """Whether a visit of this name was charged, finished or not."""
         return visit in self._journal.visits
 
     def spent(self) -> float:
         """Epsilon so far, recomputed from the events. Only nominal in scope as_published."""
         return self._journal.epsilon
 
-    def spent_by_run(self) -> float:
-        """Epsilon of this run's own visits; :meth:`spent` counts those of all runs."""
-        return self._journal.epsilon_of(self._run)
-
     def left(self) -> float:
-        """Budget minus epsilon spent, >= 0. Epsilon does not add up: ask :meth:`can_afford`."""
-        return max(0.0, self.budget.epsilon - self.spent())
-
-    def visits_left(self) -> int:
-        """How many more visits of the plan's size the budget, and the run's own limit, pay for."""
-        once = self.plan.visit_cost
-        limits = [(self.budget.epsilon, self._journal.cost)]
-        if math.isfinite(self._limit):
-            limits.append((self._limit, self._own))
-        return min(
-            max_repeats(once, budget=limit, delta=self.plan.delta_of(spent), spent=spent)
-            for limit, spent in limits
-        )
-
-    def can_afford(self, event: Event) -> bool:
-        """Whether the budget pays for this event on top of everything spent. Never raises."""
-        try:
-            after, own = self._epsilon_with(event)
-        except Exception:  # whatever cannot be computed cannot be afforded
-            return False
-        return self._within_budget(after) and self._within_limit(own)
+        """Budget minus epsilon spent, >= 0. Epsilons do not add up."""
+        return max(0.0, self.plan.budget.epsilon - self.spent())
 
     @contextmanager
     def spend(self, event: Event, visit: str) -> Iterator[None]:
-        """Pay for one visit, then enter the block in which its rows may be read.
+        """Charge one visit, then enter the block in which its rows may be read.
 
         Args:
             event: what the visit releases; at most what the plan says of one visit.
-            visit: names the visit, for example "round 3"; each name is paid for once.
+            visit: names the visit, for example "round 3"; each name is charged once.
 
         Raises:
-            BudgetExhausted: the budget does not pay for it. Nothing was written or read.
-            LedgerError: paid for already, dearer than planned, or the journal could not be
-                made durable. The block was not entered.
+            BudgetExhausted: the budget does not cover it. Nothing was written or read.
+            LedgerError: charged already, dearer than planned, or the journal could not be made
+                durable. The block was not entered.
         """
         after = self._check_admissible(event, visit)
         self._file.refuse_damage()
         try:
-            reserve = self._file.append(
-                {
-                    "type": "reserve",
-                    "visit": visit,
-                    "event": event_to_json(event),
-                    "eps_after": real(after),
-                }
-            )
+            about = {"event": event_to_json(event), "eps_after": real(after)}
+            reserve = self._file.append({"type": "reserve", "visit": visit, **about})
         finally:  # whatever ends it, a disk or Ctrl-C: the line may be on disk, so it counts
             self._journal.charge(event)
         self._journal.visits[visit] = reserve
@@ -243,37 +201,32 @@ class Account:
         if visit in self._journal.visits:
             raise LedgerError(f"{self.agent}: already spent for visit {visit!r}; nothing was read.")
         if not self._within_budget(after):
-            delta = self.plan.delta_of(self._journal.cost)
+            budget, delta = self.plan.budget.epsilon, self.plan.delta_of(self._journal.cost)
             raise BudgetExhausted(
-                f"{self.agent} has spent epsilon {self.spent():.4f} of {self.budget.epsilon:g} "
-                f"(delta {delta:g}). This visit would bring it to {after:.4f}. "
-                f"Nothing was read. Plan fewer visits, or more noise, or a larger budget."
+                f"{self.agent} has spent epsilon {self.spent():.4f} of {budget:g} (delta "
+                f"{delta:g}). This visit would bring it to {after:.4f}. Nothing was read. Plan "
+                "fewer visits, or more noise, or a larger budget."
             )
-        if not self._within_limit(own):
+        if not (self._limit > 0 and own <= self._limit):
             raise BudgetExhausted(
                 f"{self.agent}: this visit would bring what this run spent to {own:.4f}, above its "
                 f"own limit {self._limit:g}. Nothing was read."
             )
         return after
 
-    @property
-    def _own(self) -> Cost:
-        return self._journal.by_run.get(self._run, ZERO_COST)
-
     def _epsilon_with(self, event: Event) -> tuple[float, float]:
         """Epsilon after one more event: of the account, and of this run alone."""
         cost = self.plan.charge(event)
         if not cost.at_most(self.plan.visit_cost):
             raise PlanError("the visit costs more than the plan says one visit costs at most")
-        after, own = self._journal.cost + cost, self._own + cost
+        after = self._journal.cost + cost
+        own = self._journal.by_run.get(self._run, ZERO_COST) + cost
         return self.plan.epsilon(after), self.plan.epsilon(own)
 
     def _within_budget(self, after: float) -> bool:
         # A budget of 0 pays for nothing, even where a tiny event's epsilon rounds to 0.
-        return math.isfinite(after) and self.budget.epsilon > 0 and after <= self.budget.epsilon
-
-    def _within_limit(self, own: float) -> bool:
-        return self._limit > 0 and own <= self._limit
+        budget = self.plan.budget.epsilon
+        return math.isfinite(after) and budget > 0 and after <= budget
 
 
 def _resume(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
@@ -287,8 +240,7 @@ def _resume(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
     journal = read_journal(file.path)
     refuse_problems(file.path, journal, minimum_seq, minimum_head)
     if journal.torn_tail:
-        lines, _ = split_lines(read_content(file.path))
-        file.replace_torn_tail(lines, {"type": "torn"})
+        file.replace_torn_tail(journal.lines, {"type": "torn"})
         journal = replay(split_lines(read_content(file.path))[0])
     file.extend(journal.head, journal.seq)
     return journal
@@ -297,20 +249,17 @@ def _resume(file: JournalFile, minimum_seq: int, minimum_head: str) -> Journal:
 def refuse_problems(
     path: Path, journal: Journal, minimum_seq: int = 0, minimum_head: str = ""
 ) -> None:
-    """Raise LedgerError where a journal is damaged, or lacks a line that is remembered elsewhere.
-
-    Args: as of :meth:`Account.open`.
-    """
+    """Raise LedgerError for a damaged journal, or one without the line of :meth:`Account.open`."""
     if journal.problems:
         raise LedgerError(f"{path}: {journal.problems[0]}. Put the true journal back.")
     if journal.seq < minimum_seq:
         raise LedgerError(
-            f"{path}: ends at entry {journal.seq}, but the checkpoint remembers entry "
+            f"{path}: ends at entry {journal.seq}, but the checkpoint records entry "
             f"{minimum_seq}: it was cut or rolled back. Put the true journal back."
         )
     if minimum_head and journal.hashes[minimum_seq] != minimum_head:
         raise LedgerError(
-            f"{path}: entry {minimum_seq} is not the one that the checkpoint remembers: the "
+            f"{path}: entry {minimum_seq} is not the one that the checkpoint records: the "
             f"journal was cut and written on. Put the true journal back."
         )
 

@@ -1,18 +1,13 @@
-"""Empirical tests of the mechanism alone: is it the one that the accountant counts?
+"""Tests of the mechanism alone, without training: is it the one that the accountant counts?
 
-No training: a canary whose clipped gradient is C e_1 and rows whose gradient is 0 go through
-the step that a private run takes, again and again, with and without the canary. The likelihood
-ratios of what comes out, given to :func:`accounting.two_sample_audit.two_sample_bound_from_scores`,
-bound epsilon from below (arXiv:2302.07956); direct tests look at noise scale, sample rate, and
-noise that is used twice.
+A canary whose clipped gradient is C e_1, among rows whose gradient is 0, goes through private steps
+again and again, with and without the canary. Likelihood ratios of the releases bound epsilon from
+below (arXiv:2302.07956) by :func:`accounting.two_sample_audit.two_sample_bound_from_scores`; tests
+look at noise scale, sample rate and repeated noise. The bound sees noise that is half of what is
+claimed from 100,000 runs of each world on; the tests see 2% from a million draws.
 
-The bound sees noise that is half of what is claimed if it has 100,000 runs of each world or
-more, and not noise at 0.8 of it. The direct tests see 2% from a million draws, and say nothing
-of epsilon. An audit wants both.
-
-A p-value is the chance of data at least this odd from a mechanism that keeps its word; exact
-or too large, except where said. One honest test in 20 falls below 0.05: divide the level by the
-number of tests.
+A p-value is the chance of data at least this odd from a correct mechanism; exact or too large,
+except where said. Divide the level by the number of tests.
 """
 
 import math
@@ -32,21 +27,16 @@ Floats = NDArray[np.float64]
 def log_likelihood_ratio(
     releases: ArrayLike, *, noise_multiplier: float, sample_rate: float
 ) -> Floats:
-    """The best score there is for one row in T noisy sums: its log-likelihood ratio.
+    """The log-likelihood ratio of one row in T noisy sums: the best score there is.
 
-    Sum over t of ln(1 - q + q e^((2 y_t - 1) / (2 sigma^2))): Neyman-Pearson for a canary whose
-    clipped gradient is C e_1 among rows whose gradient is 0.
+    Sum over t of ln(1 - q + q e^((2 y_t - 1) / (2 sigma^2))), by Neyman and Pearson.
 
     Args:
-        releases: (N, T): first coordinate of the noisy sum, in units of the clip norm C, of N
-            runs with T steps.
+        releases: (N, T): first coordinate of the noisy sum, in clip norms, of N runs with T steps.
         noise_multiplier: sigma, 0.2 to 1e6. sample_rate: q, in (0, 1].
 
     Returns:
-        (N,), no unit, higher for runs with the canary.
-
-    Raises:
-        PlanError: a number is out of range, or releases are not (N, T) finite numbers.
+        (N,), higher for runs with the canary.
     """
     check_noise_multiplier(noise_multiplier)
     check_sample_rate(sample_rate)
@@ -61,16 +51,12 @@ def log_likelihood_ratio(
 def noise_scale_p(residuals: ArrayLike) -> float:
     """p-value that these are standard normal draws: twice the smaller of two.
 
-    The largest distance D of their distribution function from Phi sees any change of shape; its
-    p-value is at most 2 e^(-2 N D^2) (Massart's constant in the Dvoretzky-Kiefer-Wolfowitz
-    inequality), close to Kolmogorov's where it matters and cheap at any N. The sum of squares,
-    chi-square with N degrees of freedom, sees the scale: 0.5% of it at a million draws.
+    The largest distance D of their distribution function from Phi sees a change of shape; its
+    p-value is at most 2 e^(-2 N D^2) (Massart). The sum of squares, chi-square with N degrees of
+    freedom, sees the scale: 0.5% of it at a million draws.
 
     Args:
-        residuals: N of them in any shape, finite: (noisy sum - clipped sum) / (sigma C).
-
-    Raises:
-        PlanError: no residuals, or one that is not finite.
+        residuals: N in any shape, finite: (noisy sum - clipped sum) / (sigma C); else PlanError.
     """
     draws = np.sort(_finite("residuals", residuals))  # (N,)
     squares = float(np.square(draws).sum())
@@ -83,14 +69,10 @@ def noise_scale_p(residuals: ArrayLike) -> float:
 
 
 def inclusion_p(releases: ArrayLike, *, noise_multiplier: float, sample_rate: float) -> float:
-    """p-value that a canary in the data took part in a share q of its steps, by the mean release.
+    """Two-sided p-value that a canary took part in a share q of its steps, by the mean release.
 
-    Under the claim a release has mean q and variance q (1 - q) + sigma^2. Two-sided; exact at
-    q = 1, otherwise normal by the central limit theorem, good from some hundred releases.
-
-    Args:
-        releases: any shape, in units of the clip norm, of runs whose data held the canary.
-        noise_multiplier, sample_rate: as in :func:`log_likelihood_ratio`.
+    A release has mean q and variance q (1 - q) + sigma^2. Exact at q = 1, otherwise normal by the
+    central limit theorem, good from some hundred releases of runs whose data held the canary.
     """
     check_noise_multiplier(noise_multiplier)
     check_sample_rate(sample_rate)
@@ -100,10 +82,7 @@ def inclusion_p(releases: ArrayLike, *, noise_multiplier: float, sample_rate: fl
 
 
 def sample_rate_p(*, hits: int, trials: int, rate: float) -> float:
-    """Exact two-sided binomial p-value of hits among trials, each a hit with this rate.
-
-    For masks that a test may look at. Args: trials 1 to 10,000,000; hits <= trials; rate (0, 1].
-    """
+    """Exact two-sided binomial p-value of hits among 1 to 10,000,000 trials at a rate in (0, 1]."""
     check_count("trials", trials)
     check_part("hits", hits, trials, "trials")
     check_sample_rate(rate)
@@ -111,15 +90,11 @@ def sample_rate_p(*, hits: int, trials: int, rate: float) -> float:
 
 
 def batch_size_p(sizes: ArrayLike, *, rows: int, rate: float) -> float:
-    """p-value that batch sizes vary as those of Poisson sampling do: neither less nor more.
+    """Two-sided p-value that batch sizes (M,) vary as those of Poisson sampling do.
 
-    Batches of a fixed size vary less, rows that are drawn together (in blocks) more. The mean
-    squared distance from ``rows * rate`` has, for binomial sizes, a mean and a variance that are
-    known exactly; a gamma law with the same two is held against it. Two-sided. Close to exact
-    from ``rows * rate * (1 - rate)`` of about 5 on.
-
-    Args:
-        sizes: (M,), of M independent batches. rows: that could be drawn. rate: in (0, 1).
+    Fixed batch sizes vary less, rows that are drawn in blocks more. The mean squared distance from
+    ``rows * rate`` is compared with a gamma law of the same, exactly known, mean and variance.
+    Close to exact from ``rows * rate * (1 - rate)`` of about 5 on. rate: in (0, 1).
     """
     check_count("rows", rows)
     check_sample_rate(rate)
@@ -137,22 +112,19 @@ def batch_size_p(sizes: ArrayLike, *, rows: int, rate: float) -> float:
 def repeats_p(residuals: ArrayLike) -> float:
     """p-value that noise is fresh in every step, whatever its scale: thrice the least of three.
 
-    Under the claim all N T draws are independent normals of one variance, and then exactly:
+    If all N T draws are independent normals of one variance, then exactly:
 
-    - the squared cosine of any two steps is Beta(1/2, (N - 1) / 2); the largest, times the
-      number of pairs, finds any two steps that share noise, also in part of the coordinates;
+    - the squared cosine of any two steps is Beta(1/2, (N - 1) / 2); the largest, times the number
+      of pairs, finds two steps that share noise, also in part of the coordinates;
     - the squared sums over all steps, divided by T times the sum of squares, are
       Beta(N / 2, N (T - 1) / 2): a little noise common to all steps;
     - the same with steps taken two by two: neighbours that are slightly alike.
 
     Args:
-        residuals: (N, T), N, T >= 2, finite: N coordinates or runs of T steps. Time N T^2.
+        residuals: (N, T), N, T >= 2, finite: N coordinates or runs of T steps; else PlanError.
 
     Returns:
-        in [0, 1]; 0 also when a step has no noise at all.
-
-    Raises:
-        PlanError: not such a table.
+        in [0, 1]; 0 also when a step has no noise at all. Takes time N T^2.
     """
     draws = _table("residuals", residuals)  # (N, T)
     count, steps = draws.shape

@@ -1,25 +1,17 @@
-"""How much epsilon one training run must have spent, judging by guesses about its canaries.
+"""A lower bound on epsilon from one training run, by guesses about its canaries.
 
-Before training, m canaries (rows like any other) each enter the training set by a fair coin of
-their own. Afterwards an attacker scores all of them on what was released, guesses "in" for the
-highest scores and "out" for the lowest, and abstains on the rest. Differential privacy bounds
-how many guesses can be right, so too many right ones reject it.
+Each of m canaries (rows like any other) enters the training set by a fair coin of its own. An
+attacker then scores them on what was released, guesses "in" for the highest scores, "out" for the
+lowest, and abstains on the rest. Too many right guesses reject the claim. Two tests:
 
-    m, r, v          canaries, guesses made, guesses right; 0 <= v <= r <= m
-    p-value          chance of v or more right guesses, were the run (epsilon, delta)-DP
-    lower bound      the largest epsilon that is rejected: with the stated confidence no smaller
-                     one holds
-    ceiling          the lower bound with every guess right: what the test can see at most
+* for any (epsilon, delta)-DP run: arXiv:2305.08846 (Steinke, Nasr, Jagielski 2023);
+* about twice as tight, for a whole trade-off function f that the run claims: arXiv:2410.22235
+  (Mahloujifar, Melis, Chaudhuri 2024). f(a) is the least share of missed members of any attack
+  that accuses a share a of the others falsely.
 
-Two tests of the same guesses. The first holds for any (epsilon, delta)-DP run (Steinke, Nasr
-and Jagielski 2023, arXiv:2305.08846). The second is about twice as tight because it is told
-more: a whole trade-off function f that the run claims (Mahloujifar, Melis and Chaudhuri 2024,
-arXiv:2410.22235). f(a) is the least share of missed members of any attack that accuses a share
-a of the others falsely.
-
-Both are valid for one number of guesses, fixed before the scores are seen. Trying several means
-dividing 1 - confidence by how many were tried. A bound that stays below the claim proves
-nothing; one above it refutes the claim.
+Both need a number of guesses that was fixed before the scores were seen. Trying several means
+dividing 1 - confidence by their number. A bound below the claim proves nothing; one above it
+refutes the claim. The ceiling is the bound with every guess right.
 """
 
 import math
@@ -27,30 +19,25 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import ndtr, ndtri
 from scipy.stats import binom
 
-from accounting.accountants import gaussian_epsilon
 from accounting.errors import PlanError
 from accounting.events import check_count, check_delta, check_real
 
 #: Power of an attack, in [0, 1], to the least share of false accusations that it can have.
 Inverse = Callable[[float], float]
 
-_LEAST_MU = 1e-6  # whose epsilon is 0 at any delta above 4e-7
 _PRECISION = 1e-9  # of a bisection, on the side that is rejected
-_LARGEST_EXPONENT = 700.0  # e^700 is a float, and e^-700 accuses nobody
+_LARGEST_EXPONENT = 700.0  # e^700 is a float, and e^-700 accuses no one
 
 
 def guess(scores: ArrayLike, guesses: int) -> NDArray[np.int8]:
-    """Who was in, by score: step 4 of the audit.
+    """Guess by score: +1 ("in") for the highest guesses / 2 scores, -1 ("out") for the lowest, else
+    0.
 
     Args:
-        scores: (m,) of any unit, higher for canaries that look trained on. Not NaN.
-        guesses: how many to make, even, at most m. Fixed before the scores were seen.
-
-    Returns:
-        (m,): +1 ("in") for the highest guesses / 2 scores, -1 ("out") for the lowest, else 0.
+        scores: (m,), higher for canaries that look trained on. Not NaN.
+        guesses: even, at most m. Fixed before the scores were seen.
 
     Raises:
         PlanError: NaN, not one row of scores, or an odd or too large number of guesses.
@@ -62,34 +49,32 @@ def guess(scores: ArrayLike, guesses: int) -> NDArray[np.int8]:
     if guesses % 2:
         raise PlanError(f"guesses is {guesses}; it must be even: half say in, half say out")
     order = np.argsort(ranked, kind="stable")
-    said = np.zeros(ranked.size, dtype=np.int8)
-    said[order[: guesses // 2]] = -1
-    said[order[ranked.size - guesses // 2 :]] = 1
-    return said
+    made = np.zeros(ranked.size, dtype=np.int8)
+    made[order[: guesses // 2]] = -1
+    made[order[ranked.size - guesses // 2 :]] = 1
+    return made
 
 
 def count_correct(guesses: ArrayLike, included: ArrayLike) -> int:
     """How many guesses (m,) in {+1, 0, -1} agree with the coins (m,), true for "in".
 
-    Raises:
-        PlanError: the two differ in length, or hold something else.
+    Raises PlanError where the two differ in length, or hold something else.
     """
-    said, coins = np.asarray(guesses), np.asarray(included)
-    if said.ndim != 1 or said.shape != coins.shape or coins.dtype != np.bool_:
+    made, coins = np.asarray(guesses), np.asarray(included)
+    if made.ndim != 1 or made.shape != coins.shape or coins.dtype != np.bool_:
         raise PlanError("guesses and included must be two lists as long, included of true or false")
-    if not np.isin(said, (-1, 0, 1)).all():
+    if not np.isin(made, (-1, 0, 1)).all():
         raise PlanError("a guess is neither +1 (in) nor -1 (out) nor 0 (abstained)")
-    return int(np.count_nonzero(said == np.where(coins, 1, -1)))
+    return int(np.count_nonzero(made == np.where(coins, 1, -1)))
 
 
 def one_run_p_value(
     *, canaries: int, guesses: int, correct: int, epsilon: float, delta: float
 ) -> float:
-    """Chance of this many right guesses or more, had the run been (epsilon, delta)-DP; a bound.
+    """Upper bound of the chance of this many right guesses in an (epsilon, delta)-DP run.
 
-    With B ~ Binomial(guesses, e^eps / (1 + e^eps)) it is P[B >= v] + 2 m delta alpha, where
-    alpha = max over i = 1..v of P[v - i <= B < v] / i. arXiv:2305.08846, Appendix D. Rises with
-    epsilon.
+    With B ~ Binomial(r, e^eps / (1 + e^eps)): P[B >= v] + 2 m delta alpha, where
+    alpha = max over i = 1..v of P[v - i <= B < v] / i. arXiv:2305.08846, Appendix D.
 
     Args:
         canaries: m, 1 to 10,000,000. guesses: r <= m. correct: v <= r.
@@ -106,7 +91,11 @@ def one_run_p_value(
     check_real("epsilon", epsilon)
     if epsilon < 0:
         raise PlanError(f"epsilon is {epsilon}; it must be 0 or more")
-    return _p_value(canaries, guesses, correct, epsilon, delta)
+    p = 1 / (1 + math.exp(-epsilon))
+    tail = float(binom.sf(correct - 1, guesses, p))  # P[B >= v]
+    i = np.arange(1, correct + 1)
+    alpha = np.max(np.cumsum(binom.pmf(correct - i, guesses, p)) / i, initial=0.0)
+    return min(1.0, tail + 2 * canaries * delta * float(alpha))
 
 
 def one_run_lower_bound(
@@ -114,26 +103,26 @@ def one_run_lower_bound(
 ) -> float:
     """The largest epsilon that the guesses reject; 0.0 when they do not even reject 0.
 
-    With this confidence the run is not (epsilon', delta)-DP for any epsilon' below it.
     Arguments and errors as in :func:`one_run_p_value`; confidence from 0.5 to below 1.
 
     >>> round(one_run_lower_bound(canaries=100, guesses=40, correct=38, delta=1e-5), 5)
     1.73993
     """
-    _check_tally(canaries, guesses, correct)
-    check_delta(delta)
     check_confidence(confidence)
-    return _largest_rejected(
-        lambda eps: _p_value(canaries, guesses, correct, eps, delta) <= 1 - confidence, least=0.0
-    )
+
+    def rejects(epsilon: float) -> bool:
+        p = one_run_p_value(
+            canaries=canaries, guesses=guesses, correct=correct, epsilon=epsilon, delta=delta
+        )
+        return p <= 1 - confidence
+
+    return _largest_rejected(rejects)
 
 
 def one_run_ceiling(
     *, canaries: int, guesses: int | None = None, delta: float, confidence: float = 0.95
 ) -> float:
     """The lower bound were all guesses right, by default one guess for every canary.
-
-    An audit whose ceiling is below the claim cannot refute it, whatever the run leaked.
 
     >>> round(one_run_ceiling(canaries=34, delta=1e-5), 2)
     2.38
@@ -144,26 +133,24 @@ def one_run_ceiling(
     )
 
 
-def f_dp_rejects(
-    *, canaries: int, guesses: int, correct: int, inverse: Inverse, confidence: float = 0.95
-) -> bool:
-    """Whether this many right guesses reject the claim of a trade-off function f.
+def claim_rejected(
+    *, canaries: int, guesses: int, correct: int, profile: Sequence[tuple[float, float]],
+    confidence: float = 0.95,
+) -> bool:  # fmt: skip
+    """Whether the guesses refute a plan that claims every (epsilon, delta) of the profile.
 
     The recursion of arXiv:2410.22235, with abstention: assume that v or more guesses are right
-    with chance 1 - confidence; what f then makes at least likely of v - 1, v - 2, ... 0 right
-    guesses adds up, and under f the two sums a (right) and h (wrong) fit into r / m.
+    with chance 1 - confidence; what the trade-off function then makes at least likely of v - 1,
+    v - 2, ... 0 right guesses adds up to a (right) and h (wrong), which must fit into r / m.
 
     Args:
         canaries, guesses, correct: as in :func:`one_run_p_value`.
-        inverse: from :func:`gaussian_inverse` or :func:`profile_inverse`. A smaller inverse is
-            a weaker claim and is rejected less often.
+        profile: as in :func:`profile_inverse`. More pairs make the test stricter.
         confidence: from 0.5 to below 1. A claim that holds is rejected with at most 1 - confidence.
-
-    Raises:
-        PlanError: a number is out of range.
     """
     _check_tally(canaries, guesses, correct)
     check_confidence(confidence)
+    inverse = profile_inverse(profile)
     a = (1 - confidence) * correct / canaries
     h = (1 - confidence) * (guesses - correct) / canaries
     for i in range(correct - 1, -1, -1):
@@ -175,76 +162,14 @@ def f_dp_rejects(
     return a + h > guesses / canaries
 
 
-def gdp_lower_bound(
-    *, canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95
-) -> float:
-    """Epsilon at delta of the largest mu for which mu-Gaussian DP is rejected; 0.0 if none is.
-
-    Only as true as its premise, that the run's trade-off function is Gaussian: exactly so for
-    full batches (q = 1), otherwise use :func:`claim_rejected`.
-    Arguments and errors as in :func:`one_run_lower_bound`.
-
-    >>> round(gdp_lower_bound(canaries=100, guesses=40, correct=38, delta=1e-5), 3)
-    3.408
-    """
-    check_delta(delta)
-
-    def rejects(mu: float) -> bool:
-        return f_dp_rejects(
-            canaries=canaries,
-            guesses=guesses,
-            correct=correct,
-            inverse=gaussian_inverse(mu),
-            confidence=confidence,
-        )
-
-    mu = _largest_rejected(rejects, least=_LEAST_MU)
-    return gaussian_epsilon(mu, delta) if mu > 0 else 0.0
-
-
-def claim_rejected(
-    *,
-    canaries: int,
-    guesses: int,
-    correct: int,
-    profile: Sequence[tuple[float, float]],
-    confidence: float = 0.95,
-) -> bool:
-    """Whether the guesses refute a plan that claims every (epsilon, delta) of the profile.
-
-    The strictest test of our own claim, and a plain yes or no. More pairs make it stricter;
-    leaving some out only makes it milder. Arguments and errors as in :func:`f_dp_rejects` and
-    :func:`profile_inverse`.
-    """
-    return f_dp_rejects(
-        canaries=canaries,
-        guesses=guesses,
-        correct=correct,
-        inverse=profile_inverse(profile),
-        confidence=confidence,
-    )
-
-
-def gaussian_inverse(mu: float) -> Inverse:
-    """x -> Phi(Phi^-1(x) - mu), the inverse of a Gaussian with sensitivity / noise = mu > 0."""
-    check_real("mu", mu)
-    if mu <= 0:
-        raise PlanError(f"mu is {mu}; it must be above 0")
-    return lambda x: float(ndtr(ndtri(x) - mu))
-
-
 def profile_inverse(profile: Sequence[tuple[float, float]]) -> Inverse:
-    """The inverse of the trade-off function that all these (epsilon, delta) pairs give together.
+    """The inverse of the trade-off function of these (epsilon, delta) pairs together.
 
     f(a) = max over pairs of (0, 1 - delta - e^eps a, e^-eps (1 - delta - a)), arXiv:1905.02383,
-    Equation 5. An attack with power x misses 1 - x, so it accuses at least f^-1(1 - x) falsely;
-    each pair holds in both directions, so f is its own inverse, and that is f(1 - x).
+    Equation 5. f is its own inverse, so an attack with power x accuses at least f(1 - x) falsely.
 
     Args:
-        profile: at least one pair; epsilon >= 0 and finite, delta in [0, 1].
-
-    Raises:
-        PlanError: no pair, or a number is out of range.
+        profile: at least one pair; epsilon >= 0 and finite, delta in [0, 1]; else PlanError.
     """
     for eps, delta in profile:
         check_real("epsilon", eps)
@@ -286,19 +211,11 @@ def _check_tally(canaries: int, guesses: int, correct: int) -> None:
     check_part("correct", correct, guesses, "guesses")
 
 
-def _p_value(m: int, r: int, v: int, epsilon: float, delta: float) -> float:
-    p = 1 / (1 + math.exp(-epsilon))
-    tail = float(binom.sf(v - 1, r, p))  # P[B >= v]
-    i = np.arange(1, v + 1)
-    alpha = np.max(np.cumsum(binom.pmf(v - i, r, p)) / i, initial=0.0)
-    return min(1.0, tail + 2 * m * delta * float(alpha))
-
-
-def _largest_rejected(rejects: Callable[[float], bool], *, least: float) -> float:
-    """The largest number that is rejected, by doubling and bisection; 0.0 if ``least`` is not."""
-    if not rejects(least):
+def _largest_rejected(rejects: Callable[[float], bool]) -> float:
+    """The largest number >= 0 that is rejected, by doubling and bisection; 0.0 if none is."""
+    if not rejects(0.0):
         return 0.0
-    low, high = least, 1.0
+    low, high = 0.0, 1.0
     while rejects(high):
         low, high = high, 2 * high
     while high - low > _PRECISION:

@@ -1,21 +1,16 @@
-"""Which account pays for which row, where accounts outlive a run: no row is in two, or beside one.
+"""Which account pays for which row, where accounts outlive a run.
 
-An account promises its budget for each of its rows. The same row under two agent ids would have
-two budgets, and what one run pays for another may use for nothing, as an unlabelled row. So beside
-the journals lies, in ``registry/``:
+The same row under two agents would have two budgets, and a row that one run pays for another may
+use unprotected. So beside the journals lies, in ``registry/``:
 
     key          32 random bytes, made once; never leaves the folder
     AGENT.rows   a fingerprint of every row that was ever under this account, one in a line
     unprotected  the same of every row that a run ever used without protection
     lock         one process at a time
 
-A fingerprint is HMAC-SHA256 under the key, cut to 128 bits: without the key it says nothing about
-a row, and a bare hash would let anybody with a candidate row test whether it is here. The
-journals are for auditors; the registry is not, and stays with the rows.
-
-Rows may join an account: they are charged with all that it ever spent, which is too much and so
-sound. What counts as the same row follows from the content that the caller gives. POSIX systems
-only.
+A fingerprint is HMAC-SHA256 under the key, cut to 128 bits; a bare hash would let anybody test
+whether a candidate row is here. The registry stays with the rows; auditors need the journals only.
+Rows may join an account and count as charged with all that it ever spent. POSIX systems only.
 """
 
 import fcntl
@@ -35,13 +30,16 @@ _KEY_BYTES = 32
 _FINGERPRINT_BYTES = 16
 _UNPROTECTED = "unprotected"
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
+_ADVICE = (
+    "Give every run the same split (data.split: RUN/split.json of the first), remove doubled rows "
+    "from the data, or use another privacy.ledger for other rows."
+)
 
 
 def shared_rows(holdings: Mapping[str, Iterable[bytes]]) -> Iterator[tuple[str, str, int]]:
     """Every two agents that hold the same row, and how many such rows; nothing is stored.
 
-    Args:
-        holdings: agent id -> content of each of its labelled rows, without the label.
+    holdings: agent id -> content of each of its labelled rows, without the label.
     """
     key = os.urandom(_KEY_BYTES)
     known = {agent: _fingerprints(key, rows) for agent, rows in holdings.items()}
@@ -53,11 +51,9 @@ def shared_rows(holdings: Mapping[str, Iterable[bytes]]) -> Iterator[tuple[str, 
 def unprotected_rows(
     holdings: Mapping[str, Iterable[bytes]], bare: Iterable[bytes]
 ) -> Iterator[tuple[str, int]]:
-    """Every agent with rows that are used without protection as well, and how many of them.
+    """Every agent with rows that are also used without protection, and how many of them.
 
-    Args:
-        holdings: as in :func:`shared_rows`.
-        bare: as in :func:`claim`.
+    holdings: as in :func:`shared_rows`. bare: as in :func:`claim`.
     """
     key = os.urandom(_KEY_BYTES)
     beside = _fingerprints(key, bare)
@@ -67,24 +63,19 @@ def unprotected_rows(
 
 
 def claim(
-    folder: Path,
-    holdings: Mapping[str, Iterable[bytes]],
-    *,
-    bare: Iterable[bytes] = (),
+    folder: Path, holdings: Mapping[str, Iterable[bytes]], *, bare: Iterable[bytes] = (),
     only_check: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Put rows under the accounts of their agents, for good; all of them, or none.
 
-    Beside them, remember the rows that the run uses without protection: no row is ever both.
+    Also record the rows that the run uses without protection: no row is ever both.
 
     Args:
         folder: of the journals; ``registry`` is made in it.
         holdings: agent id -> content of each of its labelled rows, without the label.
-        bare: content of each row that the run uses without protection: every unlabelled row of
-            every agent, and validation rows, on which settings are chosen. Test rows are not
-            among them: nobody trains on them or chooses by them, but their accuracy is printed,
-            and no account covers that.
-        only_check: say whether they could be put there, and put none.
+        bare: content of each row that the run uses without protection: unlabelled rows of every
+            agent, and validation rows. Test rows are not among them: nobody trains on them.
+        only_check: raise as usual, and store nothing.
 
     Raises:
         LedgerError: a row is under another account already, or was or would be used without
@@ -112,8 +103,8 @@ def claim(
                     _put(registry / f"{agent}.rows", _lines(merged[agent]))
     except OSError as error:
         raise LedgerError(
-            f"{registry}: cannot be read or written ({error.strerror}). Without it nobody knows "
-            f"which rows have an account."
+            f"{registry}: cannot be read or written ({error.strerror}). It says which rows have "
+            "an account."
         ) from error
 
 
@@ -134,9 +125,7 @@ def _refuse_overlap(folder: Path, holdings: Mapping[str, set[bytes]]) -> None:
         if both := len(ours & theirs):
             raise LedgerError(
                 f"{folder}: {both} rows would be in the accounts of {one} and of {other}, and "
-                f"have two budgets. Give every run the same split (data.split: RUN/split.json of "
-                f"the first), remove doubled rows from the data, or use another privacy.ledger "
-                f"for other rows."
+                f"have two budgets. {_ADVICE}"
             )
 
 
@@ -148,9 +137,7 @@ def _refuse_unprotected(
             raise LedgerError(
                 f"{folder}: {both} rows in the account of {agent} would be used without "
                 f"protection, or have been, by this run or another, as unlabelled or validation "
-                f"rows, and its budget would promise nothing for them. Give every run the same "
-                f"split (data.split: RUN/split.json of the first), remove doubled rows from the "
-                f"data, or use another privacy.ledger for other rows."
+                f"rows, and its budget would promise nothing for them. {_ADVICE}"
             )
 
 
@@ -187,15 +174,15 @@ def _unprotected(registry: Path, *, begun: bool) -> set[bytes] | None:
 def _read_known(path: Path) -> set[bytes]:
     try:
         found = {bytes.fromhex(line.decode("ascii")) for line in _content(path).split()}
-    except ValueError as error:
-        raise LedgerError(f"{path}: damaged; put the true file back") from error
+    except ValueError:
+        found = {b""}
     if any(len(fingerprint) != _FINGERPRINT_BYTES for fingerprint in found):
         raise LedgerError(f"{path}: damaged; put the true file back")
     return found
 
 
 def _lines(fingerprints: set[bytes]) -> bytes:
-    # Sorted: the order of the rows is nobody's business.
+    # Sorted, so that the file does not show the order of the rows.
     return b"".join(fingerprint.hex().encode() + b"\n" for fingerprint in sorted(fingerprints))
 
 
@@ -205,7 +192,7 @@ def _content(path: Path) -> bytes:
 
 
 def _put(path: Path, content: bytes) -> None:
-    """Put the file in place whole: old content or new, on disk before this returns."""
+    """Put the file in place whole: old content or new, durable before this returns."""
     fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600)

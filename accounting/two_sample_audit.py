@@ -1,14 +1,9 @@
-"""How good an attack is, and how much epsilon it saw, by its errors in two worlds.
+"""The quality of an attack, and the epsilon that it saw, from its errors in two worlds.
 
-The attack gives every trial a score: in one world the row was in the training data (or the
-trial is about a member), in the other it was not. One score per trial, trials independent.
-
-    how good is it?              ROC: the area with a 95% interval, and the share of members it
-                                 accuses while accusing 1% of the others
-    how much epsilon did it      errors at one threshold -> Clopper-Pearson limits -> the largest
-    see?                         epsilon that they reject (arXiv:2006.07709, arXiv:2101.04535)
-
-A run that is (epsilon, delta)-DP bounds both kinds of errors from below, whatever the attack.
+The attack scores independent trials of two worlds: the row was in the training data, or not. ROC
+gives the area with a 95% interval, and the share of members found at 1% false alarms. Errors at one
+threshold give Clopper-Pearson limits and the largest epsilon that they reject (arXiv:2006.07709,
+arXiv:2101.04535): an (epsilon, delta)-DP run bounds both kinds of errors from below.
 """
 
 import math
@@ -27,23 +22,19 @@ from accounting.one_run_audit import check_confidence, check_part
 Floats = NDArray[np.float64]
 
 _CANDIDATES = 500  # thresholds tried from either end of the scores
-#: The best of many thresholds is partly the luckiest. Wider limits while choosing prefer one
-#: with more errors to count; what is chosen is then judged at the confidence asked for.
+#: The best of many thresholds is partly luck. Wider limits while choosing prefer one with more
+#: errors to count.
 _WIDER = 50
 _Z = float(ndtri(0.975))  # of a two-sided 95% interval
-
-# Reading an attack --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class AttackRates:
     """How well scores tell members from others.
 
-    Args:
-        auc: chance that a member outscores another, ties half. In [0, 1]; 0.5 tells nothing.
-        auc_low, auc_high: its 95% interval.
-        tpr_at_1_percent_fpr: largest share of members accused by a threshold that accuses at
-            most 1% of the others. With fewer than 100 others: none of them.
+    ``auc``: chance that a member outscores another, ties half, with its 95% interval.
+    ``tpr_at_1_percent_fpr``: largest share of members above a threshold that at most 1% of the
+    others exceed (with fewer than 100 others: none of them).
     """
 
     auc: float
@@ -53,29 +44,22 @@ class AttackRates:
 
 
 def roc(scores_in: ArrayLike, scores_out: ArrayLike) -> AttackRates:
-    """Area under the ROC curve and power at few false accusations.
+    """Area under the ROC curve, and power at 1% false alarms.
 
-    The interval is Newcombe's method 5 (Statistics in Medicine 25, 2006, 559-573): the AUCs that
-    lie within 1.96 standard errors of the observed one, with Hanley and McNeil's standard error
-    at that AUC. Unlike theirs and DeLong's it keeps its width when all members rank on top.
+    The interval is Newcombe's method 5 (Statistics in Medicine 25, 2006, 559-573): the AUCs within
+    1.96 of Hanley and McNeil's standard errors at that AUC. It keeps its width when all members
+    rank on top.
 
     Args:
-        scores_in, scores_out: (I,) and (O,), I, O >= 1, higher for members. Not NaN.
-
-    Raises:
-        PlanError: no scores, or NaN.
+        scores_in, scores_out: (I,) and (O,), I, O >= 1, higher for members. PlanError for NaN.
     """
     members, others = _scores("scores_in", scores_in), _scores("scores_out", scores_out)
     ranks = rankdata(np.concatenate([members, others]))  # (I + O,), ties share the mean rank
     wins = float(ranks[: members.size].sum()) - members.size * (members.size + 1) / 2
     auc = wins / (members.size * others.size)
     threshold = np.sort(others)[-1 - others.size // 100]  # above it: at most 1% of the others
-    return AttackRates(
-        auc=auc,
-        auc_low=_auc_limit(auc, 0.0, members.size, others.size),
-        auc_high=_auc_limit(auc, 1.0, members.size, others.size),
-        tpr_at_1_percent_fpr=float(np.mean(members > threshold)),
-    )
+    low, high = (_auc_limit(auc, end, members.size, others.size) for end in (0.0, 1.0))
+    return AttackRates(auc, low, high, float(np.mean(members > threshold)))
 
 
 def _auc_limit(auc: float, end: float, members: int, others: int) -> float:
@@ -93,17 +77,13 @@ def _auc_limit(auc: float, end: float, members: int, others: int) -> float:
     return float(brentq(excess, nearest, end))
 
 
-# Two worlds ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class TwoSampleBound:
-    """An audit of one threshold: what was counted, and the epsilon that it rejects.
+    """An audit of one threshold: the counts, and the epsilon that they reject.
 
-    Args:
-        lower_bound, ceiling: of epsilon, >= 0; the ceiling is the bound had there been no error.
-        threshold: scores at or above it say "in". Chosen on scores that are not counted below.
-        false_negatives: of trials_in that said "out". false_positives: of trials_out, "in".
+    ``ceiling`` is the bound had there been no error. Scores at or above ``threshold``, which was
+    chosen on other scores, say "in"; false negatives are of ``trials_in``, false positives of
+    ``trials_out``.
     """
 
     lower_bound: float
@@ -116,14 +96,9 @@ class TwoSampleBound:
 
 
 def two_sample_lower_bound(
-    *,
-    false_negatives: int,
-    false_positives: int,
-    trials_in: int,
-    trials_out: int,
-    delta: float,
+    *, false_negatives: int, false_positives: int, trials_in: int, trials_out: int, delta: float,
     confidence: float = 0.95,
-) -> float:
+) -> float:  # fmt: skip
     """The largest epsilon that the errors of one test, fixed beforehand, reject; else 0.0.
 
     With upper Clopper-Pearson limits FN and FP, each at half of 1 - confidence: the larger of
@@ -132,11 +107,7 @@ def two_sample_lower_bound(
     Args:
         false_negatives: of trials_in independent runs with the row, those called "out".
         false_positives: of trials_out without it, those called "in".
-        trials_in, trials_out: 1 to 10,000,000.
-        delta: in (0, 1). confidence: from 0.5 to below 1.
-
-    Raises:
-        PlanError: a number is out of range.
+        trials_in, trials_out: 1 to 10,000,000. delta: in (0, 1). confidence: from 0.5 to below 1.
     """
     check_count("trials_in", trials_in)
     check_count("trials_out", trials_out)
@@ -157,34 +128,23 @@ def two_sample_ceiling(
     4.91
     """
     return two_sample_lower_bound(
-        false_negatives=0,
-        false_positives=0,
-        trials_in=trials_in,
-        trials_out=trials_out,
-        delta=delta,
-        confidence=confidence,
-    )
+        false_negatives=0, false_positives=0, trials_in=trials_in, trials_out=trials_out,
+        delta=delta, confidence=confidence,
+    )  # fmt: skip
 
 
 def two_sample_bound_from_scores(
-    scores_in: ArrayLike,
-    scores_out: ArrayLike,
-    delta: float,
-    confidence: float = 0.95,
-    *,
+    scores_in: ArrayLike, scores_out: ArrayLike, delta: float, confidence: float = 0.95, *,
     choosing: float = 0.5,
-) -> TwoSampleBound:
+) -> TwoSampleBound:  # fmt: skip
     """Choose a threshold on the first share of the scores and count errors on the others.
 
-    A threshold chosen on the scores that are counted would find luck and call it epsilon. The
-    parts are taken by position, so each list must be in an order that has nothing to do with
-    the scores: not sorted.
+    The parts are taken by position, so the scores must not be sorted.
 
     Args:
-        scores_in, scores_out: (I,) and (O,), I, O >= 2, higher for "in"; one per independent
-            run of each world. Not NaN.
+        scores_in, scores_out: (I,) and (O,), I, O >= 2, higher for "in". Not NaN.
         delta: in (0, 1). confidence: from 0.5 to below 1.
-        choosing: share of the scores on which the threshold is chosen, above 0 and below 1.
+        choosing: share of the scores on which the threshold is chosen, in (0, 1).
 
     Raises:
         PlanError: a number is out of range, or too few scores.
@@ -206,10 +166,8 @@ def two_sample_bound_from_scores(
     return TwoSampleBound(
         lower_bound=two_sample_lower_bound(**errors, **trials, delta=delta, confidence=confidence),
         ceiling=two_sample_ceiling(**trials, delta=delta, confidence=confidence),
-        threshold=threshold,
-        **errors,
-        **trials,
-    )
+        threshold=threshold, **errors, **trials,
+    )  # fmt: skip
 
 
 def _held_out_threshold(
@@ -227,12 +185,9 @@ def _held_out_threshold(
 
 
 def _bounds(
-    missed: NDArray[np.int64],
-    accused: NDArray[np.int64],
-    trials: tuple[int, int],
-    delta: float,
+    missed: NDArray[np.int64], accused: NDArray[np.int64], trials: tuple[int, int], delta: float,
     confidence: float,
-) -> Floats:
+) -> Floats:  # fmt: skip
     """Lower bounds (K,) for K pairs of error counts."""
     level = (1 + confidence) / 2
     upper = []

@@ -1,12 +1,9 @@
-"""The same epsilon from an independent library, as a check of ours.
+"""The same epsilon from an independent library, dp-accounting (the extra ``verify``).
 
-Google's dp-accounting (the extra ``verify``; optional because it pins old versions of other
-packages) computes privacy loss distributions in both directions: a pessimistic one
-gives an upper bound, an optimistic one a lower bound. A claim below the lower bound is wrong,
-whoever computed it. Numeric composition assumes that every event was fixed beforehand.
-
-A pure epsilon-DP release is represented by the worst mechanism with that promise, randomized
-response, so the lower bound too is about the promise, not about the mechanism that ran.
+It composes privacy loss distributions: a pessimistic one gives an upper bound, an optimistic one a
+lower bound; a claim below the lower bound is wrong. Numeric composition needs events that were all
+fixed beforehand. A pure epsilon-DP release is represented by the worst mechanism with that promise,
+randomized response.
 """
 
 import importlib.util
@@ -62,6 +59,10 @@ _PURE_COMMENT = """\
 # (basic composition): count * epsilon."""
 
 
+#: Each kind of release with a finite cost, and how often it took place.
+Counted = tuple[tuple[PoissonSampledGaussianEvent | PureDpEvent, int], ...]
+
+
 class Bracket(NamedTuple):
     """A lower and an upper bound on the true epsilon of a list of events."""
 
@@ -77,22 +78,20 @@ def available() -> bool:
 def rdp_epsilon(events: Iterable[Event], delta: float) -> float | None:
     """Epsilon by dp-accounting's Renyi accountant at ``INTEGER_ORDERS``; 0 without events.
 
-    None when some event is not a sampled Gaussian: the library has no event that stands for any
-    pure epsilon-DP release, and its LaplaceDpEvent costs less than discrete noise.
+    None when an event is not a sampled Gaussian: the library has no event for any pure epsilon-DP
+    release, and its LaplaceDpEvent costs less than discrete noise.
 
     Raises:
         AccountingError: dp-accounting is not installed.
-        PlanError: delta is out of range, or an event is Unprotected.
+        PlanError: delta is out of range, or an event is unprotected.
     """
     check_delta(delta)
     _need_library()
-    return _rdp_epsilon(tuple(_count_events(events).items()), delta)
+    return _rdp_epsilon(_count_events(events), delta)
 
 
 @lru_cache(maxsize=128)  # agents often spend the same
-def _rdp_epsilon(
-    counted: tuple[tuple[PoissonSampledGaussianEvent | PureDpEvent, int], ...], delta: float
-) -> float | None:
+def _rdp_epsilon(counted: Counted, delta: float) -> float | None:
     import dp_accounting
 
     accountant = dp_accounting.rdp.RdpAccountant(orders=list(INTEGER_ORDERS))
@@ -108,20 +107,19 @@ def _rdp_epsilon(
 def pld_bracket(events: Iterable[Event], delta: float) -> Bracket:
     """A certified lower and upper bound on epsilon by privacy loss distributions.
 
-    The upper bound hardly depends on the width of their grid; the lower bound is too low by up to
-    half of it for each step.
+    The lower bound is too low by up to half a grid cell for each step.
 
     Args:
-        events: no Unprotected ones; none give (0, 0).
+        events: no unprotected ones; none give (0, 0).
         delta: at least 1e-12, below 1.
 
     Raises:
         AccountingError: dp-accounting is not installed.
-        PlanError: delta is out of range or too small, or an event is Unprotected.
+        PlanError: delta is out of range or too small, or an event is unprotected.
     """
     _check_numeric_delta(delta)
     _need_library()
-    counted = tuple(_count_events(events).items())
+    counted = _count_events(events)
     if not counted:
         return Bracket(0.0, 0.0)
     bounds = [_compose(counted, pessimistic, delta) for pessimistic in (False, True)]
@@ -131,18 +129,11 @@ def pld_bracket(events: Iterable[Event], delta: float) -> Bracket:
 
 
 def dp_event_source(events: Iterable[Event], delta: float) -> str:
-    """The same events as a short Python program for an auditor, who needs dp-accounting alone.
+    """The same events as a short Python program that needs dp-accounting alone.
 
-    Equal releases are counted together. Of pure epsilon-DP releases alone the program prints the
-    sum, at delta 0. Otherwise it prints the upper bound of :func:`pld_bracket`, plus the epsilons
-    of pure releases, for which there is no DpEvent; a comment says so.
-
-    Args:
-        events: no Unprotected ones; none give a program that prints 0.
-        delta: at least 1e-12, below 1.
-
-    Raises:
-        PlanError: delta is out of range or too small, or an event is Unprotected.
+    Equal releases are counted together. Of pure releases alone the program prints the sum, at delta
+    0; otherwise the upper bound of :func:`pld_bracket`, plus the epsilons of pure releases, for
+    which there is no DpEvent. Arguments and errors as in :func:`pld_bracket`.
 
     # doctest: +ELLIPSIS
     >>> print(dp_event_source([PoissonSampledGaussianEvent(4.0, 0.5, 10)] * 3, 1e-5))
@@ -157,7 +148,7 @@ def dp_event_source(events: Iterable[Event], delta: float) -> str:
     _check_numeric_delta(delta)
     noisy: Counter[str] = Counter()
     pure: Counter[float] = Counter()
-    for leaf, count in _count_events(events).items():
+    for leaf, count in _count_events(events):
         match leaf:
             case PoissonSampledGaussianEvent(sigma, 1.0, steps):
                 noisy[f"dp.GaussianDpEvent({sigma!r})"] += count * steps
@@ -183,11 +174,7 @@ def dp_event_source(events: Iterable[Event], delta: float) -> str:
 
 
 @lru_cache(maxsize=128)  # agents often spend the same, and a card asks before its audit does
-def _compose(
-    counted: tuple[tuple[PoissonSampledGaussianEvent | PureDpEvent, int], ...],
-    pessimistic: bool,
-    delta: float,
-) -> float:
+def _compose(counted: Counted, pessimistic: bool, delta: float) -> float:
     total: Any = None
     for leaf, count in counted:
         match leaf:
@@ -224,28 +211,26 @@ def _pure_loss(each: float, pessimistic: bool) -> Any:
     )
 
 
-def _count_events(events: Iterable[Event]) -> Counter[PoissonSampledGaussianEvent | PureDpEvent]:
+def _count_events(events: Iterable[Event]) -> Counted:
     counted: Counter[PoissonSampledGaussianEvent | PureDpEvent] = Counter()
-    for event in events:
-        for leaf in leaf_events(event):
-            if isinstance(leaf, NonPrivateEvent):
-                raise PlanError(f"an unprotected read ({leaf.reason}) has no finite epsilon")
-            counted[leaf] += 1
-    return counted
+    for leaf in (leaf for event in events for leaf in leaf_events(event)):
+        if isinstance(leaf, NonPrivateEvent):
+            raise PlanError(f"an unprotected read ({leaf.reason}) has no finite epsilon")
+        counted[leaf] += 1
+    return tuple(counted.items())
 
 
 def _check_numeric_delta(delta: float) -> None:
     check_delta(delta)
     if delta < _MIN_DELTA:
         raise PlanError(
-            f"delta {delta:g} is below {_MIN_DELTA:g}, where numeric composition has no digits "
-            f"left. Use the RDP value."
+            f"delta {delta:g} is below {_MIN_DELTA:g}: too small for numeric composition. Use RDP"
         )
 
 
 def _need_library() -> None:
     if not available():
         raise AccountingError(
-            "dp-accounting is not installed, so there is no second opinion on epsilon. "
+            "dp-accounting is not installed, so epsilon has no second opinion. "
             "Run: pip install dp-accounting"
         )

@@ -43,8 +43,8 @@ def of_rounds(
     prepared = prepare(load_config(path, overrides))
     if prepared.plan is not None:
         raise UserError(
-            f"{path}: private rounds are timed by benchmarks.methods and by "
-            "benchmarks.batched_agents. Give a config without privacy"
+            f"{path}: private rounds are timed by benchmarks.batched_agents. "
+            "Give a config without privacy"
         )
     algorithm = prepared.algorithm
     check_phase(path, algorithm, phase)

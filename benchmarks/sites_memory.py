@@ -58,8 +58,6 @@ def measure(folder: Path, rounds: int, sites: int) -> Iterator[Weights]:
         address = stack.enter_context(demo.superlink(folder / "sites" / "superlink"))
         for name in names:
             stack.enter_context(demo.site(folder / "sites" / name, address))
-        for name in names:
-            demo.wait_for_site(folder / "sites" / name)
         run = demo.train(folder / "sites", address, "--quiet")
         stack.callback(run.kill)
         for number in range(1, rounds + 1):

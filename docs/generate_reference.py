@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 from privssl.algorithms import ALGORITHMS
 from privssl.errors import ConfigError
-from privssl.experiment.config import load
+from privssl.experiment.config import load_config
 from privssl.settings.schema import (
     AgentSettings,
     DataSettings,
@@ -192,14 +192,23 @@ def summary(section: type) -> str:
     return " ".join((inspect.getdoc(section) or "").split("\n\n")[0].split())
 
 
+def source(*sections: type) -> str:
+    """The classes of sections, and the files that define their keys."""
+    kinds = [kind for each in sections for kind in each.__mro__ if dataclasses.is_dataclass(kind)]
+    files = dict.fromkeys(inspect.getsourcefile(kind) or "" for kind in kinds)
+    paths = ", ".join(f"`{Path(file).relative_to(DOCS.parent).as_posix()}`" for file in files)
+    return f"{', '.join(f'`{each.__name__}`' for each in sections)} in {paths}"
+
+
 def config_page() -> str:
     """docs/config.md."""
     parts = [CONFIG_HEAD]
     for name, section in SECTIONS.items():
-        parts.append(f"## `{name}`\n\n{SECTION_TEXTS.get(name, '')}{table(keys(section))}\n")
+        head = f"## `{name}`\n\n{SECTION_TEXTS.get(name, '')}Code: {source(section)}.\n"
+        parts.append(f"{head}\n{table(keys(section))}\n")
     parts.append(SITE_HEAD)
     for name, section in SITE_SECTIONS.items():
-        parts.append(f"### `{name}`\n\n{table(keys(section))}\n")
+        parts.append(f"### `{name}`\n\nCode: {source(section)}.\n\n{table(keys(section))}\n")
     return "\n".join(parts)
 
 
@@ -209,7 +218,9 @@ def algorithms_page(title: str, families: tuple[tuple[str, ...], ...]) -> str:
     for names in families:
         rows = {name: keys(ALGORITHMS[name].Config) for name in names}
         shared = [row for row in rows[names[0]] if all(row in each for each in rows.values())]
-        parts.append(f"## {', '.join(f'`{name}`' for name in names)}\n\n{table(shared)}\n")
+        code = source(*(ALGORITHMS[name].Config for name in names))
+        head = f"## {', '.join(f'`{name}`' for name in names)}\n\nCode: {code}.\n"
+        parts.append(f"{head}\n{table(shared)}\n")
         for name in names:
             own = [row for row in rows[name] if row not in shared]
             if own:
@@ -232,7 +243,7 @@ def refusal(algorithm: str, labels: str, partition: str, folder: Path, **more: A
     path = folder / "pair.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     try:
-        load(path)
+        load_config(path)
     except ConfigError as error:
         problem = " ".join(str(error).splitlines()[1].split())
         key, _, text = re.sub(r"^(line \d+|file|argument) ", "", problem).partition(" ")

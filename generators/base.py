@@ -1,8 +1,5 @@
-"""What a generator and a discriminator must be, whatever they are made of.
-
-Source: Fan, Hu, Huang, "Private Semi-Supervised Federated Learning", section 3.4. In a
-private run rows must stay independent: no layer may mix rows of a batch.
-"""
+"""Interfaces of generator and discriminator: Fan, Hu, Huang, "Private Semi-Supervised Federated
+Learning", section 3.4. In a private run no layer may mix rows of a batch."""
 
 from abc import ABC, abstractmethod
 

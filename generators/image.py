@@ -1,10 +1,8 @@
 """G as a convolutional encoder-decoder and D as a projection discriminator, for images.
 
-G mixes in latent space: ``code = lam * e(x) + (1 - lam) * m(z, p_target)``, and the decoder
-sees the code, the mixed label p' and lambda. That form is lambda-likely x and
-(1 - lambda)-likely the class by construction: lambda 1 is a plain auto-encoder, lambda 0 never
-looks at x (Fan et al., Fig. 2 leaves the form open; other forms tried gave blots at lambda 0,
-docs/fedssl.md). No layer couples rows.
+G mixes in latent space: ``code = lam * e(x) + (1 - lam) * m(z, p_target)``; the decoder gets the
+code, the mixed label p' and lambda. So lambda 1 is a plain auto-encoder and lambda 0 never looks at
+x (Fan et al., Fig. 2 leaves the form open; docs/fedssl.md). No layer couples rows.
 """
 
 import torch
@@ -15,10 +13,8 @@ from generators.spectral import spectral_norm
 
 
 class ImageGenerator(ConditionalGenerator):
-    """Conditional encoder-decoder for images whose sides are multiples of 4.
-
-    250,305 parameters for 1x28x28, 10 classes, width 16.
-    """
+    """Conditional encoder-decoder for images whose sides are multiples of 4. 250,305 parameters for
+    1x28x28, 10 classes, width 16."""
 
     def __init__(
         self,
@@ -70,9 +66,8 @@ class ImageGenerator(ConditionalGenerator):
 class ImageDiscriminator(ConditionalDiscriminator):
     """Projection discriminator: logit = w.f(x) + f(x).V p / sqrt(C_f), p may be mixed.
 
-    Miyato and Koyama 2018 (projection), Miyato et al. 2018 (spectral normalisation of the
-    trunk). With spectral normalisation the weights depend on a power-iteration buffer, so it
-    must be off where D itself is the network under differential privacy.
+    Miyato and Koyama 2018 (projection), Miyato et al. 2018 (spectral normalisation of the trunk).
+    Spectral normalisation keeps a buffer, so it must be off where D is under DP.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
-"""The objectives that keep G honest: realism and reconstruction. Fan et al., Eq. 6 and 7.
-
-All functions return one number per row, so that a private step can clip row by row. The
-discriminator answers in logits: log D = -softplus(-d) and log(1 - D) = -softplus(d).
+"""Realism and reconstruction losses of G and D: Fan et al., Eq. 6 and 7. One number per row, so
+that DP-SGD can clip row by row. D returns logits: log D = -softplus(-d), log(1 - D) = -softplus(d).
 """
 
 import torch
@@ -28,12 +26,8 @@ def discriminator_loss(real: Tensor, fake: Tensor, lam: Tensor) -> Tensor:
     """What D minimises: -log D(x1, p1) - g(lambda) log(1 - D(x_hat, .)). Eq. 6, max over D.
 
     Args:
-        real: logits of real rows (B,).
-        fake: logits of mixes (B,).
+        real, fake: logits of real rows and of mixes (B,).
         lam: blending factors of the mixes (B,).
-
-    Returns:
-        (B,), one loss per row.
     """
     return softplus(-real) + g(lam) * softplus(fake)
 
@@ -48,13 +42,6 @@ def realistic_loss(fake: Tensor, lam: Tensor) -> Tensor:
 
 
 def reconstruction_loss(rebuilt: Tensor, x: Tensor) -> Tensor:
-    """Squared distance between a row and G's copy of it at lambda 1. Eq. 7.
-
-    Args:
-        rebuilt: (B, *shape).
-        x: (B, *shape).
-
-    Returns:
-        (B,), the sum of squares over the row.
-    """
+    """Squared distance between rows (B, *shape) and G's copies at lambda 1, summed over each row:
+    (B,). Eq. 7."""
     return (rebuilt - x).square().flatten(1).sum(dim=1)

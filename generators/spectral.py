@@ -1,8 +1,6 @@
-"""Spectral normalisation (Miyato et al. 2018) that may be stacked over agents by ``vmap``.
-
-torch's writes the vectors of its power iteration through ``out=``, which no transform can follow;
-here they are copied. Every bit, every name in a state dict and every draw is torch's.
-"""
+"""Spectral normalisation (Miyato et al. 2018) that works under ``vmap``: torch's writes its vectors
+through ``out=``, which no transform can follow. Bits, names in the state dict and draws are
+torch's."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 
 
 class SpectralNorm(_SpectralNorm):
-    """A weight divided by its largest singular value, as far as power iteration knows it."""
+    """A weight divided by its largest singular value, estimated by power iteration."""
 
     @torch.no_grad()
     def _power_method(self, weight_mat: Tensor, n_power_iterations: int) -> None:

@@ -1,13 +1,12 @@
 """The installed command: ``privssl train ...`` is ``python -m privssl.train ...``, and so on.
 
-A command is imported only when it is asked for, so that ``privssl --help`` answers at once
-and not after torch has loaded.
+A command is imported when it is called, so that ``privssl --help`` does not wait for torch.
 """
 
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from importlib import metadata
+from importlib import import_module, metadata
 
 COMMANDS = {
     "train": "train one classifier from a config file",
@@ -28,27 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: command name and its arguments; absent: those of the process.
 
     Returns:
-        What the command returns (see ``train``, ``compare``, ``audit`` and ``site``); 0 for help
-        and version; 2 when the command is missing or unknown.
+        What the command returns; 0 for help and version; 2 if the command is missing or unknown.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     match list(arguments):
-        case ["train", *rest]:
-            from privssl.train import main as train
-
-            return train(rest)
-        case ["compare", *rest]:
-            from privssl.compare.__main__ import main as compare
-
-            return compare(rest)
-        case ["audit", *rest]:
-            from privssl.audit.__main__ import main as audit
-
-            return audit(rest)
-        case ["site", *rest]:
-            from privssl.site.__main__ import main as site
-
-            return site(rest)
+        case [name, *rest] if name in COMMANDS:
+            module = f"privssl.{name}" if name == "train" else f"privssl.{name}.__main__"
+            status: int = import_module(module).main(rest)
+            return status
         case ["-h" | "--help", *_]:
             print(USAGE)
             return 0
@@ -59,10 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             near = get_close_matches(unknown, COMMANDS, n=1)
             advice = f" Did you mean {near[0]}?" if near else ""
             print(f"privssl: there is no command {unknown!r}.{advice}\n\n{USAGE}", file=sys.stderr)
-            return 2
         case _:
             print(USAGE, file=sys.stderr)
-            return 2
+    return 2
 
 
 if __name__ == "__main__":

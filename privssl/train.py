@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from accounting.errors import AccountingError
 from privssl.errors import UserError
-from privssl.runtime.console import (
-    Screen,
-    Terminal,
-    open_standard_streams,
-    results_to_standard_output,
-)
+from privssl.runtime.command import add_usual_flags, run_command
+from privssl.runtime.console import results_to_standard_output
 from privssl.runtime.process import (
     INTERRUPTED,
-    STOPPING,
     gc_paused,
     in_one_thread,
-    interrupt_on_signals,
-    logging_to,
     private_umask,
     report_full_disk_once,
     tune_malloc,
@@ -46,22 +39,11 @@ log = logging.getLogger("privssl")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = _options(argv)
-    open_standard_streams()
-    console = Terminal(stderr=options.json, highlight=False, soft_wrap=True)
-    with ExitStack() as stack:
-        stack.enter_context(logging_to(Screen()))
-        stack.enter_context(interrupt_on_signals(*STOPPING))
-        try:
-            return _train(options, console, stack)
-        except (UserError, AccountingError) as problem:
-            log.error("%s", problem)
-            return problem.exit_status
-        except KeyboardInterrupt:
-            log.error(
-                "Interrupted outside of the rounds. What a checkpoint has can be gone on with "
-                "(--resume); a run folder without one can be replaced (run.overwrite=true)."
-            )
-            return INTERRUPTED
+    return run_command(
+        partial(_train, options), json=options.json,
+        interrupted="Interrupted outside the training loop. Continue from a checkpoint with "
+        "--resume; if there is none, start over with run.overwrite=true.",
+    )  # fmt: skip
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -95,14 +77,11 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", type=Path, metavar="RUN_DIR",
         help="go on with the run in this folder, from its last checkpoint; same config",
     )  # fmt: skip
-    parser.add_argument(
-        "--dry-run", action="store_true",
-        help="check everything, print who holds what and what it would cost, train nothing",
-    )  # fmt: skip
-    parser.add_argument(
-        "--json", action="store_true", help="print results.json on standard output, and only that"
+    add_usual_flags(
+        parser,
+        dry_run="check everything, print who holds what and the epsilon of the plan; do not train",
+        json="print results.json on standard output, and nothing else there",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser
 
 
@@ -126,7 +105,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
                 return _report(options, *known, options.resume, console)
         prepared = prepare(config)  # it stays, too, and imports Opacus for a private run
     if options.dry_run:
-        launch.warn(config.warnings)
+        launch.warn(prepared.config.warnings)
         _describe(prepared, console)
         accounts.check_shared_accounts(prepared)
         if options.resume is None:

@@ -15,7 +15,8 @@ with gc_paused():
     from benchmarks.cell import work as cell
     from benchmarks.processes import tell
     from privssl import data
-    from privssl.algorithms.baselines.supervised import FedAvg, FedAvgConfig, SupervisedState
+    from privssl.algorithms.baselines.supervised import FedAvg, FedAvgConfig
+    from privssl.algorithms.local_ssl import ModelState
     from privssl.core.federation import Federation, Round
     from privssl.core.task import Task
     from privssl.data.datasets import from_arrays
@@ -59,7 +60,7 @@ def main() -> None:
         )
     )
     with closing(engine):
-        federation, state = Federation(engine, 0), SupervisedState(cell.begin())
+        federation, state = Federation(engine, 0), ModelState(cell.begin())
         tell(round=0)
         for number in range(1, rounds + 1):
             federation.begin(Round(number))

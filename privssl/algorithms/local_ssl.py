@@ -1,8 +1,9 @@
-"""What several algorithms do alike: the settings of the classifier's local training, classes as
-distributions, the server's average over the two groups of agents, and refusals.
+"""Shared by several algorithms: messages, settings of local training, pseudo-labels, averages,
+config checks.
 """
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -10,19 +11,61 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from privssl.core.agents import LabelledRows
-from privssl.core.aggregation import average
-from privssl.core.messages import Reply, StateDict
+from privssl.core.agents import LabelledRows, UnlabelledRows
+from privssl.core.aggregation import WeightedMean, average
+from privssl.core.federation import Federation, Roster
+from privssl.core.messages import Message, Reply, StateDict
+from privssl.core.task import Context
 from privssl.data.affine_augment import AUGMENTATIONS, Augmentation
 from privssl.settings.schema import Count, Positive, Problem, Rate, strict
 from privssl.training import local_training
+from privssl.training.pseudo_labels import guess_labels
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+# Messages and state -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainRequest(Message):
+    """Down to an agent: the global classifier."""
+
+    F: StateDict
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelUpdate(Message):
+    """Up from an agent: the classifier after local training."""
+
+    F: StateDict
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelState:
+    """What the server keeps between rounds."""
+
+    F: StateDict
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherState(ModelState):
+    """What the server keeps between rounds."""
+
+    teacher: StateDict  # moving average of F: predicts pseudo-labels, is evaluated and released
+
+
+def model_update(F: nn.Module) -> ModelUpdate:
+    """The reply with F's weights."""
+    return ModelUpdate(local_training.to_send(F.state_dict()))
+
+
+# Settings -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, config=strict)
 class SelfTraining:
-    """How F learns at an agent, and how a moving average of F guesses labels for rows without.
+    """How F is trained at an agent, and how a moving average of F predicts pseudo-labels.
 
     Sources: Fan et al. give Z and K as symbols only; numbers are ours.
     """
@@ -42,13 +85,25 @@ class SelfTraining:
         return AUGMENTATIONS[name or self.augment].flipping(self.flip)
 
     def decay(self, round_number: int) -> float:
-        """Of the teacher after a round: short at first, so that it is not the untrained F."""
+        """Decay of the teacher after a round: small at first, when F is nearly untrained."""
         return min(self.teacher_decay, (1 + round_number) / (5 + round_number))
+
+    def draw_rows(self, held: int, ctx: Context) -> Tensor:
+        """Numbers of the rows of one step (local_steps * batch_size,), out of ``held``."""
+        return local_training.draw_rows(held, self.local_steps * self.batch_size, ctx.rng("rows"))
+
+    def guess(self, teacher: nn.Module, x: Tensor, ctx: Context) -> Tensor:
+        """Pseudo-labels (N, C) of stored rows (N, *shape): Fan et al., Eq. 2."""
+        return guess_labels(
+            teacher.eval(), local_training.network_input(x, ctx.device),
+            augment=self.augmentation("weak"), views=self.views,
+            sharpness=self.sharpness, rng=ctx.rng("guess"),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, config=strict)
 class ClassifierTraining(SelfTraining):
-    """How F is trained at all agents; the same for FedSSL and for what it is compared with."""
+    """How F is trained at all agents: the same for FedSSL and the baselines of its paper."""
 
     rounds: Positive = 100  # ours; the paper gives none
     weights: Literal["half", "rows", "equal"] = "half"  # half: Eq. 1, each group one half
@@ -59,14 +114,17 @@ class ClassifierTraining(SelfTraining):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of sgd; starts anew at every visit
 
     def stepping(self, F: nn.Module) -> local_training.Group:
-        """How F is stepped at an agent."""
+        """The optimiser of F at an agent."""
         if self.optimiser == "sgd":
             return local_training.SGDGroup(F, self.learning_rate, self.momentum)
         return local_training.AdamGroup(F, self.learning_rate, (0.9, 0.99))
 
 
+# Config checks ------------------------------------------------------------------------------
+
+
 def needs_unlabelled(config: Any) -> Iterator[Problem]:
-    """The problem of a config under which nobody holds unlabelled rows.
+    """The problem of a config in which no agent holds unlabelled rows.
 
     Args:
         config: the ``privssl.experiment.config.Config`` being checked.
@@ -77,20 +135,74 @@ def needs_unlabelled(config: Any) -> Iterator[Problem]:
 
 
 def no_statistics(config: Any) -> Iterator[Problem]:
-    """The problem of a config whose norm needs statistics that its algorithm does not collect.
-
-    Args:
-        config: the ``privssl.experiment.config.Config`` being checked.
-    """
+    """The problem of a config whose norm needs statistics that its algorithm does not collect."""
     if config.model.norm == "static":
         name = config.algorithm.name
         text = f"static needs statistics that {name} does not collect. Set group, batch or none"
         yield Problem("model.norm", text)
 
 
+def warm_up_fits(warm_up: int, rounds: int) -> Iterator[Problem]:
+    """The problem of a warm-up on labels that is longer than the run."""
+    if warm_up > rounds:
+        yield Problem(
+            "warm_up",
+            f"{warm_up}, but there are {rounds} rounds, and warm_up counts among them. Give less, "
+            "or as many for FedAvg on labelled rows",
+        )
+
+
+# Rows and predictions -----------------------------------------------------------------------
+
+
 def one_hot(rows: LabelledRows, picked: Tensor, classes: int) -> Tensor:
     """The labels of some rows as distributions (B, C)."""
     return torch.eye(classes)[rows.y[picked]]
+
+
+def no_labelled(rows: UnlabelledRows) -> LabelledRows:
+    """Zero labelled rows of the same form."""
+    return LabelledRows(rows.x[:0], torch.empty(0, dtype=torch.int64), rows.ids[:0])
+
+
+def no_unlabelled(rows: LabelledRows) -> UnlabelledRows:
+    """Zero unlabelled rows of the same form."""
+    return UnlabelledRows(rows.x[:0], rows.ids[:0])
+
+
+@torch.no_grad()
+def predict(F: nn.Module, x: Tensor, device: torch.device) -> Tensor:
+    """Logits (N, C) of stored rows (N, *shape), not augmented, in evaluation mode.
+
+    F is in training mode afterwards.
+    """
+    F.eval()
+    parts = [F(local_training.network_input(part, device)) for part in torch.split(x, 512)]
+    F.train()
+    return torch.cat(parts)
+
+
+# Averages -----------------------------------------------------------------------------------
+
+
+def average_over(
+    federation: Federation,
+    agents: Roster,
+    step: Callable[..., Any],
+    message: Message | Callable[[Any], Message],
+    otherwise: StateDict,
+    weight: Callable[[Reply[Any]], float] = lambda reply: reply.weight,
+) -> StateDict:
+    """FedAvg: agents do a step in parallel; the weighted mean of the F that they send.
+
+    Args:
+        message: one for all, or a function from the agent to its own.
+        otherwise: used when no agent sends F.
+        weight: of a reply, >= 0; its agent's number of rows by default.
+    """
+    mean = WeightedMean("F", weight)
+    federation.call_all(agents, step, message, aggregator=mean)
+    return mean.value_or(otherwise)
 
 
 def average_groups(
@@ -105,18 +217,18 @@ def average_groups(
     Args:
         weights: half: Eq. 1, each group counts one half whatever its size; rows: section 3.1,
             n_k / n; equal: every agent counts the same.
-        support, query: replies of the two groups; a silent agent counts nothing.
+        support, query: replies of the two groups; those that declined are left out.
         field: which network of the message.
-        otherwise: used when nobody sent it.
+        otherwise: used when no agent sent it.
     """
-    sent = {
-        group: [r for r in replies if not r.declined and getattr(r.payload, field) is not None]
-        for group, replies in (("support", support), ("query", query))
-    }
+    sent = [
+        [r for r in replies if not r.declined and getattr(r.payload, field) is not None]
+        for replies in (support, query)
+    ]
     share = {
-        id(reply): {"half": 1 / len(replies), "rows": reply.weight, "equal": 1.0}[weights]
-        for replies in sent.values()
-        for reply in replies
+        id(reply): {"half": 1 / len(group), "rows": reply.weight, "equal": 1.0}[weights]
+        for group in sent
+        for reply in group
     }
-    everyone = [*sent["support"], *sent["query"]]
+    everyone = [*sent[0], *sent[1]]
     return average(everyone, field, otherwise=otherwise, weight=lambda reply: share[id(reply)])

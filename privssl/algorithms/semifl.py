@@ -1,34 +1,34 @@
-"""SemiFL: the server trains on its labels between rounds, agents on labels they were given once.
+"""SemiFL: the server trains on its labels between rounds, agents on fixed pseudo-labels.
 
 Diao, Ding, Tarokh: "SemiFL: Semi-Supervised Federated Learning for Unlabeled Clients with
 Alternate Training" (NeurIPS 2022; arXiv:2106.01432). A server holds few labelled rows, agents many
-without labels. *Alternate training*: (1) agents get pseudo-labels from the global model, once per
+without labels. *Alternate training*: (1) agents take pseudo-labels from the global model, once per
 visit, not from the model that they train; (2) the server fine-tunes the average on its labels.
 
     paper, authors' code                              here
-    agents drawn for the round                        round -> world.sample
-    pseudo-labels of the global model, max P >= tau   query_pass -> pseudo.guess_labels
-    FIX: rows with a sure label, MIX: any local row   _given_label_losses
+    agents drawn for the round                        round -> federation.sample
+    pseudo-labels of the global model, max P >= tau   query_pass -> guess_labels
+    FIX: rows with a confident label, MIX: any row    _fixed_label_losses
     CE(strong view, y) + lambda CE(mix, y1, y2)       fix_and_mix_loss, mix_loss
-    average of active agents, global momentum 0.5     _aggregated, momentum_step
+    average of active agents, global momentum 0.5     _aggregate, momentum_step
     server trains E epochs on its labels              support_pass
     static batch norm: statistics of all rows         _with_statistics, *_statistics
     learning rate: cosine over the rounds             SemiFLConfig.rate
     FedAvg + FixMatch, "parallel" (ablation)          fine_tune: false, pseudo_labels: training
 
 Where labels may be: at the server (the paper). At support or mixed agents (ours) all of them
-fine-tune the average at the same time, and the mean of what they send, weighted by rows, is taken.
+fine-tune the average at the same time; the mean of their weights, by rows, is taken.
 
 Differs from the paper, as the authors' code does: agents work first and the server last in a
 round; gradients are clipped; the average is stepped with momentum; MIX draws from all local rows
-(profile semifl-text: from unsure rows; from all where none is unsure). Differs from both: rows
-are in [-1, 1] and not standardised, batches of statistics are one agent's rows, shuffled, and
-momentum moves parameters alone. An agent without a sure row is silent. docs/semifl.md.
+(profile semifl-text: from rows without a confident label, if there are any). Differs from both:
+rows are in [-1, 1] and not standardised, batches of statistics are one agent's rows, shuffled, and
+momentum moves parameters alone. An agent without a confident row declines. docs/semifl.md.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, final
 
 import pydantic.dataclasses
@@ -38,15 +38,21 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
-from privssl.algorithms.local_ssl import Share, needs_unlabelled
+from privssl.algorithms.local_ssl import (
+    ModelState,
+    ModelUpdate,
+    Share,
+    TrainRequest,
+    average_over,
+    needs_unlabelled,
+)
 from privssl.core.agents import LabelledRows, Memory, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.core.aggregation import WeightedMean, uniform_weight
 from privssl.core.federation import Federation
 from privssl.core.messages import Declined, Message, StateDict
-from privssl.core.task import Context, Task, on_agent
+from privssl.core.task import Context, on_agent
 from privssl.data.augmentations import view
 from privssl.models.static_norm import collect, statistics_of
-from privssl.privacy.plan import PrivatePlan
 from privssl.runtime import randomness
 from privssl.settings.schema import Positive, Problem, Rate, strict
 from privssl.training import device_transfer, local_training, optim
@@ -56,42 +62,28 @@ from privssl.training.mixup import sample_mix
 from privssl.training.pseudo_labels import guess_labels
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
-Losses = Iterator[Tensor]  # scalars; each is stepped on before the next is computed
+Losses = Iterator[Tensor]  # scalars; each is computed after the step on the one before
 
 BIG_BATCH = 250  # rows at most in a pass for pseudo-labels or statistics; authors' code
 
 
-# What travels -------------------------------------------------------------------------------
+# Messages and state -------------------------------------------------------------------------
+# ModelUpdate has the parameters alone, without statistics of a norm.
 
 
-@dataclass(frozen=True)
-class SemiFLRequest(Message):
-    """Down to an agent: the global classifier."""
-
-    F: StateDict
-
-
-@dataclass(frozen=True)
-class SemiFLUpdate(Message):
-    """Up from an agent: the parameters that it trained, without statistics of a norm."""
-
-    F: StateDict
-
-
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Statistics(Message):
-    """Up from an agent: its rows' mean and variance at every static norm, weighed by rows."""
+    """Up from an agent: its rows' mean and variance at every static norm; weight: its rows."""
 
     statistics: StateDict
 
 
-@dataclass(frozen=True)
-class SemiFLState:
-    """What the server keeps between rounds."""
+@dataclasses.dataclass(frozen=True)
+class SemiFLState(ModelState):
+    """What the server keeps between rounds. F: fine-tuned, with statistics; is released."""
 
-    F: StateDict  # fine-tuned, with statistics: is sent, guesses labels and is released
     velocity: StateDict  # of the global momentum, by parameter; zeros at first
-    active: int = 0  # agents that had a sure row in the last round
+    active: int = 0  # agents that had a confident row in the last round
 
 
 # Config -------------------------------------------------------------------------------------
@@ -104,7 +96,7 @@ class SemiFLConfig:
     name: Literal["semifl"] = "semifl"
     rounds: Positive = 800
     # semifl-2021, behind most published numbers: momentum of fine-tuning starts anew each round.
-    # semifl-head, the code since Sept 2022: it is kept. semifl-text: MIX draws from unsure rows.
+    # semifl-head, the code since Sept 2022: it is kept. semifl-text: MIX draws from the other rows.
     profile: Literal["semifl-2021", "semifl-head", "semifl-text"] = "semifl-2021"
     query_per_round: Positive | None = 10  # 0.1 of 100 agents; all when null or fewer
     epochs: Rate = 5.0  # E of a visit; below 1: that share of one epoch's batches
@@ -115,7 +107,7 @@ class SemiFLConfig:
     momentum: Momentum = 0.9
     weight_decay: Share = 5e-4  # of all parameters, biases included
     clip_norm: Rate | None = 1.0  # of the whole gradient; authors' code, the paper has none
-    threshold: Share = 0.95  # tau: a label is sure where max P >= tau
+    threshold: Share = 0.95  # tau: a label is confident where max P >= tau
     mix_alpha: Rate = 0.75  # a of lambda ~ Beta(a, a), one draw per batch
     mix_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  # 0: FIX alone
     global_momentum: Momentum = 0.5  # beta_g of the server's step; 0: the plain average
@@ -144,7 +136,7 @@ class SemiFLConfig:
 
 @final
 class SemiFL(Algorithm[SemiFLState]):
-    """Alternate training; by switches also the FedAvg + FixMatch that it is compared with."""
+    """Alternate training; by switches also FedAvg + FixMatch, the paper's baseline."""
 
     Config = SemiFLConfig
     StateType = SemiFLState
@@ -152,10 +144,6 @@ class SemiFL(Algorithm[SemiFLState]):
         quorum=("query_pass", "support_pass", "support_statistics", "query_statistics")
     )
     cfg: SemiFLConfig
-
-    def __init__(self, config: SemiFLConfig, task: Task, plan: PrivatePlan | None = None) -> None:
-        super().__init__(config, task, plan)
-        self._F = task.new_classifier()
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
@@ -167,18 +155,17 @@ class SemiFL(Algorithm[SemiFLState]):
             yield Problem("algorithm.statistics", "has no effect: it belongs to model.norm static")
 
     def start(self, federation: Federation) -> SemiFLState:
-        F = local_training.fresh_weights(self.task.new_classifier, federation.rng("init F"))
+        F = self.initial_classifier(federation)
         zeros = {name: torch.zeros_like(F[name]) for name, _ in self._F.named_parameters()}
         return SemiFLState(self._with_statistics(F, federation), zeros)
 
     def round(self, state: SemiFLState, federation: Federation) -> SemiFLState:
+        F, velocity, mean = state.F, state.velocity, WeightedMean("F", uniform_weight)
         taking_part = federation.sample(federation.query, self.cfg.query_per_round)
-        mean = WeightedMean("F", uniform_weight)
         replies = federation.call_all(
-            taking_part, self.query_pass, SemiFLRequest(state.F), aggregator=mean
+            taking_part, self.query_pass, TrainRequest(F), aggregator=mean
         )
         active = sum(not reply.declined for reply in replies)
-        F, velocity = state.F, state.velocity
         if not self.cfg.fine_tune:
             F = self._fine_tune(F, federation)
         if active:
@@ -190,18 +177,15 @@ class SemiFL(Algorithm[SemiFLState]):
     def _aggregate(
         self, F: StateDict, velocity: StateDict, mean: StateDict
     ) -> tuple[StateDict, StateDict]:
-        """One step from F to the mean of the active agents, each counting the same."""
+        """One step from F to the plain mean of the active agents."""
         if not self.cfg.fine_tune:  # F was trained beside the agents: one half each
             mean = {name: (F[name] + value) / 2 for name, value in mean.items()}
         return momentum_step(F, velocity, mean, self.cfg.global_momentum)
 
     def _fine_tune(self, F: StateDict, federation: Federation) -> StateDict:
         """F after training where labels are."""
-        learned = WeightedMean("F")
-        federation.call_all(
-            federation.support, self.support_pass, SemiFLRequest(F), aggregator=learned
-        )
-        return {**F, **learned.value_or(F)}
+        request = TrainRequest(F)
+        return {**F, **average_over(federation, federation.support, self.support_pass, request, F)}
 
     def _with_statistics(self, F: StateDict, federation: Federation) -> StateDict:
         """F with statistics gathered over agents, where its norm has any.
@@ -210,15 +194,11 @@ class SemiFL(Algorithm[SemiFLState]):
         """
         if not statistics_of(self._F):
             return F
-        gathered = WeightedMean("statistics")
-        federation.call_all(
-            federation.support, self.support_statistics, SemiFLRequest(F), aggregator=gathered
-        )
+        request, mean = TrainRequest(F), WeightedMean("statistics")
+        federation.call_all(federation.support, self.support_statistics, request, aggregator=mean)
         if self.cfg.statistics == "everyone":
-            federation.call_all(
-                federation.query, self.query_statistics, SemiFLRequest(F), aggregator=gathered
-            )
-        return {**F, **gathered.value_or({})}
+            federation.call_all(federation.query, self.query_statistics, request, aggregator=mean)
+        return {**F, **mean.value_or({})}
 
     def classifier(self, state: SemiFLState) -> StateDict:
         return state.F
@@ -230,63 +210,63 @@ class SemiFL(Algorithm[SemiFLState]):
 
     @on_agent
     def query_pass(
-        self, agent: QueryAgent, msg: SemiFLRequest, ctx: Context
-    ) -> SemiFLUpdate | Declined:
-        """Guess labels with the global model, learn from the sure ones."""
-        F = local_training.load_weights(self._F, msg.F, ctx.device)
-        if self.cfg.pseudo_labels == "training":
-            losses = self._own_label_losses(F, agent.unlabelled, ctx)
-        else:
-            losses = self._given_label_losses(F, agent.unlabelled, ctx)
-        momentum = local_descent(F, losses, self.cfg, agent.memory, "query", ctx)
+        self, agent: QueryAgent, msg: TrainRequest, ctx: Context
+    ) -> ModelUpdate | Declined:
+        """Learn from pseudo-labels of the global model."""
+        F = self.load_classifier(msg.F, ctx)
+        in_training = self.cfg.pseudo_labels == "training"
+        losses = self._fixmatch_losses if in_training else self._fixed_label_losses
+        momentum = local_descent(
+            F, losses(F, agent.unlabelled, ctx), self.cfg, agent.memory, "query", ctx
+        )
         if momentum is None:
-            return Declined("no row has a sure label")
+            return Declined("no row has a confident label")
         agent.memory = {**agent.memory, **momentum}
-        return SemiFLUpdate(local_training.to_send(dict(F.named_parameters())))
+        return ModelUpdate(local_training.to_send(dict(F.named_parameters())))
 
     @on_agent
-    def support_pass(self, agent: SupportAgent, msg: SemiFLRequest, ctx: Context) -> SemiFLUpdate:
+    def support_pass(self, agent: SupportAgent, msg: TrainRequest, ctx: Context) -> ModelUpdate:
         """Fine-tune: cross-entropy of weak views of labelled rows."""
         rows = agent.labelled
         ctx.weight = float(len(rows))
-        F = local_training.load_weights(self._F, msg.F, ctx.device)
+        F = self.load_classifier(msg.F, ctx)
         kept = self.cfg.profile == "semifl-head"
         losses = self._true_label_losses(F, rows, ctx)
         momentum = local_descent(F, losses, self.cfg, agent.memory if kept else {}, "support", ctx)
         if kept and momentum is not None:
             agent.memory = {**agent.memory, **momentum}
-        return SemiFLUpdate(local_training.to_send(dict(F.named_parameters())))
+        return ModelUpdate(local_training.to_send(dict(F.named_parameters())))
 
     @on_agent
     def support_statistics(
-        self, agent: SupportAgent, msg: SemiFLRequest, ctx: Context
+        self, agent: SupportAgent, msg: TrainRequest, ctx: Context
     ) -> Statistics:
         """Statistics of labelled rows."""
         return self._gather_rows(agent.labelled.x, msg, ctx)
 
     @on_agent
-    def query_statistics(self, agent: QueryAgent, msg: SemiFLRequest, ctx: Context) -> Statistics:
+    def query_statistics(self, agent: QueryAgent, msg: TrainRequest, ctx: Context) -> Statistics:
         """Statistics of unlabelled rows."""
         return self._gather_rows(agent.unlabelled.x, msg, ctx)
 
     # Losses, one batch after the other ------------------------------------------------------
 
-    def _given_label_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
-        """CE(F(strong), y) + lambda-mixed CE of a weak view and one of any other row."""
+    def _fixed_label_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
+        """FIX and MIX: ``fix_and_mix_loss`` of rows with a confident label."""
         x = local_training.network_input(rows.x, ctx.device)
         P = guess_labels(
             F.eval(), x, augment=self.cfg.weak_view, views=1, sharpness=1.0,
             rng=ctx.rng("guess"), chunk=BIG_BATCH,
         ).cpu()  # (N, C)  # fmt: skip
         F.train()
-        sure = P.max(dim=1).values >= self.cfg.threshold  # (N,)
-        ctx.pseudo_labels(rows.ids, P, sure)
+        confident = P.max(dim=1).values >= self.cfg.threshold  # (N,)
+        ctx.pseudo_labels(rows.ids, P, confident)
         y = P.argmax(dim=1)  # (N,)
-        fix, unsure = sure.nonzero()[:, 0], (~sure).nonzero()[:, 0]
+        fix, others = confident.nonzero()[:, 0], (~confident).nonzero()[:, 0]
         if not len(fix):
             return
-        unsure_only = self.cfg.profile == "semifl-text" and len(unsure)
-        pool = unsure if unsure_only else torch.arange(len(x))
+        text = self.cfg.profile == "semifl-text" and len(others)
+        pool = others if text else torch.arange(len(x))
         weak, strong, mixing = ctx.rng("weak view"), ctx.rng("strong view"), ctx.rng("mix")
         for order in passes(len(fix), self.cfg.batch_size, self.cfg.epochs, ctx.rng("order")):
             one = fix[order]
@@ -302,8 +282,8 @@ class SemiFL(Algorithm[SemiFLState]):
                     batch = {**batch, "lam": lam.to(ctx.device)}
                 yield batched_call(fix_and_mix_loss, batch, self.cfg.mix_weight, F=F)
 
-    def _own_label_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
-        """FixMatch: the model in training labels every batch; rows that are not sure are left."""
+    def _fixmatch_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
+        """FixMatch: the model in training labels every batch; confident rows are used."""
         x = local_training.network_input(rows.x, ctx.device)
         weak, strong = ctx.rng("weak view"), ctx.rng("strong view")
         for order in passes(len(x), self.cfg.batch_size, self.cfg.epochs, ctx.rng("order")):
@@ -314,10 +294,10 @@ class SemiFL(Algorithm[SemiFLState]):
             for batch in local_training.batches(views, self.cfg.batch_size):
                 with torch.no_grad():
                     P = F(batch["weak"]).softmax(dim=1)  # (B, C)
-                sure = P.max(dim=1).values >= self.cfg.threshold  # (B,)
-                ctx.pseudo_labels(batch["ids"], P, sure.cpu())
-                if sure.any():
-                    yield cross_entropy(F(batch["strong"][sure]), P.argmax(dim=1)[sure])
+                confident = P.max(dim=1).values >= self.cfg.threshold  # (B,)
+                ctx.pseudo_labels(batch["ids"], P, confident.cpu())
+                if confident.any():
+                    yield cross_entropy(F(batch["strong"][confident]), P.argmax(dim=1)[confident])
 
     def _true_label_losses(self, F: nn.Module, rows: LabelledRows, ctx: Context) -> Losses:
         """CE(F(weak), y) where labels are."""
@@ -328,29 +308,27 @@ class SemiFL(Algorithm[SemiFLState]):
             for batch in local_training.batches(views, size):
                 yield batched_call(hard_label_loss, batch, F=F)
 
-    def _gather_rows(self, x: Tensor, msg: SemiFLRequest, ctx: Context) -> Statistics:
+    def _gather_rows(self, x: Tensor, msg: TrainRequest, ctx: Context) -> Statistics:
         """Mean of the statistics of batches that differ by at most a row; not augmented."""
-        F = local_training.load_weights(self._F, msg.F, ctx.device)
-        rng = randomness.stream(
-            ctx.seed, 0, ctx.agent, "statistics"
-        )  # the same order in every round
-        x = x[torch.randperm(len(x), generator=rng)]  # rows by class would vary too little
+        F = self.load_classifier(msg.F, ctx)
+        rng = randomness.stream(ctx.seed, 0, ctx.agent, "statistics")  # one order for all rounds
+        x = x[torch.randperm(len(x), generator=rng)]  # batches of one class would vary too little
         parts = torch.tensor_split(x, -(-len(x) // BIG_BATCH))
         ctx.weight = float(len(x))
         collect(F, (local_training.network_input(part, ctx.device) for part in parts))
         return Statistics(statistics_of(F))
 
 
-# Small things -------------------------------------------------------------------------------
+# Local training and the server's step -------------------------------------------------------
 
 
 def local_descent(
     F: nn.Module, losses: Losses, cfg: SemiFLConfig, memory: Memory, group: str, ctx: Context
 ) -> StateDict | None:  # fmt: skip
-    """A step of SGD on each loss as it comes: clipped gradients, Nesterov momentum.
+    """A step of SGD on each loss: clipped gradients, Nesterov momentum.
 
-    Momentum of an earlier visit, under ``group``, is gone on with where ``memory`` has it. What
-    is returned is the momentum to be remembered; None when there was no loss.
+    Momentum continues from ``memory``, under ``group``. Returns the momentum to remember; None
+    when there was no loss.
     """
     named = {f"{group}/{name}#momentum": p for name, p in F.named_parameters()}
     sgd = optim.SGD(
@@ -359,7 +337,7 @@ def local_descent(
     )  # fmt: skip
     remembered = {key: memory[key] for key in named if key in memory}
     for key, momentum in device_transfer.move_to(remembered, ctx.device).items():
-        # laid out as the parameter: a checkpoint brings it back in plain order
+        # in the memory format of the parameter: a checkpoint has another
         kept = torch.empty_like(named[key], requires_grad=False).copy_(momentum)
         sgd.state[named[key]]["momentum_buffer"] = kept
     values = []
@@ -378,7 +356,7 @@ def momentum_step(
 ) -> tuple[StateDict, StateDict]:
     """g = F - mean; v = momentum v + g; F - v: SGD of rate 1 on a pseudo-gradient (FedAvgM).
 
-    Names that ``mean`` lacks stay as they are in F. Returns the new weights and the new v.
+    Names that ``mean`` lacks are kept from F. Returns the new weights and the new v.
     """
     v = {name: momentum * velocity[name] + (F[name] - value) for name, value in mean.items()}
     return {**F, **{name: F[name] - step for name, step in v.items()}}, v

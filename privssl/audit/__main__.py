@@ -1,15 +1,11 @@
-"""The command that checks a run's claim: ``python -m privssl.audit RUN_DIR [--empirical]``.
+"""Check a run's claim: ``python -m privssl.audit RUN_DIR [--empirical]``.
 
-For every support agent it verifies the journal's chain, recomputes epsilon from its events (our
-Renyi accountant, the exact formula where every batch was full, and dp-accounting where it is
-installed) and holds the result against the budget and against ``privacy.json``: see
-``audit/claim_verification.py``. With ``--empirical`` it attacks the plan as well: see
-``audit/canary_attack.py``. ``--dp-event`` prints a program that recomputes epsilon without privssl.
-Exit status:
+Verifies every journal, recomputes epsilon from its events (Renyi accountant, exact formula,
+dp-accounting where installed) and compares it with the budget and ``privacy.json``; see
+``audit/claim_verification.py``. ``--empirical`` attacks the plan too. Exit status:
 
     0  consistent        1  violated       2  the user's mistake
-    3  inconclusive      4  there is no guarantee to check
-    130  interrupted: a run is only read, so nothing is lost
+    3  inconclusive      4  there is no guarantee to check      130  interrupted
 """
 
 import argparse
@@ -40,11 +36,11 @@ from privssl.runtime.process import (
 
 if TYPE_CHECKING:
     from privssl.audit.canary_attack import AttackReport
-    from privssl.audit.claim_verification import AgentReport, Findings
+    from privssl.audit.claim_verification import AgentReport, ClaimCheck
 
 
 class Verdict(IntEnum):
-    """The exit status, and what it is called."""
+    """The exit status."""
 
     CONSISTENT = 0
     VIOLATED = 1
@@ -75,17 +71,16 @@ def audit(run: Path, *, empirical: bool = False) -> Report:
         ConfigError: with ``empirical``: its config.yaml is damaged.
     """
     from privssl.audit.claim_verification import check_claim
-    from privssl.experiment import config as configs
 
     found = check_claim(run)
     report = _build_report(run, found)
-    if empirical and found.card is not None and found.journals:
+    if empirical and (card := found.files.card) is not None and found.journals:
         if report.verdict != Verdict.VIOLATED:
             from privssl.audit.canary_attack import attack
+            from privssl.experiment.config import load_config
 
-            report.attack = attack(
-                configs.load_config(run / "config.yaml"), found.card, found.journals
-            )
+            config = found.files.config or load_config(run / "config.yaml")  # raises what is wrong
+            report.attack = attack(config, card, found.journals)
             report.problems += report.attack.problems
         else:
             report.notes.append("not attacked: what the ledgers say is already wrong")
@@ -93,12 +88,12 @@ def audit(run: Path, *, empirical: bool = False) -> Report:
     return report
 
 
-def _build_report(run: Path, found: "Findings") -> Report:
-    from privssl.audit.cross_checks import config_requests_privacy
+def _build_report(run: Path, found: "ClaimCheck") -> Report:
     from privssl.privacy.privacy_card import guarantee_sentence
 
-    claim = "no claim was written" if found.card is None else found.card["sentence"]
-    if found.card is None and not found.agents and not config_requests_privacy(run):
+    card, config = found.files.card, found.files.config
+    claim = "no claim was written" if card is None else card["sentence"]
+    if card is None and not found.agents and (config is None or config.privacy is None):
         claim = guarantee_sentence(None)
     report = Report(
         str(run), Verdict.CONSISTENT, claim, found.agents, found.problems, found.doubts, found.notes
@@ -109,21 +104,15 @@ def _build_report(run: Path, found: "Findings") -> Report:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m privssl.audit",
-        description="Check the ledgers and the privacy claim of a run.",
-    )
+    about = "Check the ledgers and the privacy claim of a run."
+    parser = argparse.ArgumentParser(prog="python -m privssl.audit", description=about)
     parser.add_argument("run", metavar="RUN_DIR", type=Path, help="a folder that train wrote")
-    parser.add_argument(
-        "--empirical", action="store_true",
-        help="attack the run's plan with canaries made here (minutes; needs none of its data)",
-    )  # fmt: skip
+    about = "attack the run's plan with canaries made here (minutes; needs none of its data)"
+    parser.add_argument("--empirical", action="store_true", help=about)
     printed = parser.add_mutually_exclusive_group()
     printed.add_argument("--json", action="store_true", help="print the report as JSON")
-    printed.add_argument(
-        "--dp-event", action="store_true",
-        help="print a Python program that recomputes epsilon with dp-accounting alone",
-    )  # fmt: skip
+    about = "print a Python program that recomputes epsilon with dp-accounting alone"
+    printed.add_argument("--dp-event", action="store_true", help=about)
     options = parser.parse_args(argv)
     open_standard_streams()
     with interrupt_on_signals(*STOPPING):
@@ -153,12 +142,12 @@ def _audit(options: argparse.Namespace) -> int:
     return int(report.verdict)
 
 
-def _verdict(found: "Findings", report: Report) -> Verdict:
+def _verdict(found: "ClaimCheck", report: Report) -> Verdict:
     if report.problems or any(agent.problems for agent in found.agents):
         return Verdict.VIOLATED
-    if found.card is None:
+    if found.files.card is None:
         return Verdict.INCONCLUSIVE if found.agents else Verdict.NO_GUARANTEE
-    if found.card["guarantee"] is None:
+    if found.files.card["guarantee"] is None:
         return Verdict.NO_GUARANTEE
     overdrawn = any((agent.spent or 0.0) > (agent.budget or 0.0) for agent in found.agents)
     if report.doubts or overdrawn or any(agent.open for agent in found.agents):
@@ -169,8 +158,10 @@ def _verdict(found: "Findings", report: Report) -> Verdict:
 
 
 def _print_program(run: Path) -> int:
-    """A program for ledgers that bear out what they say; for others the reason why there is none.
-    Returns the exit status, which is that of an audit."""
+    """Print a program for ledgers that bear out the claim, else the reason why not.
+
+    Returns the exit status of an audit.
+    """
     from privssl.audit.claim_verification import check_claim
 
     found = check_claim(run)
@@ -192,14 +183,11 @@ def _wrong(report: Report) -> Iterator[str]:
         yield from (f"{agent.agent}: {problem}" for problem in agent.problems)
 
 
-def _dp_events(found: "Findings") -> Iterator[str]:
+def _dp_events(found: "ClaimCheck") -> Iterator[str]:
     for name, journal in found.journals.items():
         if journal.plans:
             yield f"# agent {name}, ledger ending in {journal.head}"
             yield dp_event_source(is_protected(journal.events), journal.plan.budget.delta)
-
-
-# The report for people ----------------------------------------------------------------------
 
 
 def _print(report: Report) -> None:
@@ -221,11 +209,11 @@ def _print(report: Report) -> None:
     for note in [*report.notes, *(report.attack.notes if report.attack else ())]:
         console.print("note: " + escape(note))
     console.print(f"verdict: [bold]{report.verdict.name}[/bold] ({_MEANING[report.verdict]})")
-    if report.attack is not None and report.verdict == Verdict.CONSISTENT:
-        console.print(
-            "No attack found evidence against the claim. That is not a proof; the accounting is."
-        )
     if report.attack is not None:
+        if report.verdict == Verdict.CONSISTENT:
+            console.print(
+                "No attack found evidence against the claim. The proof is the accounting."
+            )
         console.print("What these attacks cannot see:")
         for kind in report.attack.cannot_see:
             console.print(f"  - {escape(kind)}")
@@ -233,8 +221,16 @@ def _print(report: Report) -> None:
 
 def _ledger_table(report: Report) -> Table:
     table = Table(title=f"audit of {escape(report.run)}")
-    columns = ("agent", "budget", "claimed", "recomputed", "by", "PLD bounds", "visits", "ledger")
-    for column in columns:
+    for column in [
+        "agent",
+        "budget",
+        "claimed",
+        "recomputed",
+        "by",
+        "PLD bounds",
+        "visits",
+        "ledger",
+    ]:
         table.add_column(column)
     for agent in report.agents:
         bounds = "-" if agent.pld_lower is None else f"{agent.pld_lower:.4f}..{agent.pld_upper:.4f}"
@@ -258,32 +254,26 @@ def _attack_table(attack: "AttackReport") -> Table:
     for column in ("attack", "what was tried", "leaks at least (95%)", "can show at most"):
         table.add_column(column)
     if (mechanism := attack.mechanism) is not None:
-        table.add_row(
-            "mechanism",
-            mechanism.trials_run,
-            f"epsilon {mechanism.lower_bound:.2f}", f"{mechanism.ceiling:.2f}",
-        )  # fmt: skip
+        bound, most = f"epsilon {mechanism.lower_bound:.2f}", f"{mechanism.ceiling:.2f}"
+        table.add_row("mechanism", mechanism.trials_run, bound, most)
         if isinstance(mechanism, MechanismAttack):
             most = f"{mechanism.sensitivity:.4f} clip norms"
             table.add_row("", "most that one row adds", most, "")
         for name, p in mechanism.p_values.items():
             table.add_row("", f"{name} as promised", f"p = {p:.2g}", "")
     if (canaries := attack.canaries) is not None:
-        table.add_row(
-            "canaries",
+        tried = (
             f"{canaries.canaries} canaries, {canaries.guesses} guesses, {canaries.correct} right, "
-            f"{canaries.visits} visits",
-            f"epsilon {canaries.lower_bound:.2f}", f"{canaries.ceiling:.2f}",
-        )  # fmt: skip
+            f"{canaries.visits} visits"
+        )
+        bound, most = f"epsilon {canaries.lower_bound:.2f}", f"{canaries.ceiling:.2f}"
+        table.add_row("canaries", tried, bound, most)
         allowed = attack_bounds(attack.epsilon, attack.delta)["tpr_at_1_percent_fpr"]
         bound = f"claim allows {100 * allowed:.1f}%" if attack.sound else "nothing is claimed"
         for name, rates in canaries.rates.items():
-            table.add_row(
-                "",
-                f"{name}: members found at 1% false alarms ({bound})",
-                f"{100 * rates.tpr_at_1_percent_fpr:.1f}%",
-                f"AUC {rates.auc:.3f} [{rates.auc_low:.3f}, {rates.auc_high:.3f}]",
-            )
+            found = f"{name}: members found at 1% false alarms ({bound})"
+            auc = f"AUC {rates.auc:.3f} [{rates.auc_low:.3f}, {rates.auc_high:.3f}]"
+            table.add_row("", found, f"{100 * rates.tpr_at_1_percent_fpr:.1f}%", auc)
     return table
 
 

@@ -1,25 +1,17 @@
-"""Attacks on the plan of a finished run: ``python -m privssl.audit RUN_DIR --empirical``.
+"""Attack the plan of a finished run: ``python -m privssl.audit RUN_DIR --empirical``.
 
-An attack cannot prove a claim; the accounting does. It can refute one, and it finds the bugs that
-a proof does not see: too little noise, rows that are not clipped, batches drawn otherwise than
-they are charged. Two of them, both with the code that trains and the numbers of the run, on data
-made here; no row of the run is needed or touched. Specification: privacy.md, sections 4.2, 4.3.
+An attack can refute a claim and find bugs, not prove one. Both attacks use the code that trains,
+the numbers of the run, and data made here:
 
-    mechanism   a private step on orthogonal canaries, as often as the run's agent was charged for
-                one. Each canary is a trial of its own, in or out by a coin, and the attacker sees
-                every release and makes the best test there is (Neyman and Pearson). What is seen
-                is also held against the distributions that were promised.
+    mechanism   private steps on orthogonal canaries, as often as the agent was charged for; see
+                ``audit/mechanism_attack.py``
     canaries    the run's own algorithm trains a made-up support agent, half of whose 1,000
-                canaries are there by a coin, for as many visits; the attacker sees what it sends
-                (Steinke, Nasr, Jagielski 2023, arXiv:2305.08846; white box).
+                canaries are there by a coin; the attacker sees what it sends (arXiv:2305.08846)
 
-A census of labels is attacked as such instead of both: see ``audit/histogram_attack.py``.
-
-Without a guarantee there is nothing to refute. Then the made-up agent is about as small as the
-run's agents, and what counts is how many of its rows are found.
-
-Coins and data are never seeded. Each test is decided before it is run: the number of canaries, of
-guesses and the score follow from constants here and from public settings.
+A label census is attacked instead by ``audit/histogram_attack.py``. Without a guarantee the made-up
+agent is about as small as the run's agents, and what counts is how many of its rows are found.
+Coins and data are never seeded; each test is fixed before it runs, by constants here and public
+settings.
 """
 
 import dataclasses
@@ -128,8 +120,8 @@ def attack(
     privacy = config.privacy
     if privacy is None or not card.get("task"):
         raise RunFolderError(
-            "privacy.json does not say what rows look like (task), so that no row like them can be "
-            "made to attack with. Runs of this version write it"
+            "privacy.json does not say what rows look like (task), so no row can be made to attack "
+            "with. Runs of this version write it"
         )
     name, journal = max(journals.items(), key=lambda item: len(item[1].events))
     rows = config.data.labelled / max(len(card["agents"]), 1)
@@ -176,8 +168,8 @@ def attack(
     return report
 
 
-def _task(config: Config, told: Mapping[str, Any]) -> Task:
-    classes, (channels, height, width) = int(told["classes"]), map(int, told["shape"])
+def _task(config: Config, entry: Mapping[str, Any]) -> Task:
+    classes, (channels, height, width) = int(entry["classes"]), map(int, entry["shape"])
     shape = (channels, height, width)
     return Task(classes, shape, lambda: models.build_classifier(config.model, shape, classes))
 
@@ -210,9 +202,6 @@ def _judge_mechanism(report: AttackReport, found: MechanismAttack) -> None:
         )
 
 
-# What the agent sends -----------------------------------------------------------------------
-
-
 class _Recorder(LocalEngine):
     """The engine of a run, which also keeps every message that came and went."""
 
@@ -227,15 +216,9 @@ class _Recorder(LocalEngine):
 
 
 def attack_messages(
-    algorithm: Algorithm[Any],
-    plan: PrivatePlan,
-    task: Task,
-    visits: int,
-    delta: float,
-    profile: Sequence[tuple[float, float]],
-    canaries: int,
-    promised: AccountPlan | None = None,
-) -> CanaryAttack:
+    algorithm: Algorithm[Any], plan: PrivatePlan, task: Task, visits: int, delta: float,
+    profile: Sequence[tuple[float, float]], canaries: int, promised: AccountPlan | None = None,
+) -> CanaryAttack:  # fmt: skip
     """Train one made-up support agent with the run's own algorithm and guess who was in.
 
     Args:
@@ -249,10 +232,9 @@ def attack_messages(
     x = torch.from_numpy(noise).view(shape)
     y = torch.from_numpy((secure_uniform(canaries) * task.classes).astype(np.int64))
     included = secure_uniform(canaries) < 0.5
-    seen = _visits_of(
-        algorithm, plan, LabelledRows(x, y, torch.arange(canaries)), included, visits, promised
-    )
-    # Noise over what a canary adds in a visit, both squared and times 4: see _moved_along.
+    made_up = LabelledRows(x, y, torch.arange(canaries))
+    seen = _visits_of(algorithm, plan, made_up, included, visits, promised)
+    # Noise over what a canary adds in a visit, both squared and times 4: see _projection_scores.
     ridge = 4 * plan.noise_multiplier**2 / (plan.steps * plan.sample_rate**2)
     rows, networks = (network_input(x), y), algorithm.networks()
     scores = {
@@ -267,25 +249,20 @@ def attack_messages(
     correct = count_correct(guess(together, guesses), included)
     tally = {"canaries": canaries, "guesses": guesses, "correct": correct}
     return CanaryAttack(
-        **tally,
-        visits=visits,
+        **tally, visits=visits,
         lower_bound=one_run_lower_bound(**tally, delta=delta, confidence=CONFIDENCE),
         ceiling=one_run_ceiling(
             canaries=canaries, guesses=guesses, delta=delta, confidence=CONFIDENCE
         ),
         rejects_claim=claim_rejected(**tally, profile=profile, confidence=CONFIDENCE),
         rates={name: roc(s[included], s[~included]) for name, s in scores.items()},
-    )
+    )  # fmt: skip
 
 
 def _visits_of(
-    algorithm: Algorithm[Any],
-    plan: PrivatePlan,
-    rows: LabelledRows,
-    included: NDArray[np.bool_],
-    visits: int,
-    promised: AccountPlan | None,
-) -> list[tuple[Message, Message]]:
+    algorithm: Algorithm[Any], plan: PrivatePlan, rows: LabelledRows, included: NDArray[np.bool_],
+    visits: int, promised: AccountPlan | None,
+) -> list[tuple[Message, Message]]:  # fmt: skip
     """What the made-up agent was sent and answered, visit by visit."""
     here = torch.from_numpy(np.flatnonzero(included))
     seed = int.from_bytes(os.urandom(4), "big")
@@ -293,15 +270,12 @@ def _visits_of(
         promise = AccountPlan(
             agent="s0",
             budget=Budget(1e9, 1e-12),  # this account pays for an experiment on made-up rows
-            scope=plan.scope,
-            update=plan.update,
-            protect=plan.protect,
-            event=plan.event,
+            scope=plan.scope, update=plan.update, protect=plan.protect, event=plan.event,
             n_public=None,
-            # With private counts rows are drawn for differently.
+            # Whether counts are public decides how rows are drawn.
             record_counts="public" if promised is None else promised.record_counts,
             adjacency="zero_out" if promised is None else promised.adjacency,
-        )
+        )  # fmt: skip
         account = Account.open(Path(folder) / "s0.jsonl", promise, resume=False)
         held = LabelledRows(rows.x[here], rows.y[here], rows.ids[here])
         agent = Agent(id="s0", held_labelled=held, account=account)
@@ -318,25 +292,20 @@ def _visits_of(
 
 
 def _scores(
-    network: nn.Module,
-    loss: CanaryLoss,
-    name: str,
-    seen: Sequence[tuple[Message, Message]],
-    canaries: tuple[Tensor, Tensor],
-    ridge: float | None,
-) -> NDArray[np.float64]:
+    network: nn.Module, loss: CanaryLoss, name: str, seen: Sequence[tuple[Message, Message]],
+    canaries: tuple[Tensor, Tensor], ridge: float | None,
+) -> NDArray[np.float64]:  # fmt: skip
     """How much a network seems to have learnt each canary, over all visits: (canaries,).
 
     Args:
         canaries: their rows (N, *shape) as a network takes them, and classes (N,).
-        ridge: of :func:`_projection_scores`; None for a network that was trained without
-        clipping and
-            noise: how far its loss on the canary fell.
+        ridge: of :func:`_projection_scores`; None for a network that was trained without noise:
+            then how far its loss on the canary fell.
     """
     scores = torch.zeros(len(canaries[1]), dtype=torch.float64)
-    for told, said in seen:
-        before: StateDict = getattr(told, name)
-        after: StateDict | None = getattr(said, name)
+    for request, reply in seen:
+        before: StateDict = getattr(request, name)
+        after: StateDict | None = getattr(reply, name)
         if after is None:
             continue
         if ridge is None:
@@ -359,16 +328,13 @@ def _losses(network: nn.Module, loss: CanaryLoss, canaries: tuple[Tensor, Tensor
 
 
 def _projection_scores(
-    network: nn.Module,
-    loss: CanaryLoss,
-    canaries: tuple[Tensor, Tensor],
-    moved: StateDict,
+    network: nn.Module, loss: CanaryLoss, canaries: tuple[Tensor, Tensor], moved: StateDict,
     ridge: float,
-) -> Tensor:
-    """How much of a movement is each canary's own descent (N,): the best linear guess there is.
+) -> Tensor:  # fmt: skip
+    """How much of a movement is each canary's own descent (N,): the best linear guess.
 
-    Gradients resemble each other, so that a canary that is out still points where others pull.
-    With unit gradients U (N, P), coins of variance 1/4, and noise of variance ridge / 4 in every
+    Gradients resemble each other, so that an absent canary still points where others pull. With
+    unit gradients U (N, P), coins of variance 1/4 and noise of variance ridge / 4 in every
     parameter, the linear guess of least mean square error is (U U^T + ridge I)^-1 U d.
     """
     network.eval()

@@ -1,27 +1,25 @@
-"""The privacy card made a second time, from the ledgers as the first one knew them.
+"""Make the privacy card a second time, from the ledgers at the line that the first one names.
 
 What follows from the ledgers must come out the same, field by field: within rounding, and for
-bounds by numeric composition within what two versions of a library differ by. What does not
-follow from them (names, releases, how many visits were planned) is taken from the card, and held
-against the plan and the config where they say something about it.
+bounds by numeric composition within what two versions of a library differ by. What does not follow
+from them (names, releases, planned visits) is taken from the card, and compared with the plan and
+the config where they say something about it.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from accounting.account_plan import AccountPlan
 from accounting.journal_reader import Journal
-from privssl.audit.cross_checks import shared_accounts
+from privssl.audit.run_files import RunFiles
 from privssl.errors import PrivacyError
 from privssl.experiment.config import Config
+from privssl.privacy.card_schema import PrivacyCard
 from privssl.privacy.former_ledgers import former_ledgers
 from privssl.privacy.privacy_card import privacy_card
 from privssl.runs.accounts import releases
-
-Card = dict[str, Any]
 
 _TOLERANCE = 1e-6  # relative: another version of a numeric library may round elsewhere
 _NUMERIC = ("pld_lower", "pld_upper", "prv")  # which of them there are depends on the machine
@@ -34,118 +32,99 @@ _DERIVED = (
 
 
 def card_problems(
-    run: Path, config: Config | None, card: Card, known: Mapping[str, Journal]
+    files: RunFiles, card: PrivacyCard, at_card: Mapping[str, Journal]
 ) -> Iterator[str]:
-    """Where the card is not the one that follows from the ledgers as it knew them.
+    """Where the card is not the one that follows from the ledgers.
 
     Args:
-        card: of the shape that ``audit/claim_verification.py`` has made sure of.
-        known: by agent, the journal up to the line that the card names.
+        at_card: by agent, the journal up to the line that the card names.
     """
-    journals = [known.get(entry["agent"]) for entry in card["agents"]]
+    for place in files.unknown_keys:
+        yield f"the card has the key {place:.80}, which this version does not know"
+    journals = [at_card.get(entry["agent"]) for entry in card["agents"]]
     found = [journal for journal in journals if journal is not None and journal.plans]
     if not found or len(found) < len(journals):
         return  # a problem of that agent already
-    yield from _release_problems(config, card, found[0].plan)
-    if card.get("this_run") is None and shared_accounts(run, config) is not None:
+    yield from _release_problems(files.config, card, found[0].plan)
+    if card["this_run"] is None and files.accounts is not None:
         yield "the accounts outlive the run, but the card has no this_run"
-    here = former_ledgers(run, known)
-    found_here = {entry["ledger"] for entry in here}
-    said = [entry for entry in card["former_ledgers"] if entry["ledger"] in found_here]
-    if where := _difference("former_ledgers", said, here):
+    former = former_ledgers(files.run, at_card)
+    names = {entry["ledger"] for entry in former}
+    stated = [entry for entry in card["former_ledgers"] if entry["ledger"] in names]
+    if where := _difference("former_ledgers", stated, former):
         yield f"the card's {where} is not what the ledgers of replaced runs say"
-    task, weights = card.get("task"), card.get("weights")
     try:
         made = privacy_card(
             [
                 (entry["agent"], journal.plan, tuple(journal.events), entry["ledger_head"])
                 for entry, journal in zip(card["agents"], found, strict=True)
             ],
-            scope=card["scope"],
-            delta=card["delta"],
-            releases=[(r["name"], r["status"], r["why"]) for r in card["releases"]],
-            algorithm=card.get("algorithm", ""),
-            dataset=card.get("dataset", ""),
-            task=None if task is None else (task["classes"], tuple(task["shape"])),
-            this_run=card.get("this_run"),
-            planned=card.get("planned_visits"),
-            former=card["former_ledgers"],
-            ledger_problems=card["ledger_problems"],
-            weights=weights
-            if isinstance(weights, dict)
-            else None,  # asked in ``audit/witnesses.py``
-        )
+            scope=card["scope"], delta=card["delta"], releases=_stated_releases(card),
+            algorithm=card["algorithm"], dataset=card["dataset"],
+            task=card["task"],
+            this_run=card["this_run"], planned=card["planned_visits"],
+            former=card["former_ledgers"], ledger_problems=card["ledger_problems"],
+            weights=card.get("weights"), clip_norm=card.get("clip_norm"),
+        )  # fmt: skip
     except PrivacyError as error:
         yield f"no true card follows from the ledgers: {error}"
         return
-    made = json.loads(json.dumps(made))
-    yield from _unknown_keys(card, made)
+    ours: Mapping[str, Any] = json.loads(json.dumps(made))
+    theirs: Mapping[str, Any] = {**card}
     for name in _DERIVED:
-        if where := _difference(name, card.get(name), made[name]):
+        if where := _difference(name, theirs[name], ours[name]):
             yield f"the card's {where} is not what follows from the ledgers"
     if not _same_headline(card, made):
         yield "the card's headline is not what follows from the ledgers"
 
 
-def _unknown_keys(card: Card, made: Card) -> Iterator[str]:
-    """Fields that no card has: whoever reads them would take for checked what nobody checks."""
-    for where, said, known in (
-        ("the card", card, made),
-        ("the card's task", card.get("task"), ("classes", "shape")),
-        ("the card's headline", card.get("headline"), ("kind", "epsilon", "by")),
-        *(("a release", release, ("name", "status", "why")) for release in card["releases"]),
-    ):
-        if isinstance(said, dict) and (strange := sorted(said.keys() - set(known))):
-            yield f"{where} says {', '.join(strange):.80}, which this version knows no meaning of"
-
-
-def _difference(where: str, said: Any, true: Any) -> str | None:
+def _difference(where: str, stated: Any, true: Any) -> str | None:
     """The place of the first difference between two values of JSON; None when they agree."""
-    if where.endswith(".why_no_bounds"):
-        return None  # speaks of the machine
-    if where.split(".")[-1] in _NUMERIC and (said is None or true is None):
-        return None
-    if isinstance(said, dict) and isinstance(true, dict) and said.keys() == true.keys():
-        parts = [_difference(f"{where}.{key}", said[key], true[key]) for key in true]
+    key = where.split(".")[-1]
+    if key == "why_no_bounds" or (key in _NUMERIC and (stated is None or true is None)):
+        return None  # depends on the machine
+    if isinstance(stated, dict) and isinstance(true, dict) and stated.keys() >= true.keys():
+        parts = [_difference(f"{where}.{key}", stated[key], true[key]) for key in true]
         return next(filter(None, parts), None)
-    if isinstance(said, list) and isinstance(true, list) and len(said) == len(true):
-        pairs = enumerate(zip(said, true, strict=True))
+    if isinstance(stated, list) and isinstance(true, list) and len(stated) == len(true):
+        pairs = enumerate(zip(stated, true, strict=True))
         return next(filter(None, (_difference(f"{where}.{i}", *pair) for i, pair in pairs)), None)
-    if isinstance(true, float) and isinstance(said, int | float) and not isinstance(said, bool):
-        if where.split(".")[-1] in _NUMERIC:
-            same = math.isclose(said, true, rel_tol=_NUMERIC_TOLERANCE, abs_tol=_NUMERIC_TOLERANCE)
-        else:
-            same = math.isclose(said, true, rel_tol=_TOLERANCE, abs_tol=1e-12)
-        return None if same else where
-    return None if type(said) is type(true) and said == true else where
+    if isinstance(true, float) and isinstance(stated, int | float) and type(stated) is not bool:
+        relative, least = (_NUMERIC_TOLERANCE,) * 2 if key in _NUMERIC else (_TOLERANCE, 1e-12)
+        return None if math.isclose(stated, true, rel_tol=relative, abs_tol=least) else where
+    return None if type(stated) is type(true) and stated == true else where
 
 
-def _same_headline(card: Card, made: Card) -> bool:
+def _same_headline(card: PrivacyCard, made: PrivacyCard) -> bool:
     """Whether the headline is the true one, as far as the numeric bounds known here can tell."""
-    said, true = card.get("headline"), made["headline"]
-    planned, visits = card.get("planned_visits"), [entry["visits"] for entry in made["agents"]]
-    as_planned = card.get("this_run") is None and all(count == planned for count in visits)
-    if said is not None and not (as_planned and _has_bounds(card)):
+    stated, true = card["headline"], made["headline"]
+    planned, visits = card["planned_visits"], [entry["visits"] for entry in made["agents"]]
+    as_planned = card["this_run"] is None and all(count == planned for count in visits)
+    if stated is not None and not (as_planned and _has_bounds(card)):
         return False
-    if said is None or true is None:
+    if stated is None or true is None:
         # A machine without the libraries has none; of two that could have one, both have.
-        return bool(said == true) or not (_has_bounds(card) and _has_bounds(made))
-    if said["kind"] != true["kind"]:
+        return bool(stated == true) or not (_has_bounds(card) and _has_bounds(made))
+    if stated["kind"] != true["kind"]:
         return False
     # Upper bounds by two methods differ by what they add for their own rounding.
-    slack = _NUMERIC_TOLERANCE if said["by"] == true["by"] else _BETWEEN_METHODS
-    return math.isclose(said["epsilon"], true["epsilon"], rel_tol=slack, abs_tol=slack)
+    slack = _NUMERIC_TOLERANCE if stated["by"] == true["by"] else _BETWEEN_METHODS
+    return math.isclose(stated["epsilon"], true["epsilon"], rel_tol=slack, abs_tol=slack)
 
 
-def _has_bounds(card: Card) -> bool:
+def _has_bounds(card: PrivacyCard) -> bool:
     """Whether every agent has an upper bound by numeric composition."""
-    keys = ("pld_upper", "prv")
-    return all(any(e["epsilon"].get(key) is not None for key in keys) for e in card["agents"])
+    sums = [entry["epsilon"] for entry in card["agents"]]
+    return all(each["pld_upper"] is not None or each["prv"] is not None for each in sums)
 
 
-def _release_problems(config: Config | None, card: Card, plan: AccountPlan) -> Iterator[str]:
-    """What the card says leaves an agent, held against what its plan trains with noise."""
-    listed = [(r["name"], r["status"], r["why"]) for r in card["releases"]]
+def _stated_releases(card: PrivacyCard) -> list[Any]:
+    return [(r["name"], r["status"], r["why"]) for r in card["releases"]]
+
+
+def _release_problems(config: Config | None, card: PrivacyCard, plan: AccountPlan) -> Iterator[str]:
+    """What the card says leaves an agent, compared with what its plan trains with noise."""
+    listed = _stated_releases(card)
     statuses = {name: status for name, status, _ in listed}
     if len(statuses) < len(listed):
         yield "releases: one of them is listed twice"

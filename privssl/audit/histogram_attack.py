@@ -1,21 +1,17 @@
-"""An attack on a census alone: tables of counts in which each record is there by a coin.
+"""Attack a label census alone, by tables of counts in which each record is there by a coin.
 
-A census releases counts with noise (``privacy/label_histogram.py``). Each cell of a made-up table
-is an experiment of its own: the one record that could be in it is there or not, and the attacker
-sees the cell of every release. The best test there is, the likelihood ratio (Neyman and Pearson),
-then bounds epsilon from below (Clopper and Pearson). For this law it is tight: a long enough attack
-would see all of epsilon, so the level of every test is one in a million, not one in twenty.
+Each cell of a made-up table is an experiment of its own; the attacker sees the cell of every
+release (``privacy/label_histogram.py``). The likelihood ratio (Neyman, Pearson) bounds epsilon from
+below (Clopper, Pearson). It is tight for this law: a long enough attack would see all of epsilon,
+so the level of every test is one in a million. The noise is tested too:
 
-What was released is also held against the law that was promised:
+    noise            all of it against the discrete Laplace law (chi-square)
+    every cell       how often each cell got noise at all
+    other cells      whether two cells of a table got the same noise, or opposite noise
+    other releases   the same for two tables, with the usual generators seeded alike before each
 
-    noise            all of it against the probabilities of the discrete Laplace law (chi-square)
-    every cell       how often each cell got noise at all; the odd one out of all cells
-    other cells      whether any two cells of a table got the same noise, or opposite noise
-    other releases   the same for any two tables, each released after the usual generators were
-                     seeded alike: noise that hangs on a seed repeats itself
-
-With epsilon above 6 nearly all noise is 0, and a single cell without noise is not seen any more.
-That a record is in one cell, whatever the other records are, is the algorithm's to show.
+With epsilon above 6 nearly all noise is 0, and one cell without noise is not seen. That a record
+is in one cell, whatever the other records are, is the algorithm's to show.
 """
 
 import math
@@ -36,9 +32,8 @@ from privssl.privacy.secure_noise import secure_uniform
 
 ALARM = 1e-6  # level of each test
 
-# Cells of a made-up table, at least. Two releases with the same noise share what is not 0 in it:
-# among 100 cells that is too little to be sure in one case of 16 at epsilon 2, among 200 in one
-# of 100,000.
+# Cells of a made-up table, at least. Among 100, two releases with the same noise would be missed in
+# one case of 16 at epsilon 2; among 200 in one of 100,000.
 _CELLS = 200
 _FEWEST, _MOST = 1000, 4000  # made-up tables
 _LARGEST_SEEN = 8.5  # epsilon; trials grow with its exponential
@@ -88,25 +83,22 @@ def attack_census(plan: CensusPlan, censuses: int, epsilon: float, classes: int)
     noise = (y - counts).reshape(-1, cells)  # (releases, cells)
     few = noise[np.linspace(0, len(noise) - 1, min(len(noise), _COMPARED)).astype(int)]
     return CensusAttack(
-        censuses=censuses,
-        trials=min(int(inside.sum()), int((~inside).sum())),
-        lower_bound=worlds.lower_bound,
-        ceiling=worlds.ceiling,
+        censuses=censuses, trials=min(int(inside.sum()), int((~inside).sum())),
+        lower_bound=worlds.lower_bound, ceiling=worlds.ceiling,
         p_values={
             "noise": _law_p(noise.ravel(), plan.epsilon),
             "every cell": _every_cell_p(noise, often),
             "other cells": _alike_p(noise, plan.epsilon),
             "other releases": _alike_p(few.T, plan.epsilon),
         },
-    )
+    )  # fmt: skip
 
 
 def trials_to_see(epsilon: float, confidence: float) -> int:
-    """Trials of each world with which a total leak would show an epsilon as large as is claimed.
+    """Trials of each world in which a total leak would show the claimed epsilon; at least 1,000.
 
     Without an error in n counted trials the Clopper-Pearson limit is ln(2 / (1 - confidence)) / n,
-    and the lower bound minus its logarithm. Half of the trials choose the threshold; a tenth more,
-    because coins do not divide the worlds evenly. At least 1,000.
+    and the bound minus its logarithm. Half choose the threshold; 10% more, for uneven coins.
     """
     counted = math.log(2 / (1 - confidence)) * math.exp(min(epsilon, _LARGEST_SEEN))
     return max(1000, math.ceil(2 * 1.1 * counted))
@@ -141,7 +133,7 @@ def _release(plan: CensusPlan, counts: Whole, classes: int) -> Whole:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Inside, the generators that noise must not come from begin at the same place."""
+    """Seed alike the generators that noise must not come from."""
     python, legacy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -152,9 +144,6 @@ def _seeded() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(legacy)
-
-
-# Tests of the noise -------------------------------------------------------------------------
 
 
 def _law_p(noise: Whole, epsilon: float) -> float:
@@ -193,10 +182,10 @@ def _two_sided(hits: int, trials: int, chance: float) -> float:
 
 
 def _alike_p(noise: Whole, epsilon: float) -> float:
-    """p-value that no two columns (N, columns) are too often the same number, or opposite ones.
+    """p-value that no two columns (N, columns) are too often equal, or opposite, numbers.
 
-    Under the law two independent draws are the same number, and not 0, with a chance that is known;
-    so are opposite ones. The oddest pair, times the number of pairs and of tests.
+    The chance of two equal draws that are not 0 is known. The oddest pair, times the number of
+    pairs and of tests.
     """
     values = np.arange(1, 1 + math.ceil(40 / epsilon))
     # twice: of both signs. Rare equal draws are what tells, so 0 is left out.
@@ -205,7 +194,7 @@ def _alike_p(noise: Whole, epsilon: float) -> float:
     most = 0
     for i in range(columns - 1):
         mine, others = noise[:, i : i + 1], noise[:, i + 1 :]
-        told = mine != 0
+        nonzero = mine != 0
         for sign in (1, -1):
-            most = max(most, int(((others == sign * mine) & told).sum(axis=0).max()))
+            most = max(most, int(((others == sign * mine) & nonzero).sum(axis=0).max()))
     return float(min(1.0, columns * (columns - 1) * binom.sf(most - 1, rows, chance)))

@@ -1,19 +1,15 @@
-"""An attack on private steps alone, without training: many canaries that share no coordinate.
+"""Attack private steps alone, without training, by canaries that share no coordinate.
 
-A private step releases a noisy sum of clipped gradients. Give canary i a gradient along coordinate
-i of every protected network and nowhere else, and each coordinate is an experiment of its own: the
-canary is in or out by a coin, and the attacker sees its coordinate of every release. The best test
-there is, the likelihood ratio (Neyman and Pearson), then bounds epsilon from below (Clopper and
-Pearson), and what was released must follow the distributions that the accounting assumes. The code
-is that of training: ``dp_sgd.PrivateTraining`` with the run's own plan, a new object for each
-visit. Specification: privacy.md, section 4.3.
+Canary i has a gradient along coordinate i of every protected network and nowhere else, so each
+coordinate is an experiment of its own: the canary is in or out by a coin, and the attacker sees its
+coordinate of every release. The likelihood ratio (Neyman, Pearson) bounds epsilon from below
+(Clopper, Pearson), and releases must follow the distributions that the accounting assumes. The code
+is that of training, ``dp_sgd.PrivateTraining``, with the run's plan, a new object for each visit.
 
-* False accusations are what is rare, and a coordinate whose canary is out costs a draw of noise and
-  little else: there are many more of these trials than of those with a canary.
-* Noise hides a row that counts twice, and how many rows a batch has. Some steps are taken without
-  it: the most that one row adds is measured, and which rows took part.
-* Whole visits, from ``private_rows.train_privately`` down, show what one step does not: several
-  views of a row, momentum and averages, an agent without rows, noise that visits share.
+* Trials without a canary cost little and bound the rare false accusations: there are many more.
+* Some steps run without noise: the most that one row adds, and which rows took part.
+* Whole visits by ``local_dp_sgd.train_rows_privately`` test views, momentum and averages, an agent
+  without rows, and noise shared between visits.
 """
 
 import dataclasses
@@ -51,28 +47,25 @@ WITH_MEMBERS, WITH_OTHERS = (64, 1 / 2), (512, 1 / 2048)
 
 #: What no attack here looks at, or could tell. Printed with every report, and in docs/privacy.md.
 CANNOT_SEE = (
-    "what another computer did, or this one in the past: the code that is installed here is "
-    "attacked",
-    "faults that only some rows bring out, one person's row at two agents, rows that are read "
-    "before they are paid for, settings that were chosen by looking at rows: no row of the "
-    "run is used",
-    "visits or runs that were charged nothing or too little: the ledger and the folder say "
-    "what was",
-    "a clip norm that follows the rows, where it leaves canaries of one length, and their "
-    "noise, as planned",
-    "what is released beside the noisy sums or added after the noise (another field of a "
-    "message, a buffer, a log, a file, the time that a step takes), but for what the networks "
-    "of a made-up agent give away, if that is much",
-    "losses, networks and views of the run that mix rows: the canaries have a loss of their "
-    "own in private steps",
-    "agents side by side, worker processes, sites, GPUs, other numbers of threads, kernels "
-    "for other processors",
-    "low bits: noise with gaps, sums that are rounded otherwise when there is one row more",
+    "what another computer did, or this one in the past: the code installed here is attacked",
+    "faults that only some rows cause, because no row of the run is used",
+    "one person's row at two agents, rows that are read before they are charged, and settings "
+    "that were chosen by looking at rows",
+    "visits or runs that were charged nothing or too little: the ledger and the folder show them",
+    "a clip norm that depends on the rows, if canaries of one length and their noise look as "
+    "planned",
+    "what is released beside the noisy sums or added after the noise: another field of a "
+    "message, a buffer, a log, a file, the time of a step",
+    "small leaks in what the networks of a synthetic agent send: large ones are seen",
+    "losses, networks and views of the run that mix rows: in private steps the canaries have a "
+    "loss of their own",
+    "batched agents, worker processes, sites, GPUs, other numbers of threads, and kernels for "
+    "other processors",
+    "low bits: noise with gaps, and sums that round differently if there is one row more",
     "noise that a seed repeats after a restart, in a fork or in another run",
-    "faults that are small: noise within 0.3% of its deviation (1% in whole visits), rows "
-    "drawn within 1% of the rate, batch sizes whose variance is within 30%",
-    "faults that show in fewer than one in a million releases, and whatever leaks less than "
-    "is claimed",
+    "small faults: noise within 0.3% of its deviation (1% in whole visits), rows drawn within "
+    "1% of the rate, batch sizes whose variance is within 30%",
+    "faults that show in fewer than one in a million releases, and leaks below the claim",
 )
 
 _CHOOSING = 1 / 4  # of the trials, for the threshold
@@ -91,9 +84,8 @@ Bools = NDArray[np.bool_]
 class MechanismAttack:
     """What the releases of private steps gave away, and whether they were as promised.
 
-    ``p_values`` are of tests of what ``canary_attack.SAYS`` lists; some need two steps, or a rate
-    below 1. ``sensitivity`` is the largest contribution of one canary to one step, in clip norms: 1
-    at most.
+    ``p_values`` are of the tests that ``canary_attack.SAYS`` lists. ``sensitivity``: the largest
+    contribution of one canary to one step, in clip norms: 1 at most.
     """
 
     steps: int
@@ -140,14 +132,11 @@ def attack_mechanism(
     if steps > 1:
         p_values["repeated noise"] = repeats_p(np.stack(seen.noise, axis=1))
     return MechanismAttack(
-        steps=steps,
-        members=seen.trials[1],
-        others=seen.trials[0],
-        lower_bound=worlds.lower_bound,
-        ceiling=worlds.ceiling,
+        steps=steps, members=seen.trials[1], others=seen.trials[0],
+        lower_bound=worlds.lower_bound, ceiling=worlds.ceiling,
         sensitivity=max(added, _most_added_by_views(plan, counts_public)),
         p_values=p_values | _whole_visits(plan, counts_public),
-    )
+    )  # fmt: skip
 
 
 class _Seen:
@@ -179,9 +168,6 @@ class _Seen:
         for inside in (0, 1):
             self.scores[inside].append(score[included == inside])
             self.trials[inside] += len(self.scores[inside][-1])
-
-
-# Canaries -----------------------------------------------------------------------------------
 
 
 class _Coordinates(nn.Module):
@@ -256,16 +242,12 @@ def _without_noise(plan: PrivatePlan) -> tuple[Bools, float]:
     return np.stack(drawn), most
 
 
-# Whole visits -------------------------------------------------------------------------------
-
-
 def _visited(
     plan: PrivatePlan, visits: int, at: Tensor, side: int, counts_public: bool
 ) -> Iterator[Floats]:
     """What each of several visits released about each coordinate: (coordinates,) for each.
 
-    Args:
-        at: the canaries that are rows of the agent; every second visit is to one without rows.
+    ``at``: the canaries that are rows of the agent; every second visit is to one without rows.
     """
     canaries = _Canaries(plan, side)
     x = torch.cat(canaries.factors(at), dim=1)[:, None, None]  # (rows, 1, 1, 2 side)
@@ -319,8 +301,9 @@ def _whole_visits(plan: PrivatePlan, counts_public: bool) -> dict[str, float]:
 
 
 def _weights(plan: PrivatePlan) -> Floats:
-    """By how much each step's noisy sum moves what a visit releases (steps,), at learning rate 1:
-    momentum v = m v + g, and the mean of the last iterates."""
+    """How much each step's noisy sum moves what a visit releases (steps,), at learning rate 1:
+    momentum v = m v + g, and the mean of the last iterates.
+    """
     reach = np.cumsum(float(plan.momentum) ** np.arange(plan.steps))  # after so many further steps
     averaged = max(1, round(plan.average_last * plan.steps))
     last = np.arange(plan.steps - averaged, plan.steps)[:, None]

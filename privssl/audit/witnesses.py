@@ -1,33 +1,27 @@
-"""Whether everything is there that a run of this config writes, and says one thing.
+"""Check that everything is there that a run of this config writes, and that it agrees.
 
-Who deletes what remembers more than a falsified ledger leaves the rest in agreement. So what should
-be in the folder is asked of config.yaml and of how the run ended, not of the folder: an absent file
-that bears on the claim is a doubt (the verdict is INCONCLUSIVE), another one is noted. Files that
-contradict each other about something else than the claim are doubts as well: somebody edited one.
-Reads only. The audit takes what contradicts the claim itself from ``audit/cross_checks.py``.
+Deleting what records more than a falsified ledger leaves the rest in agreement. So config.yaml and
+the way the run ended say what must be in the folder: an absent file that bears on the claim is a
+doubt, another one is noted. Files that contradict each other about something else than the claim
+are doubts too. What contradicts the claim itself is in ``audit/cross_checks.py``.
 """
 
-import csv
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from accounting.account_plan import AccountPlan
 from accounting.journal_reader import Journal
-from privssl.audit.cross_checks import has_ended, results_of
+from privssl.audit.run_files import Findings, RunFiles
 from privssl.data import split_manifest
 from privssl.data.split import holders
 from privssl.errors import DataError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
-from privssl.runs import checkpoint
-from privssl.runs.accounts import LEDGER_SEQ, SPENT
+from privssl.privacy.card_schema import PrivacyCard
+from privssl.runs.accounts import LEDGER_SEQ, SPENT, to_number
 from privssl.runs.run_dir import CLASSIFIER
-from privssl.storage import atomic_files, tensor_files
-
-Card = dict[str, Any]
+from privssl.storage import tensor_files
 
 _ROUNDING = 1e-6  # relative
 _ROUND = re.compile(r" INFO Round (\d{1,9}) of ")  # of train.log
@@ -38,224 +32,188 @@ _OF_PROGRESS = (  # where results.json repeats a number of the last checkpoint
 )
 
 
-class Findings(NamedTuple):
-    """Problems make the verdict VIOLATED, doubts INCONCLUSIVE, notes change nothing."""
-
-    problems: list[str]
-    doubts: list[str]
-    notes: list[str]
-
-
-def check(
-    run: Path, config: Config | None, card: Card | None, journals: Mapping[str, Journal]
-) -> Findings:
+def check(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
     """What is absent from a run's folder, and where its files contradict each other.
 
-    Without a card nothing is claimed, and nothing is missing. That there is no config.yaml is for
-    ``cross_checks.check_config`` to tell.
+    Without a card nothing is claimed, and nothing is missing. ``cross_checks.check_config`` reports
+    a missing config.yaml.
     """
-    found = Findings([], [], [])
+    card, config, results = files.card, files.config, files.results
     if card is None:
-        return found
-    results, ended = results_of(run), has_ended(run)
-    rounds = results.get("rounds") if results is not None else None
-    found.doubts.extend(_absent(run, ended or card.get("weights") is not None, rounds))
-    found.notes.extend(
+        return
+    found.doubts += _absent(files, card)
+    found.notes += [
         f"{name} is absent: it was not compared"
         for name in ("privacy.md", "split.json", "train.log", "tensorboard")
-        if not (run / name).exists()
-    )
-    _check_weights(run, card, ended, found)
-    whole, damaged = _snapshots(run / "checkpoints")
-    found.doubts.extend(damaged)
-    found.doubts.extend(_other_results(whole, results, ended, config))
-    table = _table(run)
-    found.doubts.extend(_other_curves(table, results, ended))
-    if results is not None and not ended:
-        found.notes.append(f"the run was interrupted after round {rounds}: it claims what it spent")
-        if not (run / "train.log").exists():
-            found.doubts.append("train.log is absent: whether the run went on is not known")
-    found.doubts.extend(_later_rounds(run, rounds))
+        if not (files.run / name).exists()
+    ]
+    _check_weights(files, card, found)
+    found.doubts += files.damaged
+    if results is not None:
+        found.doubts += [
+            *_checkpoint_differences(files, results), *_config_differences(config, results),
+            *_metrics_differences(files, results), *_interruption(files, results),
+            *_later_rounds(files, results),
+        ]  # fmt: skip
     if config is None or config.privacy is None:
-        return found
-    if any(about.get("config_digest") != configs.config_hash(config) for about in whole.values()):
+        return
+    digest = configs.config_hash(config)
+    if any(content.get("config_digest") != digest for content in files.snapshots.values()):
         found.doubts.append(
             "config.yaml is not the one that the checkpoints were made with (or it is of another "
-            f"version: the card says privssl {_version(card)})"
+            f"version: the card says privssl {card['versions'].get('privssl', 'unknown')})"
         )
-    found.doubts.extend(_other_split(run, config, journals))
+    found.doubts += _split_differences(files, config, journals)
     if config.run.engine == "local":
-        found.doubts.extend(_forgetful(whole, config))
-        found.problems.extend(_other_spending(table, journals, config, ended))
-        found.doubts.extend(_too_few(card, results, config))
-    return found
+        found.doubts += _missing_records(files, config)
+        found.problems += _spending_differences(files, config, journals)
+        found.doubts += _missing_visits(files, config, card)
 
 
-# What is absent -----------------------------------------------------------------------------
-
-
-def _absent(run: Path, released: bool, rounds: object) -> Iterator[str]:
-    """Files that bear on the claim. An interrupted run releases no classifier, and has no curve
+def _absent(files: RunFiles, card: PrivacyCard) -> Iterator[str]:
+    """Files that bear on the claim. An interrupted run releases no classifier, and has no metrics
     before its first round."""
+    run, released = files.run, files.ended or card.get("weights") is not None
     text = "{} is absent: every run writes it, and it was not possible to compare it"
     if not (run / "results.json").exists():
         yield text.format("results.json")
-    if not (run / "metrics.csv").is_file() and rounds != 0:
+    if not (run / "metrics.csv").is_file() and (files.results or {}).get("rounds") != 0:
         yield text.format("metrics.csv")
     if not any((run / "checkpoints").glob("round_*/snapshot.json")):
         yield text.format("checkpoints")
     if released and not (run / CLASSIFIER).is_file():
         yield text.format(CLASSIFIER)
-    if not released and results_of(run) is not None and (run / CLASSIFIER).exists():
+    if not released and files.results is not None and (run / CLASSIFIER).exists():
         yield f"results.json says that the run was interrupted, but there is a {CLASSIFIER}"
 
 
-def _check_weights(run: Path, card: Card, ended: bool, found: Findings) -> None:
-    """Hold the released weights against the hash on the card."""
+def _interruption(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
+    """Whoever edits all files back to an older checkpoint makes the folder of such a run."""
+    if not files.ended:
+        yield (
+            f"the run was interrupted after round {results.get('rounds')}, and nothing here shows "
+            "that no later round was charged. Resume it, or compare the last hash of each ledger "
+            "with one kept elsewhere"
+        )
+
+
+def _check_weights(files: RunFiles, card: PrivacyCard, found: Findings) -> None:
+    """Compare the released weights with the hash on the card."""
+    path, weights = files.run / CLASSIFIER, card.get("weights")
     if "weights" not in card:
         found.notes.append(
-            f"the card names no hash of the weights: it was written by a version (privssl "
-            f"{_version(card)}) whose cards have none, or the hash was removed"
+            "the card has no hash of the released weights, so they were not compared: privssl "
+            f"{card['versions'].get('privssl', 'unknown')} wrote none, or it was removed"
         )
-        return
-    said = card["weights"]
-    if said is None:
-        if ended:
+    elif weights is None:
+        if files.ended:
             found.doubts.append("the run has ended, but its card names no weights")
-    elif not isinstance(said, dict) or said.keys() != {"file", "sha256"}:
-        found.problems.append("the card's weights are not a file and its SHA-256")
-    elif said["file"] != CLASSIFIER:
-        found.problems.append(f"the card names weights that no run releases: {said['file']!r:.40}")
-    elif (path := run / CLASSIFIER).is_file():
+    elif weights["file"] != CLASSIFIER:
+        found.problems.append(f"the card names weights that no run releases: {weights['file']!r}")
+    elif path.is_file():
         try:
-            if tensor_files.sha256_of(path) != said["sha256"]:
+            if tensor_files.sha256_of(path) != weights["sha256"]:
                 found.problems.append(f"{CLASSIFIER} does not hold the weights that the card names")
         except OSError as error:
             found.doubts.append(f"{CLASSIFIER} cannot be read: {error.strerror}")
 
 
-# What is there ------------------------------------------------------------------------------
-
-
-def _snapshots(folder: Path) -> tuple[dict[int, Card], list[str]]:
-    """What whole checkpoints say of themselves, by round; what is wrong with the others."""
-    whole, damaged = {}, []
-    for path in sorted(folder.glob("round_*")):
-        if path.name.startswith(atomic_files.TEMPORARY):
-            continue
-        about, why = checkpoint.examined(path)
-        if about is None:
-            damaged.append(f"checkpoint {path.name} cannot be read ({why})")
-        else:
-            whole[about["round"]] = about
-    return whole, damaged
-
-
-def _other_results(
-    whole: Mapping[int, Card], results: Card | None, ended: bool, config: Config | None
-) -> Iterator[str]:
-    """Where results.json says something else than the last checkpoint or config.yaml."""
-    if results is None:
+def _checkpoint_differences(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
+    """Where results.json says something else than the last checkpoint."""
+    if not files.snapshots:
         return
-    if whole:
-        last = max(whole)
-        progress = whole[last]["extra"]["mapping"]
-        rounds = results.get("rounds")
-        if type(rounds) is not int or (last != rounds if ended else last < rounds):
-            yield f"results.json is of round {rounds}, but the last checkpoint is of round {last}"
-        elif last == rounds:
-            for name, key in _OF_PROGRESS:
-                value, _, inner = name.partition(".")
-                said = results.get(value)
-                said = said.get(inner) if inner and isinstance(said, dict) else said
-                if not _same(said, progress.get(key), within=1e-3 if key == "seconds" else 0.0):
-                    yield f"results.json says {name} {said}, the checkpoint {progress.get(key)}"
-    if config is not None:
-        agents = {k: v for k, v in vars(config.agents).items() if isinstance(v, int) and v}
-        for name, true in (
-            ("name", config.run.name), ("algorithm", config.algorithm.name),
-            ("dataset", config.data.name), ("seed", config.run.seed),
-            ("agents", agents), ("labels", config.data.labelled),
-        ):  # fmt: skip
-            if results.get(name) != true:
-                yield f"results.json says {name} {results.get(name)}, config.yaml {true}"
+    last, rounds = max(files.snapshots), results.get("rounds")
+    progress = files.snapshots[last]["extra"]["mapping"]
+    if type(rounds) is not int or (last != rounds if files.ended else last < rounds):
+        yield f"results.json is of round {rounds}, but the last checkpoint is of round {last}"
+    elif last == rounds:
+        for name, key in _OF_PROGRESS:
+            found = _value(results, name)
+            if not _same(found, progress.get(key), within=1e-3 if key == "seconds" else 0.0):
+                yield f"results.json says {name} {found}, the checkpoint {progress.get(key)}"
 
 
-def _table(run: Path) -> list[dict[str, str]]:
-    """metrics.csv, a mapping a line; empty where there is none that can be read."""
-    try:
-        with (run / "metrics.csv").open(encoding="utf-8", newline="") as file:
-            return [{k: v for k, v in line.items() if k and v} for line in csv.DictReader(file)]
-    except (OSError, ValueError, TypeError, csv.Error):
-        return []
+def _config_differences(config: Config | None, results: Mapping[str, Any]) -> Iterator[str]:
+    if config is None:
+        return
+    agents = {k: v for k, v in vars(config.agents).items() if isinstance(v, int) and v}
+    for name, true in (
+        ("name", config.run.name), ("algorithm", config.algorithm.name),
+        ("dataset", config.data.name), ("seed", config.run.seed),
+        ("agents", agents), ("labels", config.data.labelled),
+    ):  # fmt: skip
+        if results.get(name) != true:
+            yield f"results.json says {name} {results.get(name)}, config.yaml {true}"
 
 
-def _other_curves(
-    table: Sequence[Mapping[str, str]], results: Card | None, ended: bool
-) -> Iterator[str]:
+def _metrics_differences(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
     """Where metrics.csv says something else than results.json."""
-    if results is None or not table or not ended:
+    table, rounds = files.metrics, results.get("rounds")
+    if not table or not files.ended:
         return
-    rounds, said = results.get("rounds"), [_number(line.get("round")) for line in table]
-    if said != list(range(1, len(said) + 1)) or said[-1] != rounds:
+    if [to_number(line.get("round")) for line in table] != list(range(1, len(table) + 1)) or (
+        len(table) != rounds
+    ):
         yield f"metrics.csv does not have rounds 1 to {rounds}, each once, as results.json says"
         return
-    for name, key, true in (
-        ("bytes.up", "up", sum(_number(line.get("comm/up_bytes")) for line in table)),
-        ("bytes.down", "down", sum(_number(line.get("comm/down_bytes")) for line in table)),
-        ("test_accuracy.final", "final", _number(table[-1].get("test/accuracy"))),
+    for name, true in (
+        ("bytes.up", sum(to_number(line.get("comm/up_bytes")) for line in table)),
+        ("bytes.down", sum(to_number(line.get("comm/down_bytes")) for line in table)),
+        ("test_accuracy.final", to_number(table[-1].get("test/accuracy"))),
     ):
-        value = results.get(name.partition(".")[0])
-        value = value.get(key) if isinstance(value, dict) else None
+        value = _value(results, name)
         if not math.isnan(true) and not _same(value, true):
             yield f"results.json says {name} {value}, metrics.csv {true:g}"
 
 
-def _later_rounds(run: Path, rounds: object) -> Iterator[str]:
-    """Whether train.log knows of a later round than results.json: somebody went back."""
+def _later_rounds(files: RunFiles, results: Mapping[str, Any]) -> Iterator[str]:
+    """Whether train.log has a later round than results.json: somebody went back."""
     try:
-        log = (run / "train.log").read_text(encoding="utf-8", errors="replace")
+        log = (files.run / "train.log").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return
-    told = max((int(number) for number in _ROUND.findall(log)), default=0)
-    if isinstance(rounds, int) and told > rounds:
-        yield f"train.log tells of round {told}, results.json of {rounds} rounds"
+    last, rounds = max(map(int, _ROUND.findall(log)), default=0), results.get("rounds")
+    if isinstance(rounds, int) and last > rounds:
+        yield f"train.log tells of round {last}, results.json of {rounds} rounds"
 
 
-def _other_spending(
-    table: Sequence[Mapping[str, str]], journals: Mapping[str, Journal], config: Config, ended: bool
+def _spending_differences(
+    files: RunFiles, config: Config, journals: Mapping[str, Journal]
 ) -> Iterator[str]:
     """Where metrics.csv has an epsilon that the ledger never had, or ends with another one."""
-    if not table or config.privacy is None or config.privacy.ledger:
+    if not files.metrics or config.privacy is None or config.privacy.ledger:
         return
     for agent, journal in journals.items():
         if not journal.plans:
             continue
-        column = [_number(line.get(SPENT + agent)) for line in table]
-        had = _course(journal)
-        strange = [n for n in column if not any(math.isclose(n, e, rel_tol=_ROUNDING) for e in had)]
+        column = [to_number(line.get(SPENT + agent)) for line in files.metrics]
+        course = _course(journal)
+        strange = [
+            n for n in column if not any(math.isclose(n, e, rel_tol=_ROUNDING) for e in course)
+        ]
         if strange or column != sorted(column):
-            yield (f"metrics.csv has other epsilons of {agent} than its ledger had after any visit")
-        elif ended and not math.isclose(column[-1], had[-1], rel_tol=_ROUNDING):
+            yield f"metrics.csv has other epsilons of {agent} than its ledger had after any visit"
+        elif files.ended and not math.isclose(column[-1], course[-1], rel_tol=_ROUNDING):
             yield (
                 f"metrics.csv ends with epsilon {column[-1]:.6f} of {agent}, its ledger with "
-                f"{had[-1]:.6f}"
+                f"{course[-1]:.6f}"
             )
 
 
 def _course(journal: Journal) -> list[float]:
     """Epsilon before the first visit and after each."""
-    plan: AccountPlan = journal.plan
-    spent, course = plan.cost(()), [0.0]
+    spent, course = journal.plan.cost(()), [0.0]
     for event in journal.events:
-        spent = spent + plan.charge(event)
-        course.append(plan.epsilon(spent))
+        spent = spent + journal.plan.charge(event)
+        course.append(journal.plan.epsilon(spent))
     return course
 
 
-def _other_split(run: Path, config: Config, journals: Mapping[str, Journal]) -> Iterator[str]:
+def _split_differences(
+    files: RunFiles, config: Config, journals: Mapping[str, Journal]
+) -> Iterator[str]:
     """Where split.json is damaged, or gives other numbers of rows than public counts say."""
-    path = run / "split.json"
+    path = files.run / "split.json"
     if not path.is_file() or config.run.engine != "local":
         return
     try:
@@ -270,47 +228,38 @@ def _other_split(run: Path, config: Config, journals: Mapping[str, Journal]) -> 
                 yield f"the ledger of {agent} is of {rows} rows, and split.json gives it others"
 
 
-def _forgetful(whole: Mapping[int, Card], config: Config) -> Iterator[str]:
-    """Checkpoints that remember no ledger of an agent which has labels by config.yaml."""
-    for number, about in whole.items():
-        remembered = about["extra"]["mapping"]
+def _missing_records(files: RunFiles, config: Config) -> Iterator[str]:
+    """Checkpoints without a record of the ledger of an agent which has labels by config.yaml."""
+    for number, content in files.snapshots.items():
         for agent in holders(config.data.labels, config.agents).labelled:
-            if LEDGER_SEQ + agent not in remembered:
-                yield f"checkpoint round_{number:05d} remembers no ledger of {agent}"
+            if LEDGER_SEQ + agent not in content["extra"]["mapping"]:
+                yield f"checkpoint round_{number:05d} has no record of the ledger of {agent}"
 
 
-def _too_few(card: Card, results: Card | None, config: Config) -> Iterator[str]:
-    """Fewer visits than were planned, in a run that says it did not run out of budget."""
-    status = None if results is None else results.get("status")
-    planned = card.get("planned_visits")
-    if config.privacy is None or config.privacy.ledger:
+def _missing_visits(files: RunFiles, config: Config, card: PrivacyCard) -> Iterator[str]:
+    """Fewer visits than planned in a run that does not say that its budget ran out."""
+    status, planned = (files.results or {}).get("status"), card["planned_visits"]
+    if config.privacy is None or config.privacy.ledger or not card["agents"]:
         return
-    visits = [entry.get("visits") for entry in card["agents"]]
-    if not all(type(number) is int for number in visits):
-        return  # told by ``audit/card_recomputation.py``
-    if status == "finished" and planned is not None and any(n < planned for n in visits):
-        yield f"the run finished, but an agent had {min(visits)} visits of {planned}"
-    if status == "budget_exhausted" and all(entry.get("visits_left") for entry in card["agents"]):
+    fewest = min(entry["visits"] for entry in card["agents"])
+    if status == "finished" and planned is not None and fewest < planned:
+        yield f"the run finished, but an agent had {fewest} visits of {planned}"
+    if status == "budget_exhausted" and all(entry["visits_left"] for entry in card["agents"]):
         yield "results.json says that a budget was spent, but the card has visits left for all"
 
 
-def _same(said: object, true: object, *, within: float = 0.0) -> bool:
-    numbers = [n for n in (said, true) if isinstance(n, int | float) and not isinstance(n, bool)]
+def _value(results: Mapping[str, Any], name: str) -> Any:
+    """A field of results.json by its dotted name."""
+    outer, _, inner = name.partition(".")
+    value = results.get(outer)
+    return value.get(inner) if inner and isinstance(value, dict) else value
+
+
+def _same(found: object, true: object, *, within: float = 0.0) -> bool:
+    numbers = [n for n in (found, true) if isinstance(n, int | float) and not isinstance(n, bool)]
     if len(numbers) < 2:
-        return said == true
+        return found == true
     try:
         return math.isclose(*numbers, rel_tol=1e-9, abs_tol=within)
     except OverflowError:  # a whole number that no float holds
         return False
-
-
-def _number(text: str | None) -> float:
-    try:
-        return float(text or "nan")
-    except ValueError:
-        return math.nan
-
-
-def _version(card: Card) -> str:
-    versions = card.get("versions")
-    return str(versions.get("privssl")) if isinstance(versions, dict) else "unknown"

@@ -1,69 +1,48 @@
-"""``python -m privssl.compare CONFIG... [--seeds N] [section.key=value ...]``: who is better?
+"""``python -m privssl.compare CONFIG... [--seeds N] [section.key=value ...]``: compare configs.
 
-Every config runs with every seed, one run after another, on the same split of the same data; at
-the end there is one table and one plot (compare/table.py). Each run is what ``privssl.train`` would
-make of the same config, in a folder of its own, DIR/NAME-SEED: it can be audited and resumed alone.
+Every config runs with every seed, one run after another, on the same split of the same data. At
+the end there is one table and one plot. Each run is what ``privssl.train`` makes of the same
+config, in its own folder DIR/NAME-SEED: it can be audited and resumed alone.
 
 1. Everything is checked before the first run: each config, its data, its privacy plan, that all
-   share a split in each seed, and what already lies in the folders.
-2. Finished runs are left alone, begun ones go on from their checkpoint, the others start. So after
-   Ctrl-C, a kill or an error the same command goes on, and with more seeds it adds theirs.
+   configs share a split in each seed, and what the folders already contain.
+2. Finished runs are kept, interrupted ones are resumed from their checkpoint, the others start. So
+   the same command continues after Ctrl-C, a kill or an error, and more seeds add their runs.
 
 Exit status as that of train: 0 finished, 2 the user's mistake, 130 interrupted.
 """
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from accounting.errors import AccountingError
-from privssl.errors import ConfigError, RunFolderError, UserError
-from privssl.runtime.console import (
-    Screen,
-    Terminal,
-    open_standard_streams,
-    results_to_standard_output,
-)
+from privssl.errors import ConfigError, RunFolderError
+from privssl.runtime.command import add_usual_flags, run_command
+from privssl.runtime.console import results_to_standard_output
 from privssl.runtime.process import (
     INTERRUPTED,
-    STOPPING,
     gc_paused,
     in_one_thread,
-    interrupt_on_signals,
-    logging_to,
     private_umask,
     report_full_disk_once,
     tune_malloc,
 )
 from privssl.storage import atomic_files
 
-log = logging.getLogger("privssl")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = _parser().parse_intermixed_args(argv)
-    open_standard_streams()
-    console = Terminal(stderr=options.json, highlight=False, soft_wrap=True)
-    with ExitStack() as stack:
-        screen = Screen()
-        screen.addFilter(_Once())
-        stack.enter_context(logging_to(screen))
-        stack.enter_context(interrupt_on_signals(*STOPPING))
-        try:
-            return _compare(options, console, stack)
-        except (UserError, AccountingError) as problem:
-            log.error("%s", problem)
-            return problem.exit_status
-        except KeyboardInterrupt:
-            log.error("Interrupted between runs; nothing is lost. The same command goes on.")
-            return INTERRUPTED
+    return run_command(
+        partial(_compare, options), json=options.json,
+        interrupted="Interrupted between runs; nothing is lost. The same command continues.",
+    )  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,27 +52,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "arguments", nargs="+", metavar="CONFIG | section.key=value",
-        help="YAML files, and values that count for all of them, for example algorithm.rounds=20",
+        help="YAML files, and values that apply to all of them, for example algorithm.rounds=20",
     )  # fmt: skip
     parser.add_argument(
         "--seeds", type=_seeds, default=(0, 1, 2), metavar="N",
-        help="how many seeds, from 0 (default 3), or which: 3,4,5",
+        help="number of seeds, from 0 (default 3), or a list: 3,4,5",
     )  # fmt: skip
     parser.add_argument(
         "--output", type=Path, metavar="DIR",
-        help="where the table, the plot and all runs go (default runs/compare-NAMES)",
+        help="folder of the table, the plot and all runs (default runs/compare-NAMES)",
     )  # fmt: skip
     parser.add_argument(
         "--allow-different-splits", action="store_true",
-        help="compare configs that cannot share a split; the table says so in each row",
+        help="compare configs that cannot share a split; each row of the table says so",
     )  # fmt: skip
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, print what would be run"
+    add_usual_flags(
+        parser,
+        dry_run="check everything and print the planned runs",
+        json="print the table as JSON on standard output, and nothing else there",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print the table as JSON on standard output, only that"
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress")
     return parser
 
 
@@ -114,15 +91,13 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _compare(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
-    with gc_paused():  # here, so that --help and a typo in the command need no second
-        from privssl.compare import plan, table
-        from privssl.compare import runner as runs
+    with gc_paused():  # here, so that --help and a typo in the command take no second
+        from privssl.compare import plan, runner, table
 
     in_one_thread()
     tune_malloc()
     loaded = plan.load_configs(options.arguments)
-    asked = options.output or plan.default_output(loaded)
-    planned = plan.all_runs(loaded, options.seeds, asked)
+    planned = plan.all_runs(loaded, options.seeds, options.output or plan.default_output(loaded))
     output = planned[0].config.folder.parent  # without ~
     differs = plan.different_splits(planned)
     if any(differs.values()) and not options.allow_different_splits:
@@ -130,37 +105,21 @@ def _compare(options: argparse.Namespace, console: Console, stack: ExitStack) ->
     if (output / "split.json").exists():
         raise RunFolderError(f"{output} is the folder of a run. Give another --output")
     if options.dry_run:
-        runs.overview(planned, differs, console)
+        runner.overview(planned, differs, console)
         return 0
     stack.enter_context(private_umask())
     stack.enter_context(report_full_disk_once())
     with atomic_files.writing(output):
         output.mkdir(parents=True, exist_ok=True, mode=0o700)
-    status = runs.run_all(planned, quiet=options.quiet)
-    if status == "interrupted":
-        console.print("Interrupted; nothing is lost. The same command goes on.")
+    if runner.run_all(planned, quiet=options.quiet) == "interrupted":
+        console.print("Interrupted; nothing is lost. The same command continues.")
         return INTERRUPTED
-    rows, folders = runs.rows_of(planned, differs), plan.by_name(planned)
-    table.write(
-        output, rows, {name: [run.config.folder for run in of] for name, of in folders.items()}
-    )
+    rows, runs = runner.rows_of(planned, differs), plan.by_name(planned).items()
+    table.write(output, rows, {name: [run.config.folder for run in of] for name, of in runs})
     if options.json:
         results_to_standard_output(json.dumps(table.as_json(rows), indent=2))
-    runs.report(rows, output, console)
+    runner.report(rows, output, console)
     return 0
-
-
-class _Once(logging.Filter):
-    """A warning that every seed would repeat is shown once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        new = record.getMessage() not in self._seen
-        self._seen.add(record.getMessage())
-        return new
 
 
 if __name__ == "__main__":

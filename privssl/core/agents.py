@@ -1,12 +1,12 @@
-"""The parties: what each holds, and what its role lets a step read.
+"""Agents: what each holds, and what its role lets a step read.
 
-There is one ``Agent`` class. Its role follows from what it holds: labelled rows make a
-support agent, unlabelled rows a query agent, both a mixed agent, and a labelled server is a
-support agent whose seat is at the server. Steps declare the role they need with the
-protocols below; asking an agent for rows it does not hold is a ``RoleError``.
+An ``Agent``'s role follows from its rows: labelled rows make a support agent, unlabelled rows a
+query agent, both a mixed agent; a labelled server is a support agent located at the server. Steps
+declare the role they need by the protocols below. Reading rows that an agent lacks raises
+``RoleError``.
 
-Unlabelled rows carry no label at all: the true ones were taken away when the rows were built
-and live in ``evaluation.HiddenLabelMeter``, which no step can reach.
+Unlabelled rows carry no label: the true ones are in ``evaluation.HiddenLabelMeter``, which no step
+can reach.
 """
 
 import enum
@@ -20,14 +20,13 @@ from torch import Tensor
 from accounting.ledger import Account
 from privssl.errors import RoleError
 
-#: What an agent remembers between visits: name -> tensor. Never sent, saved in checkpoints.
-#: A step replaces the whole mapping and never writes into its tensors, so that a round which
-#: is interrupted leaves the memory of the round before intact.
+#: An agent's state between steps: name -> tensor. Never sent, saved in checkpoints. A step replaces
+#: the mapping and never writes into its tensors, so an interrupted round leaves it intact.
 Memory = Mapping[str, Tensor]
 
 
 class AgentLocation(enum.Enum):
-    """Where an agent sits."""
+    """Where an agent is."""
 
     EDGE = "edge"
     SERVER = "server"
@@ -36,8 +35,7 @@ class AgentLocation(enum.Enum):
 @dataclass(frozen=True, eq=False)
 class LabelledRows:
     """Rows with labels. x (N, channels, height, width) uint8 in 0..255 or float32 in [0, 1];
-    y (N,) int64 class numbers; ids (N,) int64 row numbers in the training set, at a site in
-    its own files."""
+    y (N,) int64 classes; ids (N,) int64 row numbers in the training set or the site's files."""
 
     x: Tensor
     y: Tensor
@@ -60,7 +58,7 @@ class UnlabelledRows:
 
 @dataclass(frozen=True)
 class AgentRef:
-    """The name and role of an agent: all that the server knows of it. Holds no data."""
+    """An agent's name and role, which is all that the server knows."""
 
     id: str
     role: str
@@ -79,7 +77,7 @@ def natural_order(agent_id: str) -> tuple[str | int, ...]:
 @final
 @dataclass(kw_only=True, eq=False)
 class Agent:
-    """One party: its rows, its memory, and the privacy account of its labelled rows."""
+    """An agent: its rows, its memory, and the privacy account of its labelled rows."""
 
     id: str
     location: AgentLocation = AgentLocation.EDGE
@@ -105,8 +103,8 @@ class Agent:
     def labelled(self) -> LabelledRows:
         if self.held_labelled is None:
             raise RoleError(
-                f"{self.id} was asked for labelled rows. It is a {self.role} agent and holds "
-                f"none. Send this step to federation.support."
+                f"{self.id} is a {self.role} agent without labelled rows. Send this step to "
+                "federation.support"
             )
         return self.held_labelled
 
@@ -114,14 +112,14 @@ class Agent:
     def unlabelled(self) -> UnlabelledRows:
         if self.held_unlabelled is None:
             raise RoleError(
-                f"{self.id} was asked for unlabelled rows. It is a {self.role} agent and holds "
-                f"none. Send this step to federation.query."
+                f"{self.id} is a {self.role} agent without unlabelled rows. Send this step to "
+                "federation.query"
             )
         return self.held_unlabelled
 
 
 class SupportAgent(Protocol):
-    """What a step may use of an agent that holds labels."""
+    """What a step may use of an agent with labelled rows."""
 
     @property
     def id(self) -> str: ...
@@ -134,7 +132,7 @@ class SupportAgent(Protocol):
 
 
 class QueryAgent(Protocol):
-    """What a step may use of an agent that holds unlabelled rows."""
+    """What a step may use of an agent with unlabelled rows."""
 
     @property
     def id(self) -> str: ...
@@ -145,4 +143,4 @@ class QueryAgent(Protocol):
 
 
 class MixedAgent(SupportAgent, QueryAgent, Protocol):
-    """What a step may use of an agent that holds both kinds."""
+    """What a step may use of an agent with both kinds."""

@@ -1,6 +1,6 @@
-"""The average that a server takes of what agents send (FedAvg, McMahan et al. 2017).
+"""The weighted mean of agents' messages (FedAvg, McMahan et al. 2017).
 
-Who sends may mean harm: an average is taken only of weights of one form, by shares that add up.
+Senders are untrusted: tensors must agree in names, shapes and types, and weights must be finite.
 """
 
 import dataclasses
@@ -14,21 +14,20 @@ from torch import Tensor
 from privssl.core.agents import natural_order
 from privssl.core.messages import Ack, MessageError, Reply, StateDict
 
-#: Numbers that are averaged at once. Their float64 stay in a cache: of 1.6 million, that saves a
-#: fifth of the time.
+#: Numbers averaged at once, so that their float64 copies stay in the cache.
 PIECE = 2**18
 
 
 def uniform_weight(_: Reply[Any]) -> float:
-    """The same share for every reply, as ``weight`` of a ``WeightedMean``."""
+    """The same weight for every reply."""
     return 1.0
 
 
 class WeightedMean:
-    """The weighted mean of one field over the agents that send it, taken while replies come.
+    """The running weighted mean of one field over the agents that send it.
 
-    Each is added and let go, so that one network lies in memory and not one for each agent.
-    ``Federation.ask_each`` fills it (``into``).
+    It holds one network in memory, not one for each agent. Pass it to ``Federation.call_all`` as
+    ``aggregator``.
 
     >>> from dataclasses import dataclass
     >>> from privssl.core.agents import AgentRef
@@ -50,20 +49,20 @@ class WeightedMean:
         """
         Args:
             name: field of the message, a StateDict or None (not sent).
-            weight: share of a reply, >= 0 and finite.
+            weight: weight of a reply, >= 0 and finite.
         """
         self._name, self._weight = name, weight
-        self._total, self._largest = 0.0, (0.0, "")  # of shares; the largest, and whose it is
-        self._first, self._like = "", dict[str, Tensor]()  # whose form is asked of all others
+        self._total, self._largest = 0.0, (0.0, "")  # of weights; the largest, and its sender
+        self._first, self._like = "", dict[str, Tensor]()  # all others must have this form
         self._wide, self._pieces = dict[str, Tensor](), list[_Piece]()
 
     def add(self, reply: Reply[Any]) -> None:
-        """Count a reply, unless it is silent, lacks the field or has no share.
+        """Add a reply, unless it was declined, lacks the field or has weight 0.
 
         Raises:
-            MessageError: its share, or the sum of all, is negative or not finite, or its weights
-                have other names, shapes or types than those of the first: by broadcasting or a
-                wider type one sender could otherwise take over the mean.
+            MessageError: its weight, or the sum of all, is negative or not finite, or its tensors
+                differ from the first in names, shapes or types: broadcasting or a wider type could
+                let one sender dominate the mean.
         """
         sent: StateDict | None = None if reply.declined else getattr(reply.payload, self._name)
         if sent is None:
@@ -71,22 +70,22 @@ class WeightedMean:
         share, sender = self._weight(reply), reply.sender.id
         if not (math.isfinite(share) and share >= 0):
             raise MessageError(
-                f"{sender} has the share {share} in the average of {self._name}: it must be a "
+                f"{sender} has the weight {share} in the mean of {self._name}, which must be a "
                 "number >= 0. Leave this agent out"
             )
         if not share:
             return
         self._total, self._largest = self._total + share, max(self._largest, (share, sender))
-        if not math.isfinite(self._total):  # every share would be 0, and the mean with it
+        if not math.isfinite(self._total):  # all later weights would be 0
             largest, whose = self._largest
             raise MessageError(
-                f"the shares in the average of {self._name} add up to no number: {whose} has "
+                f"The sum of the weights in the mean of {self._name} overflows: {whose} has "
                 f"{largest:g}. Leave this agent out"
             )
         if not self._first:
             self._first = sender
             self._like = {key: torch.empty_like(part, device="meta") for key, part in sent.items()}
-            # float64: a sum over many agents must not lose what a single one changed
+            # float64 keeps a single agent's change in a mean over many
             whole = torch.zeros(sum(part.numel() for part in sent.values()), dtype=torch.float64)
             parts = torch.split(whole, [part.numel() for part in sent.values()])
             self._wide = {
@@ -102,12 +101,12 @@ class WeightedMean:
             piece.mean.lerp_(piece.numbers, share / self._total)
 
     def consume(self, reply: Reply[Any]) -> Reply[Any]:
-        """Add a reply; what is left of it: whose it is, its share, and that it spoke."""
+        """Add a reply, and return it with an ``Ack`` in place of its content."""
         self.add(reply)
         return reply if reply.declined else dataclasses.replace(reply, content=Ack())
 
     def value_or(self, nobody: StateDict) -> StateDict:
-        """The mean; ``nobody`` where nothing was added: the caller must decide what that means."""
+        """The mean, or ``nobody`` if no reply was added."""
         if not self._first:
             return nobody
         return {
@@ -118,7 +117,7 @@ class WeightedMean:
         }
 
     def _check_form(self, sent: StateDict, sender: str) -> None:
-        """Raise MessageError unless weights are of the form of the first's."""
+        """Raise MessageError unless names, shapes and types equal the first's."""
         forms = [
             {k: (t.dtype, t.shape) for k, t in weights.items()} for weights in (sent, self._like)
         ]
@@ -129,21 +128,21 @@ class WeightedMean:
             if here != there:
                 raise MessageError(
                     f"{sender} and {self._first} sent {self._name} in unlike forms: {key} is "
-                    f"{here} here and {there} there. Leave the agent with the wrong one out"
+                    f"{here} and {there}. Leave the agent with the wrong one out"
                 )
 
 
 class _Piece(NamedTuple):
-    """Numbers that are averaged at once, of one field or of several."""
+    """Numbers averaged at once, of one tensor or several."""
 
-    where: list[tuple[str, slice | None]]  # which of each field's; None: all
-    rooms: list[Tensor]  # for these, in float64,
-    numbers: Tensor  # and all of them, one behind the other
-    mean: Tensor  # of all replies so far; the same numbers
+    where: list[tuple[str, slice | None]]  # tensor and rows; None: all
+    rooms: list[Tensor]  # float64 copies of these,
+    numbers: Tensor  # as views of this
+    mean: Tensor  # of all replies so far
 
 
 def _pieces(whole: Tensor, sent: StateDict) -> list[_Piece]:
-    """``whole``: the mean of all fields, one behind the other, which the pieces share."""
+    """Split the flat mean ``whole`` of all tensors into pieces."""
     found: list[list[tuple[str, slice | None, int]]] = []
     left = 0
     for key, part in sent.items():
@@ -173,13 +172,12 @@ def average(
     otherwise: StateDict,
     weight: Callable[[Reply[Any]], float] = lambda reply: reply.weight,
 ) -> StateDict:
-    """``WeightedMean`` of replies that are here already.
+    """``WeightedMean`` of given replies.
 
     Args:
-        replies: in any order; the sum is taken in natural order of the senders, so that the
-            order of arrival cannot change a bit.
-        name, weight: as of ``WeightedMean``.
-        otherwise: the answer when nobody sent it.
+        replies: in any order; they are added in natural order of the senders.
+        name, weight: as in ``WeightedMean``.
+        otherwise: the result if nobody sent it.
 
     Raises:
         MessageError: see ``WeightedMean.add``.

@@ -1,8 +1,8 @@
-"""Engines deliver messages to agents and bring replies back; they know no algorithm.
+"""Engines deliver messages to agents and return their replies; they know no algorithm.
 
-An engine may run agents in this process, in worker processes or at sites across a network. A
-call is one whole visit of one agent, and its key (round, agent, step, visit) seeds all its
-repeatable randomness, so that every engine computes the same bits.
+An engine may run agents in this process, in worker processes, or at sites across a network. The key
+of a call (round, agent, step, visit) seeds its repeatable randomness, so every engine computes the
+same bits.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ M_co = TypeVar("M_co", bound=Message, covariant=True)
 
 
 class Step(Protocol[M_co]):
-    """A bound method of an algorithm, marked ``@on_agent``: it runs where the data is."""
+    """A bound method of an algorithm, marked ``@on_agent``."""
 
     __name__: str
 
@@ -25,10 +25,7 @@ class Step(Protocol[M_co]):
 
 @dataclass(frozen=True)
 class Call:
-    """One visit: which agent does which step, with what message.
-
-    ``visit`` counts how often this agent was asked for this step in this round, from 1.
-    """
+    """One step of one agent. ``visit`` counts its calls of this step in this round, from 1."""
 
     to: AgentRef
     step: Step[Message]
@@ -38,35 +35,33 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Names this visit in the whole run: the same key is never charged or drawn twice."""
+        """Unique in a run: the same key is never charged or drawn twice."""
         return visit_key(self.round, self.to.id, self.step.__name__, self.visit)
 
 
 def visit_key(round_number: int, agent: str, step: str, visit: int) -> str:
-    """``Call.key``, for who knows a call by its names."""
+    """``Call.key`` from the names."""
     return f"{round_number}/{agent}/{step}/{visit}"
 
 
 class Engine(Protocol):
-    """What a run needs of an engine."""
+    """The interface of engines."""
 
     def roster(self) -> Sequence[AgentRef]:
         """All agents in natural order."""
         ...
 
     def deliver(self, calls: Sequence[Call]) -> Iterable[Reply[Any]]:
-        """One reply per call, in the order of the calls, each as soon as it and those before it
-        are there: who takes them one by one has one of them in memory. Until all are taken, no
-        other delivery may begin; one that is left unfinished is broken off.
-        """
+        """One reply per call, in the order of the calls, as soon as it and those before it are
+        there. An unfinished iteration cancels the delivery; no other may begin before its end."""
         ...
 
     def memories(self) -> Mapping[str, Memory]:
-        """What every agent remembers now; later visits leave the returned value as it is."""
+        """A snapshot of every agent's memory."""
         ...
 
     def restore(self, memories: Mapping[str, Memory]) -> None:
-        """Put remembered values back, before the first call of a resumed run."""
+        """Restore memories, before the first call of a resumed run."""
         ...
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""The server's view: who is there, and the four verbs of every algorithm.
+"""The server's view of a run: its agents, and the four operations of every algorithm.
 
-``call`` sends one step to one agent, ``call_all`` the same to several at once, ``sample`` draws
-who takes part, ``rng`` gives randomness of the server's own. *In sequence* is a loop around
-``call``; *in parallel* is ``call_all``. The world sees references and replies, never an agent.
+``call`` sends one step to one agent, ``call_all`` the same to several in parallel, ``sample`` draws
+participants, ``rng`` gives the server's randomness. A sequential pass is a loop of ``call``. The
+server sees references and replies, never an agent.
 """
 
 from collections import Counter
@@ -24,41 +24,38 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class Round:
-    """Where a run is. Numbers count from 1; round 0 is the start, before the first."""
+    """A round. Numbers count from 1; round 0 is the initialisation."""
 
     number: int
     phase: str = "train"
     number_in_phase: int = 0
-    saved: bool = False  # whether a checkpoint follows it in any case
+    saved: bool = False  # a checkpoint follows, whatever run.checkpoint_every
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of messages since the last round began: up from the agents, down to them.
-
-    A labelled server that asks itself sends nothing anywhere, so that is not counted.
-    """
+    """Bytes of messages in this round, up from the agents and down to them; a labelled server's own
+    messages are not counted."""
 
     up: int = 0
     down: int = 0
 
 
 class Federation:
-    """Rosters and verbs for one run over one engine."""
+    """Agents and operations of one run over one engine."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self._engine = engine
         self._seed = seed
         self.agents: Roster = tuple(engine.roster())
         self.server = next((a for a in self.agents if a.location is AgentLocation.SERVER), None)
-        # A labelled server is a support agent that sits at the server.
         labelled = ("support", "mixed", "server")
         self.support: Roster = tuple(a for a in self.agents if a.role in labelled)
         self.query: Roster = tuple(a for a in self.agents if a.role in ("query", "mixed"))
         self.begin(Round(0))
 
     def begin(self, now: Round) -> None:
-        """Enter a round: visits are counted, and notes and traffic collected, from here."""
+        """Enter a round, and reset its counters, metrics and traffic."""
         self.round = now
         self.traffic = Traffic()
         self.declines = self.refusals = self.absences = 0
@@ -66,7 +63,7 @@ class Federation:
         self._visits: Counter[tuple[str, str]] = Counter()
 
     def call(self, whom: AgentRef, step: Step[M], message: Message) -> Reply[M]:
-        """One agent does one step."""
+        """Run one step at one agent."""
         return self.call_all((whom,), step, message)[0]
 
     def call_all(
@@ -76,14 +73,14 @@ class Federation:
         message: Message | Callable[[AgentRef], Message],
         aggregator: WeightedMean | None = None,
     ) -> list[Reply[M]]:
-        """Several agents do one step, in parallel where the engine can.
+        """Run one step at several agents, in parallel if the engine can.
 
         Args:
             message: one for all, or a function from the agent to its own.
-            into: takes each reply as it comes; that it spoke is then all that is left of it.
+            aggregator: consumes each reply; an ``Ack`` replaces its content.
 
         Returns:
-            Replies in the order of ``whom``, silences included.
+            Replies in the order of ``whom``, including declined and missing ones.
         """
         calls = []
         for agent in whom:
@@ -106,7 +103,7 @@ class Federation:
         return replies
 
     def sample(self, roster: Roster, n: int | None) -> Roster:
-        """n agents without replacement, in roster order; all when n is None or larger."""
+        """n agents without replacement, in roster order; all if n is None or larger."""
         if n is None:
             return roster
         chosen = torch.randperm(len(roster), generator=self.rng("sample"))[:n].tolist()
@@ -117,7 +114,7 @@ class Federation:
         return stream(self._seed, self.round.number, "world", purpose)
 
     def mean_metrics(self) -> Mapping[str, float]:
-        """What agents noted in this round, averaged over those who noted it."""
+        """This round's metrics, each averaged over the agents that logged it."""
         return {name: sum(v) / len(v) for name, v in sorted(self.metrics.items())}
 
 

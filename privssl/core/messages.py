@@ -1,12 +1,10 @@
-"""What leaves an agent: frozen dataclasses of tensors and numbers, and nothing else.
+"""Messages: frozen dataclasses of tensors and numbers, the only data that leaves an agent.
 
-A message class stands at the top of its algorithm's file, so a reader sees what travels
-before anything else. This module has what all of them share: the two ways of sending nothing,
-the reply, and the bytes that a network would carry. What a server averages is
-``core/aggregation.py``'s.
+Each algorithm declares its message classes at the top of its file. This module has what they share:
+the replies without payload, and serialisation. Averaging is in ``core/aggregation.py``.
 
-Who sends may mean harm. Bytes become the message that was asked for, with finite numbers in its
-tensors, or a ``MessageError``.
+Senders are untrusted: deserialisation yields the expected class with finite tensors, or raises
+``MessageError``.
 """
 
 import dataclasses
@@ -31,7 +29,7 @@ from privssl.storage import tensor_files
 StateDict = Mapping[str, Tensor]
 
 MAX_HEADER_BYTES = 2**24  # names and shapes of the tensors of one message
-#: Of what a message's tensors may be made; safetensors knows more, for which torch lacks maths.
+#: Types allowed in messages; safetensors has more, which torch cannot compute with.
 DTYPES = frozenset(
     {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
@@ -41,7 +39,7 @@ DTYPES = frozenset(
 
 
 class MessageError(UserError):
-    """What another party sent is not the message that was asked for, or cannot be used."""
+    """What another party sent is not the expected message, or cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +49,18 @@ class Message:
 
 @dataclass(frozen=True)
 class Declined(Message):
-    """The agent declined to work; the reason is a sentence without data in it."""
+    """The agent declined to work; the reason contains no data."""
 
     reason: str
 
 
-#: What a step says that found its account empty: the run then ends as ``budget_exhausted``.
+#: Returned by a step whose account is exhausted; the run then ends as ``budget_exhausted``.
 BUDGET_EXHAUSTED = Declined("privacy budget is spent")
 
 
 @dataclass(frozen=True)
 class NoReply(Declined):
-    """No reply came, and the run goes on without it; the reason is a word of ``wire``."""
+    """No reply came, and the run continues without it; the reason is an error code."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +72,15 @@ M = TypeVar("M", bound=Message)
 
 
 class NoPayloadError(Exception):
-    """The content of a reply was read although its agent had been silent."""
+    """A payload was read although the agent declined."""
 
 
 @dataclass(frozen=True)
 class Reply(Generic[M]):
     """One agent's answer.
 
-    ``weight`` is the agent's share in an average: its number of rows, or 1.0 where counts
-    must stay private. ``metrics`` are named numbers for the tracker (losses); empty at agents
-    whose rows are under a privacy account.
+    ``weight`` is the agent's weight in a mean: its number of rows, or 1.0 if counts are private.
+    ``metrics`` are named numbers for the tracker; empty for rows with a privacy account.
     """
 
     sender: AgentRef
@@ -97,14 +94,14 @@ class Reply(Generic[M]):
 
     @property
     def payload(self) -> M:
-        """The content. Raises SilentReply when the agent was silent."""
+        """The content. Raises NoPayloadError if the agent declined."""
         if isinstance(self.content, Declined):
-            raise NoPayloadError(f"{self.sender.id} was silent: {self.content.reason}")
+            raise NoPayloadError(f"{self.sender.id} declined: {self.content.reason}")
         return self.content
 
 
 def payload_bytes(message: Message) -> int:
-    """Bytes of a message's tensors and numbers as they would travel, without framing."""
+    """Serialised size of a message's tensors and numbers, without framing."""
     total = 0
     for value in vars(message).values():
         tensors = value.values() if isinstance(value, Mapping) else [value]
@@ -122,18 +119,17 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 def serialize(message: Message) -> bytes:
-    """Message to bytes: safetensors, with the numbers in its header. Inverse of unpack."""
+    """Serialise: safetensors, with the numbers in its header. Inverse of ``deserialize``."""
     plain, tensors = to_parts(message)
     metadata = {"fields": json.dumps(plain, allow_nan=False)}
     return b"".join(tensor_files.pieces_of(tensors, metadata))
 
 
 def to_parts(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What strict JSON can hold of a message, and its tensors by name. ``from_parts`` is the
-    inverse.
+    """A message's JSON values, and its tensors by name. Inverse of ``from_parts``.
 
     Raises:
-        TypeError: a field is of a type that no message has.
+        TypeError: a field has a type that is not allowed in messages.
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
@@ -153,15 +149,14 @@ def to_parts(message: Message) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def deserialize(kind: type[M], data: bytes) -> M:
-    """Bytes to a message of the given class. Nothing in the bytes chooses what is built.
+    """Deserialise a message of the given class; nothing in the bytes chooses what is built.
 
-    Fields that the class does not have are left lying. Memory is taken for bytes that are there,
-    never for a size that is only stated.
+    Unknown fields are ignored. Allocation is bounded by the bytes received, not by declared
+    sizes.
 
     Raises:
-        MessageError: the bytes are not what ``serialize`` writes, a field is missing or of another
-            type than the class declares, or a tensor is of no usual type or not finite. The text
-            holds names and types, no values.
+        MessageError: the bytes are damaged, a field is missing or of another type than declared, or
+            a tensor has another dtype or is not finite. The text has names and types, no values.
     """
     message = from_parts(kind, *_read_parts(data))
     check(message)
@@ -169,9 +164,8 @@ def deserialize(kind: type[M], data: bytes) -> M:
 
 
 def from_parts(kind: type[M], plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> M:
-    """A message of the given class from the parts of one. Raises MessageError as
-    ``deserialize``, but
-    for numbers: at those ``check`` looks."""
+    """Build a message from its parts. Raises MessageError as ``deserialize``, but leaves dtypes and
+    finiteness to ``check``."""
     allowed = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(kind):
@@ -186,10 +180,10 @@ def from_parts(kind: type[M], plain: Mapping[str, Any], tensors: Mapping[str, Te
 
 
 def _read_parts(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The numbers and the tensors in the bytes of a message, by name."""
+    """The JSON values and the tensors in a message's bytes."""
     size = int.from_bytes(data[:8], "little")
     if not 0 < size <= min(MAX_HEADER_BYTES, len(data) - 8):
-        raise MessageError(f"not a message: it states a header of {size} bytes")
+        raise MessageError(f"not a message: it declares a header of {size} bytes")
     try:
         header = decode_strictly(data[8 : 8 + size])
         plain = decode_strictly(header["__metadata__"]["fields"].encode())
@@ -199,7 +193,7 @@ def _read_parts(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _value(name: str, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
-    """What the bytes say of one field. LookupError: nothing."""
+    """The value of one field. LookupError: it is missing."""
     value = plain[name] if name in plain else tensors[name]
     if not isinstance(value, dict):
         return value
@@ -210,13 +204,13 @@ def _value(name: str, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
 
 
 def check(message: Message) -> None:
-    """Raise MessageError where a tensor of a message is of no usual type, or not finite."""
+    """Raise MessageError if a tensor's dtype is not allowed or a number is not finite."""
     for name, value in vars(message).items():
         check_numbers(f"{type(message).__name__}.{name}", value)
 
 
 def check_numbers(field: str, value: Any) -> None:
-    """Raise MessageError where a field's tensors are of no usual type, or not finite."""
+    """``check`` for one field."""
     tensors = list(value.values()) if isinstance(value, dict) else [value]
     for tensor in (item for item in tensors if isinstance(item, Tensor)):
         if tensor.dtype not in DTYPES:
@@ -224,21 +218,17 @@ def check_numbers(field: str, value: Any) -> None:
         if tensor.is_floating_point() and not _all_finite(tensor):
             raise MessageError(
                 f"{field} has numbers that are not finite. Its sender's training diverged (lower "
-                "the learning rate), or it means harm (leave it out)"
+                "the learning rate), or it is malicious (leave it out)"
             )
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    """Whether no number is infinite or NaN: then, and only then, can their sum be finite.
-
-    The sum of finite numbers may overflow, so that another look is needed; it takes 20 times as
-    long (1.6 million floats: 8 ms and 0.4 ms), and every message is looked at on both sides.
-    """
+    """Whether all numbers are finite. Their sum is a fast test, which may overflow."""
     return math.isfinite(float(tensor.sum())) or bool(tensor.isfinite().all())
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a field's declared type; a whole number does for a float."""
+    """Whether a value has a field's declared type; an int is accepted for a float."""
     kinds = (hint,) if hint == StateDict else typing.get_args(hint) or (hint,)
     if isinstance(value, dict):
         return StateDict in kinds

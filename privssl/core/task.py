@@ -1,4 +1,4 @@
-"""What an algorithm's step has besides its agent and its message: context and task."""
+"""What an algorithm's step gets besides its agent and message: context and task."""
 
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -13,26 +13,26 @@ StepT = TypeVar("StepT")
 
 
 def on_agent(step: StepT) -> StepT:
-    """Marks a method that runs where the data is: (self, agent, message, ctx) -> Message."""
+    """Mark a method that runs where the data is: (self, agent, message, ctx) -> Message."""
     step.runs_on_agent = True  # type: ignore[attr-defined]
     return step
 
 
 class LabelMeter(Protocol):
-    """Takes pseudo-labels in, gives nothing back: steps can report but never look."""
+    """Receives pseudo-labels and returns nothing: steps can report but not read."""
 
     def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None: ...
 
 
 @dataclass
 class Context:
-    """What a step has besides the agent and the message."""
+    """A step's context."""
 
     seed: int
     round: int
     agent: str
     visit_key: str
-    session_id: str  # of this process: a visit that is run again after a crash is paid for again
+    session_id: str  # of this process: a step run again after a crash is charged again
     device: torch.device
     telemetry: bool = True
     meter: LabelMeter | None = None
@@ -40,21 +40,21 @@ class Context:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def rng(self, purpose: str) -> torch.Generator:
-        """The generator of one purpose in this visit. Two visits never share numbers."""
+        """The generator for one purpose in this step. Two steps never share numbers."""
         return randomness.stream(self.seed, self.round, self.agent, f"{self.visit_key}:{purpose}")
 
     @property
     def charge_id(self) -> str:
-        """The name under which this visit is charged to an account; never the same twice."""
+        """The unique id of this step's charge to an account."""
         return f"{self.visit_key}@{self.session_id}"
 
     def log_metric(self, name: str, value: float) -> None:
-        """A number for the tracker, ``train/NAME``; dropped where rows are under an account."""
+        """Log a number as ``train/NAME``; dropped for rows with an account."""
         if self.telemetry:
             self.metrics[name] = value
 
     def pseudo_labels(self, ids: Tensor, probs: Tensor, kept: Tensor | None = None) -> None:
-        """Reports pseudo-labels for coverage and accuracy: ids (B,), probs (B, C), kept (B,)."""
+        """Report pseudo-labels for coverage and accuracy: ids (B,), probs (B, C), kept (B,)."""
         if self.telemetry and self.meter is not None:
             everyone = torch.ones(len(ids), dtype=torch.bool)
             self.meter.observe(ids, probs.argmax(dim=1).cpu(), everyone if kept is None else kept)
@@ -62,12 +62,11 @@ class Context:
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be learned: the shape of a row, the classes, and the classifier's network.
+    """The learning task: shape of a row, classes, and the classifier's network.
 
     ``shape`` is (channels, height, width). ``new_classifier`` builds an untrained F whose
-    input is (B, *shape) in [-1, 1] and whose output is (B, classes) logits; its initial
-    weights come from torch's global generator (see ``randomness.seeded``). Networks of an
-    algorithm's own compute in ``precision`` (``models.in_precision``), as F does.
+    input is (B, *shape) in [-1, 1] and whose output is (B, classes) logits, with initial weights
+    from torch's global generator. An algorithm's own networks compute in ``precision`` too.
     """
 
     classes: int
@@ -84,7 +83,7 @@ class NetworkFactory(Protocol):
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of rounds with one name."""
+    """A named sequence of rounds."""
 
     name: str
     rounds: int

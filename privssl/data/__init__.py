@@ -1,11 +1,11 @@
-"""From a config to the parties: data set, split, and each agent with its own copy of its rows.
+"""From a config to the data set, its split, and the agents with copies of their rows.
 
-    federation = build(config.data, config.agents, config.run.seed)
-    federation.agents            # s0, s1, ..., q0, q1, ..., each with its rows
-    federation.manifest.hash     # the same for everybody who has the same split
+    federated_data = build(config.data, config.agents, config.run.seed)
+    federated_data.agents            # s0, s1, ..., q0, q1, ..., each with its rows
+    federated_data.manifest.hash     # equal for equal splits
 
-Unlabelled rows lose their labels here. ``FederatedDataset.true_labels`` has them, for
-``evaluation.HiddenLabelMeter`` and for nothing else.
+Labels of unlabelled rows are in ``FederatedDataset.true_labels`` alone, for
+``evaluation.HiddenLabelMeter``.
 """
 
 import dataclasses
@@ -47,68 +47,64 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class FederatedDataset:
-    """Everything that a run is given. Accounts are not in it; the run attaches them."""
+    """The data of a run. Accounts are attached by the run."""
 
     dataset: Dataset  # without training rows
     agents: tuple[Agent, ...]
-    validation: LabelledRows | None  # rows that no agent holds, to choose settings on
-    true_labels: Tensor  # (N,) by row id. For evaluate.Oracle only: steps must never see it
+    validation: LabelledRows | None  # rows of no agent, for the choice of settings
+    true_labels: Tensor  # (N,) by row id. For HiddenLabelMeter only: steps must never see it
     manifest: Manifest
 
 
 def build(
-    data: DataSettings,
-    agents: AgentSettings,
-    seed: int,
-    dataset: Dataset | None = None,
-    *,
+    data: DataSettings, agents: AgentSettings, seed: int, dataset: Dataset | None = None, *,
     labelled_is_declared: bool = False,
-) -> FederatedDataset:
-    """Load the data, split it, or replay the split of ``data.split``, and set up the agents.
+) -> FederatedDataset:  # fmt: skip
+    """Load the data, draw or replay the split, and create the agents.
 
     Args:
         seed: ``run.seed``; the split follows from it, the settings and the data.
         dataset: used instead of loading the one that ``data`` names.
-        labelled_is_declared: whether ``data.labelled`` is what was declared, and a split may have
-            another number of labelled rows, at an agent none: a refusal would tell the number.
+        labelled_is_declared: ``data.labelled`` is the declared number, and the split may have
+            another one, at an agent 0: an error would reveal the number.
 
     Raises:
-        DataError: the data or the split cannot be had as asked; the text says why.
+        DataError: the data or the split does not fit the settings.
     """
     dataset = dataset or load_dataset(data)
     who = holders(data.labels, agents)
-    # Hashing takes half of all this, and other threads can work meanwhile.
+    # Hashing takes half of the time, and runs beside the rest.
     with ThreadPoolExecutor(1) as beside:
-        told = beside.submit(checksum, dataset)
+        digest = beside.submit(checksum, dataset)
         split: Split | Manifest
         if data.split:
-            split = _replay(data, who, dataset, told.result(), labelled_is_declared)
+            split = _replay(data, who, dataset, digest.result(), labelled_is_declared)
         else:
             split = draw_split(data, who, seed, dataset)
-        # In an order that no file decides: JSON sorts its keys.
+        # in natural order, not that of a file
         held = tuple(
             _agent(name, split.agents.get(name, AgentRows((), ())), name in who.labelled, dataset)
             for name in who.everyone
         )
         validation = _labelled(split.validation, dataset) if split.validation else None
     if not isinstance(split, Manifest):
-        split = _manifest(split, data, seed, dataset, told.result())
+        split = _manifest(split, data, seed, dataset, digest.result())
     rest, labels = _without_training_rows(dataset), dataset.y_train.clone()
     return FederatedDataset(rest, held, validation, labels, split)
 
 
 def test_rows_only(data: DataSettings, seed: int) -> FederatedDataset:
-    """What a coordinator has whose agents are sites: the test rows, and nobody's rows."""
+    """The data of a coordinator whose agents are sites: test rows alone."""
     dataset = load_dataset(data)
-    nobody = _manifest(Split({}, ()), data, seed, dataset, checksum(dataset))
+    empty = _manifest(Split({}, ()), data, seed, dataset, checksum(dataset))
     rest = _without_training_rows(dataset)
-    return FederatedDataset(rest, (), None, dataset.y_train.clone(), nobody)
+    return FederatedDataset(rest, (), None, dataset.y_train.clone(), empty)
 
 
 def _manifest(
     split: Split, data: DataSettings, seed: int, dataset: Dataset, digest: str
 ) -> Manifest:
-    """What is kept and shown of a split that was drawn."""
+    """The manifest of a split that was drawn."""
     return Manifest(
         dataset=dataset.name, checksum=digest, rows=len(dataset.y_train), seed=seed,
         settings=settings_of_split(data), agents=split.agents, validation=split.validation,
@@ -116,40 +112,34 @@ def _manifest(
 
 
 def _without_training_rows(dataset: Dataset) -> Dataset:
-    """Every training row is with who holds it: no second copy is kept, in memory or in reach."""
+    """The data set without its training rows, of which agents have the only copies."""
     return dataclasses.replace(dataset, x_train=dataset.x_train[:0].clone())
 
 
 def class_counts(
     federated_data: FederatedDataset,
 ) -> tuple[dict[str, NDArray[np.int64]], dict[str, NDArray[np.int64]]]:
-    """How many rows of each class each agent holds: with labels, and without.
+    """Class counts (C,) of the labelled, and of the unlabelled rows of each agent.
 
-    Made from the true labels of all rows, so it is for the owner of the experiment alone.
-
-    Returns:
-        agent -> counts (C,), for the labelled and for the unlabelled rows; agents that hold
-        none of a kind, or rows of a class that nobody knows, are not in that dict.
+    From the true labels, so for the owner of the experiment alone. Agents without rows of a kind,
+    or with rows of unknown class, are left out.
     """
-    held = federated_data.manifest.agents.items()
+    held, y = federated_data.manifest.agents.items(), federated_data.true_labels
+    known = {a: h.unlabelled for a, h in held if (y[list(h.unlabelled)] != NO_LABEL).all()}
     return (
         {a: class_counts_of(federated_data, h.labelled) for a, h in held if h.labelled},
-        {
-            a: class_counts_of(federated_data, h.unlabelled)
-            for a, h in held
-            if h.unlabelled and (federated_data.true_labels[list(h.unlabelled)] != NO_LABEL).all()
-        },
+        {a: class_counts_of(federated_data, ids) for a, ids in known.items() if ids},
     )
 
 
 def class_counts_of(federated_data: FederatedDataset, ids: Sequence[int]) -> NDArray[np.int64]:
-    """How many of some training rows are of each class (C,), by the true labels where known."""
+    """Class counts (C,) of some training rows, by the true labels where known."""
     labels = federated_data.true_labels.numpy()[list(ids)]
     return np.bincount(labels[labels != NO_LABEL], minlength=federated_data.dataset.classes)
 
 
 def agent_refs(labels: str, agents: AgentSettings) -> tuple[AgentRef, ...]:
-    """Every agent of a config with the role that its rows will give it."""
+    """Every agent of a config with its role."""
     who = holders(labels, agents)
     kinds = {(True, False): "support", (False, True): "query", (True, True): "mixed"}
     return tuple(
@@ -184,13 +174,12 @@ def _labelled(rows: tuple[int, ...], dataset: Dataset) -> LabelledRows:
 
 
 def _copy_rows(rows: Tensor, ids: Tensor) -> Tensor:
-    """Rows of an agent's own; by index_select, which copies them whole: rows[ids] takes ten times
-    as long."""
+    """A copy of rows; ``rows[ids]`` takes ten times as long as index_select."""
     return rows.index_select(0, ids)
 
 
 def _rules(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What rows are shared out by; labelled ones by the rule of the others where none is named."""
+    """Settings of the partition; of labelled rows those of the others unless given."""
     own = {name: settings.get(name) for name in ("partition", "alpha", "k", "stratified")}
     before = "" if settings.get("labelled_partition") is None else "labelled_"
     of_labels = {f"labelled_{n}": settings.get(f"{before}{n}") for n in ("partition", "alpha", "k")}
@@ -198,13 +187,10 @@ def _rules(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replay(
-    data: DataSettings,
-    who: RoleAssignment,
-    dataset: Dataset,
-    digest: str,
+    data: DataSettings, who: RoleAssignment, dataset: Dataset, digest: str,
     labelled_is_declared: bool,
-) -> Manifest:
-    """The split of a file, if it is one of this data, these agents and these numbers of rows."""
+) -> Manifest:  # fmt: skip
+    """The split of a file. Raises DataError unless data, agents and numbers of rows fit."""
     split = manifests.read_manifest(expand_path("split", data.split))
     split.check(dataset, digest)
     _check_agents(data, split, "labelled", who.labelled, some_may_have_none=labelled_is_declared)
@@ -222,25 +208,20 @@ def _replay(
                 f"{data.split} has {there} {key} rows, but data.{key} is {asked}. "
                 f"Set data.{key} to {there}, or leave data.split out"
             )
-    drawn, mute = _rules(split.settings), _rules(dataclasses.asdict(DataSettings()))
+    drawn, default = _rules(split.settings), _rules(dataclasses.asdict(DataSettings()))
     for rule, value in _rules(dataclasses.asdict(data)).items():
-        if value not in (drawn[rule], mute[rule]):  # a mute config asks for nothing
+        if value not in (drawn[rule], default[rule]):
             raise DataError(
-                f"data.{rule} is {value}, but {data.split} was drawn with {drawn[rule]}, and says "
-                f"who has which rows. Leave data.{rule} out, or leave data.split out to draw a new "
-                "split"
+                f"data.{rule} is {value}, but {data.split} was drawn with {drawn[rule]}. Leave "
+                f"data.{rule} out, or leave data.split out to draw a new split"
             )
     return split
 
 
 def _check_agents(
-    data: DataSettings,
-    split: Manifest,
-    kind: str,
-    expected: tuple[str, ...],
-    *,
+    data: DataSettings, split: Manifest, kind: str, expected: tuple[str, ...], *,
     some_may_have_none: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     there = {agent for agent, holding in split.agents.items() if getattr(holding, kind)}
     if there != set(expected) and not (some_may_have_none and there < set(expected)):
         raise DataError(
@@ -250,9 +231,4 @@ def _check_agents(
 
 
 def _names(agents: set[str] | tuple[str, ...]) -> str:
-    """In words, however many there are.
-
-    >>> _names(("q0", "q1")), _names(())
-    ('q0, q1', 'nobody')
-    """
-    return ", ".join(sorted(agents, key=natural_order)) or "nobody"
+    return ", ".join(sorted(agents, key=natural_order)) or "no agent"

@@ -1,12 +1,10 @@
 """Random views of a batch of images: one grid, one sampling, no loop over rows.
 
 A view is a random affine map (rotation, scale, shear, shift), for natural images a crop and a
-mirror image, and at last a square cut out. The table gives the strengths that were measured on
-MNIST; they are fractions of the side, so they carry over to
-other sizes.
+mirror image, and last a cutout. Strengths were measured on MNIST; they are fractions of the side.
 
-The affine grid is one product of all the maps with a cached list of pixel places. That is 20
-times faster than torch's ``affine_grid``, which multiplies a small matrix per row.
+The affine grid is one product of all maps with the cached pixel places: 20 times faster than
+torch's ``affine_grid``, which multiplies a small matrix per row.
 """
 
 import dataclasses
@@ -21,7 +19,7 @@ from torch.nn import functional
 from privssl.ops import image_transforms
 from privssl.training.batched.deferred import batched_call
 
-BLANK = -1.0  # what lies outside of an image, and inside of a cut: black in [-1, 1]
+BLANK = -1.0  # outside of an image, and inside of a cutout: black in [-1, 1]
 
 
 @dataclass(frozen=True)
@@ -30,13 +28,12 @@ class Augmentation:
 
     Args:
         rotation: largest angle either way, degrees.
-        scale: sizes are multiplied by a number in [1 - scale, 1 + scale]. In [0, 1).
+        scale: factors of size are in [1 - scale, 1 + scale]. In [0, 1).
         shear: largest shift of a row of pixels per pixel of height, either way.
         shift: largest shift along each axis, fraction of the side.
-        cutout: side of the square that is blanked, fraction of the image's. In [0, 1].
-        crop: largest shift by whole pixels, fraction of the side rounded down, filled by
-            mirroring: the padded crop that is usual for natural images. In [0, 1).
-        flip: mirror left to right, every second row on average.
+        cutout: side of the blank square, fraction of the side. In [0, 1].
+        crop: largest shift by whole pixels, fraction of the side, filled by mirroring. In [0, 1).
+        flip: mirror left to right with probability 1/2.
     """
 
     rotation: float = 0.0
@@ -52,11 +49,11 @@ class Augmentation:
 
         Args:
             x: images (B, Ch, H, W), float32 in [-1, 1]; not written to.
-            rng: a generator on the CPU. One draw of (B, 10) numbers, and row i of it is all
-                the chance in view i, so no view depends on another row.
+            rng: a generator on the CPU. Row i of one draw (B, 10) is all randomness of view i, so
+                no view depends on another row.
 
         Returns:
-            (B, Ch, H, W), in x's memory format; x itself when nothing is to be changed.
+            (B, Ch, H, W), in x's memory format; x itself without any change.
         """
         if self == NONE:
             return x
@@ -83,7 +80,7 @@ AUGMENTATIONS = {
 
 
 def _views(fields: Mapping[str, Tensor], how: Augmentation) -> Tensor:
-    """A view of each row x (B, Ch, H, W), by its chance (B, 10) in [0, 1); for ``compute``."""
+    """A view of each row x (B, Ch, H, W), from its random numbers "chance" (B, 10) in [0, 1)."""
     x = fields["x"]
     chance = fields["chance"].to(x.device)
     either_way = 2 * chance - 1  # (B, 10) in [-1, 1)
@@ -91,7 +88,7 @@ def _views(fields: Mapping[str, Tensor], how: Augmentation) -> Tensor:
     view = x
     if how.flip or how.crop:
         reach = torch.tensor([int(how.crop * side) for side in (height, width)])
-        reach = reach.to(x.device)  # whole pixels; each shift in -reach..reach is as likely
+        reach = reach.to(x.device)  # whole pixels; shifts are uniform in -reach..reach
         shift = (chance[:, 7:9] * (2 * reach + 1)).long() - reach
         view = move_mirrored(view, shift, flipped=(chance[:, 9] < 0.5) & how.flip)
     if how.rotation or how.scale or how.shear or how.shift:
@@ -107,10 +104,10 @@ def _views(fields: Mapping[str, Tensor], how: Augmentation) -> Tensor:
 
 
 def affine(*, angle: Tensor, zoom: Tensor, shear: Tensor, shift: Tensor, aspect: float) -> Tensor:
-    """The maps from places in the view to places in the image (``warp`` takes them).
+    """Maps from places in the view to places in the image, for ``warp``.
 
-    A point is sheared, zoomed, rotated about the middle and shifted, in this order and in
-    pixels; the map goes back. Places are counted from the middle, in half sides, y downwards.
+    The inverse of shearing, zooming, rotating about the middle and shifting, in this order, in
+    pixels. Places are counted from the middle, in half sides, y downwards.
 
     Args:
         angle: (B,) degrees, counter-clockwise as seen.
@@ -133,7 +130,7 @@ def affine(*, angle: Tensor, zoom: Tensor, shear: Tensor, shift: Tensor, aspect:
 
 
 def warp(x: Tensor, maps: Tensor) -> Tensor:
-    """Look every pixel of the view up in its image, bilinearly; outside is blank.
+    """Every pixel of the view from its image, bilinearly; outside is blank.
 
     Args:
         x: (B, Ch, H, W) float32.
@@ -142,7 +139,7 @@ def warp(x: Tensor, maps: Tensor) -> Tensor:
     rows, _, height, width = x.shape
     grid = maps.reshape(rows * 2, 3) @ _places(height, width, x.device)  # (2 B, H W)
     grid = grid.view(rows, 2, height, width).permute(0, 2, 3, 1)  # (B, H, W, 2)
-    # grid_sample fills with 0 outside, so black is made 0 for as long as it works.
+    # grid_sample fills with 0 outside, so black is 0 here
     sampled = functional.grid_sample(
         x - BLANK, grid, mode="bilinear", padding_mode="zeros", align_corners=False
     )
@@ -159,7 +156,7 @@ def _places(height: int, width: int, device: torch.device) -> Tensor:
 
 
 def move_mirrored(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
-    """Shift by whole pixels; what comes in from outside is the image mirrored at its edge pixel.
+    """Shift by whole pixels; outside is the image mirrored at its edge pixel.
 
     Args:
         x: (B, Ch, H, W).
@@ -177,7 +174,7 @@ def move_mirrored(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
 
 
 def _mirror(side: int, shift: Tensor) -> Tensor:
-    """Where each of ``side`` places comes from: (B, side), mirrored at the first and last."""
+    """The source of each of ``side`` places: (B, side), mirrored at the first and last."""
     last = side - 1
     source = (torch.arange(side, device=shift.device) - shift[:, None]).abs()  # (B, side)
     return last - (last - source).abs()
@@ -186,13 +183,12 @@ def _mirror(side: int, shift: Tensor) -> Tensor:
 def cut_out(x: Tensor, share: float, place: Tensor) -> Tensor:
     """Blank one square inside of each image. DeVries and Taylor 2017, arXiv:1708.04552.
 
-    Differs from the paper: the square never hangs over the edge, so its area is always the
-    same.
+    Differs from the paper: the square is inside of the image, so its area is constant.
 
     Args:
         x: (B, Ch, H, W).
         share: side of the square, fraction of each side of the image, rounded to whole pixels.
-        place: (B, 2) in [0, 1): where it may lie, from the top and from the left.
+        place: (B, 2) in [0, 1): its position from the top and from the left.
     """
     inside = []
     for side, where in zip(x.shape[2:], place.unbind(dim=1), strict=True):

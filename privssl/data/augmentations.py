@@ -1,8 +1,8 @@
-"""Views of rows by the names that configs use.
+"""Augmentations by the names in configs.
 
 none, weak, mid, strong        for digits (data/affine_augment.py)
 crop                           of natural images: a shift, filled by mirroring
-fixmatch, fedmatch, fedseal    RandAugment, on top of another view (rand_augment.py)
+fixmatch, fedmatch, fedseal    RandAugment of another view (rand_augment.py)
 """
 
 import torch
@@ -20,9 +20,9 @@ def view(name: str, x: Tensor, rng: torch.Generator, *, flip: bool, under: str =
     """One view of each row (B, *shape) in [-1, 1].
 
     Args:
-        name: see the head of this module.
-        flip: whether half of the rows are mirrored left to right, whatever the name.
-        under: the view on which RandAugment works.
+        name: as above.
+        flip: also mirror left to right with probability 1/2.
+        under: the view to which RandAugment is applied.
     """
     if not len(x):
         return x

@@ -1,8 +1,7 @@
-"""The content of a row, whatever file it came from: what makes it the same row elsewhere.
+"""The content of a row, independent of its file: equal contents are one row to an account.
 
-A picture as PNG or NPZ, uint8 or float, grey or RGB with three equal channels, is one row to an
-account. Registries may also hold fingerprints of rows as they were loaded (``as_loaded``, the form
-of version 0.1), and are checked by both forms.
+An image as PNG or NPZ, uint8 or float, grey or RGB with three equal channels has one content.
+Registries of version 0.1 have fingerprints of rows as loaded (``as_loaded``); both are checked.
 """
 
 from collections.abc import Iterator
@@ -12,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-CHUNK = 1024  # rows in work at a time, which bounds the memory
-# In levels of 1/255. Half-precision floats are off by up to 0.06, and another picture's floats are
-# not this close to whole levels in each of its pixels.
+CHUNK = 1024  # rows at a time, which bounds the memory
+# In levels of 1/255. Half-precision floats are off by up to 0.06; other floats
+# are not this close to whole levels in every pixel.
 TOLERANCE = 1 / 8
 
 
@@ -22,11 +21,11 @@ def canonical(x: Tensor) -> Iterator[bytes]:
     """The content of each row.
 
     Rows that differ by less than the tolerance share it: an account then refuses one of them, which
-    is too much and so sound. Rows that do not lie on 8-bit levels keep their float32 bits.
+    is sound. Rows that are not on 8-bit levels keep their float32 bits.
 
     Args:
         x: (N, channels, height, width) uint8 in 0..255, or floats in [0, 1]; a row with a negative
-            value is taken for one in [-1, 1].
+            value is read as one in [-1, 1].
     """
     for start in range(0, len(x), CHUNK):
         for row in _levels(x[start : start + CHUNK].cpu().numpy()):

@@ -1,9 +1,7 @@
 """Data sets: images and classes in memory, in a fixed order, and the checksum that names them.
 
-``load_dataset`` is the only door. Rows keep the type they are stored in;
-``local_training.network_input`` turns
-a batch of them into what networks see, by a public constant: means and deviations of the data
-would be one more release.
+Rows keep the type they are stored in. ``local_training.network_input`` scales batches by a public
+constant: means and deviations of the data would be one more release.
 """
 
 import hashlib
@@ -11,15 +9,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from privssl.data.checks import warn_of_equal_rows
 from privssl.data.downloads import PUBLISHED, default_root, read_published
 from privssl.data.image_folder import read_folder
-from privssl.data.npz import Arrays, read_npz
+from privssl.data.npz import NO_LABEL, Arrays, read_npz
 from privssl.errors import DataError
 from privssl.settings.schema import DataSettings
 
@@ -31,7 +30,7 @@ class Dataset:
     """Training and test rows; a row's id is its place in the training rows.
 
     x (N, Ch, H, W) uint8 in 0..255 or float32 in [0, 1]; y (N,) int64 class numbers;
-    ``npz.NO_LABEL`` in y_train where nobody knows it.
+    ``npz.NO_LABEL`` in y_train where the class is unknown.
     """
 
     name: str
@@ -40,11 +39,11 @@ class Dataset:
     x_test: Tensor
     y_test: Tensor
     class_names: tuple[str, ...]
-    said: tuple[logging.LogRecord, ...] = ()  # while it was read; no log file was open then
+    said: tuple[logging.LogRecord, ...] = ()  # logged before the log file was open
 
     @property
     def classes(self) -> int:
-        """How many there are, C."""
+        """Number of classes C."""
         return len(self.class_names)
 
     @property
@@ -58,19 +57,19 @@ def load_dataset(settings: DataSettings) -> Dataset:
     """Read the data set that a config names.
 
     Raises:
-        DataError: it is missing, damaged, or not what its format asks for.
+        DataError: it is missing, damaged, or not in its format.
     """
-    heard = _Heard()
-    log.addHandler(heard)
+    recorder = _Recorder()
+    log.addHandler(recorder)
     try:
         arrays = _read(settings)
     finally:
-        log.removeHandler(heard)
-    return replace(from_arrays(settings.name, arrays), said=tuple(heard.records))
+        log.removeHandler(recorder)
+    return replace(from_arrays(settings.name, arrays), said=tuple(recorder.records))
 
 
-class _Heard(logging.Handler):
-    """Keeps what is logged."""
+class _Recorder(logging.Handler):
+    """Keeps log records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +80,7 @@ class _Heard(logging.Handler):
 
 
 def expand_path(key: str, text: str) -> Path:
-    """The path of ``data.KEY``, with ~ as the folder it stands for. Raises DataError."""
+    """The path of ``data.KEY`` with ~ expanded. Raises DataError."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -122,9 +121,8 @@ def _read(settings: DataSettings) -> Arrays:
 def _digits() -> Arrays:
     """1,797 handwritten digits of 8x8 pixels with 17 shades, the same that scikit-learn has.
 
-    In a file of our own, because to import scikit-learn takes most of a second. A fifth of each
-    class is for tests, the same rows whatever run.seed is; tests/data/test_datasets.py says which,
-    and how the file was made.
+    From a file of ours, because importing scikit-learn takes most of a second. A fifth of each
+    class are test rows, the same for every run.seed; tests/data/test_datasets.py makes the file.
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine
     Learning Repository, 1998 (doi 10.24432/C50P49, CC BY 4.0).
@@ -136,11 +134,43 @@ def _toy() -> Arrays:
     """1,000 training and 200 test rows of 1x8x8 in ten well separated classes.
 
     A class is a random pattern of dark and light; a row is its class's pattern with Gaussian
-    noise. Made from a fixed seed, so that every run and test sees the same rows.
+    noise, from a fixed seed.
     """
-    # RandomState's numbers are frozen by NumPy for ever; those of default_rng may change.
+    # NumPy guarantees RandomState's numbers; those of default_rng may change.
     rng = np.random.RandomState(0)
     patterns = rng.uniform(40, 215, (10, 1, 8, 8))
     y = np.arange(1200) % 10
     x = np.clip(patterns[y] + rng.normal(0, 25, (1200, 1, 8, 8)), 0, 255).astype(np.uint8)
     return Arrays(x[:1000], y[:1000], x[1000:], y[1000:], tuple(map(str, range(10))))
+
+
+def warn_of_equal_rows(where: object, arrays: Arrays) -> None:
+    """Warn of training rows that are all equal, or equal with different labels, or test rows."""
+    train, test = _hashes(arrays.x_train), _hashes(arrays.x_test)
+    known = set(train)
+    if seen := sum(row in known for row in test):
+        log.warning(
+            "%s: %d of %d test rows are training rows as well, so test accuracy is too high. "
+            "Remove them from one of the two.",
+            where, seen, len(test),
+        )  # fmt: skip
+    if len(train) > 1 and len(set(train)) == 1:
+        log.warning(
+            "%s: all %d training rows are equal, so nothing can be learned. Look at what was read.",
+            where, len(train),
+        )  # fmt: skip
+        return
+    labels: dict[int, set[int]] = {}
+    for row, label in zip(train, arrays.y_train.tolist(), strict=True):
+        labels.setdefault(row, set()).update({label} - {NO_LABEL})
+    if conflicting := sum(len(labels[row]) > 1 for row in train):
+        log.warning(
+            "%s: %d of %d training rows are equal to rows of another class. Remove duplicates, or "
+            "correct their labels.",
+            where, conflicting, len(train),
+        )  # fmt: skip
+
+
+def _hashes(x: NDArray[Any]) -> list[int]:
+    """64-bit hashes of the rows."""
+    return [hash(row.tobytes()) for row in x]

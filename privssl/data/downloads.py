@@ -1,10 +1,8 @@
-"""MNIST, Fashion-MNIST, CIFAR-10 and SVHN: from disk, and through torchvision when absent.
+"""MNIST, Fashion-MNIST, CIFAR-10 and SVHN: from disk, or downloaded by torchvision.
 
-Files lie where torchvision puts them, so a folder that another project filled serves as well.
-torchvision is imported only here, to download a set and to read CIFAR-10.
-
-CIFAR-10 is published as pickles, which can run code. torchvision compares the MD5 of each file
-with that of the published one before it opens it, so no other pickle is ever loaded.
+Files are where torchvision puts them. torchvision is imported only to download a set and to read
+CIFAR-10, whose pickles could run code: torchvision compares each file's MD5 with the published one
+before it opens it.
 """
 
 import contextlib
@@ -26,7 +24,7 @@ from privssl.data.image_folder import read_folder
 from privssl.data.npz import Arrays
 from privssl.errors import DataError
 
-SECONDS_TO_ANSWER = 10.0  # that a server may be silent before it is given up
+SOCKET_TIMEOUT = 10.0  # seconds
 
 DIGITS = tuple(map(str, range(10)))
 GARMENTS = (
@@ -38,7 +36,7 @@ log = logging.getLogger("privssl")
 
 
 def default_root() -> Path:
-    """Where data sets are looked for: $PRIVSSL_DATA, else ``~/.cache/privssl/data``."""
+    """The folder of data sets: $PRIVSSL_DATA, else ``~/.cache/privssl/data``."""
     return Path(os.environ.get("PRIVSSL_DATA") or "~/.cache/privssl/data").expanduser()
 
 
@@ -49,7 +47,7 @@ class _Published(NamedTuple):
     files: tuple[str, ...]  # below the root; any missing one makes it absent
     shape: tuple[int, int, int]  # channels, height, width
     read: Callable[[Path], Arrays]
-    test_part: str  # argument with which torchvision gets what the first call did not
+    test_part: str  # second argument of torchvision for the test part; "": not needed
 
 
 def read_published(name: str, root: Path) -> Arrays:
@@ -57,22 +55,22 @@ def read_published(name: str, root: Path) -> Arrays:
 
     Args:
         name: mnist, fashion_mnist, cifar10 or svhn.
-        root: the folder of all data sets; made when absent. Or one of train/CLASS/* and
-            test/CLASS/*: copies of the set as pictures.
+        root: the folder of all data sets, created when absent; or a folder of the set's images,
+            train/CLASS/* and test/CLASS/*.
 
     Raises:
-        DataError: it is neither there nor to be had, or its files are damaged.
+        DataError: it cannot be downloaded, or its files are damaged.
     """
     published = PUBLISHED[name]
     if not all((root / file).is_file() for file in published.files):
         if all((root / part).is_dir() for part in ("train", "test")):
-            return _copies(name, published, root)
+            return _read_images(name, published, root)
         _download(name, published, root)
     try:
         arrays = published.read(root)
         for x, y in ((arrays.x_train, arrays.y_train), (arrays.x_test, arrays.y_test)):
             _check(x, y, published.shape)
-    except Exception as error:  # each reader raises what it likes on damaged files
+    except Exception as error:  # readers raise many types on damaged files
         raise DataError(
             f"{name}: a file in {root} is damaged ({error}). Remove "
             f"{', '.join(published.files)} there, and get them again:\n  {_command(name, root)}"
@@ -80,8 +78,8 @@ def read_published(name: str, root: Path) -> Arrays:
     return arrays
 
 
-def _copies(name: str, published: _Published, root: Path) -> Arrays:
-    """The set as a folder of pictures, which need not have the published pixels."""
+def _read_images(name: str, published: _Published, root: Path) -> Arrays:
+    """The set as a folder of images, whose pixels may differ from the published ones."""
     arrays = read_folder(root, None)
     if arrays.x_train.shape[1:] != published.shape or len(arrays.class_names) != 10:
         raise DataError(
@@ -89,7 +87,7 @@ def _copies(name: str, published: _Published, root: Path) -> Arrays:
             f"(channels, height, width), and {name} ten of {published.shape}. Give the folder of "
             f"{name}, or data.name=image_folder"
         )
-    log.warning("%s: a folder of images is read as %s; its pixels need not be those.", root, name)
+    log.warning("%s: a folder of images is read as %s; its pixels may differ.", root, name)
     return arrays
 
 
@@ -110,12 +108,12 @@ def _download(name: str, published: _Published, root: Path) -> None:
     get = getattr(torchvision.datasets, published.torchvision_name)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _impatient(), contextlib.redirect_stdout(sys.stderr):
+        with _socket_timeout(), contextlib.redirect_stdout(sys.stderr):
             get(str(root), download=True)
             if published.test_part:
                 get(str(root), published.test_part, download=True)
     except (OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())  # torchvision gives each mirror lines of its own
+        reason = " ".join(str(error).split())  # one line for all mirrors
         raise DataError(
             f"{name} is not in {root} and could not be downloaded ({reason}). It needs "
             f"{', '.join(published.files)} there. With a network:\n  {_command(name, root)}\n"
@@ -125,7 +123,7 @@ def _download(name: str, published: _Published, root: Path) -> None:
 
 
 def _command(name: str, root: Path) -> str:
-    """A line for a shell that gets the files."""
+    """A shell command that downloads the files."""
     published = PUBLISHED[name]
     folder = json.dumps(str(root))  # in double quotes, because the shell's are single
     calls = [f"get({folder}, download=True)"]
@@ -136,10 +134,10 @@ def _command(name: str, root: Path) -> str:
 
 
 @contextlib.contextmanager
-def _impatient() -> Iterator[None]:
-    """Sockets opened inside give up after some seconds of silence; torchvision has no option."""
+def _socket_timeout() -> Iterator[None]:
+    """Set a timeout for sockets; torchvision has no option for it."""
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(SECONDS_TO_ANSWER)
+    socket.setdefaulttimeout(SOCKET_TIMEOUT)
     try:
         yield
     finally:
@@ -166,11 +164,8 @@ def _idx(folder: str, class_names: tuple[str, ...]) -> Callable[[Path], Arrays]:
 
 
 def _idx_file(path: Path, axes: int) -> NDArray[np.uint8]:
-    """Bytes in the format of MNIST's page: 0, 0, 8 (unsigned bytes) and how many axes there are;
-    the length of each, four bytes from high to low; the bytes.
-
-    torchvision's reader is not asked: to import it takes as long as torch.
-    """
+    """Read the IDX format of MNIST's page: 0, 0, 8 (unsigned bytes), the number of axes; the length
+    of each as big-endian uint32; the bytes. Importing torchvision takes as long as torch."""
     content = np.frombuffer(bytearray(path.read_bytes()), np.uint8)
     begin = 4 + 4 * axes
     if content[:4].tolist() != [0, 0, 8, axes] or len(content) < begin:

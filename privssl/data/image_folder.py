@@ -1,15 +1,14 @@
 """A folder of images: ``root/{train,test}/CLASS/**/*.png`` and the like.
 
 Classes are the names of the folders, sorted, numbers in them by their value (2 before 10); rows
-are the files, sorted, so that the same folder gives the same row numbers on every machine. All
-heads are read before any image is decoded: a folder that cannot be used is refused at once, and
-memory is taken once.
+are the files, sorted, so that a folder gives the same row numbers on every machine. All headers are
+read before any image is decoded, so that an unusable folder is refused at once.
 
-Images are turned as their EXIF orientation says, and those with transparent pixels are laid over
-white. Of several frames or pages the first is read. Files that are not read are counted by reason.
+The EXIF orientation is applied, and transparent pixels become white. Of several frames or pages the
+first is read. Files that are not read are counted by reason.
 
-A file is opened as one of ``FORMATS`` whatever its name: left to itself Pillow goes by content,
-and would hand a PostScript file called ``cat.png`` to Ghostscript, which runs it.
+A file is opened as one of ``FORMATS`` only. Otherwise Pillow goes by content, and would pass a
+PostScript file called ``cat.png`` to Ghostscript, which runs it.
 """
 
 import logging
@@ -33,10 +32,10 @@ SUFFIXES = frozenset(
     {*(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".gif", ".webp"),
      *(".tif", ".tiff", ".pbm", ".pgm", ".ppm", ".pnm")}
 )  # fmt: skip
-# Pillow's names of what the suffixes stand for.
+# Pillow's names of these.
 FORMATS = ("PNG", "JPEG", "BMP", "DIB", "GIF", "WEBP", "TIFF", "PPM")
-MAX_PIXELS = 2**24  # of one image: a file of a few kB can claim a hundred times more
-# Pillow's names: those without colour, and those that become RGB. Wider ones would be cut off.
+MAX_PIXELS = 2**24  # of one image: a file of a few kB can claim far more
+# Pillow's modes without colour, and those that become RGB. Others would lose bits.
 GREY = frozenset({"1", "L", "LA"})
 COLOUR = frozenset({"P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
 
@@ -47,17 +46,17 @@ log = logging.getLogger("privssl")
 
 
 class _Head(NamedTuple):
-    """What a file says about its image before it is decoded."""
+    """The header of an image file."""
 
     path: Path
     mode: str
     size: tuple[int, int]  # width, height, as turned by the orientation
-    turned: bool  # it has an orientation other than the usual one
+    turned: bool  # its EXIF orientation is not upright
     frames: int
 
 
 class _Form(NamedTuple):
-    """What every image is turned into."""
+    """The form of all rows."""
 
     mode: str  # "L" or "RGB"
     size: tuple[int, int]  # width, height
@@ -68,9 +67,9 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
     """All images of a folder.
 
     Args:
-        root: holds ``train`` and ``test``, and ``unlabelled`` with training images of no known
-            class, if there are any; they come after the others.
-        image_size: side of the square that each image is resized to, pixels; None: as they are.
+        root: holds ``train`` and ``test``, and optionally ``unlabelled`` with training images of
+            unknown class, which come after the others.
+        image_size: side of the square that each image is resized to, pixels; None: no resizing.
 
     Returns:
         uint8, one channel when all images are grey, else three.
@@ -99,14 +98,14 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
     log.info("%s: %d training and %d test images of %d classes", root, *counts)
     if rest:
         log.info("%s: %d training images without a label", root / UNLABELLED, len(rest))
-    _tell_of_changes(root, heads, laid_train + laid_test + laid_rest)
-    _tell_of_skipped(root, skipped)
+    _log_changes(root, heads, laid_train + laid_test + laid_rest)
+    _log_skipped(root, skipped)
     arrays = Arrays(x_train, y_train, x_test, y_test, classes)
     return with_unlabelled(arrays, x_rest) if rest else arrays
 
 
-def _tell_of_changes(root: Path, heads: Sequence[_Head], laid: int) -> None:
-    """What images are not read as they lie in their files."""
+def _log_changes(root: Path, heads: Sequence[_Head], laid: int) -> None:
+    """Warn of images that are not read exactly as stored."""
     if turned := sum(head.turned for head in heads):
         log.warning("%s: %d images were turned as their EXIF orientation says", root, turned)
     if laid:
@@ -120,8 +119,8 @@ def _tell_of_changes(root: Path, heads: Sequence[_Head], laid: int) -> None:
         )  # fmt: skip
 
 
-def _tell_of_skipped(root: Path, skipped: Counter[str]) -> None:
-    """How many files and folders were not read, by reason."""
+def _log_skipped(root: Path, skipped: Counter[str]) -> None:
+    """Log the number of files and folders that were not read, by reason."""
     skipped = +skipped  # without zeros
     if not skipped:
         return
@@ -163,7 +162,7 @@ def _without_labels(folder: Path, skipped: Counter[str]) -> list[Path]:
     try:
         found = sorted(_images(folder, skipped))
     except OSError as error:
-        raise DataError(f"{error.filename}: {error.strerror}. Mend the permissions") from None
+        raise DataError(f"{error.filename}: {error.strerror}. Change the permissions") from None
     if not found:
         raise DataError(f"{folder} holds no image. Add some, or remove it")
     return found
@@ -180,7 +179,7 @@ def _files(
             images = sorted(_images(folder / name, skipped))
         except OSError as error:
             raise DataError(
-                f"{error.filename}: {error.strerror}. Mend the permissions, or remove the class "
+                f"{error.filename}: {error.strerror}. Change the permissions, or remove the class "
                 "from train and test"
             ) from None
         if not images:
@@ -194,7 +193,7 @@ def _files(
 
 
 def _images(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
-    """Image files at any depth; folders that are links within it could be circles."""
+    """Image files at any depth; linked folders are skipped, because they could be circles."""
 
     def give_up(error: OSError) -> None:
         raise error
@@ -225,18 +224,18 @@ def _head(path: Path) -> _Head:
             size = image.size[::-1] if across else image.size
             frames = getattr(image, "n_frames", 1)
             return _Head(path, image.mode, size, orientation > 1, frames)
-    except Exception as error:  # Pillow's decoders raise what they like on damaged files
+    except Exception as error:  # Pillow's decoders raise many types on damaged files
         raise _unreadable(path, error) from None
 
 
 def _orientation(image: Image.Image) -> int:
     """1 to 8, as EXIF numbers them; 1 is upright."""
-    # Pillow turns a TIFF itself, and would decode a PNG to look for what nearly none has.
+    # Pillow turns a TIFF itself, and decodes a whole PNG to look for EXIF data at its end.
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
     try:
         number = image.getexif().get(Tag.Orientation, 1)
-    except Exception:  # damaged notes of a camera leave the image as it is
+    except Exception:  # damaged EXIF data is ignored
         return 1
     return number if number in range(1, 9) else 1
 
@@ -262,16 +261,16 @@ def _form(heads: Sequence[_Head], image_size: int | None) -> _Form:
 def _decode(
     pool: ThreadPoolExecutor, files: Sequence[Path], form: _Form
 ) -> tuple[NDArray[np.uint8], int]:
-    """(N, C, H, W), each thread writing the rows that it decodes; how many were laid over white."""
+    """Rows (N, C, H, W), and how many were laid over white."""
     width, height = form.size
     channels = len(form.mode)  # "L" has one, "RGB" three
     images = np.empty((len(files), channels, height, width), dtype=np.uint8)
 
     def decode(row: int) -> bool:
         try:
-            # From a stream: Pillow maps a plain TIFF into memory by its path, and turns it wrongly.
+            # From a stream: by its path Pillow maps a plain TIFF into memory, and turns it wrongly.
             with files[row].open("rb") as file, Image.open(file, formats=FORMATS) as image:
-                image.load()  # a PNG may have its orientation behind its pixels
+                image.load()  # a PNG may have its orientation after its pixels
                 upright = ImageOps.exif_transpose(image) if _orientation(image) > 1 else image
                 if upright.size != form.size and not form.resized:
                     raise ValueError(f"{upright.width}x{upright.height} pixels once it is upright")
@@ -289,7 +288,7 @@ def _decode(
 
 
 def _over_white(image: Image.Image) -> tuple[Image.Image, bool]:
-    """The image without transparency, and whether any pixel had some."""
+    """The image without transparency, and whether any pixel was transparent."""
     if not image.has_transparency_data:
         return image, False
     shown = image.convert("RGBA")

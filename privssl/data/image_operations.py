@@ -1,9 +1,8 @@
-"""Operations on images of whole levels 0..255, as PIL has them, on batches.
+"""RandAugment's operations on batches of images of whole levels 0..255, as in PIL.
 
-RandAugment (``rand_augment.py``) is made of these. A result differs from PIL's by at most one
-level (it cuts fractions off where we round), and where the nearest pixel is a tie. On a CPU
-``csrc/views.cpp`` does the same, with the same roundings (of up to 65,793 pixels, whose sums
-float32 has exactly): what is changed here is to be changed there.
+A result differs from PIL's by at most one level (PIL truncates, we round), and where the nearest
+pixel is a tie. ``csrc/views.cpp`` has the same operations and roundings (up to 65,793 pixels, whose
+sums are exact in float32): change both together.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ Change = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def identity(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """Nothing."""
+    """No change."""
     return x
 
 
@@ -39,9 +38,9 @@ def autocontrast(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
 
 
 def equalize(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """Map each channel's levels so that they become equally frequent, in whole numbers as PIL does.
+    """Histogram equalisation of each channel, in whole numbers as in PIL.
 
-    A channel stays that has too few pixels beside those of its highest level (fewer than 255).
+    A channel with fewer than 255 pixels below its highest level is not changed.
     """
     rows, channels, height, width = x.shape
     level = x.long().view(rows * channels, height * width)
@@ -57,7 +56,7 @@ def equalize(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
 
 
 def invert(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """Light for dark."""
+    """255 - level."""
     return TOP - x
 
 
@@ -78,18 +77,18 @@ def brightness(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
 
 
 def contrast(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """Away from the image's mean grey: 0 is that grey, 1 the image."""
+    """Between the image's mean grey at 0 and the image at 1."""
     mean = (_grey(x).mean(dim=(1, 2, 3), keepdim=True) + 0.5).floor_()
     return _from(mean, x, amount)
 
 
 def color(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """Away from the grey image: 0 is grey, 1 the image. Nothing where there is no colour."""
+    """Between the grey image at 0 and the image at 1. No change of images without colour."""
     return _from(_grey(x), x, amount) if x.shape[1] == 3 else x
 
 
 def sharpness(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
-    """Away from the smoothed image: 0 is smooth, 1 the image. Pixels at the edge stay."""
+    """Between the smoothed image at 0 and the image at 1. Edge pixels are not changed."""
     smooth = x.clone()
     if min(x.shape[2:]) >= 3:
         # the weights are 1/13, and 5/13 in the middle
@@ -100,7 +99,7 @@ def sharpness(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
 
 
 def _from(degenerate: Tensor, x: Tensor, amount: Tensor) -> Tensor:
-    """``amount`` 0 is the degenerate image, 1 the image itself, and so on along the line."""
+    """The line from the degenerate image at ``amount`` 0 to the image at 1."""
     return degenerate + amount[:, None, None, None] * (x - degenerate)
 
 
@@ -117,8 +116,8 @@ def _grey(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Shear:
-    """Slide rows of pixels (axis "x") or columns ("y") along themselves, the farther they are from
-    the top left corner by ``amount`` pixels per pixel; black comes in."""
+    """Shift each row (axis "x") or column ("y") by ``amount`` pixels per pixel from the top left;
+    outside is black."""
 
     axis: Literal["x", "y"]
     pixels_used: Literal[1, 2, 4]  # nearest, linear, cubic
@@ -132,7 +131,7 @@ class Shear:
 
 @dataclass(frozen=True)
 class Translate:
-    """Move everything to the left ("x") or up ("y"), to whole pixels; black comes in."""
+    """Shift to the left ("x") or up ("y"), by whole pixels; outside is black."""
 
     axis: Literal["x", "y"]
     unit: Literal["side", "pixel"]  # of ``amount``
@@ -145,7 +144,7 @@ class Translate:
 
 
 def slide(x: Tensor, offset: Tensor, pixels_used: Literal[1, 2, 4]) -> Tensor:
-    """Look pixel j of row y of the view up at j + offset[y] of the same row; outside is black.
+    """Pixel j of row y of the view is at j + offset[y] of the same row; outside is black.
 
     Args:
         x: levels (n, Ch, H, W).
@@ -159,8 +158,7 @@ def slide(x: Tensor, offset: Tensor, pixels_used: Literal[1, 2, 4]) -> Tensor:
     if pixels_used == 1:
         source, number = x, nearest.clamp(0, width - 1)
     else:
-        # All pixels of a row lie equally far between two pixels of the image: the values in
-        # between are made once, from left of the first pixel to right of the last, then looked up.
+        # All pixels of a row have the same fraction t: interpolate once, then look up.
         whole = offset.floor()
         t = (offset - whole)[:, None, :, None]
         edged = pad(x, (2, 2, 0, 0), mode="replicate")
@@ -176,9 +174,9 @@ def slide(x: Tensor, offset: Tensor, pixels_used: Literal[1, 2, 4]) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotate:
-    """Turn by ``amount`` degrees counter-clockwise about the middle, nearest pixel."""
+    """Rotate by ``amount`` degrees counter-clockwise about the middle, nearest pixel."""
 
-    outside: float  # level of what comes in
+    outside: float  # level of pixels from outside
 
     def __call__(self, x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
         rows, channels, height, width = x.shape
@@ -199,8 +197,7 @@ class Rotate:
 def cutout(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
     """Fill a square of ``amount`` pixels with grey.
 
-    Its top left corner lies half a side above and to the left of ``place``, but never outside of
-    the image: there the square begins at the edge with its full side, as in SemiFL's code.
+    Its middle is at ``place``, but its top left corner is inside of the image, as in SemiFL's code.
     """
     inside = []
     for size, where in zip(x.shape[2:], place.unbind(dim=1), strict=True):
@@ -212,7 +209,7 @@ def cutout(x: Tensor, amount: Tensor, place: Tensor) -> Tensor:
 
 
 def kind(change: Change) -> image_transforms.Kind | None:
-    """What our kernels call an operation; None: they do not have it."""
+    """The kernel's name of an operation; None: it has none."""
     match change:
         case Shear(axis, used):
             return image_transforms.Kind("shear", axis=axis, pixels_used=used)

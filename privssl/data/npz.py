@@ -1,10 +1,9 @@
-"""Rows as arrays, as every reader returns them, and the NPZ file that brings them as they are.
+"""Rows as arrays, as every reader returns them, and the reader of NPZ files.
 
 An NPZ file has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Training rows without a label
-have y = -1, or stand in ``x_unlabelled``, and come after the others then. Images are (N, H, W), one
-channel; (N, H, W, C), the custom of NumPy and Keras; or (N, C, H, W), that of torch. With 1 or 3
-in both places the last axis is taken for the channels. Nothing in the file can run code:
-pickles are refused.
+have y = -1, or are in ``x_unlabelled``, and come after the others. Images are (N, H, W), one
+channel; (N, H, W, C) as in NumPy and Keras; or (N, C, H, W) as in torch. With 1 or 3 in both
+places the last axis has the channels. Pickles are refused, because reading one can run code.
 """
 
 import logging
@@ -23,7 +22,7 @@ log = logging.getLogger("privssl")
 
 CHANNELS = (1, 3)
 NO_LABEL = -1
-DARK = 64  # of 255: rows of which no pixel is as bright are hardly pictures
+DARK = 64  # of 255: arrays without a pixel as bright are probably scaled wrongly
 
 MAX_CLASS = 2**20 - 1  # a classifier has an output for each
 MAX_BYTES = 2**34  # of one array, unpacked: a zip of a few MB can hold a thousand times more
@@ -33,7 +32,7 @@ _DAMAGE = (OSError, ValueError, EOFError, RuntimeError, MemoryError, BadZipFile,
 
 
 class NpzRows(NamedTuple):
-    """What one agent holds, in the form of ``Arrays``; None: nothing of that kind."""
+    """Rows of one agent, in the form of ``Arrays``; None: none of that kind."""
 
     x: NDArray[Any] | None
     y: NDArray[np.int64] | None
@@ -44,7 +43,7 @@ class Arrays(NamedTuple):
     """Images (N, C, H, W), uint8 in 0..255 or float32 in [0, 1]; classes (N,) int64."""
 
     x_train: NDArray[Any]
-    y_train: NDArray[np.int64]  # NO_LABEL where nobody knows the class
+    y_train: NDArray[np.int64]  # NO_LABEL where the class is unknown
     x_test: NDArray[Any]
     y_test: NDArray[np.int64]
     class_names: tuple[str, ...]
@@ -54,22 +53,15 @@ def read_npz(path: Path) -> Arrays:
     """The four arrays of an NPZ file, checked.
 
     Raises:
-        DataError: no such file, or whatever in it is not as the head of this module says.
+        DataError: no such file, or not in the format above.
     """
     found = _open(path, ("x_train", "y_train", "x_test", "y_test"), ("x_unlabelled",))
     x_train, y_train = _rows(path, found, "train")
     x_test, y_test = _rows(path, found, "test")
-    if x_train.shape[1:] != x_test.shape[1:] or x_train.dtype != x_test.dtype:
-        raise DataError(
-            f"{path}: x_train has rows {x_train.shape[1:]} of {x_train.dtype} and x_test "
-            f"{x_test.shape[1:]} of {x_test.dtype} (channels, height, width). Make them alike"
-        )
     parts = {"x_train": x_train, "x_test": x_test}
     if "x_unlabelled" in found:
-        rest = _unlabelled(path, found)
-        _check_alike(path, "x_train", x_train, rest)
-        parts["x_unlabelled"] = rest
-    _warn_of_ranges(path, parts)
+        parts["x_unlabelled"] = _unlabelled(path, found)
+    _check_alike(path, parts)
     classes = int(y_train.max()) + 1
     if not 2 <= classes <= len(y_train):
         raise DataError(
@@ -83,8 +75,8 @@ def read_npz(path: Path) -> Arrays:
         )
     if empty := sorted(set(range(classes)) - set(y_train.tolist())):
         log.warning(
-            "%s: no training row has class %s, and the classifier has an output for it all the "
-            "same. Number the classes 0, 1, 2, ... without gaps.",
+            "%s: no training row has class %s, but the classifier has an output for it. Number the "
+            "classes 0, 1, 2, ... without gaps.",
             path, ", ".join(map(str, empty[:5])) + ", ..." * (len(empty) > 5),
         )  # fmt: skip
     arrays = Arrays(x_train, y_train, x_test, y_test, tuple(map(str, range(classes))))
@@ -92,7 +84,7 @@ def read_npz(path: Path) -> Arrays:
 
 
 def with_unlabelled(arrays: Arrays, x: NDArray[Any]) -> Arrays:
-    """With more training rows, whose class nobody knows."""
+    """With more training rows, of unknown class."""
     y = np.concatenate([arrays.y_train, np.full(len(x), NO_LABEL)])
     return arrays._replace(x_train=np.concatenate([arrays.x_train, x]), y_train=y)
 
@@ -104,23 +96,19 @@ def read_rows(
 
     Args:
         labelled, unlabelled: which of them it holds; at least one.
-        may_be_empty: whether there may be no labelled row: where their number is private, no
-            refusal tells of it.
+        may_be_empty: whether zero labelled rows are allowed: where their number is private, an
+            error would reveal it.
 
     Raises:
         DataError: as in :func:`read_npz`.
     """
-    names = (*(("x_labelled", "y_labelled") if labelled else ()),
-             *(("x_unlabelled",) if unlabelled else ()))  # fmt: skip
+    names = [*(("x_labelled", "y_labelled") if labelled else ()),
+             *(("x_unlabelled",) if unlabelled else ())]  # fmt: skip
     found = _open(path, names)
     x, y = _rows(path, found, "labelled", may_be_empty) if labelled else (None, None)
-    rest = None
-    if unlabelled:
-        rest = _unlabelled(path, found)
-    if x is not None and rest is not None:
-        _check_alike(path, "x_labelled", x, rest)
-    named = {"x_labelled": x, "x_unlabelled": rest}
-    _warn_of_ranges(path, {name: part for name, part in named.items() if part is not None})
+    rest = _unlabelled(path, found) if unlabelled else None
+    parts = {"x_labelled": x, "x_unlabelled": rest}
+    _check_alike(path, {name: part for name, part in parts.items() if part is not None})
     return NpzRows(x, y, rest)
 
 
@@ -132,12 +120,31 @@ def _unlabelled(path: Path, found: dict[str, NDArray[Any]]) -> NDArray[Any]:
     return rest
 
 
-def _check_alike(path: Path, name: str, x: NDArray[Any], rest: NDArray[Any]) -> None:
-    if (x.shape[1:], x.dtype) != (rest.shape[1:], rest.dtype):
-        raise DataError(
-            f"{path}: {name} has rows {x.shape[1:]} of {x.dtype} and x_unlabelled "
-            f"{rest.shape[1:]} of {rest.dtype} (channels, height, width). Make them alike"
-        )
+def _check_alike(path: Path, parts: dict[str, NDArray[Any]]) -> None:
+    """Raise DataError where shapes or types differ; warn of dark arrays and of other ranges."""
+    (first, x), *others = parts.items()
+    for name, other in others:
+        if (x.shape[1:], x.dtype) != (other.shape[1:], other.dtype):
+            raise DataError(
+                f"{path}: {first} has rows {x.shape[1:]} of {x.dtype} and {name} "
+                f"{other.shape[1:]} of {other.dtype} (channels, height, width). Make them alike"
+            )
+    full = 255 if x.dtype == np.uint8 else 1
+    top = {name: float(part.max()) for name, part in parts.items() if part.size}
+    dark = {name: value for name, value in top.items() if value < DARK * full / 255}
+    for name, value in dark.items():
+        what, other_form = ("bytes", "floats in [0, 1]") if full == 255 else ("floats", "bytes")
+        log.warning(
+            "%s: %s has %s up to %.5g. They are taken for shades from 0 to %d, so all of it is "
+            "nearly black: bring them to that range, or give %s.",
+            path, name, what, value, full, other_form,
+        )  # fmt: skip
+    one, two = min(top, key=top.__getitem__), max(top, key=top.__getitem__)
+    if not dark and top[two] > 2 * top[one]:
+        log.warning(
+            "%s: %s goes up to %.5g and %s up to %.5g. Scale both alike.",
+            path, one, top[one], two, top[two],
+        )  # fmt: skip
 
 
 def _open(
@@ -146,11 +153,11 @@ def _open(
     """Arrays of an NPZ file.
 
     Args:
-        names: which must be there.
-        optional: which may be; others are warned of. None: others are nobody's business.
+        names: required ones.
+        optional: read if present; others are warned of. None: others are ignored.
     """
     try:
-        with path.open("rb") as stream:  # NumPy would leave a damaged file open
+        with path.open("rb") as stream:  # NumPy leaves a damaged file open
             file = np.load(stream, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise DataError(
@@ -163,7 +170,7 @@ def _open(
                     f"Save it with numpy.savez_compressed, with {', '.join(names)}"
                 )
             assert file.zip is not None  # it is open
-            for info in file.zip.infolist():  # zipfile never unpacks more than what this states
+            for info in file.zip.infolist():  # zipfile never unpacks more than this
                 if info.file_size > MAX_BYTES:
                     raise ValueError(f"{info.filename} has {info.file_size} bytes")
             wanted = [*names, *(name for name in optional or () if name in file.files)]
@@ -174,13 +181,13 @@ def _open(
                 )  # fmt: skip
             found = {name: file[name] for name in wanted}
             if not all(isinstance(array, np.ndarray) for array in found.values()):
-                raise ValueError("an entry is no array")  # NumPy hands out such bytes as they are
+                raise ValueError("an entry is no array")  # NumPy returns such bytes
             return found
     except (FileNotFoundError, IsADirectoryError) as error:
         what = "no such file" if isinstance(error, FileNotFoundError) else "a folder"
         raise DataError(f"{path}: {what}. Give the NPZ file itself") from None
     except PermissionError as error:
-        raise DataError(f"{path}: {error.strerror}. Mend the permissions") from None
+        raise DataError(f"{path}: {error.strerror}. Change the permissions") from None
     except _DAMAGE as error:
         raise DataError(
             f"{path} cannot be read as an NPZ file of plain numbers: {error}. "
@@ -231,38 +238,10 @@ def _channels_first(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
 def _numbers(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
     if x.dtype == np.uint8:
         return np.ascontiguousarray(x)
-    # Written so that NaN is refused as well: no comparison with it is true.
+    # NaN is refused as well: no comparison with it is true.
     if x.dtype.kind == "f" and (not x.size or (x.min() >= 0 and x.max() <= 1)):
         return np.ascontiguousarray(x, dtype=np.float32)
     seen = f", from {x.min()} to {x.max()}" if x.dtype.kind in "iuf" and x.size else ""
     raise DataError(
         f"{path}: {name} is {x.dtype}{seen}. Give uint8 in 0..255, or floats in [0, 1] without NaN"
     )
-
-
-def _warn_of_ranges(path: Path, parts: dict[str, NDArray[Any]]) -> None:
-    """Warn of rows that are nearly black, and of two kinds of rows whose ranges differ."""
-    top = {name: _top(x) for name, x in parts.items() if x.size}
-    dark = [name for name, (value, full) in top.items() if value < DARK * full / 255]
-    for name in dark:
-        value, full = top[name]
-        what, other = ("bytes", "floats in [0, 1]") if full == 255 else ("floats", "bytes")
-        log.warning(
-            "%s: %s has %s up to %.5g. They are taken for shades from 0 to %d, so all of it is "
-            "nearly black: bring them to that range, or give %s.",
-            path, name, what, value, full, other,
-        )  # fmt: skip
-    (one, (low, _)), (two, (high, _)) = min(top.items(), key=_value), max(top.items(), key=_value)
-    if not dark and high > 2 * low:
-        log.warning(
-            "%s: %s goes up to %.5g and %s up to %.5g. Scale both alike.", path, one, low, two, high
-        )
-
-
-def _top(x: NDArray[Any]) -> tuple[float, int]:
-    """The largest value, and what it could be."""
-    return float(x.max()), 255 if x.dtype == np.uint8 else 1
-
-
-def _value(item: tuple[str, tuple[float, int]]) -> float:
-    return item[1][0]

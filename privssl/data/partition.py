@@ -1,15 +1,14 @@
-"""Who gets which rows: six rules, each a small frozen class with one method.
+"""Partition rules: six frozen classes that divide rows among agents.
 
-All of them give every row to exactly one agent, and one can be told to leave rows over. Sources:
-Dirichlet per class is Hsu et al. 2019 (arXiv:1909.06335), per agent FedSEAL's (Bian et al.,
-arXiv:2110.07829); round robin is Fan et al., section 5.5; the imbalance table is FedMatch's
-(the authors' released code).
+Every row goes to exactly one agent (``DirichletEqual`` may leave rows over). Sources: Dirichlet per
+class is Hsu et al. 2019 (arXiv:1909.06335), per agent FedSEAL's (Bian et al., arXiv:2110.07829);
+round robin is Fan et al., section 5.5; the imbalance table is FedMatch's released code.
 """
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,57 +20,60 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-class Partition(Protocol):
-    """A rule that hands out rows by their class."""
+class Partition(ABC):
+    """A rule that divides rows among agents by their class."""
 
     def split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
-        """Hand out all rows.
+        """Sorted row numbers of each agent: disjoint, together 0..N-1 unless the rule has ``rows``.
+
+        Rules by class may leave an agent without rows when a class has fewer rows than owners.
 
         Args:
-            labels: (N,) class of each row, >= 0. The rule sees no more of a row.
-            agents: how many, >= 1 and at most N.
-            rng: the only randomness.
-
-        Returns:
-            One sorted array of row numbers per agent: disjoint, together 0..N-1 unless the rule
-            says how many rows it hands out. Rules by class may leave an agent without rows when a
-            class has fewer rows than owners.
+            labels: (N,) class of each row, >= 0.
+            agents: how many, 1..N.
 
         Raises:
-            DataError: more agents than rows, or a rule that cannot fit these classes.
+            DataError: more agents than rows, or a rule that does not fit these classes.
         """
-        ...
+        if agents > self.total(labels):
+            raise DataError(
+                f"{agents} agents are to share {self.total(labels)} rows, and each needs at least "
+                "one. Have fewer agents, or more rows"
+            )
+        return self._split(labels, agents, rng)
+
+    def total(self, labels: Ints) -> int:
+        """Number of rows that are divided."""
+        return len(labels)
+
+    @abstractmethod
+    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]: ...
 
 
 @dataclass(frozen=True)
-class Iid:
+class Iid(Partition):
     """Equally many rows for each agent (within one), and of each class (within one)."""
 
-    def split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
-        """See :meth:`Partition.split`."""
-        _check(labels, agents)
+    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         by_class = np.concatenate(list(_rows_of_classes(labels, rng).values()))
         return _deal(by_class, rng.permutation(agents))
 
 
 @dataclass(frozen=True)
-class Dirichlet:
-    """Each class is cut in shares drawn from a symmetric Dirichlet distribution.
+class Dirichlet(Partition):
+    """The shares of each class are drawn from a symmetric Dirichlet distribution.
 
-    Differs from the paper: an agent that would get nothing gets one row of the agent that has
-    most.
+    Differs from the paper: an agent without rows gets one row of the agent with most.
 
     Args:
-        alpha: concentration, > 0. Small: a class belongs to one agent; large: as iid. Beyond
-            1e-9 and 1e9 nothing changes for any number of rows.
+        alpha: concentration, > 0. Small: a class belongs to one agent; large: as iid. Clipped to
+            1e-9..1e9, beyond which no number of rows shows a difference.
     """
 
     alpha: float
 
-    def split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
-        """See :meth:`Partition.split`. Every agent gets at least one row."""
-        _check(labels, agents)
-        alpha = min(max(self.alpha, 1e-9), 1e9)  # outside numpy's sampler loses its digits
+    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
+        alpha = min(max(self.alpha, 1e-9), 1e9)  # outside, numpy's sampler is inexact
         classes = int(labels.max()) + 1
         # All shares before any row, so that they do not depend on how many rows there are.
         shares = rng.dirichlet(np.full(agents, alpha), size=classes)  # (C, agents)
@@ -84,30 +86,31 @@ class Dirichlet:
 
 
 @dataclass(frozen=True)
-class DirichletEqual:
+class DirichletEqual(Partition):
     """Agents of equal size (within one), whose class shares are drawn from a symmetric Dirichlet.
 
-    One agent after the other, in random order, draws the class of each of its rows from its
-    shares, and takes a row of that class that nobody has. Of a class that is used up no more is
-    drawn; when all of an agent's classes are, rows that are left are as likely as each other.
+    One agent after another, in random order, draws the class of each of its rows from its shares,
+    and takes a free row of that class. When all of an agent's classes are used up, each free row is
+    as likely.
 
     Args:
         alpha: see :class:`Dirichlet`. Small: an agent has one class, and classes may be left over.
-        rows: how many are handed out in all; None: every row, so that the last agents get what
-            the first left. Many more rows than that keep the shares what they were drawn as.
+        rows: how many are divided; None: all, so that the last agents get what the first left.
     """
 
     alpha: float
     rows: int | None = None
 
-    def split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
-        """See :meth:`Partition.split`. Raises DataError where there are fewer than ``rows``."""
+    def total(self, labels: Ints) -> int:
         total = len(labels) if self.rows is None else self.rows
         if total > len(labels):
             raise DataError(
                 f"partition dirichlet_equal: {total} of {len(labels)} rows. Ask for fewer"
             )
-        _check(labels[:total], agents)
+        return total
+
+    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
+        total = self.total(labels)
         alpha = min(max(self.alpha, 1e-9), 1e9)
         classes = int(labels.max()) + 1
         # All shares before any row, so that they do not depend on how many rows there are.
@@ -126,30 +129,24 @@ class DirichletEqual:
 
 
 def _draw_classes(shares: Floats, rows: int, left: Ints, rng: np.random.Generator) -> Ints:
-    """How many of so many rows are of each class (C,), no more than are ``left`` of it."""
+    """Numbers of rows by class (C,), ``rows`` together, at most ``left`` of each class."""
     drawn = np.zeros_like(left)
     while missing := rows - int(drawn.sum()):
         chances = np.where(drawn < left, shares, 0.0)
         if not chances.sum():
             chances = (left - drawn).astype(float)
         more = rng.multinomial(missing, chances / chances.sum())
-        drawn = np.minimum(drawn + more, left)  # what a class cannot give is drawn anew
+        drawn = np.minimum(drawn + more, left)  # missing rows are drawn again
     return drawn
 
 
 @dataclass(frozen=True)
-class ClassesPerAgent:
-    """Each agent owns ``k`` classes; each class has as many owners as any other (within one).
-
-    Args:
-        k: classes of one agent, >= 1.
-    """
+class ClassesPerAgent(Partition):
+    """Each agent owns ``k`` >= 1 classes; classes have equally many owners (within one)."""
 
     k: int
 
-    def split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
-        """See :meth:`Partition.split`."""
-        _check(labels, agents)
+    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         # Before any row, so that who gets which class does not depend on how many rows there are.
         classes = rng.permutation(np.unique(labels))
         if self.k > len(classes):
@@ -164,23 +161,20 @@ class ClassesPerAgent:
                 f"{-(-len(classes) // agents)}, or add agents"
             )
         owners: dict[int, list[int]] = {int(number): [] for number in classes}
-        # k places in a row of a cycle of at least k classes: never the same class twice.
+        # k consecutive places in a cycle of at least k classes: never the same class twice.
         for place in range(agents * self.k):
             owners[int(classes[place % len(classes)])].append(place // self.k)
         return _share(_rows_of_classes(labels, rng), owners, agents, rng)
 
 
 @dataclass(frozen=True)
-class RoundRobin:
+class RoundRobin(Partition):
     """Class c goes to agent c mod n: the non-IID split of Fan et al., section 5.5.
 
-    With more agents than classes the agents go round instead, and agent a shares class
-    a mod C; the paper does not say.
+    With more agents than classes agent a shares class a mod C; the paper does not say.
     """
 
-    def split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
-        """See :meth:`Partition.split`."""
-        _check(labels, agents)
+    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         classes = int(labels.max()) + 1
         owners = {
             number: list(range(number, agents, classes)) or [number % agents]
@@ -189,24 +183,21 @@ class RoundRobin:
         return _share(_rows_of_classes(labels, rng), owners, agents, rng)
 
 
-# Chances of the ten classes at an agent of type 0; type t is the same rotated right by t places.
+# Probabilities of the ten classes at an agent of type 0; type t is rotated right by t places.
 # Source: FedMatch's released code.
 _BASE = (0.50, 0.15, 0.03, 0.03, 0.03, 0.02, 0.03, 0.03, 0.03, 0.15)
 
 
 @dataclass(frozen=True)
-class Imbalanced:
+class Imbalanced(Partition):
     """FedMatch's imbalanced agents: half of an agent's rows are of one class. Ten classes only.
 
-    Agent a draws floor(N / n) classes from type a mod 10 of the table and takes the next rows
-    of each. Differs from the paper's code: it drops what is left over, and an agent that finds
-    a class used up has fewer rows; here the rest fills the agents up, so that every row has an
-    owner and sizes differ by at most one.
+    Agent a draws floor(N / n) classes from type a mod 10 of the table and takes the next rows of
+    each. Differs from the paper's code, which drops the rows left over: here they fill up agents
+    for which a class was used up, so that sizes differ by at most one.
     """
 
-    def split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
-        """See :meth:`Partition.split`."""
-        _check(labels, agents)
+    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         if labels.max() >= len(_BASE):
             raise DataError(
                 f"partition imbalanced is a table for {len(_BASE)} classes, and there is a "
@@ -241,20 +232,7 @@ def from_settings(
         if k is None:
             raise DataError("partition classes_per_agent needs k, for example 2")
         return ClassesPerAgent(k)
-    rules: dict[str, Partition] = {
-        "iid": Iid(),
-        "round_robin": RoundRobin(),
-        "imbalanced": Imbalanced(),
-    }
-    return rules[name]
-
-
-def _check(labels: Ints, agents: int) -> None:
-    if agents > len(labels):
-        raise DataError(
-            f"{agents} agents are to share {len(labels)} rows, and each needs at least one. "
-            "Have fewer agents, or more rows"
-        )
+    return {"iid": Iid(), "round_robin": RoundRobin(), "imbalanced": Imbalanced()}[name]
 
 
 def _rows_of_classes(labels: Ints, rng: np.random.Generator) -> dict[int, Ints]:
@@ -266,23 +244,23 @@ def _rows_of_classes(labels: Ints, rng: np.random.Generator) -> dict[int, Ints]:
 
 
 def _even_sizes(rows: int, order: Ints) -> Ints:
-    """Sizes that differ by at most one; agents that come first in ``order`` get the extra row."""
+    """Sizes that differ by at most one; the first agents of ``order`` get the extra rows."""
     sizes = np.full(len(order), rows // len(order))
     sizes[order[: rows % len(order)]] += 1
     return sizes
 
 
 def _deal(rows: Ints, order: Iterable[int]) -> list[Ints]:
-    """Deal rows like cards, beginning with the first agent in ``order``; a hand per agent."""
-    players = list(order)
-    hands = {agent: np.sort(rows[seat :: len(players)]) for seat, agent in enumerate(players)}
+    """Sorted rows of each agent, dealt one by one in ``order`` (a permutation of agents)."""
+    agents = list(order)
+    hands = {agent: np.sort(rows[place :: len(agents)]) for place, agent in enumerate(agents)}
     return [hands[agent] for agent in sorted(hands)]
 
 
 def _share(
     pools: dict[int, Ints], owners: dict[int, list[int]], agents: int, rng: np.random.Generator
 ) -> list[Ints]:
-    """Deal each class evenly among its owners."""
+    """Divide each class evenly among its owners."""
     hands: list[list[Ints]] = [[] for _ in range(agents)]
     for number, rows in pools.items():
         holders = owners[number]
@@ -294,8 +272,8 @@ def _share(
 
 
 def _nobody_empty(hands: list[Ints], rng: np.random.Generator) -> list[Ints]:
-    """Each agent without rows takes a random one of the richest. There are rows for all."""
-    # The richest comes first; of several, the one with the lowest number.
+    """Give each agent without rows a random row of the agent with most. N >= agents."""
+    # the largest first; of equals the lowest number
     ranking = [(-len(hand), agent) for agent, hand in enumerate(hands)]
     heapq.heapify(ranking)
     for poor in [agent for agent, hand in enumerate(hands) if not len(hand)]:

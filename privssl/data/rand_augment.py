@@ -1,20 +1,15 @@
-"""RandAugment as three papers on federated learning have it, on whole batches.
+"""RandAugment (Cubuk et al. 2020) in three variants, on batches: ``RANDAUGMENTS``.
 
-A view is made by a few operations that are drawn for each image. What Cubuk et al. (2020) call
-RandAugment exists in as many variants as there are authors; here are those of SemiFL ("fixmatch"),
-of FedMatch ("fedmatch") and of FedSEAL ("fedseal"). ``RANDAUGMENTS`` at the end is the table,
-operation by operation.
+A view is made by a few operations that are drawn for each image. The variants are those of SemiFL
+("fixmatch"), FedMatch ("fedmatch") and FedSEAL ("fedseal"). The mirroring and cropping that SemiFL
+and FedSEAL do first are in ``augmentations.view``.
 
-The operations are PIL's (``image_operations.py``). On a CPU each image goes through its own, one
-after the other, by a kernel of ours. Elsewhere, and where no kernel was compiled, images that drew
-the same operation go through it together: there is a loop over operations and none over images. The
-bits of a view are the same.
+The operations are PIL's (``image_operations.py``). On a CPU a compiled kernel applies them image by
+image; elsewhere the images that drew the same operation are changed together. The bits of a view
+are the same.
 
-Images that were not 8-bit are rounded to whole levels first. Images that do not have three channels
-have no colour: ``color`` was drawn, counts as one of the operations, and changes nothing.
-
-Not part of a variant is what SemiFL and FedSEAL do before it to natural images, mirroring and
-cropping: ``Augmentation(crop=0.125, flip=True)`` of ``data/affine_augment.py``.
+Images that are not 8-bit are rounded to whole levels. On images without three channels ``color``
+has no effect, but counts as one of the operations.
 """
 
 from dataclasses import dataclass
@@ -24,39 +19,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from privssl.data.image_operations import (
-    BLACK,
-    TOP,
-    Change,
-    Rotate,
-    Shear,
-    Translate,
-    autocontrast,
-    brightness,
-    color,
-    contrast,
-    cutout,
-    equalize,
-    identity,
-    invert,
-    kind,
-    posterize,
-    sharpness,
-    solarize,
-)
+from privssl.data import image_operations as ops
+from privssl.data.image_operations import BLACK, TOP, Change, Rotate, Shear, Translate
 from privssl.ops import image_transforms
 
-COLUMNS = 6  # of chance per operation: which, whether, how strong, which sign, from top, from left
+COLUMNS = 6  # random numbers per operation: which, whether, strength, sign, from top, from left
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One change, and from what to what its amount goes as the strength goes from 0 to 1."""
+    """One change, and its amounts at strength 0 and 1."""
 
     change: Change
     weakest: float = 0.0
     strongest: float = 0.0
-    either_way: bool = False  # the amount is mirrored at ``weakest`` every second time
+    either_way: bool = False  # mirror the amount at ``weakest`` with probability 1/2
 
 
 @dataclass(frozen=True)
@@ -64,9 +41,9 @@ class RandAugment:
     """A variant; call it with images to get one view of each.
 
     Args:
-        operations: what is drawn from, each as likely, with replacement.
+        operations: drawn uniformly, with replacement.
         count: operations per image.
-        chance: that an operation that was drawn is carried out. In (0, 1].
+        chance: probability that a drawn operation is applied. In (0, 1].
         strength: "full": 1 always; "uniform": from [0, 1) for each operation; "steps": k / 9 with
             k below a bound that is one of 2 to 5 for each image (FedMatch).
     """
@@ -81,8 +58,8 @@ class RandAugment:
 
         Args:
             x: images (B, Ch, H, W), float32 in [-1, 1]; not written to.
-            rng: a generator on the CPU. One draw of (B, 1 + 6 count) numbers, and row i of it is
-                all the chance in view i, so no view depends on another row.
+            rng: a generator on the CPU. Row i of one draw (B, 1 + 6 count) is all randomness of
+                view i, so no view depends on another row.
 
         Returns:
             (B, Ch, H, W) in [-1, 1], in x's memory format: 256 levels as
@@ -100,11 +77,11 @@ class RandAugment:
         return levels.div_(127.5).sub_(1).contiguous(memory_format=form)
 
     def _draw(self, chance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Which operations each image goes through, one after the other, from (B, 1 + 6 count).
+        """The operations of each image, from random numbers (B, 1 + 6 count).
 
         Returns:
-            which: (B, count) place in ``operations``, or -1: none.
-            amount: (B, count), of none any number.
+            which: (B, count) index in ``operations``, or -1: none.
+            amount: (B, count).
             place: (B, count, 2) in [0, 1).
         """
         drawn = chance[:, 1:].view(len(chance), self.count, COLUMNS)
@@ -117,19 +94,19 @@ class RandAugment:
 
     @cached_property
     def _amounts(self) -> Tensor:
-        """Of each operation (3, operations): weakest, way to the strongest, whether mirrored."""
+        """Weakest, strongest - weakest, and either_way of each operation (3, operations)."""
         return torch.tensor(
             [(o.weakest, o.strongest - o.weakest, o.either_way) for o in self.operations]
         ).T
 
     @cached_property
     def _kinds(self) -> list[image_transforms.Kind] | None:
-        """The operations as our kernels know them; None: they do not have all."""
-        kinds = [kind(operation.change) for operation in self.operations]
+        """The operations as the kernel names them; None: it lacks one."""
+        kinds = [ops.kind(operation.change) for operation in self.operations]
         return [k for k in kinds if k is not None] if None not in kinds else None
 
     def _strength(self, of_image: Tensor, of_operation: Tensor) -> Tensor:
-        """(B, count) in [0, 1] from chance (B, 1) and (B, count)."""
+        """(B, count) in [0, 1] from random numbers (B, 1) and (B, count)."""
         if self.strength == "full":
             return torch.ones_like(of_operation)
         if self.strength == "uniform":
@@ -138,13 +115,13 @@ class RandAugment:
         return (bound * of_operation).floor() / 9
 
     def _change(self, levels: Tensor, which: Tensor, amount: Tensor, place: Tensor) -> None:
-        """Carry out one operation on each image, in place. which, amount (B,), place (B, 2)."""
+        """Apply one operation to each image, in place. which, amount (B,), place (B, 2)."""
         order = which.argsort(stable=True)
         sizes = torch.bincount(which + 1, minlength=1 + len(self.operations)).tolist()
-        # the images of each operation; those of none come first
+        # images of each operation; those without come first
         _, *groups = torch.split(order, sizes)
         for operation, rows in zip(self.operations, groups, strict=True):
-            if operation.change is identity or not len(rows):
+            if operation.change is ops.identity or not len(rows):
                 continue
             changed = operation.change(levels[rows], amount[rows], place[rows])
             levels.index_copy_(0, rows, changed.clamp_(BLACK, TOP).round_())
@@ -152,35 +129,34 @@ class RandAugment:
 
 # Variants -----------------------------------------------------------------------------------
 
-#: SemiFL's code, 15 operations, two of them per image, each with probability 0.5 (there: drawn from
-#: U(0.2, 0.8) for each operation, which is the same) and always at full strength. Its constants
-#: are those of larger images: a shift by 100 pixels blanks an image of 32, so that 15.5% of
-#: the views show nothing. All of SemiFL's published numbers were made with it.
+#: SemiFL's code: two of 15 operations per image, each with probability 0.5 (there: drawn from
+#: U(0.2, 0.8), which is the same) at full strength. Its constants are for larger images: a shift by
+#: 100 pixels blanks an image of 32, so that 15.5% of the views are blank, as in SemiFL's results.
 FIXMATCH = RandAugment(
     operations=(
-        Operation(autocontrast),
-        Operation(equalize),
-        Operation(invert),
-        Operation(posterize, 4, 4),
-        Operation(brightness, 1, 1.9),
-        Operation(color, 1, 1.9),
-        Operation(contrast, 1, 1.9),
-        Operation(sharpness, 1, 1.9),
-        Operation(solarize, 0, 0),
+        Operation(ops.autocontrast),
+        Operation(ops.equalize),
+        Operation(ops.invert),
+        Operation(ops.posterize, 4, 4),
+        Operation(ops.brightness, 1, 1.9),
+        Operation(ops.color, 1, 1.9),
+        Operation(ops.contrast, 1, 1.9),
+        Operation(ops.sharpness, 1, 1.9),
+        Operation(ops.solarize, 0, 0),
         Operation(Rotate(BLACK), 0, 30, either_way=True),
         Operation(Shear("x", 2), 0, 0.3, either_way=True),
         Operation(Shear("y", 2), 0, 0.3, either_way=True),
         Operation(Translate("x", "pixel"), 0, 100, either_way=True),
         Operation(Translate("y", "pixel"), 0, 100, either_way=True),
-        Operation(cutout, 40, 40),
+        Operation(ops.cutout, 40, 40),
     ),
     count=2,
     chance=0.5,
     strength="full",
 )
 
-#: FedMatch's code, 13 operations, six of them per image at small strengths. "Equalize" does nothing
-#: there; rotation is by 0, 40, 80, 120 or 160 degrees, always counter-clockwise.
+#: FedMatch's code: six of 13 operations per image at small strengths. Its "equalize" has no effect;
+#: rotation is by 0, 40, 80, 120 or 160 degrees counter-clockwise.
 FEDMATCH = RandAugment(
     operations=(
         Operation(Shear("x", 4), 0, 0.3, either_way=True),
@@ -188,33 +164,33 @@ FEDMATCH = RandAugment(
         Operation(Translate("x", "side"), 0, 0.2, either_way=True),
         Operation(Translate("y", "side"), 0, 0.2, either_way=True),
         Operation(Rotate(128.0), 0, 360),
-        Operation(solarize, 256, 231),
-        Operation(color, 1, 1.9, either_way=True),
-        Operation(sharpness, 1, 1.9, either_way=True),
-        Operation(contrast, 1, 1.5, either_way=True),
-        Operation(brightness, 1, 1.3, either_way=True),
-        Operation(posterize, 8, 4),
-        Operation(autocontrast),
-        Operation(identity),  # named equalize
+        Operation(ops.solarize, 256, 231),
+        Operation(ops.color, 1, 1.9, either_way=True),
+        Operation(ops.sharpness, 1, 1.9, either_way=True),
+        Operation(ops.contrast, 1, 1.5, either_way=True),
+        Operation(ops.brightness, 1, 1.3, either_way=True),
+        Operation(ops.posterize, 8, 4),
+        Operation(ops.autocontrast),
+        Operation(ops.identity),  # named equalize
     ),
     count=6,
     chance=1.0,
     strength="steps",
 )
 
-#: FixMatch's pool of 14, as our reading of FedSEAL has it (the paper says RandAugment and no more):
-#: two per image, each with probability 0.5, at a strength of its own.
+#: FedSEAL (the paper says RandAugment only; ours): two of FixMatch's 14 operations per image, each
+#: with probability 0.5, at a random strength.
 FEDSEAL = RandAugment(
     operations=(
-        Operation(autocontrast),
-        Operation(equalize),
-        Operation(identity),
-        Operation(brightness, 0.05, 0.95),
-        Operation(color, 0.05, 0.95),
-        Operation(contrast, 0.05, 0.95),
-        Operation(sharpness, 0.05, 0.95),
-        Operation(posterize, 3.5, 8.5),  # rounded: 4 to 8 bits, each as likely
-        Operation(solarize, 0, 256),
+        Operation(ops.autocontrast),
+        Operation(ops.equalize),
+        Operation(ops.identity),
+        Operation(ops.brightness, 0.05, 0.95),
+        Operation(ops.color, 0.05, 0.95),
+        Operation(ops.contrast, 0.05, 0.95),
+        Operation(ops.sharpness, 0.05, 0.95),
+        Operation(ops.posterize, 3.5, 8.5),  # rounded: 4 to 8 bits, each as likely
+        Operation(ops.solarize, 0, 256),
         Operation(Rotate(BLACK), 0, 30, either_way=True),
         Operation(Shear("x", 1), 0, 0.3, either_way=True),
         Operation(Shear("y", 1), 0, 0.3, either_way=True),

@@ -1,8 +1,7 @@
-"""Drawing a split: which rows keep their labels, which do not, and who gets them.
+"""Draw a split: labelled, unlabelled and validation rows, and the agents that hold them.
 
-Labelled rows are drawn first, then validation rows, then unlabelled ones out of the rest; then
-each kind is handed out by its own rule to the agents that hold it. All of it follows from
-(data set, settings, seed).
+Labelled rows are drawn first, then validation rows, then unlabelled ones from the rest; each kind
+is divided by its own rule among its agents. All follows from (data set, settings, seed).
 """
 
 import dataclasses
@@ -35,29 +34,23 @@ class RoleAssignment(NamedTuple):
 
 
 def role_problems(labels: str, agents: AgentSettings) -> Iterator[Problem]:
-    """Kinds of agents that ``data.labels`` needs and are none, or are and it has no use for."""
+    """Kinds of agents that ``data.labels`` needs but are 0, or that it cannot have."""
     needed, useless = {
         "support": ("support", ("mixed",)),
         "labels-at-server": ("", ("support", "mixed")),
         "labels-at-client": ("mixed", ("support",)),
     }[labels]
     if needed and not getattr(agents, needed):
-        text = f"data.labels is {labels}, but agents.{needed} is 0, so nobody would hold labels. "
+        text = f"data.labels is {labels}, but agents.{needed} is 0, so no agent would hold labels. "
         yield Problem(needed, f"{text}Set agents.{needed} to at least 1")
     for kind in useless:
         if held := getattr(agents, kind):
-            text = (
-                f"agents.{kind} is {held}, but with data.labels {labels} there are none of them. "
-            )
+            text = f"agents.{kind} is {held}, but with data.labels {labels} there can be none. "
             yield Problem(kind, f"{text}Set agents.{kind} to 0")
 
 
 def holders(labels: str, agents: AgentSettings) -> RoleAssignment:
-    """Who holds what under ``data.labels``.
-
-    Raises:
-        DataError: nobody would hold labels, or agents of a kind that cannot be in this setting.
-    """
+    """The agents that hold each kind of rows. Raises DataError on a ``role_problems``."""
     for _, text in role_problems(labels, agents):
         raise DataError(text)
     support, query, mixed = (
@@ -72,7 +65,7 @@ def holders(labels: str, agents: AgentSettings) -> RoleAssignment:
 
 
 class Split(NamedTuple):
-    """Row ids of each agent, and of the validation rows; a ``Manifest`` has both, too."""
+    """Row ids of each agent, and of the validation rows."""
 
     agents: Mapping[str, AgentRows]
     validation: tuple[int, ...]
@@ -88,7 +81,7 @@ def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Data
     labels: Ints = dataset.y_train.numpy()
     labelled, validation, unlabelled = _draw_rows(data, labels, seed, wanted=bool(who.unlabelled))
     rule = labelled_rule = from_settings(data.partition, data.alpha, data.k)
-    if isinstance(rule, DirichletEqual):  # it chooses its rows by class
+    if isinstance(rule, DirichletEqual):  # it draws its rows by class
         rule = dataclasses.replace(rule, rows=data.unlabelled)
     elif data.unlabelled is not None:
         unlabelled = _pick(unlabelled, labels, data.unlabelled, False, _rng(seed, "unlabelled"))
@@ -103,7 +96,7 @@ def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Data
 
 
 def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool | None]:
-    """What of a config a split follows from: all but the folders of this machine."""
+    """The settings that determine a split: all but paths."""
     settings = dataclasses.asdict(data)
     return {key: value for key, value in settings.items() if key not in ("root", "split")}
 
@@ -111,7 +104,7 @@ def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool 
 def _draw_rows(
     data: DataSettings, labels: Ints, seed: int, *, wanted: bool
 ) -> tuple[Ints, Ints, Ints]:
-    """Labelled and validation row ids, and those that may be had without labels; disjoint.
+    """Ids of labelled and validation rows, and of possible unlabelled rows; disjoint.
 
     Args:
         wanted: whether any agent holds unlabelled rows.
@@ -149,13 +142,13 @@ def _pick(
 ) -> Ints:
     """``count`` of the candidates: at random, or equally many of each class (within one).
 
-    Stratified, a class with too few rows gives all it has and the others make up for it.
+    Stratified, a class with too few rows gives all of them, and the others the rest.
     """
     rows = rng.permutation(candidates)
     if not stratified or not count:
         return rows[:count]
     classes = labels[rows]
-    turn = rng.permutation(int(classes.max()) + 1)  # which classes give the rows left over
+    turn = rng.permutation(int(classes.max()) + 1)  # order of classes in the last round
     rank = np.empty(len(rows), dtype=np.int64)  # of a row among the rows of its class
     for number in np.flatnonzero(np.bincount(classes)):  # np.unique takes ten times as long
         mine = classes == number
@@ -167,14 +160,14 @@ def _pick(
 def _hand_out(
     kind: str, rule: Partition, agents: tuple[str, ...], rows: Ints, labels: Ints, seed: int
 ) -> dict[str, tuple[int, ...]]:
-    """Row ids of each agent, sorted.
+    """Sorted row ids of each agent.
 
-    Both kinds draw from the same stream: where the rules are the same, the labelled and the
-    unlabelled rows of a mixed agent get the same classes.
+    Both kinds use the same stream, so that with equal rules the labelled and the unlabelled rows of
+    a mixed agent are of the same classes.
     """
     if not agents:
         return {}
-    if agents == (SERVER,):  # there is nothing to hand out, whatever the rule for agents is
+    if agents == (SERVER,):  # the rule is for agents
         return {SERVER: tuple(np.sort(rows).tolist())}
     if len(agents) > len(rows):
         raise DataError(
@@ -185,7 +178,7 @@ def _hand_out(
     if (classes == NO_LABEL).any():
         if not isinstance(rule, Iid):
             raise DataError(
-                f"{rule} hands out rows by their class, and {(classes == NO_LABEL).sum()} of the "
+                f"{rule} divides rows by their class, and {(classes == NO_LABEL).sum()} of the "
                 f"{len(rows)} {kind} rows have no label. Set data.partition: iid (and "
                 "data.labelled_partition for the labelled rows)"
             )

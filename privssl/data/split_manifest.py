@@ -1,13 +1,13 @@
-"""Who holds which rows, as a file that can be checked, shown and replayed: ``split.json``.
+"""The split of a run as a file that can be checked, shown and replayed: ``split.json``.
 
 One line of JSON in canonical form (keys sorted, no spaces). Its ``hash`` is the SHA-256 of all
 the rest in that form, so two runs with one hash had the same split of the same data. The file
-names no path, and reading it follows none.
+contains no path.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from accounting.canonical_json import bounded, finite
+from accounting.canonical_json import decode_strictly
 from accounting.errors import PlanError
 from privssl.data.datasets import Dataset
 from privssl.errors import DataError
@@ -49,7 +49,7 @@ class AgentRows:
 
 @dataclass(frozen=True, config=_exact)
 class Manifest:
-    """A split. Every row id stands in it at most once.
+    """A split. Every row id occurs at most once.
 
     ``rows`` is the size N of the training set, ``settings`` what the split was drawn with
     (without the folders of this machine), ``checksum`` that of the data set.
@@ -75,7 +75,7 @@ class Manifest:
             DataError: it cannot be written.
         """
         try:
-            # For its owner alone: the file names the rows that have labels.
+            # readable by its owner alone: the file lists the rows that have labels
             content = _canonical({**_plain(self), "hash": self.hash}) + "\n"
             atomic_files.replace(path, content.encode())
         except OSError as error:
@@ -93,11 +93,11 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest and check all that can be checked without the data.
+    """Read a manifest, and check it without the data.
 
     Raises:
         DataError: no such file, not in this format, changed since it was written, or a row id
-            that is out of range or stands in it twice.
+            that is out of range or occurs twice.
     """
     found = _parse(path)
     schema, stated = found.pop("schema", None), found.pop("hash", None)
@@ -135,49 +135,30 @@ def _parse(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES} bytes")
-        found = json.loads(
-            text, object_pairs_hook=_each_key_once, parse_constant=_no_constant,
-            parse_int=bounded, parse_float=finite,
-        )  # fmt: skip
+            raise PlanError(f"it has more than {MAX_BYTES} bytes")
+        return decode_strictly(text)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}. data.split names a split.json") from None
-    except (ValueError, RecursionError, PlanError) as error:
+    except PlanError as error:
         raise DataError(f"{path} is not a split.json: {error}") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is not a split.json: it has no keys")
-    return found
-
-
-def _each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} stands twice in one object")
-    return found
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _check_ids(path: Path, manifest: Manifest) -> None:
-    """No row out of range, none with two holders or twice with one."""
-    holders: dict[int, str] = {}
+    """Raise DataError where a row id is out of range, or occurs twice."""
+    owners: dict[int, str] = {}
     held = [("validation", manifest.validation)]
-    for agent, holding in manifest.agents.items():
-        held += [(agent, holding.labelled), (agent, holding.unlabelled)]
-    for holder, ids in held:
+    for agent, rows in manifest.agents.items():
+        held += [(agent, rows.labelled), (agent, rows.unlabelled)]
+    for owner, ids in held:
         for row in ids:
             if row >= manifest.rows:
                 raise DataError(
-                    f"{path}: {holder} holds the row {row}, but the data set has rows 0 to "
+                    f"{path}: {owner} holds the row {row}, but the data set has rows 0 to "
                     f"{manifest.rows - 1}"
                 )
-            if row in holders:
+            if row in owners:
                 raise DataError(
-                    f"{path}: the row {row} is held by {holders[row]} and by {holder}. Each row "
-                    "may stand in a split once"
+                    f"{path}: the row {row} is held by {owners[row]} and by {owner}. Each row may "
+                    "occur once"
                 )
-            holders[row] = holder
+            owners[row] = owner

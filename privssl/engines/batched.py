@@ -1,23 +1,18 @@
-"""The engine for a GPU: agents of a parallel step train side by side, in one stream of kernels.
+"""The engine for a GPU: agents of a parallel step train in lockstep, in one stream of kernels.
 
-A small network leaves a GPU idle: nearly all of a step's time goes into starting its kernels. So
-visits run in lockstep (``training/batched/scheduler.py``). A visit is what it always was, one
-agent's walk through its batches with random numbers of its own. But where it calls a network of its
-algorithm, or goes a step down a loss (``local_training.minimise``), it waits for the others, and
-the pass or the step is done for all of them at once (``training/batched/stacking.py``). An
-algorithm does not know of it.
+A small network leaves a GPU idle, because most of a step's time is kernel launches. So steps of
+several agents run in lockstep (``training/batched/scheduler.py``), each with its own batches and
+random numbers. When a step calls a network or takes an optimiser step
+(``local_training.minimise``), it waits for the others, and the operation is done for all at once
+(``training/batched/stacking.py``). Algorithms need not know.
 
-First all passes that visits wait for; when every visit waits for a step, the steps: so one that had
-more passes before a step meets the others again there. One with fewer steps leaves earlier. Steps
-of DP-SGD go the same way (``privacy/batched_dp_sgd.py``). Each agent's account is charged by its
-own visit, before its rows are read, and nothing of its rows or its noise enters another's network.
+Forward passes come first. When every step waits for its optimiser, the optimiser steps are taken.
+DP-SGD works likewise (``privacy/batched_dp_sgd.py``). Each account is charged by its own step,
+before its rows are read, and no agent's rows or noise enter another's network.
 
-Each visit has a copy of the algorithm with networks of its own. An algorithm keeps nothing between
-visits, so the copy serves another agent afterwards.
-
-What is done one after the other as ever: a call without company (a sequential pass, as that of
-Algorithm 2 of Fan et al.). Results equal those of the other engines up to the rounding of float32:
-docs/batched_agents.md.
+Each step has a copy of the algorithm with networks of its own, which later serves another agent.
+Single calls (a sequential pass) run as in the local engine. Results equal those of the other
+engines up to float32 rounding: docs/batched_agents.md.
 """
 
 import copy
@@ -29,16 +24,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from privssl.algorithms.base import Algorithm
 from privssl.core.agents import Agent
 from privssl.core.engine import Call
 from privssl.core.messages import Reply
-from privssl.core.task import LabelMeter
-from privssl.engines.local import LocalEngine
+from privssl.engines.local import EngineOptions, LocalEngine
 from privssl.privacy.batched_dp_sgd import can_sum, clipped_sums_batched, noisy_steps_batched
 from privssl.privacy.dp_sgd import ClippedSum, NoisyOptimizerStep
-from privssl.storage.spill_store import SpillStore
 from privssl.training import local_training
 from privssl.training.batched.deferred import BatchedCall, BatchRequest, request_handler
 from privssl.training.batched.scheduler import Request, run_in_lockstep
@@ -55,7 +49,7 @@ from privssl.training.batched.stacking import (
 
 
 def unsupported_reason(device: torch.device) -> str | None:
-    """Why agents cannot train side by side, as half a sentence; None: they can.
+    """Why agents cannot train in lockstep with this device, or None.
 
     >>> unsupported_reason(torch.device("mps"))
     'the device is mps, and this is for cuda (or cpu, where it is slower)'
@@ -66,7 +60,7 @@ def unsupported_reason(device: torch.device) -> str | None:
 
 
 class BatchedEngine(LocalEngine):
-    """Delivers the calls of a parallel step to visits in lockstep, all others one by one."""
+    """Runs the calls of a parallel step in lockstep, all others one by one."""
 
     def __init__(
         self,
@@ -74,24 +68,14 @@ class BatchedEngine(LocalEngine):
         *,
         algorithm: Algorithm[Any],
         at_once: int,
-        seed: int,
-        device: torch.device,
-        meter: LabelMeter | None = None,
-        check_wire: bool = False,
-        spill_store: SpillStore | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        """``algorithm``: whose steps will be called; a step of anybody else is done one by one.
-
-        ``at_once``: agents whose networks and batches are held at a time, >= 1.
         """
-        super().__init__(
-            agents,
-            seed=seed,
-            device=device,
-            meter=meter,
-            check_wire=check_wire,
-            spill_store=spill_store,
-        )
+        Args:
+            algorithm: its steps run in lockstep, all others one by one.
+            at_once: agents whose networks and batches are in memory at a time, >= 1.
+        """
+        super().__init__(agents, **options)
         self._algorithm, self._at_once = algorithm, at_once
         self._copies: list[Algorithm[Any]] = []
 
@@ -100,17 +84,17 @@ class BatchedEngine(LocalEngine):
         super().close()
 
     def _run_calls(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
-        together = self._that_may_meet(calls)
+        together = self._batchable(calls)
         if len(together) < 2:
             return super()._run_calls(calls)
         replies: dict[int, Reply[Any]] = {}
         for start in range(0, len(together), self._at_once):
             some = together[start : start + self._at_once]
-            replies |= zip(some, self._side_by_side([calls[place] for place in some]), strict=True)
-        return (replies.get(place) or self._visit(call) for place, call in enumerate(calls))
+            replies |= zip(some, self._run_batched([calls[place] for place in some]), strict=True)
+        return (replies.get(place) or self._run_call(call) for place, call in enumerate(calls))
 
-    def _that_may_meet(self, calls: Sequence[Call]) -> list[int]:
-        """Places of the calls that may be in lockstep."""
+    def _batchable(self, calls: Sequence[Call]) -> list[int]:
+        """Places of the calls that can run in lockstep."""
         often = Counter(call.to.id for call in calls)
         return [
             place for place, call in enumerate(calls)
@@ -118,75 +102,73 @@ class BatchedEngine(LocalEngine):
             and getattr(self._algorithm, call.step.__name__, None) == call.step
         ]  # fmt: skip
 
-    def _side_by_side(self, calls: Sequence[Call]) -> list[Reply[Any]]:
+    def _run_batched(self, calls: Sequence[Call]) -> list[Reply[Any]]:
         while len(self._copies) < len(calls):
-            self._copies.append(_asking_copy(self._algorithm))
-        visits = [
+            self._copies.append(_batching_copy(self._algorithm))
+        own_calls = [
             dataclasses.replace(call, step=getattr(own, call.step.__name__))
             for call, own in zip(calls, self._copies, strict=False)
         ]
 
-        def piece(visit: Call) -> Callable[[Request], Reply[Any]]:
-            def work(ask: Request) -> Reply[Any]:
-                _ask.set(ask)  # the thread, and with it the context, is this piece's own
+        def task(call: Call) -> Callable[[Request], Reply[Any]]:
+            def work(submit: Request) -> Reply[Any]:
+                _submit.set(submit)  # each task has a thread, and so a context, of its own
 
                 def jointly(one: BatchRequest) -> Any:
-                    return ask(one) if _can_be_joint(one) else one.run_single()
+                    return submit(one) if _is_batchable(one) else one.run_single()
 
                 with request_handler(jointly):
-                    return self._visit(visit)
+                    return self._run_call(call)
 
             return work
 
         steps, private = JointSteps(), JointSteps()
-        at_once: tuple[tuple[type, Callable[[Any], Sequence[Any]]], ...] = (
+        kinds: tuple[tuple[type, Callable[[Any], Sequence[Any]]], ...] = (
             (Pass, run_passes_batched),
             (BatchedCall, run_calls_batched),
             (ClippedSum, clipped_sums_batched),
         )
 
-        def answer(questions: Sequence[Any]) -> dict[int, Any]:
-            for kind, as_one in at_once:
-                wanted = {n: asked for n, asked in enumerate(questions) if isinstance(asked, kind)}
+        def answer(requests: Sequence[Any]) -> dict[int, Any]:
+            for kind, batched in kinds:
+                wanted = {n: asked for n, asked in enumerate(requests) if isinstance(asked, kind)}
                 if wanted:
-                    return dict(zip(wanted, as_one(list(wanted.values())), strict=True))
-            descents = [
-                asked for asked in questions if isinstance(asked, local_training.OptimizerStep)
-            ]
-            noisy = [asked for asked in questions if isinstance(asked, NoisyOptimizerStep)]
-            if descents:
-                steps.take(descents)
+                    return dict(zip(wanted, batched(list(wanted.values())), strict=True))
+            plain = [one for one in requests if isinstance(one, local_training.OptimizerStep)]
+            noisy = [one for one in requests if isinstance(one, NoisyOptimizerStep)]
+            if plain:
+                steps.take(plain)
             if noisy:
                 noisy_steps_batched(noisy, private)
-            return dict.fromkeys(range(len(questions)))
+            return dict.fromkeys(range(len(requests)))
 
-        return run_in_lockstep([piece(visit) for visit in visits], answer, self._device)
+        return run_in_lockstep([task(call) for call in own_calls], answer, self._device)
 
 
-def _can_be_joint(one: BatchRequest) -> bool:
+def _is_batchable(one: BatchRequest) -> bool:
     if isinstance(one, BatchedCall):
         return can_compute(one)
     return can_sum(one) if isinstance(one, ClippedSum) else True
 
 
-# Networks that ask ---------------------------------------------------------------------------
+# Batched networks ----------------------------------------------------------------------------
 
-#: On the thread of a visit in lockstep: how it asks for what is done for all.
-_ask: ContextVar[Request | None] = ContextVar("ask", default=None)
+#: On a step's thread: submits a batched operation.
+_submit: ContextVar[Request | None] = ContextVar("submit", default=None)
 
 
-def _asking_copy(algorithm: Algorithm[Any]) -> Algorithm[Any]:
-    """A copy whose networks, where a visit calls them, ask for a pass together with others."""
+def _batching_copy(algorithm: Algorithm[Any]) -> Algorithm[Any]:
+    """A copy whose networks, called in a step, are batched with those of other steps."""
     own = copy.deepcopy(algorithm)
     for name, network in _networks(own):
         stackable = Stackable(name, network)
         if not stackable.never:
-            _let_ask(stackable)
+            _batch_forward(stackable)
     return own
 
 
 def _networks(algorithm: Algorithm[Any]) -> Iterator[tuple[str, nn.Module]]:
-    """All that an algorithm holds, by attribute, or attribute and name."""
+    """An algorithm's networks, by attribute, or attribute and name."""
     for name, value in vars(algorithm).items():
         if isinstance(value, nn.Module):
             yield name, value
@@ -196,16 +178,16 @@ def _networks(algorithm: Algorithm[Any]) -> Iterator[tuple[str, nn.Module]]:
                     yield f"{name}.{key}", inner
 
 
-def _let_ask(copy: Stackable) -> None:
-    # In plain layout: gradients come out of a stack so, and need not be copied once more.
+def _batch_forward(copy: Stackable) -> None:
+    # Stacked gradients have this layout, which saves a copy.
     network = copy.network.to(memory_format=torch.contiguous_format)
     alone = network.forward
 
     def forward(*inputs: Any, **named: Any) -> Any:
-        ask = _ask.get()  # None outside of visits, so also where the question is answered
-        if ask is None or named or not can_stack(copy, inputs):
+        submit = _submit.get()  # None outside of steps, and where batches are computed
+        if submit is None or named or not can_stack(copy, inputs):
             return alone(*inputs, **named)
-        return ask(Pass(copy, alone, inputs, torch.is_grad_enabled()))
+        return submit(Pass(copy, alone, inputs, torch.is_grad_enabled()))
 
     network.forward = forward
     setattr(network, COPY, copy)

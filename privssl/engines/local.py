@@ -1,7 +1,7 @@
-"""The engine for one machine: every agent lives in this process and works in turn.
+"""The engine for one machine: all agents live in this process and work in sequence.
 
-Tensors are copied at the border, so that an agent cannot write into the server's state; with
-``check_wire`` each message also goes to bytes and back, as it would across a network.
+Messages are copied between server and agent, so that neither can write into the other's tensors;
+with ``check_wire`` they are also serialised, as for a network.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import NotRequired, TypedDict, Unpack
 
 from privssl.core.agents import Agent, AgentRef, Memory, natural_order
 from privssl.core.engine import Call
@@ -23,10 +24,10 @@ from privssl.training import local_training
 
 
 class PseudoLabelBuffer:
-    """Takes a meter's place in a step, which so cannot reach what the meter knows to be true."""
+    """Stands in for a meter during a step, so that no step can reach the meter's true labels."""
 
     def __init__(self, seen: Sequence[Tensor] = ()) -> None:
-        self.seen = list(seen)  # ids, labels and kept of one batch after the other
+        self.seen = list(seen)  # ids, labels, kept of each batch
 
     def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None:
         self.seen += [ids, labels, kept]
@@ -36,54 +37,51 @@ class PseudoLabelBuffer:
             meter.observe(ids, labels, kept)
 
 
-class LocalEngine:
-    """Delivers calls one after the other in this process."""
+class EngineOptions(TypedDict):
+    """What the engines of one machine have in common."""
 
-    def __init__(
-        self,
-        agents: Sequence[Agent],
-        *,
-        seed: int,
-        device: torch.device,
-        meter: LabelMeter | None = None,
-        check_wire: bool = False,
-        spill_store: SpillStore | None = None,
-    ) -> None:
-        """``spill_store``: where memories lie; absent, one of this engine's own, all of it in
-        RAM."""
+    seed: int
+    device: torch.device
+    meter: NotRequired[LabelMeter | None]
+    check_wire: NotRequired[bool]
+    spill_store: NotRequired[SpillStore | None]  # holds memories; default: all in RAM
+
+
+class LocalEngine:
+    """Delivers calls in sequence in this process."""
+
+    def __init__(self, agents: Sequence[Agent], **options: Unpack[EngineOptions]) -> None:
         self._agents = {a.id: a for a in sorted(agents, key=lambda a: natural_order(a.id))}
-        self._seed = seed
-        self._device = device
-        self._meter = meter
-        self._check_wire = check_wire
+        self._seed = options["seed"]
+        self._device = options["device"]
+        self._meter = options.get("meter")
+        self._check_wire = options.get("check_wire", False)
         self._session_id = os.urandom(6).hex()
-        self._spill_store = spill_store or SpillStore()
+        self._spill_store = options.get("spill_store") or SpillStore()
 
     def roster(self) -> Sequence[AgentRef]:
         return [agent.ref for agent in self._agents.values()]
 
     def deliver(self, calls: Sequence[Call]) -> Iterable[Reply[Any]]:
-        """See ``Engine.deliver``. Nothing is done before the first reply is asked for."""
+        """See ``Engine.deliver``. Calls are run lazily, as replies are taken."""
         return self._run_calls(calls)
 
     def _run_calls(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
-        """What ``deliver`` answers; ``engines/process_pool.py`` has another way to the same
-        bits."""
-        return map(self._visit, calls)
+        """The replies of ``deliver``; other engines override this and give the same bits."""
+        return map(self._run_call, calls)
 
-    def _visit(self, call: Call) -> Reply[Any]:
-        heard = None if self._meter is None else PseudoLabelBuffer()
-        reply = self._run_on_agent(call, self._across(call.message), heard)
-        if self._meter is not None and heard is not None:
-            heard.flush(self._meter)
-        self._remember(call.to.id, self._agents[call.to.id].memory)
-        return dataclasses.replace(reply, content=self._across(reply.content))
+    def _run_call(self, call: Call) -> Reply[Any]:
+        buffer = None if self._meter is None else PseudoLabelBuffer()
+        reply = self._run_on_agent(call, self._copy_message(call.message), buffer)
+        if self._meter is not None and buffer is not None:
+            buffer.flush(self._meter)
+        self._set_memory(call.to.id, self._agents[call.to.id].memory)
+        return dataclasses.replace(reply, content=self._copy_message(reply.content))
 
     def _run_on_agent(
-        self, call: Call, message: Message, heard: PseudoLabelBuffer | None
+        self, call: Call, message: Message, buffer: PseudoLabelBuffer | None
     ) -> Reply[Any]:
-        """The step itself. What comes in and what goes out is not copied here: the caller copies
-        the reply before another step is taken."""
+        """Run the step. Nothing is copied: the caller copies the reply before the next step."""
         agent = self._agents[call.to.id]
         ctx = Context(
             seed=self._seed,
@@ -92,24 +90,24 @@ class LocalEngine:
             visit_key=call.key,
             session_id=self._session_id,
             device=self._device,
-            # An account means that these rows are under a claim: no curve may leave beside it.
+            # With an account these rows are under a claim, which no metric may bypass.
             telemetry=agent.account is None,
-            meter=heard,
+            meter=buffer,
         )
-        # dropout asks torch's own generator, which nobody seeded
+        # Dropout draws from torch's global generator.
         with seeded(ctx.rng("torch")), local_training.copy_once():
             content = run_step(agent, call.step, message, ctx)
         return Reply(agent.ref, content, weight=ctx.weight, metrics=dict(ctx.metrics))
 
-    def _across(self, message: Message) -> Message:
+    def _copy_message(self, message: Message) -> Message:
         if self._check_wire:
             return roundtrip(message)
         if isinstance(message, Declined):
             return message
-        check(message)  # a run that diverged must say so, not go on
+        check(message)  # a run that diverged must stop with an error
         return type(message)(**{name: _copy(value) for name, value in vars(message).items()})
 
-    def _remember(self, agent: str, memory: Memory) -> None:
+    def _set_memory(self, agent: str, memory: Memory) -> None:
         self._agents[agent].memory = self._spill_store.put(memory)
 
     def memories(self) -> Mapping[str, Memory]:
@@ -117,7 +115,7 @@ class LocalEngine:
 
     def restore(self, memories: Mapping[str, Memory]) -> None:
         for agent in self._agents:
-            self._remember(agent, memories.get(agent, {}))
+            self._set_memory(agent, memories.get(agent, {}))
 
     def close(self) -> None:
         for agent in self._agents.values():
@@ -126,7 +124,7 @@ class LocalEngine:
 
 
 def roundtrip(message: M) -> M:
-    """What would arrive of a message across a network. Raises MessageError as ``unpack`` does."""
+    """Serialise and deserialise a message. Raises MessageError as ``deserialize`` does."""
     return deserialize(type(message), serialize(message))
 
 
@@ -139,7 +137,7 @@ def _copy(value: Any) -> Any:
 
 
 def roundtrip_calls(calls: Sequence[Call]) -> list[Call]:
-    """The calls as a network would bring them. What shared a message shares one."""
+    """``roundtrip`` the messages of calls; a message that several calls share stays shared."""
     sent = {id(call.message): call.message for call in calls}
     arrived = {key: roundtrip(message) for key, message in sent.items()}
     return [dataclasses.replace(call, message=arrived[id(call.message)]) for call in calls]

@@ -12,7 +12,8 @@ whole, and the checks between sections. Delta's limits: docs/privacy.md.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_DOWN, Context
 from pathlib import Path
@@ -40,7 +41,7 @@ from privssl.settings.yaml_reader import as_yaml_number
 
 LONGEST_NAME = 200
 _OF_ONE_MACHINE = {"data": ("root", "split"), "privacy": ("ledger", "ledger_epsilon")}
-# Windows cannot hold files of these names, whatever their extension.
+_PATHS = {"data": ("root", "split"), "run": ("certificate", "keys"), "privacy": ("ledger",)}
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,10 @@ def load_config(
     Raises:
         ConfigError: with every problem of the file and the arguments, sorted by line.
     """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # the log and config.yaml of the run could not contain it
+        raise ConfigError(f"{show(str(path))}: its name is not UTF-8. Rename the file") from None
     builder = ConfigBuilder(path, algorithms)
     builder.read_file()
     for override in overrides:
@@ -97,6 +102,7 @@ def load_config(
     builder.check("", _algorithm_problems(config, algorithms))
     builder.check("run.", _absence_problems(config, algorithms))
     builder.check("run.", _together_problems(config))
+    builder.check("", _batch_norm_problems(config, builder.bad))
     if not builder.findings:  # the algorithm may have said it in its own words
         builder.check("agents.", role_problems(config.data.labels, config.agents))
     if builder.findings:
@@ -105,8 +111,21 @@ def load_config(
         config.run, name=_name(config), precision=_precision(config, algorithms),
         absent=_absent(config, algorithms),
     )  # fmt: skip
-    result: Config = dataclasses.replace(config, run=run, warnings=tuple(_warnings(config)))
-    return result
+    config = dataclasses.replace(config, run=run, warnings=tuple(_warnings(config)))
+    # In the folder of a run paths are absolute already; older runs have others in their checksum.
+    of_run = path.name == "config.yaml" and (path.parent / "split.json").exists()
+    return config if of_run else _with_absolute_paths(config)
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """The config whose paths mean the same in every working directory."""
+    sections = {}
+    for name, keys in _PATHS.items():
+        section = getattr(config, name)
+        found = {key: getattr(section, key) for key in keys if getattr(section, key, "")}
+        full = {key: os.path.abspath(text) for key, text in found.items() if text[0] != "~"}
+        sections[name] = dataclasses.replace(section, **full) if full else section
+    return dataclasses.replace(config, **sections)
 
 
 def _name(config: Config) -> str:
@@ -266,6 +285,25 @@ def _together_problems(config: Config) -> Iterator[Problem]:
             "batched_agents",
             f"is {config.run.batched_agents}, but networks that multiply in bfloat16 are computed "
             "one by one. Give 1, or run.precision: float32",
+        )
+
+
+def _batch_norm_problems(config: Config, bad: Collection[str]) -> Iterator[Problem]:
+    """Batches of one row, of which batch norm has no variance. ``bad``: keys reported already."""
+    if config.model.norm != "batch" or config.privacy is not None:
+        return
+    for key, value in vars(config.algorithm).items():
+        if key.endswith("batch_size") and value == 1 and f"algorithm.{key}" not in bad:
+            yield Problem(
+                f"algorithm.{key}",
+                "1, but batch norm needs two rows in a batch. Give 2 or more, or set "
+                "model.norm: group",
+            )
+    if 0 < _labelled_rows(config) < 2:
+        yield Problem(
+            "data.labelled",
+            f"{config.data.labelled}: an agent has a single labelled row, and batch norm needs two "
+            "in a batch. Give more rows or fewer agents, or set model.norm: group",
         )
 
 

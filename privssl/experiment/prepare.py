@@ -5,6 +5,7 @@ that is missing or cannot be split, a device that is not there, a privacy plan t
 fits, a delta that would allow a whole row of the largest agent to be published.
 """
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -114,7 +115,42 @@ def prepare(config: Config) -> Prepared:
         check_plan_networks(plan, algorithm)
         if plan.visits and config.run.engine == "local":
             algorithm.try_private(device)
+    said = (*config.warnings, *_warnings(config, federated_data))
+    config = dataclasses.replace(config, warnings=said)
     return Prepared(config, federated_data, algorithm, plan, promises, device, roster)
+
+
+def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator[str]:
+    """What makes a run meaningless or slow. Of a private run by public numbers alone."""
+    classes, threads = federated_data.dataset.class_names, torch.get_num_threads()
+    if threads > 1 and config.run.engine == "local" and config.run.workers == "auto":
+        yield (
+            f"torch computes in {threads} threads here (OMP_NUM_THREADS), which can take several "
+            "times as long as one: agents are not divided among processes, and small steps wait "
+            "for their threads. Set OMP_NUM_THREADS=1, or unset it"
+        )
+    if config.data.labelled < len(classes):
+        yield (
+            f"data.labelled is {config.data.labelled}, but there are {len(classes)} classes: at "
+            f"least {len(classes) - config.data.labelled} have no labelled row and cannot be "
+            f"learned. Give {len(classes)} or more"
+        )
+    if config.privacy is not None:
+        return
+    here = [agent.held_labelled for agent in federated_data.agents if agent.held_labelled]
+    found = torch.cat([rows.y for rows in here]).unique().tolist() if here else range(len(classes))
+    absent = [name for number, name in enumerate(classes) if number not in found]
+    if absent and config.data.labelled >= len(classes):
+        some = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
+        yield (
+            f"{len(absent)} of {len(classes)} classes have no labelled row ({some}) and cannot be "
+            "learned. Give more data.labelled, or data.stratified: true"
+        )
+    least = 2 if config.model.norm == "batch" else 1
+    for agent in federated_data.agents:
+        held = sum(map(len, filter(None, (agent.held_labelled, agent.held_unlabelled))))
+        if held < least:
+            yield f"{agent.id} holds {held} of the {least} rows that a step needs: it takes none"
 
 
 def _federated_data(config: Config) -> data.FederatedDataset:

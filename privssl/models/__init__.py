@@ -5,7 +5,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-import generators.spectral
 from privssl.errors import DataError
 from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
 from privssl.models.resnet import ResNet9
@@ -15,7 +14,6 @@ from privssl.ops.flatten import Flatten
 from privssl.ops.fused_conv import fuse
 from privssl.ops.linear import LARGE, Linear
 from privssl.ops.precision import Precision, in_precision
-from privssl.ops.spectral_norm import SpectralNorm
 from privssl.settings.schema import ModelSettings
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -41,8 +39,8 @@ def build_classifier(
     Args:
         settings: name, width and normalisation.
         shape: (channels, height, width) of a row; height and width at least 8.
-        classes: number of classes, at least 2.
-        precision: of its multiplications; weights and logits are float32.
+        classes: at least 2.
+        precision: of multiplications; weights and logits are float32.
 
     Raises:
         DataError: the rows are too small to be halved three times.
@@ -58,14 +56,12 @@ def build_classifier(
 
 
 def optimize_layout(network: Network) -> Network:
-    """The network as it is trained fastest: its kernels as rows lie in memory, channels last,
-    dropout that takes less time to draw, flattening that keeps gradients in that order, large
-    linear layers by the faster library, spectral norms by a kernel, and rectifiers that wait until
-    pooling has left a quarter of the numbers (which of several is the largest they do not change).
-    No parameter changes its name.
+    """The network as it trains fastest: weights channels last, faster dropout, flattening and large
+    linear layers, fused layers, and ReLU after max pooling (on a quarter of the elements, with the
+    same result). Parameter names stay.
 
-    To be done when a network is built and not when it is used: in another layout sums round
-    differently, and the first visit of a process, of a resumed run say, would differ from the next.
+    Call it when a network is built, not when it is used: another layout rounds otherwise, so the
+    first step of a resumed run would differ.
     """
     for module in list(network.modules()):
         for name, child in module.named_children():
@@ -75,8 +71,6 @@ def optimize_layout(network: Network) -> Network:
                 setattr(module, name, Flatten().train(child.training))
             if type(child) is nn.Linear and child.weight.numel() >= LARGE:
                 child.__class__ = Linear  # it keeps its parameters
-            if type(child) is generators.spectral.SpectralNorm:
-                child.__class__ = SpectralNorm
         if type(module) is nn.Sequential:
             _rectify_late(module)
             fuse(module)

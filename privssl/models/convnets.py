@@ -1,8 +1,5 @@
-"""Small convolutional classifiers for 8x8 to 32x32 images.
-
-Pooling comes before normalisation: on a CPU a group norm at full resolution costs more than
-the convolution before it.
-"""
+"""Small CNNs for 8x8 to 32x32 images. Pooling precedes normalisation: on a CPU a group norm at full
+resolution costs more than the convolution before it."""
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +20,8 @@ def norm_layer(norm: str, channels: int) -> nn.Module:
 
 
 class SmallCNN(nn.Module):
-    """Three convolutions, each pooled, normalised, rectified; one linear layer.
-
-    29,546 parameters at width 16, 28x28, 10 classes. Input (B, *shape), output (B, classes).
-    """
+    """Three convolutions, each pooled, normalised, rectified; one linear layer. 29,546 parameters
+    at width 16, 28x28, 10 classes. Input (B, *shape), output (B, classes)."""
 
     def __init__(
         self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
@@ -52,11 +47,9 @@ class SmallCNN(nn.Module):
 
 
 class LeNet(nn.Module):
-    """LeNet-5 with rectifiers and max pooling (LeCun et al. 1998), any input of 8x8 or more.
-
-    The first convolution pads by two, as for 28x28 digits; the second does not pad where the
-    image is large enough for that. ``width`` scales 6/16/120/84 (16 keeps them).
-    """
+    """LeNet-5 with ReLU and max pooling (LeCun et al. 1998), any input of 8x8 or more. The first
+    convolution pads by two, as for 28x28 digits; the second pads only small images. ``width``
+    scales 6/16/120/84 (16 keeps them)."""
 
     def __init__(
         self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
@@ -95,15 +88,14 @@ class LeNet(nn.Module):
 class TriNetCNN(nn.Module):
     """FedTriNet's network for MNIST and Fashion-MNIST (Che et al. 2021, as in their code).
 
-    30,840 parameters at width 16, 1x32x32, 10 classes without norm, which is how the paper has it.
-    ``shallow`` holds the two convolutions, ``deep`` the two linear layers: the halves that
-    ``splice.splice`` tells apart. ``width`` scales 10/20/50 (16 keeps them).
+    30,840 parameters at width 16, 1x32x32, 10 classes without norm, as in the paper. ``shallow``
+    has the two convolutions, ``deep`` the two linear layers, the halves of ``splice.splice``.
+    ``width`` scales 10/20/50 (16 keeps them).
 
-    Dropout (one half of the channels, one half of the hidden units) takes its chance from torch's
-    global generator: train inside of ``randomness.seeded``.
+    Dropout (half of the channels, half of the hidden units) draws from torch's global generator:
+    train inside ``randomness.seeded``.
 
-    Differs from the paper: on images with a side below 16 pixels, which its convolutions without
-    padding would use up, they pad by two.
+    Differs from the paper: images with a side below 16 pixels are padded by two.
     """
 
     def __init__(

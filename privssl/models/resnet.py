@@ -1,17 +1,16 @@
-"""ResNet-9: eight convolutions of which four lie in two residual blocks, and a linear layer.
+"""ResNet-9: eight convolutions, four of them in two residual blocks, and a linear layer.
 
-The network of FedMatch (Jeong et al., ICLR 2021: no norm, no bias anywhere) and of FedSEAL (Bian et
-al. 2021, whose text gives the same layers; with norm and biases it is the well-known tutorial
-network). Which one it is, ``norm`` says:
+The network of FedMatch (Jeong et al., ICLR 2021: no norm, no bias) and of FedSEAL (Bian et al.
+2021: the same layers; with norm and biases it is the well-known tutorial network):
 
     norm: none                   bare: 6,568,640 parameters at width 16, 10 classes, 3 channels
     norm: batch, group, static   each convolution normalised, biases everywhere: 6,575,370
 
-Layers, with width 16: 64; 128, halve; residual 128, 128; 256, halve; 512, halve; residual 512,
-512; global maximum; linear.
+Layers at width 16: 64; 128, halve; residual 128, 128; 256, halve; 512, halve; residual 512, 512;
+global maximum; linear.
 
-Differs from the papers: they pool 4x4 at the end, which at 32x32 pixels is the global maximum. We
-always take the global maximum, so that the head has one size for all images from 8x8 up.
+Differs from the papers: they pool 4x4 at the end, which at 32x32 pixels is the global maximum. Here
+it is always the global maximum, so the head has one size for all images from 8x8 up.
 """
 
 import math
@@ -25,11 +24,9 @@ TRUNCATED = 0.87962566103423978  # standard deviation of a standard normal cut a
 
 
 class ResNet9(nn.Module):
-    """Input (B, *shape), output (B, classes). ``width`` 16 is full size: 64 to 512 channels.
-
-    Bare, its weights begin as FedMatch's do: normal with variance 1 / fan-in, cut at two standard
-    deviations (Keras' VarianceScaling); otherwise by torch's own rule.
-    """
+    """Input (B, *shape), output (B, classes). ``width`` 16 is full size: 64 to 512 channels. Bare,
+    weights start as in FedMatch: normal with variance 1 / fan-in, cut at two standard deviations
+    (Keras' VarianceScaling); otherwise by torch's rule."""
 
     def __init__(
         self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
@@ -57,7 +54,7 @@ class ResNet9(nn.Module):
 
 
 def _convolution(channels: int, out: int, norm: str, *, halved: bool = False) -> nn.Sequential:
-    """3x3, normalised where there is a norm, rectified; the image keeps its size or is halved."""
+    """3x3, normalised if there is a norm, ReLU, halved on request."""
     bias = norm != "none"
     convolution = nn.Conv2d(channels, out, 3, padding=1, bias=bias)
     pooling = [nn.MaxPool2d(2)] if halved else []

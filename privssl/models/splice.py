@@ -1,8 +1,5 @@
-"""Networks made of the layers of two others: what FedTriNet calls its third player.
-
-Che et al. (2021), section III: the first layers of the global network, which know about images
-in general, under the last layers of a client's own network, which know its rows.
-"""
+"""Networks made of the layers of two others: FedTriNet's third network (Che et al. 2021, section
+III) has the first layers of the global network under the last layers of a client's."""
 
 from collections.abc import Sequence
 
@@ -13,21 +10,19 @@ from privssl.errors import ConfigError
 def splice(
     shallow_from: StateDict, deep_from: StateDict, shallow_names: Sequence[str]
 ) -> StateDict:
-    """The named modules of one network and everything else of another of the same form.
+    """The named modules of one network and everything else of another of the same architecture.
 
-    Whole modules are taken, with weight, bias and the buffers of their norms. No tensor is copied:
-    a network that loads the result copies. Also the check of a cut, when a run
-    starts: ``splice(weights, weights, names)``.
+    Whole modules are taken, with buffers; no tensor is copied. ``splice(weights, weights, names)``
+    checks the names when a run starts.
 
     Args:
         shallow_from, deep_from: weights of one architecture.
-        shallow_names: modules as ``named_modules`` calls them: "shallow", or "trunk.0" for one
-            layer (then "trunk.0.weight" is taken and "trunk.01.weight" is not). None of them:
-            ``deep_from`` as it is. All of them: ``shallow_from``.
+        shallow_names: modules as in ``named_modules``, like "shallow" or "trunk.0" (which is not a
+            prefix of "trunk.01"); none gives ``deep_from``, all give ``shallow_from``.
 
     Raises:
-        ConfigError: a name that no tensor lies under.
-        ValueError: the two are not of one architecture.
+        ConfigError: a name without tensors.
+        ValueError: the architectures differ.
 
     >>> one = {"conv.weight": 1, "conv.bias": 1, "head.weight": 1}
     >>> two = {"conv.weight": 2, "conv.bias": 2, "head.weight": 2}

@@ -1,27 +1,22 @@
 """Static batch norm: batch statistics in training, statistics of whole data sets in evaluation.
 
-Diao, Ding, Tarokh (HeteroFL, ICLR 2021; SemiFL, NeurIPS 2022). Ordinary batch norm keeps a
-running average in training, which in a federation mixes the averages of agents whose data differ.
-Static batch norm keeps none: a network in training never writes a statistic. After training,
-``collect`` shows the network all batches of some rows once and keeps, layer by layer,
+Diao, Ding, Tarokh (HeteroFL, ICLR 2021; SemiFL, NeurIPS 2022). A running average kept in training
+would mix agents whose data differ, so training writes no statistics. Afterwards :func:`collect`
+passes all batches of some rows through the network once and keeps for each layer
 
     running_mean  the plain mean over batches of the batch means
     running_var   the plain mean over batches of the unbiased batch variances
 
-not the mean and variance of the rows, as the authors' code does. While it collects, each layer goes
-on with the statistics of its own batch, so that no batch knows of another. Hence statistics
-collected at several agents, averaged with the number of batches as weight, are one collection
-over all of them. But a last batch of one row would count as much as 250, and batches of one class
-vary too little: SemiFL shuffles an agent's rows, cuts them into batches of nearly one size and
-averages with the number of rows as weight. ``statistics_of`` gives what an agent sends for that.
+as the authors' code does. While collecting, each layer normalises by its own batch. So statistics
+collected at several agents, averaged by number of batches, are one collection over all of them. A
+last batch of one row would count as much as 250, and batches of one class vary too little: SemiFL
+shuffles an agent's rows, cuts them into batches of nearly one size and averages by number of rows.
 
-The statistics are buffers and part of the state dict at all times, so that a released classifier
-is evaluated with them and one set of names travels. ``num_batches_tracked`` counts the batches;
-where it is 0 nothing was collected, and evaluation uses batch statistics too, as the authors' code
-does.
+The statistics are buffers in the state dict. Where ``num_batches_tracked`` is 0, evaluation uses
+batch statistics too, as the authors' code does.
 
-Rows of a batch are coupled: private runs refuse the layer by name, because it is a batch norm
-(``privssl.privacy.independence.refuse_coupling_layers``).
+Rows of a batch are coupled: private runs refuse the layer as a batch norm
+(``privacy.independence.refuse_coupling_layers``).
 """
 
 from collections.abc import Iterable, Iterator
@@ -45,8 +40,7 @@ class StaticNorm(nn.BatchNorm2d):
         if self.collecting:
             self._count(x)
         own = self.training or self.collecting or not int(self.num_batches_tracked)
-        # Called below nn.functional, which refuses a batch with one value per channel: such a
-        # value is its own mean, and what is left of it is the bias.
+        # nn.functional would refuse a batch with one value per channel.
         return torch.batch_norm(
             x,
             self.weight,
@@ -60,7 +54,7 @@ class StaticNorm(nn.BatchNorm2d):
         )
 
     def _count(self, x: Tensor) -> None:
-        """Take one batch into the averages. The variance of a single value counts as 0."""
+        """Add one batch to the averages. The variance of a single value is 0."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         single = x.numel() == self.num_features
@@ -75,18 +69,13 @@ class StaticNorm(nn.BatchNorm2d):
 def collect(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
     """Set the statistics of all static norms in a network from batches of rows, in one pass.
 
-    Old statistics are dropped, weights stay, and the network comes back in the mode it was in.
-    Everything but the static norms is in evaluation mode meanwhile (no dropout). Without a batch
-    nothing is collected, and evaluation falls back on batch statistics; without a
-    static norm nothing happens and no batch is looked at.
+    Old statistics are dropped; weights and mode stay. Other layers are in evaluation mode meanwhile
+    (no dropout). Without static norms no batch is read.
 
     Args:
         model: its buffers are written.
-        batches: (B, *shape) in [-1, 1], B >= 1, on the network's device. Each batch counts the
-            same, whatever its size (the authors take 250 rows, not augmented, in a fixed order).
-
-    Returns:
-        the same network; ``local_training.weights_of`` has the statistics in it.
+        batches: (B, *shape) in [-1, 1], B >= 1, on the network's device. Each counts the same,
+            whatever its size (the authors take 250 rows, not augmented, in a fixed order).
 
     >>> network = nn.Sequential(StaticNorm(1))
     >>> halves = [torch.tensor([0.0, 2.0]), torch.tensor([4.0, 8.0])]
@@ -121,10 +110,7 @@ def _collecting(model: nn.Module, layers: list[StaticNorm]) -> Iterator[None]:
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:
-    """The statistics of all static norms by their names in the state dict, as CPU tensors.
-
-    Empty for a network without static norms. ``{**weights, **statistics}`` puts them into weights.
-    """
+    """The statistics of all static norms by their names in the state dict, as CPU tensors."""
     return {
         f"{name}.{key}": value.detach().to("cpu", copy=True)
         for name, layer in model.named_modules()

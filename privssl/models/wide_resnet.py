@@ -1,11 +1,11 @@
 """WResNet-28x2: a wide residual network of 28 layers (Zagoruyko and Komodakis 2016).
 
-The network of SemiFL (Diao, Ding, Tarokh, NeurIPS 2022) for CIFAR-10 and SVHN, as their code
-has it: plain rectifiers, no dropout, convolutions without bias. 1,467,610 parameters at width
-16, 10 classes, 3 channels. SemiFL trains it with ``norm: static``.
+The network of SemiFL (Diao, Ding, Tarokh, NeurIPS 2022) for CIFAR-10 and SVHN, as in their code:
+ReLU, no dropout, convolutions without bias; trained with ``norm: static``. 1,467,610 parameters at
+width 16, 10 classes, 3 channels.
 
-A block normalises and rectifies before each convolution. Where it changes the number of
-channels, its shortcut is a 1x1 convolution of the rectified input; otherwise the input itself.
+A block normalises and rectifies before each convolution. Where it changes the number of channels,
+its shortcut is a 1x1 convolution of the rectified input; otherwise the input.
 """
 
 from torch import Tensor, nn

@@ -1,5 +1,5 @@
-"""How much rows count by their norms, and the sum of what they then are: ``csrc/clipping.cpp``.
-When: ``privssl/privacy/clipping.py``."""
+"""Clipping factors of rows and clipped sums: binding of ``csrc/clipping.cpp``; used by
+``privacy/clipping.py``."""
 
 import ctypes
 from collections.abc import Sequence
@@ -17,20 +17,19 @@ _FACTORS = dispatch.function(
 )
 _TOTALS = dispatch.function("clipping_totals", *_GRADIENTS, _POINTER, _POINTER)
 
-#: Gradients of a parameter (B, ...), a line of numbers for each row, float32 on the CPU where
-#: ``kernels.do``; or two factors, neither empty, of which each number of one counts times each of
-#: the other.
-Lines = tuple[Tensor, Tensor | None]
+#: Gradients of a parameter (B, ...), float32 on the CPU; or two non-empty factors of their outer
+#: product. Only where ``dispatch.available_for``.
+KernelInput = tuple[Tensor, Tensor | None]
 
 
 def factors(
-    gradients: Sequence[Lines], norms: Tensor | None, drawn: Tensor, clip_norm: float
+    gradients: Sequence[KernelInput], norms: Tensor | None, drawn: Tensor, clip_norm: float
 ) -> Tensor:
-    """What ``clipping.clipped_sums`` multiplies rows with (B,), float64.
+    """Clipping factors of ``clipping.clipped_sums``: (B,) float64.
 
     Args:
         gradients: of each parameter.
-        norms: (B,), of other parameters' gradients.
+        norms: (B,), of the gradients of other parameters.
         drawn: (B,) whether a row counts.
     """
     rows = _rows(gradients)
@@ -46,15 +45,13 @@ def factors(
     return found
 
 
-def totals(gradients: Sequence[Lines], factors: Tensor) -> Tensor:
-    """Sums over rows of factor times gradient, in which what is no finite number counts as 0.
+def totals(gradients: Sequence[KernelInput], factors: Tensor) -> Tensor:
+    """Sums over rows of factor times gradient, non-finite numbers counted as 0: (parameters'
+    elements,) float64.
 
     Args:
         gradients: of each parameter.
-        factors: (B,), as those above.
-
-    Returns:
-        (numbers of all parameters,) float64, one parameter behind the other.
+        factors: (B,), as :func:`factors` returns them.
     """
     if factors.shape != (_rows(gradients),) or factors.dtype != torch.float64:
         raise ValueError(f"{len(factors)} factors for another number of rows")
@@ -64,29 +61,28 @@ def totals(gradients: Sequence[Lines], factors: Tensor) -> Tensor:
     return found
 
 
-def _rows(gradients: Sequence[Lines]) -> int:
-    """B. The kernel believes what it is told, so it is looked at here."""
-    all_of_them = [one for of in gradients for one in of if one is not None]
-    rows = len(all_of_them[0])
-    known = ((one.is_cpu, one.dtype, one.shape[0]) for one in all_of_them)
+def _rows(gradients: Sequence[KernelInput]) -> int:
+    """B. Refuses what the kernel would read wrongly: other dtypes, devices or row counts."""
+    tensors = [one for of in gradients for one in of if one is not None]
+    rows = len(tensors[0])
+    known = ((one.is_cpu, one.dtype, one.shape[0]) for one in tensors)
     if any(each != (True, torch.float32, rows) for each in known):
         raise ValueError("gradients are of different numbers of rows, or not float32 on the CPU")
     return rows
 
 
 def _empty(count: int) -> Tensor:
-    """Whatever the default is elsewhere."""
     return torch.empty(count, dtype=torch.float64, device="cpu")
 
 
-def numbers(of: Lines) -> int:
-    """Of the parameter."""
+def numbers(of: KernelInput) -> int:
+    """Elements of the parameter."""
     each, other = of
     return each.numel() // len(each) * (1 if other is None else other.numel() // len(other))
 
 
-def _dense(of: Lines) -> Lines:
-    """The numbers of a row one behind the other; it may be one row for all."""
+def _dense(of: KernelInput) -> KernelInput:
+    """Contiguous rows; one row may stand for all (stride 0)."""
     each, other = of
     return _pack(each), None if other is None else _pack(other)
 
@@ -100,18 +96,18 @@ def _pack(each: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def strides(shape: torch.Size) -> tuple[int, ...]:
-    """Of numbers that lie one behind the other."""
+    """Strides of a contiguous tensor."""
     return tuple(shape[place + 1 :].numel() for place in range(len(shape)))
 
 
-def _all(gradients: Sequence[Lines]) -> "tuple[int, int, ctypes.Array[ctypes.c_int64]]":
+def _all(gradients: Sequence[KernelInput]) -> "tuple[int, int, ctypes.Array[ctypes.c_int64]]":
     """As ``_GRADIENTS``."""
     fields = [field for each, other in gradients for field in (*_at(each), *_at(other))]
     return len(gradients[0][0]), len(gradients), dispatch.int64_array(fields)
 
 
 def _at(each: Tensor | None) -> tuple[int, int, int]:
-    """Numbers of a row, those to the next, and where the first one lies."""
+    """Elements of a row, stride between rows, address."""
     if each is None:
         return 0, 0, 0
     return each.numel() // len(each), each.stride(0), each.data_ptr()

@@ -1,19 +1,18 @@
-"""Kernels of our own, compiled when privssl is installed, where there is a C++ compiler.
+"""The native kernels, compiled at installation if there is a C++ compiler.
 
-                                                                     asked for by
-    pooled       a convolution with what surrounds it                ops/fused_conv.py
-    correlation  gradients of a convolution's weights, of each row   privacy/layer_gradients.py
-    clipping     norms and sums of rows' gradients                   privacy/clipping.py
-    noise        normal numbers from random words, sums with them    privacy/dp_sgd.py,
-    privacy/noisy_optimizer.py
-    spectral     a weight over its largest singular value            ops/spectral_norm.py
-    views        RandAugment and crops                               data/
+                                                                       used by
+    pooled       convolution, pooling, group norm and ReLU as one     ops/fused_conv.py
+    correlation  per-row gradients of a convolution's weights         privacy/layer_gradients.py
+    clipping     norms and clipped sums of rows' gradients            privacy/clipping.py
+    noise        Gaussian noise, and sums with noise                  privacy/secure_noise.py,
+                                                                      privacy/noisy_optimizer.py
+    views        RandAugment and crops                                data/
 
-Each, a .py and a .cpp, is made for several generations of x86-64 processors (``setup.py``), and the
-latest that this one understands is loaded. Without a compiler, or on other processors, there is
-none, and torch's kernels do all work: results are the same but for rounding, and views to the bit.
-``PRIVSSL_KERNELS=torch`` in the environment asks for that. Those that clip rows, draw noise and add
-it are held against plain arithmetic in each process that trains with noise (``ops/self_test.py``).
+Each has a binding here and a source in ``csrc``, compiled for several x86-64 instruction sets
+(``setup.py``); the latest that the processor has is loaded. Without a compiler, on other
+processors, or with ``PRIVSSL_KERNELS=torch`` in the environment, torch computes everything: results
+are the same up to rounding, and views to the bit. Each process that trains under DP tests the
+kernels for clipping and noise first (``ops/self_test.py``).
 """
 
 import ctypes
@@ -30,29 +29,28 @@ import torch
 
 log = logging.getLogger("privssl")
 
-#: What setup.py compiles, and the version of what is called there, as its source has it.
-INSTRUCTION_SETS = {
+#: Kernels that setup.py compiles, and the version of each one's interface.
+KERNEL_VERSIONS = {
     "pooled": 2,
     "views": 1,
     "noise": 3,
     "correlation": 1,
     "clipping": 2,
-    "spectral": 1,
 }
-#: Names of what it is compiled for, the latest first, and whether this processor understands it.
-GENERATIONS: dict[str, Callable[[], bool]] = {
+#: Instruction sets, the latest first, and whether this processor has them.
+INSTRUCTION_SETS: dict[str, Callable[[], bool]] = {
     "avx512": lambda: torch.cpu._is_avx512_supported(),
     "avx2": lambda: torch.cpu._is_avx2_supported(),
 }
 
 
 def instruction_set() -> str | None:
-    """Which of ``GENERATIONS`` does the work; None: torch's kernels do all of it."""
+    """Which of ``INSTRUCTION_SETS`` is in use; None: torch computes everything."""
     return None if _disabled.get() else _latest()
 
 
 def available_for(numbers: torch.Tensor) -> bool:
-    """Whether kernels are there for such numbers, and torch does not use several threads."""
+    """Whether kernels apply: float32 on the CPU, one thread, and kernels are loaded."""
     return (
         numbers.is_cpu
         and numbers.dtype == torch.float32
@@ -62,7 +60,7 @@ def available_for(numbers: torch.Tensor) -> bool:
 
 
 def channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers without gaps, channels last in memory; copied if need be."""
+    """The tensor without gaps in memory, channels last; copied if need be."""
     if tensor.dim() == 4:
         return tensor.contiguous(memory_format=torch.channels_last)
     return tensor.contiguous()
@@ -70,7 +68,7 @@ def channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """Inside, on this thread, torch's kernels do all work."""
+    """Let torch compute everything on this thread."""
     before = _disabled.set(True)
     try:
         yield
@@ -78,46 +76,46 @@ def disabled() -> Iterator[None]:
         _disabled.reset(before)
 
 
-_asked = os.environ.get("PRIVSSL_KERNELS", "")
-_disabled = ContextVar("torch_alone", default=_asked == "torch")
-if _asked not in ("", "torch"):
+_requested = os.environ.get("PRIVSSL_KERNELS", "")
+_disabled = ContextVar("disabled", default=_requested == "torch")
+if _requested not in ("", "torch"):
     log.warning(
-        "PRIVSSL_KERNELS is %r in the environment, and torch is all that it can be. Nothing "
-        "follows from it.", _asked,
-    )  # fmt: skip
+        "PRIVSSL_KERNELS is %r in the environment and is ignored. Its only value is torch.",
+        _requested,
+    )
 
 
 @cache
 def _latest() -> str | None:
-    """The latest generation that was compiled from this source and that this processor knows."""
-    for name in (name for name, known in GENERATIONS.items() if known()):
+    """The latest instruction set compiled from this source that this processor has."""
+    for name in (name for name, known in INSTRUCTION_SETS.items() if known()):
         found = versions(name)
-        if found == INSTRUCTION_SETS:
+        if found == KERNEL_VERSIONS:
             return name
         if found:
             log.warning(
-                "privssl/csrc was compiled from another version, and torch's kernels do its "
-                "work. To compile it anew: pip install --editable ."
+                "privssl/csrc was compiled from another version, so torch computes instead. "
+                "Compile it again: pip install --editable ."
             )
             return None
     return None
 
 
 def versions(instruction_set: str) -> dict[str, int]:
-    """Of what was compiled for it."""
-    there = {kernel: library(kernel, instruction_set) for kernel in INSTRUCTION_SETS}
+    """Version of each kernel that was compiled for an instruction set."""
+    there = {kernel: library(kernel, instruction_set) for kernel in KERNEL_VERSIONS}
     return {k: getattr(held, f"{k}_version")() for k, held in there.items() if held is not None}
 
 
 @cache
 def library(kernel: str, instruction_set: str) -> ctypes.CDLL | None:
-    """One of ``INSTRUCTION_SETS`` as it was compiled for a generation; None: it was not."""
+    """A compiled kernel; None: it was not compiled for this instruction set."""
     file = next(Path(__file__).parent.glob(f"_{kernel}_{instruction_set}.*"), None)
     return None if file is None else ctypes.CDLL(str(file))
 
 
 def function(name: str, *arguments: Any, result: Any = None) -> Callable[[str | None], Any]:
-    """A function of a kernel, which its name begins with: of each generation, as ctypes calls it.
+    """A kernel's function for each instruction set; the kernel is the name's first word.
 
     Args:
         arguments, result: types of ctypes.
@@ -126,7 +124,7 @@ def function(name: str, *arguments: Any, result: Any = None) -> Callable[[str | 
     @cache
     def of(instruction_set: str | None) -> Any:
         held = library(name.partition("_")[0], instruction_set or "")
-        assert held is not None, "who calls has asked for generation()"
+        assert held is not None, "callers check instruction_set() first"
         found = getattr(held, name)
         found.argtypes, found.restype = arguments, result
         return found
@@ -134,14 +132,13 @@ def function(name: str, *arguments: Any, result: Any = None) -> Callable[[str | 
     return of
 
 
-INT64_PTR = ctypes.POINTER(ctypes.c_int64)  # of structures whose fields are all so wide
+INT64_PTR = ctypes.POINTER(ctypes.c_int64)
 
 
 def int64_array(numbers: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
-    """Fields of structures, one behind the other."""
     return _count_type(len(numbers))(*numbers)
 
 
-@cache  # ctypes would make a class anew at each call
+@cache  # else ctypes makes a new class at each call
 def _count_type(count: int) -> "type[ctypes.Array[ctypes.c_int64]]":
     return ctypes.c_int64 * count

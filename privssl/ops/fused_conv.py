@@ -1,13 +1,11 @@
-"""Convolution, pooling, norm and rectifier as one, by kernels of our own.
+"""Convolution, 2x2 max pooling, group norm and ReLU by one native kernel, in small networks.
 
-Small networks lose more time between these four layers than in them, and three quarters of what a
-convolution's backward pass multiplies are zeros that pooling put there. ``privssl/csrc`` does
-all four in one go, and leaves the zeros out (docs/performance.md says what it is worth). Every
-number is what torch's layers make, but for rounding.
+These layers lose more time between them than in them, and three quarters of what a convolution's
+backward pass multiplies are zeros from pooling, which ``csrc`` leaves out. Results are torch's up
+to rounding.
 
-No layer is replaced and no parameter changes its name: :func:`fuse` gives a ``Sequential`` a
-forward pass that sees where the four follow each other, and takes torch's way wherever the kernels
-do not apply: on a GPU, in float64, with several threads, for agents side by side.
+:func:`fuse` replaces the forward pass of a ``Sequential``, no layer and no parameter name. Where
+the kernels do not apply (GPU, float64, several threads, vmap) torch computes.
 """
 
 import math
@@ -34,15 +32,15 @@ from privssl.ops.fused_conv_binding import Form, ForwardContext, Parameters
 from privssl.ops.group_norm import group_norm
 from privssl.ops.precision import upcast
 
-MOST_WEIGHTS = 2**17  # of one convolution; with more, torch is as fast
-MOST_NUMBERS = 2**24  # of a row, read or made
+MAX_WEIGHTS = 2**17  # of one convolution; above, torch is as fast
+MAX_ELEMENTS = 2**24  # of a row's input or output
 
 # Which layers -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Places in a Sequential of layers that the kernels do as one."""
+    """Layers of a Sequential that one kernel computes."""
 
     convolution: int
     norm: int | None
@@ -51,23 +49,23 @@ class LayerRun:
 
 
 class FusedSequential(nn.Sequential):
-    """A Sequential some of whose layers are done as one, where they can be."""
+    """A Sequential that computes some of its layers by the kernels, where they apply."""
 
     runs: dict[int, LayerRun]  # by the place where each begins
 
     def forward(self, x: Tensor) -> Tensor:
         layers, at = list(self), 0
         while at < len(layers):
-            asked = _fusion_request(x, layers, self.runs, at)
-            if asked is None:
+            request = _fusion_request(x, layers, self.runs, at)
+            if request is None:
                 x, at = layers[at](x), at + 1
             else:
-                x, at = fused_conv(x, asked.own, asked.forms), asked.end
+                x, at = fused_conv(x, request.own, request.forms), request.end
         return x
 
 
 def fuse(layers: nn.Sequential) -> None:
-    """Give it the forward pass of ``FusedSequential``, if there is anything to fuse."""
+    """Make it a ``FusedSequential``, if there is anything to fuse."""
     found = [_run(list(layers), place) for place in range(len(layers))]
     runs = {run.convolution: run for run in found if run is not None}
     if runs:
@@ -99,7 +97,7 @@ def _run(layers: Sequence[nn.Module], first: int) -> LayerRun | None:
 
 
 def _next(layers: Sequence[nn.Module], place: int) -> int | None:
-    """The place of the next layer that does anything."""
+    """The next layer that is no identity."""
     behind = range(place + 1, len(layers))
     return next((at for at in behind if type(layers[at]) is not nn.Identity), None)
 
@@ -114,7 +112,7 @@ def _convolves(layer: nn.Module) -> bool:
 
 
 def _pools(layer: nn.Module) -> bool:
-    """Whether it takes the largest of every two by two places, each place once."""
+    """Whether it is max pooling over disjoint 2x2 windows."""
     return (
         type(layer) is nn.MaxPool2d
         and all(size in (2, (2, 2)) for size in (layer.kernel_size, layer.stride))
@@ -130,7 +128,7 @@ def _norms(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class FusionRequest:
-    """What the kernels are asked for: runs that follow each other."""
+    """Runs of layers for the kernels."""
 
     own: tuple[Parameters, ...]
     forms: tuple[Form, ...]
@@ -140,13 +138,12 @@ class FusionRequest:
 def _fusion_request(
     x: Tensor, layers: Sequence[nn.Module], runs: Mapping[int, LayerRun], at: int
 ) -> FusionRequest | None:
-    """As many runs from a place on as the kernels can do with these rows; None: torch does the
-    work."""
+    """As many consecutive runs from here as the kernels can compute; None: torch computes."""
     apply = (
         at in runs
         and dispatch.instruction_set() is not None
         and torch.get_num_threads() == 1
-        and type(x) is Tensor  # and nothing that looks like one to torch alone
+        and type(x) is Tensor  # no subclass
         and x.device.type == "cpu"
         and x.dim() == 4
         and _may_be_float32(x)
@@ -154,7 +151,7 @@ def _fusion_request(
     own, forms, ends = list[Parameters](), list[Form](), list[int]()
     while apply and at in runs and _may_be_done(layers, runs[at]):
         run = runs[at]
-        # Not by name: modules search for their parameters, which takes longer.
+        # Not by attribute, which is slower.
         convolution = layers[run.convolution]._parameters
         norm = {} if run.norm is None else layers[run.norm]._parameters
         weight, bias = cast(Tensor, convolution["weight"]), convolution["bias"]
@@ -168,7 +165,7 @@ def _fusion_request(
 
 
 def _may_be_done(layers: Sequence[nn.Module], run: LayerRun) -> bool:
-    weight = cast(Tensor, layers[run.convolution]._parameters.get("weight"))  # or of a hook
+    weight = cast(Tensor, layers[run.convolution]._parameters.get("weight"))  # or a hook's
     return (
         type(weight) in (Tensor, nn.Parameter)
         and weight.device.type == "cpu"
@@ -178,7 +175,7 @@ def _may_be_done(layers: Sequence[nn.Module], run: LayerRun) -> bool:
 
 
 def _may_be_float32(x: Tensor) -> bool:
-    """Whether layers work in float32; or in bfloat16, where these do not: they take no longer."""
+    """Whether layers work in float32, or in bfloat16, where the kernels' float32 is as fast."""
     if not torch.is_autocast_enabled("cpu"):
         return x.dtype == torch.float32
     to = torch.get_autocast_dtype("cpu")
@@ -186,7 +183,7 @@ def _may_be_float32(x: Tensor) -> bool:
 
 
 def _is_watched(layer: nn.Module) -> bool:
-    """Whether somebody wants to see what this layer reads or makes."""
+    """Whether a hook reads this layer's input or output."""
     before = layer._forward_pre_hooks
     return bool(
         (before and any(hook is not upcast for hook in before.values()))
@@ -197,14 +194,14 @@ def _is_watched(layer: nn.Module) -> bool:
 
 @lru_cache(maxsize=256)
 def _fitting(rows: torch.Size, weights: Sequence[torch.Size], forms: Sequence[Form]) -> int:
-    """Of how many runs rows can be pooled, and are not too large."""
+    """How many runs these rows can be pooled by and are small enough for."""
     (count, channels, *sides), fit = rows, 0
     for weight, form in zip(weights, forms, strict=True):
         padded = [side + 2 * zeros for side, zeros in zip(sides, form.padding, strict=True)]
         left = form.pooled(sides, weight[2:])
-        numbers = max(channels * math.prod(padded), weight[0] * math.prod(left))
-        there = count > 0 and min(left) > 0 and channels == weight[1]  # else torch says it best
-        if not there or numbers > MOST_NUMBERS or weight.numel() > MOST_WEIGHTS:
+        elements = max(channels * math.prod(padded), weight[0] * math.prod(left))
+        there = count > 0 and min(left) > 0 and channels == weight[1]  # else torch raises the error
+        if not there or elements > MAX_ELEMENTS or weight.numel() > MAX_WEIGHTS:
             break
         channels, sides, fit = weight[0], list(left), fit + 1
     return fit
@@ -214,12 +211,11 @@ def _fitting(rows: torch.Size, weights: Sequence[torch.Size], forms: Sequence[Fo
 
 
 def fused_conv(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) -> Tensor:
-    """Convolution, the largest of two by two places, group norm, rectifier; and again.
+    """Convolution, 2x2 max pooling, group norm, ReLU; repeated.
 
     Args:
-        x: (B, channels, height, width); float32, or what a layer in bfloat16 made.
-        own: of layers that follow each other. gamma and beta are those of the norm, (kernels,), or
-            None where there is none.
+        x: (B, channels, height, width); float32, or a bfloat16 layer's output.
+        own: parameters of each; gamma and beta of the norm, (kernels,), or None.
         forms: one for each, which fit the rows.
 
     Returns:
@@ -236,7 +232,7 @@ def fused_conv(x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]) ->
 
 
 def plain(x: Tensor, own: Sequence[Parameters], forms: Sequence[Form]) -> Tensor:
-    """What :func:`fused_conv` computes, by torch's layers."""
+    """:func:`fused_conv` by torch's layers."""
     for each, form in zip(own, forms, strict=True):
         x = functional.conv2d(x.float(), each.weight, each.bias, padding=form.padding)
         x = functional.max_pool2d(x, 2)
@@ -247,31 +243,29 @@ def plain(x: Tensor, own: Sequence[Parameters], forms: Sequence[Form]) -> Tensor
 
 
 def flat(own: Sequence[Parameters]) -> list[Tensor | None]:
-    """Parameters one behind the other; :func:`unflat` is the inverse."""
+    """All parameters in a list; :func:`unflat` is the inverse."""
     return [parameter for each in own for parameter in each]
 
 
 def unflat(given: Sequence[Any]) -> list[Parameters]:
-    """Parameters of each of the layers, from all of them."""
     four = len(Parameters._fields)
     return [Parameters(*given[at : at + four]) for at in range(0, len(given), four)]
 
 
 class FusedPass:
-    """One forward pass through the kernels, and what it leaves for the way back."""
+    """One forward pass through the kernels, and its backward pass."""
 
     def __init__(self, forms: tuple[Form, ...], per_row: int | None = None) -> None:
-        """``per_row``: images of one row, where rows are told apart."""
+        """``per_row``: images of one row, where gradients are per row."""
         self.forms, self._per_row = forms, per_row
         self._done: ForwardContext | None = None
 
     def forward(self, x: Tensor, own: Sequence[Parameters]) -> Tensor:
-        """(B, ...); or, where rows are told apart, (rows, images of one, ...) of (rows times
-        images, ...)."""
+        """(B, ...); or, per row, (rows, images, ...) of (rows times images, ...)."""
         y, self._done = kernel.forward(x.float(), own, self.forms)
         if self._per_row is None:
             return y
-        # Not a view, whose changes in place torch would refuse in other words than ours.
+        # Not a view: torch's error for changing one in place would replace ours.
         size = (len(y) // self._per_row, self._per_row, *y.shape[1:])
         stride = (self._per_row * y.stride(0), *y.stride())
         return y.new_empty(0).set_(y.untyped_storage(), 0, size, stride)
@@ -279,17 +273,17 @@ class FusedPass:
     def back(
         self, gradient: Tensor, *, inputs: bool, parameters: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Gradients of inputs, and of parameters: (*shape), or (rows, *shape) where rows are told
-        apart; none where none are wanted."""
+        """Gradients of inputs, and of parameters: (*shape), or (rows, *shape) per row; none where
+        none are wanted."""
         assert self._done is not None
-        told_apart = self._per_row is not None
-        gradient = gradient.flatten(0, 1) if told_apart else gradient
+        per_row = self._per_row is not None
+        gradient = gradient.flatten(0, 1) if per_row else gradient
         together = (self._per_row or len(gradient)) if parameters else None
         dx, sums = kernel.backward(gradient, self._done, inputs=inputs, together=together)
         if sums is None:
             return dx, []
         places = self._done.plan.parameters
-        if told_apart:
+        if per_row:
             return dx, [None if place is None else place.for_each_agent(sums) for place in places]
         return dx, [None if place is None else place.from_layers(sums) for place in places]
 
@@ -298,22 +292,22 @@ class _FusedConv(torch.autograd.Function):
     # Without setup_context, as in ops/flatten.py.
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
-        """Of x, what ``Parameters`` have, a visit, and what else the output shall depend on."""
-        *own, ctx.visit, _ = given
-        # As they are, so that torch notices who changes them before the way back.
+        """``given``: the fields of ``Parameters``, a FusedPass, and an anchor for the graph."""
+        *own, ctx.fused, _ = given
+        # Saved as they are, so that torch notices changes before the backward pass.
         ctx.save_for_backward(x, *own)
-        y: Tensor = ctx.visit.forward(x, unflat(own))
+        y: Tensor = ctx.fused.forward(x, unflat(own))
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x, *own), wanted = ctx.saved_tensors, ctx.needs_input_grad[:-2]
-        if torch.is_grad_enabled():  # derivatives of derivatives, which the kernels do not have
+        if torch.is_grad_enabled():  # second derivatives: torch's
             some = [t for t, want in zip((x, *own), wanted, strict=True) if want]
-            y = plain(x, unflat(own), ctx.visit.forms)
+            y = plain(x, unflat(own), ctx.fused.forms)
             found = iter(torch.autograd.grad(y, some, gradients, create_graph=True))
             return *(next(found) if want else None for want in wanted), None, None
-        of_x, sums = ctx.visit.back(gradients[0], inputs=wanted[0], parameters=any(wanted[1:]))
+        of_x, sums = ctx.fused.back(gradients[0], inputs=wanted[0], parameters=any(wanted[1:]))
         of_x = of_x if of_x is None else of_x.to(x.dtype)
         return of_x, *(sums or (None,) * len(own)), None, None
 
@@ -321,18 +315,18 @@ class _FusedConv(torch.autograd.Function):
 def of_rows(
     x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]
 ) -> tuple[Tensor, FusedPass]:
-    """:func:`fused_conv` inside of one vmap over rows, and its way back.
+    """:func:`fused_conv` inside of one vmap over rows, and its backward pass.
 
     Args:
         x: of one row, (images, channels, height, width).
-        own: what all rows share. Its gradients are left to the visit: nothing flows there, but the
-            output has a gradient in any case.
+        own: shared by all rows. Their gradients are left to the FusedPass; the output needs a
+            gradient in any case.
     """
-    visit, level, place = FusedPass(forms, per_row=len(x)), maybe_current_level(), maybe_get_bdim(x)
+    fused, level, place = FusedPass(forms, per_row=len(x)), maybe_current_level(), maybe_get_bdim(x)
     assert level is not None
-    with temporarily_pop_interpreter_stack():  # vmap is told the result: asking it takes longer
+    with temporarily_pop_interpreter_stack():  # faster than going through vmap
         anchor = torch.zeros((), requires_grad=True)
         images = get_unwrapped(x).movedim(place, 0).flatten(0, 1)
         detached = (p if p is None else p.detach() for p in flat(own))
-        found = _FusedConv.apply(images, *detached, visit, anchor)
-    return _add_batch_dim(found, 0, level), visit
+        found = _FusedConv.apply(images, *detached, fused, anchor)
+    return _add_batch_dim(found, 0, level), fused

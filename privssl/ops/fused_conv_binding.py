@@ -1,7 +1,5 @@
-"""Convolution, pooling, norm and rectifier, and again: ``csrc/pooled.cpp``.
-
-Here tensors become addresses; which layers go through this, and when, says ``ops/fused_conv.py``.
-"""
+"""Convolution, pooling, norm and ReLU: binding of ``csrc/pooled.cpp``; used by
+``ops/fused_conv.py``."""
 
 import ctypes
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from privssl.ops import dispatch
 
 
 class Layers(ctypes.Structure):
-    """What is asked for; the fields are explained in ``csrc/layers.hpp``, which has the same."""
+    """As in ``csrc/layers.hpp``, which explains the fields."""
 
     _fields_ = (
         *(
@@ -39,7 +37,7 @@ _BACKWARD = dispatch.function(
 
 
 class Form(NamedTuple):
-    """What surrounds a convolution: zeros, pooling of two by two, a norm, a rectifier."""
+    """What follows a convolution: padding, 2x2 pooling, a norm, a ReLU."""
 
     padding: tuple[int, int]  # (down, right)
     groups: int  # of the norm; 0: there is none
@@ -47,7 +45,7 @@ class Form(NamedTuple):
     rectified: bool
 
     def pooled(self, sides: Sequence[int], kernel: Sequence[int]) -> tuple[int, int]:
-        """Height and width of the output, from those of a row and of the convolution's kernel."""
+        """Height and width of the output, from those of the input and of the kernel."""
         high, wide = (
             (side + 2 * zeros - taps + 1) // 2
             for side, zeros, taps in zip(sides, self.padding, kernel, strict=True)
@@ -56,7 +54,7 @@ class Form(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """Of a convolution and its norm, or their gradients. None where a layer has none."""
+    """Of a convolution and its norm, or their gradients; None where a layer has none."""
 
     weight: Tensor  # (kernels, channels, high, wide)
     bias: Tensor | None  # (kernels,), as the next two
@@ -66,24 +64,24 @@ class Parameters(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ForwardContext:
-    """What a forward pass leaves for the way back."""
+    """What :func:`backward` needs of a forward pass."""
 
     plan: "Plan"
     x: Tensor  # (rows, channels, height, width), channels last in memory
     own: Sequence[Tensor | None]  # parameters, weights channels last, as addresses lead there
     addresses: "ctypes.Array[ctypes.c_void_p]"
-    left: Tensor  # bytes, as ``csrc/layers.hpp`` lays them out
+    left: Tensor  # bytes for the backward pass, see ``csrc/layers.hpp``
 
 
 def forward(
     x: Tensor, own: Sequence[Parameters], forms: tuple[Form, ...]
 ) -> tuple[Tensor, ForwardContext]:
-    """The output of layers that follow each other, and what :func:`backward` needs.
+    """The output of consecutive layers, and what :func:`backward` needs.
 
     Args:
-        x: (rows, channels, height, width) float32 on the CPU, one row at least.
+        x: (rows, channels, height, width) float32 on the CPU, at least one row.
         own: float32 on the CPU.
-        forms: one for each; at least one whole place of pooling is left by each.
+        forms: one for each; each leaves at least one pooled place.
 
     Returns:
         (rows, kernels, height, width after pooling) float32, channels last in memory.
@@ -108,14 +106,13 @@ def backward(
 
     Args:
         gradient: of the output.
-        done: what the forward pass left. Parameters are what they were.
+        done: from :func:`forward`; parameters are unchanged since.
         inputs: whether those of inputs are wanted.
-        together: rows, in order, whose gradients of parameters are one sum; None: no gradients of
-            parameters.
+        together: consecutive rows whose gradients of parameters are one sum; None: none are wanted.
 
     Returns:
-        Gradients of inputs, as inputs; and of parameters, (sums, numbers of all parameters), of
-        which ``Plan.parameters`` says what is where.
+        Gradients of inputs, as inputs; and of parameters, (sums, elements), laid out by
+        ``Plan.parameters``.
     """
     plan = done.plan
     dx = torch.empty_like(done.x) if inputs else None
@@ -141,7 +138,7 @@ class KernelLayout(NamedTuple):
     first: int
 
     def from_layers(self, sums: Tensor) -> Tensor:
-        """(*size) of the first of sums (sums, numbers)."""
+        """(*size), of the first of sums (sums, elements)."""
         return sums.as_strided(self.size, self.strides, self.first)
 
     def for_each_agent(self, sums: Tensor) -> Tensor:
@@ -152,11 +149,11 @@ class KernelLayout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All that follows from shapes."""
+    """What follows from shapes."""
 
-    instruction_set: str | None  # of the kernels that go forward and back
+    instruction_set: str | None
     layers: "ctypes.Array[Layers]"
-    addresses: type["ctypes.Array[ctypes.c_void_p]"]  # of parameters, four for each of the layers
+    addresses: type["ctypes.Array[ctypes.c_void_p]"]  # of parameters, four for each layer
     output: tuple[int, int, int, int]
     left: int  # bytes
     parameters: tuple[KernelLayout | None, ...]  # as addresses; None where there is none
@@ -170,7 +167,7 @@ def _plan(
     own: tuple[torch.Size | None, ...],
     forms: tuple[Form, ...],
 ) -> Plan:
-    """``own``: shapes of parameters, as addresses."""
+    """``own``: shapes of parameters, as in ``Plan.addresses``."""
     (count, _, *sides), found = rows, []
     weights = [weight for weight in own[:: len(Parameters._fields)] if weight is not None]
     for (made, channels, *kernel), form in zip(weights, forms, strict=True):

@@ -1,5 +1,5 @@
-"""Normal numbers from random words, and sums with such noise: ``csrc/noise.cpp``. When:
-``secure_noise.box_muller`` and ``noisy_optimizer.add_noise``."""
+"""Box-Muller and sums with noise: binding of ``csrc/noise.cpp``; used by
+``privacy/secure_noise.py`` and ``privacy/noisy_optimizer.py``."""
 
 import ctypes
 from collections.abc import Sequence
@@ -18,13 +18,10 @@ _ADD = dispatch.function(
 
 
 def normal(radii: NDArray[np.uint64], angles: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """What ``secure_noise.box_muller`` says, within 8e-15; where there is a kernel.
+    """``secure_noise.box_muller`` to within 8e-15: (2 pairs,).
 
     Args:
-        radii, angles: words (pairs,).
-
-    Returns:
-        (2 pairs,).
+        radii, angles: random uint64 (pairs,).
     """
     radii, angles = (np.ascontiguousarray(words, dtype=np.uint64) for words in (radii, angles))
     if radii.shape != angles.shape or radii.ndim != 1:
@@ -41,13 +38,13 @@ def add(
     step: float,
     noisy: Sequence[Tensor],
 ) -> None:
-    """Sum plus deviation times noise, in float64, rounded to whole multiples of a step.
+    """Sum plus deviation times noise, in float64, rounded to multiples of ``step``.
 
     Args:
         sums: of each parameter, float64 on the CPU, without gaps in memory.
-        noise: one number for each of all sums.
-        step: a power of two; 0: nothing is rounded.
-        noisy: where it is written to, float32, each as its sums lie in memory.
+        noise: standard normal, one for each element of all sums.
+        step: a power of two; 0: no rounding.
+        noisy: output, float32, with the strides of its sums.
     """
     numbers = [number for s, to in zip(sums, noisy, strict=True) for number in _at(s, to)]
     noise = np.ascontiguousarray(noise, dtype=np.float64)

@@ -1,9 +1,5 @@
-"""Group norm that older torches, too, can do row by row.
-
-Before 2.14 torch asks how rows lie in memory before it normalises them, and under vmap the answer
-may be an error. Per-row gradients and agents side by side are taken under vmap. Of rows in three
-dimensions it does not ask.
-"""
+"""Group norm that works under vmap on torch before 2.14, which asks for memory layouts there. Rows
+of three dimensions avoid that."""
 
 import torch
 from torch import Tensor, nn

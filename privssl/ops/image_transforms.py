@@ -1,4 +1,4 @@
-"""Views of images: ``csrc/views.cpp``. When which: ``data/affine_augment.py`` and
+"""Views of images: binding of ``csrc/views.cpp``; used by ``data/affine_augment.py`` and
 ``data/rand_augment.py``."""
 
 import ctypes
@@ -21,10 +21,10 @@ class Kind(NamedTuple):
     """An operation."""
 
     change: str  # of ``CHANGES``
-    axis: str = "x"  # "x": along rows, "y": along columns; what slides
-    pixels_used: int = 1  # that a pixel is made from: 1, 2 or 4; of shear
-    of_side: bool = False  # amounts are fractions of the side, and not pixels; of translate
-    outside: float = 0.0  # level of what comes in; of rotate
+    axis: str = "x"  # along which pixels slide: "x" rows, "y" columns
+    pixels_used: int = 1  # that an output pixel of shear is made from: 1, 2 or 4
+    of_side: bool = False  # whether amounts of translate are fractions of the side, not pixels
+    outside: float = 0.0  # level of pixels from outside; of rotate
 
 
 class _Images(ctypes.Structure):
@@ -48,7 +48,7 @@ _CHANGE = dispatch.function(
 
 
 def available(x: Tensor) -> bool:
-    """Whether kernels of ours can make views of these images; agents side by side are torch's."""
+    """Whether the kernels apply: float32 on the CPU, not under vmap."""
     return (
         x.device.type == "cpu"
         and x.dtype == torch.float32
@@ -58,7 +58,7 @@ def available(x: Tensor) -> bool:
 
 
 def shift_and_flip(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
-    """What ``affine_augment.move_mirrored`` says, for images that we :func:`available`.
+    """``affine_augment.move_mirrored``, where :func:`available`.
 
     Args:
         x: (B, Ch, H, W).
@@ -66,7 +66,7 @@ def shift_and_flip(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
         flipped: (B,) bool.
 
     Returns:
-        As x, and in its memory format if that is dense.
+        As x, in its memory format if that is dense.
     """
     x, images = _dense(x)
     y, drawn = torch.empty_like(x), (shift.contiguous(), flipped.contiguous())
@@ -77,17 +77,17 @@ def shift_and_flip(x: Tensor, shift: Tensor, flipped: Tensor) -> Tensor:
 def apply_change(
     x: Tensor, kinds: Sequence[Kind], which: Tensor, amount: Tensor, place: Tensor
 ) -> Tensor:
-    """Images that we :func:`available`, each changed by some operations, one after the other.
+    """Images, where :func:`available`, each changed by several operations in turn.
 
     Args:
         x: (B, Ch, H, W) in [-1, 1].
-        kinds: what is numbered by ``which``.
+        kinds: operations that ``which`` indexes.
         which: (B, count) int64 below len(kinds); below 0: none.
         amount: (B, count) float32.
         place: (B, count, 2) float32 in [0, 1).
 
     Returns:
-        As x, and in its memory format if that is dense.
+        As x, in its memory format if that is dense.
     """
     x, images = _dense(x)
     y = torch.empty_like(x)
@@ -104,7 +104,7 @@ def apply_change(
 
 
 def _dense(x: Tensor) -> tuple[Tensor, _Images]:
-    """The images one behind the other, channels last or first in memory; copied if need be."""
+    """The images without gaps, channels last or first in memory; copied if need be."""
     last = x.is_contiguous(memory_format=torch.channels_last)
     x = x if last else x.contiguous()
     return x, _Images(*x.shape, last)

@@ -1,43 +1,25 @@
-"""Linear layers that multiply at full speed on AMD's processors too.
-
-torch multiplies float32 matrices by Intel's MKL, which on the AMD EPYC that we measured is half as
-fast as it could be (104 GFLOP/s of 230). oneDNN, by which torch convolves, is
-in torch as well and uses the instructions that it finds. The two add up in another order: last bits
-differ between machines by other makers, as they do between many machines anyway.
-"""
+"""Large linear layers by oneDNN on AMD processors: Intel's MKL, torch's default, reached 104 of 230
+GFLOP/s on the AMD EPYC measured. The sums have another order, so last bits differ between makers of
+processors."""
 
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-#: Weights. FedAvg's and pfl-research's CNNs have 1.6 million in one layer. In layers a few times
-#: smaller than this limit the gain is lost in a step's other work: those stay as they were.
-LARGE = 2**18
-FEWEST = 8  # rows; of one, MKL's product takes half the time
+LARGE = 2**18  # weights; in layers a few times smaller the gain is lost in a step's other work
+FEWEST = 8  # rows; for one, MKL takes half the time
 CPUINFO = Path("/proc/cpuinfo")
-
-
-class LazySGDBuffer(Protocol):
-    """Steps that a layer's weights lack, and its output with them."""
-
-    def output(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
 
 
 class Linear(nn.Linear):
     """``torch.nn.Linear`` of LARGE weights or more."""
 
-    kept: "LazySGDBuffer | None" = (
-        None  # steps that its weights lack, see training/lazy_linear_sgd.py
-    )
-
     def forward(self, x: Tensor) -> Tensor:
-        if self.kept is not None:
-            return self.kept.output(x, self.bias)
         if onednn_is_faster() and _is_plain(x, self.weight):
-            # Contiguous: in which order sums are taken would depend on how rows lie in memory.
+            # Contiguous, else the order of sums would depend on the memory layout.
             y: Tensor = _Linear.apply(x.contiguous(), self.weight, self.bias)
             return y
         return super().forward(x)
@@ -45,7 +27,7 @@ class Linear(nn.Linear):
 
 @cache
 def onednn_is_faster() -> bool:
-    """Whether torch would multiply float32 by MKL on a processor by AMD, and has the other way."""
+    """Whether torch would use MKL on an AMD processor and has oneDNN."""
     try:
         maker = CPUINFO.read_text().partition("vendor_id")[2].partition("\n")[0].strip(" \t:")
     except OSError:
@@ -56,13 +38,13 @@ def onednn_is_faster() -> bool:
 
 
 def _is_plain(x: Tensor, weight: Tensor) -> bool:
-    """Whether this is a product of matrices, and nothing changes what a product means."""
+    """Whether this is a plain float32 matrix product on the CPU."""
     return (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and x.dim() == 2
         and len(x) >= FEWEST
-        and x.shape[1] == weight.shape[1]  # torch's own says it best when it is not
+        and x.shape[1] == weight.shape[1]  # else torch raises the error
         and not torch.is_autocast_enabled("cpu")
         and not torch._C._are_functorch_transforms_active()
     )
@@ -78,8 +60,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (g,), (x, weight) = gradients, ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
-        # oneDNN's product has no derivative: where one is wanted, torch's own is taken.
-        times = torch.matmul if torch.is_grad_enabled() else _times
+        # oneDNN's product has no derivative.
+        times = torch.matmul if torch.is_grad_enabled() else lambda a, b: _product(a, b.t())
         return (
             times(g, weight) if of_x else None,
             times(g.t(), x) if of_weight else None,
@@ -87,18 +69,7 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _times(left: Tensor, right: Tensor) -> Tensor:
-    return _product(left, right.t())
-
-
-def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left @ right.T + bias, of matrices of one type, by the faster library; no derivative."""
-    if onednn_is_faster() and left.dtype == torch.float32 and len(left) >= FEWEST:
-        return _product(left, right, bias)
-    return nn.functional.linear(left, right, bias)
-
-
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left @ right.T + bias by oneDNN. torch has no public name for it; its compiler calls this."""
+    """left @ right.T + bias by oneDNN; torch has no public name for it."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
     return product

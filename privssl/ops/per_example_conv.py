@@ -1,4 +1,4 @@
-"""Gradients of a convolution's weights, of each row: ``csrc/correlation.cpp``. When:
+"""Per-row gradients of a convolution's weights: binding of ``csrc/correlation.cpp``; used by
 ``privacy/layer_gradients.py``."""
 
 import ctypes
@@ -31,17 +31,16 @@ def sums(
     stride: tuple[int, int],
     padding: tuple[int, int],
 ) -> Tensor:
-    """Over images and places where the kernel meets what is seen: this times what is met there.
+    """Correlation of two images, summed over the images of a row: (B, height, width of the kernel,
+    channels, made).
 
     Args:
-        seen: (B, T, channels, height, width), T images of each row, where ``kernels.do``.
-        met: (B, T, made, tall, broad), of as many places as the kernel meets or fewer.
+        seen: (B, T, channels, height, width), T images of each row; where
+            ``dispatch.available_for``.
+        met: (B, T, made, tall, broad), at most as many places as the kernel has on ``seen``.
         kernel: (height, width).
-        stride: (down, right), of the kernel over what is seen.
-        padding: (above and below, left and right) zeros around what is seen.
-
-    Returns:
-        (B, height, width of the kernel, channels, made).
+        stride: (down, right), of the kernel over ``seen``.
+        padding: (vertical, horizontal) zeros around ``seen``.
     """
     (rows, together, channels, *sides), (made, *places) = seen.shape, met.shape[2:]
     for side, taps, step, zeros, many in zip(sides, kernel, stride, padding, places, strict=True):

@@ -1,14 +1,12 @@
-"""Networks that multiply in bfloat16 and speak float32.
+"""Networks that multiply in bfloat16.
 
-Convolutions and linear layers of a narrow network read their rows and weights rounded to
-bfloat16 (8 bits of fraction) and add up in float32 (torch.autocast); weights, gradients of
-weights, optimisers, averages and everything outside of ``forward`` stay float32. On a CPU with
-AVX-512 BF16 or AMX a training step takes from half the time to a little more than all of it:
-kernels of our own, which some networks have, are as fast in float32 (docs/performance.md). On a
-processor without, it takes several times as long.
+Convolutions and linear layers round rows and weights to bfloat16 and add in float32
+(torch.autocast); weights, their gradients, optimisers and averages stay float32.
+docs/performance.md has step times; a processor without bfloat16 instructions is several times
+slower.
 
-Runs under DP-SGD refuse it: their per-row gradients are clipped and noised in float32. A label
-census takes it: what it releases are counts.
+DP-SGD refuses it: per-row gradients are clipped and noised in float32. A label census may use it:
+it releases counts.
 """
 
 import platform
@@ -24,15 +22,13 @@ Precision = Literal["float32", "bfloat16"]
 Network = TypeVar("Network", bound=nn.Module)
 
 
-#: Their training steps take less time where batches are large, and never much more
-#: (docs/performance.md); those of LeNet and of FedTriNet's CNN take as long, or longer.
+#: Faster in bfloat16 with large batches (docs/performance.md); the others are not.
 WIDE = ("small_cnn", "resnet9", "wresnet28x2")
-POOLED = ("small_cnn",)  # not so, where kernels of our own do their layers
+POOLED = ("small_cnn",)  # except with the fused kernels
 
 
 def fastest_precision(classifier: str, device: str) -> Precision:
-    """The precision in which this machine trains a classifier faster, as far as it was measured:
-    bfloat16 on a CPU that has instructions for it.
+    """The faster precision of a classifier on this machine, as far as measured.
 
     Args:
         classifier: as ``model.name``.
@@ -44,17 +40,13 @@ def fastest_precision(classifier: str, device: str) -> Precision:
 
 
 def is_emulated(precision: Precision | Literal["auto"], device: str) -> bool:
-    """Whether this machine multiplies so by way of other instructions, and takes longer.
-
-    Args:
-        precision, device: as in section ``run``.
-    """
-    x86 = platform.machine() in ("x86_64", "AMD64")  # of others it is not known
+    """Whether this processor lacks bfloat16 instructions; arguments as in section ``run``."""
+    x86 = platform.machine() in ("x86_64", "AMD64")  # others: unknown
     return precision == "bfloat16" and _on_cpu(device) and x86 and not has_instructions()
 
 
 def has_instructions() -> bool:
-    """Whether the processor, of x86, has instructions for bfloat16."""
+    """Whether this x86 processor has bfloat16 instructions."""
     found: bool = torch.cpu._is_avx512_bf16_supported()
     return found
 
@@ -64,16 +56,15 @@ def _on_cpu(device: str) -> bool:
 
 
 def in_precision(kind: type[Network], precision: Precision) -> type[Network]:
-    """A class of networks, with its forward pass in that precision; its output is float32.
+    """A subclass whose forward pass has that precision and float32 output.
 
-    Parameters, their names and their initial values are those of ``kind``.
+    Parameters, their names and initial values are those of ``kind``.
     """
     narrow: type[Network] = _narrow(kind)  # type: ignore[arg-type]  # a type has a hash
     return kind if precision == "float32" else narrow
 
 
 def precision_of(network: nn.Module) -> Precision:
-    """In which a network multiplies."""
     found: Precision = getattr(network, "precision", "float32")
     return found
 

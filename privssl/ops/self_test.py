@@ -1,10 +1,8 @@
-"""Kernels that clip rows, draw noise and add it, held against plain arithmetic where they work.
+"""Test the kernels for clipping and noise against plain arithmetic, once in each process that
+trains under DP.
 
-A guarantee rests on these three, whatever the gradients are. Tests look at them at length, on the
-machine of whoever ran them, and a processor of another generation runs other code. So each process
-that trains with noise clips some rows, adds them up, draws noise and puts it on sums, once, before
-its agents are asked for anything. It takes a millisecond or two. (That no row's gradient holds
-anything of another row is left to tests: test_fused_conv.py, test_per_example_conv.py.)
+The guarantee rests on them, and another processor runs other code than the one that ran the tests.
+It takes a millisecond or two. Independence of rows is left to tests/ops.
 """
 
 import math
@@ -19,26 +17,25 @@ from privssl.errors import PrivacyError
 from privssl.ops import clipping, dispatch, gaussian_noise
 
 CLIP_NORM = 0.5
-NUMBERS = (3, 37, 2063)  # of a row, in each parameter: whole vectors and blocks, and what is left
-PAIRS = 515  # of words that noise is made of
+NUMBERS = (3, 37, 2063)  # elements of each parameter: whole vectors and blocks, and remainders
+PAIRS = 515  # of random words
 
 
 def refuse_wrong_kernels() -> None:
-    """Raises PrivacyError where one that this process has loaded does not follow its rule."""
+    """Raise PrivacyError if a loaded kernel computes a wrong result."""
     instruction_set = dispatch.instruction_set()
     if instruction_set is None or (wrong := _wrong(instruction_set)) is None:
         return
     raise PrivacyError(
-        f"privssl's kernel that {wrong} does not do so on this processor ({instruction_set}), so "
-        "that "
-        "no guarantee could rest on it. Set PRIVSSL_KERNELS=torch in the environment, and torch's "
-        "kernels do the work; and please tell us of the processor"
+        f"privssl's kernel that {wrong} computes a wrong result on this processor "
+        f"({instruction_set}). Set PRIVSSL_KERNELS=torch in the environment to use torch instead, "
+        "and please report the processor"
     )
 
 
 @cache
 def _wrong(instruction_set: str) -> str | None:
-    """What the first of them that is wrong should do."""
+    """What the first wrong kernel should do."""
     for what, does in (
         ("clips rows", _clips),
         ("draws noise", _draws),
@@ -50,8 +47,7 @@ def _wrong(instruction_set: str) -> str | None:
 
 
 def _clips() -> bool:
-    """Rows short and long, one that is not drawn, one that is beyond numbers; and one that is long
-    by what the kernel is only told the norms of."""
+    """Short and long rows, one not drawn, one not finite, one long by ``norms`` alone."""
     sizes = _numbers([1e-3, 1.0, 1e-2, 3.0, 1e3, 1e-2, 1e-3])
     written = [_normal(len(sizes), n, seed=n) * sizes[:, None] for n in NUMBERS]
     left = _normal(len(sizes), 1, 5, seed=5) * sizes[:, None, None]
@@ -59,9 +55,9 @@ def _clips() -> bool:
     written[-1][5, -1] = math.inf
     told = _numbers([0.01, 0.0, 0.0, 1.0, 0.0, 0.0, 7.0])
     drawn = _numbers([1, 0, 1, 1, 1, 1, 1]) > 0
-    lines: list[clipping.Lines] = [*((each, None) for each in written), (left, right)]
-    factors = clipping.factors(lines, told, drawn, CLIP_NORM)
-    totals = clipping.totals(lines, factors)
+    inputs: list[clipping.KernelInput] = [*((each, None) for each in written), (left, right)]
+    factors = clipping.factors(inputs, told, drawn, CLIP_NORM)
+    totals = clipping.totals(inputs, factors)
 
     products = left.double().mT @ right.double()
     rows = torch.cat([*(each.double() for each in written), products.flatten(1)], dim=1)
@@ -72,7 +68,7 @@ def _clips() -> bool:
 
 
 def _draws() -> bool:
-    """Words from the smallest to the largest."""
+    """Random words from the smallest to the largest."""
     words = np.random.default_rng(0).integers(0, 2**64, (2, PAIRS), dtype=np.uint64)
     words[:, :3] = [[0, 0, 2**64 - 1], [0, 2**64 - 1, 0]]
     tail = (words[0].astype(np.longdouble) + 1) * 2.0**-64  # in (0, 1]
@@ -83,7 +79,7 @@ def _draws() -> bool:
 
 
 def _adds_noise() -> bool:
-    """On a grid, and without one."""
+    """With and without rounding."""
     sums, deviation = [_normal(n, seed=n).double() for n in NUMBERS], 0.7
     drawn = _normal(sum(NUMBERS), seed=0).double()
     wanted = torch.cat(sums) + deviation * drawn
@@ -92,7 +88,7 @@ def _adds_noise() -> bool:
         gaussian_noise.add(sums, drawn.numpy(), deviation, step, noisy)
         found = torch.cat(noisy)
         on_grid = not step or bool((found / step == (found / step).round()).all())
-        # The nearest multiple, give or take the last bit of what is rounded; else float32's.
+        # The nearest multiple, up to the last bit before rounding; else float32's.
         if not (on_grid and _near(found, wanted, 0.5 * step + 1e-6)):
             return False
     return True
@@ -105,7 +101,7 @@ def _normal(*shape: int, seed: int) -> Tensor:
 
 
 def _numbers(values: Sequence[float]) -> Tensor:
-    """Whatever torch's defaults are elsewhere, as those above."""
+    """float32 on the CPU, whatever torch's defaults."""
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 

@@ -1,14 +1,11 @@
-"""Steps of DP-SGD of several agents, each done as one for all.
+"""DP-SGD steps of several agents as one.
 
-What an agent's step asks for (``privacy/dp_sgd.py``) is what it asks for alone; rows, coins and
-budgets are its own. Forward and backward passes, norms and sums are one stream of kernels for all
-agents (``per_example_gradients.factored_gradients``), and so are noise, which goes to the device
-once, and steps. Sums are taken in another order, and nothing else differs: nothing of one agent's
-rows reaches another's sum.
+Rows, noise and budgets are each agent's own, as in ``privacy/dp_sgd.py``. Passes, norms and sums
+(``per_example_gradients.factored_gradients``), noise and steps run once for all agents. Sums have
+another order; nothing of one agent's rows reaches another's sum.
 
-What is not stacked is done one after the other: losses that are not a ``deferred.ExampleLoss`` of
-networks that are trained, and networks with layers that ``training/batched/stacking.py`` does not
-list.
+Not batched: losses that are no ``deferred.ExampleLoss`` of the trained networks, and layers that
+``training/batched/stacking.py`` does not list.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,17 +13,17 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from privssl.privacy.dp_sgd import ClippedSum, NoisyOptimizerStep, in_one_thread, padded
+from privssl.privacy.dp_sgd import ClippedSum, NoisyOptimizerStep, pad_rows, single_threaded
 from privssl.privacy.layer_gradients import Key
 from privssl.privacy.per_example_gradients import factored_gradients
 from privssl.training.batched.deferred import ExampleLoss
 from privssl.training.batched.stacking import COPY, JointSteps
 
-NUMBERS_AT_ONCE = 2**28  # rows times parameters of one stack: gradients, if they are written out
+NUMBERS_AT_ONCE = 2**28  # rows times parameters of one stack, to bound memory
 
 
 def can_sum(one: ClippedSum) -> bool:
-    """Whether these sums can be made for several agents as one."""
+    """Whether these sums can be batched with other agents'."""
     loss = one.row_loss
     if not one.joint:
         return False
@@ -37,7 +34,7 @@ def can_sum(one: ClippedSum) -> bool:
 
 
 def clipped_sums_batched(wanted: Sequence[ClippedSum]) -> list[dict[Key, Tensor]]:
-    """The sums, in the order in which they are wanted. ``can_sum`` has said yes to each."""
+    """The sums, in the order of ``wanted``; ``can_sum`` is true of each."""
     kinds: dict[Hashable, list[int]] = {}
     for place, one in enumerate(wanted):
         kinds.setdefault(_kind(one), []).append(place)
@@ -53,7 +50,7 @@ def clipped_sums_batched(wanted: Sequence[ClippedSum]) -> list[dict[Key, Tensor]
 
 
 def _kind(one: ClippedSum) -> Hashable:
-    """Sums of one kind can be made as one. Agents may differ in the number of rows."""
+    """Sums of one kind can be batched. Agents may differ in the number of rows."""
     loss = one.row_loss
     assert isinstance(loss, ExampleLoss)
     modes = tuple(vars(network)[COPY].modes() for network in loss.networks.values())
@@ -73,7 +70,7 @@ def _sum_batched(wanted: Sequence[ClippedSum]) -> Sequence[dict[Key, Tensor]]:
         return [first.run_single()]
     rows = max(len(one.drawn) for one in wanted)
     fields = {
-        name: torch.stack([padded(one.fields[name], rows) for one in wanted])
+        name: torch.stack([pad_rows(one.fields[name], rows) for one in wanted])
         for name in first.fields
     }
     parameters = {
@@ -84,8 +81,8 @@ def _sum_batched(wanted: Sequence[ClippedSum]) -> Sequence[dict[Key, Tensor]]:
         }
         for net, named in first.parameters.items()
     }  # fmt: skip
-    drawn = torch.stack([padded(one.drawn, rows) for one in wanted])
-    with in_one_thread():
+    drawn = torch.stack([pad_rows(one.drawn, rows) for one in wanted])
+    with single_threaded():
         gradients = factored_gradients(first.row_loss, parameters, fields, agents=True)
         sums = {
             key: total.unbind(0) for key, total in first.add_clipped_sum(gradients, drawn).items()
@@ -94,7 +91,6 @@ def _sum_batched(wanted: Sequence[ClippedSum]) -> Sequence[dict[Key, Tensor]]:
 
 
 def noisy_steps_batched(steps: Sequence[NoisyOptimizerStep], joint: JointSteps) -> None:
-    """What each would do alone."""
     from privssl.privacy.noisy_optimizer import add_noise  # Opacus, as in privacy/dp_sgd.py
 
     add_noise([step.optimiser for step in steps])

@@ -1,18 +1,15 @@
-"""The sum over rows that DP-SGD adds noise to: no row moves it by more than the clip norm.
+"""The clipped sum of DP-SGD: no row moves it by more than the clip norm.
 
-Abadi et al. (CCS 2016), Algorithm 1, line "clip gradient", over all networks of a step together. A
-gradient that is no number counts nothing, silently, by the same operations: an error or a branch
-would tell of the row. (How long an operation takes on very small numbers is the processor's.)
+Abadi et al. (CCS 2016), Algorithm 1, "clip gradient", over all networks of a step together. A
+gradient that is not finite counts as 0, by the same operations: an error or a branch would reveal
+the row. (Time on subnormal numbers depends on the processor.)
 
-A row's gradient is a :class:`DenseGradients`, written out, or an :class:`OuterProductGradients`,
-two factors whose product is
-never made for one row alone: a linear layer has as many weights as these have numbers multiplied
-with each other (Goodfellow 2015; Li et al. 2022, "ghost clipping"), and so has a convolution, whose
-places are those that its kernel meets. What is measured to clip is what is summed, in both.
+A row's gradient is a :class:`DenseGradients`, or an :class:`OuterProductGradients`, two factors
+whose product is never computed for one row: of a linear layer (Goodfellow 2015; Li et al. 2022,
+"ghost clipping") or a convolution. The norm is that of what is summed, in both.
 
-Norms, factors and sums are float64, so that a row weighs the clip norm to one part in 10^9, and n
-rows are added up to within n^2 x 2.3e-16 of it (docs/privacy.md). A device that has none sums on
-the CPU.
+Norms, factors and sums are float64: a row weighs the clip norm to one part in 10^9, and n rows are
+summed to within n^2 x 2.3e-16 of it (docs/dp_sgd.md). A device without float64 sums on the CPU.
 """
 
 import math
@@ -26,12 +23,12 @@ from torch import Tensor
 
 from privssl.ops import clipping as kernel
 from privssl.ops import dispatch
-from privssl.ops.clipping import Lines
+from privssl.ops.clipping import KernelInput
 
-BLOCK = 2**18  # numbers that are float64 at once
+BLOCK = 2**18  # elements converted to float64 at once
 LONGEST = math.sqrt(torch.finfo(torch.float32).max)  # of a row that counts
-#: Rounding moves a product of factors by 1e-7 of what is multiplied. Where its terms cancel, this
-#: is much beside what is left: a row is taken to be as long as a thousandth of its terms, at least.
+#: Rounding moves a product of factors by 1e-7 of its terms, which may cancel: a row's norm is taken
+#: as at least a thousandth of its terms.
 CANCELLED = 1e-6
 
 
@@ -39,22 +36,21 @@ class PerExampleGradients(Protocol):
     """The gradients of one parameter, for each of B rows."""
 
     def norms(self) -> Tensor:
-        """(B,) float64, at least the norms of what :meth:`total` adds. Not finite, if a number is
-        not."""
+        """(B,) float64, at least the norms of what :meth:`total` adds; not finite if the gradient
+        is not."""
 
     def total(self, factors: Tensor) -> Tensor:
         """The float64 sum over rows of factor times gradient (*shape); a factor 0 leaves a row out.
 
         Args:
-            factors: (B,) float64; or (A, B), where the rows are A agents' with B each: (A, *shape).
+            factors: (B,) float64; or (A, B), for A agents with B rows each: (A, *shape).
         """
 
-    def iter_chunks(self) -> Lines | None:
-        """What the kernel measures and adds up in place of :meth:`norms` and :meth:`total`, if it
-        can."""
+    def kernel_input(self) -> KernelInput | None:
+        """What the kernel measures and sums instead of :meth:`norms` and :meth:`total`, or None."""
 
-    def scatter(self, totals: Tensor, first: int) -> Tensor:
-        """The sum (*shape) that the kernel made: where it begins among those of all parameters."""
+    def from_totals(self, totals: Tensor, first: int) -> Tensor:
+        """The sum (*shape) that the kernel wrote at ``first`` among those of all parameters."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +64,9 @@ class DenseGradients:
         return _norms(self.each)
 
     def total(self, factors: Tensor) -> Tensor:
-        # vmap gives one gradient for all rows, where it does not depend on them.
+        # Under vmap, a gradient that does not depend on rows has stride 0.
         own = self.each.contiguous() if 0 in self.each.stride() else self.each
-        # 0 times infinity would be NaN. Always, not if need be: that would tell of rows.
+        # 0 times infinity is NaN. Unconditional: a branch would reveal rows.
         finite = own.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         agents, numbers = factors.shape[:-1], finite.reshape(*factors.shape, -1)
         total = _weighted(factors, numbers).view(agents + own.shape[1:])
@@ -78,10 +74,10 @@ class DenseGradients:
             return total
         return total.permute(*range(len(agents)), *(len(agents) + axis for axis in self.axes))
 
-    def iter_chunks(self) -> Lines | None:
+    def kernel_input(self) -> KernelInput | None:
         return (self.each, None) if dispatch.available_for(self.each) else None
 
-    def scatter(self, totals: Tensor, first: int) -> Tensor:
+    def from_totals(self, totals: Tensor, first: int) -> Tensor:
         shape, strides = _places(self.each.shape[1:], self.axes)
         return totals.as_strided(shape, strides, first)
 
@@ -115,17 +111,17 @@ class OuterProductGradients:
 
     @cached_property
     def _wide(self) -> tuple[Tensor, Tensor]:
-        """Copies in float64, which :meth:`norms` looks at and :meth:`total` then writes into."""
-        left, right = (side.clone() if side.dtype == torch.float64 else wide(side)
+        """Copies in float64, which :meth:`norms` reads and :meth:`total` then overwrites."""
+        left, right = (side.clone() if side.dtype == torch.float64 else to_float64(side)
                        for side in (self.left, self.right))  # fmt: skip
         return left, right
 
-    def iter_chunks(self) -> Lines | None:
+    def kernel_input(self) -> KernelInput | None:
         there = self.left.shape[1] == 1 and self.left.numel() and self.right.numel()
         known = there and dispatch.available_for(self.left) and dispatch.available_for(self.right)
         return (self.left, self.right) if known else None
 
-    def scatter(self, totals: Tensor, first: int) -> Tensor:
+    def from_totals(self, totals: Tensor, first: int) -> Tensor:
         high, wide = self.left.shape[-1], self.right.shape[-1]
         return self.reshape_like(totals.as_strided((high, wide), (wide, 1), first))
 
@@ -141,84 +137,80 @@ def clipped_sums(
 ) -> list[Tensor]:
     """Sums over rows of g min(1, clip_norm / (|g| + 1e-6)), g a row's gradient of all parameters.
 
-    The rule is Opacus', whose ``clip_and_accumulate`` needs rows that do not count to be written
-    over with zeros first, and so reads and writes all gradients several times more.
+    Opacus' rule; its ``clip_and_accumulate`` reads and writes all gradients several times more.
 
     Args:
-        gradients: of each parameter, one at least, B >= 1 rows.
-        drawn: (B,) whether a row counts. One that does not adds nothing, and neither does one whose
-            gradient is not finite or has no finite norm. (A, B) for rows of A agents.
+        gradients: of each parameter, at least one, B >= 1 rows.
+        drawn: (B,) whether a row counts; (A, B) for rows of A agents. Rows that do not count or
+            whose gradient or norm is not finite add nothing.
         clip_norm: > 0.
 
     Returns:
         One float64 sum for each parameter; of A agents (A, *shape).
     """
-    factors, iter_chunks = factors_and_lines(gradients, drawn, clip_norm)
-    known = [there for there in iter_chunks if there is not None]
+    factors, inputs = factors_and_inputs(gradients, drawn, clip_norm)
+    known = [there for there in inputs if there is not None]
     if not known:
         return [one.total(factors) for one in gradients]
     totals, first = kernel.totals(known, factors), 0
     sums = list[Tensor]()
-    for one, there in zip(gradients, iter_chunks, strict=True):
+    for one, there in zip(gradients, inputs, strict=True):
         if there is None:
             sums.append(one.total(factors))
         else:
-            sums.append(one.scatter(totals, first))
+            sums.append(one.from_totals(totals, first))
             first += kernel.numbers(there)
     return sums
 
 
-def factors_and_lines(
+def factors_and_inputs(
     gradients: Sequence[PerExampleGradients], drawn: Tensor, clip_norm: float
-) -> tuple[Tensor, list[Lines | None]]:
-    """What rows are multiplied with, and of each parameter what the kernel adds up, if it does."""
-    # It knows nothing of agents side by side.
-    iter_chunks = [one.iter_chunks() if drawn.dim() == 1 else None for one in gradients]
-    norms = [
-        one.norms() for one, there in zip(gradients, iter_chunks, strict=True) if there is None
-    ]
+) -> tuple[Tensor, list[KernelInput | None]]:
+    """Clipping factors, and what the kernel sums of each parameter, or None."""
+    # The kernel takes one agent's rows.
+    inputs = [one.kernel_input() if drawn.dim() == 1 else None for one in gradients]
+    norms = [one.norms() for one, there in zip(gradients, inputs, strict=True) if there is None]
     norm = torch.stack(norms, dim=1).norm(dim=1) if norms else None
-    if known := [there for there in iter_chunks if there is not None]:
-        return kernel.factors(known, norm, drawn, clip_norm), iter_chunks
+    if known := [there for there in inputs if there is not None]:
+        return kernel.factors(known, norm, drawn, clip_norm), inputs
     assert norm is not None
-    return _factors(norm, drawn, clip_norm), iter_chunks
+    return _factors(norm, drawn, clip_norm), inputs
 
 
 def _factors(norms: Tensor, drawn: Tensor, clip_norm: float) -> Tensor:
-    """What rows of these norms are multiplied with, in the shape of ``drawn``."""
+    """Clipping factors of rows with these norms, in the shape of ``drawn``."""
     if len(norms) != drawn.numel():
         raise ValueError(f"gradients of {len(norms)} rows, where {drawn.numel()} were looked at")
     norms = norms.view(drawn.shape)
-    # Not so, if one number of the row is not, or its square is none in float32.
+    # False for NaN, and for norms whose square overflows float32.
     keep = (norms < LONGEST) & drawn.to(norms.device)
     return torch.where(keep, (clip_norm / (norms + 1e-6)).clamp(max=1.0), 0.0)
 
 
 @lru_cache(maxsize=1024)
 def _places(kept: torch.Size, axes: tuple[int, ...] | None) -> tuple[torch.Size, tuple[int, ...]]:
-    """Shape and strides of a parameter, of the shape in which its gradients are kept densely."""
+    """Shape and strides of a parameter whose gradients are stored with other axes."""
     strides = kernel.strides(kept)
     if axes is None:
         return kept, strides
     return torch.Size(kept[axis] for axis in axes), tuple(strides[axis] for axis in axes)
 
 
-def wide(numbers: Tensor) -> Tensor:
+def to_float64(numbers: Tensor) -> Tensor:
     """As float64; on the CPU, where the device has none."""
     return numbers.to("cpu" if numbers.device.type == "mps" else numbers.device, torch.float64)
 
 
 def _unless_longest(norms: Tensor, *lengths: Tensor) -> Tensor:
-    """Infinite, where a factor is longer than a row that is written out may be: the other one then
-    lies among the last numbers above 0, which have few digits left to round to."""
+    """Infinite, where a factor is too long: the other one may be subnormal, with few digits."""
     keep = torch.stack([length < LONGEST for length in lengths]).all(dim=0)
     return norms.where(keep, math.inf)
 
 
 def _norms(sample: Tensor) -> Tensor:
-    """Norm of each row (B,), of so many at a time as a cache holds in float64."""
+    """Norm of each row (B,), in blocks that fit a cache in float64."""
     flat = sample.reshape(len(sample), -1)
-    return torch.cat([wide(some).norm(dim=1) for some in torch.split(flat, _at_once(flat))])
+    return torch.cat([to_float64(some).norm(dim=1) for some in torch.split(flat, _at_once(flat))])
 
 
 def _weighted(factors: Tensor, numbers: Tensor) -> Tensor:
@@ -226,11 +218,11 @@ def _weighted(factors: Tensor, numbers: Tensor) -> Tensor:
     size = _at_once(numbers)
     parts = zip(torch.split(factors, size, -1), torch.split(numbers, size, -2), strict=True)
     return sum(
-        ((some[..., None, :] @ wide(those)).squeeze(-2) for some, those in parts),
+        ((some[..., None, :] @ to_float64(those)).squeeze(-2) for some, those in parts),
         start=factors.new_zeros((*factors.shape[:-1], numbers.shape[-1])),
     )
 
 
 def _at_once(rows: Tensor) -> int:
-    """Of rows of so many numbers (..., B, N)."""
+    """Rows of one block, for rows (..., B, N)."""
     return max(1, BLOCK // max(1, rows.numel() // rows.shape[-2]))

@@ -1,20 +1,19 @@
-"""DP-SGD at a support agent: sampler, clipping, noise and event made from one set of numbers.
+"""DP-SGD at a support agent: sampling, clipping, noise and accounting event from one plan.
 
-The per-row gradients come from one per-row loss under vmap, which cannot mix rows
-(``privacy/per_example_gradients.py``); hooks break on networks that run through each other. The
-joint gradient of all protected networks is clipped row by row and summed (``privacy/clipping.py``);
-Opacus' ``DPOptimizer`` adds the noise and steps. Around it, ours:
+Per-row gradients come from a per-row loss under vmap, which cannot mix rows
+(``privacy/per_example_gradients.py``); backward hooks do not work when one network's output feeds
+another. The joint gradient of all protected networks is clipped row by row and summed
+(``privacy/clipping.py``); Opacus' ``DPOptimizer`` adds the noise and steps.
 
-* masks and noise are made of ``accounting.secure_random``. They are never seeded, stored or
-  resumed; torch's CPU generator is not used because it keeps 32 bits of its seed.
-* rows whose gradient is not finite contribute zero, silently: an error would tell of them.
-* the divisor is the public expected batch size, and an empty batch takes a noisy step.
-* every part of a batch has one physical size, a public number, and is computed in one thread:
-  kernels round otherwise where there are more rows or threads, and with weights that a server
-  picks, rounding can be all that is left of a gradient. Rows that were not drawn, and made-up
-  ones of zeros, fill parts up and are masked out.
+* Masks and noise come from ``accounting.secure_random``: never seeded, stored or resumed. (torch's
+  CPU generator keeps 32 bits of its seed.)
+* Rows whose gradient is not finite contribute zero, silently: an error would reveal them.
+* The divisor is the public expected batch size; an empty batch takes a noisy step.
+* Every part of a batch has one public size and is computed in one thread: kernels round otherwise
+  for other numbers of rows or threads, and with weights that a server chooses, rounding can be all
+  that is left of a gradient. Rows that were not drawn, and zeros, fill parts up and are masked out.
 
-More in docs/privacy.md. Abadi et al. 2016; Mironov et al. 2019.
+docs/dp_sgd.md has more. Abadi et al. 2016; Mironov et al. 2019.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from accounting.accountants import calibrate_noise
 from privssl.errors import PrivacyError
 from privssl.ops import self_test
-from privssl.privacy.clipping import PerExampleGradients, clipped_sums, wide
+from privssl.privacy.clipping import PerExampleGradients, clipped_sums, to_float64
 from privssl.privacy.layer_gradients import Key
 from privssl.privacy.per_example_gradients import Parameters, RowLoss, factored_gradients
 from privssl.privacy.plan import PrivatePlan
@@ -41,9 +40,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def in_one_thread() -> Iterator[None]:
-    """Inside, the calling thread computes alone: several share out rows by their number, and round
-    each row by its place."""
+def single_threaded() -> Iterator[None]:
+    """Compute in the calling thread alone: several would split rows by number and round each by its
+    place."""
     threads = torch.get_num_threads()
     if threads > 1:
         torch.set_num_threads(1)
@@ -54,26 +53,26 @@ def in_one_thread() -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def padded(x: Tensor, rows: int) -> Tensor:
-    """Rows (B, ...) and zeros behind them, ``rows`` in all."""
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """Rows (B, ...) and zeros, ``rows`` in all."""
     missing = rows - len(x)
     return torch.cat([x, x.new_zeros((missing, *x.shape[1:]))]) if missing else x
 
 
 @dataclass(frozen=True, eq=False)
 class ClippedSum:
-    """What a private step asks for: the sums over rows of clipped gradients."""
+    """The sums over rows of clipped gradients that a private step needs."""
 
     row_loss: RowLoss
     parameters: Parameters
     fields: Mapping[str, Tensor]  # (B, ...), B >= 1
     drawn: Tensor  # (B,) whether a row counts
     clip_norm: float
-    joint: bool = True  # whether it may be done together with other agents'
+    joint: bool = True  # whether it may be batched with other agents'
 
     def run_single(self) -> dict[Key, Tensor]:
-        """Of each parameter that a row's loss depends on, float64."""
-        with in_one_thread():
+        """The float64 sum for each parameter that a row's loss depends on."""
+        with single_threaded():
             gradients = factored_gradients(self.row_loss, self.parameters, self.fields)
             return self.add_clipped_sum(gradients, self.drawn)
 
@@ -88,7 +87,7 @@ class ClippedSum:
 
 @dataclass(frozen=True, eq=False)
 class NoisyOptimizerStep:
-    """A step down sums of clipped gradients, with noise on them."""
+    """A step along noisy sums of clipped gradients."""
 
     optimiser: "SecureNoise"
     expected_batch: float
@@ -100,7 +99,7 @@ class NoisyOptimizerStep:
         self.forget()
 
     def average(self) -> None:
-        """Sums with noise become gradients: the divisor is public."""
+        """Noisy sums become gradients; the divisor is public."""
         torch._foreach_div_([p.grad for p in self.optimiser.params], self.expected_batch)
 
     def forget(self) -> None:
@@ -110,15 +109,14 @@ class NoisyOptimizerStep:
 
 
 def microbatch_size(networks: Mapping[str, nn.Module], numbers: int) -> int:
-    """How many rows' gradients are made, and held, at once: 256, or 64. Public sizes decide.
+    """Rows whose gradients are computed and held at once: 256 or 64, by public sizes.
 
-    Each pass has costs of its own, which 256 rows bear better: a step of one network on 256 small
-    grey images takes 13 to 24% less time. What is held are gradients, rows times parameters, and
-    every row's windows at every convolution; larger images leave the caches, and take longer.
+    256 rows save 13 to 24% of a step of one network on small grey images; larger images leave the
+    caches.
 
     Args:
         networks: the protected ones.
-        numbers: of a row as the networks see it: views x channels x height x width.
+        numbers: elements of a network's input row: views x channels x height x width.
     """
     parameters = sum(p.numel() for net in networks.values() for p in net.parameters())
     return 256 if parameters <= 2**18 and numbers <= 2**10 else 64
@@ -127,7 +125,7 @@ def microbatch_size(networks: Mapping[str, nn.Module], numbers: int) -> int:
 def make_dp_sgd_plan(
     settings: PrivacySettings, *, rounds: int, rows_per_agent: float
 ) -> PrivatePlan:
-    """Fix every number of private training before the run.
+    """Fix every parameter of private training before the run.
 
     Args:
         settings: the privacy section.
@@ -136,9 +134,9 @@ def make_dp_sgd_plan(
 
     Raises:
         accounting.errors.PlanError: no noise fits the budget.
-        PrivacyError: a kernel of ours that clips or draws does not do so on this processor.
+        PrivacyError: a kernel for clipping or noise fails its self-test.
     """
-    self_test.refuse_wrong_kernels()  # before a visit is paid for; the training itself asks again
+    self_test.refuse_wrong_kernels()  # before a visit is charged; training tests again
     visits = min(settings.visits or rounds, rounds) if settings.epsilon > 0 else 0
     noise = settings.noise_multiplier
     if noise is None:
@@ -165,22 +163,21 @@ def make_dp_sgd_plan(
 
 
 class PrivateTraining:
-    """Trains networks on an agent's rows under a plan. One object is one visit."""
+    """Train networks on an agent's rows under a plan; one object for each visit."""
 
     def __init__(self, plan: PrivatePlan, networks: Mapping[str, nn.Module]) -> None:
         """``networks``: the protected ones; frozen ones belong to the row loss.
 
         Raises:
-            PrivacyError: one of them has buffers, which would be sent and are never noisy, or two
-                share a parameter, whose gradient would be clipped as two; or products are rounded
-                so much that a row could weigh more than was measured; or a kernel of ours that
-                clips or draws does not do so on this processor.
+            PrivacyError: one has buffers, which would be sent without noise; two share a parameter,
+                whose gradient would be clipped as two; matrix products are rounded, so a row could
+                exceed its measured norm; or a kernel for clipping or noise fails its self-test.
         """
         moving = [name for name, net in networks.items() if any(True for _ in net.buffers())]
         if moving:
             raise PrivacyError(
-                f"{', '.join(moving)} cannot be protected: what it keeps beside its parameters "
-                "(buffers) would be sent without noise"
+                f"{', '.join(moving)} cannot be protected: its buffers would be sent without "
+                "noise. Use a network without buffers"
             )
         self._plan = plan
         self._parameters = {name: dict(net.named_parameters()) for name, net in networks.items()}
@@ -191,16 +188,14 @@ class PrivateTraining:
             )
         if torch.get_float32_matmul_precision() != "highest":
             raise PrivacyError(
-                "matrix products are rounded (torch.set_float32_matmul_precision), so that a row "
-                "could weigh more than its clip norm. Set it to highest"
+                "matrix products are rounded, so a row could exceed its clip norm. Set "
+                "torch.set_float32_matmul_precision to highest"
             )
         self_test.refuse_wrong_kernels()
-        from privssl.privacy.noisy_optimizer import (
-            SecureNoise,  # Opacus: seconds that only private runs pay
-        )
+        from privssl.privacy.noisy_optimizer import SecureNoise  # Opacus takes seconds to import
 
         self._optimizer = SecureNoise(
-            # Fresh for every visit, so its momentum has seen this visit's noisy gradients only.
+            # New for every visit: its momentum contains only this visit's noisy gradients.
             optim.SGD(parameters, lr=plan.learning_rate, momentum=plan.momentum),
             noise_multiplier=plan.noise_multiplier,
             max_grad_norm=plan.clip_norm,
@@ -216,13 +211,13 @@ class PrivateTraining:
         *,
         at_once: int = 64,
     ) -> None:
-        """All steps of the visit. The caller has paid for the event before calling.
+        """All steps of the visit. The caller has charged the event.
 
         Args:
-            rows: how many labelled rows the agent holds; may be 0.
+            rows: labelled rows that the agent holds, >= 0.
             fields_of: (row numbers (B,), step) -> tensors (B, ...), one row's fields each.
             row_loss: the loss of one row.
-            at_once: rows of one pass, by public sizes: :func:`microbatch_size`.
+            at_once: rows of one pass: :func:`microbatch_size`.
         """
         mean: list[Tensor] = []
         parts, size = self._plan.parts(rows, at_once)
@@ -230,16 +225,15 @@ class PrivateTraining:
         for step in range(self._plan.steps):
             mask = self._plan.draw_batch(rows)
             drawn = mask.nonzero()[:, 0]
-            # Rows that were not drawn fill the batch up to its public size, masked out.
+            # Rows that were not drawn fill the batch up to its public size.
             others = (~mask).nonzero()[:, 0]
             order = torch.cat([drawn, others])[: max(parts * size, len(drawn))]
             for number, part in enumerate(torch.split(order, size)):
                 if len(part):
-                    fields = {k: padded(v, size) for k, v in fields_of(part, step).items()}
-                    # Whether there is a part beyond those that are public, no other agent's may
-                    # show: a stack of one more agent rounds otherwise.
+                    fields = {k: pad_rows(v, size) for k, v in fields_of(part, step).items()}
+                    # A part beyond the public number must not change other agents' rounding.
                     joint = self._plan.record_counts == "public" and number < parts
-                    self._add_clipped(fields, padded(mask[part], size), row_loss, joint=joint)
+                    self._add_clipped(fields, pad_rows(mask[part], size), row_loss, joint=joint)
             self._step()
             seen = step - (self._plan.steps - kept)  # steps averaged before this one
             if seen >= 0:
@@ -249,8 +243,8 @@ class PrivateTraining:
                 parameter.copy_(value)
 
     def _apply_average(self, mean: list[Tensor], seen: int) -> list[Tensor]:
-        """The mean of iterates with the present one added. Post-processing: it costs nothing,
-        and takes out most of what the noise of single steps adds (Polyak and Juditsky 1992)."""
+        """Add the present iterate to the mean of iterates: post-processing, which removes most of
+        the noise of single steps (Polyak and Juditsky 1992)."""
         now = [parameter.detach().clone() for parameter in self._optimizer.params]
         if not seen:
             return now
@@ -259,7 +253,7 @@ class PrivateTraining:
     def _add_clipped(
         self, fields: Mapping[str, Tensor], mask: Tensor, row_loss: RowLoss, *, joint: bool = True
     ) -> None:
-        """Adds the clipped gradients of a part of the rows to the running sum, in float64."""
+        """Add the clipped gradients of a part of the rows to the running float64 sum."""
         wanted = ClippedSum(
             row_loss, self._parameters, fields, mask, self._plan.clip_norm, joint=joint
         )
@@ -272,5 +266,5 @@ class PrivateTraining:
     def _step(self) -> None:
         for parameter in self._optimizer.params:
             if parameter.summed_grad is None:  # no row, or no row's loss depends on it
-                parameter.summed_grad = wide(torch.zeros_like(parameter))
+                parameter.summed_grad = to_float64(torch.zeros_like(parameter))
         deferred.submit(NoisyOptimizerStep(self._optimizer, self._plan.expected_batch))

@@ -1,12 +1,12 @@
-"""What replaced runs of an output folder spent: their ledgers, kept beside the folder.
+"""The ledgers of replaced runs of an output folder, kept beside the folder.
 
-A run's card speaks of that run. Whoever knows that an earlier run used the same rows needs the
-numbers of both, so the card names these ledgers, and the audit reads them again.
+A run's card is about that run. An earlier run may have used the same rows, so the card names the
+ledgers of replaced runs with their epsilon, and the audit reads them again.
 """
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,64 +14,60 @@ from accounting.budget import round_up
 from accounting.errors import LedgerError
 from accounting.journal_reader import Journal, read_journal
 from privssl.errors import RunFolderError
+from privssl.privacy.card_schema import FormerLedger
 
 
-def former_ledgers(folder: Path, known: Mapping[str, Journal]) -> list[dict[str, Any]]:
+def former_ledgers(folder: Path, known: Mapping[str, Journal]) -> list[FormerLedger]:
     """The ledgers that were kept when runs in this folder were replaced, one entry an agent.
 
     Args:
-        known: agent -> journal of the run that is here. A former ledger that it goes on with is
-            counted in it, and left out.
-
-    Returns:
-        ``ledger`` (name of its folder), ``agent``, ``kind`` ("guaranteed" or "nominal"), and
-        ``epsilon`` and ``delta``, both None where the ledger is damaged.
+        known: agent -> journal of the run that is here. A former ledger that it continues is
+            counted in it, and left out, as is one without a visit.
 
     Raises:
         RunFolderError: the folder above cannot be read.
     """
     own = folder.resolve()
     try:
-        beside = sorted(os.listdir(own.parent))
+        names = sorted(os.listdir(own.parent))
     except OSError as error:
         raise RunFolderError(
             f"{own.parent}: cannot be read: {error.strerror}. Ledgers of replaced runs are there"
         ) from error
-    found = []
-    for name in beside:
-        if re.fullmatch(re.escape(own.name) + r"\.ledger-[0-9]{3,}", name):
-            for path in sorted((own.parent / name).glob("*.jsonl")):
-                entry = _entry(path, known.get(path.stem, Journal()))
-                found += [{"ledger": name, "agent": path.stem, **entry}] if entry else []
+    found: list[FormerLedger] = []
+    for name in names:
+        if not re.fullmatch(re.escape(own.name) + r"\.ledger-[0-9]{3,}", name):
+            continue
+        for path in sorted((own.parent / name).glob("*.jsonl")):
+            try:
+                journal = read_journal(path)
+            except LedgerError:
+                journal = Journal()
+            entry: FormerLedger = {
+                "ledger": name, "agent": path.stem,
+                "kind": "guaranteed", "epsilon": None, "delta": None,
+            }  # fmt: skip
+            if journal.plans and not journal.problems:
+                if not journal.events or journal.head in known.get(path.stem, Journal()).hashes:
+                    continue
+                entry["kind"] = "guaranteed" if journal.plan.scope == "sound" else "nominal"
+                entry["epsilon"] = journal.epsilon
+                entry["delta"] = journal.plan.delta_of(journal.cost)
+            found.append(entry)
     return found
 
 
-def former_sentences(card: Mapping[str, Any] | None) -> list[str]:
-    """One sentence for each ledger of a run that this one replaced: its spending is not in here."""
-    told: dict[str, list[str]] = {}
-    for entry in () if card is None else card.get("former_ledgers", ()):
-        spent = "damaged, so nobody knows what it spent"
+def former_sentences(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """One sentence for each ledger of a replaced run: the card does not count its spending."""
+    spending: dict[str, list[str]] = {}
+    for entry in entries:
+        spent = "damaged, so what it spent is unknown"
         if entry["epsilon"] is not None:
             nominal = "nominal " if entry["kind"] == "nominal" else ""
             spent = f"{nominal}epsilon {round_up(entry['epsilon'])} at delta {entry['delta']:g}"
-        told.setdefault(entry["ledger"], []).append(f"{entry['agent']} {spent}")
+        spending.setdefault(entry["ledger"], []).append(f"{entry['agent']} {spent}")
     return [
         f"Not counted: a run that this one replaced, whose ledger is in {ledger}: "
         f"{', '.join(spent)}. For a row that both runs used, epsilons and deltas add up."
-        for ledger, spent in told.items()
+        for ledger, spent in spending.items()
     ]
-
-
-def _entry(path: Path, goes_on: Journal) -> dict[str, Any] | None:
-    """What one ledger spent; None where that is nothing, or is counted already."""
-    try:
-        journal = read_journal(path)
-    except LedgerError:
-        journal = Journal()
-    if journal.problems or not journal.plans:
-        return {"kind": "guaranteed", "epsilon": None, "delta": None}
-    if not journal.events or journal.head in goes_on.hashes:
-        return None
-    kind = "guaranteed" if journal.plan.scope == "sound" else "nominal"
-    delta = journal.plan.delta_of(journal.cost)
-    return {"kind": kind, "epsilon": journal.epsilon, "delta": delta}

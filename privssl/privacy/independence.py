@@ -1,6 +1,5 @@
-"""What lets one row of a batch into another's loss, looked for before a run under DP-SGD.
-
-Rounding is looked for in ``privacy/row_bits.py``."""
+"""Refuse networks and losses in which one row of a batch reaches another's loss;
+``privacy/row_bits.py`` tests rounding."""
 
 from collections.abc import Callable, Mapping
 
@@ -13,12 +12,8 @@ _COUPLING = (nn.modules.batchnorm._BatchNorm,)
 
 
 def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
-    """Raises PrivacyError naming every layer that mixes rows of a batch, frozen ones included, or
-    that draws chance of its own (dropout).
-
-    A batch norm in a network that is not itself trained couples rows just as well: the
-    gradient of a protected network flows through it (measured: 18%, docs/privacy.md).
-    """
+    """Raise PrivacyError naming every layer that mixes rows of a batch or draws randomness
+    (dropout), in frozen networks too: the gradient of a protected network flows through them."""
     found = [
         f"{net}.{name} ({type(layer).__name__})"
         for net, network in networks.items()
@@ -27,8 +22,8 @@ def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
     ]
     if found:
         raise PrivacyError(
-            f"rows of a batch are mixed by {', '.join(found)}. Private training clips row by "
-            "row, which bounds nothing if rows depend on each other. Set model.norm: group"
+            f"rows of a batch are mixed by {', '.join(found)}, so clipping bounds nothing. Set "
+            "model.norm: group"
         )
     drawing = [
         f"{net}.{name} ({type(layer).__name__})"
@@ -38,30 +33,29 @@ def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
     ]
     if drawing:
         raise PrivacyError(
-            f"chance that no visit owns is drawn by {', '.join(drawing)}, by a row's place in the "
-            "batch: one row more would change what others contribute. Use a network without dropout"
+            f"random numbers are drawn by a row's place in the batch in {', '.join(drawing)}: one "
+            "row more would change other rows' gradients. Use a network without dropout"
         )
 
 
 def check_rows_independent(
     losses: Callable[[Mapping[str, Tensor]], Tensor], fields: Mapping[str, Tensor]
 ) -> None:
-    """Perturbs one row at a time; every other row's loss must stay bit-equal.
+    """Perturb one row at a time; every other row's loss must keep its bits.
 
     Args:
         losses: batch fields (B, ...) -> per-row losses (B,), as used in training.
         fields: a batch of at least 2 rows with floating-point tensors.
 
     Raises:
-        PrivacyError: names the rows; the layers are named by refuse_coupling_layers. Or the losses
-            draw chance of their own.
+        PrivacyError: names the row that reaches others; or the losses draw randomness.
     """
     with torch.no_grad():
         before = losses(fields)
         if not torch.equal(losses(fields), before):
             raise PrivacyError(
-                "the same rows have other losses each time: a network or a loss draws chance of "
-                "its own, for all rows at once. Use a network without dropout"
+                "the same rows have other losses each time: a network or a loss draws random "
+                "numbers. Use a network without dropout"
             )
         for row in range(len(before)):
             moved = {k: v.clone() for k, v in fields.items()}

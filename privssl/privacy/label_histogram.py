@@ -1,17 +1,10 @@
-"""The plan of a label census: labels leave a support agent once, as counts with noise on each.
+"""The label histogram of a support agent, released once with noise on every count (label census).
 
-A count says how many labelled rows of one class lie in one cluster. One record is in one count, so
-with discrete Laplace noise on every count (``accounting/discrete_laplace.py``) the whole table is
-epsilon-DP with delta 0:
-
-    neighbours                                     what moves           the table is
-    one record made empty                          one count by one     epsilon-DP
-    one record exchanged for another               two counts by one    2 epsilon-DP
-    k records of one person made empty             k steps of one       k epsilon-DP
-
-Only the first line is claimed. (A record more or less changes the number of records too, which is
-declared and public: the number of clusters may follow from it.) It holds if the cluster of a record
-depends on nothing but this record and what is public: the caller owes that.
+A count is the number of labelled rows of one class in one cluster. One record is in one count, so
+with discrete Laplace noise on every count (``accounting/discrete_laplace.py``) the table is
+epsilon-DP with delta 0 for one record made empty (2 epsilon for one exchanged for another, k
+epsilon for k records; not claimed). The number of records is public. The caller owes that the
+cluster of a record depends on nothing but this record and what is public.
 """
 
 from dataclasses import dataclass
@@ -30,12 +23,9 @@ CENSUS = "census"  # the name under which the table stands in plans, ledgers and
 
 @dataclass(frozen=True)
 class CensusPlan:
-    """The numbers of a census, all public and fixed before the run.
+    """The numbers of a census, public and fixed before the run; the interface of ``plan.Plan``."""
 
-    It has the face of ``plan.Plan``: what accounts, card and loop ask of any plan.
-    """
-
-    epsilon: float  # of the one release, and of its noise; 0: nothing is asked
+    epsilon: float  # of the one release, and of its noise; 0: nothing is released
     visits: int  # 1; 0 where epsilon is 0
     rows: float = 0.0  # declared labelled rows of all support agents together, public
 
@@ -49,13 +39,13 @@ class CensusPlan:
         return PureDpEvent(self.epsilon if self.visits else 1.0, 1)
 
     def release(self, counts: Tensor) -> Tensor:
-        """The counts with noise on every one. The caller has paid for the event before counting.
+        """The counts with noise on every one. The caller has charged the event before counting.
 
         Args:
-            counts: (K, C), whole numbers >= 0: labelled rows by cluster and class.
+            counts: (K, C) int64, >= 0: labelled rows by cluster and class.
 
         Returns:
-            (K, C) int64 on the CPU; may be negative. Noise is drawn there.
+            (K, C) int64 on the CPU; may be negative.
 
         Raises:
             PrivacyError: these are no counts.
@@ -86,17 +76,11 @@ class CensusPlan:
 
 
 def make_census_plan(settings: PrivacySettings, *, rows: float) -> CensusPlan:
-    """Fix every number of a census before the run.
+    """Fix every number of a census before the run; PlanError for an epsilon beyond the sampler.
 
     Epsilon is rounded down to what noise can be drawn for exactly, a multiple of 2^-20. Sums of
-    such numbers are exact, so that three runs at 0.1 fit into accounts of 0.3.
-
-    Args:
-        settings: the privacy section.
-        rows: declared labelled rows of all support agents together, public.
-
-    Raises:
-        accounting.errors.PlanError: epsilon is beyond what noise can be drawn for.
+    such numbers are exact: three runs at 0.1 fit into accounts of 0.3. ``rows``: declared labelled
+    rows of all support agents together, public.
     """
     if settings.epsilon == 0:
         return CensusPlan(0.0, visits=0, rows=rows)

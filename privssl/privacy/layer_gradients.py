@@ -1,8 +1,5 @@
-"""Gradients of a layer's parameters for every row, from its inputs and its output's gradient.
-
-``per_example_gradients`` writes down each layer that a loss calls; this is what it does with them
-after the one backward pass.
-"""
+"""Per-row gradients of a layer's parameters, from the inputs and output gradients that
+``per_example_gradients`` recorded."""
 
 import math
 from abc import ABC, abstractmethod
@@ -21,14 +18,14 @@ from privssl.privacy.clipping import DenseGradients, OuterProductGradients, PerE
 
 Key = tuple[str, str]  # network, parameter name
 
-#: A weight is left as two factors, if it has so many times more numbers than these have pairs of
-#: places. With 2 small_cnn's steps took a quarter longer, and a wide ResNet-9's gained nothing.
+#: A weight stays two factors if it has so many times more elements than these have pairs of places.
+#: With 2, small_cnn's steps took a quarter longer.
 MANY = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call(ABC):
-    """A layer, or several that are done as one, called with watched parameters for all rows."""
+    """A layer, or fused layers, called with recorded parameters for all rows."""
 
     ends: tuple[Key, Key]  # the weights that read the input, and made the output
     input: Tensor  # (B, ...), or (A, B, ...)
@@ -47,8 +44,8 @@ class Call(ABC):
         ):
             if version != before:
                 raise PrivacyError(
-                    f"the {which} of {'.'.join(key)} is changed in place, so that the "
-                    "gradients of single rows cannot be known. Use a network without inplace=True"
+                    f"the {which} of {'.'.join(key)} is changed in place, so per-row gradients "
+                    "are unknown. Use a network without inplace=True"
                 )
 
     def rows_first(self, gradient: Tensor) -> Tensor:
@@ -66,7 +63,7 @@ class LayerCall(Call):
 
     def of_parameters(self, gradient: Tensor) -> list[tuple[Key, PerExampleGradients]]:
         key, x, g = self.ends[0], self.input, self.rows_first(gradient)
-        if len(self.rows_at) > 1:  # weights are not needed here, so rows are rows, whoever's
+        if len(self.rows_at) > 1:  # any agent's rows: weights are not needed
             x, g = x.flatten(0, 1), g.flatten(0, 1)
         # (B, T, channels, ...), linear: (B, ..., features)
         if self.layer is functional.linear:
@@ -87,8 +84,7 @@ class LayerCall(Call):
 
 @dataclass(frozen=True, kw_only=True)
 class PooledCall(Call):
-    """Convolution, pooling, norm and rectifier, and again, by kernels that give each row a sum of
-    its own."""
+    """Layers fused by ``ops/fused_conv.py``, whose kernels sum each row by itself."""
 
     keys: Sequence[Key | None]  # of its parameters, as the visit has them
     visit: FusedPass
@@ -109,7 +105,7 @@ class PooledCall(Call):
 
 
 def add_parts(parts: list[PerExampleGradients]) -> PerExampleGradients:
-    """One of several gradients of one parameter, which came by several ways."""
+    """The sum of gradients of one parameter that was used several times."""
     if len(parts) == 1:
         return parts[0]
     outer = [part for part in parts if isinstance(part, OuterProductGradients)]
@@ -146,7 +142,7 @@ def _product(
 
 
 def _less_work(places: int, numbers: int, device: torch.device) -> bool:
-    """Whether a weight of so many numbers is to be multiplied out."""
+    """Whether a weight of so many elements is to be multiplied out."""
     no_float64 = device.type == "mps"
     return MANY * places**2 > numbers or (places > 1 and no_float64)
 
@@ -155,10 +151,8 @@ def _of_kernels(
     layer: Callable[..., Any], given: Mapping[str, Any], x: Tensor, g: Tensor, shape: torch.Size
 ) -> PerExampleGradients:
     """Gradients of a convolution's weight, of its ``shape`` (first, second, height, width), from
-    inputs and output gradients (B, T, channels, h, w).
-
-    A kernel slides over the larger of two images and meets a place of the smaller one.
-    """
+    inputs and output gradients (B, T, channels, h, w). A kernel slides over the larger of two
+    images and meets a place of the smaller one."""
     larger, smaller = (x, g) if layer is functional.conv2d else (g, x)
     kernel, stride = in_pair(tuple(shape[2:])), in_pair(given.get("stride", 1))
     padding = in_pair(given.get("padding", 0))
@@ -176,10 +170,8 @@ def _of_kernels(
 def _windows(
     x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
 ) -> Tensor:
-    """What a kernel sees at every place: (N, channels, h, w) -> (N, places, kernel channels).
-
-    ``functional.unfold``, in the order in which memory is copied fastest (5 times as fast).
-    """
+    """A kernel's windows: (N, channels, h, w) -> (N, places, kernel channels).
+    ``functional.unfold``, 5 times as fast."""
     x = functional.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     many = x.shape[1] >= 4
     x = x.contiguous(memory_format=torch.channels_last if many else torch.contiguous_format)
@@ -198,6 +190,6 @@ def _windows(
 
 
 def in_pair(value: Any) -> tuple[int, int]:
-    """(down, right) of what torch takes as one number, too."""
+    """(down, right) of what torch also takes as one number."""
     one, *other = (value,) if isinstance(value, int) else value
     return (one, *other) if other else (one, one)

@@ -1,11 +1,10 @@
-"""A visit of DP-SGD to an agent's rows: what is drawn for each, and what one pass holds.
+"""DP-SGD on an agent's labelled rows: random draws for each row, and the size of a pass.
 
-What is drawn for a row (its view, a class to mix in) depends on nothing but which row it is and the
-step: never on which other rows are in the batch, or one row's being there would show in the
-gradients of all others, and sampling would amplify nothing. Draws are made for fixed blocks of row
-numbers, and a batch takes its rows from them. With private counts a row more would move the numbers
-of all after it (and the ids of a site's rows, which are their places in its file): there a block is
-one row, named by what it holds.
+A row's draws (its view, a class to mix in) depend on the row and the step alone, never on the rest
+of the batch; otherwise one row's presence would show in all gradients, and sampling would amplify
+nothing. Draws are made for fixed blocks of row numbers. When record counts are private, adding a
+row would shift the index of every later row, so a block is one row, keyed by a hash of its
+contents.
 """
 
 import dataclasses
@@ -21,11 +20,11 @@ from privssl.errors import PrivacyError
 from privssl.privacy.dp_sgd import PrivateTraining, microbatch_size
 from privssl.privacy.per_example_gradients import RowLoss
 from privssl.privacy.plan import PrivatePlan
-from privssl.privacy.row_bits import refuse_company
+from privssl.privacy.row_bits import refuse_batch_dependent_rounding
 
-BLOCK = 64  # rows whose chance is drawn in one go, where their number is public
+BLOCK = 64  # rows drawn for at once, where record counts are public
 
-#: (rows as stored (N, *shape), classes (N,), whose random numbers) -> fields of a loss (N, ...)
+#: (stored rows (N, *shape), classes (N,), context) -> fields of a loss (N, ...)
 Draw = Callable[[Tensor, Tensor, Context], Mapping[str, Tensor]]
 
 
@@ -39,37 +38,38 @@ def train_rows_privately(
     *,
     counts_public: bool,
 ) -> None:
-    """One visit of DP-SGD, in place. The caller has paid for the plan's event before.
+    """One visit of DP-SGD, in place. The caller has charged the plan's event.
 
-    What ``draw`` and ``row_loss`` do is tried on rows that are made up, before a real one is drawn
-    for (:func:`tried_out`).
+    ``draw`` and ``row_loss`` are first checked on synthetic rows.
 
     Args:
         networks: the protected ones.
         rows: the labelled rows of one agent, N >= 0.
-        draw: asked for each view of each row; all views of a row reach its loss together.
+        draw: called for each view of each row; all views of a row reach its loss together.
         row_loss: the loss of one row, of fields (views, ...).
         counts_public: whether neighbours have as many rows.
 
     Raises:
-        PrivacyError: ``draw`` lets one row into the fields of another, or rounding lets it into
-            its gradient; or the plan is of other counts.
+        PrivacyError: one row reaches another's fields, or its gradient by rounding; or the plan has
+            other record counts.
     """
     if counts_public != (plan.record_counts == "public"):
-        raise PrivacyError("the plan and the account have record counts that are unlike")
+        raise PrivacyError(
+            "the plan and the account differ in record_counts. Use one setting for both"
+        )
     _refuse_mixing(draw, rows.x.dtype, rows.x.shape[1:], ctx)
     drawn = _DrawnBlocks(rows, plan.views, ctx, draw, counts_public)
     at_once = microbatch_size(networks, plan.views * rows.x.shape[1:].numel())
     _, size = plan.parts(len(rows) or plan.declared, at_once)
-    refuse_company(networks, row_loss, drawn.made_up(size))
+    refuse_batch_dependent_rounding(networks, row_loss, drawn.made_up(size))
     PrivateTraining(plan, networks).run(len(rows), drawn.fields, row_loss, at_once=at_once)
 
 
 def tried_out(
     plan: PrivatePlan, shape: tuple[int, int, int], device: torch.device
 ) -> tuple[PrivatePlan, LabelledRows, Context]:
-    """What a visit is made with that reads and trains nothing, and so only tries what it would do:
-    before one is paid for."""
+    """A plan, rows and context for a visit that only checks: it has no steps and no rows, so it can
+    precede the charge."""
     nobody = torch.zeros(0, dtype=torch.long)
     rows = LabelledRows(torch.zeros(0, *shape, dtype=torch.uint8), nobody, nobody)
     ctx = Context(
@@ -79,7 +79,7 @@ def tried_out(
 
 
 def _refuse_mixing(draw: Draw, dtype: torch.dtype, shape: torch.Size, ctx: Context) -> None:
-    """Another row, each in turn: what is drawn for the others must stay the same, to the bit."""
+    """Replace each row in turn: draws for the others must keep their bits."""
     rows = 5
     x = torch.linspace(0, 1, rows * shape.numel()).view(rows, *shape)
     x = x if dtype.is_floating_point else x.mul(255).to(dtype)
@@ -93,14 +93,14 @@ def _refuse_mixing(draw: Draw, dtype: torch.dtype, shape: torch.Size, ctx: Conte
         mixed |= {name for name in before if not torch.equal(before[name][kept], after[name][kept])}
     if mixed:
         raise PrivacyError(
-            f"{', '.join(sorted(mixed))} of a row depend on other rows of its block, or on chance "
-            "that no visit owns. Clipping row by row bounds nothing then. Draw for each row from "
-            "that row and ctx.rng alone"
+            f"{', '.join(sorted(mixed))} of a row depend on other rows of its block, or on other "
+            "random numbers than ctx.rng's, so clipping bounds nothing. Draw for each row from it "
+            "and ctx.rng alone"
         )
 
 
 class _DrawnBlocks:
-    """Rows with all that is drawn for them, in one step after the other."""
+    """Rows with their draws, step by step."""
 
     def __init__(
         self, rows: LabelledRows, views: int, ctx: Context, draw: Draw, counts_public: bool
@@ -125,9 +125,9 @@ class _DrawnBlocks:
         }
 
     def made_up(self, rows: int) -> Mapping[str, Tensor]:
-        """Fields of made-up rows, drawn in one go: (rows, views, ...)."""
+        """Fields of synthetic rows: (rows, views, ...)."""
         shape, count = self._rows.x.shape[1:], rows * self._views
-        x = torch.linspace(0, 1, count * shape.numel()).view(count, *shape)
+        x = torch.rand(count, *shape, generator=torch.Generator().manual_seed(0))
         dtype = self._rows.x.dtype
         x = x if dtype.is_floating_point else x.mul(255).to(dtype)
         y = (torch.arange(rows) % 2).repeat_interleave(self._views)
@@ -150,6 +150,6 @@ class _DrawnBlocks:
 
 
 def _content(rows: LabelledRows, number: int) -> str:
-    """A name of one row that follows from the row alone: equal rows have the same."""
+    """A hash of one row; equal rows have the same."""
     x, y = rows.x[number].cpu().contiguous(), int(rows.y[number])
     return hashlib.sha256(x.numpy().tobytes() + b"%d" % y).hexdigest()

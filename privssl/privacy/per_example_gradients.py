@@ -1,23 +1,18 @@
-"""Gradients of every row's loss, for DP-SGD: as true as one row at a time, nearly as fast as all.
+"""Per-row gradients for DP-SGD: as isolated as one row at a time, nearly as fast as a batch.
 
-``per_example_gradients`` says what is meant, in one line of ``torch.func``: vmap over rows of the
-gradient of one row's loss. It makes every row's gradient of every weight, with kernels that are
-slow at it. ``factored_gradients`` has the same numbers in the form in which they arise:
+``per_example_gradients`` is the definition, one line of ``torch.func``, with slow kernels.
+``factored_gradients`` has the same numbers in the form in which they arise:
 
-* forward, the loss runs under vmap as well, so rows cannot mix; what leaves it for being slow in it
-  (cross-entropy of classes, layers that kernels of ours do) is done for each row by itself. A row
-  has parameters of its own (one tensor, seen B times), so that whatever a loss does with them has
-  the right gradient.
-* the calls that are nearly all of the time (linear, convolutions, group norm) are recognised while
-  they run. They are done with the one weight; their inputs and outputs are kept.
-* backward is plain autograd, once, down to these outputs; what it would do to their weights is done
-  here: for a linear layer, or a convolution of many channels that meets few places, nothing at all
-  (``clipping.OuterProductGradients``); for others a product of gradient and windows, which is
-  several times faster
-  than the grouped convolutions of vmap.
+* Forward, the loss runs under vmap, so rows cannot mix; what is slow there (cross-entropy, fused
+  layers) is done for each row by itself. Each row has parameters of its own (one tensor, expanded),
+  so any use of them has the right gradient.
+* Most of the time goes to linear layers, convolutions and group norms: they are recognised,
+  computed with the one weight, and their inputs and outputs recorded.
+* Backward is one autograd pass down to these outputs. The gradient of a linear layer's weight, or
+  of a large convolution's, stays a pair of factors (``clipping.OuterProductGradients``); others are
+  products of gradient and windows, several times faster than vmap's grouped convolutions.
 
-Several agents' rows can be done so together (``agents``), for a GPU: forward one vmap more, over
-agents and their weights; from there on rows are rows.
+With ``agents``, another vmap runs forward over agents and their weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -76,9 +71,9 @@ def per_example_gradients(
 def factored_gradients(
     row_loss: RowLoss, parameters: Parameters, fields: Mapping[str, Tensor], *, agents: bool = False
 ) -> dict[Key, PerExampleGradients]:
-    """What :func:`per_example_gradients` returns, not multiplied out: (network, name) -> gradients.
+    """:func:`per_example_gradients`, not multiplied out: (network, name) -> gradients.
 
-    A parameter that no row's loss depends on is not among them.
+    Parameters that no row's loss depends on are left out.
 
     Args:
         row_loss, parameters, fields: as there. Parameters need gradients.
@@ -86,8 +81,8 @@ def factored_gradients(
             Gradients are then of A times B rows, the first agent's first.
 
     Raises:
-        PrivacyError: a layer's input or output is changed in place after it, and its gradient
-            cannot be known; or the loss draws chance.
+        PrivacyError: a layer's input or output is changed in place, or the loss draws random
+            numbers.
     """
     depth = 2 if agents else 1  # of vmaps
     rows = next(iter(fields.values())).shape[depth - 1]
@@ -132,25 +127,23 @@ def factored_gradients(
 
 @contextmanager
 def _chance_refused() -> Iterator[None]:
-    """vmap's own refusal of chance, in words for whoever wrote the loss.
-
-    It would be drawn for all rows at once, by their places in the batch.
-    """
+    """Raise a PrivacyError for vmap's refusal of random numbers: they would depend on a row's place
+    in the batch."""
     try:
         yield
     except RuntimeError as error:
         if "random operation" not in str(error):
             raise
         raise PrivacyError(
-            "the loss of a row, or a network in it, draws chance of its own (dropout?): one row "
-            "more would change what is drawn for others. Draw it beside the row's other fields"
+            "the loss of a row, or a network in it, draws random numbers (dropout?): one row more "
+            "would change those of others. Draw them with the row's other fields"
         ) from error
 
 
 def _seen_by_each(parameter: Tensor, rows: int, at: int) -> Tensor:
-    """One tensor as if each row had its own, with a dimension more, of rows."""
+    """One tensor expanded by a dimension of rows."""
     size = (*parameter.shape[:at], rows, *parameter.shape[at:])
-    one = parameter.unsqueeze(at) if at else parameter  # what comes first, expand adds
+    one = parameter.unsqueeze(at) if at else parameter  # expand adds leading dimensions
     return one.expand(size).requires_grad_()
 
 
@@ -159,18 +152,15 @@ def _over_rows(
     own: Mapping[Key, Tensor],
     fields: Mapping[str, Tensor],
 ) -> Tensor:
-    """``vmap(loss, randomness="error")(own, fields)``: (B,).
-
-    vmap looks through what it is given and gets for trees of tensors, which takes a quarter of a
-    millisecond: as long as a layer of a small network.
-    """
+    """``vmap(loss, randomness="error")(own, fields)``: (B,). vmap's own tree traversal takes a
+    quarter of a millisecond, as long as a layer of a small network."""
     lazy_load_decompositions()
     rows = len(next(iter(fields.values())))
     if any(len(tensor) != rows for tensor in (*own.values(), *fields.values())):
         lengths = {name: len(tensor) for name, tensor in fields.items()}
         raise PrivacyError(
-            f"fields are of different numbers of rows, {lengths}: one of a single row would reach "
-            "all others. Give every row its own"
+            f"fields have different numbers of rows, {lengths}: one row's would reach all others. "
+            "Give every row its own"
         )
     level = _vmap_increment_nesting(rows, "error")
     try:
@@ -199,13 +189,13 @@ _IN_PAIRS = ("stride", "padding", "output_padding", "dilation")
 
 
 class _LayerRecorder(TorchFunctionMode):
-    """While a loss runs: does the calls that it knows with the one weight, and writes them down."""
+    """Compute known calls of a loss with the one weight, and record them."""
 
     whole: Mapping[Key, Tensor]  # the one weight of all rows, by its name
 
     def __init__(self, moving: Set[Key], depth: int) -> None:
-        """``moving``: what needs gradients. ``depth``: of vmaps around the loss, of agents and rows
-        or of rows alone."""
+        """``moving``: parameters that need gradients. ``depth``: of vmaps around the loss, over
+        rows, or over agents and rows."""
         super().__init__()
         self.calls: list[Call] = []
         self._moving, self._depth = moving, depth
@@ -213,7 +203,7 @@ class _LayerRecorder(TorchFunctionMode):
         self._level: int | None = None
 
     def trace(self, own: Mapping[Key, Tensor]) -> None:
-        """``own``: the rows' parameters, as the loss is given them."""
+        """``own``: the rows' parameters, as the loss gets them."""
         self._key_of = {id(tensor): key for key, tensor in own.items()}
         self._level = maybe_current_level()
 
@@ -221,7 +211,7 @@ class _LayerRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.detach and id(args[0]) in self._key_of:  # a frozen use: the one weight
+        if func is Tensor.detach and id(args[0]) in self._key_of:  # a frozen use
             return self.whole[self._key_of[id(args[0])]].detach()
         if func in _ARGUMENTS:
             given = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
@@ -239,7 +229,7 @@ class _LayerRecorder(TorchFunctionMode):
         ignore_index: int, reduce: bool | None, reduction: str, label_smoothing: float,
         **others: Any,
     ) -> bool:  # fmt: skip
-        """Whether it is a cross-entropy of whole classes, as :func:`_of_classes` has it."""
+        """Whether it is a cross-entropy that :func:`_of_classes` can compute."""
         plain = weight is None and size_average is None and reduce is None and not label_smoothing
         plain = plain and reduction in ("none", "mean", "sum") and y.dtype == torch.long
         plain = plain and not others  # of a later torch
@@ -250,7 +240,7 @@ class _LayerRecorder(TorchFunctionMode):
     def _pooled(
         self, x: Tensor, own: Sequence[kernel.Parameters], forms: tuple[kernel.Form, ...]
     ) -> Tensor:
-        """Several layers that kernels of ours do as one; not for agents side by side."""
+        """Layers of the fused kernels; not with ``agents``."""
         known = all(
             self._knows(fused_conv, {"input": x, "weight": each.weight, "bias": each.bias})
             and all(p is None or self._key_of.get(id(p)) in self._moving for p in each)
@@ -267,11 +257,11 @@ class _LayerRecorder(TorchFunctionMode):
         return out
 
     def _knows(self, layer: Callable[..., Any], given: Mapping[str, Any]) -> bool:
-        """Whether gradients of this call can be made from its input and its output's gradient."""
+        """Whether gradients of this call follow from its input and its output's gradient."""
         weight, bias, x = given.get("weight"), given.get("bias"), given["input"]
         if id(weight) not in self._key_of or not (bias is None or id(bias) in self._key_of):
             return False
-        # In a vmap or grad of the loss's own, what looks like rows may be something else.
+        # In a vmap or grad of the loss's own, the mapped dimension may not be rows.
         if maybe_current_level() != self._level:
             return False
         if len(_beneath(x, self._depth)[1]) < self._depth:
@@ -293,7 +283,7 @@ class _LayerRecorder(TorchFunctionMode):
         bias = None if given.get("bias") is None else self._key_of[id(given["bias"])]
         x = given["input"]
         one = {"weight": self.whole[key], "bias": None if bias is None else self.whole[bias]}
-        # (2,) for (2, 2) is understood by layers, not by vmap over their weights
+        # vmap over weights refuses (2,) for (2, 2)
         pairs = {name: in_pair(given[name]) for name in _IN_PAIRS if name in given}
         out: Tensor = layer(**{**given, **pairs, **one})
         shape = self.whole[key].shape
@@ -312,10 +302,8 @@ class _LayerRecorder(TorchFunctionMode):
 
 
 def _of_classes(logits: Tensor, y: Tensor, ignored: int, reduction: str) -> Tensor:
-    """Cross-entropy inside of one vmap over rows, which does it by a dozen operations in Python.
-
-    Rows stay apart: each image's loss is of its own logits, and is added to its own row's alone.
-    """
+    """Cross-entropy inside of one vmap over rows, whose own takes a dozen Python operations. Rows
+    stay apart: each loss is of its own row's logits."""
     level = maybe_current_level()
     assert level is not None
     (x, places), (classes, at) = _beneath(logits, 1), _beneath(y, 1)
@@ -332,11 +320,8 @@ def _of_classes(logits: Tensor, y: Tensor, ignored: int, reduction: str) -> Tens
 
 
 def _beneath(tensor: Tensor, depth: int) -> tuple[Tensor, tuple[int, ...]]:
-    """What lies beneath vmaps, and which of its dimensions they run along, the outermost's first.
-
-    Fewer of them than ``depth`` where it is not what the vmaps around a loss make: something is the
-    same for all rows, or wrapped by what the loss does itself.
-    """
+    """The tensor beneath vmaps, and the dimensions that they map, the outermost's first. Fewer than
+    ``depth`` where something is the same for all rows, or wrapped by the loss."""
     places: list[int] = []
     for _ in range(depth):
         place = maybe_get_bdim(tensor)

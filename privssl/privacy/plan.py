@@ -1,4 +1,4 @@
-"""The numbers of private training, all public and fixed before the run."""
+"""The parameters of private training: public and fixed before the run."""
 
 import math
 from dataclasses import dataclass
@@ -21,25 +21,25 @@ from privssl.settings.schema import PrivacySettings
 
 
 class Plan(Protocol):
-    """What accounts, card and loop ask of a plan, whatever its mechanism."""
+    """The parameters of any private mechanism, for accounts, privacy card and round loop."""
 
     @property
-    def update(self) -> tuple[str, ...]: ...  # what leaves a support agent that read its rows
+    def update(self) -> tuple[str, ...]: ...  # fields that leave a support agent
     @property
-    def protect(self) -> tuple[str, ...]: ...  # what of it leaves with noise
+    def protect(self) -> tuple[str, ...]: ...  # those with noise
     @property
-    def visits(self) -> int: ...  # after so many, support agents are left alone
+    def visits(self) -> int: ...  # of one support agent, at most
     @property
     def scope(self) -> Literal["sound", "as_published"]: ...
     @property
     def event(self) -> Event: ...  # what one visit releases
     def spending(self, settings: PrivacySettings) -> str:
-        """What a dry run says of it."""
+        """The privacy spending, as a dry run prints it."""
 
 
 @dataclass(frozen=True)
 class PrivatePlan:
-    """The numbers of one visit's private training, all public and fixed before the run."""
+    """The parameters of one DP-SGD step at an agent."""
 
     update: tuple[str, ...]  # networks that a support agent trains
     protect: tuple[str, ...]  # networks trained privately
@@ -51,7 +51,7 @@ class PrivatePlan:
     learning_rate: float
     momentum: float
     views: int
-    visits: int  # after so many, support agents are left alone
+    visits: int  # of one support agent, at most
     augment: Literal["none", "weak", "mid", "strong"] = "none"  # of rows in private steps
     average_last: float = 0.0  # share of a visit's steps whose iterates are averaged; 0: none
     record_counts: Literal["public", "private"] = "public"  # whether neighbours have as many rows
@@ -74,7 +74,7 @@ class PrivatePlan:
         return "sound" if set(self.update) <= set(self.protect) else "as_published"
 
     def spending(self, settings: PrivacySettings) -> str:
-        """What a dry run says: the numbers of a visit, and what all visits would cost."""
+        """The numbers of a visit, and what all visits would cost."""
         visits = is_protected([self.event]) * self.visits
         spent = epsilon(visits, settings.delta) if visits else 0.0
         return (
@@ -97,23 +97,23 @@ class PrivatePlan:
         return torch.from_numpy(secure_noise.secure_uniform(rows) < self.sample_rate)
 
     def physical_batch_size(self, rows: int) -> int:
-        """Physical rows of a batch. Small agents always compute all rows, so that time does
-        not tell the batch size; for others a public bound that a batch rarely exceeds."""
+        """Physical rows of a batch. Small agents compute all rows, so that time does not reveal the
+        batch size; others a public bound that a batch rarely exceeds."""
         if rows <= 256 or self.sample_rate == 1.0:
             return rows
         spread = math.sqrt(rows * self.sample_rate * (1 - self.sample_rate))
         return min(rows, math.ceil(rows * self.sample_rate + 4 * spread))
 
     def parts(self, rows: int, at_once: int) -> tuple[int, int]:
-        """In how many parts a batch is computed at least, and the rows of each: public numbers.
+        """Least number of parts of a batch, and the rows of each: public numbers.
 
-        Where counts are private they follow from the declared rows alone, rounded up, so that an
-        agent with a few rows more does not have to compute another part. Rows are a multiple of 4:
-        products of matrices do what is left over in another way.
+        With private counts they follow from the declared rows, rounded up, so that a few rows more
+        do not add a part. Rows are a multiple of 4, because matrix products compute remainders in
+        another way.
 
         Args:
             rows: that the agent holds.
-            at_once: rows of one pass at most.
+            at_once: most rows of one pass.
         """
         if self.record_counts == "private":
             rows = -(-max(self.declared, 1) // 8) * 8

@@ -1,10 +1,8 @@
 """The privacy card of a run: what is claimed, for whom, why, and what is not claimed.
 
-``privacy.json`` is for machines and for ``privssl.audit``; ``privacy.md`` beside it says the
-same to people. Every number comes from the agents' ledgers, every sentence from the scope.
-
-Under the published scheme (scope ``as_published``) the card has no guarantee: its ``kind`` is
-"nominal" and so is every epsilon in it. Specification: privacy.md, sections 1.2 (S12), 1.3, 1.5.
+``privacy.json`` is for machines and for ``privssl.audit``; ``privacy.md`` says the same to people.
+Every number comes from the agents' ledgers, every sentence from the scope. Under the published
+scheme (scope ``as_published``) there is no guarantee: ``kind`` and every epsilon are nominal.
 """
 
 import math
@@ -18,19 +16,23 @@ from accounting.budget import NO_GUARANTEE, Guarantee, Nominal, Span, round_up
 from accounting.events import Event
 from privssl.errors import PrivacyError
 from privssl.privacy.card_numbers import agent_entry, paper_sum
+from privssl.privacy.card_schema import (
+    AgentEntry,
+    Claim,
+    FormerLedger,
+    Headline,
+    Kind,
+    PrivacyCard,
+    Status,
+    TaskEntry,
+)
 from privssl.privacy.former_ledgers import former_sentences
 from privssl.privacy.label_histogram import CENSUS
 
 #: agent id, its plan, one event per charged visit, hash of its ledger's last line
 AgentSpend = tuple[str, AccountPlan, Sequence[Event], str]
-#: number of classes, and (channels, height, width) of a row
-Shape = tuple[int, tuple[int, int, int]]
-Status = Literal["covered", "post-processing", "not covered"]
 #: name of a tensor or number that leaves a support agent, whether the claim covers it, why
 Release = tuple[str, Status, str]
-Card = dict[str, Any]
-
-SCHEMA = 2
 
 _ROUNDING = (
     "Rounding: sums and noise are in floating point; a row may weigh more than the clip norm by "
@@ -69,55 +71,67 @@ def privacy_card(
     releases: Sequence[Release],
     algorithm: str,
     dataset: str,
-    task: Shape | None = None,
+    task: TaskEntry | None = None,
     this_run: Mapping[str, float] | None = None,
     planned: int | None = None,
-    former: Sequence[Card] = (),
+    former: Sequence[FormerLedger] = (),
     ledger_problems: Sequence[str] = (),
-    weights: Mapping[str, str] | None = None,
-) -> Card:
-    """The card of a private run, ready for ``privacy.json``.
+    weights: Mapping[Literal["file", "sha256"], str] | None = None,
+    clip_norm: float | None = None,
+) -> PrivacyCard:
+    """The card of a private run.
 
     Args:
         accounts: every support agent that has an account, once.
         scope: "sound" or "as_published". delta: in (0, 1). Both as in each agent's plan.
         releases: everything that leaves a support agent. Under "sound", nothing that an agent
             updates may be "not covered"; under "as_published" nothing may be "covered".
-        algorithm, dataset: names for the reader.
         task: what rows look like; with it the plan can be attacked without the data.
         this_run: agent -> epsilon of this run alone, where accounts outlive runs.
-        planned: visits that the plan had fixed for each agent; None when the run was stopped, for
-            somebody who saw its accuracy may have chosen the moment.
+        planned: visits that the plan had fixed for each agent; None when the run was stopped: who
+            saw its accuracy may have chosen the moment.
         former: what replaced runs of the same folder spent; see ``privacy/former_ledgers.py``.
         ledger_problems: what forbids a claim: damage to ledgers, each with its agent.
-        weights: ``file`` and ``sha256`` of what the run releases; None when it was stopped.
+        weights: what the run releases; None when it was stopped.
+        clip_norm: largest norm of one row's gradient; None for a census.
 
     Raises:
         PrivacyError: the inputs contradict each other, so that no true card exists.
     """
     _check(accounts, scope, delta, releases)
     claims = scope == "sound" and not ledger_problems
-    kind = "guaranteed" if claims else "nominal" if scope == "as_published" else "charged"
+    kind: Kind = "guaranteed" if claims else "nominal" if scope == "as_published" else "charged"
     agents = [agent_entry(*account, kind) for account in accounts]
-    epsilons = [entry["epsilon"]["value"] for entry in agents]
-    overall = max(epsilons)
+    overall = max(entry["epsilon"]["value"] for entry in agents)
     plan, total = accounts[0][1], sum((p.cost(spent) for _, p, spent, _ in accounts), ZERO_COST)
     # A claim is pure where that of each agent is.
     claimed = max(p.delta_of(p.cost(spent)) for _, p, spent, _ in accounts)
     census = plan.update == (CENSUS,)
-    card: Card = {
-        "schema": SCHEMA,
+    # The visits were fixed beforehand, so that numeric composition is valid.
+    fixed = this_run is None and not ledger_problems and all(
+        len(spent) == planned and all(event == p.event for event in spent)
+        for _, p, spent, _ in accounts
+    )  # fmt: skip
+    span: Span = "this run and the earlier runs of its account"
+    guarantee: Claim = {
+        "epsilon": overall, "delta": claimed, "unit": plan.unit, "neighbours": plan.adjacency,
+        "covers": [name for name, status, _ in releases if status == "covered"],
+        "rule": "largest agent", "span": "this run" if this_run is None else span,
+    }  # fmt: skip
+    card: PrivacyCard = {
+        "schema": 2,
         "algorithm": algorithm,
         "dataset": dataset,
-        "task": None if task is None else {"classes": task[0], "shape": list(task[1])},
+        "task": task,
         "scope": scope,
         "kind": kind,
-        "guarantee": None,
+        "guarantee": guarantee if claims else None,
         "nominal_epsilon": overall if scope == "as_published" else None,
         "unit": plan.unit,
         "adjacency": plan.adjacency,
         "delta": delta,
         "record_counts": plan.record_counts,
+        "clip_norm": clip_norm,
         "update": list(plan.update),
         "protect": list(plan.protect),
         "agents": agents,
@@ -141,41 +155,18 @@ def privacy_card(
         ],
         "attack_bounds": attack_bounds(overall, claimed) if claims else None,
         "versions": {name: _version(name) for name in ("privssl", "opacus", "torch", "scipy")},
+        "headline": _headline(agents, kind) if fixed else None,
+        "sentence": "",
     }
-    if claims:
-        span: Span = "this run"
-        if this_run is not None:
-            span = "this run and the earlier runs of its account"
-        card["guarantee"] = {
-            "epsilon": overall,
-            "delta": claimed,
-            "unit": plan.unit,
-            "neighbours": plan.adjacency,
-            "covers": [name for name, status, _ in releases if status == "covered"],
-            "rule": "largest agent",
-            "span": span,
-        }
-    fixed = (
-        this_run is None
-        and not ledger_problems
-        and all(
-            len(spent) == planned and all(event == plan.event for event in spent)
-            for _, plan, spent, _ in accounts
-        )
-    )
-    card["headline"] = _headline(agents, kind) if fixed else None
     return {**card, "sentence": guarantee_sentence(card)}
 
 
-def _headline(agents: Sequence[Card], kind: str) -> Card | None:
-    """The tightest epsilon that a numeric accountant vouches for, of the agent that spent most.
-
-    None where an agent has no such value. Nothing is enforced with it.
-    """
+def _headline(agents: Sequence[AgentEntry], kind: Kind) -> Headline | None:
+    """The tightest epsilon of the agent that spent most; None where an agent has no bound."""
     found = []
     for entry in agents:
         numbers = entry["epsilon"]
-        bounds = [(numbers[key], by) for key, by in (("pld_upper", "PLD"), ("prv", "PRV"))]
+        bounds = [(numbers["pld_upper"], "PLD"), (numbers["prv"], "PRV")]
         known = [(value, by) for value, by in bounds if value is not None]
         if not known:
             return None
@@ -184,7 +175,7 @@ def _headline(agents: Sequence[Card], kind: str) -> Card | None:
     return {"kind": kind, "epsilon": epsilon, "by": by}
 
 
-def headline_sentence(card: Card | None) -> str | None:
+def headline_sentence(card: Mapping[str, Any] | None) -> str | None:
     """The tighter number in words, or None where there is none.
 
     It holds for the same unit, neighbours, observer and exclusions as the card's sentence.
@@ -199,20 +190,16 @@ def headline_sentence(card: Card | None) -> str | None:
     )
 
 
-def guarantee_sentence(card: Card | None) -> str:
-    """What the run may claim, in words made from the card's numbers.
-
-    None stands for a run without a privacy section, about which nothing is guaranteed.
-    """
+def guarantee_sentence(card: Mapping[str, Any] | None) -> str:
+    """What the run may claim, in words made from the card's numbers; None: not private."""
     if card is None:
         return NO_GUARANTEE
     if card.get("ledger_problems"):
-        sums = card["epsilon"]
         return (
             f"NO GUARANTEE: the ledger is not the one that this run wrote "
             f"({'; '.join(card['ledger_problems'])}). The run was charged {_number(card)} "
-            f"{round_up(sums['overall'])} (delta {card['delta']:g}), and nothing is guaranteed "
-            f"for any record. Put the true ledger back and end the run with --resume."
+            f"{round_up(card['epsilon']['overall'])} (delta {card['delta']:g}), and nothing is "
+            f"guaranteed for any record. Put the true ledger back and end the run with --resume."
         )
     if card["guarantee"] is None:
         bare = tuple(name for name in card["update"] if name not in card["protect"])
@@ -242,25 +229,27 @@ def attack_bounds(epsilon: float, delta: float) -> dict[str, float]:
     }
 
 
-def render_markdown(card: Card) -> str:
+def render_markdown(card: Mapping[str, Any]) -> str:
     """The card as a page for people: ``privacy.md``."""
-    number = _number(card)
+    number, sums = _number(card), card["epsilon"]
     trained = f"Trained on labelled rows: {_names(card['update'])}; with noise: "
     if card["update"] == [CENSUS]:
         trained = "No network is trained on labelled rows. Released about them, with noise: "
     delta = f"{card['delta']:g}"
     if (card["guarantee"] or {}).get("delta") == 0:
         delta = f"0 (pure epsilon; {delta} in the accounts)"
-    sums = card["epsilon"]
+    clip_norm = card.get("clip_norm")
+    tighter, released, bounds = headline_sentence(card), card.get("weights"), card["attack_bounds"]
     lines = [
         f"# Privacy card: {_cell(card['algorithm'])} on {_cell(card['dataset'])}",
         "",
         f"**{card['sentence']}**",
         "",
-        *([f"- {tighter}"] if (tighter := headline_sentence(card)) else []),
+        *([f"- {tighter}"] if tighter else []),
         f"- Scope: {card['scope']}. {trained}{_names(card['protect'])}.",
         f"- Unit: one {card['unit']}; neighbours: {card['adjacency']}; delta: {delta}; "
         f"row counts: {card['record_counts']}.",
+        *([] if clip_norm is None else [f"- Clip norm of one row's gradient: {clip_norm:g}."]),
         f"- Overall, the agent that spent most (records are disjoint): {number} "
         f"{round_up(sums['overall'])}.",
         f"- Someone with one record at every agent, composed: {number} "
@@ -268,7 +257,7 @@ def render_markdown(card: Card) -> str:
         *_this_run_lines(card["this_run"], number),
         f"- The paper's running sum over visits and agents, a looser bound: {number} "
         f"{round_up(sums['paper_sum'])}.",
-        *(f"- {sentence}" for sentence in former_sentences(card)),
+        *(f"- {sentence}" for sentence in former_sentences(card["former_ledgers"])),
         "",
         f"| agent | {number} | budget | numeric bounds | visits | visits left | ledger |",
         "|---|---|---|---|---|---|---|",
@@ -289,14 +278,15 @@ def render_markdown(card: Card) -> str:
         "",
         *(f"- {sentence}" for sentence in card["not_protected"]),
         "",
-        *_attack_lines(card["attack_bounds"]),
-        *([_weights(card["weights"]), ""] if card.get("weights") else []),
+        *([] if bounds is None else [_attack_sentence(bounds), ""]),
+        *([f"Released weights: {released['file']}, SHA-256 {released['sha256']}.", ""]
+          if released else []),
         f"Versions: {', '.join(f'{name} {text}' for name, text in card['versions'].items())}.",
-    ]
+    ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
-def _number(card: Card) -> str:
+def _number(card: Mapping[str, Any]) -> str:
     return "nominal epsilon" if card["kind"] == "nominal" else "epsilon"
 
 
@@ -334,7 +324,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _agent_row(entry: Card) -> str:
+def _agent_row(entry: AgentEntry) -> str:
     numbers = entry["epsilon"]
     if numbers["pld_upper"] is not None:
         bounds = f"{numbers['pld_lower']:.4f} to {round_up(numbers['pld_upper'])}"
@@ -346,7 +336,7 @@ def _agent_row(entry: Card) -> str:
     )
 
 
-def _this_run_lines(spent: dict[str, float] | None, number: str) -> list[str]:
+def _this_run_lines(spent: Mapping[str, float] | None, number: str) -> list[str]:
     if spent is None:
         return []
     each = ", ".join(f"{agent} {round_up(value)}" for agent, value in spent.items())
@@ -356,20 +346,13 @@ def _this_run_lines(spent: dict[str, float] | None, number: str) -> list[str]:
     ]
 
 
-def _weights(released: dict[str, str]) -> str:
-    return f"Released weights: {released['file']}, SHA-256 {released['sha256']}."
-
-
-def _attack_lines(bounds: dict[str, float] | None) -> list[str]:
-    if bounds is None:
-        return []
-    return [
+def _attack_sentence(bounds: Mapping[str, float]) -> str:
+    return (
         f"An attacker who sees everything and guesses whether a record took part is right at most "
         f"{_percent(bounds['balanced_accuracy'])} of the time when half of the records asked about "
         f"did, and finds at most {_percent(bounds['tpr_at_1_percent_fpr'])} of the members at 1% "
-        f"false alarms.",
-        "",
-    ]
+        f"false alarms."
+    )
 
 
 def _percent(share: float) -> str:

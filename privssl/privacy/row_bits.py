@@ -1,11 +1,10 @@
-"""Tries, on made-up rows, that a row's clipped gradient has the same bits in any company.
+"""Check on synthetic rows that a row's clipped gradient has the same bits beside any other rows.
 
-Clipping bounds what one row adds to a sum. That it moves nothing else stands on every other row's
-gradient staying as it is, to the bit: with weights that a server picks, products can cancel until
-rounding is all that is left of a gradient, and clipping makes a whole clip norm of it. Parts of
-one size, in one thread, are rounded alike in all networks of ours
-(tests/privacy/test_private_counts.py); another processor, device or release of torch may be unlike,
-so each process looks before it trains.
+Clipping bounds what one row adds, if every other row's gradient keeps its bits: with weights that a
+server chooses, products can cancel until rounding is all that is left of a gradient, and clipping
+scales it to a whole clip norm. Parts of one size, in one thread, round alike in all networks here
+(tests/privacy/test_private_counts.py); other processors, devices or torch releases may not, so each
+process checks before it trains.
 """
 
 from collections.abc import Hashable, Mapping
@@ -19,84 +18,102 @@ from privssl.privacy.clipping import (
     DenseGradients,
     OuterProductGradients,
     PerExampleGradients,
-    factors_and_lines,
+    factors_and_inputs,
 )
-from privssl.privacy.dp_sgd import in_one_thread
+from privssl.privacy.dp_sgd import single_threaded
 from privssl.privacy.per_example_gradients import Parameters, RowLoss, factored_gradients
 from privssl.training.batched.deferred import ExampleLoss
 
 SCALES = (1.0, 1e8, 1e-8)  # of the weights
-WATCHED = 8  # rows, from the first to the last
+SHIFTS = (1, 2, 3, 5)  # places that all rows move by; alignment in memory changes with each
 
 _passed = set[Hashable]()
 
 
-def refuse_company(
+def refuse_batch_dependent_rounding(
     networks: Mapping[str, nn.Module], row_loss: RowLoss, fields: Mapping[str, Tensor]
 ) -> None:
-    """Once for each kind of network and each size.
+    """Refuse networks that round a row by its place or its neighbours. Cached by kind and size.
+
+    Every row is compared at several places, and beside other rows.
 
     Args:
         networks: the protected ones.
-        fields: of made-up rows, as many as a part of a private step has (B, ...).
+        fields: of made-up rows, as many as a part of a private step has (B, ...). Their values
+            should be random: products of plain numbers are not rounded.
 
     Raises:
-        PrivacyError: with other rows beside it, or at another place, some row has another gradient.
+        PrivacyError: some row's gradient depends on other rows or on its place.
     """
     key = _kind(networks, row_loss, fields)
     if key in _passed:
         return
     rows = len(next(iter(fields.values())))
-    watched = torch.linspace(0, rows - 1, min(rows, WATCHED)).round().long()
-    others = {name: _with_others(field, watched) for name, field in fields.items()}
+    same = torch.arange(rows)
     for scale in SCALES:
         scaled: Parameters = {
             net: {n: (p.detach() * scale).requires_grad_() for n, p in network.named_parameters()}
             for net, network in networks.items()
         }
-        with in_one_thread():
-            before = _bits(factored_gradients(row_loss, scaled, fields), rows, watched)
-            after = _bits(factored_gradients(row_loss, scaled, others), rows, rows - 1 - watched)
-        if not all(torch.equal(one, other) for one, other in zip(before, after, strict=True)):
+
+        def bits(given: Mapping[str, Tensor], scaled: Parameters = scaled) -> list[Tensor]:
+            with single_threaded():
+                return _bits(factored_gradients(row_loss, scaled, given), rows)
+
+        before = bits(fields)
+        orders = [same.flip(0), *(same.roll(shift) for shift in SHIFTS if scale == 1.0)]
+        alike = [
+            _equal(bits({n: f[order.to(f.device)] for n, f in fields.items()}), before, same, order)
+            for order in orders
+        ]
+        for kept in (same[::2], same[1::2]):
+            others = {name: _with_others(field, kept) for name, field in fields.items()}
+            alike.append(_equal(bits(others), before, kept, kept))
+        if not all(alike):
             raise PrivacyError(
-                "a row's gradient is rounded otherwise when other rows are beside it, or at "
-                f"another place among {rows} rows (weights times {scale:g}, on this device). Where "
-                "weights are picked for it, such a rounding is as much as a whole row, and nothing "
-                "could be claimed. Take another network, another device (run.device) or another "
-                "release of torch"
+                f"the rounding of a row's gradient depends on the other {rows - 1} rows or on its "
+                f"place (weights times {scale:g}, on this device), so no guarantee holds. Use "
+                "another network (sizes of layers that are multiples of 4 are rounded alike), "
+                "another device (run.device) or another release of torch"
             )
     _passed.add(key)
 
 
-def _with_others(field: Tensor, watched: Tensor) -> Tensor:
-    """The rows in reverse; those that are not watched are others."""
+def _with_others(field: Tensor, kept: Tensor) -> Tensor:
+    """The kept rows, each at its place, and others at the other places."""
     changed = field.flip(0)
     if field.is_floating_point():
-        changed = changed.roll(1, 0).mul(0.5).add(0.1)
-        places = (len(field) - 1 - watched).to(field.device)
-        changed[places] = field[watched.to(field.device)]
+        changed = changed.mul(0.5).add(0.1)
+    kept = kept.to(field.device)
+    changed[kept] = field[kept]
     return changed
 
 
-def _bits(
-    gradients: Mapping[tuple[str, str], PerExampleGradients], rows: int, places: Tensor
-) -> list[Tensor]:
-    """What decides what the rows at these places add: factors, and gradients."""
+def _bits(gradients: Mapping[tuple[str, str], PerExampleGradients], rows: int) -> list[Tensor]:
+    """What decides what each row adds: factors, and gradients (rows, ...)."""
     every = list(gradients.values())
     if not every:
         return []
-    factors, _ = factors_and_lines(every, torch.ones(rows, dtype=torch.bool), clip_norm=1.0)
+    factors, _ = factors_and_inputs(every, torch.ones(rows, dtype=torch.bool), clip_norm=1.0)
     parts = [factors]
     for one in every:
         assert isinstance(one, DenseGradients | OuterProductGradients)
         parts += [one.each] if isinstance(one, DenseGradients) else [one.left, one.right]
-    return [part[places.to(part.device)].nan_to_num() for part in parts]
+    return [part.nan_to_num() for part in parts]
+
+
+def _equal(one: list[Tensor], other: list[Tensor], here: Tensor, there: Tensor) -> bool:
+    """Whether rows at places ``here`` of ``one`` are those at places ``there`` of ``other``."""
+    return all(
+        torch.equal(a[here.to(a.device)], b[there.to(b.device)])
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _kind(
     networks: Mapping[str, nn.Module], row_loss: RowLoss, fields: Mapping[str, Tensor]
 ) -> Hashable:
-    """What decides which operations are done, and on how many numbers."""
+    """What decides which operations run, and their sizes."""
     forms = tuple((name, x.shape, x.dtype, str(x.device)) for name, x in fields.items())
     made = tuple(
         (net, repr(network), *((n, p.shape, p.stride()) for n, p in network.named_parameters()))

@@ -1,131 +1,114 @@
-"""What Flower runs for us: letters between a coordinator and the doors of sites, and nothing else.
+"""The Flower app that relays messages between a coordinator and sites.
 
-This is the one file that imports flwr, and the one that a SuperLink ships to SuperNodes
-(``remote/flower_transport.py`` puts it into an app as ``relay.py``). So it needs flwr and Python
-alone, is never imported by the rest of privssl, and can be read by a site's operator in a minute.
+This is the only file that imports flwr. ``remote/flower_transport.py`` ships it to the SuperNodes
+as ``relay.py``, so it needs nothing but flwr and Python, and no other module imports it.
 
-    coordinator --- Unix socket --- server (ServerApp) --- Flower --- client (ClientApp) --- door
+    coordinator --- Unix socket --- server (ServerApp) --- Flower --- client (ClientApp) --- site
 
-Neither side looks into a letter. The client has the path of its site's door from the operator
-(``--node-config 'door="..."'``), never from a letter, and no rows, budget or ledger: those are
-behind the door, with another process. What a letter's way costs or breaks is for the two ends
-to notice (``engines/remote.py``, ``site/request_handler.py``): here, what fails has no answer.
+Messages are opaque here. The client gets the path of its site's socket from the site's operator
+(``--node-config 'door="..."'``) and has no rows, budget or ledger. A failed relay has no answer.
 
-Replies are known by the message that they answer, never by who sent them: what a SuperLink says
-in place of a node carries its own number.
+Replies are matched by the message that they answer, not by sender: an error that the SuperLink
+reports for a node has the SuperLink's own node id.
 """
 
 import json
 import socket
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-POLL = 0.3  # seconds between two looks for replies
+POLL_SECONDS = 0.3
 _CHUNK = 2**20
 
 client = ClientApp()
 server = ServerApp()
 
 
-# At a site -----------------------------------------------------------------------------------
-
-
-@client.query("letter")
+@client.query("relay")
 def relay_to_site(message: Message, context: Context) -> Message:
-    """Bring a letter to the door and the answer back; an empty one where nobody answered."""
+    """Pass a message to the site and return its answer; empty if the site does not answer."""
     about = message.metadata
     seconds = max(1.0, about.created_at + about.ttl - time.time())
     try:
         with socket.socket(socket.AF_UNIX) as door:
             door.settimeout(seconds)
             door.connect(str(context.node_config["door"]))
-            _send(door, _frame(message))
+            _send(door, _unwrap(message))
             answer = _receive(door)
-    except (OSError, KeyError):  # what went wrong is in the site's own log
+    except (OSError, KeyError):  # the reason is in the site's own log
         answer = b""
-    return Message(_record(answer), reply_to=message)
-
-
-# Beside the coordinator ------------------------------------------------------------------------
+    return Message(_wrap(answer), reply_to=message)
 
 
 @server.main()
 def relay_server(grid: Grid, context: Context) -> None:
-    """Do what the coordinator asks for, until it is gone.
+    """Serve the coordinator's requests until its socket closes.
 
-    It asks in JSON: for the ``addresses`` of nodes, which come with the keys that the SuperLink
-    knows them by, or to ``exchange`` letters, which follow.
+    Requests are JSON: list the ``addresses`` of nodes with their public keys, or ``exchange`` the
+    messages that follow.
     """
-    with socket.socket(socket.AF_UNIX) as counter:
-        counter.connect(str(context.run_config["counter"]))
+    with socket.socket(socket.AF_UNIX) as coordinator:
+        coordinator.connect(str(context.run_config["coordinator"]))
         while True:
             try:
-                order = json.loads(_receive(counter))
+                request = json.loads(_receive(coordinator))
             except OSError:
                 return
-            if order["do"] == "addresses":
-                nodes = {str(node.node_id): _pem(node.public_key) for node in grid.get_nodes()}
-                _send(counter, json.dumps(nodes, sort_keys=True).encode())
+            if request["do"] == "addresses":
+                nodes = {
+                    str(node.node_id): node.public_key.decode("ascii", errors="replace")
+                    for node in grid.get_nodes()
+                }
+                _send(coordinator, json.dumps(nodes, sort_keys=True).encode())
             else:
-                frames = {address: _receive(counter) for address in order["to"]}
-                answers = _exchange(grid, frames, float(order["seconds"]))
-                _send(counter, json.dumps(list(answers)).encode())
+                frames = {address: _receive(coordinator) for address in request["to"]}
+                answers = _exchange(grid, frames, float(request["seconds"]))
+                _send(coordinator, json.dumps(list(answers)).encode())
                 for answer in answers.values():
-                    _send(counter, answer)
+                    _send(coordinator, answer)
 
 
 def _exchange(grid: Grid, frames: dict[str, bytes], seconds: float) -> dict[str, bytes]:
     """The answers that come in time, by address."""
     end = time.monotonic() + seconds
     sent = [
-        Message(_record(frame), dst_node_id=int(address), message_type="query.letter", ttl=seconds)
+        Message(_wrap(frame), dst_node_id=int(address), message_type="query.relay", ttl=seconds)
         for address, frame in frames.items()
     ]
-    # In the order of the letters; None: its node is not there.
-    open_: dict[Any, str] = dict(zip(grid.push_messages(sent), frames, strict=True))
-    open_.pop(None, None)
+    # Ids in the order of the messages; None: its node is not connected.
+    pending: dict[Any, str] = dict(zip(grid.push_messages(sent), frames, strict=True))
+    pending.pop(None, None)
     answers = {}
-    while open_ and time.monotonic() < end:
-        for reply in _pull(grid, open_):
-            address = open_.pop(reply.metadata.reply_to_message_id, None)
-            if address is not None and not reply.has_error() and (data := _frame(reply)):
+    while pending and time.monotonic() < end:
+        for reply in grid.pull_messages(list(pending)):
+            address = pending.pop(reply.metadata.reply_to_message_id, None)
+            if address is not None and not reply.has_error() and (data := _unwrap(reply)):
                 answers[address] = data
-        if open_:
-            time.sleep(POLL)
+        if pending:
+            time.sleep(POLL_SECONDS)
     return answers
 
 
-def _pem(key: bytes) -> str:
-    """A key in text, as Flower writes it; what is none is nobody's."""
-    return key.decode("ascii", errors="replace")
+def _wrap(frame: bytes) -> RecordDict:
+    """Bytes in an array, which Flower splits if it is large."""
+    data = b"!" + frame  # an array may not be empty
+    array = Array(dtype="bytes", shape=(len(data),), stype="privssl.frame", data=data)
+    return RecordDict({"frame": ArrayRecord({"frame": array})})
 
 
-def _pull(grid: Grid, open_: Iterable[str]) -> list[Message]:
-    return list(grid.pull_messages(list(open_)))
-
-
-# Bytes -----------------------------------------------------------------------------------------
-
-
-def _record(frame: bytes) -> RecordDict:
-    """A letter as Flower carries it: in an array, which it cuts into pieces where it is large."""
-    # A byte in front: an array may not be empty.
-    data = b"!" + frame
-    array = Array(dtype="bytes", shape=(len(data),), stype="privssl.letter", data=data)
-    return RecordDict({"letter": ArrayRecord({"letter": array})})
-
-
-def _frame(message: Message) -> bytes:
-    record: Any = message.content.get("letter")
+def _unwrap(message: Message) -> bytes:
+    record: Any = message.content.get("frame")
     try:
-        return bytes(record["letter"].data[1:])
+        return bytes(record["frame"].data[1:])
     except (KeyError, TypeError, AttributeError):
         return b""
+
+
+# The same framing as remote/framing.py, which is not shipped to SuperNodes.
 
 
 def _send(wire: socket.socket, data: bytes) -> None:
@@ -141,6 +124,6 @@ def _exactly(wire: socket.socket, size: int) -> bytes:
     while len(data) < size:
         piece = wire.recv(min(_CHUNK, size - len(data)))
         if not piece:
-            raise OSError("the other side is gone")
+            raise OSError("the connection closed")
         data += piece
     return bytes(data)

@@ -1,13 +1,11 @@
-"""Letters over Flower, from the coordinator's side: a socket, and a process of Flower behind it.
+"""The coordinator's side of the Flower transport.
 
-    this process --- Unix socket --- remote/flower_app.py as ServerApp --- SuperLink --- SuperNodes
-    --- sites
+    coordinator --- Unix socket --- remote/flower_app.py (ServerApp) --- SuperLink --- SuperNodes
 
-flwr is never imported here. Its command ``flwr run`` hands ``remote/flower_app.py`` to a SuperLink
-on this machine, which starts it; it connects to the socket and carries letters from then on. So the
-run itself stays an ordinary command with a terminal, checkpoints and Ctrl-C, and what happens to
-Flower's run does not end it: where the carrier is gone, another one is started for the next
-letter. When this process ends, however it does, the carrier sees the socket close and ends too.
+``flwr run`` submits ``remote/flower_app.py`` to a SuperLink on this machine, which starts it as the
+relay; the relay connects to the coordinator's socket. flwr is never imported here, so the run is an
+ordinary command with checkpoints and Ctrl-C. If the relay ends, the next message starts another
+one. If this process ends, the relay's socket closes and it ends too.
 """
 
 import json
@@ -19,10 +17,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from privssl.remote import tls
 from privssl.remote.discovery import SiteError
@@ -30,20 +29,19 @@ from privssl.remote.framing import receive, send
 from privssl.remote.node_keys import NodeKeys
 from privssl.settings.schema import LOOPBACK
 
-REGISTER_AT_ONCE = 4  # programs of Flower side by side
-REGISTERED = "[code: 23]"  # what Flower says of a key that it knows already
-START_SECONDS = 90.0  # for flwr run, and for the carrier to come to the socket
-GRACE = 10.0  # seconds beyond its limit in which an answer of the carrier itself must come
-#: Of all that flwr does over a network, only what we ask for.
+PARALLEL_REGISTRATIONS = 4  # processes of Flower
+ALREADY_REGISTERED = "[code: 23]"  # Flower's answer to a known key
+START_SECONDS = 90.0  # for flwr run, and for the relay to connect
+GRACE_SECONDS = 10.0  # for the relay's answer, beyond the limit of the request
+#: Switches off all network access of flwr that a run does not need.
 OFFLINE = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-#: Variables that Flower's processes get from ours. Not PYTHONPATH: what was told to Python for us
-#: is none of their business, and they start programs that lie beside their own.
-_NEEDED = re.compile(
+#: Environment variables that Flower's processes inherit. PYTHONPATH is for our interpreter only.
+_INHERITED = re.compile(
     r"HOME|LANG|LC_[A-Z]+|TZ|TMPDIR|LD_LIBRARY_PATH|DYLD_[A-Z_]+|SSL_CERT_(FILE|DIR)|(GRPC|FLWR)_\w+"
     r"|(?i:(http|https|all|no)_proxy)|SYSTEMROOT"
 )
@@ -55,7 +53,7 @@ build-backend = "hatchling.build"
 [project]
 name = "privssl-relay"
 version = "0.1.0"
-description = "Carries letters between a coordinator and sites of privssl"
+description = "Relays messages between a coordinator and sites of privssl"
 license = "Apache-2.0"
 dependencies = []
 
@@ -67,14 +65,16 @@ serverapp = "relay:server"
 clientapp = "relay:client"
 
 [tool.flwr.app.config]
-counter = ""
+coordinator = ""
 """
+
+T = TypeVar("T")
 
 log = logging.getLogger("privssl")
 
 
 def program(name: str) -> str:
-    """The path of one of Flower's programs. Raises SiteError where Flower is not installed."""
+    """The path of one of Flower's programs. Raises SiteError if Flower is not installed."""
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
@@ -83,150 +83,161 @@ def program(name: str) -> str:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """For a process of Flower: switched off what would leave this machine, files under ``home``.
+    """Environment of a Flower process: offline, with its files under ``home``.
 
-    Of our own environment it gets what a program needs to start and to reach a network: code that
-    a server ships runs with it, and environments have keys and passwords in them.
+    Only variables that it needs are inherited: environments hold keys and passwords, and a
+    SuperLink ships code that runs in it.
     """
-    needed = {name: value for name, value in os.environ.items() if _NEEDED.fullmatch(name)}
+    inherited = {name: value for name, value in os.environ.items() if _INHERITED.fullmatch(name)}
     path = f"{Path(program('flwr')).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {**needed, **OFFLINE, "FLWR_HOME": str(home), "PATH": path}
+    return {**inherited, **OFFLINE, "FLWR_HOME": str(home), "PATH": path}
+
+
+def free_port() -> int:
+    """A TCP port on loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class FlowerTransport:
-    """Addresses are the numbers that Flower gives to nodes."""
+    """Exchanges messages over Flower. Addresses are Flower's node ids."""
 
-    def __init__(self, superlink: str, certificate: str, pins: NodeKeys | None = None) -> None:
-        """Start the carrier.
+    def __init__(self, superlink: str, certificate: str, node_keys: NodeKeys | None = None) -> None:
+        """Start the relay.
 
         Args:
             superlink: host:port.
             certificate: file of the root certificate; empty on loopback.
-            pins: keys of sites, which are made known to the SuperLink; None: it knows them.
+            node_keys: keys of sites, which are registered at the SuperLink; None: none are.
 
         Raises:
-            SiteError: Flower is not installed, or its SuperLink is not there.
-            privssl.errors.ConfigError: the certificate is none, or has expired.
+            SiteError: Flower is not installed, or its SuperLink does not answer.
+            privssl.errors.ConfigError: the certificate is invalid or has expired.
         """
         program("flwr")
-        if certificate and (warning := tls.check_root(Path(certificate).expanduser())):
+        self._certificate = str(Path(certificate).expanduser().resolve()) if certificate else ""
+        if certificate and (warning := tls.check_root(Path(self._certificate))):
             log.warning("%s", warning)
-        self._superlink, self._certificate, self._pins = superlink, certificate, pins
-        self._keys: dict[str, str] = {}
+        self._superlink, self._node_keys = superlink, node_keys
+        self._keys: dict[str, str] = {}  # address -> public key
         self._folder = Path(tempfile.mkdtemp(prefix="privssl-"))
-        self._carrier: socket.socket | None = None
-        self._counter: socket.socket | None = None
+        self._relay: socket.socket | None = None
+        self._listener: socket.socket | None = None
         try:
             self._write_app()
-            self._counter = socket.socket(socket.AF_UNIX)
-            self._counter.bind(str(self._folder / "counter"))
-            self._counter.listen(1)
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(str(self._folder / "coordinator"))
+            self._listener.listen(1)
             self._connect()
         except BaseException:
             self.close()
             raise
 
     def addresses(self) -> Sequence[str]:
-        try:
-            carrier = self._connected()
-            send(carrier, json.dumps({"do": "addresses"}).encode())
-            carrier.settimeout(GRACE)
-            self._keys = dict(json.loads(receive(carrier)))
+        def ask(relay: socket.socket) -> Sequence[str]:
+            relay.settimeout(GRACE_SECONDS)
+            send(relay, json.dumps({"do": "addresses"}).encode())
+            self._keys = dict(json.loads(receive(relay)))
             return list(self._keys)
-        except (OSError, SiteError, ValueError) as error:
-            self._lose(error)
-            return []
-        except BaseException as stopped:  # Ctrl-C: an answer is on its way that nobody waits for
-            self._lose(stopped)
-            raise
+
+        return self._with_relay(ask, [])
 
     def key_owner(self, address: str) -> str:
-        """The agent whose pinned key the node at an address has; empty: nobody's."""
-        assert self._pins is not None
-        return self._pins.owner(self._keys.get(address, ""))
+        """The agent with the key of the node at an address; empty if there is none."""
+        assert self._node_keys is not None
+        return self._node_keys.owner(self._keys.get(address, ""))
 
     def exchange(self, frames: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
-        if not frames:
-            return {}
-        order = {"do": "exchange", "to": list(frames), "seconds": seconds}
-        try:
-            carrier = self._connected()
-            carrier.settimeout(seconds + GRACE)
-            for part in (json.dumps(order).encode(), *frames.values()):
-                send(carrier, part)
-            came = json.loads(receive(carrier))
-            return {str(address): receive(carrier) for address in came}
-        except (OSError, SiteError, ValueError) as error:
-            self._lose(error)
-            return {}
-        except BaseException as stopped:
-            self._lose(stopped)
-            raise
+        def ask(relay: socket.socket) -> Mapping[str, bytes]:
+            relay.settimeout(seconds + GRACE_SECONDS)
+            request = {"do": "exchange", "to": list(frames), "seconds": seconds}
+            for part in (json.dumps(request).encode(), *frames.values()):
+                send(relay, part)
+            return {str(address): receive(relay) for address in json.loads(receive(relay))}
+
+        return self._with_relay(ask, {}) if frames else {}
 
     def close(self) -> None:
-        for end in (self._carrier, self._counter):
+        for end in (self._relay, self._listener):
             if end is not None:
                 end.close()
-        self._carrier = self._counter = None
+        self._relay = self._listener = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # The carrier ----------------------------------------------------------------------------
+    # The relay ------------------------------------------------------------------------------
+
+    def _with_relay(self, ask: Callable[[socket.socket], T], otherwise: T) -> T:
+        """What ``ask`` returns, or ``otherwise`` if the relay fails. Any interruption drops the
+        relay: its late answer could be taken for the answer to the next request."""
+        try:
+            if self._listener is None:
+                raise OSError("closed")
+            return ask(self._relay or self._connect())
+        except BaseException as error:
+            log.warning("The Flower run is lost (%s). The next message starts another one", error)
+            with suppress(OSError):
+                if self._relay is not None:
+                    self._relay.close()
+            self._relay = None
+            if isinstance(error, OSError | SiteError | ValueError):
+                return otherwise
+            raise
 
     def _write_app(self) -> None:
-        """Flower's app, and Flower's own config, which names the SuperLink."""
-        app = self._folder / "app"
+        """Write the Flower app, and Flower's config with the SuperLink's address."""
+        app, home = self._folder / "app", self._folder / "flwr"
         app.mkdir()
+        home.mkdir()
         (app / "pyproject.toml").write_text(_APP)
         shutil.copy(Path(__file__).with_name("flower_app.py"), app / "relay.py")
         lines = ["[superlink]", 'default = "ours"', "[superlink.ours]"]
         lines.append(f'address = "{self._superlink}"')
         if self._certificate:
-            path = Path(self._certificate).expanduser().resolve()
-            lines.append(f"root-certificates = {json.dumps(str(path))}")
+            lines.append(f"root-certificates = {json.dumps(self._certificate)}")
         elif self._superlink.rpartition(":")[0] in LOOPBACK:
             lines.append("insecure = true")
-        home = self._folder / "flwr"
-        home.mkdir()
         (home / "config.toml").write_text("\n".join(lines) + "\n")
 
     def _connect(self) -> socket.socket:
-        assert self._counter is not None
-        certificate = str(Path(self._certificate).expanduser()) if self._certificate else ""
-        if problem := tls.probe(self._superlink, certificate):
+        assert self._listener is not None
+        if problem := tls.probe(self._superlink, self._certificate):
             raise SiteError(f"run.superlink: {problem}")
-        self._register()
-        counter = json.dumps(str(self._folder / "counter"))
-        self._flwr("run", str(self._folder / "app"), "ours", "--run-config", f"counter={counter}")
-        self._counter.settimeout(START_SECONDS)
+        self._register_keys()
+        address = json.dumps(str(self._folder / "coordinator"))
+        config = ("--run-config", f"coordinator={address}")
+        self._flwr("run", str(self._folder / "app"), "ours", *config)
+        self._listener.settimeout(START_SECONDS)
         try:
-            self._carrier, _ = self._counter.accept()
+            self._relay, _ = self._listener.accept()
         except TimeoutError:
             raise SiteError(
-                f"Flower took a run and did not start it in {START_SECONDS:g} s. The SuperLink "
-                "must be on this machine; look at its log"
+                f"Flower accepted a run and did not start it in {START_SECONDS:g} s. The SuperLink "
+                "must run on this machine; look at its log"
             ) from None
-        return self._carrier
+        return self._relay
 
-    def _register(self) -> None:
-        """Make the keys known, again where a SuperLink that restarted has forgotten them."""
-        files = {} if self._pins is None else self._pins.files
-        with ThreadPoolExecutor(REGISTER_AT_ONCE) as pool:
-            for said in pool.map(self._registered_nodes, files.items()):
-                log.debug("%s", said)
+    def _register_keys(self) -> None:
+        """Register the sites' keys; a restarted SuperLink has forgotten them."""
+        files = {} if self._node_keys is None else self._node_keys.files
 
-    def _registered_nodes(self, of: tuple[str, Path]) -> str:
-        name, file = of
-        command = ("supernode", "register", str(file), "ours", "--name", name)
-        return self._flwr(*command, well=REGISTERED)
+        def register(name: str) -> str:
+            command = ("supernode", "register", str(files[name]), "ours", "--name", name)
+            return self._flwr(*command, tolerated=ALREADY_REGISTERED)
 
-    def _flwr(self, *arguments: str, well: str = "") -> str:
-        """Run Flower's command, and give what it says.
+        with ThreadPoolExecutor(PARALLEL_REGISTRATIONS) as pool:
+            for output in pool.map(register, files):
+                log.debug("%s", output)
+
+    def _flwr(self, *arguments: str, tolerated: str = "") -> str:
+        """Run Flower's command and return its output.
 
         Args:
-            well: an error of which all is well that has this text.
+            tolerated: a failure whose output contains this text is none.
 
         Raises:
-            SiteError: it fails, or says nothing.
+            SiteError: it fails or takes too long.
         """
         try:
             done = subprocess.run(
@@ -235,22 +246,12 @@ class FlowerTransport:
                 check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise SiteError(f"flwr {arguments[0]} said nothing for {START_SECONDS:g} s") from None
-        said = f"{done.stdout}\n{done.stderr}".strip()
-        if done.returncode and not (well and well in said):
-            last = " ".join(said.replace("│", " ").split())[-300:]
+            raise SiteError(
+                f"flwr {arguments[0]} did not end within {START_SECONDS:g} s. Look at the "
+                "SuperLink's log"
+            ) from None
+        output = f"{done.stdout}\n{done.stderr}".strip()
+        if done.returncode and not (tolerated and tolerated in output):
+            last = " ".join(output.replace("│", " ").split())[-300:]
             raise SiteError(f"flwr {arguments[0]} failed: {last}. Look at the SuperLink's log")
-        return said
-
-    def _connected(self) -> socket.socket:
-        if self._counter is None:
-            raise OSError("closed")
-        return self._carrier or self._connect()
-
-    def _lose(self, error: BaseException) -> None:
-        """Whatever the carrier still says could be taken for an answer to something else."""
-        log.warning("Flower's run is gone (%s); another one carries the next letters", error)
-        with suppress(OSError):
-            if self._carrier is not None:
-                self._carrier.close()
-        self._carrier = None
+        return output

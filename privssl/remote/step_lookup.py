@@ -1,8 +1,7 @@
-"""Which steps an algorithm has for agents, what each takes, and what it may give back.
+"""Look up an algorithm's steps and their message classes by name.
 
-A letter names a step and the class of a message. Both are looked for among what the algorithm
-declares (``@on_agent``, and the annotations of the step); nothing else of it can be called, and
-no other class is built.
+A request names a step and a message class. Only steps marked ``@on_agent`` can be called, and only
+classes in their annotations are built.
 """
 
 import types
@@ -16,7 +15,7 @@ from privssl.core.messages import Declined, Message
 
 
 class StepError(Exception):
-    """A letter asks for a step, or brings a message, that the algorithm does not have."""
+    """A request names a step or a message class that the algorithm does not have."""
 
 
 def find_step(algorithm: object, name: str) -> Step[Any]:
@@ -27,34 +26,23 @@ def find_step(algorithm: object, name: str) -> Step[Any]:
 
 
 def input_type(step: Callable[..., Any], name: str) -> type[Message]:
-    """The class of the message that a step takes. Raises StepError unless that is its name."""
+    """The message class of that name that a step takes. Raises StepError."""
     message = list(signature(step).parameters)[1]  # after the agent
-    return _find_named(step, name, _classes(_hints(step)[message]))
+    return _find_class(step, name, _hints(step)[message])
 
 
 def output_type(step: Callable[..., Any], name: str) -> type[Message]:
-    """The class of a reply that a step may give, by name; Silence is one always.
-
-    Raises:
-        StepError: it gives none of that name.
-    """
-    return _find_named(step, name, (*_classes(_hints(step)["return"]), Declined))
+    """The message class of that name that a step returns, or Declined. Raises StepError."""
+    return _find_class(step, name, _hints(step)["return"], Declined)
 
 
-def _find_named(
-    step: Callable[..., Any], name: str, known: tuple[type[Message], ...]
-) -> type[Message]:
-    for kind in known:
-        if kind.__name__ == name:
-            return kind
-    raise StepError(f"{step.__name__} has nothing to do with a message {name}")
-
-
-def _classes(hint: Any) -> tuple[type[Message], ...]:
-    """The message classes of an annotation: one, or those of a union."""
-    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    found = typing.get_args(hint) if union else (hint,)
-    return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Message))
+def _find_class(step: Callable[..., Any], name: str, *hints: Any) -> type[Message]:
+    for hint in hints:
+        union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        for kind in typing.get_args(hint) if union else (hint,):
+            if isinstance(kind, type) and issubclass(kind, Message) and kind.__name__ == name:
+                return kind
+    raise StepError(f"{step.__name__} neither takes nor returns a message {name}")
 
 
 def _hints(step: Callable[..., Any]) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Where the numbers and pictures of a run go: TensorBoard, a CSV file, the screen.
 
-All three take the same record once per round. What is drawn or written for rounds that a
-resumed run does again replaces what was there: TensorBoard purges by step, the CSV file is cut.
-``metrics.csv`` has only what the seed determines, so that a resumed run ends with the very
-same bytes; wall-clock values (``time/*``) go to TensorBoard and the screen alone.
+All three take the same record once per round. Rounds that a resumed run repeats replace what was
+there. ``metrics.csv`` has only what the seed determines, so that a resumed run ends with the same
+bytes; wall-clock values (``time/*``) go to TensorBoard and the screen alone.
 """
 
 import csv
@@ -12,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from privssl.errors import RunFolderError
 from privssl.runtime.console import Terminal, ignore_closed_stream
@@ -46,22 +45,26 @@ class Tracker(Protocol):
     """Takes records and pictures in the order of rounds. Raises RunFolderError when it cannot."""
 
     def round(self, record: RoundRecord) -> None: ...
-    def images(self, round_number: int, tag: str, image: Image) -> None: ...
+
+    def images(self, round_number: int, tag: str, image: Image) -> None:
+        """Take a picture."""
+
     def keep(self) -> None:
-        """Rounds so far are to be in a checkpoint: what was told of them must last as long."""
+        """Make all rounds so far as durable as the checkpoint that follows."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End. May be called twice."""
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Event files in a folder; the x-axis is the round.
 
-    TensorBoard hands what it gets to a thread, through a queue. A Ctrl-C in the middle of that left
-    the queue locked, and the run did not end: each call is done whole.
+    Interrupts are deferred in each call: TensorBoard writes in a thread, and a Ctrl-C in between
+    would leave its queue locked.
 
     Args:
         folder: ``tensorboard`` of the run.
-        resume_after: the last round that stays when a run goes on; later points vanish.
+        resume_after: the last round that stays when a run is resumed; later points vanish.
     """
 
     def __init__(self, folder: Path, resume_after: int | None = None) -> None:
@@ -89,24 +92,17 @@ class TensorBoardTracker:
             self._writer.add_image(tag, image, round_number, dataformats=layout)
             self._writer.flush()
 
-    def keep(self) -> None:
-        """Points that a power cut takes are only missing from a picture."""
-
     def close(self) -> None:
         with defer_interrupts(), atomic_files.writing(self._folder):
             self._writer.close()
 
 
-class CsvTracker:
-    """A line per round, written out at once. The columns are those of the first record.
-
-    A value that appears later gets a new column at the right, for which the file is rewritten
-    in one step; lines without it are empty there.
+class CsvTracker(Tracker):
+    """A line per round, written at once. A value that appears later gets a new column at the right.
 
     Args:
         path: ``metrics.csv`` of the run.
-        resume_after: the last round that stays when a run goes on; absent, a file that is
-            there already is replaced.
+        resume_after: the last round that stays when a run is resumed; absent: replace the file.
     """
 
     def __init__(self, path: Path, resume_after: int | None = None) -> None:
@@ -128,11 +124,9 @@ class CsvTracker:
         found = [int(row[0]) for row in kept]
         if found != list(range(1, after_round + 1)):
             lost = sorted(set(range(1, after_round + 1)) - set(found))
-            what = f"lacks {_name_rounds(lost)}" if lost else "has rounds twice or out of order"
-            log.warning(
-                "%s %s: it was changed, or the system lost it. The run goes on; its curves have "
-                "a gap", self._path, what,
-            )  # fmt: skip
+            some = ", ".join(map(str, lost[:3])) + (", ..." if len(lost) > 3 else "")
+            what = f"lacks {len(lost)} rounds ({some})" if lost else "has rounds twice or unordered"
+            log.warning("%s %s. The run continues; its curves have a gap", self._path, what)
         if header:
             self._rewrite(kept)
 
@@ -151,9 +145,6 @@ class CsvTracker:
             self._file.write(_lines([[str(record.round), *cells]]))
             self._file.flush()
 
-    def images(self, round_number: int, tag: str, image: Image) -> None:
-        """Pictures have no place in a CSV file."""
-
     def keep(self) -> None:
         if self._file is not None:
             with atomic_files.writing(self._path):
@@ -166,7 +157,7 @@ class CsvTracker:
                 file.close()
 
     def _read(self) -> tuple[list[str], list[list[str]]]:
-        """Header and complete lines. What a killed write left behind the last newline is cut."""
+        """Header and complete lines, without a last line that a killed write left torn."""
         try:
             text = self._path.read_text(encoding="utf-8")
             lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
@@ -178,7 +169,7 @@ class CsvTracker:
         for number, row in enumerate(rows, start=2):
             if not row or not row[0].isdecimal() or len(row) != len(header):
                 raise RunFolderError(
-                    f"{self._path}, line {number}: not a line of this file. Mend or delete it"
+                    f"{self._path}, line {number}: not a line of this file. Correct or delete it"
                 )
         return header, rows
 
@@ -190,21 +181,13 @@ class CsvTracker:
             atomic_files.replace(self._path, text.encode())
 
 
-def _name_rounds(rounds: Sequence[int]) -> str:
-    """The first few of some rounds, and how many they are."""
-    if len(rounds) == 1:
-        return f"round {rounds[0]}"
-    some = ", ".join(map(str, rounds[:3]))
-    return f"{len(rounds)} rounds ({some}{', ...' if len(rounds) > 3 else ''})"
-
-
 def _text(value: float) -> str:
     """The shortest text that reads back as the same number."""
     return str(int(value)) if isinstance(value, int) else repr(float(value))
 
 
 def for_the_log(values: Mapping[str, float], *, nominal: bool) -> str:
-    """What train.log has of a round: accuracies, and what was spent. Empty where there is neither.
+    """The line of a round in train.log: accuracies, and epsilon spent. Empty without either.
 
     Args:
         nominal: whether epsilons are those of a scheme that guarantees nothing.
@@ -223,13 +206,13 @@ def _lines(rows: Iterable[list[str]]) -> str:
     return buffer.getvalue()
 
 
-class ProgressTracker:
-    """A bar on a terminal; elsewhere a line now and then. That nobody sees it ends no run.
+class ProgressTracker(Tracker):
+    """A bar on a terminal; elsewhere a line now and then. A closed stream ends no run.
 
     Args:
-        total: rounds of the whole run.
-        resume_after: the last round of an earlier session; time left is told without it.
-        stream: where to; standard error, because standard output may carry results.
+        total: rounds of the run, or of all runs of a comparison together.
+        resume_after: the last round of an earlier session, which the time left does not count.
+        stream: standard error if absent, because standard output may carry results.
         every_s: seconds between two plain lines. The first and last round always have one.
         nominal: whether epsilons are those of a scheme that guarantees nothing.
     """
@@ -243,42 +226,45 @@ class ProgressTracker:
         *,
         nominal: bool = False,
     ) -> None:
-        self._total = total
-        self._before = resume_after or 0
-        self._epsilon = "NOMINAL epsilon" if nominal else "epsilon"
+        self._total, self._every_s = total, every_s
         self._stream = stream or sys.stderr
-        self._every_s = every_s
-        self._started = time.monotonic()
-        self._printed = -float("inf")
-        self._latest: dict[str, float] = {}
+        self._started, self._printed = time.monotonic(), -float("inf")
+        self._done = self._skipped = 0  # rounds of all runs; of them those of earlier sessions
         self._bar: Progress | None = None
         if self._stream.isatty():
             self._bar = Progress(
-                TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(),
-                TextColumn("{task.description}"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=Terminal(file=self._stream),
-            )
-            self._task = self._bar.add_task("starting", total=total, completed=self._before)
+                TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn(),
+                TextColumn("{task.fields[left]} left"), console=Terminal(file=self._stream),
+            )  # fmt: skip
+            self._task = self._bar.add_task("starting", total=total, left="?")
             self._bar.start()
+        self.begin("", resume_after or 0, nominal=nominal)
+
+    def begin(self, title: str, resume_after: int, *, nominal: bool) -> None:
+        """Start the next run; ``title`` stands before its rounds."""
+        self._title, self._first = title, resume_after + 1
+        self._offset = self._done  # rounds of the runs before it
+        self._skipped += resume_after
+        self._epsilon = "NOMINAL epsilon" if nominal else "epsilon"
+        self._latest: dict[str, float] = {}
 
     def round(self, record: RoundRecord) -> None:
         self._latest.update(record.values)
-        note = self._note(record.phase)
+        self._done = self._offset + record.round
+        now = time.monotonic()
+        elapsed = now - self._started
+        seconds = elapsed / (self._done - self._skipped) * (self._total - self._done)
+        left = timedelta(seconds=round(seconds))
+        text = f"{self._title}round {record.round}/{record.total}: {self._note(record.phase)}"
         with ignore_closed_stream(self._stream):
             if self._bar is not None:
-                self._bar.update(self._task, completed=record.round, description=note)
-            else:
-                self._line(record.round, note)
-
-    def images(self, round_number: int, tag: str, image: Image) -> None:
-        """A terminal shows no pictures."""
-
-    def keep(self) -> None:
-        """A terminal keeps nothing."""
+                self._bar.update(self._task, completed=self._done, description=text, left=left)
+            elif (
+                record.round in (self._first, record.total) or now - self._printed >= self._every_s
+            ):
+                self._printed = now
+                times = f"{timedelta(seconds=round(elapsed))} elapsed, {left} left"
+                print(f"{text}, {times}", file=self._stream, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -293,18 +279,3 @@ class ProgressTracker:
         if left:
             parts.append(f"{self._epsilon} left {min(left):.2f}")
         return ", ".join(parts)
-
-    def _line(self, round_number: int, note: str) -> None:
-        now = time.monotonic()
-        ends = round_number in (self._before + 1, self._total)
-        if not ends and now - self._printed < self._every_s:
-            return
-        self._printed = now
-        elapsed = now - self._started
-        left = elapsed / (round_number - self._before) * (self._total - round_number)
-        times = f"{_clock(elapsed)} elapsed, {_clock(left)} left"
-        print(f"round {round_number}/{self._total}: {note}, {times}", file=self._stream)
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

@@ -1,8 +1,9 @@
 """The privacy accounts of a run: opened, checked, copied and reported."""
 
 import csv
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -22,21 +23,18 @@ from privssl.privacy.privacy_card import Release
 from privssl.runs.checkpoint import Snapshot
 from privssl.storage import atomic_files
 
-#: With the agent's id, the keys under which a checkpoint remembers a ledger's length and last hash.
+#: With the agent's id, the keys under which a checkpoint stores a ledger's length and last hash.
 LEDGER_SEQ = "ledger_seq/"
 LEDGER_HEAD = "ledger_head/"
-#: The key under which a checkpoint remembers the name by which accounts know its run.
+#: The key under which a checkpoint stores the id of its run in the accounts.
 RUN_ID = "run_id"
 #: With the agent's id, the column of metrics.csv that shows what its account has spent.
 SPENT = "dp/epsilon/"
 _ROUNDING = 1e-6  # relative
 
 
-# Accounts -----------------------------------------------------------------------------------
-
-
 def check_shared_accounts(prepared: Prepared) -> None:
-    """Refuse, before a run folder is made or replaced, what accounts that outlive it would refuse.
+    """Refuse, before a run folder is made, what accounts that outlive it would refuse.
 
     Raises:
         RunFolderError: the accounts would lie in the folder of a run, and go with it.
@@ -74,10 +72,10 @@ def _claim_rows(prepared: Prepared, ledger: Path, *, only_check: bool) -> None:
 
 @contextmanager
 def open_accounts(prepared: Prepared, folder: Path, snapshot: Snapshot | None) -> Iterator[None]:
-    """Give every agent with labels its account; inside, no other process has them.
+    """Open and lock the account of every agent with labels.
 
     Args:
-        snapshot: of the run that goes on. A journal that ends before it was cut, and is refused.
+        snapshot: of the run to resume. A journal that ends before it was cut, and is refused.
 
     Raises:
         accounting.errors.LedgerError: a journal is missing, damaged, cut, or in use, or a row has
@@ -112,7 +110,7 @@ def ledger_of(config: Config, folder: Path) -> Path:
 
 
 def copy_ledgers(prepared: Prepared, folder: Path) -> None:
-    """Put a copy of journals that outlive the run into its folder, for whoever audits the run."""
+    """Copy journals that outlive the run into its folder, for the audit."""
     ledger, own = ledger_of(prepared.config, folder), folder / "ledger"
     if ledger == own:
         return
@@ -140,14 +138,11 @@ def releases(plan: Plan | AccountPlan, config: Config) -> list[Release]:
         why = "integer histogram with discrete Laplace noise on every cell"
         sent: list[Release] = [(CENSUS, "covered", why)]
     elif not plainly:
-        sent = [
-            (name, "covered", "trained by DP-SGD under the agent's account")
-            for name in plan.protect
-        ]
+        why = "trained by DP-SGD under the agent's account"
+        sent = [(name, "covered", why) for name in plan.protect]
     else:
-        through = (
-            f"noise was added, but its gradients flow through unprotected {', '.join(plainly)}"
-        )
+        bare = ", ".join(plainly)
+        through = f"noise was added, but its gradients flow through unprotected {bare}"
         without = "trained on labelled rows without noise"
         sent = [
             (name, "not covered", through if name in plan.protect else without)
@@ -177,23 +172,34 @@ def releases(plan: Plan | AccountPlan, config: Config) -> list[Release]:
     ]
 
 
-def check_metrics(run: Path, journals: Mapping[str, Journal]) -> Iterator[str]:
-    """Where metrics.csv remembers that more was spent than a ledger has."""
+def read_metrics(run: Path) -> list[dict[str, str]]:
+    """metrics.csv, a mapping for each line; empty where there is none that can be read."""
     try:
         with (run / "metrics.csv").open(encoding="utf-8", newline="") as file:
-            last: dict[str, str] = {}
-            for line in csv.DictReader(file):
-                last |= {name: text for name, text in line.items() if name and text}
-        spent = {
-            name.removeprefix(SPENT): float(text)
-            for name, text in last.items()
-            if name.startswith(SPENT)
-        }
+            return [{k: v for k, v in line.items() if k and v} for line in csv.DictReader(file)]
     except (OSError, ValueError, TypeError, csv.Error):
-        return
+        return []
+
+
+def to_number(text: str | None) -> float:
+    """The number of a cell; NaN where there is none."""
+    try:
+        return float(text or "nan")
+    except ValueError:
+        return math.nan
+
+
+def check_metrics(
+    metrics: Sequence[Mapping[str, str]], journals: Mapping[str, Journal]
+) -> Iterator[str]:
+    """Where metrics.csv shows that more was spent than a ledger has."""
+    last: dict[str, str] = {}
+    for line in metrics:
+        last |= line
     for agent, journal in journals.items():
-        if journal.plans and spent.get(agent, 0.0) > journal.epsilon * (1 + _ROUNDING):
+        spent = to_number(last.get(SPENT + agent))
+        if journal.plans and spent > journal.epsilon * (1 + _ROUNDING):
             yield (
-                f"the ledger of {agent} was cut or replaced: metrics.csv remembers that it had "
-                f"spent {spent[agent]:.6f}, and it has {journal.epsilon:.6f}"
+                f"the ledger of {agent} was cut or replaced: metrics.csv records that it had "
+                f"spent {spent:.6f}, and it has {journal.epsilon:.6f}"
             )

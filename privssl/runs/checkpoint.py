@@ -1,21 +1,16 @@
-"""Snapshots of a run on disk: tensors as safetensors, all else as strict JSON, never objects.
+"""Checkpoints: tensors as safetensors, all else as strict JSON, never pickled objects.
 
     checkpoints/round_00010/state.safetensors      tensors of the server's state
-    checkpoints/round_00010/memories.safetensors   tensors that agents remember
+    checkpoints/round_00010/memories.safetensors   tensors of agents' memories
     checkpoints/round_00010/snapshot.json          shape of both trees, numbers, checksums, its own
     checkpoints/latest, checkpoints/best           text files with the name of a folder
 
-A snapshot is written beside its place and renamed, so a folder ``round_*`` is complete or a
-disk has failed; loading checks size and SHA-256 of each file and falls back to an older
-snapshot. The checksums find what a disk did, not what a person did. Nothing is unpickled. A
-tensor's name is the JSON pointer (RFC 6901) of its place.
+A snapshot is written beside its place and renamed. Loading checks size and SHA-256 of each file and
+falls back to an older snapshot. Checksums find damage, not editing.
 
-What belongs to single agents may be more than fits in memory. So it is written one tensor at a
-time, also from where it lies on a disk, and a snapshot that was loaded holds none of it: what an
-agent remembers is read from the snapshot's file when it is asked for, and the file must be there
-still (format 1 is read whole). Agents may be ten thousand, each with a hundred tensors: those of
-one agent are one row of bytes in the file, and snapshot.json has what they are (``forms``) once for
-all agents.
+Memories of agents may exceed RAM: they are written one tensor at a time, and a loaded snapshot
+reads them from its file when they are needed. The tensors of one agent are
+one row of bytes; snapshot.json describes them once for all agents (``forms``).
 """
 
 import contextlib
@@ -43,8 +38,6 @@ from privssl.storage.tensor_files import Item, LazyTensors, TensorSlice
 
 logger = logging.getLogger(__name__)
 
-#: 1 listed the tensors of single agents one by one; it is read, into memory. 1 and 2 had no
-#: checksum of snapshot.json itself.
 FORMAT = 3
 #: How many names lead to a mapping of tensors that belongs to one agent, in each tree.
 TREES = {"state": 2, "memories": 1}
@@ -55,10 +48,9 @@ _FOLDER = re.compile(r"round_([0-9]{5,9})")
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """All that a run needs to go on after ``round``, apart from data and privacy journals.
+    """What a run needs to resume after ``round``, apart from data and privacy journals.
 
-    ``config_digest`` is ``config.digest`` of the run's config. ``extra`` is for the run loop:
-    the best accuracy so far, bytes sent.
+    ``config_digest`` is ``config.config_hash``. ``extra``: numbers of the run loop.
     """
 
     round: int
@@ -68,19 +60,42 @@ class Snapshot:
     extra: Mapping[str, str | int | float] = field(default_factory=dict)
 
 
-class _Damaged(Exception):  # noqa: N818  (not told as it is: another snapshot may be whole)
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands; saved with every checkpoint."""
+
+    round: int = 0
+    best: float = 0.0
+    best_round: int = 0
+    final: float = 0.0
+    saved_best: float = -1.0  # highest accuracy of a round that has a checkpoint
+    saved_best_round: int = 0
+    up: int = 0
+    down: int = 0
+    seconds: float = 0.0
+    refused: int = 0  # visits that a budget did not pay for
+    start: str = ""  # fingerprint of the networks before round 1
+
+
+@dataclass(frozen=True)
+class CompletedRound:
+    """The result of the last finished round. Replaced as one, so that it is always whole."""
+
+    state: Any
+    memories: Mapping[str, Mapping[str, Tensor]]
+    progress: Progress
+
+
+class _Damaged(Exception):  # noqa: N818  (another snapshot may be intact)
     """A snapshot is incomplete or not what was written."""
 
 
 def save_snapshot(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
-    """Write a snapshot, point ``latest`` at it, and delete what is no longer needed.
+    """Write a snapshot, point ``latest`` at it, and delete old ones; returns its folder.
 
     Args:
         folder: ``checkpoints`` of the run; made when absent.
         keep: how many snapshots stay, >= 1, besides the one that ``best`` names.
-
-    Returns:
-        The folder of this snapshot.
 
     Raises:
         RunFolderError: the disk is full or not writable, or there are more tensors or agents than
@@ -133,14 +148,14 @@ def update_pointer(folder: Path, name: Literal["latest", "best"], round_number: 
 
 
 def load_snapshot(folder: Path, expected_digest: str) -> Snapshot:
-    """The latest snapshot that is whole; a damaged one is passed over with a warning.
+    """The latest intact snapshot; a damaged one is passed over with a warning.
 
     Args:
         folder: ``checkpoints`` of the run.
-        expected_digest: ``config.digest`` of the config that wants to go on.
+        expected_digest: ``config.config_hash`` of the config to resume.
 
     Raises:
-        RunFolderError: there is none, none is whole, or it belongs to another config.
+        RunFolderError: there is none, none is intact, or it belongs to another config.
     """
     damage = []
     for name in _candidates(folder):
@@ -159,23 +174,20 @@ def load_snapshot(folder: Path, expected_digest: str) -> Snapshot:
         return snapshot
     if damage:
         raise RunFolderError(
-            f"{folder}: no checkpoint is whole ({'; '.join(damage)}). Start the run anew with "
+            f"{folder}: no checkpoint is intact ({'; '.join(damage)}). Start the run anew with "
             "another run.output"
         )
-    raise RunFolderError(f"{folder}: there is no checkpoint to go on from. Start the run anew")
+    raise RunFolderError(f"{folder}: there is no checkpoint to resume from. Start a new run")
 
 
 def with_checksum(about: Mapping[str, Any]) -> bytes:
     """snapshot.json of what it is to say, with the checksum of that."""
-    said = {name: value for name, value in about.items() if name != "sha256"}
-    return json.dumps({**said, "sha256": _checksum(said)}, indent=1, allow_nan=False).encode()
+    content = {name: value for name, value in about.items() if name != "sha256"}
+    return json.dumps({**content, "sha256": _checksum(content)}, indent=1, allow_nan=False).encode()
 
 
-def _checksum(said: Mapping[str, Any]) -> str:
-    return hashlib.sha256(encode(said)).hexdigest()
-
-
-# Writing ------------------------------------------------------------------------------------
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(encode(content)).hexdigest()
 
 
 def _manifest(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, dict[str, Item]]]:
@@ -217,9 +229,6 @@ def _prune(folder: Path, current: int, keep: int) -> None:
     _remove_leftovers(folder)
 
 
-# Reading ------------------------------------------------------------------------------------
-
-
 def _rounds(folder: Path) -> list[int]:
     try:
         names = os.listdir(folder)
@@ -247,51 +256,47 @@ def _candidates(folder: Path) -> list[str]:
     return sorted(names, key=lambda name: name != latest)  # stable: the others stay newest first
 
 
-def examined(folder: Path) -> tuple[dict[str, Any] | None, str]:
-    """What a snapshot.json says, when it and the files beside it are as they were written; else
-    None, and why. Nothing is restored: this is for whoever only looks."""
+def inspect_snapshot(folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """snapshot.json of a checkpoint (None if it is not one), and what is wrong with it or the files
+    beside it ("" if nothing is). Restores nothing."""
+    content = None
     try:
-        about = _about_itself(folder)
-        for name in TREES:
-            _check_file(folder / f"{name}.safetensors", about[name])
-        if not isinstance(about["extra"]["mapping"], dict):
+        found = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
+        if not isinstance(found["extra"]["mapping"], dict):
             raise TypeError("extra")
+        content = found
+        _check_manifest(content, folder.name)
+        for name in TREES:
+            _check_file(folder / f"{name}.safetensors", content[name])
     except (_Damaged, PlanError) as error:
-        return None, str(error)
+        return content, str(error)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
-        return None, "snapshot.json is not as written"
-    return about, ""
+        return content, "snapshot.json is not as written"
+    return content, ""
 
 
-def _about_itself(folder: Path) -> dict[str, Any]:
-    """snapshot.json, with a format that is known, its own checksum and its own round."""
-    about: dict[str, Any] = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
-    if type(about["format"]) is not int or not 1 <= about["format"] <= FORMAT:
-        raise _Damaged(f"format {about['format']!r}, this version reads 1 to {FORMAT}")
-    stated = about.pop("sha256", None)
-    if stated != _checksum(about) and (stated is not None or about["format"] > 2):
+def _check_manifest(about: dict[str, Any], name: str) -> None:
+    """Raise _Damaged unless snapshot.json has a known format, its own checksum and the round of its
+    folder. Removes the checksum."""
+    if about["format"] != FORMAT:
+        raise _Damaged(f"format {about['format']!r}, this version of privssl reads {FORMAT}")
+    if about.pop("sha256", None) != _checksum(about):
         raise _Damaged("snapshot.json does not match its checksum")
-    if type(about["round"]) is not int or f"round_{about['round']:05d}" != folder.name:
+    if type(about["round"]) is not int or f"round_{about['round']:05d}" != name:
         raise _Damaged(f"snapshot.json is of round {about['round']}")
-    return about
 
 
 def _read(folder: Path) -> Snapshot:
     try:
-        about = _about_itself(folder)
-        forms = list(map(tensor_files.places_in, about.get("forms", [])))
+        about = decode_strictly(_bytes(folder / "snapshot.json", MAX_JSON_BYTES))
+        _check_manifest(about, folder.name)
+        forms = list(map(tensor_files.places_in, about["forms"]))
         trees = {
             name: _to_tree(folder / f"{name}.safetensors", about[name], forms) for name in TREES
         }
         extra = filled(about["extra"], _NO_TENSORS, [])
         _check_kinds(trees["memories"], about["config_digest"], extra)
-        return Snapshot(
-            round=about["round"],
-            state=trees["state"],
-            memories=trees["memories"],
-            config_digest=about["config_digest"],
-            extra=extra,
-        )
+        return Snapshot(about["round"], config_digest=about["config_digest"], extra=extra, **trees)
     except PlanError as error:
         raise _Damaged(f"snapshot.json cannot be read ({error})") from error
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -299,20 +304,15 @@ def _read(folder: Path) -> Snapshot:
 
 
 def _check_kinds(memories: Any, digest: Any, extra: Any) -> None:
-    """Raise TypeError unless the parts are what :class:`Snapshot` says. What the state holds is
-    for its algorithm to know."""
-    if type(memories) is not dict or not all(map(_is_memory, memories.values())):
-        raise TypeError("an agent remembers something else than tensors")
+    """Raise TypeError unless the parts have the types of :class:`Snapshot`."""
+    if type(memories) is not dict or not all(
+        isinstance(memory, LazyTensors) or memory == {} for memory in memories.values()
+    ):
+        raise TypeError("a memory of an agent holds something else than tensors")
     if not isinstance(digest, str):
         raise TypeError("config_digest is no text")
     if not all(isinstance(value, str | int | float) for value in extra.values()):
         raise TypeError("extra holds something else than texts and numbers")
-
-
-def _is_memory(memory: Any) -> bool:
-    if type(memory) is dict:  # an empty one, or of the first format
-        return all(isinstance(value, Tensor) for value in memory.values())
-    return isinstance(memory, LazyTensors)
 
 
 def _to_tree(
@@ -339,8 +339,11 @@ def _check_file(path: Path, about: Mapping[str, Any]) -> None:
 
 
 def _size(path: Path, limit: int) -> int:
-    """Bytes of a file, looked at first: a size that is only stated would take memory before it
-    is found to be a lie, and a pipe would block for ever. May raise OSError."""
+    """Bytes of a file; checked before reading, since stated sizes may be false and a pipe would
+    block.
+
+    May raise OSError.
+    """
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
         raise _Damaged(f"{path.name} is not a regular file")

@@ -1,9 +1,8 @@
-"""Which engine carries a run out, and what a run has to do where its agents are sites.
+"""The engine of a run, and what a run has to do where its agents are sites.
 
-Accounts are then not here: each site has its own, charges it, and shows its journal at the end.
-The card is made from these copies, which lie in the run folder's ``ledger`` as those of a run in
-one process do, so that an audit finds what it looks for. A site could show a false one; the claim
-is about what sites of honest operators release, and each of them has the true one.
+Each site has and charges its own account, and sends its journal at the end. The card is made from
+these copies, kept in the run folder's ``ledger`` for the audit. A site could send a false one; the
+claim is about sites of honest operators.
 """
 
 import statistics
@@ -25,26 +24,20 @@ from privssl.remote import tls
 from privssl.remote.discovery import RemoteTimeouts, SiteError
 from privssl.remote.flower_transport import FlowerTransport
 from privssl.remote.node_keys import NodeKeys, read_node_keys
-from privssl.settings.schema import RunSettings
 from privssl.storage import atomic_files
 from privssl.storage.spill_store import SpillStore
 from privssl.training.evaluation import HiddenLabelMeter
 
 
 def refuse_unreachable(prepared: Prepared) -> None:
-    """Where agents are sites: look for what they would be reached by, before a run is begun.
-
-    Raises:
-        privssl.errors.UserError: a key of a site is missing, or nobody could carry letters.
-    """
+    """Where agents are sites: check keys and connection before a run begins; else UserError."""
     run = prepared.config.run
     if run.engine == "flower":
         _node_keys(prepared)
         certificate = str(Path(run.certificate).expanduser()) if run.certificate else ""
         if problem := tls.probe(run.superlink, certificate):
             raise SiteError(
-                f"run.superlink: {problem}. Start it (flower-superlink), or give the host and port "
-                "where one is"
+                f"run.superlink: {problem}. Start it (flower-superlink), or give its host and port"
             )
 
 
@@ -57,7 +50,7 @@ def _node_keys(prepared: Prepared) -> NodeKeys | None:
 def make_engine(
     prepared: Prepared, label_meter: HiddenLabelMeter, spill_store: SpillStore | None = None
 ) -> Engine:
-    """The engine that the config asks for; workers are forked here, so make it before threads.
+    """The engine that the config asks for. It forks workers, so make it before threads.
 
     Raises:
         privssl.errors.UserError: it cannot be had; where agents are sites, not all are there.
@@ -79,45 +72,40 @@ def make_engine(
 
 
 def _sites(prepared: Prepared, common: Mapping[str, Any]) -> SitesEngine:
-    config, dataset = prepared.config, prepared.federated_data.dataset
-    here = [
-        agent for agent in prepared.federated_data.agents if agent.location is AgentLocation.SERVER
-    ]
+    config, dataset, run = prepared.config, prepared.federated_data.dataset, prepared.config.run
+    here = [a for a in prepared.federated_data.agents if a.location is AgentLocation.SERVER]
     labelled = [agent.id for agent in prepared.roster if agent.role in ("support", "mixed")]
-    pins = _node_keys(prepared)
-    post = FlowerTransport(config.run.superlink, config.run.certificate, pins)
-    try:
-        return SitesEngine(
-            post, prepared.roster, algorithm=prepared.algorithm,
-            agreement=configs.compatibility_hash(config, dataset.class_names, dataset.shape),
-            home=LocalEngine(here, **common),
-            ledgers=labelled if prepared.plan is not None else (),
-            terms=_timeouts(config.run), holder=post.key_owner if pins is not None else None,
-        )  # fmt: skip
-    except BaseException:
-        post.close()
-        raise
-
-
-def _timeouts(run: RunSettings) -> RemoteTimeouts:
-    assert run.absent != "auto"  # ``config.load`` has put in what the algorithm wants
-    return RemoteTimeouts(
+    keys = _node_keys(prepared)
+    transport = FlowerTransport(run.superlink, run.certificate, keys)
+    assert run.absent != "auto"  # the config holds what the algorithm wants
+    timeouts = RemoteTimeouts(
         join_seconds=run.join_seconds, visit_seconds=run.visit_seconds,
         absent=run.absent, quorum=run.quorum,
     )  # fmt: skip
+    try:
+        return SitesEngine(
+            transport, prepared.roster, algorithm=prepared.algorithm,
+            agreement=configs.compatibility_hash(config, dataset.class_names, dataset.shape),
+            home=LocalEngine(here, **common),
+            ledgers=labelled if prepared.plan is not None else (),
+            timeouts=timeouts, key_owner=transport.key_owner if keys is not None else None,
+        )  # fmt: skip
+    except BaseException:
+        transport.close()
+        raise
 
 
 def check_memory_names(engine: Engine, memories: Mapping[str, Memory]) -> None:
-    """Raise RunFolderError where a checkpoint has names of memories, and agents are no sites."""
+    """Raise RunFolderError for a checkpoint with names of memories if agents are no sites."""
     if not isinstance(engine, SitesEngine) and any(map(is_name, memories.values())):
         raise RunFolderError(
-            "What agents remember is at their sites, and this checkpoint has only the names of it. "
-            "Go on with run.engine=flower"
+            "The agents' memories are at their sites, and this checkpoint has only their names. "
+            "Resume with run.engine=flower"
         )
 
 
 def log_traffic(engine: Engine, absences: int) -> dict[str, float]:
-    """What crossed the network since this was last asked, by the names of metrics."""
+    """The network traffic since the last call, by the names of metrics."""
     if not isinstance(engine, SitesEngine):
         return {}
     now = engine.take_traffic()
@@ -142,7 +130,7 @@ class Spending(NamedTuple):
 def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Spending:
     """What the accounts of a run were charged, here or at its sites.
 
-    Args and errors: as of :func:`journals_to_report`.
+    Arguments and errors as of :func:`journals_to_report`.
     """
     shown = journals_to_report(engine, folder, over=over)
     if shown is not None:
@@ -162,7 +150,7 @@ def spending(engine: Engine, prepared: Prepared, folder: Path, over: bool) -> Sp
 def journals_to_report(
     engine: Engine, folder: Path, *, over: bool
 ) -> dict[str, tuple[Journal, float]] | None:
-    """The journals of sites, copied to ``folder/ledger``, and what this run spent of each.
+    """The journals of sites, copied to ``folder/ledger``, and this run's epsilon in each.
 
     Args:
         over: whether the run is, so that sites may forget it.

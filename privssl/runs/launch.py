@@ -1,8 +1,4 @@
-"""One run, carried out in its folder with its log and its trackers.
-
-Shared by the commands ``train`` and ``compare``, so that a run of a comparison is what ``train``
-would have made of the same config.
-"""
+"""Start or resume a run in its folder, with log and trackers; used by ``train`` and ``compare``."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -30,14 +26,14 @@ def launch(
     watchers: Callable[[int | None], Sequence[Tracker]],
     stack: ExitStack,
 ) -> Path:
-    """Carry a run out, from the start or from its last checkpoint; returns its folder.
+    """Run from the start or from the last checkpoint; returns the run's folder.
 
     Args:
-        resume: the folder of the run that goes on; None begins the run of ``prepared``.
+        resume: the folder of the run to resume; None begins the run of ``prepared``.
         watchers: trackers beside ``metrics.csv`` and TensorBoard. Called when nothing forbids the
-            run any more, with the round after which it goes on (None: from the start).
-        stack: holds the folder's lock and log; the caller closes it when it has told what, if
-            anything, went wrong, so that the log has that too.
+            run any more, with the round after which it resumes (None: from the start).
+        stack: holds the folder's lock and log; the caller closes it after reporting errors, so that
+            the log has them too.
     """
     refuse_unreachable(prepared)  # before a former run is replaced
     if resume is None:
@@ -70,9 +66,6 @@ def launch(
     return folder
 
 
-# What is told -------------------------------------------------------------------------------
-
-
 def _log_start(prepared: Prepared) -> None:
     """The first lines of train.log: what is run, with what, on what."""
     config, agents = prepared.config, prepared.roster
@@ -92,19 +85,19 @@ def _log_start(prepared: Prepared) -> None:
 
 
 def rows_told(prepared: Prepared) -> Iterator[logging.LogRecord]:
-    """What train.log alone has of the rows: what reading them said, and who holds which classes.
+    """What only train.log has of the rows: what reading them said, and who holds which classes.
 
-    A private run's log says how many unlabelled rows an agent has, and nothing of labelled ones.
+    A private run's log gives numbers of unlabelled rows and nothing of labelled ones.
     """
     federated_data = prepared.federated_data
     private = prepared.config.privacy is not None
     if not private:
         yield from federated_data.dataset.said
     for agent, holding in federated_data.manifest.agents.items():
-        told = [] if private else [f"with labels {_by_class(federated_data, holding.labelled)}"]
+        parts = [] if private else [f"with labels {_by_class(federated_data, holding.labelled)}"]
         rest = holding.unlabelled
-        told.append(f"without {len(rest) if private else _by_class(federated_data, rest)}")
-        text = f"Rows of {agent}: {'; '.join(told)}"
+        parts.append(f"without {len(rest) if private else _by_class(federated_data, rest)}")
+        text = f"Rows of {agent}: {'; '.join(parts)}"
         yield log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None)
 
 
@@ -112,15 +105,15 @@ def _by_class(federated_data: FederatedDataset, ids: Sequence[int]) -> str:
     """How many rows, and how many of each class, by the true labels."""
     counts = class_counts_of(federated_data, ids)
     names = federated_data.dataset.class_names
-    told = [f"{name} {n}" for name, n in zip(names, counts.tolist(), strict=True) if n]
+    parts = [f"{name} {n}" for name, n in zip(names, counts.tolist(), strict=True) if n]
     if unknown := len(ids) - int(counts.sum()):
-        told.append(f"{unknown} of a class that nobody knows")
-    each = ", ".join(told)
+        parts.append(f"{unknown} of unknown class")
+    each = ", ".join(parts)
     return f"{len(ids)} ({each})" if each else str(len(ids))
 
 
 def warn(sentences: Sequence[str]) -> None:
-    """Tell sentences as warnings, on the screen and in the log."""
+    """Log sentences as warnings, on the screen and in the file."""
     for sentence in sentences:
         log.warning("%s", sentence)
 

@@ -1,8 +1,7 @@
-"""Whether a run may go on in its folder: the same config, and the same rows at the same agents.
+"""Check that a run may be resumed in its folder: same config, same rows at the same agents.
 
-A claim says what was released about the rows of each account. If other rows lay under it after an
-interruption than before, visits to a row would be spread over accounts, and no account would have
-all of them; so a run whose data was changed in between does not go on.
+A claim counts what was released about the rows of each account. With other rows after an
+interruption, visits to one row would be spread over accounts.
 """
 
 import logging
@@ -16,23 +15,23 @@ from privssl.errors import DataError, RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
 from privssl.experiment.prepare import Prepared
-from privssl.runs.accounts import check_metrics, ledger_of
+from privssl.runs.accounts import check_metrics, ledger_of, read_metrics
 from privssl.runs.checkpoint import Snapshot
 from privssl.runtime.code_version import fingerprint
 
 log = logging.getLogger("privssl")
 
-#: The key under which a checkpoint of a run without privacy remembers the hash of its split.
+#: The key under which a checkpoint of a run without privacy stores the hash of its split.
 SPLIT = "split"
-#: The key under which a checkpoint remembers the code that made it.
+#: The key under which a checkpoint stores the code that made it.
 SOURCES = "sources"
 
 
 def check_resumable(folder: Path, config: Config) -> None:
-    """Whether this is the folder of a run of this config.
+    """Check that this is the folder of a run of this config.
 
     Raises:
-        RunFolderError: it is no run, or a setting that decides over results is another one.
+        RunFolderError: it is no run, or a setting that decides over results differs.
         ConfigError: its config.yaml is damaged.
     """
     recorded = folder / "config.yaml"
@@ -63,7 +62,7 @@ def check_resumable(folder: Path, config: Config) -> None:
 
 
 def _result_relevant(config: Config) -> dict[str, Any]:
-    """What decides over the results of a run, by dotted key: what ``config.digest`` is made of."""
+    """What decides over the results of a run, by dotted key: the input of ``config_hash``."""
     return {
         f"{name}.{key}": value
         for name, section in configs.result_relevant(config).items()
@@ -72,14 +71,13 @@ def _result_relevant(config: Config) -> dict[str, Any]:
 
 
 def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> None:
-    """Whether every agent has the rows that it had.
+    """Check that every agent has the rows that it had.
 
-    Without privacy a checkpoint remembers the split, and a split.json that is damaged is written
-    anew. With it only split.json may tell of the rows (``Prepared.published_split_hash``), and
-    is needed.
+    Without privacy a checkpoint records the split, and a damaged split.json is written anew. With
+    it only split.json may describe the rows (``Prepared.published_split_hash``), and is needed.
 
     Raises:
-        RunFolderError: the data is not what it was, or nobody knows.
+        RunFolderError: the data is not what it was, or that cannot be known.
     """
     now, path = prepared.federated_data.manifest, folder / "split.json"
     then = snapshot.extra.get(SPLIT)
@@ -88,9 +86,8 @@ def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> No
     except DataError as error:
         if prepared.plan is not None:  # without the error's words, which may have hashes
             raise RunFolderError(
-                f"{path} is missing, damaged or was changed. Without it nobody knows whether the "
-                "rows under the accounts are still the same. Put it back, or start a new run with "
-                "another run.output"
+                f"{path} is missing, damaged or was changed, so the rows under the accounts may be "
+                "others. Put it back, or start a new run with another run.output"
             ) from None
         written = None
         log.warning("%s. It is written anew", error)
@@ -106,23 +103,23 @@ def check_same_split(folder: Path, prepared: Prepared, snapshot: Snapshot) -> No
 
 
 def check_spending_shown(folder: Path, prepared: Prepared) -> None:
-    """Whether each ledger has spent at least what the run's metrics.csv shows.
+    """Check that each ledger has spent at least what the run's metrics.csv shows.
 
     Checkpoints may be older than the last rounds, and so may a ledger that was put back.
 
     Raises:
-        LedgerError: one has spent less. What else is wrong with ledgers is found on opening them.
+        LedgerError: one has spent less. Other faults of ledgers are found on opening them.
     """
     ledger = ledger_of(prepared.config, folder)
     paths = {name: ledger / f"{name}.jsonl" for name in prepared.account_plans}
     journals = {name: read_journal(path) for name, path in paths.items() if path.exists()}
     sound = {name: journal for name, journal in journals.items() if not journal.problems}
-    for problem in check_metrics(folder, sound):
+    for problem in check_metrics(read_metrics(folder), sound):
         raise LedgerError(f"{problem}. Put the true ledger back")
 
 
 def warn_of_other_code(snapshot: Snapshot) -> None:
-    """Say so where the rounds of a run are made by different code."""
+    """Warn where the checkpoint was made by other code."""
     then = snapshot.extra.get(SOURCES)
     if then not in (None, fingerprint()):
         log.warning(

@@ -1,8 +1,7 @@
-"""A prepared run from its first round to its results: loop, save, and say what is guaranteed.
+"""The rounds of a prepared run: loop, save, and say what is guaranteed.
 
-State lives in the value that the algorithm returns and in the agents' memories; both are kept as
-they were after the last finished round, so an interruption at any moment leaves a checkpoint of
-a whole round.
+State is the value that the algorithm returns and the agents' memories; both are kept as they were
+after the last finished round, so an interruption leaves a checkpoint of a whole round.
 """
 
 import dataclasses
@@ -27,7 +26,9 @@ from privssl.errors import RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.prepare import Prepared
 from privssl.ops import dispatch
+from privssl.privacy.card_schema import PrivacyCard
 from privssl.privacy.former_ledgers import former_ledgers
+from privssl.privacy.label_histogram import CENSUS
 from privssl.privacy.privacy_card import guarantee_sentence, privacy_card, render_markdown
 from privssl.remote.discovery import SiteError
 from privssl.reporting import figures
@@ -41,12 +42,12 @@ from privssl.runs.accounts import (
     open_accounts,
     releases,
 )
-from privssl.runs.checkpoint import Snapshot
+from privssl.runs.checkpoint import CompletedRound, Progress, Snapshot
 from privssl.runs.engine_factory import check_memory_names, log_traffic, make_engine, spending
-from privssl.runs.progress import CompletedRound, Progress
 from privssl.runs.resume import SOURCES, SPLIT
 from privssl.runs.round_plan import planned_rounds, rounds_of
 from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim, write_text
+from privssl.runs.untrained import fingerprint_networks, untrained_warnings
 from privssl.runtime.code_version import fingerprint
 from privssl.runtime.process import defer_interrupts, raise_if_interrupted
 from privssl.storage import tensor_files
@@ -59,48 +60,39 @@ Status = Literal["finished", "budget_exhausted", "interrupted"]
 log = logging.getLogger("privssl")
 
 
-# The loop -----------------------------------------------------------------------------------
-
-
 class RoundLoop:
     """A prepared run in its folder."""
 
     _kept: CompletedRound
 
     def __init__(
-        self,
-        prepared: Prepared,
-        folder: Path,
-        engine: Engine,
-        label_meter: HiddenLabelMeter,
-        trackers: Sequence[Tracker],
-        spill_store: SpillStore | None = None,
-    ) -> None:
-        """``label_meter`` is the meter of ``engine``, ``spill_store`` where its agents' memories
-        lie."""
+        self, prepared: Prepared, folder: Path, engine: Engine, label_meter: HiddenLabelMeter,
+        trackers: Sequence[Tracker], spill_store: SpillStore | None = None,
+    ) -> None:  # fmt: skip
+        """``label_meter`` and ``spill_store`` are those of ``engine``."""
         config = prepared.config
         self._prepared, self._config, self._folder = prepared, config, folder
         self._algorithm, self._trackers = prepared.algorithm, trackers
         dataset = prepared.federated_data.dataset
         self._test = (dataset.x_test, dataset.y_test)
-        self._oracle, self._engine = label_meter, engine
+        self._label_meter, self._engine = label_meter, engine
         self._spill_store = spill_store or SpillStore()
         held_out = {"test": self._test}
         if prepared.federated_data.validation is not None:
             rows = prepared.federated_data.validation
             held_out["validation"] = (rows.x, rows.y)
         classifier = self._algorithm.task.new_classifier()
-        self._judge = Evaluator(classifier, held_out, prepared.device)
+        self._evaluator = Evaluator(classifier, held_out, prepared.device)
         self._federation = Federation(self._engine, config.run.seed)
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []
-
-    # A run's life: begin or restore, rounds, end ----------------------------------------------
+        self._untrained: list[str] = []
 
     def begin(self) -> None:
         """The state before round 1."""
         state = self._spill_store.put_parts(self._algorithm.start(self._federation))
-        self._kept = CompletedRound(state, self._engine.memories(), Progress())
+        progress = Progress(start=fingerprint_networks(self._algorithm, state))
+        self._kept = CompletedRound(state, self._engine.memories(), progress)
         labelled, unlabelled = data.class_counts(self._prepared.federated_data)
         if self._prepared.plan is not None:
             labelled = {}  # labels under a claim are not to be counted in a picture
@@ -123,10 +115,8 @@ class RoundLoop:
                 f"{self._folder}: its checkpoint is not one of this algorithm ({error}). It was "
                 "written by another version; start a new run"
             ) from None
-        # Not what the snapshot has: its file may be gone before the next round is at its end.
-        self._kept = CompletedRound(
-            self._spill_store.put_parts(state), self._engine.memories(), progress
-        )
+        # A copy: the snapshot's file may be gone before the next round is at its end.
+        self._record(state, progress)
         log.info("Goes on after round %d", progress.round)
 
     def run_rounds(self) -> Status:
@@ -135,9 +125,8 @@ class RoundLoop:
         try:
             for now in rounds[self._kept.progress.round :]:
                 raise_if_interrupted()
-                with (
-                    defer_interrupts() if now.saved else nullcontext()
-                ):  # its answers are given once
+                # The replies of a saved round are given once.
+                with defer_interrupts() if now.saved else nullcontext():
                     self._one_round(now, last=now is rounds[-1])
             state = self._algorithm.finish(self._kept.state, self._federation)
             self._kept = dataclasses.replace(self._kept, state=state)
@@ -173,8 +162,7 @@ class RoundLoop:
                 self._record(state, progress)
                 self.save()
             raise
-        # The round counts from here, after it was told of: a line too many is cut off when the
-        # run goes on, and a line that is missing would be missing for ever.
+        # Recorded after logging: on resume an extra line is cut, a missing one cannot be restored.
         self._record(state, progress)
         self._durations.append(seconds)
         if saves:
@@ -209,18 +197,14 @@ class RoundLoop:
         if held_out is not None and saves and held_out > before.saved_best:
             found |= {"saved_best": held_out, "saved_best_round": now.number}
         return dataclasses.replace(
-            before,
-            round=now.number,
-            up=before.up + traffic.up,
-            down=before.down + traffic.down,
-            seconds=before.seconds + seconds,
-            refused=before.refused + self._federation.refusals,
+            before, round=now.number, up=before.up + traffic.up, down=before.down + traffic.down,
+            seconds=before.seconds + seconds, refused=before.refused + self._federation.refusals,
             **found,
-        )
+        )  # fmt: skip
 
     def _measure(self, state: Any, now: Round, last: bool) -> dict[str, float]:
         values = {**self._federation.mean_metrics(), **self._algorithm.metrics(state)}
-        values |= self._oracle.report()
+        values |= self._label_meter.report()
         traffic = self._federation.traffic
         values |= {"comm/up_bytes": traffic.up, "comm/down_bytes": traffic.down}
         values |= log_traffic(self._engine, self._federation.absences)
@@ -237,7 +221,7 @@ class RoundLoop:
         classifiers = {"accuracy": self._algorithm.classifier(state)}
         for name, other in self._algorithm.also_evaluated(state).items():
             classifiers[f"accuracy_{name}"] = other
-        return self._judge.accuracies(classifiers)
+        return self._evaluator.accuracies(classifiers)
 
     def _log_images(self, number: int, state: Any) -> None:
         """Pictures of held-out rows: none may show an agent's row."""
@@ -255,12 +239,11 @@ class RoundLoop:
         try:
             for tracker in self._trackers:
                 tracker.keep()
-        finally:  # a round that was paid for is worth more than its line
+        finally:  # a charged round is worth more than its line
             self._save()
 
     def _save(self) -> None:
         kept, folder = self._kept, self._folder / "checkpoints"
-        # What must be as it was when the run goes on: rows, and what the accounts must remember.
         fixed: dict[str, str | int] = {SOURCES: fingerprint()}
         if self._prepared.plan is None:
             fixed[SPLIT] = self._prepared.federated_data.manifest.hash
@@ -269,16 +252,10 @@ class RoundLoop:
                 fixed[LEDGER_SEQ + agent.id] = agent.account.seq
                 fixed[LEDGER_HEAD + agent.id] = agent.account.head
                 fixed[RUN_ID] = agent.account.run
-        checkpoint.save_snapshot(
-            folder,
-            Snapshot(
-                round=kept.progress.round,
-                state=vars(kept.state),
-                memories=kept.memories,
-                config_digest=self._digest,
-                extra={**dataclasses.asdict(kept.progress), **fixed},
-            ),
-        )
+        extra = {**dataclasses.asdict(kept.progress), **fixed}
+        state = vars(kept.state)
+        snapshot = Snapshot(kept.progress.round, state, kept.memories, self._digest, extra)
+        checkpoint.save_snapshot(folder, snapshot)
         if kept.progress.saved_best_round == kept.progress.round > 0:
             checkpoint.update_pointer(folder, "best", kept.progress.round)
 
@@ -286,18 +263,20 @@ class RoundLoop:
         for tracker in self._trackers:
             tracker.close()
 
-    # What remains ---------------------------------------------------------------------------
-
     def write_results(self, status: Status) -> None:
         """Write the weights, the privacy card, and last of all results.json.
 
         Raises:
-            LedgerError: a ledger was damaged while the run went on. Card and results say that
-                nothing is guaranteed, and ``--resume`` ends the run once the ledger is back.
-            SiteError: a site does not show its ledger, or a damaged one. results.json says so.
+            LedgerError: a ledger was damaged during the run. Card and results say that nothing is
+                guaranteed, and ``--resume`` ends the run once the ledger is back.
+            SiteError: a site does not send its ledger, or a damaged one. results.json says so.
         """
-        released = None
+        released: dict[Literal["file", "sha256"], str] | None = None
         if status != "interrupted":
+            end = fingerprint_networks(self._algorithm, self._kept.state)
+            self._untrained = untrained_warnings(self._kept.progress.start, end)
+            for sentence in self._untrained:
+                log.warning("%s", sentence)
             path = self._folder / CLASSIFIER
             weights = self._algorithm.classifier(self._kept.state)
             tensor_files.save_weights(path, weights, self._prepared.about_rows)
@@ -323,17 +302,11 @@ class RoundLoop:
     def _write_results(
         self, status: Status, card: Mapping[str, Any] | None, problems: Sequence[str]
     ) -> None:
-        results = self._results(status, card, problems)
-        write_text(self._folder / "results.json", json.dumps(results, indent=2) + "\n")
-
-    def _results(
-        self, status: Status, card: Mapping[str, Any] | None, problems: Sequence[str]
-    ) -> dict[str, Any]:
         config, p = self._config, self._kept.progress
         plan = self._prepared.plan
         # A session that had no round left knows the mean of the others.
         durations = self._durations or [p.seconds / max(p.round, 1)]
-        return {
+        results = {
             "name": config.run.name,
             "algorithm": config.algorithm.name,
             "dataset": config.data.name,
@@ -355,7 +328,7 @@ class RoundLoop:
                 **({"problems": list(problems)} if problems else {}),  # damage to ledgers
             },
             **self._prepared.about_rows,
-            "warnings": [*config.warnings, *self._prepared.data_warnings],
+            "warnings": [*config.warnings, *self._prepared.data_warnings, *self._untrained],
             "split_hash": self._prepared.published_split_hash,
             "versions": {
                 "privssl": __version__,
@@ -365,8 +338,11 @@ class RoundLoop:
                 "kernels": dispatch.instruction_set() or "torch",
             },
         }
+        write_text(self._folder / "results.json", json.dumps(results, indent=2) + "\n")
 
-    def _card(self, status: Status, released: Mapping[str, str] | None) -> dict[str, Any] | None:
+    def _card(
+        self, status: Status, released: Mapping[Literal["file", "sha256"], str] | None
+    ) -> PrivacyCard | None:
         plan, privacy = self._prepared.plan, self._config.privacy
         if plan is None or privacy is None:
             return None
@@ -374,18 +350,14 @@ class RoundLoop:
         journals, this_run, problems = spending(self._engine, self._prepared, self._folder, over)
         return privacy_card(
             [(name, j.plan, tuple(j.events), j.head) for name, j in journals.items()],
-            scope=plan.scope,
-            delta=privacy.delta,
-            releases=releases(plan, self._config),
-            algorithm=self._config.algorithm.name,
-            dataset=self._config.data.name,
-            task=(task.classes, task.shape),
+            scope=plan.scope, delta=privacy.delta, releases=releases(plan, self._config),
+            algorithm=self._config.algorithm.name, dataset=self._config.data.name,
+            task={"classes": task.classes, "shape": list(task.shape)},
             planned=plan.visits if over and not problems else None,
-            this_run=this_run,
-            former=former_ledgers(self._folder, journals),
-            ledger_problems=problems,
-            weights=released,
-        )
+            this_run=this_run, former=former_ledgers(self._folder, journals),
+            ledger_problems=problems, weights=released,
+            clip_norm=None if plan.update == (CENSUS,) else privacy.clip_norm,
+        )  # fmt: skip
 
 
 def train(
@@ -394,11 +366,11 @@ def train(
     make_trackers: Callable[[], Sequence[Tracker]],
     snapshot: Snapshot | None,
 ) -> None:
-    """Carry a run out in its folder, from the start or from a snapshot.
+    """Run in a folder, from the start or from a snapshot.
 
     Args:
-        make_trackers: called when the accounts are open: trackers cut what a resumed run will
-            write again, and nothing may be cut when a ledger forbids the run.
+        make_trackers: called when the accounts are open: trackers cut what a resumed run will write
+            again, and nothing may be cut when a ledger forbids the run.
     """
     with open_accounts(prepared, folder, snapshot), ExitStack() as stack:
         label_meter = HiddenLabelMeter(prepared.federated_data.true_labels)

@@ -1,8 +1,7 @@
-"""The folder of a run and the accounts in it: made once, never overwritten by accident.
+"""The folder of a run: made once, never overwritten by accident, private to the user (0700).
 
-The folder is private to the user (0700) and one process works in it at a time. What earlier
-runs spent is never deleted: replacing a private run moves its ledger beside the folder and says
-so. Whatever is refused is refused before anything in the folder has changed.
+One process works in it at a time. Replacing a private run moves its ledger beside the folder.
+Whatever is refused is refused before anything in the folder has changed.
 """
 
 import dataclasses
@@ -31,26 +30,21 @@ log = logging.getLogger("privssl")
 #: The file of weights that a finished run releases.
 CLASSIFIER = "classifier.safetensors"
 #: Everything that a run may write into its folder. What holds anything else is not replaced.
-CONTENTS = frozenset(
-    {
-        *("config.yaml", "split.json", "metrics.csv", "results.json", CLASSIFIER),
-        *("privacy.json", "privacy.md", "ledger", "tensorboard", "checkpoints", "train.log"),
-    }
-)
+CONTENTS = {
+    *("config.yaml", "split.json", "metrics.csv", "results.json", CLASSIFIER),
+    *("privacy.json", "privacy.md", "ledger", "tensorboard", "checkpoints", "train.log"),
+}
 
 
 def write_text(path: Path, text: str) -> None:
-    """Put a small file in place whole, or not at all. RunFolderError when it cannot be."""
+    """Put a small file in place whole, or not at all; RunFolderError when it cannot be."""
     with atomic_files.writing(path):
         atomic_files.replace(path, text.encode())
 
 
-# Beginning a run ----------------------------------------------------------------------------
-
-
 @contextmanager
 def create_run_dir(prepared: Prepared) -> Iterator[Path]:
-    """The new folder of a run; inside, no other process may work in it.
+    """Make the folder of a new run, and lock it.
 
     Raises:
         RunFolderError: it exists and may not be replaced, or cannot be made.
@@ -90,10 +84,10 @@ def check_free(config: Config) -> None:
 
 @contextmanager
 def lock_run_dir(folder: Path) -> Iterator[None]:
-    """Inside, another process that asks for the folder gets a RunFolderError.
+    """Lock the folder itself; another process that asks for it gets a RunFolderError.
 
-    The lock is the operating system's, on the folder itself: it goes with its process, however
-    that ends. A file system without locks is used without one.
+    The system drops the lock when the process ends. A file system without locks is used without
+    one.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -101,8 +95,7 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunFolderError(
-                f"{folder}: another process is training in it. Wait for it to end, or choose "
-                "another run.output"
+                f"{folder}: another process is training in it. Wait, or choose another run.output"
             ) from error
         except OSError as error:
             log.warning("%s cannot be locked: %s", folder, error.strerror)
@@ -131,8 +124,8 @@ def _refuse_what_is_not_ours(folder: Path, entries: set[str]) -> None:
         what = "it is a link" if linked else "it has no split.json"
         what = f"it holds {', '.join(foreign[:3])}" if foreign else what
         raise RunFolderError(
-            f"{folder} exists and is not a run of privssl ({what}), so that nothing in it is "
-            "ever replaced, not even with run.overwrite=true. Choose another run.output"
+            f"{folder} exists and is not a run of privssl ({what}), so nothing in it is replaced, "
+            "not even with run.overwrite=true. Choose another run.output"
         )
 
 
@@ -158,16 +151,10 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-# Going on with a run ------------------------------------------------------------------------
-
-
 def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
-    """What a run in this folder came to: results.json, and the sentences on its guarantee.
+    """results.json of a run, and the sentences on its guarantee; None before there are results.
 
-    None when there are no results yet.
-
-    Raises:
-        RunFolderError: a file is damaged.
+    Raises RunFolderError for a damaged file.
     """
     results, card = _read_json(folder / "results.json"), _read_json(folder / "privacy.json")
     if results is None:
@@ -180,11 +167,11 @@ def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
             raise RunFolderError(
                 f"{folder / name} is not what a run writes. Remove it, then --resume writes it anew"
             )
-    told = [tighter] if (tighter := headline_sentence(card)) else []
-    told += former_sentences(card)
+    sentences = [tighter] if (tighter := headline_sentence(card)) else []
+    sentences += former_sentences((card or {}).get("former_ledgers", ()))
     if card is not None and SHIPPED_CODE[0] in {release["name"] for release in card["releases"]}:
-        told.append(f"Not covered over sites: {SHIPPED_CODE[0]} ({SHIPPED_CODE[2]}).")
-    return results, "\n".join([*told, guarantee_sentence(card)])
+        sentences.append(f"Not covered over sites: {SHIPPED_CODE[0]} ({SHIPPED_CODE[2]}).")
+    return results, "\n".join([*sentences, guarantee_sentence(card)])
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

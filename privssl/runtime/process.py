@@ -1,6 +1,6 @@
-"""The process of a command: its threads and memory, its log, what stops it, whose its files are.
+"""The process of a command: threads, memory, log file, signals, file permissions.
 
-Needs nothing heavy, so that a typo in a command is told before torch is loaded.
+Needs nothing heavy, so that a typo in a command is reported before torch is loaded.
 """
 
 import ctypes
@@ -19,12 +19,12 @@ from types import ModuleType
 from privssl.storage import atomic_files
 
 INTERRUPTED = 130  # exit status
-#: What stops a command in good order. The last is sent when a terminal is closed.
+#: What stops a command in good order. SIGHUP is sent when a terminal is closed.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SECONDS_TO_WIND_UP = 5.0  # in which a second Ctrl-C is taken for the first
+SECONDS_TO_WIND_UP = 5.0  # within which a second signal counts as the first
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt's, in glibc
-KEPT = 2**28  # bytes of freed memory that malloc keeps for what is asked for next
+KEPT = 2**28  # bytes of freed memory that malloc keeps for reuse
 
 log = logging.getLogger("privssl")
 
@@ -42,13 +42,11 @@ def in_one_thread() -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Inside, Python's garbage collector rests, and it never looks at what was made there.
+    """Pause garbage collection; on exit, exempt what was loaded meanwhile from it (`gc.freeze`).
 
-    For imports and preparing, whose objects live as long as the process. It would look again and
-    again through all of torch's modules, of which nearly all stays in any case: a fifth of the
-    time, and a tenth more when it is let in again.
+    For imports and preparation, whose objects live as long as the process: a fifth of the start.
     """
-    anew = "torch" not in sys.modules  # else what there is may be somebody's garbage
+    anew = "torch" not in sys.modules  # else what exists may be somebody's garbage
     gc.disable()
     try:
         yield
@@ -59,11 +57,9 @@ def gc_paused() -> Iterator[None]:
 
 
 def tune_malloc() -> None:
-    """Let this process and its forks use memory again that they freed, where the C library can.
+    """Let glibc keep freed memory instead of returning it to the system, page by page.
 
-    glibc gives larger pieces back to the system at once and gets them anew, page by page and
-    filled with zeros: where a layer has a million weights, that took longer than the arithmetic
-    of its step.
+    With a million weights in a layer, that took longer than the arithmetic of a step.
     """
     with suppress(AttributeError, OSError):  # another C library than glibc
         mallopt = ctypes.CDLL(None).mallopt
@@ -72,18 +68,17 @@ def tune_malloc() -> None:
 
 
 def without_tensorflow() -> None:
-    """Let TensorBoard write and read by its own means where TensorFlow is installed, too.
+    """Let TensorBoard read and write without TensorFlow, whose import takes seconds.
 
-    It would import it, which takes seconds, and a full disk would be an error of TensorFlow's. The
-    module that says so is what TensorBoard looks for (``tensorboard.compat.tf``).
+    TensorBoard looks for the module that is set here (``tensorboard.compat.tf``).
     """
     name = "tensorboard.compat.notf"
     sys.modules.setdefault(name, ModuleType(name))
 
 
 class LogFile(logging.FileHandler):
-    """train.log. A line that a full disk does not take is dropped: the next write of metrics or
-    of a checkpoint stops the run, and says why."""
+    """train.log. A line that a full disk refuses is dropped: the next write of metrics or of a
+    checkpoint stops the run and says why."""
 
     def __init__(self, path: Path) -> None:
         with atomic_files.writing(path):
@@ -91,7 +86,7 @@ class LogFile(logging.FileHandler):
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
-        """See the head of the class."""
+        """Ignore the error: see the class."""
 
     def close(self) -> None:
         with suppress(OSError):
@@ -100,7 +95,7 @@ class LogFile(logging.FileHandler):
 
 @contextmanager
 def logging_to(handler: logging.Handler) -> Iterator[None]:
-    """Inside, what privssl logs goes to the handler, and not to those that libraries set up."""
+    """Send privssl's log to a handler, and not to those that libraries set up."""
     propagates, log.propagate = log.propagate, False
     log.setLevel(logging.INFO)
     log.addHandler(handler)
@@ -112,12 +107,23 @@ def logging_to(handler: logging.Handler) -> Iterator[None]:
         handler.close()
 
 
+class _Interrupts:
+    """Of the main thread: depth of ``defer_interrupts``, and which signals arrived."""
+
+    depth = 0
+    deferred = False  # one waits for the end of ``defer_interrupts``
+    arrived = False
+
+
+_state = _Interrupts()
+
+
 @contextmanager
 def interrupt_on_signals(*signals: signal.Signals) -> Iterator[None]:
-    """Inside, each signal is a KeyboardInterrupt; another one soon after it is not a second.
+    """Raise KeyboardInterrupt for each signal, but once in 5 seconds.
 
     People press Ctrl-C twice, and supervisors send SIGINT with SIGTERM: neither may disturb the
-    checkpoint that the first one asked for. A SIGHUP that is ignored (nohup) stays so.
+    checkpoint that the first one asked for. A SIGHUP that is ignored (nohup) stays ignored.
     """
     stopped = -float("inf")
 
@@ -125,76 +131,60 @@ def interrupt_on_signals(*signals: signal.Signals) -> Iterator[None]:
         nonlocal stopped
         if time.monotonic() - stopped > SECONDS_TO_WIND_UP:
             stopped = time.monotonic()
-            _whole.asked = True
-            if _whole.depth:
-                _whole.stopped = True
-            else:
+            _state.arrived = True
+            if not _state.depth:
                 raise KeyboardInterrupt
+            _state.deferred = True
 
     ignored = {n for n in signals if n == signal.SIGHUP and signal.getsignal(n) == signal.SIG_IGN}
     former = {number: signal.signal(number, stop) for number in signals if number not in ignored}
     try:
         yield
     finally:
-        _whole.asked = False
+        _state.arrived = False
         for number, handler in former.items():
             signal.signal(number, handler)
 
 
 def raise_if_interrupted() -> None:
-    """Raise the KeyboardInterrupt of ``interrupt_on_signals`` again where nobody has seen it.
+    """Raise the KeyboardInterrupt of ``interrupt_on_signals`` again if Python dropped it.
 
-    It is raised wherever Python is at that moment. In a callback of the garbage collector, or of a
-    weak reference, Python prints and drops it.
+    Python prints and drops exceptions in callbacks of the garbage collector and of weak references.
     """
-    if _whole.asked:
+    if _state.arrived:
         raise KeyboardInterrupt
-
-
-class _DeferredInterrupts:
-    """How many blocks that are done whole the main thread is in, whether one was stopped, and
-    whether a signal has asked to stop at all."""
-
-    depth = 0
-    stopped = False
-    asked = False
-
-
-_whole = _DeferredInterrupts()
 
 
 @contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Inside, the KeyboardInterrupt of ``interrupt_on_signals`` waits for the end. In the main
-    thread.
+    """Hold back the KeyboardInterrupt of ``interrupt_on_signals`` until the end (main thread).
 
-    For code of others that takes locks, which left in the middle may never let go of them, and for
-    what can be had once and is lost if it is not kept.
+    For library code that takes locks, and for values that can be obtained only once.
     """
-    _whole.depth += 1
+    _state.depth += 1
     try:
         yield
     finally:
-        _whole.depth -= 1
-        if _whole.stopped and not _whole.depth:
-            _whole.stopped = False
+        _state.depth -= 1
+        if _state.deferred and not _state.depth:
+            _state.deferred = False
             raise KeyboardInterrupt
 
 
 @contextmanager
 def report_full_disk_once() -> Iterator[None]:
-    """Inside, a thread that could not write ends without a traceback of its own.
+    """Suppress tracebacks of threads that could not write.
 
-    TensorBoard writes in a thread and raises the same error again at the next flush, where it
-    stops the run with a message.
+    TensorBoard's thread raises the same error again at the next flush, which stops the run with
+    a message.
     """
     former = threading.excepthook
 
-    def tell(crash: threading.ExceptHookArgs) -> None:
+    def report(crash: threading.ExceptHookArgs) -> None:
         if not isinstance(crash.exc_value, OSError):
             former(crash)
 
-    threading.excepthook = tell
+    threading.excepthook = report
     try:
         yield
     finally:
@@ -203,7 +193,7 @@ def report_full_disk_once() -> Iterator[None]:
 
 @contextmanager
 def private_umask() -> Iterator[None]:
-    """Inside, new files and folders are the user's alone."""
+    """Make new files and folders accessible to the user alone."""
     former = os.umask(0o077)
     try:
         yield

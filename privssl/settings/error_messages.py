@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from privssl.settings.yaml_reader import ConfigProblem, as_yaml_number
+from privssl.settings.yaml_reader import ConfigProblem, ExponentText, as_yaml_number
 
 _TYPES = {
     "integer": "a whole number",
@@ -96,6 +96,25 @@ def describe_errors(
             yield key, f"missing: needs {_needed(schema[key])}"
         else:
             yield key, _refused(values[key], schema[key])
+
+
+def read_exponents(kind: type[Any], values: Mapping[str, object]) -> dict[str, object]:
+    """The values of a section, with 1e-3 as a number where the type of its key is one."""
+
+    def read(value: object, schema: Mapping[str, Any]) -> object:
+        options = schema.get("anyOf", [schema])
+        if isinstance(value, tuple):
+            items = next((option["items"] for option in options if "items" in option), {})
+            return tuple(read(item, items) for item in value)
+        if not isinstance(value, ExponentText):
+            return value
+        types = {option.get("type") for option in options}
+        return float(value) if "number" in types and "string" not in types else str(value)
+
+    if not any(isinstance(value, ExponentText | tuple) for value in values.values()):
+        return dict(values)
+    schema = TypeAdapter(kind).json_schema()["properties"]
+    return {key: read(value, schema[key]) for key, value in values.items()}
 
 
 def _refused(value: object, schema: Mapping[str, Any]) -> str:

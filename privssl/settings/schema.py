@@ -25,6 +25,7 @@ DP_SGD_KEYS = (
     *("visits", "learning_rate", "momentum", "average_last", "augment", "views"),
     "acknowledge_unsound",
 )
+MAX_CLIP_NORM, MAX_LEARNING_RATE = 1e6, 1e3
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -229,7 +230,7 @@ class PrivacySettings:
     noise_multiplier: float | None = None
     """Noise standard deviation / clip norm, 0.2 to 10000. Absent: calibrated from epsilon."""
     clip_norm: float = 1.0
-    """Largest l2 norm of one row's gradient over all protected networks, at least 0.001."""
+    """Largest l2 norm of one row's gradient over all protected networks, 0.001 to 1000000."""
     sample_rate: float = 0.1
     """Probability in (0, 1] that a row is in a batch. 1: every row in every step."""
     steps: Positive = 10
@@ -237,7 +238,7 @@ class PrivacySettings:
     visits: Positive | None = None
     """Planned visits of each support agent. Absent: one in every round."""
     learning_rate: Rate = 1.0
-    """Learning rate of SGD on the noisy mean gradient."""
+    """Learning rate of SGD on the noisy mean gradient, at most 1000."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Momentum of SGD on the noisy mean gradient."""
     average_last: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -274,13 +275,24 @@ class PrivacySettings:
             yield Problem(
                 "noise_multiplier",
                 f"{self.noise_multiplier}: give 0.2 to 10000, or leave it out and it is "
-                "calibrated from epsilon (below 0.2 no useful bound exists)",
+                "calibrated from epsilon (below 0.2 no useful bound exists, above 10000 nothing is "
+                "learned)",
             )
         if not 0 < self.sample_rate <= 1:
             yield Problem("sample_rate", f"{self.sample_rate}: it is a probability in (0, 1]")
-        # Below it, a row's weight would be lost among the smallest numbers of single precision.
-        if not (math.isfinite(self.clip_norm) and self.clip_norm >= 1e-3):
-            yield Problem("clip_norm", f"{self.clip_norm}: give a number of 0.001 or more")
+        if not 1e-3 <= self.clip_norm <= MAX_CLIP_NORM:
+            yield Problem(
+                "clip_norm",
+                f"{self.clip_norm}: give 0.001 to {MAX_CLIP_NORM:.0f} (gradients and noise are "
+                "float32: below, a row's gradient underflows; above, nothing is clipped and all "
+                "is noise)",
+            )
+        if self.learning_rate > MAX_LEARNING_RATE:
+            yield Problem(
+                "learning_rate",
+                f"{self.learning_rate:g}: give at most {MAX_LEARNING_RATE:.0f} (one step would "
+                "move the weights so far that the outputs are not finite, and the budget is spent)",
+            )
         yield from self._ledger_problems()
         yield from self._scope_problems()
 

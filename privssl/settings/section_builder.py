@@ -16,7 +16,14 @@ from pydantic import ValidationError
 
 from privssl.errors import ConfigError
 from privssl.settings import yaml_reader
-from privssl.settings.error_messages import describe_errors, either, problem_report, show, unknown
+from privssl.settings.error_messages import (
+    describe_errors,
+    either,
+    problem_report,
+    read_exponents,
+    show,
+    unknown,
+)
 from privssl.settings.schema import (
     AgentSettings,
     DataSettings,
@@ -168,6 +175,7 @@ class ConfigBuilder:
             if isinstance(value, str) and not value.isprintable():
                 self.add(prefix + name, f"{show(value)} has characters that cannot be printed")
         values = {n: given[n] for n in known if n in given and prefix + n not in self.bad}
+        values = read_exponents(kind, values)
         try:
             result = kind(**values)
         except ValidationError as error:

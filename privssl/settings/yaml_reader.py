@@ -19,6 +19,8 @@ MAX_DEPTH = 8  # a config needs 3: section, key, list item
 
 _PLAIN_INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _PLAIN_FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?|[-+]?\.inf|\.nan", re.I)
+#: YAML 1.1 needs a dot and a sign in the exponent; YAML 1.2 and users do not.
+_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -28,6 +30,12 @@ class ConfigProblem(NamedTuple):
     line: int | None
     key: str
     text: str
+
+
+class ExponentText(str):
+    """An unquoted 1e-3: a number where the key's type is one, else text."""
+
+    __slots__ = ()
 
 
 class YamlError(Exception):
@@ -113,7 +121,10 @@ class _Reader:
         if not node.value and node.tag == f"{_TAG}null":
             self.empty.add(key)
         try:
-            return scalar(node.value, node.tag.removeprefix(_TAG))
+            value = scalar(node.value, node.tag.removeprefix(_TAG))
+            if node.style is None and isinstance(value, str) and _EXPONENT.fullmatch(value):
+                return ExponentText(value)
+            return value
         except ValueError as surprise:
             self.findings.append(ConfigProblem(node.start_mark.line + 1, key, str(surprise)))
             return None

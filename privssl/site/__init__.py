@@ -1,14 +1,13 @@
-"""A site: where one agent's rows are, on a machine of its own. It takes letters and gives letters.
+"""A site: the process that holds one agent's rows on a machine of its own.
 
-    settings/schema.py   the operator's file SITE.yaml: who, which rows, which budget
-    site/startup.py    from that file and the config of the experiment to a site that can answer
-    site/socket_server.py       the socket through which letters come and answers go
-    site/request_handler.py       what a site does with one letter: check, charge, work, store,
-    answer
-    site/storage.py      replies and memories on its disk, and one process at a time
+    settings.py           SITE.yaml, the operator's file: agent, rows, budget
+    startup.py            from SITE.yaml and the experiment's config to a request handler
+    socket_server.py      the Unix socket for requests and replies
+    request_handler.py    one request: check, charge, run, store, reply
+    storage.py            replies and memories on disk
+    supernode.py          Flower's process that relays messages, inside sandbox.py
 
-A site trusts nobody. What its claim depends on (noise, steps, networks, budget) comes from the
-operator's own files, never from a letter, and a coordinator whose config differs in one bit gets
-no visit. It knows no network: whoever carries the letters need not be trusted with more than the
-letters. What a carrier of code could do is another matter: docs/deploy.md.
+Everything that the privacy claim depends on (noise, steps, networks, budget) comes from the
+operator's own files, never from a request. A coordinator with another config is refused. The site
+knows no network, and whatever relays its messages is untrusted; docs/deploy.md states the limits.
 """

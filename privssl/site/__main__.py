@@ -1,10 +1,10 @@
-"""``python -m privssl.site SITE.yaml``: check a site, and say who it is and what was spent.
+"""``python -m privssl.site SITE.yaml``: check a site, and print what it holds and has spent.
 
-    --serve                  answer letters that come through the site's door, until stopped
-    --superlink HOST:PORT    as --serve, and keep a SuperNode up that brings them over Flower
+    --serve                  answer requests on the site's socket until stopped
+    --superlink HOST:PORT    as --serve, and keep a SuperNode running that relays Flower's messages
 
-Exit status: 0; 2 the operator's mistake: what is wrong, where (file and line), what to do; 130
-stopped while serving. A site that was stopped, in whatever way, goes on where it was.
+Exit status: 0; 2 after the operator's mistake, with file, line and remedy; 130 stopped while
+serving. A stopped site can be started again at any time.
 """
 
 import argparse
@@ -37,7 +37,7 @@ log = logging.getLogger("privssl")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command. Returns its exit status."""
     options = _parser().parse_args(argv)
     open_standard_streams()
     with ExitStack() as stack:
@@ -56,23 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m privssl.site",
-        description="Check the site of one agent, and say what it holds and has spent.",
+        description="Check one agent's site, and print what it holds and has spent.",
     )
-    parser.add_argument("site", type=Path, help="a YAML file: sections site, rows and budget")
-    parser.add_argument(
-        "--serve", action="store_true", help="answer letters through the site's door"
-    )
-    parser.add_argument(
-        "--superlink", metavar="HOST:PORT", help="serve, with a SuperNode of Flower that is here"
-    )
+    parser.add_argument("site", type=Path, help="YAML file with sections site, rows and budget")
+    parser.add_argument("--serve", action="store_true", help="answer requests on a Unix socket")
+    parser.add_argument("--superlink", metavar="HOST:PORT", help="serve over Flower")
     parser.add_argument(
         "--certificate", default="", metavar="FILE",
-        help="root certificate of the SuperLink; needed off this machine",
+        help="root certificate of the SuperLink; required unless it is on this machine",
     )  # fmt: skip
-    parser.add_argument(
-        "--key", default="", metavar="FILE",
-        help="private key that the SuperLink knows this site by",
-    )  # fmt: skip
+    parser.add_argument("--key", default="", metavar="FILE", help="private key of this site")
     return parser
 
 
@@ -85,8 +78,10 @@ def _site(options: argparse.Namespace, stack: ExitStack) -> int:
     check_files(options.certificate, options.key)
     tune_malloc()
     handler = open_site(site)
-    for path in filter(_seen_by_others, site.secrets):
-        log.warning("Other users of this system can read %s. chmod -R go= closes it", path)
+    for path in filter(_readable_by_others, site.secrets):
+        log.warning(
+            "Other users of this system can read %s. Remove their rights: chmod -R go=", path
+        )
     lines = _description(site, handler)
     console = Terminal(highlight=False, soft_wrap=True)
     for line in lines:
@@ -94,7 +89,7 @@ def _site(options: argparse.Namespace, stack: ExitStack) -> int:
     if options.serve or options.superlink:
         site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stack.enter_context(logging_to(LogFile(site.folder / "site.log")))
-        log.info("Serves: %s", " ".join(lines))
+        log.info("Serving: %s", " ".join(lines))
         if options.superlink:
             node = SuperNode(
                 site.door, site.folder / "flower", options.superlink, options.certificate,
@@ -102,16 +97,13 @@ def _site(options: argparse.Namespace, stack: ExitStack) -> int:
             )  # fmt: skip
             stack.callback(node.stop)
             node.start()
-        console.print(f"Answers at {site.door}. Ctrl-C stops it.", markup=False)
+        console.print(f"Serving on {site.door}. Ctrl-C stops it.", markup=False)
         socket_server.serve(site.door, lambda frame: _in_one_thread(handler, frame))
     return 0
 
 
-def _seen_by_others(path: Path) -> bool:
-    """Whether the modes of a file or folder, and of all above it, let anybody else read it.
-
-    A SuperNode under another user of the system is a fence only where that user cannot.
-    """
+def _readable_by_others(path: Path) -> bool:
+    """Whether other system users, such as a SuperNode's, can read a file or folder."""
     path = path.resolve()
     if not path.exists() or not path.stat().st_mode & 0o044:
         return False
@@ -119,12 +111,12 @@ def _seen_by_others(path: Path) -> bool:
 
 
 def _in_one_thread(handler: "SiteRequestHandler", frame: bytes) -> bytes:
-    in_one_thread()  # which counts for the thread that says it
+    in_one_thread()  # applies to the calling thread
     return handler.handle(frame)
 
 
 def _description(site: "SiteConfig", handler: "SiteRequestHandler") -> list[str]:
-    """What the operator is told. Nothing of it leaves the machine."""
+    """Summary for the operator; it does not leave the machine."""
     held = " and ".join(
         f"{len(rows)} {kind}"
         for kind, rows in (
@@ -135,10 +127,10 @@ def _description(site: "SiteConfig", handler: "SiteRequestHandler") -> list[str]
     )
     return [
         f"{handler.agent.id}, a {handler.agent.role} agent with {held} rows.",
-        f"Takes part in {site.path(site.site.config)}, agreement {handler.agreement[:12]}: a "
-        "coordinator with another one gets no visit.",
+        f"Takes part in {site.path(site.site.config)}, hash {handler.agreement[:12]}: a "
+        "coordinator with another one is refused.",
         _spending(site),
-        f"Keeps replies, memories and log in {site.folder}.",
+        f"Replies, memories and log: {site.folder}.",
     ]
 
 
@@ -146,13 +138,13 @@ def _spending(site: "SiteConfig") -> str:
     from accounting.ledger import read_journal
 
     if site.site.role == "query":
-        return "Holds no labels: nothing is promised for its rows, and nothing spent."
+        return "No labels: its rows have no privacy budget."
     if site.budget is None:
         return "No budget: its labelled rows are used without protection."
     journal = read_journal(site.ledger / f"{site.site.agent}.jsonl")
     return (
         f"Epsilon {journal.epsilon:.4f} of {site.budget.epsilon:g} spent (delta "
-        f"{site.budget.delta:g}) in {len(journal.events)} visits. Ledger in {site.ledger}."
+        f"{site.budget.delta:g}) in {len(journal.events)} steps. Ledger: {site.ledger}."
     )
 
 

@@ -1,11 +1,9 @@
 """``python -m privssl.site.demo FOLDER``: a coordinator and its sites as processes on one machine.
 
-Draws the split of a config, writes a SITE.yaml for each agent, and starts what a real deployment
-has on machines of their own: a SuperLink, one site with its SuperNode for each agent, and the
-training command with ``run.engine: flower``. Letters go through TLS, every site has a key, and its
-name is pinned to it, by keys and certificates that are made here. All of it listens on loopback
-alone and ends with this command. What remains is in FOLDER, to be looked at: SITE.yaml, ledger and
-log of each site.
+Draws the split of a config, writes a SITE.yaml for each agent, and starts a SuperLink, one site
+with its SuperNode for each agent, and the training command with ``run.engine: flower``. Messages
+are encrypted (TLS) and names are pinned to keys, with certificates made here. All processes listen
+on loopback only and end with this command. FOLDER keeps each site's SITE.yaml, ledger and log.
 """
 
 import argparse
@@ -15,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,14 +27,21 @@ from privssl.runtime.process import INTERRUPTED
 from privssl.site import keys
 
 CONFIG = "configs/fedssl_dp.yaml"
-#: Five sites, and so few rounds that the demonstration takes minutes.
+#: Five sites and few rounds, so that the demonstration takes minutes.
 SMALL = ("agents.query=3", "algorithm.rounds=4", "algorithm.warm_up=1")
 START_SECONDS = 120.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demonstration; returns the exit status of the training command."""
-    options = _parser().parse_intermixed_args(argv)
+    """Run the demonstration. Returns the exit status of the training command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m privssl.site.demo",
+        description="Train over sites that are processes on this machine.",
+    )
+    parser.add_argument("folder", type=Path, help="a new folder")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    parser.add_argument("--config", type=Path, default=None, help=f"default: a small {CONFIG}")
+    options = parser.parse_intermixed_args(argv)
     console = Console(highlight=False, soft_wrap=True)
     try:
         return demonstrate(options.folder, options.config, options.overrides, console)
@@ -47,45 +52,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m privssl.site.demo",
-        description="Train over sites that are processes on this machine.",
-    )
-    parser.add_argument("folder", type=Path, help="made here; must not exist")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
-    parser.add_argument("--config", type=Path, default=None, help=f"default: a small {CONFIG}")
-    return parser
-
-
 def demonstrate(
     folder: Path, config: Path | None, overrides: Sequence[str], console: Console
 ) -> int:
-    """Write the sites, start everything, train, show the visits, and audit the claim."""
+    """Write the sites, start all processes, train, print a summary, and audit the run."""
     names, made = write_sites(folder, config, overrides), folder / "keys"
     keys.make(made, "127.0.0.1", names)
     with ExitStack() as stack:
         address = stack.enter_context(superlink(folder / "superlink", made=made))
-        for name in names:
-            stack.enter_context(site(folder / name, address, *of_site(made, name)))
-        for name in names:
-            wait_for_site(folder / name)
+        processes = {
+            name: stack.enter_context(site(folder / name, address, *of_site(made, name)))
+            for name in names
+        }
+        for name, process in processes.items():
+            _wait((folder / name / "door").exists, process, folder / name / "out")
         console.print(f"{len(names)} sites: {', '.join(names)}. SuperLink at {address}.")
         status = train(folder, address, *of_coordinator(made)).wait()
-    console.print(visits(folder, names))
-    if status == 0:  # the last words: the claim, and that the ledgers of the sites bear it out
+    console.print(summary(folder, names))
+    if status == 0:
         subprocess.run([sys.executable, "-m", "privssl.audit", str(folder / "run")], check=False)
     return status
 
 
-# What a deployment has ------------------------------------------------------------------------
-
-
 def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> list[str]:
-    """A folder with config, split and a SITE.yaml for each agent; their names.
+    """Write config, split and a SITE.yaml for each agent. Returns the agents' names.
 
     Raises:
-        privssl.errors.UserError: the config cannot be run, or the folder exists.
+        privssl.errors.UserError: the config is invalid, or the folder exists.
     """
     from privssl.experiment import config as configs
     from privssl.experiment.prepare import prepare
@@ -98,17 +91,11 @@ def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> 
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise RunFolderError(
-            f"{folder}: {error.strerror}. Give a folder that is not there yet"
-        ) from None
+        raise RunFolderError(f"{folder}: {error.strerror}. Give a new folder") from None
     prepared.federated_data.manifest.write(folder / "split.json")
     (folder / "experiment.yaml").write_text(configs.to_yaml(loaded))
-    names = []
-    for agent in prepared.roster:
-        if agent.role == "server":
-            continue
-        names.append(agent.id)
-        (folder / agent.id).mkdir(mode=0o700)
+    agents = [agent for agent in prepared.roster if agent.role != "server"]
+    for agent in agents:
         site: dict[str, Any] = {
             "site": {
                 "agent": agent.id, "role": agent.role, "config": "../experiment.yaml",
@@ -119,23 +106,27 @@ def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> 
         if agent.role != "query":
             privacy = loaded.privacy
             site["budget"] = privacy and {"epsilon": privacy.epsilon, "delta": privacy.delta}
+        (folder / agent.id).mkdir(mode=0o700)
         (folder / agent.id / "site.yaml").write_text(yaml.safe_dump(site, sort_keys=False))
-    return names
+    return [agent.id for agent in agents]
+
+
+# Processes --------------------------------------------------------------------------------------
 
 
 @contextmanager
 def superlink(folder: Path, port: int = 0, made: Path | None = None) -> Iterator[str]:
-    """A SuperLink on loopback; its address.
+    """Run a SuperLink on loopback; yields its address.
 
     Args:
-        port: 0 for one that is free.
-        made: keys and certificates, by ``privssl.site.keys``; None: letters go in clear, and
-            whoever comes is let in.
+        port: 0 for a free one.
+        made: keys and certificates by ``privssl.site.keys``; None: no encryption, any site may
+            connect.
     """
-    from privssl.remote.flower_transport import environment, program
+    from privssl.remote.flower_transport import environment, free_port, program
 
     folder.mkdir(exist_ok=True)
-    port = port or _free_port()
+    port = port or free_port()
     command = [
         program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port),
         "--disable-runtime-dependency-installation",
@@ -152,42 +143,32 @@ def superlink(folder: Path, port: int = 0, made: Path | None = None) -> Iterator
 
 
 def of_site(made: Path, name: str) -> tuple[str, ...]:
-    """Arguments for the site of an agent."""
+    """TLS arguments for an agent's site."""
     return "--certificate", str(made / "ca.crt"), "--key", str(made / name)
 
 
 def of_coordinator(made: Path) -> tuple[str, ...]:
-    """Arguments for the training command."""
+    """TLS arguments for the training command."""
     return f"run.certificate={made / 'ca.crt'}", f"run.keys={made}"
 
 
 @contextmanager
 def site(folder: Path, address: str, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The site of a folder, with its SuperNode, on its way."""
+    """Run the site of a folder with its SuperNode."""
     command = [sys.executable, "-m", "privssl.site", str(folder / "site.yaml")]
     command += ["--superlink", address, *more]
     with _running(command, folder / "out", dict(os.environ)) as process:
         yield process
 
 
-def wait_for_site(folder: Path) -> None:
-    """Wait until a site answers. Raises UserError where it does not start."""
-    end = time.monotonic() + START_SECONDS
-    while not (folder / "door").exists():
-        if time.monotonic() > end:
-            said = (folder / "out").read_text(errors="replace").strip()[-500:]
-            raise UserError(f"the site {folder.name} did not start: {said}")
-        time.sleep(0.1)
-
-
 def train(
     folder: Path, address: str, *more: str, output: bool = True, said: BinaryIO | None = None
 ) -> subprocess.Popen[bytes]:
-    """The training command, on its way.
+    """Start the training command.
 
     Args:
-        output: not for a run that goes on, which has one.
-        said: file for what it says; None: this terminal.
+        output: False for a resumed run, which has a run folder.
+        said: file for its output; None: this terminal.
     """
     command = [
         sys.executable, "-m", "privssl.train", str(folder / "experiment.yaml"),
@@ -216,20 +197,14 @@ def _running(
                 process.wait(timeout=10)
 
 
-def _wait(true: Any, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a process is ready. Raises UserError if it ends or takes too long."""
     end = time.monotonic() + START_SECONDS
-    while not true():
+    while not ready():
         if process.poll() is not None or time.monotonic() > end:
-            said = log.read_text(errors="replace").strip()[-500:]
-            raise UserError(f"{' '.join(map(str, process.args[:4]))} did not start: {said}")  # type: ignore[index]
+            output = log.read_text(errors="replace").strip()[-500:]
+            raise UserError(f"{' '.join(map(str, process.args[:4]))} did not start: {output}")  # type: ignore[index]
         time.sleep(0.1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _listens(port: int) -> bool:
@@ -237,20 +212,18 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def visits(folder: Path, names: Sequence[str]) -> Table:
-    """What each site did, by its own log and ledger."""
+def summary(folder: Path, names: Sequence[str]) -> Table:
+    """What each site did, from its log and ledger."""
     from accounting.ledger import read_journal
 
-    table = Table("site", "visits done", "stored replies sent again", "charged", "epsilon")
+    table = Table("site", "steps run", "stored replies resent", "charged", "epsilon")
     for name in names:
         log = (folder / name / "site.log").read_text()
-        cells = [str(log.count(" done\n")), str(log.count(": the stored reply"))]
+        cells = [str(log.count(" done\n")), str(log.count(": the stored reply")), "-", "-"]
         journal = folder / name / "ledger" / f"{name}.jsonl"
         if journal.exists():
             found = read_journal(journal)
-            cells += [str(len(found.events)), f"{found.epsilon:.4f}"]
-        else:
-            cells += ["-", "-"]
+            cells[2:] = [str(len(found.events)), f"{found.epsilon:.4f}"]
         table.add_row(name, *cells)
     return table
 

@@ -1,20 +1,26 @@
 """``python -m privssl.site.keys FOLDER --host HOST NAME ...``: keys and certificates for a trial.
 
-A private authority, the certificate of a SuperLink that it signs, and for each site a key pair
-(P-384 in OpenSSH's form, as Flower asks for): ``ca.crt``, ``link.crt``, ``link.key``, ``NAME``,
-``NAME.pub``. The authority's own key is thrown away: a new certificate means a new folder. Made
-by ``openssl`` and ``ssh-keygen``.
+Writes the certificate of a new private authority (``ca.crt``), the SuperLink's certificate and key
+(``link.crt``, ``link.key``) and for each agent a P-384 key pair in OpenSSH's format (``NAME``,
+``NAME.pub``). The authority's key is discarded: a new certificate needs a new folder.
 """
 
 import argparse
 import ipaddress
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
+
+try:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives import serialization as formats
+    from cryptography.hazmat.primitives.asymmetric import ec
+except ImportError:  # it comes with Flower
+    x509 = None
 
 from accounting.account_plan import check_agent_id
 from accounting.errors import PlanError
@@ -22,20 +28,23 @@ from privssl.errors import UserError
 from privssl.runtime.process import private_umask
 
 DAYS = 90
-MOST_DAYS = 36_500  # openssl would take years beyond 9999
+MOST_DAYS = 36_500
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the files; returns the exit status: 0, or 2 for what the user can mend."""
-    parser = argparse.ArgumentParser(prog="python -m privssl.site.keys")
-    parser.add_argument("folder", type=Path, help="made here; must not exist")
+    """Run the command. Returns the exit status: 0, or 2 after a user's mistake."""
+    parser = argparse.ArgumentParser(
+        prog="python -m privssl.site.keys", description="Make keys and certificates for a trial."
+    )
+    parser.add_argument("folder", type=Path, help="a new folder")
     parser.add_argument("names", nargs="+", metavar="NAME", help="agents: s0 s1 q0 ...")
-    parser.add_argument("--host", default="127.0.0.1", help="of the SuperLink, as sites call it")
-    parser.add_argument("--days", type=int, default=DAYS, help="until certificates expire")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="host of the SuperLink (default 127.0.0.1)"
+    )
+    parser.add_argument("--days", type=int, default=DAYS, help=f"validity (default {DAYS})")
     options = parser.parse_args(argv)
     try:
-        with private_umask():
-            make(options.folder, options.host, options.names, options.days)
+        make(options.folder, options.host, options.names, options.days)
     except (UserError, PlanError) as problem:
         print(problem, file=sys.stderr)
         return 2
@@ -47,7 +56,7 @@ def make(folder: Path, host: str, names: Sequence[str], days: int = DAYS) -> Non
     """Write all files, readable by their owner alone.
 
     Raises:
-        UserError: the folder exists, or a program is missing or refuses.
+        UserError: the folder exists, a name or number is wrong, or cryptography is missing.
         accounting.errors.PlanError: a name cannot be an agent's.
     """
     for name in names:
@@ -56,62 +65,77 @@ def make(folder: Path, host: str, names: Sequence[str], days: int = DAYS) -> Non
         raise UserError(f"{', '.join(doubled)}: named twice. Name each agent once")
     if not 1 <= days <= MOST_DAYS:
         raise UserError(f"--days {days}: give 1 to {MOST_DAYS}")
-    for program in ("openssl", "ssh-keygen"):
-        if shutil.which(program) is None:
-            raise UserError(f"{program} is not installed. Install it as this system does")
+    if x509 is None:
+        raise UserError(
+            "The cryptography package is not installed. Install it: pip install 'privssl[flower]'"
+        )
     try:
         folder.mkdir(parents=True, mode=0o700)
     except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}. Give a folder that is not there") from None
-    with tempfile.TemporaryDirectory() as scratch:
-        key, request, extra = (Path(scratch) / name for name in ("ca.key", "link.csr", "extra"))
-        # Key identifiers: Python 3.13 asks for them.
-        extra.write_text(
-            f"subjectAltName={_alternative(host)}\nextendedKeyUsage=serverAuth\n"
-            "basicConstraints=critical,CA:FALSE\nkeyUsage=critical,digitalSignature\n"
-            "subjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
-        )
-        _curve_key(key)
-        _openssl(
-            "req", "-x509", "-new", "-key", key, "-sha384", "-days", days, "-subj",
-            "/CN=privssl sites", "-out", folder / "ca.crt",
-            "-addext", "keyUsage=critical,keyCertSign",
-            "-addext", "basicConstraints=critical,CA:TRUE",
-        )  # fmt: skip
-        _curve_key(folder / "link.key")
-        link = folder / "link.key"
-        _openssl("req", "-new", "-key", link, "-subj", f"/CN={host}", "-out", request)
-        _openssl(
-            "x509", "-req", "-in", request, "-CA", folder / "ca.crt", "-CAkey", key, "-sha384",
-            "-CAcreateserial", "-days", days, "-extfile", extra, "-out", folder / "link.crt",
-        )  # fmt: skip
-    (folder / "ca.srl").unlink(missing_ok=True)
-    for name in names:
-        kind = ("-q", "-t", "ecdsa", "-b", 384, "-N", "", "-C", name)
-        _run("ssh-keygen", *kind, "-f", folder / name)
+        raise UserError(f"{folder}: {error.strerror}. Give a new folder") from None
+    begins = datetime.now(timezone.utc) - timedelta(minutes=1)
+    dates = begins, begins + timedelta(days=days)
+    authority, link = new_key(), new_key()
+    with private_umask():
+        (folder / "ca.crt").write_bytes(certificate(authority, authority, dates))
+        (folder / "link.crt").write_bytes(certificate(link, authority, dates, host))
+        (folder / "link.key").write_bytes(private_bytes(link, "PKCS8"))
+        for name in names:
+            key = new_key()
+            public = key.public_key().public_bytes(
+                formats.Encoding.OpenSSH, formats.PublicFormat.OpenSSH
+            )
+            (folder / name).write_bytes(private_bytes(key, "OpenSSH"))
+            (folder / f"{name}.pub").write_bytes(public + f" {name}\n".encode())
 
 
-def _alternative(host: str) -> str:
-    try:
-        return f"IP:{ipaddress.ip_address(host)}"
-    except ValueError:
-        return f"DNS:{host}"
+def new_key() -> Any:
+    """A private P-384 key."""
+    return ec.generate_private_key(ec.SECP384R1())
 
 
-def _curve_key(path: Path) -> None:
-    _openssl("genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-384", "-out", path)
-
-
-def _openssl(*arguments: object) -> None:
-    _run("openssl", *arguments)
-
-
-def _run(program: str, *arguments: object) -> None:
-    done = subprocess.run(
-        [program, *map(str, arguments)], capture_output=True, text=True, check=False
+def private_bytes(key: Any, form: str) -> bytes:
+    """A private key without a password; ``form`` is PKCS8 or OpenSSH."""
+    data: bytes = key.private_bytes(
+        formats.Encoding.PEM, getattr(formats.PrivateFormat, form), formats.NoEncryption()
     )
-    if done.returncode:
-        raise UserError(f"{program} {arguments[0]}: {done.stderr.strip()[-300:]}")
+    return data
+
+
+def certificate(
+    key: Any, authority: Any, dates: tuple[datetime, datetime], host: str = ""
+) -> bytes:
+    """A certificate (PEM) signed by the authority's key.
+
+    Args:
+        dates: begin and end of its validity.
+        host: host name or address of a server; empty: the authority's own certificate.
+    """
+    root = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "privssl sites")])
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, host[:64])]) if host else root
+    builder = x509.CertificateBuilder(
+        root, subject, key.public_key(), x509.random_serial_number(), *dates
+    )
+    # Python 3.13 and later require key identifiers.
+    extensions = [
+        x509.BasicConstraints(ca=not host, path_length=None),
+        x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()),
+    ]
+    if host:
+        try:
+            name = x509.IPAddress(ipaddress.ip_address(host))
+        except ValueError:
+            name = x509.DNSName(host)
+        extensions.append(x509.SubjectAlternativeName([name]))
+        extensions.append(x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]))
+    else:  # key_cert_sign alone
+        extensions.append(x509.KeyUsage(*(place == 5 for place in range(9))))
+    for extension in extensions:
+        critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
+        builder = builder.add_extension(extension, critical=critical)
+    pem: bytes = builder.sign(authority, hashes.SHA384()).public_bytes(formats.Encoding.PEM)
+    return pem
 
 
 if __name__ == "__main__":

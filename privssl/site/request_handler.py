@@ -1,21 +1,17 @@
-"""What a site does with one letter.
+"""How a site handles one request.
 
-    1  is it a letter of this version, to this agent, under this very config?       else a word
-    2  was this visit done?                                    then the stored reply, as it was
-    3  is it in time, a step with a message that the algorithm has, and, where rows are under an
-       account, of weights that training comes to?                                  else a word
-    4  was it charged, and there is no reply?                  then ``lost``, and never done again
-    5  the step: it pays into the agent's ledger before labelled rows can be read
-    6  memory and reply go to the disk, then the reply may leave
+    1  check version, agent and config
+    2  if this request was run before, return the stored reply
+    3  check deadline, step, message and, for rows with an account, the size of its weights
+    4  if it was charged and has no reply, answer ``lost``; it is never run again
+    5  run the step, which charges the agent's ledger before labelled rows can be read
+    6  store memory and reply, then return the reply
 
-Steps 2 to 6 are under a lock, so that a process that was thought dead cannot work beside another
-one. Where rows are under an account they are in reach only once this visit was charged: a step
-that forgot to pay would find none (``core/step_runner.py``). The id of a visit is part of the name
-under which it is charged, so another message under the same round and step is another visit, with a
-charge and noise of its own, as long as the budget lasts.
+Steps 2 to 6 hold a lock, which excludes other processes. Rows with an account are readable only
+after the charge (``core/step_runner.py``). The request's id is part of the charge's id, so another
+message for the same round and step is another charge with noise of its own, within the budget.
 
-Whatever goes wrong, what leaves is one word of ``protocol.ERROR_CODES``. Why is in the site's own
-log.
+On any error only one of ``protocol.ERROR_CODES`` leaves; the reason is in the site's own log.
 """
 
 import logging
@@ -53,9 +49,8 @@ from privssl.site.storage import Store, StoreLockedError
 
 log = logging.getLogger("privssl")
 
-#: Of a weight, where rows are under an account. Those of a trained network are below 100; what is
-#: beyond was picked, and makes nothing but rounding (``privacy/row_bits.py``) and numbers that
-#: overflow.
+#: Largest weight accepted for rows with an account. Trained networks stay below 100; larger weights
+#: can only cause rounding errors (``privacy/row_bits.py``) and overflows.
 LARGEST_WEIGHT = 1e6
 
 
@@ -64,13 +59,13 @@ class SiteRequestHandler:
     """A site that can answer.
 
     Args:
-        agent: the one whose rows are here; its account is opened for each visit.
+        agent: the agent whose rows are here; its account is opened for each step.
         algorithm: made from the site's own config.
         seed: ``run.seed`` of that config.
-        agreement: ``config.agreement`` of it.
+        agreement: its ``compatibility_hash``.
         open_account: opens the account of labelled rows for a run; None: they have none.
-        journal: the bytes of the ledger, for a coordinator; None: its operator keeps it.
-        share_notes: whether losses of a visit may leave; never where there is an account.
+        journal: returns the ledger's bytes for a coordinator; None: it is not shared.
+        share_notes: send the metrics of steps without an account.
         clock: Unix time in seconds.
     """
 
@@ -86,8 +81,8 @@ class SiteRequestHandler:
     clock: Callable[[], float] = time.time
 
     def handle(self, data: bytes) -> bytes:
-        """The answer to a letter; never an exception."""
-        visit = ""
+        """The reply to a request; never raises."""
+        request_id = ""
         try:
             frame = protocol.from_bytes(data, IdentifyRequest, StepRequest, EndOfRun)
             match frame:
@@ -96,12 +91,12 @@ class SiteRequestHandler:
                 case EndOfRun():
                     return protocol.to_bytes(self._end_run(frame))
                 case StepRequest():
-                    visit = frame.id
-            return self._answer_step(frame)
+                    request_id = frame.id
+            return self._handle_step(frame)
         except Exception as error:
-            word = error_code_for(error)
-            log.error("Answers %s: %s", word, error, exc_info=word == "failed")
-            return protocol.to_bytes(StepResponse(visit, error=word))
+            code = error_code_for(error)
+            log.error("Answers %s: %s", code, error, exc_info=code == "failed")
+            return protocol.to_bytes(StepResponse(request_id, error=code))
 
     def _identity(self) -> Identity:
         return Identity(
@@ -119,43 +114,45 @@ class SiteRequestHandler:
 
     def _check_agreement(self, frame: StepRequest | EndOfRun) -> None:
         if frame.agreement != self.agreement:
-            raise WireError("config", "the coordinator has another config, or another task")
+            raise WireError("config", "the coordinator has another config or task")
 
-    # One visit ------------------------------------------------------------------------------
+    # One step -------------------------------------------------------------------------------
 
-    def _answer_step(self, visit: StepRequest) -> bytes:
-        if visit.agent != self.agent.id:
-            raise WireError("refused", f"a visit to {visit.agent}, and this is {self.agent.id}")
-        self._check_agreement(visit)
+    def _handle_step(self, request: StepRequest) -> bytes:
+        if request.agent != self.agent.id:
+            raise WireError("refused", f"a step of {request.agent}, and this is {self.agent.id}")
+        self._check_agreement(request)
         with self.store.lock(), ExitStack() as stack:
-            stored = self._stored_answer(visit)
+            stored = self._stored_answer(request)
             if stored is not None:
-                log.info("Visit %s again: the stored reply", _key(visit))
+                log.info("Step %s again: the stored reply", _key(request))
                 return stored
-            if self.clock() > visit.deadline:
-                raise WireError("late", f"visit {_key(visit)} came after its deadline")
-            work = self._parse_request(visit)
+            if self.clock() > request.deadline:
+                raise WireError("late", f"step {_key(request)} came after its deadline")
+            work = self._parse_request(request)
             account = None
             if self.open_account is not None:
-                self.store.check_room(len(visit.body))
-                account = stack.enter_context(closing(self._open_agent_account(visit)))
-                if account.is_charged(_charge_id(visit)):
-                    raise WireError("lost", f"visit {_key(visit)} was charged and has no reply")
-            return self._run_and_store(visit, work, account)
+                self.store.check_room(len(request.body))
+                account = stack.enter_context(closing(self._open_agent_account(request)))
+                if account.is_charged(_charge_id(request)):
+                    raise WireError("lost", f"step {_key(request)} was charged and has no reply")
+            return self._run_and_store(request, work, account)
 
-    def _stored_answer(self, visit: StepRequest) -> bytes | None:
-        """The reply that was stored; None also where the disk has damaged it."""
-        answer = self.store.answer(visit.run, visit.id)
+    def _stored_answer(self, request: StepRequest) -> bytes | None:
+        """The stored reply; None if there is none or it is damaged."""
+        answer = self.store.answer(request.run, request.id)
         try:
-            known = answer is not None and protocol.from_bytes(answer, StepResponse).id == visit.id
+            known = (
+                answer is not None and protocol.from_bytes(answer, StepResponse).id == request.id
+            )
         except WireError as error:
-            log.error("The stored reply to %s cannot be read: %s", _key(visit), error)
+            log.error("The stored reply to %s cannot be read: %s", _key(request), error)
             return None
         return answer if known else None
 
-    def _open_agent_account(self, visit: StepRequest) -> Account:
+    def _open_agent_account(self, request: StepRequest) -> Account:
         assert self.open_account is not None
-        account = self.open_account(visit.run)
+        account = self.open_account(request.run)
         try:
             self.store.mark = account.seq, account.head
         except BaseException:
@@ -163,78 +160,78 @@ class SiteRequestHandler:
             raise
         return account
 
-    def _parse_request(self, visit: StepRequest) -> "_ParsedRequest":
-        """What is to be done, before anything is opened, charged or written."""
-        step = find_step(self.algorithm, visit.step)
-        message = deserialize(input_type(step, visit.message), visit.body)
+    def _parse_request(self, request: StepRequest) -> "_ParsedRequest":
+        """Check a request before anything is opened, charged or written."""
+        step = find_step(self.algorithm, request.step)
+        message = deserialize(input_type(step, request.message), request.body)
         if self.open_account is not None:
             _check_weights(message)
-        return _ParsedRequest(step, message, self._memory(visit))
+        return _ParsedRequest(step, message, self._memory(request))
 
     def _run_and_store(
-        self, visit: StepRequest, work: "_ParsedRequest", account: Account | None
+        self, request: StepRequest, work: "_ParsedRequest", account: Account | None
     ) -> bytes:
-        """Do the step, store what came of it, and give the answer."""
+        """Run the step, store its memory and reply, and return the reply."""
         agent = self._agent(account, work.memory)
         ctx = Context(
-            seed=self.seed, round=visit.round, agent=agent.id, visit_key=_key(visit),
-            session_id=visit.charge_id, device=self.device,
+            seed=self.seed, round=request.round, agent=agent.id, visit_key=_key(request),
+            session_id=request.charge_id, device=self.device,
             telemetry=account is None and self.share_notes,
         )  # fmt: skip
         try:
             with seeded(ctx.rng("torch")):
                 content = run_step(agent, work.step, work.message, ctx)
             body = _body(content)
-        finally:  # the charge counts whatever became of the visit
+        finally:  # the charge counts even if the step failed
             if account is not None:
                 self.store.mark = account.seq, account.head
-        charged = account is not None and account.is_charged(_charge_id(visit))
+        charged = account is not None and account.is_charged(_charge_id(request))
         if ctx.weight > protocol.MOST_SHARE:
             raise WireError(
-                "refused", f"{_key(visit)} has the share {ctx.weight:g} in a mean, and the most "
-                f"that a site may name is {protocol.MOST_SHARE:g}"
+                "refused", f"{_key(request)} has the weight {ctx.weight:g}, and the largest that a "
+                f"site may send is {protocol.MOST_SHARE:g}"
             )  # fmt: skip
-        token = self._remember(visit, work.memory, agent.memory)
+        memory = self._store_memory(request, work.memory, agent.memory)
         answer = protocol.to_bytes(
             StepResponse(
-                visit.id, message=type(content).__name__, weight=ctx.weight,
-                notes=_sendable(ctx.metrics), memory=token, charged=charged, body=body,
+                request.id, message=type(content).__name__, weight=ctx.weight,
+                notes=_sendable(ctx.metrics), memory=memory, charged=charged, body=body,
             )
         )  # fmt: skip
-        self.store.put_answer(visit.run, visit.id, answer)
-        log.info("Visit %s done", _key(visit))
+        self.store.put_answer(request.run, request.id, answer)
+        log.info("Step %s done", _key(request))
         return answer
 
     def _agent(self, account: Account | None, memory: Mapping[str, torch.Tensor]) -> Agent:
-        """The agent for one visit."""
+        """The agent for one step."""
         return Agent(
             id=self.agent.id, held_labelled=self.agent.held_labelled,
             held_unlabelled=self.agent.held_unlabelled, account=account, memory=memory,
         )  # fmt: skip
 
-    def _memory(self, visit: StepRequest) -> Mapping[str, torch.Tensor]:
-        if not visit.memory:
+    def _memory(self, request: StepRequest) -> Mapping[str, torch.Tensor]:
+        if not request.memory:
             return {}
-        found = self.store.memory(visit.run, visit.memory)
+        found = self.store.memory(request.run, request.memory)
         if found is None:
-            raise WireError("forgotten", f"no memory of the visit {visit.memory[:12]}")
+            raise WireError("forgotten", f"no memory of the step {request.memory[:12]}")
         return found
 
-    def _remember(
-        self, visit: StepRequest, before: object, after: Mapping[str, torch.Tensor]
+    def _store_memory(
+        self, request: StepRequest, before: object, after: Mapping[str, torch.Tensor]
     ) -> str:
-        """Store the memory; the token under which it is known from now on."""
+        """Store the memory; returns its version."""
         if after is not before:
-            self.store.put_memory(visit.run, visit.id, after)
-        elif visit.memory:
-            self.store.keep_memory(visit.run, visit.id, visit.memory)
+            self.store.put_memory(request.run, request.id, after)
+        elif request.memory:
+            self.store.keep_memory(request.run, request.id, request.memory)
         else:
             return ""
-        return visit.id
+        return request.id
 
 
 class _ParsedRequest(NamedTuple):
-    """A visit, understood."""
+    """A checked request."""
 
     step: Step[Message]
     message: Message
@@ -242,8 +239,8 @@ class _ParsedRequest(NamedTuple):
 
 
 def error_code_for(error: BaseException) -> str:
-    """The one word for an error that may leave a site."""
-    words: tuple[tuple[type[BaseException], str], ...] = (
+    """The error code that leaves the site for an error."""
+    codes: tuple[tuple[type[BaseException], str], ...] = (
         (StoreLockedError, "busy"),
         (AccountingError, "ledger"),
         (DivergedError, "diverged"),
@@ -255,28 +252,28 @@ def error_code_for(error: BaseException) -> str:
     )
     if isinstance(error, WireError):
         return error.error_code
-    return next((word for kind, word in words if isinstance(error, kind)), "failed")
+    return next((code for kind, code in codes if isinstance(error, kind)), "failed")
 
 
 class DivergedError(MessageError):
-    """A reply has numbers that are not finite."""
+    """A reply contains numbers that are not finite."""
 
 
 def _check_weights(message: Message) -> None:
-    """Raises MessageError where a tensor holds a number that no training comes to."""
+    """Raise MessageError if a weight is larger than training produces."""
     for name, tensor in to_parts(message)[1].items():
         if tensor.is_floating_point() and tensor.numel():
             largest = float(tensor.abs().max())
             if largest > LARGEST_WEIGHT:
                 raise MessageError(
-                    f"{name} has a weight of {largest:.3g}: at most {LARGEST_WEIGHT:g} is taken "
-                    "where rows are under an account. The coordinator's training diverged, or it "
-                    "picks weights to learn of rows"
+                    f"{name} has a weight of {largest:.3g}: with an account at most "
+                    f"{LARGEST_WEIGHT:g} is accepted. The coordinator's training diverged, or it "
+                    "probes for rows"
                 )
 
 
 def _body(content: Message) -> bytes:
-    """A reply as bytes that the coordinator's border will let in."""
+    """Serialise a reply, and check that the coordinator will accept it."""
     data = serialize(content)
     try:
         deserialize(type(content), data)
@@ -286,18 +283,18 @@ def _body(content: Message) -> bytes:
 
 
 def _sendable(notes: Mapping[str, float]) -> dict[str, float]:
-    """Notes as a letter carries them: finite, and by names that are an agent's to give."""
-    named = {
-        name: float(value) for name, value in notes.items() if re.fullmatch(protocol.NOTE, name)
-    }
-    return {name: value for name, value in named.items() if math.isfinite(value)}
+    """The finite metrics with names that an agent may use."""
+    return {
+        name: float(value) for name, value in notes.items()
+        if re.fullmatch(protocol.NOTE, name) and math.isfinite(value)
+    }  # fmt: skip
 
 
-def _key(visit: StepRequest) -> str:
-    """The key under which engines know the visit; it seeds the visit's randomness."""
-    return visit_key(visit.round, visit.agent, visit.step, visit.visit)
+def _key(request: StepRequest) -> str:
+    """``Call.key``, which seeds the step's randomness."""
+    return visit_key(request.round, request.agent, request.step, request.visit)
 
 
-def _charge_id(visit: StepRequest) -> str:
-    """The name under which the ledger knows the visit: ``Context.receipt``."""
-    return f"{_key(visit)}@{visit.charge_id}"
+def _charge_id(request: StepRequest) -> str:
+    """``Context.charge_id``, which the ledger records."""
+    return f"{_key(request)}@{request.charge_id}"

@@ -1,17 +1,16 @@
-"""A fence around the SuperNode: code that a server ships finds no row, no ledger and no process.
+"""Run a command in a Landlock sandbox: without access to rows, ledger or other processes.
 
-A SuperLink sends its SuperNodes the code that they run. As the same user of the system that code
-could read the site's folder, and no account would know. So the SuperNode starts behind Landlock
-(Linux 5.13 and later; Salaün, https://docs.kernel.org/userspace-api/landlock.html): of files it
-has what Python and Flower need, its own folder, and nothing else; it cannot look into processes
-outside the fence, nor, from Linux 6.12 on, signal them. The door is a socket, which stays open.
+A SuperLink sends its SuperNodes code to run. With the rights of the site's user that code could
+read the site's folder, unaccounted. So the SuperNode runs under Landlock (Linux 5.13 and later;
+Salaün, https://docs.kernel.org/userspace-api/landlock.html): it can read what Python and Flower
+need, write its own folder, and connect to the site's socket. It cannot inspect processes outside
+the sandbox nor, from Linux 6.12 on, signal them.
 
     python -m privssl.site.sandbox --write FOLDER [--read PATH ...] [--parent PID] -- COMMAND ...
 
-The fence holds for all that the command starts, and cannot be taken down again. It does not close
-what other sockets of the same user offer (a session bus, an agent for keys), sizes and permissions
-of files, limits of other processes, nor for root their environment: a user of the system of its
-own is a better fence, and docs/deploy.md says how to have one.
+The sandbox covers all descendants and cannot be lifted. It does not cover other sockets of the
+same user (a session bus, a key agent), sizes and permissions of files, limits of other processes,
+nor for root their environment. A separate system user is stronger; docs/deploy.md explains how.
 """
 
 import argparse
@@ -27,22 +26,21 @@ from pathlib import Path
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION, _PATH_BENEATH, _NO_NEW_PRIVILEGES, _PARENT_DEATH_SIGNAL = 1, 1, 38, 1
 _EXECUTE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 2, 1 << 3
-_OF_FILES = (1 << 0) | (1 << 1) | (1 << 2) | (1 << 14) | (1 << 15)  # that a file can be given
+_OF_FILES = (1 << 0) | (1 << 1) | (1 << 2) | (1 << 14) | (1 << 15)  # rights that apply to a file
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
-#: All rights that a version knows: 13, then moving, cutting, and settings of devices.
+#: Number of rights by version: 13, then move, truncate, and device ioctl.
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-_SCOPED = 0b11  # no abstract sockets and no signals across the fence, from version 6 on
-#: What programs are made of, on the systems that we know.
+_SCOPED = 0b11  # from version 6: no abstract sockets and no signals across the sandbox
+#: Where programs and their libraries lie.
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc", "/proc", "/sys", "/nix")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 def version() -> int:
-    """Of Landlock in this kernel; 0: there is none."""
+    """Version of Landlock in this kernel; 0: none."""
     if sys.platform != "linux":
         return 0
-    found = _call(_CREATE_RULESET, None, 0, _VERSION)
-    return max(found, 0)
+    return max(_call(_CREATE_RULESET, None, 0, _VERSION), 0)
 
 
 def readable() -> list[Path]:
@@ -53,18 +51,17 @@ def readable() -> list[Path]:
 
 
 def restrict(read: Sequence[Path], write: Sequence[Path]) -> None:
-    """From now on this process and all that it starts have these files and no others.
+    """Restrict this process and its descendants to these files, for good.
 
     Raises:
-        OSError: the kernel has no Landlock, or a path is not there.
+        OSError: the kernel has no Landlock, or a path does not exist.
     """
     abi = version()
     if not abi:
         raise OSError("this kernel has no Landlock")
     rights = (1 << _RIGHTS.get(abi, 16)) - 1
     attributes = struct.pack("=QQQ", rights, 0, _SCOPED if abi >= 6 else 0)
-    size = 24 if abi >= 6 else 8
-    ruleset = _check_result(_call(_CREATE_RULESET, attributes, size, 0))
+    ruleset = _check_result(_call(_CREATE_RULESET, attributes, 24 if abi >= 6 else 8, 0))
     for paths, allowed in ((read, _READ), (write, rights)):
         for path in paths:
             file = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -78,7 +75,7 @@ def restrict(read: Sequence[Path], write: Sequence[Path]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fence this process in and become the command; returns only where that fails."""
+    """Restrict this process and replace it by the command. Returns only on failure."""
     parser = argparse.ArgumentParser(prog="python -m privssl.site.sandbox")
     parser.add_argument("--read", type=Path, action="append", default=[])
     parser.add_argument("--write", type=Path, action="append", default=[])
@@ -97,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_with(parent: int) -> None:
-    """SIGTERM for this process, and for what it becomes, when its parent ends in whatever way."""
+    """Have this process, and the command, receive SIGTERM when the parent ends."""
     _check_result(_libc().prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0))
     if os.getppid() != parent:
-        raise OSError(f"process {parent}, which asked for it, is gone")
+        raise OSError(f"its parent process {parent} has ended")
 
 
 def _libc() -> ctypes.CDLL:

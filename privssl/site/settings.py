@@ -1,12 +1,11 @@
-"""SITE.yaml: what the operator of a site decides, and nobody else.
+"""SITE.yaml: the settings of a site's operator.
 
     site:   {agent: s0, role: support, config: fedssl_dp.yaml, folder: site-s0}
     rows:   {split: split.json}            # or {arrays: rows.npz, classes: 10}, or {root: FOLDER}
     budget: {epsilon: 8.0, delta: 1.0e-5}  # or null: labelled rows are used without protection
 
-Paths count from the folder of this file: a service may be started anywhere. ``config`` is the
-config of the experiment, as the operator has read and accepted it; a coordinator with another
-one gets no visit.
+Paths are relative to this file. ``config`` is the experiment's config, as the operator has read and
+accepted it; a coordinator with another one is refused.
 """
 
 import dataclasses
@@ -31,14 +30,14 @@ Role = Literal["support", "query", "mixed"]
 
 @dataclass(frozen=True, config=strict)
 class SiteSettings:
-    """Whose site it is, and how it works."""
+    """The agent, and how its site works."""
 
     agent: str
-    """Name of the agent as the experiment's config numbers it: s0, q3, m1."""
+    """Name of the agent in the experiment: s0, q3, m1."""
     role: Role
     """`support`: labelled rows; `query`: unlabelled rows; `mixed`: both."""
     config: str
-    """Config of the experiment, as the operator has read and accepted it."""
+    """Config of the experiment."""
     folder: str
     """Folder for the ledger, stored replies, memories and the log. It must outlive the run."""
     door: str = ""
@@ -46,14 +45,14 @@ class SiteSettings:
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`."""
     keep_visits: Annotated[int, Field(ge=2, le=10**6)] = 64
-    """Visits whose replies are stored; more than there are between two checkpoints."""
+    """Steps whose replies are stored; more than there are between two checkpoints."""
     share_notes: bool = False
-    """Send training losses, where rows are under no budget."""
+    """Send training losses of rows without a budget."""
     share_ledger: bool = False
     """Send the ledger to the coordinator, which needs it for the privacy card."""
 
     def problems(self) -> Iterator[Problem]:
-        """An agent's name is a file's name; paths must be there."""
+        """An invalid name, or an empty path."""
         try:
             check_agent_id(self.agent)
         except PlanError as error:
@@ -65,19 +64,19 @@ class SiteSettings:
 
 @dataclass(frozen=True, config=strict)
 class RowsSettings:
-    """Where the agent's rows are: exactly one of ``arrays``, ``split`` and ``root`` alone."""
+    """The agent's rows: ``arrays``, or ``split``, or ``root`` alone."""
 
     arrays: str = ""
     """NPZ file with x_labelled and y_labelled, and x_unlabelled, as the role needs."""
     classes: Positive | tuple[str, ...] | None = None
     """Number of classes of `arrays`, or their names."""
     split: str = ""
-    """split.json that names this agent's rows of the config's data set."""
+    """split.json with this agent's rows of the config's data set."""
     root: str = ""
     """Folder of that data set. Without `split` all its training rows are this agent's."""
 
     def problems(self) -> Iterator[Problem]:
-        """Rows from nowhere, or from two places."""
+        """No source of rows, or two."""
         if self.arrays:
             for key in ("split", "root"):
                 if getattr(self, key):
@@ -92,7 +91,7 @@ class RowsSettings:
 
 @dataclass(frozen=True, config=strict)
 class BudgetSettings:
-    """What may be spent of each labelled row here, over all runs together."""
+    """Privacy budget of each labelled row, over all runs together."""
 
     epsilon: float
     """Budget of each labelled row over all runs together, at least 0."""
@@ -102,7 +101,7 @@ class BudgetSettings:
     """Folder of the account. Empty: FOLDER/ledger."""
 
     def problems(self) -> Iterator[Problem]:
-        """Numbers that are no promise."""
+        """Numbers out of range."""
         if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
             yield Problem("epsilon", f"{self.epsilon}: give a number >= 0")
         if not 0 < self.delta < 1:
@@ -111,7 +110,7 @@ class BudgetSettings:
 
 @dataclasses.dataclass(frozen=True)
 class SiteConfig:
-    """A site as its operator wants it."""
+    """A checked SITE.yaml."""
 
     site: SiteSettings
     rows: RowsSettings
@@ -119,7 +118,7 @@ class SiteConfig:
     source: Path = field(compare=False)
 
     def path(self, text: str) -> Path:
-        """A path of the file, counted from the file's folder. Raises ConfigError."""
+        """A path relative to the file. Raises ConfigError."""
         try:
             return self.source.resolve().parent / Path(text).expanduser()
         except RuntimeError as error:
@@ -127,29 +126,29 @@ class SiteConfig:
 
     @property
     def folder(self) -> Path:
-        """Where the site keeps what it must not forget."""
+        """The folder for ledger, replies, memories and log."""
         return self.path(self.site.folder)
 
     @property
     def secrets(self) -> tuple[Path, ...]:
-        """Files and folders that nobody but the site may read."""
+        """Files and folders that only the site may read."""
         rows = (self.rows.arrays, self.rows.split, self.rows.root)
         return (self.folder, self.ledger, *(self.path(text) for text in rows if text))
 
     @property
     def door(self) -> Path:
-        """The socket through which letters come."""
+        """The socket for requests."""
         return self.path(self.site.door) if self.site.door else self.folder / "door"
 
     @property
     def ledger(self) -> Path:
-        """The folder of the account."""
+        """The folder of the account's journal."""
         own = "" if self.budget is None else self.budget.ledger
         return self.path(own) if own else self.folder / "ledger"
 
 
 class _SiteConfigBuilder(ConfigBuilder):
-    """SITE.yaml while it is being read."""
+    """Builds a SiteConfig from YAML."""
 
     sections: ClassVar[Mapping[str, type[Any]]] = {
         "site": SiteSettings, "rows": RowsSettings, "budget": BudgetSettings,
@@ -164,7 +163,7 @@ def load_site_config(path: Path) -> SiteConfig:
     """Read and check a SITE.yaml.
 
     Raises:
-        ConfigError: with every problem of the file, sorted by line.
+        ConfigError: with all problems, sorted by line.
     """
     builder = _SiteConfigBuilder(path, {})
     builder.read_file()
@@ -178,12 +177,11 @@ def load_site_config(path: Path) -> SiteConfig:
 
 
 def _budget_problems(config: SiteConfig, *, given: bool) -> Iterator[Problem]:
-    """A site with labels says what may be spent, even if that is: no limit."""
+    """A site with labels needs an explicit budget, even if it is null."""
     if config.site.role == "query" and config.budget is not None:
-        yield Problem("budget", "a query agent has no labelled rows to spend it on. Leave it out")
+        yield Problem("budget", "a query agent has no labelled rows. Leave it out")
     if config.site.role != "query" and not given:
         yield Problem(
             "budget",
-            "missing: give epsilon, or write budget: null, and labelled rows are used without "
-            "protection",
+            "missing: give epsilon, or write budget: null to use labelled rows without protection",
         )

@@ -1,19 +1,13 @@
-"""The door of a site: a Unix socket through which letters come and answers go.
+"""The Unix socket of a site, with messages as in ``remote/framing.py``.
 
-    8 bytes   how many follow, little-endian
-    the rest  a letter; the answer comes back in the same form
+Whatever relays messages (Flower's SuperNode and the code that its server sends) is thereby another
+process than the one with rows, budget and ledger. It may run as another system user that cannot
+read the site's folder.
 
-Who carries letters (a SuperNode of Flower and the code that its server sends) is thereby another
-process than the one that has rows, budget and ledger, and may be another user of the system, one
-that cannot read the site's folder. It can bring letters and take answers, nothing else. It needs
-neither torch nor any other part of privssl than this file.
-
-A letter has a thread of its own, and the desk lets one visit be done at a time: the others are
-told ``busy``, and a greeting is answered at once. No more than ``AT_ONCE`` letters are read at a
-time, so that whoever reaches the door cannot fill the site's memory with them.
+Each connection has a thread. At most ``MAX_CONNECTIONS`` messages are read at a time, so that no
+client can exhaust the memory. The handler runs one step at a time and answers others ``busy``.
 """
 
-import fcntl
 import logging
 import os
 import socket
@@ -24,34 +18,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from privssl.errors import UserError
 from privssl.remote.framing import receive, send
 
-AT_ONCE = 4  # letters in memory: a visit, its repetition, a greeting
+MAX_CONNECTIONS = 4  # a step, its repetition, an identification request
 LONGEST_PATH = 100  # of a socket; the system's own limit is 108 bytes
-PATIENCE = 60.0  # seconds in which a carrier must go on with a letter it has begun
+READ_SECONDS = 60.0  # for the next bytes of a message
 
 log = logging.getLogger("privssl")
 
 
-def send_request(door: Path, frame: bytes, seconds: float) -> bytes:
-    """Bring a letter and take the answer.
-
-    Args:
-        seconds: to wait for the answer at most, > 0.
-
-    Raises:
-        OSError: nobody is behind the door, or the answer did not come in time.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wire:
-        wire.settimeout(seconds)
-        wire.connect(str(door))
-        send(wire, frame)
-        return receive(wire)
-
-
 def serve(door: Path, handle: Callable[[bytes], bytes]) -> None:
-    """Answer letters until the process is told to stop (KeyboardInterrupt, which passes on).
+    """Answer messages on the socket ``door`` until KeyboardInterrupt, which passes on.
 
     Raises:
         UserError: the socket cannot be made, or another process serves this site.
@@ -66,40 +46,36 @@ def serve(door: Path, handle: Callable[[bytes], bytes]) -> None:
 
 @contextmanager
 def _hold_socket(door: Path) -> Iterator[None]:
-    """Inside, no other process serves here; what a killed one left is removed."""
+    """Lock the socket's path, and remove a socket that a killed process left."""
     if len(os.fsencode(door)) > LONGEST_PATH:
         raise UserError(
-            f"{door}: too long for the name of a socket ({LONGEST_PATH} bytes). Give site.door a "
+            f"{door}: longer than a socket's path may be ({LONGEST_PATH} bytes). Give site.door a "
             "shorter path"
         )
     try:
         door.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(f"{door}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = FileLock(f"{door}.lock", timeout=0, mode=0o600).acquire()
+    except Timeout:
+        raise UserError(f"{door}: another process serves this site. Stop it first") from None
     except OSError as error:
         raise UserError(f"{door.parent}: cannot be written: {error.strerror}") from None
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{door}: another process serves this site. Stop it first") from None
+    with lock:
         if os.path.lexists(door) and not door.is_socket():
-            raise UserError(f"{door}: is there, and is no socket. Give site.door a path of its own")
+            raise UserError(f"{door}: exists and is not a socket. Give site.door another path")
         door.unlink(missing_ok=True)
         yield
-    finally:
-        os.close(lock)
 
 
 class _Server(socketserver.ThreadingUnixStreamServer):
-    daemon_threads = True  # a visit that is under way ends with the process: it was charged
+    daemon_threads = True  # a running step ends with the process; it was charged
     request_queue_size = 16
 
     def __init__(self, door: str, handle: Callable[[bytes], bytes]) -> None:
         super().__init__(door, _RequestHandler)
-        self.answer, self._free = handle, threading.BoundedSemaphore(AT_ONCE)
+        self.answer, self._free = handle, threading.BoundedSemaphore(MAX_CONNECTIONS)
 
     def process_request(self, request: object, client_address: object) -> None:
-        self._free.acquire()  # the next ones wait outside, in the system's queue
+        self._free.acquire()  # further connections wait in the system's queue
         try:
             super().process_request(request, client_address)  # type: ignore[arg-type]
         except BaseException:  # no thread could be started
@@ -113,8 +89,7 @@ class _Server(socketserver.ThreadingUnixStreamServer):
             self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A carrier that went away in the middle of a letter is no event."""
-        log.warning("A letter broke off", exc_info=log.isEnabledFor(logging.DEBUG))
+        log.warning("A message broke off", exc_info=log.isEnabledFor(logging.DEBUG))
 
 
 class _RequestHandler(socketserver.BaseRequestHandler):
@@ -122,7 +97,7 @@ class _RequestHandler(socketserver.BaseRequestHandler):
     request: socket.socket
 
     def handle(self) -> None:
-        self.request.settimeout(PATIENCE)
+        self.request.settimeout(READ_SECONDS)
         answer = self.server.answer(receive(self.request))
-        with suppress(OSError):  # who asked is gone; the reply is stored
+        with suppress(OSError):  # the client has gone; the reply is stored
             send(self.request, answer)

@@ -1,9 +1,9 @@
-"""From SITE.yaml to a site that can answer: all that its claim depends on is fixed here.
+"""Build a site's request handler from SITE.yaml and the experiment's config.
 
-The noise, the steps, the networks and the budget follow from the operator's own two files, with
-the code that ``experiment/prepare.py`` has for a run in one process. What could not be claimed is
-refused before any letter is read: a published scope that guarantees nothing, a delta that allows a
-whole row to be published, rows that were used before without protection, rows of two accounts.
+Noise, steps, networks and budget follow from these two files, by the code of
+``experiment/prepare.py``. A site that could make no valid claim does not start: the published
+scope, a delta that would allow publishing a row, rows used before without protection, or rows of
+two accounts.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ from privssl.site.storage import Store
 
 
 class _Held(NamedTuple):
-    """The agent's rows, and what both sides must know alike of them."""
+    """The agent's rows, with classes and shape, which both sides must agree on."""
 
     labelled: LabelledRows | None
     unlabelled: UnlabelledRows | None
@@ -55,12 +55,12 @@ class _Held(NamedTuple):
 
 
 def open_site(site: SiteConfig) -> SiteRequestHandler:
-    """The site of a checked SITE.yaml.
+    """Build the request handler of a checked SITE.yaml.
 
     Raises:
-        privssl.errors.UserError: the config of the experiment is wrong or another agent's, rows
-            are missing or not what their format asks for, nothing could be claimed.
-        accounting.errors.AccountingError: the ledger is missing, damaged, or does not go with it.
+        privssl.errors.UserError: the experiment's config does not match, rows are missing or
+            invalid, or no valid claim could be made.
+        accounting.errors.AccountingError: the ledger is missing, damaged, or does not match.
     """
     config = configs.load_config(site.path(site.site.config))
     who = holders(config.data.labels, config.agents)
@@ -84,7 +84,7 @@ def open_site(site: SiteConfig) -> SiteRequestHandler:
     )  # fmt: skip
 
 
-# Is this the right config? --------------------------------------------------------------------
+# The experiment's config -----------------------------------------------------------------------
 
 
 def _check_role(site: SiteConfig, who: RoleAssignment, config: Config) -> None:
@@ -97,14 +97,14 @@ def _check_role(site: SiteConfig, who: RoleAssignment, config: Config) -> None:
     kinds = (name in who.labelled, name in who.unlabelled)
     theirs = {(True, False): "support", (False, True): "query", (True, True): "mixed"}[kinds]
     if name == "server" or role != theirs:
-        what = "the server, which is where the coordinator is" if name == "server" else theirs
+        what = "at the coordinator" if name == "server" else theirs
         raise ConfigError(
             f"{site.source}: site.role is {role}, but in {config.source} {name} is {what}"
         )
 
 
 def _check_budget(site: SiteConfig, config: Config) -> None:
-    """The operator and the experiment must be of one mind on whether rows are protected."""
+    """Operator and experiment must agree on whether rows are protected."""
     budget, privacy = site.budget, config.privacy
     if site.site.role == "query":
         return
@@ -119,12 +119,12 @@ def _check_budget(site: SiteConfig, config: Config) -> None:
     if budget.delta != privacy.delta:
         raise ConfigError(
             f"{site.source}: budget.delta is {budget.delta:g}, but privacy.delta of "
-            f"{config.source} {privacy.delta:g}, at which its noise is calibrated. Make them equal"
+            f"{config.source} is {privacy.delta:g}. Make them equal"
         )
     if privacy.scope != "sound":
         raise PrivacyError(
-            f"{config.source} has the published scope, which guarantees nothing for any row. A "
-            "site with a budget does not take part in it. Protect all that support agents train"
+            f"{config.source} has the published scope, which guarantees nothing for any row. "
+            "Protect all networks that support agents train, or use budget: null"
         )
 
 
@@ -139,7 +139,7 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
     if site.rows.root and config.data.name in BUILT_IN:
         raise ConfigError(
             f"{site.source}: rows.root has no effect: data.name of {config.source} is "
-            f"{config.data.name}, which comes with privssl. Give rows.split alone"
+            f"{config.data.name}, which is built in. Give rows.split alone"
         )
     root = str(site.path(site.rows.root)) if site.rows.root else config.data.root
     dataset = datasets.load_dataset(dataclasses.replace(config.data, root=root))
@@ -153,15 +153,15 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
         ids = {True: holding.labelled, False: holding.unlabelled}
     elif labelled and unlabelled:
         raise ConfigError(
-            f"{site.source}: rows.root alone does not say which rows of a mixed agent have "
-            "labels. Give rows.arrays, or rows.split"
+            f"{site.source}: rows.root alone does not mark a mixed agent's labelled rows. Give "
+            "rows.arrays, or rows.split"
         )
     counted = labelled and not _count_is_private(config)
     _check_there(site, counted and not ids[True], unlabelled and not ids[False])
     if labelled and not set(ids[True]) <= set(known):
         raise DataError(
-            f"{site.source}: {site.path(site.rows.split)} gives rows without a label as labelled "
-            "ones. Draw a new split"
+            f"{site.source}: {site.path(site.rows.split)} lists rows without a label as "
+            "labelled. Draw a new split"
         )
     x, y = dataset.x_train, dataset.y_train
     with_labels, without = (torch.tensor(ids[k], dtype=torch.long) for k in (True, False))
@@ -193,8 +193,8 @@ def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled
     )
     if found.y is not None and found.y.size and int(found.y.max()) >= len(classes):
         raise DataError(
-            f"{path}: y_labelled has class {int(found.y.max())}, but rows.classes says that there "
-            f"are {len(classes)}, from 0"
+            f"{path}: y_labelled has class {int(found.y.max())}, but rows.classes gives "
+            f"{len(classes)} classes, from 0"
         )
     with_labels = without = None
     if found.x is not None and found.y is not None:
@@ -204,7 +204,7 @@ def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled
         rest = torch.from_numpy(found.unlabelled)
         without = UnlabelledRows(rest, _numbers(rest))
     known = with_labels or without
-    assert known is not None  # every role holds something
+    assert known is not None  # every role has rows
     channels, height, width = known.x.shape[1:]
     return _Held(with_labels, without, classes, (channels, height, width))
 
@@ -217,7 +217,7 @@ def _numbers(x: Tensor) -> Tensor:
 
 
 def _algorithm(config: Config, held: _Held, who: RoleAssignment) -> Algorithm[Any]:
-    """As ``prepare.prepare`` makes it, on every site alike."""
+    """Build the algorithm as ``prepare.prepare`` does."""
     kind = ALGORITHMS[config.algorithm.name]
     check_privacy_sides(held.shape, config.algorithm.name, kind.sides_divisible_by)
     plan: Plan | None = None
@@ -237,15 +237,15 @@ def _algorithm(config: Config, held: _Held, who: RoleAssignment) -> Algorithm[An
 def _account(
     site: SiteConfig, config: Config, algorithm: Algorithm[Any], agent: Agent, store: Store
 ) -> Callable[[str], Account]:
-    """Puts the rows under the account, once and for all, and gives what opens it for a visit."""
+    """Register the rows with the account; returns a function that opens it for a step."""
     assert site.budget is not None and config.privacy is not None
     privacy, ledger = config.privacy, site.ledger
     budget = Budget(site.budget.epsilon, site.budget.delta)
-    public = not _count_is_private(config)  # else a site that does not answer would tell of rows
+    public = not _count_is_private(config)  # if private, a refusal would reveal it
     if public and budget.delta * len(agent.labelled) >= 1:
         raise PrivacyError(
             f"{site.source}: budget.delta is {budget.delta:g}, and {agent.id} holds "
-            f"{len(agent.labelled)} labelled rows: it would allow a whole row to be published. "
+            f"{len(agent.labelled)} labelled rows: that would allow publishing a whole row. "
             f"Give less than 1 / {len(agent.labelled)}"
         )
     plan = account_plan(algorithm.plan, privacy, agent, budget)
@@ -261,17 +261,17 @@ def _account(
 
 
 def _check_ledger(path: Path, plan: AccountPlan) -> None:
-    """What every visit would be refused for, told to the operator before the first one."""
+    """Report to the operator what every step would be refused for."""
     journal = read_journal(path)
     if journal.problems:
-        raise LedgerError(f"{path}: {journal.problems[0]}. Put the true ledger back")
+        raise LedgerError(f"{path}: {journal.problems[0]}. Restore the original ledger")
     refuse_change(journal.plan, plan)
 
 
 def _opener(
     path: Path, plan: AccountPlan, run_epsilon: float, store: Store
 ) -> Callable[[str], Account]:
-    """What opens the account for a visit. From here on it is there, or something was lost."""
+    """A function that opens the existing account for a step."""
 
     def open_account(run: str) -> Account:
         seq, head = _mark(store) or (0, "")
@@ -287,7 +287,7 @@ def _mark(store: Store) -> tuple[int, str] | None:
     try:
         return store.mark
     except ValueError as error:
-        raise LedgerError(f"{error}. It says how long the ledger was: put it back") from None
+        raise LedgerError(f"{error}. It holds the length of the ledger: restore it") from None
 
 
 def _journal(site: SiteConfig, agent: Agent, store: Store) -> Callable[[], bytes]:

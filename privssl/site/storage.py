@@ -1,18 +1,16 @@
-"""What a site keeps on its disk: replies by the id of their visit, memories, and its ledger's end.
+"""What a site stores: replies by the id of their request, memories, and its ledger's end.
 
     FOLDER/lock                              one process at a time
     FOLDER/ledger.mark                       number and hash of the ledger's last known line
-    FOLDER/runs/RUN/00000003-ID.memory       what the agent remembers after the third visit
-    FOLDER/runs/RUN/00000003-ID.answer       its reply, as it was or will be sent
+    FOLDER/runs/RUN/00000003-ID.memory       the agent's memory after the third step
+    FOLDER/runs/RUN/00000003-ID.answer       its reply
 
-A memory is on disk before its answer, and an answer before it is sent. So an answer that is there
-can be sent again at any time, and one that is not there was never sent. Files are whole or not
-there (``storage/atomic_files.py``). Of each run the last visits are kept, and of runs the last few:
-what is deleted too early is done again where nothing was charged, and lost where something was.
+A memory is written before its reply, and a reply before it is sent. So a stored reply can be sent
+again, and one that is not stored was never sent. Files are written atomically. The last steps of a
+run and the last runs are kept. A step whose reply was deleted is run again, or lost if charged.
 """
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -22,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors.torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from accounting.canonical_json import decode_strictly
@@ -30,7 +29,7 @@ from privssl.core.agents import Memory
 from privssl.storage import atomic_files
 
 KEPT_RUNS = 4
-ROOM = 4  # a reply is as large as its message, and moments of Adam are twice the networks
+SPACE_FACTOR = 4  # a reply is as large as its request, and moments of Adam are twice the networks
 _FILE = re.compile(r"([0-9]{8})-([0-9a-f]{64})\.(answer|memory)")
 
 
@@ -42,45 +41,42 @@ class Store:
     """The folder of one site. Every method may raise OSError."""
 
     def __init__(self, folder: Path, keep: int) -> None:
-        """``keep``: visits of a run whose answers and memories stay, >= 1."""
+        """``keep``: steps of a run whose replies and memories are kept, >= 1."""
         self.folder = folder
         self.keep = keep
-        self._known: tuple[int, str] | None = None  # the mark, as this process last wrote it
+        self._known: tuple[int, str] | None = None  # the mark that this process wrote last
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Inside, no other process works here. Raises Busy at once where one does.
+        """Exclude other processes. Raises StoreLockedError at once if one works here.
 
-        The lock is the operating system's and goes with its process, however that ends.
+        The operating system releases the lock when its process ends.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise StoreLockedError from None
+            lock = FileLock(self.folder / "lock", timeout=0, mode=0o600).acquire()
+        except Timeout:
+            raise StoreLockedError from None
+        with lock:
             yield
-        finally:
-            os.close(file)
 
     def check_room(self, size: int) -> None:
-        """Raise OSError where the disk has no room for what comes of a message of this size.
+        """Raise OSError if the disk has no space for the reply to a request of this size.
 
-        Asked before a visit is charged: a reply that cannot be stored is lost, and its charge too.
+        Called before a step is charged: if its reply cannot be stored, the charge is lost too.
         """
-        if shutil.disk_usage(self.folder).free < ROOM * size + 2**20:
-            raise OSError(errno.ENOSPC, "too little room for a reply", str(self.folder))
+        if shutil.disk_usage(self.folder).free < SPACE_FACTOR * size + 2**20:
+            raise OSError(errno.ENOSPC, "too little space for a reply", str(self.folder))
 
     # Answers --------------------------------------------------------------------------------
 
     def answer(self, run: str, visit: str) -> bytes | None:
-        """The stored reply to a visit, or None."""
+        """The stored reply to a request, or None."""
         path = self._find(run, visit, "answer")
         return None if path is None else path.read_bytes()
 
     def put_answer(self, run: str, visit: str, answer: bytes) -> None:
-        """Store a reply, and delete those that are older than the last ``keep``."""
+        """Store a reply, and delete all but the last ``keep``."""
         folder = self._folder(run)
         atomic_files.replace(folder / f"{self._number(run, visit):08d}-{visit}.answer", answer)
         oldest = self._last(run) - self.keep
@@ -91,7 +87,7 @@ class Store:
     # Memories -------------------------------------------------------------------------------
 
     def memory(self, run: str, visit: str) -> Memory | None:
-        """What the agent remembered after a visit; None: that is no longer, or never was, here."""
+        """The agent's memory after a step, or None if it is not stored."""
         path = self._find(run, visit, "memory")
         if path is None:
             return None
@@ -102,7 +98,7 @@ class Store:
         return {name: tensors[str(place)] for place, name in enumerate(names)}
 
     def put_memory(self, run: str, visit: str, memory: Mapping[str, Tensor]) -> None:
-        """Store what the agent remembers after a visit, in its order."""
+        """Store the agent's memory after a step, in its order."""
         plain = [tensor.detach().cpu().contiguous().clone() for tensor in memory.values()]
         tensors = {str(place): tensor for place, tensor in enumerate(plain)}
         data = safetensors.torch.save(tensors, {"names": json.dumps(list(memory))})
@@ -110,7 +106,7 @@ class Store:
         atomic_files.replace(folder / f"{self._number(run, visit):08d}-{visit}.memory", data)
 
     def keep_memory(self, run: str, visit: str, before: str) -> None:
-        """After a visit the agent remembers what it did after the visit ``before``."""
+        """Store that a step left the memory of step ``before`` unchanged."""
         old, folder = self._find(run, before, "memory"), self._folder(run)
         new = folder / f"{self._number(run, visit):08d}-{visit}.memory"
         if old is not None and old != new:
@@ -122,10 +118,10 @@ class Store:
 
     @property
     def mark(self) -> tuple[int, str] | None:
-        """Number and hash of the last line of the ledger that this site knows of.
+        """Number and hash of the ledger's last known line.
 
-        The later one of what is on the disk and what this process wrote: a folder that was deleted
-        or put back from a backup under a site that serves takes nothing back.
+        The later one of the file and what this process wrote: deleting or restoring the folder of a
+        serving site undoes nothing.
 
         Raises:
             ValueError: the file is damaged.
@@ -150,7 +146,7 @@ class Store:
     # Runs -----------------------------------------------------------------------------------
 
     def forget(self, run: str) -> None:
-        """Delete all that is stored of a run."""
+        """Delete everything stored for a run."""
         shutil.rmtree(self.folder / "runs" / run, ignore_errors=True)
 
     def _folder(self, run: str) -> Path:
@@ -158,7 +154,7 @@ class Store:
         if not (runs / run).is_dir():
             (runs / run).mkdir(mode=0o700, parents=True)
             atomic_files.sync_folder(runs)
-            # This one stays whatever the clock says: another may have been set back since.
+            # Keep this one whatever the clock says: it may have been set back.
             others = [path for path in runs.iterdir() if path.name != run]
             others.sort(key=lambda path: path.stat().st_mtime_ns)
             for former in others[: 1 - KEPT_RUNS]:
@@ -179,6 +175,6 @@ class Store:
         return max((number for number, _ in self._files(run)), default=0)
 
     def _number(self, run: str, visit: str) -> int:
-        """Of a visit that has a file already, its number; else the next one."""
+        """The number of a step that has a file, else the next number."""
         known = (n for n, path in self._files(run) if path.name[9:73] == visit)
         return next(known, self._last(run) + 1)

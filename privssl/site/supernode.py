@@ -1,24 +1,20 @@
-"""The SuperNode of a site: Flower's process that brings letters to the door, started and kept up.
+"""Keep Flower's SuperNode running beside a site; it relays messages to the site's socket.
 
-It gets the path of the door and nothing else of the site, and runs behind a fence
-(site/sandbox.py): a SuperLink sends it code. Where there can be no fence, none is started for a
-SuperLink on another machine. An operator who wants the SuperNode under another user of the system
-starts it by hand instead: docs/deploy.md.
+The SuperNode gets the path of the socket and nothing else of the site. It runs in a sandbox
+(site/sandbox.py), because a SuperLink sends it code. Without Landlock none is started for a
+SuperLink on another machine; docs/deploy.md explains how to run one as another system user.
 
-    nobody answers, or TLS fails     none is started; why is said, and looked at again
-    (remote/tls.py)
-    the SuperLink refuses it         what Flower said is translated, and another one follows
-    it ends otherwise                another one follows after a pause
-    it loses the SuperLink           it tries for a minute, ends, and the first line holds
+    the SuperLink does not answer, or TLS fails    the reason is logged, and probed again
+    the SuperLink refuses the SuperNode            the reason is logged, and another is started
+    the SuperNode ends                             another one is started after a pause
 
-A SuperNode alone would try for ever, and not say what is wrong.
+Flower alone would retry for ever and not log the reason.
 """
 
 import logging
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,24 +24,24 @@ from pathlib import Path
 
 from privssl.errors import ConfigError
 from privssl.remote import tls
-from privssl.remote.flower_transport import environment, program
+from privssl.remote.flower_transport import environment, free_port, program
 from privssl.settings.schema import LOOPBACK
 from privssl.site import sandbox
 
-PAUSE = 15.0  # seconds before another SuperNode
-LOOK = 3.0  # seconds between two looks at a SuperLink that cannot be spoken with
-LOST = 60  # seconds in which a SuperNode may try to reach a SuperLink again
-#: What a SuperLink answers to a SuperNode that wants in (flwr.supercore.error), for an operator.
+RESTART_SECONDS = 15.0  # before another SuperNode
+PROBE_SECONDS = 3.0  # between two probes of a SuperLink that cannot be reached
+RETRY_SECONDS = 60  # for a SuperNode to reach its SuperLink again
+#: A SuperLink's reasons to refuse a SuperNode (flwr.supercore.error), for the operator.
 _REFUSED = {
-    "2001": "the SuperLink asks every site for a key. Give --key, and the public one (.pub) to "
-    "whoever runs the coordinator (run.keys)",
-    "2004": "the SuperLink does not know the key of this site, or takes its former SuperNode "
-    "for alive, which passes within a minute or so. If it goes on: give the public key (.pub) to "
+    "2001": "the SuperLink requires a key of every site. Give --key, and send the public key "
+    "(.pub) to whoever runs the coordinator (run.keys)",
+    "2004": "the SuperLink does not know the key of this site, or still lists its previous "
+    "SuperNode, which passes within a minute. If it persists, send the public key (.pub) to "
     "whoever runs the coordinator (run.keys)",
 }
 _CODE = re.compile(r"\[code: ([0-9]+)\]")
-_TAIL = 2**16  # bytes of its log in which the reason is looked for
-_KEY = "-----BEGIN OPENSSH PRIVATE KEY-----"
+_TAIL = 2**16  # bytes of its log that are searched for the reason
+_OPENSSH = "-----BEGIN OPENSSH PRIVATE KEY-----"
 
 log = logging.getLogger("privssl")
 
@@ -59,17 +55,16 @@ class SuperNode:
     ) -> None:  # fmt: skip
         """
         Args:
-            door: of the site.
-            folder: for Flower's own files, which it may write; its log lies beside it.
+            door: socket of the site.
+            folder: for Flower's own files; its log lies beside it.
             superlink: host:port.
-            certificate: root certificate of the SuperLink; empty on loopback alone.
-            key: private key of this node; empty where the SuperLink asks for none.
-            secrets: what it must not read: folders and files of the site.
+            certificate: root certificate of the SuperLink; empty on loopback only.
+            key: private key of this site; empty if the SuperLink requires none.
+            secrets: files and folders of the site, which the SuperNode must not read.
 
         Raises:
-            ConfigError: letters would cross a network in clear, or code from another machine would
-                run as this user without a fence, or secrets lie inside of it; certificate or key
-                is none.
+            ConfigError: messages would cross a network unencrypted, code from another machine would
+                run without a sandbox, or secrets lie inside it; certificate or key is invalid.
             SiteError: Flower is not installed.
         """
         host, _, port = superlink.rpartition(":")
@@ -77,45 +72,39 @@ class SuperNode:
             raise ConfigError(f"--superlink is {superlink!r}: give host:port")
         if host not in LOOPBACK and not certificate:
             raise ConfigError(
-                f"letters to {host} would cross a network in clear. Give --certificate, the root "
+                f"Messages to {host} would cross a network in clear. Give --certificate, the root "
                 "certificate of its SuperLink"
             )
         if host not in LOOPBACK and not sandbox.version():
             raise ConfigError(
-                "this system has no Landlock (Linux 5.13 or later), so that code which the "
-                "SuperLink sends could read rows and ledger as this user. Use --serve, and start "
-                "flower-supernode as another user: docs/deploy.md"
+                "This system has no Landlock (Linux 5.13 or later), so code from the SuperLink "
+                "could read rows and ledger. Use --serve, and start flower-supernode as another "
+                "user: docs/deploy.md"
             )
-        if not sandbox.version():
-            log.warning(
-                "No fence: this system has no Landlock, so that code which the SuperLink on this "
-                "machine sends can read rows and ledger. For trials alone"
-            )
-        check_files(certificate, key)
         files = [Path(path) for path in (certificate, key) if path]
         self._command = [
             *(_sandboxed_command(folder, files, secrets) if sandbox.version() else []),
             program("flower-supernode"), "--superlink", superlink,
             *(["--root-certificates", certificate] if certificate else ["--insecure"]),
             *(["--auth-supernode-private-key", key] if key else []),
-            "--node-config", f'door="{door}"', "--max-wait-time", str(LOST),
+            "--node-config", f'door="{door}"', "--max-wait-time", str(RETRY_SECONDS),
         ]  # fmt: skip
         self._superlink, self._certificate = superlink, certificate
         self._folder = folder
-        # Beside the folder: in it, shipped code could put a link to any file of this user in the
-        # log's place, and would be given that file to write into when the next one starts.
+        # Outside the folder: inside it, shipped code could replace the log by a link to any file of
+        # this user, which the next start would open for writing.
         self._log = folder.with_name("supernode.log")
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._keep_up, daemon=True)
+        self._thread = threading.Thread(target=self._keep_running, daemon=True)
 
     def start(self) -> None:
-        """Start it, and watch over it."""
+        """Start the SuperNode and its supervision."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End it and what it started. May be called twice."""
+        """End the SuperNode and its processes. May be called twice."""
         self._stopped.set()
         self._end(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -123,29 +112,28 @@ class SuperNode:
                 self._process.wait(timeout=5)
         self._end(signal.SIGKILL)
 
-    def _keep_up(self) -> None:
-        said = ""
+    def _keep_running(self) -> None:
+        logged = ""
         while not self._stopped.is_set():
-            trouble = tls.probe(self._superlink, self._certificate)
-            if trouble:
-                if trouble != said:
-                    log.warning("No SuperNode yet: %s", trouble)
-                said = trouble
-                self._stopped.wait(LOOK)
+            problem = tls.probe(self._superlink, self._certificate)
+            if problem and problem != logged:
+                log.warning("No SuperNode yet: %s", problem)
+            logged = problem
+            if problem:
+                self._stopped.wait(PROBE_SECONDS)
                 continue
-            said = ""
             log.info("Starts a SuperNode for the SuperLink at %s", self._superlink)
-            why = self._run()
+            reason = self._run()
             if not self._stopped.is_set():
-                log.warning("The SuperNode ended: %s. Another one follows", why)
+                log.warning("The SuperNode ended: %s. Another one is started", reason)
                 self._end(signal.SIGKILL)
-                self._stopped.wait(PAUSE)
+                self._stopped.wait(RESTART_SECONDS)
 
     def _run(self) -> str:
-        """A SuperNode until it ends; why it did."""
+        """Run a SuperNode until it ends; returns the reason."""
         with self._log.open("ab") as out:
             begins = out.tell()
-            port = ["--host", "127.0.0.1", "--port", str(_free_port())]  # for its own helpers
+            port = ["--host", "127.0.0.1", "--port", str(free_port())]  # for its own processes
             own = {**environment(self._folder), "TMPDIR": str(self._folder)}
             self._process = subprocess.Popen(
                 [*self._command, *port], env=own, stdout=out, stderr=subprocess.STDOUT,
@@ -155,21 +143,20 @@ class SuperNode:
         with self._log.open("rb") as log_:
             log_.seek(max(begins, log_.seek(0, os.SEEK_END) - _TAIL))
             code = _CODE.search(log_.read().decode(errors="replace"))
-        if code is not None and code[1] in _REFUSED:
-            return _REFUSED[code[1]]
-        return f"status {status}, see {self._log}"
+        return _REFUSED.get(code[1] if code else "", f"status {status}, see {self._log}")
 
     def _end(self, number: signal.Signals) -> None:
-        """Its helpers are in its process group."""
+        """Signal its process group."""
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
 
 
 def check_files(certificate: str, key: str) -> None:
-    """Look at what the operator gave for TLS. Raises ConfigError where it is none.
+    """Check the operator's certificate and key; log if the certificate expires soon.
 
-    A certificate that expires soon is spoken of in the log.
+    Raises:
+        ConfigError: one is invalid.
     """
     if certificate and (warning := tls.check_root(Path(certificate))):
         log.warning("%s", warning)
@@ -179,7 +166,7 @@ def check_files(certificate: str, key: str) -> None:
         first = Path(key).read_text(encoding="ascii", errors="replace").partition("\n")[0]
     except OSError as error:
         raise ConfigError(f"{key}: {error.strerror}. Give the private key of this site") from None
-    if first.strip() != _KEY:
+    if first.strip() != _OPENSSH:
         raise ConfigError(
             f"{key}: not a private key of OpenSSH. Make one: ssh-keygen -t ecdsa -b 384 -N '' -f "
             "FILE"
@@ -187,7 +174,7 @@ def check_files(certificate: str, key: str) -> None:
 
 
 def _sandboxed_command(folder: Path, files: Sequence[Path], secrets: Sequence[Path]) -> list[str]:
-    """What stands before a command that gets nothing but its folder and these files."""
+    """The command prefix that allows a command its folder and these files only."""
     command = Path(program("flower-supernode"))
     prefix = command.parents[1]
     # A virtual environment has Flower's libraries beside its programs.
@@ -196,17 +183,10 @@ def _sandboxed_command(folder: Path, files: Sequence[Path], secrets: Sequence[Pa
         for opened in (path.resolve() for path in (*sandbox.readable(), *needed, folder)):
             if secret.is_relative_to(opened):
                 raise ConfigError(
-                    f"{secret} is in {opened}, which a SuperNode has to read. Put what belongs to "
-                    "the site elsewhere"
+                    f"{secret} is in {opened}, which a SuperNode has to read. Move the site's "
+                    "files elsewhere"
                 )
     reads = [part for path in (*needed, *files) for part in ("--read", str(path))]
-    # One that outlived its site would bring letters to the next one's door, beside its own.
-    how = ["--parent", str(os.getpid()), "--write", str(folder), *reads, "--"]
-    return [sys.executable, str(Path(sandbox.__file__)), *how]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    # A SuperNode that outlived its site would relay messages to the next one's socket.
+    own = ["--parent", str(os.getpid()), "--write", str(folder), *reads, "--"]
+    return [sys.executable, str(Path(sandbox.__file__)), *own]

@@ -1,7 +1,7 @@
-"""Files that are either whole or not there, whatever happens while they are written.
+"""Files that are either whole or absent, whatever happens while they are written.
 
 Data goes to a temporary name beside its target, is forced to the disk, and takes the target's
-name in one step; the folder is forced too, or the name could be lost with the power. Sources:
+name in one step; the folder is forced too, or a power cut could lose the name. Sources:
 POSIX rename(2) and fsync(2); Pillai et al., "All File Systems Are Not Created Equal" (2014).
 """
 
@@ -17,22 +17,28 @@ TEMPORARY = ".tmp-"  # names that begin so are leftovers of a killed write
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside, an error of the system becomes a RunFolderError that names the file."""
+    """Turn an OSError into a RunFolderError that names the file."""
     try:
         yield
     except OSError as error:
         raise RunFolderError(
-            f"{path}: cannot be written: {error.strerror or error}. Make room or mend the "
+            f"{path}: cannot be written: {error.strerror or error}. Free disk space or change the "
             "permissions, then start the command again (train: with --resume; before the first "
             "checkpoint with run.overwrite=true)"
         ) from error
 
 
+def write(path: Path, data: bytes | str) -> None:
+    """Write or replace a file in one step. Raises RunFolderError."""
+    with writing(path):
+        replace(path, data.encode() if isinstance(data, str) else data)
+
+
 def write_new(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
-    """Write a file that does not exist yet, readable by its owner alone, down to the disk.
+    """Write a new file that only its owner can read, and force it to the disk.
 
     Args:
-        data: all of it, or its pieces, of which each is asked for when the last is written.
+        data: all of it, or an iterable of its pieces.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
@@ -43,7 +49,7 @@ def write_new(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file, or put it in the place of an older one, in one step."""
+    """Write or replace a file in one step. Raises OSError."""
     temporary = path.with_name(TEMPORARY + path.name)
     temporary.unlink(missing_ok=True)
     try:

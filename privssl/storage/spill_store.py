@@ -1,13 +1,11 @@
-"""Where tensors that belong to single agents lie: in RAM, and beyond a limit in a file.
+"""Tensors of single agents: in RAM, and beyond a limit in a file without a name.
 
 What agents remember, and what a server holds of each of them (FedMatch's psi), grows with the
-number of agents and is needed only at the few that take part in a round. What the limit leaves
-no room for lies in a file without a name in the run folder. Nobody else can open it, and it goes
-with its process, however that ends: also by ``kill -9``. Its bits are those that were put there.
+number of agents and is needed only for those that take part in a round. The file lies in the run
+folder; nobody else can open it, and it vanishes with its process, even after ``kill -9``.
 
-A mapping that lies on the shelf never changes and keeps its room as long as anybody refers to
-it. So a round that is interrupted leaves what the round before had remembered, though agents may
-have put something new in its place already.
+A stored mapping never changes and keeps its slot as long as anybody refers to it. So an
+interrupted round leaves what the round before had stored, although agents may have stored more.
 """
 
 import dataclasses
@@ -26,7 +24,7 @@ from privssl.errors import RunFolderError
 from privssl.storage import atomic_files, tensor_files
 from privssl.storage.tensor_files import LazyTensors, TensorSlice
 
-PAGE = 4096  # rooms in the file are whole pages: a memory that has grown a little fits in again
+PAGE = 4096  # slots in the file are whole pages, so that a memory that has grown a little fits
 
 MemoryT = TypeVar("MemoryT")
 
@@ -38,63 +36,63 @@ class _InRam(dict[str, Tensor]):
 
 
 class _OnDisk(LazyTensors):
-    """Tensors by name in a room of the shelf's file."""
+    """Tensors by name in a slot of the file."""
 
     __slots__ = ()
 
 
 class _Lease(weakref.ref[Mapping[str, Tensor]]):
-    """A room and who lives in it. Its callback is a method of C: one of Python could swallow a
-    Ctrl-C that arrives in it."""
+    """A slot and its mapping. The callback must be a method of C: Python drops a Ctrl-C that
+    arrives in a callback written in Python."""
 
     __slots__ = ("at", "size")
 
-    at: int | None  # the room's first byte; None: it is in RAM
+    at: int | None  # the slot's first byte; None: it is in RAM
     size: int  # bytes
 
 
 class SpillStore:
-    """Puts mappings of tensors away, and gives back mappings of the same tensors."""
+    """Stores mappings of tensors, and returns mappings of the same tensors."""
 
     def __init__(self, folder: Path | None = None, limit: float = float("inf")) -> None:
-        """Nothing is on the shelf yet.
-
+        """
         Args:
-            folder: where the file is made, when one is needed; None: where the system has such.
-            limit: bytes that may lie in RAM, >= 0. Endless: there is never a file.
+            folder: where the file is made, when one is needed; None: the system's choice.
+            limit: bytes that may be in RAM, >= 0. Infinite: there is never a file.
         """
         self._folder, self._limit = folder, limit
         self._file: IO[bytes] | None = None
-        self._end = 0  # of the rooms in the file
-        self._free: dict[int, list[int]] = {}  # size of a room -> where there are such
+        self._end = 0  # of the slots in the file
+        self._free: dict[int, list[int]] = {}  # size of a slot -> where there are such
         self._in_ram = 0
-        self._lent: dict[int, _Lease] = {}  # they are nowhere else
+        self._leases: dict[int, _Lease] = {}  # the only references to them
         self._returned: deque[_Lease] = deque()
-        self._forms: dict[tuple[object, ...], Mapping[str, TensorSlice]] = {}
+        self._layouts: dict[tuple[object, ...], Mapping[str, TensorSlice]] = {}
 
     @property
     def in_ram(self) -> int:
-        """Bytes of tensors on the shelf that are in RAM."""
+        """Bytes of stored tensors in RAM."""
         self._release()
         return self._in_ram
 
     @property
     def on_disk(self) -> int:
-        """Bytes of the file, rooms that are free included."""
+        """Bytes of the file, free slots included."""
         return self._end
 
     def put(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The same tensors, on the shelf: those that were given, or their bits in the file.
+        """The same tensors, stored: those that were given, or their bits in the file.
 
         Raises:
-            RunFolderError: the disk is full or not writable. All that was put there before is as
-                it was.
+            RunFolderError: the file cannot be written. Everything stored before is unchanged.
         """
         if isinstance(tensors, _InRam | _OnDisk) or not tensors:
             return tensors
         self._release()
         given = tensors.lazy_tensors() if isinstance(tensors, LazyTensors) else tensors
-        places = self._share_storage(tensor_files.layout_of(given, given))
+        layout = tensor_files.layout_of(given, given)
+        # Agents are many and layouts few: equal ones are shared.
+        places = self._layouts.setdefault(tuple(layout.items()), layout)
         size = sum(place.size for place in places.values())
         if self._in_ram + size <= self._limit:
             kept = _InRam(tensors)
@@ -109,21 +107,17 @@ class SpillStore:
         except OSError as error:
             raise RunFolderError(
                 f"What agents remember takes more than run.memories_mb, and the rest cannot be "
-                f"written to {self._where()}: {error.strerror}. Make room there, or raise "
-                "run.memories_mb, then go on with --resume"
+                f"written to {self._where()}: {error.strerror}. Free disk space there, or raise "
+                "run.memories_mb, then continue with --resume"
             ) from error
         there = _OnDisk(self._read, places, at)
         self._acquire(there, at, size)
         return there
 
     def put_parts(self, state: MemoryT) -> MemoryT:
-        """A server's state, with what it holds of single agents on the shelf.
-
-        That is every mapping of tensors in a mapping in one of its fields: agent -> name ->
-        tensor.
-        """
-        known: dict[int, Mapping[str, Tensor]] = {}  # one that agents share is put there once
-        moved = {}
+        """A server's state whose parts of single agents (agent -> name -> tensor) are stored."""
+        known: dict[int, Mapping[str, Tensor]] = {}  # one that agents share is stored once
+        stored = {}
         for field, held in vars(state).items():
             if not isinstance(held, Mapping):
                 continue
@@ -132,31 +126,29 @@ class SpillStore:
                 if id(part) not in known:
                     known[id(part)] = self.put(part)
             if parts:
-                moved[field] = {**held, **{key: known[id(part)] for key, part in parts.items()}}
-        return dataclasses.replace(state, **moved) if moved else state  # type: ignore[type-var]
+                stored[field] = {**held, **{key: known[id(part)] for key, part in parts.items()}}
+        return dataclasses.replace(state, **stored) if stored else state  # type: ignore[type-var]
 
     def close(self) -> None:
-        """Give the file back; what lies in it is gone. May be called twice."""
+        """Delete the file. May be called twice."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
-    # Rooms ----------------------------------------------------------------------------------
-
     def _acquire(self, tenant: Mapping[str, Tensor], at: int | None, size: int) -> None:
-        lent = _Lease(tenant, self._returned.append)
-        lent.at, lent.size = at, size
-        self._lent[id(lent)] = lent
+        lease = _Lease(tenant, self._returned.append)
+        lease.at, lease.size = at, size
+        self._leases[id(lease)] = lease
 
     def _release(self) -> None:
-        """Free the rooms of mappings to which nobody refers any more."""
+        """Free the slots of mappings to which nobody refers any more."""
         while self._returned:
-            lent = self._returned.popleft()
-            del self._lent[id(lent)]
-            if lent.at is None:
-                self._in_ram -= lent.size
+            lease = self._returned.popleft()
+            del self._leases[id(lease)]
+            if lease.at is None:
+                self._in_ram -= lease.size
             else:
-                self._free.setdefault(lent.size, []).append(lent.at)
+                self._free.setdefault(lease.size, []).append(lease.at)
 
     def _room(self, size: int) -> int:
         if self._free.get(size):
@@ -164,16 +156,10 @@ class SpillStore:
         at, self._end = self._end, self._end + size
         return at
 
-    def _share_storage(self, places: dict[str, TensorSlice]) -> Mapping[str, TensorSlice]:
-        """One copy of like places: agents are many, the forms of what they remember few."""
-        return self._forms.setdefault(tuple(places.items()), places)
-
-    # The file -------------------------------------------------------------------------------
-
     def _write(self, data: memoryview, at: int) -> None:
         if self._file is None:
-            # Its name, where the system makes no file without, is one that run folders know.
-            self._file = tempfile.TemporaryFile(  # noqa: SIM115  (open as long as the shelf is)
+            # Where the system cannot make a file without a name, run folders know this one.
+            self._file = tempfile.TemporaryFile(  # noqa: SIM115  (open as long as the store)
                 dir=self._folder, prefix=atomic_files.TEMPORARY, buffering=0
             )
         while data:
@@ -182,7 +168,7 @@ class SpillStore:
 
     def _read(self, at: int, size: int) -> bytearray:
         if self._file is None:
-            raise ValueError("the shelf is closed")
+            raise ValueError("the store is closed")
         data = bytearray(size)
         rest = memoryview(data)
         try:
@@ -194,7 +180,7 @@ class SpillStore:
         except OSError as error:
             raise RunFolderError(
                 f"What agents remember cannot be read back from a file in {self._where()}: "
-                f"{error.strerror}. Look after that disk, then go on with --resume"
+                f"{error.strerror}. Check that disk, then continue with --resume"
             ) from error
         return data
 
@@ -203,7 +189,7 @@ class SpillStore:
 
 
 def _of_tensors(value: object) -> bool:
-    """Whether a value maps names to tensors, which none is read for."""
+    """Whether a value maps names to tensors. Reads none of them."""
     return isinstance(value, LazyTensors | _InRam) or (
         isinstance(value, Mapping) and all(isinstance(item, Tensor) for item in value.values())
     )

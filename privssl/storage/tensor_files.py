@@ -1,10 +1,9 @@
-"""Tensors in a file: written and read one at a time, so that no more than one is held twice.
+"""Safetensors files that are written and read one tensor at a time.
 
-``safetensors`` itself takes all tensors of a file at once and, with its bytes, holds them twice
-more. Here a file of the very same bytes is written from tensors of which each may lie elsewhere,
-also in another file, and is read as a mapping that holds names and places alone: a tensor is
-read anew each time it is asked for. The library still judges what is read: whether a header is
-one, and fits its file, is for ``safetensors`` to say.
+``safetensors`` takes all tensors of a file at once and holds their bytes twice more. Here the same
+bytes are written from tensors of which each may be in RAM or in another file, and a file is read
+as a mapping of names and places: a tensor is read each time it is accessed. The library still
+checks that a header is valid and fits its file.
 """
 
 import hashlib
@@ -34,10 +33,10 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 
 MAX_HEADER_BYTES = 100_000_000  # what safetensors opens
-_CHUNK = 2**20  # bytes that are read at once to be hashed
-_LARGEST, _MOST_SIZES = 2**48, 64  # numbers and sizes of a tensor, more than there will ever be
+_CHUNK = 2**20  # bytes that are hashed at once
+_LARGEST, _MOST_SIZES = 2**48, 64  # elements and dimensions of a tensor, beyond any real one
 
-#: Reads bytes of a file: (from where, how many) -> so many bytes. Raises OSError.
+#: (first byte, number of bytes) -> these bytes of a file. Raises OSError.
 Read = Callable[[int, int], bytearray]
 
 
@@ -56,12 +55,12 @@ class TensorSlice:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each read anew whenever it is asked for: nobody can write into them."""
+    """Tensors by name, each read anew at every access, so that nobody can write into them."""
 
     __slots__ = ("__weakref__", "_places", "_read", "_start")
 
     def __init__(self, read: Read, places: Mapping[str, TensorSlice], start: int = 0) -> None:
-        """``start`` is added to every place, so that many mappings can share their places."""
+        """``start`` is added to every place, so that mappings can share their places."""
         self._read, self._places, self._start = read, places, start
 
     def __getitem__(self, name: str) -> Tensor:
@@ -82,47 +81,42 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def lazy_tensors(self) -> dict[str, "LazyTensor"]:
         """Its tensors by name, none of them read."""
-        return {name: LazyTensor(self, name) for name in self._places}
+        return {
+            name: LazyTensor(self, name, place.dtype, place.shape)
+            for name, place in self._places.items()
+        }
 
     def within(self, name: str, places: Mapping[str, TensorSlice]) -> "LazyTensors":
-        """The tensors of which one of these is packed. They may share their places with others.
+        """The tensors that are packed in one of these. Mappings may share ``places``.
 
         Raises:
             KeyError: it is missing.
-            ValueError: it is no row of as many bytes as they take.
+            ValueError: it is not a row of as many bytes as they take.
         """
         packed = self._places[name]
         if packed.dtype != torch.uint8 or packed.size != sum(
             place.size for place in places.values()
         ):
-            raise ValueError(f"{name} is not what is said to lie in it")
+            raise ValueError(f"{name} does not contain these tensors")
         return LazyTensors(self._read, places, self._start + packed.at)
 
 
 class LazyTensor(NamedTuple):
-    """A tensor that lies in a file."""
+    """A tensor in a file, of the mapping ``where``."""
 
     where: LazyTensors
     name: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.where._places[self.name].dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.where._places[self.name].shape
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
     def read(self) -> Tensor:
-        """The tensor."""
         return self.where[self.name]
 
 
 class PackedTensors(NamedTuple):
-    """Tensors that a file lists as one row of bytes, in which they lie one behind the other.
+    """Tensors that a file lists as one row of bytes.
 
-    What single agents hold has the same names and shapes at all of them, and would fill the list
-    with these, once for each agent.
+    Otherwise the header would repeat the same names and shapes for each agent.
     """
 
     tensors: Mapping[str, Tensor | LazyTensor]
@@ -142,16 +136,16 @@ class PackedTensors(NamedTuple):
 
 
 def places_in(form: Mapping[str, Any]) -> dict[str, TensorSlice]:
-    """Where the tensors of a ``PackedTensors.form`` lie in it.
+    """The inverse of ``PackedTensors.form``.
 
     Raises:
-        LookupError, TypeError, ValueError: it is none.
+        LookupError, TypeError, ValueError: it is no such form.
     """
     found: dict[str, TensorSlice] = {}
     at = 0
     for name, (dtype, shape) in form.items():
         if len(shape) > _MOST_SIZES or not all(type(n) is int and n >= 0 for n in shape):
-            raise ValueError(f"{name} has no shape of a tensor")
+            raise ValueError(f"{name} does not have the shape of a tensor")
         if math.prod(max(n, 1) for n in shape) >= _LARGEST:
             raise ValueError(f"{name} is larger than any tensor")
         found[name] = place = TensorSlice(_DTYPES[dtype], tuple(shape), at)
@@ -161,8 +155,6 @@ def places_in(form: Mapping[str, Any]) -> dict[str, TensorSlice]:
 
 Item: TypeAlias = Tensor | LazyTensor | PackedTensors  # of a file
 
-# Writing ------------------------------------------------------------------------------------
-
 
 def save_weights(
     path: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any] | None = None
@@ -170,26 +162,26 @@ def save_weights(
     """Write a plain state dict, loadable by safetensors alone. Raises RunFolderError.
 
     Args:
-        about: what a user of the weights must know; in the file's metadata, as JSON.
+        about: what a user of the weights must know, for the file's metadata.
     """
-    # One key: safetensors writes several in an order of chance, and equal runs have equal files.
+    # One key: the order of several is random in safetensors, and equal runs have equal files.
     metadata = {"privssl": json.dumps(about)} if about else None
-    # it refuses tensors that share memory, and a state may hold one under two names
+    # safetensors refuses tensors that share memory; a state may have one under two names
     own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
     with atomic_files.writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_files.replace(path, safetensors.torch.save(own, metadata))
+    atomic_files.write(path, safetensors.torch.save(own, metadata))
 
 
 def bytes_of(tensor: Tensor | LazyTensor) -> memoryview:
-    """The bytes of a tensor, in the order of its elements whatever its strides are."""
+    """The bytes of a tensor, in the order of its elements."""
     read = tensor.read() if isinstance(tensor, LazyTensor) else tensor.detach().cpu()
     flat = read.contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")
 
 
 def layout_of(tensors: Mapping[str, Item], names: Iterable[str]) -> dict[str, TensorSlice]:
-    """Where each tensor is to begin, when they lie one behind the other in the order of names."""
+    """Places of tensors that follow each other in the order of names."""
     found: dict[str, TensorSlice] = {}
     at = 0
     for name in names:
@@ -199,14 +191,14 @@ def layout_of(tensors: Mapping[str, Item], names: Iterable[str]) -> dict[str, Te
 
 
 def check_types(tensors: Mapping[str, Item]) -> None:
-    """Raise TypeError where a tensor is of a type that no message could carry."""
+    """Raise TypeError if a tensor has a type that no message can have."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
             raise TypeError(f"{name} is a tensor of {tensor.dtype}")
 
 
 def too_many(entries: int) -> str:
-    """The message where a file could not list so many."""
+    """The error message for more entries than a file can list."""
     return (
         f"A checkpoint cannot list {entries} entries: one for every tensor of the server, and one "
         "for every agent that remembers something. Have fewer agents, or fewer layers"
@@ -216,14 +208,11 @@ def too_many(entries: int) -> str:
 def header_of(
     tensors: Mapping[str, Item], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[str]]:
-    """The first bytes of a safetensors file, and the order in which the tensors follow them.
-
-    Args:
-        told: texts by name, the file's metadata.
+    """The first bytes of a safetensors file, and the order of the tensors after them.
 
     Raises:
         TypeError: see ``check_types``.
-        RunFolderError: there are more of them than safetensors would read again.
+        RunFolderError: there are more than safetensors can read again.
     """
     check_types(tensors)
     order = sorted(tensors, key=lambda name: (-_RANKS[tensors[name].dtype], name))
@@ -244,9 +233,9 @@ def header_of(
 def pieces_of(
     tensors: Mapping[str, Item], metadata: Mapping[str, str] | None = None
 ) -> Iterator[memoryview]:
-    """The bytes of a safetensors file, piece by piece: tensors that lie in order are not copied.
+    """The bytes of a safetensors file in pieces; contiguous tensors are not copied.
 
-    Args and errors: see ``header_of``.
+    Raises: see ``header_of``.
     """
     header, order = header_of(tensors, metadata)
     yield memoryview(header)
@@ -257,7 +246,7 @@ def pieces_of(
 
 
 def write_new_tensors(path: Path, tensors: Mapping[str, Item]) -> tuple[int, str]:
-    """Write a safetensors file that does not exist yet, down to the disk; its size and SHA-256.
+    """Write a new safetensors file and force it to the disk; returns its size and SHA-256.
 
     Raises:
         OSError: it cannot be written.
@@ -276,11 +265,8 @@ def write_new_tensors(path: Path, tensors: Mapping[str, Item]) -> tuple[int, str
     return size, digest.hexdigest()
 
 
-# Reading ------------------------------------------------------------------------------------
-
-
 def part_of(path: Path, at: int, size: int) -> bytearray:
-    """``size`` bytes of a file. Raises OSError, also when it has no so many."""
+    """``size`` bytes of a file. Raises OSError, also if the file ends before them."""
     data = bytearray(size)
     with path.open("rb") as file:
         file.seek(at)
@@ -290,7 +276,7 @@ def part_of(path: Path, at: int, size: int) -> bytearray:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a whole file, as hex digits. Raises OSError."""
+    """The SHA-256 of a file, as hex digits. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_CHUNK):
@@ -299,13 +285,13 @@ def sha256_of(path: Path) -> str:
 
 
 def open_lazily(path: Path) -> LazyTensors:
-    """The tensors of a safetensors file, unread. It must stay in place while they are asked for.
+    """The tensors of a safetensors file, unread. The file must stay while they are accessed.
 
     Raises:
         OSError: it cannot be read.
         SafetensorError: it is no safetensors file, or has tensors of an unusual type.
     """
-    with safe_open(path, framework="np"):  # judges the header against the size of the file
+    with safe_open(path, framework="np"):  # checks the header against the size of the file
         size = int.from_bytes(part_of(path, 0, 8), "little")
         header = json.loads(part_of(path, 8, size))
     header.pop("__metadata__", None)

@@ -1,8 +1,5 @@
-"""Many tensors to a device and back, as one.
-
-The networks of this package are a dozen small tensors each, their optimisers' moments three dozen.
-A GPU takes as long to copy one of them as all, and for each that comes back the program waits.
-"""
+"""Copy many tensors to a device and back at once. The networks here are a dozen small tensors each;
+a GPU takes as long for one as for all."""
 
 from collections.abc import Mapping
 
@@ -11,10 +8,10 @@ from torch import Tensor
 
 
 def move_to(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The tensors on a device, each with its numbers, type and strides, without their graphs.
+    """The tensors on a device, detached, with their numbers, types and strides.
 
-    Those that are there already keep their memory. Those that arrive have memory of their own on
-    the CPU, and share it with each other on other devices.
+    Tensors that are there already keep their memory. Copies share memory with each other, except on
+    the CPU.
     """
     arrived = {name: tensor.detach() for name, tensor in tensors.items()}
     for (_, place), names in _by_kind(tensors).items():
@@ -43,7 +40,7 @@ def put(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 
 def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Plain CPU tensors, each with memory of its own and the strides that it had."""
+    """CPU copies, each with memory of its own and the strides that it had."""
     here = move_to(tensors, torch.device("cpu"))
     return {
         name: one.clone() if tensors[name].device.type == "cpu" else one
@@ -59,6 +56,6 @@ def _by_kind(tensors: Mapping[str, Tensor]) -> dict[tuple[torch.dtype, torch.dev
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy, whose numbers lie side by side in memory, in whatever order."""
+    """The tensor, or a copy, without gaps in memory."""
     whole = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
     return tensor if whole else tensor.contiguous()

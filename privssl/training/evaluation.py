@@ -1,8 +1,5 @@
-"""Measuring: accuracy on held-out rows, and how good the pseudo-labels are.
-
-The true labels of unlabelled rows live here and nowhere else. Steps can tell the meter what
-they guessed; nothing tells a step what was true.
-"""
+"""Accuracy on held-out rows, and quality of pseudo-labels. Only this module holds true labels of
+unlabelled rows: steps report their pseudo-labels to the meter and get nothing back."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,9 +10,7 @@ from torch import Tensor, nn
 from privssl.core.messages import StateDict
 from privssl.training.local_training import load_weights, network_input
 
-# Rows of one forward pass. What a pass of a few hundred writes stays in the caches; memory that is
-# asked for in larger pieces comes from the system anew every time.
-CHUNK = 256
+CHUNK = 256  # rows of one forward pass: their activations stay in the caches
 
 
 @torch.no_grad()
@@ -43,11 +38,8 @@ def accuracy(
 
 
 class Evaluator:
-    """Accuracies of classifiers on held-out rows.
-
-    It remembers the classifiers that it saw last, by identity: a state is never written to, so a
-    phase that trains something else costs no evaluation.
-    """
+    """Accuracies of classifiers on held-out rows. Unchanged classifiers (the same object) are
+    evaluated once: a state is never written to."""
 
     def __init__(
         self,
@@ -80,14 +72,14 @@ class Evaluator:
 class HiddenLabelMeter:
     """True labels of all training rows, by row id. Feeds metrics only."""
 
-    true_labels: Tensor  # (N,), below 0 where nobody knows
+    true_labels: Tensor  # (N,), below 0 where unknown
     _seen: int = field(default=0, init=False)
     _kept: int = field(default=0, init=False)
     _known: int = field(default=0, init=False)  # of those kept
     _right: int = field(default=0, init=False)
 
     def observe(self, ids: Tensor, labels: Tensor, kept: Tensor) -> None:
-        """Count guesses: ids (B,), guessed classes (B,), which were used for training (B,)."""
+        """Count pseudo-labels: ids (B,), classes (B,), which were used for training (B,)."""
         self._seen += len(ids)
         self._kept += int(kept.sum())
         true = self.true_labels[ids[kept]]
@@ -95,10 +87,8 @@ class HiddenLabelMeter:
         self._right += int((true == labels[kept]).sum())
 
     def report(self) -> dict[str, float]:
-        """Coverage and accuracy of the guesses since the last report; empty when none came.
-
-        Accuracy is of the guesses whose truth is known; absent where there is none.
-        """
+        """Coverage, and accuracy where the truth is known, of the pseudo-labels since the last
+        report; empty if there were none."""
         seen, kept, known, right = self._seen, self._kept, self._known, self._right
         self._seen = self._kept = self._known = self._right = 0
         if not seen:

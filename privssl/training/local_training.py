@@ -1,8 +1,5 @@
-"""Local training at an agent, as far as every algorithm does the same.
-
-Which rows make the batches, a step down a loss, an Adam whose moments stay with the agent between
-visits, and the moving average that a server keeps. What is minimised is the algorithm's business.
-"""
+"""Local training shared by all algorithms: batches, optimiser steps, Adam's moments between steps
+of an agent, and moving averages."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,21 +16,20 @@ from privssl.runtime import randomness
 from privssl.training import device_transfer, optim
 from privssl.training.batched import deferred
 
-#: Numbers of the rows whose views are made in one go: 512 rows of 3x32x32, 2,006 of 1x28x28. Fewer
-#: bear what each go costs, more leave the caches.
+#: Elements of the rows whose views are made at once: 512 rows of 3x32x32. Fewer pay the cost of a
+#: call more often, more leave the caches.
 SEEN_AT_ONCE = 3 * 2**19
 
 
 def network_input(x: Tensor, device: torch.device | str = "cpu") -> Tensor:
-    """Rows as stored to rows as networks take them, by a public constant.
+    """Stored rows as networks take them, scaled by a public constant.
 
     Args:
         x: (B, channels, height, width), uint8 in 0..255 or float32 in [0, 1].
 
     Returns:
-        float32 in [-1, 1] on the device, channels last in memory (faster convolutions), to the
-        stride of a single channel: by that a convolution chooses in which order it adds, and it
-        differs between rows read from files and rows that were copied.
+        float32 in [-1, 1] on the device, channels last in memory. Strides are fixed even for a
+        single channel, because a convolution's order of summation depends on them.
     """
     x = x.to(device)
     scaled = x.float() / 127.5 - 1 if x.dtype == torch.uint8 else 2 * x - 1
@@ -43,37 +39,34 @@ def network_input(x: Tensor, device: torch.device | str = "cpu") -> Tensor:
 
 
 def draw_rows(held: int, count: int, rng: torch.Generator) -> Tensor:
-    """Row numbers for one visit (count,): every row once before any row twice.
+    """Row numbers for one local step (count,): every row once before any row twice.
 
     Args:
         held: rows that the agent has, >= 1.
-        count: rows that the visit uses, steps times batch size.
+        count: rows to use, optimiser steps times batch size.
     """
     passes = -(-count // held)
     return torch.cat([torch.randperm(held, generator=rng) for _ in range(passes)])[:count]
 
 
 def epoch_batches(held: int, size: int, rng: torch.Generator) -> Iterator[Tensor]:
-    """Row numbers of one epoch, shuffled, in batches of ``size``; a short last one is kept.
-
-    Args:
-        held: rows that the agent has, >= 0; none give no batch.
-    """
+    """Row numbers of one epoch, shuffled, in batches of ``size``; a short last one is kept, and
+    ``held`` = 0 rows give no batch."""
     return iter(torch.split(torch.randperm(held, generator=rng), size)) if held else iter(())
 
 
 def in_blocks(
     batches: Iterable[Tensor], seen: Callable[[Tensor], Tensor], at_once: int = 512
 ) -> Iterator[Tensor]:
-    """Views of batches, one after the other, made for many batches in one go.
+    """Views of batches, one after the other, made for many batches at once.
 
-    RandAugment is a few hundred small operations whatever the number of rows: batch by batch it
-    took a quarter of FedSEAL's local training.
+    RandAugment's cost is per call, not per row: batch by batch it took a quarter of FedSEAL's
+    training.
 
     Args:
         batches: row numbers, each (B,); B may be 0.
-        seen: row numbers (N,) -> views (N, ...). Called for whole batches, of ``at_once`` rows
-            together or little more.
+        seen: row numbers (N,) -> views (N, ...). Called for whole batches, of about ``at_once``
+            rows.
     """
     waiting: list[Tensor] = []
     for batch in batches:
@@ -95,7 +88,7 @@ def views_of(
 
     Args:
         batches: row numbers, each (B,); B may be 0.
-        view: rows as networks take them (n, *shape) -> what is seen of them (n, ...).
+        view: network inputs (n, *shape) -> views (n, ...).
     """
     return in_blocks(
         batches, lambda rows: view(network_input(stored[rows], device)), rows_per_pass(stored)
@@ -103,7 +96,7 @@ def views_of(
 
 
 def rows_per_pass(stored: Tensor) -> int:
-    """Of how many of the rows (N, *shape) views are made in one go, >= 1."""
+    """How many of the rows (N, *shape) to make views of at once, >= 1."""
     return max(1, SEEN_AT_ONCE // math.prod(stored.shape[1:]))
 
 
@@ -138,14 +131,14 @@ def minimise(
     *,
     clip_norm: float | None = None,
 ) -> Tensor:
-    """One step of an optimiser, or of several, down a scalar loss; the loss without its graph.
+    """One step of one or several optimisers down a scalar loss; returns the loss, detached.
 
-    Gradients are those by the optimisers' own parameters; one that the loss does not reach stays
-    put. All training goes through here, so that an engine can take a step of several agents as one
-    (``together.ask``).
+    Only the optimisers' parameters get gradients; one that the loss does not reach stays. All
+    training goes through here, so that an engine can batch several agents' steps
+    (``deferred.submit``).
 
     Args:
-        clip_norm: longest norm of the gradient of all parameters together; None: any.
+        clip_norm: largest norm of the joint gradient; None: unlimited.
     """
     several = (optimiser,) if isinstance(optimiser, torch.optim.Optimizer) else tuple(optimiser)
     deferred.submit(OptimizerStep(several, loss, clip_norm))
@@ -154,7 +147,7 @@ def minimise(
 
 @dataclass(frozen=True)
 class AdamGroup:
-    """One network and how it is stepped: an agent keeps its moments from visit to visit."""
+    """One network under Adam, whose moments an agent keeps between its steps."""
 
     network: nn.Module
     learning_rate: float
@@ -163,7 +156,7 @@ class AdamGroup:
 
 @dataclass(frozen=True)
 class SGDGroup:
-    """One network and how it is stepped: nothing is kept, momentum starts anew at every visit."""
+    """One network under SGD; momentum starts at zero in every local step."""
 
     network: nn.Module
     learning_rate: float
@@ -171,15 +164,12 @@ class SGDGroup:
 
 
 Group = AdamGroup | SGDGroup
-ADAM = ("step", "exp_avg", "exp_avg_sq")  # what Adam remembers of a parameter
+ADAM = ("step", "exp_avg", "exp_avg_sq")  # Adam's state of a parameter
 
 
 class LocalOptimiser:
-    """Adam or SGD for each of several networks, with what an agent remembers of it.
-
-    That agents keep Adam's moments is a cross-silo assumption (few agents, all taking part in
-    every round); with sampled agents moments are merely older.
-    """
+    """Adam or SGD for each of several networks, with the state that an agent keeps. Keeping Adam's
+    moments assumes cross-silo training; with sampled agents they are merely older."""
 
     def __init__(self, groups: Mapping[str, Group], memory: Memory, prefix: str) -> None:
         """``prefix`` separates this optimiser's memory from others of the same agent."""
@@ -215,8 +205,7 @@ class LocalOptimiser:
         own: dict[str, Tensor] = {}
         for key, parameter in self._kept.items():
             if f"{key}#step" in memory:
-                # The fused kernel walks through memory and asks nobody for strides: moments must
-                # lie as the parameter lies, and a checkpoint brings them back in plain order.
+                # The fused kernel ignores strides, so moments must have the parameter's.
                 step = torch.empty_like(memory[f"{key}#step"], device=parameter.device)
                 moments = (torch.empty_like(parameter, requires_grad=False) for _ in range(2))
                 adam.state[parameter] = dict(zip(ADAM, (step, *moments), strict=True))
@@ -224,11 +213,11 @@ class LocalOptimiser:
         device_transfer.put(own, {name: memory[name] for name in own})
 
     def minimise(self, loss: Tensor) -> None:
-        """One step on a scalar loss. A parameter that the loss does not reach stays put."""
+        """One step on a scalar loss. A parameter that the loss does not reach stays."""
         minimise(self._optimisers, loss)
 
     def remember(self) -> dict[str, Tensor]:
-        """Adam's moments, to be merged into the agent's memory."""
+        """Adam's moments, for the agent's memory."""
         moments = {
             f"{key}#{slot}": value
             for key, parameter in self._kept.items()
@@ -238,10 +227,8 @@ class LocalOptimiser:
 
 
 def moving_average(kept: StateDict, new: StateDict, decay: float) -> StateDict:
-    """decay * kept + (1 - decay) * new, tensor by tensor (mean teacher, Tarvainen 2017).
-
-    Whole numbers (batch norm counts its batches) have no share in between: the new one is taken.
-    """
+    """decay * kept + (1 - decay) * new, tensor by tensor (mean teacher, Tarvainen 2017). Of integer
+    tensors (batch norm's counts) the new one is taken."""
     return {
         key: torch.lerp(value, kept[key], decay) if value.is_floating_point() else value
         for key, value in new.items()
@@ -251,10 +238,10 @@ def moving_average(kept: StateDict, new: StateDict, decay: float) -> StateDict:
 def load_weights(
     network: nn.Module, weights: StateDict, device: torch.device | None = None
 ) -> nn.Module:
-    """Put weights into a network, by copying, and set it to training mode.
+    """Copy weights into a network and set it to training mode.
 
     Args:
-        device: where it then is; None: where it was.
+        device: to move the network to; None: where it is.
     """
     own = network.state_dict()
     if device is not None and any(tensor.device != device for tensor in own.values()):
@@ -266,17 +253,14 @@ def load_weights(
 
 
 def fresh_weights(build: Callable[[], nn.Module], rng: torch.Generator) -> dict[str, Tensor]:
-    """Initial weights drawn with a generator, by every layer's own rule.
-
-    A network is built for it: resetting a built one would leave a spectral norm's weight and
-    vectors as they were.
-    """
+    """Initial weights drawn with a generator. A network is built for it, since resetting one would
+    keep a spectral norm's vectors."""
     with randomness.seeded(rng):
         return weights_of(build())
 
 
 def weights_of(network: nn.Module) -> dict[str, Tensor]:
-    """A network's state dict as plain CPU tensors of their own."""
+    """A copy of a network's state dict, on the CPU."""
     return device_transfer.copy_tensors(network.state_dict())
 
 
@@ -285,7 +269,8 @@ _copied_at_once: ContextVar[bool] = ContextVar("copied_at_once", default=False)
 
 @contextmanager
 def copy_once() -> Iterator[None]:
-    """Inside, on this thread, whoever calls a step copies what it returns before anything else."""
+    """Let :func:`to_send` share memory on this thread: the caller of the step copies its reply
+    first."""
     before = _copied_at_once.set(True)
     try:
         yield
@@ -294,10 +279,8 @@ def copy_once() -> Iterator[None]:
 
 
 def to_send(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A network's tensors as plain CPU tensors, for the reply of a step and for nothing else.
-
-    They have memory of their own, but for an engine that says ``copy_once``.
-    """
+    """A network's tensors on the CPU, for the reply of a step only; copied, except under
+    ``copy_once``."""
     if _copied_at_once.get():
         return device_transfer.move_to(tensors, torch.device("cpu"))
     return device_transfer.copy_tensors(tensors)
@@ -326,5 +309,5 @@ def fit(
 
 
 def mean_of(values: list[Tensor]) -> float:
-    """Mean of scalar tensors; 0.0 of none. One synchronisation, at the end of a visit."""
+    """Mean of scalar tensors, 0.0 of none; synchronises the device once."""
     return float(torch.stack(values).mean()) if values else 0.0

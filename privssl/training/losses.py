@@ -7,20 +7,12 @@ from torch.nn.functional import cross_entropy
 
 
 def soft_cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
-    """-sum_c p_c log softmax(logits)_c. Fan et al., Eq. 4 and 5.
-
-    Args:
-        logits: (B, C).
-        p: target distributions (B, C).
-
-    Returns:
-        (B,).
-    """
+    """-sum_c p_c log softmax(logits)_c of logits and targets (B, C): (B,). Fan et al., Eq. 4, 5."""
     return -(p * logits.log_softmax(dim=1)).sum(dim=1)
 
 
 def soft_label_loss(fields: Mapping[str, Tensor], *, F: Callable[..., Tensor]) -> Tensor:
-    """Its mean over rows ``x`` that a classifier sees, with targets ``p``; for ``compute``."""
+    """Its mean over rows ``x`` with targets ``p``, for ``deferred.batched_call``."""
     return soft_cross_entropy(F(fields["x"]), fields["p"]).mean()
 
 

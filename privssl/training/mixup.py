@@ -5,13 +5,9 @@ from torch import Tensor
 
 
 def sample_mix(rows: int, alpha: float, rng: torch.Generator) -> Tensor:
-    """Blending factors lambda ~ Beta(alpha, alpha), (rows,) in [0, 1].
-
-    Args:
-        alpha: > 0; below 1 most draws are near 0 or 1.
-    """
-    # Two gamma draws make a beta; torch's Beta takes no generator, its gamma sampler does.
-    # float64: with a small alpha both would often underflow in float32, and lambda be 1/2.
+    """Blending factors lambda ~ Beta(alpha, alpha), (rows,) in [0, 1]; alpha > 0, below 1 most are
+    near 0 or 1."""
+    # torch's Beta takes no generator. float64: with a small alpha, float32 would often underflow.
     shapes = torch.full((2, rows), alpha, dtype=torch.float64)
     gammas = torch._standard_gamma(shapes, generator=rng)
     first, second = gammas.clamp_min(torch.finfo(torch.float64).tiny)
@@ -20,12 +16,7 @@ def sample_mix(rows: int, alpha: float, rng: torch.Generator) -> Tensor:
 
 
 def mix(lam: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """lam * first + (1 - lam) * second, row by row. Eq. 3, for rows and for labels alike.
-
-    Args:
-        lam: (B,) in [0, 1].
-        first, second: (B, ...).
-    """
+    """lam * first + (1 - lam) * second, row by row, of lam (B,) and tensors (B, ...). Eq. 3."""
     lam = lam.view(-1, *[1] * (first.dim() - 1))
     return lam * first + (1 - lam) * second
 
@@ -37,9 +28,6 @@ def local_mixup(x: Tensor, p: Tensor, alpha: float, rng: torch.Generator) -> tup
         x: rows (B, *shape).
         p: label distributions (B, C).
         alpha: of the Beta distribution, > 0.
-
-    Returns:
-        Mixed rows (B, *shape) and labels (B, C).
     """
     lam = sample_mix(len(x), alpha, rng).to(x.device)
     partner = torch.randperm(len(x), generator=rng).to(x.device)

@@ -1,10 +1,8 @@
-"""torch's SGD and Adam, without torch's compiler and profiler.
+"""torch's SGD and Adam without torch.compile's and the profiler's wrappers.
 
-The first step of any optimiser of torch imports torch.compile's machinery, to tell a compiler that
-nobody uses here not to look: more than a second, and a hundred megabytes in each worker process.
-And every step opens and closes a record for a profiler, which takes longer than many a small
-tensor's arithmetic. These are the same classes with the functions that those wrappers wrap; every
-bit is the same. Hooks (``register_step_pre_hook``) are not called.
+The first step of torch's own imports torch.compile, more than a second and 100 MB in each worker,
+and every step opens a profiler record, which takes longer than a small tensor's arithmetic. Bits
+are the same. Hooks (``register_step_pre_hook``) are not called.
 """
 
 from collections.abc import Iterable
@@ -16,8 +14,8 @@ from torch import Tensor
 
 
 class SGD(torch.optim.SGD):
-    """``torch.optim.SGD``, which hands all parameters to torch at once: the same arithmetic, up to
-    half of a step's time where they are small. It may write into gradients."""
+    """``torch.optim.SGD`` with ``foreach``: up to half the time for small parameters. It may write
+    into gradients."""
 
     def __init__(self, parameters: Iterable[Tensor], **settings: Any) -> None:
         super().__init__(parameters, foreach=True, **settings)
@@ -25,7 +23,7 @@ class SGD(torch.optim.SGD):
     add_param_group = unwrap(torch.optim.SGD.add_param_group)
     zero_grad = unwrap(torch.optim.SGD.zero_grad)
     step = torch.no_grad()(unwrap(torch.optim.SGD.step))
-    step.hooked = True  # torch wraps a step that does not say so
+    step.hooked = True  # else torch wraps the step
 
 
 class Adam(torch.optim.Adam):

@@ -7,10 +7,7 @@ from torch import Tensor
 
 
 def sharpen(probs: Tensor, sharpness: float) -> Tensor:
-    """Make a distribution more decided. Fan et al., Eq. 2, where sharpness is Z > 1.
-
-    Args:
-        probs: (B, C), rows sum to 1.
+    """Sharpen distributions (B, C). Fan et al., Eq. 2, where sharpness is Z > 1.
 
     >>> sharpen(torch.tensor([[0.8, 0.2]]), 2.0)
     tensor([[0.9412, 0.0588]])
@@ -30,16 +27,14 @@ def guess_labels(
     rng: torch.Generator,
     chunk: int = 512,
 ) -> Tensor:
-    """Pseudo-labels: the mean prediction over augmented views, sharpened. Fan et al., 3.3, Eq. 2.
+    """Pseudo-labels (N, C): mean prediction over augmented views, sharpened. Fan et al., 3.3, Eq.
+    2.
 
     Args:
         classify: (B, *shape) -> (B, C) logits.
         x: rows (N, *shape) in [-1, 1].
         views: K of the paper, >= 1.
         chunk: rows per forward pass.
-
-    Returns:
-        (N, C), rows sum to 1.
     """
     guesses = []
     for part in torch.split(x, chunk):

@@ -25,9 +25,10 @@ from accounting import verify
 from accounting.accountants import (
     _least_that_fits,
     calibrate_noise,
+    cost_of,
     epsilon,
     gaussian_epsilon,
-    max_steps,
+    max_repeats,
     prv_epsilon,
     rdp_epsilon,
 )
@@ -41,7 +42,6 @@ from accounting.events import (
     PureDpEvent,
     event_from_json,
     event_to_json,
-    same_batch_noise,
 )
 
 GOLDEN = Path(__file__).parents[3] / "shared/golden/epsilon.csv"
@@ -290,15 +290,6 @@ def test_a_pure_release_beside_gaussians_costs_at_most_its_epsilon() -> None:
     assert alone < epsilon([gaussian, PureDpEvent(1.0, 1)], 1e-5) <= alone + 1.0 + 1e-12
 
 
-def test_blocks_of_one_batch_are_one_sampled_event_not_several() -> None:
-    # Three blocks with sigma 6.928 from one batch are sigma 6.928 / sqrt(3) = 4.
-    assert same_batch_noise([4 * math.sqrt(3)] * 3) == pytest.approx(4.0)
-    assert same_batch_noise([3.0, 4.0]) == pytest.approx(1 / math.sqrt(1 / 9 + 1 / 16))
-    one_batch = epsilon([PoissonSampledGaussianEvent(1.0, 0.02, 100)], 1e-5)
-    fresh = epsilon([PoissonSampledGaussianEvent(math.sqrt(3), 0.02, 300)], 1e-5)
-    assert one_batch > 1.1 * fresh  # at a low rate the two must not be confused
-
-
 @pytest.mark.parametrize(
     "sigma", [0, 0.0, -1.0, math.nan, math.inf, 1e-9, 0.19, 1e7, "1e-3", True, None, 10**400]
 )
@@ -480,8 +471,9 @@ def test_a_budget_that_no_noise_can_keep_is_refused_with_advice() -> None:
 
 @given(budget=st.floats(0.01, 30.0), rate=st.sampled_from([0.02, 0.4, 1.0]))
 @settings(deadline=None)
-def test_max_steps_is_the_last_count_that_fits(budget: float, rate: float) -> None:
-    steps = max_steps(epsilon=budget, delta=1e-5, sample_rate=rate, noise_multiplier=2.5)
+def test_max_repeats_is_the_last_count_that_fits(budget: float, rate: float) -> None:
+    once = cost_of([PoissonSampledGaussianEvent(2.5, rate, 1)])
+    steps = max_repeats(once, budget=budget, delta=1e-5)
 
     def cost(count: int) -> float:
         return epsilon([PoissonSampledGaussianEvent(2.5, rate, count)] if count else [], 1e-5)
@@ -490,9 +482,10 @@ def test_max_steps_is_the_last_count_that_fits(budget: float, rate: float) -> No
 
 
 def test_a_budget_of_zero_pays_for_no_step() -> None:
-    assert max_steps(epsilon=0.0, delta=0.9, sample_rate=1.0, noise_multiplier=1000.0) == 0
+    once = cost_of([PoissonSampledGaussianEvent(1000.0, 1.0, 1)])
+    assert max_repeats(once, budget=0.0, delta=0.9) == 0
     with pytest.raises(PlanError, match="epsilon"):
-        max_steps(epsilon=math.nan, delta=1e-5, sample_rate=1.0, noise_multiplier=4.0)
+        max_repeats(once, budget=math.nan, delta=1e-5)
 
 
 @needs_library
@@ -544,7 +537,7 @@ def test_the_bracket_of_pure_releases_is_randomized_response() -> None:
 
 @needs_library
 def test_a_delta_too_small_for_numeric_composition_is_an_error_not_infinity() -> None:
-    with pytest.raises(PlanError, match="Use the RDP value"):
+    with pytest.raises(PlanError, match="Use RDP"):
         verify.pld_bracket([PoissonSampledGaussianEvent(4.0, 1.0, 10)], 1e-15)
     with pytest.raises(PlanError, match="unprotected"):
         verify.pld_bracket([NonPrivateEvent("F")], 1e-5)

@@ -92,12 +92,9 @@ def test_it_pays_for_exactly_the_visits_that_fit_and_refuses_the_next(account: A
     # T visits of 5 steps at sigma 8 cost the closed form at 5 T steps.
     fitting = max(t for t in range(1, 50) if epsilon([replace(VISIT, steps=5 * t)], 1e-5) <= 4.0)
     for number in range(fitting):
-        assert account.can_afford(VISIT)
-        assert account.visits_left() == fitting - number
         visit(account, number)
     assert account.spent() == pytest.approx(epsilon([replace(VISIT, steps=5 * fitting)], 1e-5))
     assert account.spent() <= 4.0
-    assert not account.can_afford(VISIT)
     before = account.seq, account.head
     with pytest.raises(
         BudgetExhausted, match=r"s0 has spent epsilon 3\.\d+ of 4.*Nothing was read"
@@ -138,7 +135,6 @@ def test_a_budget_of_zero_reads_no_row(path: Path) -> None:
     # At this delta epsilon of one step with noise 1000 rounds to 0, and is still not paid for.
     tiny = PoissonSampledGaussianEvent(1000.0, 1.0, 1)
     assert epsilon([tiny], 0.02) == 0
-    assert not account.can_afford(tiny)
     with pytest.raises(BudgetExhausted):
         visit(account, 0, tiny)
     account.close()
@@ -151,17 +147,11 @@ def test_a_budget_of_zero_reads_no_row(path: Path) -> None:
         PoissonSampledGaussianEvent(7.9, 1.0, 5),  # less noise
         NonPrivateEvent("F without noise"),
         ComposedEvent((VISIT, PureDpEvent(0.001, 1))),
-        "not an event",
-        None,
     ],
 )
-def test_what_costs_more_than_a_planned_visit_or_cannot_be_computed_is_not_afforded(
-    account: Account, event: Any
-) -> None:
-    assert account.can_afford(event) is False
-    if isinstance(event, PoissonSampledGaussianEvent | NonPrivateEvent | ComposedEvent):
-        with pytest.raises(LedgerError, match="costs more than the plan says"):
-            visit(account, 0, event)
+def test_what_costs_more_than_a_planned_visit_is_not_paid_for(account: Account, event: Any) -> None:
+    with pytest.raises(LedgerError, match="costs more than the plan says"):
+        visit(account, 0, event)
     assert account.visits() == 0
 
 
@@ -312,7 +302,7 @@ def test_starting_refuses_an_existing_journal_and_resuming_needs_one(path: Path)
     with pytest.raises(LedgerError, match="missing"):
         reopened(path)
     Account.open(path, plan(), resume=False).close()
-    with pytest.raises(LedgerError, match="must not be forgotten"):
+    with pytest.raises(LedgerError, match="its charges still count"):
         Account.open(path, plan(), resume=False)
 
 
@@ -622,9 +612,9 @@ CHILD = """
     from pathlib import Path
     from accounting.budget import Budget
     from accounting.errors import LedgerError
-    from accounting.events import SampledGaussian
+    from accounting.events import PoissonSampledGaussianEvent
     from accounting.ledger import Account, AccountPlan
-    event = SampledGaussian(noise_multiplier=8.0, sample_rate=1.0, steps=5)
+    event = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
     plan = AccountPlan(agent="s0", budget=Budget(4.0, 1e-5), scope="sound", update=("F", "G"),
                        protect=("F", "G"), event=event, n_public=34)
     path, resume = Path(sys.argv[1]), sys.argv[2] == "resume"

@@ -86,7 +86,7 @@ def test_a_process_that_wakes_twice_from_one_picture_draws_other_words() -> None
 
 
 def test_more_words_than_are_made_at_once_are_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secure_random, "_AT_ONCE", 24)
+    monkeypatch.setattr(secure_random, "_MAX_BYTES", 24)
     words = random_uint64(100)
     assert len(words) == len(np.unique(words)) == 100
 
@@ -94,7 +94,7 @@ def test_more_words_than_are_made_at_once_are_all_others(monkeypatch: pytest.Mon
 def test_a_library_that_takes_no_notice_of_seeds_is_not_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(secure_random, "_SEEDED_ANEW", False)  # as with LibreSSL, BoringSSL, AWS-LC
+    monkeypatch.setattr(secure_random, "_IS_OPENSSL", False)  # as with LibreSSL, BoringSSL, AWS-LC
     monkeypatch.setattr(os, "urandom", lambda count: bytes(range(count)))
     assert random_uint64(2).tobytes() == bytes(range(16))
 

@@ -259,8 +259,10 @@ def test_hidden_labels_change_no_bit_and_given_labels_do(
 class Poisoned(LocalEngine):
     """Breaks a promise: what crosses the border is no number any more."""
 
-    def _across(self, message: Message) -> Message:
-        return type(message)(**{k: _poisoned(v) for k, v in vars(super()._across(message)).items()})
+    def _copy_message(self, message: Message) -> Message:
+        return type(message)(
+            **{k: _poisoned(v) for k, v in vars(super()._copy_message(message)).items()}
+        )
 
 
 def _poisoned(value: Any) -> Any:

@@ -24,7 +24,7 @@ from privssl.algorithms.baselines.fixmatch_uda import (
 )
 from privssl.algorithms.baselines.supervised import (
     LocalTrainingSettings,
-    SupervisedRequest,
+    ProximalRequest,
     can_learn_from,
     run_sgd,
     squared_distance,
@@ -105,7 +105,7 @@ def trained(start: float, targets: list[float], *, proximal: float = 0.0, **sett
     losses = ((line.w - target).square().sum() / 2 for target in targets)
     cfg = LocalTrainingSettings(**settings)
     sent = run_sgd(
-        line, losses, cfg, SupervisedRequest({"w": torch.tensor([start])}, proximal), context()
+        line, losses, cfg, ProximalRequest({"w": torch.tensor([start])}, proximal), context()
     )
     return float(sent.F["w"])
 
@@ -437,7 +437,7 @@ def test_an_agent_that_was_away_when_rows_were_labelled_labels_them_later() -> N
     parties = at_clients()
     algorithm = make("fedsem", warm_up=0)
     agent = parties.agents[0]
-    algorithm.mixed_pass(agent, SupervisedRequest(after.state.F), context(2))
+    algorithm.mixed_pass(agent, ProximalRequest(after.state.F), context(2))
     assert agent.memory["pseudo_labels"].shape == (30,)
 
 

@@ -820,5 +820,5 @@ def test_what_makes_no_sense_is_refused_when_the_config_is_read(
 def test_the_shipped_configs_are_sound(path: Path) -> None:
     read = config.load_config(path, ["run.precision=float32"])  # which no machine is warned of
     assert read.algorithm.name == "fedmatch" and not read.warnings
-    with pytest.raises(ConfigError, match="no two halves"):
+    with pytest.raises(ConfigError, match="no sum of sigma and psi"):
         config.load_config(path, ["model.norm=batch"])

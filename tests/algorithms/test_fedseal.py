@@ -19,13 +19,9 @@ from torch.testing import assert_close
 from privssl import models
 from privssl.algorithms.fedseal import algorithm as fedseal_algorithm
 from privssl.algorithms.fedseal import negative_learning
-from privssl.algorithms.fedseal.algorithm import (
-    FedSEAL,
-    FedSEALConfig,
-    FedSEALModel,
-    FedSEALRequest,
-)
+from privssl.algorithms.fedseal.algorithm import FedSEAL, FedSEALConfig, SignedRequest
 from privssl.algorithms.fedseal.negative_learning import NEVER_SEEN, SignedLabels
+from privssl.algorithms.local_ssl import TrainRequest
 from privssl.core.agents import LabelledRows
 from privssl.core.federation import Federation, Round
 from privssl.core.messages import MessageError, check_numbers
@@ -136,8 +132,8 @@ class Constant(nn.Module):
         return self.logits.expand(len(x), -1)
 
 
-def constant(*p: float) -> FedSEALModel:
-    return FedSEALModel({"logits": torch.tensor(p).log()})
+def constant(*p: float) -> TrainRequest:
+    return TrainRequest({"logits": torch.tensor(p).log()})
 
 
 def with_constant(parties: FederatedDataset, **settings: Any) -> tuple[FedSEAL, Federation]:
@@ -214,7 +210,7 @@ def test_each_agent_gets_the_model_once_in_a_round_and_only_who_trains_gets_thre
     heard = [(call, reply) for call, reply in after.engine.heard if call.to.role == "query"]
     assert sorted(call.to.id for call, _ in heard) == ["q0", "q1"]
     kinds = {type(call.message): type(reply.payload).__name__ for call, reply in heard}
-    assert kinds == {FedSEALRequest: "FedSEALModel", FedSEALModel: "Ack"}
+    assert kinds == {SignedRequest: "ModelUpdate", TrainRequest: "Ack"}
 
 
 # Eq. 9 to 12: D+ and D- ----------------------------------------------------------------------
@@ -441,10 +437,10 @@ def context(round_number: int = 1, agent: str = "server", seed: int = 0) -> Cont
 def test_the_same_rows_are_set_apart_in_every_round_but_not_for_every_seed() -> None:
     rows = at_server(labelled=40).agents[0].labelled
     algorithm = brief()
-    taught, checked = algorithm._parts(rows, context(1))
+    taught, checked = algorithm._split_rows(rows, context(1))
     assert sorted([*taught.tolist(), *checked.tolist()]) == list(range(40)) and len(checked) == 5
-    assert torch.equal(checked, algorithm._parts(rows, context(7))[1])
-    assert not torch.equal(checked, algorithm._parts(rows, context(1, seed=1))[1])
+    assert torch.equal(checked, algorithm._split_rows(rows, context(7))[1])
+    assert not torch.equal(checked, algorithm._split_rows(rows, context(1, seed=1))[1])
 
 
 @pytest.mark.parametrize(
@@ -454,7 +450,7 @@ def test_never_more_than_half_of_a_holders_rows_are_set_apart(
     held: int, asked: int, apart: int
 ) -> None:
     rows = at_server(labelled=held).agents[0].labelled
-    taught, checked = brief(validation_rows=asked)._parts(rows, context())
+    taught, checked = brief(validation_rows=asked)._split_rows(rows, context())
     assert (len(taught), len(checked)) == (held - apart, apart)
 
 
@@ -462,11 +458,11 @@ def test_a_threshold_of_a_diverged_model_is_not_taken_for_a_class_without_rows()
     agent, algorithm = at_server(labelled=40).agents[0], brief(validation_rows=20)
     whole = algorithm.task.new_classifier().state_dict()
     diverged = {name: torch.full_like(w, math.nan) for name, w in whole.items()}
-    found = algorithm.class_thresholds(agent, FedSEALModel(diverged), context()).tau
+    found = algorithm.class_thresholds(agent, TrainRequest(diverged), context()).tau
     assert found.isnan().any()  # which no engine lets travel
     with pytest.raises(MessageError, match="tau"):
         check_numbers("Thresholds.tau", found)
-    sane = algorithm.class_thresholds(agent, FedSEALModel(whole), context()).tau  # the control
+    sane = algorithm.class_thresholds(agent, TrainRequest(whole), context()).tau  # the control
     check_numbers("Thresholds.tau", sane)
 
 
@@ -485,7 +481,7 @@ def test_validation_rows_judge_but_are_not_learned(apart: bool) -> None:
     algorithm = brief(bootstrap_epochs=0, threshold=0.5)
     before = play(algorithm, at_server(labelled=40), 1).state
     changed = at_server(labelled=40)
-    taught, checked = algorithm._parts(changed.agents[0].labelled, context())
+    taught, checked = algorithm._split_rows(changed.agents[0].labelled, context())
     inverted(changed, checked if apart else taught[:5])
     assert same_bits(before, play(algorithm, changed, 1).state) == apart
 
@@ -495,7 +491,7 @@ def test_no_row_is_validated_where_only_one_is_held_and_then_no_class_is_ever_su
     after = play(brief(), parties, 2, check_wire=True, engine=Overheard)
     assert isinstance(after.engine, Overheard)
     assert finite(after.state) and not same_bits(after.begun, after.state)
-    lessons = [c.message for c, _ in after.engine.heard if isinstance(c.message, FedSEALRequest)]
+    lessons = [c.message for c, _ in after.engine.heard if isinstance(c.message, SignedRequest)]
     assert lessons and all(lesson.tau.tolist() == [NEVER_SEEN] * 10 for lesson in lessons)
     assert after.federation.mean_metrics()["train/positive"] == 0
 
@@ -507,7 +503,7 @@ def test_bootstrapping_stops_when_validation_stops_rising_and_keeps_the_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parties = at_server(labelled=40)
-    y = parties.agents[0].labelled.y[brief()._parts(parties.agents[0].labelled, context())[1]]
+    y = parties.agents[0].labelled.y[brief()._split_rows(parties.agents[0].labelled, context())[1]]
     script = iter([1, 4, 3, 4, 3, 5])  # right of five; the sixth epoch is never reached
 
     def scripted(F: nn.Module, x: Tensor, ctx: Context) -> Tensor:
@@ -539,7 +535,7 @@ def test_agents_without_a_usable_row_send_what_they_got_and_leave_server_learnin
     idle = play(brief(threshold=1.0, unlikely_at_most=0.0), at_server(), 3, engine=Overheard)
     assert isinstance(idle.engine, Overheard)
     for call, reply in idle.engine.heard:
-        if isinstance(call.message, FedSEALRequest):
+        if isinstance(call.message, SignedRequest):
             assert same_bits(call.message.F, reply.payload.F)
     server_alone = play(brief(query_per_round=0), at_server(), 3)
     assert apart(idle.state, server_alone.state) <= 1e-6
@@ -597,7 +593,7 @@ def test_a_batch_of_one_row_is_left_out_where_batch_norm_needs_two() -> None:
     got = [
         (c.message, r.payload)
         for c, r in after.engine.heard
-        if isinstance(c.message, FedSEALRequest)
+        if isinstance(c.message, SignedRequest)
     ]
     assert got and all(same_bits(lesson.F, sent.F) for lesson, sent in got)
     with pytest.raises(ValueError, match="more than 1 value per channel"):  # the control
@@ -678,10 +674,10 @@ def test_lenet_has_the_papers_number_of_parameters() -> None:
         ),
         (
             ["algorithm.validation_rows=100"],
-            "100 are set apart of the labelled rows of each agent that has any, but it has 100 and "
-            "learns from the others. Give less than 100, or raise data.labelled",
+            "100 of the 100 labelled rows of each agent, and no row would be left to learn from. "
+            "Give less than 100, or raise data.labelled",
         ),
-        (["data.labels=support", "agents.support=5"], "but it has 20 and learns from the others"),
+        (["data.labels=support", "agents.support=5"], "20 of the 20 labelled rows of each agent"),
         (
             ["model.norm=batch", "algorithm.batch_size=1"],
             "1, but batch norm needs two rows: every batch would be left out. Give 2 or more",

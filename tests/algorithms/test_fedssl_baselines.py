@@ -8,8 +8,8 @@ import torch
 from torch.testing import assert_close
 
 from privssl.algorithms import ALGORITHMS
-from privssl.algorithms.baselines.fedssl_baselines import ClassifierUpdate, TeacherRequest
-from privssl.algorithms.local_ssl import ClassifierTraining, average_groups, one_hot
+from privssl.algorithms.baselines.fedssl_baselines import TeacherRequest
+from privssl.algorithms.local_ssl import ClassifierTraining, ModelUpdate, average_groups, one_hot
 from privssl.core.agents import AgentRef, LabelledRows
 from privssl.core.messages import Declined, Reply
 from tests.support.toy_worlds import Overheard, federated_data, make, play, same_bits
@@ -20,7 +20,7 @@ NOBODY = {"w": torch.tensor([-1.0])}
 
 
 def reply(sender: str, value: float | None, weight: float = 1.0) -> Reply[Any]:
-    content = Declined("no") if value is None else ClassifierUpdate({"w": torch.tensor([value])})
+    content = Declined("no") if value is None else ModelUpdate({"w": torch.tensor([value])})
     return Reply(AgentRef(sender, "query"), content, weight)
 
 

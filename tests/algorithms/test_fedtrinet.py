@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from privssl import models
-from privssl.algorithms.fedtrinet.algorithm import FedTriNet, FedTriNetUpdate, _shallow_modules
+from privssl.algorithms.fedtrinet.algorithm import FedTriNet, _shallow_modules
 from privssl.algorithms.fedtrinet.voting import FedTriNetConfig, Part, ramp, shrinkage, steps, vote
+from privssl.algorithms.local_ssl import ModelUpdate
 from privssl.core.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
 from privssl.core.aggregation import average
 from privssl.core.federation import Federation, Round
@@ -486,7 +487,7 @@ def local(agent: Agent) -> dict[str, Tensor]:
 def sent_last(after: Played, round_number: int, agent: str) -> Mapping[str, Tensor]:
     return [  # the last: confidence was sent before
         reply.payload.F for call, reply in heard(after, round_number)
-        if call.to.id == agent and isinstance(reply.payload, FedTriNetUpdate)
+        if call.to.id == agent and isinstance(reply.payload, ModelUpdate)
     ][-1]  # fmt: skip
 
 
@@ -592,7 +593,7 @@ def test_visits_that_admit_ten_new_rows_are_counted() -> None:
 
 def test_weights_of_agents_with_10_and_1000_rows_count_the_same() -> None:
     replies = [
-        Reply(AgentRef(name, "mixed"), FedTriNetUpdate({"w": torch.tensor([value])}))
+        Reply(AgentRef(name, "mixed"), ModelUpdate({"w": torch.tensor([value])}))
         for name, value in (("m0", 0.0), ("m1", 1.0))
     ]
     assert average(replies, "F", otherwise={})["w"].tolist() == [0.5]

@@ -16,13 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from privssl.algorithms.label_census import algorithm, feature_map
-from privssl.algorithms.label_census.algorithm import (
-    Census,
-    ClusterClassifierUpdate,
-    LabelCensus,
-    SelfTrainingRequest,
-)
+from privssl.algorithms import local_ssl
+from privssl.algorithms.label_census import feature_map
+from privssl.algorithms.label_census.algorithm import Census, LabelCensus, SelfTrainingRequest
 from privssl.algorithms.label_census.cluster_labels import class_given_cluster, class_posterior
 from privssl.algorithms.label_census.clustering import (
     center_and_normalize,
@@ -35,6 +31,7 @@ from privssl.algorithms.label_census.clustering import (
 )
 from privssl.algorithms.label_census.feature_map import Map, Sums, map_of
 from privssl.algorithms.label_census.patch_encoder import encode
+from privssl.algorithms.local_ssl import ModelUpdate
 from privssl.core.engine import Call
 from privssl.core.federation import Federation, Round
 from privssl.core.messages import MessageError, Reply
@@ -358,10 +355,10 @@ def test_the_map_is_the_same_whatever_the_number_of_agents_asked_at_a_time(
 
 def test_sums_that_run_over_are_refused() -> None:
     class Endless(LocalEngine):
-        def _across(self, message: Any) -> Any:
+        def _copy_message(self, message: Any) -> Any:
             if isinstance(message, Sums):
                 return replace(message, total=torch.full_like(message.total, 3e38))
-            return super()._across(message)
+            return super()._copy_message(message)
 
     with pytest.raises(MessageError, match="the sum of total has numbers that are not finite"):
         play(make("label_census", **FEW), federated_data(labelled=40), engine=Endless, rounds=1)
@@ -414,13 +411,11 @@ def test_self_training_learns_the_teachers_guess_times_what_the_rows_cluster_say
     def guessed(F: nn.Module, x: Tensor, **_: Any) -> Tensor:
         return torch.tensor([0.5, 0.3, 0.2] + [0.0] * 7).expand(len(x), 10)
 
-    def noted(
-        self: Any, agent: Any, picked: Tensor, p: Tensor, msg: Any, ctx: Any
-    ) -> ClusterClassifierUpdate:
+    def noted(self: Any, agent: Any, picked: Tensor, p: Tensor, msg: Any, ctx: Any) -> ModelUpdate:
         learned.append((agent.memory["cluster"][picked], p))
-        return ClusterClassifierUpdate(msg.F)
+        return ModelUpdate(msg.F)
 
-    monkeypatch.setattr(algorithm, "guess_labels", guessed)
+    monkeypatch.setattr(local_ssl, "guess_labels", guessed)
     monkeypatch.setattr(LabelCensus, "_learn", noted)
     parties = federated_data(labelled=40)
     after = play(make("label_census", **FEW), parties, rounds=7)
@@ -429,7 +424,7 @@ def test_self_training_learns_the_teachers_guess_times_what_the_rows_cluster_say
     assert isinstance(after.algorithm, LabelCensus)
     known = torch.zeros(5, 10)
     known[0, 1] = known[1, 9] = 1.0  # the second guess, and a class that was not guessed
-    lesson = SelfTrainingRequest(known, after.state.F, 1e-3, after.state.F)
+    lesson = SelfTrainingRequest(after.state.F, known, 1e-3, after.state.F)
     after.algorithm.self_training_pass(
         agent, lesson, Context(0, 8, agent.id, "1", "a", torch.device("cpu"))
     )

@@ -15,11 +15,10 @@ from torch.testing import assert_close
 
 from privssl import models
 from privssl.algorithms import semifl
+from privssl.algorithms.local_ssl import ModelUpdate, TrainRequest
 from privssl.algorithms.semifl import (
     SemiFL,
     SemiFLConfig,
-    SemiFLRequest,
-    SemiFLUpdate,
     Statistics,
     mix_loss,
     momentum_step,
@@ -266,12 +265,10 @@ def saturated(algorithm: SemiFL, logit: float) -> dict[str, Tensor]:
 
 def test_a_row_is_sure_from_tau_on_and_an_agent_without_one_is_silent() -> None:
     algorithm = new(threshold=1.0)
-    sure = algorithm.query_pass(
-        query_agent(), SemiFLRequest(saturated(algorithm, 200.0)), context()
-    )
-    assert isinstance(sure, SemiFLUpdate)  # exp(-200) is nothing beside 1, so P is 1 exactly
+    sure = algorithm.query_pass(query_agent(), TrainRequest(saturated(algorithm, 200.0)), context())
+    assert isinstance(sure, ModelUpdate)  # exp(-200) is nothing beside 1, so P is 1 exactly
     agent = query_agent()
-    said = algorithm.query_pass(agent, SemiFLRequest(saturated(algorithm, 9.0)), context())
+    said = algorithm.query_pass(agent, TrainRequest(saturated(algorithm, 9.0)), context())
     assert isinstance(said, Declined)  # P = 1 / (1 + 9 exp(-9)) = 0.9989
     assert agent.memory == {}
 
@@ -280,7 +277,7 @@ def test_weights_that_are_not_numbers_make_an_agent_silent() -> None:
     algorithm = new(threshold=0.0)
     broken = {name: value * math.nan for name, value in untrained(algorithm).items()}
     assert isinstance(
-        algorithm.query_pass(query_agent(), SemiFLRequest(broken), context()), Declined
+        algorithm.query_pass(query_agent(), TrainRequest(broken), context()), Declined
     )
 
 
@@ -290,7 +287,7 @@ def test_a_single_row_mixed_with_itself_has_the_plain_loss_again(weight: float) 
     weights, agent, ctx = untrained(algorithm), query_agent(rows=1), context()
     logits = logits_of(algorithm, weights, agent)
     once = float(cross_entropy(logits, logits.argmax(dim=1)))
-    algorithm.query_pass(agent, SemiFLRequest(weights), ctx)
+    algorithm.query_pass(agent, TrainRequest(weights), ctx)
     assert ctx.metrics["train/loss_F/query"] == pytest.approx((1 + weight) * once, rel=1e-5)
 
 
@@ -322,8 +319,8 @@ def mixed_with(
     monkeypatch.setattr(semifl, "guess_labels", lambda *_, **__: P)
     monkeypatch.setattr(semifl, "mix_loss", mixed)
     algorithm = new(threshold=0.95, profile=profile, epochs=4.0, batch_size=10)
-    said = algorithm.query_pass(query_agent(rows), SemiFLRequest(untrained(algorithm)), context())
-    assert isinstance(said, SemiFLUpdate) and finite(said)
+    said = algorithm.query_pass(query_agent(rows), TrainRequest(untrained(algorithm)), context())
+    assert isinstance(said, ModelUpdate) and finite(said)
     return mixed
 
 
@@ -354,7 +351,7 @@ def test_labels_are_given_by_the_model_that_came_and_not_by_the_one_in_training(
     expected = logits_of(algorithm, weights, agent).argmax(dim=1)
     mixed = Mixed()
     monkeypatch.setattr(semifl, "mix_loss", mixed)
-    algorithm.query_pass(agent, SemiFLRequest(weights), context())
+    algorithm.query_pass(agent, TrainRequest(weights), context())
     for epoch in range(3):
         given_ = mixed.first[12 * epoch : 12 * epoch + 12]
         assert sorted(given_) == sorted(expected.tolist())
@@ -368,12 +365,12 @@ def test_fixmatch_learns_a_batch_from_the_labels_of_the_model_in_training() -> N
     weights, agent, ctx = untrained(algorithm), query_agent(), context()
     logits = logits_of(algorithm, weights, agent)
     top = logits.softmax(dim=1).max(dim=1).values
-    algorithm.query_pass(agent, SemiFLRequest(weights), ctx)
+    algorithm.query_pass(agent, TrainRequest(weights), ctx)
     assert ctx.metrics["train/loss_F/query"] == pytest.approx(float(-top.log().mean()), rel=1e-5)
     # Rows that are not sure are left out: the mean is over the sure ones.
     half = float(top.median())
     some = new(pseudo_labels="training", threshold=half)
-    some.query_pass(agent, SemiFLRequest(weights), ctx := context())
+    some.query_pass(agent, TrainRequest(weights), ctx := context())
     kept = top[top >= half]
     assert 0 < len(kept) < 12
     assert ctx.metrics["train/loss_F/query"] == pytest.approx(float(-kept.log().mean()), rel=1e-5)
@@ -381,7 +378,7 @@ def test_fixmatch_learns_a_batch_from_the_labels_of_the_model_in_training() -> N
 
 def test_fixmatch_is_silent_where_no_batch_had_a_sure_row() -> None:
     algorithm = new(pseudo_labels="training", threshold=0.95)
-    said = algorithm.query_pass(query_agent(), SemiFLRequest(untrained(algorithm)), context())
+    said = algorithm.query_pass(query_agent(), TrainRequest(untrained(algorithm)), context())
     assert isinstance(said, Declined)
 
 
@@ -406,7 +403,7 @@ def test_a_first_step_is_nesterovs_on_the_clipped_gradient_with_weight_decay(
     norm = math.sqrt(sum(float((g**2).sum()) for g in raw.values()))
     assert norm > 0.2  # so that 0.1 does clip
     scale = 1.0 if clip is None else clip / norm
-    said = algorithm.support_pass(agent, SemiFLRequest(weights), context())
+    said = algorithm.support_pass(agent, TrainRequest(weights), context())
     # buffer = d; the step is d + 0.9 buffer, with d = clipped gradient + 0.01 w
     expected = {n: weights[n] - 0.2 * 1.9 * (scale * g + 0.01 * weights[n]) for n, g in raw.items()}
     assert_close(dict(said.F), expected, atol=1e-6, rtol=1e-4)
@@ -415,9 +412,9 @@ def test_a_first_step_is_nesterovs_on_the_clipped_gradient_with_weight_decay(
 def test_a_second_visit_of_the_server_goes_on_with_its_momentum_in_the_newer_code_alone() -> None:
     kept = new(profile="semifl-head", weight_decay=0.0, clip_norm=None)
     weights, agent = untrained(kept), support_agent()
-    kept.support_pass(agent, SemiFLRequest(weights), context(1))
+    kept.support_pass(agent, TrainRequest(weights), context(1))
     buffer = gradient(kept, weights, agent)
-    again = kept.support_pass(agent, SemiFLRequest(weights), context(2))  # the same gradient g
+    again = kept.support_pass(agent, TrainRequest(weights), context(2))  # the same gradient g
     # buffer = 0.9 g + g; the step is g + 0.9 * 1.9 g = 2.71 g, against 1.9 g of a fresh start
     rate = kept.cfg.rate(2)
     expected = {n: weights[n] - rate * 2.71 * g for n, g in buffer.items()}
@@ -425,8 +422,8 @@ def test_a_second_visit_of_the_server_goes_on_with_its_momentum_in_the_newer_cod
 
     fresh = new(weight_decay=0.0, clip_norm=None)
     agent = support_agent()
-    fresh.support_pass(agent, SemiFLRequest(weights), context(1))
-    again = fresh.support_pass(agent, SemiFLRequest(weights), context(2))
+    fresh.support_pass(agent, TrainRequest(weights), context(1))
+    again = fresh.support_pass(agent, TrainRequest(weights), context(2))
     expected = {n: weights[n] - rate * 1.9 * g for n, g in buffer.items()}
     assert_close(dict(again.F), expected, atol=1e-6, rtol=1e-4)
     assert agent.memory == {}
@@ -436,18 +433,18 @@ def test_a_second_visit_of_the_server_goes_on_with_its_momentum_in_the_newer_cod
 def test_agents_without_labels_keep_their_momentum_in_every_profile(profile: str) -> None:
     algorithm = new(profile=profile)
     agent, weights = query_agent(), untrained(algorithm)
-    algorithm.query_pass(agent, SemiFLRequest(weights), context())
+    algorithm.query_pass(agent, TrainRequest(weights), context())
     assert set(agent.memory) == {f"query/{name}#momentum" for name in weights}
-    remembering = algorithm.query_pass(agent, SemiFLRequest(weights), context(2))
-    forgetting = algorithm.query_pass(query_agent(), SemiFLRequest(weights), context(2))
-    assert isinstance(remembering, SemiFLUpdate) and isinstance(forgetting, SemiFLUpdate)
+    remembering = algorithm.query_pass(agent, TrainRequest(weights), context(2))
+    forgetting = algorithm.query_pass(query_agent(), TrainRequest(weights), context(2))
+    assert isinstance(remembering, ModelUpdate) and isinstance(forgetting, ModelUpdate)
     assert apart(remembering, forgetting) > 1e-6
 
 
 def test_without_momentum_nothing_is_kept() -> None:
     algorithm = new(momentum=0.0)
     agent = query_agent()
-    algorithm.query_pass(agent, SemiFLRequest(untrained(algorithm)), context())
+    algorithm.query_pass(agent, TrainRequest(untrained(algorithm)), context())
     assert agent.memory == {}
 
 
@@ -506,7 +503,7 @@ def statistics_at(x: Tensor, round_number: int = 1) -> tuple[SemiFL, Mapping[str
     """What an agent with these rows sends as statistics of an untrained network, and who asked."""
     algorithm = new("static")
     agent = Agent(id="q0", held_unlabelled=UnlabelledRows(x, torch.arange(len(x))))
-    lesson = SemiFLRequest(untrained(algorithm))
+    lesson = TrainRequest(untrained(algorithm))
     return algorithm, algorithm.query_statistics(agent, lesson, context(round_number)).statistics
 
 
@@ -551,12 +548,12 @@ def test_trained_parameters_and_statistics_travel_apart_and_nothing_else_does() 
     network = algorithm.task.new_classifier()
     after = play(algorithm, at_server(), 1, engine=Overheard)
     for _, step, message, reply in heard(after):
-        assert isinstance(message, SemiFLRequest) and vars(message).keys() == {"F"}
+        assert isinstance(message, TrainRequest) and vars(message).keys() == {"F"}
         if step.endswith("statistics"):
             assert isinstance(reply.payload, Statistics)
             assert reply.payload.statistics.keys() == dict(network.named_buffers()).keys()
         else:
-            assert isinstance(reply.payload, SemiFLUpdate)
+            assert isinstance(reply.payload, ModelUpdate)
             assert reply.payload.F.keys() == dict(network.named_parameters()).keys()
 
 
@@ -612,10 +609,10 @@ def test_dropout_draws_from_the_visit_and_not_from_the_global_generator() -> Non
     for state_of_torch in (1, 2):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(state_of_torch)
-            sent.append(algorithm.support_pass(support_agent(), SemiFLRequest(weights), context()))
+            sent.append(algorithm.support_pass(support_agent(), TrainRequest(weights), context()))
     assert same_bits(*sent)
     assert not same_bits(
-        sent[0], algorithm.support_pass(support_agent(), SemiFLRequest(weights), context(2))
+        sent[0], algorithm.support_pass(support_agent(), TrainRequest(weights), context(2))
     )
 
 

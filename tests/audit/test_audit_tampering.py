@@ -25,10 +25,12 @@ from accounting.ledger import Account, read_journal
 from privssl.audit import __main__ as audit
 from privssl.audit import witnesses
 from privssl.audit.__main__ import Report, Verdict
+from privssl.errors import RunFolderError
 from privssl.experiment import config
 from privssl.privacy.privacy_card import privacy_card, render_markdown
 from privssl.runs import accounts as runs_accounts
 from privssl.runs import checkpoint
+from privssl.runs.accounts import read_metrics
 from tests.support.command_line import command
 
 CONFIG = """\
@@ -118,7 +120,7 @@ def card_anew(run: Path, **changes: Any) -> None:
         "releases": [(r["name"], r["status"], r["why"]) for r in card["releases"]],
         "algorithm": card["algorithm"],
         "dataset": card["dataset"],
-        "task": (card["task"]["classes"], tuple(card["task"]["shape"])),
+        "task": card["task"],
         "planned": card["planned_visits"],
         "weights": card["weights"],
     }
@@ -264,8 +266,7 @@ def test_without_the_check_of_witnesses_a_deleted_one_goes_unseen(
         without("checkpoints", "metrics.csv", "results.json"),
     )(run)
     assert audit.audit(run).verdict == Verdict.INCONCLUSIVE
-    nothing = witnesses.Findings([], [], [])
-    monkeypatch.setattr(witnesses, "check", lambda *_: nothing)
+    monkeypatch.setattr(witnesses, "check", lambda *_: None)
     assert audit.audit(run).verdict == Verdict.CONSISTENT
 
 
@@ -316,6 +317,9 @@ SMALLER = {
     ),
     "rolled back to the first checkpoint": all_of(lambda run: _roll_back(run)),
     "the same, and no log": all_of(lambda run: _roll_back(run), without("train.log")),
+    "the same, and the log edited": all_of(
+        lambda run: _roll_back(run), lambda run: _empty(run / "train.log")
+    ),
     "noise in the config as well": all_of(
         replaced("config.yaml", "noise_multiplier: null", "noise_multiplier: 4.0"),
         ledgers_anew(with_event(noise_multiplier=4.0)),
@@ -351,6 +355,10 @@ def _roll_back(run: Path) -> None:
     card_anew(run, planned=None, weights=None)
 
 
+def _empty(path: Path) -> None:
+    path.write_text("")
+
+
 def _rename(run: Path) -> None:
     (run / "ledger" / "m1.jsonl").rename(run / "ledger" / "m7.jsonl")
 
@@ -370,14 +378,20 @@ def test_a_smaller_claim_is_violated_or_inconclusive(
     assert told(report)
 
 
-def test_of_a_folder_that_was_rolled_back_the_log_alone_remembers_more(run: Path) -> None:
-    """What SECURITY.md says: with the log rewritten too it is the folder of another run."""
+def test_a_folder_rolled_back_to_an_interruption_is_inconclusive_even_with_its_log_edited(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Editing every file makes the folder of a run that was interrupted there: nothing refutes it,
+    so no audit of an interrupted run is CONSISTENT."""
     _roll_back(run)
-    assert audit.audit(run).doubts == ["train.log tells of round 4, results.json of 0 rounds"]
+    doubts = audit.audit(run).doubts
+    assert "train.log tells of round 4, results.json of 0 rounds" in doubts
     (run / "train.log").write_text("")
     report = audit.audit(run)
-    assert report.verdict == Verdict.CONSISTENT and report.agents[0].claimed == 0
-    assert report.notes == ["the run was interrupted after round 0: it claims what it spent"]
+    assert report.verdict == Verdict.INCONCLUSIVE and report.agents[0].claimed == 0
+    assert len(report.doubts) == 1 and "nothing here shows that no later" in report.doubts[0]
+    monkeypatch.setattr(witnesses, "_interruption", lambda *_: [])
+    assert audit.audit(run).verdict == Verdict.CONSISTENT  # negative control: nothing else tells
 
 
 def test_noise_in_ledgers_and_card_that_the_config_does_not_ask_for_is_violated_and_named(
@@ -412,8 +426,6 @@ EDITED = {
     "classifier: one bit": flipped("classifier.safetensors"),
     "card: hash of the weights": edit("privacy.json", "weights", "sha256", value="0" * 64),
     "card: other weights": edit("privacy.json", "weights", "file", value="other.safetensors"),
-    "card: weights that are a word": edit("privacy.json", "weights", value="these"),
-    "card: no number of visits": edit("privacy.json", "agents", 0, "visits", value=None),
     "results: a number beyond floats": edit("results.json", "bytes", "up", value=10**400),
     "card: an unknown key": lambda run: _with_key(run, "certified_by", "nobody"),
     "card: an unknown key of the task": edit("privacy.json", "task", "rows", value="many"),
@@ -459,6 +471,40 @@ def test_a_file_that_was_edited_is_told_of_and_the_folder_is_not_consistent(
     assert told(report)
 
 
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        edit("privacy.json", "weights", value="these"),
+        edit("privacy.json", "agents", 0, "visits", value=None),
+        edit("privacy.json", "epsilon", "overall", value=True),
+    ],
+)
+def test_a_card_of_another_form_is_refused_with_the_place(
+    run: Path, tamper: Callable[[Path], None]
+) -> None:
+    tamper(run)
+    with pytest.raises(RunFolderError, match=r"not a privacy card \((weights|agents.0|epsilon)"):
+        audit.audit(run)
+
+
+def test_a_card_of_another_version_is_refused_with_its_name(run: Path) -> None:
+    edit("privacy.json", "schema", value=1)(run)
+    with pytest.raises(RunFolderError, match=r"schema 1 of privssl .* Audit it with that version"):
+        audit.audit(run)
+
+
+def test_the_card_says_the_clip_norm_and_the_audit_compares_it_with_the_config(run: Path) -> None:
+    card = json.loads((run / "privacy.json").read_text())
+    privacy = config.load_config(run / "config.yaml").privacy
+    assert privacy is not None and card["clip_norm"] == privacy.clip_norm
+    assert (
+        f"Clip norm of one row's gradient: {card['clip_norm']:g}."
+        in (run / "privacy.md").read_text()
+    )
+    edit("privacy.json", "clip_norm", value=0.5)(run)
+    assert "the card 0.5" in told(audit.audit(run))
+
+
 def test_unknown_keys_in_ledgers_are_refused_even_with_hashes_that_fit(run: Path) -> None:
     from accounting import canonical_json
     from accounting.journal import FIRST_PREV, line_hash
@@ -483,5 +529,5 @@ def test_epsilon_of_the_metrics_is_that_of_the_ledger_after_each_round(run: Path
     """Where the check of curves gets its numbers from: the run's own account."""
     journal = read_journal(run / "ledger" / "m0.jsonl")
     course = witnesses._course(journal)
-    column = [float(line["dp/epsilon/m0"]) for line in witnesses._table(run)]
+    column = [float(line["dp/epsilon/m0"]) for line in read_metrics(run)]
     assert all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(course[1:], column, strict=True))

@@ -599,7 +599,7 @@ def spent_otherwise(run: Path) -> None:
     ("change", "why"),
     [
         (cut_to_the_first_visit, "the ledger of s0 was cut or replaced: checkpoint round_00003"),
-        (without_an_agent, "the ledger of s1 is missing: checkpoint round_00003 remembers entry 4"),
+        (without_an_agent, "the ledger of s1 is missing: checkpoint round_00003 records entry 4"),
         (spent_otherwise, "the ledger of s1 was cut or replaced"),
     ],
 )
@@ -866,7 +866,7 @@ def test_a_damaged_former_ledger_has_no_number(tmp_path: Path) -> None:
     [entry] = former_ledgers(tmp_path / "run", {})
     assert entry["epsilon"] is entry["delta"] is None
     card = card_of([("s0", plan("s0"), [VISIT], "a" * 64)], former=[entry])
-    assert "s0 damaged, so nobody knows what it spent" in render_markdown(card)
+    assert "s0 damaged, so what it spent is unknown" in render_markdown(card)
 
 
 def test_a_former_ledger_that_the_account_goes_on_with_is_counted_once(tmp_path: Path) -> None:
@@ -889,4 +889,4 @@ def test_a_card_of_another_version_is_refused_in_words(
     card = json.loads((replacing / "privacy.json").read_text())
     write_card(replacing, {**card, "schema": 1})
     assert main([str(replacing)]) == 2
-    assert "audit it with that version" in capsys.readouterr().err
+    assert "Audit it with that version" in capsys.readouterr().err

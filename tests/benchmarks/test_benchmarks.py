@@ -1,9 +1,7 @@
 """Benchmarks that numbers of the docs come from: they measure what they say."""
 
 import json
-import time
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,11 +13,8 @@ from benchmarks import (
     rounds,
     sites_memory,
     uneven_split,
-    views,
 )
 from benchmarks.epsilon_figure import Point, points_of
-from privssl.data.affine_augment import Augmentation
-from privssl.data.augmentations import view
 from privssl.data.split_manifest import Manifest
 from privssl.errors import UserError
 from privssl.experiment.config import load_config
@@ -177,33 +172,6 @@ def test_any_setting_can_be_varied_and_the_ratio_is_of_the_first_to_the_last(
     *_, head, _, line = capsys.readouterr().out.splitlines()
     assert head == "| config | run.precision=float32, s | run.precision=bfloat16, s | times |"
     assert line == "| fedssl | 3.00 | 2.00 | 1.50 |"
-
-
-def test_the_share_of_views_is_of_the_rounds_that_were_timed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    config = str(CONFIG.with_name("semifl.yaml"))
-    assert views.main([config, "algorithm.epochs=1", "--rounds", "1"]) == 0
-    name, seconds, share = (
-        cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].strip("|").split("|")
-    )
-    assert name == "semifl" and float(seconds) > 0 and 0 < float(share) < 90
-    assert views.main([str(CONFIG.with_name("fedssl_dp.yaml"))]) == 2
-
-
-def test_every_view_is_timed_and_one_that_stands_on_another_only_for_itself() -> None:
-    x, rng = torch.zeros(2, 1, 8, 8), torch.Generator().manual_seed(0)
-
-    def slowly(*given: object) -> torch.Tensor:
-        time.sleep(0.1)
-        return x
-
-    with patch.object(Augmentation, "__call__", slowly), views.timed() as seen:
-        view("weak", x, rng, flip=False)
-        view("fixmatch", x, rng, flip=False, under="crop")
-    assert [round(seconds, 1) for seconds in seen] == [0.1, 0.1, 0.0]
-    view("fixmatch", x, rng, flip=False)
-    assert len(seen) == 3
 
 
 def test_memory_of_sites_counts_growth_after_the_warm_up_and_not_before() -> None:

@@ -24,9 +24,7 @@ from torchvision import transforms
 from benchmarks import (
     against_flower_and_pfl,
     batched_agents,
-    evaluation,
     hot_loop,
-    methods,
     plain_fixmatch,
     plain_loop,
     private_step,
@@ -35,15 +33,12 @@ from benchmarks import (
     scale,
     sites_memory,
     start,
-    views,
 )
 from benchmarks.cell import ours as cell_ours
 from benchmarks.cell import plain as cell_plain
 from benchmarks.cell import work as cell
 from benchmarks.plain_loop import Work, apart, counted_steps
 from benchmarks.processes import Told, carry_out
-from privssl.experiment.config import load_config
-from privssl.experiment.prepare import prepare
 from privssl.settings.schema import ModelSettings
 
 ROOT = Path(__file__).parents[2]
@@ -62,8 +57,8 @@ FEW = argparse.Namespace(
     [
         b.main
         for b in (
-            *(against_flower_and_pfl, batched_agents, evaluation, hot_loop, methods, plain_loop),
-            *(plain_fixmatch, private_step, rounds, scale, sites_memory, start, views),
+            *(against_flower_and_pfl, batched_agents, hot_loop, plain_loop),
+            *(plain_fixmatch, private_step, rounds, scale, sites_memory, start),
         )
     ],
     ids=lambda main: main.__module__.partition(".")[2],
@@ -139,7 +134,7 @@ def test_the_head_of_a_table_tells_two_processors_of_one_name_apart(
 def test_agents_at_once_are_timed_and_led_to_the_same_classifier(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = [str(methods.CONFIGS / "fedavg.yaml"), "--at-once", "1,2", "--rounds", "1"]
+    asked = [str(ROOT / "configs" / "fedavg.yaml"), "--at-once", "1,2", "--rounds", "1"]
     small = ["run.device=cpu", "algorithm.local_epochs=1", "data.labelled=40", "model.width=8"]
     assert batched_agents.main([*asked, *small]) == 0
     told = capsys.readouterr().out
@@ -148,7 +143,7 @@ def test_agents_at_once_are_timed_and_led_to_the_same_classifier(
     assert [row[1] for row in rows] == ["1", "2"]
     assert rows[0][4] == "1.00"
     assert 0 < float(rows[1][5].removesuffix(" |")) < 1e-4  # 0: nothing was done otherwise
-    private = [str(methods.CONFIGS / "fedavg_dp.yaml"), *asked[1:], "privacy.steps=2"]
+    private = [str(ROOT / "configs" / "fedavg_dp.yaml"), *asked[1:], "privacy.steps=2"]
     assert batched_agents.main([*private, "data.labelled=40", "model.width=8"]) == 0
     assert capsys.readouterr().out.count("| fedavg_dp |") == 2
     assert batched_agents.main([*asked, *small, "run.precision=bfloat16"]) == 2
@@ -361,28 +356,6 @@ def test_a_competitor_that_cannot_be_imported_is_left_out_and_named(
 # Methods, steps, operations ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", methods.METHODS)
-def test_every_phase_of_a_method_is_shortened_alike(method: str) -> None:
-    changes = methods.overrides(method, "digits", 1, 3)
-    prepared = prepare(load_config(methods.CONFIGS / f"{method}.yaml", changes))
-    assert {phase.rounds for phase in prepared.algorithm.phases()} == {
-        4
-    } or method == "label_census"
-    assert prepared.config.data.name == "digits"
-
-
-def test_a_phase_is_timed_from_its_second_round() -> None:
-    lines = [{"at": at, "phase": phase} for at, phase in (
-        (10.0, "start"), (19.0, "a"), (20.0, "a"), (22.0, "a"), (90.0, "b"), (94.0, "b"),
-    )]  # fmt: skip
-    cpu = ((10.0, 0.0), (19.0, 1.0), (22.0, 4.0), (90.0, 4.0), (94.0, 6.0))
-    told = Told(0.0, tuple(lines), 100.0, cpu, 0, "")
-    assert methods.lines("m", 1, told) == [
-        "| m | a | 1 | 1.500 | 1.500 | 100 |",  # 1 and 2 s; 3 CPU seconds in two rounds
-        "| m | b | 1 | 4.000 | 2.000 | 100 |",
-    ]
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("network", ["F", "D"])
 @pytest.mark.parametrize("mode", private_step.MODES)
@@ -458,15 +431,7 @@ def test_operations_of_a_step_are_those_of_its_products_forward_and_backward() -
     ]
     # Backward: the gradient of weights costs as much, and that of inputs, but for the first's.
     expected = 3 * sum(forward) - forward[0]
-    assert hot_loop.Step.of(hot_loop.SMALL, rows, "float32").operations() == expected
-
-
-def test_the_time_of_a_step_is_shared_out_by_what_it_was_for() -> None:
-    a = torch.randn(500, 500)
-    shares = hot_loop.parts(lambda: a @ a)  # 250 million operations, and next to nothing else
-    assert sum(shares.values()) == pytest.approx(1)
-    assert shares["products"] > 0.5
-    assert hot_loop.parts(lambda: a.clone())["products"] == 0
+    assert hot_loop.Step(hot_loop.SMALL, rows, "float32").operations() == expected
 
 
 # Other programs ------------------------------------------------------------------------------
@@ -526,14 +491,12 @@ def _alive(process: int) -> bool:
     [
         (rounds, ["configs/fedssl.yaml", "--rounds", "0"], "whole number from 1 is needed, not 0"),
         (rounds, ["run.seed=1"], "which config?"),
-        (views, ["run.seed=1"], "which config?"),
         (batched_agents, ["configs/semifl.yaml", "--at-once", "1,x"], "is needed, not x"),
         (batched_agents, ["run.seed=1"], "which config?"),
         (scale, ["configs/semifl.yaml", "--rounds", "1"], "from 2 is needed, not 1"),
         (start, ["--passes", "0"], "from 1 is needed, not 0"),
         (private_step, ["--width", "4"], "--width is of a --classifier"),
         (against_flower_and_pfl, ["--only", "nobody"], "part of no competitor"),
-        (evaluation, ["resnet9"], "unrecognized arguments: resnet9"),
     ],
 )
 def test_a_word_that_makes_no_sense_is_refused_before_anything_is_timed(
@@ -545,7 +508,7 @@ def test_a_word_that_makes_no_sense_is_refused_before_anything_is_timed(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("benchmark", [rounds, views, batched_agents])
+@pytest.mark.parametrize("benchmark", [rounds, batched_agents])
 def test_a_phase_that_a_config_has_not_is_refused_with_those_that_it_has(
     benchmark: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,7 +57,7 @@ def test_training_steps_do_not_load_the_compiler() -> None:
 
 PREPARED = (
     "from pathlib import Path; from privssl.experiment import config, prepare\n"
-    f"prepare.prepare(config.load(Path({str(CONFIG)!r}), ['data.name=digits']))"
+    f"prepare.prepare(config.load_config(Path({str(CONFIG)!r}), ['data.name=digits']))"
 )
 
 
@@ -69,7 +69,7 @@ def test_a_run_imports_its_own_algorithm_and_no_other() -> None:
 
 def test_reading_a_config_without_privacy_loads_neither_opacus_nor_what_draws() -> None:
     plan = (
-        "from accounting import calibrate_noise\n"
+        "from accounting.accountants import calibrate_noise\n"
         "calibrate_noise(epsilon=8.0, delta=1e-5, sample_rate=0.1, steps=10)"
     )
     slow = ("opacus", "scipy", "sklearn", "torchvision", "matplotlib", "tensorboard", COMPILER)
@@ -150,11 +150,11 @@ def test_tensorflow_is_not_imported_where_it_is_installed(tmp_path: Path) -> Non
 
 COLLECTED = """
 import gc
-from privssl.runtime.process import without_collections
+from privssl.runtime.process import gc_paused
 {before}
 seen = []
 gc.callbacks.append(lambda when, what: seen.append(when))
-with without_collections():
+with gc_paused():
     import torch
     during = len(seen)
 print(during, gc.get_freeze_count(), gc.isenabled())
@@ -248,7 +248,7 @@ print(held() - before)
 def test_freed_memory_stays_with_the_process_for_the_next_tensor() -> None:
     held, given_back = (
         int(subprocess.check_output([sys.executable, "-c", HELD.format(call=call)]))
-        for call in ("process.keep_freed_memory()", "")
+        for call in ("process.tune_malloc()", "")
     )
     assert held > 2**26 - 2**20
     assert given_back < 2**22  # the negative control: as the C library has it

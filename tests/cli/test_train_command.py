@@ -526,7 +526,7 @@ def test_results_json_has_the_fields_of_the_contract(plain: Finished, private: F
     assert set(results["test_accuracy"]) == {"final", "best", "best_round"}
     assert set(results["seconds"]) == {"total", "round_median"}
     assert set(results["versions"]) == {"privssl", "sources", "torch", "opacus", "kernels"}
-    assert results["versions"]["kernels"] in ("torch", *dispatch.GENERATIONS)
+    assert results["versions"]["kernels"] in ("torch", *dispatch.INSTRUCTION_SETS)
     assert results["privacy"] == {"guarantee": None, "nominal_epsilon": None, "scope": "none"}
     split = json.loads((plain.folder / "split.json").read_text())
     assert results["split_hash"] == split["hash"]
@@ -572,7 +572,7 @@ def _card_anew(run: Path, agents: list[str]) -> None:
         scope=plan.scope, delta=plan.budget.delta,
         releases=[(r["name"], r["status"], r["why"]) for r in old["releases"]],
         algorithm=old["algorithm"], dataset=old["dataset"],
-        task=(old["task"]["classes"], tuple(old["task"]["shape"])),
+        task=old["task"],
         planned=len(journals[0][1].events), weights=old["weights"],
     )  # fmt: skip
     results = json.loads((run / "results.json").read_text())
@@ -587,7 +587,7 @@ def _card_anew(run: Path, agents: list[str]) -> None:
     [
         (_another_plan, "config.yaml asks for a visit of"),
         (_an_agent_less, "config.yaml gives labels to s1, which has no ledger"),
-        (_a_visit_less, "metrics.csv remembers that it had spent"),
+        (_a_visit_less, "metrics.csv records that it had spent"),
         (_nothing, None),  # the control: what is renewed alone is no problem
     ],
 )

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from privssl.compare import __main__ as compare
-from privssl.compare import plan, plot, runner
+from privssl.compare import plan, plot
 from privssl.compare import table as compare_table
 from privssl.compare.plot import Curve
 from privssl.core.federation import Federation, Round
@@ -196,7 +196,7 @@ def reaching(*accuracies: float) -> list[dict[str, Any]]:
 
 def test_the_standard_deviation_is_that_of_a_sample() -> None:
     # 0.2, 0.4, 0.9: mean 0.5, squares 0.09 + 0.01 + 0.16 = 0.26; /2, not /3.
-    spread = compare_table.row("a", reaching(0.2, 0.4, 0.9), None).final
+    spread = compare_table.row("a", reaching(0.2, 0.4, 0.9), None).values["final_test_accuracy"]
 
     assert spread.mean == pytest.approx(0.5)
     assert spread.std == pytest.approx(math.sqrt(0.13))
@@ -206,7 +206,7 @@ def test_the_standard_deviation_is_that_of_a_sample() -> None:
 def test_one_seed_has_no_standard_deviation_instead_of_one_of_zero() -> None:
     row = compare_table.row("a", reaching(0.25), None)
 
-    assert row.final.std is None
+    assert row.values["final_test_accuracy"].std is None
     assert "0.2500" in compare_table.cells(row, "a")
     assert "±" not in compare_table.markdown([row])
     assert "Seed 0 alone" in compare_table.markdown([row])
@@ -439,7 +439,7 @@ def test_after_ctrl_c_the_same_command_goes_on_and_ends_as_if_it_had_not_been(
         stopped = here.compare("--quiet")
 
     assert (stopped.status, stopped.err) == (130, "")
-    assert "The same command goes on" in stopped.out
+    assert "The same command continues" in stopped.out
     assert here.results("ours-0")["status"] == "finished"
     begun = here.results("bound-0")
     assert (begun["status"], begun["rounds"]) == ("interrupted", 2)
@@ -458,7 +458,7 @@ def test_after_ctrl_c_the_same_command_goes_on_and_ends_as_if_it_had_not_been(
     assert tree(here.output / "ours-0") == done  # a finished run is not run again
     restarted = damage == "no checkpoint either"
     words = [line.split("│")[-2].strip() for line in planned.splitlines() if "seed" in line]
-    assert words == ["nothing: done", "start again" if restarted else "go on", "start", "start"]
+    assert words == ["nothing: done", "start again" if restarted else "resume", "start", "start"]
     first_line = next(line for line in again.err.splitlines() if "bound seed 0" in line)
     assert f"round {1 if restarted else 3}/3" in first_line
     for run in RUNS:
@@ -541,7 +541,7 @@ def test_a_run_that_fails_is_named_and_what_was_done_stays(
         patch.setattr(run_dir, "create_run_dir", full_disk)
         outcome = here.compare("--quiet")
 
-    assert_refused(outcome, "bound seed 0: No space left on device", "same command goes on")
+    assert_refused(outcome, "bound seed 0: No space left on device", "same command continues")
     assert here.metrics("ours-0") == whole.metrics("ours-0")
 
 
@@ -619,16 +619,17 @@ def test_the_default_folder_is_named_after_the_configs_and_a_dry_run_does_not_ma
     assert tree(here.folder) == before
 
 
-def test_progress_says_which_run_which_round_what_accuracy_and_how_many_are_left(
+def test_progress_says_which_run_which_round_and_what_accuracy(
     shown: Outcome, whole: Place
 ) -> None:
     lines = shown.err.splitlines()
 
     assert len(lines) == 8  # the first and last round of four runs
-    assert lines[2].startswith("run 2/4 bound seed 0, round 1/3; 2 to come, 0:00:")
+    assert lines[2].startswith("run 2/4 bound seed 0, round 1/3: ")
     reached = whole.results("bound-0")["test_accuracy"]["final"]
-    assert f"round 3/3, accuracy {reached:.4f}; 2 to come" in lines[3]
-    assert lines[-1].endswith("; 0 to come, 0:00:00 left")
+    assert lines[3].startswith("run 2/4 bound seed 0, round 3/3: ")
+    assert f"test accuracy {reached:.4f}, 0:00:" in lines[3]
+    assert lines[-1].endswith(", 0:00:00 left")
 
 
 def test_the_screen_shows_the_results_and_where_the_table_is(shown: Outcome, whole: Place) -> None:
@@ -640,19 +641,6 @@ def test_the_screen_shows_the_results_and_where_the_table_is(shown: Outcome, who
         assert row[1:4] == [f"{(one + two) / 2:.4f}", "±", f"{abs(one - two) / math.sqrt(2):.4f}"]
     assert "best" not in shown.out.partition("Best is")[0]  # never a headline
     assert str(whole.output) in shown.out.splitlines()[-1]
-
-
-def test_time_left_is_each_configs_rounds_times_what_its_rounds_took() -> None:
-    pace = runner.EtaEstimator({"slow": 10, "fast": 10})
-    assert pace.left() is None
-
-    pace.done("slow", 6.0)
-    assert pace.left() == pytest.approx(9 * 6 + 10 * 6)  # nothing better is known of the other
-    pace.done("fast", 1.0)
-    pace.done("fast", 3.0)
-    assert pace.left() == pytest.approx(9 * 6 + 8 * 2)
-    pace.done("slow", rounds=5)  # in an earlier session
-    assert pace.left() == pytest.approx(4 * 6 + 8 * 2)
 
 
 # The plot -----------------------------------------------------------------------------------

@@ -54,13 +54,13 @@ def test_the_role_follows_from_what_an_agent_holds() -> None:
 
 
 def test_a_query_agent_has_no_labels_to_read() -> None:
-    with pytest.raises(RoleError, match=r"q3 was asked for labelled rows\. It is a query agent"):
+    with pytest.raises(RoleError, match=r"q3 is a query agent without labelled rows"):
         _ = query("q3").labelled
     assert "y" not in {field.name for field in dataclasses.fields(UnlabelledRows)}
 
 
 def test_a_support_agent_has_no_unlabelled_rows_to_read() -> None:
-    with pytest.raises(RoleError, match=r"s1 was asked for unlabelled rows.*federation\.query"):
+    with pytest.raises(RoleError, match=r"s1 is a support agent .*federation\.query"):
         _ = support("s1").unlabelled
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from accounting import Account, Budget, PoissonSampledGaussianEvent
 from accounting.account_plan import AccountPlan
-from accounting.ledger import read_journal
+from accounting.budget import Budget
+from accounting.events import PoissonSampledGaussianEvent
+from accounting.ledger import Account, read_journal
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.core.engine import Call
 from privssl.core.messages import Declined, Message
@@ -156,15 +157,15 @@ def keeps_for_later(agent: Any, message: Sent, ctx: Any) -> Sent:
     [
         (sends_counts, "it sends F, counts"),
         (weighs, "its weight is not 1"),
-        (is_silent, "it is silent"),
-        (notes, "it notes loss"),
-        (keeps_for_later, "it remembers something"),
+        (is_silent, "it declines"),
+        (notes, "it logs loss"),
+        (keeps_for_later, "it changes its memory"),
     ],
 )
 def test_a_visit_that_lets_go_of_more_than_its_plan_names_is_refused_and_stays_charged(
     there: LocalEngine, tmp_path: Path, inside: Visit, why: str
 ) -> None:
-    with pytest.raises(PrivacyError, match=f"step of m0 read rows under an account, and {why}"):
+    with pytest.raises(PrivacyError, match=f"step of m0 read rows with an account, and {why}"):
         ask(there, paying(inside))
     assert charges(tmp_path) == 1
     assert list(there.memories()["m0"]) == ["old"]
@@ -181,7 +182,7 @@ def test_a_visit_is_charged_once_and_as_planned(there: LocalEngine) -> None:
         return cast(Sent, paying(as_it_should_be)(agent, message, ctx))
 
     for step in (cheaply, twice):
-        with pytest.raises(PrivacyError, match="it was charged otherwise than planned"):
+        with pytest.raises(PrivacyError, match="its charge is not the planned one"):
             ask(there, step)
 
 
@@ -195,7 +196,7 @@ def test_rows_that_were_kept_are_out_of_reach_when_their_visit_is_over(there: Lo
 
     ask(there, paying(keeps_them))
     for look in (len, lambda rows: rows.x, lambda rows: rows.y, lambda rows: rows.ids):
-        with pytest.raises(PrivacyError, match="after the visit"):
+        with pytest.raises(PrivacyError, match="after the step"):
             look(kept[0])
 
 
@@ -247,7 +248,9 @@ def test_something_else_than_tensors_cannot_be_remembered(there: LocalEngine) ->
         agent.memory = {**agent.memory, "rounds": 3}
         return Sent()
 
-    with pytest.raises(TypeError, match="counts_rounds of m0 remembers rounds, no tensor"):
+    with pytest.raises(
+        TypeError, match=r"counts_rounds of m0: agent.memory has rounds, which is no tensor"
+    ):
         ask(there, counts_rounds)
 
 

@@ -202,7 +202,7 @@ def floats(divisor: float) -> dict[str, NDArray[np.float64]]:
         (floats(255), "x_test has floats up to 0.0030911. They are"),  # x_train is as it was
         ({"x_test": several(90)[:2]}, "x_test goes up to 90 and x_train up to 200. Scale both"),
         ({"x_test": several(200)[2:4]}, "2 of 2 test rows are training rows as well"),
-        ({"y_train": np.array([1, 2, 3, 1, 2, 3])}, "no training row has class 0, and"),
+        ({"y_train": np.array([1, 2, 3, 1, 2, 3])}, "no training row has class 0, but"),
         ({}, ""),
     ],
     ids=str,
@@ -418,8 +418,9 @@ def test_mnist_is_read_without_torchvision(tmp_path: Path) -> None:
     idx_files(tmp_path, np.zeros((5, 28, 28), np.uint8), np.arange(5, dtype=np.uint8))
     code = (
         "import sys; "
-        "from privssl.data.datasets import load; from privssl.settings.schema import *\n"
-        "load(DataSettings(name='mnist', root=sys.argv[1])); print('torchvision' in sys.modules)"
+        "from privssl.data.datasets import load_dataset; from privssl.settings.schema import *\n"
+        "load_dataset(DataSettings(name='mnist', root=sys.argv[1])); "
+        "print('torchvision' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     assert subprocess.check_output(command, text=True) == "False\n"

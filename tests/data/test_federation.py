@@ -259,7 +259,7 @@ def test_a_replayed_split_is_the_same_for_every_agent_and_keeps_its_hash() -> No
         ({"unlabelled": 100}, "has 930 unlabelled rows, but data.unlabelled is 100"),
         ({"query": 4}, "unlabelled rows to q0, q1, q2, but .* to q0, q1, q2, q3"),
         ({"support": 1}, "labelled rows to s0, s1, but .* to s0"),
-        ({"query": 0}, "unlabelled rows to q0, q1, q2, but .* to nobody"),
+        ({"query": 0}, "unlabelled rows to q0, q1, q2, but .* to no agent"),
         ({"support": 0, "labels": "labels-at-server"}, "to s0, s1, but .* to server"),
         ({"partition": "dirichlet", "alpha": 0.1}, "partition is dirichlet, .* drawn with iid"),
         ({"stratified": False}, "data.stratified is False, but .* drawn with True"),
@@ -296,8 +296,8 @@ def test_a_split_of_other_rows_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"support": 0}, "agents.support is 0, so nobody would hold labels"),
-        ({"mixed": 1}, "agents.mixed is 1, but with data.labels support there are none"),
+        ({"support": 0}, "agents.support is 0, so no agent would hold labels"),
+        ({"mixed": 1}, "agents.mixed is 1, but with data.labels support there can be none"),
         ({"labels": "labels-at-server"}, "Set agents.support to 0"),
         ({"labels": "labels-at-client", "support": 0}, "agents.mixed is 0"),
         ({"labels": "labels-at-client", "mixed": 2}, "Set agents.support to 0"),

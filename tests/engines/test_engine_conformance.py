@@ -204,7 +204,7 @@ def test_an_agent_cannot_write_into_the_servers_state(name: str, whom: str) -> N
 class Sharing(LocalEngine):
     """Hands every agent the very same message, and the server what agents still have."""
 
-    def _across(self, message: Message) -> Message:
+    def _copy_message(self, message: Message) -> Message:
         return message
 
 

@@ -458,7 +458,7 @@ def test_a_worker_that_dies_is_replaced_and_its_visit_done_again_to_the_same_bit
     assert theirs.told == mine.told
     [record] = caplog.records
     assert record.getMessage() == (
-        "A worker process was ended by SIGKILL during die_once of q1, which is done again."
+        "A worker process was ended by SIGKILL during die_once of q1, which is run again."
     )
 
 
@@ -472,7 +472,7 @@ def test_workers_that_ended_between_visits_are_replaced_and_no_visit_is_blamed(
         assert soon(lambda: all_ended(there))
         replies = ask(there, STEPS.where)
     assert [reply.payload.text for reply in replies] == [agent.id for agent in parties]
-    said = "A worker process was ended by SIGKILL between visits."
+    said = "A worker process was ended by SIGKILL between steps."
     assert [record.getMessage() for record in caplog.records] == [said] * 4
 
 
@@ -584,8 +584,8 @@ def test_a_worker_holds_no_file_of_this_process_so_no_lock_outlives_it(tmp_path:
                 held += [os.readlink(folder / name)] if int(name) > 2 else []
         return held
 
-    def settled(process: int) -> bool:  # pipe to the engine, two sheets, lifeline
-        return len(held_by(process)) == 4
+    def settled(process: int) -> bool:  # pipe to the engine, two buffers
+        return len(held_by(process)) == 3
 
     with open(tmp_path / "journal", "w"), engine() as there:
         assert str(tmp_path / "journal") in [os.readlink(f"/proc/self/fd/{n}") for n in open_now()]
@@ -905,7 +905,7 @@ def test_a_run_survives_a_worker_and_tells_of_it(here: Place, in_one_process: Pl
         outcome = command(here.config, here.output, "run.workers=2")
 
     assert outcome.status == 0 and marker.exists()
-    assert "was ended by SIGKILL during query_pass of q1, which is done again." in outcome.err
+    assert "was ended by SIGKILL during query_pass of q1, which is run again." in outcome.err
     assert same(here, in_one_process)
 
 

@@ -42,7 +42,7 @@ def engine(folder: Path, terms: Any = SOON, **how: Any) -> SitesEngine:
 
 
 def doors(there: SitesEngine) -> Doors:
-    post = there._post
+    post = there._transport
     assert isinstance(post, Doors)
     return post
 
@@ -80,7 +80,7 @@ def meet(handlers: Mapping[str, Callable[[bytes], bytes]], *names: str) -> Sites
     expected = [AgentRef(name, "query") for name in names]
     home = LocalEngine([], seed=0, device=CPU)
     return SitesEngine(
-        Doors(handlers), expected, algorithm=STEPS, agreement=AGREED, home=home, terms=SOON
+        Doors(handlers), expected, algorithm=STEPS, agreement=AGREED, home=home, timeouts=SOON
     )
 
 

@@ -300,8 +300,8 @@ KILLED = """
 import sys, time
 from pathlib import Path
 import torch
-from privssl.storage.spill_store import Shelf
-there = Shelf(Path(sys.argv[1]), 0)
+from privssl.storage.spill_store import SpillStore
+there = SpillStore(Path(sys.argv[1]), 0)
 kept = there.put({"w": torch.ones(100_000)})
 print(there.on_disk, flush=True)
 time.sleep(60)

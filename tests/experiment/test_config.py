@@ -6,6 +6,7 @@ small one of the tests' own, so that the table of real ones can change without t
 
 import dataclasses
 import math
+import os
 import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -88,13 +89,12 @@ privacy:
     with pytest.raises(ConfigError) as error:
         load_config(write(text, "fedssl_dp.yaml"), ["run.seed=-1"], TABLE)
     assert str(error.value) == (
-        "fedssl_dp.yaml: 5 problems\n"
+        "fedssl_dp.yaml: 4 problems\n"
         "  line 4    agents.support          "
         "0, but fedssl reads labels at support agents: give at least 1\n"
         "  line 5    model.norm              batch norm couples the rows of a batch, "
         "so no single row can be clipped. Set model.norm: group\n"
         "  line 11   privacy.epsilonn        unknown key. Did you mean epsilon?\n"
-        "  line 12   privacy.delta           '1e-5' is text to YAML. Write 1.0e-5\n"
         "  argument  run.seed                needs a whole number >= 0, got -1"
     )
 
@@ -111,6 +111,25 @@ def test_a_run_is_named_after_its_file_and_goes_to_runs(write: Any) -> None:
     config = load_config(path, ["run.seed=7"], TABLE)
     assert (config.run.name, config.folder) == ("trial", Path("runs/trial-7"))
     assert load_config(path, ["run.output=else/where"], TABLE).folder == Path("else/where")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 1e-3), ("-1E2", -100.0), ("2.5e3", 2500.0), (".5e1", 5.0)]
+)
+def test_an_exponent_without_dot_or_sign_is_a_number_where_the_key_is_one(
+    write: Any, text: str, value: float
+) -> None:
+    config = load_config(
+        write(SOUND + f"run: {{join_seconds: {abs(value)}, name: {text}}}\n"),
+        [f"privacy.epsilon={text.lstrip('-')}"], TABLE,
+    )  # fmt: skip
+    assert config.privacy is not None and config.privacy.epsilon == abs(value)
+    assert config.run.name == text  # the control: the type of this key is text
+
+
+def test_a_number_in_quotes_stays_text(write: Any) -> None:
+    rows = refusal(write(SOUND + "privacy: {epsilon: '1e0', delta: 1e-5}\n"))
+    assert rows == ["line 3 privacy.epsilon '1e0' is text to YAML. Write 1.0e+0"]
 
 
 def test_lists_become_tuples_and_whole_numbers_do_for_numbers(write: Any) -> None:
@@ -222,7 +241,7 @@ def test_each_mistake_is_named_with_its_line_and_its_remedy(
         (["rum.seed=1"], "rum.seed unknown section. Did you mean run?"),
         (["model=lenet"], "model is a section. Write model.key=value"),
         (["run.seed=1", "run.seed=2"], "run.seed given twice among the arguments"),
-        (["algorithm.sharpness=1e-1"], "algorithm.sharpness '1e-1' is text to YAML. Write 1.0e-1"),
+        (["algorithm.rounds=1e1"], "algorithm.rounds '1e1' is text to YAML. Write 10"),
         (["algorithm.sharpness=0.0"], "algorithm.sharpness needs a number > 0, got 0.0"),
         (["algorithm.sharp=1.0"], "algorithm.sharp unknown key. Did you mean sharpness?"),
         (
@@ -395,16 +414,61 @@ def test_delta_is_held_against_the_rows_of_an_agent(write: Any) -> None:
     assert refusal(path, ["privacy.delta=0.0199", "agents.support=1"])
 
 
-@pytest.mark.parametrize(("clip_norm", "fits"), [("0.001", True), ("0.0009", False), ("0", False)])
-def test_a_clip_norm_below_what_single_precision_can_tell_is_refused(
-    write: Any, clip_norm: str, fits: bool
+def test_paths_are_absolute_so_that_they_mean_the_same_elsewhere(
+    write: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    path = write(SOUND + f"privacy: {{epsilon: 8, clip_norm: {clip_norm}}}\n")
-    if fits:
-        assert load_config(path, (), TABLE).privacy is not None
-    else:
-        [row] = refusal(path)
-        assert row.endswith("give a number of 0.001 or more")
+    text = SOUND + (
+        "data: {name: npz, root: rows/my.npz, split: ~/split.json}\n"
+        "privacy: {epsilon: 1, ledger: accounts, ledger_epsilon: 2}\n"
+    )
+    config = load_config(write(text), (), TABLE)
+    assert config.data.root == str(tmp_path / "rows" / "my.npz")
+    assert config.data.split == "~/split.json"  # means the same already
+    assert config.privacy is not None and config.privacy.ledger == str(tmp_path / "accounts")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(to_yaml(config))
+    monkeypatch.chdir("/")
+    assert load_config(run / "config.yaml", (), TABLE) == config
+    # The control: a relative path is taken from where the command is.
+    assert load_config(tmp_path / "a.yaml", (), TABLE).data.root == "/rows/my.npz"
+
+
+def test_the_config_of_a_run_of_an_older_version_keeps_its_checksum(write: Any) -> None:
+    write(SOUND + "data: {name: npz, root: my.npz}\n", "config.yaml")
+    begun = Path("split.json")
+    begun.write_text("{}")
+    assert load_config(Path("config.yaml"), (), TABLE).data.root == "my.npz"
+    begun.unlink()  # the control
+    assert load_config(Path("config.yaml"), (), TABLE).data.root == str(Path("my.npz").absolute())
+
+
+def test_a_config_file_whose_name_is_not_utf8_is_refused(write: Any) -> None:
+    path = Path(os.fsdecode(b"a\xff.yaml"))
+    path.write_text(SOUND)
+    with pytest.raises(ConfigError, match=r"'a\\udcff\.yaml': its name is not UTF-8. Rename"):
+        load_config(path, (), TABLE)
+    assert load_config(write(SOUND, "ä.yaml"), (), TABLE).run.name == "ä"  # the control
+
+
+@pytest.mark.parametrize(
+    ("key", "fit", "outside", "range_"),
+    [
+        ("clip_norm", ["0.001", "1e6"], ["0", "0.0009", "1.1e6", "1e38"], "0.001 to 1000000"),
+        ("learning_rate", ["1e3"], ["1001", "1e38"], "at most 1000"),
+        ("noise_multiplier", ["0.2", "1e4"], ["0.1", "1e5", "1e38"], "0.2 to 10000"),
+    ],
+)
+def test_numbers_that_make_a_private_run_meaningless_are_refused_with_the_reason(
+    write: Any, key: str, fit: list[str], outside: list[str], range_: str
+) -> None:
+    path = write(SOUND + "privacy: {epsilon: 8}\n")
+    for value in fit:  # the control
+        assert load_config(path, [f"privacy.{key}={value}"], TABLE).privacy is not None
+    for value in outside:
+        [row] = refusal(path, [f"privacy.{key}={value}"])
+        assert row.startswith(f"argument privacy.{key} ") and f"give {range_}" in row
+        assert "(" in row
 
 
 def test_bfloat16_is_refused_in_a_private_run_alone(write: Any) -> None:

@@ -496,7 +496,7 @@ def test_rows_that_do_not_fit_are_refused_in_torchs_words(calls: list[str]) -> N
 
 def test_a_convolution_of_many_weights_is_torchs(calls: list[str]) -> None:
     network = optimize_layout(nn.Sequential(nn.Conv2d(256, 512, 3), nn.MaxPool2d(2)))
-    assert fused_conv.MOST_WEIGHTS < 9 * 256 * 512
+    assert fused_conv.MAX_WEIGHTS < 9 * 256 * 512
     network(torch.zeros(1, 256, 4, 4))
     assert calls == []
 
@@ -506,7 +506,7 @@ def test_kernels_of_another_version_are_not_used_and_said_so(
 ) -> None:
     if not HERE:
         pytest.skip("no kernels were compiled")
-    monkeypatch.setitem(dispatch.INSTRUCTION_SETS, "views", -1)
+    monkeypatch.setitem(dispatch.KERNEL_VERSIONS, "views", -1)
     monkeypatch.setattr(dispatch, "_latest", dispatch._latest.__wrapped__)
     monkeypatch.setattr(logging.getLogger("privssl"), "propagate", True)
     assert dispatch.instruction_set() is None
@@ -557,7 +557,7 @@ FIELDS = {"x": ROWS, "y": torch.tensor([3, 1, 4, 1])}
 def written_out(network: nn.Module, fields: Mapping[str, Tensor]) -> dict[Any, Tensor]:
     """(B, *shape of the parameter)."""
     found = factored_gradients(loss_of(network), parameters_of({"F": network}), fields)
-    each = torch.eye(len(fields["y"]))
+    each = torch.eye(len(fields["y"]), dtype=torch.float64)
     return {key: torch.stack([own.total(row) for row in each]) for key, own in found.items()}
 
 

@@ -120,10 +120,10 @@ def test_products_of_whole_numbers_are_added_up_exactly(
         OuterProductGradients(left.float(), right.float()),
         torch.randint(0, 5, (count,)).double(),
     )
-    lines = one.iter_chunks()
+    lines = one.kernel_input()
     assert lines is not None
     with patch.object(dispatch, "_latest", lambda: name):
-        found = one.scatter(kernel.totals([lines], weights), 0)
+        found = one.from_totals(kernel.totals([lines], weights), 0)
     expected = torch.einsum("b,btp,btd->pd", weights.double(), left.double(), right.double())
     assert torch.equal(found.double(), expected)
 
@@ -220,11 +220,11 @@ def test_other_numbers_of_rows_are_refused() -> None:
 
 def test_what_the_kernel_does_not_know_is_left_to_torch_or_refused() -> None:
     wide = OuterProductGradients(torch.ones(3, 1, 4), torch.ones(3, 1, 5, dtype=torch.float64))
-    assert wide.iter_chunks() is None
+    assert wide.kernel_input() is None
     with pytest.raises(ValueError, match="not float32 on the CPU"):
         kernel.totals([(wide.left, wide.right)], torch.ones(3))
     assert (
-        OuterProductGradients(torch.ones(3, 1, 5), torch.ones(3, 1, 0)).iter_chunks() is None
+        OuterProductGradients(torch.ones(3, 1, 5), torch.ones(3, 1, 0)).kernel_input() is None
     )  # an empty one
 
 

@@ -1,4 +1,4 @@
-"""The DP-SGD mechanism: what docs/privacy.md promises.
+"""The DP-SGD mechanism: what docs/dp_sgd.md promises.
 
 Sums are read off the network: with noise taken away, learning rate 1 and divisor 1 a step moves
 the weights by exactly the clipped sum. Networks are float64, so that reading it off loses nothing.
@@ -1031,7 +1031,7 @@ class Dropping(nn.Module):
 
 def test_chance_inside_of_a_network_is_refused_before_a_run_and_in_training() -> None:
     task = Task(CLASSES, SHAPE, lambda: Dropping(0.5))
-    with pytest.raises(PrivacyError, match="draws chance of its own"):
+    with pytest.raises(PrivacyError, match="draws random numbers"):
         check_classifier(Dropping(0.5), task)
     check_classifier(Dropping(0.0), task)  # the control
 
@@ -1043,7 +1043,7 @@ def test_chance_inside_of_a_network_is_refused_before_a_run_and_in_training() ->
         rows = {"x": torch.rand(3, *SHAPE)}
         return factored_gradients(loss, parameters_of({"N": network}), rows)
 
-    with pytest.raises(PrivacyError, match="draws chance of its own"):
+    with pytest.raises(PrivacyError, match="draws random numbers"):
         gradients(Dropping(0.5))
     assert gradients(Dropping(0.0))
 

@@ -44,6 +44,7 @@ from privssl.runs.checkpoint import Snapshot
 from privssl.runs.round_plan import planned_rounds
 from privssl.settings.schema import DP_SGD_KEYS, PrivacySettings
 from tests.support.command_line import Outcome, assert_refused, command
+from tests.support.ledger import visits_left
 
 CONFIG = Path(__file__).parents[2] / "configs" / "label_census.yaml"
 PLAN = CensusPlan(2.0, visits=1)
@@ -178,11 +179,11 @@ def test_beside_other_releases_a_pure_one_is_told_with_delta() -> None:
 def test_an_account_pays_for_censuses_as_long_as_their_sum_fits(tmp_path: Path) -> None:
     plan = promise(PureDpEvent(2.0, 1))
     account = Account.open(tmp_path / "s0.jsonl", plan, resume=False)
-    assert account.visits_left() == 3
+    assert visits_left(account) == 3
     for number in range(3):
         with account.spend(plan.event, f"census {number}"):
             pass
-    assert (account.spent(), account.left(), account.visits_left()) == (6.0, 0.0, 0)
+    assert (account.spent(), account.left(), visits_left(account)) == (6.0, 0.0, 0)
     with (
         pytest.raises(BudgetExhausted, match=r"spent epsilon 6.0000 of 6 \(delta 0\).* to 8.0000"),
         account.spend(plan.event, "census 3"),

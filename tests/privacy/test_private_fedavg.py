@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from accounting.ledger import read_journal
 from privssl import train
-from privssl.algorithms.baselines.supervised import FedAvg, SupervisedRequest, SupervisedUpdate
+from privssl.algorithms.baselines.supervised import FedAvg, ProximalRequest
+from privssl.algorithms.local_ssl import ModelUpdate
 from privssl.audit import __main__ as audit
 from privssl.core.agents import LabelledRows
 from privssl.core.engine import Call
@@ -75,12 +76,12 @@ def configured(tmp_path: Path) -> Callable[..., Config]:
     return load
 
 
-def lesson(prepared: Prepared) -> SupervisedRequest:
+def lesson(prepared: Prepared) -> ProximalRequest:
     F = prepared.algorithm.networks()["F"]
-    return SupervisedRequest({k: v.clone() for k, v in F.state_dict().items()})
+    return ProximalRequest({k: v.clone() for k, v in F.state_dict().items()})
 
 
-def visit(prepared: Prepared, agent: Any, came: SupervisedRequest) -> SupervisedUpdate | Declined:
+def visit(prepared: Prepared, agent: Any, came: ProximalRequest) -> ModelUpdate | Declined:
     assert isinstance(prepared.algorithm, FedAvg)
     return prepared.algorithm.labelled_pass(agent, came, context(agent.id))
 
@@ -112,7 +113,7 @@ def asked(prepared: Prepared, folder: Path, at_once: int, rounds: int = 2) -> li
         for number in range(1, rounds + 1):
             federation.begin(Round(number, "train", number))
             state = prepared.algorithm.round(state, federation)
-    return [*found, Reply(found[0].sender, SupervisedUpdate(state.F))]
+    return [*found, Reply(found[0].sender, ModelUpdate(state.F))]
 
 
 # Budgets ----------------------------------------------------------------------------------------
@@ -294,11 +295,11 @@ def test_the_card_lists_nothing_of_unlabelled_rows_which_nobody_reads(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("algorithm.learning_rate=0.1", "privacy.learning_rate stands"),
-        ("algorithm.local_epochs=2", "privacy.steps stands"),
-        ("algorithm.weak=none", "privacy.augment stands"),
+        ("algorithm.learning_rate=0.1", "privacy.learning_rate sets them"),
+        ("algorithm.local_epochs=2", "privacy.steps sets them"),
+        ("algorithm.weak=none", "privacy.augment sets them"),
         ("privacy.protect=[G]", "fedavg trains F alone"),
-        ("privacy.visits=2", "nobody would learn any more"),
+        ("privacy.visits=2", "no agent trains after round 2"),
         ("model.norm=batch", "no single row can be clipped"),
         ("run.precision=bfloat16", "clipped and noised in float32"),
     ],

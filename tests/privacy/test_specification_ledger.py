@@ -41,7 +41,6 @@ from accounting.events import (
     NonPrivateEvent,
     PoissonSampledGaussianEvent,
     PureDpEvent,
-    same_batch_noise,
 )
 from accounting.ledger import Account, AccountPlan, read_journal
 from benchmarks import ledger_cost
@@ -52,7 +51,7 @@ from privssl.engines.local import LocalEngine
 from privssl.experiment import prepare
 from privssl.experiment.config import Config
 from privssl.experiment.prepare import Prepared
-from privssl.privacy import dp_sgd
+from privssl.privacy import secure_noise
 from privssl.privacy.noisy_optimizer import SecureNoise
 from privssl.privacy.plan import PrivatePlan
 from privssl.privacy.privacy_card import render_markdown
@@ -124,7 +123,7 @@ def test_a_ledger_written_under_the_papers_stop_rule_is_found_out(
 ) -> None:
     # The control of every "exactly T visits": Alg. 2 looks at the total of earlier visits alone.
     def papers(self: Account, after: float) -> bool:
-        return self.spent() <= self.budget.epsilon
+        return self.spent() <= self.plan.budget.epsilon
 
     fitting = spend_all(tmp_path / "ours", plan("s0"))
     monkeypatch.setattr(Account, "_within_budget", papers)
@@ -384,7 +383,7 @@ def test_three_blocks_of_one_batch_and_three_batches_cost_what_their_divergence_
     # 3 / s^2 in the exponent. Three batches are three releases: their divergences add up.
     s, q = 2.0, 16 / 34
     two = ORDERS.index(2.0)
-    one_batch = cost_of([PoissonSampledGaussianEvent(same_batch_noise([s] * 3), q, 1)])
+    one_batch = cost_of([PoissonSampledGaussianEvent(s / math.sqrt(3), q, 1)])
     assert one_batch.rdp[two] == pytest.approx(math.log1p(q**2 * math.expm1(3 / s**2)))
     fresh = cost_of([PoissonSampledGaussianEvent(s, q, 3)])
     assert fresh.rdp[two] == pytest.approx(3 * math.log1p(q**2 * math.expm1(1 / s**2)))
@@ -463,9 +462,7 @@ SWAPPED: dict[str, tuple[Any, str, Any, list[str]]] = {
     "the event says one batch, the sampler draws many": (
         PrivatePlan,
         "event",
-        property(
-            lambda self: PoissonSampledGaussianEvent(same_batch_noise([NOISE] * STEPS), RATE, 1)
-        ),
+        property(lambda self: PoissonSampledGaussianEvent(NOISE / math.sqrt(STEPS), RATE, 1)),
         ["releases", "noise"],
     ),
     "the event says fresh batches, the sampler repeats one": (
@@ -474,7 +471,7 @@ SWAPPED: dict[str, tuple[Any, str, Any, list[str]]] = {
         one_batch_for_all(PrivatePlan.draw_batch),
         ["batches are not fresh"],
     ),
-    "half the noise is drawn": (dp_sgd, "secure_normal", half_the_noise, ["noise"]),
+    "half the noise is drawn": (secure_noise, "secure_normal", half_the_noise, ["noise"]),
     "every row is in every batch": (
         PrivatePlan,
         "draw_batch",
@@ -819,7 +816,7 @@ def test_where_a_charge_cannot_be_written_the_run_ends_in_one_message_and_reads_
 
     assert_refused(
         outcome, str(ledgers(at)["s0"]), f"could not be written ({os.strerror(number)})",
-        "What it pays for was not read", "Free space or mend the disk, then resume",
+        "Its rows were not read", "Free space or repair the disk, then resume",
     )  # fmt: skip
     assert outcome.err.count("\n") == 1
     # With the disk mended the run goes on, and never charges less than what may be on it.

@@ -770,7 +770,7 @@ def test_the_text_of_a_crash_in_a_private_visit_holds_no_row(
     prepared = prepare(configured())
     for module in ("algorithm", "losses"):
         monkeypatch.setattr(
-            f"privssl.algorithms.fedssl.algorithm.{module}.row_losses",
+            f"privssl.algorithms.fedssl.{module}.row_losses",
             lambda cfg, functions, batch, *_: torch.cat([batch.mild, batch.p1]),  # cannot be
             raising=False,
         )

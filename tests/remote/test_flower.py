@@ -150,16 +150,18 @@ class Marked:
     """A post to one of the sites behind each door."""
 
     def __init__(self, post: FlowerTransport, mark: bytes) -> None:
-        self._post, self._mark = post, mark
+        self._transport, self._mark = post, mark
 
     def addresses(self) -> Sequence[str]:
-        return self._post.addresses()
+        return self._transport.addresses()
 
     def exchange(self, letters: Mapping[str, bytes], seconds: float) -> Mapping[str, bytes]:
-        return self._post.exchange({a: self._mark + said for a, said in letters.items()}, seconds)
+        return self._transport.exchange(
+            {a: self._mark + said for a, said in letters.items()}, seconds
+        )
 
     def close(self) -> None:
-        self._post.close()
+        self._transport.close()
 
 
 @contextlib.contextmanager
@@ -249,7 +251,7 @@ def there(network: Network) -> Iterator[SitesEngine]:
         algorithm=STEPS,
         agreement=posts.AGREED,
         home=LocalEngine([], seed=3, device=posts.CPU),
-        terms=PATIENT,
+        timeouts=PATIENT,
     )
     with contextlib.closing(engine):
         yield engine
@@ -403,7 +405,10 @@ class Deployment:
         for name in self.names:
             self.start(name)
         for name in self.names:
-            demo.wait_for_site(self.folder / name)
+            end = time.monotonic() + 120
+            while not (self.folder / name / "door").exists():
+                assert time.monotonic() < end, f"{name} did not start"
+                time.sleep(0.1)
         self.run = self.folder / "run"
         self.train = demo.train(self.folder, self.address, *HOW)
 
@@ -418,7 +423,7 @@ class Deployment:
         """The visits that a site has done, by its log."""
         path = self.folder / name / "site.log"
         lines = path.read_text().splitlines() if path.exists() else []
-        return {line.split("Visit ")[1] for line in lines if line.endswith(" done")}
+        return {line.split("Step ")[1] for line in lines if line.endswith(" done")}
 
     def charged(self, name: str) -> int:
         return len(read_journal(self.folder / name / "ledger" / f"{name}.jsonl").events)

@@ -30,8 +30,8 @@ from privssl.reporting.trackers import (
 from privssl.runtime import process
 
 
-def record(number: int, **values: float) -> RoundRecord:
-    return RoundRecord(number, 100, "train", {k.replace("__", "/"): v for k, v in values.items()})
+def record(number: int, total: int = 100, **values: float) -> RoundRecord:
+    return RoundRecord(number, total, "train", {k.replace("__", "/"): v for k, v in values.items()})
 
 
 def write(path: Path, *records: RoundRecord, resume_after: int | None = None) -> str:
@@ -201,9 +201,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         ([1, 2, 3, 4], ""),
         ([1, 2, 3, 4, 5, 6], ""),  # those after the checkpoint are written again
         ([1, 2], "lacks 2 rounds (3, 4)"),
-        ([1, 3, 4], "lacks round 2"),
+        ([1, 3, 4], "lacks 1 rounds (2)"),
         ([], "lacks 4 rounds (1, 2, 3, ...)"),
-        ([1, 2, 2, 3, 4], "has rounds twice or out of order"),
+        ([1, 2, 2, 3, 4], "has rounds twice or unordered"),
     ],
 )
 def test_rounds_that_are_missing_from_the_curves_of_a_resumed_run_are_told(
@@ -263,7 +263,7 @@ def test_elsewhere_than_on_a_terminal_there_is_a_plain_line_now_and_then(clock: 
         clock.now += 3  # a round takes 3 s: lines at 3, then 15, 27, 39, 51 and the last, 60
         budget = {"dp__budget_left__s0": 8 - number / 10, "dp__budget_left__s1": 7 - number / 10}
         accuracy = {"test__accuracy": 0.5} if number == 1 else {}
-        tracker.round(record(number, **budget, **accuracy))
+        tracker.round(record(number, 20, **budget, **accuracy))
     tracker.close()
     lines = stream.getvalue().splitlines()
     # 9 rounds in 27 s leave 11 rounds, 33 s; the budget left is that of the agent with least
@@ -292,6 +292,24 @@ def test_time_left_counts_only_the_rounds_of_this_session(clock: Clock) -> None:
     )
 
 
+def test_time_left_of_several_runs_counts_all_rounds_and_none_of_earlier_sessions(
+    clock: Clock,
+) -> None:
+    stream = io.StringIO()
+    tracker = ProgressTracker(8, stream=stream, every_s=0)
+    tracker.begin("run 1/2 a, ", 2, nominal=False)  # rounds 1 and 2 of 4 are of an earlier session
+    for number in (3, 4):
+        clock.now += 6
+        tracker.round(record(number, 4))
+    tracker.begin("run 2/2 b, ", 0, nominal=True)
+    clock.now += 3
+    tracker.round(record(1, 4, dp__budget_left__s0=1.0))
+    # 3 rounds of this session in 15 s; 3 of the 8 are left, at 5 s
+    assert stream.getvalue().splitlines()[-1] == (
+        "run 2/2 b, round 1/4: train, NOMINAL epsilon left 1.00, 0:00:15 elapsed, 0:00:15 left"
+    )
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -302,7 +320,7 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
     tracker = ProgressTracker(20, stream=stream)
-    tracker.round(record(3, test__accuracy=0.875))
+    tracker.round(record(3, 20, test__accuracy=0.875))
     tracker.close()
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     assert "round 3/20" in shown

@@ -176,7 +176,7 @@ def test_another_config_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_snapshot_says_so(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(RunFolderError, match="there is no checkpoint to go on from"):
+        with pytest.raises(RunFolderError, match="there is no checkpoint to resume from"):
             load_snapshot(folder, "d")
 
 
@@ -252,7 +252,7 @@ def test_a_damaged_snapshot_is_passed_over_for_the_one_before(
         assert load_snapshot(tmp_path, "d").round == 10
     assert "checkpoint round_00020 is damaged" in caplog.text
     damage(tmp_path / "round_00010")
-    with pytest.raises(RunFolderError, match="no checkpoint is whole"):
+    with pytest.raises(RunFolderError, match="no checkpoint is intact"):
         load_snapshot(tmp_path, "d")
 
 

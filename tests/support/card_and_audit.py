@@ -52,7 +52,8 @@ def card_of(accounts: Sequence[AgentSpend], **changes: Any) -> dict[str, Any]:
         "algorithm": "fedssl",
         "dataset": "digits",
     }
-    return privacy_card(accounts, **{**usual, **changes})
+    card: Any = privacy_card(accounts, **{**usual, **changes})
+    return dict(card)
 
 
 def write_run(

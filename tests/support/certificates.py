@@ -1,79 +1,37 @@
-"""Certificates of a time that is over, and servers that have one. Not a test itself."""
+"""Expired certificates, and servers that have one. Not a test itself."""
 
 import contextlib
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
 from privssl.site import keys
 
-LONG_AGO = ("20200101000000Z", "20200201000000Z")
-_CONFIG = """\
-[ca]
-default_ca = own
-[own]
-database = {folder}/index.txt
-serial = {folder}/serial
-new_certs_dir = {folder}
-policy = any
-[any]
-commonName = supplied
-[link]
-subjectAltName = IP:127.0.0.1
-extendedKeyUsage = serverAuth
-subjectKeyIdentifier = hash
-authorityKeyIdentifier = keyid
-[root]
-basicConstraints = critical, CA:TRUE
-keyUsage = critical, keyCertSign
-subjectKeyIdentifier = hash
-"""
+LONG_AGO = (datetime(2020, 1, 1, tzinfo=timezone.utc), datetime(2020, 2, 1, tzinfo=timezone.utc))
+NEVER = datetime(2200, 1, 1, tzinfo=timezone.utc)
 
 
 def with_expired_link(folder: Path, *names: str) -> Path:
     """As ``keys.make``, for 127.0.0.1, with a SuperLink's certificate that has expired."""
     keys.make(folder, "127.0.0.1", names)
-    work = folder / "ca"
-    work.mkdir()
-    key = work / "ca.key"
-    keys._curve_key(key)
-    keys._openssl(
-        "req", "-x509", "-new", "-key", key, "-sha384", "-days", 90, "-subj", "/CN=own",
-        "-out", folder / "ca.crt", "-addext", "basicConstraints=critical,CA:TRUE",
-        "-addext", "keyUsage=critical,keyCertSign",
-    )  # fmt: skip
-    _signed(work, folder / "link.key", key, folder / "ca.crt", folder / "link.crt", "link")
+    authority, link = keys.new_key(), keys.new_key()
+    (folder / "ca.crt").write_bytes(keys.certificate(authority, authority, (LONG_AGO[0], NEVER)))
+    (folder / "link.crt").write_bytes(keys.certificate(link, authority, LONG_AGO, "127.0.0.1"))
+    (folder / "link.key").write_bytes(keys.private_bytes(link, "PKCS8"))
     return folder
 
 
 def expired_root(folder: Path) -> Path:
-    """The certificate of an authority, of a time that is over."""
+    """The certificate of an authority that has expired."""
     folder.mkdir()
-    key, current = folder / "ca.key", folder / "current.crt"
-    keys._curve_key(key)
-    keys._openssl(
-        "req", "-x509", "-new", "-key", key, "-days", 90, "-subj", "/CN=own", "-out", current
-    )
-    _signed(folder, key, key, current, folder / "ca.crt", "root")
+    key = keys.new_key()
+    (folder / "ca.crt").write_bytes(keys.certificate(key, key, LONG_AGO))
     return folder / "ca.crt"
-
-
-def _signed(work: Path, key: Path, by: Path, issuer: Path, to: Path, kind: str) -> None:
-    """A certificate with dates of our own, which only ``openssl ca`` gives."""
-    (work / "index.txt").write_text("")
-    (work / "serial").write_text("01\n")
-    (work / "config").write_text(_CONFIG.format(folder=work))
-    keys._openssl("req", "-new", "-key", key, "-subj", "/CN=own", "-out", work / "request")
-    keys._openssl(
-        "ca", "-batch", "-config", work / "config", "-in", work / "request", "-cert", issuer,
-        "-keyfile", by, "-out", to, "-startdate", LONG_AGO[0], "-enddate", LONG_AGO[1],
-        "-notext", "-md", "sha384", "-extensions", kind,
-    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -106,10 +64,6 @@ def listening(folder: Path | None) -> Iterator[str]:
             thread.join()
 
 
-def skip_without_openssl() -> None:
+def skip_without_cryptography() -> None:
     """For the top of a test module."""
-    for program in ("openssl", "ssh-keygen"):
-        try:
-            subprocess.run([program], capture_output=True, stdin=subprocess.DEVNULL, check=False)
-        except OSError:
-            pytest.skip(f"{program} is not installed", allow_module_level=True)
+    pytest.importorskip("cryptography", reason="needs pip install '.[flower]'")

@@ -5,6 +5,6 @@ from privssl.ops import dispatch
 
 HERE = [
     name
-    for name, known in dispatch.GENERATIONS.items()
+    for name, known in dispatch.INSTRUCTION_SETS.items()
     if dispatch.instruction_set() is not None and known() and dispatch.versions(name)
 ]

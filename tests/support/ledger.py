@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from accounting.accountants import max_repeats
 from accounting.canonical_json import encode
 from accounting.journal import FIRST_PREV, line_hash
+from accounting.ledger import Account
 
 # --- tampering ---------------------------------------------------------------------------------
 
@@ -17,3 +19,10 @@ def rebuilt(lines: list[dict[str, Any]]) -> bytes:
         previous = line_hash(text)
         out += text + b"\n"
     return out
+
+
+def visits_left(account: Account) -> int:
+    """How many more visits of the plan's size the budget pays for."""
+    plan, spent = account.plan, account.balance().journal.cost
+    budget, delta = plan.budget.epsilon, plan.delta_of(spent)
+    return max_repeats(plan.visit_cost, budget=budget, delta=delta, spent=spent)

@@ -106,7 +106,7 @@ def engine(
     return SitesEngine(
         post({f"at {name}": site.handle for name, site in sites.items()}),
         [agent.ref for agent in parties],
-        algorithm=algorithm, agreement=AGREED, home=home, terms=terms,
+        algorithm=algorithm, agreement=AGREED, home=home, timeouts=terms,
     )  # fmt: skip
 
 

@@ -3,11 +3,13 @@
 import contextlib
 import os
 import signal
+import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from privssl.remote.framing import receive, send
 from privssl.site import socket_server
 
 # The door -------------------------------------------------------------------------------------
@@ -30,6 +32,15 @@ def serving(path: Path, handle: Callable[[bytes], bytes]) -> Iterator[None]:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def send_request(door: Path, frame: bytes, seconds: float) -> bytes:
+    """Send a message to a site's socket and return the answer, within ``seconds``."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wire:
+        wire.settimeout(seconds)
+        wire.connect(str(door))
+        send(wire, frame)
+        return receive(wire)
 
 
 def _open(path: Path) -> bool:

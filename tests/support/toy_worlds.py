@@ -156,8 +156,10 @@ class OneMemoryBackwards(OneMemory):
 class Lossy(LocalEngine):
     """Breaks a promise: what crosses the border comes out in half precision."""
 
-    def _across(self, message: Message) -> Message:
-        return type(message)(**{k: _halved(v) for k, v in vars(super()._across(message)).items()})
+    def _copy_message(self, message: Message) -> Message:
+        return type(message)(
+            **{k: _halved(v) for k, v in vars(super()._copy_message(message)).items()}
+        )
 
 
 class Mute(LocalEngine):

@@ -677,7 +677,7 @@ def test_an_engine_that_is_done_lets_its_copies_go() -> None:
     algorithm = of_case("pseudo")
     engine = play(algorithm, three_each(), engine=lockstepped(algorithm)).engine
     assert isinstance(engine, BatchedEngine)
-    copies = [weakref.ref(copy._F) for copy in engine._copies]  # type: ignore[attr-defined]
+    copies = [weakref.ref(copy._F) for copy in engine._copies]
     assert copies and all(one() is not None for one in copies)
     del engine
     gc.collect()

@@ -1,6 +1,6 @@
-"""A classifier alone under DP-SGD: what an agent of FedAvg does whose rows have a budget.
+"""DP-SGD on the classifier: the private form of FedAvg.
 
-Abadi et al. (CCS 2016), at each agent under an account of its own. Pay, then read.
+Abadi et al. (CCS 2016), at each agent under its own account, charged before rows are read.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from privssl.training import local_training
 from privssl.training.batched.deferred import ExampleLoss
 from privssl.training.losses import hard_label_loss
 
-#: What the ``privacy`` section says in the place of the ``algorithm`` section.
+#: Settings of the ``algorithm`` section, and those of the ``privacy`` section that replace them.
 OVERRIDDEN_BY_PRIVACY = {
     "local_epochs": "steps",
     "batch_size": "sample_rate",
@@ -38,7 +38,7 @@ OVERRIDDEN_BY_PRIVACY = {
 def train_classifier(
     plan: PrivatePlan, F: nn.Module, agent: SupportAgent, ctx: Context, *, flip: bool
 ) -> None:
-    """A visit of DP-SGD, in place.
+    """Charge the account, then train F in place by DP-SGD.
 
     Args:
         F: with the global weights.
@@ -56,7 +56,7 @@ def train_classifier(
 def try_classifier(
     plan: PrivatePlan, F: nn.Module, task: Task, device: torch.device, *, flip: bool
 ) -> None:
-    """All that a visit does, but for its steps. Raises PrivacyError where it would."""
+    """A dry run of ``train_classifier`` without its steps; raises the same PrivacyError."""
     quiet, rows, ctx = tried_out(plan, task.shape, device)
     public = plan.record_counts == "public"
     _train(quiet, F.to(device).train(), rows, ctx, flip=flip, counts_public=public)
@@ -76,7 +76,7 @@ def _train(
 
 
 def check_classifier(F: nn.Module, task: Task) -> None:
-    """Raises PrivacyError where one row moves another row's loss. Random rows are used."""
+    """Raise PrivacyError when one row changes another row's loss. Tries random rows."""
     refuse_coupling_layers({"F": F})
     rng, rows = randomness.stream(0, 0, "world", "check rows"), 3
     x = torch.rand(rows, *task.shape, generator=rng) * 2 - 1
@@ -86,13 +86,13 @@ def check_classifier(F: nn.Module, task: Task) -> None:
 
 
 def private_problems(config: Any) -> Iterator[Problem]:
-    """What a private run of the classifier alone cannot have, or would not look at."""
+    """Settings that a private run of the classifier refuses, or would ignore."""
     own = {spec.name: spec.default for spec in dataclasses.fields(config.algorithm)}
     for key, there in OVERRIDDEN_BY_PRIVACY.items():
         if key in own and getattr(config.algorithm, key) != own[key]:
             yield Problem(
                 f"algorithm.{key}",
-                f"has no effect on private steps, for which privacy.{there} stands. Leave it out",
+                f"has no effect on private steps: privacy.{there} sets them. Leave it out",
             )
     privacy, name = config.privacy, config.algorithm.name
     if {*privacy.update_at_support, *privacy.protect} != {"F"}:
@@ -100,6 +100,6 @@ def private_problems(config: Any) -> Iterator[Problem]:
     if privacy.visits is not None and privacy.visits < config.algorithm.rounds:
         yield Problem(
             "algorithm.rounds",
-            f"{config.algorithm.rounds}, but after {privacy.visits} (privacy.visits) nobody would "
-            "learn any more. Leave privacy.visits out",
+            f"{config.algorithm.rounds}, but no agent trains after round {privacy.visits} "
+            "(privacy.visits). Leave privacy.visits out",
         )

@@ -1,18 +1,17 @@
-"""What FedSSL is judged by, on the same agents: Supervise, Pseudo and MixMatch.
+"""The baselines of FedSSL's paper, on the same agents: Supervise, Pseudo and MixMatch.
 
 Fan, Hu, Huang (IJCAI 2022), section 5.3 and the top rows of their Tables 1 to 4.
 
     Supervise   FedAvg over support agents; unlabelled rows are not used
-    Pseudo      query agents learn from their own sharpened guesses as well (section 3.3)
+    Pseudo      query agents learn from their own sharpened predictions as well (section 3.3)
     MixMatch    Pseudo, and every agent mixes rows of its own (L-MixUp, Eq. 3)
 
-The three differ by two switches, so they share everything else with each other and, through
-``ClassifierTraining``, the recipe for F with FedSSL: what a table shows between them is what
-the switch does.
+The three share everything but two switches, and their training of F with FedSSL
+(``ClassifierTraining``): a difference in a table is the effect of the switch.
 """
 
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, final
 
 import pydantic.dataclasses
@@ -22,45 +21,31 @@ from torch import Tensor
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.local_ssl import (
     ClassifierTraining,
+    ModelUpdate,
+    TeacherState,
+    TrainRequest,
     average_groups,
+    model_update,
     needs_unlabelled,
     no_statistics,
     one_hot,
 )
 from privssl.core.agents import QueryAgent, SupportAgent
 from privssl.core.federation import Federation
-from privssl.core.messages import Message, Reply, StateDict
-from privssl.core.task import Context, Task, on_agent
-from privssl.privacy.plan import PrivatePlan
+from privssl.core.messages import Reply, StateDict
+from privssl.core.task import Context, on_agent
 from privssl.settings.schema import Problem, Rate, strict
 from privssl.training import local_training
 from privssl.training.batched.deferred import batched_call
 from privssl.training.losses import soft_label_loss
 from privssl.training.mixup import local_mixup
-from privssl.training.pseudo_labels import guess_labels
 
 
-@dataclass(frozen=True)
-class TeacherRequest(Message):
-    """Down: the global classifier and the teacher that guesses labels."""
+@dataclasses.dataclass(frozen=True)
+class TeacherRequest(TrainRequest):
+    """Down: the global classifier and the teacher that predicts pseudo-labels."""
 
-    F: StateDict
     teacher: StateDict
-
-
-@dataclass(frozen=True)
-class ClassifierUpdate(Message):
-    """Up: the classifier after local training."""
-
-    F: StateDict
-
-
-@dataclass(frozen=True)
-class TeacherState:
-    """What the server keeps between rounds."""
-
-    F: StateDict
-    teacher: StateDict  # moving average of F: guesses labels, is evaluated and released
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
@@ -72,14 +57,14 @@ class SuperviseConfig(ClassifierTraining):
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
 class PseudoConfig(ClassifierTraining):
-    """Section ``algorithm`` for Pseudo: guessed labels as well."""
+    """Section ``algorithm`` for Pseudo: pseudo-labels as well."""
 
     name: Literal["pseudo"] = "pseudo"
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
 class MixMatchConfig(ClassifierTraining):
-    """Section ``algorithm`` for MixMatch: guessed labels and L-MixUp."""
+    """Section ``algorithm`` for MixMatch: pseudo-labels and L-MixUp."""
 
     name: Literal["mixmatch"] = "mixmatch"
     mix_alpha: Rate = 0.5  # alpha of lambda ~ Beta(alpha, alpha), Eq. 3
@@ -93,12 +78,6 @@ class _FedSSLBaseline(Algorithm[TeacherState]):
     cfg: ClassifierTraining
     uses_unlabelled: ClassVar[bool]
 
-    def __init__(
-        self, config: ClassifierTraining, task: Task, plan: PrivatePlan | None = None
-    ) -> None:
-        super().__init__(config, task, plan)
-        self._F = task.new_classifier()
-
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
         if cls.uses_unlabelled:
@@ -106,16 +85,16 @@ class _FedSSLBaseline(Algorithm[TeacherState]):
         yield from no_statistics(config)
 
     def start(self, federation: Federation) -> TeacherState:
-        F = local_training.fresh_weights(self.task.new_classifier, federation.rng("init F"))
+        F = self.initial_classifier(federation)
         return TeacherState(F, teacher=F)
 
     def round(self, state: TeacherState, federation: Federation) -> TeacherState:
-        lesson = TeacherRequest(state.F, state.teacher)
-        support = federation.call_all(federation.support, self.support_pass, lesson)
-        query: list[Reply[ClassifierUpdate]] = []
+        request = TeacherRequest(state.F, state.teacher)
+        support = federation.call_all(federation.support, self.support_pass, request)
+        query: list[Reply[ModelUpdate]] = []
         if self.uses_unlabelled and federation.round.number > self.cfg.warm_up:
             taking_part = federation.sample(federation.query, self.cfg.query_per_round)
-            query = federation.call_all(taking_part, self.query_pass, lesson)
+            query = federation.call_all(taking_part, self.query_pass, request)
         F = average_groups(self.cfg.weights, support, query, "F", otherwise=state.F)
         decay = self.cfg.decay(federation.round.number)
         return TeacherState(F, local_training.moving_average(state.teacher, F, decay))
@@ -127,46 +106,32 @@ class _FedSSLBaseline(Algorithm[TeacherState]):
         return {"unaveraged": state.F}
 
     @on_agent
-    def support_pass(
-        self, agent: SupportAgent, msg: TeacherRequest, ctx: Context
-    ) -> ClassifierUpdate:
+    def support_pass(self, agent: SupportAgent, msg: TeacherRequest, ctx: Context) -> ModelUpdate:
         """Learn from labelled rows."""
         rows = agent.labelled
         ctx.weight = float(len(rows))
-        picked = self._pick_rows(len(rows), ctx)
+        picked = self.cfg.draw_rows(len(rows), ctx)
         labels = one_hot(rows, picked, self.task.classes)
         return self._train(rows.x[picked], labels, agent, msg, ctx, "support")
 
     @on_agent
-    def query_pass(self, agent: QueryAgent, msg: TeacherRequest, ctx: Context) -> ClassifierUpdate:
-        """Guess labels with the teacher (Eq. 2), learn from them."""
+    def query_pass(self, agent: QueryAgent, msg: TeacherRequest, ctx: Context) -> ModelUpdate:
+        """Predict labels with the teacher (Eq. 2), learn from them."""
         rows = agent.unlabelled
         ctx.weight = float(len(rows))
-        picked = self._pick_rows(len(rows), ctx)
-        guesses = guess_labels(
-            local_training.load_weights(self._F, msg.teacher, ctx.device).eval(),
-            local_training.network_input(rows.x[picked], ctx.device),
-            augment=self.cfg.augmentation("weak"),
-            views=self.cfg.views, sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),
-        )  # fmt: skip
-        ctx.pseudo_labels(rows.ids[picked], guesses)
-        return self._train(rows.x[picked], guesses, agent, msg, ctx, "query")
-
-    def _pick_rows(self, held: int, ctx: Context) -> Tensor:
-        return local_training.draw_rows(
-            held, self.cfg.local_steps * self.cfg.batch_size, ctx.rng("rows")
-        )
+        picked = self.cfg.draw_rows(len(rows), ctx)
+        p = self.cfg.guess(self.load_classifier(msg.teacher, ctx), rows.x[picked], ctx)
+        ctx.pseudo_labels(rows.ids[picked], p)
+        return self._train(rows.x[picked], p, agent, msg, ctx, "query")
 
     def _train(
         self, x: Tensor, p: Tensor, agent: SupportAgent | QueryAgent, msg: TeacherRequest,
         ctx: Context, group: str,
-    ) -> ClassifierUpdate:  # fmt: skip
-        F = local_training.load_weights(self._F, msg.F, ctx.device)
+    ) -> ModelUpdate:  # fmt: skip
+        F = self.load_classifier(msg.F, ctx)
         optimiser = local_training.LocalOptimiser({"F": self.cfg.stepping(F)}, agent.memory, group)
-        seen = self.cfg.augmentation()(
-            local_training.network_input(x, ctx.device), ctx.rng("augment F")
-        )
-        rng = ctx.rng("mixup")
+        real, rng = local_training.network_input(x, ctx.device), ctx.rng("mixup")
+        seen = self.cfg.augmentation()(real, ctx.rng("augment F"))
 
         def loss(batch: dict[str, Tensor]) -> Tensor:
             rows, labels = self._mix(batch["x"], batch["p"], rng)
@@ -174,12 +139,10 @@ class _FedSSLBaseline(Algorithm[TeacherState]):
             return mean
 
         fields = {"x": seen, "p": p.to(ctx.device)}
-        ctx.log_metric(
-            f"train/loss_F/{group}",
-            local_training.fit(optimiser, fields, self.cfg.batch_size, loss),
-        )
+        mean_loss = local_training.fit(optimiser, fields, self.cfg.batch_size, loss)
+        ctx.log_metric(f"train/loss_F/{group}", mean_loss)
         agent.memory = {**agent.memory, **optimiser.remember()}
-        return ClassifierUpdate(local_training.to_send(F.state_dict()))
+        return model_update(F)
 
     def _mix(self, x: Tensor, p: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         if isinstance(self.cfg, MixMatchConfig):
@@ -197,7 +160,7 @@ class Supervise(_FedSSLBaseline):
 
 @final
 class Pseudo(_FedSSLBaseline):
-    """FedAvg over all agents, with guessed labels where there are none."""
+    """FedAvg over all agents, with pseudo-labels at query agents."""
 
     Config = PseudoConfig
     uses_unlabelled = True

@@ -1,20 +1,20 @@
-"""FixMatch and UDA in a federation: a strong view is to be called what a clean one was called.
+"""FixMatch and UDA in a federation: a strong view must be classified as the clean view was.
 
 FedAvg-FixMatch and FedAvg-UDA; with ``weights: equal`` and ``proximal: 0.01`` FedProx-FixMatch and
-FedProx-UDA, as FedMatch (Jeong et al., ICLR 2021) and FedSEAL (Bian et al., 2021) have them.
+FedProx-UDA, as in FedMatch (Jeong et al., ICLR 2021) and FedSEAL (Bian et al., 2021).
 
     papers                                                    here
     FixMatch (Sohn et al. 2020): label of a clean view where
       max p >= tau, cross-entropy of a strong view            FixMatch._unlabelled
     UDA (Xie et al. 2020): KL(p of a clean view || p strong)  UDA._unlabelled, divergence
-      annealing: rows that are known already teach nothing    UDA._labelled, still_taught
+      training signal annealing (TSA)                         UDA._labelled
     one step on L_s + L_u                                     _Consistent.losses
     as many steps as on labels alone                          joint_batches
 
 Rounds, and where labels may be: algorithms/baselines/pseudo_labeling.py.
 
-Differs from the papers: (1) A clean view is guessed by the network in training, without dropout or
-batch statistics. (2) Nobody says how UDA sharpens, masks and counts its clock in a federation:
+Differs from the papers: (1) A clean view is predicted by the network in training, without dropout
+or batch statistics. (2) No paper gives UDA's sharpening, masking and clock in a federation:
 ``temperature`` (none by default), ``threshold`` and rounds. (3) FixMatch has seven unlabelled rows
 to a labelled one; here an agent's unlabelled batches follow from its labelled ones, as in FedMatch
 (``steps_of``).
@@ -23,6 +23,7 @@ to a labelled one; here an agent's unlabelled batches follow from its labelled o
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Literal, final
 
 import pydantic.dataclasses
@@ -32,8 +33,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelled
-from privssl.algorithms.baselines.supervised import Amount, can_learn_from
-from privssl.algorithms.local_ssl import Share
+from privssl.algorithms.baselines.supervised import can_learn_from
+from privssl.algorithms.local_ssl import Amount, Share
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
 from privssl.data.augmentations import view
@@ -47,7 +48,7 @@ from privssl.training.pseudo_labels import sharpen
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
 class Consistency(Guessing):
-    """What FixMatch and UDA are configured by; profiles of both papers: docs/baselines.md."""
+    """Settings of FixMatch and UDA; profiles of both papers: docs/baselines.md."""
 
     threshold: Share = 0.85  # tau: a row counts where max p >= tau; FedMatch. FedSEAL: 0.9
     strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fedmatch"
@@ -74,16 +75,15 @@ class UDAConfig(Consistency):
     """Section ``algorithm`` for FedAvg-UDA and FedProx-UDA."""
 
     name: Literal["uda"] = "uda"
-    # Of guesses, below 1 sharpens; UDA: 0.4, unsaid by both papers. p^(1 / 0.05) = p^20 of an
-    # unsure row is still a number in float32; p^50 of ten equal classes is 0 / 0.
+    # Of predictions, below 1 sharpens; UDA: 0.4, not given by FedMatch and FedSEAL. p^(1 / 0.05)
+    # of an unsure row is a float32; p^50 of ten equal classes is 0 / 0.
     temperature: Annotated[float, Field(ge=0.05, allow_inf_nan=False)] = 1.0
-    annealing: Literal["exponential", "none"] = "exponential"  # FedMatch; FedSEAL does not say
+    annealing: Literal["exponential", "none"] = "exponential"  # FedMatch; FedSEAL gives none
 
     def annealing_threshold(self, round_number: int, classes: int) -> float:
-        """eta: a labelled row whose class has a higher probability teaches nothing. Xie et al.
+        """eta of TSA: rows whose class has a higher probability are left out. Xie et al.
 
-        exp(5 (t / T - 1)) (1 - 1 / C) + 1 / C on the clock of rounds; 1 in the last, and without
-        annealing.
+        exp(5 (t / T - 1)) (1 - 1 / C) + 1 / C in round t of T; 1 without annealing.
         """
         if self.annealing == "none":
             return 1.0
@@ -95,7 +95,7 @@ class UDAConfig(Consistency):
 
 
 class _Consistent(PseudoLabelled):
-    """What a visit does; a subclass has the terms of the loss."""
+    """The training steps; a subclass has the terms of the loss."""
 
     cfg: Consistency
 
@@ -108,15 +108,9 @@ class _Consistent(PseudoLabelled):
         size, held = self.cfg.batch_size, (len(labelled), len(unlabelled))
         shares = []
 
-        def weak_view(x: Tensor) -> Tensor:
-            return self.cfg.weak_view(x, weak)
-
-        def strong_view(x: Tensor) -> Tensor:
-            return self.cfg.strong_view(x, strong)
-
-        def clean_view(x: Tensor) -> Tensor:
-            return weak_view(x) if self.cfg.guess_on == "weak" else x
-
+        weak_view = partial(self.cfg.weak_view, rng=weak)
+        strong_view = partial(self.cfg.strong_view, rng=strong)
+        clean_view = weak_view if self.cfg.guess_on == "weak" else _identity
         for _ in range(self.cfg.local_epochs):
             batches = list(joint_batches(*held, size, self.cfg.steps_of, order))
             of_mine, of_others = ([pair[which] for pair in batches] for which in (0, 1))
@@ -143,7 +137,7 @@ class _Consistent(PseudoLabelled):
                     * self._mean(self._unlabelled(logits[len(mine) :], p[kept]), len(others)),
                 ]
                 loss = torch.stack(terms).sum()
-                if not loss.detach() <= 0:  # FedMatch: no step, else momentum would go on alone
+                if not loss.detach() <= 0:  # FedMatch: no step, else momentum alone would move F
                     yield loss
         if shares:
             ctx.log_metric("train/kept", sum(shares) / len(shares))
@@ -193,13 +187,17 @@ class UDA(_Consistent):
         return divergence(sharpen(p, 1 / self.cfg.temperature), logits)
 
     def _labelled(self, logits: Tensor, y: Tensor, ctx: Context) -> Tensor:
-        taught = training_signal_annealing(
+        kept = training_signal_annealing(
             logits.detach(), y, self.cfg.annealing_threshold(ctx.round, self.task.classes)
         )
-        return super()._labelled(logits[taught], y[taught], ctx)
+        return super()._labelled(logits[kept], y[kept], ctx)
 
 
-# Small things -------------------------------------------------------------------------------
+# Batches and terms --------------------------------------------------------------------------
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
 
 
 def joint_batches(
@@ -208,9 +206,9 @@ def joint_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """Row numbers of the steps of one epoch: labelled (B,) and unlabelled (B',).
 
-    labelled: as many steps as FedAvg on the labelled rows takes, and unlabelled rows are shared
-    out among them, so that both kinds are seen once (FedMatch with labels at clients).
-    unlabelled: batches of ``size`` of both kinds, labelled rows come round again.
+    labelled: as many steps as FedAvg on the labelled rows takes; the unlabelled rows are divided
+    among them, so that each row of both kinds is used once (FedMatch with labels at clients).
+    unlabelled: batches of ``size`` of both kinds; labelled rows are reused.
 
     Args:
         labelled, unlabelled: rows held, >= 0. Of a kind that is absent all batches are empty.
@@ -227,9 +225,9 @@ def joint_batches(
 
 
 def training_signal_annealing(logits: Tensor, y: Tensor, eta: float) -> Tensor:
-    """Which rows (B,) have no higher probability of their class than eta: logits (B, C), y (B,).
+    """Which rows (B,) have at most probability eta of their class: logits (B, C), y (B,).
 
-    A row whose probability is not a number is taught, so that training which diverged is seen.
+    A row whose probability is not a number is kept, so that diverged training is visible.
     """
     return ~(logits.softmax(dim=1).gather(1, y[:, None])[:, 0] > eta)
 

@@ -1,29 +1,29 @@
-"""Pseudo-labels in a federation, the plain way: FedSem, and the rounds of FixMatch and UDA.
+"""Plain pseudo-labels in a federation: FedSem, and the rounds of FixMatch and UDA.
 
-What FedMatch (Jeong et al., ICLR 2021), FedSEAL (Bian et al., 2021) and FedTriNet (Che et al.,
-2021) are compared with. FixMatch and UDA are in algorithms/baselines/fixmatch_uda.py.
+FedMatch (Jeong et al., ICLR 2021), FedSEAL (Bian et al., 2021) and FedTriNet (Che et al., 2021)
+compare themselves with these. FixMatch and UDA: algorithms/baselines/fixmatch_uda.py.
 
     papers                                               here
     labels at the server: it trains, then the agents do  PseudoLabelled.one_round
     labels at clients: all train, on both kinds of rows  the same -> mixed_pass
     FedSem (Albaseer et al. 2020): T1 rounds of FedAvg   FedSem.round
       W labels all unlabelled rows, once                 label_pass
-      FedAvg on given and guessed labels, mixed          FedSem.losses
+      FedAvg on labels and pseudo-labels, mixed          FedSem.losses
 
 Where labels may be: at the server (FedMatch, FedSEAL), at mixed agents (FedMatch, FedTriNet), and
-at support agents (ours): these do together what the server does, and agents without labels start
-from the mean of their weights. With labels at clients all learn at once, in one average; an agent
-that lacks one kind of rows has the other term alone.
+at support agents (ours): each trains as the server would, and query agents start from the mean of
+their weights. With labels at clients all train at once, in one average; an agent that lacks one
+kind of rows has the other term alone.
 
-Settings of training are ``baselines.LocalTraining``'s. Differs from the papers, beside what
-algorithms/baselines/supervised.py says: an agent with nothing to learn sends what it got, so that
-the others' share does not grow. FedSem labels in evaluation mode, and its last round counts; the
+Local training: ``supervised.LocalTrainingSettings``. Differs from the papers, beside what
+supervised.py says: an agent with nothing to learn sends its weights back unchanged, so that the
+share of the others does not grow. FedSem labels in evaluation mode, and its last round counts; the
 authors of FedTriNet label with dropout and choose a round on test rows.
 """
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import pydantic.dataclasses
@@ -34,13 +34,20 @@ from torch.nn.functional import one_hot
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.baselines.supervised import (
     Proximal,
-    SupervisedRequest,
-    SupervisedUpdate,
+    ProximalRequest,
     labelled_losses,
-    load_global_model,
     run_sgd,
 )
-from privssl.algorithms.local_ssl import needs_unlabelled, no_statistics
+from privssl.algorithms.local_ssl import (
+    ModelUpdate,
+    average_over,
+    needs_unlabelled,
+    no_labelled,
+    no_statistics,
+    no_unlabelled,
+    predict,
+    warm_up_fits,
+)
 from privssl.core.agents import (
     AgentLocation,
     LabelledRows,
@@ -52,15 +59,11 @@ from privssl.core.agents import (
 from privssl.core.aggregation import WeightedMean
 from privssl.core.federation import Federation
 from privssl.core.messages import Ack, StateDict
-from privssl.core.task import Context, Phase, Task, on_agent
-from privssl.privacy.plan import PrivatePlan
+from privssl.core.task import Context, Phase, on_agent
 from privssl.settings.schema import Count, Problem, strict
-from privssl.training import local_training
-
-CHUNK = 512  # rows of one forward pass when FedSem labels
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class PseudoLabelState:
     """What the server keeps between rounds."""
 
@@ -73,9 +76,10 @@ class PseudoLabelState:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
 class Guessing(Proximal):
-    """What every method here has; as FedProx: ``weights: equal``, ``proximal: 0.01``."""
+    """Settings of every method here; as FedProx: ``weights: equal``, ``proximal: 0.01``."""
 
-    released: Literal["labelled", "averaged"] = "labelled"  # see State; FedMatch: averaged
+    # weights after training on labels, or averaged over query agents; FedMatch: averaged
+    released: Literal["labelled", "averaged"] = "labelled"
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
@@ -87,27 +91,18 @@ class FedSemConfig(Guessing):
 
     def problems(self) -> Iterator[Problem]:
         """Numbers that contradict each other."""
-        if self.warm_up > self.rounds:
-            yield Problem(
-                "warm_up",
-                f"{self.warm_up}, but there are {self.rounds} rounds, and warm_up counts among "
-                "them. Give less, or as many for FedAvg on labelled rows",
-            )
+        yield from warm_up_fits(self.warm_up, self.rounds)
 
 
 # The algorithms -----------------------------------------------------------------------------
 
 
 class PseudoLabelled(Algorithm[PseudoLabelState]):
-    """The shared rounds and steps; a subclass says what a visit minimises."""
+    """The shared rounds and steps; a subclass has the losses."""
 
     StateType = PseudoLabelState
     missing_reply_policy = MissingReplyPolicy(quorum=("support_pass", "query_pass", "mixed_pass"))
     cfg: Guessing
-
-    def __init__(self, config: Guessing, task: Task, plan: PrivatePlan | None = None) -> None:
-        super().__init__(config, task, plan)
-        self._F = task.new_classifier()
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
@@ -115,7 +110,7 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         yield from no_statistics(config)
 
     def start(self, federation: Federation) -> PseudoLabelState:
-        F = local_training.fresh_weights(self.task.new_classifier, federation.rng("init F"))
+        F = self.initial_classifier(federation)
         return PseudoLabelState(F, labelled=F)
 
     def round(self, state: PseudoLabelState, federation: Federation) -> PseudoLabelState:
@@ -131,41 +126,33 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         """
         if any(agent.role == "mixed" for agent in federation.agents):
             return self._all_at_once(state, federation, unlabelled=unlabelled)
-        taught, learned = WeightedMean("F"), WeightedMean("F")
-        federation.call_all(
-            federation.support,
-            self.support_pass,
-            lambda who: SupervisedRequest(
-                state.F, 0.0 if who.location is AgentLocation.SERVER else self.cfg.proximal
+        mu = self.cfg.proximal
+        labelled = average_over(
+            federation, federation.support, self.support_pass,
+            lambda to: ProximalRequest(
+                state.F, 0.0 if to.location is AgentLocation.SERVER else mu
             ),
-            aggregator=taught,
-        )
-        labelled = taught.value_or(state.F)
+            otherwise=state.F,
+        )  # fmt: skip
         if not unlabelled:
             return PseudoLabelState(labelled, labelled)
         drawn = federation.sample(federation.query, self.cfg.agents_per_round)
-        federation.call_all(
-            drawn,
-            self.query_pass,
-            SupervisedRequest(labelled, self.cfg.proximal),
-            aggregator=learned,
-        )
-        return PseudoLabelState(learned.value_or(labelled), labelled)
+        request = ProximalRequest(labelled, mu)
+        F = average_over(federation, drawn, self.query_pass, request, otherwise=labelled)
+        return PseudoLabelState(F, labelled)
 
     def _all_at_once(
         self, state: PseudoLabelState, federation: Federation, *, unlabelled: bool
     ) -> PseudoLabelState:
         roster = federation.query if unlabelled else federation.support
         drawn = federation.sample(roster, self.cfg.agents_per_round)
-        mixed, others = (
-            [agent for agent in drawn if (agent.role == "mixed") == both] for both in (True, False)
-        )
-        lesson = SupervisedRequest(state.F, self.cfg.proximal)
+        mixed = [agent for agent in drawn if agent.role == "mixed"]
+        others = [agent for agent in drawn if agent.role != "mixed"]
+        request, mean = ProximalRequest(state.F, self.cfg.proximal), WeightedMean("F")
         step = self.mixed_pass if unlabelled else self.support_pass
-        learned = WeightedMean("F")
-        federation.call_all(mixed, step, lesson, aggregator=learned)
-        federation.call_all(others, self.query_pass, lesson, aggregator=learned)
-        F = learned.value_or(state.F)
+        federation.call_all(mixed, step, request, aggregator=mean)
+        federation.call_all(others, self.query_pass, request, aggregator=mean)
+        F = mean.value_or(state.F)
         return PseudoLabelState(F, F)
 
     def classifier(self, state: PseudoLabelState) -> StateDict:
@@ -179,46 +166,32 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
     # Steps: where the data is ---------------------------------------------------------------
 
     @on_agent
-    def support_pass(
-        self, agent: SupportAgent, msg: SupervisedRequest, ctx: Context
-    ) -> SupervisedUpdate:
+    def support_pass(self, agent: SupportAgent, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
         """Learn from labelled rows alone."""
-        rows = agent.labelled
-        return self._visit(rows, UnlabelledRows(rows.x[:0], rows.ids[:0]), None, msg, ctx)
+        return self._visit(agent.labelled, no_unlabelled(agent.labelled), None, msg, ctx)
 
     @on_agent
-    def query_pass(
-        self, agent: QueryAgent, msg: SupervisedRequest, ctx: Context
-    ) -> SupervisedUpdate:
+    def query_pass(self, agent: QueryAgent, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
         """Learn from unlabelled rows alone."""
-        rows = agent.unlabelled
-        none = LabelledRows(rows.x[:0], torch.empty(0, dtype=torch.int64), rows.ids[:0])
-        return self._visit(none, rows, self.recall_labels(agent, msg, ctx), msg, ctx)
+        rows, y = agent.unlabelled, self.recall_labels(agent, msg, ctx)
+        return self._visit(no_labelled(rows), rows, y, msg, ctx)
 
     @on_agent
-    def mixed_pass(
-        self, agent: MixedAgent, msg: SupervisedRequest, ctx: Context
-    ) -> SupervisedUpdate:
+    def mixed_pass(self, agent: MixedAgent, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
         """Learn from both kinds."""
         y = self.recall_labels(agent, msg, ctx)
         return self._visit(agent.labelled, agent.unlabelled, y, msg, ctx)
 
     def _visit(
-        self,
-        labelled: LabelledRows,
-        unlabelled: UnlabelledRows,
-        y: Tensor | None,
-        msg: SupervisedRequest,
-        ctx: Context,
-    ) -> SupervisedUpdate:
+        self, labelled: LabelledRows, unlabelled: UnlabelledRows, y: Tensor | None,
+        msg: ProximalRequest, ctx: Context,
+    ) -> ModelUpdate:  # fmt: skip
         self.cfg.weigh(len(labelled) + len(unlabelled), ctx)
-        F = load_global_model(self._F, msg, ctx)
+        F = self.load_classifier(msg.F, ctx)
         return run_sgd(F, self.losses(F, labelled, unlabelled, y, ctx), self.cfg, msg, ctx)
 
-    def recall_labels(
-        self, agent: QueryAgent, msg: SupervisedRequest, ctx: Context
-    ) -> Tensor | None:
-        """Labels (N,) that were given to the unlabelled rows for good; None: there are none."""
+    def recall_labels(self, agent: QueryAgent, msg: ProximalRequest, ctx: Context) -> Tensor | None:
+        """Fixed pseudo-labels (N,) of the unlabelled rows; None: there are none."""
         return None
 
     @abstractmethod
@@ -226,15 +199,15 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         self, F: nn.Module, labelled: LabelledRows, unlabelled: UnlabelledRows,
         y: Tensor | None, ctx: Context,
     ) -> Iterator[Tensor]:  # fmt: skip
-        """What each step of a visit minimises; either kind of rows may be empty."""
+        """The loss of each training step; either kind of rows may be empty."""
 
 
 @final
 class FedSem(PseudoLabelled):
-    """FedAvg on labels, then on labels that its own classifier gave once."""
+    """FedAvg on labels, then on pseudo-labels that its own classifier gave once."""
 
     Config = FedSemConfig
-    # An agent that was away when all others labelled their rows does so at its next visit.
+    # An agent that missed label_pass labels its rows at its next visit (recall_labels).
     missing_reply_policy = MissingReplyPolicy(
         quorum=(*PseudoLabelled.missing_reply_policy.quorum, "label_pass")
     )
@@ -250,35 +223,28 @@ class FedSem(PseudoLabelled):
     def round(self, state: PseudoLabelState, federation: Federation) -> PseudoLabelState:
         since = federation.round.number - self.cfg.warm_up
         if since == 1:  # every agent, drawn or not
-            federation.call_all(federation.query, self.label_pass, SupervisedRequest(state.F))
+            federation.call_all(federation.query, self.label_pass, ProximalRequest(state.F))
         return self.one_round(state, federation, unlabelled=since > 0)
 
     @on_agent
-    def label_pass(self, agent: QueryAgent, msg: SupervisedRequest, ctx: Context) -> Ack:
-        """Label all unlabelled rows, as they are, with the global classifier."""
-        agent.memory = {**agent.memory, "pseudo_labels": self._labels(agent, msg, ctx)}
+    def label_pass(self, agent: QueryAgent, msg: ProximalRequest, ctx: Context) -> Ack:
+        """Label all unlabelled rows (N,), not augmented, with the global classifier."""
+        logits = predict(self.load_classifier(msg.F, ctx), agent.unlabelled.x, ctx.device)
+        agent.memory = {**agent.memory, "pseudo_labels": logits.argmax(dim=1).cpu()}
         return Ack()
 
-    def recall_labels(self, agent: QueryAgent, msg: SupervisedRequest, ctx: Context) -> Tensor:
-        if "pseudo_labels" not in agent.memory:  # it was away when all others labelled theirs
+    def recall_labels(self, agent: QueryAgent, msg: ProximalRequest, ctx: Context) -> Tensor:
+        if "pseudo_labels" not in agent.memory:  # the agent missed label_pass
             self.label_pass(agent, msg, ctx)
         y = agent.memory["pseudo_labels"]
         ctx.pseudo_labels(agent.unlabelled.ids, one_hot(y, self.task.classes))
         return y
 
-    @torch.no_grad()
-    def _labels(self, agent: QueryAgent, msg: SupervisedRequest, ctx: Context) -> Tensor:
-        """The likeliest class (N,) of each unlabelled row."""
-        F = load_global_model(self._F, msg, ctx).eval()
-        parts = torch.split(agent.unlabelled.x, CHUNK)
-        logits = [F(local_training.network_input(part, ctx.device)) for part in parts]
-        return torch.cat(logits).argmax(dim=1).cpu()
-
     def losses(
         self, F: nn.Module, labelled: LabelledRows, unlabelled: UnlabelledRows,
         y: Tensor | None, ctx: Context,
     ) -> Iterator[Tensor]:  # fmt: skip
-        """Cross-entropy of batches in which given labels and guessed ones are alike."""
+        """Cross-entropy of batches of rows with labels and pseudo-labels, mixed."""
         guessed = torch.empty(0, dtype=torch.int64) if y is None else y
         rows = LabelledRows(
             torch.cat([labelled.x, unlabelled.x]),

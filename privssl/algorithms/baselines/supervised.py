@@ -1,42 +1,35 @@
 """Lower and upper bounds: Server-SL, FedAvg and FedProx on labelled rows, and what all share.
 
-    Server-SL   the labelled server trains alone; nobody else is asked (Bian et al., FedSEAL, 4)
+    Server-SL   the labelled server trains alone (Bian et al., FedSEAL, section 4)
     FedAvg      mean of agents that learn from their labels (McMahan et al., AISTATS 2017)
     FedProx     the same with a pull towards the global weights (Li et al., MLSys 2020)
 
     papers                                            here
-    local training: epochs of SGD, cross-entropy      labelled_pass -> labelled_losses, descend
-    FedAvg: the mean, by rows held                    _Supervised.round, LocalTraining.weigh
-    FedAvg under a plan: DP-SGD at agents             FedAvg, private_classifier
-    FedProx: + mu / 2 |theta - theta_global|^2        descend, squared_distance
+    local training: epochs of SGD, cross-entropy      labelled_pass -> labelled_losses, run_sgd
+    FedAvg: the mean, by rows held                    _Supervised.round, Federated.weigh
+    FedAvg under a plan: DP-SGD at agents             FedAvg, dp_classifier
+    FedProx: + mu / 2 |theta - theta_global|^2        run_sgd, squared_distance
 
-``LocalTrainingSettings`` is the one set of settings for these and for FixMatch, UDA
-(algorithms/baselines/fixmatch_uda.py) and
-FedSem (algorithms/baselines/pseudo_labeling.py): what a table shows between them is what the method
-does. Supervise of algorithms/baselines/fedssl_baselines.py is FedAvg too, with Adam, a strong view
-and a moving average, as FedSSL is judged.
+``LocalTrainingSettings`` is the one set of settings for these, FixMatch, UDA and FedSem
+(pseudo_labeling.py, fixmatch_uda.py): a difference in a table is the effect of the method.
+Supervise (fedssl_baselines.py) is FedAvg with FedSSL's training: Adam, strong views, a teacher.
 
 FedAvg can be private: with a ``privacy`` section each agent trains by DP-SGD (Abadi et al., CCS
-2016) under an account of its own, so that what FedSSL-DP gains from unlabelled rows has something
-to be held against at the same epsilon. Then the section says how local training is done, and all
-agents count alike in the mean.
+2016) under its own account. The section sets the local training, and all agents count the same.
 
 Where labels may be: Server-SL needs ``labels-at-server``, the other two ``support`` or
-``labels-at-client`` (with all labels at one party there is nothing to average). Nobody reads an
-unlabelled row here, and there are no labels of unlabelled rows to read: the upper bound "all rows
-labelled" is a split that hands out every row with its label (``data.labelled``: all rows,
-``agents.query: 0``; docs/baselines.md), with Server-SL as its centralised form.
+``labels-at-client``. No unlabelled row is read. The upper bound "all rows labelled" is a split in
+which every row has its label (``data.labelled``: all rows, ``agents.query: 0``; docs/baselines.md).
 
-Differs from the papers: (1) rows are in [-1, 1], FedMatch has [0, 1] and the others standardise.
+Differs from the papers: (1) Rows are in [-1, 1]; FedMatch has [0, 1], the others standardise.
 (2) A network starts from its own initial weights; FedMatch starts baselines from 1.2 times these.
 (3) The learning rate falls by a factor per round, FedSEAL's rule; FedMatch's falls with the loss
 on labelled validation rows that no agent has here. (4) No weight decay: FedMatch declares one
 that its released code never adds (``weight_decay``).
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, final
 
 import pydantic.dataclasses
@@ -47,53 +40,34 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from accounting.errors import BudgetExhausted
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
-from privssl.algorithms.baselines.dp_classifier import (
-    check_classifier,
-    private_problems,
-    train_classifier,
-    try_classifier,
+from privssl.algorithms.baselines import dp_classifier
+from privssl.algorithms.local_ssl import (
+    Amount,
+    ModelState,
+    ModelUpdate,
+    Share,
+    TrainRequest,
+    average_over,
+    model_update,
+    no_statistics,
 )
-from privssl.algorithms.local_ssl import Share, no_statistics
 from privssl.core.agents import LabelledRows, SupportAgent
-from privssl.core.aggregation import WeightedMean
 from privssl.core.federation import Federation, Roster
-from privssl.core.messages import BUDGET_EXHAUSTED, Declined, Message, StateDict
-from privssl.core.task import Context, Task, on_agent
+from privssl.core.messages import BUDGET_EXHAUSTED, Declined, StateDict
+from privssl.core.task import Context, on_agent
 from privssl.data.augmentations import view
-from privssl.privacy.plan import PrivatePlan
 from privssl.runtime import randomness
 from privssl.settings.schema import Positive, Problem, Rate, strict
 from privssl.training import local_training, optim
 from privssl.training.batched.deferred import batched_call
-from privssl.training.lazy_linear_sgd import plain_sgd
 from privssl.training.losses import hard_label_loss
 
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
+@dataclasses.dataclass(frozen=True)
+class ProximalRequest(TrainRequest):
+    """Down: the global classifier, and mu, the strength of the pull towards it (0: none)."""
 
-# What travels -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SupervisedRequest(Message):
-    """Down: the global classifier, and mu, how hard training is pulled towards it (0: not)."""
-
-    F: StateDict
     proximal: float = 0.0
-
-
-@dataclass(frozen=True)
-class SupervisedUpdate(Message):
-    """Up: the classifier after local training."""
-
-    F: StateDict
-
-
-@dataclass(frozen=True)
-class SupervisedState:
-    """What the server keeps between rounds; agents keep nothing."""
-
-    F: StateDict
 
 
 # Config -------------------------------------------------------------------------------------
@@ -101,7 +75,7 @@ class SupervisedState:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
 class LocalTrainingSettings:
-    """Training of any party on its own rows: the same for every baseline. Numbers are ours, the
+    """Training on a party's own rows, the same for every baseline. Numbers are ours; the
     published ones are in docs/baselines.md."""
 
     rounds: Positive = 100
@@ -131,7 +105,7 @@ class Federated(LocalTrainingSettings):
     weights: Literal["rows", "equal"] = "rows"  # in the average; FedMatch: rows, FedProx equal
 
     def weigh(self, rows: int, ctx: Context) -> None:
-        """Count this visit by the rows it had; no count leaves the agent under "equal"."""
+        """Weigh the reply by its rows; no count leaves the agent under "equal"."""
         if self.weights == "rows":
             ctx.weight = float(rows)
 
@@ -169,62 +143,48 @@ class FedProxConfig(Proximal):
 # The algorithms -----------------------------------------------------------------------------
 
 
-class _Supervised(Algorithm[SupervisedState]):
+class _Supervised(Algorithm[ModelState]):
     """The shared round and step; a subclass says who learns."""
 
-    StateType = SupervisedState
+    StateType = ModelState
     reads_unlabelled = False
     missing_reply_policy = MissingReplyPolicy(quorum=("labelled_pass",))
     cfg: LocalTrainingSettings
 
-    def __init__(
-        self, config: LocalTrainingSettings, task: Task, plan: PrivatePlan | None = None
-    ) -> None:
-        super().__init__(config, task, plan)
-        self._F = task.new_classifier()
+    def start(self, federation: Federation) -> ModelState:
+        return ModelState(self.initial_classifier(federation))
 
-    def start(self, federation: Federation) -> SupervisedState:
-        return SupervisedState(
-            local_training.fresh_weights(self.task.new_classifier, federation.rng("init F"))
-        )
-
-    def round(self, state: SupervisedState, federation: Federation) -> SupervisedState:
+    def round(self, state: ModelState, federation: Federation) -> ModelState:
         mu = self.cfg.proximal if isinstance(self.cfg, Proximal) else 0.0
-        F = WeightedMean("F")
-        federation.call_all(
-            self._learners(federation),
-            self.labelled_pass,
-            SupervisedRequest(state.F, mu),
-            aggregator=F,
-        )
-        return SupervisedState(F.value_or(state.F))
+        learners, request = self._learners(federation), ProximalRequest(state.F, mu)
+        return ModelState(average_over(federation, learners, self.labelled_pass, request, state.F))
 
     def _learners(self, federation: Federation) -> Roster:
-        """Who is asked in this round."""
+        """The agents that train in this round."""
         drawn = self.cfg.agents_per_round if isinstance(self.cfg, Federated) else None
         return federation.sample(federation.support, drawn)
 
-    def classifier(self, state: SupervisedState) -> StateDict:
+    def classifier(self, state: ModelState) -> StateDict:
         return state.F
 
     @on_agent
     def labelled_pass(
-        self, agent: SupportAgent, msg: SupervisedRequest, ctx: Context
-    ) -> SupervisedUpdate | Declined:
+        self, agent: SupportAgent, msg: ProximalRequest, ctx: Context
+    ) -> ModelUpdate | Declined:
         """Epochs of cross-entropy on labelled rows."""
         if isinstance(self.cfg, Federated):
             self.cfg.weigh(len(agent.labelled), ctx)
-        F = load_global_model(self._F, msg, ctx)
+        F = self.load_classifier(msg.F, ctx)
         return run_sgd(F, labelled_losses(F, agent.labelled, self.cfg, ctx), self.cfg, msg, ctx)
 
 
 @final
 class ServerSL(_Supervised):
-    """The labelled server alone: what labels are worth without agents."""
+    """The labelled server alone."""
 
     Config = ServerSLConfig
     missing_reply_policy = MissingReplyPolicy(
-        needed=("labelled_pass",), needed_because="It has the labels, all of them"
+        needed=("labelled_pass",), needed_because="It has all the labels"
     )
 
     @classmethod
@@ -256,7 +216,7 @@ class _Averaged(_Supervised):
 
 @final
 class FedAvg(_Averaged):
-    """The mean of agents that learn from their labels; under a plan, of noisy ones."""
+    """The mean of agents that learn from their labels, under a plan by DP-SGD."""
 
     Config = FedAvgConfig
     can_be_private = True
@@ -266,17 +226,13 @@ class FedAvg(_Averaged):
     def problems(cls, config: Any) -> Iterator[Problem]:
         yield from super().problems(config)
         if config.privacy is not None:
-            yield from private_problems(config)
-
-    def networks(self) -> Mapping[str, nn.Module]:
-        return {"F": self._F}
+            yield from dp_classifier.private_problems(config)
 
     def check_private(self) -> None:
-        check_classifier(self._F, self.task)
+        dp_classifier.check_classifier(self._F, self.task)
 
     def try_private(self, device: torch.device) -> None:
-        assert self.plan is not None
-        try_classifier(self.plan, self._F, self.task, device, flip=self.cfg.flip)
+        dp_classifier.try_classifier(self.plan, self._F, self.task, device, flip=self.cfg.flip)
 
     def _learners(self, federation: Federation) -> Roster:
         over = self.plan is not None and federation.round.number > self.plan.visits
@@ -284,16 +240,16 @@ class FedAvg(_Averaged):
 
     @on_agent
     def labelled_pass(
-        self, agent: SupportAgent, msg: SupervisedRequest, ctx: Context
-    ) -> SupervisedUpdate | Declined:
+        self, agent: SupportAgent, msg: ProximalRequest, ctx: Context
+    ) -> ModelUpdate | Declined:
         if self.plan is None:
             return super().labelled_pass(agent, msg, ctx)
-        F = load_global_model(self._F, msg, ctx)
+        F = self.load_classifier(msg.F, ctx)
         try:
-            train_classifier(self.plan, F, agent, ctx, flip=self.cfg.flip)
+            dp_classifier.train_classifier(self.plan, F, agent, ctx, flip=self.cfg.flip)
         except BudgetExhausted:
             return BUDGET_EXHAUSTED
-        return SupervisedUpdate(local_training.to_send(F.state_dict()))
+        return model_update(F)
 
 
 @final
@@ -303,12 +259,7 @@ class FedProx(_Averaged):
     Config = FedProxConfig
 
 
-# What all baselines do alike ----------------------------------------------------------------
-
-
-def load_global_model(F: nn.Module, msg: SupervisedRequest, ctx: Context) -> nn.Module:
-    """The global weights in a network on the visit's device, in training mode."""
-    return local_training.load_weights(F, msg.F, ctx.device)
+# Local training -----------------------------------------------------------------------------
 
 
 def labelled_losses(
@@ -328,22 +279,23 @@ def labelled_losses(
 
 
 def run_sgd(
-    F: nn.Module,
-    losses: Iterator[Tensor],
-    cfg: LocalTrainingSettings,
-    msg: SupervisedRequest,
+    F: nn.Module, losses: Iterator[Tensor], cfg: LocalTrainingSettings, msg: ProximalRequest,
     ctx: Context,
-) -> SupervisedUpdate:
-    """One step of a fresh SGD on each loss as it comes, then what is sent.
+) -> ModelUpdate:  # fmt: skip
+    """One step of a fresh SGD on each loss, then the reply.
 
     Args:
-        F: holds the weights of ``msg``, to which ``msg.proximal`` pulls.
-        losses: scalars; each is computed after the step on the one before. None: F goes back as
-            it came, so that a visit with nothing to learn holds the average where it was.
+        F: has the weights of ``msg``, towards which ``msg.proximal`` pulls.
+        losses: scalars; each is computed after the step on the one before. With none, F is sent
+            back unchanged.
     """
     anchor = [p.detach().clone() for p in F.parameters()] if msg.proximal else []
     values = []
-    with randomness.seeded(ctx.rng("dropout")), _sgd(F, cfg, msg, ctx) as sgd:
+    sgd = optim.SGD(
+        F.parameters(), lr=cfg.rate(ctx.round),
+        momentum=cfg.momentum, weight_decay=cfg.weight_decay,
+    )  # fmt: skip
+    with randomness.seeded(ctx.rng("dropout")):
         for loss in losses:
             values.append(loss.detach())
             if msg.proximal:
@@ -351,20 +303,7 @@ def run_sgd(
             local_training.minimise(sgd, loss)
     if values:
         ctx.log_metric("train/loss_F", local_training.mean_of(values))
-    return SupervisedUpdate(local_training.to_send(F.state_dict()))
-
-
-def _sgd(
-    F: nn.Module, cfg: LocalTrainingSettings, msg: SupervisedRequest, ctx: Context
-) -> AbstractContextManager[optim.SGD]:
-    """A fresh SGD on F. Its steps are on F's weights when the context ends."""
-    rate = cfg.rate(ctx.round)
-    if cfg.momentum or cfg.weight_decay or msg.proximal:
-        sgd = optim.SGD(
-            F.parameters(), lr=rate, momentum=cfg.momentum, weight_decay=cfg.weight_decay
-        )
-        return nullcontext(sgd)
-    return plain_sgd(F, rate)
+    return model_update(F)
 
 
 def squared_distance(F: nn.Module, anchor: list[Tensor]) -> Tensor:
@@ -374,7 +313,7 @@ def squared_distance(F: nn.Module, anchor: list[Tensor]) -> Tensor:
 
 
 def can_learn_from(F: nn.Module, rows: int) -> bool:
-    """Whether F can take a training step on so many rows: some, and two where it has batch norm."""
+    """Whether F can take a training step on so many rows: at least one, two with batch norm."""
     return rows > 1 or (
         rows == 1 and not any(isinstance(layer, _BatchNorm) for layer in F.modules())
     )

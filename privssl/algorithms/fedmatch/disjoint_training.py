@@ -1,29 +1,26 @@
-"""Weights in two halves, theta = sigma + psi: how FedMatch trains one while the other is fixed.
+"""Disjoint learning of theta = sigma + psi: FedMatch trains one while the other is fixed.
 
-Jeong et al. (ICLR 2021), section 3.2 and Eq. 1 to 5, with losses as the authors' code has them.
-Gradients by sigma and by psi are both the gradient by theta; learning is "disjoint" because a step
-moves one half. What is set here: ``DisjointTraining``. What a visit does: ``DisjointTrainer``.
+Jeong et al. (ICLR 2021), section 3.2 and Eq. 1 to 5, with losses as in the authors' code. The
+gradients by sigma and by psi are both the gradient by theta; a step moves one of them.
 
-The penalties on psi are sums over all weights, not means: at the published numbers they outweigh
-all else in psi's loss, and with means FedMatch would be another algorithm. Means of the other
-losses are over the rows that are kept, not over the batch.
+The penalties on psi are sums over all weights, not means: at the published numbers they dominate
+psi's loss. Means of the other losses are over the rows that are kept, not over the batch.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import pydantic.dataclasses
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, kl_div
 
 from privssl.algorithms.fedmatch.helper_agents import vote_agreement
 from privssl.algorithms.fedmatch.sparse_updates import DecomposedWeights, SparsityThresholds
-from privssl.algorithms.local_ssl import Share
+from privssl.algorithms.local_ssl import Amount, Share
 from privssl.core.agents import LabelledRows, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.core.messages import StateDict
 from privssl.core.task import Context
@@ -33,7 +30,6 @@ from privssl.settings.schema import Positive, Rate, strict
 from privssl.training import device_transfer, local_training, optim
 from privssl.training.batched.deferred import batched_call
 
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Half: TypeAlias = Literal["sigma", "psi"]
 Form: TypeAlias = Literal["clamped", "exact"]
 Place: TypeAlias = Literal["server", "client"]
@@ -46,7 +42,7 @@ RATE_CUT = 3.0  # what a learning rate is divided by
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What follows from where labels are and from the profile, unless the config gives it."""
+    """Numbers that depend on where labels are and on the profile, unless the config gives them."""
 
     batch_size: int
     patience: int
@@ -74,22 +70,22 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
 class DisjointTraining:
-    """What a visit depends on. Numbers are the authors' code's; null: RELEASED and PROFILES."""
+    """Local training. Numbers are the authors' code's; null: RELEASED and PROFILES."""
 
     profile: Literal["fedmatch-release", "fedmatch-paper"] = "fedmatch-release"
     epochs: Positive = 1  # of an agent's visit
     batch_size: Positive | None = None  # labelled rows at clients; rows of either kind otherwise
     learning_rate: Rate = 1e-3  # SGD without momentum, of sigma and psi
     patience: Positive | None = None  # visits without a lower labelled loss until rate / 3
-    threshold: Share | None = None  # tau: a row is sure where the agent's max p >= tau
+    threshold: Share | None = None  # tau: a row is used where the agent's max p >= tau
     labelled_weight: Rate = 10.0  # lambda_s
-    inter_client_weight: NotNegative = 0.01  # lambda_ICCS, of Eq. 1
-    agreement_weight: NotNegative = 0.01  # lambda_ICCS, of the pseudo-labels
-    l2_weight: NotNegative = 10.0  # of sum (sigma - psi)^2
-    l1_weight: NotNegative | None = None  # of sum |psi|
-    weight_decay: NotNegative = 0.0  # of sum theta^2; the paper's 1e-4 is not added in the code
-    negligible: NotNegative | None = None  # l1_thres: entries of psi that count as 0
-    smallest_change: NotNegative | None = None  # delta: differences up to it are not sent
+    inter_client_weight: Amount = 0.01  # lambda_ICCS, of Eq. 1
+    agreement_weight: Amount = 0.01  # lambda_ICCS, of the pseudo-labels
+    l2_weight: Amount = 10.0  # of sum (sigma - psi)^2
+    l1_weight: Amount | None = None  # of sum |psi|
+    weight_decay: Amount = 0.0  # of sum theta^2; the paper's 1e-4 is not added in the code
+    negligible: Amount | None = None  # l1_thres: entries of psi that count as 0
+    smallest_change: Amount | None = None  # delta: differences up to it are not sent
     helpers_vote: Literal["always", "sure"] = "always"  # sure: where their max p >= tau (paper)
     probabilities: Form = "clamped"  # in losses, as Keras does; exact: by log softmax
     strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fedmatch"
@@ -109,16 +105,16 @@ class DisjointTraining:
 
 
 class DisjointTrainer:
-    """Both halves at one agent: steps on sigma by labelled rows, on psi by unlabelled ones.
-
-    SGD without momentum, one rate for both halves.
-    """
+    """Trains sigma on labelled rows and psi on unlabelled ones, by SGD of one rate."""
 
     def __init__(
         self, cfg: DisjointTraining, place: Place, F: nn.Module, start: DecomposedWeights,
         agent: SupportAgent | QueryAgent, ctx: Context,
     ) -> None:  # fmt: skip
-        """``F`` lends its form alone; ``start`` is copied. The agent's pace is gone on with."""
+        """``F``: the network, whose weights are not used; ``start`` is copied.
+
+        The learning rate continues from the agent's memory.
+        """
         self._cfg, self._numbers = cfg, cfg.hyperparameters(place)
         self._F, self._agent, self._ctx = F.train(), agent, ctx
         first = initial_plateau(cfg.learning_rate, self._numbers.patience)
@@ -151,7 +147,7 @@ class DisjointTrainer:
     def learn_psi(
         self, rows: UnlabelledRows, picked: Tensor, helpers: Sequence[StateDict] = ()
     ) -> None:
-        """One step on L_u: Eq. 5. Without a sure row it is one on the penalties alone."""
+        """One step on L_u: Eq. 5. Without a confident row it is on the penalties alone."""
         cfg, weights = self._cfg, self._theta()
         strengths = cfg.l2_weight, self._numbers.l1_weight, cfg.weight_decay
         loss = batched_call(_apply_penalties, {**self._halves, "theta": weights}, *strengths)
@@ -161,12 +157,12 @@ class DisjointTrainer:
         self._step("psi", loss)
 
     def update_of(self, half: Half) -> dict[str, Tensor]:
-        """One half as it is now: plain CPU tensors of their own."""
+        """A copy of sigma or psi on the CPU."""
         plain = {name: weight.contiguous() for name, weight in self._halves[half].items()}
         return device_transfer.copy_tensors(plain)
 
     def end(self) -> None:
-        """Tell the losses, and remember the pace where labels set it."""
+        """Log the losses, and remember the learning rate where labels set it."""
         for half, losses in self._losses.items():
             if losses:
                 self._ctx.log_metric(f"train/loss_{half}", local_training.mean_of(losses))
@@ -178,25 +174,25 @@ class DisjointTrainer:
     def _consistency(
         self, weights: StateDict, rows: UnlabelledRows, picked: Tensor, helpers: Sequence[StateDict]
     ) -> Tensor:
-        """lambda_ICCS Phi of Eq. 2, a mean over the sure rows; 0 without any."""
+        """lambda_ICCS Phi of Eq. 2, a mean over the confident rows; 0 without any."""
         cfg, tau = self._cfg, self._numbers.threshold
         x = local_training.network_input(rows.x[picked], self._ctx.device)  # (B, *shape)
         with torch.set_grad_enabled(bool(helpers)):  # Eq. 1 alone learns from clean rows
             logits = self._logits(weights, x)  # (B, C)
         p = logits.detach().softmax(dim=1)
-        sure = p.max(dim=1).values >= tau  # (B,)
-        if not sure.any():
-            self._ctx.pseudo_labels(rows.ids[picked], p, sure.cpu())
+        confident = p.max(dim=1).values >= tau  # (B,)
+        if not confident.any():
+            self._ctx.pseudo_labels(rows.ids[picked], p, confident.cpu())
             return p.new_zeros(())
-        others = [self._helper_predictions(psi, x[sure]) for psi in helpers]  # (S, C) each
-        votes = vote_agreement(p[sure], others, tau if cfg.helpers_vote == "sure" else 0.0)
+        others = [self._helper_predictions(psi, x[confident]) for psi in helpers]  # (S, C) each
+        votes = vote_agreement(p[confident], others, tau if cfg.helpers_vote == "sure" else 0.0)
         y = votes.argmax(dim=1)  # (S,), Eq. 3
-        p[sure] = votes.to(p.dtype)  # what is told is what is learned
-        self._ctx.pseudo_labels(rows.ids[picked], p, sure.cpu())
-        seen = self._logits(weights, cfg.strong_view(x[sure], self._views))
+        p[confident] = votes.to(p.dtype)  # the metric is of the labels that are learned
+        self._ctx.pseudo_labels(rows.ids[picked], p, confident.cpu())
+        seen = self._logits(weights, cfg.strong_view(x[confident], self._views))
         loss = cfg.agreement_weight * label_loss(seen, y, cfg.probabilities)
         if others:
-            apart = inter_client_loss(logits[sure], others, cfg.probabilities)
+            apart = inter_client_loss(logits[confident], others, cfg.probabilities)
             loss = loss + cfg.inter_client_weight * apart
         return loss
 
@@ -217,7 +213,7 @@ class DisjointTrainer:
         return logits
 
     def _step(self, half: Half, loss: Tensor) -> None:
-        """Move one half, unless nothing in the loss depends on it."""
+        """A step on sigma or psi, unless the loss does not depend on it."""
         if loss.requires_grad:
             local_training.minimise(self._sgd[half], loss)
 
@@ -238,7 +234,7 @@ def _apply_penalties(
 
 
 def _leaves(weights: StateDict, device: torch.device) -> dict[str, Tensor]:
-    # Kernels lie as the images do, channels last: convolutions are faster then.
+    # Channels last, as the images: convolutions are faster.
     return {
         name: weight.clone(
             memory_format=torch.channels_last if weight.dim() == 4 else torch.preserve_format
@@ -247,13 +243,13 @@ def _leaves(weights: StateDict, device: torch.device) -> dict[str, Tensor]:
     }
 
 
-# Order and pace -----------------------------------------------------------------------------
+# Batches and learning rate ------------------------------------------------------------------
 
 
 def kept_order(kind: str, held: int, agent: SupportAgent | QueryAgent, ctx: Context) -> Tensor:
     """The agent's own order of its rows (held,): drawn at the first visit, then remembered.
 
-    Authors' code: rows are shuffled once, and every epoch of every round walks the same way.
+    Authors' code: rows are shuffled once for all epochs and rounds.
     """
     key = f"order/{kind}"
     order = agent.memory.get(key)
@@ -264,10 +260,10 @@ def kept_order(kind: str, held: int, agent: SupportAgent | QueryAgent, ctx: Cont
 
 
 def paired_batches(labelled: Tensor, unlabelled: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-    """One epoch at an agent with both kinds of rows: as many batches of one as of the other.
+    """One epoch at an agent with both kinds of rows: equally many batches of each.
 
-    There are round(N / size) of them, halves to even, at least one. So a tail of up to half a
-    batch of labelled rows is left out. The unlabelled rows are spread over the steps.
+    There are round(N / size) of them, halves to even, at least one, so up to half a batch of
+    labelled rows is left out. The unlabelled rows are divided among the steps.
 
     Args:
         labelled, unlabelled: row numbers (N,) and (M,) in the order of the epoch. With few
@@ -284,7 +280,7 @@ def paired_batches(labelled: Tensor, unlabelled: Tensor, size: int) -> list[tupl
 
 def whole_batches(order: Tensor, size: int) -> list[Tensor]:
     """One epoch at an agent with unlabelled rows: round(M / size) batches, halves to even, at
-    least one. The last may be short, or a tail of up to half a batch is left out."""
+    least one. The last may be short, or up to half a batch is left out."""
     return [order[i * size : (i + 1) * size] for i in range(max(1, round(len(order) / size)))]
 
 
@@ -294,7 +290,7 @@ def initial_plateau(learning_rate: float, patience: int) -> Tensor:
 
 
 def step_plateau(plateau: Tensor, loss: float, patience: int) -> Tensor:
-    """After a visit with this loss: a lower one restores patience, its end costs rate.
+    """After a visit with this loss: a lower loss resets patience; without patience the rate falls.
 
     The rule of HAT (Serra et al. 2018), as in the paper's A.3.
     """
@@ -308,11 +304,11 @@ def step_plateau(plateau: Tensor, loss: float, patience: int) -> Tensor:
     return torch.tensor([rate, left, lowest], dtype=torch.float64)
 
 
-# The maths ----------------------------------------------------------------------------------
+# Losses -------------------------------------------------------------------------------------
 
 
 def theta(sigma: StateDict, psi: StateDict) -> dict[str, Tensor]:
-    """The weights that a network computes with."""
+    """sigma + psi by name: the weights of the network."""
     return {name: weight + psi[name] for name, weight in sigma.items()}
 
 
@@ -332,8 +328,7 @@ def label_loss(logits: Tensor, y: Tensor, form: Form) -> Tensor:
         logits: (B, C), B >= 1.
         y: classes (B,).
         form: clamped: -log of the probability cut to [1e-7, 1 - 1e-7], as Keras does. A row beyond
-            either end has no gradient, which counts where no norm keeps logits small. exact: by
-            log softmax.
+            either end has no gradient. exact: by log softmax.
     """
     if form == "exact":
         return cross_entropy(logits, y)
@@ -360,10 +355,7 @@ def inter_client_loss(logits: Tensor, helpers: Sequence[Tensor], form: Form) -> 
 
 
 def penalties(sigma: StateDict, psi: StateDict, *, l2: float, l1: float) -> Tensor:
-    """l2 sum (sigma - psi)^2 + l1 sum |psi| over all weights: Eq. 5. sigma gets no gradient.
-
-    Alone, a step at rate r takes psi the share 2 r l2 of the way to sigma: 2% as published.
-    """
+    """l2 sum (sigma - psi)^2 + l1 sum |psi| over all weights: Eq. 5. sigma gets no gradient."""
     pairs = [(psi[name], weight.detach()) for name, weight in sigma.items()]
     terms = [l2 * (p - s).square().sum() + l1 * p.abs().sum() for p, s in pairs]
     return torch.stack(terms).sum()

@@ -1,11 +1,9 @@
-"""Helper agents: FedMatch's agents that predict alike are shown each other's models.
+"""Helper agents: FedMatch sends an agent the psi of agents with similar predictions.
 
-Jeong et al. (ICLR 2021), section 3.1. The server shows every model that it gets one image of
-noise, the probe; the prediction is the model's embedding. Now and then an agent that was seen
-before is sent the psi of those whose embeddings lie nearest to its own, its helpers. The agent
-freezes them, agrees with them on pseudo-labels (Eq. 3) and is drawn to what they predict (Eq. 1).
-
-Embeddings are of different rounds: an agent's is as old as its last visit.
+Jeong et al. (ICLR 2021), section 3.1. The prediction of an agent's model for one image of noise,
+the probe, is its embedding, as of its last visit. Every few rounds an agent gets the psi of the
+agents with the nearest embeddings, its helpers. Their weights are frozen; they vote on
+pseudo-labels (Eq. 3), and the agent's predictions are drawn to theirs (Eq. 1).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,24 +29,22 @@ def nearest_agents(
     """The helpers of some agents, nearest first: scipy's KD-tree, Euclidean distance.
 
     Args:
-        embeddings: agent -> (C,), of all that were seen. One that is not finite is left out.
-        agents: who is to get helpers. Those without an embedding are not in the answer, nor is
-            one whom nobody else could help.
-        count: H, >= 0; fewer where fewer others were seen.
+        embeddings: agent -> (C,). One that is not finite is left out.
+        agents: get helpers, if they have an embedding and another agent has one.
+        count: H, >= 0; fewer where fewer other agents have embeddings.
     """
     seen = sorted((a for a, e in embeddings.items() if e.isfinite().all()), key=natural_order)
     asking = [agent for agent in agents if agent in seen]
     if not asking or not count or len(seen) < 2:
         return {}
-    from scipy.spatial import KDTree  # here: it takes 0.2 s, and most runs have no helpers
+    from scipy.spatial import KDTree  # here: importing it takes 0.2 s
 
     tree = KDTree(torch.stack([embeddings[agent] for agent in seen]).double().numpy())
     found = {}
     for agent in asking:
         own = embeddings[agent].double().numpy()
         _, places = tree.query(own, k=list(range(1, min(count + 1, len(seen)) + 1)))
-        # The agent is dropped by its name: among equal embeddings it may stand anywhere, or
-        # not be found at all.
+        # Dropped by name: among equal embeddings the agent is not always the first.
         others = [seen[place] for place in places if seen[place] != agent]
         found[agent] = tuple(others[:count])
     return found
@@ -70,12 +66,12 @@ def unbundle(helpers: StateDict | None) -> list[dict[str, Tensor]]:
 
 
 def vote_agreement(own: Tensor, helpers: Sequence[Tensor], sure_from: float = 0.0) -> Tensor:
-    """Votes for each class: Eq. 3. The pseudo-label is the class with most votes, the lowest number
-    of those that have equally many.
+    """Votes for each class: Eq. 3. The pseudo-label is the class with most votes, the lowest of
+    equals.
 
     Args:
         own: the agent's prediction (B, C).
-        helpers: those of its helpers, each (B, C); none leave the agent's own vote.
+        helpers: predictions of its helpers, each (B, C); may be none.
         sure_from: a helper votes only where its largest probability is at least this.
 
     Returns:
@@ -87,6 +83,6 @@ def vote_agreement(own: Tensor, helpers: Sequence[Tensor], sure_from: float = 0.
     classes = own.shape[1]
     votes = one_hot(own.argmax(dim=1), classes)
     for prediction in helpers:
-        sure, choice = prediction.max(dim=1).values >= sure_from, prediction.argmax(dim=1)
-        votes = votes + one_hot(choice, classes) * sure[:, None]
+        confident, choice = prediction.max(dim=1).values >= sure_from, prediction.argmax(dim=1)
+        votes = votes + one_hot(choice, classes) * confident[:, None]
     return votes

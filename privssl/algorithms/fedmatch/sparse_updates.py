@@ -1,17 +1,16 @@
-"""Sparse differences between weights: which entries FedMatch would send, and how many they are.
+"""Sparse differences between weights: the entries that FedMatch sends, and their number.
 
-Jeong et al. (ICLR 2021), section 3.2, in the form of the authors' code. Two limits cut:
+Jeong et al. (ICLR 2021), section 3.2, in the form of the authors' code, with two thresholds:
 
     w 1[|w| > negligible]   entries of psi that small count as 0 (``l1_thres`` of the code)
     d 1[|d| > change]       a difference that small is not sent (``delta`` of the code)
 
-A cost is the number of entries that are left, divided by the entries of one dense model: 1.0 is
-what FedAvg sends in one direction, the unit (100%) of the paper's tables. It counts no bytes and no
-positions. ``comm/up_bytes`` and ``comm/down_bytes`` are the bytes of the messages, which are dense.
+A cost is the number of entries sent, divided by the entries of one dense model: 1.0 is what FedAvg
+sends in one direction, the unit (100%) of the paper's tables. ``comm/up_bytes`` and
+``comm/down_bytes`` are the bytes of the messages, which are dense.
 
-Upwards the cut changes what arrives: an entry that is not sent stays as the server had it.
-Downwards the code counts what the cut leaves and then uses the dense weights all the same;
-``sparse_download`` gives the weights that were counted.
+In an upload, an entry that is not sent keeps the server's value. In a download, the code counts the
+entries but uses the dense weights; ``sparse_download`` gives the weights that were counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,13 +21,13 @@ from torch import Tensor
 
 from privssl.core.messages import StateDict
 
-#: Of a first visit: there is nothing to take a difference from, so two dense models travel.
+#: Of a first visit: with nothing to compare, two dense models are sent.
 FIRST_COST = 2.0
 
 
 @dataclass(frozen=True)
 class SparsityThresholds:
-    """The two limits, >= 0."""
+    """The two thresholds, >= 0."""
 
     negligible: float
     change: float
@@ -44,7 +43,7 @@ class DecomposedWeights:
 
 @dataclass(frozen=True, eq=False)
 class Download:
-    """What an agent has after a sparse download, and what that cost in dense models."""
+    """An agent's weights after a sparse download, and its cost in dense models."""
 
     weights: DecomposedWeights
     cost: float
@@ -60,22 +59,21 @@ def without_small(weights: StateDict, negligible: float) -> dict[str, Tensor]:
 
 
 def differs(new: Tensor, old: Tensor | float, change: float) -> Tensor:
-    """Where |new - old| > change. What is not a number differs, so that it cannot hide."""
+    """Where |new - old| > change. NaN differs, so that it is sent and refused."""
     return ~((new - old).abs() <= change)
 
 
 def sparse_upload(
     trained: StateDict, received: StateDict, cuts: SparsityThresholds, *, is_psi: bool
 ) -> tuple[dict[str, Tensor], float]:
-    """What an agent sends of one half, and the cost.
+    """What an agent sends of sigma or psi, and the cost.
 
     Args:
-        trained, received: the half after and before local training.
-        is_psi: small entries of psi count as 0 when the difference is taken; what is sent is
-            their value all the same. Sigma is compared as it is.
+        trained, received: the weights after and before local training.
+        is_psi: small entries of psi count as 0 in the difference; their true value is sent.
 
     Returns:
-        The half with its old value wherever the difference is cut, and the cost.
+        The weights with the old value where the difference is not sent, and the cost.
     """
     compared = without_small(trained, cuts.negligible) if is_psi else trained
     sent = {n: differs(w, received[n], cuts.change) for n, w in compared.items()}
@@ -88,10 +86,10 @@ def sparse_download(
     helpers: Sequence[StateDict],
     cuts: SparsityThresholds,
 ) -> Download:
-    """What an agent with the weights ``held`` has after differences to ``sent``, and their cost.
+    """The weights of an agent after sparse differences from ``held`` to ``sent``, and their cost.
 
     Args:
-        held: what the agent had after its last visit; None at its first.
+        held: the agent's weights after its last visit; None at its first.
         helpers: psi of its helpers, each compared with the agent's own.
     """
     if held is None:

@@ -1,8 +1,8 @@
-"""Labels of two signs: what a row is, what it is not, and how both are learned. FedSEAL's maths.
+"""FedSEAL's pseudo-labels (y+) and complementary labels (y-, what a row is not), and their losses.
 
-Bian, Fu, Xu (arXiv:2110.07829). ``algorithms/fedseal/algorithm.py`` has the rounds.
+Bian, Fu, Xu (arXiv:2110.07829). The rounds are in ``algorithms/fedseal/algorithm.py``.
 
-    Eq. 5          class_thresholds, mean_where_known; on rows that set_apart chose
+    Eq. 5          class_thresholds, mean_where_known; on rows of split_validation
     Eq. 9 to 12    signed_labels
     Eq. 13         batch_loss, over signed_batches, lambda from sign_weights
     Eq. 15         complementary_loss
@@ -22,17 +22,17 @@ Schedule = Literal[
     "complement", "inverse", "inverse_capped", "decay", "rampup", "decay_negative", "constant"
 ]
 Batching = Literal["union", "exact", "zip", "sequential"]
-#: Stands for +inf, which no message may carry: no confidence reaches it.
+#: In place of +inf, which messages refuse: no confidence reaches it.
 NEVER_SEEN = torch.finfo(torch.float32).max
 
 
 class SignedLabels(NamedTuple):
-    """What N rows are, and what they are not."""
+    """Pseudo-labels and complementary labels of N rows."""
 
     y_plus: Tensor  # (N,) classes
-    targets: Tensor  # (N, C) distributions that rows of D+ are taught
+    targets: Tensor  # (N, C) target distributions of rows of D+
     positive: Tensor  # (N,) bool: in D+
-    y_minus: Tensor  # (N,) classes; means nothing outside of D-
+    y_minus: Tensor  # (N,) classes; without meaning outside of D-
     negative: Tensor  # (N,) bool: in D-
 
     @property
@@ -58,30 +58,25 @@ def class_thresholds(p: Tensor, y: Tensor) -> Tensor:
 
 
 def mean_where_known(taus: Sequence[Tensor], classes: int) -> Tensor:
-    """Mean of thresholds (C,), for each class over those that know it; NEVER where none does."""
-    told = torch.stack([*taus, torch.full((classes,), NEVER_SEEN)])  # (holders + 1, C)
-    known = told < NEVER_SEEN
-    mean = torch.where(known, told, 0.0).sum(dim=0) / known.sum(dim=0)
+    """Mean of thresholds (C,), of each class over the agents that have it; else NEVER_SEEN."""
+    all_taus = torch.stack([*taus, torch.full((classes,), NEVER_SEEN)])  # (holders + 1, C)
+    known = all_taus < NEVER_SEEN
+    mean = torch.where(known, all_taus, 0.0).sum(dim=0) / known.sum(dim=0)
     return torch.where(known.any(dim=0), mean, NEVER_SEEN)
 
 
 def signed_labels(
-    p_bar: Tensor,
-    tau: Tensor,
-    theta: float,
-    rng: torch.Generator,
-    *,
-    exclude_likeliest: bool = False,
-    hard: bool = True,
-) -> SignedLabels:
-    """Eq. 9 to 12. A row that is not sure and has no unlikely class is in neither set.
+    p_bar: Tensor, tau: Tensor, theta: float, rng: torch.Generator, *,
+    exclude_likeliest: bool = False, hard: bool = True,
+) -> SignedLabels:  # fmt: skip
+    """Eq. 9 to 12. A row without confidence and without an unlikely class is in neither set.
 
     Args:
         p_bar: mean predictions (N, C), rows sum to 1.
         tau: threshold of each class (C,).
         theta: a class is unlikely up to this.
         exclude_likeliest: y+ is not unlikely, even where theta is above it.
-        hard: rows of D+ are taught y+, else p-bar.
+        hard: the target of rows of D+ is y+, else p-bar.
     """
     confidence, y_plus = p_bar.max(dim=1)  # Eq. 9
     positive = confidence >= tau[y_plus]  # Eq. 10
@@ -96,14 +91,14 @@ def signed_labels(
 
 
 def complementary_loss(logits: Tensor, y_minus: Tensor) -> Tensor:
-    """-log(1 - p of y-), as the sum of the others, which is exact for any p. Eq. 15.
+    """-log(1 - p of y-), Eq. 15, by the sum of the other classes: exact for any p.
 
     Args:
         logits: (B, C), C >= 2.
         y_minus: (B,).
 
     Returns:
-        (B,). The gradient on the logits is at most p of y- in size, so nothing needs a clamp.
+        (B,). The gradient by the logits is at most p of y-, so no clamp is needed.
     """
     excluded = one_hot(y_minus, logits.shape[1]).bool()
     return logits.logsumexp(dim=1) - logits.masked_fill(excluded, -torch.inf).logsumexp(dim=1)
@@ -114,11 +109,11 @@ def sign_weights(
 ) -> tuple[float, float]:
     """Weights of the positive loss (lambda) and of the negative one in Eq. 13.
 
-    The paper says that lambda grows, and prints its first value and a "decay rate (until round
-    100)". With d = rate ^ rounds: complement, 1 - (1 - first) d, is the reading that agrees with
-    all of it and ends at 1; inverse, first / d, grows without end; inverse_capped stops at 1;
-    decay, first d, is the table without the text; rampup is decay backwards; constant is
-    first; decay_negative has the ratio of inverse, but weighs the negative loss d.
+    In the paper lambda grows, from a printed value with a "decay rate (until round 100)". With
+    d = rate ^ rounds: complement, 1 - (1 - first) d, agrees with all of this and ends at 1;
+    inverse, first / d, has no bound; inverse_capped stops at 1; decay, first d, is the table
+    without the text; rampup is decay reversed; constant is first; decay_negative has the ratio of
+    inverse, with weight d on the negative loss.
 
     Args:
         first: lambda in the first round, in (0, 1].
@@ -143,18 +138,15 @@ def sign_weights(
 
 
 def batch_loss(
-    how: Batching,
-    positive_loss: Tensor,
-    negative_loss: Tensor,
-    sizes: tuple[int, int],
+    how: Batching, positive_loss: Tensor, negative_loss: Tensor, sizes: tuple[int, int],
     weights: tuple[float, float],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Eq. 13 on one batch: lambda * mean over positive rows + mean over negative rows.
 
     Args:
-        how: exact divides by the expected in place of the actual number of rows, so that the
-            mean over batches is Eq. 13 of the whole sets.
-        up, down: losses of the batch's rows of D+ (B+,) and D- (B-,); none gives no term.
+        how: exact divides by the expected number of rows, so that the mean over batches is Eq. 13
+            of the whole sets; otherwise by the actual number.
+        positive_loss, negative_loss: of the batch's rows of D+ (B+,) and D- (B-,); none: no term.
         sizes: rows of the whole D+ and D-.
         weights: of the positive and of the negative loss.
     """
@@ -173,7 +165,7 @@ def signed_batches(
     """Row numbers of one epoch over D+ and D-, in batches of ``size``.
 
     union, exact: shuffled together. sequential: all of D+, then all of D-. zip: a batch of each
-    beside the other, the smaller set starting again; where one is empty, the other alone.
+    side by side, reusing the smaller set; where one is empty, the other alone.
     """
     parts = [torch.nonzero(mask)[:, 0] for mask in (both.positive, both.negative)]
     sets = [rows for rows in parts if len(rows)]
@@ -209,13 +201,13 @@ def signed_losses(logits: Tensor, both: SignedLabels, batch: Tensor) -> tuple[Te
 
 
 def split_validation(y: Tensor, count: int, rng: torch.Generator) -> Tensor:
-    """Which rows to keep for validation (N,): equally many of each class, as far as it goes.
+    """Validation rows (N,) bool: equally many of each class, as far as possible.
 
-    The last row of a class stays to be learned from, while other classes have more than one.
+    The last row of a class is chosen only when all other classes are down to one row.
 
     Args:
         y: classes (N,), at least one.
-        count: rows to set apart, at most N.
+        count: validation rows, at most N.
     """
     order = torch.randperm(len(y), generator=rng)
     turn = torch.randperm(int(y.max()) + 1, generator=rng)  # of classes in the last, uneven deal

@@ -7,30 +7,29 @@ G the conditional generator, D the conditional discriminator.
     Alg. 1 l. 1     initialise F, G, D           start
     Alg. 1 l. 3-5   support agents in parallel   round -> support_pass
     Alg. 1 l. 6-8   query agents in parallel     round -> query_pass
-    l. 4, 7         G-Reg: Eq. 6, 7              gmixup.row_losses, generators.objectives
-    l. 5, 8         G-MixUp: Eq. 4, 5            gmixup.row_losses
-    Alg. 1 l. 9     FedAvg, weighted as Eq. 1    round -> local_ssl.federate
-    Alg. 1 l. 10    the networks go to clients   Lesson
+    l. 4, 7         G-Reg: Eq. 6, 7              losses.mixing_losses, generators.objectives
+    l. 5, 8         G-MixUp: Eq. 4, 5            losses.mixing_losses
+    Alg. 1 l. 9     FedAvg, weighted as Eq. 1    round -> local_ssl.average_groups
+    Alg. 1 l. 10    the networks go to clients   FedSSLRequest
     Alg. 2 l. 2-8   support agents in sequence   round -> support_pass -> _private_pass
     Alg. 2 l. 9-10  query agents in parallel     round -> query_pass
-    Eq. 2           pseudo-labels                pseudo.guess_labels
-    Eq. 3           lambda, p'                   mixup.sample_mix, mixup.mix
+    Eq. 2           pseudo-labels                query_pass -> guess
+    Eq. 3           lambda, p'                   training/mixup.py
 
 Differs from the paper: (1) one joint step takes the place of G-Reg and then G-MixUp; the
 gradients are the same up to simultaneity and a third cheaper. (2) F also learns from real
 rows, augmented (``real_rows``); read literally Algorithm 1 trains F on G's images alone.
-(3) Mixes teach F only once F recognises them (``gate``). (4) D judges a mix against its mixed
+(3) Mixes train F only once F recognises them (``gate``). (4) D judges a mix against its mixed
 label p'; Eq. 6 prints p2, which contradicts Eq. 7 at lambda 1 (``judge``). (5) A moving
-average of F guesses pseudo-labels and is what is released (``teacher_decay``). (6) Query agents
-leave F alone in the first rounds (``warm_up``). (7) In Algorithm 2 every support agent has a
-budget of its own, tested before its rows are read; the paper adds all agents up, and its test
-comes after and can overshoot. Each is a switch but the first and the last; why, with numbers:
+average of F predicts pseudo-labels and is released (``teacher_decay``). (6) Query agents
+do not train F in the first rounds (``warm_up``). (7) In Algorithm 2 every support agent has its
+own budget, tested before its rows are read; the paper adds all agents up, and its test
+comes after and can overshoot. Each is a setting but the first and the last; reasons and numbers:
 docs/fedssl.md.
 """
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import numpy as np
@@ -41,19 +40,11 @@ from torch import Tensor, nn
 from accounting.errors import BudgetExhausted
 from generators import ConditionalGenerator, ImageDiscriminator, ImageGenerator
 from privssl.algorithms.base import Algorithm, CanaryLoss, MissingReplyPolicy
-from privssl.algorithms.fedssl.losses import (
-    NETWORKS,
-    GMixupSettings,
-    Mixing,
-    canary_losses,
-    check_private_rows,
-    draw_mixing,
-    step_losses,
-    train_networks_privately,
-    try_privately,
-)
+from privssl.algorithms.fedssl import losses
+from privssl.algorithms.fedssl.losses import NETWORKS, GMixupSettings, Mixing
 from privssl.algorithms.local_ssl import (
     Share,
+    TeacherState,
     average_groups,
     needs_unlabelled,
     no_statistics,
@@ -70,14 +61,13 @@ from privssl.reporting import figures
 from privssl.settings.schema import Positive, Problem, Rate, strict
 from privssl.training import local_training
 from privssl.training.batched.deferred import batched_call
-from privssl.training.pseudo_labels import guess_labels
 
-# What travels -------------------------------------------------------------------------------
+# Messages and state -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class FedSSLRequest(Message):
-    """Down to an agent: the global networks and the teacher that guesses labels."""
+    """Down to an agent: the global networks and the teacher that predicts pseudo-labels."""
 
     F: StateDict
     G: StateDict
@@ -87,11 +77,11 @@ class FedSSLRequest(Message):
     mixes_teach: bool  # the gate is open
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class FedSSLUpdate(Message):
-    """Up from an agent: the networks it trained; None is one it did not train.
+    """Up from an agent: the networks; None is one that it did not train.
 
-    ``agreement`` is the share of mixes that F calls p'; None where the rows are under a claim.
+    ``agreement`` is the share of mixes that F classifies as p'; None in a private step.
     """
 
     F: StateDict | None
@@ -100,16 +90,14 @@ class FedSSLUpdate(Message):
     agreement: float | None = None
 
 
-@dataclass(frozen=True)
-class FedSSLState:
+@dataclasses.dataclass(frozen=True)
+class FedSSLState(TeacherState):
     """What the server keeps between rounds."""
 
-    F: StateDict
     G: StateDict
     D: StateDict
-    teacher: StateDict  # moving average of F: guesses labels, is evaluated and released
     agreement: float = 0.0  # of the last round
-    gate_round: int = 0  # the round from which mixes teach F; 0: not yet
+    gate_round: int = 0  # the round from which mixes train F; 0: not yet
 
 
 # Config -------------------------------------------------------------------------------------
@@ -122,19 +110,19 @@ class FedSSLConfig(GMixupSettings):
     name: Literal["fedssl"] = "fedssl"
     order: Literal["parallel", "sequential"] = "parallel"  # Alg. 1 or 2; a private run is Alg. 2
     mix_every: Positive = 2  # local steps from one with G and D to the next; others train F alone
-    gate: Share = 0.85  # agreement from which mixes teach F; 0: from the start
+    gate: Share = 0.85  # agreement from which mixes train F; 0: from the start
     generator_learning_rate: Rate = 2e-3  # Adam
     discriminator_learning_rate: Rate = 1e-3  # Adam
     generator_width: Positive = 16
     spectral_norm: bool = True  # of D's trunk; off where D is under DP
 
     def problems(self) -> Iterator[Problem]:
-        """A setting under which nothing would ever teach F."""
+        """Settings under which F is never trained."""
         if not self.real_rows and self.gate > 0:
             yield Problem(
                 "gate",
-                f"{self.gate}, but with real_rows: false mixes alone teach F, and F recognises "
-                "none before they do. Set gate: 0",
+                f"{self.gate}, but with real_rows: false F learns from mixes alone, and recognises "
+                "none before that. Set gate: 0",
             )
 
 
@@ -153,7 +141,7 @@ class FedSSL(Algorithm[FedSSLState]):
 
     @classmethod
     def missing_reply_policy_for(cls, cfg: FedSSLConfig, *, private: bool) -> MissingReplyPolicy:
-        """In sequence, who is away may be passed over, as one whose budget is spent: l. 3-4."""
+        """In sequence a missing agent is skipped, as one whose budget is spent: l. 3-4."""
         if private or cfg.order == "sequential":
             absent: Literal["skip", "stop"] = "skip" if private else "stop"
             return MissingReplyPolicy(quorum=("query_pass",), skip=("support_pass",), absent=absent)
@@ -172,7 +160,7 @@ class FedSSL(Algorithm[FedSSLState]):
             ),
             "D": lambda: optimize_layout(D(shape, classes, width=width, spectral=spectral)),
         }
-        self._networks = {name: new() for name, new in self._new.items()}
+        self._networks = {"F": self._F, "G": self._new["G"](), "D": self._new["D"]()}
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
@@ -183,75 +171,59 @@ class FedSSL(Algorithm[FedSSLState]):
         return self._networks
 
     def check_private(self) -> None:
-        check_private_rows(self.cfg, self._networks, self.task)
+        losses.check_private_rows(self.cfg, self._networks, self.task)
 
     def try_private(self, device: torch.device) -> None:
-        assert self.plan is not None
         nets = {name: network.to(device) for name, network in self._networks.items()}
-        try_privately(self.plan, self.cfg, nets, self.task, device, gated=self.cfg.gate > 0)
+        losses.try_privately(self.plan, self.cfg, nets, self.task, device, gated=self.cfg.gate > 0)
 
     def canary_losses(self) -> Mapping[str, CanaryLoss]:
-        return {**super().canary_losses(), **canary_losses(self.cfg, self.task)}
+        return {**super().canary_losses(), **losses.canary_losses(self.cfg, self.task)}
 
     def start(self, federation: Federation) -> FedSSLState:
         F, G, D = (
             local_training.fresh_weights(self._new[name], federation.rng(f"init {name}"))
             for name in NETWORKS
         )
-        return FedSSLState(F, G, D, teacher=F)
+        return FedSSLState(F, teacher=F, G=G, D=D)
 
     def round(self, state: FedSSLState, federation: Federation) -> FedSSLState:
         taking_part = federation.sample(federation.query, self.cfg.query_per_round)
+        support: list[Reply[FedSSLUpdate]] = []
         if self.plan is not None or self.cfg.order == "sequential":
-            support: list[Reply[FedSSLUpdate]] = []
-            handed_on = state
-            for agent in self._in_reach(federation):  # Alg. 2 l. 2: in sequence
-                reply = federation.call(
-                    agent, self.support_pass, self._request(handed_on, federation)
-                )
-                if not reply.declined:  # silent: l. 3-4, its budget is spent
-                    handed_on = _updated_state(handed_on, reply.payload)
-            query = federation.call_all(
-                taking_part, self.query_pass, self._request(handed_on, federation, True)
-            )
-            state = handed_on
-        else:
-            support = federation.call_all(
-                federation.support, self.support_pass, self._request(state, federation)
-            )
-            query = federation.call_all(
-                taking_part, self.query_pass, self._request(state, federation, True)
-            )
-        F, G, D = (
-            average_groups(
-                self.cfg.weights, support, query, name, getattr(state, name)
-            )  # Alg. 1 l. 9
+            for agent in self._support_agents(federation):  # Alg. 2 l. 2
+                request = self._request(state, federation)
+                reply = federation.call(agent, self.support_pass, request)
+                if not reply.declined:  # l. 3-4: declines when its budget is spent
+                    state = _updated_state(state, reply.payload)
+        else:  # Alg. 1 l. 3-5
+            request = self._request(state, federation)
+            support = federation.call_all(federation.support, self.support_pass, request)
+        request = self._request(state, federation, query=True)
+        query = federation.call_all(taking_part, self.query_pass, request)
+        F, G, D = (  # Alg. 1 l. 9
+            average_groups(self.cfg.weights, support, query, name, getattr(state, name))
             for name in NETWORKS
         )
-        return self._next(state, federation, F, G, D, [*support, *query])
+        agreement, gate = self._gate(state, federation, [*support, *query])
+        decay = self.cfg.decay(federation.round.number)
+        teacher = local_training.moving_average(state.teacher, F, decay)
+        return FedSSLState(F, teacher, G, D, agreement, gate)
 
-    def _in_reach(self, federation: Federation) -> Roster:
+    def _support_agents(self, federation: Federation) -> Roster:
         """Support agents, while the plan has visits left for them."""
         over = self.plan is not None and federation.round.number > self.plan.visits
         return () if over else federation.support
 
-    def _next(
-        self, state: FedSSLState, federation: Federation, F: StateDict, G: StateDict, D: StateDict,
-        replies: Sequence[Reply[FedSSLUpdate]],
-    ) -> FedSSLState:  # fmt: skip
-        told = [
-            r.payload.agreement
-            for r in replies
-            if not r.declined and r.payload.agreement is not None
-        ]
-        agreement = sum(told) / len(told) if told else state.agreement
-        opened = state.gate_round
-        if not opened and agreement >= self.cfg.gate:
-            opened = federation.round.number + 1
-        decay = self.cfg.decay(federation.round.number)
-        return FedSSLState(
-            F, G, D, local_training.moving_average(state.teacher, F, decay), agreement, opened
-        )
+    def _gate(
+        self, state: FedSSLState, federation: Federation, replies: Sequence[Reply[FedSSLUpdate]]
+    ) -> tuple[float, int]:
+        """The mean agreement of a round, and the round from which mixes train F."""
+        sent = [r.payload.agreement for r in replies if not r.declined]
+        known = [agreement for agreement in sent if agreement is not None]
+        agreement = sum(known) / len(known) if known else state.agreement
+        opens = not state.gate_round and agreement >= self.cfg.gate
+        return agreement, federation.round.number + 1 if opens else state.gate_round
 
     def _request(
         self, state: FedSSLState, federation: Federation, query: bool = False
@@ -289,23 +261,17 @@ class FedSSL(Algorithm[FedSSLState]):
         """The same on unlabelled rows with pseudo-labels: Alg. 1 l. 7-8, Eq. 2."""
         rows = agent.unlabelled
         ctx.weight = float(len(rows))
-        picked = local_training.draw_rows(len(rows), self._rows_per_visit, ctx.rng("rows"))
-        teacher = local_training.load_weights(self._networks["F"], msg.teacher, ctx.device).eval()
-        seen = local_training.network_input(rows.x[picked], ctx.device)
-        q1 = guess_labels(
-            teacher, seen, augment=self.cfg.augmentation("weak"), views=self.cfg.views,
-            sharpness=self.cfg.sharpness, rng=ctx.rng("guess"),
-        )  # fmt: skip
+        picked = self.cfg.draw_rows(len(rows), ctx)
+        q1 = self.cfg.guess(self.load_classifier(msg.teacher, ctx), rows.x[picked], ctx)
         ctx.pseudo_labels(rows.ids[picked], q1)
-        return self._train(
-            NETWORKS, draw_mixing(self.cfg, rows.x[picked], q1, ctx), agent, msg, ctx, "query"
-        )
+        mixing = losses.draw_mixing(self.cfg, rows.x[picked], q1, ctx)
+        return self._train(NETWORKS, mixing, agent, msg, ctx, "query")
 
     def _private_pass(
         self, agent: SupportAgent, msg: FedSSLRequest, ctx: Context
     ) -> FedSSLUpdate | Declined:
-        """Alg. 2 l. 3-8 at one support agent: pay, then read."""
-        assert self.plan is not None and agent.account is not None
+        """Alg. 2 l. 3-8 at one support agent: charge, then read."""
+        assert agent.account is not None
         try:
             with agent.account.spend(self.plan.event, ctx.charge_id):  # l. 3, 7
                 private = self._train_privately(agent, msg, ctx)  # l. 6
@@ -322,40 +288,30 @@ class FedSSL(Algorithm[FedSSLState]):
 
     # Local training -------------------------------------------------------------------------
 
-    @property
-    def _rows_per_visit(self) -> int:
-        return self.cfg.local_steps * self.cfg.batch_size
-
     def _labelled_mixing(self, agent: SupportAgent, ctx: Context) -> Mixing:
-        """The labelled rows of one visit, with all that is drawn for them."""
+        """The labelled rows of one step, with everything drawn for them."""
         rows = agent.labelled
-        picked = local_training.draw_rows(len(rows), self._rows_per_visit, ctx.rng("rows"))
+        picked = self.cfg.draw_rows(len(rows), ctx)
         labels = one_hot(rows, picked, self.task.classes)
-        return draw_mixing(self.cfg, rows.x[picked], labels, ctx)
+        return losses.draw_mixing(self.cfg, rows.x[picked], labels, ctx)
 
     def _train(
-        self,
-        trained: Sequence[str],
-        mixing: Mixing,
-        agent: SupportAgent | QueryAgent,
-        msg: FedSSLRequest,
-        ctx: Context,
-        group: str,
-    ) -> FedSSLUpdate:
+        self, trained: Sequence[str], mixing: Mixing, agent: SupportAgent | QueryAgent,
+        msg: FedSSLRequest, ctx: Context, group: str,
+    ) -> FedSSLUpdate:  # fmt: skip
         """Ordinary local training of some of the networks."""
         trained = [name for name in trained if name != "F" or msg.trains_classifier]
         nets = self._load_networks(msg, ctx)
+        rates = self.cfg.generator_learning_rate, self.cfg.discriminator_learning_rate
         how: dict[str, local_training.Group] = {
             "F": self.cfg.stepping(nets["F"]),
-            "G": local_training.AdamGroup(nets["G"], self.cfg.generator_learning_rate, (0.5, 0.99)),
-            "D": local_training.AdamGroup(
-                nets["D"], self.cfg.discriminator_learning_rate, (0.5, 0.99)
-            ),
+            "G": local_training.AdamGroup(nets["G"], rates[0], (0.5, 0.99)),
+            "D": local_training.AdamGroup(nets["D"], rates[1], (0.5, 0.99)),
         }
         for name, network in nets.items():
             network.requires_grad_(name in trained)
         optimiser = local_training.LocalOptimiser({n: how[n] for n in trained}, agent.memory, group)
-        losses: dict[str, list[Tensor]] = {name: [] for name in NETWORKS}
+        means_of: dict[str, list[Tensor]] = {name: [] for name in NETWORKS}
         agreements = []
         for step, batch in enumerate(mixing.batches(self.cfg.batch_size)):
             mixes = step % self.cfg.mix_every == 0 or not self.cfg.real_rows
@@ -363,16 +319,16 @@ class FedSSL(Algorithm[FedSSLState]):
             if not now:
                 continue
             means, loss, agreement = batched_call(
-                step_losses, vars(batch), self.cfg, now, mixes and msg.mixes_teach, **nets
+                losses.step_losses, vars(batch), self.cfg, now, mixes and msg.mixes_teach, **nets
             )
             optimiser.minimise(loss)
             for name, mean in zip(NETWORKS, means.detach(), strict=True):
                 if name in now:
-                    losses[name].append(mean)
+                    means_of[name].append(mean)
             if mixes:
                 agreements.append(agreement)
         agent.memory = {**agent.memory, **optimiser.remember()}
-        for name, steps in losses.items():
+        for name, steps in means_of.items():
             if steps:
                 ctx.log_metric(f"train/loss_{name}/{group}", local_training.mean_of(steps))
         return _message(nets, trained, local_training.mean_of(agreements))
@@ -380,10 +336,10 @@ class FedSSL(Algorithm[FedSSLState]):
     def _train_privately(
         self, agent: SupportAgent, msg: FedSSLRequest, ctx: Context
     ) -> FedSSLUpdate:
-        """DP-SGD on the protected networks; the others stay as they came."""
-        assert self.plan is not None and agent.account is not None
+        """DP-SGD on the protected networks; the others are not changed."""
+        assert agent.account is not None
         nets = self._load_networks(msg, ctx)
-        train_networks_privately(
+        losses.train_networks_privately(
             self.plan, self.cfg, nets, agent.labelled, ctx, classes=self.task.classes,
             mixes_teach=msg.mixes_teach,
             counts_public=agent.account.plan.record_counts == "public",
@@ -396,15 +352,10 @@ class FedSSL(Algorithm[FedSSLState]):
             for name in NETWORKS
         }
 
-    # Pictures -------------------------------------------------------------------------------
-
     def pictures(self, state: FedSSLState, x: Tensor, y: Tensor) -> Mapping[str, np.ndarray]:
         G = local_training.load_weights(self._networks["G"].cpu(), state.G).eval()
         assert isinstance(G, ConditionalGenerator)
         return figures.of_generator(G, x, y, self.task.classes)
-
-
-# Small things ------------------------------------------------------------------------------
 
 
 def _message(
@@ -417,6 +368,6 @@ def _message(
 
 
 def _updated_state(state: FedSSLState, sent: FedSSLUpdate) -> FedSSLState:
-    """The state with the networks that an agent sent in place of the old ones."""
+    """The state with the networks that an agent sent."""
     changed = {n: getattr(sent, n) for n in NETWORKS if getattr(sent, n) is not None}
     return dataclasses.replace(state, **changed)

@@ -1,25 +1,23 @@
-"""G-MixUp and G-Reg: what FedSSL minimises on a batch, one number per row.
+"""G-MixUp and G-Reg: FedSSL's losses of each row.
 
-Fan, Hu, Huang (IJCAI 2022), section 3.4. G mixes a row with any class of the global label
-space; F learns what the mixes are called and G to make them so (Eq. 4, 5); D and G play for
-realism (Eq. 6); at lambda 1 G rebuilds its row (Eq. 7). Support and query agents use the same
-function: a labelled row comes with its label, an unlabelled one with its pseudo-label.
+Fan, Hu, Huang (IJCAI 2022), section 3.4. G mixes a row with any class of the global label space; F
+and G minimise the cross-entropy of mixes (Eq. 4, 5); D and G are adversaries (Eq. 6); at lambda 1 G
+reconstructs its row (Eq. 7). Support agents use labels, query agents pseudo-labels.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import pydantic.dataclasses
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import one_hot, softplus
 
 from generators.objectives import discriminator_loss, realistic_loss, reconstruction_loss
 from privssl.algorithms.base import CanaryLoss
-from privssl.algorithms.local_ssl import ClassifierTraining
+from privssl.algorithms.local_ssl import Amount, ClassifierTraining
 from privssl.core.agents import LabelledRows
 from privssl.core.task import Context, Task
 from privssl.privacy import local_dp_sgd
@@ -35,26 +33,24 @@ from privssl.training.mixup import mix, sample_mix
 
 NETWORKS = ("F", "G", "D")
 
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
 class GMixupSettings(ClassifierTraining):
-    """What mixes are made of and how much they count. Numbers are ours (docs/fedssl.md)."""
+    """How mixes are made, and the weights of their losses. Numbers are ours (docs/fedssl.md)."""
 
     real_rows: bool = True  # false: Algorithm 1 read literally, F learns from mixes alone
     mix_alpha: Rate = 0.5  # alpha of lambda ~ Beta(alpha, alpha), Eq. 3
     noise_size: Positive = 32  # D_n
     judge: Literal["mixed", "target"] = "mixed"  # the label D sees with a mix: p', or p2 (Eq. 6)
-    weight_mix: Weight = 0.5  # of the cross-entropy of mixes, for F
-    weight_guidance: Weight = 0.3  # of the same, for G
-    weight_real: Weight = 1.0  # of the realistic loss, Eq. 6; 0: ablation, D is not trained
-    weight_reconstruction: Weight = 0.0125  # of the squared error in [-1, 1], Eq. 7; 0: ablation
+    weight_mix: Amount = 0.5  # of the cross-entropy of mixes, for F
+    weight_guidance: Amount = 0.3  # of the same, for G
+    weight_real: Amount = 1.0  # of the realistic loss, Eq. 6; 0: ablation, D is not trained
+    weight_reconstruction: Amount = 0.0125  # of the squared error in [-1, 1], Eq. 7; 0: ablation
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """A batch with all that is drawn for it. B rows; a private row has K views as its B."""
+    """B rows with everything drawn for them; a private row has its K views as B."""
 
     strong: Tensor  # (B, *shape) what F learns from
     mild: Tensor  # (B, *shape) what G mixes and rebuilds
@@ -70,7 +66,7 @@ class Mixing:
 
 @dataclass(frozen=True)
 class Callables:
-    """The networks as functions. Through a frozen one gradients flow, but not into it."""
+    """The networks as functions; a frozen one passes gradients on but gets none."""
 
     F: Callable[..., Tensor]
     G: Callable[..., Tensor]
@@ -80,8 +76,7 @@ class Callables:
 
     @classmethod
     def of(cls, nets: Mapping[str, nn.Module], parameters: Parameters) -> "Callables":
-        """The networks with given parameters; a network that is given none is frozen."""
-
+        """The networks with given parameters; a network without any is frozen."""
         given = {name: FunctionalModule(nets[name], parameters.get(name)) for name in NETWORKS}
         frozen = {name: called.frozen() for name, called in given.items()}
         live = {name: (given if name in parameters else frozen)[name] for name in NETWORKS}
@@ -89,7 +84,7 @@ class Callables:
 
 
 def draw_mixing(cfg: GMixupSettings, x: Tensor, p1: Tensor, ctx: Context) -> Mixing:
-    """Everything drawn for a visit at once.
+    """Draw everything for the rows of one step.
 
     Args:
         x: rows (N, *shape) as stored.
@@ -117,13 +112,13 @@ def mixing_losses(
     Args:
         nets: the networks as functions.
         b: a batch of B rows.
-        trained: the networks whose losses are wanted; those of the others are 0.
+        trained: networks that are trained; the losses of the others are 0.
         mixes_teach: whether F learns from mixes.
 
     Returns:
-        {"F", "G", "D"} -> (B,). Each has gradient to its own network alone, but for the
-        cross-entropy of mixes: it stands under F and reaches F and G (Eq. 4, "min over F, G").
-        And whether F calls each mix what it is (B,).
+        {"F", "G", "D"} -> (B,). Each has gradient to its own network alone, except the
+        cross-entropy of mixes, which is under F and reaches F and G (Eq. 4, "min over F, G").
+        And whether F predicts the likeliest class of p' for each mix (B,).
     """
     learns_real = "F" in trained and cfg.real_rows
     learns_mixes = "F" in trained and mixes_teach and cfg.weight_mix > 0
@@ -156,7 +151,7 @@ def mixing_losses(
         else:
             logits_hat = nets.F(guided)
         loss["F"] = cfg.weight_mix * soft_cross_entropy(logits_hat, p_mix)
-    else:  # Eq. 4, 5 for G alone, while F would learn wrong names from its mixes
+    else:  # Eq. 4, 5 for G alone, while mixes would mislead F
         logits_hat = nets.F_frozen(x_hat)
         if "G" in trained:
             loss["G"] = loss["G"] + cfg.weight_guidance * soft_cross_entropy(logits_hat, p_mix)
@@ -171,8 +166,8 @@ def step_losses(
     fields: Mapping[str, Tensor], cfg: GMixupSettings, trained: tuple[str, ...], mixes_teach: bool,
     *, F: FunctionalModule, G: FunctionalModule, D: FunctionalModule,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of a batch: the mean loss of each network (3,), what is minimised (), and the share of mixes
-    that F calls what they are ()."""
+    """Mean loss of each network (3,), their sum (), and the share of mixes that F classifies as p'
+    ()."""
     functions = Callables(F, G, D, F.frozen(leaves_no_trace=True), D.frozen())
     by_network, agree = mixing_losses(cfg, functions, Mixing(**fields), trained, mixes_teach)
     means = torch.stack([by_network[name].mean() for name in NETWORKS])
@@ -180,17 +175,10 @@ def step_losses(
 
 
 def train_networks_privately(
-    plan: PrivatePlan,
-    cfg: GMixupSettings,
-    nets: Mapping[str, nn.Module],
-    rows: LabelledRows,
-    ctx: Context,
-    *,
-    classes: int,
-    mixes_teach: bool,
-    counts_public: bool,
-) -> None:
-    """One visit of DP-SGD on the protected networks, in place; Alg. 2 l. 6. The others are read.
+    plan: PrivatePlan, cfg: GMixupSettings, nets: Mapping[str, nn.Module], rows: LabelledRows,
+    ctx: Context, *, classes: int, mixes_teach: bool, counts_public: bool,
+) -> None:  # fmt: skip
+    """Train the protected networks in place by DP-SGD: Alg. 2 l. 6.
 
     Args:
         nets: "F", "G" and "D"; those that the plan protects are trained.
@@ -199,7 +187,7 @@ def train_networks_privately(
     """
     cfg = dataclasses.replace(cfg, augment=plan.augment)
     for name, network in nets.items():
-        # eval: a spectral norm must not move its buffer while rows are looked at
+        # eval: a spectral norm must not update its buffer from private rows
         protected = name in plan.protect
         network.requires_grad_(protected).train(protected)
 
@@ -218,18 +206,13 @@ def train_networks_privately(
 
 
 def try_privately(
-    plan: PrivatePlan,
-    cfg: GMixupSettings,
-    nets: Mapping[str, nn.Module],
-    task: Task,
-    device: torch.device,
-    *,
-    gated: bool,
-) -> None:
-    """All that a visit does, but for its steps. Raises PrivacyError where it would.
+    plan: PrivatePlan, cfg: GMixupSettings, nets: Mapping[str, nn.Module], task: Task,
+    device: torch.device, *, gated: bool,
+) -> None:  # fmt: skip
+    """A dry run of ``train_networks_privately`` without its steps; raises the same PrivacyError.
 
     Args:
-        gated: whether mixes do not teach from the first round.
+        gated: whether mixes train F only after the gate opens.
     """
     quiet, rows, ctx = local_dp_sgd.tried_out(plan, task.shape, device)
     for mixes_teach in {True, not gated}:
@@ -240,27 +223,27 @@ def try_privately(
 
 
 def canary_losses(cfg: GMixupSettings, task: Task) -> Mapping[str, CanaryLoss]:
-    """How badly G and D know a row: G rebuilds it (lambda 1, z in the middle), D calls it real."""
+    """Losses on a row: G's of reconstruction (lambda 1, z at 0.5), D's for a real row."""
 
-    def named(y: Tensor) -> Tensor:  # as one_hot, which asks for its tensor's values
+    def label_of(y: Tensor) -> Tensor:  # as one_hot, without reading the tensor's values
         return (y[:, None] == torch.arange(task.classes, device=y.device)).float()
 
-    def rebuilt(G: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
-        label = named(y)
+    def reconstruction(G: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+        label = label_of(y)
         z, one = x.new_full((1, cfg.noise_size), 0.5), x.new_ones(1, 1)
         return (G(x, label, label, z, one)[:, 0] - x).square().mean()
 
-    def called_real(D: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return softplus(-D(x, named(y))).mean()
+    def realism(D: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return softplus(-D(x, label_of(y))).mean()
 
-    return {"G": rebuilt, "D": called_real}
+    return {"G": reconstruction, "D": realism}
 
 
 def check_private_rows(cfg: GMixupSettings, nets: Mapping[str, nn.Module], task: Task) -> None:
-    """Refuses networks or losses in which one row moves another row's loss.
+    """Check on random rows that no row changes another row's loss.
 
     Raises:
-        PrivacyError: names the layers, or the rows. Random rows are used, none of an agent.
+        PrivacyError: names the layers, or the rows.
     """
     refuse_coupling_layers(nets)
     rng, rows = randomness.stream(0, 0, "world", "check rows"), 3
@@ -273,7 +256,7 @@ def check_private_rows(cfg: GMixupSettings, nets: Mapping[str, nn.Module], task:
         "lam": torch.rand(rows, generator=rng),
     }
     for network in nets.values():
-        network.eval()  # a spectral norm moves its buffer in training, for all rows alike
+        network.eval()  # in training a spectral norm updates its buffer
 
     def losses(batch: Mapping[str, Tensor]) -> Tensor:
         by_network, _ = mixing_losses(
@@ -285,5 +268,5 @@ def check_private_rows(cfg: GMixupSettings, nets: Mapping[str, nn.Module], task:
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """x itself, whose gradient is multiplied by ``factor``."""
+    """x, with its gradient multiplied by ``factor``."""
     return x.detach() + factor * (x - x.detach())

@@ -2,33 +2,33 @@
 
 Che, Long, Wang, Wang, Xiao, Ma: "FedTriNet: A Pseudo Labeling Method with Three Players for
 Federated Semi-supervised Learning" (IEEE BigData 2021). W is the global network, l an agent's own
-network as its last visit left it, c the spliced one: the shallow half of W, the deep half of l.
+network after its last visit, c the spliced one: the shallow half of W, the deep half of l.
 
     paper                                         here
     phase 1: FedAvg on labelled rows, T1 rounds   round -> supervised_pass
     phase 2: largest confidence of every client   round -> confidence_pass (Eq. 4)
-    threshold theta(t)                            three_players.shrinkage (Eq. 5)
-    third player: splice, then fine-tune          _visit, models.surgery.splice
-    vote of three, rows above theta(t)            three_players.vote
-    loss on labels + lambda * on pseudo-labels    three_players.steps, _learn (Eq. 6)
-    mean of what participants trained (Eq. 1)     mean.Mean
+    threshold theta(t)                            voting.shrinkage (Eq. 5)
+    third player: splice, then fine-tune          _visit, models.splice
+    vote of three, rows above theta(t)            voting.vote
+    loss on labels + lambda * on pseudo-labels    voting.steps, _learn (Eq. 6)
+    mean of what participants trained (Eq. 1)     WeightedMean
 
 Where an agent lacks one kind of rows its term drops out, so labels may be anywhere. The paper has
-mixed agents alone (``labels-at-client``). A support agent finds nothing to admit and keeps to its
-labels; a query agent sits out phase 1, does not fine-tune, and says nothing when it admits no
-row; a labelled server takes part in every round, beside the agents that are drawn.
+mixed agents alone (``labels-at-client``). A support agent trains on its labels alone; a query agent
+sits out phase 1, does not fine-tune, and declines when it admits no row; a labelled server takes
+part in every round, beside the agents that are drawn.
 
 Differs from the paper: (1) lambda is 1, as none is given. (2) An agent that never trained has
-W for l, so that c is W. (3) Rows come in [-1, 1] and in their own size; the authors resize digits
+W for l, so that c is W. (3) Rows are in [-1, 1] and in their own size; the authors resize digits
 to 32x32. (4) No augmentation, as in the authors' code (``augment``). (5) T1, T2, E, batches and
-rates are the authors' code's. (6) What goes up is the trained network: the algorithm box adds up
+rates are the authors' code's. (6) Agents send the trained network: the algorithm box adds up
 differences, which equals Eq. 1 only for differences from W, and phase 2 starts from c. Where
-the code is another method than the paper, a switch has both readings: docs/fedtrinet.md.
+the code is another method than the paper, a setting has both readings: docs/fedtrinet.md.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -37,7 +37,15 @@ from torch.nn import functional
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.fedtrinet.voting import PROFILED, FedTriNetConfig, Part, steps, vote
-from privssl.algorithms.local_ssl import needs_unlabelled
+from privssl.algorithms.local_ssl import (
+    ModelState,
+    ModelUpdate,
+    TrainRequest,
+    average_over,
+    needs_unlabelled,
+    no_labelled,
+    no_unlabelled,
+)
 from privssl.core.agents import (
     LabelledRows,
     Memory,
@@ -57,48 +65,32 @@ from privssl.runtime import randomness
 from privssl.settings.schema import Problem
 from privssl.training import local_training, optim
 
-CHUNK = 512  # rows of one forward pass when labels are guessed
+CHUNK = 512  # rows of one forward pass when labels are predicted
 
 
-# What travels -------------------------------------------------------------------------------
+# Messages and state -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class GlobalModel(Message):
-    """Down: the global network W, to learn labels from or to be asked for its confidence."""
+@dataclasses.dataclass(frozen=True)
+class VoteRequest(TrainRequest):
+    """Down in phase 2: W, and theta(t), which a vote must exceed."""
 
-    F: StateDict
-
-
-@dataclass(frozen=True)
-class FedTriNetRequest(Message):
-    """Down in phase 2: W, and what a vote must exceed to be believed."""
-
-    F: StateDict
     threshold: float
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Confidence(Message):
     """Up in phase 2: W's confidence in an agent's unlabelled rows, largest or mean, in [0, 1]."""
 
     value: float
 
 
-@dataclass(frozen=True)
-class FedTriNetUpdate(Message):
-    """Up: the network after local training; never a difference."""
+@dataclasses.dataclass(frozen=True)
+class FedTriNetState(ModelState):
+    """What the server keeps between rounds; F is W."""
 
-    F: StateDict
-
-
-@dataclass(frozen=True)
-class FedTriNetState:
-    """What the server keeps between rounds."""
-
-    F: StateDict  # W
     confidence: float = 1.0  # theta-bar when it was measured last
-    threshold: float = 1.0  # theta(t) of the last round; 1: nothing can exceed it
+    threshold: float = 1.0  # theta(t) of the last round; 1: no row exceeds it
 
 
 # The algorithm ------------------------------------------------------------------------------
@@ -119,7 +111,6 @@ class FedTriNet(Algorithm[FedTriNetState]):
         self, config: FedTriNetConfig, task: Task, plan: PrivatePlan | None = None
     ) -> None:
         super().__init__(config, task, plan)
-        self._F = task.new_classifier()
         self._shallow = _shallow_modules(self._F, config)
         self._couples = any(isinstance(module, nn.BatchNorm2d) for module in self._F.modules())
 
@@ -129,14 +120,14 @@ class FedTriNet(Algorithm[FedTriNetState]):
         if config.model.norm == "static":
             yield Problem(
                 "model.norm",
-                "static norm predicts with statistics that are collected for one network, and "
-                "FedTriNet predicts with three at every visit. Set model.norm: group",
+                "static collects the statistics of one network, but fedtrinet predicts with three "
+                "at every visit. Set group",
             )
         if config.model.norm == "batch" and config.algorithm.votes_in == "train":
             yield Problem(
                 "algorithm.votes_in",
-                "train, but model.norm is batch: what a row is called would go by the rows beside "
-                "it. Set algorithm.votes_in: eval, or model.norm: group",
+                "train, but model.norm is batch: a row's pseudo-label would depend on the rows of "
+                "its batch. Set eval, or model.norm: group",
             )
 
     def phases(self) -> tuple[Phase, ...]:
@@ -149,33 +140,29 @@ class FedTriNet(Algorithm[FedTriNetState]):
         return tuple(phase for phase in planned if phase.rounds)
 
     def start(self, federation: Federation) -> FedTriNetState:
-        return FedTriNetState(
-            local_training.fresh_weights(self.task.new_classifier, federation.rng("init F"))
-        )
+        return FedTriNetState(self.initial_classifier(federation))
 
     def round(self, state: FedTriNetState, federation: Federation) -> FedTriNetState:
         t = self._clock(federation.round.number)
-        mean = WeightedMean("F")  # of what participants trained
         if t < 0:  # phase 1
-            cold = federation.round.number <= self.cfg.cold_start
-            learners = (
-                federation.support if cold else self._sample_agents(federation, federation.support)
-            )
-            federation.call_all(
-                learners, self.supervised_pass, GlobalModel(state.F), aggregator=mean
-            )
-            return dataclasses.replace(state, F=mean.value_or(state.F))  # Eq. 1
+            cold, agents = federation.round.number <= self.cfg.cold_start, federation.support
+            learners = agents if cold else self._sample_agents(federation, agents)
+            request = TrainRequest(state.F)
+            F = average_over(federation, learners, self.supervised_pass, request, state.F)  # Eq. 1
+            return dataclasses.replace(state, F=F)
         taking_part = self._sample_agents(federation, federation.agents)
         confidence = state.confidence
         if self.cfg.measured == "every_round" or t == 0:
             asked = federation.agents if self.cfg.measured_at == "all" else taking_part
             confidence = self._ask_confidence(state, federation, asked)
         threshold = self.cfg.threshold(confidence, t)
-        lesson = FedTriNetRequest(state.F, threshold)
-        with_labels = _having(taking_part, "support", "server")
-        federation.call_all(_having(taking_part, "mixed"), self.mixed_pass, lesson, aggregator=mean)
-        federation.call_all(with_labels, self.support_pass, lesson, aggregator=mean)
-        federation.call_all(_having(taking_part, "query"), self.query_pass, lesson, aggregator=mean)
+        mean, request = WeightedMean("F"), VoteRequest(state.F, threshold)
+        for step, roles in (
+            (self.mixed_pass, ("mixed",)),
+            (self.support_pass, ("support", "server")),
+            (self.query_pass, ("query",)),
+        ):
+            federation.call_all(_having(taking_part, *roles), step, request, aggregator=mean)
         return FedTriNetState(mean.value_or(state.F), confidence, threshold)  # Eq. 1
 
     def _clock(self, round_number: int) -> int:
@@ -183,7 +170,7 @@ class FedTriNet(Algorithm[FedTriNetState]):
         return round_number - 1 - self.cfg.cold_start - self.cfg.warm_up
 
     def _sample_agents(self, federation: Federation, roster: Roster) -> Roster:
-        """Who takes part: m of the agents, and a labelled server always."""
+        """The participants: m of the agents, and a labelled server always."""
         at_server = tuple(agent for agent in roster if agent == federation.server)
         others = tuple(agent for agent in roster if agent != federation.server)
         return (*at_server, *federation.sample(others, self.cfg.agents_per_round))
@@ -193,11 +180,11 @@ class FedTriNet(Algorithm[FedTriNetState]):
     ) -> float:
         """theta-bar of Eq. 4: the mean over agents, or over all their rows ("mean")."""
         group = _having(asked, "mixed", "query")
-        replies = federation.call_all(group, self.confidence_pass, GlobalModel(state.F))
-        told = [(reply.payload.value, reply.weight) for reply in replies if not reply.declined]
-        if not told:  # nobody who holds unlabelled rows answered
+        replies = federation.call_all(group, self.confidence_pass, TrainRequest(state.F))
+        sent = [(reply.payload.value, reply.weight) for reply in replies if not reply.declined]
+        if not sent:  # no agent with unlabelled rows replied
             return state.confidence
-        return sum(value * weight for value, weight in told) / sum(weight for _, weight in told)
+        return sum(value * weight for value, weight in sent) / sum(weight for _, weight in sent)
 
     def classifier(self, state: FedTriNetState) -> StateDict:
         return state.F
@@ -208,9 +195,7 @@ class FedTriNet(Algorithm[FedTriNetState]):
     # Steps: where the data is ---------------------------------------------------------------
 
     @on_agent
-    def supervised_pass(
-        self, agent: SupportAgent, msg: GlobalModel, ctx: Context
-    ) -> FedTriNetUpdate:
+    def supervised_pass(self, agent: SupportAgent, msg: TrainRequest, ctx: Context) -> ModelUpdate:
         """Phase 1: E epochs on labelled rows, from W."""
         rows = agent.labelled
         self._weigh(len(rows), ctx)
@@ -219,45 +204,42 @@ class FedTriNet(Algorithm[FedTriNetState]):
             self._learn_labels(rows, self.cfg.local_epochs, ctx, "labels")
         trained = local_training.weights_of(self._F)
         agent.memory = {**agent.memory, **_as_memory(trained)}
-        return FedTriNetUpdate(trained)
+        return ModelUpdate(trained)
 
     @on_agent
-    def confidence_pass(self, agent: QueryAgent, msg: GlobalModel, ctx: Context) -> Confidence:
-        """Eq. 4: how sure W is of this agent's unlabelled rows."""
-        sure = self._predict(msg.F, agent.unlabelled, ctx, votes=False).amax(dim=1)
+    def confidence_pass(self, agent: QueryAgent, msg: TrainRequest, ctx: Context) -> Confidence:
+        """Eq. 4: W's confidence in this agent's unlabelled rows."""
+        largest = self._predict(msg.F, agent.unlabelled, ctx, votes=False).amax(dim=1)
         if self.cfg.confidence == "max":
-            return Confidence(float(sure.max()))
-        ctx.weight = float(len(sure))
-        return Confidence(float(sure.mean()))
+            return Confidence(float(largest.max()))
+        ctx.weight = float(len(largest))
+        return Confidence(float(largest.mean()))
 
     @on_agent
     def mixed_pass(
-        self, agent: MixedAgent, msg: FedTriNetRequest, ctx: Context
-    ) -> FedTriNetUpdate | Declined:
-        """Phase 2 where there are rows of both kinds: the paper's only case."""
+        self, agent: MixedAgent, msg: VoteRequest, ctx: Context
+    ) -> ModelUpdate | Declined:
+        """Phase 2 with rows of both kinds: the paper's only case."""
         return self._visit(agent, agent.labelled, agent.unlabelled, msg, ctx)
 
     @on_agent
     def support_pass(
-        self, agent: SupportAgent, msg: FedTriNetRequest, ctx: Context
-    ) -> FedTriNetUpdate | Declined:
-        """Phase 2 without unlabelled rows: the splice learns from labels."""
-        rows = agent.labelled
-        return self._visit(agent, rows, UnlabelledRows(rows.x[:0], rows.ids[:0]), msg, ctx)
+        self, agent: SupportAgent, msg: VoteRequest, ctx: Context
+    ) -> ModelUpdate | Declined:
+        """Phase 2 without unlabelled rows: c learns from labels."""
+        return self._visit(agent, agent.labelled, no_unlabelled(agent.labelled), msg, ctx)
 
     @on_agent
     def query_pass(
-        self, agent: QueryAgent, msg: FedTriNetRequest, ctx: Context
-    ) -> FedTriNetUpdate | Declined:
-        """Phase 2 without labels: the splice votes untuned and learns from pseudo-labels."""
-        rows = agent.unlabelled
-        none = LabelledRows(rows.x[:0], torch.empty(0, dtype=torch.int64), rows.ids[:0])
-        return self._visit(agent, none, rows, msg, ctx)
+        self, agent: QueryAgent, msg: VoteRequest, ctx: Context
+    ) -> ModelUpdate | Declined:
+        """Phase 2 without labels: c votes without fine-tuning and learns from pseudo-labels."""
+        return self._visit(agent, no_labelled(agent.unlabelled), agent.unlabelled, msg, ctx)
 
     def _visit(
         self, agent: SupportAgent | QueryAgent, labelled: LabelledRows,
-        unlabelled: UnlabelledRows, msg: FedTriNetRequest, ctx: Context,
-    ) -> FedTriNetUpdate | Declined:  # fmt: skip
+        unlabelled: UnlabelledRows, msg: VoteRequest, ctx: Context,
+    ) -> ModelUpdate | Declined:  # fmt: skip
         self._weigh(len(labelled) + len(unlabelled), ctx)
         own = _from_memory(agent.memory) or msg.F
         with randomness.seeded(ctx.rng("dropout")):
@@ -268,33 +250,24 @@ class FedTriNet(Algorithm[FedTriNetState]):
                 [own, msg.F, tuned], unlabelled, agent.memory, msg.threshold, ctx
             )
             if not len(labelled) and not admitted.any():
-                return Declined("no labelled row, and no row that the three are sure of")
+                return Declined("no labelled row, and no row whose vote exceeds the threshold")
             self._load(tuned, ctx)
-            hot = int(kept.get("hot", torch.zeros(()))) > 0
-            self._learn(
-                torch.cat([labelled.x, unlabelled.x[admitted]]),
-                torch.cat([labelled.y, y[admitted]]),
-                steps(
-                    self.cfg,
-                    len(labelled),
-                    int(admitted.sum()),
-                    t=self._clock(ctx.round),
-                    hot=hot,
-                    rng=ctx.rng("batches, both"),
-                ),
-                ctx,
-                "both",
-            )
+            planned = steps(
+                self.cfg, len(labelled), int(admitted.sum()), t=self._clock(ctx.round),
+                hot=int(kept.get("hot", torch.zeros(()))) > 0, rng=ctx.rng("batches, both"),
+            )  # fmt: skip
+            x = torch.cat([labelled.x, unlabelled.x[admitted]])
+            self._learn(x, torch.cat([labelled.y, y[admitted]]), planned, ctx, "both")
         trained = local_training.weights_of(self._F)
         own = tuned if self.cfg.remember == "fine_tuned" else trained
         agent.memory = {**agent.memory, **_as_memory(own), **kept}
-        return FedTriNetUpdate(trained)
+        return ModelUpdate(trained)
 
     def _pseudo_labels(
         self, players: Sequence[StateDict], rows: UnlabelledRows, memory: Memory,
         threshold: float, ctx: Context,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Labels (N,), which of them are believed (N,), and what of it is remembered."""
+        """Pseudo-labels (N,), which of them are admitted (N,), and what the agent remembers."""
         if not len(rows):
             return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool), {}
         probs = [self._predict(player, rows, ctx, votes=True) for player in players]
@@ -317,11 +290,11 @@ class FedTriNet(Algorithm[FedTriNetState]):
     # Local training -------------------------------------------------------------------------
 
     def _weigh(self, rows: int, ctx: Context) -> None:
-        if self.cfg.weights == "rows":  # else no count leaves the agent
+        if self.cfg.weights == "rows":  # otherwise no count leaves the agent
             ctx.weight = float(rows)
 
     def _load(self, weights: StateDict, ctx: Context) -> None:
-        local_training.load_weights(self._F, weights, ctx.device)
+        self.load_classifier(weights, ctx)
 
     @torch.no_grad()
     def _predict(
@@ -339,11 +312,9 @@ class FedTriNet(Algorithm[FedTriNetState]):
 
     def _learn_labels(self, rows: LabelledRows, epochs: int, ctx: Context, purpose: str) -> None:
         """Epochs of cross-entropy on labelled rows alone."""
-        rng = ctx.rng(f"batches, {purpose}")
-        size = self.cfg.batch_size
-        batches = (
-            b for _ in range(epochs) for b in local_training.epoch_batches(len(rows), size, rng)
-        )
+        rng, size = ctx.rng(f"batches, {purpose}"), self.cfg.batch_size
+        each = (local_training.epoch_batches(len(rows), size, rng) for _ in range(epochs))
+        batches = itertools.chain.from_iterable(each)
         frozen = self.cfg.freeze_shallow and purpose == "fine-tuning"
         for module in map(self._F.get_submodule, self._shallow):
             module.requires_grad_(not frozen)
@@ -353,10 +324,10 @@ class FedTriNet(Algorithm[FedTriNetState]):
     def _learn(
         self, x: Tensor, y: Tensor, planned: Iterable[Sequence[Part]], ctx: Context, purpose: str
     ) -> None:
-        """A fresh SGD takes the planned steps on stored rows x (N, *shape), classes y (N,)."""
+        """The planned steps by a fresh SGD on stored rows x (N, *shape) of classes y (N,)."""
         trained = [p for p in self._F.parameters() if p.requires_grad]
         if not trained:
-            return  # the shallow half is everything, and frozen
+            return  # every layer is shallow, and frozen
         sgd = optim.SGD(trained, lr=self.cfg.learning_rate, momentum=self.cfg.momentum)
         augment, rng = self.cfg.augmentation(), ctx.rng(f"view, {purpose}")
         steps = [(torch.cat([picked for picked, _ in parts]), parts) for parts in planned]
@@ -366,18 +337,14 @@ class FedTriNet(Algorithm[FedTriNetState]):
         seen = local_training.views_of(x, batches, lambda x: augment(x, rng), ctx.device)
         for (_, parts), views in zip(steps, seen, strict=True):
             by_part = torch.split(self._F(views), [len(picked) for picked, _ in parts])
-            loss = torch.stack(
-                [
-                    weight * functional.cross_entropy(mine, y[picked].to(ctx.device))
-                    for (picked, weight), mine in zip(parts, by_part, strict=True)
-                ]
-            ).sum()
+            terms = [
+                weight * functional.cross_entropy(logits, y[picked].to(ctx.device))
+                for (picked, weight), logits in zip(parts, by_part, strict=True)
+            ]
+            loss = torch.stack(terms).sum()
             losses.append(local_training.minimise(sgd, loss))
         if losses:
             ctx.log_metric(f"train/loss/{purpose}", local_training.mean_of(losses))
-
-
-# Small things -----------------------------------------------------------------------------
 
 
 def _having(roster: Roster, *roles: str) -> Roster:
@@ -413,6 +380,6 @@ def _as_memory(weights: StateDict) -> dict[str, Tensor]:
 
 
 def _from_memory(memory: Memory) -> dict[str, Tensor]:
-    """l, or nothing where an agent never trained."""
+    """l; empty where an agent never trained."""
     local = {n: tensor for n, tensor in memory.items() if n.startswith("local/")}
     return {name.removeprefix("local/"): tensor for name, tensor in local.items()}

@@ -1,8 +1,7 @@
-"""FedTriNet's settings, and its small maths: whose vote counts, when, and what is learned from it.
+"""FedTriNet's settings, votes, threshold and batches: Che et al. 2021, Eq. 4 to 6.
 
-Che et al. 2021, Eq. 4 to 6; the rounds and visits are in ``algorithms/fedtrinet/algorithm.py``.
-Where the authors' code ("code" below) is another method than their paper, a setting has both
-readings.
+The rounds are in ``algorithms/fedtrinet/algorithm.py``. Where the authors' code ("code" below) is
+another method than their paper, a setting has both readings.
 """
 
 import itertools
@@ -15,18 +14,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from privssl.algorithms.local_ssl import Amount, warm_up_fits
 from privssl.data.affine_augment import AUGMENTATIONS, Augmentation
 from privssl.data.augmentations import CROP
 from privssl.settings.schema import Count, Positive, Problem, Rate, strict
 from privssl.training import local_training
 
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 #: Rows of one step (B,), and the weight of their mean loss.
 Part = tuple[Tensor, float]
 
 # The authors' code: pseudo-labels count extra from epoch 50 of phase 2, by 0.15 from epoch 150.
 RAMP_FROM, RAMP_OVER, RAMP_TO = 50, 100, 0.15
-PROFILED = 10  # new rows that make a visit count as one that admitted some
+PROFILED = 10  # newly admitted rows from which a visit counts for ``ramp``
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
@@ -66,12 +65,7 @@ class FedTriNetConfig:
 
     def problems(self) -> Iterator[Problem]:
         """Numbers that contradict each other."""
-        if self.warm_up > self.rounds:
-            yield Problem(
-                "warm_up",
-                f"{self.warm_up}, but there are {self.rounds} rounds, and warm_up counts among "
-                "them. Give less, or as many for FedAvg on labelled rows",
-            )
+        yield from warm_up_fits(self.warm_up, self.rounds)
 
     def threshold(self, confidence: float, t: int) -> float:
         """theta(t) = alpha * theta-bar * s(t), Eq. 5; t counts from 0 when phase 2 begins.
@@ -84,7 +78,7 @@ class FedTriNetConfig:
         return self.alpha * confidence * shrinkage(now, self.schedule)
 
     def augmentation(self) -> Augmentation:
-        """What rows are changed by, before they are learned or voted on."""
+        """The augmentation of rows before training and voting."""
         if self.augment == "shift":  # the authors' SVHN: 4 of 32 pixels, mirrored borders
             return CROP.flipping(self.flip)
         return AUGMENTATIONS[self.augment].flipping(self.flip)
@@ -93,8 +87,8 @@ class FedTriNetConfig:
 def shrinkage(t: float, schedule: str) -> float:
     """s(t) of Eq. 5, t = 0, 1, ... since phase 2 began.
 
-    As printed it is not monotone: 0.32 at t = 34, then one half again. ``floor`` never goes below
-    one half; ``unprotected`` is the paper's ablation "threshold guarantee off", below 0 from 51.
+    As printed it is not monotone: 0.32 at t = 34, then 0.5. ``floor`` is at least 0.5;
+    ``unprotected`` is the paper's ablation "threshold guarantee off", below 0 from t = 51.
     """
     if t < 10:
         return 1.0
@@ -106,37 +100,37 @@ def shrinkage(t: float, schedule: str) -> float:
 
 
 def vote(probs: Sequence[Tensor], threshold: float) -> tuple[Tensor, Tensor]:
-    """The class that the players' summed probabilities favour, and whether it is believed.
+    """The class of the largest summed probability, and whether the row is admitted.
 
     Args:
-        probs: of each player (N, C), rows sum to 1. Two are held against the scale of three.
-        threshold: theta(t); what the mean of three must exceed.
+        probs: of each player (N, C), rows sum to 1. The sum of two players is divided by 3 too.
+        threshold: theta(t); the mean must exceed it.
 
     Returns:
-        Classes (N,), the lowest where several lead, and believed (N,) bool.
+        Classes (N,), the lowest of equals, and admitted (N,) bool.
     """
     highest, classes = (torch.stack(list(probs)).sum(dim=0) / 3).max(dim=1)
     return classes, highest > threshold
 
 
 def ramp(epoch: float) -> float:
-    """Weight of pseudo-labels in the authors' code, by the epochs since phase 2 began."""
+    """Weight of pseudo-labels in the authors' code; ``epoch`` counts since phase 2 began."""
     return RAMP_TO * min(max((epoch - RAMP_FROM) / RAMP_OVER, 0.0), 1.0)
 
 
 def steps(
     cfg: FedTriNetConfig, labelled: int, pseudo: int, *, t: int, hot: bool, rng: torch.Generator
 ) -> Iterator[list[Part]]:
-    """What the steps of one visit learn from: labelled rows, numbered first, and admitted rows.
+    """Rows and loss weights of each step of one visit; labelled rows come first in the numbering.
 
-    two_streams: Eq. 6, a batch of either kind in every step, the shorter kind comes round again.
-    mixed: all rows alike. ramp: the authors' code, mixed until a visit admitted HOT rows, then
-    half of it plus ``ramp`` / 2 of a batch of admitted rows, for as many steps as those make.
+    two_streams: Eq. 6, a batch of each kind in every step, reusing the smaller kind. mixed: all
+    rows alike. ramp: the authors' code, mixed until a visit admitted ``PROFILED`` rows, then half
+    of it plus ``ramp`` / 2 of a batch of admitted rows, for as many steps as those make.
 
     Args:
         labelled, pseudo: rows of each kind, >= 0.
         t: rounds since phase 2 began.
-        hot: whether some visit, or this one, admitted HOT rows.
+        hot: whether any visit so far admitted ``PROFILED`` rows.
     """
     size = cfg.batch_size
     for epoch in range(cfg.local_epochs):
@@ -159,7 +153,7 @@ def steps(
 
 
 def _endless(held: int, size: int, rng: torch.Generator) -> Iterator[Tensor]:
-    """Epoch after epoch; empty batches of no rows."""
+    """Batches of epoch after epoch; empty ones where no rows are held."""
     while held:
         yield from local_training.epoch_batches(held, size, rng)
     yield from itertools.repeat(torch.empty(0, dtype=torch.int64))

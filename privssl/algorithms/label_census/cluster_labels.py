@@ -1,14 +1,13 @@
-"""What class a cluster has, told by a noisy histogram whose noise law is public.
+"""The class of each cluster, from a histogram with noise of a public distribution.
 
 The server sees H[k, c] = n[k, c] + noise, where n counts the labelled rows of class c in cluster k.
-Model: cluster k has one main class, and of its labelled rows a share ``purity`` is of that class,
-while the rest is spread over the other classes evenly. How many labelled rows it has is expected
-and not looked up: all labelled rows (a public number) times the cluster's share of unlabelled
-rows. Counts are Poisson around that; noise is one two-sided geometric draw per support agent.
-Clusters that lie side by side tend to be of one class (a Potts model on the graph of borders), and
+Model: a share ``purity`` of the labelled rows of cluster k is of its main class, the rest is spread
+evenly over the other classes. Their number is Poisson around all labelled rows (a public number)
+times the cluster's share of unlabelled rows; noise is one two-sided geometric draw per support
+agent. Adjacent clusters tend to be of one class (a Potts model on the graph of borders), and
 classes to be equally frequent.
 
-All of it is post-processing of H and of what query agents sent: it reads no label and is free.
+All of it is post-processing of H and of messages of query agents: no label is read.
 """
 
 import numpy as np
@@ -16,10 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-FAR = 6.0  # log odds of 400: bound of a class's prior; standard deviations that are no chance
-STEPS = 120  # towards the prior; some tens are enough
-MEAN_FIELD = 20  # steps of clusters listening to their neighbours
-WIDE = 4000  # expected count and reach of all noise above which a normal law stands for both
+MAX_LOG_ODDS = 6.0  # 400:1, bound of the prior of a class
+OUTLIER_SIGMAS = 6.0  # from which a count contradicts its expectation
+STEPS = 120  # of the prior; some tens are enough
+MEAN_FIELD = 20  # steps of clusters and their neighbours
+WIDE = 4000  # expected count + range of all noise above which a normal distribution is used
 TAIL = 1e-12  # probability of counts and noise that the tables leave out
 
 
@@ -43,11 +43,11 @@ def class_posterior(
         labels: expected number of labelled rows over all agents, > 0.
         epsilon: of each agent's release; None where no noise was added.
         agents: >= 1; each added noise of its own.
-        purity: in (1 / C, 1); below that, few votes would speak for a class.
+        purity: in (1 / C, 1).
         balanced: whether all classes are expected to have the same share of unlabelled rows.
-        borders: (K, K) how many unlabelled rows lie between two clusters; its diagonal is not
-            looked at. None: clusters know nothing of each other.
-        coupling: log odds that a cluster takes over from neighbours who are all sure.
+        borders: (K, K) number of unlabelled rows between two clusters; its diagonal is ignored.
+            None: clusters are independent.
+        coupling: log odds that a cluster takes from neighbours of one certain class.
     """
     clusters, classes = histogram.shape
     scores = torch.zeros(clusters, classes, dtype=torch.float64)
@@ -55,8 +55,8 @@ def class_posterior(
     for k in range(clusters):
         seen = histogram[k].numpy().astype(np.float64)
         expected = max(float(mass[k]) * labels, 1e-6)
-        if seen.max() > expected + FAR * np.sqrt(expected + noise):
-            expected = float(seen.max())  # labels are not spread as rows are: that much is plain
+        if seen.max() > expected + OUTLIER_SIGMAS * np.sqrt(expected + noise):
+            expected = float(seen.max())  # labels are not distributed as unlabelled rows
         high = _log_law(seen, expected * purity, epsilon, agents)
         low = _log_law(seen, expected * (1 - purity) / (classes - 1), epsilon, agents)
         scores[k] = torch.from_numpy(high - low)
@@ -73,11 +73,11 @@ def class_posterior(
 
 
 def class_given_cluster(posterior: Tensor, purity: float) -> Tensor:
-    """Probability of each class for a row of which only its cluster is known (K, C).
+    """Probability of each class for a row of each cluster (K, C).
 
     Args:
         posterior: of each class to be the cluster's main class (K, C), rows sum to 1.
-        purity: share of a cluster's rows that are of its main class; others are spread evenly.
+        purity: share of a cluster's rows of its main class.
     """
     other = (1 - purity) / (posterior.shape[1] - 1)
     return other + (purity - other) * posterior
@@ -88,15 +88,15 @@ def _posterior(
 ) -> tuple[Tensor, Tensor]:
     """Posterior (K, C), and the log prior of classes (C,) under which it is balanced.
 
-    The prior is moved from the given one as in Sinkhorn's algorithm until every class has the same
-    mass of rows; ``FAR`` bounds it, so that a class without any sign of a cluster is not given one
-    by force. Without ``mass`` it stays as it is.
+    The prior is moved as in Sinkhorn's algorithm until every class has the same mass of rows;
+    ``MAX_LOG_ODDS`` bounds it, so that a class without evidence gets no cluster. Without ``mass``
+    the prior does not change.
     """
     for _ in range(steps if mass is not None else 0):
         assert mass is not None
         share = (mass[:, None] * (scores + prior).softmax(dim=1)).sum(dim=0)  # (C,)
         prior = prior - 0.5 * (len(prior) * share).clamp(min=1e-6).log()
-        prior = (prior - prior.mean()).clamp(-FAR, FAR)
+        prior = (prior - prior.mean()).clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
     return (scores + prior).softmax(dim=1), prior
 
 
@@ -110,8 +110,8 @@ def _log_law(
 ) -> NDArray[np.float64]:
     """log P(count + noise = seen), count Poisson with this mean.
 
-    Exact where the noise is short; where it is wide, or of many agents, it is nearly normal.
-    Numbers beyond what it can be are taken for the last that it can.
+    Exact for narrow noise; wide noise, or that of many agents, is nearly normal. Numbers outside of
+    the table get the probability of its end.
     """
     wide = 0 if epsilon is None else int(np.ceil(-np.log(TAIL) / epsilon))
     if mean + agents * wide > WIDE:
@@ -119,7 +119,7 @@ def _log_law(
         normal: NDArray[np.float64] = -np.square(seen - mean) / (2 * variance)
         return np.asarray(normal - np.log(variance) / 2)
     counts = np.arange(int(mean + 12 * np.sqrt(mean) + 30))
-    from scipy.special import gammaln  # here: runs of other algorithms need none of scipy
+    from scipy.special import gammaln  # here: other algorithms do not need scipy
 
     law = np.exp(counts * np.log(mean) - mean - gammaln(counts + 1))
     for _ in range(agents if epsilon is not None else 0):

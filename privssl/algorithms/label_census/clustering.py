@@ -1,15 +1,13 @@
-"""Clusters of rows that lie with several parties: fine ones by k-means, joined along a graph.
+"""Federated clustering: many small cells by k-means, merged along a graph.
 
-k-means cuts a class that is long and thin into pieces, and joins classes that lie close. So it is
-asked for many small cells, and the cells are joined into K clusters along the graph of which are
-neighbours: two cells are, as often as one is nearest and the other second to the same row
-(Martinetz, Schulten 1994, with counts), and normalised cuts of that graph (Ng, Jordan, Weiss
-2001) are the clusters.
+k-means cuts long thin classes and merges close ones. So it makes many cells, which are merged into
+K clusters by normalised cuts (Ng, Jordan, Weiss 2001) of a graph: the weight of two cells is the
+number of rows to which one is nearest and the other second (Martinetz, Schulten 1994).
 
-Everything is a sum over agents, so the result is that of all rows in one place. A round of Lloyd's
-algorithm needs each cell's sum and count; its seeds are picked by k-means++ (Arthur, Vassilvitskii
-2007) from centroids of the agents' own k-means with their counts; the graph is a table of counts.
-Features are centred by a public mean and normalised, so distance is angle.
+Everything is a sum over agents, so the result is that of all rows in one place. Lloyd's algorithm
+needs each cell's sum and count; seeds are chosen by k-means++ (Arthur, Vassilvitskii 2007) from the
+centroids of each agent's k-means with their counts; the graph is a table of counts. Features are
+centred by a public mean and normalised, so distance is angle.
 """
 
 import torch
@@ -45,7 +43,7 @@ def centroid_sums(
 
 
 def update_centroids(centroids: Tensor, total: Tensor, count: Tensor) -> Tensor:
-    """Centroids at the means of their clusters; an empty cluster's stays where it is."""
+    """Centroids at the means of their clusters; an empty cluster's is not changed."""
     held = (count > 0)[:, None]
     return torch.where(held, total / torch.where(held, count[:, None], 1.0), centroids)
 
@@ -73,7 +71,7 @@ def _seeds(points: Tensor, weight: Tensor, k: int, rng: torch.Generator) -> Tens
     gap = (points - chosen).square().sum(dim=1)
     for _ in range(k - 1):
         odds = weight * gap
-        if not odds.sum() > 0:  # every point is a seed already
+        if not odds.sum() > 0:  # every point is a seed
             odds = weight
         seed = points[torch.multinomial(odds, 1, generator=rng)]
         chosen = torch.cat([chosen, seed])
@@ -82,7 +80,7 @@ def _seeds(points: Tensor, weight: Tensor, k: int, rng: torch.Generator) -> Tens
 
 
 def neighbours(points: Tensor, centroids: Tensor) -> Tensor:
-    """How many points have cell i nearest and j second: (J, J) counts. With one cell, (1, 1) of 0.
+    """Number of points with cell i nearest and j second (J, J); with one cell, 0.
 
     Args:
         points: (N, E). centroids: (J, E).
@@ -95,14 +93,14 @@ def neighbours(points: Tensor, centroids: Tensor) -> Tensor:
 
 
 def merge_cells(graph: Tensor, k: int, seed: int) -> Tensor:
-    """Cells joined into k clusters by normalised cuts: the cluster of each cell (J,), int64.
+    """The cluster of each cell (J,), int64, by normalised cuts.
 
     Args:
         graph: (J, J) counts as ``neighbours`` gives them, over all agents.
         k: clusters; with fewer cells than that, each is one.
         seed: of the restarts of the k-means in eigenvectors.
     """
-    from sklearn.cluster import spectral_clustering  # it takes a second, and few runs need it
+    from sklearn.cluster import spectral_clustering  # importing it takes a second
 
     if len(graph) <= k:
         return torch.arange(len(graph))
@@ -112,8 +110,8 @@ def merge_cells(graph: Tensor, k: int, seed: int) -> Tensor:
 
 
 def cluster_shares_and_adjacency(graph: Tensor, cluster: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """What the graph says of the clusters: their shares of all rows (K,), which sum to 1, and how
-    many rows lie between two of them (K, K), symmetric; rows within one are on the diagonal.
+    """Shares of the clusters in all rows (K,), which sum to 1, and numbers of rows between two
+    clusters (K, K), symmetric; rows within one are on the diagonal.
 
     Args:
         graph: (J, J) counts as ``neighbours`` gives them, over all agents; some are above 0.

@@ -1,14 +1,11 @@
-"""What query agents find out together before anybody asks for a label: an encoder, its clusters.
+"""The map of rows, made by query agents before any label is counted: encoder, then clusters.
 
-Nothing in this file can read a label: its steps take query agents and use their unlabelled rows.
-All that they send is sums over rows, or centroids with their counts. So how rows are spread over
-agents hardly matters: it decides which rows and patches a sum of a sample is taken over, and whose
-centroids filters and cells begin from.
+Steps here take query agents and read their unlabelled rows alone. They send sums over rows, or
+centroids with their counts, so the distribution of rows over agents hardly matters: it decides
+which rows and patches a sample has, and the agents' own centroids.
 
-    encoder     patches -> filters -> what two views of a row share
-    algorithms/label_census/patch_encoder.py
-    clusters    sums and counts of features, and a graph of cells
-    algorithms/label_census/clustering.py
+    encoder     patches -> filters -> directions that two views of a row share    patch_encoder.py
+    clusters    sums and counts of features, and a graph of cells                 clustering.py
 """
 
 from abc import abstractmethod
@@ -22,17 +19,8 @@ from pydantic import Field
 from torch import Tensor
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
+from privssl.algorithms.label_census import clustering
 from privssl.algorithms.label_census import patch_encoder as patches
-from privssl.algorithms.label_census.clustering import (
-    center_and_normalize,
-    centroid_sums,
-    cluster_shares_and_adjacency,
-    k_means,
-    merge_cells,
-    nearest_centroids,
-    neighbours,
-    update_centroids,
-)
 from privssl.algorithms.label_census.patch_encoder import EncoderConfig
 from privssl.algorithms.local_ssl import SelfTraining
 from privssl.core.agents import QueryAgent
@@ -48,26 +36,26 @@ KEPT = "features"  # an agent's memory of its rows' features while clusters are 
 M = TypeVar("M", bound=Message)
 S = TypeVar("S", bound="MapState")
 
-# What travels -------------------------------------------------------------------------------
+# Messages and state -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Whitener(Message):
-    """Down: how patches are whitened; not at all, before it is known."""
+    """Down: whitening of patches; the identity before it is known."""
 
     whitener: Tensor  # (d, d)
 
 
 @dataclass(frozen=True)
 class Filters(Message):
-    """Down: what is looked for in rows (F, channels, side, side)."""
+    """Down: filters of the encoder."""
 
-    filters: Tensor
+    filters: Tensor  # (F, channels, side, side)
 
 
 @dataclass(frozen=True)
 class Views(Message):
-    """Up, from a query agent: sums over rows of responses to two views, as ``view_map`` asks."""
+    """Up, from a query agent: sums over rows of responses to two views, see ``view_map``."""
 
     total: Tensor  # (D,)
     outer: Tensor  # (D, D)
@@ -77,7 +65,7 @@ class Views(Message):
 
 @dataclass(frozen=True)
 class Map(Message):
-    """Down: how a row finds its cell, and the cell its cluster."""
+    """Down: from a row to its cell, and from the cell to its cluster."""
 
     encoder: StateDict  # "filters" and "map", see patch_encoder.encode
     mean: Tensor  # (E,) of features
@@ -89,7 +77,7 @@ class Map(Message):
 class Sums(Message):
     """Up, from a query agent: sums (J, E) and numbers (J,) of its rows' features by cell.
 
-    Of patches: the sum of their outer products and their number, or centroids with their counts.
+    Or of patches: the sum of outer products and their number; or centroids with their counts.
     """
 
     total: Tensor
@@ -98,14 +86,14 @@ class Sums(Message):
 
 @dataclass(frozen=True)
 class Graph(Message):
-    """Up, from a query agent: how many rows have cell i nearest and j second (J, J)."""
+    """Up, from a query agent: number of rows with cell i nearest and j second (J, J)."""
 
     graph: Tensor
 
 
 @dataclass(frozen=True)
 class MapState:
-    """What the server keeps of it."""
+    """The server's part of the map."""
 
     whitener: Tensor  # (d, d)
     encoder: StateDict
@@ -113,7 +101,7 @@ class MapState:
     centroids: Tensor  # (J, E)
     cluster: Tensor  # (J,) int64: of each cell
     mass: Tensor  # (K,) shares of unlabelled rows in clusters
-    borders: Tensor  # (K, K) how many of these lie between two clusters
+    borders: Tensor  # (K, K) number of these between two clusters
 
 
 # Config -------------------------------------------------------------------------------------
@@ -124,8 +112,8 @@ class MapConfig(EncoderConfig, SelfTraining):
     """How the map of rows is made. Numbers are ours, measured in docs/label_census.md."""
 
     clusters: Annotated[int, Field(ge=2)] | None = None  # K; null: LabelCensus.k
-    cells: Annotated[int, Field(ge=2)] = 200  # J, of which clusters are joined
-    map_rows: Positive = 2000  # of an agent, at most, that the map is made from
+    cells: Annotated[int, Field(ge=2)] = 200  # J, which are merged into clusters
+    map_rows: Positive = 2000  # of an agent, at most, from which the map is made
     cluster_rounds: Annotated[int, Field(ge=3)] = 8  # seeds, Lloyd's steps, graph
 
 
@@ -133,7 +121,7 @@ class MapConfig(EncoderConfig, SelfTraining):
 
 
 class FeatureMapRounds(Algorithm[Any]):
-    """The rounds that make the map, and how a row is found on it."""
+    """The rounds that make the map, and the cluster of a row."""
 
     missing_reply_policy = MissingReplyPolicy(
         needed=(
@@ -175,7 +163,7 @@ class FeatureMapRounds(Algorithm[Any]):
         return min(self.cfg.features, self.cfg.filters * self.cfg.places**2)
 
     def encoder_round(self, state: S, federation: Federation) -> S:
-        """Patches are whitened, clustered to filters; views tell which responses to listen to."""
+        """Whitening of patches, then filters, then the directions that views share."""
         match federation.round.number_in_phase:
             case 1:
                 seen = _sum_over_agents(federation, self.patch_moments, Whitener(state.whitener))
@@ -183,11 +171,8 @@ class FeatureMapRounds(Algorithm[Any]):
                     return state
                 return replace(state, whitener=patches.whitening(seen["total"], seen["count"]))
             case 2:
-                sent = payloads(
-                    federation.call_all(
-                        federation.query, self.own_filters, Whitener(state.whitener)
-                    )
-                )
+                request = Whitener(state.whitener)
+                sent = payloads(federation.call_all(federation.query, self.own_filters, request))
                 if not sent:
                     return state
                 found = self._joint(sent, self.cfg.filters, federation.rng("filters"))
@@ -200,7 +185,7 @@ class FeatureMapRounds(Algorithm[Any]):
         return replace(state, encoder={**state.encoder, "map": found})
 
     def cluster_round(self, state: S, federation: Federation) -> S:
-        """k-means: mean and seeds first, then Lloyd's steps; last, cells are joined to clusters."""
+        """k-means: mean and seeds, then Lloyd's steps; in the last round cells are merged."""
         number = federation.round.number_in_phase
         if number == 1:
             return self._seed_centroids(state, federation)
@@ -208,29 +193,29 @@ class FeatureMapRounds(Algorithm[Any]):
             seen = _sum_over_agents(federation, self.cell_sums, map_of(state))
             if seen is None:
                 return state
-            return replace(state, centroids=update_centroids(state.centroids, **seen))
-        told = _sum_over_agents(federation, self.cell_graph, map_of(state))
-        if told is None:
+            return replace(state, centroids=clustering.update_centroids(state.centroids, **seen))
+        seen = _sum_over_agents(federation, self.cell_graph, map_of(state))
+        if seen is None:
             return state
         seed = int(torch.randint(2**31, (), generator=federation.rng("cuts")))
-        cluster = merge_cells(told["graph"], self.k, seed)
-        mass, borders = cluster_shares_and_adjacency(told["graph"], cluster, self.k)
+        cluster = clustering.merge_cells(seen["graph"], self.k, seed)
+        mass, borders = clustering.cluster_shares_and_adjacency(seen["graph"], cluster, self.k)
         return replace(state, cluster=cluster, mass=mass, borders=borders)
 
     def _seed_centroids(self, state: S, federation: Federation) -> S:
-        told = _sum_over_agents(federation, self.feature_mean, map_of(state))
-        if told is None:
+        seen = _sum_over_agents(federation, self.feature_mean, map_of(state))
+        if seen is None:
             return state
-        state = replace(state, mean=told["total"][0] / told["count"])
+        state = replace(state, mean=seen["total"][0] / seen["count"])
         sent = payloads(federation.call_all(federation.query, self.own_cells, map_of(state)))
         if not sent:
             return state
         return replace(state, centroids=self._joint(sent, self.cfg.cells, federation.rng("seeds")))
 
     def _joint(self, sent: Sequence[Sums], k: int, rng: torch.Generator) -> Tensor:
-        """k centroids of the agents' own, by their counts."""
+        """k centroids of the agents' centroids, weighted by their counts."""
         points = torch.cat([one.total for one in sent])
-        return k_means(points, torch.cat([one.count for one in sent]), k, rng)[0]
+        return clustering.k_means(points, torch.cat([one.count for one in sent]), k, rng)[0]
 
     # Steps ----------------------------------------------------------------------------------
 
@@ -242,10 +227,10 @@ class FeatureMapRounds(Algorithm[Any]):
 
     @on_agent
     def own_filters(self, agent: QueryAgent, msg: Whitener, ctx: Context) -> Sums:
-        """Centroids of the agent's own patches, whitened, and how many rows each stands for."""
+        """Centroids of the agent's whitened patches, and the rows that each represents."""
         seen = patches.whiten(self._patches(agent, ctx), msg.whitener)
         few = min(self.cfg.filters, len(seen))
-        found, count = k_means(seen, torch.ones(len(seen)), few, ctx.rng("filters"))
+        found, count = clustering.k_means(seen, torch.ones(len(seen)), few, ctx.rng("filters"))
         return Sums(found, count * _weight(agent, seen))
 
     def _patches(self, agent: QueryAgent, ctx: Context) -> Tensor:
@@ -254,7 +239,7 @@ class FeatureMapRounds(Algorithm[Any]):
 
     @on_agent
     def view_moments(self, agent: QueryAgent, msg: Filters, ctx: Context) -> Views:
-        """What two views of a row share, and what they do not."""
+        """Sums over rows of the responses to two views."""
         x = local_training.network_input(self._some(agent), ctx.device)
         filters, view = msg.filters.to(ctx.device), self.cfg.augmentation()
         one, two = (
@@ -271,7 +256,7 @@ class FeatureMapRounds(Algorithm[Any]):
 
     @on_agent
     def feature_mean(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
-        """Sum (1, E) and number (1,) of the features of all rows, which the agent keeps for now."""
+        """Sum (1, E) and number (1,) of the features of all rows, which the agent remembers."""
         features = self._features(self._some(agent), msg, ctx.device)
         agent.memory = {**agent.memory, KEPT: features}
         total = features.sum(dim=0, keepdim=True) * _weight(agent, features)
@@ -279,57 +264,53 @@ class FeatureMapRounds(Algorithm[Any]):
 
     @on_agent
     def own_cells(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
-        """Centroids of the agent's own k-means, and how many rows each has."""
+        """Centroids of the agent's k-means, and the number of rows of each."""
         points = self._kept_points(agent, msg, ctx)
         few = min(self.cfg.cells, len(points))
-        found, count = k_means(points, torch.ones(len(points)), few, ctx.rng("seeds"))
+        found, count = clustering.k_means(points, torch.ones(len(points)), few, ctx.rng("seeds"))
         return Sums(found, count * _weight(agent, points))
 
     @on_agent
     def cell_sums(self, agent: QueryAgent, msg: Map, ctx: Context) -> Sums:
         """One step of Lloyd's algorithm on the agent's rows."""
         points = self._kept_points(agent, msg, ctx)
-        total, count = centroid_sums(points, msg.centroids)
+        total, count = clustering.centroid_sums(points, msg.centroids)
         return Sums(total * _weight(agent, points), count * _weight(agent, points))
 
     @on_agent
     def cell_graph(self, agent: QueryAgent, msg: Map, ctx: Context) -> Graph:
-        """Which cells the agent's rows lie between."""
+        """Numbers of the agent's rows between two cells."""
         points = self._kept_points(agent, msg, ctx)
         agent.memory = {name: value for name, value in agent.memory.items() if name != KEPT}
-        return Graph(neighbours(points, msg.centroids) * _weight(agent, points))
+        return Graph(clustering.neighbours(points, msg.centroids) * _weight(agent, points))
 
     def _some(self, agent: QueryAgent) -> Tensor:
-        """The rows that the map is made from: all, or evenly spaced ones, the same every time."""
+        """The rows from which the map is made: all, or evenly spaced ones, the same every time."""
         x = agent.unlabelled.x
         return x[:: max(1, -(-len(x) // self.cfg.map_rows))]
 
     # Features -------------------------------------------------------------------------------
 
     def _features(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
-        """Of stored rows: (N, E) on the CPU."""
+        """Features (N, E) of stored rows, on the CPU."""
         encoder = {name: value.to(device) for name, value in msg.encoder.items()}
         return patches.encode(
             local_training.network_input(x, device), encoder, self.cfg.places
         ).cpu()
 
     def _kept_points(self, agent: QueryAgent, msg: Map, ctx: Context) -> Tensor:
-        """Of the rows that the map is made from: where k-means sees them (N, E)."""
+        """Points (N, E) of the rows from which the map is made."""
         kept = agent.memory.get(KEPT)
-        if kept is None:  # the agent did not hear of the first round
+        if kept is None:  # the agent missed feature_mean
             return self.points(self._some(agent), msg, ctx.device)
-        return center_and_normalize(kept, msg.mean)
+        return clustering.center_and_normalize(kept, msg.mean)
 
     def points(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
-        """Of stored rows: where k-means sees them (N, E)."""
-        return center_and_normalize(self._features(x, msg, device), msg.mean)
+        """Centred and normalised features (N, E) of stored rows, for k-means."""
+        return clustering.center_and_normalize(self._features(x, msg, device), msg.mean)
 
     def check_map(self, msg: Map) -> None:
-        """Refuse a map of another form than this algorithm's own.
-
-        Raises:
-            MessageError: shapes, types or numbers of clusters are not those of the config.
-        """
+        """Raise MessageError unless shapes, types and cluster numbers fit the config."""
         own = self.first_map()
         wrong = [
             name for name in ("encoder", "mean", "centroids", "cluster")
@@ -338,29 +319,33 @@ class FeatureMapRounds(Algorithm[Any]):
         if not wrong and not 0 <= int(msg.cluster.min()) <= int(msg.cluster.max()) < self.k:
             wrong = ["cluster"]
         if wrong:
-            raise MessageError(f"a map whose {' and '.join(wrong)} is not that of this census")
+            raise MessageError(
+                f"a map with {' and '.join(wrong)} of another form than this census's"
+            )
 
     def cluster_of(self, x: Tensor, msg: Map, ctx: Context) -> Tensor:
         """The cluster of each stored row (N,)."""
-        return msg.cluster[nearest_centroids(self.points(x, msg, ctx.device), msg.centroids)]
+        return msg.cluster[
+            clustering.nearest_centroids(self.points(x, msg, ctx.device), msg.centroids)
+        ]
 
 
 def map_of(state: MapState) -> Map:
-    """The map as it travels."""
+    """The map as a message."""
     return Map(state.encoder, state.mean, state.centroids, state.cluster)
 
 
 def payloads(replies: Sequence[Reply[M]]) -> list[M]:
-    """What those who were not silent sent."""
+    """The payloads of the agents that did not decline."""
     return [reply.payload for reply in replies if not reply.declined]
 
 
 def _sum_over_agents(
     federation: Federation, step: Callable[..., M], message: Message
 ) -> dict[str, Tensor] | None:
-    """Every field of what query agents sent, added up; None where all were silent.
+    """The sum of each field over query agents; None where all declined.
 
-    A few agents at a time: what they send may be large, and is not needed one by one.
+    A few agents at a time, because their messages may be large.
 
     Raises:
         MessageError: the sum is not finite.
@@ -376,12 +361,12 @@ def _sum_over_agents(
 
 
 def _weight(agent: QueryAgent, sample: Tensor) -> float:
-    """How many of the agent's rows each of a sample stands for."""
+    """Number of the agent's rows for each of a sample."""
     return len(agent.unlabelled) / len(sample)
 
 
 def _rows(agent: QueryAgent) -> Tensor:
-    """How many rows an agent has (1,)."""
+    """Number of rows of an agent (1,)."""
     return torch.tensor([float(len(agent.unlabelled))])
 
 

@@ -1,8 +1,7 @@
-"""An encoder that nobody trains: every stage of it is a sum over rows.
+"""An encoder without training: every stage is a sum over rows.
 
-A sum over agents is the sum over all rows, so it hardly matters who holds which rows: all classes,
-a few, or one (only filters are made of the agents' own centroids). An encoder that agents train in
-turn forgets what the last one lacks.
+A sum over agents is the sum over all rows, so the partition hardly matters (only filters come from
+each agent's own centroids).
 
     filters     k-means of whitened patches         Coates, Ng, Lee (AISTATS 2011): patch by patch,
                                                     normalised, whitened (ZCA), clustered
@@ -28,7 +27,7 @@ from privssl.settings.schema import Positive, strict
 CHUNK = 32  # rows of one pass; the responses of more do not stay in a core's cache
 CONTRAST = 0.05  # added to the variance of a patch; an empty one stays empty
 ZCA = 0.1  # added to the variances of patches before whitening (Coates et al., 3.2.1)
-CUT = 0.5  # what a response must exceed
+CUT = 0.5  # threshold of a response
 RIDGE = 0.3  # of the variance within rows, added to it
 
 
@@ -38,12 +37,12 @@ class EncoderConfig:
 
     filters: Positive = 64
     patch: Annotated[int, Field(ge=2)] | None = None  # pixels of a side; null: a fifth of a row's
-    patches: Positive = 16000  # of an agent, from which filters are made
-    places: Positive = 4  # responses are averaged in a grid of so many by so many
+    patches: Positive = 16000  # per agent, for the filters
+    places: Positive = 4  # side of the grid of averaged responses
     features: Positive = 40  # E
 
     def side(self, shape: tuple[int, int, int]) -> int:
-        """Pixels of a patch's side, for rows of this shape (channels, height, width)."""
+        """Side of a patch in pixels, for rows (channels, height, width)."""
         smaller = min(shape[1:])
         return min(smaller, max(3, round(smaller / 5)) if self.patch is None else self.patch)
 
@@ -78,12 +77,12 @@ def whitening(outer: Tensor, count: Tensor) -> Tensor:
 
 
 def whiten(patches: Tensor, whitener: Tensor) -> Tensor:
-    """Patches (N, d) whitened, at length 1; empty ones stay empty."""
+    """Whitened patches (N, d), at length 1 or 0."""
     return normalize(patches @ whitener, dim=1)
 
 
 def make_filters(centroids: Tensor, whitener: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """Centroids of whitened patches (F, d) as filters (F, *shape) for patches that are not.
+    """Filters (F, *shape) for patches from centroids of whitened patches (F, d).
 
     Args:
         shape: of a patch (channels, side, side).
@@ -94,7 +93,7 @@ def make_filters(centroids: Tensor, whitener: Tensor, shape: tuple[int, int, int
 
 @torch.no_grad()
 def responses(x: Tensor, filters: Tensor, places: int) -> Tensor:
-    """How strongly each filter is found where (N, F * places**2), >= 0.
+    """Rectified responses of each filter at each place (N, F * places**2), >= 0.
 
     Args:
         x: rows as networks take them (N, channels, height, width).
@@ -112,11 +111,10 @@ def responses(x: Tensor, filters: Tensor, places: int) -> Tensor:
 
 
 def view_map(total: Tensor, outer: Tensor, within: Tensor, count: Tensor, features: int) -> Tensor:
-    """The directions in which views agree and rows do not (D, E), the last the best.
+    """The directions in which views agree and rows do not (D, E), the best last.
 
-    With S the covariance of responses to views and W its part within rows, those v of largest
-    v'Sv / v'Wv = r, at such a length that responses have the variance (r - 1) / r along them: what
-    two views share of it.
+    With S the covariance of responses to views and W its part within rows: the v of largest
+    v'Sv / v'Wv = r, of a length at which responses have the variance (r - 1) / r along them.
 
     Args:
         total: sum of responses to both views of all rows (D,).

@@ -1,9 +1,7 @@
-"""What several agents may have done as one.
-
-On a GPU a small network's loss costs what it takes to ask for its dozens of small operations, once
-for each agent. What is a function of parameters and rows alone can be asked for once for all of
-them (``training/batched/stacking.py``), and so can a step of DP-SGD
-(``privacy/batched_dp_sgd.py``). Outside of an engine that does so it is a plain call.
+"""Let an engine batch several agents' work. A small network's loss costs a GPU its dozens of kernel
+launches, once for each agent; functions of parameters and rows (``training/batched/stacking.py``)
+and DP-SGD steps (``privacy/batched_dp_sgd.py``) can be launched once for all. Otherwise it is a
+plain call.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class FunctionalModule:
-    """A network as a function of rows, with its own parameters or others in place of them."""
+    """A network as a function of rows, with its own parameters or others in their place."""
 
     network: nn.Module
     tensors: Mapping[str, Tensor] | None = None  # parameters and buffers; None: its own
@@ -31,11 +29,11 @@ class FunctionalModule:
             return self.network(*rows)
 
     def frozen(self, *, leaves_no_trace: bool = False) -> "FunctionalModule":
-        """The same, through which gradients flow, but not into its parameters.
+        """The same with constant parameters: gradients flow through it, not into them.
 
         Args:
-            leaves_no_trace: whether its buffers stay as they are, too: in training mode rows that
-                pass would go into the statistics of a batch norm.
+            leaves_no_trace: also leave its buffers unchanged (a batch norm's statistics in
+                training).
         """
         buffers = dict(self.network.named_buffers()) if leaves_no_trace else {}
         own = {**buffers, **dict(self.network.named_parameters())}
@@ -48,8 +46,8 @@ class FunctionalModule:
 
 @contextmanager
 def _in_place(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, these are its parameters and buffers. ``torch.func.functional_call`` looks for
-    tensors that have several names at each call, which takes five times as long."""
+    """Replace its parameters and buffers. ``torch.func.functional_call`` looks for shared tensors
+    at each call, which takes five times as long."""
     names = _names_of_shared(network)
     moved = [
         (*_place(network, name), tensor)
@@ -67,7 +65,7 @@ def _in_place(network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[Non
 
 
 def _place(network: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
-    """The parameters or buffers of the module that has it, and its name there."""
+    """The dict of parameters or buffers that has it, and its name there."""
     *path, last = name.split(".")
     module: nn.Module | None = network
     for part in path:
@@ -79,8 +77,8 @@ def _place(network: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str
 
 
 def _names_of_shared(network: nn.Module) -> Mapping[str, Sequence[str]]:
-    """All names of a tensor by each of them, where it has several. Looked for once: tensors are
-    not to be shared after a network's first call, nor no longer shared."""
+    """All names of a shared tensor, by each of them. Cached: sharing must not change after a
+    network's first call."""
     if network not in _SHARED:
         names: dict[int, list[str]] = {}
         for path, module in network.named_modules(remove_duplicate=False):
@@ -96,32 +94,27 @@ _SHARED = WeakKeyDictionary[nn.Module, Mapping[str, Sequence[str]]]()
 
 
 class BatchRequest(Protocol):
-    """What an agent wants to have done."""
+    """Work that may be batched with other agents'."""
 
     def run_single(self) -> Any:
-        """It is done here, for this agent."""
+        """Do it for this agent alone."""
 
 
-def submit(question: BatchRequest) -> Any:
-    """Have something done, with others or alone (``request_handler``)."""
-    return _answer.get()(question)
+def submit(request: BatchRequest) -> Any:
+    """Have work done, batched or alone (``request_handler``)."""
+    return _answer.get()(request)
 
 
-def _run_single(question: BatchRequest) -> Any:
-    return question.run_single()
+def _run_single(request: BatchRequest) -> Any:
+    return request.run_single()
 
 
 _answer: ContextVar[Callable[[BatchRequest], Any]] = ContextVar("answer", default=_run_single)
 
 
-def is_unbatched() -> bool:
-    """Whether all that is asked for on this thread is done alone."""
-    return _answer.get() is _run_single
-
-
 @contextmanager
 def request_handler(answer: Callable[[BatchRequest], Any]) -> Iterator[None]:
-    """Inside, on this thread, ``answer`` does what is asked for."""
+    """Let ``answer`` do the work submitted on this thread."""
     before = _answer.set(answer)
     try:
         yield
@@ -131,7 +124,7 @@ def request_handler(answer: Callable[[BatchRequest], Any]) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class BatchedCall:
-    """What an agent wants to have computed, by a function that all agents share."""
+    """A call of a function that all agents share."""
 
     function: Callable[..., Any]
     fields: Mapping[Any, Any]
@@ -140,7 +133,6 @@ class BatchedCall:
     derivatives: bool = field(default_factory=torch.is_grad_enabled)  # whether any are wanted
 
     def run_single(self) -> Any:
-        """The function's result, computed here."""
         return self.of(
             self.fields, {name: FunctionalModule(net) for name, net in self.networks.items()}
         )
@@ -158,13 +150,13 @@ def batched_call(
 ) -> Any:
     """``function(fields, *settings, **networks)``, each network as :class:`FunctionalModule`.
 
-    What goes through here an engine may compute for several agents as one.
+    An engine may compute it for several agents at once.
 
     Args:
-        function: draws nothing, and no number decides what it does. Returns tensors, in mappings
-            or tuples or alone.
+        function: draws nothing and branches on no number. Returns tensors, alone, in tuples or
+            mappings.
         fields: tensors of this agent, or mappings of tensors.
-        settings: what else decides about the result.
+        settings: whatever else the result depends on.
         networks: of this agent.
     """
     return submit(BatchedCall(function, fields, settings, networks))
@@ -172,8 +164,7 @@ def batched_call(
 
 @dataclass(frozen=True, eq=False)
 class ExampleLoss:
-    """The loss of one row, by a function that all agents share:
-    ``per_example_gradients.RowLoss``."""
+    """A ``per_example_gradients.RowLoss`` by a function that all agents share."""
 
     function: Callable[..., Tensor]  # as that of ``batched_call``, of one row's fields
     settings: tuple[Hashable, ...]

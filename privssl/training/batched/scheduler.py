@@ -1,11 +1,8 @@
-"""Pieces of work in lockstep: where each of them asks a question, all are answered at once.
+"""Run several tasks as coroutines on threads; when all wait for a request, answer the requests as
+one batch.
 
-A piece is a plain function on a thread of its own, but of all threads one runs at a time: the turn
-is handed on when a piece asks or ends, in the order of the pieces, so that nothing depends on the
-clock. Threads are here for their stacks alone: a piece can stop in the middle of a call.
-
-Torch's own generators belong to a process. Here each piece has them to itself: what one piece draws
-or seeds, no other sees.
+Exactly one task runs at a time, in their order, so results do not depend on timing. Threads are
+used only because they can suspend inside a call. Each task has torch's global generators to itself.
 """
 
 import threading
@@ -18,29 +15,28 @@ from torch import Tensor
 
 T = TypeVar("T")
 Request = Callable[[Any], Any]
-#: Some of the questions that wait, by their places -> their answers. The others wait on.
+#: Waiting requests -> answers to some of them, by index.
 Handler = Callable[[Sequence[Any]], dict[int, Any]]
 
 
 class Cancelled(BaseException):
-    """Ends a piece of work, where it waits, that nobody needs any more."""
+    """Ends a waiting task whose result is not needed."""
 
 
 def run_in_lockstep(
     functions: Sequence[Callable[[Request], T]], answer: Handler, device: torch.device
 ) -> list[T]:
-    """What the pieces return, in their order.
+    """Results of the tasks, in their order.
 
     Args:
-        pieces: each gets a function, takes its questions to it and gets the answers.
-        answer: called on this thread, whenever every piece has ended or waits, with the questions
-            of those that wait in the order of the pieces. It must answer at least one.
-        device: whose generators the pieces draw from, beside the CPU's.
+        functions: each gets a function that takes its requests and returns their answers.
+        answer: called on this thread when every task has ended or waits, with the waiting requests
+            in the tasks' order. It must answer at least one.
+        device: whose generators the tasks use, beside the CPU's.
 
     Raises:
-        The error of the first piece that fails. Pieces after it are given up, those before are
-        carried on with, as one of them may fail as well: so it is the error that the same pieces
-        raise one after the other.
+        The error of the first task that fails, as if the tasks ran one after the other: later tasks
+        are cancelled, earlier ones continue, since one of them may fail too.
     """
     before = _random_states(device)
     tasks: list[_Task[T]] = []
@@ -51,7 +47,7 @@ def run_in_lockstep(
             if tasks[-1].error is not None:
                 break
         while waiting := [task for task in _unfinished(tasks) if not task.over]:
-            answers = answer([task.question for task in waiting])
+            answers = answer([task.request for task in waiting])
             for place, task in enumerate(waiting):
                 if place in answers and task in _unfinished(tasks):
                     task.resume(answers[place])
@@ -72,31 +68,31 @@ def _unfinished(tasks: "Sequence[_Task[T]]") -> "Sequence[_Task[T]]":
 
 
 class _Task(Generic[T]):
-    """One piece of work on its thread. ``resume`` and ``cancel`` are for the others."""
+    """One task on its thread."""
 
     result: T
 
     def __init__(self, function: Callable[[Request], T], device: torch.device) -> None:
-        self.question: Any = None
+        self.request: Any = None
         self.error: BaseException | None = None
         self.over = False
-        self._piece, self._device, self._given_up = function, device, False
+        self._function, self._device, self._cancelled = function, device, False
         self._chance = _random_states(device)
         self._in: SimpleQueue[Any] = SimpleQueue()
         self._out: SimpleQueue[None] = SimpleQueue()
-        # daemon: a process that must end does not wait for a thread that waits for it
+        # daemon: a process that exits does not wait for it
         self._thread = threading.Thread(target=self._live, daemon=True)
         self._thread.start()
 
     def resume(self, answer: Any) -> None:
-        """Let it run with an answer until it asks again or ends."""
+        """Run it with an answer until its next request or its end."""
         _set_random_states(self._chance, self._device)
         self._in.put((answer,))
         self._out.get()
         self._chance = _random_states(self._device)
 
     def cancel(self) -> None:
-        """End it, wherever it is; if it runs, at its next question. May be called twice."""
+        """End it; if it runs, at its next request. May be called twice."""
         if not self.over:
             self._in.put(None)
         self._thread.join()
@@ -104,7 +100,7 @@ class _Task(Generic[T]):
     def _live(self) -> None:
         try:
             self._next()
-            self.result = self._piece(self._ask)
+            self.result = self._function(self._ask)
         except Cancelled:
             pass
         except BaseException as error:
@@ -113,21 +109,21 @@ class _Task(Generic[T]):
             self.over = True
             self._out.put(None)
 
-    def _ask(self, question: Any) -> Any:
-        self.question = question
+    def _ask(self, request: Any) -> Any:
+        self.request = request
         self._out.put(None)
         return self._next()
 
     def _next(self) -> Any:
-        told = None if self._given_up else self._in.get()
-        if told is None:
-            self._given_up = True  # also whatever it asks on its way out
+        answer = None if self._cancelled else self._in.get()
+        if answer is None:
+            self._cancelled = True  # also for requests while it unwinds
             raise Cancelled
-        return told[0]
+        return answer[0]
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    """States of the generators that torch draws from when it is given none."""
+    """States of torch's global generators."""
     states = [torch.get_rng_state()]
     return states if device.type != "cuda" else [*states, torch.cuda.get_rng_state(device)]
 

@@ -1,25 +1,19 @@
-"""Forward passes, computations and optimiser steps of several agents, each done as one for all.
+"""Forward passes, calls and optimiser steps of several agents as one.
 
-A *pass*: the weights of agents' copies of one network are stacked, their rows as well, and
-``torch.func.vmap`` runs the network over the agents: one kernel where there were as many as agents.
-What comes out is taken apart again, with the graph of its derivatives, so that each agent computes
-its loss of it as if it were alone. Nothing of one agent enters another's rows.
+*Pass*: agents' weights of one network and their rows are stacked, and ``torch.func.vmap`` runs the
+network over agents. The output is split again, with its graph, so each agent computes its loss as
+if alone. Nothing of one agent enters another's rows.
 
-A *computation* (``training/batched/deferred.py``): the same for a function of several networks and
-of tensors, with all that it does between calling them, where agents' tensors have the same shapes.
+*Call* (``training/batched/deferred.py``): the same for a function of several networks and tensors
+of equal shapes.
 
-A *step*: derivatives of all losses in one backward pass, which goes back through the stacked
-networks once; then one optimiser over the parameters of all, with each agent's own moments.
+*Step*: one backward pass for all losses, then one optimiser over all parameters, each with its
+agent's moments; bits are an agent's own. Passes and calls sum in another order, so last bits
+differ.
 
-In the first two sums are taken in another order, so float32 results differ from an agent's own in
-their last bits. A step differs in nothing.
-
-What is not stacked is computed as ever (``Stackable.never``, ``is_single``): layers that are not
-listed
-here, networks in bfloat16, dropout in training, static norms outside of it. Where no layer couples
-rows, batches of different lengths make one pass all the same: shorter ones are filled up with their
-last row, whose output goes nowhere. Layers that do couple them, batch and static norms in training,
-get batches of one length.
+Not stacked (``Stackable.never``, ``is_single``): layers not listed here, bfloat16, dropout in
+training, static norms in evaluation. Where no layer couples rows, shorter batches are padded with
+their last row, whose output is dropped; otherwise only batches of one length are stacked.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -42,7 +36,7 @@ from privssl.ops.precision import precision_of
 from privssl.training.batched.deferred import BatchedCall, FunctionalModule
 from privssl.training.local_training import OptimizerStep
 
-ROWS_AT_ONCE = 4096  # of one stacked pass, over all agents: what it computes must fit in memory
+ROWS_AT_ONCE = 4096  # of one stacked pass, over all agents, to bound memory
 
 #: Layers that compute each row by itself, and the same in training as in evaluation.
 BY_ROW = (
@@ -50,20 +44,19 @@ BY_ROW = (
     nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Flatten, Flatten, nn.Unflatten, nn.Identity,
 )  # fmt: skip
 
-#: Layers that do something else in training, and are asked which it is (``is_single``,
-#: ``couples``).
+#: Layers that differ in training (``is_single``, ``couples``).
 BY_MODE = (_DropoutNd, nn.BatchNorm2d, SpectralNorm)
 
 
-#: Under this name a network of an agent's copy of its algorithm has its ``Stackable``.
+#: Attribute of a network that has its ``Stackable``.
 COPY = "_stackable"
 
 
 class Stackable:
-    """One agent's copy of a network, as far as stacking must know it."""
+    """One agent's copy of a network, as stacking sees it."""
 
     def __init__(self, name: str, network: nn.Module) -> None:
-        """``name``: what the copies of other agents are called too."""
+        """``name``: shared by the copies of other agents."""
         self.name, self.network = name, network
         self._parameters = _places(network, "_parameters")
         self._buffers = _places(network, "_buffers")
@@ -73,18 +66,18 @@ class Stackable:
         self.never = not known or hooked or precision_of(network) != "float32"
 
     def is_single(self) -> bool:
-        """Whether it cannot be stacked, or not in the mode that it is in."""
+        """Whether it cannot be stacked in its present mode."""
         return self.never or any(map(_unstacked, self._by_mode))
 
     def couples(self) -> bool:
-        """Whether a row's output depends on the rows beside it."""
+        """Whether a row's output depends on other rows."""
         return any(isinstance(n, nn.BatchNorm2d) and n.training for n in self._by_mode)
 
     def modes(self) -> tuple[bool, ...]:
         return tuple(layer.training for layer in self._by_mode)
 
     def parameters(self) -> list[Tensor]:
-        """Those that a pass would use now: ``functional_call`` may have put others in place."""
+        """Those in place; ``functional_call`` may have replaced them."""
         return [store[key] for _, store, key in self._parameters]
 
     def buffers(self) -> list[Tensor]:
@@ -97,25 +90,25 @@ class Stackable:
 
 
 def _layers(network: nn.Module) -> list[nn.Module]:
-    """What computes: modules without others inside, and those that have a weight made for them."""
+    """Modules without children, and those with parametrized weights."""
     made = [layer for layer in network.modules() if parametrize.is_parametrized(layer)]
     return [*made, *(layer for layer in network.modules() if not any(layer.children()))]
 
 
 def _kind(layer: nn.Module) -> type:
-    """Its class; torch gives a layer whose weight is made for it one of its own."""
+    """Its class before parametrization."""
     return parametrize.type_before_parametrizations(layer)
 
 
 def _unstacked(layer: nn.Module) -> bool:
     if isinstance(layer, StaticNorm):
-        return not layer.training  # it looks at what it has counted, or counts
+        return not layer.training  # it reads or writes its count
     return isinstance(layer, _DropoutNd) and layer.training and layer.p > 0
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One forward pass that an agent asks for."""
+    """One agent's forward pass."""
 
     copy: Stackable
     forward: Callable[..., Any]  # of the copy, as it was without stacking
@@ -130,7 +123,7 @@ class Pass:
 
 
 def can_stack(copy: Stackable, inputs: Sequence[Any]) -> bool:
-    """Whether a call with these positional arguments can be one of a stacked pass."""
+    """Whether a call with these positional arguments can be part of a stacked pass."""
     if copy.is_single() or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
         return False
     if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in inputs):
@@ -180,7 +173,7 @@ def _by_agent(tensors: Any) -> list[Tensor]:
     """Each agent's list of tensors to one list of tensors (agents, ...)."""
     stacks = [torch.stack(same) for same in zip(*tensors, strict=True)]
     for stack in stacks:
-        if stack.requires_grad:  # put in order once, not by each agent for itself
+        if stack.requires_grad:  # once, not once for each agent
             stack.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
     return stacks
 
@@ -192,7 +185,7 @@ def pad_to(x: Tensor, rows: int) -> Tensor:
 
 
 def run_calls_batched(wanted: Sequence[BatchedCall]) -> list[Any]:
-    """What agents want to have computed, in their order. ``can_compute`` has said yes to each."""
+    """Results of calls, in their order; ``can_compute`` is true of each."""
     kinds: dict[Hashable, list[int]] = {}
     for place, one in enumerate(wanted):
         kinds.setdefault(_kind_of(one), []).append(place)
@@ -209,13 +202,13 @@ def run_calls_batched(wanted: Sequence[BatchedCall]) -> list[Any]:
 
 
 def can_compute(one: BatchedCall) -> bool:
-    """Whether a function of networks and rows can be computed for several agents as one."""
+    """Whether a call can be computed for several agents at once."""
     copies = [vars(network).get(COPY) for network in one.networks.values()]
     return all(copy is not None and not copy.is_single() for copy in copies)
 
 
 def _kind_of(one: BatchedCall) -> Hashable:
-    """Computations of one kind can be stacked."""
+    """Calls of one kind can be stacked."""
     copies = list(_copies(one).values())
     modes = tuple((copy.modes(), *(p.requires_grad for p in copy.parameters())) for copy in copies)
     leaves, tree = tree_flatten(one.fields)
@@ -228,7 +221,7 @@ def _copies(one: BatchedCall) -> dict[str, Stackable]:
 
 
 def _run_calls(wanted: Sequence[BatchedCall]) -> Sequence[Any]:
-    """Results of computations of one kind."""
+    """Results of calls of one kind."""
     first = wanted[0]
     if len(wanted) == 1:
         return [first.run_single()]
@@ -256,8 +249,7 @@ def _run_calls(wanted: Sequence[BatchedCall]) -> Sequence[Any]:
 
 
 def _unstack(copies: Sequence[Stackable], buffers: Sequence[Tensor]) -> None:
-    """What a pass has written into stacked buffers: a batch norm counts, a spectral norm moves its
-    vectors."""
+    """Copy back the buffers that a pass has written (batch norm, spectral norm)."""
     own = [buffer for copy in copies for buffer in copy.buffers()]
     if own:
         moved = zip(*(buffer.unbind(0) for buffer in buffers), strict=True)
@@ -265,7 +257,7 @@ def _unstack(copies: Sequence[Stackable], buffers: Sequence[Tensor]) -> None:
 
 
 class JointSteps:
-    """Steps of several agents' optimisers as one. Remembers the joint optimisers that it made."""
+    """Steps of several agents' optimisers as one; caches the joint optimisers."""
 
     def __init__(self) -> None:
         self._joint: list[torch.optim.Optimizer] = []
@@ -273,7 +265,7 @@ class JointSteps:
         self._settings: list[dict[str, Any]] = []
 
     def take(self, steps: Sequence[OptimizerStep]) -> None:
-        """What ``local_training.minimise`` does, for all of them."""
+        """``local_training.minimise`` for all of them."""
         self._join([one for step in steps for one in step.optimisers])
         for optimiser in self._joint:
             optimiser.zero_grad(set_to_none=True)
@@ -287,13 +279,13 @@ class JointSteps:
             optimiser.step()
 
     def down(self, own: Sequence[torch.optim.Optimizer]) -> None:
-        """Steps of all, down the gradients that their parameters have."""
+        """Steps along the gradients that the parameters have."""
         self._join(own)
         for optimiser in self._joint:
             optimiser.step()
 
     def _join(self, own: Sequence[torch.optim.Optimizer]) -> None:
-        """One optimiser of each kind, over the parameters and moments of all that are given."""
+        """One optimiser of each kind, over all parameters and moments."""
         settings = [_settings(group) for one in own for group in one.param_groups]
         known = list(map(id, own)) == list(map(id, self._own)) and settings == self._settings
         if not known:
@@ -307,10 +299,8 @@ class JointSteps:
 def _merge_settings(
     kind: type[torch.optim.Optimizer], own: Sequence[torch.optim.Optimizer]
 ) -> torch.optim.Optimizer:
-    """One optimiser with the parameters of all, those of equal settings in one group.
-
-    What is remembered of a parameter is the same object in both, so either goes on from the other.
-    """
+    """One optimiser over all parameters, those of equal settings in one group. State is shared:
+    either continues the other."""
     groups: dict[Hashable, dict[str, Any]] = {}
     for group in (group for one in own for group in one.param_groups):
         settings = _settings(group)
@@ -328,7 +318,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _places(network: nn.Module, kind: str) -> list[tuple[str, dict[str, Tensor], str]]:
-    """Where a network holds its parameters or buffers: full name, holder's dict, name in there."""
+    """Parameters or buffers of a network: full name, holder's dict, name in there."""
     return [
         (f"{prefix}.{key}" if prefix else key, store, key)
         for prefix, module in network.named_modules()

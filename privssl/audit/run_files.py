@@ -1,0 +1,155 @@
+"""The files of a run as the audit reads them: each once, none believed."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accounting.errors import AccountingError
+from accounting.journal_reader import Journal, read_journal
+from privssl.errors import RunFolderError, UserError
+from privssl.experiment import config as configs
+from privssl.experiment.config import Config
+from privssl.privacy.card_schema import PrivacyCard, parse_card
+from privssl.runs import checkpoint
+from privssl.runs.accounts import LEDGER_HEAD, LEDGER_SEQ, ledger_of, read_metrics
+from privssl.storage import atomic_files
+
+_MAX_CARD_BYTES = 1 << 24
+
+
+@dataclass
+class Findings:
+    """Problems make the verdict VIOLATED, doubts INCONCLUSIVE, notes change nothing."""
+
+    problems: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class LedgerRecord(NamedTuple):
+    """What a checkpoint recorded of one ledger: its last line then."""
+
+    checkpoint: str
+    agent: str
+    seq: int  # number of that line, from 0
+    head: str  # its hash
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The contents of a run folder; None or empty where a file is absent or cannot be read.
+
+    Args:
+        unknown_keys: places of keys in the card that no card has.
+        metrics: a mapping for each line of metrics.csv.
+        snapshots: snapshot.json of intact checkpoints, by round. damaged: what is wrong with the
+            others. records: what any of them recorded of the ledgers.
+        accounts: folder of accounts that outlive the run; None where they are the run's own.
+        own: journals in the run folder. shared: those in ``accounts``, None without that folder.
+    """
+
+    run: Path
+    config: Config | None
+    card: PrivacyCard | None
+    unknown_keys: list[str]
+    results: dict[str, Any] | None
+    metrics: list[dict[str, str]]
+    snapshots: dict[int, dict[str, Any]]
+    damaged: list[str]
+    records: list[LedgerRecord]
+    accounts: Path | None
+    own: dict[str, Journal]
+    shared: dict[str, Journal] | None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run came to its end: then nothing may be charged after its card."""
+        return (self.results or {}).get("status") in ("finished", "budget_exhausted")
+
+
+def read_run(run: Path) -> RunFiles:
+    """Read the folder of a run.
+
+    Raises:
+        RunFolderError: its privacy card, or a folder, cannot be read.
+        LedgerError: a ledger file cannot be read.
+    """
+    card, unknown_keys = _read_card(run / "privacy.json")
+    try:
+        config = configs.load_config(run / "config.yaml")
+    except UserError:
+        config = None
+    own = {path.stem: read_journal(path) for path in _journals_in(run / "ledger")}
+    snapshots, damaged, records = _read_checkpoints(run / "checkpoints")
+    accounts = None if config is None else ledger_of(config, run)
+    accounts = None if accounts == run / "ledger" else accounts
+    shared = None
+    if accounts is not None and accounts.is_dir():
+        wanted = {record.agent for record in records} | own.keys()
+        paths = sorted(accounts.glob("*.jsonl"))
+        shared = {p.stem: read_journal(p) for p in paths if not own or p.stem in wanted}
+    return RunFiles(
+        run, config, card, unknown_keys, _read_results(run / "results.json"), read_metrics(run),
+        snapshots, damaged, records, accounts, own, shared,
+    )  # fmt: skip
+
+
+def _read_card(path: Path) -> tuple[PrivacyCard | None, list[str]]:
+    try:
+        if not path.exists():
+            return None, []
+        if path.stat().st_size > _MAX_CARD_BYTES:
+            raise RunFolderError(f"{path}: too large to be a privacy card")
+        return parse_card(path.read_bytes())
+    except (OSError, AccountingError) as error:
+        raise RunFolderError(f"{path}: cannot be read as a privacy card ({error})") from error
+    except ValueError as error:
+        raise RunFolderError(f"{path}: {error}") from error
+
+
+def _read_results(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _journals_in(folder: Path) -> list[Path]:
+    """The journals of a folder; a glob would take an unreadable folder for an empty one."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == ".jsonl")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise RunFolderError(
+            f"{folder}: cannot be read: {error.strerror}. Only its owner may read it"
+        ) from error
+
+
+def _read_checkpoints(
+    folder: Path,
+) -> tuple[dict[int, dict[str, Any]], list[str], list[LedgerRecord]]:
+    intact: dict[int, dict[str, Any]] = {}
+    damaged: list[str] = []
+    records: list[LedgerRecord] = []
+    for path in sorted(path for path in folder.glob("*") if path.is_dir()):
+        if path.name.startswith(atomic_files.TEMPORARY):
+            continue  # of a killed write
+        content, damage = checkpoint.inspect_snapshot(path)
+        if damage:
+            damaged.append(f"checkpoint {path.name} cannot be read ({damage})")
+        elif content is not None:
+            intact[content["round"]] = content
+        if content is not None:
+            records += _records(f"checkpoint {path.name}", content["extra"]["mapping"])
+    return intact, damaged, records
+
+
+def _records(name: str, extra: Mapping[str, Any]) -> Iterable[LedgerRecord]:
+    for key, seq in extra.items():
+        if key.startswith(LEDGER_SEQ) and type(seq) is int and seq >= 0:
+            agent = key.removeprefix(LEDGER_SEQ)
+            yield LedgerRecord(name, agent, seq, str(extra.get(LEDGER_HEAD + agent)))

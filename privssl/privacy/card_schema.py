@@ -1,0 +1,170 @@
+"""The fields of ``privacy.json``, and its strict reader; ``privacy/privacy_card.py`` makes it."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import NotRequired, TypedDict  # pydantic needs it before Python 3.12
+
+from accounting.account_plan import Scope
+from accounting.budget import Adjacency, Span
+from accounting.canonical_json import decode_strictly
+
+SCHEMA = 2
+
+Status = Literal["covered", "post-processing", "not covered"]
+#: What an epsilon is: covered by a claim, nominal, or only charged to damaged ledgers.
+Kind = Literal["guaranteed", "nominal", "charged"]
+
+
+class NumericBounds(TypedDict):
+    """Bounds on epsilon by numeric composition; None where there is none."""
+
+    pld_lower: float | None
+    pld_upper: float | None
+    prv: float | None
+    why_no_bounds: str | None
+
+
+class AgentEpsilon(NumericBounds):
+    """Epsilon of one agent."""
+
+    kind: Kind
+    value: float
+
+
+class AgentEntry(TypedDict):
+    """The card's row of one agent. ``visit`` is the event of one; ``rows`` None where private."""
+
+    agent: str
+    epsilon: AgentEpsilon
+    budget: dict[Literal["epsilon", "delta"], float]
+    visit: dict[str, Any]
+    visits: int
+    visits_left: int
+    rows: int | None
+    ledger_head: str
+
+
+class FormerLedger(TypedDict):
+    """What one agent spent in a replaced run; epsilon and delta are None if it is damaged.
+
+    ``ledger`` is the name of its folder.
+    """
+
+    ledger: Annotated[str, Field(pattern="^[^/]*$")]
+    agent: str
+    kind: Literal["guaranteed", "nominal"]
+    epsilon: float | None
+    delta: float | None
+
+
+class Claim(TypedDict):
+    """The fields of ``accounting.budget.Guarantee``."""
+
+    epsilon: float
+    delta: float
+    unit: str
+    neighbours: Adjacency
+    covers: list[str]
+    rule: Literal["largest agent"]
+    span: Span
+
+
+class Headline(TypedDict):
+    """The tightest epsilon that a numeric accountant vouches for. Nothing is enforced with it."""
+
+    kind: Kind
+    epsilon: float
+    by: str
+
+
+class Totals(TypedDict):
+    """Epsilon over agents: of the largest, of one person at every agent, and the paper's sum."""
+
+    kind: Kind
+    overall: float
+    person_across_agents: float
+    paper_sum: float
+
+
+Side = Annotated[int, Field(gt=0, lt=1 << 16)]
+
+
+class TaskEntry(TypedDict):
+    """Number of classes, and channels, height and width of a row."""
+
+    classes: Side
+    shape: Annotated[list[Side], Field(min_length=3, max_length=3)]
+
+
+class ReleaseEntry(TypedDict):
+    """A release, see ``Release``."""
+
+    name: str
+    status: Status
+    why: str
+
+
+class PrivacyCard(TypedDict):
+    """The contents of ``privacy.json``; see :func:`privacy_card`."""
+
+    schema: Literal[2]
+    algorithm: str
+    dataset: str
+    task: TaskEntry | None
+    scope: Scope
+    kind: Kind
+    guarantee: Claim | None
+    nominal_epsilon: float | None
+    unit: str
+    adjacency: Adjacency
+    delta: float
+    record_counts: Literal["public", "private"]
+    clip_norm: NotRequired[float | None]
+    update: list[str]
+    protect: list[str]
+    agents: list[AgentEntry]
+    planned_visits: int | None
+    this_run: dict[str, float] | None
+    former_ledgers: list[FormerLedger]
+    ledger_problems: list[str]
+    weights: NotRequired[dict[Literal["file", "sha256"], str] | None]
+    epsilon: Totals
+    releases: list[ReleaseEntry]
+    not_sent: list[str]
+    not_protected: list[str]
+    attack_bounds: dict[str, float] | None
+    versions: dict[str, str]
+    headline: Headline | None
+    sentence: str
+
+
+# A class variable of a TypedDict, which a type checker would take for a key.
+setattr(PrivacyCard, "__pydantic_config__", ConfigDict(strict=True, extra="forbid"))  # noqa: B010
+
+
+def parse_card(content: bytes) -> tuple[PrivacyCard, list[str]]:
+    """Read ``privacy.json``; returns the card and the places of keys that no card has.
+
+    Raises:
+        accounting.errors.PlanError: it is not strict JSON.
+        ValueError: it is not a card of this version.
+    """
+    card: Any = decode_strictly(content)
+    if (schema := card.get("schema")) not in (None, SCHEMA):
+        versions = card.get("versions")
+        by = versions.get("privssl") if isinstance(versions, dict) else "another version"
+        raise ValueError(
+            f"schema {schema!r:.20} of privssl {by!s:.40}; this version reads {SCHEMA}. "
+            "Audit it with that version"
+        )
+    unknown = []
+    try:
+        TypeAdapter(PrivacyCard).validate_python(card)
+    except ValidationError as error:
+        for problem in error.errors(include_url=False, include_input=False):
+            place = ".".join(map(str, problem["loc"]))
+            if problem["type"] != "extra_forbidden":
+                raise ValueError(f"not a privacy card ({place}: {problem['msg']})") from None
+            unknown.append(place)
+    return card, unknown

@@ -1,0 +1,46 @@
+"""What all commands share: their usual flags, their streams and signals, and how they end.
+
+Needs nothing heavy, so that a typo in a command is reported before torch is loaded.
+"""
+
+import argparse
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from accounting.errors import AccountingError
+from privssl.errors import UserError
+from privssl.runtime.console import Screen, Terminal, open_standard_streams
+from privssl.runtime.process import INTERRUPTED, STOPPING, interrupt_on_signals, logging_to
+
+log = logging.getLogger("privssl")
+
+
+def add_usual_flags(parser: argparse.ArgumentParser, *, dry_run: str, json: str) -> None:
+    """Add ``--dry-run``, ``--json`` and ``--quiet``, with the help texts of the first two."""
+    parser.add_argument("--dry-run", action="store_true", help=dry_run)
+    parser.add_argument("--json", action="store_true", help=json)
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def run_command(body: Callable[[Terminal, ExitStack], int], *, json: bool, interrupted: str) -> int:
+    """Run the body of a command; returns its exit status. A user's mistake is printed in words.
+
+    Args:
+        body: gets a console and a stack for what must be undone at the end.
+        json: whether standard output is for JSON alone; the console is then standard error.
+        interrupted: what to print after Ctrl-C.
+    """
+    open_standard_streams()
+    console = Terminal(stderr=json, highlight=False, soft_wrap=True)
+    with ExitStack() as stack:
+        stack.enter_context(logging_to(Screen()))
+        stack.enter_context(interrupt_on_signals(*STOPPING))
+        try:
+            return body(console, stack)
+        except (UserError, AccountingError) as problem:
+            log.error("%s", problem)
+            return problem.exit_status
+        except KeyboardInterrupt:
+            log.error("%s", interrupted)
+            return INTERRUPTED

@@ -1,0 +1,199 @@
+"""What makes a run meaningless is refused before it, or said at its end and in results.json."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from privssl.algorithms import ALGORITHMS
+from privssl.errors import ConfigError
+from privssl.experiment.config import load_config
+from privssl.runs.untrained import untrained_warnings
+from tests.support.command_line import PLAIN, Outcome, command
+
+#: Algorithms that train with batch norm, with keys that let them start.
+BATCH_NORM = {
+    **dict.fromkeys(("fedssl", "supervise", "pseudo", "mixmatch", "fedavg", "fedprox"), "support"),
+    **dict.fromkeys(("fixmatch", "uda", "fedsem", "fedseal", "fedtrinet"), "support"),
+    "server_sl": "labels-at-server",
+}
+
+
+def written(folder: Path, text: str, name: str = "tiny.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def run(folder: Path, text: str, *arguments: str) -> tuple[Outcome, list[str]]:
+    """A run that ends well: what it printed, and the warnings of its results.json."""
+    outcome = command(
+        written(folder, text), f"run.output={folder / 'run'}", "--quiet", "run.workers=1",
+        *arguments,
+    )  # fmt: skip
+    assert outcome.status == 0, outcome
+    results: dict[str, Any] = json.loads((folder / "run" / "results.json").read_text())
+    return outcome, list(results["warnings"])
+
+
+# Batch norm ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BATCH_NORM)
+def test_batch_norm_with_batches_of_one_row_is_refused(name: str, tmp_path: Path) -> None:
+    labels = BATCH_NORM[name]
+    agents = "query: 2" if labels == "labels-at-server" else "support: 2, query: 2"
+    path = written(
+        tmp_path,
+        f"data: {{name: toy, labelled: 100, labels: {labels}}}\nagents: {{{agents}}}\n"
+        f"model: {{norm: batch}}\nalgorithm: {{name: {name}}}\n",
+    )
+    with pytest.raises(ConfigError, match=r"algorithm\.batch_size .*batch norm needs two rows"):
+        load_config(path, ["algorithm.batch_size=1"])
+    with pytest.raises(ConfigError, match=r"data\.labelled .*single labelled row"):
+        load_config(path, [f"data.labelled={1 if 'server' in labels else 2}"])
+    # The controls: two rows, and another norm.
+    load_config(path, ["algorithm.batch_size=2"])
+    if name != "fedseal":  # which needs more rows than one for its own reasons
+        load_config(path, ["algorithm.batch_size=1", "model.norm=group"])
+
+
+def test_every_algorithm_is_in_that_list_or_refuses_batch_norm(tmp_path: Path) -> None:
+    for name in set(ALGORITHMS) - set(BATCH_NORM) - {"label_census"}:
+        path = written(
+            tmp_path,
+            "data: {name: toy, labelled: 40}\nagents: {support: 2, query: 2}\n"
+            f"model: {{norm: batch}}\nalgorithm: {{name: {name}}}\n",
+        )
+        with pytest.raises(ConfigError, match=r"model\.norm "):
+            load_config(path)
+
+
+# Runs that mean nothing ---------------------------------------------------------------------
+
+
+def test_a_network_that_took_no_step_is_said_at_the_end_and_in_the_results(tmp_path: Path) -> None:
+    """A budget of 0 lets no support agent take part; the control trains."""
+    text = (
+        "data: {name: toy, labelled: 40}\nagents: {support: 2}\nmodel: {width: 4}\n"
+        "algorithm: {name: fedavg, rounds: 1}\n"
+    )
+    outcome, warnings = run(tmp_path, text + "privacy: {epsilon: 0, delta: 1e-5}\n")
+    [sentence] = [text for text in warnings if "took no training step" in text]
+    assert sentence.startswith("F took no training step")
+    assert sentence in outcome.err
+    trained = tmp_path / "trained"
+    trained.mkdir()
+    outcome, warnings = run(trained, text)
+    assert not [text for text in warnings if "took no training step" in text]
+    assert "took no training step" not in outcome.err
+
+
+def test_only_networks_that_did_not_change_by_a_bit_are_named() -> None:
+    before = json.dumps({"F": "1", "G": "2"})
+    assert untrained_warnings(before, before)[0].startswith("F, G took no training step")
+    assert untrained_warnings(before, json.dumps({"F": "9", "G": "2"}))[0].startswith("G took no")
+    assert untrained_warnings(before, json.dumps({"F": "9", "G": "9"})) == []
+    assert untrained_warnings("", before) == []  # a run that an older version began
+
+
+CLASSES = 10  # of digits
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize(("labelled", "warned"), [(CLASSES - 4, True), (CLASSES, False)])
+def test_fewer_labels_than_classes_are_warned_of_by_public_numbers(
+    private: bool, labelled: int, warned: bool, tmp_path: Path
+) -> None:
+    text = (
+        f"data: {{name: digits, labelled: {labelled}}}\nagents: {{support: 1}}\n"
+        "algorithm: {name: fedavg, rounds: 1}\n"
+    ) + ("privacy: {epsilon: 8, delta: 1e-2}\n" if private else "")
+    outcome = command(written(tmp_path, text), "--dry-run")
+    assert outcome.status == 0, outcome
+    said = f"Warning: data.labelled is {labelled}, but there are 10 classes: at least 4"
+    assert (said in outcome.err) is warned
+    # Which classes are missing is known from labels, and is said of no private run.
+    assert "have no labelled row (" not in outcome.err
+
+
+def test_classes_without_a_labelled_row_are_named_unless_the_run_is_private(tmp_path: Path) -> None:
+    text = (
+        "data: {name: digits, labelled: 12, stratified: false}\nagents: {support: 1}\n"
+        "algorithm: {name: fedavg, rounds: 1}\n"
+    )
+    said = "classes have no labelled row ("
+    assert said in command(written(tmp_path, text), "--dry-run").err
+    private = text + "privacy: {epsilon: 8, delta: 1e-2}\n"
+    assert said not in command(written(tmp_path, private), "--dry-run").err
+    assert said not in command(
+        written(tmp_path, text), "--dry-run", "data.stratified=true", "data.labelled=20"
+    ).err  # fmt: skip
+
+
+def test_an_agent_without_the_rows_of_a_step_is_named(tmp_path: Path) -> None:
+    text = (
+        "data: {name: digits, labelled: 20, unlabelled: 3, partition: round_robin}\n"
+        "agents: {support: 1, query: 3}\nmodel: {norm: batch}\n"
+        "algorithm: {name: fedsem, rounds: 50}\n"
+    )
+    outcome = command(written(tmp_path, text), "--dry-run")
+    assert outcome.status == 0, outcome
+    assert "q0 holds 1 of the 2 rows that a step needs: it takes none" in outcome.err
+    control = command(written(tmp_path, text), "--dry-run", "model.norm=group")
+    assert "holds 1 of" not in control.err
+
+
+# Threads ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_more_threads_than_one_are_warned_of_with_what_to_set(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+    torch.set_num_threads(threads)  # as libgomp does when torch is loaded
+    try:
+        outcome = command(written(tmp_path, PLAIN), "--dry-run")
+    finally:
+        torch.set_num_threads(1)
+    assert outcome.status == 0
+    assert ("Set OMP_NUM_THREADS=1" in outcome.err) is (threads > 1)
+
+
+# Output in other encodings ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_the_last_lines_come_whatever_the_encoding_of_the_output(
+    encoding: str, tmp_path: Path
+) -> None:
+    """A folder and a run name with letters that the encoding lacks; the guarantee stands last."""
+    text = (
+        "data: {name: toy, labelled: 40}\nagents: {support: 1}\nmodel: {width: 4}\n"
+        "run: {name: λ}\nalgorithm: {name: fedavg, rounds: 1}\n"
+    )
+    folder = tmp_path / "läufe-β"
+    folder.mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-m", "privssl.train", written(folder, text), "--quiet",
+         f"run.output={folder / 'run'}"],
+        env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.decode(encoding).splitlines()
+    assert lines[-1].startswith("NO GUARANTEE")
+    assert "\\u03b2" in lines[-2]  # the folder: beta is in neither of them
+    assert b"Traceback" not in ended.stderr
+
+
+def test_without_that_care_the_last_lines_would_be_lost(tmp_path: Path) -> None:
+    """The control: what Python does with such a text by itself."""
+    with pytest.raises(UnicodeEncodeError):
+        io.TextIOWrapper(io.BytesIO(), encoding="ascii").write("läufe-β")
