@@ -10,8 +10,9 @@ ARGS ?= $(if $(filter file,$(origin CONFIG)),run.overwrite=true)
 TESTS ?=
 # Of setup.cfg: what is installed for tests.
 EXTRA ?= dev
-# A whole suite on all cores, one file to a worker at a time; a few files in one process.
-PARALLEL ?= $(if $(TESTS),,--numprocesses auto --dist loadfile)
+# A whole suite on all cores, a worker that is done takes tests from another; a few files in one
+# process.
+PARALLEL ?= $(if $(TESTS),,--numprocesses auto --dist worksteal)
 
 # What pip reads or compiles: a change installs anew.
 INSTALLS := setup.cfg setup.py pyproject.toml $(wildcard privssl/csrc/*.?pp)
@@ -28,6 +29,13 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # does. To compile all of them is a quarter of an installation.
 export PIP_NO_COMPILE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+# Tests start many processes: what the first one compiles no other should.
+unexport PYTHONDONTWRITEBYTECODE
+# Runs wait for the disk at each charge and checkpoint: tests make theirs in memory, if 4 GB are free.
+SHM_KB := $(shell test -w /dev/shm && df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print $$4 }')
+ifeq ($(shell test "$(or $(SHM_KB),0)" -gt 4000000 && echo enough),enough)
+export PYTEST_DEBUG_TEMPROOT ?= /dev/shm
+endif
 
 .DEFAULT_GOAL := help
 .PHONY: help demo-sites docs train test test-oldest test-avx512 test-flower test-all check format clean

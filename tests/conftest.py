@@ -28,7 +28,8 @@ pytest_plugins = (
 # More threads would change the order of sums, and with it the last bits of a result.
 torch.set_num_threads(1)
 # An operation that cannot promise the same bits twice raises instead of passing by luck.
-torch.use_deterministic_algorithms(True)
+# (Said this way torch does not load its compiler, which takes each worker seconds.)
+torch.set_deterministic_debug_mode("error")
 
 # No deadline: the machine that runs the tests may be doing something else. In CI the examples
 # are the same every time, so that a red run can be repeated; elsewhere they are fresh ones.

@@ -16,8 +16,11 @@ from tests.support.product import (
     PACKAGES,
     ROOT,
     Module,
-    imported,
+    dotted,
+    imports,
     inside,
+    nodes,
+    parsed,
     product_modules,
     repository_files,
 )
@@ -82,7 +85,7 @@ def wrong_arrows(module: Module) -> Iterator[str]:
     if package == "privssl" and here not in ORDER:
         yield f"{module.name}: {here} has no place in ORDER"
         return
-    for line, _, name in imported(ast.parse(module.source)):
+    for line, _, name in imports(module.source):
         alone = package in ALLOWED and name.partition(".")[0] not in sys.stdlib_module_names
         if alone and not inside(name, package, *allowed):
             yield f"{module.name}:{line} imports {name}; {package} stands on {allowed} alone"
@@ -103,7 +106,7 @@ def circles(modules: Sequence[Module]) -> Iterator[str]:
     graph = {
         module.name: {
             found
-            for _, _, name in imported(ast.parse(module.source))
+            for _, _, name in imports(module.source)
             for found in (name, name.rpartition(".")[0])
             if found in names - {module.name, module.name.partition(".")[0]}
         }
@@ -123,7 +126,7 @@ def circles(modules: Sequence[Module]) -> Iterator[str]:
 def flower_elsewhere(module: Module) -> Iterator[str]:
     """Imports of Flower, whose interfaces change, beside the one file that carries letters; and of
     that file, which is for Flower's processes alone."""
-    for line, _, name in imported(ast.parse(module.source)):
+    for line, _, name in imports(module.source):
         if inside(name, "flwr") and module.name != "privssl.remote.flower_app":
             yield f"{module.name}:{line} imports {name} beside privssl.remote.flower_app"
         elif inside(name, "privssl.remote.flower_app"):
@@ -132,15 +135,14 @@ def flower_elsewhere(module: Module) -> Iterator[str]:
 
 def unsafe_names(module: Module) -> Iterator[str]:
     """Uses of what runs code from data, under whatever name it was imported."""
-    tree = ast.parse(module.source)
     full = {}
-    for line, here, name in imported(tree):
+    for line, here, name in imports(module.source):
         full[here] = name
         if inside(name, *UNSAFE):
             yield f"{module.name}:{line} imports {name}"
-    for node in ast.walk(tree):
+    for node in nodes(module.source):
         if isinstance(node, ast.Name | ast.Attribute):
-            head, dot, rest = ast.unparse(node).partition(".")
+            head, dot, rest = dotted(node).partition(".")
             if inside(name := full.get(head, head) + dot + rest, *UNSAFE):
                 yield f"{module.name}:{node.lineno} uses {name}"
         elif (
@@ -153,7 +155,7 @@ def unsafe_names(module: Module) -> Iterator[str]:
 
 def missing_docstrings(module: Module) -> Iterator[str]:
     """The module, its public classes and its public functions, where they say nothing."""
-    tree = ast.parse(module.source)
+    tree = parsed(module.source)
     if not ast.get_docstring(tree):
         yield f"{module.name} has no docstring"
     named = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

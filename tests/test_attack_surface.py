@@ -57,7 +57,7 @@ from tests.support.ledger import visits_left
 from tests.support.messages import Note, reply
 from tests.support.privacy import CLASSES, SHAPE
 from tests.support.private_fedssl import PRIVATE, accounts, context, lesson
-from tests.support.product import Module, imported, inside, product_modules
+from tests.support.product import Module, dotted, imports, inside, nodes, product_modules
 from tests.support.specification_mechanism import ALL, ONE_STEP, visit_with, with_row
 from tests.support.toy_worlds import without_noise
 
@@ -271,15 +271,18 @@ NEEDS = {"load": ("numpy", "allow_pickle", "False"), "open": ("PIL.Image", "form
 
 def careless(module: Module) -> Iterator[str]:
     """Calls that start programs, load code, or leave out what makes them safe."""
-    tree = ast.parse(module.source)
-    full = {here: name for _, here, name in imported(tree)}
-    for node in ast.walk(tree):
+    full = {here: name for _, here, name in imports(module.source)}
+    for node in nodes(module.source):
         if isinstance(node, ast.Name | ast.Attribute):
-            head, dot, rest = ast.unparse(node).partition(".")
+            head, dot, rest = dotted(node).partition(".")
             if inside(full.get(head, head) + dot + rest, *STARTS_OR_LOADS):
-                yield f"{module.name}:{node.lineno} uses {ast.unparse(node)}"
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            origin, key, value = NEEDS.get(node.func.attr, ("", "", None))
+                yield f"{module.name}:{node.lineno} uses {dotted(node)}"
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in NEEDS
+        ):
+            origin, key, value = NEEDS[node.func.attr]
             owner = ast.unparse(node.func.value)
             given = {k.arg: ast.unparse(k.value) for k in node.keywords}
             if full.get(owner) == origin and (key not in given or value not in (None, given[key])):

@@ -20,12 +20,12 @@ WHY_NOT = far_device.why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"no far device: {WHY_NOT}")
 
 
-@pytest.fixture(scope="module")
-def seen() -> Any:
-    """What ``on_far_device.py`` saw."""
+@pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.slow)])
+def seen(request: pytest.FixtureRequest) -> Any:
+    """What ``on_far_device.py`` saw: of some algorithms and runs, or of all."""
     program = Path(__file__).parents[1] / "support" / "on_far_device.py"
     done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=450,
+        [sys.executable, str(program), request.param], capture_output=True, text=True, timeout=450,
         env=os.environ | {
             "PYTHONPATH": os.pathsep.join([str(program.parents[2]), *sys.path]),
             "PRIVSSL_KERNELS": "torch",  # ours are for the CPU alone, and round differently
@@ -37,13 +37,16 @@ def seen() -> Any:
 
 @pytest.mark.parametrize("how", ["alone", "together"])
 def test_every_method_has_the_same_bits_as_on_the_cpu(seen: Any, how: str) -> None:
-    assert len(seen["played"][how]) >= (20 if how == "together" else len(ALGORITHMS))
+    some = seen["how much"] == "some"
+    everything = {"alone": len(ALGORITHMS), "together": 20}
+    assert len(seen["played"][how]) >= (2 if some else everything[how])
     assert [case for case, equal in seen["played"][how].items() if not equal] == []
 
 
 def test_runs_with_all_that_belongs_to_them_leave_the_same_weights(seen: Any) -> None:
     assert seen["runs"] == dict.fromkeys(seen["runs"], True)
-    assert {"F, G and D under noise", "agents under noise, together"} <= seen["runs"].keys()
+    assert "agents under noise, together" in seen["runs"]
+    assert "F, G and D under noise" in seen["runs"] or seen["how much"] == "some"
 
 
 def test_other_work_has_other_bits(seen: Any) -> None:
@@ -64,5 +67,6 @@ def test_what_is_asked_for_is_counted(seen: Any) -> None:
 
 
 def test_the_device_has_done_the_work(seen: Any) -> None:
-    assert seen["kernels"] > 100_000
-    assert seen["convolutions"] > 1_000
+    some = seen["how much"] == "some"
+    assert seen["kernels"] > (10_000 if some else 100_000)
+    assert seen["convolutions"] > (100 if some else 1_000)

@@ -1,10 +1,7 @@
 """Before a private step, kernels of ours show that they clip, draw and add as a guarantee needs."""
 
-import os
-import subprocess
-import sys
+import runpy
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -103,10 +100,9 @@ def test_a_kernel_that_does_something_else_is_refused_with_what_to_do(
 
 
 @pytest.mark.parametrize(("asked", "said"), [("tourch", "'tourch'"), ("torch", ""), ("", "")])
-def test_a_word_for_the_kernels_that_means_nothing_is_told_of(asked: str, said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import privssl.ops.dispatch"],
-        capture_output=True, text=True, check=True,
-        cwd=Path(__file__).parents[2], env={**os.environ, "PRIVSSL_KERNELS": asked},
-    )  # fmt: skip
-    assert (f"PRIVSSL_KERNELS is {said} in the environment" in done.stderr) == bool(said)
+def test_a_word_for_the_kernels_that_means_nothing_is_told_of(
+    asked: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PRIVSSL_KERNELS", asked)
+    runpy.run_path(dispatch.__file__)  # as a process reads it that begins
+    assert (f"PRIVSSL_KERNELS is {said} in the environment" in caplog.text) == bool(said)

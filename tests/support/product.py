@@ -3,6 +3,7 @@
 import ast
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +51,32 @@ def product_modules() -> list[Module]:
 def inside(name: str, *prefixes: str) -> bool:
     """Whether a dotted name is one of the prefixes, or lies under one."""
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+@cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a module, which many rules read and none changes."""
+    return ast.parse(source)
+
+
+@cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """All nodes of a module's tree."""
+    return tuple(ast.walk(parsed(source)))
+
+
+def dotted(node: ast.AST) -> str:
+    """The name that names and attributes spell; empty where they hang on anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    owner = dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{owner}.{node.attr}" if owner and isinstance(node, ast.Attribute) else ""
+
+
+@cache
+def imports(source: str) -> tuple[tuple[int, str, str], ...]:
+    """Every import of a module (see ``imported``)."""
+    return tuple(imported(parsed(source)))
 
 
 def imported(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
