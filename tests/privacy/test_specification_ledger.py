@@ -52,7 +52,7 @@ from privssl.engines.local import LocalEngine
 from privssl.experiment import prepare
 from privssl.experiment.config import Config
 from privssl.experiment.prepare import Prepared
-from privssl.privacy import dp_sgd
+from privssl.privacy import secure_noise
 from privssl.privacy.noisy_optimizer import SecureNoise
 from privssl.privacy.plan import PrivatePlan
 from privssl.privacy.privacy_card import render_markdown
@@ -474,7 +474,7 @@ SWAPPED: dict[str, tuple[Any, str, Any, list[str]]] = {
         one_batch_for_all(PrivatePlan.draw_batch),
         ["batches are not fresh"],
     ),
-    "half the noise is drawn": (dp_sgd, "secure_normal", half_the_noise, ["noise"]),
+    "half the noise is drawn": (secure_noise, "secure_normal", half_the_noise, ["noise"]),
     "every row is in every batch": (
         PrivatePlan,
         "draw_batch",
