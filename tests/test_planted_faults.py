@@ -21,8 +21,11 @@ each_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.na
 def _tests_of(path: str) -> dict[str, set[str]]:
     """Test functions of a file, with their marks and those of the file."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    of_file = [node.value for node in tree.body
-               if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"]  # fmt: skip
+    of_file = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
     return {
         node.name: {
             name for mark in (*of_file, *node.decorator_list) for name in SLOW

@@ -4,7 +4,15 @@
 product has changed and a fault no longer applies.
 """
 
-from tests.planted_faults import accounting, algorithms, audit, data, engines, private_training, runs
+from tests.planted_faults import (
+    accounting,
+    algorithms,
+    audit,
+    data,
+    engines,
+    private_training,
+    runs,
+)
 from tests.planted_faults.fault import Fault
 
 FAULTS: tuple[Fault, ...] = tuple(

@@ -15,15 +15,20 @@ IN_CARD = "tests/audit/test_card_and_audit.py::test_"
 IN_HISTOGRAM = "tests/privacy/test_label_histogram.py::test_"
 
 GOLDEN = (
-    IN_ACCOUNTANTS
-    + "rdp_agrees_with_the_golden_grid_and_stays_above_the_certified_lower_bound",
+    IN_ACCOUNTANTS + "rdp_agrees_with_the_golden_grid_and_stays_above_the_certified_lower_bound",
 )
 
 FAULTS: tuple[Fault, ...] = (
     # What releases cost --------------------------------------------------------------------------
     Fault(
         "no Renyi order is above 63",
-        ((ACCOUNTANTS, "*range(11, 65), 80, 96, 128, 192, 256, 384, 512, 768, 1024", "*range(11, 64),"),),
+        (
+            (
+                ACCOUNTANTS,
+                "*range(11, 65), 80, 96, 128, 192, 256, 384, 512, 768, 1024",
+                "*range(11, 64),",
+            ),
+        ),
         GOLDEN,
     ),
     Fault(
@@ -82,13 +87,25 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "exact values of Gaussians are added up",
-        ((ACCOUNTANTS, "np.maximum(_conversion(delta, _ORDERS), 0.0)", "_conversion(delta, _ORDERS)"),),
+        (
+            (
+                ACCOUNTANTS,
+                "np.maximum(_conversion(delta, _ORDERS), 0.0)",
+                "_conversion(delta, _ORDERS)",
+            ),
+        ),
         (IN_CARD + "no_list_of_releases_adds_up_to_less_than_it_costs",),
     ),
     # What is claimed -----------------------------------------------------------------------------
     Fault(
         "a printed epsilon is rounded to the nearest",
-        (("accounting/budget.py", "return text if float(text) >= number else", "return text if text else"),),
+        (
+            (
+                "accounting/budget.py",
+                "return text if float(text) >= number else",
+                "return text if text else",
+            ),
+        ),
         (IN_CARD + "a_printed_epsilon_is_never_rounded_down",),
     ),
     Fault(
@@ -152,12 +169,21 @@ FAULTS: tuple[Fault, ...] = (
                 "    return np.random.randint(0, 2**64, count, dtype=np.uint64)\n",
             ),
         ),
-        (IN_LAPLACE + "no_seed_repeats_noise", IN_LAPLACE + "all_coins_are_words_that_nobody_can_foretell"),
+        (
+            IN_LAPLACE + "no_seed_repeats_noise",
+            IN_LAPLACE + "all_coins_are_words_that_nobody_can_foretell",
+        ),
     ),
     # The label census ----------------------------------------------------------------------------
     Fault(
         "counts have noise of twice the epsilon",
-        ((HISTOGRAM, "discrete_laplace(self.epsilon, counts", "discrete_laplace(2 * self.epsilon, counts"),),
+        (
+            (
+                HISTOGRAM,
+                "discrete_laplace(self.epsilon, counts",
+                "discrete_laplace(2 * self.epsilon, counts",
+            ),
+        ),
         (IN_HISTOGRAM + "every_count_gets_a_draw_of_its_own",),
     ),
     Fault(

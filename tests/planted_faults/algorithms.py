@@ -44,8 +44,17 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSSL, Eq. 6: realism of an even blend counts most",
-        (("generators/objectives.py", "torch.exp(torch.maximum(lam, 1 - lam) - 1)", "torch.exp(torch.minimum(lam, 1 - lam) - 1)"),),
-        ("tests/generators/test_generators.py::test_g_is_one_at_the_ends_and_smallest_in_the_middle",),
+        (
+            (
+                "generators/objectives.py",
+                "torch.exp(torch.maximum(lam, 1 - lam) - 1)",
+                "torch.exp(torch.minimum(lam, 1 - lam) - 1)",
+            ),
+        ),
+        (
+            ""
+            "tests/generators/test_generators.py::test_g_is_one_at_the_ends_and_smallest_in_the_middle",
+        ),
     ),
     Fault(
         "FedSSL, Eq. 6: D's loss reaches G",
@@ -64,7 +73,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSSL: G is guided by F's weight",
-        ((MIXING, "scale_gradient(x_hat, cfg.weight_guidance / cfg.weight_mix)", "scale_gradient(x_hat, 1.0)"),),
+        (
+            (
+                MIXING,
+                "scale_gradient(x_hat, cfg.weight_guidance / cfg.weight_mix)",
+                "scale_gradient(x_hat, 1.0)",
+            ),
+        ),
         (IN_FEDSSL + "g_is_guided_by_the_same_weight_whether_f_learns_from_mixes_or_not",),
     ),
     Fault(
@@ -74,7 +89,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSSL: the gate closes again",
-        ((FEDSSL, "if not opened and agreement >= self.cfg.gate:", "opened = 0\n        if agreement >= self.cfg.gate:"),),
+        (
+            (
+                FEDSSL,
+                "if not opened and agreement >= self.cfg.gate:",
+                "opened = 0\n        if agreement >= self.cfg.gate:",
+            ),
+        ),
         (IN_FEDSSL + "the_gate_opens_in_the_round_after_f_recognised_enough_mixes_and_stays_open",),
     ),
     Fault(
@@ -89,7 +110,15 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSSL: a query pass reads labelled rows",
-        ((FEDSSL, "        teacher = local_training.load_weights(", "        if agent.held_labelled is not None:\n            agent.held_labelled.x.sum()\n        teacher = local_training.load_weights("),),
+        (
+            (
+                FEDSSL,
+                "        teacher = local_training.load_weights(",
+                "        if agent.held_labelled is not None:\n"
+                "            agent.held_labelled.x.sum()\n"
+                "        teacher = local_training.load_weights(",
+            ),
+        ),
         (
             "tests/privacy/test_mixed_agents.py::"
             "test_answers_that_nothing_is_charged_for_do_not_depend_on_labelled_rows",
@@ -102,7 +131,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSSL, Eq. 2: guesses are made less decided",
-        (("privssl/training/pseudo_labels.py", "powered = probs**sharpness", "powered = probs ** (1 / sharpness)"),),
+        (
+            (
+                "privssl/training/pseudo_labels.py",
+                "powered = probs**sharpness",
+                "powered = probs ** (1 / sharpness)",
+            ),
+        ),
         (IN_LOSSES + "sharpening_by_hand",),
     ),
     Fault(
@@ -113,8 +148,17 @@ FAULTS: tuple[Fault, ...] = (
     # FedSEAL -------------------------------------------------------------------------------------
     Fault(
         "FedSEAL, Eq. 5: a threshold is a mean over rows that are called so",
-        ((SIGNS, "count = torch.bincount(y, minlength=p.shape[1])", "count = torch.bincount(predicted, minlength=p.shape[1])"),),
-        (IN_FEDSEAL + "a_threshold_is_the_confidence_of_rows_called_a_class_over_the_rows_that_are",),
+        (
+            (
+                SIGNS,
+                "count = torch.bincount(y, minlength=p.shape[1])",
+                "count = torch.bincount(predicted, minlength=p.shape[1])",
+            ),
+        ),
+        (
+            IN_FEDSEAL
+            + "a_threshold_is_the_confidence_of_rows_called_a_class_over_the_rows_that_are",
+        ),
     ),
     Fault(
         "FedSEAL, Eq. 8: the first models fade",
@@ -128,8 +172,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSEAL, Eq. 12: a complement is any class",
-        ((SIGNS, "torch.where(negative[:, None], unlikely.float(), 1.0)", "torch.ones_like(p_bar)"),),
-        (IN_FEDSEAL + "a_row_is_sure_or_has_an_unlikely_class_or_is_left_out",),
+        (
+            (
+                SIGNS,
+                "torch.where(negative[:, None], unlikely.float(), 1.0)",
+                "torch.ones_like(p_bar)",
+            ),
+        ),
+        (IN_FEDSEAL + "a_complement_is_any_of_the_unlikely_classes_and_no_other",),
     ),
     Fault(
         "FedSEAL, Eq. 13: lambda falls",
@@ -138,7 +188,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSEAL, Eq. 15: negative learning teaches the complement",
-        ((SIGNS, "return logits.logsumexp(dim=1) - logits.masked_fill(excluded, -torch.inf)", "return logits.logsumexp(dim=1) - logits.masked_fill(~excluded, -torch.inf)"),),
+        (
+            (
+                SIGNS,
+                "return logits.logsumexp(dim=1) - logits.masked_fill(excluded, -torch.inf)",
+                "return logits.logsumexp(dim=1) - logits.masked_fill(~excluded, -torch.inf)",
+            ),
+        ),
         (IN_FEDSEAL + "the_complementary_loss_is_minus_log_of_one_minus_p",),
     ),
     Fault(
@@ -154,12 +210,24 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "SemiFL: training goes by collected statistics",
-        ((STATIC, "own = self.training or self.collecting or not", "own = self.collecting or not"),),
+        (
+            (
+                STATIC,
+                "own = self.training or self.collecting or not",
+                "own = self.collecting or not",
+            ),
+        ),
         (IN_MODELS + "in_training_a_batch_is_normalised_by_itself_and_leaves_no_trace",),
     ),
     Fault(
         "SemiFL: MIX weighs the second label by lambda",
-        ((SEMIFL, "return lam * cross_entropy(logits, y1) + (1 - lam) * cross_entropy(logits, y2)", "return lam * cross_entropy(logits, y2) + (1 - lam) * cross_entropy(logits, y1)"),),
+        (
+            (
+                SEMIFL,
+                "return lam * cross_entropy(logits, y1) + (1 - lam) * cross_entropy(logits, y2)",
+                "return lam * cross_entropy(logits, y2) + (1 - lam) * cross_entropy(logits, y1)",
+            ),
+        ),
         (IN_SEMIFL + "the_mixed_loss_weighs_both_labels_by_lambda",),
     ),
     Fault(
@@ -169,7 +237,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "SemiFL: rows that are not sure are learned",
-        ((SEMIFL, "sure = P.max(dim=1).values >= self.cfg.threshold  # (N,)", "sure = P.max(dim=1).values >= 0.0  # (N,)"),),
+        (
+            (
+                SEMIFL,
+                "sure = P.max(dim=1).values >= self.cfg.threshold  # (N,)",
+                "sure = P.max(dim=1).values >= 0.0  # (N,)",
+            ),
+        ),
         (IN_SEMIFL + "a_row_is_sure_from_tau_on_and_an_agent_without_one_is_silent",),
     ),
     # FedMatch ------------------------------------------------------------------------------------
@@ -190,12 +264,24 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedMatch, Eq. 3: helpers do not vote",
-        ((HELPERS, "votes = votes + one_hot(choice, classes) * sure[:, None]", "votes = votes + 0 * one_hot(choice, classes) * sure[:, None]"),),
+        (
+            (
+                HELPERS,
+                "votes = votes + one_hot(choice, classes) * sure[:, None]",
+                "votes = votes + 0 * one_hot(choice, classes) * sure[:, None]",
+            ),
+        ),
         (IN_FEDMATCH + "a_step_on_psi_is_the_one_of_the_equations",),
     ),
     Fault(
         "FedMatch: helpers are those that are farthest",
-        ((HELPERS, "found[agent] = tuple(others[:count])", "found[agent] = tuple(sorted(set(seen) - {agent} - set(others[:count])))[:count]"),),
+        (
+            (
+                HELPERS,
+                "found[agent] = tuple(others[:count])",
+                "found[agent] = tuple(sorted(set(seen) - {agent} - set(others[:count])))[:count]",
+            ),
+        ),
         (IN_FEDMATCH + "the_nearest_are_those_of_a_search_through_all",),
     ),
     Fault(
@@ -205,7 +291,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedMatch: differences that were cut arrive",
-        ((SPARSE, "return _merge(trained, received, sent), _count", "return dict(trained), _count"),),
+        (
+            (
+                SPARSE,
+                "return _merge(trained, received, sent), _count",
+                "return dict(trained), _count",
+            ),
+        ),
         (IN_FEDMATCH + "an_upload_of_psi_keeps_what_the_server_has_where_the_difference_is_cut",),
     ),
     # FedTriNet -----------------------------------------------------------------------------------
@@ -243,7 +335,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "label census: rows are counted before they are paid for",
         (
-            (CENSUS, "            with agent.account.spend(self.plan.event, ctx.charge_id):\n                return Census(self.plan.release(self._count(agent, msg, ctx)))", "            counts = self._count(agent, msg, ctx)\n            with agent.account.spend(self.plan.event, ctx.charge_id):\n                return Census(self.plan.release(counts))"),
+            (
+                CENSUS,
+                "            with agent.account.spend(self.plan.event, ctx.charge_id):\n"
+                "                return Census(self.plan.release(self._count(agent, msg, ctx)))",
+                "            counts = self._count(agent, msg, ctx)\n"
+                "            with agent.account.spend(self.plan.event, ctx.charge_id):\n"
+                "                return Census(self.plan.release(counts))",
+            ),
         ),
         (IN_HISTOGRAM + "a_census_is_paid_for_before_its_rows_are_read",),
     ),
@@ -265,7 +364,13 @@ FAULTS: tuple[Fault, ...] = (
     # FixMatch, UDA -------------------------------------------------------------------------------
     Fault(
         "FixMatch: rows that are not sure teach",
-        ((UDA, "kept = p.amax(dim=1) >= self.cfg.threshold  # (B,)", "kept = p.amax(dim=1) >= 0.0  # (B,)"),),
+        (
+            (
+                UDA,
+                "kept = p.amax(dim=1) >= self.cfg.threshold  # (B,)",
+                "kept = p.amax(dim=1) >= 0.0  # (B,)",
+            ),
+        ),
         (IN_UDA + "fixmatch_teaches_sure_rows_alone",),
     ),
     Fault(

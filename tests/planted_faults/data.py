@@ -14,7 +14,14 @@ IN_PARTITION = "tests/data/test_partition.py::test_"
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "unlabelled rows are ordered by their hidden labels",
-        ((DATA, "        ids = torch.tensor(holding.unlabelled)\n", "        ids = torch.tensor(holding.unlabelled)\n        ids = ids[dataset.y_train[ids].argsort(stable=True)]\n"),),
+        (
+            (
+                DATA,
+                "        ids = torch.tensor(holding.unlabelled)\n",
+                "        ids = torch.tensor(holding.unlabelled)\n"
+                "        ids = ids[dataset.y_train[ids].argsort(stable=True)]\n",
+            ),
+        ),
         (IN_FEDERATION + "the_labels_of_unlabelled_rows_reach_no_agent",),
     ),
     Fault(
@@ -24,7 +31,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "agents share memory",
-        ((DATA, "return rows.index_select(0, ids)", "return rows[int(ids.min()) : int(ids.max()) + 1][: len(ids)] if len(ids) else rows[:0]"),),
+        (
+            (
+                DATA,
+                "return rows.index_select(0, ids)",
+                "return rows[int(ids.min()) : int(ids.max()) + 1][: len(ids)] if "
+                "len(ids) else rows[:0]",
+            ),
+        ),
         (IN_FEDERATION + "no_agent_shares_memory_with_the_data_set_or_another_agent",),
     ),
     Fault(
@@ -34,7 +48,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "stratified labels are drawn whatever their class",
-        ((SPLIT, "rows[np.lexsort((turn[classes], rank))[:count]]", "rows[np.lexsort((turn[classes], 0 * rank))[:count]]"),),
+        (
+            (
+                SPLIT,
+                "rows[np.lexsort((turn[classes], rank))[:count]]",
+                "rows[np.lexsort((turn[classes], 0 * rank))[:count]]",
+            ),
+        ),
         (IN_FEDERATION + "stratified_labels_are_equally_many_of_each_class",),
     ),
     Fault(
@@ -59,7 +79,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "one row has two holders in a split",
-        ((MANIFEST, "            if row in holders:\n", "            if row in holders and row < 0:\n"),),
+        (
+            (
+                MANIFEST,
+                "            if row in holders:\n",
+                "            if row in holders and row < 0:\n",
+            ),
+        ),
         (IN_MANIFEST + "rows_that_cannot_be_are_refused_even_with_the_right_hash",),
     ),
     Fault(

@@ -27,14 +27,28 @@ FAULTS: tuple[Fault, ...] = (
     # The mean ------------------------------------------------------------------------------------
     Fault(
         "every reply weighs as much as all before it",
-        ((AGGREGATION, "piece.mean.lerp_(piece.numbers, share / self._total)", "piece.mean.lerp_(piece.numbers, share and 0.5)"),),
+        (
+            (
+                AGGREGATION,
+                "piece.mean.lerp_(piece.numbers, share / self._total)",
+                "piece.mean.lerp_(piece.numbers, share and 0.5)",
+            ),
+        ),
         (IN_MESSAGES + "the_average_weighs_every_agent_by_its_share",),
     ),
     Fault(
         "a mean loses digits",
         (
-            (AGGREGATION, "part.numel() for part in sent.values()), dtype=torch.float64)", "part.numel() for part in sent.values()), dtype=torch.float32)"),
-            (AGGREGATION, "torch.empty(min(PIECE, len(whole)), dtype=torch.float64)", "torch.empty(min(PIECE, len(whole)), dtype=torch.float32)"),
+            (
+                AGGREGATION,
+                "part.numel() for part in sent.values()), dtype=torch.float64)",
+                "part.numel() for part in sent.values()), dtype=torch.float32)",
+            ),
+            (
+                AGGREGATION,
+                "torch.empty(min(PIECE, len(whole)), dtype=torch.float64)",
+                "torch.empty(min(PIECE, len(whole)), dtype=torch.float32)",
+            ),
         ),
         (IN_MESSAGES + "a_small_part_survives_beside_a_thousand_others",),
     ),
@@ -50,7 +64,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a mean follows the order of arrival",
-        ((AGGREGATION, "in sorted(replies, key=lambda reply: natural_order(reply.sender.id)):", "in replies:"),),
+        (
+            (
+                AGGREGATION,
+                "in sorted(replies, key=lambda reply: natural_order(reply.sender.id)):",
+                "in replies:",
+            ),
+        ),
         (IN_MESSAGES + "the_order_of_arrival_changes_no_bit_of_the_average",),
     ),
     # Messages ------------------------------------------------------------------------------------
@@ -71,7 +91,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a letter may have fields of its own",
-        ((PROTOCOL, 'only_keys(fields, names - {"body"}, kind.__name__)', "fields = {k: v for k, v in fields.items() if k in names}"),),
+        (
+            (
+                PROTOCOL,
+                'only_keys(fields, names - {"body"}, kind.__name__)',
+                "fields = {k: v for k, v in fields.items() if k in names}",
+            ),
+        ),
         (IN_PROTOCOL + "what_is_not_a_letter_in_form_is_refused",),
     ),
     Fault(
@@ -97,7 +123,16 @@ FAULTS: tuple[Fault, ...] = (
     # A visit -------------------------------------------------------------------------------------
     Fault(
         "a step that breaks off leaves its memory",
-        ((RUNNER, "        content = step(seen, message, ctx)\n", "        try:\n            content = step(seen, message, ctx)\n        finally:\n            agent.memory = seen.memory\n"),),
+        (
+            (
+                RUNNER,
+                "        content = step(seen, message, ctx)\n",
+                "        try:\n"
+                "            content = step(seen, message, ctx)\n"
+                "        finally:\n"
+                "            agent.memory = seen.memory\n",
+            ),
+        ),
         (IN_RUNNER + "a_new_mapping_is_remembered_and_none_is_when_a_step_breaks_off",),
     ),
     Fault(
@@ -118,7 +153,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "curves of protected rows leave",
         ((LOCAL, "telemetry=agent.account is None,", "telemetry=True,"),),
-        ("tests/engines/test_local_engine.py::test_no_curve_leaves_an_agent_whose_rows_are_under_a_claim",),
+        (
+            ""
+            "tests/engines/test_local_engine.py::test_no_curve_leaves_an_agent_whose_rows_are_under_a_claim",
+        ),
     ),
     Fault(
         "an agent gets the server's own tensors",
@@ -128,7 +166,13 @@ FAULTS: tuple[Fault, ...] = (
     # Engines -------------------------------------------------------------------------------------
     Fault(
         "replies of workers come from the last to the first",
-        ((POOL, "for place in range(len(now.calls)):", "for place in reversed(range(len(now.calls))):"),),
+        (
+            (
+                POOL,
+                "for place in range(len(now.calls)):",
+                "for place in reversed(range(len(now.calls))):",
+            ),
+        ),
         (IN_POOL + "replies_come_in_the_order_of_calls_whoever_is_ready_first",),
     ),
     Fault(
@@ -138,7 +182,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "workers open accounts",
-        ((POOL, "return self._agents[call.to.id].account is None and bool(theirs == call.step)", "return bool(theirs == call.step)"),),
+        (
+            (
+                POOL,
+                "return self._agents[call.to.id].account is None and bool(theirs == call.step)",
+                "return bool(theirs == call.step)",
+            ),
+        ),
         (IN_POOL + "an_agent_with_an_account_is_visited_in_this_process_alone",),
     ),
     Fault(
@@ -148,13 +198,25 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "agents side by side get each other's replies",
-        ((BATCHED, "replies |= zip(some, self._side_by_side(", "replies |= zip(reversed(some), self._side_by_side("),),
+        (
+            (
+                BATCHED,
+                "replies |= zip(some, self._side_by_side(",
+                "replies |= zip(reversed(some), self._side_by_side(",
+            ),
+        ),
         (IN_BATCHED + "replies_are_those_of_the_local_engine_in_the_order_of_calls",),
     ),
     # Sites ---------------------------------------------------------------------------------------
     Fault(
         "a letter that comes twice is done twice",
-        ((SITE, "            if stored is not None:\n", "            if stored is not None and not visit.id:\n"),),
+        (
+            (
+                SITE,
+                "            if stored is not None:\n",
+                "            if stored is not None and not visit.id:\n",
+            ),
+        ),
         (IN_SITE + "a_visit_is_charged_and_the_same_letter_again_gets_the_stored_reply",),
     ),
     Fault(
@@ -179,18 +241,40 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a site's error tells what it was",
-        ((SITE, 'in words if isinstance(error, kind)), "failed")', "in words if isinstance(error, kind)), str(error))"),),
+        (
+            (
+                SITE,
+                'in words if isinstance(error, kind)), "failed")',
+                "in words if isinstance(error, kind)), str(error))",
+            ),
+        ),
         (IN_SITE + "of_an_error_one_word_leaves_and_the_rest_stays_in_the_log",),
     ),
     Fault(
         "a site forgets where its ledger ended",
-        ((SITE, "            self.store.mark = account.seq, account.head\n        except", "            pass\n        except"),
-         (SITE, "                self.store.mark = account.seq, account.head\n        charged", "                pass\n        charged")),
+        (
+            (
+                SITE,
+                "            self.store.mark = account.seq, account.head\n        except",
+                "            pass\n        except",
+            ),
+            (
+                SITE,
+                "                self.store.mark = account.seq, account.head\n        charged",
+                "                pass\n        charged",
+            ),
+        ),
         (IN_SITE + "the_ledgers_end_is_remembered_beside_it",),
     ),
     Fault(
         "a site may name any share",
-        ((REMOTE, "bounded = 0 <= answer.weight <= protocol.MOST_SHARE", "bounded = 0 <= answer.weight"),),
+        (
+            (
+                REMOTE,
+                "bounded = 0 <= answer.weight <= protocol.MOST_SHARE",
+                "bounded = 0 <= answer.weight",
+            ),
+        ),
         (IN_REMOTE + "an_answer_that_is_none_to_this_visit_is_not_taken",),
     ),
     Fault(
@@ -215,7 +299,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a site spends what the config promises",
-        ((STARTUP, "budget = Budget(site.budget.epsilon, site", "budget = Budget(privacy.epsilon, site"),),
+        (
+            (
+                STARTUP,
+                "budget = Budget(site.budget.epsilon, site",
+                "budget = Budget(privacy.epsilon, site",
+            ),
+        ),
         (IN_SITE + "a_smaller_budget_of_the_operator_holds_whatever_the_config_promises",),
     ),
     Fault(

@@ -9,13 +9,11 @@ INDEPENDENCE = "privssl/privacy/independence.py"
 NOISE = "privssl/privacy/noisy_optimizer.py"
 ROWS = "privssl/privacy/local_dp_sgd.py"
 VISITS = "privssl/core/step_runner.py"
-LEDGER = "accounting/ledger.py"
 
 IN_PRIVACY = "tests/privacy/test_dp_sgd.py::"
 IN_MECHANISM = "tests/privacy/test_specification_mechanism.py::"
 IN_FEDSSL = "tests/privacy/test_private_fedssl.py::"
 IN_VISITS = "tests/core/test_step_runner.py::"
-IN_LEDGER = "tests/accounting/test_ledger.py::"
 
 _CLIPPED = "sums = clipped_sums(list(gradients.values()), drawn, self.clip_norm)"
 _DEVIATION = "return float(optimiser.noise_multiplier * optimiser.max_grad_norm)"
@@ -195,7 +193,8 @@ FAULTS: tuple[Fault, ...] = (
                 NOISE,
                 _DRAWN,
                 "count = sum(one.numel() for one in sums)\n"
-                "    noise = optimiser.__dict__.setdefault(count, secure_noise.secure_normal(count))",
+                "    noise = optimiser.__dict__.setdefault(count, "
+                "secure_noise.secure_normal(count))",
             ),
         ),
         (IN_PRIVACY + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
@@ -376,40 +375,6 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (IN_VISITS + "test_a_step_that_has_not_paid_finds_no_labelled_row",),
-        False,
-    ),
-    Fault(
-        "a visit is charged after its rows were read",
-        (
-            (
-                LEDGER,
-                "        self._file.refuse_damage()\n        try:\n",
-                "        self._file.refuse_damage()\n        yield\n        try:\n",
-            ),
-            (LEDGER, "        yield  # an exception", "        # an exception"),
-        ),
-        (IN_LEDGER + "test_the_charge_is_on_disk_before_the_block_is_entered",),
-        False,
-    ),
-    Fault(
-        "a visit is not charged",
-        ((LEDGER, "            self._journal.charge(event)\n", "            pass\n"),),
-        (IN_LEDGER + "test_it_pays_for_exactly_the_visits_that_fit_and_refuses_the_next",),
-        False,
-    ),
-    Fault(
-        "two agents may hold one row",
-        (
-            (
-                "privssl/experiment/prepare.py",
-                "            _refuse_shared_rows(holders, federated_data)\n",
-                "            pass\n",
-            ),
-        ),
-        (
-            "tests/runs/test_shared_accounts.py::"
-            "test_rows_that_two_agents_share_are_refused_in_a_private_run",
-        ),
         False,
     ),
 )

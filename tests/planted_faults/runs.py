@@ -17,10 +17,51 @@ IN_CHECKPOINT = "tests/runs/test_checkpoint.py::test_"
 IN_RESUME = "tests/runs/test_resume.py::test_"
 
 FAULTS: tuple[Fault, ...] = (
+    # Paying ---------------------------------------------------------------------------------------
+    Fault(
+        "a visit is charged after its rows were read",
+        (
+            (
+                LEDGER,
+                "        self._file.refuse_damage()\n        try:\n",
+                "        self._file.refuse_damage()\n        yield\n        try:\n",
+            ),
+            (LEDGER, "        yield  # an exception", "        # an exception"),
+        ),
+        (IN_LEDGER + "the_charge_is_on_disk_before_the_block_is_entered",),
+        False,
+    ),
+    Fault(
+        "a visit is not charged",
+        ((LEDGER, "            self._journal.charge(event)\n", "            pass\n"),),
+        (IN_LEDGER + "it_pays_for_exactly_the_visits_that_fit_and_refuses_the_next",),
+        False,
+    ),
+    Fault(
+        "two agents may hold one row",
+        (
+            (
+                "privssl/experiment/prepare.py",
+                "            _refuse_shared_rows(holders, federated_data)\n",
+                "            pass\n",
+            ),
+        ),
+        (
+            "tests/runs/test_shared_accounts.py::"
+            "test_rows_that_two_agents_share_are_refused_in_a_private_run",
+        ),
+        False,
+    ),
     # The journal ---------------------------------------------------------------------------------
     Fault(
         "no line names the one before it",
-        ((JOURNAL, '"seq": self.seq + 1, "prev": self.head', '"seq": self.seq + 1, "prev": FIRST_PREV'),),
+        (
+            (
+                JOURNAL,
+                '"seq": self.seq + 1, "prev": self.head',
+                '"seq": self.seq + 1, "prev": FIRST_PREV',
+            ),
+        ),
         (IN_LEDGER + "every_line_names_the_hash_of_the_line_before",),
     ),
     Fault(
@@ -51,12 +92,24 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a torn line costs nothing",
-        ((READER, "        journal.torn_tail = True\n        journal.charge(journal.plan.event)\n", "        journal.torn_tail = True\n"),),
+        (
+            (
+                READER,
+                "        journal.torn_tail = True\n        journal.charge(journal.plan.event)\n",
+                "        journal.torn_tail = True\n",
+            ),
+        ),
         (IN_LEDGER + "a_torn_last_line_is_charged_as_a_whole_visit_for_good",),
     ),
     Fault(
         "a mended torn line costs nothing",
-        ((READER, 'only_keys(record, set(), "torn")\n            journal.charge(journal.plan.event)', 'only_keys(record, set(), "torn")'),),
+        (
+            (
+                READER,
+                'only_keys(record, set(), "torn")\n            journal.charge(journal.plan.event)',
+                'only_keys(record, set(), "torn")',
+            ),
+        ),
         (IN_LEDGER + "a_torn_last_line_is_charged_as_a_whole_visit_for_good",),
     ),
     Fault(
@@ -66,13 +119,22 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a journal that somebody changed goes on",
-        ((JOURNAL, "if damage := self.damage():", "if (damage := self.damage()) and not self._file:"),),
+        (
+            (
+                JOURNAL,
+                "if damage := self.damage():",
+                "if (damage := self.damage()) and not self._file:",
+            ),
+        ),
         (IN_LEDGER + "a_journal_that_is_not_as_it_was_left_pays_for_nothing",),
     ),
     Fault(
         "after damage the smaller sum is claimed",
         ((LEDGER, "found.epsilon > self.spent()", "found.epsilon < self.spent()"),),
-        ("tests/runs/test_journal_damage.py::test_a_file_that_claims_more_than_was_charged_counts_as_well",),
+        (
+            ""
+            "tests/runs/test_journal_damage.py::test_a_file_that_claims_more_than_was_charged_counts_as_well",
+        ),
     ),
     Fault(
         "a journal may be older than the checkpoint",
@@ -81,7 +143,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a journal that was cut and written on goes on",
-        ((LEDGER, "if minimum_head and journal", "if minimum_head and not journal.plans and journal"),),
+        (
+            (
+                LEDGER,
+                "if minimum_head and journal",
+                "if minimum_head and not journal.plans and journal",
+            ),
+        ),
         (
             IN_LEDGER
             + "a_journal_that_was_cut_and_written_on_is_refused_by_the_hash_that_is_remembered",
@@ -122,8 +190,16 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "checkpoints remember no ledger",
         (
-            (LOOP, "fixed[LEDGER_SEQ + agent.id] = agent.account.seq", "fixed[LEDGER_SEQ + agent.id] = 0"),
-            (LOOP, "fixed[LEDGER_HEAD + agent.id] = agent.account.head", 'fixed[LEDGER_HEAD + agent.id] = ""'),
+            (
+                LOOP,
+                "fixed[LEDGER_SEQ + agent.id] = agent.account.seq",
+                "fixed[LEDGER_SEQ + agent.id] = 0",
+            ),
+            (
+                LOOP,
+                "fixed[LEDGER_HEAD + agent.id] = agent.account.head",
+                'fixed[LEDGER_HEAD + agent.id] = ""',
+            ),
         ),
         (
             "tests/privacy/test_specification_ledger.py::"
@@ -135,7 +211,9 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 LOOP,
-                "            for tracker in self._trackers:\n                tracker.keep()\n        finally:",
+                "            for tracker in self._trackers:\n"
+                "                tracker.keep()\n"
+                "        finally:",
                 "            pass\n        finally:",
             ),
         ),
@@ -171,6 +249,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a resumed run begins its visits' ids anew",
         (("privssl/core/task.py", 'f"{self.visit_key}@{self.session_id}"', "self.visit_key"),),
-        ("tests/engines/test_local_engine.py::test_a_visit_that_is_run_again_by_another_process_is_charged_anew",),
+        (
+            ""
+            "tests/engines/test_local_engine.py::test_a_visit_that_is_run_again_by_another_process_is_charged_anew",
+        ),
     ),
 )
