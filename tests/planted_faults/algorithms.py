@@ -217,7 +217,7 @@ FAULTS: tuple[Fault, ...] = (
                 "own = self.collecting or not",
             ),
         ),
-        (IN_MODELS + "in_training_a_batch_is_normalised_by_itself_and_leaves_no_trace",),
+        (IN_MODELS + "in_training_a_batch_is_normalised_by_itself_whatever_was_collected",),
     ),
     Fault(
         "SemiFL: MIX weighs the second label by lambda",

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import opacus.optimizers  # noqa: F401  takes seconds, and no fork has to do it again
@@ -37,7 +38,7 @@ OURS = ("privssl", "accounting", "generators", "tests", "conftest")
 #: Of audit: the verdicts that are not CONSISTENT, by which it says that something is wrong.
 VIOLATED, INCONCLUSIVE = 1, 3
 FAILED = 1  # of pytest: all were run, and one failed
-HANGS = 300  # seconds after which a test counts as failed
+HANGS = 600  # seconds after which a test counts as failed
 
 _tree: Path  # of this process
 
@@ -81,14 +82,14 @@ def _write(files: dict[str, str]) -> None:
             old.unlink()
 
 
-def fork(work: Callable[[], int]) -> tuple[int, str]:
+def fork(work: Callable[[], int], *, seconds: int = 0) -> tuple[int, str]:
     """Exit status and output of something done in the tree, by a fork of this process.
 
-    Other people's packages, which take seconds to import, are there; ours are imported anew.
+    Other people's packages, slow to import, are there; ours are imported anew. 0 seconds: no end.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         if not (child := os.fork()):
-            signal.alarm(HANGS)
+            signal.alarm(seconds)
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
             for name in [n for n in sys.modules if n.split(".")[0] in OURS]:
@@ -102,16 +103,17 @@ def fork(work: Callable[[], int]) -> tuple[int, str]:
                 code = work()
             except BaseException:
                 traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
             os._exit(code)
         _, ended = os.waitpid(child, 0)
         output.seek(0)
         return os.waitstatus_to_exitcode(ended), output.read()
 
 
-def run_tests(tests: Sequence[str]) -> tuple[int, str]:
-    return fork(lambda: int(pytest.main(["-p", "no:cacheprovider", "-q", *tests])))
+def run_tests(tests: Sequence[str], *, seconds: int = 0) -> tuple[int, str]:
+    command = ["-p", "no:cacheprovider", "-q", *tests]
+    return fork(lambda: int(pytest.main(command)), seconds=seconds)
 
 
 def without_fault(tests: Sequence[str]) -> str:
@@ -125,7 +127,7 @@ def try_fault(fault: Fault) -> tuple[bool, str]:
     try:
         with planted(fault):
             for test in fault.tests:
-                code, output = run_tests([test])
+                code, output = run_tests([test], seconds=HANGS)
                 if code == 0:
                     return False, f"MISSED by {test}"
                 if code not in (FAILED, -signal.SIGALRM):
@@ -171,14 +173,13 @@ def main(argv: Sequence[str]) -> int:
     ]  # fmt: skip
     begun, wrong = time.monotonic(), 0
     tests = sorted({test for fault in chosen for test in fault.tests})
-    files = sorted({test.partition("::")[0] for test in tests})
+    groups = [tuple(some) for _, some in groupby(tests, lambda test: test.partition("::")[0])]
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(
             options.jobs, multiprocessing.get_context("fork"), enter_tree, (folder,)
         ) as pool,
     ):
-        groups = [[test for test in tests if test.startswith(f"{file}::")] for file in files]
         control = partial(pool.map, without_fault, groups)
         if options.empirical:
             control = partial(pool.map, attack, ["F"])
