@@ -27,7 +27,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the data set stays in reach of every step",
         ((DATA, "x_train=dataset.x_train[:0].clone()", "x_train=dataset.x_train"),),
-        (IN_FEDERATION + "no_agent_shares_memory_with_the_data_set_or_another_agent",),
+        (IN_FEDERATION + "no_training_row_stays_with_the_data_set",),
     ),
     Fault(
         "agents share memory",
