@@ -50,7 +50,7 @@ FAULTS: tuple[Fault, ...] = (
                 "torch.empty(min(PIECE, len(whole)), dtype=torch.float32)",
             ),
         ),
-        (IN_MESSAGES + "a_small_part_survives_beside_a_thousand_others",),
+        (IN_MESSAGES + "a_mean_over_many_agents_is_rounded_once",),
     ),
     Fault(
         "weights of another form are averaged",
@@ -82,12 +82,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a message may hold any type of numbers",
         ((MESSAGES, "if tensor.dtype not in DTYPES:", "if tensor.dtype is None:"),),
-        (IN_MESSAGES + "bytes_do_not_choose_what_is_built_of_them",),
+        (IN_MESSAGES + "numbers_of_a_type_that_no_network_has_are_refused",),
     ),
     Fault(
         "a field may be of another type than declared",
         ((MESSAGES, "if not _fits(value, allowed[spec.name]):", "if value is allowed:"),),
-        (IN_MESSAGES + "bytes_do_not_choose_what_is_built_of_them",),
+        (IN_MESSAGES + "a_field_of_another_type_than_declared_is_refused",),
     ),
     Fault(
         "a letter may have fields of its own",
@@ -98,12 +98,12 @@ FAULTS: tuple[Fault, ...] = (
                 "fields = {k: v for k, v in fields.items() if k in names}",
             ),
         ),
-        (IN_PROTOCOL + "what_is_not_a_letter_in_form_is_refused",),
+        (IN_PROTOCOL + "a_field_that_no_such_letter_has_is_refused",),
     ),
     Fault(
         "a stated size is believed",
         ((PROTOCOL, "if size > min(MAX_HEADER_BYTES, len(data) - _START):", "if size > 2**32:"),),
-        (IN_PROTOCOL + "what_is_not_a_letter_in_form_is_refused",),
+        (IN_PROTOCOL + "a_header_beyond_its_bound_is_not_even_decoded",),
     ),
     Fault(
         "a letter of any size is read",
