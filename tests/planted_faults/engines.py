@@ -275,12 +275,12 @@ FAULTS: tuple[Fault, ...] = (
                 "bounded = 0 <= answer.weight",
             ),
         ),
-        (IN_REMOTE + "an_answer_that_is_none_to_this_visit_is_not_taken",),
+        (IN_REMOTE + "a_reply_that_the_step_could_not_have_given_is_not_taken",),
     ),
     Fault(
         "a charged visit may name a share",
         ((REMOTE, "answer.weight == 1.0 if answer.charged else bounded", "bounded"),),
-        (IN_REMOTE + "an_answer_that_is_none_to_this_visit_is_not_taken",),
+        (IN_REMOTE + "a_reply_that_the_step_could_not_have_given_is_not_taken",),
     ),
     Fault(
         "an answer to another visit is taken",
