@@ -38,7 +38,7 @@ export PYTEST_DEBUG_TEMPROOT ?= /dev/shm
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo-sites docs train test test-oldest test-avx512 test-flower test-all check format clean
+.PHONY: help demo-sites docs train test test-oldest test-avx512 test-flower test-all planted-faults check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -67,6 +67,9 @@ test-flower: $(VENV)/.installed-dev  ## run the tests over Flower that take minu
 
 test-all: $(VENV)/.installed-dev  ## run every test
 	$(RUN) -m pytest $(PARALLEL) $(TESTS)
+
+planted-faults: $(VENV)/.installed-dev  ## plant faults one at a time, and see a test catch each
+	$(RUN) -m tests.planted_faults.run --jobs $$(nproc) $(FAULTS)
 
 check: $(VENV)/.installed-dev  ## lint, check the format and the types
 	$(RUN) -m ruff check .

@@ -23,6 +23,7 @@ from scipy.stats import norm
 
 from accounting import verify
 from accounting.accountants import (
+    ORDERS,
     _least_that_fits,
     calibrate_noise,
     cost_of,
@@ -31,6 +32,7 @@ from accounting.accountants import (
     max_repeats,
     prv_epsilon,
     rdp_epsilon,
+    rdp_to_epsilon,
 )
 from accounting.canonical_json import decode, encode
 from accounting.errors import AccountingError, PlanError
@@ -242,6 +244,44 @@ def test_epsilon_grows_with_events_and_does_not_depend_on_their_order_or_nesting
     if events:
         nested = epsilon([ComposedEvent((ComposedEvent(tuple(events)),))], delta)
         assert nested == pytest.approx(epsilon(events, delta), rel=1e-9)
+
+
+def test_the_conversion_is_that_of_the_proposition_by_hand() -> None:
+    # arXiv:2004.00010, Prop. 12: r + ln(1 - 1/a) - (ln delta + ln a) / (a - 1)
+    at_2 = 1.0 - math.log(2) - (math.log(1e-5) + math.log(2))
+    at_11 = 3.0 + math.log(10 / 11) - (math.log(1e-5) + math.log(11)) / 10
+    assert rdp_to_epsilon(np.array([1.0]), 1e-5, (2.0,)) == pytest.approx(at_2)
+    assert rdp_to_epsilon(np.array([1.0, 3.0]), 1e-5, (2.0, 11.0)) == pytest.approx(at_11)
+
+
+def test_orders_are_long_enough_for_an_epsilon_far_below_a_tenth() -> None:
+    # At order 63 the conversion alone adds 0.103, at 1024 it adds 0.0035.
+    assert epsilon([PoissonSampledGaussianEvent(100.0, 0.01, 1)], 1e-5) < 0.01
+
+
+def test_steps_that_are_charged_apart_cost_what_they_cost_together() -> None:
+    for rate in (0.4, 1.0):
+        parts = [PoissonSampledGaussianEvent(2.5, rate, steps) for steps in (50, 70)]
+        whole = PoissonSampledGaussianEvent(2.5, rate, 120)
+        assert epsilon(parts, 1e-5) == pytest.approx(epsilon([whole], 1e-5), rel=1e-9)
+
+
+def test_full_batches_beside_samples_are_counted_by_renyi_divergence_with_them() -> None:
+    full = PoissonSampledGaussianEvent(4.0, 1.0, 20)
+    sampled = PoissonSampledGaussianEvent(2.5, 0.4, 100)
+    together = epsilon([full, sampled], 1e-5)
+    assert together == pytest.approx(rdp_epsilon([full, sampled], 1e-5), rel=1e-9)
+    assert together > max(epsilon([full], 1e-5), epsilon([sampled], 1e-5))
+
+
+@pytest.mark.parametrize("each", [0.05, 1.0, 8.0])
+def test_a_pure_release_costs_at_least_randomized_response_at_every_order(each: float) -> None:
+    # One bit, kept with chance p = e^each / (1 + e^each); its divergence in logarithms.
+    a = np.array(ORDERS)
+    kept, turned = -np.log1p(np.exp(-each)), -np.log1p(np.exp(each))
+    terms = np.stack([a * kept + (1 - a) * turned, a * turned + (1 - a) * kept])
+    divergence = np.logaddexp(*terms) / (a - 1)
+    assert (cost_of([PureDpEvent(each, 1)]).rdp >= divergence * (1 - 1e-9)).all()
 
 
 def test_more_noise_and_a_lower_rate_cost_less() -> None:

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import signal
 import stat
@@ -276,6 +277,13 @@ def test_a_new_plan_that_would_relabel_old_charges_is_refused(path: Path, change
     with pytest.raises(PlanError, match="while an account runs"):
         Account.open(path, plan(**changes), resume=True)
     reopened(path).close()  # and leaves the journal as it was
+
+
+def test_a_budget_never_rises_not_even_by_the_smallest_number(path: Path) -> None:
+    spend_three_visits(path)
+    more = math.nextafter(plan().budget.epsilon, math.inf)
+    with pytest.raises(PlanError, match="the budget cannot rise"):
+        Account.open(path, plan(budget=Budget(more, plan().budget.delta)), resume=True)
 
 
 # --- the file ----------------------------------------------------------------------------------

@@ -239,6 +239,12 @@ def test_a_row_is_sure_or_has_an_unlikely_class_or_is_left_out(
     assert found.sizes == (int(found.positive.sum()), int(found.negative.sum()))
 
 
+def test_a_complement_is_any_of_the_unlikely_classes_and_no_other() -> None:
+    rows = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).repeat(200, 1)  # one class alone: 2^-200
+    found = negative_learning.signed_labels(rows, torch.ones(4), 0.2, rng())
+    assert set(found.y_minus.tolist()) == {2, 3}
+
+
 @pytest.mark.parametrize(("exclude", "candidates"), [(False, 10), (True, 9)])
 def test_any_class_of_a_uniform_row_is_a_complement_unless_the_likeliest_is_excluded(
     exclude: bool, candidates: int

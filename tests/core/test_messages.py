@@ -6,6 +6,7 @@ import math
 import operator
 import typing
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -149,6 +150,13 @@ def test_a_small_part_survives_beside_a_thousand_others() -> None:
     assert mean != 1.0
 
 
+def test_a_mean_over_many_agents_is_rounded_once() -> None:
+    sent = torch.rand(500, 50, generator=torch.Generator().manual_seed(0))
+    replies = [reply(f"q{i}", row.tolist()) for i, row in enumerate(sent)]
+    mean = average(replies, "w", otherwise=NOBODY)["w"]
+    assert torch.equal(mean, sent.double().mean(dim=0).float())
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -267,6 +275,22 @@ def test_tensors_may_share_memory_and_lie_in_any_order() -> None:
 
 def test_bytes_do_not_choose_what_is_built_of_them() -> None:
     assert deserialize(Ack, serialize(Note({"w": torch.ones(2)}, text="rm"))) == Ack()
+
+
+@dataclass(frozen=True)
+class Numbered(Message):
+    text: float
+
+
+def test_a_field_of_another_type_than_declared_is_refused() -> None:
+    data = serialize(Note(None, text="rm"))
+    with pytest.raises(MessageError, match=r"Numbered\.text came as a str"):
+        deserialize(Numbered, data)
+
+
+def test_numbers_of_a_type_that_no_network_has_are_refused() -> None:
+    with pytest.raises(MessageError, match="complex64"):
+        check_numbers("F", torch.ones(2, dtype=torch.complex64))
 
 
 @pytest.mark.parametrize("value", [[1.0], (1, 2), b"x", {1}, object()])

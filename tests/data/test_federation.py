@@ -218,6 +218,11 @@ def test_no_agent_shares_memory_with_the_data_set_or_another_agent() -> None:
     assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in tensors)
 
 
+def test_no_training_row_stays_with_the_data_set() -> None:
+    kept = federated_data(labelled=50, validation=20).dataset.x_train
+    assert len(kept) == 0 and kept.untyped_storage().nbytes() == 0
+
+
 # Repeating ----------------------------------------------------------------------------------
 
 

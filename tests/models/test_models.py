@@ -309,6 +309,14 @@ def test_in_training_a_batch_is_normalised_by_itself_and_leaves_no_trace() -> No
     assert not torch.equal(trace, torch.zeros(3))
 
 
+def test_in_training_a_batch_is_normalised_by_itself_whatever_was_collected() -> None:
+    layer, x = static(channels=3), rows(4, (3, 5, 6))
+    before = layer.train()(x)
+    collect(layer, [3 * x + 5])
+    assert torch.equal(layer.train()(x), before)
+    assert not torch.allclose(layer.eval()(x), before)  # the control
+
+
 def test_where_nothing_was_collected_evaluation_is_by_batch_too() -> None:
     layer, x = static(channels=3), rows(4, (3, 5, 6))
     assert torch.equal(layer.train()(x), layer.eval()(x))

@@ -1,1 +1,22 @@
-"""Mistakes that are made on purpose, and a command that plants each: ``runs/round_loop.py``."""
+"""Faults that are planted one at a time, to see that a test notices each of them.
+
+``python -m tests.planted_faults.run`` plants them; ``tests/test_planted_faults.py`` fails where the
+product has changed and a fault no longer applies.
+"""
+
+from tests.planted_faults import (
+    accounting,
+    algorithms,
+    audit,
+    data,
+    engines,
+    private_training,
+    runs,
+)
+from tests.planted_faults.fault import Fault
+
+FAULTS: tuple[Fault, ...] = tuple(
+    fault
+    for module in (private_training, accounting, runs, engines, data, audit, algorithms)
+    for fault in module.FAULTS
+)

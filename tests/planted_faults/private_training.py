@@ -1,37 +1,35 @@
 """Mistakes in private training: in what clips, draws, adds noise, releases and charges."""
 
-from .fault import Fault  # noqa: TID252  tests is no package
+from tests.planted_faults.fault import Fault
 
 PRIVACY = "privssl/privacy/dp_sgd.py"
-STEPS = "privssl/privacy/dp_sgd.py"
+PLAN = "privssl/privacy/plan.py"
+SECURE = "privssl/privacy/secure_noise.py"
+INDEPENDENCE = "privssl/privacy/independence.py"
 NOISE = "privssl/privacy/noisy_optimizer.py"
 ROWS = "privssl/privacy/local_dp_sgd.py"
 VISITS = "privssl/core/step_runner.py"
-LEDGER = "accounting/ledger.py"
 
 IN_PRIVACY = "tests/privacy/test_dp_sgd.py::"
 IN_MECHANISM = "tests/privacy/test_specification_mechanism.py::"
 IN_FEDSSL = "tests/privacy/test_private_fedssl.py::"
 IN_VISITS = "tests/core/test_step_runner.py::"
-IN_LEDGER = "tests/accounting/test_ledger.py::"
 
 _CLIPPED = "sums = clipped_sums(list(gradients.values()), drawn, self.clip_norm)"
 _DEVIATION = "return float(optimiser.noise_multiplier * optimiser.max_grad_norm)"
-_NORMAL = "return box_muller(random_words(half), random_words(half))[:count]"
-_DRAWN = "noise = privacy.secure_normal(sum(one.numel() for one in sums))"
-_MASK = "return torch.from_numpy(secure_uniform(rows) < self.sample_rate)"
+_NORMAL = "return box_muller(random_uint64(half), random_uint64(half))[:count]"
+_DRAWN = "noise = secure_noise.secure_normal(sum(one.numel() for one in sums))"
+_MASK = "return torch.from_numpy(secure_noise.secure_uniform(rows) < self.sample_rate)"
 _STEP = "            self._step()\n"
-_ADD = "self._add_clipped(fields_of(part, step), mask[part], row_loss)"
-_SUMS = (
-    "        wanted = ClippedSums(row_loss, self._parameters, fields, mask, self._plan.clip_norm)\n"
-)
+_ADD = "self._add_clipped(fields, padded(mask[part], size), row_loss, joint=joint)"
+_SUMS = "        wanted = ClippedSum(\n"
 _NOISY_STEP = "        self.optimiser.add_noise()\n        self.average()\n"
 
-FAULTS = (
+FAULTS: tuple[Fault, ...] = (
     # The sum -------------------------------------------------------------------------------------
     Fault(
         "rows are not clipped",
-        ((STEPS, _CLIPPED, _CLIPPED.replace("self.clip_norm", "1e12")),),
+        ((PRIVACY, _CLIPPED, _CLIPPED.replace("self.clip_norm", "1e12")),),
         (IN_PRIVACY + "test_without_noise_a_step_is_the_sum_of_clipped_row_gradients",),
         True,
     ),
@@ -39,7 +37,7 @@ FAULTS = (
         "each network is clipped alone",
         (
             (
-                STEPS,
+                PRIVACY,
                 _CLIPPED,
                 "sums = [s for net in dict.fromkeys(key[0] for key in gradients) for s in "
                 "clipped_sums([g for key, g in gradients.items() if key[0] == net], drawn, "
@@ -71,7 +69,7 @@ FAULTS = (
         "the clip norm follows the rows",
         (
             (
-                STEPS,
+                PRIVACY,
                 _CLIPPED,
                 "lengths = torch.stack([g.norms() for g in gradients.values()]).norm(dim=0)\n"
                 "        "
@@ -85,7 +83,7 @@ FAULTS = (
         "a row without a finite gradient is an error",
         (
             (
-                STEPS,
+                PRIVACY,
                 _CLIPPED,
                 "if not all(g.norms().isfinite().all() for g in gradients.values()):\n"
                 '            raise ValueError("a gradient is not finite")\n        ' + _CLIPPED,
@@ -106,8 +104,8 @@ FAULTS = (
             (PRIVACY, _STEP, "            self._drawn = len(drawn)\n" + _STEP),
             (
                 PRIVACY,
-                "NoisyStep(self._optimizer, self._plan.expected_batch)",
-                "NoisyStep(self._optimizer, max(1.0, float(self._drawn)))",
+                "NoisyOptimizerStep(self._optimizer, self._plan.expected_batch)",
+                "NoisyOptimizerStep(self._optimizer, max(1.0, float(self._drawn)))",
             ),
         ),
         (IN_PRIVACY + "test_the_divisor_is_the_public_batch_size_whatever_was_drawn",),
@@ -115,14 +113,14 @@ FAULTS = (
     ),
     Fault(
         "a sum outlives its step",
-        ((STEPS, "parameter.grad = parameter.summed_grad = None", "parameter.grad = None"),),
+        ((PRIVACY, "parameter.grad = parameter.summed_grad = None", "parameter.grad = None"),),
         (IN_PRIVACY + "test_no_sum_without_noise_outlives_the_visit",),
         True,
     ),
     # Who takes part ------------------------------------------------------------------------------
     Fault(
         "rows are drawn half as often again as is charged",
-        ((PRIVACY, _MASK, _MASK.replace("self.sample_rate", "1.5 * self.sample_rate")),),
+        ((PLAN, _MASK, _MASK.replace("self.sample_rate", "1.5 * self.sample_rate")),),
         (IN_PRIVACY + "test_every_row_is_drawn_with_the_sample_rate_and_independently",),
         True,
     ),
@@ -130,9 +128,9 @@ FAULTS = (
         "half the sample rate is charged",
         (
             (
-                PRIVACY,
-                "            sample_rate=self.sample_rate,\n            steps=self.steps,\n",
-                "            sample_rate=0.5 * self.sample_rate,\n            steps=self.steps,\n",
+                PLAN,
+                "            sample_rate=self.sample_rate,\n",
+                "            sample_rate=0.5 * self.sample_rate,\n",
             ),
         ),
         (
@@ -145,9 +143,9 @@ FAULTS = (
         "batches have a fixed size",
         (
             (
-                PRIVACY,
+                PLAN,
                 _MASK,
-                "order = torch.from_numpy(secure_uniform(rows)).argsort().argsort()\n"
+                "order = torch.from_numpy(secure_noise.secure_uniform(rows)).argsort().argsort()\n"
                 "        return order < round(self.sample_rate * rows)",
             ),
         ),
@@ -195,7 +193,8 @@ FAULTS = (
                 NOISE,
                 _DRAWN,
                 "count = sum(one.numel() for one in sums)\n"
-                "    noise = optimiser.__dict__.setdefault(count, privacy.secure_normal(count))",
+                "    noise = optimiser.__dict__.setdefault(count, "
+                "secure_noise.secure_normal(count))",
             ),
         ),
         (IN_PRIVACY + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
@@ -210,7 +209,7 @@ FAULTS = (
                 "count = sum(one.numel() for one in sums)\n"
                 "    optimiser.calls = optimiser.__dict__.get('calls', 0) + 1\n"
                 "    kept = add_noise.__dict__\n"
-                "    noise = privacy.secure_normal(count)\n"
+                "    noise = secure_noise.secure_normal(count)\n"
                 "    noise = kept.setdefault((optimiser.calls, count), noise)",
             ),
         ),
@@ -219,7 +218,7 @@ FAULTS = (
     ),
     Fault(
         "noise follows the seed of the run",
-        ((PRIVACY, _NORMAL, "return torch.randn(2 * half, dtype=torch.float64).numpy()[:count]"),),
+        ((SECURE, _NORMAL, "return torch.randn(2 * half, dtype=torch.float64).numpy()[:count]"),),
         (IN_FEDSSL + "test_run_seed_reaches_neither_masks_nor_noise",),
         False,
     ),
@@ -253,7 +252,7 @@ FAULTS = (
         "the average is of iterates without noise",
         (
             (
-                STEPS,
+                PRIVACY,
                 _NOISY_STEP,
                 "        clean = [p.summed_grad for p in self.optimiser.params]\n"
                 + _NOISY_STEP
@@ -274,7 +273,7 @@ FAULTS = (
         "momentum is of sums without noise",
         (
             (
-                STEPS,
+                PRIVACY,
                 _NOISY_STEP,
                 "        kept = self.optimiser.__dict__.setdefault('kept', {})\n"
                 "        group = self.optimiser.original_optimizer.param_groups[0]\n"
@@ -299,8 +298,8 @@ FAULTS = (
         (
             (
                 NOISE,
-                "privacy.secure_normal(len(sums))), alpha=deviation)",
-                "add_noise.__dict__.setdefault(len(sums), privacy.secure_normal(len(sums)))), "
+                "secure_noise.secure_normal(len(sums))), alpha=deviation)",
+                "add_noise.__dict__.setdefault(len(sums), secure_noise.secure_normal(len(sums)))), "
                 "alpha=deviation)",
             ),
         ),
@@ -321,7 +320,7 @@ FAULTS = (
         "a network that is trained without noise leaves, and is called sound",
         (
             (
-                PRIVACY,
+                PLAN,
                 'return "sound" if set(self.update) <= set(self.protect) else "as_published"',
                 'return "sound"',
             ),
@@ -357,7 +356,7 @@ FAULTS = (
         "layers that mix rows are accepted",
         (
             (
-                PRIVACY,
+                INDEPENDENCE,
                 'if isinstance(layer, _COUPLING) or getattr(layer, "track_running_stats", False)',
                 "if not network",
             ),
@@ -376,40 +375,6 @@ FAULTS = (
             ),
         ),
         (IN_VISITS + "test_a_step_that_has_not_paid_finds_no_labelled_row",),
-        False,
-    ),
-    Fault(
-        "a visit is charged after its rows were read",
-        (
-            (
-                LEDGER,
-                "        after = self._admitted(event, visit)\n        try:\n",
-                "        after = self._admitted(event, visit)\n        yield\n        try:\n",
-            ),
-            (LEDGER, "        yield  # an exception", "        # an exception"),
-        ),
-        (IN_LEDGER + "test_the_charge_is_on_disk_before_the_block_is_entered",),
-        False,
-    ),
-    Fault(
-        "a visit is not charged",
-        ((LEDGER, "            self._journal.charge(event)\n", "            pass\n"),),
-        (IN_LEDGER + "test_it_pays_for_exactly_the_visits_that_fit_and_refuses_the_next",),
-        False,
-    ),
-    Fault(
-        "two agents may hold one row",
-        (
-            (
-                "privssl/experiment/prepare.py",
-                "            _refuse_shared_rows(holders, federation)\n",
-                "            pass\n",
-            ),
-        ),
-        (
-            "tests/runs/test_shared_accounts.py::"
-            "test_rows_that_two_agents_share_are_refused_in_a_private_run",
-        ),
         False,
     ),
 )

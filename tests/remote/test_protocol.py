@@ -1,6 +1,7 @@
 """Letters: what was put in comes out, what was not asked for does not, and nothing is run."""
 
 import dataclasses
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,31 @@ def test_what_is_not_a_letter_in_form_is_refused(change: Callable[[bytes], bytes
     data = protocol.to_bytes(VISIT)
     assert change(data) != data
     assert word_of(change(data)) == "refused"
+
+
+def test_a_field_that_no_such_letter_has_is_refused() -> None:
+    data = protocol.to_bytes(VISIT)
+    size = int.from_bytes(data[8:12], "little")
+    about = json.loads(data[12 : 12 + size])
+
+    def letter(fields: dict[str, Any]) -> bytes:
+        header = encode({**about, "fields": fields})
+        return data[:8] + len(header).to_bytes(4, "little") + header + data[12 + size :]
+
+    assert letter(about["fields"]) == data  # the control
+    assert word_of(letter({**about["fields"], "more": 1})) == "refused"
+
+
+def test_a_header_beyond_its_bound_is_not_even_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decoded(_: bytes) -> dict[str, object]:
+        raise AssertionError("it was decoded")
+
+    monkeypatch.setattr(protocol, "decode", decoded)
+    start, most = protocol.to_bytes(VISIT)[:8], protocol.MAX_HEADER_BYTES
+    for size in (most + 1, 10 * most):
+        assert word_of(start + size.to_bytes(4, "little") + b" " * size) == "refused"
+    with pytest.raises(AssertionError, match="decoded"):  # the control
+        word_of(start + most.to_bytes(4, "little") + b" " * most)
 
 
 def test_a_kind_that_was_not_asked_for_is_refused() -> None:

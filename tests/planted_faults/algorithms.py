@@ -1,0 +1,386 @@
+"""Mistakes in the equations of the algorithms."""
+
+from tests.planted_faults.fault import Fault
+
+FEDSSL = "privssl/algorithms/fedssl/algorithm.py"
+MIXING = "privssl/algorithms/fedssl/losses.py"
+FEDSEAL = "privssl/algorithms/fedseal/algorithm.py"
+SIGNS = "privssl/algorithms/fedseal/negative_learning.py"
+SEMIFL = "privssl/algorithms/semifl.py"
+STATIC = "privssl/models/static_norm.py"
+FEDMATCH = "privssl/algorithms/fedmatch/algorithm.py"
+HALVES = "privssl/algorithms/fedmatch/disjoint_training.py"
+HELPERS = "privssl/algorithms/fedmatch/helper_agents.py"
+SPARSE = "privssl/algorithms/fedmatch/sparse_updates.py"
+FEDTRINET = "privssl/algorithms/fedtrinet/algorithm.py"
+VOTING = "privssl/algorithms/fedtrinet/voting.py"
+CENSUS = "privssl/algorithms/label_census/algorithm.py"
+NAMES = "privssl/algorithms/label_census/cluster_labels.py"
+UDA = "privssl/algorithms/baselines/fixmatch_uda.py"
+LOCAL = "privssl/algorithms/local_ssl.py"
+
+IN_FEDSSL = "tests/algorithms/test_fedssl.py::test_"
+IN_BASELINES = "tests/algorithms/test_fedssl_baselines.py::test_"
+IN_FEDSEAL = "tests/algorithms/test_fedseal.py::test_"
+IN_SEMIFL = "tests/algorithms/test_semifl.py::test_"
+IN_MODELS = "tests/models/test_models.py::test_"
+IN_FEDMATCH = "tests/algorithms/test_fedmatch.py::test_"
+IN_FEDTRINET = "tests/algorithms/test_fedtrinet.py::test_"
+IN_CENSUS = "tests/algorithms/test_label_census.py::test_"
+IN_HISTOGRAM = "tests/privacy/test_label_histogram.py::test_"
+IN_UDA = "tests/algorithms/test_baselines.py::test_"
+IN_LOSSES = "tests/training/test_pseudo_mixup_losses.py::test_"
+
+OPEN_GATE = (
+    IN_FEDSSL + "open_gate_f_learns_rows_and_mixes_g_realism_and_rebuilding_d_to_tell_them",
+)
+
+FAULTS: tuple[Fault, ...] = (
+    # FedSSL --------------------------------------------------------------------------------------
+    Fault(
+        "FedSSL, Eq. 3: lambda weighs the class to mix in",
+        ((MIXING, "p_mix = mix(b.lam, b.p1, b.p2)", "p_mix = mix(b.lam, b.p2, b.p1)"),),
+        OPEN_GATE,
+    ),
+    Fault(
+        "FedSSL, Eq. 6: realism of an even blend counts most",
+        (
+            (
+                "generators/objectives.py",
+                "torch.exp(torch.maximum(lam, 1 - lam) - 1)",
+                "torch.exp(torch.minimum(lam, 1 - lam) - 1)",
+            ),
+        ),
+        (
+            ""
+            "tests/generators/test_generators.py::test_g_is_one_at_the_ends_and_smallest_in_the_middle",
+        ),
+    ),
+    Fault(
+        "FedSSL, Eq. 6: D's loss reaches G",
+        ((MIXING, "x_hat.detach()]), torch.cat", "x_hat]), torch.cat"),),
+        (IN_FEDSSL + "with_the_gate_closed_each_loss_reaches_its_own_network_alone",),
+    ),
+    Fault(
+        "FedSSL, Eq. 6: D is not shown p'",
+        ((MIXING, 'label = p_mix if cfg.judge == "mixed" else b.p2', "label = b.p2"),),
+        OPEN_GATE,
+    ),
+    Fault(
+        "FedSSL, Eq. 7: G rebuilds the row that F learns",
+        ((MIXING, "reconstruction_loss(x_rec, b.mild)", "reconstruction_loss(x_rec, b.strong)"),),
+        OPEN_GATE,
+    ),
+    Fault(
+        "FedSSL: G is guided by F's weight",
+        (
+            (
+                MIXING,
+                "scale_gradient(x_hat, cfg.weight_guidance / cfg.weight_mix)",
+                "scale_gradient(x_hat, 1.0)",
+            ),
+        ),
+        (IN_FEDSSL + "g_is_guided_by_the_same_weight_whether_f_learns_from_mixes_or_not",),
+    ),
+    Fault(
+        "FedSSL: the gate is open from the start",
+        ((FEDSSL, "mixes_teach=self.cfg.gate == 0 or state.gate_round > 0,", "mixes_teach=True,"),),
+        (IN_FEDSSL + "mixes_teach_f_only_behind_an_open_gate",),
+    ),
+    Fault(
+        "FedSSL: the gate closes again",
+        (
+            (
+                FEDSSL,
+                "if not opened and agreement >= self.cfg.gate:",
+                "opened = 0\n        if agreement >= self.cfg.gate:",
+            ),
+        ),
+        (IN_FEDSSL + "the_gate_opens_in_the_round_after_f_recognised_enough_mixes_and_stays_open",),
+    ),
+    Fault(
+        "FedSSL, Alg. 2: support agents all start from the server's networks",
+        ((FEDSSL, "self._request(handed_on, federation)\n", "self._request(state, federation)\n"),),
+        (IN_FEDSSL + "in_sequence_each_support_agent_goes_on_where_the_one_before_stopped",),
+    ),
+    Fault(
+        "FedSSL, Alg. 2: what support agents learned is lost",
+        ((FEDSSL, "            state = handed_on\n", ""),),
+        (IN_FEDSSL + "in_sequence_what_support_agents_learned_stays_where_no_query_agent_trains",),
+    ),
+    Fault(
+        "FedSSL: a query pass reads labelled rows",
+        (
+            (
+                FEDSSL,
+                "        teacher = local_training.load_weights(",
+                "        if agent.held_labelled is not None:\n"
+                "            agent.held_labelled.x.sum()\n"
+                "        teacher = local_training.load_weights(",
+            ),
+        ),
+        (
+            "tests/privacy/test_mixed_agents.py::"
+            "test_answers_that_nothing_is_charged_for_do_not_depend_on_labelled_rows",
+        ),
+    ),
+    Fault(
+        "FedSSL, l. 9: groups count by their agents",
+        ((LOCAL, '"half": 1 / len(replies)', '"half": 1.0'),),
+        (IN_BASELINES + "the_two_groups_are_averaged_as_configured",),
+    ),
+    Fault(
+        "FedSSL, Eq. 2: guesses are made less decided",
+        (
+            (
+                "privssl/training/pseudo_labels.py",
+                "powered = probs**sharpness",
+                "powered = probs ** (1 / sharpness)",
+            ),
+        ),
+        (IN_LOSSES + "sharpening_by_hand",),
+    ),
+    Fault(
+        "FedSSL, L-MixUp: labels are not mixed with their rows' partners",
+        (("privssl/training/mixup.py", "mix(lam, p, p[partner])", "mix(lam, p, p)"),),
+        (IN_LOSSES + "a_row_and_its_label_are_mixed_with_the_same_partner_by_the_same_factor",),
+    ),
+    # FedSEAL -------------------------------------------------------------------------------------
+    Fault(
+        "FedSEAL, Eq. 5: a threshold is a mean over rows that are called so",
+        (
+            (
+                SIGNS,
+                "count = torch.bincount(y, minlength=p.shape[1])",
+                "count = torch.bincount(predicted, minlength=p.shape[1])",
+            ),
+        ),
+        (
+            IN_FEDSEAL
+            + "a_threshold_is_the_confidence_of_rows_called_a_class_over_the_rows_that_are",
+        ),
+    ),
+    Fault(
+        "FedSEAL, Eq. 8: the first models fade",
+        ((FEDSEAL, '(p - memory["p_bar"]) / models if', '(p - memory["p_bar"]) / 2 if'),),
+        (IN_FEDSEAL + "past_predictions_are_averaged_model_by_model",),
+    ),
+    Fault(
+        "FedSEAL, Eq. 12: a sure row is a negative one as well",
+        ((SIGNS, "negative = ~positive & unlikely.any(dim=1)", "negative = unlikely.any(dim=1)"),),
+        (IN_FEDSEAL + "a_row_is_sure_or_has_an_unlikely_class_or_is_left_out",),
+    ),
+    Fault(
+        "FedSEAL, Eq. 12: a complement is any class",
+        (
+            (
+                SIGNS,
+                "torch.where(negative[:, None], unlikely.float(), 1.0)",
+                "torch.ones_like(p_bar)",
+            ),
+        ),
+        (IN_FEDSEAL + "a_complement_is_any_of_the_unlikely_classes_and_no_other",),
+    ),
+    Fault(
+        "FedSEAL, Eq. 13: lambda falls",
+        ((SIGNS, "return 1 - (1 - first) * d, 1.0", "return first * d, 1.0"),),
+        (IN_FEDSEAL + "lambda_moves_as_its_reading_says",),
+    ),
+    Fault(
+        "FedSEAL, Eq. 15: negative learning teaches the complement",
+        (
+            (
+                SIGNS,
+                "return logits.logsumexp(dim=1) - logits.masked_fill(excluded, -torch.inf)",
+                "return logits.logsumexp(dim=1) - logits.masked_fill(~excluded, -torch.inf)",
+            ),
+        ),
+        (IN_FEDSEAL + "the_complementary_loss_is_minus_log_of_one_minus_p",),
+    ),
+    Fault(
+        "FedSEAL: validation rows are learned",
+        ((FEDSEAL, "torch.nonzero(~apart)[:, 0], torch", "torch.arange(len(apart)), torch"),),
+        (IN_FEDSEAL + "validation_rows_judge_but_are_not_learned",),
+    ),
+    # SemiFL --------------------------------------------------------------------------------------
+    Fault(
+        "SemiFL: static norm keeps the biased variance",
+        ((STATIC, "correction=0 if single else 1", "correction=0"),),
+        (IN_MODELS + "collected_statistics_are_means_over_batches_of_mean_and_unbiased_variance",),
+    ),
+    Fault(
+        "SemiFL: training goes by collected statistics",
+        (
+            (
+                STATIC,
+                "own = self.training or self.collecting or not",
+                "own = self.collecting or not",
+            ),
+        ),
+        (IN_MODELS + "in_training_a_batch_is_normalised_by_itself_whatever_was_collected",),
+    ),
+    Fault(
+        "SemiFL: MIX weighs the second label by lambda",
+        (
+            (
+                SEMIFL,
+                "return lam * cross_entropy(logits, y1) + (1 - lam) * cross_entropy(logits, y2)",
+                "return lam * cross_entropy(logits, y2) + (1 - lam) * cross_entropy(logits, y1)",
+            ),
+        ),
+        (IN_SEMIFL + "the_mixed_loss_weighs_both_labels_by_lambda",),
+    ),
+    Fault(
+        "SemiFL: the server's momentum is forgotten",
+        ((SEMIFL, "momentum * velocity[name] + (F[name] - value)", "F[name] - value"),),
+        (IN_SEMIFL + "a_constant_pull_is_followed_in_growing_steps",),
+    ),
+    Fault(
+        "SemiFL: rows that are not sure are learned",
+        (
+            (
+                SEMIFL,
+                "sure = P.max(dim=1).values >= self.cfg.threshold  # (N,)",
+                "sure = P.max(dim=1).values >= 0.0  # (N,)",
+            ),
+        ),
+        (IN_SEMIFL + "a_row_is_sure_from_tau_on_and_an_agent_without_one_is_silent",),
+    ),
+    # FedMatch ------------------------------------------------------------------------------------
+    Fault(
+        "FedMatch, Eq. 5: unlabelled rows move sigma",
+        ((HALVES, 'self._step("psi", loss)', 'self._step("sigma", loss)'),),
+        (IN_FEDMATCH + "a_step_on_psi_is_the_one_of_the_equations",),
+    ),
+    Fault(
+        "FedMatch, Eq. 5: penalties are means",
+        ((HALVES, "l2 * (p - s).square().sum()", "l2 * (p - s).square().mean()"),),
+        (IN_FEDMATCH + "penalties_are_sums_over_all_weights",),
+    ),
+    Fault(
+        "FedMatch, Eq. 1: the divergence is turned round",
+        ((HALVES, "parts = [(h * (h / p).log())", "parts = [(p * (p / h).log())"),),
+        (IN_FEDMATCH + "inter_client_loss_is_the_mean_divergence_from_the_helpers",),
+    ),
+    Fault(
+        "FedMatch, Eq. 3: helpers do not vote",
+        (
+            (
+                HELPERS,
+                "votes = votes + one_hot(choice, classes) * sure[:, None]",
+                "votes = votes + 0 * one_hot(choice, classes) * sure[:, None]",
+            ),
+        ),
+        (IN_FEDMATCH + "a_step_on_psi_is_the_one_of_the_equations",),
+    ),
+    Fault(
+        "FedMatch: helpers are those that are farthest",
+        (
+            (
+                HELPERS,
+                "found[agent] = tuple(others[:count])",
+                "found[agent] = tuple(sorted(set(seen) - {agent} - set(others[:count])))[:count]",
+            ),
+        ),
+        (IN_FEDMATCH + "the_nearest_are_those_of_a_search_through_all",),
+    ),
+    Fault(
+        "FedMatch: an agent helps itself",
+        ((HELPERS, "for place in places if seen[place] != agent]", "for place in places]"),),
+        (IN_FEDMATCH + "an_agent_never_helps_itself_however_many_are_alike",),
+    ),
+    Fault(
+        "FedMatch: differences that were cut arrive",
+        (
+            (
+                SPARSE,
+                "return _merge(trained, received, sent), _count",
+                "return dict(trained), _count",
+            ),
+        ),
+        (IN_FEDMATCH + "an_upload_of_psi_keeps_what_the_server_has_where_the_difference_is_cut",),
+    ),
+    # FedTriNet -----------------------------------------------------------------------------------
+    Fault(
+        "FedTriNet: the first player alone votes",
+        ((VOTING, "torch.stack(list(probs)).sum(dim=0) / 3", "probs[0]"),),
+        (IN_FEDTRINET + "the_vote_is_the_mean_of_the_players",),
+    ),
+    Fault(
+        "FedTriNet: a vote at the threshold is believed",
+        ((VOTING, "return classes, highest > threshold", "return classes, highest >= threshold"),),
+        (IN_FEDTRINET + "a_draw_goes_to_the_lowest_class_and_the_threshold_itself_is_not_enough",),
+    ),
+    Fault(
+        "FedTriNet, Eq. 5: the threshold does not sink",
+        ((VOTING, "falling = (100 - 2 * t) / 100", "falling = (100 - 0 * t) / 100"),),
+        (IN_FEDTRINET + "the_threshold_sinks_as_printed",),
+    ),
+    Fault(
+        "FedTriNet, Eq. 6: lambda is left out",
+        ((VOTING, "(labelled + guessed, cfg.pseudo_weight)]", "(labelled + guessed, 1.0)]"),),
+        (IN_FEDTRINET + "the_loss_is_the_mean_over_labels_plus_lambda_times_that_over_guesses",),
+    ),
+    Fault(
+        "FedTriNet: the splice has the local network's first layers",
+        ((FEDTRINET, "splice(msg.F, own, self._shallow)", "splice(own, msg.F, self._shallow)"),),
+        (IN_FEDTRINET + "phase_2_is_fedavg_where_c_is_all_of_w_and_nothing_is_tuned_or_admitted",),
+    ),
+    # The label census ----------------------------------------------------------------------------
+    Fault(
+        "label census: one record is two counts",
+        ((CENSUS, "msg, ctx)), label] += 1", "msg, ctx)), : label + 1] += 1"),),
+        (IN_CENSUS + "each_labelled_row_counts_once_in_the_cluster_and_class_that_it_is_in",),
+    ),
+    Fault(
+        "label census: rows are counted before they are paid for",
+        (
+            (
+                CENSUS,
+                "            with agent.account.spend(self.plan.event, ctx.charge_id):\n"
+                "                return Census(self.plan.release(self._count(agent, msg, ctx)))",
+                "            counts = self._count(agent, msg, ctx)\n"
+                "            with agent.account.spend(self.plan.event, ctx.charge_id):\n"
+                "                return Census(self.plan.release(counts))",
+            ),
+        ),
+        (IN_HISTOGRAM + "a_census_is_paid_for_before_its_rows_are_read",),
+    ),
+    Fault(
+        "label census: a crooked map is used",
+        ((CENSUS, "        self.check_map(msg)\n", ""),),
+        (IN_CENSUS + "a_crooked_map_is_refused_alike_whatever_rows_there_are",),
+    ),
+    Fault(
+        "label census: noise is no part of the posterior",
+        ((NAMES, "for _ in range(agents if epsilon is not None else 0):", "for _ in range(0):"),),
+        (IN_CENSUS + "the_posterior_is_bayes_rule_over_the_class_of_a_cluster",),
+    ),
+    Fault(
+        "label census: the answers wait for the next checkpoint",
+        ((CENSUS, 'Phase("census", 1, saved=True)', 'Phase("census", 1)'),),
+        (IN_CENSUS + "the_answers_are_saved_at_once_because_they_cannot_be_asked_for_again",),
+    ),
+    # FixMatch, UDA -------------------------------------------------------------------------------
+    Fault(
+        "FixMatch: rows that are not sure teach",
+        (
+            (
+                UDA,
+                "kept = p.amax(dim=1) >= self.cfg.threshold  # (B,)",
+                "kept = p.amax(dim=1) >= 0.0  # (B,)",
+            ),
+        ),
+        (IN_UDA + "fixmatch_teaches_sure_rows_alone",),
+    ),
+    Fault(
+        "UDA: guesses are made less decided",
+        ((UDA, "sharpen(p, 1 / self.cfg.temperature)", "sharpen(p, self.cfg.temperature)"),),
+        (IN_UDA + "uda_teaches_the_sharpened_distribution",),
+    ),
+    Fault(
+        "UDA: annealing leaves out the rows that are not known yet",
+        ((UDA, "return ~(logits.softmax", "return (logits.softmax"),),
+        (IN_UDA + "labelled_rows_that_are_known_already_teach_nothing",),
+    ),
+)

@@ -1,0 +1,132 @@
+"""Mistakes in the audit: what it does not look at, or believes."""
+
+from tests.planted_faults.fault import Fault
+
+WITNESSES = "privssl/audit/witnesses.py"
+CLAIM = "privssl/audit/claim_verification.py"
+CARD = "privssl/audit/card_recomputation.py"
+CROSS = "privssl/audit/cross_checks.py"
+ATTACK = "privssl/audit/mechanism_attack.py"
+
+IN_TAMPERING = "tests/audit/test_audit_tampering.py::test_"
+IN_CARD = "tests/audit/test_card_and_audit.py::test_"
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "absent checkpoints are no doubt",
+        (
+            (
+                WITNESSES,
+                'if not any((run / "checkpoints").glob("round_*/snapshot.json")):',
+                'if not (run / "checkpoints").parent.exists():',
+            ),
+        ),
+        (IN_TAMPERING + "no_set_of_deleted_witnesses_leaves_a_folder_consistent",),
+    ),
+    Fault(
+        "absent metrics are no doubt",
+        (
+            (
+                WITNESSES,
+                'if not (run / "metrics.csv").is_file() and rounds != 0:',
+                "if rounds == -1:",
+            ),
+        ),
+        (IN_TAMPERING + "no_set_of_deleted_witnesses_leaves_a_folder_consistent",),
+    ),
+    Fault(
+        "the released weights are not looked at",
+        (
+            (
+                WITNESSES,
+                'if tensor_files.sha256_of(path) != said["sha256"]:',
+                'if tensor_files.sha256_of(path) == "":',
+            ),
+        ),
+        (IN_TAMPERING + "a_file_that_was_edited_is_told_of_and_the_folder_is_not_consistent",),
+    ),
+    Fault(
+        "a card is not made a second time",
+        (
+            (
+                CARD,
+                "if where := _difference(name, card.get(name), made[name]):",
+                "if where := _difference(name, made[name], made[name]):",
+            ),
+        ),
+        (IN_CARD + "a_card_that_does_not_follow_from_its_ledgers_is_violated",),
+    ),
+    Fault(
+        "a card's claim is not recomputed",
+        (
+            (
+                CLAIM,
+                "report.recomputed = then.epsilon",
+                "report.recomputed = report.claimed or then.epsilon",
+            ),
+            (
+                CARD,
+                "if where := _difference(name, card.get(name), made[name]):",
+                "if where := _difference(name, made[name], made[name]):",
+            ),
+        ),
+        (IN_CARD + "a_card_that_lies_is_violated",),
+    ),
+    Fault(
+        "a ledger's noise is not held against the config",
+        (
+            (
+                CROSS,
+                "        if true != found:\n",
+                '        if true != found and name != "a visit":\n',
+            ),
+        ),
+        (
+            IN_TAMPERING
+            + "noise_in_ledgers_and_card_that_the_config_does_not_ask_for_is_violated_and_named",
+        ),
+    ),
+    Fault(
+        "checkpoints' memories of a ledger are not asked",
+        (
+            (
+                CROSS,
+                "return memory.seq <= journal.seq and journal.hashes[memory.seq] == memory.head",
+                "return True",
+            ),
+        ),
+        (IN_CARD + "a_checkpoint_remembers_what_a_ledger_and_a_new_card_forgot",),
+    ),
+    Fault(
+        "a second library is believed whatever it says",
+        ((CLAIM, "abs(ours - theirs) > _TOLERANCE * max(1.0, theirs)", "abs(ours - theirs) < 0"),),
+        (IN_CARD + "a_second_library_that_disagrees_is_violated",),
+    ),
+    Fault(
+        "visits after the card are forgiven in a finished run",
+        (
+            (
+                CLAIM,
+                "    if ended:\n        report.problems.append(text)\n",
+                "    if ended:\n        report.notes.append(text)\n",
+            ),
+        ),
+        (IN_CARD + "a_finished_run_with_visits_after_its_card_is_violated",),
+    ),
+    Fault(
+        "unknown fields of a card are taken for checked",
+        ((CARD, "    yield from _unknown_keys(card, made)\n", ""),),
+        (IN_TAMPERING + "a_file_that_was_edited_is_told_of_and_the_folder_is_not_consistent",),
+    ),
+    Fault(
+        "a claim is of the agent that spent least",
+        (
+            (
+                "privssl/privacy/privacy_card.py",
+                "overall = max(epsilons)",
+                "overall = min(epsilons)",
+            ),
+        ),
+        (IN_CARD + "the_claim_is_the_agent_that_spent_most_and_never_a_sum",),
+    ),
+)

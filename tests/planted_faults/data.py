@@ -1,0 +1,101 @@
+"""Mistakes in who gets which rows, and in what may be known of them."""
+
+from tests.planted_faults.fault import Fault
+
+DATA = "privssl/data/__init__.py"
+SPLIT = "privssl/data/split.py"
+MANIFEST = "privssl/data/split_manifest.py"
+PARTITION = "privssl/data/partition.py"
+
+IN_FEDERATION = "tests/data/test_federation.py::test_"
+IN_MANIFEST = "tests/data/test_split_manifest.py::test_"
+IN_PARTITION = "tests/data/test_partition.py::test_"
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "unlabelled rows are ordered by their hidden labels",
+        (
+            (
+                DATA,
+                "        ids = torch.tensor(holding.unlabelled)\n",
+                "        ids = torch.tensor(holding.unlabelled)\n"
+                "        ids = ids[dataset.y_train[ids].argsort(stable=True)]\n",
+            ),
+        ),
+        (IN_FEDERATION + "the_labels_of_unlabelled_rows_reach_no_agent",),
+    ),
+    Fault(
+        "the data set stays in reach of every step",
+        ((DATA, "x_train=dataset.x_train[:0].clone()", "x_train=dataset.x_train"),),
+        (IN_FEDERATION + "no_training_row_stays_with_the_data_set",),
+    ),
+    Fault(
+        "agents share memory",
+        (
+            (
+                DATA,
+                "return rows.index_select(0, ids)",
+                "return rows[int(ids.min()) : int(ids.max()) + 1][: len(ids)] if "
+                "len(ids) else rows[:0]",
+            ),
+        ),
+        (IN_FEDERATION + "no_agent_shares_memory_with_the_data_set_or_another_agent",),
+    ),
+    Fault(
+        "every seed has one split",
+        ((SPLIT, 'randomness.stream(seed, 0, "world"', 'randomness.stream(0, 0, "world"'),),
+        (IN_FEDERATION + "one_seed_gives_one_split_and_another_seed_another",),
+    ),
+    Fault(
+        "stratified labels are drawn whatever their class",
+        (
+            (
+                SPLIT,
+                "rows[np.lexsort((turn[classes], rank))[:count]]",
+                "rows[np.lexsort((turn[classes], 0 * rank))[:count]]",
+            ),
+        ),
+        (IN_FEDERATION + "stratified_labels_are_equally_many_of_each_class",),
+    ),
+    Fault(
+        "a labelled row is an unlabelled one as well",
+        ((SPLIT, "rest = np.setdiff1d(everything, labelled)", "rest = everything"),),
+        (IN_FEDERATION + "no_row_is_held_twice_and_none_is_lost",),
+    ),
+    Fault(
+        "a validation row is a labelled one as well",
+        ((SPLIT, "kept = np.setdiff1d(known, labelled)", "kept = known"),),
+        (IN_FEDERATION + "no_row_is_held_twice_and_none_is_lost",),
+    ),
+    Fault(
+        "a split that somebody changed is taken",
+        ((MANIFEST, "if stated != manifest.hash:", "if stated is None:"),),
+        (IN_MANIFEST + "no_flipped_digit_passes",),
+    ),
+    Fault(
+        "a split of other data is taken",
+        ((DATA, "    split.check(dataset, digest)\n", ""),),
+        (IN_FEDERATION + "a_split_of_other_rows_is_refused",),
+    ),
+    Fault(
+        "one row has two holders in a split",
+        (
+            (
+                MANIFEST,
+                "            if row in holders:\n",
+                "            if row in holders and row < 0:\n",
+            ),
+        ),
+        (IN_MANIFEST + "rows_that_cannot_be_are_refused_even_with_the_right_hash",),
+    ),
+    Fault(
+        "Dirichlet shares are of one agent, not of one class",
+        ((PARTITION, "np.cumsum(shares[number])[:-1]", "np.cumsum(shares[0])[:-1]"),),
+        (IN_PARTITION + "the_spread_of_class_shares_is_that_of_the_distribution",),
+    ),
+    Fault(
+        "round robin begins at the last agent",
+        ((PARTITION, "or [number % agents]", "or [-1 - number % agents]"),),
+        (IN_PARTITION + "round_robin_is_the_example_of_the_paper",),
+    ),
+)

@@ -1,0 +1,316 @@
+"""Mistakes between server and agents: engines, means, messages, letters and sites."""
+
+from tests.planted_faults.fault import Fault
+
+AGGREGATION = "privssl/core/aggregation.py"
+MESSAGES = "privssl/core/messages.py"
+RUNNER = "privssl/core/step_runner.py"
+LOCAL = "privssl/engines/local.py"
+POOL = "privssl/engines/process_pool.py"
+BATCHED = "privssl/engines/batched.py"
+REMOTE = "privssl/engines/remote.py"
+PROTOCOL = "privssl/remote/protocol.py"
+SITE = "privssl/site/request_handler.py"
+STARTUP = "privssl/site/startup.py"
+
+IN_MESSAGES = "tests/core/test_messages.py::test_"
+IN_RUNNER = "tests/core/test_step_runner.py::test_"
+IN_FEDERATION = "tests/core/test_agents_and_federation.py::test_"
+IN_CONFORMANCE = "tests/engines/test_engine_conformance.py::test_"
+IN_POOL = "tests/engines/test_process_pool.py::test_"
+IN_BATCHED = "tests/training/test_batched_agents.py::test_"
+IN_REMOTE = "tests/engines/test_remote_engine.py::test_"
+IN_PROTOCOL = "tests/remote/test_protocol.py::test_"
+IN_SITE = "tests/site/test_site.py::test_"
+
+FAULTS: tuple[Fault, ...] = (
+    # The mean ------------------------------------------------------------------------------------
+    Fault(
+        "every reply weighs as much as all before it",
+        (
+            (
+                AGGREGATION,
+                "piece.mean.lerp_(piece.numbers, share / self._total)",
+                "piece.mean.lerp_(piece.numbers, share and 0.5)",
+            ),
+        ),
+        (IN_MESSAGES + "the_average_weighs_every_agent_by_its_share",),
+    ),
+    Fault(
+        "a mean loses digits",
+        (
+            (
+                AGGREGATION,
+                "part.numel() for part in sent.values()), dtype=torch.float64)",
+                "part.numel() for part in sent.values()), dtype=torch.float32)",
+            ),
+            (
+                AGGREGATION,
+                "torch.empty(min(PIECE, len(whole)), dtype=torch.float64)",
+                "torch.empty(min(PIECE, len(whole)), dtype=torch.float32)",
+            ),
+        ),
+        (IN_MESSAGES + "a_mean_over_many_agents_is_rounded_once",),
+    ),
+    Fault(
+        "weights of another form are averaged",
+        ((AGGREGATION, "        self._check_form(sent, sender)\n", ""),),
+        (IN_MESSAGES + "weights_of_another_form_are_not_averaged",),
+    ),
+    Fault(
+        "a share may be negative",
+        ((AGGREGATION, "math.isfinite(share) and share >= 0", "math.isfinite(share)"),),
+        (IN_MESSAGES + "a_share_that_is_no_number_from_0_is_refused",),
+    ),
+    Fault(
+        "a mean follows the order of arrival",
+        (
+            (
+                AGGREGATION,
+                "in sorted(replies, key=lambda reply: natural_order(reply.sender.id)):",
+                "in replies:",
+            ),
+        ),
+        (IN_MESSAGES + "the_order_of_arrival_changes_no_bit_of_the_average",),
+    ),
+    # Messages ------------------------------------------------------------------------------------
+    Fault(
+        "numbers that are not finite pass",
+        ((MESSAGES, "not _all_finite(tensor)", "not len(tensor.shape) >= 0"),),
+        (IN_MESSAGES + "finite_numbers_pass_whatever_their_sum_and_others_never_do",),
+    ),
+    Fault(
+        "a message may hold any type of numbers",
+        ((MESSAGES, "if tensor.dtype not in DTYPES:", "if tensor.dtype is None:"),),
+        (IN_MESSAGES + "numbers_of_a_type_that_no_network_has_are_refused",),
+    ),
+    Fault(
+        "a field may be of another type than declared",
+        ((MESSAGES, "if not _fits(value, allowed[spec.name]):", "if value is allowed:"),),
+        (IN_MESSAGES + "a_field_of_another_type_than_declared_is_refused",),
+    ),
+    Fault(
+        "a letter may have fields of its own",
+        (
+            (
+                PROTOCOL,
+                'only_keys(fields, names - {"body"}, kind.__name__)',
+                "fields = {k: v for k, v in fields.items() if k in names}",
+            ),
+        ),
+        (IN_PROTOCOL + "a_field_that_no_such_letter_has_is_refused",),
+    ),
+    Fault(
+        "a stated size is believed",
+        ((PROTOCOL, "if size > min(MAX_HEADER_BYTES, len(data) - _START):", "if size > 2**32:"),),
+        (IN_PROTOCOL + "a_header_beyond_its_bound_is_not_even_decoded",),
+    ),
+    Fault(
+        "a letter of any size is read",
+        (("privssl/remote/framing.py", "if size > MAX_BYTES:", "if size > 2**62:"),),
+        (IN_SITE + "a_letter_that_states_a_larger_size_than_any_has_is_not_read",),
+    ),
+    Fault(
+        "the id of a visit says nothing of its message",
+        ((PROTOCOL, "hashlib.sha256(self.body).digest()", 'hashlib.sha256(b"").digest()'),),
+        (IN_PROTOCOL + "the_id_of_a_visit_follows_from_all_that_decides_over_its_work",),
+    ),
+    Fault(
+        "the id of a visit follows its deadline",
+        ((PROTOCOL, 'k not in ("deadline", "body")', 'k not in ("body",)'),),
+        (IN_PROTOCOL + "a_visit_that_is_sent_again_with_a_later_deadline_is_the_same",),
+    ),
+    # A visit -------------------------------------------------------------------------------------
+    Fault(
+        "a step that breaks off leaves its memory",
+        (
+            (
+                RUNNER,
+                "        content = step(seen, message, ctx)\n",
+                "        try:\n"
+                "            content = step(seen, message, ctx)\n"
+                "        finally:\n"
+                "            agent.memory = seen.memory\n",
+            ),
+        ),
+        (IN_RUNNER + "a_new_mapping_is_remembered_and_none_is_when_a_step_breaks_off",),
+    ),
+    Fault(
+        "a step may write into what is remembered",
+        ((RUNNER, "if version != written[name]]", "if version < written[name]]"),),
+        (IN_RUNNER + "what_is_remembered_is_replaced_and_never_written_into",),
+    ),
+    Fault(
+        "two visits of a round share their chance",
+        (("privssl/core/task.py", 'f"{self.visit_key}:{purpose}"', "purpose"),),
+        (IN_CONFORMANCE + "randomness_follows_from_seed_round_agent_step_and_visit",),
+    ),
+    Fault(
+        "two purposes share their chance",
+        (("privssl/runtime/randomness.py", '{agent}/{purpose}".encode()', '{agent}".encode()'),),
+        (IN_FEDERATION + "no_two_purposes_rounds_agents_or_seeds_share_a_stream",),
+    ),
+    Fault(
+        "curves of protected rows leave",
+        ((LOCAL, "telemetry=agent.account is None,", "telemetry=True,"),),
+        (
+            ""
+            "tests/engines/test_local_engine.py::test_no_curve_leaves_an_agent_whose_rows_are_under_a_claim",
+        ),
+    ),
+    Fault(
+        "an agent gets the server's own tensors",
+        ((LOCAL, "        return value.clone()\n", "        return value\n"),),
+        (IN_CONFORMANCE + "an_agent_cannot_write_into_the_servers_state",),
+    ),
+    # Engines -------------------------------------------------------------------------------------
+    Fault(
+        "replies of workers come from the last to the first",
+        (
+            (
+                POOL,
+                "for place in range(len(now.calls)):",
+                "for place in reversed(range(len(now.calls))):",
+            ),
+        ),
+        (IN_POOL + "replies_come_in_the_order_of_calls_whoever_is_ready_first",),
+    ),
+    Fault(
+        "workers keep what agents remember",
+        ((POOL, 'if answer["remembers"]:', 'if answer["remembers"] is None:'),),
+        (IN_POOL + "an_agent_keeps_its_memory_whichever_worker_it_comes_to",),
+    ),
+    Fault(
+        "workers open accounts",
+        (
+            (
+                POOL,
+                "return self._agents[call.to.id].account is None and bool(theirs == call.step)",
+                "return bool(theirs == call.step)",
+            ),
+        ),
+        (IN_POOL + "an_agent_with_an_account_is_visited_in_this_process_alone",),
+    ),
+    Fault(
+        "of several errors the last is raised",
+        ((POOL, "raise now.failed[min(now.failed)]", "raise now.failed[max(now.failed)]"),),
+        (IN_POOL + "an_error_arrives_as_itself_and_of_several_the_first_by_the_order_of_calls",),
+    ),
+    Fault(
+        "agents side by side get each other's replies",
+        (
+            (
+                BATCHED,
+                "replies |= zip(some, self._side_by_side(",
+                "replies |= zip(reversed(some), self._side_by_side(",
+            ),
+        ),
+        (IN_BATCHED + "replies_are_those_of_the_local_engine_in_the_order_of_calls",),
+    ),
+    # Sites ---------------------------------------------------------------------------------------
+    Fault(
+        "a letter that comes twice is done twice",
+        (
+            (
+                SITE,
+                "            if stored is not None:\n",
+                "            if stored is not None and not visit.id:\n",
+            ),
+        ),
+        (IN_SITE + "a_visit_is_charged_and_the_same_letter_again_gets_the_stored_reply",),
+    ),
+    Fault(
+        "a visit that was charged and lost is done again",
+        ((SITE, "if account.is_charged(_charge_id(visit)):", "if not account:"),),
+        (IN_SITE + "a_reply_that_cannot_be_stored_does_not_leave_and_is_lost",),
+    ),
+    Fault(
+        "a site takes any weights",
+        ((SITE, "if largest > LARGEST_WEIGHT:", "if largest > 1e30:"),),
+        (IN_SITE + "a_site_with_a_budget_takes_no_weights_that_training_does_not_come_to",),
+    ),
+    Fault(
+        "a site works under another config",
+        ((SITE, "if frame.agreement != self.agreement:", "if not frame.agreement:"),),
+        (IN_SITE + "less_noise_in_the_coordinators_config_is_another_config",),
+    ),
+    Fault(
+        "losses leave a site beside its budget",
+        ((SITE, "telemetry=account is None and self.share_notes,", "telemetry=self.share_notes,"),),
+        (IN_SITE + "losses_leave_only_where_the_operator_allows_it_and_never_beside_a_budget",),
+    ),
+    Fault(
+        "a site's error tells what it was",
+        (
+            (
+                SITE,
+                'in words if isinstance(error, kind)), "failed")',
+                "in words if isinstance(error, kind)), str(error))",
+            ),
+        ),
+        (IN_SITE + "of_an_error_one_word_leaves_and_the_rest_stays_in_the_log",),
+    ),
+    Fault(
+        "a site forgets where its ledger ended",
+        (
+            (
+                SITE,
+                "            self.store.mark = account.seq, account.head\n        except",
+                "            pass\n        except",
+            ),
+            (
+                SITE,
+                "                self.store.mark = account.seq, account.head\n        charged",
+                "                pass\n        charged",
+            ),
+        ),
+        (IN_SITE + "the_ledgers_end_is_remembered_beside_it",),
+    ),
+    Fault(
+        "a site may name any share",
+        (
+            (
+                REMOTE,
+                "bounded = 0 <= answer.weight <= protocol.MOST_SHARE",
+                "bounded = 0 <= answer.weight",
+            ),
+        ),
+        (IN_REMOTE + "a_reply_that_the_step_could_not_have_given_is_not_taken",),
+    ),
+    Fault(
+        "a charged visit may name a share",
+        ((REMOTE, "answer.weight == 1.0 if answer.charged else bounded", "bounded"),),
+        (IN_REMOTE + "a_reply_that_the_step_could_not_have_given_is_not_taken",),
+    ),
+    Fault(
+        "an answer to another visit is taken",
+        ((REMOTE, "if answer.id != visit.id or not share:", "if not share:"),),
+        (IN_REMOTE + "an_answer_that_is_none_to_this_visit_is_not_taken",),
+    ),
+    Fault(
+        "a site works below the quorum",
+        ((REMOTE, "if there >= quorum * asked:", "if there:"),),
+        (IN_REMOTE + "below_the_quorum_a_parallel_step_stops_the_run",),
+    ),
+    Fault(
+        "an operator's delta may be another than the noise's",
+        ((STARTUP, "if budget.delta != privacy.delta:", "if budget.delta > 1:"),),
+        (IN_SITE + "a_config_under_which_the_operators_promise_would_not_hold_is_refused",),
+    ),
+    Fault(
+        "a site spends what the config promises",
+        (
+            (
+                STARTUP,
+                "budget = Budget(site.budget.epsilon, site",
+                "budget = Budget(privacy.epsilon, site",
+            ),
+        ),
+        (IN_SITE + "a_smaller_budget_of_the_operator_holds_whatever_the_config_promises",),
+    ),
+    Fault(
+        "with private counts a refusal tells of rows",
+        ((STARTUP, "public = not _count_is_private(config)", "public = config is not None"),),
+        (IN_SITE + "with_private_counts_a_site_opens_whatever_the_number_of_its_rows",),
+    ),
+)

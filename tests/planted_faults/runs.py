@@ -1,0 +1,257 @@
+"""Mistakes in what a run keeps: journals, registry, checkpoints, and how a run goes on."""
+
+from tests.planted_faults.fault import Fault
+
+JOURNAL = "accounting/journal.py"
+READER = "accounting/journal_reader.py"
+LEDGER = "accounting/ledger.py"
+REGISTRY = "accounting/row_registry.py"
+CHECKPOINT = "privssl/runs/checkpoint.py"
+RESUME = "privssl/runs/resume.py"
+LOOP = "privssl/runs/round_loop.py"
+
+IN_LEDGER = "tests/accounting/test_ledger.py::test_"
+IN_REGISTRY = "tests/accounting/test_row_registry.py::test_"
+IN_FILES = "tests/storage/test_atomic_files.py::test_"
+IN_CHECKPOINT = "tests/runs/test_checkpoint.py::test_"
+IN_RESUME = "tests/runs/test_resume.py::test_"
+
+FAULTS: tuple[Fault, ...] = (
+    # Paying ---------------------------------------------------------------------------------------
+    Fault(
+        "a visit is charged after its rows were read",
+        (
+            (
+                LEDGER,
+                "        self._file.refuse_damage()\n        try:\n",
+                "        self._file.refuse_damage()\n        yield\n        try:\n",
+            ),
+            (LEDGER, "        yield  # an exception", "        # an exception"),
+        ),
+        (IN_LEDGER + "the_charge_is_on_disk_before_the_block_is_entered",),
+        False,
+    ),
+    Fault(
+        "a visit is not charged",
+        ((LEDGER, "            self._journal.charge(event)\n", "            pass\n"),),
+        (IN_LEDGER + "it_pays_for_exactly_the_visits_that_fit_and_refuses_the_next",),
+        False,
+    ),
+    Fault(
+        "two agents may hold one row",
+        (
+            (
+                "privssl/experiment/prepare.py",
+                "            _refuse_shared_rows(holders, federated_data)\n",
+                "            pass\n",
+            ),
+        ),
+        (
+            "tests/runs/test_shared_accounts.py::"
+            "test_rows_that_two_agents_share_are_refused_in_a_private_run",
+        ),
+        False,
+    ),
+    # The journal ---------------------------------------------------------------------------------
+    Fault(
+        "no line names the one before it",
+        (
+            (
+                JOURNAL,
+                '"seq": self.seq + 1, "prev": self.head',
+                '"seq": self.seq + 1, "prev": FIRST_PREV',
+            ),
+        ),
+        (IN_LEDGER + "every_line_names_the_hash_of_the_line_before",),
+    ),
+    Fault(
+        "the chain is not looked at",
+        ((READER, 'record.pop("prev", None) != journal.head', 'record.pop("prev", None) is None'),),
+        (IN_LEDGER + "a_tampered_journal_is_refused_with_its_line_number",),
+    ),
+    Fault(
+        "a ledger's own sum is believed",
+        ((READER, "if abs(written - true) >", "if abs(written - true) < 0 *"),),
+        (IN_LEDGER + "a_rebuilt_chain_is_given_away_by_its_meaning",),
+    ),
+    Fault(
+        "two processes share a lock",
+        ((JOURNAL, "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),),
+        (IN_LEDGER + "two_accounts_of_one_agent_cannot_be_open_in_one_process",),
+    ),
+    Fault(
+        "a journal that goes on is not locked itself",
+        (
+            (
+                JOURNAL,
+                "        self._lock_alone(self._file)\n\n    def extend",
+                "\n    def extend",
+            ),
+        ),
+        (IN_LEDGER + "a_removed_lock_file_lets_no_second_writer_in",),
+    ),
+    Fault(
+        "a torn line costs nothing",
+        (
+            (
+                READER,
+                "        journal.torn_tail = True\n        journal.charge(journal.plan.event)\n",
+                "        journal.torn_tail = True\n",
+            ),
+        ),
+        (IN_LEDGER + "a_torn_last_line_is_charged_as_a_whole_visit_for_good",),
+    ),
+    Fault(
+        "a mended torn line costs nothing",
+        (
+            (
+                READER,
+                'only_keys(record, set(), "torn")\n            journal.charge(journal.plan.event)',
+                'only_keys(record, set(), "torn")',
+            ),
+        ),
+        (IN_LEDGER + "a_torn_last_line_is_charged_as_a_whole_visit_for_good",),
+    ),
+    Fault(
+        "a charge is not forced to the disk",
+        ((JOURNAL, "            os.fsync(self._file)\n", ""),),
+        (IN_FILES + "a_visit_is_on_the_disk_before_it_may_read_a_row",),
+    ),
+    Fault(
+        "a journal that somebody changed goes on",
+        (
+            (
+                JOURNAL,
+                "if damage := self.damage():",
+                "if (damage := self.damage()) and not self._file:",
+            ),
+        ),
+        (IN_LEDGER + "a_journal_that_is_not_as_it_was_left_pays_for_nothing",),
+    ),
+    Fault(
+        "after damage the smaller sum is claimed",
+        ((LEDGER, "found.epsilon > self.spent()", "found.epsilon < self.spent()"),),
+        (
+            ""
+            "tests/runs/test_journal_damage.py::test_a_file_that_claims_more_than_was_charged_counts_as_well",
+        ),
+    ),
+    Fault(
+        "a journal may be older than the checkpoint",
+        ((LEDGER, "if journal.seq < minimum_seq:", "if journal.seq < 0:"),),
+        (IN_LEDGER + "a_journal_older_than_the_checkpoint_is_refused",),
+    ),
+    Fault(
+        "a journal that was cut and written on goes on",
+        (
+            (
+                LEDGER,
+                "if minimum_head and journal",
+                "if minimum_head and not journal.plans and journal",
+            ),
+        ),
+        (
+            IN_LEDGER
+            + "a_journal_that_was_cut_and_written_on_is_refused_by_the_hash_that_is_remembered",
+        ),
+    ),
+    # The registry of rows ------------------------------------------------------------------------
+    Fault(
+        "one row has two accounts",
+        ((REGISTRY, "            _refuse_overlap(folder, merged)\n", ""),),
+        (IN_REGISTRY + "one_row_under_two_ids_is_refused_over_two_claims_and_nothing_is_written",),
+    ),
+    Fault(
+        "a row of an account is used without protection",
+        ((REGISTRY, "            _refuse_unprotected(folder, merged, beside_now)\n", ""),),
+        (IN_REGISTRY + "a_row_of_an_account_cannot_be_used_without_protection_later",),
+    ),
+    Fault(
+        "fingerprints need no key",
+        ((REGISTRY, "hmac.digest(key, row, hashlib.sha256)", "hashlib.sha256(row).digest()"),),
+        (IN_REGISTRY + "a_fingerprint_cannot_be_tested_without_the_key",),
+    ),
+    # Checkpoints ---------------------------------------------------------------------------------
+    Fault(
+        "a checkpoint takes its name before it is on the disk",
+        ((CHECKPOINT, "            atomic_files.sync_folder(temporary)\n", ""),),
+        (IN_FILES + "a_snapshot_takes_its_name_when_all_of_it_is_on_the_disk",),
+    ),
+    Fault(
+        "a damaged tensor file is read",
+        ((CHECKPOINT, ' or tensor_files.sha256_of(path) != about["sha256"]', ""),),
+        (IN_CHECKPOINT + "a_damaged_snapshot_is_passed_over_for_the_one_before",),
+    ),
+    Fault(
+        "a checkpoint of another config is taken",
+        ((CHECKPOINT, "if snapshot.config_digest != expected_digest:", "if not expected_digest:"),),
+        (IN_CHECKPOINT + "another_config_is_refused",),
+    ),
+    Fault(
+        "checkpoints remember no ledger",
+        (
+            (
+                LOOP,
+                "fixed[LEDGER_SEQ + agent.id] = agent.account.seq",
+                "fixed[LEDGER_SEQ + agent.id] = 0",
+            ),
+            (
+                LOOP,
+                "fixed[LEDGER_HEAD + agent.id] = agent.account.head",
+                'fixed[LEDGER_HEAD + agent.id] = ""',
+            ),
+        ),
+        (
+            "tests/privacy/test_specification_ledger.py::"
+            "test_a_new_checkpoint_with_an_old_ledger_is_refused_before_anything_is_read",
+        ),
+    ),
+    Fault(
+        "curves are kept after the checkpoint",
+        (
+            (
+                LOOP,
+                "            for tracker in self._trackers:\n"
+                "                tracker.keep()\n"
+                "        finally:",
+                "            pass\n        finally:",
+            ),
+        ),
+        (IN_FILES + "curves_are_on_the_disk_before_the_checkpoint_of_their_rounds",),
+    ),
+    # A run that goes on --------------------------------------------------------------------------
+    Fault(
+        "agents forget in an interruption",
+        ((LOOP, "self._engine.restore(snapshot.memories)", "self._engine.restore({})"),),
+        (
+            IN_RESUME
+            + "an_interruption_in_a_round_ends_with_130_and_resume_ends_as_if_it_had_not_been",
+        ),
+    ),
+    Fault(
+        "a run goes on with other rows",
+        ((RESUME, "if known not in (None, now.hash):", "if known not in (None, now.hash, then):"),),
+        (IN_RESUME + "a_run_whose_data_is_other_than_it_was_does_not_go_on",),
+    ),
+    Fault(
+        "a private run goes on without its split",
+        ((RESUME, "if prepared.plan is not None:  #", "if prepared.plan is None and then:  #"),),
+        (
+            IN_RESUME
+            + "a_split_that_is_lost_or_damaged_is_written_anew_without_privacy_and_needed_with_it",
+        ),
+    ),
+    Fault(
+        "a run goes on with another config",
+        ((RESUME, "    if differing:\n", "    if len(differing) > 99:\n"),),
+        (IN_RESUME + "a_config_that_would_change_results_is_refused_with_what_differs",),
+    ),
+    Fault(
+        "a resumed run begins its visits' ids anew",
+        (("privssl/core/task.py", 'f"{self.visit_key}@{self.session_id}"', "self.visit_key"),),
+        (
+            ""
+            "tests/engines/test_local_engine.py::test_a_visit_that_is_run_again_by_another_process_is_charged_anew",
+        ),
+    ),
+)

@@ -1,0 +1,67 @@
+"""The list of planted faults is never out of date, and a fault is one that Python can run.
+
+Whether their tests notice them takes minutes: ``python -m tests.planted_faults.run``.
+"""
+
+import ast
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.planted_faults import FAULTS
+from tests.planted_faults.fault import ROOT, Fault, StaleFaultError
+
+SLOW = ("slow", "flower", "data")
+each_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+
+
+@cache
+def _tests_of(path: str) -> dict[str, set[str]]:
+    """Test functions of a file, with their marks and those of the file."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    of_file = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
+    return {
+        node.name: {
+            name for mark in (*of_file, *node.decorator_list) for name in SLOW
+            if f"mark.{name}" in ast.unparse(mark)
+        }
+        for node in tree.body if isinstance(node, ast.FunctionDef)
+    }  # fmt: skip
+
+
+@each_fault
+def test_a_fault_applies_to_the_product_as_it_is(fault: Fault) -> None:
+    before, after = fault.sources(ROOT)
+    for path, text in after.items():
+        compile(text, path, "exec")
+        assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(before[path]))
+
+
+@each_fault
+def test_a_fault_names_fast_tests_that_exist(fault: Fault) -> None:
+    assert fault.tests
+    for test in fault.tests:
+        path, _, name = test.partition("::")
+        assert _tests_of(path)[name.partition("[")[0]] == set()
+
+
+def test_there_are_at_least_64_faults_each_with_a_name_of_its_own() -> None:
+    assert len(FAULTS) >= 64
+    assert max(Counter(fault.name for fault in FAULTS).values()) == 1
+
+
+def test_a_fault_whose_text_is_gone_or_there_twice_is_stale(tmp_path: Path) -> None:
+    source = tmp_path / "some.py"
+    fault = Fault("a sign is lost", (("some.py", "x - 1", "x + 1"),), ("tests/a.py::test_b",))
+    source.write_text("y = x - 1\n")
+    assert fault.sources(tmp_path) == ({"some.py": "y = x - 1\n"}, {"some.py": "y = x + 1\n"})
+    for text in ("y = x - 2\n", "y = x - 1\nz = x - 1\n"):
+        source.write_text(text)
+        with pytest.raises(StaleFaultError, match="a sign is lost"):
+            fault.sources(tmp_path)
