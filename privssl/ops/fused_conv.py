@@ -289,7 +289,7 @@ class FusedPass:
 
 
 class _FusedConv(torch.autograd.Function):
-    # Without setup_context, as in ops/flatten.py.
+    # Without setup_context, which transforms alone need and which costs time in each call.
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
         """``given``: the fields of ``Parameters``, a FusedPass, and an anchor for the graph."""
