@@ -248,6 +248,7 @@ def flat(own: Sequence[Parameters]) -> list[Tensor | None]:
 
 
 def unflat(given: Sequence[Any]) -> list[Parameters]:
+    """The inverse of :func:`flat`."""
     four = len(Parameters._fields)
     return [Parameters(*given[at : at + four]) for at in range(0, len(given), four)]
 
