@@ -270,7 +270,7 @@ def test_the_rules_see_all_three_packages_and_every_rule_names_a_module_that_exi
             "privssl.models.convnets",
             "def f():\n    from privssl.algorithms import base",
         ),
-        (wrong_arrows, "privssl.ops.linear", "from privssl.no_such_package import x"),
+        (wrong_arrows, "privssl.ops.dropout", "from privssl.no_such_package import x"),
         (wrong_arrows, "privssl.no_such_package.x", ""),
         (flower_elsewhere, "privssl.runs.round_loop", "from flwr.app import Message"),
         (flower_elsewhere, "privssl.runs.round_loop", "from privssl.remote import flower_app"),

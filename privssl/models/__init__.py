@@ -10,9 +10,7 @@ from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
 from privssl.models.resnet import ResNet9
 from privssl.models.wide_resnet import WideResNet28x2
 from privssl.ops.dropout import Dropout
-from privssl.ops.flatten import Flatten
 from privssl.ops.fused_conv import fuse
-from privssl.ops.linear import LARGE, Linear
 from privssl.ops.precision import Precision, in_precision
 from privssl.settings.schema import ModelSettings
 
@@ -56,9 +54,9 @@ def build_classifier(
 
 
 def optimize_layout(network: Network) -> Network:
-    """The network as it trains fastest: weights channels last, faster dropout, flattening and large
-    linear layers, fused layers, and ReLU after max pooling (on a quarter of the elements, with the
-    same result). Parameter names stay.
+    """The network as it trains fastest: weights channels last, faster dropout, fused layers, and
+    ReLU after max pooling (on a quarter of the elements, with the same result). Parameter names
+    stay.
 
     Call it when a network is built, not when it is used: another layout rounds otherwise, so the
     first step of a resumed run would differ.
@@ -67,10 +65,6 @@ def optimize_layout(network: Network) -> Network:
         for name, child in module.named_children():
             if type(child) is nn.Dropout:
                 setattr(module, name, Dropout(child.p, child.inplace).train(child.training))
-            if type(child) is nn.Flatten and (child.start_dim, child.end_dim) == (1, -1):
-                setattr(module, name, Flatten().train(child.training))
-            if type(child) is nn.Linear and child.weight.numel() >= LARGE:
-                child.__class__ = Linear  # it keeps its parameters
         if type(module) is nn.Sequential:
             _rectify_late(module)
             fuse(module)

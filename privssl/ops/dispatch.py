@@ -136,6 +136,7 @@ INT64_PTR = ctypes.POINTER(ctypes.c_int64)
 
 
 def int64_array(numbers: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
+    """A C array of the numbers."""
     return _count_type(len(numbers))(*numbers)
 
 

@@ -248,6 +248,7 @@ def flat(own: Sequence[Parameters]) -> list[Tensor | None]:
 
 
 def unflat(given: Sequence[Any]) -> list[Parameters]:
+    """The inverse of :func:`flat`."""
     four = len(Parameters._fields)
     return [Parameters(*given[at : at + four]) for at in range(0, len(given), four)]
 
@@ -289,7 +290,7 @@ class FusedPass:
 
 
 class _FusedConv(torch.autograd.Function):
-    # Without setup_context, as in ops/flatten.py.
+    # Without setup_context, which transforms alone need and which costs time in each call.
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
         """``given``: the fields of ``Parameters``, a FusedPass, and an anchor for the graph."""

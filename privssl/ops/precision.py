@@ -65,6 +65,7 @@ def in_precision(kind: type[Network], precision: Precision) -> type[Network]:
 
 
 def precision_of(network: nn.Module) -> Precision:
+    """The precision of a network's multiplications."""
     found: Precision = getattr(network, "precision", "float32")
     return found
 

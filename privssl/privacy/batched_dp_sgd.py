@@ -91,6 +91,7 @@ def _sum_batched(wanted: Sequence[ClippedSum]) -> Sequence[dict[Key, Tensor]]:
 
 
 def noisy_steps_batched(steps: Sequence[NoisyOptimizerStep], joint: JointSteps) -> None:
+    """``NoisyOptimizerStep.run_single`` for all of them."""
     from privssl.privacy.noisy_optimizer import add_noise  # Opacus, as in privacy/dp_sgd.py
 
     add_noise([step.optimiser for step in steps])

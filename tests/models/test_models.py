@@ -4,13 +4,12 @@ statistics are collected; networks made of two.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, vmap
 from torch.nn import functional
 from torch.testing import assert_close
 
@@ -21,7 +20,6 @@ from privssl.models.splice import splice
 from privssl.models.static_norm import StaticNorm, collect, statistics_of
 from privssl.ops import dispatch, group_norm
 from privssl.ops.dropout import Dropout
-from privssl.ops.flatten import LARGE, Flatten
 from privssl.privacy.independence import refuse_coupling_layers
 from privssl.runtime.randomness import seeded, stream
 from privssl.settings.schema import ModelSettings
@@ -598,61 +596,6 @@ def test_networks_are_built_with_it() -> None:
     kinds = [type(layer) for layer in network.modules()]
     assert Dropout in kinds
     assert torch.nn.Dropout not in kinds
-
-
-# Flattening ---------------------------------------------------------------------------------
-
-
-def flattened(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows flattened, and the gradient that comes back, weighted place by place."""
-    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
-    flat = layer(x)
-    (flat * torch.arange(flat.numel()).reshape(flat.shape)).sum().backward()
-    assert x.grad is not None
-    return flat.detach(), x.grad
-
-
-@pytest.mark.parametrize("rows", [1, 16])  # fewer numbers than LARGE, and more
-@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
-def test_flattening_is_torchs_own_to_the_bit(rows: int, form: torch.memory_format) -> None:
-    x = torch.rand(rows, 32, 12, 12).to(memory_format=form)
-    assert (x.numel() < LARGE) == (rows == 1)
-    ours, torchs = flattened(Flatten(), x), flattened(nn.Flatten(), x)
-    assert all(torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
-
-
-def test_the_gradient_of_large_rows_lies_as_they_do() -> None:
-    x = torch.rand(16, 32, 12, 12).to(memory_format=torch.channels_last)
-    seen: list[bool] = []
-    for layer in (Flatten(), nn.Flatten()):
-        rows = x.clone(memory_format=torch.preserve_format).requires_grad_()
-        between = rows * 2
-        between.register_hook(  # type: ignore[no-untyped-call]
-            lambda g: seen.append(g.is_contiguous(memory_format=torch.channels_last))
-        )
-        layer(between).sum().backward()
-    assert seen == [True, False]  # torch's own is the control
-
-
-def test_flattening_can_be_differentiated_row_by_row() -> None:
-    x = torch.rand(3, 2, 4, 64, 160)
-    assert x[0].numel() > LARGE
-
-    def loss(layer: nn.Module, row: Tensor) -> Tensor:
-        last = row.contiguous().permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-        value: Tensor = layer(last).square().sum()
-        return value
-
-    ours = vmap(grad(partial(loss, Flatten())))(x)
-    assert torch.equal(ours, vmap(grad(partial(loss, nn.Flatten())))(x))
-
-
-def test_networks_are_built_with_it_where_it_means_the_same() -> None:
-    network = optimize_layout(
-        nn.Sequential(nn.Flatten(), nn.Flatten(0, 1), nn.Sequential(nn.Flatten()))
-    )
-    leaves = [layer for layer in network.modules() if not any(layer.children())]
-    assert [type(layer) for layer in leaves] == [Flatten, nn.Flatten, Flatten]
 
 
 # Rectifiers that wait for pooling ----------------------------------------------------------
