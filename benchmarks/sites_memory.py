@@ -56,8 +56,10 @@ def measure(folder: Path, rounds: int, sites: int) -> Iterator[Weights]:
     with ExitStack() as stack:
         names = demo.write_sites(folder / "sites", config, [])
         address = stack.enter_context(demo.superlink(folder / "sites" / "superlink"))
-        for name in names:
-            stack.enter_context(demo.site(folder / "sites" / name, address))
+        own = {name: folder / "sites" / name for name in names}
+        started = {name: stack.enter_context(demo.site(own[name], address)) for name in names}
+        for name, process in started.items():
+            demo.wait_until((own[name] / "door").exists, process, own[name] / "out")
         run = demo.train(folder / "sites", address, "--quiet")
         stack.callback(run.kill)
         for number in range(1, rounds + 1):

@@ -82,10 +82,10 @@ def run_step(agent: Agent, step: Step, message: Message, ctx: Context) -> Messag
             f"{who} wrote into the agent's memory ({', '.join(changed)}). Assign agent.memory "
             "a new mapping of new tensors"
         )
-    remembers = seen.memory is not lent
+    memory_changed = seen.memory is not lent
     if account is not None and charged:
-        _refuse_unplanned_release(who, account.plan, charged, content, ctx, remembers)
-    if remembers:
+        _refuse_unplanned_release(who, account.plan, charged, content, ctx, memory_changed)
+    if memory_changed:
         held = seen.memory if isinstance(seen.memory, dict) else {}  # tensors in files are not read
         if strange := [name for name, value in held.items() if not isinstance(value, Tensor)]:
             raise TypeError(f"{who}: agent.memory has {', '.join(strange)}, which is no tensor")
@@ -102,7 +102,7 @@ def _versions(memory: Memory) -> dict[str, int]:
 
 def _refuse_unplanned_release(
     who: str, plan: AccountPlan, charged: Sequence[Event], content: Message, ctx: Context,
-    remembers: bool,
+    memory_changed: bool,
 ) -> None:  # fmt: skip
     """Raise PrivacyError if a charged step sends more than its plan names."""
     sent = [name for name, value in vars(content).items() if value is not None]
@@ -114,7 +114,7 @@ def _refuse_unplanned_release(
             ("its weight is not 1", ctx.weight != 1.0),
             ("its charge is not the planned one", tuple(charged) != (plan.event,)),
             (f"it logs {', '.join(ctx.metrics)}", bool(ctx.metrics)),
-            ("it changes its memory", remembers and plan.scope == "sound"),
+            ("it changes its memory", memory_changed and plan.scope == "sound"),
         )
         if wrong
     ]

@@ -147,7 +147,7 @@ class LedgerResponse:
 
 
 Frame = IdentifyRequest | Identity | StepRequest | StepResponse | EndOfRun | LedgerResponse
-#: Names on the wire, which are part of the format.
+#: Names on the wire. They and the header's keys are part of the format: stored replies have them.
 _KINDS: Mapping[str, type[Any]] = {
     "Hello": IdentifyRequest,
     "Introduction": Identity,

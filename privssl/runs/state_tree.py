@@ -34,7 +34,7 @@ def outline(
     if isinstance(tree, Mapping):
         if not all(isinstance(key, str) for key in tree):
             raise TypeError(f"a key at {pointer or '/'} of a state tree is not text")
-        items = tree.lazy_tensors() if isinstance(tree, LazyTensors) else tree
+        items: Any = tree.lazy_tensors() if isinstance(tree, LazyTensors) else tree
         own = {k: v for k, v in items.items() if isinstance(v, Tensor | LazyTensor)}
         if left == 0 and own and len(own) == len(items):
             packed = tensors[pointer] = PackedTensors(own)

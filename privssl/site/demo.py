@@ -65,7 +65,7 @@ def demonstrate(
             for name in names
         }
         for name, process in processes.items():
-            _wait((folder / name / "door").exists, process, folder / name / "out")
+            wait_until((folder / name / "door").exists, process, folder / name / "out")
         console.print(f"{len(names)} sites: {', '.join(names)}. SuperLink at {address}.")
         status = train(folder, address, *of_coordinator(made)).wait()
     console.print(summary(folder, names))
@@ -138,7 +138,7 @@ def superlink(folder: Path, port: int = 0, made: Path | None = None) -> Iterator
         command += ["--ssl-certfile", str(made / "link.crt")]
         command += ["--ssl-keyfile", str(made / "link.key")]
     with _running(command, folder / "log", environment(folder)) as process:
-        _wait(lambda: _listens(port), process, folder / "log")
+        wait_until(lambda: _listens(port), process, folder / "log")
         yield f"127.0.0.1:{port}"
 
 
@@ -197,7 +197,7 @@ def _running(
                 process.wait(timeout=10)
 
 
-def _wait(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
     """Wait until a process is ready. Raises UserError if it ends or takes too long."""
     end = time.monotonic() + START_SECONDS
     while not ready():

@@ -20,7 +20,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -172,7 +172,7 @@ class SiteRequestHandler:
         self, request: StepRequest, work: "_ParsedRequest", account: Account | None
     ) -> bytes:
         """Run the step, store its memory and reply, and return the reply."""
-        agent = self._agent(account, work.memory)
+        agent = replace(self.agent, account=account, memory=work.memory)
         ctx = Context(
             seed=self.seed, round=request.round, agent=agent.id, visit_key=_key(request),
             session_id=request.charge_id, device=self.device,
@@ -201,13 +201,6 @@ class SiteRequestHandler:
         self.store.put_answer(request.run, request.id, answer)
         log.info("Step %s done", _key(request))
         return answer
-
-    def _agent(self, account: Account | None, memory: Mapping[str, torch.Tensor]) -> Agent:
-        """The agent for one step."""
-        return Agent(
-            id=self.agent.id, held_labelled=self.agent.held_labelled,
-            held_unlabelled=self.agent.held_unlabelled, account=account, memory=memory,
-        )  # fmt: skip
 
     def _memory(self, request: StepRequest) -> Mapping[str, torch.Tensor]:
         if not request.memory:

@@ -8,14 +8,12 @@ two accounts.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from accounting import row_registry
-from accounting.account_plan import AccountPlan, refuse_change
+from accounting.account_plan import refuse_change
 from accounting.budget import Budget
 from accounting.errors import LedgerError
 from accounting.journal import read_content, split_lines
@@ -75,11 +73,12 @@ def open_site(site: SiteConfig) -> SiteRequestHandler:
     open_account = None
     if site.budget is not None:
         open_account = _account(site, config, algorithm, agent, store)
+    shared = open_account is not None and site.site.share_ledger
     return SiteRequestHandler(
         agent=agent, algorithm=algorithm, seed=config.run.seed,
         agreement=configs.compatibility_hash(config, held.classes, held.shape), store=store,
         device=device, open_account=open_account,
-        journal=_journal(site, agent, store) if open_account and site.site.share_ledger else None,
+        journal=_journal_reader(site, agent, store) if shared else None,
         share_notes=site.site.share_notes,
     )  # fmt: skip
 
@@ -199,18 +198,14 @@ def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled
     with_labels = without = None
     if found.x is not None and found.y is not None:
         x = torch.from_numpy(found.x)
-        with_labels = LabelledRows(x, torch.from_numpy(found.y), _numbers(x))
+        with_labels = LabelledRows(x, torch.from_numpy(found.y), torch.arange(len(x)))
     if found.unlabelled is not None:
         rest = torch.from_numpy(found.unlabelled)
-        without = UnlabelledRows(rest, _numbers(rest))
+        without = UnlabelledRows(rest, torch.arange(len(rest)))
     known = with_labels or without
     assert known is not None  # every role has rows
     channels, height, width = known.x.shape[1:]
     return _Held(with_labels, without, classes, (channels, height, width))
-
-
-def _numbers(x: Tensor) -> Tensor:
-    return torch.arange(len(x))
 
 
 # Algorithm and account ------------------------------------------------------------------------
@@ -253,50 +248,31 @@ def _account(
     row_registry.refuse_lost_journal(ledger, agent.id)
     bare = () if agent.held_unlabelled is None else (agent.held_unlabelled,)
     claim_rows(ledger, [agent], bare)
-    if path.exists():
-        _check_ledger(path, plan)
+    if path.exists():  # report now what every step would be refused for
+        journal = read_journal(path)
+        if journal.problems:
+            raise LedgerError(f"{path}: {journal.problems[0]}. Restore the original ledger")
+        refuse_change(journal.plan, plan)
     else:
-        Account.open(path, plan, resume=_mark(store) is not None).close()
-    return _opener(path, plan, privacy.epsilon, store)
-
-
-def _check_ledger(path: Path, plan: AccountPlan) -> None:
-    """Report to the operator what every step would be refused for."""
-    journal = read_journal(path)
-    if journal.problems:
-        raise LedgerError(f"{path}: {journal.problems[0]}. Restore the original ledger")
-    refuse_change(journal.plan, plan)
-
-
-def _opener(
-    path: Path, plan: AccountPlan, run_epsilon: float, store: Store
-) -> Callable[[str], Account]:
-    """A function that opens the existing account for a step."""
+        Account.open(path, plan, resume=store.mark is not None).close()
 
     def open_account(run: str) -> Account:
-        seq, head = _mark(store) or (0, "")
+        seq, head = store.mark or (0, "")
         return Account.open(
             path, plan, resume=True, minimum_seq=seq, minimum_head=head, run=run,
-            run_epsilon=run_epsilon,
+            run_epsilon=privacy.epsilon,
         )  # fmt: skip
 
     return open_account
 
 
-def _mark(store: Store) -> tuple[int, str] | None:
-    try:
-        return store.mark
-    except ValueError as error:
-        raise LedgerError(f"{error}. It holds the length of the ledger: restore it") from None
-
-
-def _journal(site: SiteConfig, agent: Agent, store: Store) -> Callable[[], bytes]:
+def _journal_reader(site: SiteConfig, agent: Agent, store: Store) -> Callable[[], bytes]:
     path = site.ledger / f"{agent.id}.jsonl"
 
-    def shown() -> bytes:
-        seq, head = _mark(store) or (0, "")
+    def read() -> bytes:
+        seq, head = store.mark or (0, "")
         content = read_content(path)
         refuse_problems(path, replay(split_lines(content)[0]), seq, head)
         return content
 
-    return shown
+    return read

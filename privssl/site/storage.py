@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from accounting.canonical_json import decode_strictly
-from accounting.errors import PlanError
+from accounting.errors import LedgerError, PlanError
 from privssl.core.agents import Memory
 from privssl.storage import atomic_files
 
@@ -124,7 +124,7 @@ class Store:
         serving site undoes nothing.
 
         Raises:
-            ValueError: the file is damaged.
+            LedgerError: the file is damaged.
         """
         path = self.folder / "ledger.mark"
         if not path.exists():
@@ -134,7 +134,9 @@ class Store:
             there = int(found["seq"]), str(found["head"])
             return max(there, self._known or there, key=lambda mark: mark[0])
         except (PlanError, LookupError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error})") from None
+            raise LedgerError(
+                f"{path} is damaged ({error}). It holds the length of the ledger: restore it"
+            ) from None
 
     @mark.setter
     def mark(self, at: tuple[int, str]) -> None:

@@ -621,7 +621,8 @@ def test_a_site_whose_ledger_is_damaged_while_it_serves_shows_no_less_than_it_ch
 def test_control_a_site_that_does_not_remember_its_ledger_shows_less_than_it_charged(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "_mark", lambda store: None)
+    forgets = property(lambda store: None, lambda store, mark: None)
+    monkeypatch.setattr(Store, "mark", forgets)
     watched, shown = struck(place, "replace", 2, "after")
     journal = replay(journals.split_lines(shown.body)[0])
     assert journal.problems == [] and journal.epsilon < watched.spent(1e-3)
