@@ -7,7 +7,7 @@ equal.
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -52,7 +52,7 @@ RUNS = {
 }  # fmt: skip
 
 #: What differs most in the way in which it uses a device, for when not everything is played.
-SOME = {
+SOME: Mapping[str, Collection[str]] = {
     "alone": ("fedmatch", "label_census"),
     "together": ("fedssl, gate open", "semifl", "fedseal"),
     "runs": ("agents under noise, together",),
@@ -136,7 +136,8 @@ def counted(far: torch.device) -> dict[str, int]:
 def main() -> None:
     torch.set_num_threads(1)
     how_much = sys.argv[1]
-    some = SOME if how_much == "some" else {"alone": ALGORITHMS, "together": CASES, "runs": RUNS}
+    everything = {"alone": list(ALGORITHMS), "together": list(CASES), "runs": list(RUNS)}
+    some: Mapping[str, Collection[str]] = SOME if how_much == "some" else everything
     far = far_device.begin()
     played = {
         how: {
