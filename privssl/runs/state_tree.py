@@ -25,7 +25,7 @@ def outline(
     """A tree as JSON, with its tensors moved to ``tensors`` under their JSON pointers. Mappings of
     tensors to which ``left`` names lead are packed, and what they hold moved to ``forms``."""
 
-    def inner(branch: StateTree | LazyTensor, name: str, left: int = -1) -> Any:
+    def inner(branch: Any, name: str, left: int = -1) -> Any:
         return outline(branch, f"{pointer}/{name}", tensors, forms, left)
 
     if isinstance(tree, Tensor | LazyTensor):
