@@ -313,7 +313,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a network's buffers are released",
         ((PRIVACY, "        if moving:\n", "        if moving and not networks:\n"),),
-        (IN_FEDSSL + "test_where_the_discriminator_is_protected_it_has_no_spectral_norm",),
+        (
+            IN_PRIVACY
+            + "test_a_network_with_buffers_is_refused_because_they_would_be_sent_without_noise",
+        ),
         False,
     ),
     Fault(

@@ -313,6 +313,13 @@ def test_a_row_of_very_many_numbers_weighs_no_more_than_the_clip_norm(numbers: i
         assert abs(whole / (0.7 * math.sqrt(numbers)) - 1) > 1e-4
 
 
+def test_a_network_with_buffers_is_refused_because_they_would_be_sent_without_noise() -> None:
+    with_buffers = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+    with pytest.raises(PrivacyError, match="D cannot be protected"):
+        PrivateTraining(BARE, {"F": nn.Linear(2, 2), "D": with_buffers})
+    PrivateTraining(BARE, {"F": nn.Linear(2, 2), "D": nn.Linear(2, 2)})  # the control
+
+
 def test_two_networks_with_a_parameter_in_common_are_refused() -> None:
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     other.weight = one.weight
