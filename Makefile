@@ -66,7 +66,7 @@ test-flower: $(VENV)/.installed-dev  ## run the tests over Flower that take minu
 	$(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/remote/test_flower*.py))
 
 test-all: $(VENV)/.installed-dev  ## run every test
-	$(RUN) -m pytest $(PARALLEL) $(TESTS)
+	$(RUN) -m pytest $(PARALLEL) --hypothesis-profile thorough $(TESTS)
 
 check: $(VENV)/.installed-dev  ## lint, check the format and the types
 	$(RUN) -m ruff check .
