@@ -66,7 +66,7 @@ test-flower: $(VENV)/.installed-dev  ## run the tests over Flower that take minu
 	$(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/remote/test_flower*.py))
 
 test-all: $(VENV)/.installed-dev  ## run every test
-	$(RUN) -m pytest $(PARALLEL) $(TESTS)
+	$(RUN) -m pytest $(PARALLEL) --hypothesis-profile thorough $(TESTS)
 
 planted-faults: $(VENV)/.installed-dev  ## plant faults one at a time, and see a test catch each
 	$(RUN) -m tests.planted_faults.run --jobs $$(nproc) $(FAULTS)

@@ -33,7 +33,10 @@ torch.set_deterministic_debug_mode("error")
 
 # No deadline: the machine that runs the tests may be doing something else. In CI the examples
 # are the same every time, so that a red run can be repeated; elsewhere they are fresh ones.
-settings.register_profile("privssl", deadline=None, derandomize="CI" in os.environ)
+# `make test-all` asks for the thorough profile.
+same = "CI" in os.environ
+settings.register_profile("privssl", deadline=None, derandomize=same, max_examples=50)
+settings.register_profile("thorough", deadline=None, derandomize=same, max_examples=200)
 settings.load_profile("privssl")
 
 
