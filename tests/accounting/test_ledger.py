@@ -525,7 +525,7 @@ def test_where_the_charge_cannot_be_made_durable_no_row_is_read(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, call, fail)
-    with pytest.raises(LedgerError, match="was not read"), account.spend(VISIT, visit="round 1"):
+    with pytest.raises(LedgerError, match="were not read"), account.spend(VISIT, visit="round 1"):
         pytest.fail("the block was entered without a charge")
     monkeypatch.undo()
     # What is on disk is unknown now: this writer goes no further, and a fresh read decides.

@@ -511,8 +511,8 @@ def test_kernels_of_another_version_are_not_used_and_said_so(
     monkeypatch.setattr(logging.getLogger("privssl"), "propagate", True)
     assert dispatch.instruction_set() is None
     assert [r.message for r in caplog.records] == [
-        "privssl/csrc was compiled from another version, and torch's kernels do its work. To "
-        "compile it anew: pip install --editable ."
+        "privssl/csrc was compiled from another version, so torch computes instead. Compile it "
+        "again: pip install --editable ."
     ]
     small_cnn()(ROWS)
 
@@ -641,7 +641,7 @@ def test_a_frozen_network_has_no_gradients_of_its_own_and_lets_others_through() 
     fields = {**FIELDS, "x": ROWS.double()}
     expected = per_example_gradients(loss(network, first), parameters_of({"A": first}), fields)["A"]
     for (_, name), own in found.items():
-        total = own.total(torch.ones(4))
+        total = own.total(torch.ones(4).double())
         assert_close(total.double(), expected[name].sum(0), rtol=1e-3, atol=1e-5)
 
 

@@ -165,7 +165,7 @@ def test_in_a_private_step_a_row_reaches_its_own_gradient_and_moves_the_sum_by_t
 
     def others_notice() -> bool:
         """Whether the gradient of a row is another when the row before it is."""
-        changed, last = x.clone(), torch.tensor([0.0, 0.0, 0.0, 1.0])
+        changed, last = x.clone(), torch.tensor([0.0, 0.0, 0.0, 1.0]).double()
         changed[2] = 0
         before, after = gradients(x), gradients(changed)
         return any(not torch.equal(before[k].total(last), after[k].total(last)) for k in before)
