@@ -50,7 +50,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "steps at full batches count once, however many",
         ((ACCOUNTANTS, "count * self.mu_squared,", "self.mu_squared,"),),
-        (IN_ACCOUNTANTS + "max_steps_is_the_last_count_that_fits",),
+        (IN_ACCOUNTANTS + "max_repeats_is_the_last_count_that_fits",),
     ),
     Fault(
         "what cannot be computed costs nothing",
@@ -115,7 +115,7 @@ FAULTS: tuple[Fault, ...] = (
     # The ledger ----------------------------------------------------------------------------------
     Fault(
         "a visit may overdraw the budget",
-        ((LEDGER, "and after <= self.budget.epsilon", "and self.spent() <= self.budget.epsilon"),),
+        ((LEDGER, "budget > 0 and after <= budget", "budget > 0 and self.spent() <= budget"),),
         (IN_LEDGER + "it_pays_for_exactly_the_visits_that_fit_and_refuses_the_next",),
     ),
     Fault(
@@ -134,7 +134,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a visit may cost more than planned",
         ((LEDGER, "if not cost.at_most(self.plan.visit_cost):", "if cost is None:"),),
-        (IN_LEDGER + "what_costs_more_than_a_planned_visit_or_cannot_be_computed_is_not_afforded",),
+        (IN_LEDGER + "what_costs_more_than_a_planned_visit_is_not_paid_for",),
     ),
     # Discrete noise ------------------------------------------------------------------------------
     Fault(

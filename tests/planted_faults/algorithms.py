@@ -90,22 +90,41 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "FedSSL: the gate closes again",
         (
-            (
-                FEDSSL,
-                "if not opened and agreement >= self.cfg.gate:",
-                "opened = 0\n        if agreement >= self.cfg.gate:",
-            ),
+            (FEDSSL, "opens = not state.gate_round and agreement", "opens = agreement"),
+            (FEDSSL, "+ 1 if opens else state.gate_round", "+ 1 if opens else 0"),
         ),
         (IN_FEDSSL + "the_gate_opens_in_the_round_after_f_recognised_enough_mixes_and_stays_open",),
     ),
     Fault(
         "FedSSL, Alg. 2: support agents all start from the server's networks",
-        ((FEDSSL, "self._request(handed_on, federation)\n", "self._request(state, federation)\n"),),
+        (
+            (
+                FEDSSL,
+                "            for agent in self._support_agents(federation):  # Alg. 2 l. 2\n"
+                "                request = self._request(state, federation)\n",
+                "            request = self._request(state, federation)\n"
+                "            for agent in self._support_agents(federation):  # Alg. 2 l. 2\n",
+            ),
+        ),
         (IN_FEDSSL + "in_sequence_each_support_agent_goes_on_where_the_one_before_stopped",),
     ),
     Fault(
         "FedSSL, Alg. 2: what support agents learned is lost",
-        ((FEDSSL, "            state = handed_on\n", ""),),
+        (
+            (
+                FEDSSL,
+                "            for agent in self._support_agents(federation):  # Alg. 2 l. 2\n"
+                "                request = self._request(state, federation)\n",
+                "            handed_on = state\n"
+                "            for agent in self._support_agents(federation):  # Alg. 2 l. 2\n"
+                "                request = self._request(handed_on, federation)\n",
+            ),
+            (
+                FEDSSL,
+                "state = _updated_state(state, reply.payload)",
+                "handed_on = _updated_state(handed_on, reply.payload)",
+            ),
+        ),
         (IN_FEDSSL + "in_sequence_what_support_agents_learned_stays_where_no_query_agent_trains",),
     ),
     Fault(
@@ -113,10 +132,10 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 FEDSSL,
-                "        teacher = local_training.load_weights(",
+                "        rows = agent.unlabelled\n",
                 "        if agent.held_labelled is not None:\n"
                 "            agent.held_labelled.x.sum()\n"
-                "        teacher = local_training.load_weights(",
+                "        rows = agent.unlabelled\n",
             ),
         ),
         (
@@ -126,7 +145,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSSL, l. 9: groups count by their agents",
-        ((LOCAL, '"half": 1 / len(replies)', '"half": 1.0'),),
+        ((LOCAL, '"half": 1 / len(group)', '"half": 1.0'),),
         (IN_BASELINES + "the_two_groups_are_averaged_as_configured",),
     ),
     Fault(
@@ -199,7 +218,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "FedSEAL: validation rows are learned",
-        ((FEDSEAL, "torch.nonzero(~apart)[:, 0], torch", "torch.arange(len(apart)), torch"),),
+        ((FEDSEAL, "torch.nonzero(~checked)[:, 0], torch", "torch.arange(len(checked)), torch"),),
         (IN_FEDSEAL + "validation_rows_judge_but_are_not_learned",),
     ),
     # SemiFL --------------------------------------------------------------------------------------
@@ -240,8 +259,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 SEMIFL,
-                "sure = P.max(dim=1).values >= self.cfg.threshold  # (N,)",
-                "sure = P.max(dim=1).values >= 0.0  # (N,)",
+                "confident = P.max(dim=1).values >= self.cfg.threshold  # (N,)",
+                "confident = P.max(dim=1).values >= 0.0  # (N,)",
             ),
         ),
         (IN_SEMIFL + "a_row_is_sure_from_tau_on_and_an_agent_without_one_is_silent",),
@@ -267,8 +286,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 HELPERS,
-                "votes = votes + one_hot(choice, classes) * sure[:, None]",
-                "votes = votes + 0 * one_hot(choice, classes) * sure[:, None]",
+                "votes = votes + one_hot(choice, classes) * confident[:, None]",
+                "votes = votes + 0 * one_hot(choice, classes) * confident[:, None]",
             ),
         ),
         (IN_FEDMATCH + "a_step_on_psi_is_the_one_of_the_equations",),

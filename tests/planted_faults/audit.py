@@ -28,8 +28,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 WITNESSES,
-                'if not (run / "metrics.csv").is_file() and rounds != 0:',
-                "if rounds == -1:",
+                'not (run / "metrics.csv").is_file() and (files.results or {}).get("rounds") != 0:',
+                '(files.results or {}).get("rounds") == -1:',
             ),
         ),
         (IN_TAMPERING + "no_set_of_deleted_witnesses_leaves_a_folder_consistent",),
@@ -39,7 +39,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 WITNESSES,
-                'if tensor_files.sha256_of(path) != said["sha256"]:',
+                'if tensor_files.sha256_of(path) != weights["sha256"]:',
                 'if tensor_files.sha256_of(path) == "":',
             ),
         ),
@@ -50,8 +50,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 CARD,
-                "if where := _difference(name, card.get(name), made[name]):",
-                "if where := _difference(name, made[name], made[name]):",
+                "if where := _difference(name, theirs[name], ours[name]):",
+                "if where := _difference(name, ours[name], ours[name]):",
             ),
         ),
         (IN_CARD + "a_card_that_does_not_follow_from_its_ledgers_is_violated",),
@@ -61,13 +61,13 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 CLAIM,
-                "report.recomputed = then.epsilon",
-                "report.recomputed = report.claimed or then.epsilon",
+                "report.recomputed = at_card.epsilon",
+                "report.recomputed = report.claimed or at_card.epsilon",
             ),
             (
                 CARD,
-                "if where := _difference(name, card.get(name), made[name]):",
-                "if where := _difference(name, made[name], made[name]):",
+                "if where := _difference(name, theirs[name], ours[name]):",
+                "if where := _difference(name, ours[name], ours[name]):",
             ),
         ),
         (IN_CARD + "a_card_that_lies_is_violated",),
@@ -77,8 +77,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 CROSS,
-                "        if true != found:\n",
-                '        if true != found and name != "a visit":\n',
+                "        if expected != found:\n",
+                '        if expected != found and name != "a visit":\n',
             ),
         ),
         (
@@ -91,7 +91,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 CROSS,
-                "return memory.seq <= journal.seq and journal.hashes[memory.seq] == memory.head",
+                "return record.seq <= journal.seq and journal.hashes[record.seq] == record.head",
                 "return True",
             ),
         ),
@@ -107,15 +107,15 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 CLAIM,
-                "    if ended:\n        report.problems.append(text)\n",
-                "    if ended:\n        report.notes.append(text)\n",
+                "        if files.ended:\n            report.problems.append(text)\n",
+                "        if files.ended:\n            report.notes.append(text)\n",
             ),
         ),
         (IN_CARD + "a_finished_run_with_visits_after_its_card_is_violated",),
     ),
     Fault(
         "unknown fields of a card are taken for checked",
-        ((CARD, "    yield from _unknown_keys(card, made)\n", ""),),
+        ((CARD, "    for place in files.unknown_keys:\n", "    for place in ():\n"),),
         (IN_TAMPERING + "a_file_that_was_edited_is_told_of_and_the_folder_is_not_consistent",),
     ),
     Fault(
@@ -123,8 +123,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/privacy/privacy_card.py",
-                "overall = max(epsilons)",
-                "overall = min(epsilons)",
+                'overall = max(entry["epsilon"]["value"]',
+                'overall = min(entry["epsilon"]["value"]',
             ),
         ),
         (IN_CARD + "the_claim_is_the_agent_that_spent_most_and_never_a_sum",),

@@ -82,8 +82,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 MANIFEST,
-                "            if row in holders:\n",
-                "            if row in holders and row < 0:\n",
+                "            if row in owners:\n",
+                "            if row in owners and row < 0:\n",
             ),
         ),
         (IN_MANIFEST + "rows_that_cannot_be_are_refused_even_with_the_right_hash",),

@@ -177,7 +177,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "workers keep what agents remember",
-        ((POOL, 'if answer["remembers"]:', 'if answer["remembers"] is None:'),),
+        ((POOL, 'if answer["memory_changed"]:', 'if answer["memory_changed"] is None:'),),
         (IN_POOL + "an_agent_keeps_its_memory_whichever_worker_it_comes_to",),
     ),
     Fault(
@@ -185,8 +185,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 POOL,
-                "return self._agents[call.to.id].account is None and bool(theirs == call.step)",
-                "return bool(theirs == call.step)",
+                "return self._agents[call.to.id].account is None and bool(own == call.step)",
+                "return bool(own == call.step)",
             ),
         ),
         (IN_POOL + "an_agent_with_an_account_is_visited_in_this_process_alone",),
@@ -201,8 +201,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 BATCHED,
-                "replies |= zip(some, self._side_by_side(",
-                "replies |= zip(reversed(some), self._side_by_side(",
+                "replies |= zip(some, self._run_batched(",
+                "replies |= zip(reversed(some), self._run_batched(",
             ),
         ),
         (IN_BATCHED + "replies_are_those_of_the_local_engine_in_the_order_of_calls",),
@@ -221,7 +221,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a visit that was charged and lost is done again",
-        ((SITE, "if account.is_charged(_charge_id(visit)):", "if not account:"),),
+        ((SITE, "if account.is_charged(_charge_id(request)):", "if not account:"),),
         (IN_SITE + "a_reply_that_cannot_be_stored_does_not_leave_and_is_lost",),
     ),
     Fault(
@@ -244,8 +244,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 SITE,
-                'in words if isinstance(error, kind)), "failed")',
-                "in words if isinstance(error, kind)), str(error))",
+                'in codes if isinstance(error, kind)), "failed")',
+                "in codes if isinstance(error, kind)), str(error))",
             ),
         ),
         (IN_SITE + "of_an_error_one_word_leaves_and_the_rest_stays_in_the_log",),
@@ -284,7 +284,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "an answer to another visit is taken",
-        ((REMOTE, "if answer.id != visit.id or not share:", "if not share:"),),
+        ((REMOTE, "if answer.id != request.id or not (answer.weight", "if not (answer.weight"),),
         (IN_REMOTE + "an_answer_that_is_none_to_this_visit_is_not_taken",),
     ),
     Fault(

@@ -21,7 +21,7 @@ _NORMAL = "return box_muller(random_uint64(half), random_uint64(half))[:count]"
 _DRAWN = "noise = secure_noise.secure_normal(sum(one.numel() for one in sums))"
 _MASK = "return torch.from_numpy(secure_noise.secure_uniform(rows) < self.sample_rate)"
 _STEP = "            self._step()\n"
-_ADD = "self._add_clipped(fields, padded(mask[part], size), row_loss, joint=joint)"
+_ADD = "self._add_clipped(fields, pad_rows(mask[part], size), row_loss, joint=joint)"
 _SUMS = "        wanted = ClippedSum(\n"
 _NOISY_STEP = "        self.optimiser.add_noise()\n        self.average()\n"
 
