@@ -886,7 +886,7 @@ def test_the_strict_reader_names_what_is_strange_and_reads_what_is_not(what: str
     [
         ({"seed": 10**400}, "out of range"),
         ({"rows": MAX_INTEGER + 1}, "out of range"),
-        ({"settings": {"alpha": 1e308 * 10}}, "Infinity is not a number of JSON"),
+        ({"settings": {"alpha": 1e308 * 10}}, "is not a split.json: Infinity is not a number"),
     ],
 )
 def test_a_split_with_numbers_beyond_all_is_refused_even_with_a_hash(

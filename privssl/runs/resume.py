@@ -43,7 +43,7 @@ def check_resumable(folder: Path, config: Config) -> None:
     former = configs.load_config(recorded)
     now, then = _result_relevant(config), _result_relevant(former)
     differing = [
-        f"{key} is {now.get(key, 'absent')} here, but {then.get(key, 'absent')} there"
+        f"{key} is {_shown(now, key)} here, but {_shown(then, key)} there"
         for key in sorted(now.keys() | then.keys())
         if now.get(key, "absent") != then.get(key, "absent")
     ]
@@ -59,6 +59,10 @@ def check_resumable(folder: Path, config: Config) -> None:
             f"{folder} was begun with run.engine={former.run.engine}, where its accounts and "
             f"memories are. Go on with run.engine={former.run.engine}"
         )
+
+
+def _shown(settings: dict[str, Any], key: str) -> str:
+    return str(settings.get(key, "absent")) or "empty"
 
 
 def _result_relevant(config: Config) -> dict[str, Any]:

@@ -430,7 +430,7 @@ def test_a_full_disk_ends_the_run_in_words_and_it_goes_on_from_its_checkpoint(
         room[0], written[0] = written[0] - 1, 0  # not the last of what the last round remembers
         ended = command(config, *chosen, f"run.output={cut}", "--quiet")
     assert_refused(ended, "remember takes more than run.memories_mb", str(cut), "No space left",
-                   "go on with --resume")  # fmt: skip
+                   "continue with --resume")  # fmt: skip
     assert (cut / "checkpoints" / "latest").read_text() == "round_00002\n"
     assert not (cut / "results.json").exists()
     assert command(config, *chosen, "--resume", cut, "--quiet").status == 0

@@ -351,7 +351,7 @@ def test_a_resume_that_forgets_what_agents_remember_would_be_noticed(
         ("run.seed=1", ["run.seed is 1 here, but 0 there"]),
         (
             "data.name=npz data.root=elsewhere",
-            ["data.root is elsewhere here", "Data that was moved"],
+            [f"data.root is {Path('elsewhere').absolute()} here, but empty", "Data that was moved"],
         ),
         ("privacy.epsilon=1.0", ["privacy.epsilon is 1.0 here, but absent there"]),
     ],

@@ -158,7 +158,9 @@ def test_a_site_that_would_not_show_its_ledger_is_told_of_before_the_first_round
     path = private.sites / "s1" / "site.yaml"
     path.write_text(path.read_text().replace("share_ledger: true", "share_ledger: false"))
     private.open()
-    assert_refused(private.train(), "s1 does not show its ledger (site.share_ledger)")
+    assert_refused(
+        private.train(), "s1 does not share its ledger", "must set site.share_ledger: true"
+    )
     assert len(private.journal("s0").events) == 0
 
 
@@ -208,8 +210,8 @@ def test_a_visit_that_was_lost_stops_a_run_which_says_how_it_goes_on_without_it(
 
     over.doors.handlers["s0 opened"] = dies_after_the_charge
     strict = ("run.absent=stop", "run.checkpoint_every=100")
-    lost = "s0 has no reply to support_pass in round 3 (lost): the visit was charged and broke off"
-    way = "To go on without it: --resume with run.absent=skip"
+    lost = "s0 has no reply to support_pass in round 3 (lost): the step was charged and broke off"
+    way = "never run again. To continue without it: --resume with run.absent=skip"
     assert_refused(over.train(*strict), lost, way)
     charged = len(over.journal("s0").events)
     over.open()
