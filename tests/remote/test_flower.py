@@ -284,8 +284,8 @@ def test_silence_and_errors_stay_in_their_place_and_the_first_by_order_ends_a_ru
     there: SitesEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(there, "_terms", dataclasses.replace(PATIENT, absent="skip"))
-        patch.setattr(there, "_without", MissingReplyPolicy(skip=("fail", "diverge")))
+        patch.setattr(there, "_timeouts", dataclasses.replace(PATIENT, absent="skip"))
+        patch.setattr(there, "_policy", MissingReplyPolicy(skip=("fail", "diverge")))
         steps = (STEPS.fail, STEPS.fail, STEPS.hush, STEPS.fail, STEPS.diverge)
         replies = list(
             there.deliver(
