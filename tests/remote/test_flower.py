@@ -351,7 +351,7 @@ def test_a_whole_deployment_looks_for_no_way_out_of_loopback(tmp_path: Path) -> 
     demonstration = ("privssl.site.demo", tmp_path / "sites", "--config", tmp_path / "c.yaml")
     looks, said = ways_out("-m", *demonstration, *small)
     assert looks == 0
-    told = ("2 sites: s0, q0", "Finished. 1 rounds", "visits done", "GUARANTEE", "CONSISTENT")
+    told = ("2 sites: s0, q0", "Finished. 1 rounds", "steps run", "GUARANTEE", "CONSISTENT")
     places = [said.rfind(words) for words in told]
     assert places[0] >= 0 and places == sorted(places), said
     # The control: Flower itself, when it is not told what our launchers tell it.
