@@ -284,8 +284,8 @@ def test_silence_and_errors_stay_in_their_place_and_the_first_by_order_ends_a_ru
     there: SitesEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(there, "_terms", dataclasses.replace(PATIENT, absent="skip"))
-        patch.setattr(there, "_without", MissingReplyPolicy(skip=("fail", "diverge")))
+        patch.setattr(there, "_timeouts", dataclasses.replace(PATIENT, absent="skip"))
+        patch.setattr(there, "_policy", MissingReplyPolicy(skip=("fail", "diverge")))
         steps = (STEPS.fail, STEPS.fail, STEPS.hush, STEPS.fail, STEPS.diverge)
         replies = list(
             there.deliver(
@@ -351,7 +351,7 @@ def test_a_whole_deployment_looks_for_no_way_out_of_loopback(tmp_path: Path) -> 
     demonstration = ("privssl.site.demo", tmp_path / "sites", "--config", tmp_path / "c.yaml")
     looks, said = ways_out("-m", *demonstration, *small)
     assert looks == 0
-    told = ("2 sites: s0, q0", "Finished. 1 rounds", "visits done", "GUARANTEE", "CONSISTENT")
+    told = ("2 sites: s0, q0", "Finished. 1 rounds", "steps run", "GUARANTEE", "CONSISTENT")
     places = [said.rfind(words) for words in told]
     assert places[0] >= 0 and places == sorted(places), said
     # The control: Flower itself, when it is not told what our launchers tell it.

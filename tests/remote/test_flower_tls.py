@@ -210,7 +210,7 @@ def test_a_site_in_clear_and_one_with_an_unknown_key_are_told_so_and_the_coordin
 
 def test_a_site_without_a_key_is_told_that_it_needs_one(sites: Sites, link: Link) -> None:
     sites.start("q0", link.address, "--certificate", str(link.keys / "ca.crt"))
-    sites.says("q0", "asks every site for a key. Give --key")
+    sites.says("q0", "requires a key of every site. Give --key")
 
 
 def test_a_coordinator_without_the_certificate_or_with_another_is_told_so(
