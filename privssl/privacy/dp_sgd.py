@@ -224,10 +224,11 @@ class PrivateTraining:
         kept = round(self._plan.average_last * self._plan.steps)
         for step in range(self._plan.steps):
             mask = self._plan.draw_batch(rows)
-            drawn = mask.nonzero()[:, 0]
-            # Rows that were not drawn fill the batch up to its public size.
-            others = (~mask).nonzero()[:, 0]
-            order = torch.cat([drawn, others])[: max(parts * size, len(drawn))]
+            if self._plan.keeps_places(rows):
+                order = torch.arange(rows)
+            else:  # rows that were not drawn fill the batch up to its public size
+                drawn, others = mask.nonzero()[:, 0], (~mask).nonzero()[:, 0]
+                order = torch.cat([drawn, others])[: max(parts * size, len(drawn))]
             for number, part in enumerate(torch.split(order, size)):
                 if len(part):
                     fields = {k: pad_rows(v, size) for k, v in fields_of(part, step).items()}

@@ -55,6 +55,7 @@ class PrivatePlan:
     augment: Literal["none", "weak", "mid", "strong"] = "none"  # of rows in private steps
     average_last: float = 0.0  # share of a visit's steps whose iterates are averaged; 0: none
     record_counts: Literal["public", "private"] = "public"  # whether neighbours have as many rows
+    every_row: bool = False  # compute all rows in each step, whoever is drawn
 
     @property
     def event(self) -> Event:
@@ -99,10 +100,18 @@ class PrivatePlan:
     def physical_batch_size(self, rows: int) -> int:
         """Physical rows of a batch. Small agents compute all rows, so that time does not reveal the
         batch size; others a public bound that a batch rarely exceeds."""
-        if rows <= 256 or self.sample_rate == 1.0:
+        if rows <= 256 or self.sample_rate == 1.0 or self.every_row:
             return rows
         spread = math.sqrt(rows * self.sample_rate * (1 - self.sample_rate))
         return min(rows, math.ceil(rows * self.sample_rate + 4 * spread))
+
+    def keeps_places(self, rows: int) -> bool:
+        """Whether every row is computed in each step, at a place that only its number decides.
+
+        Then no row's place, and so no rounding by place, depends on who is drawn. With private
+        counts one row more moves the places of all after it.
+        """
+        return self.record_counts == "public" and self.physical_batch_size(rows) >= rows
 
     def parts(self, rows: int, at_once: int) -> tuple[int, int]:
         """Least number of parts of a batch, and the rows of each: public numbers.

@@ -7,6 +7,7 @@ scales it to a whole clip norm. Parts of one size, in one thread, round alike in
 process checks before it trains.
 """
 
+import time
 from collections.abc import Hashable, Mapping
 
 import torch
@@ -25,34 +26,48 @@ from privssl.privacy.per_example_gradients import Parameters, RowLoss, factored_
 from privssl.training.batched.deferred import ExampleLoss
 
 SCALES = (1.0, 1e8, 1e-8)  # of the weights
-SHIFTS = (1, 2, 3, 5)  # places that all rows move by; alignment in memory changes with each
+SHIFTS = 15  # places that rows move by are 1 to this: alignment in memory changes with each
+TRIES = 15  # of other weights, for the places of rows: rounding shows in few numbers
+SECONDS = 2.0  # after these, large networks have been compared at enough numbers
 
 _passed = set[Hashable]()
 
 
 def refuse_batch_dependent_rounding(
-    networks: Mapping[str, nn.Module], row_loss: RowLoss, fields: Mapping[str, Tensor]
-) -> None:
+    networks: Mapping[str, nn.Module], row_loss: RowLoss, fields: Mapping[str, Tensor],
+    *, by_place: bool = True,
+) -> None:  # fmt: skip
     """Refuse networks that round a row by its place or its neighbours. Cached by kind and size.
 
-    Every row is compared at several places, and beside other rows.
+    Every row is compared beside other rows, and at several places.
 
     Args:
         networks: the protected ones.
         fields: of made-up rows, as many as a part of a private step has (B, ...). Their values
             should be random: products of plain numbers are not rounded.
+        by_place: whether a row's place may change (:meth:`PrivatePlan.keeps_places`).
 
     Raises:
         PrivacyError: some row's gradient depends on other rows or on its place.
     """
-    key = _kind(networks, row_loss, fields)
+    key = by_place, _kind(networks, row_loss, fields)
     if key in _passed:
         return
+    if by_place:
+        _refuse_odd_layers(networks)
     rows = len(next(iter(fields.values())))
-    same = torch.arange(rows)
-    for scale in SCALES:
+    same, start = torch.arange(rows), time.monotonic()
+    chance = torch.Generator().manual_seed(0)
+    for number in range(len(SCALES) + TRIES * by_place):
+        if number >= len(SCALES) and time.monotonic() - start > SECONDS:
+            break
+        scale = SCALES[number] if number < len(SCALES) else 1.0
+        spread = 0.0 if number < len(SCALES) else 0.5
         scaled: Parameters = {
-            net: {n: (p.detach() * scale).requires_grad_() for n, p in network.named_parameters()}
+            net: {
+                n: (p.detach() * scale * _about_one(p, spread, chance)).requires_grad_()
+                for n, p in network.named_parameters()
+            }
             for net, network in networks.items()
         }
 
@@ -61,7 +76,8 @@ def refuse_batch_dependent_rounding(
                 return _bits(factored_gradients(row_loss, scaled, given), rows)
 
         before = bits(fields)
-        orders = [same.flip(0), *(same.roll(shift) for shift in SHIFTS if scale == 1.0)]
+        shifts = (1 + (4 * number + further) % SHIFTS for further in range(4))
+        orders = [same.flip(0), *(same.roll(shift) for shift in shifts)] if by_place else []
         alike = [
             _equal(bits({n: f[order.to(f.device)] for n, f in fields.items()}), before, same, order)
             for order in orders
@@ -77,6 +93,29 @@ def refuse_batch_dependent_rounding(
                 "another device (run.device) or another release of torch"
             )
     _passed.add(key)
+
+
+def _refuse_odd_layers(networks: Mapping[str, nn.Module]) -> None:
+    """Refuse linear layers whose rows are not aligned alike in memory: MKL rounds those by place,
+    in so few numbers that a comparison may miss it."""
+    odd = [
+        f"{net}.{name} ({layer.in_features} inputs)"
+        for net, network in networks.items()
+        for name, layer in network.named_modules()
+        if isinstance(layer, nn.Linear) and layer.in_features % 4
+    ]
+    if odd:
+        raise PrivacyError(
+            f"the rounding of a row's gradient may depend on its place, by {', '.join(odd)}. Use "
+            "a network whose linear layers have multiples of 4 as inputs, or record_counts: public "
+            "and at most 256 rows at each support agent"
+        )
+
+
+def _about_one(like: Tensor, spread: float, chance: torch.Generator) -> Tensor:
+    """Random factors in the shape of a parameter."""
+    drawn = torch.randn(like.shape, generator=chance, dtype=like.dtype) if spread else 0.0
+    return (torch.ones(like.shape, dtype=like.dtype) + spread * drawn).to(like.device)
 
 
 def _with_others(field: Tensor, kept: Tensor) -> Tensor:

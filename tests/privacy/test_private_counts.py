@@ -211,6 +211,40 @@ def test_with_public_counts_parts_go_by_the_rows_and_not_by_who_is_drawn() -> No
     assert plan(400, record_counts="public", sample_rate=0.5).parts(400, 64) == (4, 60)
 
 
+@pytest.mark.parametrize(
+    ("rows", "changes", "keeps"),
+    [
+        (34, {}, True),
+        (300, {"every_row": True}, True),
+        (300, {}, False),  # the control: only some are computed, those who are drawn first
+        (34, {"record_counts": "private"}, False),
+    ],
+)
+def test_with_public_counts_a_row_has_one_place_whoever_is_drawn(
+    rows: int, changes: dict[str, Any], keeps: bool
+) -> None:
+    the_plan = plan(rows, **{"record_counts": "public", "sample_rate": 0.3, "steps": 4} | changes)
+    F = build_classifier(ModelSettings("small_cnn", 4), SHAPE, CLASSES).train()
+    x, y = rows_of(rows)
+    calls, _ = asked(F, x, y, the_plan)
+    steps = len(calls) // 4
+    seen = [
+        torch.cat([q.fields["x"] for q in calls[i : i + steps]]) for i in range(0, 4 * steps, steps)
+    ]
+    assert the_plan.keeps_places(rows) is keeps
+    assert all(torch.equal(one, seen[0]) for one in seen) is keeps
+
+
+def test_layers_that_are_rounded_by_place_are_refused_where_places_change() -> None:
+    F = build_classifier(ModelSettings("lenet", 4, "none"), SHAPE, CLASSES).train()
+    with pytest.raises(PrivacyError, match=r"depend on its place, by F.*21 inputs"):
+        looked_at(F)
+    loss = ExampleLoss(hard_label_loss, (), {"F": F})
+    x, y = rows_of(12)
+    fields = {"x": x[:, None], "y": y[:, None]}
+    row_bits.refuse_batch_dependent_rounding({"F": F}, loss, fields, by_place=False)
+
+
 def test_neighbours_with_public_counts_have_equal_batches_and_differ_by_one_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -479,7 +479,7 @@ def test_draws_that_go_by_the_place_in_the_batch_would_be_noticed(
         real(self, rows, fields, row_loss, **how)
 
     monkeypatch.setattr(PrivateTraining, "run", by_place)
-    assert _shift_of_the_others(configured, tmp_path, "public") > 1e-3
+    assert _shift_of_the_others(configured, tmp_path, "private") > 1e-3  # public: places are kept
 
 
 def test_public_sizes_decide_how_many_rows_are_computed_at_once(
