@@ -126,7 +126,9 @@ def test_with_private_counts_a_row_less_moves_it_by_at_most_the_clip_norm(
 ) -> None:
     # The negative control: where counts are public, no neighbour has a row less, and the draws
     # of the rows after it may change with it. They do, by more than one clip norm.
-    prepared = prepare(configured(*ONE_STEP, *ALL, f"privacy.record_counts={counts}"))
+    # G and D have layers that are rounded by place, which private counts refuse.
+    alone = ("privacy.update_at_support=[F]", "privacy.protect=[F]")
+    prepared = prepare(configured(*ONE_STEP, *alone, f"privacy.record_counts={counts}"))
     came = lesson(prepared)
     whole = visit_with(prepared, tmp_path / "1", lambda rows: rows, came)
     fewer = visit_with(prepared, tmp_path / "2", without_row, came)
