@@ -207,7 +207,7 @@ def prv_epsilon(events: Iterable[Event], delta: float) -> float | None:
         # It sizes its grid by RDP at few orders and warns that more would give a smaller grid.
         warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
         try:
-            return float(accountant.get_epsilon(delta))
+            return max(0.0, float(accountant.get_epsilon(delta)))  # Opacus has values below 0
         except (ArithmeticError, RuntimeError, ValueError):  # "discrete mean differs", and kin
             return None
 

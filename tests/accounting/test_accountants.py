@@ -216,6 +216,14 @@ def test_the_numeric_headline_is_left_out_where_it_would_fill_the_memory() -> No
     assert prv_epsilon([PoissonSampledGaussianEvent(0.2, 0.9, 2000)], 1e-5) is None
     assert prv_epsilon([PureDpEvent(1.0, 1)], 1e-5) is None
     assert prv_epsilon([], 1e-5) is None
+
+
+def test_an_epsilon_is_never_below_zero_at_a_large_delta() -> None:
+    step = PoissonSampledGaussianEvent(4.0, 0.25, 1)
+    opacus = PRVAccountant()
+    opacus.history = [(4.0, 0.25, 1)]
+    assert opacus.get_epsilon(0.1) < 0  # the control: what it would be without a bound
+    assert prv_epsilon([step], 0.1) == 0.0
     assert time.perf_counter() - started < 2
 
 
