@@ -171,6 +171,8 @@ def main(argv: Sequence[str]) -> int:
         if any(options.only in text for text in (fault.name, *(path for path, _, _ in fault.edits)))
         and not (options.empirical and fault.seen_by_attack is None)
     ]  # fmt: skip
+    if not chosen:
+        parser.error(f"no fault has {options.only!r} in its name or path")
     begun, wrong = time.monotonic(), 0
     tests = sorted({test for fault in chosen for test in fault.tests})
     groups = [tuple(some) for _, some in groupby(tests, lambda test: test.partition("::")[0])]
