@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from privssl.algorithms import ALGORITHMS
+from privssl.errors import ConfigError
 
 PACKAGES = ("privssl.algorithms", "generators")
 REGISTRY = "privssl.algorithms"  # names every algorithm
@@ -19,7 +20,11 @@ REGISTRY = "privssl.algorithms"  # names every algorithm
 def method_hash(algorithm: str, root: Path) -> str:
     """16 hex digits of the sources in ``root`` of the algorithm of this name."""
     found = hashlib.sha256()
-    for name, path in sorted(_modules(ALGORITHMS[algorithm].__module__, root).items()):
+    start = ALGORITHMS[algorithm].__module__
+    modules = _modules(start, root)
+    if start not in modules:
+        raise ConfigError(f"{root} has no sources of {algorithm}: it is not a clone of privssl")
+    for name, path in sorted(modules.items()):
         tree = ast.parse(path.read_bytes())
         found.update(f"{name} {_canonical(tree)}\n".encode())
     return found.hexdigest()[:16]

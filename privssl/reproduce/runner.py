@@ -121,13 +121,15 @@ class Runner:
     Args:
         root: the clone.
         keep: leave the folders of stored runs.
+        train: absent: in a process of its own.
     """
 
     def __init__(
         self, root: Path, store: Store, *, keep: bool = False,
-        train: Training = train_in_a_process,
+        train: Training | None = None,
     ) -> None:  # fmt: skip
-        self._root, self._store, self._keep, self._train = root, store, keep, train
+        self._root, self._store, self._keep = root, store, keep
+        self._train = train or train_in_a_process
 
     def run(
         self, cell: Cell, seed: int, until: float = float("inf")

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,7 +132,8 @@ class Kept:
 
     @classmethod
     def of(cls, store: Store, table: Table, cell: Cell) -> "Kept":
-        entries = {s: e for s in table.file.seeds if (e := store.read(cell, s)) is not None}
+        seeds = () if cell.size == "absent" else table.file.seeds
+        entries = {s: e for s in seeds if (e := store.read(cell, s)) is not None}
         why = {s: store.why_old(cell, s, e) for s, e in entries.items()}
         return cls(entries, {seed: text for seed, text in why.items() if text})
 
@@ -143,6 +145,15 @@ class Kept:
     @property
     def is_old(self) -> bool:
         return any(seed in self.why_old for seed in self.shown)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """A number a seed, as fractions."""
+        return tuple(entry["value"] for _, entry in sorted(self.shown.items()))
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
 
 
 def config_hash(config: Config) -> str:

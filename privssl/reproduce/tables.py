@@ -97,7 +97,7 @@ class Cell:
     config: Path  # a YAML file
     overrides: tuple[str, ...]  # section.key=value
     size: Size
-    differs: str | None  # what is smaller or absent, and why
+    differs: str | None  # what is smaller, absent or else other than in the paper, and why
     minutes: float  # estimate of one run on one core
     metric: str
     paper_value: float | None  # a fraction
@@ -190,10 +190,9 @@ def load_table(path: Path, root: Path) -> Table:
 
 
 def _problem(detail: Any, lines: Mapping[str, int]) -> ConfigProblem:
-    """One error of pydantic, with the line of the innermost key that is known."""
-    place = [part for part in detail["loc"] if isinstance(part, str)]
+    """One error of pydantic, with the line of its section: items of a list share their lines."""
     where = "".join(f"[{p + 1}]" if isinstance(p, int) else f".{p}" for p in detail["loc"])
-    line = next((lines[key] for key in (".".join(place), *place[:1]) if key in lines), 0)
+    line = lines.get(str(detail["loc"][0]), 0)
     text = {"missing": "missing", "extra_forbidden": "unknown key"}.get(
         detail["type"], f"{detail['msg']}, got {detail['input']!r:.60}"
     )
@@ -267,8 +266,15 @@ def _last(key: str, *entries: _Entry) -> Any:
 
 
 def _differs(*entries: _Entry) -> str | None:
-    """Why a cell is smaller or absent; None at the paper's size."""
-    return None if _last("size", *entries) == "paper" else _last("differs", *entries)
+    """What differs from the paper; at its size only what is said where the size is, or closer.
+
+    So a row at the paper's size does not inherit why the rest of its table is reduced.
+    """
+    if _last("size", *entries) == "paper":
+        decides = max(place for place, entry in enumerate(entries) if entry.size)
+        entries = entries[decides:]
+    differs: str | None = _last("differs", *entries)
+    return differs
 
 
 def _cells(name: str, file: TableFile, root: Path) -> Iterator[Cell]:
