@@ -25,7 +25,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accounting.accountants import epsilon, max_repeats
+from accounting.accountants import epsilon
 from accounting.budget import Budget
 from accounting.canonical_json import real
 from accounting.errors import BudgetExhausted, LedgerError, PlanError
@@ -38,7 +38,7 @@ from accounting.events import (
 )
 from accounting.journal import JournalFile
 from accounting.ledger import Account, AccountPlan, read_journal
-from tests.support.ledger import rebuilt
+from tests.support.ledger import rebuilt, spend_all
 
 # Full batches: closed form, so the tests need no slow accountant. One visit costs 1.0 or so.
 VISIT = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
@@ -121,14 +121,21 @@ def test_it_knows_which_visits_were_charged_whatever_became_of_them(tmp_path: Pa
     again.close()
 
 
-def test_the_papers_stop_rule_would_have_overspent() -> None:
-    # Control for the test above: Alg. 2 compares the total of *earlier* visits with the budget.
-    spent, visits = 0.0, 0
-    while not spent > 4.0:
-        visits += 1
-        spent = epsilon([replace(VISIT, steps=5 * visits)], 1e-5)
-    assert spent > 4.0
-    assert visits == 1 + max_repeats(plan().visit_cost, budget=4.0, delta=1e-5)
+def test_a_ledger_written_under_the_papers_stop_rule_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The control of every "exactly T visits": Alg. 2 looks at the total of earlier visits alone.
+    def papers(self: Account, after: float) -> bool:
+        return self.spent() <= self.plan.budget.epsilon
+
+    fitting = spend_all(tmp_path / "ours", plan())
+    monkeypatch.setattr(Account, "_within_budget", papers)
+
+    assert spend_all(tmp_path / "papers", plan()) == fitting + 1
+
+    assert read_journal(tmp_path / "ours/s0.jsonl").problems == []
+    [problem] = read_journal(tmp_path / "papers/s0.jsonl").problems
+    assert "is above the budget" in problem.text
 
 
 def test_a_budget_of_zero_reads_no_row(path: Path) -> None:

@@ -1,6 +1,9 @@
 """Benchmarks that numbers of the docs come from: they measure what they say."""
 
 import json
+import os
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from benchmarks import (
     census_curve,
     census_map,
     epsilon_figure,
+    ledger_cost,
     rounds,
     sites_memory,
     uneven_split,
@@ -20,6 +24,10 @@ from privssl.errors import UserError
 from privssl.experiment.config import load_config
 from privssl.experiment.prepare import prepare
 from tests.support.command_line import command
+from tests.support.resume import PRIVATE
+
+#: A private run of two rounds, with one visit of each support agent in each.
+SHORT = PRIVATE.replace("rounds: 4", "rounds: 2")
 
 CONFIG = Path(__file__).parents[2] / "configs" / "label_census.yaml"
 SMALL = [
@@ -180,3 +188,38 @@ def test_memory_of_sites_counts_growth_after_the_warm_up_and_not_before() -> Non
     *_, flat, grows = sites_memory.table(rounds, 1).splitlines()
     assert flat == "| flat | 80.0 | 80.0 | 80.0 | 80.0 | 0.0% |"
     assert grows == "| grows | 100.0 | 100.0 | 125.0 | 125.0 | 25.0% |"
+
+
+def test_the_benchmark_counts_the_time_of_the_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "tiny.yaml"
+    config.write_text(SHORT)
+    fsync, slow = os.fsync, 0.02
+
+    def slowly(descriptor: int) -> None:
+        time.sleep(slow)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slowly)
+
+    assert ledger_cost.main([str(config), "--repeats", "1"]) == 1
+
+    shown = capsys.readouterr().out
+    assert "machine: " in shown and "NOT below 2%" in shown
+    found = re.search(r"([0-9.]+) ms in accounts for 4 visits: ([0-9.]+)%", shown)
+    assert found is not None
+    # Two plan lines, and reserve and settle of four visits: each forces file and folder.
+    assert float(found[1]) >= 1e3 * slow * 2 * (2 + 2 * 4)
+    assert float(found[2]) > 2
+
+
+def test_the_benchmark_refuses_a_run_that_has_no_account(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "tiny.yaml"
+    config.write_text(SHORT)
+
+    assert ledger_cost.main([str(config), "privacy=null"]) == 2
+
+    assert "no account to measure" in capsys.readouterr().err

@@ -104,3 +104,11 @@ class Sealed(LabelledRows):
         if name in ("x", "y"):
             raise AssertionError("a labelled row was read")
         return super().__getattribute__(name)
+
+
+def sealed(prepared: Prepared) -> Prepared:
+    """The same run, in which reading a labelled row raises AssertionError."""
+    for agent in prepared.labelled_agents:
+        rows = agent.labelled
+        agent.held_labelled = Sealed(rows.x, rows.y, rows.ids)
+    return prepared
