@@ -12,11 +12,14 @@ os.environ["MPLBACKEND"] = "Agg"
 from collections.abc import Iterator
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from numpy.typing import NDArray
 
 from privssl.ops import dispatch
+from privssl.reporting import figures
 from tests.support.kernel_generations import HERE
 
 # Fixtures that several files share.
@@ -39,6 +42,21 @@ same = "CI" in os.environ
 settings.register_profile("privssl", deadline=None, derandomize=same, max_examples=50)
 settings.register_profile("thorough", deadline=None, derandomize=same, max_examples=200)
 settings.load_profile("privssl")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def equal_splits_are_drawn_once() -> Iterator[None]:
+    """A quarter of a short run is the figure of its split, and most tests have the same one."""
+    draw, drawn = figures.partition_plot, dict[str, figures.Picture]()
+
+    def draw_once(*counts: dict[str, NDArray[np.int64]]) -> figures.Picture:
+        key = repr([{agent: each.tolist() for agent, each in kind.items()} for kind in counts])
+        if key not in drawn:
+            drawn[key] = draw(*counts)
+        return drawn[key].copy()
+
+    with patch.object(figures, "partition_plot", draw_once):
+        yield
 
 
 @pytest.fixture(params=HERE)

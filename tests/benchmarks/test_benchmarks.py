@@ -39,14 +39,25 @@ SMALL = [
 
 def test_a_census_on_a_shared_map_ends_where_a_whole_run_ends(tmp_path: Path) -> None:
     # Without noise both have the seed alone, so they agree to the last row; the second epsilon is
-    # there to show that the first leaves nothing behind.
-    endless = float("inf")
-    told = census_curve.measure(load_config(CONFIG, SMALL), [endless, 1.0, endless])
-    run = tmp_path / "run"
-    trained = command(CONFIG, *SMALL, "privacy=null", f"run.output={run}", "--quiet")
-    assert trained.status == 0, trained.err
-    final = json.loads((run / "results.json").read_text())["test_accuracy"]["final"]
-    assert told[0]["test"] == told[2]["test"] == final
+    # there to show that the first leaves nothing behind, the second case to give other labels.
+    endless, one = float("inf"), "agents.support=1"
+    told = census_curve.measure(
+        load_config(CONFIG, SMALL),
+        [endless, 1.0, endless],
+        {one: load_config(CONFIG, [*SMALL, one])},
+    )
+    finals = []
+    for number, case in enumerate(([], [one])):
+        run = tmp_path / str(number)
+        trained = command(CONFIG, *SMALL, *case, "privacy=null", f"run.output={run}", "--quiet")
+        assert trained.status == 0, trained.err
+        finals.append(json.loads((run / "results.json").read_text())["test_accuracy"]["final"])
+    assert [told[n]["test"] for n in (0, 2, 3)] == [finals[0], finals[0], finals[1]]
+    assert [record.get("also") for record in told] == [None] * 3 + [one] * 3
+    # the control: with other query agents the map would be another
+    other = load_config(CONFIG, [*SMALL, "agents.query=5"])
+    with pytest.raises(UserError, match="unlabelled rows are with other agents"):
+        census_curve.measure(load_config(CONFIG, SMALL), [endless], {"agents.query=5": other})
 
 
 def test_runs_become_points_with_their_claim_or_without(tmp_path: Path) -> None:
@@ -133,25 +144,10 @@ def test_the_map_tables_are_of_rows_whose_true_clusters_are_known() -> None:
     assert 0.45 < purity < 0.65
 
 
-def test_other_labels_on_the_same_map_end_where_a_whole_run_ends(tmp_path: Path) -> None:
-    endless, one = float("inf"), "agents.support=1"
-    told = census_curve.measure(
-        load_config(CONFIG, SMALL), [endless], {one: load_config(CONFIG, [*SMALL, one])}
-    )
-    run = tmp_path / "run"
-    trained = command(CONFIG, *SMALL, one, "privacy=null", f"run.output={run}", "--quiet")
-    assert trained.status == 0, trained.err
-    final = json.loads((run / "results.json").read_text())["test_accuracy"]["final"]
-    assert (told[1]["also"], told[1]["test"]) == (one, final)
-    # the control: with other query agents the map would be another
-    other = load_config(CONFIG, [*SMALL, "agents.query=5"])
-    with pytest.raises(UserError, match="unlabelled rows are with other agents"):
-        census_curve.measure(load_config(CONFIG, SMALL), [endless], {"agents.query=5": other})
-
-
 def test_rounds_are_timed_for_each_number_of_workers(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(CONFIG.with_name("fedssl.yaml"))
-    assert rounds.main([config, "algorithm.local_steps=1", "--rounds", "1"]) == 0
+    small = ["algorithm.local_steps=1", "model.width=4", "data.name=toy", "data.labelled=40"]
+    assert rounds.main([config, *small, "--rounds", "1"]) == 0
     *_, line = capsys.readouterr().out.splitlines()
     name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
     one, two, times = map(float, cells)

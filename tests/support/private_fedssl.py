@@ -31,6 +31,11 @@ algorithm:
   {name: fedssl, rounds: 3, local_steps: 2, batch_size: 8, generator_width: 4, gate: 0.0,
    warm_up: 0}
 """
+#: Two rounds of full batches: epsilon of them is a formula and takes no time.
+FULL_BATCHES = (
+    TINY.replace("rounds: 3, local_steps: 2", "rounds: 2, local_steps: 1")
+    + "privacy: {epsilon: 50.0, noise_multiplier: 4.0, sample_rate: 1.0, steps: 2}\n"
+)
 PRIVATE = TINY + "privacy: {epsilon: 50.0, noise_multiplier: 4.0, sample_rate: 0.5, steps: 2}\n"
 
 
