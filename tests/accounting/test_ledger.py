@@ -10,11 +10,7 @@ import hashlib
 import json
 import math
 import os
-import signal
 import stat
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -39,10 +35,10 @@ from accounting.events import (
 from accounting.journal import JournalFile
 from accounting.ledger import Account, AccountPlan, read_journal
 from tests.support.ledger import rebuilt, spend_all
+from tests.support.posts import beside
 
 # Full batches: closed form, so the tests need no slow accountant. One visit costs 1.0 or so.
 VISIT = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
-REPOSITORY = Path(__file__).parents[2]
 
 
 def plan(**changes: Any) -> AccountPlan:
@@ -622,52 +618,20 @@ def test_a_read_only_place_is_an_error_in_words(tmp_path: Path) -> None:
         Account.open(blocked / "ledger" / "s0.jsonl", plan(), resume=False)
 
 
-CHILD = """
-    import sys
-    from pathlib import Path
-    from accounting.budget import Budget
-    from accounting.errors import LedgerError
-    from accounting.events import PoissonSampledGaussianEvent
-    from accounting.ledger import Account, AccountPlan
-    event = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
-    plan = AccountPlan(agent="s0", budget=Budget(4.0, 1e-5), scope="sound", update=("F", "G"),
-                       protect=("F", "G"), event=event, n_public=34)
-    path, resume = Path(sys.argv[1]), sys.argv[2] == "resume"
-"""
-
-
-def child(path: Path, mode: str, body: str) -> subprocess.Popen[str]:
-    """A real second process at work on the same journal."""
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(CHILD) + textwrap.dedent(body), str(path), mode],
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
 def test_a_second_process_fails_on_the_lock_and_a_killed_one_gives_back_the_charge_not(
     path: Path,
 ) -> None:
+    def hold(is_inside: Callable[[], None]) -> None:
+        with Account.open(path, plan(), resume=False).spend(VISIT, visit="round 0"):
+            is_inside()
+            time.sleep(600)
+
     # The child holds the account inside a visit, between reserve and settle, and is killed there.
-    holder = child(
-        path,
-        "start",
-        """
-        account = Account.open(path, plan, resume=resume)
-        with account.spend(event, visit="round 0"):
-            print("inside", flush=True)
-            sys.stdin.read()
-        """,
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "inside\n"
-    with pytest.raises(LedgerError, match="another process is using this account"):
-        reopened(path)
-    assert read_journal(path).problems == []  # an audit needs no lock
-    holder.send_signal(signal.SIGKILL)
-    holder.communicate()
+    with beside(hold) as kill:
+        with pytest.raises(LedgerError, match="another process is using this account"):
+            reopened(path)
+        assert read_journal(path).problems == []  # an audit needs no lock
+        kill()
     account = reopened(path)  # the lock went with its process
     assert account.visits() == 1
     assert account.spent() == pytest.approx(epsilon([VISIT], 1e-5))

@@ -6,7 +6,6 @@ One account is tests/accounting/test_ledger.py; here is what a run makes of it, 
 import contextlib
 import errno
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -31,6 +30,7 @@ from privssl.engines.local import LocalEngine
 from privssl.experiment import prepare
 from tests.support.command_line import Outcome, assert_refused, tree
 from tests.support.ledger import rebuilt
+from tests.support.posts import beside
 from tests.support.private_fedssl import sealed
 from tests.support.resume import PRIVATE, Place, command, ledgers, place, signalled
 
@@ -289,42 +289,26 @@ def test_a_new_checkpoint_with_an_old_ledger_is_refused_before_anything_is_read(
 # Two processes ----------------------------------------------------------------------------------
 
 
-def train_slowly(arguments: list[str], inside: Any) -> None:
-    """The command in a process of its own, which stays for ever in the visit of s0 in round 1."""
-    real_visit = LocalEngine.deliver
-
-    def deliver(self: LocalEngine, calls: Any) -> Any:
-        replies = list(real_visit(self, calls))
-        inside.set()
-        time.sleep(600)
-        return replies
-
-    LocalEngine.deliver = deliver  # type: ignore[method-assign]
-    train.main(arguments)
-
-
 @pytest.fixture
 def in_use(tmp_path: Path) -> Iterator[tuple[Place, Callable[[], None]]]:
     """A run in which another process is training, and what kills that process."""
     at = place(tmp_path, SHORT)
-    maker = multiprocessing.get_context("forkserver")
-    maker.set_forkserver_preload(
-        ["privssl.runs.round_loop", "privssl.train", "privssl.reporting.trackers"]
-    )
-    inside = maker.Event()
-    arguments = [str(at.config), at.output, "--quiet"]
-    holder = maker.Process(target=train_slowly, args=(arguments, inside), daemon=True)
-    holder.start()
 
-    def kill() -> None:
-        holder.kill()
-        holder.join()
+    def train_slowly(is_inside: Callable[[], None]) -> None:
+        """The command, which stays for ever in the visit of s0 in round 1."""
+        deliver = LocalEngine.deliver
 
-    try:
-        assert inside.wait(120), holder.exitcode
+        def deliver_and_stay(self: LocalEngine, calls: Any) -> NoReturn:
+            list(deliver(self, calls))
+            is_inside()
+            time.sleep(600)
+            raise AssertionError
+
+        LocalEngine.deliver = deliver_and_stay  # type: ignore[method-assign]
+        train.main([str(at.config), at.output, "--quiet", "run.workers=1"])
+
+    with beside(train_slowly) as kill:
         yield at, kill
-    finally:
-        kill()
 
 
 def test_of_two_processes_in_one_run_folder_the_second_fails_until_the_first_is_gone(
