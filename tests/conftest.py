@@ -9,7 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["MPLBACKEND"] = "Agg"
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -18,8 +19,10 @@ import torch
 from hypothesis import settings
 from numpy.typing import NDArray
 
+from privssl.core.agents import Agent
 from privssl.ops import dispatch
 from privssl.reporting import figures
+from privssl.runs import engine_factory
 from tests.support.kernel_generations import HERE
 
 # Fixtures that several files share.
@@ -56,6 +59,20 @@ def equal_splits_are_drawn_once() -> Iterator[None]:
         return drawn[key].copy()
 
     with patch.object(figures, "partition_plot", draw_once):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runs_have_as_many_workers_as_they_ask_for() -> Iterator[None]:
+    """Half the time of a short run is to start workers: "auto" is one process here."""
+    count = engine_factory.resolve_worker_count
+
+    def count_asked(
+        asked: int | Literal["auto"], agents: Sequence[Agent], device: torch.device
+    ) -> int:
+        return count(1 if asked == "auto" else asked, agents, device)
+
+    with patch.object(engine_factory, "resolve_worker_count", count_asked):
         yield
 
 

@@ -144,6 +144,7 @@ def test_the_map_tables_are_of_rows_whose_true_clusters_are_known() -> None:
     assert 0.45 < purity < 0.65
 
 
+@pytest.mark.slow
 def test_rounds_are_timed_for_each_number_of_workers(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(CONFIG.with_name("fedssl.yaml"))
     small = ["algorithm.local_steps=1", "model.width=4", "data.name=toy", "data.labelled=40"]
