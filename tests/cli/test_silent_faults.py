@@ -170,7 +170,7 @@ def test_more_threads_than_one_are_warned_of_with_what_to_set(
 # Output in other encodings ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
 def test_the_last_lines_come_whatever_the_encoding_of_the_output(
     encoding: str, tmp_path: Path
 ) -> None:
