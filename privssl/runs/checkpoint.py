@@ -74,7 +74,10 @@ class Progress:
     down: int = 0
     seconds: float = 0.0
     refused: int = 0  # visits that a budget did not pay for
-    start: str = ""  # fingerprint of the networks before round 1
+    start: str = ""  # fingerprint of the networks before round 1; empty: by an older version
+    trained: str = ""  # ids of agents that took a step, in one text
+    asked: str = ""  # roles that were visited, in one text
+    warnings: str = "[]"  # of the rounds so far, as JSON
 
 
 @dataclass(frozen=True)

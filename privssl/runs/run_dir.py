@@ -33,6 +33,7 @@ CLASSIFIER = "classifier.safetensors"
 CONTENTS = {
     *("config.yaml", "split.json", "metrics.csv", "results.json", CLASSIFIER),
     *("privacy.json", "privacy.md", "ledger", "tensorboard", "checkpoints", "train.log"),
+    *("confusion.csv", "confusion.png"),
 }
 
 
