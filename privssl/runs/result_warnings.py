@@ -7,6 +7,7 @@ server, numbers of the config) and from test rows, which belong to no agent.
 from collections.abc import Iterator, Sequence
 
 from privssl.core.federation import Roster
+from privssl.runs.checkpoint import UNKNOWN
 from privssl.training.evaluation import Scores
 
 SHOWN = 5  # names in a sentence
@@ -70,6 +71,8 @@ def idle_agent_warnings(roster: Roster, trained: Sequence[str], asked: Sequence[
         asked: roles of agents that the run visited; a method that never visits query agents leaves
             them idle by design.
     """
+    if UNKNOWN in asked:
+        return []
     idle = [a.id for a in roster if a.role in asked and a.id not in set(trained)]
     if not idle:
         return []

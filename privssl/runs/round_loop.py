@@ -50,11 +50,11 @@ from privssl.runs.result_warnings import (
 from privssl.runs.resume import SOURCES, SPLIT, other_code_warnings
 from privssl.runs.round_plan import planned_rounds, rounds_of
 from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim, write_text
-from privssl.runs.summary import summarise
+from privssl.runs.summary import summarise, write_confusion
 from privssl.runs.untrained import fingerprint_networks, untrained_warnings
 from privssl.runtime.code_version import fingerprint
 from privssl.runtime.process import defer_interrupts, raise_if_interrupted
-from privssl.storage import atomic_files, tensor_files
+from privssl.storage import tensor_files
 from privssl.storage.spill_store import SpillStore
 from privssl.training.evaluation import Evaluator, HiddenLabelMeter, Scores
 from privssl.training.local_training import network_input
@@ -98,7 +98,7 @@ class RoundLoop:
     def begin(self) -> None:
         """The state before round 1."""
         state = self._spill_store.put_parts(self._algorithm.start(self._federation))
-        progress = Progress(start=fingerprint_networks(self._algorithm, state))
+        progress = Progress(start=fingerprint_networks(self._algorithm, state), asked="")
         self._kept = CompletedRound(state, self._engine.memories(), progress)
         labelled, unlabelled = data.class_counts(self._prepared.federated_data)
         if self._prepared.plan is not None:
@@ -300,7 +300,6 @@ class RoundLoop:
             self._at_end = list(self._warnings_of_end(self._scores))
             for sentence in self._at_end:  # the last lines of the command have them
                 log.warning("%s", sentence, extra={"repeated": True})
-            self._write_confusion(self._scores)
             tensor_files.save_weights(path, weights, self._prepared.about_rows)
             released = {"file": CLASSIFIER, "sha256": tensor_files.sha256_of(path)}
         try:
@@ -315,6 +314,10 @@ class RoundLoop:
                 copy_ledgers(self._prepared, self._folder)
             write_text(self._folder / "privacy.json", json.dumps(card, indent=2) + "\n")
             write_text(self._folder / "privacy.md", render_markdown(card))
+        if released is not None and self._scores is not None:
+            picture = write_confusion(self._folder, self._scores, self._names)
+            for tracker in self._trackers:
+                tracker.images(self._kept.progress.round, "images/confusion", picture)
         self._write_results("interrupted" if problems else status, card, problems)
         if problems:
             raise LedgerError(guarantee_sentence(card))
@@ -324,24 +327,12 @@ class RoundLoop:
     def _warnings_of_end(self, scores: Scores) -> Iterator[str]:
         """What makes the results mean little, from what the claim releases and test rows."""
         progress = self._kept.progress
-        if progress.start:  # an older version did not count who trained
-            end = fingerprint_networks(self._algorithm, self._kept.state)
-            yield from untrained_warnings(progress.start, end)
-            yield from idle_agent_warnings(
-                self._federation.agents, progress.trained.split(), progress.asked.split()
-            )
-        yield from score_warnings(scores, self._names)
-
-    def _write_confusion(self, scores: Scores) -> None:
-        write_text(
-            self._folder / "confusion.csv", figures.confusion_csv(scores.confusion, self._names)
+        end = fingerprint_networks(self._algorithm, self._kept.state)
+        yield from untrained_warnings(progress.start, end)
+        yield from idle_agent_warnings(
+            self._federation.agents, progress.trained.split(), progress.asked.split()
         )
-        picture = figures.confusion_plot(scores.confusion, self._names)
-        path = self._folder / "confusion.png"
-        with atomic_files.writing(path):
-            atomic_files.replace(path, figures.as_png(picture))
-        for tracker in self._trackers:
-            tracker.images(self._kept.progress.round, "images/confusion", picture)
+        yield from score_warnings(scores, self._names)
 
     def _write_results(
         self, status: Status, card: Mapping[str, Any] | None, problems: Sequence[str]

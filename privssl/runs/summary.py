@@ -1,15 +1,20 @@
-"""results.json, the summary of a run."""
+"""What a run writes at its end about its metrics: results.json and the confusion matrix."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from privssl import __version__
 from privssl.experiment.prepare import Prepared
 from privssl.ops import dispatch
+from privssl.reporting import figures
 from privssl.runs.checkpoint import Progress
+from privssl.runs.run_dir import CONFUSION, write_text
 from privssl.runtime.code_version import fingerprint
+from privssl.storage import atomic_files
+from privssl.training.evaluation import Scores
 
 
 def summarise(
@@ -66,3 +71,13 @@ def summarise(
             "kernels": dispatch.instruction_set() or "torch",
         },
     }
+
+
+def write_confusion(folder: Path, scores: Scores, names: Sequence[str]) -> figures.Picture:
+    """Write confusion.csv and confusion.png; returns the picture."""
+    table, drawing = (folder / name for name in CONFUSION)
+    picture = figures.confusion_plot(scores.confusion, names)
+    write_text(table, figures.confusion_csv(scores.confusion, names))
+    with atomic_files.writing(drawing):
+        atomic_files.replace(drawing, figures.as_png(picture))
+    return picture
