@@ -329,9 +329,10 @@ class RoundLoop:
         progress = self._kept.progress
         end = fingerprint_networks(self._algorithm, self._kept.state)
         yield from untrained_warnings(progress.start, end)
-        yield from idle_agent_warnings(
-            self._federation.agents, progress.trained.split(), progress.asked.split()
-        )
+        roles = progress.asked.split()
+        if self._prepared.plan is not None:  # a budget of 0 asks nobody
+            roles += ["support", "mixed"]
+        yield from idle_agent_warnings(self._federation.agents, progress.trained.split(), roles)
         yield from score_warnings(scores, self._names)
 
     def _write_results(
