@@ -183,6 +183,8 @@ def _report(
         if accuracy["best_round"]
         else "No round was evaluated yet"
     )
+    for text in results.get("warnings", ()):  # older runs have none
+        console.print(f"Warning: {text}", style="yellow", markup=False)
     console.print(
         f"{words[status]}. {results['rounds']} rounds{took}. {reached}. Results in {folder}; "
         f"pictures: tensorboard --logdir {folder / 'tensorboard'}",

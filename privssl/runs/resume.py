@@ -122,11 +122,12 @@ def check_spending_shown(folder: Path, prepared: Prepared) -> None:
         raise LedgerError(f"{problem}. Put the true ledger back")
 
 
-def warn_of_other_code(snapshot: Snapshot) -> None:
-    """Warn where the checkpoint was made by other code."""
-    then = snapshot.extra.get(SOURCES)
-    if then not in (None, fingerprint()):
-        log.warning(
-            "The checkpoint of round %d was made by other code of privssl (sources %s, here %s). "
-            "The rounds from here on are made by this one.", snapshot.round, then, fingerprint(),
-        )  # fmt: skip
+def other_code_warnings(snapshot: Snapshot) -> list[str]:
+    """A sentence where the checkpoint was made by other code."""
+    then, here = snapshot.extra.get(SOURCES), fingerprint()
+    if then in (None, here):
+        return []
+    return [
+        f"The checkpoint of round {snapshot.round} was made by other code of privssl (sources "
+        f"{then}, here {here}). The rounds from here on are made by this one."
+    ]
