@@ -88,19 +88,17 @@ def forecast(prepared: Prepared) -> Forecast:
 def sampled_rounds(algorithm: Any) -> Iterator[tuple[Round, int]]:
     """Rounds that stand for others, and for how many, itself included.
 
-    A round is like the one before it unless a phase, the end of a warm-up or the end of a plan's
-    visits is between them. The first of a phase may do more, and stands for itself.
+    A round is like the one before it unless the end of a warm-up or of a plan's visits is between
+    them. The first and the last of a phase may differ, and stand for themselves.
     """
     rounds = planned_rounds(algorithm.phases())
-    begins = {now.number for now in rounds if now.number_in_phase == 1}
+    starts = [now.number for now in rounds if now.number_in_phase == 1]
+    begins = {start + after for start in starts for after in (-1, 0, 1)} | {len(rounds)}
     begins.add(getattr(algorithm.cfg, "warm_up", 0) + 1)
     if algorithm.plan is not None:
         begins.add(algorithm.plan.visits + 1)
-    marks = sorted(begin for begin in begins if begin <= len(rounds))
+    marks = sorted(begin for begin in begins if 1 <= begin <= len(rounds))
     for begin, end in zip(marks, [*marks[1:], len(rounds) + 1], strict=True):
-        if end - begin > 1 and rounds[begin - 1].number_in_phase == 1:
-            yield rounds[begin - 1], 1
-            begin += 1
         yield rounds[begin - 1], end - begin
 
 

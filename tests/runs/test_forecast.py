@@ -41,7 +41,7 @@ algorithm: {name: fedseal, rounds: 4, validation_rows: 10, client_epochs: 1}
     "label_census": """\
 data: {name: toy, labelled: 40, unlabelled: 80}
 agents: {support: 2, query: 2}
-algorithm: {name: label_census, cluster_rounds: 3, vote_rounds: 2, self_training_rounds: 3}
+algorithm: {name: label_census, cluster_rounds: 5, vote_rounds: 2, self_training_rounds: 3}
 privacy: {epsilon: 2.0, delta: 1.0e-4}
 """,
 }
@@ -116,7 +116,7 @@ def test_times_add_up_over_agents_and_rounds(
     estimate = forecast.forecast(ready)
 
     assert set(seen) == {estimate.visits[0].agent}  # one agent worked
-    assert len(seen) <= 6  # and not in every round
+    assert len(seen) <= 9  # and not in every round
     assert 0.05 <= estimate.visits[0].seconds < 0.2
     assert estimate.round_seconds >= 4 * 0.05
     assert 20 * 4 * 0.05 <= estimate.total_seconds < 20 * 4 * 0.05 * 4
