@@ -82,6 +82,7 @@ COMMANDS = (
     "privssl.compare.__main__",
     "privssl.audit.__main__",
     "privssl.site.__main__",
+    "privssl.doctor",
 )
 ASKED = """
 import io, sys
