@@ -82,6 +82,7 @@ format: $(VENV)/.installed-dev  ## mend what ruff can mend
 
 docs: $(VENV)/.installed-dev  ## write the generated pages of docs/
 	$(RUN) docs/generate_reference.py
+	$(RUN) -m privssl.reproduce --render
 
 clean:  ## remove caches and build files; .venv and runs stay
 	rm -rf build dist ./*.egg-info .coverage htmlcov .hypothesis

@@ -115,14 +115,14 @@ def _summary(of_tables: Sequence[Measurements]) -> dict[Path, str]:
         *(GENERATED, "", "# What holds of what the papers claim", ""),
         "Find here what was measured of each published table, and whether the order of methods "
         "that a paper claims holds.",
-        "A number has a page with its seeds, sizes and times. How to run one: "
+        "Each table has a page with seeds, sizes and times. How to run it: "
         "[reproduce.md](reproduce.md).",
         *("", "## Cells", "", *_counts(of_tables), ""),
         *("## Tables", "", *_tables(of_tables), ""),
         *("## Claims that were asked", "", *_claim_lines(answered, "results/"), ""),
-        "A claim is answered column by column, and the first answer here is that of the worst "
-        'column. "In the mean only": not in every seed.',
-        "",
+        "A claim is answered column by column; `answer` is that of the worst column. What the "
+        "answers mean:",
+        *("[reproduce.md](reproduce.md#the-pages).", ""),
     ]
     tail = ["## Claims that were not asked", "", *_claim_lines(still, "results/"), ""]
     if len(head) + len(tail) <= LONGEST_PAGE:

@@ -170,12 +170,11 @@ class Runner:
                     ended = self._train(arguments, log, lock, until)
             except Interrupted as interrupt:
                 note.add(interrupt.ended)
-                if _state(folder, config) != "finished":
-                    raise
-                self._keep_result(cell, seed, folder, note)
+                if interrupt.ended.status == 0:  # it came too late to stop it
+                    self._keep_result(cell, seed, folder, note)
                 raise
             note.add(ended)
-            if _state(folder, config) != "finished":
+            if ended.status != 0:
                 if ended.stopped or ended.status == INTERRUPTED:
                     return "stopped"
                 raise CellError(_failure(cell, seed, ended, log))
