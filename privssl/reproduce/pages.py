@@ -120,9 +120,8 @@ def _summary(of_tables: Sequence[Measurements]) -> dict[Path, str]:
         *("", "## Cells", "", *_counts(of_tables), ""),
         *("## Tables", "", *_tables(of_tables), ""),
         *("## Claims that were asked", "", *_claim_lines(answered, "results/"), ""),
-        "A claim is answered column by column; `answer` is that of the worst column. What the "
-        "answers mean:",
-        *("[reproduce.md](reproduce.md#the-pages).", ""),
+        "What the answers mean: [reproduce.md](reproduce.md#the-pages).",
+        "",
     ]
     tail = ["## Claims that were not asked", "", *_claim_lines(still, "results/"), ""]
     if len(head) + len(tail) <= LONGEST_PAGE:
@@ -136,7 +135,7 @@ def _claim_lines(claims: Sequence[tuple[Measurements, Verdict]], folder: str) ->
     lines = [["table", "claim", "answer", "size", "column by column"]]
     for of, verdict in claims:
         size = ("reduced" if verdict.reduced else "paper") if verdict.answered else ""
-        lines.append([_link(of, folder), verdict.claim, verdict.answer, size, verdict.in_words()])
+        lines.append([_link(of, folder), verdict.claim, verdict.in_short, size, verdict.in_words()])
     return rows_of(lines) if claims else ["None."]
 
 
@@ -166,7 +165,7 @@ def _sizes(of: Measurements) -> Iterator[str]:
 
 
 def _tables(of_tables: Sequence[Measurements]) -> list[str]:
-    lines = [["table", "what", "cells measured", "reduced", "claims that hold"]]
+    lines = [["table", "what", "cells measured", "reduced", "claims that hold everywhere"]]
     for of in of_tables:
         cells = [cell for cell in of.table.cells if cell.size != "absent"]
         reduced = sum(cell.size == "reduced" for cell in cells if of.kept(cell))

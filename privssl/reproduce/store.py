@@ -7,6 +7,7 @@ its cell has changed since.
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -251,12 +252,13 @@ def _value(
     """The number of a table: the final accuracy, or the last one in a column of metrics.csv."""
     if metric == FINAL:
         return float(results["test_accuracy"]["final"])
-    for line in reversed(metrics):
-        if metric in line:
-            return to_number(line[metric])
-    raise RunFolderError(
-        f"{folder / 'metrics.csv'} has no column {metric}, which the table asks for (metric)"
-    )
+    values = [to_number(line[metric]) for line in metrics if metric in line]
+    if not values or not math.isfinite(values[-1]):
+        raise RunFolderError(
+            f"{folder / 'metrics.csv'} has no number in its column {metric}, which the table asks "
+            "for (metric)"
+        )
+    return values[-1]
 
 
 def _privacy(results: Mapping[str, Any], section: Mapping[str, Any] | None) -> dict[str, Any]:

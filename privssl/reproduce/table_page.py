@@ -21,7 +21,7 @@ PAPERS = {
     "fedtrinet": "FedTriNet (Che et al. 2021)",
     "own": "our own comparison",
 }
-OLD, REDUCED = "†", "*"
+OLD, REDUCED = "†", "‡"
 WIDTH = 120  # characters of a line of prose
 
 
@@ -181,7 +181,7 @@ def notes(of: Measurements) -> Iterator[str]:
     seeds = sorted({len(of.found[cell.row, cell.column].shown) for cell in measured})
     if 1 in seeds:
         yield "A value without ± has one seed: its variation over seeds is not known."
-    for text, places in _grouped([cell for cell in cells if cell.differs]).items():
+    for text, places in _grouped(cells).items():
         yield f"{places}: {text}."
     if any(cell.size == "reduced" for cell in measured):
         yield f"{REDUCED} Smaller than in the paper: compare orders, not numbers."
@@ -201,21 +201,18 @@ def notes(of: Measurements) -> Iterator[str]:
 
 
 def _grouped(cells: Sequence[Cell]) -> dict[str, str]:
-    """What differs -> where: whole rows by their name."""
+    """What differs -> where: rows, and the columns unless it is all of these rows."""
     places: dict[str, list[Cell]] = {}
     for cell in cells:
-        kind = {"paper": "", "reduced": "reduced; ", "absent": "data absent; "}[cell.size]
-        places.setdefault(f"{kind}{cell.differs}".rstrip("."), []).append(cell)
+        if cell.differs:
+            kind = {"paper": "", "reduced": "reduced; ", "absent": "data absent; "}[cell.size]
+            places.setdefault(f"{kind}{cell.differs}".rstrip("."), []).append(cell)
     named = {}
     for text, of in places.items():
-        rows: dict[str, list[str]] = {}
-        for cell in of:
-            rows.setdefault(cell.row, []).append(cell.column)
-        columns = {tuple(found) for found in rows.values()}
-        where = ", ".join(rows)
-        if len(columns) == 1 and len(of) < len(cells):
-            where += f" ({'; '.join(next(iter(columns)))})"
-        named[text] = where
+        rows = dict.fromkeys(cell.row for cell in of)
+        columns = dict.fromkeys(cell.column for cell in of)
+        whole = len(of) == sum(cell.row in rows for cell in cells)
+        named[text] = ", ".join(rows) + ("" if whole else f" ({'; '.join(columns)})")
     return named
 
 

@@ -133,7 +133,7 @@ def test_the_number_of_a_table_may_be_a_column_of_the_metrics(clone: Clone) -> N
     assert isinstance(entry, dict)
     assert entry["value"] == entry["bytes"]["up"] / 4  # of the last of four equal rounds
     clone.change("metric: comm/up_bytes", "metric: comm/nothing")
-    with pytest.raises(RunFolderError, match="has no column comm/nothing"):
+    with pytest.raises(RunFolderError, match="has no number in its column comm/nothing"):
         runner(clone).run(cell(clone), 0)
 
 
