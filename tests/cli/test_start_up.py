@@ -80,6 +80,7 @@ def test_reading_a_config_without_privacy_loads_neither_opacus_nor_what_draws() 
 COMMANDS = (
     "privssl.train",
     "privssl.compare.__main__",
+    "privssl.reproduce.__main__",
     "privssl.audit.__main__",
     "privssl.site.__main__",
     "privssl.doctor",
