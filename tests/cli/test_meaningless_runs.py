@@ -70,7 +70,7 @@ def said(words: str, texts: list[str]) -> bool:
 # Rows ---------------------------------------------------------------------------------------
 
 HALF = np.random.default_rng(1).random((20, 8, 8))
-TEST_ROWS = {
+TEST_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "a single test row": ({"x_test": HALF[:1], "y_test": [0]}, "there is a single test row"),
     "equal test rows": ({"x_test": np.tile(HALF[:1], (20, 1, 1))}, "all 20 test rows are equal"),
     "one class": ({"y_test": np.zeros(20, int)}, "all 20 test rows are of class 0"),
@@ -99,7 +99,7 @@ def test_ordinary_test_rows_get_none_of_these_warnings(tmp_path: Path) -> None:
     assert not [words for _, words in TEST_ROWS.values() if said(words, found)]
 
 
-TRAINING_ROWS = {
+TRAINING_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "equal training rows": ({"x_train": np.tile(HALF[:1], (40, 1, 1))}, "all 40 training rows"),
     "one class with labels": ({"y_train": np.arange(40) // 39}, "all labelled rows are of class 0"),
 }
