@@ -36,6 +36,7 @@ from privssl.errors import DataError
 from privssl.settings.schema import AgentSettings, DataSettings
 
 __all__ = [
+    "Dataset",
     "FederatedDataset",
     "build",
     "class_counts",

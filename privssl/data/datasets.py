@@ -99,6 +99,12 @@ def _read(settings: DataSettings) -> Arrays:
     built_in: dict[str, Callable[[], Arrays]] = {"digits": _digits, "toy": _toy}
     if settings.name in built_in:
         return built_in[settings.name]()
+    if settings.name == "arrays":
+        raise DataError(
+            "data.name is arrays: rows in memory, which no file holds. Give them from Python: "
+            "privssl.train(CONFIG, data=privssl.Dataset.from_arrays(...)), or a run folder in "
+            "place of CONFIG to go on with its run"
+        )
     root = expand_path("root", settings.root) if settings.root else default_root()
     if settings.name in PUBLISHED:
         return read_published(settings.name, root)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from privssl import train
+import privssl.train as train
 from privssl.audit import __main__ as audit
 from privssl.compare import __main__ as compare
 from privssl.experiment import config

@@ -30,6 +30,7 @@ import pytest
 import torch
 from opacus.accountants.analysis import rdp
 
+import privssl.train as train
 from accounting import verify
 from accounting.accountants import ORDERS, cost_of, epsilon, rdp_epsilon
 from accounting.budget import Budget
@@ -44,7 +45,6 @@ from accounting.events import (
 )
 from accounting.ledger import Account, AccountPlan, read_journal
 from benchmarks import ledger_cost
-from privssl import train
 from privssl.audit import __main__ as audit
 from privssl.core.messages import Declined
 from privssl.engines.local import LocalEngine
