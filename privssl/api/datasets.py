@@ -10,10 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from privssl.core.agents import natural_order
 from privssl.data import datasets
 from privssl.data.npz import NAMES, NO_LABEL, UNLABELLED, check_arrays
+from privssl.data.split import holders
 from privssl.errors import DataError
 from privssl.runtime.process import logging_to
+from privssl.settings.schema import AgentSettings
 
 ARRAYS = "arrays"  # as data.name
 
@@ -110,6 +113,54 @@ class Dataset:
         names = getattr(train.features[label], "names", None)
         return _checked("Dataset.from_huggingface", parts, names)
 
+    @classmethod
+    def federated(
+        cls,
+        agents: Mapping[str, Any],
+        test: tuple[Any, Any],
+        class_names: Sequence[str] | None = None,
+    ) -> "Dataset":
+        """A data set whose rows lie at agents already: nothing is drawn or divided.
+
+        Args:
+            agents: the rows of each agent by its name. s0, s1, ... (support) and server: (x, y);
+                q0, q1, ... (query): x; m0, m1, ... (mixed): (x, y) with -1 for no label.
+            test: (x, y) of the test rows.
+            class_names: as of ``from_arrays``.
+
+        Raises:
+            privssl.UserError: names that no run has, or rows not in the form of the class.
+        """
+        where = "Dataset.federated"
+        x: list[NDArray[Any]] = []
+        y: list[NDArray[Any]] = []
+        held: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        for name in sorted(agents, key=natural_order):
+            rows, labels = _of_agent(where, name, agents[name])
+            ids = np.arange(len(rows)) + sum(map(len, x))
+            known = labels != NO_LABEL
+            held[name] = tuple(ids[known].tolist()), tuple(ids[~known].tolist())
+            x.append(rows)
+            y.append(labels)
+        if len({rows.shape[1:] for rows in x}) != 1 or len({rows.dtype for rows in x}) != 1:
+            forms = {name: (r.dtype.name, r.shape[1:]) for name, r in zip(held, x, strict=True)}
+            raise DataError(f"{where}: agents have rows of different forms or types: {forms}")
+        _agents_of(where, held)
+        given = dict(zip(NAMES, (np.concatenate(x), np.concatenate(y), *test), strict=True))
+        return _checked(where, given, class_names, held)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keys of a config that follow from the data set."""
+        # What belongs to the file's own data set would be refused beside arrays.
+        found: dict[str, Any] = {"data.name": ARRAYS, "data.root": "", "data.image_size": None}
+        held = self.rows.held
+        if held is None:
+            return found
+        unlabelled = sum(len(without) for _, without in held.values())
+        found["data.labelled"] = sum(len(labelled) for labelled, _ in held.values())
+        return found | {"data.unlabelled": unlabelled or None, **_agents_of("data", held)}
+
     @property
     def class_names(self) -> tuple[str, ...]:
         """In the order of the class numbers."""
@@ -137,7 +188,49 @@ class Dataset:
         )
 
 
-def _checked(where: str, given: Mapping[str, Any], names: Sequence[str] | None) -> Dataset:
+#: The name of an agent by what its first letter makes it.
+KINDS = {"s": "support", "q": "query", "m": "mixed"}
+
+
+def _of_agent(where: str, name: str, given: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Rows and labels of one agent."""
+    here = f"{where}: {name}"
+    if not name.startswith("q") and not (isinstance(given, tuple | list) and len(given) == 2):
+        raise DataError(f"{here} is {_short(given)}. Give (x, y), or call it q0, q1, ...")
+    x, y = (given, None) if name.startswith("q") else given
+    rows = to_array(f"{here}: x", x)
+    labels = np.full(len(rows), NO_LABEL) if y is None else to_array(f"{here}: y", y)
+    if labels.shape != (len(rows),) or not len(rows):
+        raise DataError(
+            f"{here} has {len(rows)} rows and labels of shape {labels.shape}. Give each row one, "
+            "and at least one row"
+        )
+    if not name.startswith(("q", "m")) and (labels == NO_LABEL).any():
+        raise DataError(f"{here} has rows without a label. Move them to a query agent (q0)")
+    return rows, labels
+
+
+def _agents_of(where: str, held: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that give a run these agents. Raises DataError where none do."""
+    counts = {kind: sum(name[:1] == letter for name in held) for letter, kind in KINDS.items()}
+    labels = "labels-at-client" if counts["mixed"] else "support"
+    labels = "labels-at-server" if "server" in held else labels
+    settings = AgentSettings(**({**counts, "support": 0} if "server" in held else counts))
+    try:
+        expected = holders(labels, settings).everyone
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+    if set(expected) != set(held):
+        raise DataError(
+            f"{where}: agents are {', '.join(held)}, where a run would have {', '.join(expected)}. "
+            "Number the agents of each kind from 0"
+        )
+    return {"data.labels": labels, **{f"agents.{k}": v for k, v in vars(settings).items()}}
+
+
+def _checked(
+    where: str, given: Mapping[str, Any], names: Sequence[str] | None, held: Any = None
+) -> Dataset:
     found = {name: to_array(f"{where}: {name}", value) for name, value in given.items()}
     if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
         raise DataError(f"{where}: class_names is {names!r}. Give a list of names")
@@ -146,7 +239,8 @@ def _checked(where: str, given: Mapping[str, Any], names: Sequence[str] | None) 
         arrays = check_arrays(where, found, names)
         datasets.warn_of_equal_rows(where, arrays)
         said = tuple(recorder.buffer)
-    return Dataset(dataclasses.replace(datasets.from_arrays(ARRAYS, arrays), said=said))
+    rows = datasets.from_arrays(ARRAYS, arrays)
+    return Dataset(dataclasses.replace(rows, said=said, held=held))
 
 
 def to_array(where: str, value: Any) -> NDArray[Any]:

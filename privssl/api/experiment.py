@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from accounting.errors import AccountingError
-from privssl.api.datasets import ARRAYS, Dataset
+from privssl.api.datasets import Dataset
 from privssl.api.run import Run
 from privssl.errors import ConfigError, DataError, PrivacyError, RunFolderError
 from privssl.experiment import config as configs
@@ -63,8 +63,7 @@ class Experiment:
         more: dict[str, Any] = {}
         folder = self.source if self.source.is_dir() else None
         if data is not None:
-            # What belongs to the file's own data set would be refused beside arrays.
-            more |= {"data.name": ARRAYS, "data.root": "", "data.image_size": None}
+            more |= data.settings
         if model is not None:
             more["model.name"] = model if isinstance(model, str) else reference_of(model)
             more["model.width"] = 16
@@ -155,6 +154,12 @@ def _with_rows(config: Config, data: Dataset | None) -> Config:
         raise DataError(
             f"data has other rows than {config.source} was written for (checksum "
             f"{data.checksum[:12]} here, {known[:12]} there). Give the same rows in the same order"
+        )
+    privacy = config.privacy
+    if data.rows.held is not None and privacy is not None and privacy.record_counts == "private":
+        raise PrivacyError(
+            "Dataset.federated writes the number of labelled rows to config.yaml, and "
+            "privacy.record_counts is private. Give Dataset.from_arrays and data.split instead"
         )
     rows = dataclasses.replace(config.data, checksum=data.checksum)
     return dataclasses.replace(config, data=rows)

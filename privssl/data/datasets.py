@@ -6,7 +6,7 @@ constant: means and deviations of the data would be one more release.
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -41,6 +41,8 @@ class Dataset:
     y_test: Tensor
     class_names: tuple[str, ...]
     said: tuple[logging.LogRecord, ...] = ()  # logged before the log file was open
+    #: Agent -> ids of its rows with labels, and without; None: the settings divide the rows.
+    held: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
 
     @property
     def classes(self) -> int:

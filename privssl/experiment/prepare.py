@@ -122,8 +122,7 @@ def prepare(
     algorithm = kind(config.algorithm, task, plan)
     if plan is not None:
         with _own_network_refused(config):
-            check_private_network(config, task)
-            algorithm.check_private()
+            check_private(algorithm, config)
             check_plan_networks(plan, algorithm)
             if plan.visits and config.run.engine == "local":
                 algorithm.try_private(device)
@@ -209,10 +208,12 @@ def _own_network_refused(config: Config) -> Iterator[None]:
         ) from error
 
 
-def check_private_network(config: Config, task: Task) -> None:
-    """Raise PrivacyError where a network from outside keeps something from one call to the next."""
-    if ":" in config.model.name:
-        refuse_memory(task.new_classifier(), task.shape)
+def check_private(algorithm: Algorithm[Any], config: Config) -> None:
+    """Raise PrivacyError where a row reaches another's loss: in a batch, or by what a network from
+    outside keeps from one call to the next."""
+    algorithm.check_private()
+    if ":" in config.model.name and algorithm.mechanism == "dp-sgd":
+        refuse_memory(algorithm.task.new_classifier(), algorithm.task.shape)
 
 
 def task_of(

@@ -32,7 +32,7 @@ from privssl.experiment.prepare import (
     account_plan,
     check_plan_networks,
     check_privacy_sides,
-    check_private_network,
+    check_private,
     claim_rows,
     device_of,
     task_of,
@@ -242,8 +242,7 @@ def _algorithm(config: Config, held: _Held, who: RoleAssignment) -> Algorithm[An
         check_network(config.model.name, task.new_classifier, task.shape, task.classes)
     algorithm = kind(config.algorithm, task, plan)
     if plan is not None:
-        check_private_network(config, task)
-        algorithm.check_private()
+        check_private(algorithm, config)
         check_plan_networks(plan, algorithm)
     return algorithm
 
