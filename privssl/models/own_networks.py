@@ -11,6 +11,7 @@ A network is fitted when it is built, always alike, so that a resumed run has th
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -100,13 +101,24 @@ def _made(
     library, _, name = settings.name.partition(":")
     if source is None and library in LIBRARIES:
         return LIBRARIES[library](name, shape, classes, dict(settings.options))
-    source = import_object("model.name", settings.name) if source is None else source
+    source = _imported(settings.name) if source is None else source
     if isinstance(source, nn.Module):
         return copy.deepcopy(source)
-    if not callable(source):
-        raise ConfigError(f"model.name {settings.name} is {source!r}, which is no network")
     build: Callable[..., Any] = source
     return _built(settings.name, partial(build, shape, classes), settings.options)
+
+
+def _imported(name: str) -> NetworkSource:
+    """The network that a name imports: nothing else is called."""
+    found = import_object("model.name", name)
+    is_class = inspect.isclass(found) and issubclass(found, nn.Module)
+    if not (is_class or inspect.isfunction(found) or isinstance(found, nn.Module)):
+        raise ConfigError(
+            f"model.name {name} is {str(found)[:60]}, which is no network. Name a torch.nn.Module "
+            "class, a function of (shape, classes), or a module"
+        )
+    source: NetworkSource = found
+    return source
 
 
 def _built(name: str, build: Callable[..., Any], options: Any) -> nn.Module:

@@ -190,7 +190,7 @@ def test_a_module_that_is_absent_fails_or_was_typed_in_a_notebook_is_one_error(
         ("tests.api.failing_module:Net", "OSError: the driver is not there"),
         ("__main__:Net", "cannot be imported. Give it from Python"),
         ("torchvision:resnet", "unknown network. Did you mean resnet50"),
-        ("os:getcwd", "cannot be built: TypeError"),
+        ("os:getcwd", "<built-in function getcwd>, which is no network"),
     ):
         with pytest.raises(privssl.UserError, match=message):
             privssl.train(config(tmp_path), {"model.name": name}, output=tmp_path / "run")
