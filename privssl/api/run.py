@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from privssl import models
@@ -128,7 +129,7 @@ class Run:
                 f"{self.folder} has no {CLASSIFIER}: the run has not ended. Go on with it "
                 "(--resume), or give another"
             ) from None
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, SafetensorError) as error:
             first = (str(error).strip().splitlines() or [""])[0]
             raise RunFolderError(
                 f"{self.folder / CLASSIFIER} does not fit {name} ({first}). Give the network that "
