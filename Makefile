@@ -38,7 +38,7 @@ export PYTEST_DEBUG_TEMPROOT ?= /dev/shm
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo-sites docs train test test-oldest test-avx512 test-flower test-all planted-faults check format clean
+.PHONY: help demo-sites docs train test test-oldest test-avx512 test-flower test-all planted-faults gpu-report check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -79,6 +79,9 @@ check: $(VENV)/.installed-dev  ## lint, check the format and the types
 format: $(VENV)/.installed-dev  ## mend what ruff can mend
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+gpu-report:  ## measure a GPU in eight minutes (results/gpu); installs nothing, needs no network
+	$(PYTHON) -m benchmarks.gpu_report
 
 docs: $(VENV)/.installed-dev  ## write the generated pages of docs/
 	$(RUN) docs/generate_reference.py

@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from opacus import PrivacyEngine
@@ -49,7 +50,9 @@ from privssl.training.batched.deferred import FunctionalModule
 
 SHAPE, CLASSES, NOISE = (1, 28, 28), 10, 32
 COLOUR = (3, 32, 32)
-PRIVATE = [name for name in CLASSIFIERS if name != "trinet_cnn"]  # dropout is refused under DP-SGD
+PRIVATE: list[Any] = [
+    n for n in CLASSIFIERS if n != "trinet_cnn"
+]  # dropout is refused under DP-SGD
 MODES = ("hooks", "functorch", "ew", "ghost")
 LAYOUTS = {"channels-last": torch.channels_last, "plain": torch.contiguous_format}
 CLIP, RATE = 1.0, 1e-4  # a rate so small that nothing is learned, or diverges

@@ -13,6 +13,7 @@ COMMANDS = {
     "compare": "run several configs on the same splits and seeds; one table, one plot",
     "predict": "classify pictures and arrays with a finished run",
     "evaluate": "measure a finished run on labelled rows",
+    "reproduce": "run cells of published tables and keep what was measured",
     "audit": "check the ledger and the privacy claim of a finished run",
     "site": "serve the rows of one site to a coordinator",
 }
@@ -41,6 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from privssl.compare.__main__ import main as compare
 
             return compare(rest)
+        case ["reproduce", *rest]:
+            from privssl.reproduce.__main__ import main as reproduce
+
+            return reproduce(rest)
         case ["audit", *rest]:
             from privssl.audit.__main__ import main as audit
 

@@ -4,7 +4,9 @@ What a run has beside it (run folder, tracker, checkpoints, evaluation) is left 
 the others. Imports are done as a run does them.
 """
 
+from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 
 from privssl.runtime.process import gc_paused, in_one_thread, tune_malloc
 
@@ -31,9 +33,19 @@ with gc_paused():
 def main() -> None:
     """See ``benchmarks.cell.work``."""
     folder, rounds, word, workers = cell.given()
-    precision: Precision = "bfloat16" if word == "bfloat16" else "float32"
     in_one_thread()
     tune_malloc()
+    at = torch.device("cpu")
+    state = play(folder, rounds, word, workers, at, lambda number: tell(round=number))
+    tell(**cell.judge(dict(state.F), *cell.rows(folder)))
+
+
+def play(
+    folder: Path, rounds: int, word: str, workers: int, at: torch.device,
+    ended: Callable[[int], None],
+) -> ModelState:  # fmt: skip
+    """The rounds on a device; ``ended`` is called before the first (0) and after each."""
+    precision: Precision = "bfloat16" if word == "bfloat16" else "float32"
     x, y = cell.rows(folder)
     train = len(x) - cell.TEST_ROWS
     tests = x[train:].copy(), y[train:].copy()  # a view would keep all rows
@@ -51,7 +63,6 @@ def main() -> None:
         momentum=0.0, weak="none", agents_per_round=cell.PER_ROUND,
     )  # fmt: skip
     algorithm = FedAvg(config, Task(cell.CLASSES, cell.SHAPE, new, precision))
-    at = torch.device("cpu")
     engine = (
         LocalEngine(federated_data.agents, seed=0, device=at)
         if workers == 1
@@ -61,12 +72,12 @@ def main() -> None:
     )
     with closing(engine):
         federation, state = Federation(engine, 0), ModelState(cell.begin())
-        tell(round=0)
+        ended(0)
         for number in range(1, rounds + 1):
             federation.begin(Round(number))
             state = algorithm.round(state, federation)
-            tell(round=number)
-    tell(**cell.judge(dict(state.F), *cell.rows(folder)))
+            ended(number)
+    return state
 
 
 if __name__ == "__main__":

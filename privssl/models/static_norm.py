@@ -58,7 +58,8 @@ class StaticNorm(nn.BatchNorm2d):
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         single = x.numel() == self.num_features
-        var, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0 if single else 1)  # (channels,)
+        # Statistics are float32, whatever the rows are multiplied in. (channels,) each
+        var, mean = torch.var_mean(x.float(), dim=(0, 2, 3), correction=0 if single else 1)
         self.num_batches_tracked += 1
         share = 1 / int(self.num_batches_tracked)
         self.running_mean.lerp_(mean, share)

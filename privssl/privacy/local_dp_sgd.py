@@ -61,25 +61,11 @@ def train_rows_privately(
     drawn = _DrawnBlocks(rows, plan.views, ctx, draw, counts_public)
     at_once = microbatch_size(networks, plan.views * rows.x.shape[1:].numel())
     count = len(rows) or plan.declared
-    try:
-        _check_rounding(plan, networks, row_loss, drawn, count, at_once)
-    except PrivacyError:
-        if not counts_public or plan.keeps_places(count):
-            raise
-        # Rounded by place: so give every row a place of its own, at the cost of computing it.
-        plan = dataclasses.replace(plan, every_row=True)
-        _check_rounding(plan, networks, row_loss, drawn, count, at_once)
-    PrivateTraining(plan, networks).run(len(rows), drawn.fields, row_loss, at_once=at_once)
-
-
-def _check_rounding(
-    plan: PrivatePlan, networks: Mapping[str, nn.Module], row_loss: RowLoss,
-    drawn: "_DrawnBlocks", count: int, at_once: int,
-) -> None:  # fmt: skip
     _, size = plan.parts(count, at_once)
     refuse_batch_dependent_rounding(
         networks, row_loss, drawn.made_up(size), by_place=not plan.keeps_places(count)
     )
+    PrivateTraining(plan, networks).run(len(rows), drawn.fields, row_loss, at_once=at_once)
 
 
 def tried_out(

@@ -217,6 +217,8 @@ class _LayerRecorder(TorchFunctionMode):
             given = {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
             if self._knows(func, given):
                 return self._done(func, given)
+            if func is functional.linear:
+                return _aligned_linear(**given)
         if func is fused_conv:
             return self._pooled(*args)
         if func is functional.cross_entropy and self._supports_factored(*args, **kwargs):
@@ -285,7 +287,8 @@ class _LayerRecorder(TorchFunctionMode):
         one = {"weight": self.whole[key], "bias": None if bias is None else self.whole[bias]}
         # vmap over weights refuses (2,) for (2, 2)
         pairs = {name: in_pair(given[name]) for name in _IN_PAIRS if name in given}
-        out: Tensor = layer(**{**given, **pairs, **one})
+        call = _aligned_linear if layer is functional.linear else layer
+        out: Tensor = call(**{**given, **pairs, **one})
         shape = self.whole[key].shape
         called = partial(
             LayerCall, ends=(key, key), layer=layer, given=given, shape=shape, bias=bias
@@ -299,6 +302,17 @@ class _LayerRecorder(TorchFunctionMode):
         read = read.movedim(places, tuple(range(self._depth))).detach()
         versions = (read._version, inner._version)
         self.calls.append(called(input=read, output=inner, rows_at=rows_at, versions=versions))
+
+
+def _aligned_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``functional.linear`` with inputs filled up with zeros to a multiple of 4.
+
+    MKL rounds a row by its alignment in memory, and so by its place in the batch, where inputs are
+    no multiple of 4 (``row_bits.py``).
+    """
+    if missing := -weight.shape[-1] % 4:
+        input, weight = (functional.pad(t, (0, missing)) for t in (input, weight))
+    return functional.linear(input, weight, bias)
 
 
 def _of_classes(logits: Tensor, y: Tensor, ignored: int, reduction: str) -> Tensor:

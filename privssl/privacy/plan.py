@@ -55,7 +55,6 @@ class PrivatePlan:
     augment: Literal["none", "weak", "mid", "strong"] = "none"  # of rows in private steps
     average_last: float = 0.0  # share of a visit's steps whose iterates are averaged; 0: none
     record_counts: Literal["public", "private"] = "public"  # whether neighbours have as many rows
-    every_row: bool = False  # compute all rows in each step, whoever is drawn
 
     @property
     def event(self) -> Event:
@@ -100,7 +99,7 @@ class PrivatePlan:
     def physical_batch_size(self, rows: int) -> int:
         """Physical rows of a batch. Small agents compute all rows, so that time does not reveal the
         batch size; others a public bound that a batch rarely exceeds."""
-        if rows <= 256 or self.sample_rate == 1.0 or self.every_row:
+        if rows <= 256 or self.sample_rate == 1.0:
             return rows
         spread = math.sqrt(rows * self.sample_rate * (1 - self.sample_rate))
         return min(rows, math.ceil(rows * self.sample_rate + 4 * spread))
@@ -118,14 +117,16 @@ class PrivatePlan:
 
         With private counts they follow from the declared rows, rounded up, so that a few rows more
         do not add a part. Rows are a multiple of 4, because matrix products compute remainders in
-        another way.
+        another way; where places change, of 32, because element-wise operations do, too, beyond
+        the last two whole registers (of 16 numbers with AVX-512).
 
         Args:
             rows: that the agent holds.
             at_once: most rows of one pass.
         """
+        whole = 4 if self.keeps_places(rows) else 32
         if self.record_counts == "private":
             rows = -(-max(self.declared, 1) // 8) * 8
         most = max(self.physical_batch_size(rows), 1)
         parts = -(-most // at_once)
-        return parts, -(-most // (4 * parts)) * 4
+        return parts, -(-most // (whole * parts)) * whole

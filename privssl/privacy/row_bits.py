@@ -53,8 +53,6 @@ def refuse_batch_dependent_rounding(
     key = by_place, _kind(networks, row_loss, fields)
     if key in _passed:
         return
-    if by_place:
-        _refuse_odd_layers(networks)
     rows = len(next(iter(fields.values())))
     same, start = torch.arange(rows), time.monotonic()
     chance = torch.Generator().manual_seed(0)
@@ -89,27 +87,9 @@ def refuse_batch_dependent_rounding(
             raise PrivacyError(
                 f"the rounding of a row's gradient depends on the other {rows - 1} rows or on its "
                 f"place (weights times {scale:g}, on this device), so no guarantee holds. Use "
-                "another network (sizes of layers that are multiples of 4 are rounded alike), "
-                "another device (run.device) or another release of torch"
+                "another network, another device (run.device) or another release of torch"
             )
     _passed.add(key)
-
-
-def _refuse_odd_layers(networks: Mapping[str, nn.Module]) -> None:
-    """Refuse linear layers whose rows are not aligned alike in memory: MKL rounds those by place,
-    in so few numbers that a comparison may miss it."""
-    odd = [
-        f"{net}.{name} ({layer.in_features} inputs)"
-        for net, network in networks.items()
-        for name, layer in network.named_modules()
-        if isinstance(layer, nn.Linear) and layer.in_features % 4
-    ]
-    if odd:
-        raise PrivacyError(
-            f"the rounding of a row's gradient may depend on its place, by {', '.join(odd)}. Use "
-            "a network whose linear layers have multiples of 4 as inputs, or record_counts: public "
-            "and at most 256 rows at each support agent"
-        )
 
 
 def _about_one(like: Tensor, spread: float, chance: torch.Generator) -> Tensor:

@@ -6,6 +6,7 @@ No test here measures time.
 import argparse
 import contextlib
 import dataclasses
+import json
 import os
 import platform
 import signal
@@ -24,6 +25,7 @@ from torchvision import transforms
 from benchmarks import (
     against_flower_and_pfl,
     batched_agents,
+    gpu_report,
     hot_loop,
     plain_fixmatch,
     plain_loop,
@@ -57,7 +59,7 @@ FEW = argparse.Namespace(
     [
         b.main
         for b in (
-            *(against_flower_and_pfl, batched_agents, hot_loop, plain_loop),
+            *(against_flower_and_pfl, batched_agents, gpu_report, hot_loop, plain_loop),
             *(plain_fixmatch, private_step, rounds, scale, sites_memory, start),
         )
     ],
@@ -70,6 +72,32 @@ def test_each_command_says_what_it_measures(
         main(["--help"])
     assert ended.value.code == 0
     assert "python -m benchmarks." in capsys.readouterr().out
+
+
+def test_the_report_of_a_gpu_keeps_what_could_be_measured_when_a_section_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(device: torch.device, small: bool) -> list[dict[str, Any]]:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setitem(gpu_report.SECTIONS, "cell", failing)
+    into = tmp_path / "new" / "cpu.json"
+    given = ["--device", "cpu", "--small", "--output", str(into)]
+    assert gpu_report.main([*given, "--only", "cell", "networks", "batched_agents"]) == 1
+    sections = json.loads(into.read_text())["sections"]
+    assert sections["cell"]["error"] == "RuntimeError: CUDA out of memory"
+    assert all(one["alike"] for one in sections["networks"]["measured"])
+    seen = {
+        (one["method"], one["agents_at_once"]) for one in sections["batched_agents"]["measured"]
+    }
+    assert seen == {(name, n) for name in ("fedssl", "semifl", "fedmatch") for n in (1, 2)}
+
+
+def test_without_a_gpu_its_report_ends_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert gpu_report.main([]) == 2
+    assert "torch sees no GPU here" in capsys.readouterr().err
 
 
 def test_a_start_is_told_in_its_parts_and_ends_before_the_first_round(tmp_path: Path) -> None:

@@ -126,9 +126,7 @@ def test_with_private_counts_a_row_less_moves_it_by_at_most_the_clip_norm(
 ) -> None:
     # The negative control: where counts are public, no neighbour has a row less, and the draws
     # of the rows after it may change with it. They do, by more than one clip norm.
-    # G and D have layers that are rounded by place, which private counts refuse.
-    alone = ("privacy.update_at_support=[F]", "privacy.protect=[F]")
-    prepared = prepare(configured(*ONE_STEP, *alone, f"privacy.record_counts={counts}"))
+    prepared = prepare(configured(*ONE_STEP, *ALL, f"privacy.record_counts={counts}"))
     came = lesson(prepared)
     whole = visit_with(prepared, tmp_path / "1", lambda rows: rows, came)
     fewer = visit_with(prepared, tmp_path / "2", without_row, came)
@@ -253,8 +251,7 @@ def test_gradients_of_a_discriminator_that_one_loss_uses_twice_equal_those_of_op
 def test_no_network_that_can_be_protected_has_a_buffer_that_could_travel(
     model: ModelSettings, configured: Callable[..., config.Config]
 ) -> None:
-    wide = "model.width=16" if model.name == "lenet" else "model.width=4"  # others are refused
-    chosen = (f"model.name={model.name}", f"model.norm={model.norm}", wide)
+    chosen = (f"model.name={model.name}", f"model.norm={model.norm}")
     nets = prepare(configured(*ALL, *chosen)).algorithm.networks()
     assert [name for name, net in nets.items() if list(net.buffers())] == []
     assert list(networks(spectral=True)["D"].buffers())  # the control: a buffer is seen

@@ -1,0 +1,295 @@
+"""What a GPU does with privssl, measured in eight minutes and written to results/gpu/NAME.json.
+
+    python -m benchmarks.gpu_report [--device cuda] [--minutes 8] [--only SECTION ...] [--small]
+
+``make gpu-report`` runs it with the Python that is at hand: nothing is installed and nothing is
+downloaded, because a lent machine may have no network. Sections, in this order:
+
+``networks``: each network on the device against the CPU: milliseconds of a step without privacy
+and of a private one, and the relative difference of private steps without noise.
+``row_bits``: whether a row's clipped gradient has the same bits beside any other rows, which
+private training on the device needs (``privssl/privacy/row_bits.py``).
+``batched_agents``: seconds of a round with agents one after the other, and 8, 32, 100 at once.
+``cell``: rounds a second of pfl-research's CIFAR-10 cell (``benchmarks/cell/work.py``).
+``semifl``: a round of SemiFL at the size of its CIFAR-10 runs (made-up rows of that size).
+
+A section that fails is written down with its error; one that the time does not reach is named under
+``left_out``. ``--small`` makes each section tiny, to try the program on a CPU.
+"""
+
+import argparse
+import itertools
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from benchmarks import batched_agents
+from benchmarks.cell import ours as cell
+from benchmarks.cell import work
+from benchmarks.private_step import (
+    APART,
+    COLOUR,
+    PRIVATE,
+    Case,
+    cases,
+    coloured_case,
+    moved,
+    open_step,
+    our_step,
+)
+from benchmarks.processes import about, at_least
+from privssl.errors import PrivacyError
+from privssl.models import build_classifier
+from privssl.privacy.per_example_gradients import Parameters
+from privssl.privacy.row_bits import refuse_batch_dependent_rounding
+from privssl.settings.schema import ModelSettings
+from privssl.training.batched.deferred import FunctionalModule
+
+RESULTS = Path(__file__).parents[1] / "results" / "gpu"
+STACKS = (1, 8, 32, 100)  # agents at once
+#: Each agent is asked in each round.
+METHODS = ("fedssl", "semifl", "fedmatch")
+EVERY_AGENT = {"agents.query": 100, "algorithm.query_per_round": 100}
+#: SemiFL, section 4: 100 agents of which 10 take part, 4,000 labels, WRN-28-2, 5 epochs.
+SEMIFL = {
+    "data.name": "npz", "data.labelled": 4000, "agents.query": 100, "algorithm.query_per_round": 10,
+    "algorithm.epochs": 5, "algorithm.server_epochs": 5, "algorithm.batch_size": 10,
+    "algorithm.server_batch_size": 250, "model.name": "wresnet28x2", "model.norm": "static",
+    "algorithm.weak": "crop", "algorithm.strong": "fixmatch",
+}  # fmt: skip
+#: For --small.
+FEW = {"agents.query": 2, "algorithm.query_per_round": 1}
+SMALL_SEMIFL = FEW | {
+    "data.labelled": 100, "algorithm.epochs": 1, "algorithm.server_epochs": 1, "model.width": 2,
+    "algorithm.server_batch_size": 50,
+}  # fmt: skip
+
+
+def networks(device: torch.device, small: bool) -> list[dict[str, Any]]:
+    """Milliseconds of steps on the CPU and on the device, and how far apart they go."""
+    rows, passes = (4, 1) if small else (64, 5)
+    found = []
+    every = cases(rows) | {
+        name: coloured_case(rows, ModelSettings(name, 4 if small else 16))
+        for name in (PRIVATE[:1] if small else PRIVATE)
+    }
+    for name, case in every.items():
+        there = _moved_to(case, device)
+        plain = {"cpu": open_step(case), "device": open_step(there)}
+        private = {"cpu": our_step(case), "device": our_step(there)}
+        here, other = (
+            moved(case, partial(our_step, sigma=0.0)),
+            moved(there, partial(our_step, sigma=0.0)),
+        )
+        apart = float((other.cpu() - here).norm() / here.norm())
+        found.append(
+            {
+                "network": name,
+                "rows": rows,
+                "plain_ms": {k: _milliseconds(step, device, passes) for k, step in plain.items()},
+                "private_ms": {
+                    k: _milliseconds(step, device, passes) for k, step in private.items()
+                },
+                "apart": apart,
+                "alike": apart <= APART,
+            }
+        )
+    return found
+
+
+def _moved_to(case: Case, device: torch.device) -> Case:
+    inputs = tuple(tensor.to(device) for tensor in case.inputs)
+    new, criterion = case.new, case.criterion
+    return replace(
+        case, new=lambda: new().to(device), criterion=lambda: criterion().to(device),
+        inputs=inputs, target=case.target.to(device),
+    )  # fmt: skip
+
+
+def _milliseconds(step: Callable[[], None], device: torch.device, passes: int) -> float:
+    times = []
+    for _ in range(passes + 1):
+        _wait(device)
+        begun = time.perf_counter()
+        step()
+        _wait(device)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[1:]) * 1e3
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def row_bits(device: torch.device, small: bool) -> list[dict[str, Any]]:
+    """Whether the check before a private run passes on the device, and its sentence if not."""
+    found = []
+    for name in PRIVATE[:1] if small else PRIVATE:
+        for size in (32,) if small else (32, 64):
+            network = build_classifier(ModelSettings(name, 4 if small else 16), COLOUR, 10)
+            network.to(device)
+            fields = {
+                "x": torch.randn(size, 1, *COLOUR, device=device),
+                "y": torch.randint(10, (size, 1), device=device),
+            }
+
+            def row_loss(parameters: Parameters, row: Any, network: Any = network) -> torch.Tensor:
+                logits = FunctionalModule(network, parameters["F"])(row["x"])
+                return cross_entropy(logits, row["y"])
+
+            refused = ""
+            try:
+                refuse_batch_dependent_rounding({"F": network}, row_loss, fields)
+            except PrivacyError as error:
+                refused = str(error)
+            found.append({"network": name, "rows": size, "refused": refused})
+    return found
+
+
+def stacks(device: torch.device, small: bool) -> list[dict[str, Any]]:
+    """Seconds of a round by the number of agents in a stack."""
+    found = []
+    for name in METHODS:
+        changes = EVERY_AGENT | {"run.device": device.type} | (FEW if small else {})
+        for at_once in (1, 2) if small else STACKS:
+            measured = _play(name, changes, 1 if small else 2, at_once)
+            found.append(
+                {
+                    "method": name,
+                    "agents_at_once": at_once,
+                    "round_s": statistics.median(measured.seconds),
+                    "cpu_s": statistics.median(measured.cpu),
+                }
+            )
+    return found
+
+
+def cell_rounds(device: torch.device, small: bool) -> list[dict[str, Any]]:
+    """Rounds a second of the cell that pfl-research publishes."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        work.make_rows(Path(folder))
+        for precision in ("float32",) if small else ("float32", "bfloat16"):
+            times: list[float] = []
+
+            def ended(_: int, times: list[float] = times) -> None:
+                times.append(time.perf_counter())
+
+            cell.play(Path(folder), 2 if small else 6, precision, 1, device, ended)
+            # A round waits for the device, because weights come back to the CPU.
+            apart = [late - early for early, late in itertools.pairwise(times[1:])]
+            found.append({"precision": precision, "rounds_per_s": 1 / statistics.median(apart)})
+    return found
+
+
+def semifl(device: torch.device, small: bool) -> list[dict[str, Any]]:
+    """A round of SemiFL with CIFAR-10's sizes."""
+    rng = np.random.default_rng(0)
+    train, test = (600, 100) if small else (50_000, 1_000)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.npz"
+        kinds = [np.arange(count) % 10 for count in (train, test)]
+        rows = [rng.integers(0, 256, (len(y), *COLOUR), dtype=np.uint8) for y in kinds]
+        np.savez(path, x_train=rows[0], y_train=kinds[0], x_test=rows[1], y_test=kinds[1])
+        changes = SEMIFL | {"data.root": path, "run.device": device.type}
+        changes |= SMALL_SEMIFL if small else {}
+        found = []
+        for precision in ("float32", "bfloat16"):
+            measured = _play("semifl", changes | {"run.precision": precision}, 1)
+            found.append({"precision": precision, "round_s": measured.seconds[0]})
+    return found
+
+
+def _play(
+    name: str, changes: Mapping[str, Any], rounds: int, at_once: int = 1
+) -> batched_agents.Measured:
+    config = RESULTS.parents[1] / "configs" / f"{name}.yaml"
+    texts = [f"{key}={value}" for key, value in changes.items()]
+    measured = batched_agents.Measured()
+    batched_agents.play(
+        batched_agents.prepared(config, texts, at_once, None), rounds, "", measured, None
+    )
+    return measured
+
+
+SECTIONS: dict[str, Callable[[torch.device, bool], list[dict[str, Any]]]] = {
+    "networks": networks,
+    "row_bits": row_bits,
+    "batched_agents": stacks,
+    "cell": cell_rounds,
+    "semifl": semifl,
+}
+
+
+def report(
+    device: torch.device, names: Sequence[str], minutes: float, small: bool, into: Path
+) -> dict[str, Any]:
+    """Measure the sections; the file is written after each, so that a broken-off run keeps it."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    found: dict[str, Any] = {
+        "device": str(device), "gpu": gpu, "machine": about(), "python": platform.python_version(),
+        "torch": torch.__version__, "small": small, "sections": {}, "left_out": [],
+    }  # fmt: skip
+    begun = time.monotonic()
+    for name in names:
+        if time.monotonic() - begun > minutes * 60:
+            found["left_out"].append(name)
+            continue
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        started, section = time.monotonic(), dict[str, Any]()
+        try:
+            section["measured"] = SECTIONS[name](device, small)
+        except Exception as error:  # the other sections are worth their time
+            section["error"] = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+        section["seconds"] = round(time.monotonic() - started, 1)
+        if device.type == "cuda":
+            section["peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 2**20
+        found["sections"][name] = section
+        print(f"{name}: {section['seconds']} s", flush=True)
+        into.parent.mkdir(parents=True, exist_ok=True)
+        into.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0, or 1 if a section failed; 2 where there is no such device."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.gpu_report", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--minutes", type=at_least(1), default=8)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--output", type=Path, help="default: results/gpu/NAME.json")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("torch sees no GPU here. --device cpu --small tries the program", file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)
+    device = torch.device(options.device)
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    into = options.output or RESULTS / f"{name.replace(' ', '-').lower()}.json"
+    found = report(device, options.only, options.minutes, options.small, into)
+    print(f"Written to {into}")
+    return int(any("error" in one for one in found["sections"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Runs published tables cell by cell, and keeps what was measured."""

@@ -1,0 +1,121 @@
+"""Whether the order of methods that a paper claims holds in what was measured."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from privssl.reproduce.store import Kept
+from privssl.reproduce.tables import Cell, Order, Table
+
+#: Best first: a claim over several columns is as good as its worst answer.
+ANSWERS = ("holds in every seed", "holds in the mean only", "does not hold")
+Answer = Literal[
+    "holds in every seed", "holds in the mean only", "does not hold", "not asked yet",
+    "cannot be asked",
+]  # fmt: skip
+Found = Mapping[tuple[str, str], Kept]  # (row, column) -> what was measured
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A claim in one column."""
+
+    column: str
+    answer: Answer
+    numbers: str  # the accuracies that were compared, in percent
+    reduced: bool  # whether a cell of it is smaller than the paper's
+    old: bool  # whether it rests on an entry whose method has changed
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim over all its columns."""
+
+    claim: str
+    asked: tuple[Asked, ...]
+
+    @property
+    def answered(self) -> tuple[Asked, ...]:
+        return tuple(one for one in self.asked if one.answer in ANSWERS)
+
+    @property
+    def answer(self) -> Answer:
+        """The worst of all columns that were answered."""
+        if self.answered:
+            return max((one.answer for one in self.answered), key=ANSWERS.index)
+        not_yet = any(one.answer == "not asked yet" for one in self.asked)
+        return "not asked yet" if not_yet else "cannot be asked"
+
+    @property
+    def reduced(self) -> bool:
+        return any(one.reduced for one in self.answered)
+
+    def in_words(self) -> str:
+        """
+        >>> one = Asked("a", "does not hold", "", False, False)
+        >>> Verdict("x", (one, Asked("b", "holds in every seed", "", False, False))).in_words()
+        'does not hold in 1, holds in every seed in 1 of 2 columns'
+        """
+        counts = dict.fromkeys((*reversed(ANSWERS), "not asked yet", "cannot be asked"), 0)
+        for one in self.asked:
+            counts[one.answer] += 1
+        parts = [f"{answer} in {count}" for answer, count in counts.items() if count]
+        columns = f"{len(self.asked)} column{'s' if len(self.asked) > 1 else ''}"
+        return f"{', '.join(parts)} of {columns}" if len(self.asked) > 1 else self.answer
+
+
+def verdicts(table: Table, found: Found) -> list[Verdict]:
+    """An answer to each claim of a table."""
+    return [Verdict(order.claim, tuple(_ask(table, order, found))) for order in table.file.orders]
+
+
+def _ask(table: Table, order: Order, found: Found) -> Iterator[Asked]:
+    named = [column.name for column in table.file.columns]
+    for column in named if order.columns == "all" else order.columns:
+        rows = (order.better, *order.than)
+        yield _ask_column(column, rows, {row: table.cell(row, column) for row in rows}, found)
+
+
+def _ask_column(
+    column: str, rows: Sequence[str], cells: Mapping[str, Cell | None], found: Found
+) -> Asked:
+    better, *others = rows
+    kept = {row: found[row, column] for row in rows if found.get((row, column))}
+    reduced = any(cell is not None and cell.size == "reduced" for cell in cells.values())
+    old = any(of.is_old for of in kept.values())
+    never = [row for row, cell in cells.items() if cell is None or cell.size == "absent"]
+    if better in kept:
+        answers = {row: _compare(kept[better], kept[row]) for row in others if row in kept}
+        if "does not hold" in answers.values() or len(answers) == len(others):
+            worst = max(answers.values(), key=ANSWERS.index)
+            seeds = len(_shared([kept[better], *(kept[row] for row in answers)]))
+            numbers = _numbers(better, kept, answers)
+            return Asked(column, worst, f"{numbers}; n = {seeds}", reduced, old)
+    missing = [row for row in rows if row not in kept and row not in never]
+    if never:
+        return Asked(column, "cannot be asked", f"no {', '.join(never)}", reduced, old)
+    return Asked(column, "not asked yet", f"missing: {', '.join(missing)}", reduced, old)
+
+
+def _shared(of: Sequence[Kept]) -> list[int]:
+    """Seeds that all of them have."""
+    return sorted(set.intersection(*(set(one.shown) for one in of)))
+
+
+def _compare(better: Kept, other: Kept) -> Answer:
+    """On the seeds that both have; where they share none, by their means."""
+    pairs = [
+        (better.shown[seed]["value"], other.shown[seed]["value"])
+        for seed in _shared([better, other])
+    ]
+    if pairs and all(ours > theirs for ours, theirs in pairs):
+        return "holds in every seed"
+    means = [fmean(column) for column in zip(*pairs, strict=True)] or [better.mean, other.mean]
+    return "holds in the mean only" if means[0] > means[1] else "does not hold"
+
+
+def _numbers(better: str, kept: Mapping[str, Kept], compared: Mapping[str, Answer]) -> str:
+    """The row that should be above, and the highest of the others."""
+    highest = max(compared, key=lambda row: kept[row].mean)
+    return f"{100 * kept[better].mean:.2f} against {100 * kept[highest].mean:.2f} ({highest})"

@@ -1,0 +1,50 @@
+"""What a result was measured with: processor and commit."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+#: Instruction sets by which results or times differ.
+INSTRUCTIONS = (
+    *("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512dq", "avx512bw", "avx512vl"),
+    *("avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve"),
+)
+CODE = ("privssl", "generators", "accounting", "configs")  # what decides over results
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
+    """Name, family and model numbers, instruction sets that matter, cores of this machine."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    lines = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    found = {key.strip(): value.strip() for key, _, value in lines}
+    flags = set((found.get("flags") or found.get("Features") or "").split())
+    return {
+        "name": found.get("model name") or platform.processor() or platform.machine(),
+        "vendor": found.get("vendor_id") or found.get("CPU implementer"),
+        "family": found.get("cpu family") or found.get("CPU architecture"),
+        "model": found.get("model") or found.get("CPU part"),
+        "instructions": [name for name in INSTRUCTIONS if name in flags],
+        "cores": os.cpu_count(),
+    }
+
+
+def commit_of(root: Path) -> dict[str, Any]:
+    """Commit of a clone, and whether code or configs differ from it; nulls outside of git."""
+    head = _git(root, "rev-parse", "HEAD")
+    changes = None if head is None else _git(root, "status", "--porcelain", "--", *CODE)
+    return {"commit": head, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=root, check=True, capture_output=True, text=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

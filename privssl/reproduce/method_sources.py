@@ -1,0 +1,91 @@
+"""A hash of the code of a method, to tell results of former code apart.
+
+Of the algorithm's own package and of all modules in ``privssl.algorithms`` and ``generators`` that
+it imports, directly or not. Comments, docstrings and layout do not count, nor does the version of
+Python.
+"""
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from privssl.algorithms import ALGORITHMS
+from privssl.errors import ConfigError
+
+PACKAGES = ("privssl.algorithms", "generators")
+REGISTRY = "privssl.algorithms"  # names every algorithm
+
+
+def method_hash(algorithm: str, root: Path) -> str:
+    """16 hex digits of the sources in ``root`` of the algorithm of this name."""
+    found = hashlib.sha256()
+    start = ALGORITHMS[algorithm].__module__
+    modules = _modules(start, root)
+    if start not in modules:
+        raise ConfigError(f"{root} has no sources of {algorithm}: it is not a clone of privssl")
+    for name, path in sorted(modules.items()):
+        tree = ast.parse(path.read_bytes())
+        found.update(f"{name} {_canonical(tree)}\n".encode())
+    return found.hexdigest()[:16]
+
+
+def _modules(start: str, root: Path) -> dict[str, Path]:
+    """Module -> file, for a module, its package, and what they import from ``PACKAGES``."""
+    found: dict[str, Path] = {}
+    todo = [start]
+    package = start.rpartition(".")[0]
+    if package not in (REGISTRY, f"{REGISTRY}.baselines"):  # which holds several methods
+        todo += [f"{package}.{path.stem}" for path in (root / _as_path(package)).glob("*.py")]
+    while todo:
+        name = todo.pop()
+        path = _file(name, root)
+        if path is not None and name not in found:
+            found[name] = path
+            todo += _imported(ast.parse(path.read_bytes()))
+    return found
+
+
+def _as_path(name: str) -> str:
+    return name.replace(".", "/")
+
+
+def _file(name: str, root: Path) -> Path | None:
+    """The file of a module that counts; None for anything else."""
+    if name == REGISTRY or not f"{name}.".startswith(tuple(f"{part}." for part in PACKAGES)):
+        return None
+    for path in (root / f"{_as_path(name)}.py", root / _as_path(name) / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Every name that an import may mean as a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _canonical(node: object) -> object:
+    """A tree as tuples, without docstrings and empty fields: the same in every Python."""
+    if isinstance(node, list):
+        return tuple(map(_canonical, node))
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = []
+    for name, value in ast.iter_fields(node):
+        if name == "body" and isinstance(value, list):
+            value = [item for item in value if not _is_text(item)]  # a docstring, of a key as well
+        if value not in (None, []) and name != "kind":
+            fields.append((name, _canonical(value)))
+    return (type(node).__name__, *fields)
+
+
+def _is_text(node: object) -> bool:
+    """Whether a statement is a text alone, which does nothing."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)

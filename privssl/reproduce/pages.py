@@ -1,0 +1,177 @@
+"""All that is written from the store: a page a table, ``docs/results.md``, and blocks of pages.
+
+A block of a page in ``docs/`` or of the README begins with ``<!-- results: TABLE -->`` and ends
+with ``<!-- end -->``; the table stands between.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from privssl.errors import ConfigError
+from privssl.reproduce import figure
+from privssl.reproduce.claims import Verdict
+from privssl.reproduce.store import Store
+from privssl.reproduce.table_page import GENERATED, PAPERS, Measurements, markdown, matrix, rows_of
+from privssl.reproduce.tables import Table
+from privssl.storage import atomic_files
+
+FOLDER = Path("docs") / "results"
+SUMMARY = Path("docs") / "results.md"
+OPEN_CLAIMS = FOLDER / "open_claims.md"
+LONGEST_PAGE = 200  # lines
+#: How many accuracies the tables of each paper print.
+PRINTED = {"fedssl": 136, "fedseal": 71, "semifl": 80, "fedmatch": 96, "fedtrinet": 108}
+_BLOCK = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Files by their path below the clone: texts, and figures with the hash of what they show."""
+
+    texts: Mapping[Path, str]
+    figures: Mapping[Path, Measurements]
+
+
+def render(tables: Sequence[Table], store: Store, root: Path) -> list[Path]:
+    """Write what has changed, and remove pages of former tables; returns the paths written."""
+    rendered = rendered_pages(tables, store, root)
+    written = [path for path, text in rendered.texts.items() if _read(root / path) != text]
+    (root / FOLDER).mkdir(parents=True, exist_ok=True)
+    for path in written:
+        _write(root / path, rendered.texts[path].encode())
+    for path, of in rendered.figures.items():
+        shown = figure.panels(of)
+        if figure.hash_in(root / path) != figure.data_hash(shown):
+            rows = [row.name for row in of.table.file.rows]
+            _write(root / path, figure.draw(shown, rows))
+            written.append(path)
+    for path in former_pages(rendered, root):
+        path.unlink()
+    return written
+
+
+def _write(path: Path, data: bytes) -> None:
+    atomic_files.write(path, data)
+    path.chmod(0o644)
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def former_pages(rendered: Rendered, root: Path) -> list[Path]:
+    """Files in the folder of pages that no table has any more."""
+    known = {root / path for path in (*rendered.texts, *rendered.figures)}
+    return [path for path in sorted((root / FOLDER).glob("*.*")) if path not in known]
+
+
+def rendered_pages(tables: Sequence[Table], store: Store, root: Path) -> Rendered:
+    """All pages.
+
+    Raises:
+        ConfigError: a page would be too long, or a block names no table.
+    """
+    of_tables = {table.name: Measurements.of(table, store) for table in tables}
+    measured = [of for of in of_tables.values() if of.found]
+    texts = {FOLDER / f"{of.table.name}.md": markdown(of) for of in measured}
+    texts |= _summary(list(of_tables.values()))
+    for path, text in texts.items():
+        if (lines := text.count("\n")) > LONGEST_PAGE:
+            raise ConfigError(
+                f"{path} would have {lines} lines, and a page has at most {LONGEST_PAGE}. Divide "
+                "its table into two files"
+            )
+    for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        if path.is_file() and _BLOCK.search(text := path.read_text(encoding="utf-8")):
+            name = path.relative_to(root)
+            texts[name] = _with_blocks(text, name, of_tables)
+    figures = {FOLDER / f"{of.table.name}.png": of for of in measured if figure.panels(of)}
+    return Rendered(texts, figures)
+
+
+def _with_blocks(text: str, path: Path, of_tables: Mapping[str, Measurements]) -> str:
+    """A page with its blocks filled."""
+
+    def fill(match: re.Match[str]) -> str:
+        begin, name, _, end = match.groups()
+        if name not in of_tables:
+            raise ConfigError(f"{path}: {begin.strip()} names no file of configs/tables")
+        of = of_tables[name]
+        page = (FOLDER / f"{name}.md").relative_to(path.parent)
+        lines = [*matrix(of), "", f"[Each cell, and what differs]({page})."] if of.found else []
+        return f"{begin}\n{chr(10).join(lines or ['Not measured yet.'])}\n\n{end}"
+
+    return _BLOCK.sub(fill, text)
+
+
+def _summary(of_tables: Sequence[Measurements]) -> dict[Path, str]:
+    """docs/results.md; what is open goes to a page of its own where all would be too long."""
+    claims = [(of, verdict) for of in of_tables for verdict in of.verdicts]
+    answered = [(of, verdict) for of, verdict in claims if verdict.answered]
+    still = [(of, verdict) for of, verdict in claims if not verdict.answered]
+    head = [
+        *(GENERATED, "", "# What holds of what the papers claim", ""),
+        "Find here what was measured of each published table, and whether the order of methods "
+        "that a paper claims holds.",
+        "A number has a page with its seeds, sizes and times. How to run one: "
+        "[reproduce.md](reproduce.md).",
+        *("", "## Cells", "", *_counts(of_tables), ""),
+        *("## Tables", "", *_tables(of_tables), ""),
+        *("## Claims that were asked", "", *_claim_lines(answered, "results/"), ""),
+        "A claim is answered column by column, and the first answer here is that of the worst "
+        'column. "In the mean only": not in every seed.',
+        "",
+    ]
+    tail = ["## Claims that were not asked", "", *_claim_lines(still, "results/"), ""]
+    if len(head) + len(tail) <= LONGEST_PAGE:
+        return {SUMMARY: "\n".join(head + tail)}
+    link = f"Claims that were not asked: [{OPEN_CLAIMS.name}](results/{OPEN_CLAIMS.name})."
+    page = [GENERATED, "", "# Claims that were not asked", "", *_claim_lines(still, ""), ""]
+    return {SUMMARY: "\n".join([*head, link, ""]), OPEN_CLAIMS: "\n".join(page)}
+
+
+def _claim_lines(claims: Sequence[tuple[Measurements, Verdict]], folder: str) -> list[str]:
+    lines = [["table", "claim", "answer", "size", "column by column"]]
+    for of, verdict in claims:
+        size = ("reduced" if verdict.reduced else "paper") if verdict.answered else ""
+        lines.append([_link(of, folder), verdict.claim, verdict.answer, size, verdict.in_words()])
+    return rows_of(lines) if claims else ["None."]
+
+
+def _link(of: Measurements, folder: str) -> str:
+    table = of.table
+    named = f"{table.file.paper}, {table.file.place}" if table.file.paper != "own" else table.name
+    return f"[{named}]({folder}{table.name}.md)" if of.found else named
+
+
+def _counts(of_tables: Sequence[Measurements]) -> list[str]:
+    """For each paper: accuracies that it prints, and how many of them were measured."""
+    lines = [["paper", "printed", "measured at the paper's size", "reduced", "data absent"]]
+    total = [0, 0, 0, 0]
+    for paper, printed in PRINTED.items():
+        sizes = [size for of in of_tables if of.table.file.paper == paper for size in _sizes(of)]
+        row = [printed, *(sizes.count(size) for size in ("paper", "reduced", "absent"))]
+        total = [a + b for a, b in zip(total, row, strict=True)]
+        lines.append([PAPERS[paper], *map(str, row)])
+    return rows_of([*lines, ["all", *map(str, total)]])
+
+
+def _sizes(of: Measurements) -> Iterator[str]:
+    """The size of each printed accuracy that was measured, or whose data are absent."""
+    for cell in of.table.cells:
+        if cell.paper_value is not None and (of.kept(cell) or cell.size == "absent"):
+            yield cell.size
+
+
+def _tables(of_tables: Sequence[Measurements]) -> list[str]:
+    lines = [["table", "what", "cells measured", "reduced", "claims that hold"]]
+    for of in of_tables:
+        cells = [cell for cell in of.table.cells if cell.size != "absent"]
+        reduced = sum(cell.size == "reduced" for cell in cells if of.kept(cell))
+        hold = sum(verdict.answer.startswith("holds") for verdict in of.verdicts)
+        claims = f"{hold} of {len(of.verdicts)}" if of.verdicts else ""
+        measured = f"{len(of.found)} of {len(cells)}"
+        lines.append([_link(of, "results/"), of.table.file.title, measured, str(reduced), claims])
+    return rows_of(lines)

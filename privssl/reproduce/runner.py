@@ -1,0 +1,289 @@
+"""Run one cell of a table with one seed, in a process of its own, and store what comes out.
+
+The run lies in ``runs/reproduce/TABLE/CELL/SEED``, and is removed once it is stored. Beside it lie
+SEED.lock, which two processes cannot have at once; SEED.log, what the run printed; and SEED.json:
+with which code it was begun and what its sessions cost.
+"""
+
+import fcntl
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from privssl.errors import RunFolderError, UserError
+from privssl.experiment.config import Config
+from privssl.reproduce.machine import commit_of, processor
+from privssl.reproduce.store import Entry, Measured, Store
+from privssl.reproduce.tables import Cell
+from privssl.runs import resume, run_dir
+from privssl.runtime.process import INTERRUPTED, defer_interrupts
+from privssl.storage import atomic_files
+
+RUNS = Path("runs") / "reproduce"
+POLL = 0.1  # seconds between two looks at a running process
+TOLD = 6  # last lines of a failed run that are shown
+
+
+class CellError(UserError):
+    """A run ended without a result."""
+
+    exit_status = 1
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a training process ended."""
+
+    status: int  # exit status; negative: the signal that killed it
+    stopped: bool  # whether it was asked to stop
+    wall: float  # seconds
+    cpu: float  # seconds, with its children
+    peak_mb: float
+
+
+#: Arguments of ``privssl.train``, file of what it prints, file to hold open, when to stop it.
+Training = Callable[[Sequence[str], Path, int, float], Ended]
+
+
+def train_in_a_process(arguments: Sequence[str], log: Path, lock: int, until: float) -> Ended:
+    """``python -m privssl.train``, stopped in good order at ``until`` (``time.monotonic``).
+
+    Raises:
+        KeyboardInterrupt: after the run has written its checkpoint and ended.
+    """
+    begun, stopped = time.monotonic(), False
+    child: subprocess.Popen[bytes] | None = None
+    usage: resource.struct_rusage | None = None
+    interrupt: KeyboardInterrupt | None = None
+    while usage is None:
+        try:
+            with defer_interrupts():  # a child is started once, and its end is told once
+                child = child or _start(arguments, log, lock)
+                usage = _end_of(child)
+            if usage is None:
+                if not stopped and time.monotonic() >= until:
+                    stopped = True
+                    os.kill(child.pid, signal.SIGTERM)
+                time.sleep(POLL)
+        except KeyboardInterrupt as stop:
+            if child is None:
+                raise
+            interrupt, stopped = stop, True
+            if usage is None:
+                os.kill(child.pid, signal.SIGTERM)  # a background job may ignore SIGINT
+    assert child is not None
+    cpu, peak = usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+    ended = Ended(child.returncode, stopped, time.monotonic() - begun, cpu, peak)
+    if interrupt is not None:
+        raise Interrupted(ended) from interrupt
+    return ended
+
+
+def _start(arguments: Sequence[str], log: Path, lock: int) -> "subprocess.Popen[bytes]":
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "privssl.train", *arguments, "--quiet"],
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            pass_fds=[lock],  # it keeps the lock if this process is killed before it
+        )  # fmt: skip
+
+
+def _end_of(child: "subprocess.Popen[bytes]") -> resource.struct_rusage | None:
+    """What a process used that has ended; None while it runs."""
+    pid, status, usage = os.wait4(child.pid, os.WNOHANG)
+    if not pid:
+        return None
+    child.returncode = os.waitstatus_to_exitcode(status)
+    return usage
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, after the run ended in good order."""
+
+    def __init__(self, ended: Ended) -> None:
+        super().__init__()
+        self.ended = ended
+
+
+class Runner:
+    """Runs cells in a clone.
+
+    Args:
+        root: the clone.
+        keep: leave the folders of stored runs.
+        train: absent: in a process of its own.
+    """
+
+    def __init__(
+        self, root: Path, store: Store, *, keep: bool = False,
+        train: Training | None = None,
+    ) -> None:  # fmt: skip
+        self._root, self._store, self._keep = root, store, keep
+        self._train = train or train_in_a_process
+
+    def run(
+        self, cell: Cell, seed: int, until: float = float("inf")
+    ) -> Entry | Literal["busy", "stopped"]:
+        """The stored entry; or another process has the cell; or time was up.
+
+        Raises:
+            CellError: the run ended without a result.
+            KeyboardInterrupt: after its checkpoint was written.
+        """
+        folder = self._root / RUNS / cell.table / cell.slug / str(seed)
+        with atomic_files.writing(folder.parent):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_suffix(".lock")) as lock:
+            if lock is None:
+                return "busy"
+            self._store.forget()
+            if self._store.state(cell, seed) == "measured":  # by another process, meanwhile
+                entry = self._store.read(cell, seed)
+                assert entry is not None
+                return entry
+            return self._run(cell, seed, folder, lock, until)
+
+    def _run(
+        self, cell: Cell, seed: int, folder: Path, lock: int, until: float
+    ) -> Entry | Literal["stopped"]:
+        config = self._store.config(cell, seed)
+        sources = self._store.method_hash(config.algorithm.name)
+        note = _Note(folder.with_suffix(".json"))
+        state = "stale" if note.sources != sources else _state(folder, config)
+        if state != "finished":
+            if state != "begun":
+                note.begin(sources, self._root)
+            log = folder.with_suffix(".log")
+            arguments = _arguments(cell, seed, folder.relative_to(self._root), state)
+            try:
+                with _in(self._root):
+                    ended = self._train(arguments, log, lock, until)
+            except Interrupted as interrupt:
+                note.add(interrupt.ended)
+                if _state(folder, config) != "finished":
+                    raise
+                self._keep_result(cell, seed, folder, note)
+                raise
+            note.add(ended)
+            if _state(folder, config) != "finished":
+                if ended.stopped or ended.status == INTERRUPTED:
+                    return "stopped"
+                raise CellError(_failure(cell, seed, ended, log))
+        return self._keep_result(cell, seed, folder, note)
+
+    def _keep_result(self, cell: Cell, seed: int, folder: Path, note: "_Note") -> Entry:
+        with defer_interrupts():
+            entry = self._store.write(cell, seed, folder, note.measured())
+            if not self._keep:
+                shutil.rmtree(folder, ignore_errors=True)
+                for ending in (".json", ".log"):
+                    folder.with_suffix(ending).unlink(missing_ok=True)
+        return entry
+
+
+def _arguments(cell: Cell, seed: int, folder: Path, state: str) -> list[str]:
+    """Arguments of ``privssl.train``."""
+    fixed = [f"run.seed={seed}", f"run.output={json.dumps(str(folder))}"]
+    if state == "begun":
+        return [str(cell.config), *cell.overrides, *fixed, "--resume", str(folder)]
+    return [str(cell.config), *cell.overrides, *fixed, "run.overwrite=true"]
+
+
+def _state(folder: Path, config: Config) -> Literal["stale", "begun", "finished"]:
+    """Of the run in a folder: of this config or not, at its end or not. Absent: stale."""
+    try:
+        resume.check_resumable(folder, config)
+        known = run_dir.read_outcome(folder)
+    except UserError:
+        return "stale"
+    if known is not None and known[0]["status"] != "interrupted":
+        return "finished"
+    return "begun" if (folder / "checkpoints" / "latest").exists() else "stale"
+
+
+def _failure(cell: Cell, seed: int, ended: Ended, log: Path) -> str:
+    how = f"exit status {ended.status}"
+    if ended.status < 0:
+        how = f"killed by signal {-ended.status}; is there enough memory?"
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-TOLD:]
+    said = "\n".join(f"  {line}" for line in lines)
+    return f"{cell.table}, {cell.title}, seed {seed} failed ({how}). The end of {log}:\n{said}"
+
+
+@contextmanager
+def _in(folder: Path) -> Iterator[None]:
+    """Work in a folder: paths of a table begin at the clone."""
+    former = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(former)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int | None]:
+    """A file descriptor with the lock, or None: another process has it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be made: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+class _Note:
+    """The file beside a run: with which code it was begun, and what its sessions cost."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._content: dict[str, Any] = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            self._content = {}
+
+    @property
+    def sources(self) -> str | None:
+        known: str | None = self._content.get("origin", {}).get("sources")
+        return known
+
+    def begin(self, sources: str, root: Path) -> None:
+        origin = {
+            **commit_of(root),
+            "sources": sources,
+            "processor": processor(),
+            "threads": int(os.environ.get("OMP_NUM_THREADS") or 1),
+        }
+        self._content = {"origin": origin, "wall": 0.0, "cpu": 0.0, "peak_mb": 0.0}
+        self._write()
+
+    def add(self, ended: Ended) -> None:
+        """One more session."""
+        content = self._content
+        content["wall"] += ended.wall
+        content["cpu"] += ended.cpu
+        content["peak_mb"] = max(content["peak_mb"], ended.peak_mb)
+        self._write()
+
+    def measured(self) -> Measured:
+        return Measured(**self._content)
+
+    def _write(self) -> None:
+        atomic_files.write(self._path, json.dumps(self._content, indent=1) + "\n")

@@ -1,0 +1,285 @@
+"""The store of results that is committed: ``results/TABLE/CELL/SEED.json``, one entry a run.
+
+Every number of a rendered page comes from here. An entry is old where the method or the config of
+its cell has changed since.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from privssl.data import split_manifest
+from privssl.errors import RunFolderError
+from privssl.experiment import config as configs
+from privssl.experiment.config import Config
+from privssl.reproduce.method_sources import method_hash
+from privssl.reproduce.tables import Cell, Table
+from privssl.runs import run_dir
+from privssl.runs.accounts import read_metrics, to_number
+from privssl.storage import atomic_files
+
+SCHEMA = 1
+ACCURACY = "test/accuracy"
+FINAL = "final"  # the metric that is the accuracy after the last round
+#: Keys of a config that name places on one machine.
+_PLACES = {"data": ("root", "split"), "run": ("output",), "privacy": ("ledger",)}
+
+Entry = Mapping[str, Any]
+State = Literal["measured", "old", "missing", "absent"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run of a cell cost, beside what its folder says."""
+
+    wall: float  # seconds, of the process
+    cpu: float  # seconds, of the process and its children
+    peak_mb: float  # of the largest process
+    origin: Mapping[str, Any]  # commit, dirty, sources, processor, threads
+
+
+class Store:
+    """The entries below a folder, compared with the code and the configs of today."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._hashes: dict[str, str] = {}
+        self._configs: dict[tuple[str, str], Config] = {}
+
+    def path(self, cell: Cell, seed: int) -> Path:
+        return self._root / "results" / cell.table / cell.slug / f"{seed}.json"
+
+    def read(self, cell: Cell, seed: int) -> Entry | None:
+        """An entry, or None. Raises RunFolderError for a damaged one."""
+        path = self.path(cell, seed)
+        try:
+            found: Entry = json.loads(path.read_bytes())
+            known = found["schema"] == SCHEMA
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunFolderError(
+                f"{path} is not an entry of the store ({error!r}). Put it back, or remove it and "
+                "the cell is run again"
+            ) from None
+        if not known:
+            raise RunFolderError(f"{path} is of schema {found['schema']}, not {SCHEMA}")
+        return found
+
+    def state(self, cell: Cell, seed: int) -> State:
+        if cell.size == "absent":
+            return "absent"
+        entry = self.read(cell, seed)
+        if entry is None:
+            return "missing"
+        return "old" if self.why_old(cell, seed, entry) else "measured"
+
+    def config(self, cell: Cell, seed: int) -> Config:
+        """Today's config of a run. Raises ConfigError."""
+        known = self._configs.get((cell.table, cell.slug))
+        if known is None:
+            known = self._configs[cell.table, cell.slug] = cell.load(0)
+        return dataclasses.replace(known, run=dataclasses.replace(known.run, seed=seed))
+
+    def why_old(self, cell: Cell, seed: int, entry: Entry) -> str | None:
+        """What has changed since an entry was measured; None: nothing."""
+        config = self.config(cell, seed)
+        if entry["metric"] != cell.metric:
+            return f"the table asks for {cell.metric}, not {entry['metric']}"
+        if entry["config_hash"] != config_hash(config) and (
+            changed := changed_keys(entry["config"], config)
+        ):
+            return f"its config has changed ({', '.join(changed)})"
+        if entry["sources"] != self.method_hash(config.algorithm.name):
+            return "its method has changed"
+        return None
+
+    def method_hash(self, algorithm: str) -> str:
+        if algorithm not in self._hashes:
+            self._hashes[algorithm] = method_hash(algorithm, self._root)
+        return self._hashes[algorithm]
+
+    def forget(self) -> None:
+        """Look at the sources again: they may change while a table is run."""
+        self._hashes.clear()
+
+    def write(self, cell: Cell, seed: int, folder: Path, measured: Measured) -> Entry:
+        """Store a finished run."""
+        entry = _entry(cell, seed, folder, measured)
+        path = self.path(cell, seed)
+        with atomic_files.writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_files.replace(path, as_text(entry).encode())
+            path.chmod(0o644)
+        return entry
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The entries of a cell by seed; the old ones count only where there is nothing newer."""
+
+    entries: Mapping[int, Entry]
+    why_old: Mapping[int, str]
+
+    @classmethod
+    def of(cls, store: Store, table: Table, cell: Cell) -> "Kept":
+        seeds = () if cell.size == "absent" else table.file.seeds
+        entries = {s: e for s in seeds if (e := store.read(cell, s)) is not None}
+        why = {s: store.why_old(cell, s, e) for s, e in entries.items()}
+        return cls(entries, {seed: text for seed, text in why.items() if text})
+
+    @cached_property
+    def shown(self) -> Mapping[int, Entry]:
+        new = {seed: entry for seed, entry in self.entries.items() if seed not in self.why_old}
+        return new or self.entries
+
+    @property
+    def is_old(self) -> bool:
+        return any(seed in self.why_old for seed in self.shown)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """A number a seed, as fractions."""
+        return tuple(entry["value"] for _, entry in sorted(self.shown.items()))
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+
+def config_hash(config: Config) -> str:
+    """Of everything that may change a trained bit, without the places of one machine."""
+    parts = configs.result_relevant(config)
+    for section, keys in _PLACES.items():
+        for key in keys:
+            (parts.get(section) or {}).pop(key, None)
+    text = json.dumps(parts, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def changed_keys(then: Mapping[str, Any], now: Config) -> list[str]:
+    """Keys of a stored config that are others today.
+
+    A key that did not exist then must have its default: new keys keep what runs did before.
+    """
+    changed = []
+    for name, section in configs.result_relevant(now).items():
+        former = then.get(name)
+        if (former is None) != (section is None):
+            changed.append(name)
+        elif section is not None and former is not None:
+            kind = getattr(now, name)
+            usual = {spec.name: spec.default for spec in dataclasses.fields(kind)}
+            for key, value in section.items():
+                if key in _PLACES.get(name, ()):
+                    continue
+                if _as_json(former.get(key, usual.get(key))) != _as_json(value):
+                    changed.append(f"{name}.{key}")
+    return changed
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=list)
+
+
+def _entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str, Any]:
+    """What the store keeps of a finished run, in the order in which it is written."""
+    outcome = run_dir.read_outcome(folder)
+    assert outcome is not None  # the caller has seen that it is finished
+    results, metrics = outcome[0], read_metrics(folder)
+    recorded = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    config = configs.load_config(folder / "config.yaml")
+    for section, keys in _PLACES.items():
+        for key in keys:
+            (recorded.get(section) or {}).pop(key, None)
+    evaluated = [line for line in metrics if ACCURACY in line]
+    curve = {
+        "round": [int(line["round"]) for line in evaluated],
+        "test_accuracy": [round(to_number(line[ACCURACY]), 6) for line in evaluated],
+    }
+    seconds = {
+        "wall": round(measured.wall, 1),
+        "cpu": round(measured.cpu, 1),
+        "rounds": round(results["seconds"]["total"], 1),
+    }
+    return {
+        "schema": SCHEMA,
+        "table": cell.table,
+        "row": cell.row,
+        "column": cell.column,
+        "seed": seed,
+        "size": cell.size,
+        "differs": cell.differs,
+        "metric": cell.metric,
+        "value": _value(cell.metric, results, metrics, folder),
+        "final_test_accuracy": results["test_accuracy"]["final"],
+        "status": results["status"],
+        "rounds": results["rounds"],
+        "algorithm": results["algorithm"],
+        "privacy": _privacy(results, config),
+        "bytes": results["bytes"],
+        "seconds": seconds,
+        "peak_mb": round(measured.peak_mb),
+        "curve": curve,
+        "split_hash": split_manifest.read_manifest(folder / "split.json").hash,
+        "config_hash": config_hash(config),
+        **measured.origin,
+        "versions": results["versions"],
+        "config": recorded,
+    }
+
+
+def _value(
+    metric: str, results: Mapping[str, Any], metrics: Sequence[Mapping[str, str]], folder: Path
+) -> float:
+    """The number of a table: the final accuracy, or the last one in a column of metrics.csv."""
+    if metric == FINAL:
+        return float(results["test_accuracy"]["final"])
+    for line in reversed(metrics):
+        if metric in line:
+            return to_number(line[metric])
+    raise RunFolderError(
+        f"{folder / 'metrics.csv'} has no column {metric}, which the table asks for (metric)"
+    )
+
+
+def _privacy(results: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """The claim of a run: guarantee, nominal or none."""
+    from privssl.compare.table import row  # here: it loads matplotlib
+
+    epsilon = row("", [results], config.privacy.delta if config.privacy else None).epsilon
+    return {
+        "kind": epsilon.kind,
+        "epsilon": epsilon.value,
+        "delta": epsilon.delta,
+        "covers": list(epsilon.covers),
+    }
+
+
+def as_text(entry: Entry) -> str:
+    """JSON with a key a line, and a list of numbers or names on one line.
+
+    >>> print(as_text({"a": [1, 2.5], "b": {"c": ["x"]}}), end="")
+    {
+     "a": [1, 2.5],
+     "b": {
+      "c": ["x"]
+     }
+    }
+    """
+    text = json.dumps(entry, indent=1, ensure_ascii=False, allow_nan=False)
+    flat = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda m: f"[{_one_line(m.group(1))}]", text)
+    return flat + "\n"
+
+
+def _one_line(text: str) -> str:
+    return re.sub(r",\s*\n\s*", ", ", text)

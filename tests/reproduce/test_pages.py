@@ -1,0 +1,263 @@
+"""Pages say what the store has, and nothing else. Entries here are made up."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from privssl.errors import ConfigError
+from privssl.reproduce import figure
+from privssl.reproduce.pages import former_pages, render, rendered_pages
+from privssl.reproduce.store import Store
+from privssl.reproduce.tables import load_tables
+from tests.support.product import ROOT
+from tests.support.table_clone import Clone, make_clone
+
+FORTY, TWENTY = "40 labels, 2 + 2", "20 labels"
+PSEUDO = "Pseudo (all)"
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return make_clone(tmp_path)
+
+
+def page(clone: Clone, name: str = "results/small.md") -> str:
+    return rendered_pages(clone.tables, clone.store, clone.root).texts[Path("docs") / name]
+
+
+def lines_with(text: str, *words: str) -> list[str]:
+    return [line for line in text.splitlines() if all(word in line for word in words)]
+
+
+# Numbers ----------------------------------------------------------------------------------------
+
+
+def test_a_cell_has_mean_deviation_seeds_the_papers_value_and_the_difference(clone: Clone) -> None:
+    clone.put("Supervise", FORTY, 0, 0.50)
+    clone.put("Supervise", FORTY, 1, 0.54)
+    text = page(clone)
+
+    # Mean 52; squares 4 + 4, / (2 - 1): root of 8 = 2.83; the paper prints 50; 60 CPU seconds.
+    assert lines_with(text, "| Supervise |", "paper") == [
+        f"| {FORTY} | Supervise | 52.00 ± 2.83 | 2 | 50.0 | +2.0 | paper | 1.0 |"
+    ]
+    assert "\n| Supervise | 52.00 ± 2.83 / 50.0 | - / 40.25 |\n" in text
+    assert "| Pseudo (all) | - / 60.0 | - |" in text
+
+
+def test_one_seed_has_no_deviation_and_a_reduced_cell_its_reason(clone: Clone) -> None:
+    clone.put("Supervise", TWENTY, 0, 0.3925)
+    text = page(clone)
+
+    assert f"| {TWENTY} | Supervise | 39.25 | 1 | 40.25 | -1.0 | reduced | 1.0 |" in text
+    assert "39.25* / 40.25" in text
+    assert "has one seed" in text and "reduced; half the labels." in text
+    assert "compare orders, not numbers" in text
+
+
+def test_an_old_entry_counts_only_where_there_is_nothing_newer(clone: Clone) -> None:
+    clone.put("Supervise", FORTY, 0, 0.1, sources="of former code")
+    clone.put(PSEUDO, FORTY, 0, 0.3, sources="of former code")
+    clone.put("Supervise", FORTY, 1, 0.5)
+    text = page(clone)
+
+    assert "| Supervise | 50.00 / 50.0 |" in text
+    assert "| Pseudo (all) | 30.00† / 60.0 |" in text
+    assert "† Measured before a change: its method has changed." in text
+
+
+def test_an_epsilon_is_the_weakest_claim_over_seeds(clone: Clone) -> None:
+    claim = {"kind": "guarantee", "epsilon": 7.25, "delta": 1e-5, "covers": ["F"]}
+    clone.put("Supervise", FORTY, 0, 0.5, privacy=claim)
+    clone.put("Supervise", FORTY, 1, 0.5, privacy=claim | {"epsilon": 7.91234})
+    assert "| guarantee 7.9124 (delta 1e-05) |" in page(clone)
+    assert "a repetition of a private run differs" in page(clone)
+
+    clone.put("Supervise", FORTY, 1, 0.5, privacy=claim | {"kind": "nominal", "epsilon": 8.0})
+    assert "| NOMINAL 8.0000 (delta 1e-05) |" in page(clone)
+    assert "guarantees nothing" in page(clone)
+
+
+def test_rows_of_a_column_with_other_splits_are_told(clone: Clone) -> None:
+    clone.put("Supervise", FORTY, 0, 0.5)
+    path = clone.put(PSEUDO, FORTY, 0, 0.6)
+    assert "all rows had the same split in each seed" in page(clone)
+
+    path.write_text(path.read_text().replace(f"split {FORTY} 0", "another"))
+    text = page(clone)
+    assert f"Pseudo (all) than Supervise in '{FORTY}' (the rows of the data set)" in text
+    path.write_text(path.read_text().replace('"labelled": 40', '"labelled": 30'))
+    assert f"Pseudo (all) than Supervise in '{FORTY}' (data.labelled)" in page(clone)
+
+
+# Claims -----------------------------------------------------------------------------------------
+
+
+def answer(clone: Clone, better: list[float], other: list[float]) -> str:
+    """The answer to "Pseudo is above Supervise" in the first column."""
+    for row, values in ((PSEUDO, better), ("Supervise", other)):
+        for seed, value in enumerate(values):
+            clone.put(row, FORTY, seed, value)
+    (line,) = lines_with(page(clone), "Pseudo is above Supervise", FORTY)
+    return line.split(" | ")[2]
+
+
+@pytest.mark.parametrize(
+    ("better", "other", "expected"),
+    [
+        ([0.6, 0.7], [0.5, 0.6], "holds in every seed"),
+        ([0.6, 0.7], [0.61, 0.5], "holds in the mean only"),
+        ([0.6, 0.7], [0.65, 0.7], "does not hold"),
+        ([0.6], [0.6], "does not hold"),  # equal is not above
+        ([0.6, 0.1], [0.5], "holds in every seed"),  # on the seeds that both have
+        ([0.6], [], "not asked yet"),
+        ([], [0.6], "not asked yet"),
+    ],
+)
+def test_an_order_is_compared_seed_by_seed(
+    clone: Clone, better: list[float], other: list[float], expected: str
+) -> None:
+    assert answer(clone, better, other) == expected
+
+
+def test_a_claim_about_an_absent_row_cannot_be_asked(clone: Clone) -> None:
+    clone.change("supervise}}", "supervise}, size: absent, differs: no data}")
+    clone.put(PSEUDO, FORTY, 0, 0.6)
+
+    (line,) = lines_with(page(clone), "Pseudo is above Supervise", FORTY)
+    assert "| cannot be asked | no Supervise |" in line
+
+
+def test_a_claim_fails_as_soon_as_one_of_several_rows_is_above(clone: Clone) -> None:
+    clone.change("columns:\n", "  - {name: Third}\ncolumns:\n")
+    clone.change("than: [Supervise]", "than: [Third, Supervise]")
+    assert answer(clone, [0.6], [0.5]) == "not asked yet"
+    assert answer(clone, [0.6], [0.7]) == "does not hold"
+
+
+def test_the_summary_has_a_line_for_each_claim_and_table_and_counts_cells(clone: Clone) -> None:
+    assert answer(clone, [0.6], [0.5]) == "holds in every seed"
+    clone.put("Supervise", TWENTY, 0, 0.5)
+    clone.put(PSEUDO, TWENTY, 0, 0.4)
+    text = page(clone, "results.md")
+
+    link = "[fedssl, Table 9](results/small.md)"
+    assert (
+        f"| {link} | Pseudo is above Supervise | does not hold | reduced | does not hold in 1, "
+        "holds in every seed in 1 of 2 columns |" in text
+    )
+    assert f"| {link} | A small table | 4 of 4 | 2 | 0 of 1 |" in text
+    # Three numbers are printed: two of them at the paper's size, one reduced.
+    assert "| FedSSL (Fan, Hu, Huang, IJCAI 2022) | 136 | 2 | 1 | 0 |" in text
+    assert "| all | 491 | 2 | 1 | 0 |" in text
+
+
+def test_where_the_summary_would_be_too_long_open_claims_have_a_page_of_their_own(
+    clone: Clone,
+) -> None:
+    more = "".join(
+        f'  - {{claim: "Claim {n}", better: Supervise, than: ["{PSEUDO}"]}}\n' for n in range(180)
+    )
+    clone.file.write_text(clone.file.read_text() + more)
+
+    assert page(clone, "results.md").count("\n") < 200
+    assert "open_claims.md" in page(clone, "results.md")
+    with pytest.raises(ConfigError, match="Divide its table into two files"):
+        answer(clone, [0.6], [0.5])
+
+
+# Files ------------------------------------------------------------------------------------------
+
+
+def test_render_writes_pages_figures_and_blocks_once(clone: Clone) -> None:
+    clone.put("Supervise", FORTY, 0, 0.5)
+    readme = clone.root / "README.md"
+    readme.write_text("Before.\n\n<!-- results: small -->\nold\n<!-- end -->\n\nAfter.\n")
+    (clone.root / "docs" / "results").mkdir()
+    (clone.root / "docs" / "results" / "former.md").write_text("no table has it any more")
+
+    written = {str(path) for path in render(clone.tables, clone.store, clone.root)}
+
+    assert written == {
+        "docs/results/small.md", "docs/results/small.png", "docs/results.md", "README.md"
+    }  # fmt: skip
+    assert not (clone.root / "docs" / "results" / "former.md").exists()
+    text = readme.read_text()
+    assert "| Supervise | 50.00 / 50.0 |" in text and "(docs/results/small.md)" in text
+    assert text.startswith("Before.\n") and text.endswith("<!-- end -->\n\nAfter.\n")
+    assert render(clone.tables, clone.store, clone.root) == []
+
+
+def test_a_block_of_an_unknown_table_is_refused(clone: Clone) -> None:
+    (clone.root / "docs" / "x.md").write_text("<!-- results: nothing -->\n<!-- end -->\n")
+    with pytest.raises(ConfigError, match="names no file of configs/tables"):
+        render(clone.tables, clone.store, clone.root)
+
+
+def test_a_figure_is_drawn_again_when_a_curve_changes(clone: Clone) -> None:
+    clone.put("Supervise", FORTY, 0, 0.5)
+    render(clone.tables, clone.store, clone.root)
+    path = clone.put("Supervise", FORTY, 0, 0.5)
+    path.write_text(path.read_text().replace('"value": 0.5', '"value": 0.6'))
+    assert Path("docs/results/small.png") not in render(clone.tables, clone.store, clone.root)
+    clone.put("Supervise", FORTY, 0, 0.6)
+    assert Path("docs/results/small.png") in render(clone.tables, clone.store, clone.root)
+
+
+# What is committed ------------------------------------------------------------------------------
+
+
+def differences(root: Path, store: Store) -> list[str]:
+    """Committed files that the store does not give."""
+    rendered = rendered_pages(load_tables(ROOT), store, root)
+    found = [
+        str(path)
+        for path, text in rendered.texts.items()
+        if not (root / path).is_file() or (root / path).read_text(encoding="utf-8") != text
+    ]
+    found += [
+        str(path)
+        for path, of in rendered.figures.items()
+        if figure.hash_in(root / path) != figure.data_hash(figure.panels(of))
+    ]
+    return found + [str(path.relative_to(root)) for path in former_pages(rendered, root)]
+
+
+def test_the_committed_pages_are_those_of_the_committed_store() -> None:
+    assert differences(ROOT, Store(ROOT)) == [], "run: python -m privssl.reproduce --render"
+
+
+def test_the_control_a_changed_entry_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = next((ROOT / "results").glob("*/*/*.json"))
+    real = Store.read
+
+    def read(self: Store, cell: Any, seed: int) -> Any:
+        entry = real(self, cell, seed)
+        same = self.path(cell, seed) == first
+        return {**entry, "value": 0.123} if same and entry is not None else entry
+
+    monkeypatch.setattr(Store, "read", read)
+    assert f"docs/results/{first.parts[-3]}.md" in differences(ROOT, Store(ROOT))
+
+
+def test_every_entry_of_the_store_belongs_to_a_cell_of_a_table() -> None:
+    store = Store(ROOT)
+    known = {
+        store.path(cell, seed)
+        for table in load_tables(ROOT)
+        for cell in table.cells
+        for seed in table.file.seeds
+    }
+    stray = [path for path in (ROOT / "results").glob("*/*/*.json") if path not in known]
+    assert [str(path.relative_to(ROOT)) for path in stray] == []
+
+
+def test_no_entry_names_a_place_of_one_machine() -> None:
+    found = [
+        path.name
+        for path in (ROOT / "results").rglob("*.json")
+        if re.search(r'"/(root|home|work|tmp|Users)/', path.read_text(encoding="utf-8"))
+    ]
+    assert found == []

@@ -1,0 +1,372 @@
+"""Cells are run once, taken up again where they were broken off, and stored with what they cost."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from privssl.core.federation import Federation, Round
+from privssl.errors import RunFolderError
+from privssl.reporting import figures
+from privssl.reproduce import __main__ as reproduce
+from privssl.reproduce import runner as reproduce_runner
+from privssl.reproduce.runner import Ended, Interrupted
+from privssl.reproduce.store import Store
+from privssl.reproduce.tables import Cell
+from tests.support.table_clone import Clone, make_clone, runner, train_here
+
+CELLS = ("supervise--40-labels-2-2", "pseudo-all--40-labels-2-2")
+TIMES = ("seconds", "peak_mb")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_picture_of_the_partition() -> Iterator[None]:
+    """Half of the time of these tiny runs would go into a picture that nobody looks at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "partition_plot", lambda *_: np.zeros((8, 8, 3), np.uint8))
+        yield
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clone:
+    """Its cells are trained in this process."""
+    monkeypatch.setattr(reproduce_runner, "train_in_a_process", train_here)
+    return make_clone(tmp_path)
+
+
+def cell(clone: Clone, row: str = "Supervise", column: str = "40 labels, 2 + 2") -> Cell:
+    found = clone.table.cell(row, column)
+    assert found is not None
+    return found
+
+
+def entries(clone: Clone) -> dict[str, dict[str, Any]]:
+    """All of the store but times, by path."""
+    found = {}
+    for path in sorted((clone.root / "results").rglob("*.json")):
+        entry = json.loads(path.read_text())
+        found[str(path.relative_to(clone.root))] = {
+            key: value for key, value in entry.items() if key not in TIMES
+        }
+    return found
+
+
+def command(clone: Clone, *arguments: str) -> int:
+    return reproduce.main(list(arguments), root=clone.root)
+
+
+@contextlib.contextmanager
+def interrupted_in(round_of_all: int) -> Iterator[None]:
+    """Ctrl-C at the start of a round, counted over all runs."""
+    real, count = Federation.begin, 0
+
+    def begin(self: Federation, now: Round) -> None:
+        nonlocal count
+        count += now.number > 0  # round 0 is the start of a run
+        if count == round_of_all:
+            signal.raise_signal(signal.SIGINT)
+        real(self, now)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Federation, "begin", begin)
+        yield
+
+
+# The store --------------------------------------------------------------------------------------
+
+
+def test_an_entry_says_what_was_run_what_came_out_and_what_it_cost(clone: Clone) -> None:
+    entry = runner(clone).run(cell(clone), 1)
+
+    assert isinstance(entry, dict)
+    stored = json.loads((clone.root / "results" / "small" / CELLS[0] / "1.json").read_text())
+    assert stored == entry
+    assert (entry["schema"], entry["table"], entry["row"]) == (1, "small", "Supervise")
+    assert (entry["column"], entry["seed"], entry["size"]) == ("40 labels, 2 + 2", 1, "paper")
+    assert entry["curve"]["round"] == [1, 2, 3, 4]
+    assert entry["curve"]["test_accuracy"][-1] == pytest.approx(entry["value"], abs=1e-6)
+    assert entry["value"] == entry["final_test_accuracy"]
+    assert entry["config"]["algorithm"]["name"] == "supervise"
+    assert entry["config"]["run"]["seed"] == 1 and entry["config"]["run"]["workers"] == 1
+    assert "root" not in entry["config"]["data"] and "output" not in entry["config"]["run"]
+    assert entry["seconds"]["cpu"] == 0.5 and entry["peak_mb"] == 100
+    assert entry["bytes"]["up"] > 0 and entry["bytes"]["down"] > 0
+    assert entry["privacy"]["kind"] == "none"
+    assert entry["commit"] is None and entry["dirty"] is None  # no clone of git
+    assert entry["processor"]["cores"] == os.cpu_count() and entry["threads"] == 1
+    assert {"privssl", "torch", "opacus", "sources", "kernels"} <= entry["versions"].keys()
+    assert len(entry["split_hash"]) == len(entry["config_hash"]) == 64
+
+
+def test_a_stored_run_is_removed_unless_it_is_to_be_kept(clone: Clone) -> None:
+    folder = clone.root / "runs" / "reproduce" / "small" / CELLS[0]
+
+    runner(clone).run(cell(clone), 0)
+    assert [path.name for path in folder.iterdir()] == ["0.lock"]
+    runner(clone, keep=True).run(cell(clone), 1)
+    assert (folder / "1" / "results.json").is_file()
+
+
+def test_the_rows_of_a_column_share_the_split_of_a_seed(clone: Clone) -> None:
+    one = runner(clone).run(cell(clone), 0)
+    other = runner(clone).run(cell(clone, "Pseudo (all)"), 0)
+    seed = runner(clone).run(cell(clone, "Pseudo (all)"), 1)
+    labels = runner(clone).run(cell(clone, "Pseudo (all)", "20 labels"), 0)
+    hashes = [entry["split_hash"] for entry in (one, other, seed, labels) if entry != "busy"]
+
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 3  # the controls: another seed, other labels
+
+
+def test_the_number_of_a_table_may_be_a_column_of_the_metrics(clone: Clone) -> None:
+    clone.change("priority: 5", "priority: 5\nmetric: comm/up_bytes")
+    entry = runner(clone).run(cell(clone), 0)
+
+    assert isinstance(entry, dict)
+    assert entry["value"] == entry["bytes"]["up"] / 4  # of the last of four equal rounds
+    clone.change("metric: comm/up_bytes", "metric: comm/nothing")
+    with pytest.raises(RunFolderError, match="has no column comm/nothing"):
+        runner(clone).run(cell(clone), 0)
+
+
+def test_a_damaged_entry_is_told_with_its_file(clone: Clone) -> None:
+    path = clone.put("Supervise", "20 labels", 0, 0.5)
+    path.write_text("{}")
+
+    with pytest.raises(RunFolderError, match=r"0\.json is not an entry of the store"):
+        clone.store.state(cell(clone, column="20 labels"), 0)
+
+
+# What is old ------------------------------------------------------------------------------------
+
+
+def state_after(clone: Clone, **changes: Any) -> str:
+    clone.put("Supervise", "40 labels, 2 + 2", 0, 0.5, **changes)
+    return clone.store.state(cell(clone), 0)
+
+
+def test_an_entry_is_old_when_its_method_has_changed(clone: Clone) -> None:
+    assert state_after(clone) == "measured"
+    assert state_after(clone, sources="of former code") == "old"
+
+
+def test_an_entry_is_old_when_a_value_of_its_config_has_changed(clone: Clone) -> None:
+    assert state_after(clone) == "measured"
+    clone.change("name: supervise}", "name: supervise, algorithm.rounds: 5}")
+
+    store = clone.store
+    assert store.state(cell(clone), 0) == "old"
+    entry = store.read(cell(clone), 0)
+    assert entry is not None
+    why = store.why_old(cell(clone), 0, entry)
+    assert why == "its config has changed (algorithm.rounds)"
+
+
+def test_a_key_that_is_new_since_ages_no_entry_unless_it_is_set(clone: Clone) -> None:
+    path = clone.put("Supervise", "40 labels, 2 + 2", 0, 0.5, config_hash="of fewer keys")
+    entry = json.loads(path.read_text())
+    del entry["config"]["algorithm"]["momentum"]
+    path.write_text(json.dumps(entry))
+
+    assert clone.store.state(cell(clone), 0) == "measured"
+    clone.change("name: supervise}", "name: supervise, algorithm.momentum: 0.123}")
+    assert clone.store.state(cell(clone), 0) == "old"
+
+
+def test_an_old_entry_is_run_again_after_all_that_are_missing(
+    clone: Clone, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state_after(clone, sources="of former code")
+    assert command(clone, "--next", "--seeds", "1", "--cells", "*/40*") == 0
+
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert [line.split(": ")[1].split("/")[0] for line in told] == ["Pseudo (all)", "Supervise"]
+    assert clone.store.state(cell(clone), 0) == "measured"
+
+
+# Broken off, and taken up again -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The entries of a column that was never interrupted."""
+    clone = make_clone(tmp_path_factory.mktemp("whole"))
+    for row in ("Supervise", "Pseudo (all)"):
+        for seed in clone.table.file.seeds:
+            runner(clone).run(cell(clone, row), seed)
+    return entries(clone)
+
+
+ROUNDS = 4 * 2 * 2  # of a column: rounds, rows, seeds
+CHANCES = sorted(random.Random(39).sample(range(1, ROUNDS + 1), 10))
+
+
+def test_a_column_broken_off_at_ten_random_moments_has_the_same_entries(
+    clone: Clone, whole: dict[str, dict[str, Any]]
+) -> None:
+    before = 0
+    for chance in CHANCES:  # each time it goes on, and is broken off in a later round
+        with interrupted_in(chance - before):
+            assert command(clone, "small", "--cells", "*/40*") == 130
+        before = chance - 1  # the round in which it was broken off is done again
+    assert command(clone, "small", "--cells", "*/40*") == 0
+
+    assert len(whole) == 4
+    assert entries(clone) == whole
+
+
+def test_the_control_another_number_of_rounds_has_other_entries(
+    clone: Clone, whole: dict[str, dict[str, Any]]
+) -> None:
+    clone.change("name: supervise}", "name: supervise, algorithm.rounds: 3}")
+    runner(clone).run(cell(clone), 0)
+
+    ((path, entry),) = entries(clone).items()
+    assert entry["curve"] != whole[path]["curve"]
+
+
+def test_a_run_whose_method_changes_on_the_way_begins_anew(
+    clone: Clone, whole: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with interrupted_in(3), pytest.raises(Interrupted):
+        runner(clone).run(cell(clone), 0)
+    monkeypatch.setattr(Store, "method_hash", lambda *_: "of later code")
+    begun = []
+    real = Federation.begin
+
+    def begin(self: Federation, now: Round) -> None:
+        begun.append(now.number)
+        real(self, now)
+
+    monkeypatch.setattr(Federation, "begin", begin)
+    entry = runner(clone).run(cell(clone), 0)
+
+    assert isinstance(entry, dict)
+    assert [number for number in begun if number] == [1, 2, 3, 4]
+    assert entry["sources"] == "of later code"
+
+
+def test_a_finished_run_that_was_not_stored_is_stored_without_training(
+    clone: Clone, whole: dict[str, dict[str, Any]]
+) -> None:
+    runner(clone, keep=True).run(cell(clone), 0)
+    ((path, entry),) = entries(clone).items()
+    (clone.root / path).unlink()
+
+    def never(*_: object) -> Ended:
+        raise AssertionError("it is finished")
+
+    runner(clone, never).run(cell(clone), 0)
+    assert entries(clone) == {path: entry}
+
+
+def test_times_add_up_over_the_sessions_of_a_run(clone: Clone) -> None:
+    with interrupted_in(3), pytest.raises(Interrupted):
+        runner(clone).run(cell(clone), 0)
+    entry = runner(clone).run(cell(clone), 0)
+
+    assert isinstance(entry, dict)
+    assert entry["seconds"]["cpu"] == 1.0  # half a second a session (train_here)
+
+
+# Order, time, failures, and two processes -------------------------------------------------------
+
+
+def test_next_takes_one_seed_of_all_tables_by_priority_and_then_the_next(
+    clone: Clone, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = clone.file.read_text()
+    (clone.file.parent / "first.yaml").write_text(text.replace("priority: 5", "priority: 4"))
+
+    def done(*arguments: object) -> Ended:
+        return Ended(2, False, 1.0, 1.0, 1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reproduce_runner, "train_in_a_process", done)
+        patch.setattr(reproduce_runner, "_failure", lambda *_: "it failed")
+        assert command(clone, "--next", "--cells", "Sup*/*") == 1
+        out = capsys.readouterr().out
+    told = [line.partition("] ")[2].split(" (")[0] for line in out.splitlines() if "] " in line]
+
+    assert told == [
+        f"{name}: Supervise/{column}, seed {seed}"
+        for seed in (0, 1)
+        for name in ("first", "small")
+        for column in ("40 labels, 2 + 2", "20 labels")
+    ]
+    assert "0 measured, 8 failed" in out
+
+
+def test_a_failing_cell_is_told_with_its_last_lines_and_others_go_on(
+    clone: Clone, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clone.change("name: supervise}", "name: supervise, data.labelled: 5000}")  # too many
+
+    assert command(clone, "--next", "--seeds", "1", "--cells", "*/40*") == 1
+    out = capsys.readouterr().out
+    assert "small, Supervise/40 labels, 2 + 2, seed 0 failed (exit status 2)" in out
+    assert "Traceback" not in out and "labelled" in out
+    assert "1 measured, 1 failed" in out
+    assert clone.store.state(cell(clone, "Pseudo (all)"), 0) == "measured"
+
+
+def test_no_cell_is_started_after_the_minutes(clone: Clone) -> None:
+    def slow(*arguments: Any) -> Ended:
+        time.sleep(0.05)
+        return train_here(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reproduce_runner, "train_in_a_process", slow)
+        assert command(clone, "small", "--minutes", "0.0005") == 0  # 30 ms
+
+    assert len(entries(clone)) == 1
+
+
+def test_two_processes_do_not_run_the_same_cell(clone: Clone) -> None:
+    outcomes = []
+
+    def other(*arguments: Any) -> Ended:
+        outcomes.append(runner(clone).run(cell(clone), 0))  # beside the first
+        outcomes.append(type(runner(clone).run(cell(clone), 1)))  # the control: another seed
+        return train_here(*arguments)
+
+    assert isinstance(runner(clone, other).run(cell(clone), 0), dict)
+    assert outcomes == ["busy", dict]
+
+
+# Real processes ---------------------------------------------------------------------------------
+
+
+def test_ctrl_c_reaches_the_run_and_the_same_command_continues(
+    tmp_path: Path, whole: dict[str, dict[str, Any]]
+) -> None:
+    clone = make_clone(tmp_path)
+    clone.change("name: supervise}", "name: supervise, algorithm.rounds: 400}")
+    folder = tmp_path / "runs" / "reproduce" / "small" / CELLS[0]
+    arguments = ["small", "--cells", "Supervise/40*", "--seeds", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "privssl.reproduce", *arguments], cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    until = time.monotonic() + 120
+    while not list(folder.glob("0/checkpoints/round_0*[1-9]*")) and time.monotonic() < until:
+        time.sleep(0.05)
+        assert process.poll() is None, process.communicate()[0]
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+
+    assert process.returncode == 130, out
+    assert "nothing is lost" in out and "Traceback" not in out
+    assert not list(tmp_path.rglob("results/*/*/*.json"))
+    assert json.loads((folder / "0" / "results.json").read_text())["status"] == "interrupted"

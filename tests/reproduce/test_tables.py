@@ -1,0 +1,155 @@
+"""Table files: which run stands for a cell, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from privssl.errors import ConfigError
+from privssl.reproduce.tables import Cell, Table, load_tables
+from tests.support.product import ROOT
+from tests.support.table_clone import TABLE, Clone, make_clone
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return make_clone(tmp_path)
+
+
+def cell(clone: Clone, row: str = "Supervise", column: str = "20 labels") -> Cell:
+    found = clone.table.cell(row, column)
+    assert found is not None
+    return found
+
+
+def test_a_cell_beats_its_row_which_beats_its_column_which_beats_the_table(clone: Clone) -> None:
+    clone.change("size: paper\n", "size: paper\nset: {algorithm.rounds: 1, data.unlabelled: 10}\n")
+    clone.change("set: {data.labelled: 20}", "set: {data.labelled: 20, algorithm.rounds: 2}")
+    row = "set: {algorithm.name: supervise"
+    clone.change(row, f"{row}, algorithm.rounds: 3")
+    clone.file.write_text(
+        clone.file.read_text() + "cells:\n"
+        '  - {row: Supervise, column: "20 labels", set: {algorithm.rounds: 4}, minutes: 7}\n'
+    )
+
+    def rounds(row: str, column: str) -> tuple[int, int, int | None]:
+        config = cell(clone, row, column).load(0)
+        return config.algorithm.rounds, config.data.labelled, config.data.unlabelled
+
+    assert rounds("Pseudo (all)", "40 labels, 2 + 2") == (1, 40, 10)
+    assert rounds("Pseudo (all)", "20 labels") == (2, 20, 10)
+    assert rounds("Supervise", "40 labels, 2 + 2") == (3, 40, 10)
+    assert rounds("Supervise", "20 labels") == (4, 20, 10)
+    assert [one.minutes for one in clone.table.cells] == [0.1, 0.1, 7, 0.1]  # column by column
+
+
+def test_a_cell_has_the_seed_the_size_and_the_papers_number_as_a_fraction(clone: Clone) -> None:
+    reduced = cell(clone)
+
+    assert reduced.load(7).run.seed == 7
+    assert (reduced.size, reduced.differs) == ("reduced", "half the labels")
+    assert reduced.paper_value == pytest.approx(0.4025)
+    assert cell(clone, "Pseudo (all)").paper_value is None
+    assert cell(clone, "Pseudo (all)").slug == "pseudo-all--20-labels"
+
+
+def test_a_row_at_the_papers_size_does_not_say_why_the_table_is_reduced(clone: Clone) -> None:
+    clone.change("size: paper", 'size: reduced\ndiffers: "width 4"')
+    clone.change("name: supervise}", "name: supervise}, size: paper")
+
+    assert cell(clone).differs is None
+    assert cell(clone, "Pseudo (all)", "40 labels, 2 + 2").differs == "width 4"
+
+
+def test_what_differs_at_the_papers_size_is_kept(clone: Clone) -> None:
+    clone.change("name: supervise}", "name: supervise}, differs: another network")
+
+    assert cell(clone, column="40 labels, 2 + 2").differs == "another network"
+
+
+def test_a_skipped_cell_does_not_exist_and_an_absent_one_needs_no_config(clone: Clone) -> None:
+    clone.change("config: configs/tiny.yaml\n", "")
+    clone.change("supervise}}", "supervise}, config: configs/tiny.yaml}")
+    clone.change('- {name: "Pseudo (all)"}', '- {name: "Pseudo (all)", size: absent, differs: x}')
+    clone.file.write_text(
+        clone.file.read_text() + 'cells:\n  - {row: Supervise, column: "20 labels", skip: true}\n'
+    )
+
+    assert [(one.title, one.size) for one in clone.table.cells] == [
+        ("Supervise/40 labels, 2 + 2", "paper"),
+        ("Pseudo (all)/40 labels, 2 + 2", "absent"),
+        ("Pseudo (all)/20 labels", "absent"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "said"),
+    [
+        ("size: paper", "sise: paper", 7, "unknown key"),
+        ("minutes: 0.1\n", "", 0, "missing"),
+        ("minutes: 0.1", "minutes: 0", 6, "greater than 0"),
+        ("- {name: Supervise", "- {nam: Supervise", 9, "rows[1].nam"),
+        ("title:", "place: x\ntitle:", 4, "given twice"),
+        ('"20 labels"', '"40 labels (2 + 2)"', 12, "Rename one"),
+        ("[50, 40.25]", "[50]", 16, "1 values for 2 columns"),
+        ("  Supervise: [50", "  Supervice: [50", 16, "Did you mean Supervise?"),
+        ("than: [Supervise]", "than: [Pseudo]", 18, "unknown row"),
+        ("differs: ", "place: ", 0, "unknown key"),
+        (', differs: "half the labels"', "", 0, "Say what is smaller or absent"),
+        ("data.labelled: 20", "run.seed: 20", 0, "the table's seeds decide it"),
+        ("configs/tiny.yaml", "configs/none.yaml", 8, "does not exist"),
+        ("config: configs/tiny.yaml\n", "", 8, "has no config"),
+        ("seeds: [0, 1]", "seeds: [1, 1]", 5, "given twice"),
+        ("seeds: [0, 1]", "seeds: [", 7, "not a table"),
+    ],
+)
+def test_a_wrong_table_is_refused_with_file_line_and_reason(
+    clone: Clone, old: str, new: str, line: int, said: str
+) -> None:
+    clone.change(old, new)
+
+    with pytest.raises(ConfigError) as caught:
+        load_tables(clone.root)
+
+    text = str(caught.value)
+    assert str(clone.file) in text and said in text, text
+    assert line == 0 or f"line {line}" in text, text
+
+
+def test_names_of_tables_and_a_folder_without_tables_are_refused(tmp_path: Path) -> None:
+    clone = make_clone(tmp_path / "clone")
+
+    with pytest.raises(ConfigError, match=r"smal: unknown table\. Did you mean small"):
+        load_tables(clone.root, ["smal"])
+    with pytest.raises(ConfigError, match="come with a clone of the repository"):
+        load_tables(tmp_path / "clone" / "docs")
+
+
+def test_tables_come_by_priority(clone: Clone) -> None:
+    (clone.file.parent / "first.yaml").write_text(TABLE.replace("priority: 5", "priority: 4"))
+
+    assert [table.name for table in clone.tables] == ["first", "small"]
+
+
+# The tables that are shipped --------------------------------------------------------------------
+
+SHIPPED = load_tables(ROOT)
+
+
+@pytest.mark.parametrize("table", SHIPPED, ids=lambda table: table.name)
+def test_every_cell_of_a_shipped_table_has_a_config_that_loads(table: Table) -> None:
+    problems = []
+    for one in table.cells:
+        if one.size != "absent":
+            try:
+                one.load(0)
+            except ConfigError as problem:
+                problems.append(str(problem))
+
+    assert problems == []
+
+
+def test_the_run_folders_of_shipped_tables_have_names_that_a_config_may_contain() -> None:
+    folders = [f"runs/reproduce/{one.table}/{one.slug}/0" for t in SHIPPED for one in t.cells]
+
+    assert len(set(folders)) == len(folders)
+    assert max(map(len, folders)) < 200
