@@ -36,7 +36,7 @@ from privssl.runtime.process import (
 
 if TYPE_CHECKING:
     from privssl.api.datasets import Dataset
-    from privssl.api.experiment import Overrides
+    from privssl.api.experiment import Overrides, Sections
     from privssl.api.run import Run
     from privssl.models.own_networks import NetworkSource
 
@@ -49,7 +49,7 @@ class _Callable(ModuleType):
 
     def __call__(
         self,
-        config: "str | Path",
+        config: "str | Path | Sections",
         overrides: "Overrides | None" = None,
         data: "Dataset | None" = None,
         model: "NetworkSource | str | None" = None,

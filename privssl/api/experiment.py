@@ -40,6 +40,7 @@ from privssl.runtime.process import (
     tune_malloc,
 )
 
+Sections = Mapping[str, Any]  # of a config, by name
 #: A value by its dotted key, or ``section.key=value`` as on the command line.
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -51,6 +52,7 @@ class Experiment:
     source: Path
     overrides: tuple[str, ...]
     config: Config
+    text: str | None = None  # the YAML of a config that is no file
 
     def run(
         self,
@@ -61,7 +63,7 @@ class Experiment:
     ) -> Run:
         """Train; arguments and errors as of :func:`train`."""
         more: dict[str, Any] = {}
-        folder = self.source if self.source.is_dir() else None
+        folder = self.source if self.text is None and self.source.is_dir() else None
         if data is not None:
             more |= data.settings
         if model is not None:
@@ -74,28 +76,30 @@ class Experiment:
                     f"give {folder / 'config.yaml'} for a new run"
                 )
             more["run.output"] = str(output)
-        config = _load(self.source, (*self.overrides, *_as_arguments(more)))
+        config = _load(self.source, (*self.overrides, *_as_arguments(more)), self.text)
         source = None if isinstance(model, str) else model
         return _train(_with_rows(config, data), data, source, folder, progress)
 
 
-def load(config: str | Path, overrides: Overrides | None = None) -> Experiment:
+def load(config: str | Path | Sections, overrides: Overrides | None = None) -> Experiment:
     """Read and check a config.
 
     Args:
-        config: a YAML file; or the folder of a run, which running goes on with.
+        config: a YAML file, or its sections ``{"algorithm": {"name": ...}, ...}``; or the folder of
+            a run, which running goes on with.
         overrides: ``{"section.key": value}``, or a list of "section.key=value".
 
     Raises:
         privssl.UserError: with all problems of the file and the overrides.
     """
-    source = Path(config)
+    text = _as_yaml("config", config) if isinstance(config, Mapping) else None
+    source = Path("config" if isinstance(config, Mapping) else config)
     given = _as_arguments(overrides) if isinstance(overrides, Mapping) else tuple(overrides or ())
-    return Experiment(source, given, _load(source, given))
+    return Experiment(source, given, _load(source, given, text), text)
 
 
 def train(
-    config: str | Path,
+    config: str | Path | Sections,
     overrides: Overrides | None = None,
     data: Dataset | None = None,
     model: NetworkSource | str | None = None,
@@ -105,8 +109,8 @@ def train(
     """Train one classifier as a config says, as the command ``train`` does.
 
     Args:
-        config: a YAML file. The folder of a run: go on with it from its last checkpoint; a finished
-            one is returned as it is.
+        config: a YAML file, or its sections as of :func:`load`. The folder of a run: go on with it
+            from its last checkpoint; a finished one is returned as it is.
         overrides: ``{"section.key": value}``, or a list of "section.key=value".
         data: rows in memory, instead of those of ``data.name``.
         model: a network instead of that of ``model.name``: a ``torch.nn.Module`` class or function
@@ -125,8 +129,9 @@ def train(
     return load(config, overrides).run(data, model, output, progress)
 
 
-def _load(source: Path, arguments: Sequence[str]) -> Config:
-    return configs.load_config(source / "config.yaml" if source.is_dir() else source, arguments)
+def _load(source: Path, arguments: Sequence[str], text: str | None) -> Config:
+    path = source / "config.yaml" if text is None and source.is_dir() else source
+    return configs.load_config(path, arguments, text=text)
 
 
 def _as_arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -139,8 +144,8 @@ def _as_yaml(key: str, value: Any) -> str:
         text: str = yaml.safe_dump(plain, default_flow_style=True, width=2**20, allow_unicode=True)
     except yaml.YAMLError:
         raise ConfigError(
-            f"{key} is {value!r}, a {type(value).__name__}. Give text, a number, true or false, "
-            "None, or a list of these"
+            f"{key} is {repr(value)[:60]}. Give text, a number of Python's, a bool, None, or a list "
+            "or mapping of these"
         ) from None
     return text.removesuffix("\n").removesuffix("\n...")
 

@@ -84,6 +84,7 @@ def load_config(
     path: Path,
     overrides: Sequence[str] = (),
     algorithms: Mapping[str, type[Any]] = ALGORITHMS,
+    text: str | None = None,
 ) -> Config:
     """Read and check a config file.
 
@@ -92,6 +93,7 @@ def load_config(
         overrides: ``section.key=value``, the value as YAML; ``privacy=null`` takes that
             section away.
         algorithms: name -> class with a ``Config`` dataclass and ``problems(config)``.
+        text: what is read instead of the file, whose path then is a name.
 
     Raises:
         ConfigError: with every problem of the file and the arguments, sorted by line.
@@ -101,7 +103,7 @@ def load_config(
     except UnicodeEncodeError:  # the log and config.yaml of the run could not contain it
         raise ConfigError(f"{show(str(path))}: its name is not UTF-8. Rename the file") from None
     builder = ConfigBuilder(path, algorithms)
-    builder.read_file()
+    builder.read_file(text)
     for override in overrides:
         builder.override(override)
     values: dict[str, Any] = {name: builder.section(name) for name in ORDER}

@@ -1,4 +1,4 @@
-"""``predict``, ``evaluate``, ``Run``: the classifier of a run that has ended, as it was measured."""
+"""``predict``, ``evaluate``, ``Run``: a finished run's classifier, as the run measured it."""
 
 import csv
 import io
