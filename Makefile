@@ -85,6 +85,7 @@ gpu-report:  ## measure a GPU in eight minutes (results/gpu); installs nothing, 
 
 docs: $(VENV)/.installed-dev  ## write the generated pages of docs/
 	$(RUN) docs/generate_reference.py
+	$(RUN) -m privssl.reproduce --render
 
 clean:  ## remove caches and build files; .venv and runs stay
 	rm -rf build dist ./*.egg-info .coverage htmlcov .hypothesis

@@ -330,6 +330,7 @@ from the code, and a test compares both, so do not edit it by hand.
 
 `algorithm.name` selects the algorithm. Symbols are those of its paper; "paper", "code" (of its
 authors) and "ours" name the source of a default. The page of each method explains its keys.
+A learning rate is at most 1000, any other number that is no integer at most 1000000.
 """
 SITE_HEAD = """\
 ## `SITE.yaml`

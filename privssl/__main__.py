@@ -16,6 +16,7 @@ COMMANDS = {
     "reproduce": "run cells of published tables and keep what was measured",
     "audit": "check the ledger and the privacy claim of a finished run",
     "site": "serve the rows of one site to a coordinator",
+    "doctor": "check the installation",
 }
 USAGE = "usage: privssl COMMAND [ARGUMENT ...]\n\ncommands:\n{}\n\n{}".format(
     "\n".join(f"  {name}  {text}" for name, text in COMMANDS.items()),
@@ -62,6 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from privssl.site.__main__ import main as site
 
             return site(rest)
+        case ["doctor", *rest]:
+            from privssl.doctor import main as doctor
+
+            return doctor(rest)
         case ["-h" | "--help", *_]:
             print(USAGE)
             return 0

@@ -19,8 +19,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from privssl.errors import UserError
 from privssl.runtime.command import add_usual_flags, run_command
@@ -108,8 +106,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add_usual_flags(
         parser,
-        dry_run="check everything, print who holds what and the epsilon of the plan; do not train",
-        json="print results.json on standard output, and nothing else there",
+        dry_run="check everything, print who holds what, the epsilon of the plan, and what the run "
+        "would take; do not train",
+        json="print results.json (of a dry run: its estimate) on standard output, and nothing else "
+        "there",
     )
     return parser
 
@@ -119,7 +119,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         from privssl.experiment import config as configs
         from privssl.experiment.prepare import prepare
         from privssl.reporting.trackers import ProgressTracker
-        from privssl.runs import accounts, launch, resume, run_dir
+        from privssl.runs import accounts, dry_run, launch, resume, run_dir
         from privssl.runs.round_plan import rounds_of
 
         in_one_thread()
@@ -135,10 +135,12 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         prepared = prepare(config)  # it stays, too, and imports Opacus for a private run
     if options.dry_run:
         launch.warn(prepared.config.warnings)
-        _describe(prepared, console)
+        estimate = dry_run.describe(prepared, console)
         accounts.check_shared_accounts(prepared)
         if options.resume is None:
             _warn_of_a_taken_folder(config)
+        if options.json:
+            results_to_standard_output(json.dumps({"estimate": estimate}, indent=2))
         return 0
     stack.enter_context(private_umask())
     stack.enter_context(report_full_disk_once())
@@ -163,35 +165,6 @@ def _warn_of_a_taken_folder(config: Any) -> None:
         log.warning("As things are it would be refused: %s", problem)
 
 
-def _describe(prepared: Any, console: Console) -> None:
-    """Print the resolved config, who holds what, and the epsilon of the plan (--dry-run)."""
-    from privssl.experiment import config as configs
-
-    console.print(configs.to_yaml(prepared.config), markup=False)
-    table = Table("agent", "role", "labelled", "unlabelled", "classes")
-    names = prepared.federated_data.dataset.class_names
-    privacy = prepared.config.privacy
-    hidden = privacy is not None and privacy.record_counts == "private"
-    for agent in prepared.federated_data.agents:
-        labelled, unlabelled = agent.held_labelled, agent.held_unlabelled
-        # Which classes a support agent has is part of what a claim protects.
-        shown = labelled is not None and prepared.plan is None
-        classes = [names[c] for c in labelled.y.unique().tolist()] if shown else []
-        counts = ["-" if rows is None else str(len(rows)) for rows in (labelled, unlabelled)]
-        if labelled is not None and hidden:
-            counts[0] = "private"
-        table.add_row(agent.id, agent.role, *counts, escape(" ".join(classes)) or "unknown")
-    here = {agent.id for agent in prepared.federated_data.agents}
-    for ref in prepared.roster:
-        if ref.id not in here:
-            table.add_row(ref.id, ref.role, "at its site", "at its site", "unknown")
-    console.print(table)
-    if prepared.plan is None:
-        console.print("Not private: the plan spends no budget and nothing is guaranteed.")
-    else:
-        console.print(prepared.plan.spending(prepared.config.privacy), markup=False)
-
-
 def _report(
     options: argparse.Namespace, results: dict[str, Any], sentence: str, folder: Path,
     console: Console, seconds: float | None = None,
@@ -212,6 +185,8 @@ def _report(
         if accuracy["best_round"]
         else "No round was evaluated yet"
     )
+    for text in results.get("warnings", ()):  # older runs have none
+        console.print(f"Warning: {text}", style="yellow", markup=False)
     console.print(
         f"{words[status]}. {results['rounds']} rounds{took}. {reached}. Results in {folder}; "
         f"pictures: tensorboard --logdir {folder / 'tensorboard'}",

@@ -9,19 +9,27 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["MPLBACKEND"] = "Agg"
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Literal
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from numpy.typing import NDArray
 
+from privssl.core.agents import Agent
+from privssl.engines import process_pool
 from privssl.ops import dispatch
+from privssl.reporting import figures
+from privssl.runs import engine_factory
 from tests.support.kernel_generations import HERE
 
 # Fixtures that several files share.
 pytest_plugins = (
     "tests.support.batched_agents",
+    "tests.support.privacy",
     "tests.support.private_fedssl",
 )
 
@@ -38,6 +46,35 @@ same = "CI" in os.environ
 settings.register_profile("privssl", deadline=None, derandomize=same, max_examples=50)
 settings.register_profile("thorough", deadline=None, derandomize=same, max_examples=200)
 settings.load_profile("privssl")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def equal_splits_are_drawn_once() -> Iterator[None]:
+    """A quarter of a short run is the figure of its split, and most tests have the same one."""
+    draw, drawn = figures.partition_plot, dict[str, figures.Picture]()
+
+    def draw_once(*counts: dict[str, NDArray[np.int64]]) -> figures.Picture:
+        key = repr([{agent: each.tolist() for agent, each in kind.items()} for kind in counts])
+        if key not in drawn:
+            drawn[key] = draw(*counts)
+        return drawn[key].copy()
+
+    with patch.object(figures, "partition_plot", draw_once):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runs_have_as_many_workers_as_they_ask_for() -> Iterator[None]:
+    """Half the time of a short run is to start workers: "auto" is one process here."""
+    count = process_pool.resolve_worker_count
+
+    def count_asked(
+        asked: int | Literal["auto"], agents: Sequence[Agent], device: torch.device
+    ) -> int:
+        return count(1 if asked == "auto" else asked, agents, device)
+
+    with patch.object(engine_factory, "resolve_worker_count", count_asked):
+        yield
 
 
 @pytest.fixture(params=HERE)

@@ -57,8 +57,8 @@ from tests.support.ledger import visits_left
 from tests.support.messages import Note, reply
 from tests.support.privacy import CLASSES, SHAPE
 from tests.support.private_fedssl import PRIVATE, accounts, context, lesson
+from tests.support.private_visit import ALL, ONE_STEP, visit_with, with_row
 from tests.support.product import Module, dotted, imports, inside, nodes, product_modules
-from tests.support.specification_mechanism import ALL, ONE_STEP, visit_with, with_row
 from tests.support.toy_worlds import without_noise
 
 REFUSALS = (UserError, AccountingError)

@@ -142,14 +142,11 @@ def _state(config: Config) -> RunState:
         return "new"
     if (folder / "config.yaml").is_file():
         try:
-            resume.check_resumable(folder, config)
+            state = resume.run_state(folder, config)
         except RunFolderError as problem:
             raise RunFolderError(f"{problem} (for a comparison: another --output)") from None
-        known = run_dir.read_outcome(folder)
-        if known is not None and known[0]["status"] != "interrupted":
-            return "finished"
-        if (folder / "checkpoints" / "latest").exists():
-            return "begun"
+        if state != "stale":
+            return state
     if "split.json" not in names:
         raise RunFolderError(
             f"{folder} exists and is not a run of privssl: nothing was changed. Give another "

@@ -192,6 +192,12 @@ def notes(rows: Sequence[Row]) -> list[str]:
         )
     if any(of.epsilon.kind == "nominal" for of in rows):
         found.append("NOMINAL: the number of a scheme that guarantees nothing.")
+    warned: dict[str, list[str]] = {}
+    for of in rows:
+        for run in of.runs:
+            for text in run.get("warnings", ()):  # older runs have none
+                warned.setdefault(text, []).append(f"{of.config} seed {run['seed']}")
+    found += [f"Warning of {', '.join(names)}: {text}" for text, names in warned.items()]
     different = [of.config for of in rows if of.differs]
     found.append(
         f"{', '.join(different)}: other rows, labels or agents than {rows[0].config}. A difference "

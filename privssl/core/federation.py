@@ -15,7 +15,15 @@ import torch
 from privssl.core.agents import AgentLocation, AgentRef
 from privssl.core.aggregation import WeightedMean
 from privssl.core.engine import Call, Engine, Step
-from privssl.core.messages import BUDGET_EXHAUSTED, Message, NoReply, Reply, payload_bytes
+from privssl.core.messages import (
+    BUDGET_EXHAUSTED,
+    Declined,
+    Message,
+    NoReply,
+    Reply,
+    StateDict,
+    payload_bytes,
+)
 from privssl.runtime.randomness import stream
 
 Roster = tuple[AgentRef, ...]
@@ -52,6 +60,8 @@ class Federation:
         labelled = ("support", "mixed", "server")
         self.support: Roster = tuple(a for a in self.agents if a.role in labelled)
         self.query: Roster = tuple(a for a in self.agents if a.role in ("query", "mixed"))
+        self.asked: set[str] = set()  # roles that the run has visited
+        self.trained: set[str] = set()  # agents that once sent other tensors than they got
         self.begin(Round(0))
 
     def begin(self, now: Round) -> None:
@@ -88,13 +98,16 @@ class Federation:
             content = message if isinstance(message, Message) else message(agent)
             visit = self._visits[agent.id, step.__name__]
             calls.append(Call(agent, step, content, self.round.number, visit))
+            self.asked.add(agent.role)
         replies: list[Reply[M]] = []
         up = 0
-        for reply in self._engine.deliver(calls):
+        for call, reply in zip(calls, self._engine.deliver(calls), strict=True):
             up += payload_bytes(reply.content) if _travels(reply.sender) else 0
             self.declines += reply.declined and not isinstance(reply.content, NoReply)
             self.refusals += reply.content == BUDGET_EXHAUSTED
             self.absences += isinstance(reply.content, NoReply)
+            if call.to.id not in self.trained and _is_news(call.message, reply.content):
+                self.trained.add(call.to.id)
             for name, value in reply.metrics.items():
                 self.metrics.setdefault(name, []).append(value)
             replies.append(reply if aggregator is None else aggregator.consume(reply))
@@ -116,6 +129,26 @@ class Federation:
     def mean_metrics(self) -> Mapping[str, float]:
         """This round's metrics, each averaged over the agents that logged it."""
         return {name: sum(v) / len(v) for name, v in sorted(self.metrics.items())}
+
+
+def _is_news(request: Message, reply: Message) -> bool:
+    """Whether an agent worked: it did not decline, and sent networks other than those it got."""
+    if isinstance(reply, Declined):
+        return False
+    both = [
+        (value, before)
+        for name, value in vars(reply).items()
+        if isinstance(value, Mapping)
+        and isinstance(before := getattr(request, name, None), Mapping)
+    ]
+    return not both or any(not _are_equal(value, before) for value, before in both)
+
+
+def _are_equal(one: StateDict, other: StateDict) -> bool:
+    return one.keys() == other.keys() and all(
+        tensor.dtype == other[name].dtype and torch.equal(tensor, other[name])
+        for name, tensor in one.items()
+    )
 
 
 def _travels(other: AgentRef) -> bool:

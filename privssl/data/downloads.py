@@ -73,7 +73,8 @@ def read_published(name: str, root: Path) -> Arrays:
     except Exception as error:  # readers raise many types on damaged files
         raise DataError(
             f"{name}: a file in {root} is damaged ({error}). Remove "
-            f"{', '.join(published.files)} there, and get them again:\n  {_command(name, root)}"
+            f"{', '.join(published.files)} there, and get them again:\n  "
+            f"{download_command(name, root)}"
         ) from None
     return arrays
 
@@ -116,13 +117,13 @@ def _download(name: str, published: _Published, root: Path) -> None:
         reason = " ".join(str(error).split())  # one line for all mirrors
         raise DataError(
             f"{name} is not in {root} and could not be downloaded ({reason}). It needs "
-            f"{', '.join(published.files)} there. With a network:\n  {_command(name, root)}\n"
-            "or set data.root or PRIVSSL_DATA to the folder that has them; data.name=digits needs "
-            "no download"
+            f"{', '.join(published.files)} there. With a network:\n  "
+            f"{download_command(name, root)}\nor set data.root or PRIVSSL_DATA to the folder that "
+            "has them; data.name=digits needs no download"
         ) from None
 
 
-def _command(name: str, root: Path) -> str:
+def download_command(name: str, root: Path) -> str:
     """A shell command that downloads the files."""
     published = PUBLISHED[name]
     folder = json.dumps(str(root))  # in double quotes, because the shell's are single

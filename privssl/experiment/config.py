@@ -26,6 +26,8 @@ from privssl.ops.precision import Precision, fastest_precision, is_emulated
 from privssl.settings.error_messages import either, problem_report, show
 from privssl.settings.schema import (
     DP_SGD_KEYS,
+    MAX_LEARNING_RATE,
+    MAX_NUMBER,
     AgentSettings,
     DataSettings,
     ModelSettings,
@@ -115,6 +117,7 @@ def load_config(
     builder.check("run.", _absence_problems(config, algorithms))
     builder.check("run.", _together_problems(config))
     builder.check("", _batch_norm_problems(config, builder.bad))
+    builder.check("", _size_problems(config, builder.bad))
     if not builder.findings:  # the algorithm may have said it in its own words
         builder.check("agents.", role_problems(config.data.labels, config.agents))
     if builder.findings:
@@ -260,6 +263,19 @@ def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> 
             f"{name} reads labelled rows without noise, so nothing could be claimed. Use "
             f"{either(private)}, or write privacy: null",
         )
+
+
+def _size_problems(config: Config, bad: Collection[str]) -> Iterator[Problem]:
+    """Numbers with which no network stays finite. ``bad``: keys reported already."""
+    for key, value in vars(config.algorithm).items():
+        most = MAX_LEARNING_RATE if key.endswith("learning_rate") else MAX_NUMBER
+        if isinstance(value, float) and not value <= most and f"algorithm.{key}" not in bad:
+            why = (
+                "one step would move the weights so far that the outputs are not finite"
+                if most == MAX_LEARNING_RATE
+                else "networks compute in float32, where larger ones soon are not finite"
+            )
+            yield Problem(f"algorithm.{key}", f"{value:g}: give at most {most:.0f} ({why})")
 
 
 def _missing_reply_policy(config: Config, algorithms: Mapping[str, type[Any]]) -> Any:

@@ -19,7 +19,7 @@ from torch import nn
 from accounting import row_registry
 from accounting.account_plan import AccountPlan
 from accounting.accountants import epsilon
-from accounting.budget import Budget, round_up
+from accounting.budget import Budget, Nominal, round_up
 from accounting.events import is_protected
 from privssl import data, models
 from privssl.algorithms import ALGORITHMS
@@ -27,6 +27,7 @@ from privssl.algorithms.base import Algorithm
 from privssl.core.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
 from privssl.core.task import Task
 from privssl.data.canonical import as_loaded, canonical
+from privssl.data.datasets import Dataset
 from privssl.engines import batched, process_pool
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.experiment.config import Config
@@ -65,6 +66,20 @@ class Prepared:
         dataset = self.federated_data.dataset
         form = {"kind": "image", "shape": list(dataset.shape), "scaling": "[-1, 1]"}
         return {"rows": {**form, "encoder": None}, "class_names": list(dataset.class_names)}
+
+    @property
+    def warnings(self) -> list[str]:
+        """All that was warned of before the first round, without what a private run may not say."""
+        return [*self.config.warnings, *self.nominal_warnings, *self.data_warnings]
+
+    @property
+    def nominal_warnings(self) -> list[str]:
+        """That a published scheme guarantees nothing."""
+        privacy = self.config.privacy
+        if privacy is None or not self.is_nominal:
+            return []
+        bare = tuple(n for n in privacy.update_at_support if n not in privacy.protect)
+        return [str(Nominal(privacy.epsilon, privacy.delta, privacy.protect, bare))]
 
     @property
     def data_warnings(self) -> list[str]:
@@ -149,6 +164,7 @@ def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator
             f"least {len(classes) - config.data.labelled} have no labelled row and cannot be "
             f"learned. Give {len(classes)} or more"
         )
+    yield from _test_row_warnings(federated_data.dataset)
     if config.privacy is not None:
         return
     here = [agent.held_labelled for agent in federated_data.agents if agent.held_labelled]
@@ -160,12 +176,36 @@ def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator
             f"{len(absent)} of {len(classes)} classes have no labelled row ({some}) and cannot be "
             "learned. Give more data.labelled, or data.stratified: true"
         )
+    if len(found) == 1:
+        yield f"all labelled rows are of class {classes[found.pop()]}: no other can be learned"
     least = 2 if config.model.norm == "batch" else 1
     for agent in federated_data.agents:
         kinds = (agent.held_labelled, agent.held_unlabelled)
         held = sum(len(rows) for rows in kinds if rows is not None)
         if held < least:
             yield f"{agent.id} holds {held} of the {least} rows that a step needs: it takes none"
+
+
+def _test_row_warnings(dataset: Dataset) -> Iterator[str]:
+    """What makes the metrics mean little. Allowed in private runs: test rows are of no agent."""
+    x, rows = dataset.x_test, len(dataset.x_test)
+    counts = dataset.y_test.bincount(minlength=dataset.classes).tolist()
+    there = [name for name, n in zip(dataset.class_names, counts, strict=True) if n]
+    absent = [name for name, n in zip(dataset.class_names, counts, strict=True) if not n]
+    if rows == 1:
+        yield "there is a single test row: its accuracy is 0 or 1. Give more"
+    elif (x[1:8] == x[:1]).all() and (x == x[:1]).all():  # most sets end at the first
+        yield f"all {rows} test rows are equal, so the metrics mean nothing. Look at what was read"
+    if len(there) == 1 and rows > 1:
+        yield (
+            f"all {rows} test rows are of class {there[0]}: a classifier that "
+            "always says it has accuracy 1. Give test rows of all classes"
+        )
+    elif absent and rows > 1:
+        yield (
+            f"{len(absent)} of {dataset.classes} classes have no test row "
+            f"({', '.join(absent[:5])}{', ...' if len(absent) > 5 else ''}): they have no recall"
+        )
 
 
 def _federated_data(config: Config, dataset: data.Dataset | None) -> data.FederatedDataset:

@@ -7,6 +7,7 @@ scheme (scope ``as_published``) there is no guarantee: ``kind`` and every epsilo
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
@@ -317,6 +318,7 @@ def _check(
         raise PrivacyError("scope as_published guarantees nothing, so nothing it sends is covered")
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return version(package)

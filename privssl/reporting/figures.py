@@ -4,6 +4,8 @@ Rows of images are in [-1, 1], as networks see them; pictures are (height, width
 Drawn with Pillow and with matplotlib's Agg canvas, which needs no display and no global state.
 """
 
+import csv
+import io
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -147,6 +149,62 @@ def census_plot(counts: NDArray[np.int64], told: NDArray[np.int64]) -> Picture:
     )
     figure.colorbar(image)
     return _pixels(canvas)
+
+
+def confusion_csv(counts: NDArray[np.int64], names: Sequence[str]) -> str:
+    """A confusion matrix as text: a line per true class, a column per predicted class.
+
+    Args:
+        counts: (C, C + 1); the last column, of outputs that are not finite, is written if it has
+            any.
+    """
+    width = len(names) + bool(counts[:, -1].any())
+    head = ["true class", *names, "not finite"][: width + 1]
+    lines = [[name, *row[:width]] for name, row in zip(names, counts.tolist(), strict=True)]
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows([head, *lines])
+    return buffer.getvalue()
+
+
+def confusion_plot(counts: NDArray[np.int64], names: Sequence[str]) -> Picture:
+    """The same as a picture: the share of each true class that is given each class."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    classes, held = len(names), counts.sum(axis=1, keepdims=True)
+    side = min(2.5 + 0.4 * classes, LARGEST_FIGURE[1])
+    figure = Figure(figsize=(side + 1, side), dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    image = axes.imshow(counts[:, :classes] / np.maximum(held, 1), cmap="Blues", vmin=0, vmax=1)
+    every = range(0, classes, math.ceil(classes / 30))
+    short = [plain_text(names[c], 12) for c in every]
+    axes.set_xticks(every, short, rotation=90 if max(map(len, short)) > 2 else 0)
+    axes.set_yticks(every, short)
+    axes.set(xlabel="predicted class", ylabel="true class", title="share of the true class")
+    if classes <= 20:
+        for (true, called), count in np.ndenumerate(counts[:, :classes]):
+            share = count / max(int(held[true, 0]), 1)
+            if count:
+                axes.text(
+                    called, true, str(count), ha="center", va="center", fontsize=7,
+                    color="white" if share > 0.5 else "black",
+                )  # fmt: skip
+    figure.colorbar(image)
+    return _pixels(canvas)
+
+
+def plain_text(name: str, longest: int) -> str:
+    """A name that matplotlib draws as it is: without formulas, control or missing letters."""
+    shown = "".join(c if c.isascii() and c.isprintable() and c != "$" else "?" for c in name)
+    return shown if len(shown) <= longest else shown[: longest - 1] + "~"
+
+
+def as_png(picture: Picture) -> bytes:
+    """A picture as a PNG file."""
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def partition_plot(

@@ -199,7 +199,7 @@ def for_the_log(values: Mapping[str, float], *, nominal: bool) -> str:
     return ", ".join(
         f"{name.replace('dp/epsilon/', spent)} {value:.4f}"
         for name, value in values.items()
-        if name.startswith(("test/", "validation/", "dp/epsilon/"))
+        if name.startswith(("test/accuracy", "validation/accuracy", "dp/epsilon/"))
     )
 
 

@@ -26,7 +26,10 @@ ROOT = Path(__file__).parents[2]
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Run the command; returns its exit status."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.render and options.tables:
+        parser.error("--render writes the pages of all tables: name none")
     return run_command(
         partial(_reproduce, options, root), json=False,
         interrupted="Interrupted; nothing is lost. The same command continues.",
@@ -40,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "tables", nargs="*", metavar="TABLE",
-        help="names of files in configs/tables; none, with --list, --next or --render: all",
+        help="names of files in configs/tables; with --list or --next they may be left out: all",
     )  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="print tables and cells with their state")
@@ -99,8 +102,8 @@ def _reproduce(options: argparse.Namespace, root: Path, console: Console, _: Exi
     if options.render:
         from privssl.reproduce.pages import render
 
-        for path in render(load_tables(root), store, root):
-            console.print(f"Wrote {path.relative_to(root)}", markup=False)
+        for path in render(tables, store, root):
+            console.print(f"Wrote {path}", markup=False)
         return 0
     if not (options.tables or options.list or options.next):
         raise ConfigError(

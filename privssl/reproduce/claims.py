@@ -48,6 +48,13 @@ class Verdict:
         return "not asked yet" if not_yet else "cannot be asked"
 
     @property
+    def in_short(self) -> str:
+        """The answer over all columns, where it holds in some of them alone as well."""
+        holds = sum(one.answer != "does not hold" for one in self.answered)
+        mixed = self.answer == "does not hold" and holds
+        return f"holds in {holds} of {len(self.answered)} columns" if mixed else self.answer
+
+    @property
     def reduced(self) -> bool:
         return any(one.reduced for one in self.answered)
 

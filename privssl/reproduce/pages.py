@@ -115,13 +115,12 @@ def _summary(of_tables: Sequence[Measurements]) -> dict[Path, str]:
         *(GENERATED, "", "# What holds of what the papers claim", ""),
         "Find here what was measured of each published table, and whether the order of methods "
         "that a paper claims holds.",
-        "A number has a page with its seeds, sizes and times. How to run one: "
+        "Each table has a page with seeds, sizes and times. How to run it: "
         "[reproduce.md](reproduce.md).",
         *("", "## Cells", "", *_counts(of_tables), ""),
         *("## Tables", "", *_tables(of_tables), ""),
         *("## Claims that were asked", "", *_claim_lines(answered, "results/"), ""),
-        "A claim is answered column by column, and the first answer here is that of the worst "
-        'column. "In the mean only": not in every seed.',
+        "What the answers mean: [reproduce.md](reproduce.md#the-pages).",
         "",
     ]
     tail = ["## Claims that were not asked", "", *_claim_lines(still, "results/"), ""]
@@ -136,7 +135,7 @@ def _claim_lines(claims: Sequence[tuple[Measurements, Verdict]], folder: str) ->
     lines = [["table", "claim", "answer", "size", "column by column"]]
     for of, verdict in claims:
         size = ("reduced" if verdict.reduced else "paper") if verdict.answered else ""
-        lines.append([_link(of, folder), verdict.claim, verdict.answer, size, verdict.in_words()])
+        lines.append([_link(of, folder), verdict.claim, verdict.in_short, size, verdict.in_words()])
     return rows_of(lines) if claims else ["None."]
 
 
@@ -166,7 +165,7 @@ def _sizes(of: Measurements) -> Iterator[str]:
 
 
 def _tables(of_tables: Sequence[Measurements]) -> list[str]:
-    lines = [["table", "what", "cells measured", "reduced", "claims that hold"]]
+    lines = [["table", "what", "cells measured", "reduced", "claims that hold everywhere"]]
     for of in of_tables:
         cells = [cell for cell in of.table.cells if cell.size != "absent"]
         reduced = sum(cell.size == "reduced" for cell in cells if of.kept(cell))

@@ -25,7 +25,7 @@ from privssl.experiment.config import Config
 from privssl.reproduce.machine import commit_of, processor
 from privssl.reproduce.store import Entry, Measured, Store
 from privssl.reproduce.tables import Cell
-from privssl.runs import resume, run_dir
+from privssl.runs import resume
 from privssl.runtime.process import INTERRUPTED, defer_interrupts
 from privssl.storage import atomic_files
 
@@ -170,12 +170,11 @@ class Runner:
                     ended = self._train(arguments, log, lock, until)
             except Interrupted as interrupt:
                 note.add(interrupt.ended)
-                if _state(folder, config) != "finished":
-                    raise
-                self._keep_result(cell, seed, folder, note)
+                if interrupt.ended.status == 0:  # it came too late to stop it
+                    self._keep_result(cell, seed, folder, note)
                 raise
             note.add(ended)
-            if _state(folder, config) != "finished":
+            if ended.status != 0:
                 if ended.stopped or ended.status == INTERRUPTED:
                     return "stopped"
                 raise CellError(_failure(cell, seed, ended, log))
@@ -200,15 +199,11 @@ def _arguments(cell: Cell, seed: int, folder: Path, state: str) -> list[str]:
 
 
 def _state(folder: Path, config: Config) -> Literal["stale", "begun", "finished"]:
-    """Of the run in a folder: of this config or not, at its end or not. Absent: stale."""
+    """Of the run in a folder; stale, too: there is none, or it is of another config."""
     try:
-        resume.check_resumable(folder, config)
-        known = run_dir.read_outcome(folder)
+        return resume.run_state(folder, config)
     except UserError:
         return "stale"
-    if known is not None and known[0]["status"] != "interrupted":
-        return "finished"
-    return "begun" if (folder / "checkpoints" / "latest").exists() else "stale"
 
 
 def _failure(cell: Cell, seed: int, ended: Ended, log: Path) -> str:

@@ -7,6 +7,7 @@ its cell has changed since.
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -109,8 +110,9 @@ class Store:
         return self._hashes[algorithm]
 
     def forget(self) -> None:
-        """Look at the sources again: they may change while a table is run."""
+        """Look at sources and configs again: they may change while a table is run."""
         self._hashes.clear()
+        self._configs.clear()
 
     def write(self, cell: Cell, seed: int, folder: Path, measured: Measured) -> Entry:
         """Store a finished run."""
@@ -158,12 +160,20 @@ class Kept:
 
 def config_hash(config: Config) -> str:
     """Of everything that may change a trained bit, without the places of one machine."""
-    parts = configs.result_relevant(config)
-    for section, keys in _PLACES.items():
-        for key in keys:
-            (parts.get(section) or {}).pop(key, None)
-    text = json.dumps(parts, sort_keys=True, allow_nan=False)
+    return _hash(configs.result_relevant(config))
+
+
+def _hash(parts: Mapping[str, Any]) -> str:
+    text = json.dumps(_without_places(parts), sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _without_places(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections of a config without ``_PLACES``."""
+    return {
+        name: section and {k: v for k, v in section.items() if k not in _PLACES.get(name, ())}
+        for name, section in parts.items()
+    }
 
 
 def changed_keys(then: Mapping[str, Any], now: Config) -> list[str]:
@@ -196,11 +206,9 @@ def _entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str,
     outcome = run_dir.read_outcome(folder)
     assert outcome is not None  # the caller has seen that it is finished
     results, metrics = outcome[0], read_metrics(folder)
+    # As it is: other code may have written it than this process has loaded.
     recorded = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    config = configs.load_config(folder / "config.yaml")
-    for section, keys in _PLACES.items():
-        for key in keys:
-            (recorded.get(section) or {}).pop(key, None)
+    relevant = {**recorded, "run": {key: recorded["run"][key] for key in ("seed", "precision")}}
     evaluated = [line for line in metrics if ACCURACY in line]
     curve = {
         "round": [int(line["round"]) for line in evaluated],
@@ -225,16 +233,16 @@ def _entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str,
         "status": results["status"],
         "rounds": results["rounds"],
         "algorithm": results["algorithm"],
-        "privacy": _privacy(results, config),
+        "privacy": _privacy(results, recorded["privacy"]),
         "bytes": results["bytes"],
         "seconds": seconds,
         "peak_mb": round(measured.peak_mb),
         "curve": curve,
         "split_hash": split_manifest.read_manifest(folder / "split.json").hash,
-        "config_hash": config_hash(config),
+        "config_hash": _hash(relevant),
         **measured.origin,
         "versions": results["versions"],
-        "config": recorded,
+        "config": _without_places(recorded),
     }
 
 
@@ -244,19 +252,20 @@ def _value(
     """The number of a table: the final accuracy, or the last one in a column of metrics.csv."""
     if metric == FINAL:
         return float(results["test_accuracy"]["final"])
-    for line in reversed(metrics):
-        if metric in line:
-            return to_number(line[metric])
-    raise RunFolderError(
-        f"{folder / 'metrics.csv'} has no column {metric}, which the table asks for (metric)"
-    )
+    values = [to_number(line[metric]) for line in metrics if metric in line]
+    if not values or not math.isfinite(values[-1]):
+        raise RunFolderError(
+            f"{folder / 'metrics.csv'} has no number in its column {metric}, which the table asks "
+            "for (metric)"
+        )
+    return values[-1]
 
 
-def _privacy(results: Mapping[str, Any], config: Config) -> dict[str, Any]:
+def _privacy(results: Mapping[str, Any], section: Mapping[str, Any] | None) -> dict[str, Any]:
     """The claim of a run: guarantee, nominal or none."""
     from privssl.compare.table import row  # here: it loads matplotlib
 
-    epsilon = row("", [results], config.privacy.delta if config.privacy else None).epsilon
+    epsilon = row("", [results], section["delta"] if section else None).epsilon
     return {
         "kind": epsilon.kind,
         "epsilon": epsilon.value,

@@ -42,6 +42,7 @@ FORMAT = 3
 #: How many names lead to a mapping of tensors that belongs to one agent, in each tree.
 TREES = {"state": 2, "memories": 1}
 MAX_JSON_BYTES = 64 * 2**20
+UNKNOWN = "unknown"  # in checkpoints of versions that did not count who took a step
 _NO_TENSORS = LazyTensors(lambda at, size: bytearray(size), {})
 _FOLDER = re.compile(r"round_([0-9]{5,9})")
 
@@ -74,7 +75,10 @@ class Progress:
     down: int = 0
     seconds: float = 0.0
     refused: int = 0  # visits that a budget did not pay for
-    start: str = ""  # fingerprint of the networks before round 1
+    start: str = ""  # fingerprint of the networks before round 1; empty: by an older version
+    trained: str = ""  # ids of agents that took a step, in one text
+    asked: str = UNKNOWN  # roles that were visited, in one text
+    warnings: str = "[]"  # of the rounds so far, as JSON
 
 
 @dataclass(frozen=True)

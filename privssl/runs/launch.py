@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
-from accounting.budget import Nominal
 from privssl.data import FederatedDataset, class_counts_of
 from privssl.experiment import config as configs
 from privssl.experiment.prepare import Prepared
@@ -49,7 +48,7 @@ def launch(
         snapshot = checkpoint.load_snapshot(folder / "checkpoints", digest)
         runs_resume.check_same_split(folder, prepared, snapshot)
         runs_resume.check_spending_shown(folder, prepared)
-        runs_resume.warn_of_other_code(snapshot)
+        warn(runs_resume.other_code_warnings(snapshot))
     after = None if snapshot is None else snapshot.round
     _log_start(prepared)
     for record in rows_told(prepared):
@@ -79,9 +78,7 @@ def _log_start(prepared: Prepared) -> None:
         "Device %s, torch %s, kernels %s. Agents: %s",
         *(prepared.device, version("torch"), dispatch.instruction_set() or "torch", roles),
     )
-    warn(config.warnings)
-    if prepared.is_nominal:
-        warn([_nominal_warning(prepared)])
+    warn([*config.warnings, *prepared.nominal_warnings])
 
 
 def rows_told(prepared: Prepared) -> Iterator[logging.LogRecord]:
@@ -116,10 +113,3 @@ def warn(sentences: Sequence[str]) -> None:
     """Log sentences as warnings, on the screen and in the file."""
     for sentence in sentences:
         log.warning("%s", sentence)
-
-
-def _nominal_warning(prepared: Prepared) -> str:
-    privacy = prepared.config.privacy
-    assert privacy is not None
-    bare = tuple(n for n in privacy.update_at_support if n not in privacy.protect)
-    return str(Nominal(privacy.epsilon, privacy.delta, privacy.protect, bare))

@@ -6,7 +6,7 @@ interruption, visits to one row would be spread over accounts.
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from accounting.errors import LedgerError
 from accounting.ledger import read_journal
@@ -15,6 +15,7 @@ from privssl.errors import DataError, RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
 from privssl.experiment.prepare import Prepared
+from privssl.runs import run_dir
 from privssl.runs.accounts import check_metrics, ledger_of, read_metrics
 from privssl.runs.checkpoint import Snapshot
 from privssl.runtime.code_version import fingerprint
@@ -59,6 +60,18 @@ def check_resumable(folder: Path, config: Config) -> None:
             f"{folder} was begun with run.engine={former.run.engine}, where its accounts and "
             f"memories are. Go on with run.engine={former.run.engine}"
         )
+
+
+def run_state(folder: Path, config: Config) -> Literal["stale", "begun", "finished"]:
+    """Of the run of this config in a folder. Stale: it died before its first checkpoint.
+
+    Raises as ``check_resumable``.
+    """
+    check_resumable(folder, config)
+    known = run_dir.read_outcome(folder)
+    if known is not None and known[0]["status"] != "interrupted":
+        return "finished"
+    return "begun" if (folder / "checkpoints" / "latest").exists() else "stale"
 
 
 def _shown(settings: dict[str, Any], key: str) -> str:
@@ -122,11 +135,12 @@ def check_spending_shown(folder: Path, prepared: Prepared) -> None:
         raise LedgerError(f"{problem}. Put the true ledger back")
 
 
-def warn_of_other_code(snapshot: Snapshot) -> None:
-    """Warn where the checkpoint was made by other code."""
-    then = snapshot.extra.get(SOURCES)
-    if then not in (None, fingerprint()):
-        log.warning(
-            "The checkpoint of round %d was made by other code of privssl (sources %s, here %s). "
-            "The rounds from here on are made by this one.", snapshot.round, then, fingerprint(),
-        )  # fmt: skip
+def other_code_warnings(snapshot: Snapshot) -> list[str]:
+    """A sentence where the checkpoint was made by other code."""
+    then, here = snapshot.extra.get(SOURCES), fingerprint()
+    if then in (None, here):
+        return []
+    return [
+        f"The checkpoint of round {snapshot.round} was made by other code of privssl (sources "
+        f"{then}, here {here}). The rounds from here on are made by this one."
+    ]

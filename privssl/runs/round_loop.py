@@ -7,25 +7,22 @@ after the last finished round, so an interruption leaves a checkpoint of a whole
 import dataclasses
 import json
 import logging
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 from torch.nn.functional import one_hot
 
 from accounting.errors import LedgerError
-from privssl import __version__, data
+from privssl import data
 from privssl.core.engine import Engine
 from privssl.core.federation import Federation, Round
 from privssl.engines.worker_process import WorkerError
 from privssl.errors import RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.prepare import Prepared
-from privssl.ops import dispatch
 from privssl.privacy.card_schema import PrivacyCard
 from privssl.privacy.former_ledgers import former_ledgers
 from privssl.privacy.label_histogram import CENSUS
@@ -44,15 +41,22 @@ from privssl.runs.accounts import (
 )
 from privssl.runs.checkpoint import CompletedRound, Progress, Snapshot
 from privssl.runs.engine_factory import check_memory_names, log_traffic, make_engine, spending
-from privssl.runs.resume import SOURCES, SPLIT
+from privssl.runs.result_warnings import (
+    NOT_FINITE,
+    idle_agent_warnings,
+    not_finite_warning,
+    score_warnings,
+)
+from privssl.runs.resume import SOURCES, SPLIT, other_code_warnings
 from privssl.runs.round_plan import planned_rounds, rounds_of
 from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim, write_text
+from privssl.runs.summary import summarise, write_confusion
 from privssl.runs.untrained import fingerprint_networks, untrained_warnings
 from privssl.runtime.code_version import fingerprint
 from privssl.runtime.process import defer_interrupts, raise_if_interrupted
 from privssl.storage import tensor_files
 from privssl.storage.spill_store import SpillStore
-from privssl.training.evaluation import Evaluator, HiddenLabelMeter
+from privssl.training.evaluation import Evaluator, HiddenLabelMeter, Scores
 from privssl.training.local_training import network_input
 
 Status = Literal["finished", "budget_exhausted", "interrupted"]
@@ -86,12 +90,15 @@ class RoundLoop:
         self._federation = Federation(self._engine, config.run.seed)
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []
-        self._untrained: list[str] = []
+        self._names = dataset.class_names
+        self._scores: Scores | None = None  # of the last evaluation on test rows
+        self._events: list[str] = []  # warnings of rounds, and those of the end
+        self._at_end: list[str] = []
 
     def begin(self) -> None:
         """The state before round 1."""
         state = self._spill_store.put_parts(self._algorithm.start(self._federation))
-        progress = Progress(start=fingerprint_networks(self._algorithm, state))
+        progress = Progress(start=fingerprint_networks(self._algorithm, state), asked="")
         self._kept = CompletedRound(state, self._engine.memories(), progress)
         labelled, unlabelled = data.class_counts(self._prepared.federated_data)
         if self._prepared.plan is not None:
@@ -115,6 +122,9 @@ class RoundLoop:
                 f"{self._folder}: its checkpoint is not one of this algorithm ({error}). It was "
                 "written by another version; start a new run"
             ) from None
+        self._federation.trained = set(progress.trained.split())
+        self._federation.asked = set(progress.asked.split())
+        self._events = [*json.loads(progress.warnings), *other_code_warnings(snapshot)]
         # A copy: the snapshot's file may be gone before the next round is at its end.
         self._record(state, progress)
         log.info("Goes on after round %d", progress.round)
@@ -199,6 +209,8 @@ class RoundLoop:
         return dataclasses.replace(
             before, round=now.number, up=before.up + traffic.up, down=before.down + traffic.down,
             seconds=before.seconds + seconds, refused=before.refused + self._federation.refusals,
+            trained=" ".join(sorted(self._federation.trained)),
+            asked=" ".join(sorted(self._federation.asked)), warnings=json.dumps(self._events),
             **found,
         )  # fmt: skip
 
@@ -213,15 +225,24 @@ class RoundLoop:
                 values[f"dp/epsilon/{agent.id}"] = agent.account.spent()
                 values[f"dp/budget_left/{agent.id}"] = agent.account.left()
         if now.number % self._config.run.evaluate_every == 0 or last:
-            values |= self._evaluate(state)
+            values |= self._evaluate(state, now)
         return values
 
-    def _evaluate(self, state: Any) -> dict[str, float]:
-        """Accuracy on held-out rows. Nothing in a run is chosen by it."""
+    def _evaluate(self, state: Any, now: Round) -> dict[str, float]:
+        """Metrics on held-out rows. Nothing in a run is chosen by them."""
         classifiers = {"accuracy": self._algorithm.classifier(state)}
         for name, other in self._algorithm.also_evaluated(state).items():
             classifiers[f"accuracy_{name}"] = other
-        return self._evaluator.accuracies(classifiers)
+        found = self._evaluator.accuracies(classifiers)
+        scores = self._evaluator.scores(classifiers["accuracy"])
+        for rows, of in scores.items():
+            found |= {f"{rows}/{name}": value for name, value in of.as_curves(self._names).items()}
+        self._scores = scores["test"]
+        said = not_finite_warning(self._scores)
+        if said and not any(NOT_FINITE in text for text in self._events):
+            self._events.append(f"round {now.number}: {said}")
+            log.warning("%s", self._events[-1])
+        return found
 
     def _log_images(self, number: int, state: Any) -> None:
         """Pictures of held-out rows: none may show an agent's row."""
@@ -273,12 +294,12 @@ class RoundLoop:
         """
         released: dict[Literal["file", "sha256"], str] | None = None
         if status != "interrupted":
-            end = fingerprint_networks(self._algorithm, self._kept.state)
-            self._untrained = untrained_warnings(self._kept.progress.start, end)
-            for sentence in self._untrained:
-                log.warning("%s", sentence)
             path = self._folder / CLASSIFIER
             weights = self._algorithm.classifier(self._kept.state)
+            self._scores = self._evaluator.scores(weights)["test"]
+            self._at_end = list(self._warnings_of_end(self._scores))
+            for sentence in self._at_end:  # the last lines of the command have them
+                log.warning("%s", sentence, extra={"repeated": True})
             tensor_files.save_weights(path, weights, self._prepared.about_rows)
             released = {"file": CLASSIFIER, "sha256": tensor_files.sha256_of(path)}
         try:
@@ -293,51 +314,36 @@ class RoundLoop:
                 copy_ledgers(self._prepared, self._folder)
             write_text(self._folder / "privacy.json", json.dumps(card, indent=2) + "\n")
             write_text(self._folder / "privacy.md", render_markdown(card))
+        if released is not None and self._scores is not None:
+            picture = write_confusion(self._folder, self._scores, self._names)
+            for tracker in self._trackers:
+                tracker.images(self._kept.progress.round, "images/confusion", picture)
         self._write_results("interrupted" if problems else status, card, problems)
         if problems:
             raise LedgerError(guarantee_sentence(card))
         rounds = self._kept.progress.round
         log.info("%s after %d rounds. %s", status, rounds, guarantee_sentence(card))
 
+    def _warnings_of_end(self, scores: Scores) -> Iterator[str]:
+        """What makes the results mean little, from what the claim releases and test rows."""
+        progress = self._kept.progress
+        end = fingerprint_networks(self._algorithm, self._kept.state)
+        yield from untrained_warnings(progress.start, end)
+        roles = progress.asked.split()
+        if self._prepared.plan is not None:  # a budget of 0 asks nobody
+            roles += ["support", "mixed"]
+        yield from idle_agent_warnings(self._federation.agents, progress.trained.split(), roles)
+        yield from score_warnings(scores, self._names)
+
     def _write_results(
         self, status: Status, card: Mapping[str, Any] | None, problems: Sequence[str]
     ) -> None:
-        config, p = self._config, self._kept.progress
-        plan = self._prepared.plan
-        # A session that had no round left knows the mean of the others.
-        durations = self._durations or [p.seconds / max(p.round, 1)]
-        results = {
-            "name": config.run.name,
-            "algorithm": config.algorithm.name,
-            "dataset": config.data.name,
-            "seed": config.run.seed,
-            "status": status,
-            "rounds": p.round,
-            "agents": {k: v for k, v in vars(config.agents).items() if isinstance(v, int) and v},
-            "labels": config.data.labelled,
-            "test_accuracy": {"final": p.final, "best": p.best, "best_round": p.best_round},
-            "seconds": {
-                "total": round(p.seconds, 3),
-                "round_median": round(statistics.median(durations), 4),
-            },
-            "bytes": {"up": p.up, "down": p.down},
-            "privacy": {
-                "guarantee": None if card is None else card["guarantee"],
-                "nominal_epsilon": None if card is None else card["nominal_epsilon"],
-                "scope": "none" if plan is None else plan.scope,
-                **({"problems": list(problems)} if problems else {}),  # damage to ledgers
-            },
-            **self._prepared.about_rows,
-            "warnings": [*config.warnings, *self._prepared.data_warnings, *self._untrained],
-            "split_hash": self._prepared.published_split_hash,
-            "versions": {
-                "privssl": __version__,
-                "sources": fingerprint(),
-                "torch": version("torch"),
-                "opacus": version("opacus"),
-                "kernels": dispatch.instruction_set() or "torch",
-            },
-        }
+        results = summarise(
+            self._prepared, self._kept.progress, status=status, durations=self._durations,
+            card=card, problems=problems,
+            metrics={} if self._scores is None else self._scores.as_json(self._names),
+            warnings=[*self._prepared.warnings, *self._events, *self._at_end],
+        )  # fmt: skip
         write_text(self._folder / "results.json", json.dumps(results, indent=2) + "\n")
 
     def _card(

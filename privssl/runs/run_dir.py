@@ -29,10 +29,13 @@ log = logging.getLogger("privssl")
 
 #: The file of weights that a finished run releases.
 CLASSIFIER = "classifier.safetensors"
+#: The confusion matrix on test rows, as numbers and as a picture.
+CONFUSION = ("confusion.csv", "confusion.png")
 #: Everything that a run may write into its folder. What holds anything else is not replaced.
 CONTENTS = {
     *("config.yaml", "split.json", "metrics.csv", "results.json", CLASSIFIER),
     *("privacy.json", "privacy.md", "ledger", "tensorboard", "checkpoints", "train.log"),
+    *CONFUSION,
 }
 
 

@@ -34,7 +34,7 @@ class Terminal(Console):
 
 
 class Screen(logging.Handler):
-    """Errors, and each warning once, on standard error."""
+    """Errors, and each warning once, on standard error; not those that the last lines repeat."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -42,6 +42,8 @@ class Screen(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text, style = record.getMessage(), None
+        if getattr(record, "repeated", False):
+            return
         if record.levelno == logging.WARNING:
             if text in self._shown:  # the seeds of a comparison repeat their warnings
                 return

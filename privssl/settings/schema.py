@@ -33,6 +33,7 @@ DP_SGD_KEYS = (
     "acknowledge_unsound",
 )
 MAX_CLIP_NORM, MAX_LEARNING_RATE = 1e6, 1e3
+MAX_NUMBER = 1e6  # of the algorithm section
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]

@@ -1,19 +1,133 @@
-"""Accuracy on held-out rows, and quality of pseudo-labels. Only this module holds true labels of
+"""Metrics on held-out rows, and quality of pseudo-labels. Only this module holds true labels of
 unlabelled rows: steps report their pseudo-labels to the meter and get nothing back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from privssl.core.messages import StateDict
 from privssl.training.local_training import load_weights, network_input
 
 CHUNK = 256  # rows of one forward pass: their activations stay in the caches
+BINS = 15  # of the calibration error; Guo et al. 2017
+MOST_RECALLS = 20  # classes up to which each recall is a curve
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What a classifier's outputs on labelled rows say.
+
+    A row is not finite if one of its outputs is NaN or infinite. It counts as wrong, and has no
+    part in loss and calibration error, which are None if there is no other row.
+    """
+
+    confusion: NDArray[np.int64]  # (C, C + 1): true class, predicted class; last: not finite
+    loss: float | None  # mean cross-entropy, >= 0
+    calibration_error: float | None  # in [0, 1]
+
+    @property
+    def rows(self) -> int:
+        return int(self.confusion.sum())
+
+    @property
+    def not_finite(self) -> int:
+        """Number of rows whose outputs are not finite."""
+        return int(self.confusion[:, -1].sum())
+
+    @property
+    def accuracy(self) -> float:
+        """Share of rows whose most likely class is the true one."""
+        return int(np.trace(self.confusion)) / self.rows
+
+    @property
+    def recall(self) -> list[float | None]:
+        """Share of each class's rows that were recognised; None for a class without rows."""
+        pairs = zip(self.confusion.diagonal().tolist(), self.confusion.sum(1).tolist(), strict=True)
+        return [right / rows if rows else None for right, rows in pairs]
+
+    @property
+    def macro_f1(self) -> float:
+        """Mean over the classes that have rows of 2 TP / (2 TP + FP + FN)."""
+        right, held = self.confusion.diagonal(), self.confusion.sum(axis=1)
+        called = self.confusion[:, :-1].sum(axis=0)
+        there = held > 0
+        return float(np.mean(2 * right[there] / (held + called)[there]))
+
+    def as_json(self, names: Sequence[str]) -> dict[str, Any]:
+        """For results.json; ``names`` of the C classes."""
+        return {
+            "loss": self.loss,
+            "macro_f1": self.macro_f1,
+            "recall": dict(zip(names, self.recall, strict=True)),
+            "calibration_error": self.calibration_error,
+        }
+
+    def as_curves(self, names: Sequence[str]) -> dict[str, float]:
+        """What exists of it, by name; recalls up to ``MOST_RECALLS`` classes."""
+        found = self.as_json(names)
+        recall = found.pop("recall")
+        if len(names) <= MOST_RECALLS:
+            found |= {f"recall/{name}": value for name, value in recall.items()}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @torch.no_grad()
+def score(
+    network: nn.Module,
+    weights: StateDict,
+    x: Tensor,
+    y: Tensor,
+    *,
+    device: torch.device,
+    chunk: int = CHUNK,
+) -> Scores:
+    """Evaluate a classifier in one pass.
+
+    Args:
+        network: of the right architecture; its weights are replaced.
+        x: rows (N, *shape) as stored: uint8 or float32 in [0, 1].
+        y: classes (N,).
+    """
+    load_weights(network, weights).eval()
+    parts: list[tuple[Tensor, ...]] = []
+    for rows, classes in zip(torch.split(x, chunk), torch.split(y, chunk), strict=True):
+        logits = network(network_input(rows, device)).cpu()
+        called = logits.argmax(dim=1)
+        # float64: the difference of two float32 logits may not be a float32.
+        log_probs = logits.double().log_softmax(dim=1)
+        both = log_probs.gather(1, torch.stack([classes, called], dim=1))
+        parts.append((called, logits.isfinite().all(dim=1), -both[:, 0], both[:, 1].exp()))
+    called, finite, losses, confidence = (
+        torch.cat(part).numpy() for part in zip(*parts, strict=True)
+    )
+    outputs = logits.shape[1]
+    true, width = y.numpy(), outputs + 1
+    cells = true * width + np.where(finite, called, outputs)
+    confusion = np.bincount(cells, minlength=outputs * width).reshape(outputs, width)
+    if not finite.any():
+        return Scores(confusion, None, None)
+    error = calibration_error(confidence[finite], (called == true)[finite])
+    return Scores(confusion, float(losses[finite].mean()), error)
+
+
+def calibration_error(confidence: NDArray[np.float64], right: NDArray[np.bool_]) -> float:
+    """Expected calibration error (Guo et al. 2017, Eq. 3), with ``BINS`` bins of equal width: the
+    gap between share of right rows and mean confidence in each, weighted by its rows.
+
+    Args:
+        confidence: largest predicted probability of each row (N,), in (0, 1].
+        right: whether its class is the true one (N,).
+    """
+    bins = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
+    gaps = np.bincount(bins, weights=right - confidence, minlength=BINS)
+    return float(np.abs(gaps).sum() / len(confidence))
+
+
 def accuracy(
     network: nn.Module,
     weights: StateDict,
@@ -23,22 +137,12 @@ def accuracy(
     device: torch.device,
     chunk: int = CHUNK,
 ) -> float:
-    """Share of rows whose most likely class is the true one, in [0, 1].
-
-    Args:
-        network: of the right architecture; its weights are replaced.
-        x: rows (N, *shape) as stored: uint8 or float32 in [0, 1].
-        y: classes (N,).
-    """
-    load_weights(network, weights).eval()
-    right = 0
-    for rows, classes in zip(torch.split(x, chunk), torch.split(y, chunk), strict=True):
-        right += int((network(network_input(rows, device)).argmax(dim=1).cpu() == classes).sum())
-    return right / len(y)
+    """Share of rows whose most likely class is the true one, in [0, 1]; arguments of ``score``."""
+    return score(network, weights, x, y, device=device, chunk=chunk).accuracy
 
 
 class Evaluator:
-    """Accuracies of classifiers on held-out rows. Unchanged classifiers (the same object) are
+    """Scores of classifiers on held-out rows. Unchanged classifiers (the same object) are
     evaluated once: a state is never written to."""
 
     def __init__(
@@ -47,25 +151,33 @@ class Evaluator:
         sets: Mapping[str, tuple[Tensor, Tensor]],
         device: torch.device,
     ) -> None:
-        """``sets``: rows and classes as in ``accuracy``, by name."""
+        """``sets``: rows and classes as in ``score``, by name."""
         self._network = network.to(device)
         self._sets, self._device = sets, device
-        self._last: list[tuple[StateDict, dict[str, float]]] = []
+        self._last: list[tuple[StateDict, dict[str, Scores]]] = []
+
+    def scores(self, weights: StateDict) -> Mapping[str, Scores]:
+        """By name of the set."""
+        known = next((scores for of, scores in self._last if of is weights), None)
+        if known is None:
+            known = {
+                name: score(self._network, weights, x, y, device=self._device)
+                for name, (x, y) in self._sets.items()
+            }
+            self._last.append((weights, known))
+        return known
 
     def accuracies(self, classifiers: Mapping[str, StateDict]) -> dict[str, float]:
-        """By ``<set>/<name of the classifier>``."""
-        seen, self._last = self._last, []
-        found: dict[str, float] = {}
-        for name, weights in classifiers.items():
-            known = next((k for w, k in seen + self._last if w is weights), None)
-            if known is None:
-                known = {rows: self._share(weights, x, y) for rows, (x, y) in self._sets.items()}
-            self._last.append((weights, known))
-            found |= {f"{rows}/{name}": value for rows, value in known.items()}
+        """By ``<set>/<name of the classifier>``. Only these are known until the next call."""
+        found = {
+            f"{rows}/{name}": scores.accuracy
+            for name, weights in classifiers.items()
+            for rows, scores in self.scores(weights).items()
+        }
+        self._last = [
+            (of, known) for of, known in self._last if any(of is w for w in classifiers.values())
+        ]
         return found
-
-    def _share(self, weights: StateDict, x: Tensor, y: Tensor) -> float:
-        return accuracy(self._network, weights, x, y, device=self._device)
 
 
 @dataclass

@@ -604,3 +604,24 @@ def test_events_are_written_with_integer_counts_and_exact_reals() -> None:
     text = json.dumps(event_to_json(PoissonSampledGaussianEvent(4.0, 16 / 34, 10)))
     assert '"steps": 10' in text
     assert (16 / 34).hex() in text
+
+
+def test_three_blocks_of_one_batch_and_three_batches_cost_what_their_divergence_is() -> None:
+    # At order 2 the divergence of one sampled release with noise s is ln(1 + q^2 (e^(1/s^2) - 1))
+    # (arXiv:1908.10530, eq. 6). Three blocks of one batch see each row three times or not at all:
+    # 3 / s^2 in the exponent. Three batches are three releases: their divergences add up.
+    s, q = 2.0, 16 / 34
+    two = ORDERS.index(2.0)
+    one_batch = cost_of([PoissonSampledGaussianEvent(s / math.sqrt(3), q, 1)])
+    assert one_batch.rdp[two] == pytest.approx(math.log1p(q**2 * math.expm1(3 / s**2)))
+    fresh = cost_of([PoissonSampledGaussianEvent(s, q, 3)])
+    assert fresh.rdp[two] == pytest.approx(3 * math.log1p(q**2 * math.expm1(1 / s**2)))
+    composed = cost_of(
+        [
+            ComposedEvent(
+                (PoissonSampledGaussianEvent(s, q, 1), PoissonSampledGaussianEvent(s, q, 2))
+            )
+        ]
+    )
+    assert composed.rdp[two] == pytest.approx(fresh.rdp[two])
+    assert one_batch.rdp[two] > 1.05 * fresh.rdp[two]  # the control: they are not the same

@@ -10,11 +10,7 @@ import hashlib
 import json
 import math
 import os
-import signal
 import stat
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accounting.accountants import epsilon, max_repeats
+from accounting.accountants import epsilon
 from accounting.budget import Budget
 from accounting.canonical_json import real
 from accounting.errors import BudgetExhausted, LedgerError, PlanError
@@ -38,11 +34,11 @@ from accounting.events import (
 )
 from accounting.journal import JournalFile
 from accounting.ledger import Account, AccountPlan, read_journal
-from tests.support.ledger import rebuilt
+from tests.support.ledger import rebuilt, spend_all
+from tests.support.posts import beside
 
 # Full batches: closed form, so the tests need no slow accountant. One visit costs 1.0 or so.
 VISIT = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
-REPOSITORY = Path(__file__).parents[2]
 
 
 def plan(**changes: Any) -> AccountPlan:
@@ -121,14 +117,21 @@ def test_it_knows_which_visits_were_charged_whatever_became_of_them(tmp_path: Pa
     again.close()
 
 
-def test_the_papers_stop_rule_would_have_overspent() -> None:
-    # Control for the test above: Alg. 2 compares the total of *earlier* visits with the budget.
-    spent, visits = 0.0, 0
-    while not spent > 4.0:
-        visits += 1
-        spent = epsilon([replace(VISIT, steps=5 * visits)], 1e-5)
-    assert spent > 4.0
-    assert visits == 1 + max_repeats(plan().visit_cost, budget=4.0, delta=1e-5)
+def test_a_ledger_written_under_the_papers_stop_rule_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The control of every "exactly T visits": Alg. 2 looks at the total of earlier visits alone.
+    def papers(self: Account, after: float) -> bool:
+        return self.spent() <= self.plan.budget.epsilon
+
+    fitting = spend_all(tmp_path / "ours", plan())
+    monkeypatch.setattr(Account, "_within_budget", papers)
+
+    assert spend_all(tmp_path / "papers", plan()) == fitting + 1
+
+    assert read_journal(tmp_path / "ours/s0.jsonl").problems == []
+    [problem] = read_journal(tmp_path / "papers/s0.jsonl").problems
+    assert "is above the budget" in problem.text
 
 
 def test_a_budget_of_zero_reads_no_row(path: Path) -> None:
@@ -615,52 +618,20 @@ def test_a_read_only_place_is_an_error_in_words(tmp_path: Path) -> None:
         Account.open(blocked / "ledger" / "s0.jsonl", plan(), resume=False)
 
 
-CHILD = """
-    import sys
-    from pathlib import Path
-    from accounting.budget import Budget
-    from accounting.errors import LedgerError
-    from accounting.events import PoissonSampledGaussianEvent
-    from accounting.ledger import Account, AccountPlan
-    event = PoissonSampledGaussianEvent(noise_multiplier=8.0, sample_rate=1.0, steps=5)
-    plan = AccountPlan(agent="s0", budget=Budget(4.0, 1e-5), scope="sound", update=("F", "G"),
-                       protect=("F", "G"), event=event, n_public=34)
-    path, resume = Path(sys.argv[1]), sys.argv[2] == "resume"
-"""
-
-
-def child(path: Path, mode: str, body: str) -> subprocess.Popen[str]:
-    """A real second process at work on the same journal."""
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(CHILD) + textwrap.dedent(body), str(path), mode],
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
 def test_a_second_process_fails_on_the_lock_and_a_killed_one_gives_back_the_charge_not(
     path: Path,
 ) -> None:
+    def hold(is_inside: Callable[[], None]) -> None:
+        with Account.open(path, plan(), resume=False).spend(VISIT, visit="round 0"):
+            is_inside()
+            time.sleep(600)
+
     # The child holds the account inside a visit, between reserve and settle, and is killed there.
-    holder = child(
-        path,
-        "start",
-        """
-        account = Account.open(path, plan, resume=resume)
-        with account.spend(event, visit="round 0"):
-            print("inside", flush=True)
-            sys.stdin.read()
-        """,
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "inside\n"
-    with pytest.raises(LedgerError, match="another process is using this account"):
-        reopened(path)
-    assert read_journal(path).problems == []  # an audit needs no lock
-    holder.send_signal(signal.SIGKILL)
-    holder.communicate()
+    with beside(hold) as kill:
+        with pytest.raises(LedgerError, match="another process is using this account"):
+            reopened(path)
+        assert read_journal(path).problems == []  # an audit needs no lock
+        kill()
     account = reopened(path)  # the lock went with its process
     assert account.visits() == 1
     assert account.spent() == pytest.approx(epsilon([VISIT], 1e-5))

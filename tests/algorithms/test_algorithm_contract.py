@@ -59,10 +59,24 @@ PLACES = {"support": federated_data, "labels-at-server": at_server, "labels-at-c
 
 every_case = pytest.mark.parametrize("case", CASES)
 every_algorithm = pytest.mark.parametrize("case", ALGORITHMS)
+#: Controls of an engine here, not of an algorithm: of four kinds of state and messages.
+a_few = pytest.mark.parametrize("case", ["fedssl", "fedmatch", "semifl", "fedavg"])
+#: Variants with other state or other arithmetic; what resumes and travels is alike in the rest.
+OTHER_STATE = (
+    "fedssl, F by SGD", "fedssl, bfloat16", "fedmatch, bfloat16", "pseudo, batch norm",
+    "fedmatch, every row sure", "semifl, static norm",
+)  # fmt: skip
 #: Where variants of an algorithm do not differ from it: they are tried in slow tests.
 variants_slowly = pytest.mark.parametrize(
     "case",
     [case if case in ALGORITHMS else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+)
+other_states = pytest.mark.parametrize(
+    "case",
+    [
+        case if case in (*ALGORITHMS, *OTHER_STATE) else pytest.param(case, marks=pytest.mark.slow)
+        for case in CASES
+    ],
 )
 #: Each algorithm with its rows at one place, each place with a third of the algorithms; the rest of
 #: the grid is slow.
@@ -132,7 +146,7 @@ def weights_in(state: Any) -> dict[str, Any]:
 # Nothing is left to chance -------------------------------------------------------------------
 
 
-@every_case
+@other_states
 def test_the_same_seed_gives_the_same_bits_whatever_the_global_generator_is_at(case: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20_241)  # nobody else's
@@ -150,7 +164,7 @@ def test_agents_of_a_parallel_step_may_work_in_any_order(case: str) -> None:
     assert apart(forwards, backwards) <= 1e-6
 
 
-@every_algorithm
+@a_few
 def test_order_would_be_noticed_if_agents_saw_each_others_memory(case: str) -> None:
     forwards, backwards = (
         played(case, engine=engine) for engine in (OneMemory, OneMemoryBackwards)
@@ -159,9 +173,12 @@ def test_order_would_be_noticed_if_agents_saw_each_others_memory(case: str) -> N
     assert (apart(forwards.state, backwards.state) > 1e-6) == remembers(forwards)
 
 
-@every_case
-def test_a_visit_does_not_depend_on_what_its_process_did_before(case: str) -> None:
-    assert same_bits(played(case).state, played(case, engine=Unused).state)
+@other_states
+def test_a_visit_depends_neither_on_what_its_process_did_nor_on_messages_that_are_not_bytes(
+    case: str,
+) -> None:
+    fresh = played(case, engine=Unused, check_wire=True)
+    assert same_bits(played(case).state, fresh.state)
 
 
 def test_networks_that_are_laid_out_anew_in_each_visit_would_be_noticed() -> None:
@@ -177,12 +194,7 @@ def test_networks_that_are_laid_out_anew_in_each_visit_would_be_noticed() -> Non
 # What travels --------------------------------------------------------------------------------
 
 
-@every_case
-def test_messages_that_go_through_bytes_give_the_same_bits(case: str) -> None:
-    assert same_bits(played(case).state, played(case, check_wire=True).state)
-
-
-@every_algorithm
+@a_few
 def test_a_wire_that_loses_bits_would_be_noticed(case: str) -> None:
     assert not same_bits(played(case).state, played(case, engine=Lossy).state)
 
@@ -220,7 +232,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 # Stopping and going on -----------------------------------------------------------------------
 
 
-@every_case
+@other_states
 def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(case: str) -> None:
     last = rounds_played(algorithm(case)) + 1
     whole = played(case, rounds=last)
@@ -230,7 +242,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(case: str) -
     assert same_bits(whole.engine.memories(), rest.engine.memories())
 
 
-@every_algorithm
+@a_few
 def test_a_resumed_run_whose_agents_forgot_everything_would_be_noticed(case: str) -> None:
     last = rounds_played(algorithm(case)) + 1
     whole = played(case, rounds=last)
@@ -287,7 +299,7 @@ def test_agents_that_know_a_single_class_give_finite_weights(case: str) -> None:
     assert finite(played(case, parties, rounds=1).state)
 
 
-@every_algorithm
+@a_few
 def test_weights_that_are_not_finite_would_be_noticed(case: str) -> None:
     with pytest.raises(MessageError, match="not finite"):
         played(case, engine=Poisoned)

@@ -64,6 +64,16 @@ FEW: dict[str, Any] = {
 }  # fmt: skip
 
 
+#: A run of few rows and all phases.
+SHORT = [
+    "data.unlabelled=200", "run.images_every=1000",
+    *(f"algorithm.{setting}" for setting in (
+        "cells=20", "filters=8", "cluster_rounds=3", "vote_rounds=1", "self_training_rounds=1",
+        "local_steps=1",
+    )),
+]  # fmt: skip
+
+
 def normal(*shape: int, name: str = "x") -> Tensor:
     return torch.randn(*shape, generator=stream(0, 0, "world", name))
 
@@ -524,10 +534,8 @@ def test_ctrl_c_in_the_round_of_the_answers_waits_for_their_checkpoint(
         monkeypatch.setattr(RoundLoop, "_measure", pressed_after)
     else:
         monkeypatch.setattr(LabelCensus, "answer", pressed_before)
-    settings = ["cluster_rounds=3", "vote_rounds=1", "self_training_rounds=1", "local_steps=1"]
     config = Path(__file__).parents[2] / "configs" / "label_census.yaml"
-    changes = [f"algorithm.{setting}" for setting in settings]
-    outcome = command(config, *changes, f"run.output={tmp_path / 'run'}", "run.workers=1")
+    outcome = command(config, *SHORT, f"run.output={tmp_path / 'run'}", "run.workers=1")
     assert outcome.status == INTERRUPTED
     resumed = command("--resume", tmp_path / "run")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
@@ -553,13 +561,11 @@ def test_answers_are_kept_although_nobody_can_be_told_of_their_round(
             raise RunFolderError("metrics.csv: cannot be written")
         kept(self)
 
-    settings = ["cluster_rounds=3", "vote_rounds=1", "self_training_rounds=1", "local_steps=1"]
     config = Path(__file__).parents[2] / "configs" / "label_census.yaml"
-    changes = [f"algorithm.{setting}" for setting in settings]
     with monkeypatch.context() as patched:
         patched.setattr(CsvTracker, "round", round_of)
         patched.setattr(CsvTracker, "keep", keep)
-        outcome = command(config, *changes, f"run.output={tmp_path / 'run'}", "run.workers=1")
+        outcome = command(config, *SHORT, f"run.output={tmp_path / 'run'}", "run.workers=1")
     assert (outcome.status, "cannot be written" in outcome.err) == (2, True)
     resumed = command("--resume", tmp_path / "run")
     results = json.loads((tmp_path / "run" / "results.json").read_text())

@@ -34,19 +34,10 @@ from privssl.privacy.clipping import PerExampleGradients
 from privssl.privacy.dp_sgd import NoisyOptimizerStep, PrivateTraining
 from privssl.privacy.plan import PrivatePlan
 from privssl.runs import round_loop
+from tests.support.private_fedssl import FULL_BATCHES
 from tests.support.toy_worlds import without_noise
 
-# Epsilon of full batches is a formula and takes no time.
-TINY = """
-run: {seed: 0, evaluate_every: 1000, images_every: 1000, device: cpu}
-data: {name: toy, labelled: 24, unlabelled: 30}
-agents: {support: 2, query: 1}
-model: {name: small_cnn, width: 4}
-algorithm:
-  {name: fedssl, rounds: 2, local_steps: 16, batch_size: 16, generator_width: 4, gate: 0.0,
-   warm_up: 0}
-privacy: {epsilon: 50.0, noise_multiplier: 4.0, sample_rate: 1.0, steps: 2}
-"""
+TINY = FULL_BATCHES.replace("local_steps: 1, batch_size: 8", "local_steps: 16, batch_size: 16")
 AS_PUBLISHED = (
     "privacy.update_at_support=[F, D, G]", "privacy.protect=[G]",
     "privacy.acknowledge_unsound=true",

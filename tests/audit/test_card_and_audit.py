@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from accounting import verify
 from accounting.accountants import ZERO_COST, cost_of, epsilon, rdp_epsilon
 from accounting.budget import Budget, Guarantee, round_up
+from accounting.canonical_json import encode, real
 from accounting.events import (
     ComposedEvent,
     Event,
@@ -52,6 +53,7 @@ from tests.support.card_and_audit import (
     write_run,
 )
 from tests.support.command_line import tree
+from tests.support.ledger import rebuilt
 
 UNREFUTED = 3  # ledgers and card agree, and no witness is there
 
@@ -344,18 +346,55 @@ def test_a_card_that_forgets_a_visit_is_violated(tmp_path: Path) -> None:
     assert main([str(tmp_path)]) == 1
 
 
+def shrink(record: dict[str, Any], field: str) -> dict[str, Any]:
+    """A ledger line in which the noise or the rate of each event is one percent smaller."""
+    if "event" not in record:
+        return record
+    event = dict(record["event"])
+    event[field] = real(0.99 * float.fromhex(event[field]["hex"]))
+    return {**record, "event": event}
+
+
+def honest_sums(
+    lines: list[dict[str, Any]], event: PoissonSampledGaussianEvent
+) -> list[dict[str, Any]]:
+    """The lines with the epsilon that so many such events cost."""
+    done, out = 0, []
+    for line in lines:
+        done += line["type"] == "reserve"
+        after = {"eps_after": real(epsilon([event] * done, 1e-5))} if "eps_after" in line else {}
+        out.append({**line, **after})
+    return out
+
+
+@pytest.mark.parametrize("how", ["edited", "chain rebuilt", "chain and sums rebuilt"])
+@pytest.mark.parametrize("field", ["noise_multiplier", "sample_rate"])
 def test_noise_shrunk_in_a_ledger_is_violated_and_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    field: str,
+    how: str,
 ) -> None:
-    write_run(tmp_path, {"s0": 3})
-    ledger = tmp_path / "ledger" / "s0.jsonl"
-    honest = ledger.read_bytes()
-    less = b'{"decimal":"7.92","hex":"' + (7.92).hex().encode() + b'"}'
-    full = b'{"decimal":"8.0","hex":"' + (8.0).hex().encode() + b'"}'
-    assert full in honest
-    ledger.write_bytes(honest.replace(full, less))
+    monkeypatch.setattr(verify, "available", lambda: False)  # no second library is needed for it
+    event = PoissonSampledGaussianEvent(noise_multiplier=4.0, sample_rate=0.25, steps=5)
+    write_run(tmp_path, {"s0": 3}, lambda agent: plan(agent, event=event))
+    assert main([str(tmp_path)]) == 3  # nothing refutes it, but there is no config to ask
+    path = tmp_path / "ledger/s0.jsonl"
+    lines = [shrink(json.loads(text), field) for text in path.read_bytes().splitlines()]
+    if how == "edited":
+        path.write_bytes(b"".join(encode(line) + b"\n" for line in lines))
+    elif how == "chain rebuilt":
+        path.write_bytes(rebuilt(lines))
+    else:
+        less = replace(event, **{field: 0.99 * getattr(event, field)})
+        path.write_bytes(rebuilt(honest_sums(lines, less)))
+        # Now the ledger is one of another run, and only what is said elsewhere gives it away.
+        assert read_journal(path).problems == []
+
+    capsys.readouterr()
     assert main([str(tmp_path)]) == 1
-    assert "s0: ledger, line 2: " in capsys.readouterr().out
+    assert how != "edited" or "s0: ledger, line 2: " in capsys.readouterr().out
 
 
 def test_a_second_library_that_disagrees_is_violated(

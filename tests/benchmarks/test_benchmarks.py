@@ -1,6 +1,9 @@
 """Benchmarks that numbers of the docs come from: they measure what they say."""
 
 import json
+import os
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from benchmarks import (
     census_curve,
     census_map,
     epsilon_figure,
+    ledger_cost,
     rounds,
     sites_memory,
     uneven_split,
@@ -20,6 +24,10 @@ from privssl.errors import UserError
 from privssl.experiment.config import load_config
 from privssl.experiment.prepare import prepare
 from tests.support.command_line import command
+from tests.support.resume import PRIVATE
+
+#: A private run of two rounds, with one visit of each support agent in each.
+SHORT = PRIVATE.replace("rounds: 4", "rounds: 2")
 
 CONFIG = Path(__file__).parents[2] / "configs" / "label_census.yaml"
 SMALL = [
@@ -31,14 +39,25 @@ SMALL = [
 
 def test_a_census_on_a_shared_map_ends_where_a_whole_run_ends(tmp_path: Path) -> None:
     # Without noise both have the seed alone, so they agree to the last row; the second epsilon is
-    # there to show that the first leaves nothing behind.
-    endless = float("inf")
-    told = census_curve.measure(load_config(CONFIG, SMALL), [endless, 1.0, endless])
-    run = tmp_path / "run"
-    trained = command(CONFIG, *SMALL, "privacy=null", f"run.output={run}", "--quiet")
-    assert trained.status == 0, trained.err
-    final = json.loads((run / "results.json").read_text())["test_accuracy"]["final"]
-    assert told[0]["test"] == told[2]["test"] == final
+    # there to show that the first leaves nothing behind, the second case to give other labels.
+    endless, one = float("inf"), "agents.support=1"
+    told = census_curve.measure(
+        load_config(CONFIG, SMALL),
+        [endless, 1.0, endless],
+        {one: load_config(CONFIG, [*SMALL, one])},
+    )
+    finals = []
+    for number, case in enumerate(([], [one])):
+        run = tmp_path / str(number)
+        trained = command(CONFIG, *SMALL, *case, "privacy=null", f"run.output={run}", "--quiet")
+        assert trained.status == 0, trained.err
+        finals.append(json.loads((run / "results.json").read_text())["test_accuracy"]["final"])
+    assert [told[n]["test"] for n in (0, 2, 3)] == [finals[0], finals[0], finals[1]]
+    assert [record.get("also") for record in told] == [None] * 3 + [one] * 3
+    # the control: with other query agents the map would be another
+    other = load_config(CONFIG, [*SMALL, "agents.query=5"])
+    with pytest.raises(UserError, match="unlabelled rows are with other agents"):
+        census_curve.measure(load_config(CONFIG, SMALL), [endless], {"agents.query=5": other})
 
 
 def test_runs_become_points_with_their_claim_or_without(tmp_path: Path) -> None:
@@ -125,25 +144,11 @@ def test_the_map_tables_are_of_rows_whose_true_clusters_are_known() -> None:
     assert 0.45 < purity < 0.65
 
 
-def test_other_labels_on_the_same_map_end_where_a_whole_run_ends(tmp_path: Path) -> None:
-    endless, one = float("inf"), "agents.support=1"
-    told = census_curve.measure(
-        load_config(CONFIG, SMALL), [endless], {one: load_config(CONFIG, [*SMALL, one])}
-    )
-    run = tmp_path / "run"
-    trained = command(CONFIG, *SMALL, one, "privacy=null", f"run.output={run}", "--quiet")
-    assert trained.status == 0, trained.err
-    final = json.loads((run / "results.json").read_text())["test_accuracy"]["final"]
-    assert (told[1]["also"], told[1]["test"]) == (one, final)
-    # the control: with other query agents the map would be another
-    other = load_config(CONFIG, [*SMALL, "agents.query=5"])
-    with pytest.raises(UserError, match="unlabelled rows are with other agents"):
-        census_curve.measure(load_config(CONFIG, SMALL), [endless], {"agents.query=5": other})
-
-
+@pytest.mark.slow
 def test_rounds_are_timed_for_each_number_of_workers(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(CONFIG.with_name("fedssl.yaml"))
-    assert rounds.main([config, "algorithm.local_steps=1", "--rounds", "1"]) == 0
+    small = ["algorithm.local_steps=1", "model.width=4", "data.name=toy", "data.labelled=40"]
+    assert rounds.main([config, *small, "--rounds", "1"]) == 0
     *_, line = capsys.readouterr().out.splitlines()
     name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
     one, two, times = map(float, cells)
@@ -180,3 +185,38 @@ def test_memory_of_sites_counts_growth_after_the_warm_up_and_not_before() -> Non
     *_, flat, grows = sites_memory.table(rounds, 1).splitlines()
     assert flat == "| flat | 80.0 | 80.0 | 80.0 | 80.0 | 0.0% |"
     assert grows == "| grows | 100.0 | 100.0 | 125.0 | 125.0 | 25.0% |"
+
+
+def test_the_benchmark_counts_the_time_of_the_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "tiny.yaml"
+    config.write_text(SHORT)
+    fsync, slow = os.fsync, 0.02
+
+    def slowly(descriptor: int) -> None:
+        time.sleep(slow)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slowly)
+
+    assert ledger_cost.main([str(config), "--repeats", "1"]) == 1
+
+    shown = capsys.readouterr().out
+    assert "machine: " in shown and "NOT below 2%" in shown
+    found = re.search(r"([0-9.]+) ms in accounts for 4 visits: ([0-9.]+)%", shown)
+    assert found is not None
+    # Two plan lines, and reserve and settle of four visits: each forces file and folder.
+    assert float(found[1]) >= 1e3 * slow * 2 * (2 + 2 * 4)
+    assert float(found[2]) > 2
+
+
+def test_the_benchmark_refuses_a_run_that_has_no_account(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "tiny.yaml"
+    config.write_text(SHORT)
+
+    assert ledger_cost.main([str(config), "privacy=null"]) == 2
+
+    assert "no account to measure" in capsys.readouterr().err

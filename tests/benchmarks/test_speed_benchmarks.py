@@ -130,6 +130,7 @@ def test_imports_are_timed_once_and_those_of_torch_by_themselves(tmp_path: Path)
     assert of_torch + 0.5 <= seconds <= took  # counted twice, they would be more than it took
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_is_told_with_what_it_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -546,6 +547,7 @@ def test_a_phase_that_a_config_has_not_is_refused_with_those_that_it_has(
     assert "there is no phase nosuch. Phases: labels, three players" in said
 
 
+@pytest.mark.slow
 def test_a_config_that_does_not_fit_ends_the_cell_of_a_scale_without_a_traceback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

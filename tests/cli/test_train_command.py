@@ -499,7 +499,7 @@ def test_the_command_line_beats_the_file_wherever_it_stands(tmp_path: Path) -> N
 # The run folder, as the README lists it -----------------------------------------------------
 
 ALWAYS = {"config.yaml", "split.json", "metrics.csv", "results.json", "tensorboard"}
-ALWAYS |= {"checkpoints", "train.log", "classifier.safetensors"}
+ALWAYS |= {"checkpoints", "train.log", "classifier.safetensors", "confusion.csv", "confusion.png"}
 
 
 def names(folder: Path) -> set[str]:
@@ -519,8 +519,9 @@ def test_results_json_has_the_fields_of_the_contract(plain: Finished, private: F
     assert set(results) == {
         *("name", "algorithm", "dataset", "seed", "status", "rounds", "agents", "labels"),
         *("test_accuracy", "seconds", "bytes", "privacy", "split_hash", "versions"),
-        *("rows", "class_names", "warnings"),
+        *("rows", "class_names", "metrics", "warnings"),
     }
+    assert set(results["metrics"]) == {"macro_f1", "recall", "calibration_error", "loss"}
     assert results["agents"] == {"support": 2, "query": 2}
     assert (results["status"], results["rounds"], results["labels"]) == ("finished", 3, 40)
     assert set(results["test_accuracy"]) == {"final", "best", "best_round"}
@@ -719,8 +720,11 @@ def test_tensorboard_has_the_tags_of_the_contract(plain: Finished, private: Fini
 
     numbers = {"test/accuracy", "pseudo/coverage", "pseudo/accuracy", "comm/up_bytes"}
     numbers |= {"comm/down_bytes", "time/round_s", "train/loss_F/support"}
+    numbers |= {"test/loss", "test/macro_f1", "test/calibration_error", "test/recall/9"}
     assert numbers <= tags["scalars"]
-    assert tags["images"] == {"images/mixes", "images/reconstruction", "images/partition"}
+    assert tags["images"] == {
+        *("images/mixes", "images/reconstruction", "images/partition", "images/confusion")
+    }
     budgets = {f"dp/{what}/s{n}" for what in ("epsilon", "budget_left") for n in (0, 1)}
     assert budgets <= private_tags["scalars"]
     # Losses on rows that are under a claim are not charged, so they may not be shown.

@@ -13,6 +13,7 @@ import privssl.train as train
 from privssl.audit import __main__ as audit
 from privssl.compare import __main__ as compare
 from privssl.experiment import config
+from privssl.reproduce import __main__ as reproduce
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -93,6 +94,7 @@ def test_the_commands_run_one_after_another(
         "privssl.train": train.main,
         "privssl.audit": audit.main,
         "privssl.compare": compare.main,
+        "privssl.reproduce": reproduce.main,
     }
     for name, *arguments in commands(TEXT):
         if any(word.endswith(".yaml") for word in arguments):

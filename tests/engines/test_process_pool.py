@@ -38,6 +38,7 @@ from privssl.engines.process_pool import WorkerEngine, resolve_worker_count, uns
 from privssl.engines.worker_process import SharedBuffer, WorkerError
 from privssl.errors import ConfigError, DataError
 from privssl.experiment import config, prepare
+from privssl.runs import engine_factory
 from privssl.storage.tensor_files import PackedTensors
 from tests.support.command_line import assert_refused
 from tests.support.resume import PRIVATE, Place, command, place, same, wait_for
@@ -870,8 +871,9 @@ def instead(step: str, new: Callable[..., Any]) -> Iterator[None]:
     "workers", ["2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("4", "auto"))]
 )
 def test_a_run_ends_with_the_same_weights_and_metrics_whatever_the_workers(
-    here: Place, in_one_process: Place, workers: str
+    here: Place, in_one_process: Place, workers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine_factory, "resolve_worker_count", resolve_worker_count)
     assert command(here.config, here.output, f"run.workers={workers}").status == 0
     assert same(here, in_one_process)
     assert "pseudo/" in here.metrics().decode()  # guesses came to the meter

@@ -11,12 +11,16 @@ from tests.planted_faults import (
     data,
     engines,
     private_training,
+    reproduce,
     runs,
 )
 from tests.planted_faults.fault import Fault
 
 FAULTS: tuple[Fault, ...] = tuple(
     fault
-    for module in (private_training, accounting, runs, engines, data, audit, algorithms)
+    for module in (
+        *(private_training, accounting, runs, engines, data, audit, algorithms),
+        *(reproduce,),
+    )
     for fault in module.FAULTS
 )

@@ -12,7 +12,10 @@ VISITS = "privssl/core/step_runner.py"
 PER_ROW = "privssl/privacy/per_example_gradients.py"
 
 IN_PRIVACY = "tests/privacy/test_dp_sgd.py::"
-IN_MECHANISM = "tests/privacy/test_specification_mechanism.py::"
+IN_NOISE = "tests/privacy/test_secure_noise.py::"
+IN_SAMPLING = "tests/privacy/test_sampling.py::"
+IN_INDEPENDENCE = "tests/privacy/test_independence.py::"
+IN_VISIT = "tests/privacy/test_private_visit.py::"
 IN_FEDSSL = "tests/privacy/test_private_fedssl.py::"
 IN_COUNTS = "tests/privacy/test_private_counts.py::"
 IN_VISITS = "tests/core/test_step_runner.py::"
@@ -123,7 +126,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "rows are drawn half as often again as is charged",
         ((PLAN, _MASK, _MASK.replace("self.sample_rate", "1.5 * self.sample_rate")),),
-        (IN_PRIVACY + "test_every_row_is_drawn_with_the_sample_rate_and_independently",),
+        (IN_SAMPLING + "test_every_row_is_drawn_with_the_sample_rate_and_independently",),
         True,
     ),
     Fault(
@@ -135,10 +138,7 @@ FAULTS: tuple[Fault, ...] = (
                 "            sample_rate=0.5 * self.sample_rate,\n",
             ),
         ),
-        (
-            "tests/privacy/test_specification_ledger.py::"
-            "test_the_event_that_is_charged_is_what_sampler_and_noise_do",
-        ),
+        (IN_VISIT + "test_the_event_that_is_charged_is_what_sampler_and_noise_do",),
         False,
     ),
     Fault(
@@ -151,7 +151,7 @@ FAULTS: tuple[Fault, ...] = (
                 "        return order < round(self.sample_rate * rows)",
             ),
         ),
-        (IN_PRIVACY + "test_every_row_is_drawn_with_the_sample_rate_and_independently",),
+        (IN_SAMPLING + "test_every_row_is_drawn_with_the_sample_rate_and_independently",),
         True,
     ),
     Fault(
@@ -159,7 +159,7 @@ FAULTS: tuple[Fault, ...] = (
         ((PRIVACY, _STEP, "            if len(drawn):\n    " + _STEP),),
         (
             IN_PRIVACY + "test_a_step_without_rows_is_a_step_of_noise",
-            IN_MECHANISM + "test_an_agent_with_one_row_or_none_takes_its_steps_like_any_other",
+            IN_VISIT + "test_an_agent_with_one_row_or_none_takes_its_steps_like_any_other",
         ),
         True,
     ),
@@ -179,13 +179,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "half the noise",
         ((NOISE, _DEVIATION, _DEVIATION.replace("float(", "float(0.5 * ")),),
-        (IN_PRIVACY + "test_noise_is_normal_with_the_planned_deviation_to_less_than_two_percent",),
+        (IN_NOISE + "test_noise_is_normal_with_the_planned_deviation_to_less_than_two_percent",),
         True,
     ),
     Fault(
         "two percent less noise",
         ((NOISE, _DEVIATION, _DEVIATION.replace("float(", "float(0.98 * ")),),
-        (IN_PRIVACY + "test_noise_is_normal_with_the_planned_deviation_to_less_than_two_percent",),
+        (IN_NOISE + "test_noise_is_normal_with_the_planned_deviation_to_less_than_two_percent",),
         True,
     ),
     Fault(
@@ -199,7 +199,7 @@ FAULTS: tuple[Fault, ...] = (
                 "secure_noise.secure_normal(count))",
             ),
         ),
-        (IN_PRIVACY + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
+        (IN_NOISE + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
         True,
     ),
     Fault(
@@ -215,7 +215,7 @@ FAULTS: tuple[Fault, ...] = (
                 "    noise = kept.setdefault((optimiser.calls, count), noise)",
             ),
         ),
-        (IN_PRIVACY + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
+        (IN_NOISE + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
         True,
     ),
     Fault(
@@ -233,7 +233,7 @@ FAULTS: tuple[Fault, ...] = (
                 _DRAWN + "\n    noise = noise.copy()\n    noise[sums[0].numel() :] = 0.0",
             ),
         ),
-        (IN_PRIVACY + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
+        (IN_NOISE + "test_what_is_released_has_fresh_noise_in_every_step_and_visit",),
         True,
         protect="F, D, G",
     ),
@@ -292,7 +292,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "noise is not rounded to a grid",
         ((NOISE, "if deviation else 0.0", "if deviation < 0 else 0.0"),),
-        (IN_PRIVACY + "test_the_same_numbers_come_out_whatever_noise_was_added_to",),
+        (IN_NOISE + "test_the_same_numbers_come_out_whatever_noise_was_added_to",),
         False,
     ),
     Fault(
@@ -345,7 +345,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "what is drawn for a row may depend on others",
         ((ROWS, "    if mixed:\n", "    if mixed and not draw:\n"),),
-        (IN_PRIVACY + "test_what_is_drawn_for_a_row_may_not_depend_on_others",),
+        (IN_INDEPENDENCE + "test_what_is_drawn_for_a_row_may_not_depend_on_others",),
         False,
     ),
     Fault(
@@ -366,7 +366,10 @@ FAULTS: tuple[Fault, ...] = (
                 "if not network",
             ),
         ),
-        (IN_PRIVACY + "test_a_batch_norm_is_refused_by_name_in_a_trained_and_in_a_frozen_network",),
+        (
+            IN_INDEPENDENCE
+            + "test_a_batch_norm_is_refused_by_name_in_a_trained_and_in_a_frozen_network",
+        ),
         False,
     ),
     Fault(

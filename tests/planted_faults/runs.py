@@ -202,7 +202,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (
-            "tests/privacy/test_specification_ledger.py::"
+            "tests/runs/test_accounts_of_a_run.py::"
             "test_a_new_checkpoint_with_an_old_ledger_is_refused_before_anything_is_read",
         ),
     ),

@@ -46,7 +46,7 @@ from tests.support.private_fedssl import (
     context,
     epsilon_of_full_batches,
 )
-from tests.support.specification_mechanism import (
+from tests.support.private_visit import (
     as_floats,
     header,
     tensor_names,

@@ -5,8 +5,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +19,7 @@ from privssl.reporting import figures
 from privssl.reproduce import __main__ as reproduce
 from privssl.reproduce import runner as reproduce_runner
 from privssl.reproduce.runner import Ended, Interrupted
-from privssl.reproduce.store import Store
+from privssl.reproduce.store import Store, _privacy, _value
 from privssl.reproduce.tables import Cell
 from tests.support.table_clone import Clone, make_clone, runner, train_here
 
@@ -122,7 +120,7 @@ def test_the_rows_of_a_column_share_the_split_of_a_seed(clone: Clone) -> None:
     other = runner(clone).run(cell(clone, "Pseudo (all)"), 0)
     seed = runner(clone).run(cell(clone, "Pseudo (all)"), 1)
     labels = runner(clone).run(cell(clone, "Pseudo (all)", "20 labels"), 0)
-    hashes = [entry["split_hash"] for entry in (one, other, seed, labels) if entry != "busy"]
+    hashes = [e["split_hash"] for e in (one, other, seed, labels) if not isinstance(e, str)]
 
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 3  # the controls: another seed, other labels
@@ -135,8 +133,36 @@ def test_the_number_of_a_table_may_be_a_column_of_the_metrics(clone: Clone) -> N
     assert isinstance(entry, dict)
     assert entry["value"] == entry["bytes"]["up"] / 4  # of the last of four equal rounds
     clone.change("metric: comm/up_bytes", "metric: comm/nothing")
-    with pytest.raises(RunFolderError, match="has no column comm/nothing"):
+    with pytest.raises(RunFolderError, match="has no number in its column comm/nothing"):
         runner(clone).run(cell(clone), 0)
+
+
+def test_the_number_is_that_of_the_last_round_and_not_the_best(clone: Clone) -> None:
+    results = {"test_accuracy": {"final": 0.4, "best": 0.6, "best_round": 3}}
+
+    assert _value("final", results, [], clone.root) == 0.4
+
+
+def results_of(guarantee: dict[str, Any] | None, nominal: float | None) -> dict[str, Any]:
+    """What is read of results.json for its claim."""
+    return {
+        "privacy": {"guarantee": guarantee, "nominal_epsilon": nominal},
+        "test_accuracy": {"final": 0.5, "best": 0.5}, "seconds": {"total": 1.0},
+        "bytes": {"up": 1, "down": 1},
+    }  # fmt: skip
+
+
+def test_a_guarantee_a_nominal_epsilon_and_none_are_told_apart() -> None:
+    claim = {"epsilon": 7.9, "delta": 1e-5, "unit": "record", "covers": ["F"]}
+    section = {"delta": 1e-5}
+
+    assert _privacy(results_of(claim, None), section) == {
+        "kind": "guarantee", "epsilon": 7.9, "delta": 1e-5, "covers": ["F"]
+    }  # fmt: skip
+    assert _privacy(results_of(None, 8.0), section) == {
+        "kind": "nominal", "epsilon": 8.0, "delta": 1e-5, "covers": []
+    }  # fmt: skip
+    assert _privacy(results_of(None, None), None)["kind"] == "none"
 
 
 def test_a_damaged_entry_is_told_with_its_file(clone: Clone) -> None:
@@ -333,7 +359,7 @@ def test_no_cell_is_started_after_the_minutes(clone: Clone) -> None:
 
 
 def test_two_processes_do_not_run_the_same_cell(clone: Clone) -> None:
-    outcomes = []
+    outcomes: list[object] = []
 
     def other(*arguments: Any) -> Ended:
         outcomes.append(runner(clone).run(cell(clone), 0))  # beside the first
@@ -342,31 +368,3 @@ def test_two_processes_do_not_run_the_same_cell(clone: Clone) -> None:
 
     assert isinstance(runner(clone, other).run(cell(clone), 0), dict)
     assert outcomes == ["busy", dict]
-
-
-# Real processes ---------------------------------------------------------------------------------
-
-
-def test_ctrl_c_reaches_the_run_and_the_same_command_continues(
-    tmp_path: Path, whole: dict[str, dict[str, Any]]
-) -> None:
-    clone = make_clone(tmp_path)
-    clone.change("name: supervise}", "name: supervise, algorithm.rounds: 400}")
-    folder = tmp_path / "runs" / "reproduce" / "small" / CELLS[0]
-    arguments = ["small", "--cells", "Supervise/40*", "--seeds", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "privssl.reproduce", *arguments], cwd=tmp_path,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    until = time.monotonic() + 120
-    while not list(folder.glob("0/checkpoints/round_0*[1-9]*")) and time.monotonic() < until:
-        time.sleep(0.05)
-        assert process.poll() is None, process.communicate()[0]
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=120)
-
-    assert process.returncode == 130, out
-    assert "nothing is lost" in out and "Traceback" not in out
-    assert not list(tmp_path.rglob("results/*/*/*.json"))
-    assert json.loads((folder / "0" / "results.json").read_text())["status"] == "interrupted"

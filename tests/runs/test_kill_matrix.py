@@ -37,20 +37,11 @@ from privssl.privacy import dp_sgd, per_example_gradients, secure_noise
 from privssl.privacy.noisy_optimizer import SecureNoise
 from privssl.runs import checkpoint, round_loop
 from privssl.storage import atomic_files
+from tests.support.private_fedssl import FULL_BATCHES
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
 
-# Epsilon of full batches is a formula and takes no time. The budget is never used up.
-CONFIG = """
-run: {seed: 0, evaluate_every: 1000, images_every: 1000, checkpoint_every: 1, device: cpu}
-data: {name: toy, labelled: 24, unlabelled: 30}
-agents: {support: 2, query: 1}
-model: {name: small_cnn, width: 4}
-algorithm:
-  {name: fedssl, rounds: 2, local_steps: 1, batch_size: 8, generator_width: 4, gate: 0.0,
-   warm_up: 0}
-privacy: {epsilon: 50.0, noise_multiplier: 4.0, sample_rate: 1.0, steps: 2}
-"""
+CONFIG = FULL_BATCHES  # the budget is never used up
 ROUNDS = 2
 VISITS = 2  # paid ones of a round: s0, then s1
 STEPS = 2  # of a visit

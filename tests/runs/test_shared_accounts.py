@@ -25,18 +25,9 @@ from privssl.runs import accounts, checkpoint, round_loop
 from privssl.runs.accounts import open_accounts
 from privssl.settings.schema import DataSettings
 from tests.support.command_line import assert_refused, command, tree
+from tests.support.private_fedssl import FULL_BATCHES
 
-# Epsilon of full batches is a formula and takes no time.
-TINY = """
-run: {seed: 0, evaluate_every: 1000, images_every: 1000, checkpoint_every: 1, device: cpu}
-data: {name: toy, labelled: 24, unlabelled: 30}
-agents: {support: 2, query: 1}
-model: {name: small_cnn, width: 4}
-algorithm:
-  {name: fedssl, rounds: 2, local_steps: 1, batch_size: 8, generator_width: 4, gate: 0.0,
-   warm_up: 0}
-privacy: {epsilon: 4.0, noise_multiplier: 4.0, sample_rate: 1.0, steps: 2}
-"""
+TINY = FULL_BATCHES.replace("epsilon: 50.0", "epsilon: 4.0")
 VISIT = PoissonSampledGaussianEvent(noise_multiplier=4.0, sample_rate=1.0, steps=2)
 DELTA = 1e-5
 AS_PUBLISHED = (

@@ -7,8 +7,9 @@ letter, as Flower does, which a test can have killed at a chosen moment. Not a t
 import contextlib
 import copy
 import os
+import signal
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,42 @@ def in_a_fork(work: Callable[[], bytes]) -> bytes | None:
         said = pipe.read()
     os.waitpid(child, 0)
     return said[1:] if said else None
+
+
+@contextlib.contextmanager
+def beside(work: Callable[[Callable[[], None]], None]) -> Iterator[Callable[[], None]]:
+    """A process of its own at work, from when it has called what ``work`` is given; yields what
+    kills it."""
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
+        child = os.fork()
+    if child == 0:
+        try:
+            os.close(ours)
+
+            def called() -> None:
+                os.write(theirs, b"!")
+
+            work(called)
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    killed = False
+
+    def kill() -> None:
+        nonlocal killed
+        if not killed:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            killed = True
+
+    try:
+        with open(ours, "rb") as pipe:
+            assert pipe.read(1) == b"!", "it ended before"
+        yield kill
+    finally:
+        kill()
 
 
 def desk(

@@ -1,10 +1,13 @@
-"""What test_dp_sgd.py shares with other tests."""
+"""Plans, networks, rows and losses of the tests of DP-SGD, and what they measure."""
 
+import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_args, get_type_hints
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,13 +19,19 @@ from privssl.algorithms.fedssl.losses import Callables, GMixupSettings, Mixing, 
 from privssl.models.convnets import LeNet, SmallCNN
 from privssl.models.resnet import ResNet9
 from privssl.models.wide_resnet import WideResNet28x2
+from privssl.ops import dispatch
 from privssl.privacy import secure_noise
+from privssl.privacy.dp_sgd import PrivateTraining
 from privssl.privacy.per_example_gradients import (
     Parameters,
     RowLoss,
 )
 from privssl.privacy.plan import PrivatePlan
+from privssl.settings.schema import ModelSettings
+from privssl.training.batched.deferred import FunctionalModule
 from privssl.training.losses import soft_cross_entropy
+from tests.support.kernel_generations import HERE
+from tests.support.toy_worlds import without_noise
 
 SHAPE, CLASSES, NOISE = (1, 8, 8), 3, 5
 BARE = PrivatePlan(
@@ -133,3 +142,72 @@ def frequency_is(masks: np.ndarray, rate: float) -> bool:
     """Whether every row is in as often as it should be, within six standard deviations."""
     allowed = 6 * math.sqrt(rate * (1 - rate) / len(masks))
     return bool((np.abs(masks.mean(axis=0) - rate) < allowed).all())
+
+
+@pytest.fixture(params=[None, *HERE], ids=str)
+def each_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Torch does all work, and our kernels do, as they were compiled for each generation."""
+    with patch.object(dispatch, "_latest", lambda: request.param):
+        yield
+
+
+@pytest.fixture
+def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_noise(monkeypatch)
+
+
+@pytest.fixture
+def torch_begins_alike() -> Iterator[None]:
+    """Untrained networks are the same in every run of a test, and no other test notices."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        yield
+
+
+def small_network(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, CLASSES)).double()
+
+
+def small_rows(count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(count, 4, generator=generator, dtype=torch.float64)
+
+
+def small_loss(network: nn.Module) -> RowLoss:
+    def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        logits = FunctionalModule(network, parameters["F"])(row["x"][None])
+        return soft_cross_entropy(logits, row["p"][None])[0]
+
+    return loss
+
+
+def flat(network: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in network.parameters()])
+
+
+def moved_by(network: nn.Module, x: Tensor, the_plan: PrivatePlan, at_once: int = 64) -> Tensor:
+    """By how much one visit moves the weights, downhill, all parameters in one vector."""
+    trained = copy.deepcopy(network)
+    p = torch.eye(CLASSES, dtype=torch.float64)[torch.arange(len(x)) % CLASSES]
+    training = PrivateTraining(the_plan, {"F": trained})
+    training.run(
+        len(x), lambda rows, step: {"x": x[rows], "p": p[rows]}, small_loss(trained),
+        at_once=at_once,
+    )  # fmt: skip
+    return flat(network) - flat(trained)
+
+
+def seed_everything() -> None:
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+
+
+def shipped_classifiers() -> list[ModelSettings]:
+    """Every classifier that a private run can name."""
+    hints = get_type_hints(ModelSettings)
+    norms = [norm for norm in get_args(hints["norm"]) if norm not in ("batch", "static")]
+    names = [name for name in get_args(hints["name"]) if name != "trinet_cnn"]  # it has dropout
+    return [ModelSettings(name, 4, norm) for name in names for norm in norms]

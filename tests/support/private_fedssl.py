@@ -31,6 +31,11 @@ algorithm:
   {name: fedssl, rounds: 3, local_steps: 2, batch_size: 8, generator_width: 4, gate: 0.0,
    warm_up: 0}
 """
+#: Two rounds of full batches: epsilon of them is a formula and takes no time.
+FULL_BATCHES = (
+    TINY.replace("rounds: 3, local_steps: 2", "rounds: 2, local_steps: 1")
+    + "privacy: {epsilon: 50.0, noise_multiplier: 4.0, sample_rate: 1.0, steps: 2}\n"
+)
 PRIVATE = TINY + "privacy: {epsilon: 50.0, noise_multiplier: 4.0, sample_rate: 0.5, steps: 2}\n"
 
 
@@ -104,3 +109,11 @@ class Sealed(LabelledRows):
         if name in ("x", "y"):
             raise AssertionError("a labelled row was read")
         return super().__getattribute__(name)
+
+
+def sealed(prepared: Prepared) -> Prepared:
+    """The same run, in which reading a labelled row raises AssertionError."""
+    for agent in prepared.labelled_agents:
+        rows = agent.labelled
+        agent.held_labelled = Sealed(rows.x, rows.y, rows.ids)
+    return prepared

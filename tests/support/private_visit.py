@@ -1,4 +1,4 @@
-"""What test_specification_mechanism.py shares with other tests."""
+"""A visit of FedSSL with other rows, and what it sends."""
 
 import json
 from collections.abc import Callable
@@ -16,8 +16,6 @@ from tests.support.private_fedssl import accounts, context
 
 ALL = ("privacy.update_at_support=[F, D, G]", "privacy.protect=[F, D, G]")
 
-
-# 17: sensitivity of a whole visit ----------------------------------------------------------------
 
 CLIP = 0.5
 #: One step with every row, whose sum moves the weights a thousand times as far as it is long,

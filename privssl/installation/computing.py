@@ -1,0 +1,119 @@
+"""What computes, and on which rows: torch, our kernels, bfloat16, GPU, data sets."""
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from privssl.data.downloads import PUBLISHED, download_command
+from privssl.errors import PrivacyError
+from privssl.installation.finding import Finding
+from privssl.installation.machine import DATA_VARIABLE, data_folder
+from privssl.installation.software import ROOT
+from privssl.ops import dispatch, precision, self_test
+
+GPU_FILES = "results/gpu/*.json"  # measurements of this project, one file for each GPU
+DRIVERS = ("/dev/nvidia0", "/dev/kfd")  # of NVIDIA's and of AMD's
+
+
+def check_kernels() -> Iterator[Finding]:
+    """Whether our kernels are compiled, and compute right on this processor."""
+    name = dispatch.instruction_set()
+    cost = "torch computes instead: training steps of small_cnn take about twice as long"
+    if name is not None:
+        try:
+            self_test.refuse_wrong_kernels()
+        except PrivacyError as wrong:
+            yield Finding("kernels", "problem", str(wrong), "Set PRIVSSL_KERNELS=torch.")
+            return
+        yield Finding("kernels", "ok", f"{name}; noise and clipping are right on this processor")
+    elif os.environ.get("PRIVSSL_KERNELS") == "torch":
+        text = f"switched off by PRIVSSL_KERNELS=torch; {cost}"
+        yield Finding("kernels", "note", text, "Unset it to use them.")
+    elif not any(known() for known in dispatch.INSTRUCTION_SETS.values()):
+        sets = " or ".join(dispatch.INSTRUCTION_SETS)
+        yield Finding("kernels", "note", f"none for {platform.machine()} without {sets}; {cost}")
+    else:
+        yield Finding(
+            "kernels", "note", f"absent, or compiled from other sources; {cost}",
+            "Install a C++ compiler (g++), then run pip install -e . in the checkout.",
+        )  # fmt: skip
+
+
+def check_bfloat16() -> Iterator[Finding]:
+    """Whether the processor multiplies in bfloat16."""
+    there = precision.has_instructions()
+    yield Finding(
+        "bfloat16", "ok" if there else "note",
+        "this processor has instructions for it" if there else
+        "no instructions for it are known on this processor, so it is slow here",
+        "" if there else "Leave run.precision at float32 or auto.",
+    )  # fmt: skip
+
+
+def check_gpu(root: Path = ROOT) -> Iterator[Finding]:
+    """Which GPUs torch sees, and whether this build was ever measured on one."""
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        names.append("Apple's (mps)")
+    driver = next((file for file in DRIVERS if Path(file).exists()), None)
+    built = torch.version.cuda or getattr(torch.version, "hip", None)
+    if not names and driver is not None:
+        why = f"torch is built for {built}" if built else "torch is built for CPUs alone"
+        yield Finding(
+            "GPU", "problem", f"{driver} is there, but torch sees no GPU ({why})",
+            "Install the torch of your driver (pytorch.org, Get started), and look at "
+            "CUDA_VISIBLE_DEVICES.",
+        )  # fmt: skip
+        return
+    measured = sorted(measured_gpus(root))
+    known = f"measured on {', '.join(measured)}" if measured else "no GPU was ever measured"
+    if not names:
+        yield Finding("GPU", "ok", f"none seen by torch; {known}")
+    elif set(names) <= set(measured):
+        yield Finding("GPU", "ok", f"{', '.join(names)}; {known}")
+    else:
+        yield Finding(
+            "GPU", "note", f"{', '.join(names)}; {known}, so speed and last bits are unknown here",
+            "run.device=cpu is what the figures of docs/performance.md were measured on.",
+        )  # fmt: skip
+
+
+def measured_gpus(root: Path) -> set[str]:
+    """Names of the GPUs that this project has measurements of (``GPU_FILES``)."""
+    found = set()
+    for file in root.glob(GPU_FILES):
+        try:
+            name = json.loads(file.read_text("utf-8")).get("device")
+        except (OSError, ValueError, AttributeError):
+            continue
+        found.add(name if isinstance(name, str) else file.stem)
+    return found
+
+
+def check_data_sets() -> Iterator[Finding]:
+    """Which built-in data sets are here. Downloads nothing."""
+    bundled = Path(dispatch.__file__).parents[1] / "data" / "digits.npz"
+    there = bundled.is_file()
+    yield Finding(
+        "data digits", "ok" if there else "problem", "bundled" if there else f"{bundled} is absent",
+        "" if there else "Install privssl again.",
+    )  # fmt: skip
+    root = data_folder()
+    if root is None:
+        return  # check_disk says so
+    for name, published in PUBLISHED.items():
+        absent = [file for file in published.files if not (root / file).is_file()]
+        if not absent:
+            yield Finding(f"data {name}", "ok", f"in {root}")
+            continue
+        some = f"{len(absent)} of {len(published.files)} files are absent"
+        text = some if len(absent) < len(published.files) else "absent"
+        yield Finding(
+            f"data {name}", "note", f"{text} in {root}",
+            f"The first run downloads it. Before: {download_command(name, root)}. Or set "
+            f"{DATA_VARIABLE} to the folder that has it.",
+        )  # fmt: skip

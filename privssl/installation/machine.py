@@ -1,0 +1,203 @@
+"""What of the machine decides whether privssl runs, and how fast."""
+
+import locale
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from privssl.installation.finding import Finding
+
+CGROUP = Path("/sys/fs/cgroup")
+LEAST_DISK, SMALL_DISK = 2**26, 2**30  # bytes: a run of digits needs 64 MB at most
+SMALL_SHM = 2**26  # Docker's default
+FEW_FILES = 256
+DATA_VARIABLE = "PRIVSSL_DATA"
+
+
+def check_cores() -> Iterator[Finding]:
+    """Cores of the machine, of this process, and of its container."""
+    there, usable = os.cpu_count() or 1, usable_cores()
+    quota = container_cores()
+    text = f"{usable} of {there} usable by this process"
+    if quota is None:
+        yield Finding("cores", "ok", f"{text}; no limit by a container")
+    elif quota < usable:
+        yield Finding(
+            "cores", "note", f"{text}, but the container grants the time of {quota:g}",
+            f"Set run.workers={max(1, int(quota))}: run.workers=auto would start {usable}.",
+        )  # fmt: skip
+    else:
+        yield Finding("cores", "ok", f"{text}; the container grants {quota:g}")
+
+
+def usable_cores() -> int:
+    """Cores on which the system lets this process run."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def container_cores(root: Path = CGROUP) -> float | None:
+    """Cores' worth of time that cgroups grant, of version 2 or 1; None: no limit is stated."""
+    for quota, period in (
+        (root / "cpu.max", None),
+        (root / "cpu/cpu.cfs_quota_us", root / "cpu/cpu.cfs_period_us"),
+    ):
+        try:
+            words = quota.read_text().split() + (period.read_text().split() if period else [])
+            granted, each = int(words[0]), int(words[1])
+        except (OSError, ValueError, IndexError):  # absent, or "max"
+            continue
+        if granted > 0 and each > 0:
+            return granted / each
+    return None
+
+
+def check_threads(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """How many threads a training step takes."""
+    threads = environment.get("OMP_NUM_THREADS")
+    if threads is None or threads.strip() == "1":
+        said = "is not set, which means 1 here" if threads is None else "is 1"
+        yield Finding("threads", "ok", f"OMP_NUM_THREADS {said}")
+    else:
+        number = threads.split(",")[0].strip()
+        wrong = not number.isdecimal() or int(number) < 1
+        yield Finding(
+            "threads", "problem" if wrong else "note",
+            f"OMP_NUM_THREADS is {threads!r}"
+            + (", which is no number of threads" if wrong else
+               ": steps wait for their threads, agents are not divided among processes, and our "
+               "kernels are off. A run can take several times as long"),
+            "Set OMP_NUM_THREADS=1, or unset it.",
+        )  # fmt: skip
+    policy = environment.get("OMP_WAIT_POLICY", "")
+    if policy.upper() == "PASSIVE":
+        yield Finding("waiting threads", "ok", "OMP_WAIT_POLICY is PASSIVE")
+    else:
+        yield Finding(
+            "waiting threads", "note",
+            f"OMP_WAIT_POLICY is {policy or 'not set'}: waiting threads take time from others",
+            "Set OMP_WAIT_POLICY=PASSIVE before Python starts; `make` does.",
+        )  # fmt: skip
+
+
+def check_disk() -> Iterator[Finding]:
+    """Room, and the right to write, where runs and data sets go and where temporary files do."""
+    named = os.environ.get("TMPDIR")
+    if named and not os.access(named, os.W_OK | os.X_OK):
+        yield Finding(
+            "temporary files", "note", f"TMPDIR is {named!r}, where nothing can be written",
+            "Make the folder, or unset TMPDIR.",
+        )  # fmt: skip
+    for name, folder in (("disk of runs", Path("runs")), ("disk of data sets", data_folder())):
+        if folder is None:
+            yield Finding(
+                name, "problem", "the home folder is unknown (HOME is not set)",
+                f"Set {DATA_VARIABLE} to a folder for data sets.",
+            )  # fmt: skip
+        else:
+            yield _room(name, folder)
+
+
+def data_folder() -> Path | None:
+    """Where data sets are looked for; None: the home folder is unknown."""
+    try:
+        return Path(os.environ.get(DATA_VARIABLE) or "~/.cache/privssl/data").expanduser()
+    except RuntimeError:
+        return None
+
+
+def _room(name: str, folder: Path) -> Finding:
+    """Free room at a folder, or where it would be made. Writes nothing."""
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    text = f"{folder}{'' if folder.exists() else ' (not there yet)'}"
+    if not place.is_dir():
+        return Finding(name, "problem", f"{text}: {place} is no folder", "Move that file away.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        return Finding(
+            name, "problem", f"{text}: {place} cannot be written",
+            "Change its permissions, or give another folder (run.output; PRIVSSL_DATA).",
+        )  # fmt: skip
+    free = shutil.disk_usage(place).free
+    text = f"{text}: {_size(free)} free"
+    if free >= SMALL_DISK:
+        return Finding(name, "ok", text)
+    full = free < LEAST_DISK
+    text = f"{text}, which is {'too little' if full else 'little'}"
+    return Finding(name, "problem" if full else "note", text, "Make room.")
+
+
+def check_memory() -> Iterator[Finding]:
+    """Free memory, and what shared memory and open files are limited to."""
+    available = _available_memory()
+    if available is not None:
+        small = available < SMALL_DISK
+        yield Finding(
+            "memory", "note" if small else "ok", f"{_size(available)} available",
+            "A run needs about 1 GB." if small else "",
+        )  # fmt: skip
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        total = shutil.disk_usage(shared).total
+        small = total <= SMALL_SHM
+        yield Finding(
+            "/dev/shm", "note" if small else "ok", _size(total),
+            "privssl does not need it, but data loaders of your own may: docker run --shm-size=1g."
+            if small else "",
+        )  # fmt: skip
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = files != resource.RLIM_INFINITY and files < FEW_FILES
+    yield Finding(
+        "open files", "problem" if few else "ok",
+        "no limit" if files == resource.RLIM_INFINITY else f"at most {files}",
+        f"Raise the limit: ulimit -n {4 * FEW_FILES}." if few else "",
+    )  # fmt: skip
+
+
+def _available_memory() -> int | None:
+    """Bytes: the system's, or what is left of the container's. None: unknown."""
+    found = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        limit, used = ((CGROUP / f"memory.{name}").read_text() for name in ("max", "current"))
+        found.append(max(0, int(limit) - int(used)))
+    except (OSError, ValueError):  # absent, or "max"
+        pass
+    return min(found, default=None)
+
+
+def check_text_and_clock() -> Iterator[Finding]:
+    """Whether every letter can be printed, and whether the clock can be right."""
+    encoding = getattr(sys.stdout, "encoding", None) or locale.getpreferredencoding(False)
+    plain = encoding.lower().replace("_", "-") in ("utf-8", "utf8")
+    yield Finding(
+        "text", "ok" if plain else "note", f"standard output is {encoding}",
+        "" if plain else
+        "Other letters are printed as escapes such as \\xe9. Set PYTHONUTF8=1, or LANG=C.UTF-8.",
+    )  # fmt: skip
+    ours, now = Path(__file__).stat().st_mtime, time.time()
+    behind = now < ours - 86_400
+    yield Finding(
+        "clock", "problem" if behind else "ok", time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "It is before the date of privssl's own files. Set the clock: downloads and "
+        "certificates of sites fail." if behind else "",
+    )  # fmt: skip
+
+
+def _size(number: int) -> str:
+    """Bytes in the largest unit.
+
+    >>> _size(2**26), _size(3 * 2**30)
+    ('64 MB', '3.0 GB')
+    """
+    return f"{number / 2**30:.1f} GB" if number >= 2**30 else f"{number / 2**20:.0f} MB"

@@ -1,0 +1,173 @@
+"""What ``--dry-run`` prints: the config, who holds what, the planned privacy spending, and what the
+run would take."""
+
+import dataclasses
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from accounting.errors import AccountingError
+from privssl.data import class_counts
+from privssl.data.split import draw_split, holders
+from privssl.errors import DataError, UserError
+from privssl.experiment import config as configs
+from privssl.experiment.prepare import Prepared
+from privssl.runs.forecast import Forecast, Visit, forecast
+
+MOST_CLASSES, MOST_AGENTS = 20, 50  # of a table
+
+
+def describe(prepared: Prepared, console: Console) -> dict[str, Any] | None:
+    """Print all of it; returns the forecast as JSON values, None where there is none."""
+    console.print(configs.to_yaml(prepared.config), markup=False)
+    console.print(_who_holds_what(prepared))
+    if (table := _classes(prepared)) is not None:
+        console.print(table)
+    if prepared.config.data.split:
+        console.print(_own_split(prepared), markup=False)
+    privacy = prepared.config.privacy
+    if prepared.plan is None or privacy is None:
+        console.print("Not private: the plan spends no budget and nothing is guaranteed.")
+    else:
+        console.print(prepared.plan.spending(privacy), markup=False)
+    if prepared.config.run.engine != "local":
+        console.print("Time and bytes are not estimated: the agents are at their sites.")
+        return None
+    try:
+        estimate = forecast(prepared)
+    except (UserError, AccountingError, OSError) as problem:
+        console.print(f"Time and bytes cannot be estimated: {problem}", markup=False)
+        return None
+    for line in lines_of(estimate):
+        console.print(line, markup=False)
+    return dataclasses.asdict(estimate) | {"disk_bytes": estimate.disk_bytes}
+
+
+def _who_holds_what(prepared: Prepared) -> Table:
+    table = Table("agent", "role", "labelled", "unlabelled", "classes")
+    names = prepared.federated_data.dataset.class_names
+    privacy = prepared.config.privacy
+    hidden = privacy is not None and privacy.record_counts == "private"
+    for agent in prepared.federated_data.agents:
+        labelled, unlabelled = agent.held_labelled, agent.held_unlabelled
+        # Which classes a support agent has is part of what a claim protects.
+        known = labelled if prepared.plan is None else None
+        classes = [] if known is None else [names[c] for c in sorted(set(known.y.tolist()))]
+        counts = ["-" if rows is None else str(len(rows)) for rows in (labelled, unlabelled)]
+        if labelled is not None and hidden:
+            counts[0] = "private"
+        table.add_row(agent.id, agent.role, *counts, escape(" ".join(classes)) or "unknown")
+    here = {agent.id for agent in prepared.federated_data.agents}
+    for ref in prepared.roster:
+        if ref.id not in here:
+            table.add_row(ref.id, ref.role, "at its site", "at its site", "unknown")
+    return table
+
+
+def _classes(prepared: Prepared) -> Table | None:
+    """Rows of each class with a label + without, by their true labels; none in a private run."""
+    names, agents = prepared.federated_data.dataset.class_names, prepared.federated_data.agents
+    if prepared.plan is not None or not 0 < len(agents) <= MOST_AGENTS:
+        return None
+    if len(names) > MOST_CLASSES:
+        return None
+    table = Table(
+        "", *map(escape, names), title="Rows with+without a label of each class", box=None
+    )
+    labelled, unlabelled = class_counts(prepared.federated_data)
+    for agent in agents:
+        cells = []
+        for number in range(len(names)):
+            first = str(labelled[agent.id][number]) if agent.id in labelled else "0"
+            rest = agent.held_unlabelled
+            second = str(unlabelled[agent.id][number]) if agent.id in unlabelled else "?"
+            cells.append(f"{first}+{second if rest is not None else '0'}")
+        table.add_row(agent.id, *cells)
+    return table
+
+
+def _own_split(prepared: Prepared) -> str:
+    """Whether the split of a file is the one that the config would draw."""
+    config, federated_data = prepared.config, prepared.federated_data
+    if prepared.plan is not None:  # a drawn split may follow from labels under a claim
+        return (
+            f"{config.data.split} is used; it is not compared with a drawn split in private runs."
+        )
+    data = dataclasses.replace(config.data, split="")
+    try:
+        drawn = draw_split(
+            data, holders(data.labels, config.agents), config.run.seed, federated_data.dataset
+        )
+    except DataError as problem:
+        return f"{config.data.split} is used; the config itself can draw no split ({problem})."
+    ours = federated_data.manifest
+    moved = _places(ours.agents, ours.validation).items() ^ _places(*drawn).items()
+    rows = len({row for row, _ in moved})
+    if not rows:
+        return f"{config.data.split} is the split that the config would draw."
+    return (
+        f"{config.data.split} differs from the split that the config would draw (run.seed "
+        f"{config.run.seed}): {rows} of {ours.rows} training rows are held elsewhere or otherwise."
+    )
+
+
+def _places(agents: Any, validation: tuple[int, ...]) -> dict[int, tuple[str, str]]:
+    """Row -> who holds it, and as what."""
+    places = dict.fromkeys(validation, ("", "validation"))
+    for name, holding in agents.items():
+        places |= dict.fromkeys(holding.labelled, (name, "labelled"))
+        places |= dict.fromkeys(holding.unlabelled, (name, "unlabelled"))
+    return places
+
+
+def lines_of(estimate: Forecast) -> list[str]:
+    """An estimate in words."""
+    lines = ["Estimate from one visit of one agent of each kind. Nothing was charged or kept:"]
+    lines += [f"  {_visit(visit)}" for visit in estimate.visits]
+    workers = f", {estimate.workers} workers" if estimate.workers > 1 else ""
+    up, down = estimate.round_bytes
+    all_up, all_down = estimate.total_bytes
+    return [
+        *lines,
+        f"A round: about {duration(estimate.round_seconds)}{workers}; an evaluation: "
+        f"{duration(estimate.evaluation_seconds)}; all {estimate.rounds} rounds: about "
+        f"{duration(estimate.total_seconds)}.",
+        f"Messages of a round: {size(up)} up, {size(down)} down; in all {size(all_up)} up, "
+        f"{size(all_down)} down.",
+        f"Checkpoints: {size(estimate.snapshot_bytes)} each, at most {size(estimate.disk_bytes)} "
+        "at a time, and one more with validation rows.",
+    ]
+
+
+def _visit(visit: Visit) -> str:
+    part = f", from {visit.timed} of {visit.whole} {visit.unit}"
+    return (
+        f"{visit.role} {visit.agent}, {visit.step}: {duration(visit.seconds)}"
+        f"{part if visit.timed < visit.whole else ''}"
+        f"{', on made-up rows' if visit.made_up else ''}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds with a unit that suits.
+
+    >>> duration(0.0123), duration(75), duration(7260)
+    ('0.012 s', '1.2 min', '2.0 h')
+    """
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def size(number: int) -> str:
+    """Bytes with a unit that suits; up to 10 kB every byte.
+
+    >>> size(56), size(97704), size(2**31)
+    ('56 bytes', '97.7 kB', '2.1 GB')
+    """
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= 10 * scale or (number >= scale and unit != "kB"):
+            return f"{number / scale:.1f} {unit}"
+    return f"{number} bytes"

@@ -1,0 +1,317 @@
+"""What a run would take: seconds, bytes and disk, from a few rounds in which one agent of each kind
+really works (``--dry-run``).
+
+The other agents' replies are copies of that one's, so the server does all its work, and messages
+have their true shapes. A long visit is timed on a part of its rows or steps and extrapolated. An
+agent with an account is replaced by one with made-up rows and an account in a folder that goes
+again: labelled rows are not read, and nothing is charged.
+"""
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accounting.budget import Budget
+from accounting.ledger import Account
+from privssl.algorithms.local_ssl import ClassifierTraining
+from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
+from privssl.core.engine import Call
+from privssl.core.federation import Federation, Round
+from privssl.core.messages import Reply
+from privssl.engines.local import LocalEngine
+from privssl.engines.process_pool import resolve_worker_count
+from privssl.experiment.prepare import Prepared, account_plan
+from privssl.privacy.plan import PrivatePlan
+from privssl.runs.round_plan import planned_rounds
+from privssl.training.evaluation import Evaluator
+
+SECONDS = 15.0  # of timing, about
+SHARE = 0.15  # of the time that is left, for one visit
+LEAST = 0.2  # seconds that a visit may always take
+FEW_ROWS, FEW_STEPS = 128, 2  # of a first try
+WARM = 1.0  # seconds from which a first try is not repeated
+SNAPSHOTS = 3  # two stay while the next is written
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One step of one agent."""
+
+    role: str
+    step: str
+    agent: str
+    seconds: float  # of the whole visit
+    unit: str  # what was counted: rows, steps or private steps
+    timed: int  # of the unit
+    whole: int
+    made_up: bool  # its labelled rows
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Estimates; bytes are exact where the size of messages does not depend on rows."""
+
+    visits: tuple[Visit, ...]
+    rounds: int
+    workers: int
+    round_seconds: float  # of most rounds
+    evaluation_seconds: float  # of one evaluation
+    total_seconds: float
+    round_bytes: tuple[int, int]  # of most rounds: up, down
+    total_bytes: tuple[int, int]
+    snapshot_bytes: int
+
+    @property
+    def disk_bytes(self) -> int:
+        """What checkpoints take at most, without the one that ``best`` names."""
+        return SNAPSHOTS * self.snapshot_bytes
+
+
+def forecast(prepared: Prepared) -> Forecast:
+    """Time one visit of each kind. Nothing stays, and no account of the run is touched.
+
+    Raises:
+        privssl.errors.UserError, accounting.errors.AccountingError, OSError: it cannot be timed.
+    """
+    with tempfile.TemporaryDirectory(prefix="privssl-") as folder:
+        engine = _OneOfEachKind(prepared, Path(folder))
+        return _sampled(prepared, engine)
+
+
+def sampled_rounds(algorithm: Any) -> Iterator[tuple[Round, int]]:
+    """Rounds that stand for others, and for how many, itself included.
+
+    A round is like the one before it unless the end of a warm-up or of a plan's visits is between
+    them. The first and the last of a phase may differ, and stand for themselves.
+    """
+    rounds = planned_rounds(algorithm.phases())
+    starts = [now.number for now in rounds if now.number_in_phase == 1]
+    begins = {start + after for start in starts for after in (-1, 0, 1)} | {len(rounds)}
+    begins.add(getattr(algorithm.cfg, "warm_up", 0) + 1)
+    if algorithm.plan is not None:
+        begins.add(algorithm.plan.visits + 1)
+    marks = sorted(begin for begin in begins if 1 <= begin <= len(rounds))
+    for begin, end in zip(marks, [*marks[1:], len(rounds) + 1], strict=True):
+        yield rounds[begin - 1], end - begin
+
+
+def _sampled(prepared: Prepared, engine: "_OneOfEachKind") -> Forecast:
+    algorithm, run = prepared.algorithm, prepared.config.run
+    federation = Federation(engine, run.seed)
+    state = algorithm.start(federation)
+    visits: dict[tuple[str, str], Visit] = {}
+    seconds, up, down, longest = 0.0, 0, 0, 0
+    typical, typical_bytes = 0.0, (0, 0)
+    for now, stands_for in sampled_rounds(algorithm):
+        federation.begin(now)
+        engine.begin_round()
+        begun = time.perf_counter()
+        state = algorithm.round(state, federation)
+        took = time.perf_counter() - begun - engine.spent + engine.estimated
+        visits |= engine.visits
+        traffic = federation.traffic
+        seconds += stands_for * took
+        up, down = up + stands_for * traffic.up, down + stands_for * traffic.down
+        if stands_for > longest:
+            longest, typical, typical_bytes = stands_for, took, (traffic.up, traffic.down)
+    rounds = len(planned_rounds(algorithm.phases()))
+    evaluation = _evaluation_seconds(prepared, state)
+    evaluations = -(-rounds // run.evaluate_every)
+    return Forecast(
+        tuple(visits.values()), rounds, engine.workers, typical, evaluation,
+        seconds + evaluations * evaluation, typical_bytes, (up, down),
+        _bytes_of(vars(state)) + engine.memory_bytes(),
+    )  # fmt: skip
+
+
+class _OneOfEachKind(LocalEngine):
+    """Lets one agent of each kind work in each round, and repeats its reply for the others."""
+
+    def __init__(self, prepared: Prepared, folder: Path) -> None:
+        real = prepared.federated_data.agents
+        super().__init__(real, seed=prepared.config.run.seed, device=prepared.device)
+        self._prepared, self._folder = prepared, folder
+        self.workers = resolve_worker_count(prepared.config.run.workers, real, prepared.device)
+        if prepared.config.run.batched_agents > 1:
+            self.workers = 1
+        self._roles: dict[str, list[Agent]] = {}
+        for agent in real:
+            self._roles.setdefault(agent.role, []).append(agent)
+        self._chosen = {role: _typical(agents) for role, agents in self._roles.items()}
+        self._memories: dict[str, Any] = {role: {} for role in self._roles}
+        # How many rows the one of a kind has in all rounds: what it remembers may be about them.
+        self._rows: dict[str, int] = {}
+        self._deadline = time.perf_counter() + SECONDS
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Forget the visits of the round before; each kind works once in every round."""
+        self.spent = self.estimated = 0.0
+        self.visits: dict[tuple[str, str], Visit] = {}
+        self._replies: dict[tuple[str, str], Reply[Any]] = {}
+
+    def memory_bytes(self) -> int:
+        """What all agents remember, if each remembers as much as the one of its kind."""
+        return sum(
+            len(agents) * _bytes_of(self._memories[role]) for role, agents in self._roles.items()
+        )
+
+    def _run_calls(self, calls: Sequence[Call]) -> Iterator[Reply[Any]]:
+        here = side_by_side = longest = 0.0
+        for call in calls:
+            kind = call.to.role, call.step.__name__
+            if kind not in self._replies:
+                begun = time.perf_counter()
+                self._replies[kind], self.visits[kind] = self._timed(call)
+                self.spent += time.perf_counter() - begun
+            took = self.visits[kind].seconds
+            if self.workers == 1 or call.to.id in self._prepared.account_plans:
+                here += took
+            else:
+                side_by_side, longest = side_by_side + took, max(longest, took)
+            yield dataclasses.replace(self._replies[kind], sender=call.to)
+        self.estimated += max(here, longest, (here + side_by_side) / self.workers)
+
+    def _timed(self, call: Call) -> tuple[Reply[Any], Visit]:
+        """The reply of a visit, maybe of a part of it, and how long all of it takes."""
+        agent = self._chosen[call.to.role]
+        made_up = agent.id in self._prepared.account_plans
+        unit, whole = self._work(agent)
+        before = self._memories[call.to.role]
+        if unit == "rows" and (made_up or call.to.role in self._rows):
+            few = timed = whole if made_up else self._rows[call.to.role]
+        else:
+            few = timed = min(whole, FEW_ROWS if unit == "rows" else FEW_STEPS)
+        reply, seconds = self._visit(call, agent, unit, few)
+        if seconds < WARM:  # the first one also fills caches
+            self._memories[call.to.role] = before
+            reply, seconds = self._visit(call, agent, unit, few)
+        rate = seconds / few if few else 0.0
+        if unit != "rows" or call.to.role not in self._rows:
+            allowed = max(LEAST, SHARE * (self._deadline - time.perf_counter()))
+            timed = min(whole, max(2 * few, int(few * allowed / seconds)))
+            if timed > few:
+                self._memories[call.to.role] = before
+                reply, more = self._visit(call, agent, unit, timed)
+                if unit != "rows":
+                    rate = max(0.0, (more - seconds) / (timed - few))
+                else:
+                    rate = more / timed
+                seconds = more
+        if unit == "rows":
+            self._rows.setdefault(call.to.role, timed)
+        seconds += rate * (whole - timed)
+        names = call.to.role, call.step.__name__, agent.id
+        return reply, Visit(*names, seconds, unit, timed, whole, made_up)
+
+    def _work(self, agent: Agent) -> tuple[str, int]:
+        """What a visit can be shortened by, and how many there are."""
+        plan, cfg = self._prepared.plan, self._prepared.algorithm.cfg
+        if agent.id in self._prepared.account_plans:
+            if isinstance(plan, PrivatePlan):
+                return "private steps", plan.steps
+            return "rows", _count(agent)
+        if isinstance(cfg, ClassifierTraining):
+            return "steps", cfg.local_steps
+        if hasattr(cfg, "local_steps"):  # of some of its steps: none is shortened
+            return "visit", 1
+        return "rows", _count(agent)
+
+    def _visit(self, call: Call, agent: Agent, unit: str, part: int) -> tuple[Reply[Any], float]:
+        """One visit with a part of its work, by a copy of the agent; what it remembers is kept."""
+        algorithm = self._prepared.algorithm
+        cfg, plan = algorithm.cfg, algorithm.plan
+        if unit == "private steps":
+            plan = dataclasses.replace(plan, steps=part)
+        elif unit == "steps":
+            cfg = dataclasses.replace(cfg, local_steps=part)
+        short = algorithm
+        if (cfg, plan) != (algorithm.cfg, algorithm.plan):
+            short = type(algorithm)(cfg, algorithm.task, plan)
+        copy = self._copy(agent, part if unit == "rows" else _count(agent))
+        copy.memory = self._memories[call.to.role]
+        if agent.id in self._prepared.account_plans:
+            copy.account = self._account(copy, plan)
+        self._agents[agent.id] = copy
+        now = dataclasses.replace(call, to=agent.ref, step=getattr(short, call.step.__name__))
+        begun = time.perf_counter()
+        try:
+            reply = self._run_call(now)
+            return reply, time.perf_counter() - begun
+        finally:
+            self._memories[call.to.role] = copy.memory
+            if copy.account is not None:
+                copy.account.close()
+
+    def _copy(self, agent: Agent, rows: int) -> Agent:
+        """An agent with at most so many rows of each kind, and made-up ones under an account."""
+        labelled, unlabelled = agent.held_labelled, agent.held_unlabelled
+        if labelled is not None and agent.id in self._prepared.account_plans:
+            labelled = self._made_up()
+        elif labelled is not None:
+            labelled = LabelledRows(labelled.x[:rows], labelled.y[:rows], labelled.ids[:rows])
+        if unlabelled is not None:
+            unlabelled = UnlabelledRows(unlabelled.x[:rows], unlabelled.ids[:rows])
+        return Agent(
+            id=agent.id, location=agent.location, held_labelled=labelled, held_unlabelled=unlabelled
+        )
+
+    def _made_up(self) -> LabelledRows:
+        """Random rows, as many as an agent has by the config."""
+        dataset = self._prepared.federated_data.dataset
+        count = self._prepared.config.data.labelled // len(self._prepared.account_plans)
+        rng = torch.Generator().manual_seed(0)
+        x = torch.rand(count, *dataset.shape, generator=rng)
+        x = x if dataset.x_test.is_floating_point() else x.mul(255).to(dataset.x_test.dtype)
+        y = torch.randint(dataset.classes, (count,), generator=rng)
+        return LabelledRows(x, y, torch.arange(count))
+
+    def _account(self, agent: Agent, plan: Any) -> Account:
+        """An account of its own for one visit; the folder goes at the end."""
+        privacy = self._prepared.config.privacy
+        assert privacy is not None
+        budget = Budget(privacy.ledger_epsilon or privacy.epsilon, privacy.delta)
+        promise = account_plan(plan, privacy, agent, budget)
+        place = Path(tempfile.mkdtemp(dir=self._folder)) / f"{agent.id}.jsonl"
+        return Account.open(place, promise, resume=False)
+
+
+def _typical(agents: Sequence[Agent]) -> Agent:
+    """The agent with the middle number of rows."""
+    return sorted(agents, key=_count)[len(agents) // 2]
+
+
+def _count(agent: Agent) -> int:
+    held = (agent.held_labelled, agent.held_unlabelled)
+    return max((len(rows) for rows in held if rows is not None), default=0)
+
+
+def _evaluation_seconds(prepared: Prepared, state: Any, rows: int = 512) -> float:
+    """Seconds of one evaluation, from a part of the test rows."""
+    algorithm, data = prepared.algorithm, prepared.federated_data
+    x, y = data.dataset.x_test[:rows], data.dataset.y_test[:rows]
+    weights = [algorithm.classifier(state), *algorithm.also_evaluated(state).values()]
+    evaluator = Evaluator(algorithm.task.new_classifier(), {"test": (x, y)}, prepared.device)
+    seconds = 0.0
+    for _ in range(2):  # the first one also fills caches
+        begun = time.perf_counter()
+        evaluator.accuracies({"": dict(weights[0])})
+        seconds = time.perf_counter() - begun
+    held = len(data.dataset.y_test) + (0 if data.validation is None else len(data.validation))
+    return seconds * len(weights) * held / len(y)
+
+
+def _bytes_of(value: Any) -> int:
+    """Bytes of the tensors in a tree; each counted as often as it is stored."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, Mapping):
+        return sum(map(_bytes_of, value.values()))
+    return sum(map(_bytes_of, value)) if isinstance(value, tuple | list) else 0

@@ -1,0 +1,88 @@
+"""What makes the results of a run mean little, as sentences for its last lines and results.json.
+
+In a private run each sentence is computed from what the claim releases (weights, replies to the
+server, numbers of the config) and from test rows, which belong to no agent.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from privssl.core.federation import Roster
+from privssl.runs.checkpoint import UNKNOWN
+from privssl.training.evaluation import Scores
+
+SHOWN = 5  # names in a sentence
+NOT_FINITE = "are not finite (NaN or infinite)"
+
+
+def not_finite_warning(scores: Scores) -> str:
+    """What a round says of outputs that are no numbers; empty if there are none.
+
+    Allowed in private runs: computed from the server's weights and test rows.
+    """
+    if not scores.not_finite:
+        return ""
+    return (
+        f"the classifier's outputs on {scores.not_finite} of {scores.rows} test rows {NOT_FINITE}; "
+        "they count as wrong. Lower the learning rate"
+    )
+
+
+def score_warnings(scores: Scores, names: Sequence[str]) -> Iterator[str]:
+    """What the outputs of the released classifier on test rows say; ``names`` of the classes.
+
+    Allowed in private runs: computed from the released weights and test rows.
+    """
+    rows, bad = scores.rows, scores.not_finite
+    if bad:
+        yield f"at the end {not_finite_warning(scores)}"
+    held, called = scores.confusion.sum(axis=1), scores.confusion[:, :-1].sum(axis=0)
+    predicted = [name for name, count in zip(names, called.tolist(), strict=True) if count]
+    if len(predicted) == 1 and rows - bad > 1:
+        yield (
+            f"the classifier predicts class {predicted[0]} for every test row, so it has learned "
+            "nothing. Check labels, learning rate and rounds"
+        )
+        return
+    missed = [
+        name for name, n, calls in zip(names, held.tolist(), called.tolist(), strict=True)
+        if n and not calls
+    ]  # fmt: skip
+    if missed and bad < rows:
+        yield (
+            f"{len(missed)} of {len(names)} classes are never predicted on test rows "
+            f"({list_names(missed)}): their recall is 0"
+        )
+    most = int(held.argmax())
+    share = int(held[most]) / rows
+    if share < 1 and scores.accuracy <= share:
+        yield (
+            f"test accuracy {scores.accuracy:.4f} is not above {share:.4f}, the share of class "
+            f"{names[most]} in the test rows: always predicting it does as well"
+        )
+
+
+def idle_agent_warnings(roster: Roster, trained: Sequence[str], asked: Sequence[str]) -> list[str]:
+    """A sentence on agents whose replies changed nothing in the whole run.
+
+    Allowed in private runs: the server knows from their replies, which the claim covers.
+
+    Args:
+        trained: ids of agents that once sent something else than they got.
+        asked: roles of agents that the run visited; a method that never visits query agents leaves
+            them idle by design.
+    """
+    if UNKNOWN in asked:
+        return []
+    idle = [a.id for a in roster if a.role in asked and a.id not in set(trained)]
+    if not idle:
+        return []
+    return [
+        f"{len(idle)} of {len(roster)} agents took no training step in this run "
+        f"({list_names(idle)}), so their rows had no effect. They were not drawn, had no budget, "
+        "no rows, or no batch large enough"
+    ]
+
+
+def list_names(names: Sequence[str]) -> str:
+    """The first few names."""
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")

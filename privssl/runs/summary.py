@@ -1,0 +1,83 @@
+"""What a run writes at its end about its metrics: results.json and the confusion matrix."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from privssl import __version__
+from privssl.experiment.prepare import Prepared
+from privssl.ops import dispatch
+from privssl.reporting import figures
+from privssl.runs.checkpoint import Progress
+from privssl.runs.run_dir import CONFUSION, write_text
+from privssl.runtime.code_version import fingerprint
+from privssl.storage import atomic_files
+from privssl.training.evaluation import Scores
+
+
+def summarise(
+    prepared: Prepared,
+    progress: Progress,
+    *,
+    status: str,
+    durations: Sequence[float],
+    card: Mapping[str, Any] | None,
+    problems: Sequence[str],
+    metrics: Mapping[str, Any],
+    warnings: Sequence[str],
+) -> dict[str, Any]:
+    """The content of results.json.
+
+    Args:
+        durations: seconds of each round of this session.
+        problems: damage to ledgers.
+        metrics: of the last evaluation; empty if this session had none.
+    """
+    config, p = prepared.config, progress
+    # A session that had no round left knows the mean of the others.
+    durations = durations or [p.seconds / max(p.round, 1)]
+    return {
+        "name": config.run.name,
+        "algorithm": config.algorithm.name,
+        "dataset": config.data.name,
+        "seed": config.run.seed,
+        "status": status,
+        "rounds": p.round,
+        "agents": {k: v for k, v in vars(config.agents).items() if isinstance(v, int) and v},
+        "labels": config.data.labelled,
+        "test_accuracy": {"final": p.final, "best": p.best, "best_round": p.best_round},
+        "metrics": dict(metrics),
+        "seconds": {
+            "total": round(p.seconds, 3),
+            "round_median": round(statistics.median(durations), 4),
+        },
+        "bytes": {"up": p.up, "down": p.down},
+        "privacy": {
+            "guarantee": None if card is None else card["guarantee"],
+            "nominal_epsilon": None if card is None else card["nominal_epsilon"],
+            "scope": "none" if prepared.plan is None else prepared.plan.scope,
+            **({"problems": list(problems)} if problems else {}),
+        },
+        **prepared.about_rows,
+        "warnings": list(dict.fromkeys(warnings)),
+        "split_hash": prepared.published_split_hash,
+        "versions": {
+            "privssl": __version__,
+            "sources": fingerprint(),
+            "torch": version("torch"),
+            "opacus": version("opacus"),
+            "kernels": dispatch.instruction_set() or "torch",
+        },
+    }
+
+
+def write_confusion(folder: Path, scores: Scores, names: Sequence[str]) -> figures.Picture:
+    """Write confusion.csv and confusion.png; returns the picture."""
+    table, drawing = (folder / name for name in CONFUSION)
+    picture = figures.confusion_plot(scores.confusion, names)
+    write_text(table, figures.confusion_csv(scores.confusion, names))
+    with atomic_files.writing(drawing):
+        atomic_files.replace(drawing, figures.as_png(picture))
+    return picture

@@ -1,0 +1,87 @@
+"""Mistakes in what is kept of published tables, and in what pages say of it."""
+
+from tests.planted_faults.fault import Fault
+
+STORE = "privssl/reproduce/store.py"
+RUNNER = "privssl/reproduce/runner.py"
+
+IN_RUNNING = "tests/reproduce/test_running.py::test_"
+IN_PROCESSES = "tests/reproduce/test_processes.py::test_"
+IN_SOURCES = "tests/reproduce/test_method_sources.py::test_"
+IN_PAGES = "tests/reproduce/test_pages.py::test_"
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "the best round is the number of a table",
+        (
+            (
+                STORE,
+                'return float(results["test_accuracy"]["final"])',
+                'return float(results["test_accuracy"]["best"])',
+            ),
+        ),
+        (IN_RUNNING + "the_number_is_that_of_the_last_round_and_not_the_best",),
+    ),
+    Fault(
+        "an old entry counts beside newer ones",
+        ((STORE, "        return new or self.entries\n", "        return self.entries\n"),),
+        (IN_PAGES + "an_old_entry_counts_only_where_there_is_nothing_newer",),
+    ),
+    Fault(
+        "the hash of a method leaves out what it imports",
+        (
+            (
+                "privssl/reproduce/method_sources.py",
+                "            todo += _imported(ast.parse(path.read_bytes()))\n",
+                "",
+            ),
+        ),
+        (
+            IN_SOURCES + "a_statement_counts_for_the_methods_that_import_it"
+            "[privssl/algorithms/local_ssl.py-semifl-True]",
+        ),
+    ),
+    Fault(
+        "a run whose method has changed goes on",
+        (
+            (
+                RUNNER,
+                '"stale" if note.sources != sources else _state(folder, config)',
+                "_state(folder, config)",
+            ),
+        ),
+        (IN_RUNNING + "a_run_whose_method_changes_on_the_way_begins_anew",),
+    ),
+    Fault(
+        "two processes run the same cell",
+        ((RUNNER, "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),),
+        (IN_RUNNING + "two_processes_do_not_run_the_same_cell",),
+    ),
+    Fault(
+        "a run that outlives its parent has no lock",
+        ((RUNNER, "pass_fds=[lock]", "pass_fds=[]"),),
+        (IN_PROCESSES + "a_run_that_outlives_its_parent_keeps_the_lock",),
+    ),
+    Fault(
+        "a claim is answered by means alone",
+        (
+            (
+                "privssl/reproduce/claims.py",
+                "if pairs and all(ours > theirs for ours, theirs in pairs):",
+                "if pairs and sum(ours - theirs for ours, theirs in pairs) > 0:",
+            ),
+        ),
+        (IN_PAGES + "an_order_is_compared_seed_by_seed[better1-other1-holds in the mean only]",),
+    ),
+    Fault(
+        "rows of a column with other splits are not told",
+        (
+            (
+                "privssl/reproduce/table_page.py",
+                'if pair[0]["split_hash"] != pair[1]["split_hash"]',
+                "if pair[0] is None",
+            ),
+        ),
+        (IN_PAGES + "rows_of_a_column_with_other_splits_are_told",),
+    ),
+)

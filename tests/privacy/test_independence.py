@@ -1,0 +1,228 @@
+"""Rows of a private loss do not see each other, whatever network, draw or chance is in it."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from privssl.algorithms.baselines.dp_classifier import check_classifier
+from privssl.core.agents import LabelledRows
+from privssl.core.task import Context, Task
+from privssl.errors import ConfigError, PrivacyError
+from privssl.experiment import config
+from privssl.experiment.prepare import prepare
+from privssl.models import build_classifier
+from privssl.models.convnets import SmallCNN
+from privssl.privacy.dp_sgd import make_dp_sgd_plan
+from privssl.privacy.independence import check_rows_independent, refuse_coupling_layers
+from privssl.privacy.local_dp_sgd import Draw, train_rows_privately
+from privssl.privacy.per_example_gradients import (
+    Parameters,
+    factored_gradients,
+    per_example_gradients,
+)
+from privssl.settings.schema import ModelSettings, PrivacySettings
+from privssl.training.batched.deferred import ExampleLoss, FunctionalModule
+from privssl.training.losses import hard_label_loss
+from tests.support.privacy import (
+    CLASSES,
+    SHAPE,
+    SHIPPED,
+    classifier_rows,
+    joint_loss,
+    mixing,
+    networks,
+    parameters_of,
+    shipped_classifiers,
+)
+
+pytestmark = pytest.mark.usefixtures("torch_begins_alike")
+
+
+@pytest.mark.parametrize("which", SHIPPED)
+@pytest.mark.parametrize("value", [0.5, 1e30, math.nan])
+def test_another_row_leaves_a_rows_gradient_bit_equal(which: str, value: float) -> None:
+    build, rows_of = SHIPPED[which]
+    network = build()
+
+    def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+        return rows_of(
+            FunctionalModule(network, parameters["N"]), {k: v[None] for k, v in row.items()}
+        )[0]
+
+    fields = {key: field[:, 0] for key, field in mixing(rows=4, views=1).items()}
+    before = per_example_gradients(loss, parameters_of({"N": network}), fields)["N"]
+    changed = {key: field.clone() for key, field in fields.items()}
+    changed["mild"][2] = value
+    after = per_example_gradients(loss, parameters_of({"N": network}), changed)["N"]
+    others = torch.tensor([0, 1, 3])
+    assert all(torch.equal(after[name][others], before[name][others]) for name in before)
+    assert any(not torch.equal(after[name][2], before[name][2]) for name in before)
+
+
+@pytest.mark.parametrize("which", SHIPPED)
+def test_rows_of_every_shipped_network_are_independent(which: str) -> None:
+    build, rows_of = SHIPPED[which]
+    network, fields = build(), {k: v[:, 0] for k, v in mixing(rows=4, views=1).items()}
+    check_rows_independent(lambda batch: rows_of(network, batch), fields)
+
+
+def planted() -> nn.Module:
+    return SmallCNN(SHAPE, CLASSES, width=4, norm="batch")
+
+
+def test_a_planted_batch_norm_is_noticed_by_the_check_of_independence() -> None:
+    network = planted()
+    fields = {key: field[:, 0] for key, field in mixing(rows=4, views=1).items()}
+    with pytest.raises(PrivacyError, match="row 0 changed the loss of other rows"):
+        check_rows_independent(lambda batch: classifier_rows(network, batch), fields)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_batch_norm_is_refused_by_name_in_a_trained_and_in_a_frozen_network(frozen: bool) -> None:
+    bad = planted().requires_grad_(not frozen).train(not frozen)
+    with pytest.raises(PrivacyError) as refusal:
+        refuse_coupling_layers({"D": networks()["D"], "F": bad})
+    text = str(refusal.value)
+    assert "F.trunk.2 (BatchNorm2d)" in text and "F.trunk.6 (BatchNorm2d)" in text
+    assert "model.norm: group" in text
+    refuse_coupling_layers(networks(spectral=True))  # and nothing else is
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.InstanceNorm2d(3, track_running_stats=True)],
+)
+def test_other_layers_that_keep_statistics_of_rows_are_refused(layer: nn.Module) -> None:
+    with pytest.raises(PrivacyError, match=type(layer).__name__):
+        refuse_coupling_layers({"F": nn.Sequential(nn.Flatten(), layer)})
+
+
+class Dropping(nn.Module):
+    """Dropout as a function: no layer tells of it."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.layer, self.share = nn.Linear(64, CLASSES), share
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.layer(functional.dropout(x.flatten(1), self.share, self.training))
+        return logits
+
+
+def test_chance_inside_of_a_network_is_refused_before_a_run_and_in_training() -> None:
+    task = Task(CLASSES, SHAPE, lambda: Dropping(0.5))
+    with pytest.raises(PrivacyError, match="draws random numbers"):
+        check_classifier(Dropping(0.5), task)
+    check_classifier(Dropping(0.0), task)  # the control
+
+    def gradients(network: nn.Module) -> object:
+        def loss(parameters: Parameters, row: Mapping[str, Tensor]) -> Tensor:
+            logits: Tensor = FunctionalModule(network, parameters["N"])(row["x"][None])
+            return logits.square().sum()
+
+        rows = {"x": torch.rand(3, *SHAPE)}
+        return factored_gradients(loss, parameters_of({"N": network}), rows)
+
+    with pytest.raises(PrivacyError, match="draws random numbers"):
+        gradients(Dropping(0.5))
+    assert gradients(Dropping(0.0))
+
+
+def plain_fields(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
+    shift = torch.rand(len(x), 1, 1, 1, generator=ctx.rng("shift"))  # by places: they are public
+    return {"x": x / 255 + shift, "y": y}
+
+
+def mixed_with_its_neighbour(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
+    return {"x": (x + x.roll(1, dims=0)) / 510, "y": y}
+
+
+def mixed_with_those_after_it(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
+    later = (x / 255).flip(0).cumsum(0).flip(0)
+    return {"x": later, "y": y}
+
+
+def one_of_the_whole_block(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
+    return {"x": x / 255, "y": y, "share": (y == 1).float().mean().expand(len(y))}
+
+
+def chance_of_nobody(x: Tensor, y: Tensor, ctx: Context) -> Mapping[str, Tensor]:
+    return {"x": x / 255 + torch.rand(len(x), 1, 1, 1), "y": y}
+
+
+@pytest.mark.parametrize(
+    ("draw", "named"),
+    [
+        (plain_fields, None),
+        (mixed_with_its_neighbour, "^x of a row"),
+        (mixed_with_those_after_it, "^x of a row"),
+        (one_of_the_whole_block, "^share of a row"),
+        (chance_of_nobody, "^x of a row"),
+    ],
+)
+@pytest.mark.parametrize("counts_public", [True, False])
+def test_what_is_drawn_for_a_row_may_not_depend_on_others(
+    draw: Draw, named: str | None, counts_public: bool
+) -> None:
+    counts: Any = "public" if counts_public else "private"
+    settings = PrivacySettings(epsilon=8.0, steps=2, record_counts=counts)
+    plan = make_dp_sgd_plan(settings, rounds=1, rows_per_agent=4)
+    rows = LabelledRows(
+        torch.randint(256, (4, *SHAPE), dtype=torch.uint8), torch.arange(4) % CLASSES,
+        torch.arange(4),
+    )  # fmt: skip
+    F, ctx = Dropping(0.0), Context(0, 1, "s0", "visit", "attempt", torch.device("cpu"))
+    loss = ExampleLoss(hard_label_loss, (), {"F": F})
+    before = F.layer.weight.clone()
+    if named is None:
+        train_rows_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=counts_public)
+        assert not torch.equal(F.layer.weight, before)
+        return
+    with pytest.raises(PrivacyError, match=named):
+        train_rows_privately(plan, {"F": F}, rows, ctx, draw, loss, counts_public=counts_public)
+    assert torch.equal(F.layer.weight, before)
+
+
+@pytest.mark.parametrize("norm", ["group", "none"])
+def test_dropout_is_refused_when_the_config_is_read_and_by_its_layers_name(
+    configured: Callable[..., config.Config], norm: Any
+) -> None:
+    with pytest.raises(ConfigError, match="trinet_cnn has dropout"):
+        configured("model.name=trinet_cnn")
+    good = configured()
+    object.__setattr__(good, "model", ModelSettings("trinet_cnn", 4, norm))
+    with pytest.raises(PrivacyError, match=r"F\.deep\.3 \(Dropout\)"):
+        prepare(good)
+
+
+@pytest.mark.parametrize("model", shipped_classifiers(), ids=lambda m: f"{m.name}-{m.norm}")
+@pytest.mark.parametrize("value", [0.5, 1e30, math.nan])
+def test_in_the_joint_loss_another_row_leaves_a_rows_gradient_bit_equal(
+    model: ModelSettings, value: float
+) -> None:
+    nets = {**networks(), "F": build_classifier(model, SHAPE, CLASSES)}
+    loss, fields = joint_loss(nets, ("F", "G", "D")), mixing(rows=4, views=2)
+    before = per_example_gradients(loss, parameters_of(nets), fields)
+    changed = {key: field.clone() for key, field in fields.items()}
+    changed["mild"][2], changed["strong"][2] = value, value
+    after = per_example_gradients(loss, parameters_of(nets), changed)
+    others = torch.tensor([0, 1, 3])
+    pairs = [(before[n][k], after[n][k]) for n in before for k in before[n]]
+    assert all(torch.equal(a[others], b[others]) for a, b in pairs)
+    assert any(not torch.equal(a[2], b[2]) for a, b in pairs)  # the control: its own does move
+
+
+def test_a_batch_norm_in_a_frozen_network_is_refused_by_name_when_the_plan_is_made(
+    configured: Callable[..., config.Config],
+) -> None:
+    only_g = ["privacy.update_at_support=[G]", "privacy.protect=[G]"]
+    prepare(configured(*only_g))  # nothing else is wrong with it
+    good = configured(*only_g)
+    object.__setattr__(good, "model", ModelSettings("small_cnn", 4, "batch"))
+    with pytest.raises(PrivacyError, match=r"F\.trunk\.2 \(BatchNorm2d\)"):
+        prepare(good)

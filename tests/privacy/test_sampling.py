@@ -1,0 +1,147 @@
+"""Which rows are in a batch: each by itself, with the sample rate, and by no seed."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from privssl.errors import ConfigError
+from privssl.experiment import config
+from privssl.privacy import plan as privacy_plan
+from privssl.privacy.dp_sgd import PrivateTraining
+from privssl.privacy.noisy_optimizer import SecureNoise
+from tests.support.privacy import (
+    draw_rows,
+    frequency_is,
+    largest_correlation,
+    plan,
+    seed_everything,
+)
+
+pytestmark = pytest.mark.usefixtures("torch_begins_alike")
+
+STEPS, ROWS = 20_000, 12
+
+
+SIX_SIGMA = 6 / math.sqrt(STEPS)  # of a correlation of independent columns; once in 10^9
+
+
+def test_every_row_is_drawn_with_the_sample_rate_and_independently() -> None:
+    poisson = plan(sample_rate=0.25)
+    masks = np.stack([poisson.draw_batch(ROWS).numpy() for _ in range(STEPS)]).astype(float)
+    assert frequency_is(masks, 0.25)
+    assert largest_correlation(masks) < SIX_SIGMA
+    assert not frequency_is(masks, 0.27)  # the negative control: another rate is noticed
+
+
+def test_the_check_of_independence_notices_batches_of_a_fixed_size() -> None:
+    order = np.random.default_rng(5).permuted(np.tile(np.arange(ROWS), (STEPS, 1)), axis=1)
+    masks = (order < 3).astype(float)  # 3 of 12 rows: the right rate, and not Poisson
+    assert frequency_is(masks, 0.25)
+    # Rows of a batch of fixed size are correlated by -1 / (ROWS - 1).
+    assert largest_correlation(masks) > SIX_SIGMA
+
+
+def test_masks_do_not_follow_a_seed() -> None:
+    def masks(draw: Callable[[], Tensor]) -> list[Tensor]:
+        drawn = []
+        for _ in range(2):
+            seed_everything()
+            drawn.append(draw())
+        return drawn
+
+    first, second = masks(lambda: plan(sample_rate=0.5).draw_batch(200))
+    assert not torch.equal(first, second)
+    first, second = masks(lambda: torch.rand(200) < 0.5)  # the negative control
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("rate", ["1.0001", "8.0", "0.0", "-0.5"])
+def test_more_rows_in_a_batch_than_there_are_is_refused_and_not_silently_all_of_them(
+    rate: str, configured: Callable[..., config.Config]
+) -> None:
+    with pytest.raises(ConfigError, match=r"it is a probability in \(0, 1\]"):
+        configured(f"privacy.sample_rate={rate}")
+    configured("privacy.sample_rate=1.0")
+
+
+@pytest.mark.parametrize("rows", [3, 256])
+def test_an_empty_step_computes_as_many_gradients_as_a_full_one(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What can be timed: for up to 256 rows it does not depend on how many were drawn.
+    def work(drawn: bool) -> list[int]:
+        sizes: list[int] = []
+        draw_rows(monkeypatch, [drawn] * rows)
+        network = nn.Linear(2, 1, bias=False)
+
+        def fields_of(picked: Tensor, step: int) -> dict[str, Tensor]:
+            sizes.append(len(picked))
+            return {"x": torch.ones(len(picked), 2)}
+
+        def loss(parameters: Any, row: Any) -> Tensor:
+            return (parameters["F"]["weight"] * row["x"]).sum()  # type: ignore[no-any-return]
+
+        PrivateTraining(plan(sample_rate=0.5), {"F": network}).run(rows, fields_of, loss)
+        return sizes
+
+    assert work(True) == work(False)
+    assert sum(work(True)) == rows
+
+
+HELD, DRAWS = 6, 300
+
+
+def rows_in_sums(poisson: privacy_plan.PrivatePlan) -> NDArray[np.float64]:
+    """Which rows took part in each sum that was released (steps, rows), read off the sums before
+    their noise: row i has the gradient e_i."""
+    sums: list[NDArray[np.float64]] = []
+    add_noise = SecureNoise.add_noise
+
+    def look(self: Any) -> None:
+        sums.append(self.params[0].summed_grad.detach().numpy().copy())
+        add_noise(self)
+
+    network = nn.Linear(HELD, 1, bias=False)
+    unit = torch.eye(HELD)
+
+    def loss(parameters: Any, row: Any) -> Tensor:
+        return (parameters["F"]["weight"][0] * row["x"]).sum()  # type: ignore[no-any-return]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SecureNoise, "add_noise", look)
+        PrivateTraining(poisson, {"F": network}).run(HELD, lambda p, step: {"x": unit[p]}, loss)
+    return np.concatenate(sums).round()
+
+
+def test_rows_take_part_in_released_sums_by_the_sample_rate_and_independently(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    poisson = plan(sample_rate=0.3, steps=DRAWS)
+    part = rows_in_sums(poisson)
+    assert part.shape == (DRAWS, HELD)
+    assert frequency_is(part, 0.3) and largest_correlation(part) < 6 / math.sqrt(DRAWS)
+
+    # The control: batches of two shuffled rows have the right rate, and are not Poisson.
+    def shuffled(self: Any, rows: int) -> Tensor:
+        return torch.randperm(rows) < 2
+
+    monkeypatch.setattr(privacy_plan.PrivatePlan, "draw_batch", shuffled)
+    part = rows_in_sums(poisson)
+    # Negative correlation of every pair: the size of a batch has no variance at all.
+    assert frequency_is(part, 1 / 3) and part.sum(axis=1).std() == 0
+
+
+@pytest.mark.parametrize(
+    "key", ["sampler", "loader", "shuffle", "weights", "batch_size", "replace"]
+)
+def test_no_config_puts_another_sampler_in_the_place_of_ours(
+    key: str, configured: Callable[..., config.Config]
+) -> None:
+    with pytest.raises(ConfigError, match=f"privacy.{key} .*unknown key"):
+        configured(f"privacy.{key}=1")

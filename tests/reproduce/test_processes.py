@@ -1,0 +1,96 @@
+"""The process of a run: what it tells, how it is stopped, and the lock that it keeps."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from privssl.reproduce.runner import Ended, _locked, _start, train_in_a_process
+from tests.support.table_clone import make_clone
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let a shell script stand for the training command."""
+
+    def write(text: str) -> None:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return write
+
+
+def run_script(folder: Path, until: float = float("inf")) -> Ended:
+    with _locked(folder / "lock") as lock:
+        assert lock is not None
+        return train_in_a_process([], folder / "log", lock, until)
+
+
+def test_a_process_tells_status_time_and_memory(
+    tmp_path: Path, script: Callable[[str], None]
+) -> None:
+    script("echo said; exit 3")
+    ended = run_script(tmp_path)
+
+    assert (ended.status, ended.stopped) == (3, False)
+    assert 0 < ended.wall < 60 and ended.peak_mb > 0.1
+    assert (tmp_path / "log").read_text() == "said\n"
+    script("kill -9 $$")
+    assert run_script(tmp_path).status == -signal.SIGKILL
+
+
+def test_a_process_is_asked_to_stop_when_time_is_up(
+    tmp_path: Path, script: Callable[[str], None]
+) -> None:
+    script("trap 'exit 130' TERM; while true; do sleep 0.05; done")
+    ended = run_script(tmp_path, until=time.monotonic() + 0.3)
+
+    assert (ended.status, ended.stopped) == (130, True)
+
+
+def test_a_run_that_outlives_its_parent_keeps_the_lock(
+    tmp_path: Path, script: Callable[[str], None]
+) -> None:
+    script("exec sleep 30")
+    with _locked(tmp_path / "lock") as lock:
+        assert lock is not None
+        child = _start([], tmp_path / "log", lock)
+    try:  # as if the parent were gone
+        with _locked(tmp_path / "lock") as lock:
+            assert lock is None
+    finally:
+        child.kill()
+        child.wait()
+    with _locked(tmp_path / "lock") as lock:  # the control
+        assert lock is not None
+
+
+def test_ctrl_c_reaches_the_run_which_writes_its_checkpoint(tmp_path: Path) -> None:
+    clone = make_clone(tmp_path)
+    clone.change("name: supervise}", "name: supervise, algorithm.rounds: 400}")
+    folder = tmp_path / "runs" / "reproduce" / "small" / "supervise--40-labels-2-2"
+    arguments = ["small", "--cells", "Supervise/40*", "--seeds", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "privssl.reproduce", *arguments], cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    until = time.monotonic() + 120
+    while not list(folder.glob("0/checkpoints/round_0*[1-9]*")) and time.monotonic() < until:
+        time.sleep(0.05)
+        assert process.poll() is None, process.communicate()[0]
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+
+    assert process.returncode == 130, out
+    assert "nothing is lost" in out and "Traceback" not in out
+    assert not list(tmp_path.rglob("results/*/*/*.json"))
+    assert json.loads((folder / "0" / "results.json").read_text())["status"] == "interrupted"

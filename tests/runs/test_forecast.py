@@ -1,0 +1,260 @@
+"""A dry run's estimate: bytes and disk are those of a real run, times add up, nothing stays.
+
+Each promise has a control that breaks it.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from privssl.algorithms.baselines.supervised import FedAvg
+from privssl.core.agents import LabelledRows
+from privssl.experiment.config import load_config
+from privssl.experiment.prepare import Prepared, prepare
+from privssl.runs import dry_run, forecast
+from tests.support.command_line import PLAIN, command, tree
+
+#: Algorithms with unlike traffic: phases, a warm-up, a labelled server, memories.
+RUNS = {
+    "fedssl": PLAIN,
+    "fedavg": """\
+data: {name: toy, labels: labels-at-client, labelled: 40, unlabelled: 80}
+agents: {mixed: 4}
+algorithm: {name: fedavg, rounds: 3, local_epochs: 1}
+""",
+    "fedsem": """\
+data: {name: toy, labels: labels-at-client, labelled: 40, unlabelled: 80}
+agents: {mixed: 4}
+algorithm: {name: fedsem, rounds: 5, warm_up: 2, local_epochs: 1}
+""",
+    "fedseal": """\
+data: {name: toy, labels: labels-at-server, labelled: 40, unlabelled: 80}
+agents: {query: 4}
+algorithm: {name: fedseal, rounds: 4, validation_rows: 10, client_epochs: 1}
+""",
+    "label_census": """\
+data: {name: toy, labelled: 40, unlabelled: 80}
+agents: {support: 2, query: 2}
+algorithm: {name: label_census, cluster_rounds: 5, vote_rounds: 2, self_training_rounds: 3}
+privacy: {epsilon: 2.0, delta: 1.0e-4}
+""",
+}
+PRIVATE = (
+    PLAIN
+    + """\
+privacy: {epsilon: 4.0, delta: 1.0e-3, sample_rate: 0.5, steps: 4, visits: 2, learning_rate: 0.1}
+"""
+)
+
+
+def prepared(folder: Path, text: str, *overrides: str) -> Prepared:
+    """A config in a folder, prepared."""
+    path = folder / "tiny.yaml"
+    path.write_text(text)
+    return prepare(load_config(path, [*overrides, f"run.output={folder / 'run'}"]))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_bytes_and_disk_are_those_of_a_real_run(name: str, tmp_path: Path) -> None:
+    estimate = forecast.forecast(prepared(tmp_path, RUNS[name]))
+
+    assert command(tmp_path / "tiny.yaml", f"run.output={tmp_path / 'run'}", "--quiet").status == 0
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert estimate.rounds == results["rounds"]
+    assert estimate.total_bytes == (results["bytes"]["up"], results["bytes"]["down"])
+    last = tmp_path / "run/checkpoints" / (tmp_path / "run/checkpoints/latest").read_text().strip()
+    written = sum(file.stat().st_size for file in last.glob("*.safetensors"))
+    # Headers name each tensor.
+    assert written * 0.8 <= estimate.snapshot_bytes + 20_000
+    assert estimate.snapshot_bytes <= written
+    everything = sum(f.stat().st_size for f in (tmp_path / "run/checkpoints").rglob("*.saf*"))
+    assert estimate.disk_bytes >= everything - 60_000
+
+
+def test_a_warm_up_that_is_taken_for_all_rounds_would_be_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = forecast.forecast(prepared(tmp_path, RUNS["fedssl"])).total_bytes
+    all_sampled = forecast.sampled_rounds
+    monkeypatch.setattr(
+        forecast, "sampled_rounds", lambda algorithm: [(next(all_sampled(algorithm))[0], 3)]
+    )
+    assert forecast.forecast(prepared(tmp_path, RUNS["fedssl"])).total_bytes < right
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_sampled_rounds_stand_for_every_round_once(name: str, tmp_path: Path) -> None:
+    algorithm = prepared(tmp_path, RUNS[name]).algorithm
+    sampled = list(forecast.sampled_rounds(algorithm))
+    covered = [n for now, count in sampled for n in range(now.number, now.number + count)]
+    assert covered == list(range(1, sum(phase.rounds for phase in algorithm.phases()) + 1))
+    begins = {now.number for now, _ in sampled}
+    assert 1 in begins
+    if name in ("fedssl", "fedsem"):
+        assert algorithm.cfg.warm_up + 1 in begins
+
+
+def test_times_add_up_over_agents_and_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, real = [], FedAvg.labelled_pass
+
+    def labelled_pass(self: Any, agent: Any, message: Any, ctx: Any) -> Any:
+        seen.append(agent.id)
+        time.sleep(0.05)
+        return real(self, agent, message, ctx)
+
+    labelled_pass.runs_on_agent = True  # type: ignore[attr-defined]
+    monkeypatch.setattr(FedAvg, "labelled_pass", labelled_pass)
+    ready = prepared(tmp_path, RUNS["fedavg"], "run.workers=1", "algorithm.rounds=20")
+    estimate = forecast.forecast(ready)
+
+    assert set(seen) == {estimate.visits[0].agent}  # one agent worked
+    assert len(seen) <= 9  # and not in every round
+    assert 0.05 <= estimate.visits[0].seconds < 0.2
+    assert estimate.round_seconds >= 4 * 0.05
+    assert 20 * 4 * 0.05 <= estimate.total_seconds < 20 * 4 * 0.05 * 4
+    halved = forecast.forecast(
+        prepared(tmp_path, RUNS["fedavg"], "run.workers=2", "algorithm.rounds=20")
+    )
+    assert halved.round_seconds < estimate.round_seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "unit"),
+    [
+        (RUNS["fedavg"], ["data.unlabelled=800", "data.labelled=200", "agents.mixed=1"], "rows"),
+        (RUNS["fedssl"], ["algorithm.local_steps=6"], "steps"),
+        (PRIVATE, ["privacy.steps=6"], "private steps"),
+    ],
+)
+def test_a_long_visit_is_timed_in_part_and_that_is_said(
+    text: str, overrides: Sequence[str], unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = prepared(tmp_path, text, *overrides)
+    monkeypatch.setattr(forecast, "LEAST", 60.0)
+    whole = forecast.forecast(ready)
+    assert all(visit.timed == visit.whole for visit in whole.visits)  # the control
+
+    monkeypatch.setattr(forecast, "LEAST", 0.0)
+    monkeypatch.setattr(forecast, "SHARE", 0.0)
+    monkeypatch.setattr(forecast, "FEW_ROWS", 64)
+    part = forecast.forecast(ready)
+    visit = next(visit for visit in part.visits if visit.unit == unit)
+    assert visit.timed < visit.whole
+    assert f"from {visit.timed} of {visit.whole} {unit}" in "\n".join(dry_run.lines_of(part))
+    assert part.total_bytes == whole.total_bytes  # messages have their shapes all the same
+
+
+class Unreadable(LabelledRows):
+    """Labelled rows that nobody may read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("x", "y"):
+            raise AssertionError("a labelled row was read")
+        return super().__getattribute__(name)
+
+
+def unreadable(ready: Prepared) -> Prepared:
+    for agent in ready.federated_data.agents:
+        if (rows := agent.held_labelled) is not None:
+            agent.held_labelled = Unreadable(rows.x, rows.y, rows.ids)
+    return ready
+
+
+def test_a_private_visit_is_timed_on_made_up_rows_and_nothing_is_charged_or_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    for text in (PRIVATE, RUNS["label_census"]):
+        ready = unreadable(prepared(tmp_path, text))
+        before = tree(tmp_path)
+        estimate = forecast.forecast(ready)
+        assert {visit.role for visit in estimate.visits} == {"support", "query"}
+        assert {visit.role for visit in estimate.visits if visit.made_up} == {"support"}
+        assert all(agent.account is None for agent in ready.federated_data.agents)
+        assert all(not agent.memory for agent in ready.federated_data.agents)
+        assert tree(tmp_path) == before
+        assert list(temporary.iterdir()) == []
+
+    with pytest.raises(AssertionError, match="a labelled row was read"):  # the control
+        forecast.forecast(unreadable(prepared(tmp_path, RUNS["fedssl"])))
+
+
+def test_what_cannot_be_timed_is_said_and_the_dry_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(PRIVATE)
+
+    def full(*_: Any, **__: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    outcome = command(tmp_path / "tiny.yaml", "--dry-run")
+    assert outcome.status == 0
+    assert "cannot be estimated: [Errno 28] No space left on device" in outcome.out
+    monkeypatch.undo()
+    assert "cannot be estimated" not in command(tmp_path / "tiny.yaml", "--dry-run").out
+
+
+def test_a_dry_run_gives_its_estimate_as_json_and_nothing_else_there(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(PLAIN)
+    outcome = command(tmp_path / "tiny.yaml", "--dry-run", "--json")
+    estimate = json.loads(outcome.out)["estimate"]
+    assert estimate["rounds"] == 3
+    assert estimate["total_bytes"][0] > 0
+    assert "A round: about" in outcome.err
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+def test_who_holds_which_classes_is_a_table_unless_the_run_is_private(tmp_path: Path) -> None:
+    ready = prepared(tmp_path, PLAIN)
+    outcome = command(tmp_path / "tiny.yaml", "--dry-run")
+    for agent in ready.federated_data.agents:
+        labels, unlabelled = torch.zeros(10, dtype=torch.long), torch.zeros(10, dtype=torch.long)
+        if agent.held_labelled is not None:
+            labels = agent.held_labelled.y.bincount(minlength=10)
+        if agent.held_unlabelled is not None:
+            truth = ready.federated_data.true_labels[agent.held_unlabelled.ids]
+            unlabelled = truth.bincount(minlength=10)
+        cells = [f"{a}+{b}" for a, b in zip(labels.tolist(), unlabelled.tolist(), strict=True)]
+        assert any(line.split() == [agent.id, *cells] for line in outcome.out.splitlines())
+    (tmp_path / "tiny.yaml").write_text(PRIVATE)
+    assert "+" not in command(tmp_path / "tiny.yaml", "--dry-run").out.replace("e+", "")
+
+
+def test_a_split_of_the_users_own_is_held_against_the_one_that_would_be_drawn(
+    tmp_path: Path,
+) -> None:
+    ready = prepared(tmp_path, PLAIN)
+    path = tmp_path / "own.json"
+    ready.federated_data.manifest.write(path)
+    config = tmp_path / "tiny.yaml"
+    assert (
+        "is the split that the config would draw"
+        in command(config, "--dry-run", f"data.split={path}").out
+    )
+    other = command(config, "--dry-run", f"data.split={path}", "run.seed=1").out
+    assert "differs from the split that the config would draw (run.seed 1)" in other
+
+    manifest = ready.federated_data.manifest
+    held = dict(manifest.agents)
+    held["q0"], held["q1"] = (
+        dataclasses.replace(held["q0"], unlabelled=held["q1"].unlabelled),
+        dataclasses.replace(held["q1"], unlabelled=held["q0"].unlabelled),
+    )
+    dataclasses.replace(manifest, agents=held).write(path)
+    swapped = command(config, "--dry-run", f"data.split={path}").out
+    assert "80 of 1000 training rows are held elsewhere" in swapped
+
+    config.write_text(PRIVATE)
+    assert "not compared" in command(config, "--dry-run", f"data.split={path}").out
+    assert "data.split" not in command(config, "--dry-run").out.partition("\n\n")[2]
