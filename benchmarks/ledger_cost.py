@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import privssl.train as train
 from accounting.ledger import Account
 from benchmarks.processes import about
-from privssl import train
 from privssl.errors import UserError
 from privssl.experiment.config import load_config
 

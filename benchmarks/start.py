@@ -38,7 +38,7 @@ BEGIN = "--begin"  # the word by which this module knows the process of a run
 def begin(arguments: Sequence[str]) -> int:
     """The run itself, in this process, until its first round."""
     imports = Imports()
-    from privssl import train
+    import privssl.train as train
 
     def first_round(*_: Any) -> None:
         tell(torch=imports.torch, imports=imports.seconds - imports.torch)

@@ -12,7 +12,7 @@ import re
 import tempfile
 import textwrap
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union
@@ -70,7 +70,10 @@ USUAL = {
     "self_training_rounds": "rounds on pseudo-labels after that",
     "local_steps": "training steps of an agent in a round",
 }
-NAMES = {str: "text", int: "integer", float: "number", bool: "true or false"}
+NAMES = {
+    str: "text", int: "integer", float: "number", bool: "true or false",
+    Mapping[str, Any]: "keys with values",
+}  # fmt: skip
 #: The agents that a config of each placement has, and what each partition needs besides its name.
 AGENTS: dict[str, dict[str, int]] = {
     "support": {"support": 2, "query": 6},
@@ -103,15 +106,20 @@ def describe_type(hint: Any) -> str:
     """The values that a type annotation accepts, in words."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
+        if description := getattr(arguments[1], "description", None):
+            return str(description)
         limits = [text for note in arguments[1:] for text in describe_limits(note)]
         return " ".join([describe_type(arguments[0]), " and ".join(limits)]).strip()
     if origin is Literal:
         return ", ".join(f"`{show(value)}`" for value in arguments)
+    if hint in NAMES:
+        return NAMES[hint]
     if origin in (Union, UnionType):
         return " or ".join(describe_type(kind) for kind in arguments)
     if origin is tuple:
         return f"list of: {describe_type(arguments[0])}"
-    return "null" if hint is NoneType else NAMES[hint]
+    assert hint is NoneType, hint
+    return "null"
 
 
 def describe_limits(note: Any) -> Iterator[str]:
@@ -172,6 +180,8 @@ def keys(section: type) -> list[Key]:
             continue  # of an algorithm: the heading says it
         missing = field.default is dataclasses.MISSING
         default = "required" if missing else f"`{show(field.default)}`"
+        if field.default_factory is not dataclasses.MISSING:
+            default = "`empty`"
         values = describe_type(hints[field.name])
         text = texts[field.name] or USUAL.get(field.name, "")
         found.append(Key(field.name, values, default, text.replace("``", "`")))

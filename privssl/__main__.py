@@ -11,6 +11,8 @@ from importlib import metadata
 COMMANDS = {
     "train": "train one classifier from a config file",
     "compare": "run several configs on the same splits and seeds; one table, one plot",
+    "predict": "classify pictures and arrays with a finished run",
+    "evaluate": "measure a finished run on labelled rows",
     "reproduce": "run cells of published tables and keep what was measured",
     "audit": "check the ledger and the privacy claim of a finished run",
     "site": "serve the rows of one site to a coordinator",
@@ -49,6 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from privssl.audit.__main__ import main as audit
 
             return audit(rest)
+        case ["predict", *rest]:
+            from privssl.predict import main as predict
+
+            return predict(rest)
+        case ["evaluate", *rest]:
+            from privssl.evaluate import main as evaluate
+
+            return evaluate(rest)
         case ["site", *rest]:
             from privssl.site.__main__ import main as site
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -31,7 +32,35 @@ from privssl.runtime.process import (
     tune_malloc,
 )
 
+if TYPE_CHECKING:
+    from privssl.api.datasets import Dataset
+    from privssl.api.experiment import Overrides, Sections
+    from privssl.api.run import Run
+    from privssl.models.own_networks import NetworkSource
+
 log = logging.getLogger("privssl")
+
+
+class _Callable(ModuleType):
+    """``privssl.train(...)``: importing this module makes it the attribute ``privssl.train``, which
+    would replace a function of that name, so the module itself can be called."""
+
+    def __call__(
+        self,
+        config: "str | Path | Sections",
+        overrides: "Overrides | None" = None,
+        data: "Dataset | None" = None,
+        model: "NetworkSource | str | None" = None,
+        output: "str | Path | None" = None,
+        progress: bool = False,
+    ) -> "Run":
+        """``privssl.api.experiment.train``, which has the documentation."""
+        from privssl.api.experiment import train
+
+        return train(config, overrides, data, model, output, progress)
+
+
+sys.modules[__name__].__class__ = _Callable
 
 
 def main(argv: Sequence[str] | None = None) -> int:

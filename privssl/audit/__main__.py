@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -135,11 +135,15 @@ def _audit(options: argparse.Namespace) -> int:
         return _print_program(options.run)
     report = audit(options.run, empirical=options.empirical)
     if options.json:
-        found = asdict(report) | {"verdict": report.verdict.name.lower()}
-        results_to_standard_output(json.dumps(found, indent=2))
+        results_to_standard_output(json.dumps(as_json(report), indent=2))
     else:
         _print(report)
     return int(report.verdict)
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report as ``--json`` prints it."""
+    return asdict(report) | {"verdict": report.verdict.name.lower()}
 
 
 def _verdict(found: "ClaimCheck", report: Report) -> Verdict:

@@ -52,6 +52,7 @@ from privssl.core.task import Task
 from privssl.engines.local import LocalEngine
 from privssl.errors import RunFolderError
 from privssl.experiment.config import Config
+from privssl.models.own_networks import is_imported
 from privssl.privacy.label_histogram import CensusPlan
 from privssl.privacy.per_example_gradients import Parameters, per_example_gradients
 from privssl.privacy.plan import PrivatePlan
@@ -68,6 +69,9 @@ ALARM = 1e-4  # a p-value below it contradicts the promised distribution
 ROUNDING = 1e-5  # relative, of a contribution in single precision
 
 _NO_CANARIES = "canaries: not applicable: labels are released once, as counts"
+_NO_CODE = (
+    "canaries: not tried: the network is {}, and an audit runs no code that a run folder names"
+)
 _PROFILE = tuple(10.0**-power for power in range(1, 11))  # deltas at which a claim is tested
 
 
@@ -142,10 +146,10 @@ def attack(
         if journal.events:
             report.problems.append("no visit was charged as config.yaml plans it")
         return report
-    task = _task(config, card["task"])
+    classes = int(card["task"]["classes"])
     if isinstance(plan, CensusPlan):
         report.notes.append(_NO_CANARIES)
-        report.mechanism = attack_census(plan, len(charged), report.epsilon, task.classes)
+        report.mechanism = attack_census(plan, len(charged), report.epsilon, classes)
         report.problems += judge_census(report.mechanism, report.epsilon)
         return report
     assert isinstance(plan, PrivatePlan)  # there are two mechanisms
@@ -154,6 +158,10 @@ def attack(
         counts_public=journal.plan.record_counts == "public",
     )  # fmt: skip
     _judge_mechanism(report, report.mechanism)
+    if is_imported(config.model.name):
+        report.notes.append(_NO_CODE.format(config.model.name))
+        return report
+    task = _task(config, card["task"])
     canaries = CANARIES if report.sound else min(CANARIES, max(FEWEST, round(2 * rows)))
     # The divisor is public and no part of the guarantee: it fits the rows of the made-up agent,
     # or steps would be too long.
@@ -170,8 +178,8 @@ def attack(
 
 def _task(config: Config, entry: Mapping[str, Any]) -> Task:
     classes, (channels, height, width) = int(entry["classes"]), map(int, entry["shape"])
-    shape = (channels, height, width)
-    return Task(classes, shape, lambda: models.build_classifier(config.model, shape, classes))
+    shape, model = (channels, height, width), dataclasses.replace(config.model, weights="")
+    return Task(classes, shape, lambda: models.build_classifier(model, shape, classes))
 
 
 SAYS = {

@@ -36,6 +36,7 @@ from privssl.errors import DataError
 from privssl.settings.schema import AgentSettings, DataSettings
 
 __all__ = [
+    "Dataset",
     "FederatedDataset",
     "build",
     "class_counts",
@@ -77,7 +78,9 @@ def build(
     with ThreadPoolExecutor(1) as beside:
         digest = beside.submit(checksum, dataset)
         split: Split | Manifest
-        if data.split:
+        if dataset.held is not None:
+            split = _given(data, who, dataset)
+        elif data.split:
             split = _replay(data, who, dataset, digest.result(), labelled_is_declared)
         else:
             split = draw_split(data, who, seed, dataset)
@@ -184,6 +187,19 @@ def _rules(settings: Mapping[str, Any]) -> dict[str, Any]:
     before = "" if settings.get("labelled_partition") is None else "labelled_"
     of_labels = {f"labelled_{n}": settings.get(f"{before}{n}") for n in ("partition", "alpha", "k")}
     return own | of_labels
+
+
+def _given(data: DataSettings, who: RoleAssignment, dataset: Dataset) -> Split:
+    """The split that the data set brings. Raises DataError where the settings ask for another."""
+    assert dataset.held is not None
+    there, expected = set(dataset.held), set(who.everyone)
+    if there != expected or data.split or data.validation:
+        extra = "data.split and data.validation can divide them no more"
+        raise DataError(
+            f"data gives rows to {_names(there)}, and the config has {_names(expected)} ("
+            f"{extra}). Leave these settings out"
+        )
+    return Split({agent: AgentRows(*ids) for agent, ids in dataset.held.items()}, ())
 
 
 def _replay(

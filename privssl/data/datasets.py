@@ -6,7 +6,7 @@ constant: means and deviations of the data would be one more release.
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -41,6 +41,8 @@ class Dataset:
     y_test: Tensor
     class_names: tuple[str, ...]
     said: tuple[logging.LogRecord, ...] = ()  # logged before the log file was open
+    #: Agent -> ids of its rows with labels, and without; None: the settings divide the rows.
+    held: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
 
     @property
     def classes(self) -> int:
@@ -99,6 +101,12 @@ def _read(settings: DataSettings) -> Arrays:
     built_in: dict[str, Callable[[], Arrays]] = {"digits": _digits, "toy": _toy}
     if settings.name in built_in:
         return built_in[settings.name]()
+    if settings.name == "arrays":
+        raise DataError(
+            "data.name is arrays: rows in memory, which no file holds. Give them from Python: "
+            "privssl.train(CONFIG, data=privssl.Dataset.from_arrays(...)), or a run folder in "
+            "place of CONFIG to go on with its run"
+        )
     root = expand_path("root", settings.root) if settings.root else default_root()
     if settings.name in PUBLISHED:
         return read_published(settings.name, root)

@@ -105,6 +105,40 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
     return with_unlabelled(arrays, x_rest) if rest else arrays
 
 
+def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """Image files as rows (N, *shape), resized where they differ.
+
+    Args:
+        shape: channels (1: grey, 3: RGB), height and width.
+
+    Raises:
+        DataError: a file is no image, or has more than 8 bits per channel.
+    """
+    channels, height, width = shape
+    form = _Form("L" if channels == 1 else "RGB", (width, height), resized=True)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for head in pool.map(_head, files):
+            _refuse_mode(head)
+        return _decode(pool, files, form)[0]
+
+
+def list_images(folder: Path) -> list[Path]:
+    """Image files of a folder at any depth, sorted. Raises DataError if there is none."""
+    return _sorted_images(folder, Counter(), "it")
+
+
+def list_labelled_images(folder: Path) -> tuple[list[Path], list[str]]:
+    """Image files of ``folder/CLASS/**``, and the class of each; ``folder/test`` if there is one.
+
+    Raises:
+        DataError: no folders of classes, or one without images.
+    """
+    root = folder / "test" if (folder / "test").is_dir() else folder
+    classes = _classes(root, Counter())
+    files, y = _files(root, classes, Counter())
+    return files, [classes[number] for number in y]
+
+
 def _log_changes(root: Path, heads: Sequence[_Head], laid: int) -> None:
     """Warn of images that are not read exactly as stored."""
     if turned := sum(head.turned for head in heads):
@@ -230,13 +264,17 @@ def _orientation(image: Image.Image) -> int:
     return number if number in range(1, 9) else 1
 
 
+def _refuse_mode(head: _Head) -> None:
+    if head.mode not in GREY | COLOUR:
+        raise DataError(
+            f"{head.path} is an image of Pillow's mode {head.mode}. Save it with 8 bits per "
+            "channel, grey or RGB"
+        )
+
+
 def _form(heads: Sequence[_Head], image_size: int | None) -> _Form:
     for head in heads:
-        if head.mode not in GREY | COLOUR:
-            raise DataError(
-                f"{head.path} is an image of Pillow's mode {head.mode}. Save it with 8 bits per "
-                "channel, grey or RGB"
-            )
+        _refuse_mode(head)
         if image_size is None and head.size != heads[0].size:
             raise DataError(
                 f"{head.path} is {head.size[0]}x{head.size[1]} pixels and {heads[0].path} "

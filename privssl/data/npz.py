@@ -8,7 +8,7 @@ places the last axis has the channels. Pickles are refused, because reading one 
 
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -20,6 +20,7 @@ from privssl.errors import DataError
 
 log = logging.getLogger("privssl")
 
+NAMES, UNLABELLED = ("x_train", "y_train", "x_test", "y_test"), "x_unlabelled"
 CHANNELS = (1, 3)
 NO_LABEL = -1
 DARK = 64  # of 255: arrays without a pixel as bright are probably scaled wrongly
@@ -55,14 +56,33 @@ def read_npz(path: Path) -> Arrays:
     Raises:
         DataError: no such file, or not in the format above.
     """
-    found = _open(path, ("x_train", "y_train", "x_test", "y_test"), ("x_unlabelled",))
+    return check_arrays(path, _open(path, NAMES, (UNLABELLED,)))
+
+
+def check_arrays(
+    path: object, found: Mapping[str, NDArray[Any]], class_names: Sequence[str] | None = None
+) -> Arrays:
+    """The arrays of a file, or in memory, in the layout and type that rows have.
+
+    Args:
+        path: where they are from, for errors.
+        found: by the names of an NPZ file; ``x_unlabelled`` may be absent.
+        class_names: in the order of the class numbers; None: the numbers.
+
+    Raises:
+        DataError: they are not in the format above.
+    """
     x_train, y_train = _rows(path, found, "train")
     x_test, y_test = _rows(path, found, "test")
     parts = {"x_train": x_train, "x_test": x_test}
-    if "x_unlabelled" in found:
-        parts["x_unlabelled"] = _unlabelled(path, found)
+    if UNLABELLED in found:
+        parts[UNLABELLED] = _unlabelled(path, found)
     _check_alike(path, parts)
+    named = None if class_names is None else tuple(map(str, class_names))
     classes = int(y_train.max()) + 1
+    if named is not None:
+        _check_names(path, named, classes)
+        classes = len(named)
     if not 2 <= classes <= len(y_train):
         raise DataError(
             f"{path}: the largest label of {len(y_train)} rows in y_train is {classes - 1}. "
@@ -79,8 +99,25 @@ def read_npz(path: Path) -> Arrays:
             "classes 0, 1, 2, ... without gaps.",
             path, ", ".join(map(str, empty[:5])) + ", ..." * (len(empty) > 5),
         )  # fmt: skip
-    arrays = Arrays(x_train, y_train, x_test, y_test, tuple(map(str, range(classes))))
-    return with_unlabelled(arrays, parts["x_unlabelled"]) if "x_unlabelled" in parts else arrays
+    arrays = Arrays(x_train, y_train, x_test, y_test, named or tuple(map(str, range(classes))))
+    return with_unlabelled(arrays, parts[UNLABELLED]) if UNLABELLED in parts else arrays
+
+
+def _check_names(path: object, names: tuple[str, ...], classes: int) -> None:
+    if len(names) < classes or len(set(names)) < len(names):
+        raise DataError(
+            f"{path}: class_names has {len(names)} names, {len(set(names))} of them different, and "
+            f"y_train {classes} classes. Give each class a name of its own"
+        )
+
+
+def check_rows(
+    path: object, x: NDArray[Any], y: NDArray[Any] | None = None
+) -> tuple[NDArray[Any], Any]:
+    """Rows in their final layout and type, and their classes if given. Raises DataError."""
+    if y is None:
+        return _numbers(path, "x", _channels_first(path, "x", x)), None
+    return _rows(path, {"x_rows": x, "y_rows": y}, "rows")
 
 
 def with_unlabelled(arrays: Arrays, x: NDArray[Any]) -> Arrays:
@@ -112,7 +149,29 @@ def read_rows(
     return NpzRows(x, y, rest)
 
 
-def _unlabelled(path: Path, found: dict[str, NDArray[Any]]) -> NDArray[Any]:
+def read_one_of(path: Path, choices: Sequence[Sequence[str]]) -> list[NDArray[Any]]:
+    """The arrays of the first choice whose names an NPZ file all has; or one NPY file's array.
+
+    Raises:
+        DataError: no such file, no NPY or NPZ file, or none of the choices.
+    """
+    if path.suffix == ".npy" and all(len(names) == 1 for names in choices):
+        try:
+            return [np.load(path, allow_pickle=False)]
+        except _DAMAGE as error:
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"{path} cannot be read as an NPY file: {reason}") from None
+    found = _open(path, (), {name for names in choices for name in names}, others_matter=False)
+    for names in choices:
+        if set(names) <= found.keys():
+            return [found[name] for name in names]
+    wanted = ", or ".join(" and ".join(names) for names in choices)
+    raise DataError(
+        f"{path} has no {wanted}. Save it with numpy.savez_compressed, under such names"
+    )
+
+
+def _unlabelled(path: object, found: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
     name = "x_unlabelled"
     rest = _numbers(path, name, _channels_first(path, name, found[name]))
     if not len(rest):
@@ -120,7 +179,7 @@ def _unlabelled(path: Path, found: dict[str, NDArray[Any]]) -> NDArray[Any]:
     return rest
 
 
-def _check_alike(path: Path, parts: dict[str, NDArray[Any]]) -> None:
+def _check_alike(path: object, parts: dict[str, NDArray[Any]]) -> None:
     """Raise DataError where shapes or types differ; warn of dark arrays and of other ranges."""
     (first, x), *others = parts.items()
     for name, other in others:
@@ -148,13 +207,15 @@ def _check_alike(path: Path, parts: dict[str, NDArray[Any]]) -> None:
 
 
 def _open(
-    path: Path, names: Sequence[str], optional: Sequence[str] | None = None
-) -> dict[str, NDArray[Any]]:
+    path: Path, names: Sequence[str], optional: Collection[str] | None = None, *,
+    others_matter: bool = True,
+) -> dict[str, NDArray[Any]]:  # fmt: skip
     """Arrays of an NPZ file.
 
     Args:
         names: required ones.
         optional: read if present; others are warned of. None: others are ignored.
+        others_matter: whether others are warned of.
     """
     try:
         with path.open("rb") as stream:  # NumPy leaves a damaged file open
@@ -174,7 +235,11 @@ def _open(
                 if info.file_size > MAX_BYTES:
                     raise ValueError(f"{info.filename} has {info.file_size} bytes")
             wanted = [*names, *(name for name in optional or () if name in file.files)]
-            if optional is not None and (extra := sorted({*file.files} - {*wanted})):
+            if (
+                optional is not None
+                and others_matter
+                and (extra := sorted({*file.files} - {*wanted}))
+            ):
                 log.warning(
                     "%s: not read: %s. Read are %s.",
                     path, ", ".join(extra), ", ".join((*names, *optional)),
@@ -196,7 +261,7 @@ def _open(
 
 
 def _rows(
-    path: Path, found: dict[str, NDArray[Any]], part: str, may_be_empty: bool = False
+    path: object, found: Mapping[str, NDArray[Any]], part: str, may_be_empty: bool = False
 ) -> tuple[NDArray[Any], Any]:
     """Images and labels of one part in their final layout and type."""
     x, y = found[f"x_{part}"], found[f"y_{part}"]
@@ -222,7 +287,7 @@ def _rows(
     return _numbers(path, f"x_{part}", x), y.astype(np.int64)
 
 
-def _channels_first(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
+def _channels_first(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
     if x.ndim == 3:
         return x[:, None]
     if x.ndim == 4 and x.shape[3] in CHANNELS:
@@ -235,7 +300,7 @@ def _channels_first(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
     )
 
 
-def _numbers(path: Path, name: str, x: NDArray[Any]) -> NDArray[Any]:
+def _numbers(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
     if x.dtype == np.uint8:
         return np.ascontiguousarray(x)
     # NaN is refused as well: no comparison with it is true.

@@ -96,9 +96,9 @@ def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Data
 
 
 def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool | None]:
-    """The settings that determine a split: all but paths."""
-    settings = dataclasses.asdict(data)
-    return {key: value for key, value in settings.items() if key not in ("root", "split")}
+    """The settings that determine a split: all but paths and the rows."""
+    settings, others = dataclasses.asdict(data), ("root", "split", "checksum")
+    return {key: value for key, value in settings.items() if key not in others}
 
 
 def _draw_rows(

@@ -39,8 +39,21 @@ from privssl.settings.section_builder import ORDER, ConfigBuilder, unless_bad
 from privssl.settings.yaml_reader import as_yaml_number
 
 LONGEST_NAME = 200
-_OF_ONE_MACHINE = {"data": ("root", "split"), "privacy": ("ledger", "ledger_epsilon")}
-_PATHS = {"data": ("root", "split"), "run": ("certificate", "keys"), "privacy": ("ledger",)}
+_OF_ONE_MACHINE = {
+    "data": ("root", "split"),
+    "model": ("weights",),
+    "privacy": ("ledger", "ledger_epsilon"),
+}
+#: Keys of later versions are in a hash only where they are used: older checkpoints stay valid.
+_LATER: Mapping[str, Mapping[str, Any]] = {
+    "data": {"checksum": ""}, "model": {"options": {}, "weights": ""},
+}  # fmt: skip
+_PATHS = {
+    "data": ("root", "split"),
+    "model": ("weights",),
+    "run": ("certificate", "keys"),
+    "privacy": ("ledger",),
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,7 @@ def load_config(
     path: Path,
     overrides: Sequence[str] = (),
     algorithms: Mapping[str, type[Any]] = ALGORITHMS,
+    text: str | None = None,
 ) -> Config:
     """Read and check a config file.
 
@@ -81,6 +95,7 @@ def load_config(
         overrides: ``section.key=value``, the value as YAML; ``privacy=null`` takes that
             section away.
         algorithms: name -> class with a ``Config`` dataclass and ``problems(config)``.
+        text: what is read instead of the file, whose path then is a name.
 
     Raises:
         ConfigError: with every problem of the file and the arguments, sorted by line.
@@ -90,7 +105,7 @@ def load_config(
     except UnicodeEncodeError:  # the log and config.yaml of the run could not contain it
         raise ConfigError(f"{show(str(path))}: its name is not UTF-8. Rename the file") from None
     builder = ConfigBuilder(path, algorithms)
-    builder.read_file()
+    builder.read_file(text)
     for override in overrides:
         builder.override(override)
     values: dict[str, Any] = {name: builder.section(name) for name in ORDER}
@@ -292,7 +307,13 @@ def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> It
 
 
 def _together_problems(config: Config) -> Iterator[Problem]:
-    """What batched agents cannot have; ``prepare`` checks the device."""
+    """What batched agents and networks from outside cannot have; ``prepare`` checks the device."""
+    if config.run.precision == "bfloat16" and ":" in config.model.name:
+        yield Problem(
+            "precision",
+            f"bfloat16 belongs to the networks of privssl, and model.name is {config.model.name}. "
+            "Set run.precision: float32",
+        )
     if config.run.batched_agents > 1 and config.run.precision == "bfloat16":
         yield Problem(
             "batched_agents",
@@ -350,6 +371,10 @@ def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
     sections = {name: _plain(getattr(config, name)) for name in ORDER}
     run = sections["run"]
     assert run is not None
+    for name, keys in _LATER.items():
+        for key, usual in keys.items():
+            if (section := sections[name]) and section[key] == usual:
+                del section[key]
     return {**sections, "run": {key: run[key] for key in ("seed", "precision")}}
 
 

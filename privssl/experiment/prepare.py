@@ -7,6 +7,7 @@ cannot be split, an absent device, a privacy plan that cannot be met, a delta th
 import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -30,6 +31,8 @@ from privssl.data.datasets import Dataset
 from privssl.engines import batched, process_pool
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.experiment.config import Config
+from privssl.models.own_networks import NetworkSource, check_network, describe_exchange
+from privssl.privacy.independence import refuse_memory
 from privssl.privacy.plan import Plan
 from privssl.settings.schema import PrivacySettings, RunSettings
 
@@ -96,8 +99,14 @@ class Prepared:
         return WITHHELD if self.config.privacy else self.federated_data.manifest.hash
 
 
-def prepare(config: Config) -> Prepared:
+def prepare(
+    config: Config, dataset: data.Dataset | None = None, network: NetworkSource | None = None
+) -> Prepared:
     """Load the data, split it, build the algorithm, and refuse what cannot be done.
+
+    Args:
+        dataset: rows in memory, instead of those that ``data.name`` names.
+        network: a network from Python, instead of the one that ``model.name`` names.
 
     Raises:
         privssl.errors.UserError: see the head of this module.
@@ -106,10 +115,12 @@ def prepare(config: Config) -> Prepared:
     device = device_of(config.run.device)
     _check_side_by_side(config.run, device)
     roster = data.agent_refs(config.data.labels, config.agents)
-    federated_data = _federated_data(config)
+    federated_data = _federated_data(config, dataset)
     dataset, kind = federated_data.dataset, ALGORITHMS[config.algorithm.name]
     check_privacy_sides(dataset.shape, config.algorithm.name, kind.sides_divisible_by)
-    task = task_of(config, dataset.classes, dataset.shape)
+    task = task_of(config, dataset.classes, dataset.shape, network)
+    if ":" in config.model.name:
+        check_network(config.model.name, task.new_classifier, task.shape, task.classes)
     plan, holders = None, _labelled(federated_data)
     if config.privacy is not None:
         labelled = sum(agent.role != "query" for agent in roster)
@@ -125,11 +136,15 @@ def prepare(config: Config) -> Prepared:
     promises = _account_plans(plan, config.privacy, holders)
     algorithm = kind(config.algorithm, task, plan)
     if plan is not None:
-        algorithm.check_private()
-        check_plan_networks(plan, algorithm)
-        if plan.visits and config.run.engine == "local":
-            algorithm.try_private(device)
+        with _own_network_refused(config):
+            check_private(algorithm, config)
+            check_plan_networks(plan, algorithm)
+            if plan.visits and config.run.engine == "local":
+                algorithm.try_private(device)
     said = (*config.warnings, *_warnings(config, federated_data))
+    if ":" in config.model.name:
+        changed = describe_exchange(config.model, task.shape, task.classes, network)
+        said += () if changed is None else (changed,)
     config = dataclasses.replace(config, warnings=said)
     return Prepared(config, federated_data, algorithm, plan, promises, device, roster)
 
@@ -193,11 +208,13 @@ def _test_row_warnings(dataset: Dataset) -> Iterator[str]:
         )
 
 
-def _federated_data(config: Config) -> data.FederatedDataset:
+def _federated_data(config: Config, dataset: data.Dataset | None) -> data.FederatedDataset:
     """The rows that are on this machine. Raises ConfigError for what sites cannot have."""
     if config.run.engine == "local":
         private = config.privacy is not None and config.privacy.record_counts == "private"
-        return data.build(config.data, config.agents, config.run.seed, labelled_is_declared=private)
+        return data.build(
+            config.data, config.agents, config.run.seed, dataset, labelled_is_declared=private
+        )
     privacy, at_server = config.privacy, config.data.labels == "labels-at-server"
     for key, wrong, why in (
         ("data.validation", config.data.validation, "rows that no agent holds are at no site"),
@@ -216,13 +233,38 @@ def _federated_data(config: Config) -> data.FederatedDataset:
     return data.test_rows_only(config.data, config.run.seed)
 
 
-def task_of(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
-    """What a config asks to be learned from rows of this shape."""
+@contextmanager
+def _own_network_refused(config: Config) -> Iterator[None]:
+    """Say of a network from outside what torch says of it: vmap refuses some operations."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if ":" not in config.model.name:
+            raise
+        text = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
+        raise PrivacyError(
+            f"model.name {config.model.name}: the gradient of a single row cannot be computed "
+            f"({text}), so it cannot be trained privately. Use layers that torch.func.vmap knows"
+        ) from error
+
+
+def check_private(algorithm: Algorithm[Any], config: Config) -> None:
+    """Raise PrivacyError where a row reaches another's loss: in a batch, or by what a network from
+    outside keeps from one call to the next."""
+    algorithm.check_private()
+    if ":" in config.model.name and algorithm.mechanism == "dp-sgd":
+        refuse_memory(algorithm.task.new_classifier(), algorithm.task.shape)
+
+
+def task_of(
+    config: Config, classes: int, shape: tuple[int, int, int], network: NetworkSource | None = None
+) -> Task:
+    """What a config asks to be learned from rows of this shape; ``network``: as of prepare."""
     assert config.run.precision != "auto", "config.load says what it is here"
     precision = config.run.precision
 
     def new_classifier() -> nn.Module:
-        return models.build_classifier(config.model, shape, classes, precision)
+        return models.build_classifier(config.model, shape, classes, precision, network)
 
     return Task(classes, shape, new_classifier, precision)
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from privssl.errors import DataError
+from privssl.models import own_networks
 from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
 from privssl.models.resnet import ResNet9
 from privssl.models.wide_resnet import WideResNet28x2
@@ -23,7 +24,7 @@ CLASSIFIERS = {
     "trinet_cnn": TriNetCNN,
     "resnet9": ResNet9,
     "wresnet28x2": WideResNet28x2,
-}
+}  # others: models/own_networks.py
 
 
 def build_classifier(
@@ -31,18 +32,23 @@ def build_classifier(
     shape: tuple[int, int, int],
     classes: int,
     precision: Precision = "float32",
+    source: own_networks.NetworkSource | None = None,
 ) -> nn.Module:
     """An untrained F: (B, *shape) in [-1, 1] -> (B, classes) logits.
 
     Args:
-        settings: name, width and normalisation.
+        settings: the section ``model``.
         shape: (channels, height, width) of a row; height and width at least 8.
         classes: at least 2.
         precision: of multiplications; weights and logits are float32.
+        source: a network given from Python, instead of ``model.name``.
 
     Raises:
         DataError: the rows are too small to be halved three times.
+        ConfigError: a network from outside cannot be built, or ``model.weights`` do not fit.
     """
+    if source is not None or ":" in settings.name:
+        return own_networks.build_network(settings, shape, classes, source)
     _, height, width = shape
     if min(height, width) < SMALLEST:
         raise DataError(
@@ -50,7 +56,10 @@ def build_classifier(
             f"{SMALLEST}x{SMALLEST}. Resize or pad the images (image_folder: data.image_size)"
         )
     network: type[nn.Module] = in_precision(CLASSIFIERS[settings.name], precision)
-    return optimize_layout(network(shape, classes, width=settings.width, norm=settings.norm))
+    made = network(shape, classes, width=settings.width, norm=settings.norm)
+    if settings.weights:
+        own_networks.load_initial_weights(made, settings.weights)
+    return optimize_layout(made)
 
 
 def optimize_layout(network: Network) -> Network:

@@ -2,6 +2,7 @@
 ``privacy/row_bits.py`` tests rounding."""
 
 from collections.abc import Callable, Mapping
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,48 @@ def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
             f"random numbers are drawn by a row's place in the batch in {', '.join(drawing)}: one "
             "row more would change other rows' gradients. Use a network without dropout"
         )
+
+
+@torch.no_grad()
+def refuse_memory(network: nn.Module, shape: tuple[int, ...]) -> None:
+    """Refuse a network that keeps something of a row for later calls: it would reach other rows'
+    gradients past the clipping.
+
+    Args:
+        network: in any mode. shape: of a row.
+
+    Raises:
+        PrivacyError: a call changes what the same rows give later, or an attribute of a layer.
+    """
+    one = torch.linspace(-1, 1, 3 * prod(shape)).view(3, *shape)
+    before = _attributes(network.train())
+    first = network(one)
+    network(one.flip(-1) * 0.5 + 0.1)
+    kept = [name for name, value in _attributes(network).items() if before.get(name) is not value]
+    if kept or not torch.equal(network(one), first):
+        what = f" ({', '.join(sorted(kept)[:3])})" if kept else ""
+        raise PrivacyError(
+            f"the network keeps something from one call to the next{what}, or draws random "
+            "numbers: rows would reach other rows' gradients. Use one without dropout whose output "
+            "depends on its weights and its input alone"
+        )
+
+
+def _attributes(network: nn.Module) -> dict[str, object]:
+    """What layers hold beside parameters and layers; of containers their items."""
+    found: dict[str, object] = {}
+    for name, layer in network.named_modules():
+        for key, value in (*vars(layer).items(), *layer.named_buffers(recurse=False)):
+            if key not in ("_parameters", "_modules", "_buffers"):
+                found[f"{name}.{key}".lstrip(".")] = value
+                found |= {f"{name}.{key}[{place}]": item for place, item in _items(value)}
+    return found
+
+
+def _items(value: object) -> list[tuple[object, object]]:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list) else []
 
 
 def check_rows_independent(

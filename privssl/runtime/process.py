@@ -96,7 +96,7 @@ class LogFile(logging.FileHandler):
 @contextmanager
 def logging_to(handler: logging.Handler) -> Iterator[None]:
     """Send privssl's log to a handler, and not to those that libraries set up."""
-    propagates, log.propagate = log.propagate, False
+    propagates, log.propagate, level = log.propagate, False, log.level
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     try:
@@ -104,6 +104,7 @@ def logging_to(handler: logging.Handler) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         log.propagate = propagates
+        log.setLevel(level)
         handler.close()
 
 

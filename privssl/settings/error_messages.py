@@ -103,6 +103,8 @@ def read_exponents(kind: type[Any], values: Mapping[str, object]) -> dict[str, o
 
     def read(value: object, schema: Mapping[str, Any]) -> object:
         options = schema.get("anyOf", [schema])
+        if isinstance(value, dict):  # whose values have no type
+            return {key: read(item, {"type": "number"}) for key, item in value.items()}
         if isinstance(value, tuple):
             items: Mapping[str, Any] = next(
                 (option["items"] for option in options if "items" in option), {}
@@ -113,7 +115,7 @@ def read_exponents(kind: type[Any], values: Mapping[str, object]) -> dict[str, o
         types = {option.get("type") for option in options}
         return float(value) if "number" in types and "string" not in types else str(value)
 
-    if not any(isinstance(value, ExponentText | tuple) for value in values.values()):
+    if not any(isinstance(value, ExponentText | tuple | dict) for value in values.values()):
         return dict(values)
     schema = TypeAdapter(kind).json_schema()["properties"]
     return {key: read(value, schema[key]) for key, value in values.items()}
@@ -131,7 +133,8 @@ def _refused(value: object, schema: Mapping[str, Any]) -> str:
         return f"{text}. Put it in quotes"
     if value in schema.get("items", {}).get("enum", []):
         return f"{text}. Write [{value}]"
-    near = difflib.get_close_matches(str(value), schema.get("enum", []), n=1)
+    names = [name for option in schema.get("anyOf", [schema]) for name in option.get("enum", [])]
+    near = difflib.get_close_matches(str(value), names, n=1)
     return f"{text}. Did you mean {near[0]}?" if near else text
 
 
@@ -141,6 +144,8 @@ def _needed(schema: Mapping[str, Any]) -> str:
         return " or ".join(_needed(option) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         return either([str(name) for name in schema.get("enum", [schema.get("const")])])
+    if "pattern" in schema:  # says nothing to people
+        return str(schema["description"]).replace("`", "")
     if schema.get("type") == "array":
         return f"a list of {_needed(schema.get('items', {}))}"
     bounds = [f"{sign} {_bound(schema[name])}" for name, sign in _BOUNDS.items() if name in schema]

@@ -4,8 +4,9 @@ The ``algorithm`` section is the ``Config`` of the algorithm that it names.
 """
 
 import math
-from collections.abc import Iterator
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -14,6 +15,14 @@ from pydantic.dataclasses import dataclass
 strict = ConfigDict(extra="forbid", strict=True, defer_build=True)
 
 Network = Literal["F", "G", "D"]
+#: A network from outside: ``package.module:Name``; <> as in ``f.<locals>.Name``, which no file has.
+OwnNetwork = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_<][\w.<>]*$",
+        description="`torchvision:NAME`, `timm:NAME`, `package.module:Name`",
+    ),
+]
 PartitionName = Literal[
     "iid", "dirichlet", "dirichlet_equal", "classes_per_agent", "round_robin", "imbalanced"
 ]
@@ -113,7 +122,7 @@ class RunSettings:
                 yield Problem(key, "has no effect: with run.engine flower agents are sites")
 
 
-BUILT_IN = ("digits", "toy")  # data sets that need no file
+BUILT_IN = ("digits", "toy", "arrays")  # data sets that need no file
 MAX_SIDE = 4096  # pixels of an image, as in ``data.image_folder.MAX_PIXELS``
 
 
@@ -122,11 +131,21 @@ class DataSettings:
     """Which rows there are and who holds them. One rule for unlabelled rows, one for labelled."""
 
     name: Literal[
-        "digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "npz", "toy"
+        "digits",
+        "mnist",
+        "fashion_mnist",
+        "cifar10",
+        "svhn",
+        "image_folder",
+        "npz",
+        "toy",
+        "arrays",
     ] = "digits"
-    """Data set."""
+    """Data set. `arrays`: rows in memory, given from Python (docs/python.md)."""
     root: str = ""
     """Folder of the data; `npz`: the file. Empty: $PRIVSSL_DATA, else ~/.cache/privssl/data."""
+    checksum: str = ""
+    """SHA-256 of the rows of `arrays`. A run writes it, and other rows are refused."""
     labels: Literal["support", "labels-at-server", "labels-at-client"] = "support"
     """Who holds labels: support agents, the server, or agents that hold both kinds of rows."""
     labelled: Positive = 100
@@ -172,11 +191,14 @@ class DataSettings:
         if self.name in ("npz", "image_folder") and not self.root:
             yield Problem("root", f"missing: {self.name} reads it")
         if self.root and self.name in BUILT_IN:
+            where = "is in memory" if self.name == "arrays" else "comes with privssl"
             yield Problem(
                 "root",
-                f"has no effect: {self.name} comes with privssl. Give data.name of what lies there "
+                f"has no effect: {self.name} {where}. Give data.name of what lies there "
                 "(npz, image_folder, ...)",
             )
+        if self.checksum and self.name != "arrays":
+            yield Problem("checksum", "has no effect: it belongs to arrays")
         if self.image_size is not None and self.name != "image_folder":
             yield Problem("image_size", "has no effect: it belongs to image_folder")
         elif self.image_size is not None and self.image_size > MAX_SIDE:
@@ -199,12 +221,27 @@ class AgentSettings:
 class ModelSettings:
     """The classifier F. The generator and discriminator belong to the algorithm's section."""
 
-    name: Literal["small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2"] = "small_cnn"
-    """Network of the classifier."""
+    name: Literal["small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2"] | OwnNetwork = (
+        "small_cnn"
+    )
+    """Network of the classifier. A name with a colon is imported (docs/python.md)."""
     width: Positive = 16
-    """Scales the number of all channels; 16 is the standard size of each network."""
+    """Scales the channels of a network of privssl; 16 is its standard size."""
     norm: Literal["group", "batch", "static", "none"] = "group"
-    """Normalisation layer. Private runs need `group` or `none`."""
+    """Normalisation layer. Private runs need `group` or `none`. In a network with a colon it
+    replaces batch norm."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of a network with a colon."""
+    weights: str = ""
+    """Initial weights: a safetensors file of a state dict. The last layer may have another size."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Settings of the other kind of network."""
+        if ":" in self.name and self.width != 16:
+            text = f"has no effect on {self.name}. Leave it out, or give model.options"
+            yield Problem("width", text)
+        if ":" not in self.name and self.options:
+            yield Problem("options", f"has no effect on {self.name}: it belongs to other networks")
 
 
 @dataclass(frozen=True, config=strict)

@@ -71,9 +71,9 @@ class ConfigBuilder:
         self.findings.append(finding)
         self.bad.add(finding.key)
 
-    def read_file(self) -> None:
-        """Read the file. Raises ConfigError if it is not YAML."""
-        text = _read_text(self._path)
+    def read_file(self, text: str | None = None) -> None:
+        """Read the file, or instead of it a text. Raises ConfigError if it is not YAML."""
+        text = _read_text(self._path) if text is None else text
         try:
             document = yaml_reader.read_document(text)
         except YamlError as error:

@@ -46,6 +46,8 @@ class SiteSettings:
     """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`."""
     keep_visits: Annotated[int, Field(ge=2, le=10**6)] = 64
     """Steps whose replies are stored; more than there are between two checkpoints."""
+    network: str = ""
+    """`model.name` of the config, if it has a colon: the site imports no network but this one."""
     share_notes: bool = False
     """Send training losses of rows without a budget."""
     share_ledger: bool = False

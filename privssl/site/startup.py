@@ -32,10 +32,12 @@ from privssl.experiment.prepare import (
     account_plan,
     check_plan_networks,
     check_privacy_sides,
+    check_private,
     claim_rows,
     device_of,
     task_of,
 )
+from privssl.models.own_networks import check_network
 from privssl.privacy.plan import Plan
 from privssl.settings.schema import BUILT_IN
 from privssl.site.request_handler import SiteRequestHandler
@@ -62,6 +64,7 @@ def open_site(site: SiteConfig) -> SiteRequestHandler:
     """
     config = configs.load_config(site.path(site.site.config))
     who = holders(config.data.labels, config.agents)
+    _check_network(site, config)
     _check_role(site, who, config)
     _check_budget(site, config)
     held = _rows(site, config)
@@ -84,6 +87,16 @@ def open_site(site: SiteConfig) -> SiteRequestHandler:
 
 
 # The experiment's config -----------------------------------------------------------------------
+
+
+def _check_network(site: SiteConfig, config: Config) -> None:
+    """The operator names the code that is imported here, not whoever wrote the experiment."""
+    named = config.model.name
+    if ":" in named and site.site.network != named:
+        raise ConfigError(
+            f"{site.source}: model.name of {config.source} is {named}, whose code this site would "
+            f"import. Read that code; then allow it with site.network: {named}"
+        )
 
 
 def _check_role(site: SiteConfig, who: RoleAssignment, config: Config) -> None:
@@ -222,9 +235,14 @@ def _algorithm(config: Config, held: _Held, who: RoleAssignment) -> Algorithm[An
             config.privacy, rounds=config.algorithm.rounds,
             rows_per_agent=config.data.labelled / agents, agents=agents,
         )  # fmt: skip
-    algorithm = kind(config.algorithm, task_of(config, len(held.classes), held.shape), plan)
+    # Initial weights come from the coordinator.
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=""))
+    task = task_of(config, len(held.classes), held.shape)
+    if ":" in config.model.name:
+        check_network(config.model.name, task.new_classifier, task.shape, task.classes)
+    algorithm = kind(config.algorithm, task, plan)
     if plan is not None:
-        algorithm.check_private()
+        check_private(algorithm, config)
         check_plan_networks(plan, algorithm)
     return algorithm
 

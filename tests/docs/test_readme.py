@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from privssl import train
+import privssl.train as train
 from privssl.audit import __main__ as audit
 from privssl.compare import __main__ as compare
 from privssl.experiment import config
@@ -26,7 +26,8 @@ MAKE_TRAIN = "python -m privssl.train configs/fedssl_dp.yaml run.overwrite=true"
 
 def commands(text: str) -> list[list[str]]:
     """The ``python -m privssl...`` commands of the fenced blocks, in order, as words."""
-    blocks = "\n".join(re.findall(r"```\n(.*?)```", text, re.DOTALL))
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", f"{text}\n", re.DOTALL | re.MULTILINE)
+    blocks = "\n".join(content for language, content in fenced if not language)
     found = []
     for line in blocks.splitlines():
         command = line.replace("make train", MAKE_TRAIN)

@@ -7,7 +7,7 @@ with fewer canaries, in seconds. Exit status as there.
 import sys
 from pathlib import Path
 
-from privssl import train
+import privssl.train as train
 from privssl.audit import __main__ as audit
 from privssl.audit import canary_attack, mechanism_attack
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import privssl.train as train
 from accounting.ledger import read_journal
-from privssl import train
 from privssl.algorithms.baselines.supervised import FedAvg, ProximalRequest
 from privssl.algorithms.local_ssl import ModelUpdate
 from privssl.audit import __main__ as audit

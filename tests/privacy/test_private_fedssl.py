@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import privssl.train as train
 from accounting.accountants import epsilon
 from accounting.budget import Budget
 from accounting.events import PoissonSampledGaussianEvent
 from accounting.ledger import read_journal
-from privssl import train
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.fedssl.algorithm import FedSSL, FedSSLUpdate
 from privssl.core.agents import LabelledRows

@@ -24,7 +24,7 @@ from accounting import verify
 from accounting.canonical_json import real
 from accounting.errors import LedgerError
 from accounting.ledger import Account, read_journal
-from privssl import train
+import privssl.train as train
 from privssl.audit import __main__ as audit
 from privssl.engines.local import LocalEngine
 from privssl.experiment import prepare

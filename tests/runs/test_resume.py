@@ -23,9 +23,9 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
+import privssl.train as train
 from accounting import journal
 from accounting.ledger import read_journal
-from privssl import train
 from privssl.audit import __main__ as audit
 from privssl.engines.local import LocalEngine
 from privssl.reporting.trackers import CsvTracker

@@ -255,6 +255,37 @@ def test_weights_of_another_form_cost_the_crook_a_charge_and_tell_nothing(place:
     assert spent(place) == 1
 
 
+HARM = """\
+import os
+os.mkdir(os.environ["MARK"])
+from tests.api.digits import Net
+"""
+
+
+def test_a_site_imports_only_the_network_that_its_own_file_names(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = place / "mark"
+    (place / "harmful_site_network.py").write_text(HARM)
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setenv("MARK", str(mark))
+    named = "harmful_site_network:Net"
+    edit(place / "c.yaml", ("{name: small_cnn, width: 4}", f"{{name: '{named}'}}"))
+    for here in ("", f", network: '{named}2'"):  # not named, or another one
+        text = SITE.replace("folder: kept", f"folder: kept{here}")
+        (place / "site.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=r"Read that code; then allow it with site\.network"):
+            opened(place)
+        assert not mark.exists()
+    (place / "site.yaml").write_text(
+        SITE.replace("folder: kept", f"folder: kept, network: '{named}'")
+    )
+    desk = opened(place)  # the control: it is imported, and its visits are charged
+    assert mark.exists()
+    assert ask(desk, visit_to(desk)).charged
+    assert spent(place) == 1
+
+
 def test_less_noise_in_the_coordinators_config_is_another_config(place: Path) -> None:
     desk = opened(place)
     edit(place / "c.yaml", ("noise_multiplier: 2.0", "noise_multiplier: 0.5"))

@@ -8,7 +8,7 @@ import io
 from dataclasses import dataclass
 from pathlib import Path
 
-from privssl import train
+import privssl.train as train
 
 #: A run of a second or so, that does everything.
 PLAIN = """\

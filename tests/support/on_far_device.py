@@ -15,9 +15,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+import privssl.train as train
 from accounting import discrete_laplace
 from benchmarks import far_device
-from privssl import train
 from privssl.algorithms import ALGORITHMS
 from privssl.core.agents import Agent
 from privssl.engines import batched

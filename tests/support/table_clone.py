@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from privssl import train
+import privssl.train as train
 from privssl.reproduce.runner import Ended, Interrupted, Runner
 from privssl.reproduce.store import Store, config_hash
 from privssl.reproduce.tables import Cell, Table, load_tables

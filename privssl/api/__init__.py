@@ -1,0 +1,1 @@
+"""The Python interface: ``privssl.train``, ``load``, ``open_run``, ``Run``, ``Dataset``."""

@@ -1,0 +1,330 @@
+"""Rows in memory as a data set of a run: ``privssl.Dataset``."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from logging.handlers import BufferingHandler
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from privssl.core.agents import natural_order
+from privssl.data import datasets
+from privssl.data.npz import NAMES, NO_LABEL, UNLABELLED, check_arrays
+from privssl.data.split import holders
+from privssl.errors import DataError
+from privssl.runtime.process import logging_to
+from privssl.settings.schema import AgentSettings
+
+ARRAYS = "arrays"  # as data.name
+
+
+class Dataset:
+    """Training and test rows in memory, checked as an NPZ file is.
+
+    Rows are (N, H, W), (N, H, W, C) or (N, C, H, W) with 1 or 3 channels: bytes, or floats in
+    [0, 1]. Classes are 0, 1, 2, ...; the label -1 is none. Made by one of the functions below.
+    """
+
+    def __init__(self, checked: datasets.Dataset) -> None:
+        """``checked``: as the functions below make it."""
+        self.rows = checked
+
+    @classmethod
+    def from_arrays(
+        cls,
+        x_train: Any,
+        y_train: Any,
+        x_test: Any,
+        y_test: Any,
+        class_names: Sequence[str] | None = None,
+        x_unlabelled: Any = None,
+    ) -> "Dataset":
+        """A data set from NumPy arrays, tensors or nested lists, which are copied.
+
+        Args:
+            x_train: training rows, in one of the forms of the class.
+            y_train: their classes (N,); -1: no label.
+            x_test: test rows, which measure accuracy and train nothing.
+            y_test: their classes, without -1.
+            class_names: names in the order of the class numbers; None: the numbers.
+            x_unlabelled: training rows without a label, beside those of -1.
+
+        Raises:
+            privssl.UserError: the arrays are not in that form.
+        """
+        given = dict(zip(NAMES, (x_train, y_train, x_test, y_test), strict=True))
+        if x_unlabelled is not None:
+            given[UNLABELLED] = x_unlabelled
+        return _checked("Dataset.from_arrays", given, class_names)
+
+    @classmethod
+    def from_torch(cls, train: Any, test: Any) -> "Dataset":
+        """A data set from two map-style ``torch.utils.data.Dataset`` of (row, label).
+
+        Rows are images of Pillow, arrays or tensors, without normalisation: bytes, or floats in
+        [0, 1]. The label None or -1 is none. Class names are ``train.classes``, if there are.
+
+        Raises:
+            privssl.UserError: an item is no (row, label), or the rows are not in that form.
+        """
+        names = getattr(train, "classes", None)
+        parts: dict[str, Any] = {}
+        for part, items in (("train", train), ("test", test)):
+            where = f"Dataset.from_torch: {part}"
+            parts[f"x_{part}"], parts[f"y_{part}"] = _collected(where, _pairs(where, items))
+        return _checked("Dataset.from_torch", parts, names)
+
+    @classmethod
+    def from_huggingface(
+        cls, train: Any, test: Any, row: str = "image", label: str = "label"
+    ) -> "Dataset":
+        """A data set from two splits of a Hugging Face data set.
+
+        Args:
+            train: an object with ``features`` and items that are mappings, as
+                ``datasets.Dataset``; the package itself is not imported.
+            test: as train.
+            row: column of the images or arrays, as in ``from_torch``.
+            label: column of the class numbers; its ``names`` become the class names.
+
+        Raises:
+            privssl.UserError: no such column, or the rows are not in that form.
+        """
+        parts: dict[str, Any] = {}
+        for part, items in (("train", train), ("test", test)):
+            where = f"Dataset.from_huggingface: {part}"
+            features = getattr(items, "features", None)
+            if not isinstance(features, Mapping):
+                raise DataError(
+                    f"{where} is a {type(items).__name__} without features. Give a split of a "
+                    "Hugging Face data set, or use Dataset.from_torch"
+                )
+            for key, column in (("row", row), ("label", label)):
+                if column not in features:
+                    known = ", ".join(map(str, features))
+                    raise DataError(
+                        f"{where} has no column {column!r}. Set {key}= to one of {known}"
+                    )
+            pairs = ((item[row], item[label]) for item in _items(where, items))
+            parts[f"x_{part}"], parts[f"y_{part}"] = _collected(where, pairs)
+        names = getattr(train.features[label], "names", None)
+        return _checked("Dataset.from_huggingface", parts, names)
+
+    @classmethod
+    def federated(
+        cls,
+        agents: Mapping[str, Any],
+        test: tuple[Any, Any],
+        class_names: Sequence[str] | None = None,
+    ) -> "Dataset":
+        """A data set whose rows lie at agents already: nothing is drawn or divided.
+
+        Args:
+            agents: the rows of each agent by its name. s0, s1, ... (support) and server: (x, y);
+                q0, q1, ... (query): x; m0, m1, ... (mixed): (x, y) with -1 for no label.
+            test: (x, y) of the test rows.
+            class_names: as of ``from_arrays``.
+
+        Raises:
+            privssl.UserError: names that no run has, or rows not in the form of the class.
+        """
+        where = "Dataset.federated"
+        x: list[NDArray[Any]] = []
+        y: list[NDArray[Any]] = []
+        held: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        for name in sorted(agents, key=natural_order):
+            rows, labels = _of_agent(where, name, agents[name])
+            ids = np.arange(len(rows)) + sum(map(len, x))
+            known = labels != NO_LABEL
+            held[name] = tuple(ids[known].tolist()), tuple(ids[~known].tolist())
+            x.append(rows)
+            y.append(labels)
+        if len({rows.shape[1:] for rows in x}) != 1 or len({rows.dtype for rows in x}) != 1:
+            forms = {name: (r.dtype.name, r.shape[1:]) for name, r in zip(held, x, strict=True)}
+            raise DataError(f"{where}: agents have rows of different forms or types: {forms}")
+        _agents_of(where, held)
+        given = dict(zip(NAMES, (np.concatenate(x), np.concatenate(y), *test), strict=True))
+        return _checked(where, given, class_names, held)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keys of a config that follow from the data set."""
+        # What belongs to the file's own data set would be refused beside arrays.
+        found: dict[str, Any] = {"data.name": ARRAYS, "data.root": "", "data.image_size": None}
+        held = self.rows.held
+        if held is None:
+            return found
+        unlabelled = sum(len(without) for _, without in held.values())
+        found["data.labelled"] = sum(len(labelled) for labelled, _ in held.values())
+        return found | {"data.unlabelled": unlabelled or None, **_agents_of("data", held)}
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """In the order of the class numbers."""
+        return self.rows.class_names
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of a row."""
+        return self.rows.shape
+
+    @cached_property
+    def checksum(self) -> str:
+        """SHA-256 of all rows and labels, which a run's config and split.json record."""
+        return datasets.checksum(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows.y_train)
+
+    def __repr__(self) -> str:
+        unknown = int((self.rows.y_train == NO_LABEL).sum())
+        return (
+            f"Dataset({len(self)} training rows, {unknown} of them without a label, "
+            f"{len(self.rows.y_test)} test rows, shape {self.shape}, "
+            f"{len(self.class_names)} classes)"
+        )
+
+
+#: The name of an agent by what its first letter makes it.
+KINDS = {"s": "support", "q": "query", "m": "mixed"}
+
+
+def _of_agent(where: str, name: str, given: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Rows and labels of one agent."""
+    here = f"{where}: {name}"
+    if not name.startswith("q") and not (isinstance(given, tuple | list) and len(given) == 2):
+        raise DataError(f"{here} is {_short(given)}. Give (x, y), or call it q0, q1, ...")
+    x, y = (given, None) if name.startswith("q") else given
+    rows = to_array(f"{here}: x", x)
+    labels = np.full(len(rows), NO_LABEL) if y is None else to_array(f"{here}: y", y)
+    if labels.shape != (len(rows),) or not len(rows):
+        raise DataError(
+            f"{here} has {len(rows)} rows and labels of shape {labels.shape}. Give each row one, "
+            "and at least one row"
+        )
+    if not name.startswith(("q", "m")) and (labels == NO_LABEL).any():
+        raise DataError(f"{here} has rows without a label. Move them to a query agent (q0)")
+    return rows, labels
+
+
+def _agents_of(where: str, held: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that give a run these agents. Raises DataError where none do."""
+    counts = {kind: sum(name[:1] == letter for name in held) for letter, kind in KINDS.items()}
+    labels = "labels-at-client" if counts["mixed"] else "support"
+    labels = "labels-at-server" if "server" in held else labels
+    settings = AgentSettings(**({**counts, "support": 0} if "server" in held else counts))
+    try:
+        expected = holders(labels, settings).everyone
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+    if set(expected) != set(held):
+        raise DataError(
+            f"{where}: agents are {', '.join(held)}, where a run would have {', '.join(expected)}. "
+            "Number the agents of each kind from 0"
+        )
+    return {"data.labels": labels, **{f"agents.{k}": v for k, v in vars(settings).items()}}
+
+
+def _checked(
+    where: str, given: Mapping[str, Any], names: Sequence[str] | None, held: Any = None
+) -> Dataset:
+    found = {name: to_array(f"{where}: {name}", value) for name, value in given.items()}
+    if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
+        raise DataError(f"{where}: class_names is {names!r}. Give a list of names")
+    recorder = BufferingHandler(capacity=10**6)
+    with logging_to(recorder):
+        arrays = check_arrays(where, found, names)
+        datasets.warn_of_equal_rows(where, arrays)
+        said = tuple(recorder.buffer)
+    rows = datasets.from_arrays(ARRAYS, arrays)
+    return Dataset(dataclasses.replace(rows, said=said, held=held))
+
+
+def to_array(where: str, value: Any) -> NDArray[Any]:
+    """A copy of an array, a tensor or nested lists of numbers. Raises DataError."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().numpy()
+    try:
+        found = np.array(value)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{where} is no array: {error}. Give rows of one shape") from None
+    if found.dtype.kind not in "biuf" and found.size:
+        raise DataError(
+            f"{where} has values of {found.dtype}. Give numbers; number the classes 0, 1, 2, ..."
+        )
+    return found
+
+
+def _items(where: str, items: Any) -> Iterator[Any]:
+    """The items of a map-style data set, which may lack ``__iter__``."""
+    if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
+        raise DataError(
+            f"{where} is a {type(items).__name__}, which has no length or no items by number. Give "
+            "a map-style data set"
+        )
+    for number in range(len(items)):
+        try:
+            yield items[number]
+        except Exception as error:
+            raise DataError(
+                f"{where}: item {number} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _pairs(where: str, items: Any) -> Iterator[tuple[Any, Any]]:
+    for number, item in enumerate(_items(where, items)):
+        if not (isinstance(item, tuple | list) and len(item) == 2):
+            raise DataError(f"{where}: item {number} is no (row, label) but {_short(item)}")
+        yield item[0], item[1]
+
+
+def _collected(
+    where: str, pairs: Iterator[tuple[Any, Any]]
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """All rows, of one form, and their labels."""
+    rows: list[NDArray[Any]] = []
+    labels: list[int] = []
+    for number, (row, label) in enumerate(pairs):
+        here = f"{where}: row {number}"
+        rows.append(to_pixels(here, row))
+        labels.append(_label(here, label))
+        first, last = rows[0], rows[-1]
+        if (last.shape, last.dtype) != (first.shape, first.dtype):
+            raise DataError(
+                f"{here} is {last.dtype} of shape {last.shape}, and row 0 {first.dtype} of "
+                f"{first.shape}. Resize or convert them to one form"
+            )
+    if not rows:
+        raise DataError(f"{where} has no rows. Give at least one")
+    return np.stack(rows), np.array(labels)
+
+
+def to_pixels(where: str, row: Any) -> NDArray[Any]:
+    """One row as an array; of an image of Pillow its grey or RGB pixels."""
+    convert: Callable[[str], Any] | None = getattr(row, "convert", None)
+    if convert is not None and hasattr(row, "mode"):
+        row = (
+            row if row.mode in ("L", "RGB") else convert("L" if row.mode in ("1", "LA") else "RGB")
+        )
+    return to_array(where, row)
+
+
+def _label(where: str, label: Any) -> int:
+    if label is None:
+        return NO_LABEL
+    try:
+        number = int(label)
+    except (TypeError, ValueError):
+        number = NO_LABEL - 1
+    if number < NO_LABEL or number != label:
+        raise DataError(
+            f"{where} has the label {_short(label)}. Give its class number, or None or -1 for none"
+        )
+    return number
+
+
+def _short(value: object) -> str:
+    return repr(value)[:60]

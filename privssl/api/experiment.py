@@ -1,0 +1,215 @@
+"""Train from Python: ``privssl.train`` and ``privssl.load``.
+
+Does what the command ``train`` does, and leaves the process as it was: threads of torch, random
+numbers, signal handlers, logging. Works in a notebook and beside other threads; signals are taken
+in the main thread alone.
+"""
+
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from accounting.errors import AccountingError
+from privssl.api.datasets import Dataset
+from privssl.api.run import Run
+from privssl.errors import ConfigError, DataError, PrivacyError, RunFolderError
+from privssl.experiment import config as configs
+from privssl.experiment.config import Config
+from privssl.experiment.prepare import prepare
+from privssl.models.own_networks import NetworkSource, reference_of
+from privssl.reporting.trackers import ProgressTracker
+from privssl.runs import launch, resume, run_dir
+from privssl.runs.round_plan import rounds_of
+from privssl.runtime.console import Screen
+from privssl.runtime.process import (
+    STOPPING,
+    in_one_thread,
+    interrupt_on_signals,
+    logging_to,
+    private_umask,
+    report_full_disk_once,
+    tune_malloc,
+)
+
+Sections = Mapping[str, Any]  # of a config, by name
+#: A value by its dotted key, or ``section.key=value`` as on the command line.
+Overrides = Mapping[str, Any] | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A checked config that can be run several times. ``privssl.load`` makes it."""
+
+    source: Path
+    overrides: tuple[str, ...]
+    config: Config
+    text: str | None = None  # the YAML of a config that is no file
+
+    def run(
+        self,
+        data: Dataset | None = None,
+        model: NetworkSource | str | None = None,
+        output: str | Path | None = None,
+        progress: bool = False,
+    ) -> Run:
+        """Train; arguments and errors as of :func:`train`."""
+        more: dict[str, Any] = {}
+        folder = self.source if self.text is None and self.source.is_dir() else None
+        if data is not None:
+            more |= data.settings
+        if model is not None:
+            more["model.name"] = model if isinstance(model, str) else reference_of(model)
+            more["model.width"] = 16
+        if output is not None:
+            if folder is not None:
+                raise RunFolderError(
+                    f"{folder} is a run to go on with, in its own folder. Leave output out, or "
+                    f"give {folder / 'config.yaml'} for a new run"
+                )
+            more["run.output"] = str(output)
+        config = _load(self.source, (*self.overrides, *_as_arguments(more)), self.text)
+        source = None if isinstance(model, str) else model
+        return _train(_with_rows(config, data), data, source, folder, progress)
+
+
+def load(config: str | Path | Sections, overrides: Overrides | None = None) -> Experiment:
+    """Read and check a config.
+
+    Args:
+        config: a YAML file, or its sections ``{"algorithm": {"name": ...}, ...}``; or the folder of
+            a run, which running goes on with.
+        overrides: ``{"section.key": value}``, or a list of "section.key=value".
+
+    Raises:
+        privssl.UserError: with all problems of the file and the overrides.
+    """
+    text = _as_yaml("config", config) if isinstance(config, Mapping) else None
+    source = Path("config" if isinstance(config, Mapping) else config)
+    given = _as_arguments(overrides) if isinstance(overrides, Mapping) else tuple(overrides or ())
+    return Experiment(source, given, _load(source, given, text), text)
+
+
+def train(
+    config: str | Path | Sections,
+    overrides: Overrides | None = None,
+    data: Dataset | None = None,
+    model: NetworkSource | str | None = None,
+    output: str | Path | None = None,
+    progress: bool = False,
+) -> Run:
+    """Train one classifier as a config says, as the command ``train`` does.
+
+    Args:
+        config: a YAML file, or its sections as of :func:`load`. The folder of a run: go on with it
+            from its last checkpoint; a finished one is returned as it is.
+        overrides: ``{"section.key": value}``, or a list of "section.key=value".
+        data: rows in memory, instead of those of ``data.name``.
+        model: a network instead of that of ``model.name``: a ``torch.nn.Module`` class or function
+            of (shape, classes, **model.options), a module whose last layer is replaced, or a name.
+        output: folder of the run, instead of ``run.output``.
+        progress: whether to print progress and warnings; else nothing is printed, and warnings are
+            in ``run.results["warnings"]``.
+
+    Returns:
+        The run, finished or ended by its budget.
+
+    Raises:
+        privssl.UserError: a mistake, with the text that the command prints.
+        KeyboardInterrupt: a checkpoint was written; train its folder to go on.
+    """
+    return load(config, overrides).run(data, model, output, progress)
+
+
+def _load(source: Path, arguments: Sequence[str], text: str | None) -> Config:
+    path = source / "config.yaml" if text is None and source.is_dir() else source
+    return configs.load_config(path, arguments, text=text)
+
+
+def _as_arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{key}={_as_yaml(key, value)}" for key, value in values.items())
+
+
+def _as_yaml(key: str, value: Any) -> str:
+    plain = str(value) if isinstance(value, Path) else value
+    try:
+        text: str = yaml.safe_dump(plain, default_flow_style=True, width=2**20, allow_unicode=True)
+    except yaml.YAMLError:
+        raise ConfigError(
+            f"{key} is {repr(value)[:60]}. Give text, a number of Python's, a bool, None, or a list "
+            "or mapping of these"
+        ) from None
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _with_rows(config: Config, data: Dataset | None) -> Config:
+    """The config with the checksum of rows in memory, which must be the one that it has already."""
+    if data is None:
+        return config
+    known = config.data.checksum
+    if known not in ("", data.checksum):
+        raise DataError(
+            f"data has other rows than {config.source} was written for (checksum "
+            f"{data.checksum[:12]} here, {known[:12]} there). Give the same rows in the same order"
+        )
+    privacy = config.privacy
+    if data.rows.held is not None and privacy is not None and privacy.record_counts == "private":
+        raise PrivacyError(
+            "Dataset.federated writes the number of labelled rows to config.yaml, and "
+            "privacy.record_counts is private. Give Dataset.from_arrays and data.split instead"
+        )
+    rows = dataclasses.replace(config.data, checksum=data.checksum)
+    return dataclasses.replace(config, data=rows)
+
+
+def _train(
+    config: Config, data: Dataset | None, network: NetworkSource | None, folder: Path | None,
+    progress: bool,
+) -> Run:  # fmt: skip
+    """Run from the start, or with ``folder`` from its last checkpoint."""
+    try:
+        with _process(progress) as stack:
+            if folder is not None:
+                resume.check_resumable(folder, config)
+                known = run_dir.read_outcome(folder)
+                if known is not None and known[0]["status"] != "interrupted":
+                    return Run(folder, network)
+            prepared = prepare(config, None if data is None else data.rows, network)
+
+            def bar(after: int | None) -> list[ProgressTracker]:
+                total, nominal = rounds_of(prepared.algorithm), prepared.is_nominal
+                return [ProgressTracker(total, after, nominal=nominal)] if progress else []
+
+            run = Run(launch.launch(prepared, folder, bar, stack), network)
+    except AccountingError as error:
+        raise PrivacyError(str(error)) from error
+    if run.results["status"] == "interrupted":
+        raise KeyboardInterrupt(f"Interrupted; go on with privssl.train({str(run.folder)!r}, ...)")
+    return run
+
+
+@contextmanager
+def _process(progress: bool) -> Iterator[ExitStack]:
+    """The process as a run needs it, and afterwards as it was; holds the run's lock and log."""
+    threads = torch.get_num_threads()
+    with ExitStack() as stack:
+        stack.enter_context(logging_to(Screen() if progress else logging.NullHandler()))
+        if threading.current_thread() is threading.main_thread():
+            stack.enter_context(interrupt_on_signals(*STOPPING))
+        stack.enter_context(private_umask())
+        stack.enter_context(report_full_disk_once())
+        in_one_thread()
+        if "OMP_NUM_THREADS" not in os.environ:
+            stack.callback(torch.set_num_threads, threads)
+        tune_malloc()
+        # Networks are built, and their weights replaced by those of a seeded generator.
+        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        yield stack

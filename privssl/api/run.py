@@ -1,0 +1,268 @@
+"""A finished run: its numbers, its guarantee, and predictions by its classifier."""
+
+import csv
+import dataclasses
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from privssl import models
+from privssl.api.datasets import to_array, to_pixels
+from privssl.data.npz import check_rows
+from privssl.errors import ConfigError, DataError, RunFolderError
+from privssl.experiment import config as configs
+from privssl.experiment.prepare import device_of
+from privssl.models.own_networks import NetworkSource, is_imported
+from privssl.privacy.privacy_card import guarantee_sentence
+from privssl.runs.run_dir import CLASSIFIER, read_outcome
+from privssl.storage.tensor_files import open_lazily
+from privssl.training.evaluation import CHUNK
+from privssl.training.local_training import load_weights, network_input
+
+
+class Run:
+    """The folder of a run that has ended. ``privssl.train`` and ``privssl.open_run`` make it."""
+
+    def __init__(self, folder: str | Path, model: NetworkSource | None = None) -> None:
+        """``model``: the network, where it was given from Python.
+
+        Raises:
+            privssl.UserError: it is not the folder of a run that has ended, or is damaged.
+        """
+        self.folder = Path(folder)
+        self._model = model
+        outcome = read_outcome(self.folder)
+        if outcome is None:
+            raise RunFolderError(
+                f"{self.folder} has no results.json: it is no run, or one that has not ended. Give "
+                "the folder that a run named in its last lines"
+            )
+        self.results: dict[str, Any] = outcome[0]
+
+    def __repr__(self) -> str:
+        accuracy = self.results["test_accuracy"]["final"]
+        return f"Run({str(self.folder)!r}, {self.results['status']}, test accuracy {accuracy:.4f})"
+
+    # Numbers --------------------------------------------------------------------------------
+
+    @property
+    def metrics(self) -> dict[str, list[float | None]]:
+        """Columns of metrics.csv by name, a value a round; None where a round has none."""
+        try:
+            with (self.folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+        except OSError as error:
+            raise RunFolderError(f"{error.filename} cannot be read: {error.strerror}") from None
+        names = list(rows[0]) if rows else []
+        return {name: [_number(row[name]) for row in rows] for name in names}
+
+    def frame(self) -> Any:
+        """``metrics`` as a pandas data frame, whose index is the round."""
+        try:
+            import pandas as pd
+        except ImportError:
+            raise ConfigError("run.frame() needs pandas: pip install pandas") from None
+        return pd.DataFrame(self.metrics).set_index("round")
+
+    @property
+    def guarantee(self) -> str | None:
+        """The sentence of a private run on what it guarantees; None where nothing is claimed."""
+        path = self.folder / "privacy.json"
+        if not path.exists():
+            return None
+        card = json.loads(path.read_bytes())
+        return guarantee_sentence(card) if card.get("guarantee") else None
+
+    @property
+    def class_names(self) -> list[str]:
+        """In the order of the outputs."""
+        return [str(name) for name in self._of_rows("class_names")]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of a row."""
+        channels, height, width = self._of_rows("rows")["shape"]
+        return channels, height, width
+
+    def _of_rows(self, key: str) -> Any:
+        if key not in self.results:
+            raise RunFolderError(
+                f"{self.folder / 'results.json'} has no {key}: an older version wrote it. Train "
+                "again, or load classifier.safetensors yourself"
+            )
+        return self.results[key]
+
+    # Predictions ----------------------------------------------------------------------------
+
+    def classifier(self) -> nn.Module:
+        """The released classifier on the CPU, in evaluation mode: (B, *shape) as
+        :meth:`network_input` makes them -> (B, classes) logits."""
+        return self._build(torch.device("cpu"))
+
+    def _build(self, device: torch.device) -> nn.Module:
+        config = configs.load_config(self.folder / "config.yaml")
+        name, precision = config.model.name, config.run.precision
+        if self._model is None and is_imported(name):
+            raise ConfigError(
+                f"{self.folder} was trained with {name}, and no run folder may choose what code is "
+                f"imported. Give the network: privssl.open_run(FOLDER, model=...), in a command "
+                f"--model {name}"
+            )
+        assert precision != "auto"  # a run's config says what it was
+        settings = dataclasses.replace(config.model, weights="")
+        network = models.build_classifier(
+            settings, self.shape, len(self.class_names), precision, self._model
+        )
+        try:
+            weights = dict(open_lazily(self.folder / CLASSIFIER))
+            return load_weights(network, weights, device).eval()
+        except OSError:
+            raise RunFolderError(
+                f"{self.folder} has no {CLASSIFIER}: the run has not ended. Go on with it "
+                "(--resume), or give another"
+            ) from None
+        except (RuntimeError, ValueError, SafetensorError) as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise RunFolderError(
+                f"{self.folder / CLASSIFIER} does not fit {name} ({first}). Give the network that "
+                "the run was trained with"
+            ) from None
+
+    @cached_property
+    def _ready(self) -> tuple[nn.Module, torch.device]:
+        """The classifier on the device of the run, where that is here."""
+        config = configs.load_config(self.folder / "config.yaml")
+        try:
+            device = device_of(config.run.device)
+        except ConfigError:
+            device = torch.device("cpu")
+        return self._build(device), device
+
+    def network_input(self, x: Any) -> Tensor:
+        """Rows as the classifier takes them: (N, *shape) float32 in [-1, 1].
+
+        Args:
+            x: rows in a form of ``privssl.Dataset``, or a list of images of Pillow.
+        """
+        return network_input(torch.from_numpy(self._rows(x)))
+
+    def _rows(self, x: Any, y: Any = None) -> NDArray[Any]:
+        where, shape = "predict", self.shape
+        if isinstance(x, Sequence) and not isinstance(x, str):
+            x = [to_pixels(f"{where}: row {n}", row) for n, row in enumerate(x)]
+            if len({row.shape for row in x}) > 1:
+                raise DataError(f"{where}: rows have different shapes. Resize them to {shape}")
+        found = to_array(where, x)
+        if not len(found):
+            return np.zeros((0, *shape), dtype=np.float32)
+        rows, _ = check_rows(where, found)
+        if rows.shape[1:] != shape:
+            raise DataError(
+                f"{where}: rows are {rows.shape[1:]} (channels, height, width), and {self.folder} "
+                f"was trained on {shape}. Resize or convert them"
+            )
+        return rows
+
+    @overload
+    def predict(self, x: Any, probabilities: Literal[False] = ...) -> NDArray[np.str_]: ...
+    @overload
+    def predict(self, x: Any, probabilities: Literal[True]) -> NDArray[np.float32]: ...
+    def predict(self, x: Any, probabilities: bool = False) -> NDArray[Any]:
+        """Class names (N,) of rows, or with ``probabilities`` float32 (N, classes).
+
+        Args:
+            x: rows in a form of ``privssl.Dataset``, or a list of images of Pillow.
+
+        Raises:
+            privssl.UserError: rows of another form than those that the run was trained on.
+        """
+        logits = self._logits(self._rows(x))
+        if probabilities:
+            found: NDArray[np.float32] = logits.softmax(dim=1).numpy()
+            return found
+        names: NDArray[np.str_] = np.array(self.class_names, dtype=np.str_)
+        chosen: NDArray[np.str_] = names[logits.argmax(dim=1).numpy()]
+        return chosen
+
+    @torch.no_grad()
+    def _logits(self, x: NDArray[Any]) -> Tensor:
+        """(N, classes), computed as the run computed its test accuracy."""
+        network, device = self._ready
+        parts = torch.split(torch.from_numpy(x), CHUNK) if len(x) else ()
+        logits = [network(network_input(rows, device)).float().cpu() for rows in parts]
+        return torch.cat(logits) if logits else torch.zeros(0, len(self.class_names))
+
+    def evaluate(self, x: Any, y: Any) -> dict[str, Any]:
+        """Metrics on labelled rows: ``rows`` and ``accuracy``.
+
+        Args:
+            x: rows as of :meth:`predict`.
+            y: their class numbers, or class names (N,).
+        """
+        rows, true = self._rows(x), self._classes(y)
+        if len(rows) != len(true) or not len(rows):
+            raise DataError(
+                f"evaluate: {len(rows)} rows and {len(true)} labels. Give a label for each row, "
+                "and at least one row"
+            )
+        right = self._logits(rows).argmax(dim=1).numpy() == true
+        return {"rows": len(true), "accuracy": int(right.sum()) / len(true)}
+
+    def _classes(self, y: Any) -> NDArray[np.int64]:
+        """Class numbers (N,) of numbers or names."""
+        names = self.class_names
+        found = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.array(y)
+        if found.dtype.kind in "UO":
+            number = {name: place for place, name in enumerate(names)}
+            strange = sorted({str(label) for label in found} - set(names))
+            if strange:
+                raise DataError(
+                    f"evaluate: {self.folder} knows no class {', '.join(strange[:3])}. It has "
+                    f"{', '.join(names[:20])}"
+                )
+            return np.array([number[str(label)] for label in found], dtype=np.int64)
+        if found.ndim != 1 or found.dtype.kind not in "iu":
+            raise DataError(
+                f"evaluate: labels are {found.dtype} of shape {found.shape}. Give class numbers or "
+                "names (N,)"
+            )
+        if found.size and not 0 <= found.min() <= found.max() < len(names):
+            raise DataError(f"evaluate: labels go from {found.min()} to {found.max()}, and classes "
+                            f"from 0 to {len(names) - 1}")  # fmt: skip
+        return found.astype(np.int64)
+
+    def audit(self) -> dict[str, Any]:
+        """The verdict on the run's claim, with the fields of ``audit --json``."""
+        from privssl.audit.__main__ import as_json, audit
+
+        return as_json(audit(self.folder))
+
+
+def open_run(folder: str | Path, model: NetworkSource | str | None = None) -> Run:
+    """The run in a folder.
+
+    Args:
+        folder: of a run that has ended.
+        model: the network, where it was the user's own: the class or function, or its name
+            (package.module:Name). A run folder chooses no code that is imported.
+
+    Raises:
+        privssl.UserError: it is not the folder of a run that has ended, or is damaged.
+    """
+    if isinstance(model, str):
+        from privssl.runtime.plugins import import_object
+
+        return Run(folder, import_object("model", model))
+    return Run(folder, model)
+
+
+def _number(text: str | None) -> float | None:
+    return float(text) if text else None

@@ -1,0 +1,54 @@
+"""``python -m privssl.evaluate RUN DATA``: measure a finished run on labelled rows.
+
+DATA is an NPZ file (x and y, or x_test and y_test), or a folder with a folder of pictures for each
+class (``DATA/test`` if there is one).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from privssl.predict import add_run_arguments
+from privssl.runtime.command import run_command
+from privssl.runtime.console import results_to_standard_output
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m privssl.evaluate", description="Measure a finished run on labelled rows."
+    )
+    add_run_arguments(parser)
+    parser.add_argument(
+        "data", type=Path, metavar="DATA",
+        help="an NPZ file (x and y, or x_test and y_test), or a folder of folders of classes",
+    )  # fmt: skip
+    options = parser.parse_args(argv)
+    return run_command(partial(_evaluate, options), json=options.json, interrupted="Interrupted.")
+
+
+def _evaluate(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
+    from privssl.api.inputs import read_labelled
+    from privssl.api.run import open_run
+    from privssl.runtime.process import in_one_thread
+
+    in_one_thread()
+    run = open_run(options.run, options.model)
+    found = run.evaluate(*read_labelled(options.data, run.shape))
+    if options.json:
+        results_to_standard_output(json.dumps(found, indent=2))
+    else:
+        for name, value in found.items():
+            shown = f"{value:.4f}" if isinstance(value, float) else value
+            console.print(f"{name}: {shown}", markup=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

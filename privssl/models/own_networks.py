@@ -1,0 +1,358 @@
+"""Networks from outside of privssl: a class or function of the user's, torchvision's, timm's.
+
+    network(shape, classes, **options)   a class or function; or a module, which is copied
+    torchvision:NAME, timm:NAME          imported when used; head and first layer made to fit
+
+A network is fitted when it is built, always alike, so that a resumed run has the same one:
+
+* batch norm becomes the layer that ``model.norm`` names, with its scale and shift;
+* activations with ``inplace=True`` work on copies, because per-row gradients need what they change;
+* rows arrive contiguous, as in other projects, so that ``x.view(len(x), -1)`` works.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from privssl.errors import ConfigError
+from privssl.models.convnets import norm_layer
+from privssl.models.static_norm import StaticNorm
+from privssl.ops.group_norm import GroupNorm
+from privssl.runtime import randomness
+from privssl.runtime.plugins import import_object
+from privssl.settings.error_messages import unknown
+from privssl.settings.schema import ModelSettings
+from privssl.storage import tensor_files
+
+#: A class or function of (shape, classes, **options), or a module whose last layer is replaced.
+NetworkSource: TypeAlias = Callable[..., nn.Module] | nn.Module
+Shape: TypeAlias = tuple[int, int, int]
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm
+TRIED = 3  # rows of the batch that a network is tried with
+
+
+def is_imported(name: str) -> bool:
+    """Whether ``model.name`` is ``package.module:Name``: code that is neither ours nor a known
+    library's."""
+    return ":" in name and name.partition(":")[0] not in LIBRARIES
+
+
+def reference_of(source: NetworkSource) -> str:
+    """The ``model.name`` of a network that was given from Python. Raises ConfigError."""
+    if isinstance(source, nn.Module):
+        return f"__main__:<{type(source).__name__}>"
+    if not callable(source):
+        raise ConfigError(
+            f"model is {source!r}. Give a torch.nn.Module class, a function of (shape, classes) "
+            "that returns one, or its name (package.module:Name)"
+        )
+    name = getattr(source, "__qualname__", f"<{type(source).__name__}>")
+    return f"{source.__module__}:{name}" if hasattr(source, "__qualname__") else f"__main__:{name}"
+
+
+def build_network(
+    settings: ModelSettings, shape: Shape, classes: int, source: NetworkSource | None = None
+) -> nn.Module:
+    """An untrained network from outside, fitted (see above).
+
+    Args:
+        settings: the section ``model``; its name has a colon.
+        source: the network itself; None: ``model.name`` is imported.
+
+    Raises:
+        ConfigError: it does not exist, or cannot be built for these rows.
+    """
+    network = _made(settings, shape, classes, source)
+    if any(is_lazy(p) for p in network.parameters()):
+        with torch.no_grad():
+            network(torch.zeros(TRIED, *shape))
+    if settings.weights:
+        load_initial_weights(network, settings.weights)
+    if not _takes_shape(settings, source):
+        _fit_ends(network, shape[0], classes)
+    _exchange_norms(network, settings)
+    for layer in network.modules():
+        if getattr(layer, "inplace", False) is True:
+            layer.inplace = False  # type: ignore[assignment]
+    network.register_forward_pre_hook(_contiguous)
+    return network
+
+
+def _takes_shape(settings: ModelSettings, source: NetworkSource | None) -> bool:
+    """Whether the network is made for a shape and classes, instead of being fitted to them."""
+    library = settings.name.partition(":")[0] in LIBRARIES
+    return not isinstance(source, nn.Module) and (source is not None or not library)
+
+
+def _made(
+    settings: ModelSettings, shape: Shape, classes: int, source: NetworkSource | None
+) -> nn.Module:
+    library, _, name = settings.name.partition(":")
+    if source is None and library in LIBRARIES:
+        return LIBRARIES[library](name, shape, classes, dict(settings.options))
+    source = _imported(settings.name) if source is None else source
+    if isinstance(source, nn.Module):
+        return copy.deepcopy(source)
+    build: Callable[..., Any] = source
+    return _built(settings.name, partial(build, shape, classes), settings.options)
+
+
+def _imported(name: str) -> NetworkSource:
+    """The network that a name imports: nothing else is called."""
+    found = import_object("model.name", name)
+    is_class = inspect.isclass(found) and issubclass(found, nn.Module)
+    if not (is_class or inspect.isfunction(found) or isinstance(found, nn.Module)):
+        raise ConfigError(
+            f"model.name {name} is {str(found)[:60]}, which is no network. Name a torch.nn.Module "
+            "class, a function of (shape, classes), or a module"
+        )
+    source: NetworkSource = found
+    return source
+
+
+def _built(name: str, build: Callable[..., Any], options: Any) -> nn.Module:
+    try:
+        network = build(**options)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"model.name {name} cannot be built: {type(error).__name__}: {_line(error)}. A network "
+            "is made as Network(shape, classes, **model.options), shape (channels, height, width)"
+        ) from error
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"model.name {name} gives a {type(network).__name__}, no nn.Module")
+    return network
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return (str(error).strip().splitlines() or ["no message"])[0][:200].rstrip(".")
+
+
+# Libraries ----------------------------------------------------------------------------------
+
+
+def _torchvision(name: str, shape: Shape, classes: int, options: dict[str, Any]) -> nn.Module:
+    from torchvision import models as zoo
+
+    known = zoo.list_models(module=zoo)
+    if name not in known:
+        raise ConfigError(f"model.name torchvision:{name}: {unknown('network', name, known)}")
+    given = {"weights": None, "num_classes": classes, **options}
+    return _built(f"torchvision:{name}", partial(zoo.get_model, name), given)
+
+
+def _timm(name: str, shape: Shape, classes: int, options: dict[str, Any]) -> nn.Module:
+    try:
+        import timm
+    except ImportError:
+        raise ConfigError(
+            f"model.name is timm:{name}, and timm is not installed: pip install timm"
+        ) from None
+    if not timm.is_model(name):
+        known = timm.list_models()
+        raise ConfigError(f"model.name timm:{name}: {unknown('network', name, known)[:300]}")
+    given = {"pretrained": False, "num_classes": classes, "in_chans": shape[0], **options}
+    return _built(f"timm:{name}", partial(timm.create_model, name), given)
+
+
+LIBRARIES: dict[str, Callable[[str, Shape, int, dict[str, Any]], nn.Module]] = {
+    "torchvision": _torchvision, "timm": _timm,
+}  # fmt: skip
+
+
+def _fit_ends(network: nn.Module, channels: int, classes: int) -> None:
+    """Replace the first convolution and the last layer where they do not fit.
+
+    The new first layer sums, or repeats, the old one's channels; the new last layer is drawn.
+    """
+    layers = list(network.named_modules())
+    convolutions = [(n, layer) for n, layer in layers if isinstance(layer, nn.Conv2d)]
+    if convolutions and convolutions[0][1].in_channels != channels:
+        name, old = convolutions[0]
+        first = _convolution_like(old, channels, old.out_channels)
+        with torch.no_grad():
+            first.weight.copy_(
+                old.weight.sum(dim=1, keepdim=True).expand_as(first.weight) / channels
+            )
+            if first.bias is not None and old.bias is not None:
+                first.bias.copy_(old.bias)
+        network.set_submodule(name, first)
+    heads = [(n, layer) for n, layer in layers if isinstance(layer, nn.Linear | nn.Conv2d)]
+    if not heads:
+        return
+    name, last = heads[-1]
+    if isinstance(last, nn.Linear) and last.out_features != classes:
+        head: nn.Module = nn.Linear(last.in_features, classes, bias=last.bias is not None)
+        network.set_submodule(name, head)
+    elif isinstance(last, nn.Conv2d) and last.out_channels != classes:
+        network.set_submodule(name, _convolution_like(last, last.in_channels, classes))
+
+
+def _convolution_like(old: nn.Conv2d, channels: int, out: int) -> nn.Conv2d:
+    padding: Any = old.padding
+    return nn.Conv2d(
+        channels, out, old.kernel_size, old.stride, padding,  # type: ignore[arg-type]
+        dilation=old.dilation, bias=old.bias is not None,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+# Fitting ------------------------------------------------------------------------------------
+
+
+class FittedGroupNorm(GroupNorm):
+    """Group norm whose output may be changed in place (``out += x``): per-row gradients see a copy
+    of it, as they need what they recorded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out.clone() if torch._C._are_functorch_transforms_active() else out
+
+
+def _exchange_norms(network: nn.Module, settings: ModelSettings) -> None:
+    """Replace every batch norm by the layer that ``model.norm`` names."""
+    if settings.norm == "batch":
+        return
+    for name, old in list(batch_norms(network)):
+        channels = old.num_features
+        if settings.norm == "static" and not isinstance(old, nn.BatchNorm2d):
+            raise ConfigError(
+                f"model.norm is static, but {settings.name} has a {type(old).__name__} at {name}. "
+                "Set model.norm: group"
+            )
+        new = norm_layer(settings.norm, channels)
+        if isinstance(new, GroupNorm):
+            new = FittedGroupNorm(new.num_groups, channels)
+        if isinstance(new, FittedGroupNorm | StaticNorm) and old.affine:
+            with torch.no_grad():
+                new.weight.copy_(old.weight)
+                assert new.bias is not None
+                new.bias.copy_(old.bias)
+        network.set_submodule(name, new)
+
+
+def batch_norms(network: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    """The batch norms of a network by name, without static norms."""
+    for name, layer in network.named_modules():
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, StaticNorm):
+            yield name, layer
+
+
+def _contiguous(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+    """A copy of rows with plain strides: a grey image counts as contiguous in either layout."""
+    return (given[0].clone(memory_format=torch.contiguous_format),)
+
+
+def load_initial_weights(network: nn.Module, path: str) -> None:
+    """Copy the state dict of a safetensors file into a network.
+
+    The last layer, and a first layer for other channels, keep their own weights if they differ in
+    size; statistics of batch norm may be absent.
+
+    Raises:
+        ConfigError: no such file, not a state dict in safetensors form, or another network's.
+    """
+    file = Path(path).expanduser()
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"model.weights: {file} cannot be read as a safetensors file ({_line(error)}). Save a "
+            "state dict with safetensors.torch.save_file(network.state_dict(), PATH)"
+        ) from None
+    own = network.state_dict()
+    weights = [name.rpartition(".")[0] for name, tensor in own.items() if tensor.dim() > 1]
+    ends = {weights[0], weights[-1]} if weights else set()
+    fits = {n: t for n, t in found.items() if n in own and own[n].shape == t.shape}
+    wrong = [n for n in found if n not in fits and n.rpartition(".")[0] not in ends]
+    wrong += [
+        n for n in own.keys() - found.keys()
+        if n.rpartition(".")[0] not in ends and n.rpartition(".")[2] not in STATISTICS
+    ]  # fmt: skip
+    if wrong or not fits:
+        raise ConfigError(
+            f"model.weights: {file} is of another network: {', '.join(sorted(wrong)[:3])} "
+            "differ in name or size. Give the weights of model.name"
+        )
+    network.load_state_dict({**own, **fits})
+
+
+# Checks -------------------------------------------------------------------------------------
+
+
+def check_network(name: str, build: Callable[[], nn.Module], shape: Shape, classes: int) -> None:
+    """Build a network twice and try it on made-up rows.
+
+    Raises:
+        ConfigError: it has other inputs or outputs than the rows and classes need, is not rebuilt
+            alike, or has weights that no state dict can hold.
+    """
+    rng = partial(randomness.stream, 0, 0, "world", "try the network")
+    with randomness.seeded(rng()):
+        network = build()
+    with randomness.seeded(rng()):
+        again = build()
+    weights, others = network.state_dict(), again.state_dict()
+    try:
+        tensor_files.check_types(weights)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"model.name {name}: its state dict cannot be saved: {error}") from None
+    same = weights.keys() == others.keys() and all(
+        torch.equal(weights[n], others[n]) for n in weights
+    )
+    if not same:
+        raise ConfigError(
+            f"model.name {name}: built twice, it has other layers or weights, so a run could not "
+            "be repeated or resumed. Draw initial weights with torch alone, and no shapes"
+        )
+    if not any(p.requires_grad for p in network.parameters()):
+        raise ConfigError(f"model.name {name} has no parameter that can be trained")
+    x = torch.rand(TRIED, *shape, generator=rng()) * 2 - 1
+    x = x.contiguous(memory_format=torch.channels_last)
+    for mode in (True, False):
+        with torch.no_grad(), randomness.seeded(rng()):
+            _check_output(name, network.train(mode), x, classes)
+
+
+def _check_output(name: str, network: nn.Module, x: Tensor, classes: int) -> None:
+    rows = f"rows {tuple(x.shape[1:])} (channels, height, width)"
+    try:
+        out = network(x)
+    except Exception as error:
+        raise ConfigError(
+            f"model.name {name} cannot take {rows}: {type(error).__name__}: {_line(error)}"
+        ) from error
+    if not isinstance(out, Tensor) or tuple(out.shape) != (len(x), classes):
+        got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise ConfigError(
+            f"model.name {name} gives {got} for {len(x)} {rows}, where one output for each of the "
+            f"{classes} classes is needed: ({len(x)}, {classes})"
+        )
+    if out.dtype != torch.float32 or not out.isfinite().all():
+        raise ConfigError(f"model.name {name} gives {out.dtype}, or numbers that are not finite")
+
+
+def describe_exchange(
+    settings: ModelSettings, shape: Shape, classes: int, source: NetworkSource | None
+) -> str | None:
+    """A sentence on the batch norms that ``model.norm`` replaces; None if there are none."""
+    if settings.norm == "batch":
+        return None
+    made = _made(settings, shape, classes, source)
+    if not (count := len(list(batch_norms(made)))):
+        return None
+    new = {"group": "group norm", "static": "static batch norm", "none": "no norm"}[settings.norm]
+    keep = "Set model.norm: batch to keep them in a run without privacy"
+    return f"{settings.name}: {count} batch norms were replaced by {new} (model.norm). {keep}"

@@ -1,0 +1,98 @@
+"""``python -m privssl.predict RUN INPUT...``: classify rows with a finished run.
+
+Inputs are pictures, folders of pictures, NPZ files (x, x_test or x_unlabelled) and NPY files. A
+line for each row: its file or number, its class, and the probability of each class.
+"""
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from privssl.runtime.command import run_command
+from privssl.runtime.console import results_to_standard_output
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m privssl.predict", description="Classify rows with a finished run."
+    )
+    add_run_arguments(parser)
+    parser.add_argument(
+        "inputs", nargs="+", type=Path, metavar="INPUT",
+        help="picture, folder of pictures, NPZ file (x, x_test or x_unlabelled) or NPY file",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FILE.csv", help="write the lines there")
+    options = parser.parse_args(argv)
+    return run_command(partial(_predict, options), json=True, interrupted="Interrupted.")
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add RUN, ``--model`` and ``--json``."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train wrote")
+    parser.add_argument(
+        "--model", metavar="PACKAGE.MODULE:NAME",
+        help="the network, where it was your own: a run folder chooses no code that is imported",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _predict(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
+    from privssl.api.inputs import read_rows
+    from privssl.api.run import open_run
+    from privssl.runs.run_dir import write_text
+    from privssl.runtime.process import in_one_thread
+
+    in_one_thread()
+    run = open_run(options.run, options.model)
+    names: list[str] = []
+    rows: list[list[float]] = []
+    for which, x in read_rows(options.inputs, run.shape):
+        names += which
+        rows += run.predict(x, probabilities=True).tolist()
+    if options.json:
+        text = json.dumps(_as_json(run.class_names, names, rows), indent=2)
+    else:
+        text = _as_csv(run.class_names, names, rows)
+    if options.output is None:
+        results_to_standard_output(text.removesuffix("\n"))
+    else:
+        write_text(options.output, text)
+        console.print(f"{len(names)} rows: {options.output}", markup=False)
+    return 0
+
+
+def _best(classes: Sequence[str], row: Sequence[float]) -> str:
+    return classes[row.index(max(row))]
+
+
+def _as_json(
+    classes: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[float]]
+) -> list[dict[str, Any]]:
+    found = []
+    for name, row in zip(names, rows, strict=True):
+        by_class = dict(zip(classes, row, strict=True))
+        found.append({"row": name, "class": _best(classes, row), "probabilities": by_class})
+    return found
+
+
+def _as_csv(classes: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[float]]) -> str:
+    out = io.StringIO()
+    table = csv.writer(out, lineterminator="\n")
+    table.writerow(["row", "class", *classes])
+    for name, row in zip(names, rows, strict=True):
+        table.writerow([name, _best(classes, row), *(f"{p:.6f}" for p in row)])
+    return out.getvalue()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

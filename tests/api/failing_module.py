@@ -1,0 +1,3 @@
+"""Fails when it is imported."""
+
+raise OSError("the driver is not there")

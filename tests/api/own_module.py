@@ -1,0 +1,136 @@
+"""A module of a user's, whose networks configs name as ``tests.api.own_module:Name``."""
+
+import torch
+from torch import Tensor, nn
+
+from tests.api.digits import Net
+
+__all__ = ["Net"]
+
+NO_NETWORK = 3
+
+
+class _Linear(nn.Module):
+    """What the networks below have in common: one linear layer over all pixels."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(torch.Size(shape).numel(), classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x.flatten(1))
+        return logits
+
+
+class Lazy(nn.Module):
+    """Its layers learn their sizes from the first rows."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten(), nn.LazyLinear(classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.layers(x)
+        return logits
+
+
+class Wide(_Linear):
+    """Has one output too many."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__(shape, classes + 1)
+
+
+class Coloured(_Linear):
+    """Takes images of three channels alone."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__((3, *shape[1:]), classes)
+
+
+class Uneven(_Linear):
+    """Is built otherwise each time."""
+
+    built = 0
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__(shape, classes)
+        Uneven.built += 1
+        nn.init.constant_(self.head.bias, Uneven.built)
+
+
+class Broken(_Linear):
+    """Cannot be built."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        raise ValueError("I need a GPU")
+
+
+class Dropping(_Linear):
+    """Draws chance as a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.drop(x))
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__(shape, classes)
+        self.drop = nn.Dropout(0.5)
+
+
+class Noisy(_Linear):
+    """Draws chance by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.rand_like(x) * self.training)
+
+
+class Centred(_Linear):
+    """Takes the mean of the batch away: every row reaches the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(dim=0))
+
+
+class Remembering(_Linear):
+    """Takes away what it saw in the last call: rows reach those of later batches."""
+
+    last: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x) - self.last
+        self.last = out.detach().mean()
+        return out
+
+
+class Counting(_Linear):
+    """Keeps a number that changes no output yet."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Branching(_Linear):
+    """Decides by a row's numbers, which vmap cannot."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if bool((x.sum() > 0).item()) else 1.0)
+
+
+class Buffered(_Linear):
+    """Has a buffer, which would be sent as it is."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__(shape, classes)
+        self.register_buffer("scale", torch.ones(1))
+
+
+class InPlace(_Linear):
+    """Changes a layer's output in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        out += 1.0
+        return out

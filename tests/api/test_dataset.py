@@ -1,0 +1,185 @@
+"""``privssl.Dataset``: rows in memory, checked as an NPZ file is, and one clear error each."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import TensorDataset
+
+import privssl
+from privssl.data.npz import read_npz
+from tests.api.digits import PRIVATE, arrays, config, dataset
+
+Rows = privssl.Dataset
+X, Y, X_TEST, Y_TEST = arrays()
+
+
+def test_arrays_are_the_rows_that_an_npz_file_of_them_has(tmp_path: Path) -> None:
+    path = tmp_path / "rows.npz"
+    names = ("x_train", "y_train", "x_test", "y_test", "x_unlabelled")
+    given = (X, Y, X_TEST, Y_TEST, X_TEST[:5])
+    np.savez(path, **dict(zip(names, given, strict=True)))
+    read, made = (
+        read_npz(path),
+        Rows.from_arrays(X, Y, X_TEST, Y_TEST, x_unlabelled=X_TEST[:5]).rows,
+    )
+    for name in ("x_train", "y_train", "x_test", "y_test"):
+        assert (getattr(read, name) == getattr(made, name).numpy()).all(), name
+    assert made.y_train[-5:].tolist() == [-1] * 5
+    assert (made.class_names, made.shape) == (("0", "1", "2"), (1, 8, 8))
+
+
+def test_tensors_and_lists_are_arrays_and_a_later_change_of_them_changes_nothing() -> None:
+    x = X.copy()
+    first = Rows.from_arrays(x, Y, X_TEST, Y_TEST)
+    x[:] = 0
+    tensors = Rows.from_arrays(*map(torch.tensor, (X, Y, X_TEST, Y_TEST)))
+    lists = Rows.from_arrays(X.tolist(), Y.tolist(), X_TEST.tolist(), Y_TEST.tolist())
+    assert first.checksum == tensors.checksum == lists.checksum == dataset().checksum
+    assert Rows.from_arrays(x, Y, X_TEST, Y_TEST).checksum != first.checksum
+
+
+class Pictures(TorchDataset[Any]):
+    """As torchvision's data sets are: images of Pillow, class numbers, names."""
+
+    classes = ("no", "some", "much")
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, row: int) -> tuple[Any, int | None]:
+        shade = 40 + 80 * (row % 3)
+        label = None if row % 5 == 4 and self.rows > 30 else row % 3
+        return Image.new("RGB", (10, 8), (shade, row, 7)), label
+
+
+def test_map_style_data_sets_of_torch_are_read_item_by_item() -> None:
+    found = Rows.from_torch(Pictures(60), Pictures(30))
+    assert (found.shape, found.class_names, len(found)) == ((3, 8, 10), Pictures.classes, 60)
+    assert found.rows.x_train[4, :, 0, 0].tolist() == [120, 4, 7]
+    assert found.rows.y_train[:6].tolist() == [0, 1, 2, 0, -1, 2]
+    parts = [TensorDataset(torch.tensor(x), torch.tensor(y)) for x, y in ((X, Y), (X_TEST, Y_TEST))]
+    assert Rows.from_torch(*parts).checksum == dataset().checksum
+
+
+class Table(list[dict[str, Any]]):
+    """The part of ``datasets.Dataset`` that is used."""
+
+    features: Any
+
+
+def table(x: Any, y: Any, **columns: str) -> Table:
+    found = Table({"image": row, "digit": int(label)} for row, label in zip(x, y, strict=True))
+    found.features = {"image": SimpleNamespace(), "digit": SimpleNamespace(names=["a", "b", "c"])}
+    return found
+
+
+def test_hugging_face_objects_are_read_by_their_columns() -> None:
+    found = Rows.from_huggingface(table(X, Y), table(X_TEST, Y_TEST), label="digit")
+    assert found.class_names == ("a", "b", "c")
+    assert found.checksum == dataset().checksum
+
+
+Y_FLOAT, ITEM = Y.astype(float), [(X[0], 0), (X[1], 1)]
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "lengths": (lambda: Rows.from_arrays(X, Y[:-1], X_TEST, Y_TEST), "120 rows and y_train 119"),
+    "shape": (
+        lambda: Rows.from_arrays(X.reshape(120, 64), Y, X_TEST, Y_TEST),
+        r"shape \(120, 64\)",
+    ),
+    "ragged": (lambda: Rows.from_arrays([[1], [1, 2]], Y, X, Y), "x_train is no array"),
+    "range": (lambda: Rows.from_arrays(X * 9, Y, X_TEST, Y_TEST), r"floats in \[0, 1\]"),
+    "float labels": (lambda: Rows.from_arrays(X, Y_FLOAT, X_TEST, Y_TEST), "y_train is float64"),
+    "text labels": (lambda: Rows.from_arrays(X, Y.astype(str), X, Y), "number the classes"),
+    "no test label": (
+        lambda: Rows.from_arrays(X, Y, X_TEST, Y_TEST - 1),
+        "y_test has the label -1",
+    ),
+    "few names": (lambda: Rows.from_arrays(X, Y, X, Y, ["a", "b"]), "2 names, .* 3 classes"),
+    "equal names": (lambda: Rows.from_arrays(X, Y, X, Y, ["a", "b", "b"]), "name of its own"),
+    "one name": (lambda: Rows.from_arrays(X, Y, X, Y, "abc"), "Give a list of names"),
+    "no pair": (lambda: Rows.from_torch([X[0]], ITEM), r"train: item 0 is no \(row, label\)"),
+    "no label": (lambda: Rows.from_torch(ITEM, [(X[0], "a")]), "test: row 0 has the label 'a'"),
+    "half a label": (lambda: Rows.from_torch(ITEM, [(X[0], 0.5)]), "row 0 has the label 0.5"),
+    "a stream": (lambda: Rows.from_torch(iter(ITEM), ITEM), "Give a map-style data set"),
+    "two forms": (
+        lambda: Rows.from_torch([*ITEM, (X[0, :4], 0)], ITEM),
+        "row 2 is float32 of shape",
+    ),
+    "no rows": (lambda: Rows.from_torch([], ITEM), "train has no rows"),
+    "no features": (lambda: Rows.from_huggingface(ITEM, ITEM), "a list without features"),
+    "no column": (lambda: Rows.from_huggingface(table(X, Y), table(X, Y)), "no column 'label'"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_rows_are_one_error(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(privssl.UserError, match=message):
+        make()
+
+
+# Rows that lie at agents already -----------------------------------------------------------------
+
+AGENTS = {"s1": (X[20:40], Y[20:40]), "s0": (X[:20], Y[:20]), "q0": X[40:]}
+
+
+def test_rows_of_agents_stay_where_they_are(tmp_path: Path) -> None:
+    run = privssl.train(
+        config(tmp_path), None, Rows.federated(AGENTS, (X_TEST, Y_TEST)), output=tmp_path / "run"
+    )
+    split = json.loads((run.folder / "split.json").read_text())["agents"]
+    # Ids count through the agents in natural order: q0 first.
+    assert split["q0"] == {"labelled": [], "unlabelled": list(range(80))}
+    assert split["s0"] == {"labelled": list(range(80, 100)), "unlabelled": []}
+    assert split["s1"] == {"labelled": list(range(100, 120)), "unlabelled": []}
+    assert run.results["agents"] == {"support": 2, "query": 1}
+
+
+def test_mixed_agents_and_a_server_hold_what_they_are_given() -> None:
+    y = np.where(np.arange(60) < 10, Y[:60], -1)
+    mixed = Rows.federated({"m0": (X[:60], y), "m1": (X[60:], Y[60:])}, (X_TEST, Y_TEST))
+    assert mixed.settings["data.labels"] == "labels-at-client"
+    assert mixed.settings["agents.mixed"] == 2
+    assert (mixed.settings["data.labelled"], mixed.settings["data.unlabelled"]) == (70, 50)
+    server = Rows.federated({"server": (X[:60], Y[:60]), "q0": X[60:]}, (X_TEST, Y_TEST))
+    assert server.settings["data.labels"] == "labels-at-server"
+    assert (server.settings["agents.support"], server.settings["agents.query"]) == (0, 1)
+
+
+FEDERATED: dict[str, tuple[dict[str, Any], str]] = {
+    "gap": ({"s0": (X, Y), "s2": (X, Y)}, "s0, s2, where a run would have s0, s1"),
+    "no labels": ({"q0": X}, "agents.support is 0"),
+    "rows alone": ({"s0": X}, r"s0 is .*Give \(x, y\)"),
+    "lengths": ({"s0": (X, Y[:3])}, r"s0 has 120 rows and labels of shape \(3,\)"),
+    "hidden labels": ({"s0": (X, Y - 1)}, "s0 has rows without a label"),
+    "forms": ({"s0": (X, Y), "q0": X[:, :4]}, "rows of different forms"),
+    "kinds": ({"s0": (X, Y), "m0": (X, Y)}, "agents.support is 1"),
+}
+
+
+@pytest.mark.parametrize(("agents", "message"), FEDERATED.values(), ids=FEDERATED)
+def test_agents_that_no_run_has_are_one_error(agents: dict[str, Any], message: str) -> None:
+    with pytest.raises(privssl.UserError, match=message):
+        Rows.federated(agents, (X_TEST, Y_TEST))
+
+
+def test_settings_that_would_divide_given_rows_are_refused(tmp_path: Path) -> None:
+    data = Rows.federated(AGENTS, (X_TEST, Y_TEST))
+    with pytest.raises(privssl.UserError, match=r"data\.validation can divide them no more"):
+        privssl.train(config(tmp_path), {"data.validation": 5}, data, output=tmp_path / "run")
+    private = {"privacy.record_counts": "private"}
+    only = {name: rows for name, rows in AGENTS.items() if name != "q0"}
+    data = Rows.federated(only, (X_TEST, Y_TEST))
+    with pytest.raises(privssl.UserError, match=r"writes the number of labelled rows"):
+        privssl.train(config(tmp_path, PRIVATE), private, data, output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,243 @@
+"""Networks from outside: fitted when they are built, refused in words where they cannot be trained,
+and never imported because a message, or a folder that is read, names them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import privssl
+from privssl import models
+from privssl.models import own_networks
+from privssl.models.own_networks import FittedGroupNorm
+from privssl.settings.schema import ModelSettings
+from tests.api import own_module
+from tests.api.digits import PLAIN, PRIVATE, Net, arrays, config, dataset, plain
+from tests.support.command_line import command
+
+NAMED = "tests.api.own_module:{}"
+COLOUR = (3, 32, 32)
+
+
+def build(
+    name: str, shape: tuple[int, int, int] = COLOUR, classes: int = 4, **more: Any
+) -> nn.Module:
+    return models.build_classifier(ModelSettings(name=name, **more), shape, classes)
+
+
+# What works ---------------------------------------------------------------------------------------
+
+
+def test_a_config_names_a_network_and_its_options(tmp_path: Path) -> None:
+    text = PLAIN + "model: {name: 'tests.api.own_module:Net', options: {hidden: 6}}\n"
+    assert command(config(tmp_path, text), f"run.output={tmp_path / 'run'}").status == 0
+    written = (tmp_path / "run" / "config.yaml").read_text()
+    assert "name: tests.api.own_module:Net" in written
+    assert "hidden: 6" in written
+    weights = safetensors.torch.load_file(tmp_path / "run" / "classifier.safetensors")
+    assert weights["conv.weight"].shape == (6, 1, 3, 3)
+    assert not [name for name in weights if "running" in name]
+    assert command("--resume", tmp_path / "run").status == 0  # finished: its config is read
+
+
+@pytest.mark.parametrize("model", [Net, plain, own_module.Lazy, NAMED.format("Net"), nn.Sequential(
+    nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 6 * 6, 10))],
+    ids=["class", "function", "lazy layers", "name", "module"])  # fmt: skip
+def test_a_network_is_a_class_a_function_a_name_or_a_module(model: Any, tmp_path: Path) -> None:
+    given = {"algorithm.rounds": 1}
+    run = privssl.train(config(tmp_path), given, dataset(), model, tmp_path / "run")
+    x, y = arrays()[2:]
+    again = privssl.open_run(run.folder, model)
+    assert again.evaluate(x, y)["accuracy"] == run.results["test_accuracy"]["final"]
+    assert again.predict(x, probabilities=True).shape == (30, 3)
+
+
+def test_the_networks_of_torchvision_are_fitted_to_rows_and_classes() -> None:
+    network = build("torchvision:resnet18", (1, 32, 32))
+    assert network(torch.zeros(2, 1, 32, 32)).shape == (2, 4)
+    norms = [layer for layer in network.modules() if isinstance(layer, FittedGroupNorm)]
+    assert len(norms) == 20
+    assert not list(own_networks.batch_norms(network))
+    kept = build("torchvision:resnet18", norm="batch")
+    assert len(list(own_networks.batch_norms(kept))) == 20
+    assert not any(getattr(layer, "inplace", False) for layer in network.modules())
+
+
+@pytest.mark.parametrize("text", [PRIVATE, PRIVATE.replace("privacy:", "# privacy:")],
+                         ids=["with privacy", "without"])  # fmt: skip
+def test_resnet18_trains_on_colour_images_with_and_without_privacy(
+    text: str, tmp_path: Path
+) -> None:
+    data = dataset(rows=40, shape=(32, 32, 3))
+    given = {"algorithm.local_epochs": 1} if "# " in text else {"privacy.steps": 1}
+    run = privssl.train(
+        config(tmp_path, text), {**given, "data.labelled": 16}, data, "torchvision:resnet18",
+        tmp_path / "run",
+    )  # fmt: skip
+    assert run.results["rounds"] == 2
+    assert (run.guarantee is None) == ("# " in text)
+    [sentence] = [w for w in run.results["warnings"] if "batch norms" in w]
+    assert "20 batch norms were replaced by group norm" in sentence
+    # No code of anybody's: the folder is enough.
+    assert privssl.open_run(run.folder).evaluate(*arrays(rows=40, shape=(32, 32, 3))[2:])
+
+
+def test_timm_networks_train_or_the_error_says_how_to_get_it(tmp_path: Path) -> None:
+    try:
+        import timm  # noqa: F401
+    except ImportError:
+        with pytest.raises(privssl.UserError, match="pip install timm"):
+            privssl.train(config(tmp_path), None, dataset(), "timm:resnet18", tmp_path / "run")
+        return
+    network = build("timm:resnet18", (1, 32, 32))
+    assert network(torch.zeros(2, 1, 32, 32)).shape == (2, 4)
+    assert not list(own_networks.batch_norms(network))
+
+
+def test_weights_of_a_file_are_the_initial_ones_except_a_head_for_other_classes(
+    tmp_path: Path,
+) -> None:
+    trained, path = (
+        build("torchvision:resnet18", classes=7, norm="batch"),
+        tmp_path / "w.safetensors",
+    )
+    safetensors.torch.save_file(trained.state_dict(), path)
+    network = build("torchvision:resnet18", weights=str(path))
+    assert torch.equal(network.state_dict()["conv1.weight"], trained.state_dict()["conv1.weight"])
+    assert network.state_dict()["fc.weight"].shape == (4, 512)
+    grey = build("torchvision:resnet18", (1, 32, 32), weights=str(path))
+    x = torch.rand(2, 1, 32, 32)
+    first, old = grey.get_submodule("conv1"), trained.get_submodule("conv1")
+    assert torch.allclose(first(x), old(x.expand(2, 3, 32, 32)), atol=1e-5)
+    with pytest.raises(privssl.UserError, match="is of another network"):
+        build("torchvision:resnet34", weights=str(path))
+    path.write_bytes(b"no weights")
+    with pytest.raises(privssl.UserError, match="cannot be read as a safetensors file"):
+        build("torchvision:resnet18", weights=str(path))
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+WRONG = {
+    "Wide": r"gives \(3, 4\) for 3 rows \(1, 8, 8\).*: \(3, 3\)",
+    "Coloured": r"cannot take rows \(1, 8, 8\).*RuntimeError",
+    "Uneven": "built twice, it has other layers or weights",
+    "Broken": "cannot be built: ValueError: I need a GPU",
+    "NO_NETWORK": "is 3, which is no network",
+    "Abroad": r"has no Abroad\. Did you mean Broken|has no Abroad\. Write package",
+}
+
+
+@pytest.mark.parametrize(("name", "message"), WRONG.items(), ids=WRONG)
+def test_a_network_that_does_not_fit_is_one_error(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(privssl.UserError, match=message):
+        privssl.train(config(tmp_path), None, dataset(), NAMED.format(name), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+REFUSED = {
+    "Dropping": r"F\.drop \(Dropout\)",
+    "Noisy": "random numbers",
+    "Centred": "changed the loss of other rows",
+    "Remembering": "keeps something from one call to the next|random numbers",
+    "Counting": r"keeps something from one call to the next \(calls\)",
+    "Branching": "gradient of a single row cannot be computed",
+    "Buffered": "its buffers would be sent without noise",
+    "InPlace": "is changed in place",
+}
+
+
+@pytest.mark.parametrize(("name", "message"), REFUSED.items(), ids=REFUSED)
+def test_a_private_run_refuses_by_name_what_clipping_does_not_bound(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    model = getattr(own_module, name)
+    with pytest.raises(privssl.UserError, match=message):
+        privssl.train(config(tmp_path, PRIVATE), None, dataset(), model, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_that_have_no_effect_are_refused(tmp_path: Path) -> None:
+    text = PLAIN + "model: {name: 'a.b:C', width: 8}\n"
+    for more, message in (
+        ([], "model.width"),
+        (
+            ["model.width=16", "run.precision=bfloat16"],
+            "bfloat16 belongs to the networks of privssl",
+        ),
+        (["model={}"], "section"),
+        (["model.name=small_cnn", "model.options={a: 1}"], "model.options"),
+        (
+            ["model.name=grop"],
+            "small_cnn, lenet, trinet_cnn, resnet9 or wresnet28x2 or torchvision",
+        ),
+    ):
+        outcome = command(config(tmp_path, text), *more)
+        assert outcome.status == 2
+        assert message in outcome.err
+
+
+def test_a_module_that_is_absent_fails_or_was_typed_in_a_notebook_is_one_error(
+    tmp_path: Path,
+) -> None:
+    for name, message in (
+        ("no_such_module:Net", "no module no_such_module here"),
+        ("tests.api.absent:Net", r"no module tests\.api\.absent here"),
+        ("tests.api.failing_module:Net", "OSError: the driver is not there"),
+        ("__main__:Net", "cannot be imported. Give it from Python"),
+        ("torchvision:resnet", "unknown network. Did you mean resnet50"),
+        ("os:getcwd", "<built-in function getcwd>, which is no network"),
+    ):
+        with pytest.raises(privssl.UserError, match=message):
+            privssl.train(config(tmp_path), {"model.name": name}, output=tmp_path / "run")
+    with pytest.raises(privssl.UserError, match=r"Give a torch\.nn\.Module class"):
+        privssl.train(config(tmp_path), model=3)  # type: ignore[arg-type]
+
+
+# Who chooses code ---------------------------------------------------------------------------------
+
+HARM = """\
+import os
+os.mkdir(os.environ["MARK"])
+def Net(shape, classes):
+    import torch
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes))
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A private run whose folder names a module that does harm, which can be imported here."""
+    run = privssl.train(config(tmp_path, PRIVATE), None, dataset(), plain, tmp_path / "run")
+    path = run.folder / "config.yaml"
+    path.write_text(path.read_text().replace("tests.api.digits:plain", "harmful_network:Net"))
+    (tmp_path / "harmful_network.py").write_text(HARM)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MARK", str(tmp_path / "mark"))
+    return run.folder
+
+
+def test_a_run_folder_that_is_read_imports_no_code(foreign: Path) -> None:
+    from privssl.audit.__main__ import audit
+    from privssl.evaluate import main as evaluate
+    from privssl.predict import main as predict
+
+    mark, x = Path(os.environ["MARK"]), arrays()[2]
+    rows = foreign.parent / "x.npz"
+    import numpy as np
+
+    np.savez(rows, x=x, y=arrays()[3])
+    with pytest.raises(privssl.UserError, match="no run folder may choose what code is imported"):
+        privssl.open_run(foreign).predict(x)
+    assert predict([str(foreign), str(rows)]) == evaluate([str(foreign), str(rows)]) == 2
+    report = audit(foreign, empirical=True)
+    assert report.attack is not None
+    assert any("an audit runs no code" in note for note in report.attack.notes)
+    assert not mark.exists()
+    # The control: who names the network has it imported.
+    assert predict([str(foreign), str(rows), "--model", "harmful_network:Net"]) == 0
+    assert mark.exists()

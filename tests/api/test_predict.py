@@ -1,0 +1,228 @@
+"""``predict``, ``evaluate``, ``Run``: a finished run's classifier, as the run measured it."""
+
+import csv
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import privssl
+from privssl import evaluate, predict
+from tests.api.digits import arrays, config
+
+X, Y, X_TEST, Y_TEST = arrays(shape=(8, 8, 3))
+
+
+def bytes_of(x: Any) -> Any:
+    return (x * 255).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def npz(tmp_path_factory: pytest.TempPathFactory) -> tuple[privssl.Run, Path]:
+    """A run on an NPZ file, and the file."""
+    folder = tmp_path_factory.mktemp("npz")
+    path = folder / "rows.npz"
+    np.savez(path, x_train=X, y_train=Y, x_test=X_TEST, y_test=Y_TEST)
+    given = {"data.name": "npz", "data.root": str(path)}
+    return privssl.train(config(folder), given, output=folder / "run"), path
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[privssl.Run, Path]:
+    """A run on a folder of pictures, resized, and the folder."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for part, x, y in (("train", X, Y), ("test", X_TEST, Y_TEST)):
+        for number, (row, label) in enumerate(zip(bytes_of(x), y.tolist(), strict=True)):
+            path = folder / "data" / part / ("dog", "cat", "eel")[label] / f"{number:03d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(row).resize((11, 9 + number % 3)).save(path)
+    given = {"data.name": "image_folder", "data.root": str(folder / "data"), "data.image_size": 8}
+    return privssl.train(config(folder), given, output=folder / "run"), folder / "data"
+
+
+def called(
+    main: Any, capfd: pytest.CaptureFixture[str], *arguments: object, status: int = 0
+) -> str:
+    """What a command prints: on standard output, or where it fails its error."""
+    assert main([str(argument) for argument in arguments]) == status
+    shown = capfd.readouterr()
+    return shown.err if status else shown.out
+
+
+def table(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def share(rows: Sequence[dict[str, str]], true: Sequence[str]) -> float:
+    return sum(row["class"] == name for row, name in zip(rows, true, strict=True)) / len(rows)
+
+
+# Equal to what the run measured -------------------------------------------------------------------
+
+
+def test_predictions_on_an_npz_file_are_right_as_often_as_the_run_says(
+    npz: tuple[privssl.Run, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, path = npz
+    reported = run.results["test_accuracy"]["final"]
+    rows = table(called(predict.main, capfd, run.folder, path))
+    assert share(rows, [str(label) for label in Y_TEST]) == reported
+    assert [row["row"] for row in rows[:2]] == [f"{path}:0", f"{path}:1"]
+    for row in rows:
+        by_class = {name: float(row[name]) for name in run.class_names}
+        assert sum(by_class.values()) == pytest.approx(1, abs=1e-5)
+        assert row["class"] == max(by_class, key=by_class.__getitem__)
+    found = json.loads(called(evaluate.main, capfd, run.folder, path, "--json"))
+    assert (found["rows"], found["accuracy"]) == (30, reported)
+    assert f"accuracy: {reported:.4f}" in called(evaluate.main, capfd, run.folder, path)
+
+
+def test_predictions_on_pictures_are_right_as_often_as_the_run_says(
+    pictures: tuple[privssl.Run, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, data = pictures
+    reported = run.results["test_accuracy"]["final"]
+    rows = table(called(predict.main, capfd, run.folder, data / "test"))
+    assert len(rows) == 30
+    assert share(rows, [Path(row["row"]).parent.name for row in rows]) == reported
+    for folder in (data, data / "test"):
+        found = json.loads(called(evaluate.main, capfd, run.folder, folder, "--json"))
+        assert (found["rows"], found["accuracy"]) == (30, reported)
+
+
+def test_json_and_csv_files_have_the_same_rows(
+    npz: tuple[privssl.Run, Path], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run, _ = npz
+    np.save(tmp_path / "x.npy", X_TEST)
+    Image.fromarray(bytes_of(X_TEST[0])).save(tmp_path / "one.png")
+    given = (run.folder, tmp_path / "x.npy", tmp_path / "one.png")
+    found = json.loads(called(predict.main, capfd, *given, "--json"))
+    assert called(predict.main, capfd, *given, "--output", tmp_path / "out.csv") == ""
+    written = table((tmp_path / "out.csv").read_text())
+    assert [row["class"] for row in written] == [row["class"] for row in found]
+    assert [row["row"] for row in written] == [row["row"] for row in found]
+    assert len(found) == 31
+    assert found[0]["probabilities"]["1"] == pytest.approx(float(written[0]["1"]), abs=1e-6)
+
+
+def test_rows_are_arrays_tensors_or_lists_of_pictures(npz: tuple[privssl.Run, Path]) -> None:
+    run, _ = npz
+    x = bytes_of(X_TEST)
+    names = run.predict(x)
+    assert names.shape == (30,)
+    assert (run.predict(torch.tensor(x)) == names).all()
+    assert (run.predict(x.transpose(0, 3, 1, 2)) == names).all()
+    assert (run.predict([Image.fromarray(row) for row in x]) == names).all()
+    assert run.predict(x[:0]).shape == (0,)
+    assert run.predict(x[:0], probabilities=True).shape == (0, 3)
+    # The batch in which a row is predicted does not matter.
+    alone = np.concatenate([run.predict(row[None]) for row in x])
+    assert (alone == names).all()
+
+
+# A folder is enough, and is checked ---------------------------------------------------------------
+
+
+def test_a_run_folder_that_was_moved_is_enough(
+    npz: tuple[privssl.Run, Path], tmp_path: Path
+) -> None:
+    run, _ = npz
+    shutil.copytree(run.folder, tmp_path / "moved")
+    moved = privssl.open_run(tmp_path / "moved")
+    assert moved.results == run.results
+    assert (moved.predict(X_TEST) == run.predict(X_TEST)).all()
+
+
+def test_metrics_are_columns_and_with_pandas_a_frame(npz: tuple[privssl.Run, Path]) -> None:
+    run, _ = npz
+    assert run.metrics["round"] == [1.0, 2.0]
+    assert run.metrics["test/accuracy"][-1] == run.results["test_accuracy"]["final"]
+    try:
+        frame = run.frame()
+    except privssl.UserError as error:
+        assert "pip install pandas" in str(error)
+        return
+    assert frame["test/accuracy"].tolist() == run.metrics["test/accuracy"]
+
+
+def test_what_is_no_finished_run_is_one_error(
+    npz: tuple[privssl.Run, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, path = npz
+    broken = tmp_path / "broken"
+    shutil.copytree(run.folder, broken)
+    (broken / "classifier.safetensors").write_bytes(b"nothing")
+    for folder, message in (
+        (tmp_path, "no results.json"),
+        (tmp_path / "absent", "no results.json"),
+        (broken, "classifier.safetensors"),
+    ):
+        text = called(predict.main, capfd, folder, path, status=2)
+        assert message in text
+        assert "Traceback" not in text
+    (broken / "classifier.safetensors").unlink()
+    with pytest.raises(privssl.UserError, match=r"has no classifier\.safetensors"):
+        privssl.open_run(broken).classifier()
+
+
+WRONG_ROWS = [
+    (X_TEST[..., :1], r"rows are \(1, 8, 8\) .* trained on \(3, 8, 8\)"),
+    (X_TEST[:, :4], r"rows are \(3, 4, 8\)"),
+    (X_TEST.reshape(30, -1), r"shape \(30, 192\)"),
+    (X_TEST * 9, r"floats in \[0, 1\]"),
+    (["a.png"], "Give numbers"),
+    (None, "predict"),
+]
+
+
+@pytest.mark.parametrize(("x", "message"), WRONG_ROWS, ids=range(len(WRONG_ROWS)))
+def test_rows_of_another_form_are_one_error(
+    x: Any, message: str, npz: tuple[privssl.Run, Path]
+) -> None:
+    with pytest.raises(privssl.UserError, match=message):
+        npz[0].predict(x)
+
+
+def test_wrong_labels_are_one_error(npz: tuple[privssl.Run, Path]) -> None:
+    for y, message in (
+        (Y_TEST[:-1], "30 rows and 29 labels"),
+        (Y_TEST + 1, "labels go from 1 to 3, and classes from 0 to 2"),
+        (Y_TEST * 1.0, "labels are float64"),
+        (["wolf"] * 30, "knows no class wolf"),
+    ):
+        with pytest.raises(privssl.UserError, match=message):
+            npz[0].evaluate(X_TEST, y)
+
+
+def test_inputs_that_cannot_be_read_are_one_error(
+    npz: tuple[privssl.Run, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = npz
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "bad.png").write_text("x")
+    (tmp_path / "bad.npy").write_text("x")
+    np.savez(tmp_path / "other.npz", rows=X_TEST)
+    for name, message in (
+        ("absent.png", "absent.png"),
+        ("absent.npz", "no such file"),
+        ("absent", "no such file"),
+        ("empty", "holds no image"),
+        ("notes.txt", "no picture, folder, NPZ or NPY file"),
+        ("bad.png", "cannot be read as an image"),
+        ("bad.npy", "cannot be read as an NPY file"),
+        ("other.npz", "has no x, or x_test, or x_unlabelled"),
+    ):
+        text = called(predict.main, capfd, run.folder, tmp_path / name, status=2)
+        assert message in text, text
+        assert "Traceback" not in text
+    text = called(evaluate.main, capfd, run.folder, tmp_path / "other.npz", status=2)
+    assert "has no x and y, or x_test and y_test" in text
