@@ -169,8 +169,7 @@ def attack(
 
 
 def _task(config: Config, entry: Mapping[str, Any]) -> Task:
-    classes, (channels, height, width) = int(entry["classes"]), map(int, entry["shape"])
-    shape = (channels, height, width)
+    classes, shape = int(entry["classes"]), tuple(map(int, entry["shape"]))
     return Task(classes, shape, lambda: models.build_classifier(config.model, shape, classes))
 
 

@@ -34,7 +34,7 @@ class AgentLocation(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class LabelledRows:
-    """Rows with labels. x (N, channels, height, width) uint8 in 0..255 or float32 in [0, 1];
+    """Rows with labels. x (N, *shape) as stored, see ``core/rows.py``;
     y (N,) int64 classes; ids (N,) int64 row numbers in the training set or the site's files."""
 
     x: Tensor

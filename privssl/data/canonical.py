@@ -1,6 +1,8 @@
 """The content of a row, independent of its file: equal contents are one row to an account.
 
 An image as PNG or NPZ, uint8 or float, grey or RGB with three equal channels has one content.
+Vectors and sequences have the float32 numbers that networks take as their content.
+
 Registries of version 0.1 have fingerprints of rows as loaded (``as_loaded``); both are checked.
 """
 
@@ -10,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from privssl.core.rows import network_input
 
 CHUNK = 1024  # rows at a time, which bounds the memory
 # In levels of 1/255. Half-precision floats are off by up to 0.06; other floats
@@ -24,10 +28,13 @@ def canonical(x: Tensor) -> Iterator[bytes]:
     is sound. Rows that are not on 8-bit levels keep their float32 bits.
 
     Args:
-        x: (N, channels, height, width) uint8 in 0..255, or floats in [0, 1]; a row with a negative
-            value is read as one in [-1, 1].
+        x: (N, *shape). Images: uint8 in 0..255, or floats in [0, 1]; a row with a negative value is
+            read as one in [-1, 1].
     """
-    for start in range(0, len(x), CHUNK):
+    for start in range(0, len(x) if x.dim() < 4 else 0, CHUNK):
+        for row in (network_input(x[start : start + CHUNK].cpu()) + 0.0).numpy():  # no -0.0
+            yield _content(row)
+    for start in range(0, len(x) if x.dim() == 4 else 0, CHUNK):
         for row in _levels(x[start : start + CHUNK].cpu().numpy()):
             yield _content(row[:1] if (row == row[:1]).all() else row)
 

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from privssl.core.rows import Shape
 from privssl.data.downloads import PUBLISHED, default_root, read_published
 from privssl.data.image_folder import read_folder
 from privssl.data.npz import NO_LABEL, Arrays, read_npz
@@ -30,7 +31,7 @@ log = logging.getLogger("privssl")
 class Dataset:
     """Training and test rows; a row's id is its place in the training rows.
 
-    x (N, Ch, H, W) uint8 in 0..255 or float32 in [0, 1]; y (N,) int64 class numbers;
+    x (N, *shape), images as uint8 in 0..255 or float32 in [0, 1]; y (N,) int64 class numbers;
     ``npz.NO_LABEL`` in y_train where the class is unknown.
     """
 
@@ -48,10 +49,9 @@ class Dataset:
         return len(self.class_names)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of a row."""
-        channels, height, width = self.x_train.shape[1:]
-        return channels, height, width
+    def shape(self) -> Shape:
+        """Of a row."""
+        return tuple(self.x_train.shape[1:])
 
 
 def load_dataset(settings: DataSettings) -> Dataset:

@@ -22,6 +22,7 @@ from accounting.account_plan import DEVICE_NAMES
 from privssl.algorithms import ALGORITHMS
 from privssl.data.split import role_problems
 from privssl.errors import ConfigError
+from privssl.experiment.row_checks import kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
 from privssl.settings.error_messages import either, problem_report, show
 from privssl.settings.schema import (
@@ -97,6 +98,7 @@ def load_config(
     builder.check("run.", _name_problems(config))
     builder.check("", _privacy_problems(config, algorithms))
     builder.check("", _algorithm_problems(config, algorithms))
+    builder.check("", _row_problems(config, algorithms))
     builder.check("run.", _absence_problems(config, algorithms))
     builder.check("run.", _together_problems(config))
     builder.check("", _batch_norm_problems(config, builder.bad))
@@ -247,6 +249,12 @@ def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> 
         )
 
 
+def _row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
+    kind = kind_in(config)
+    if kind is not None:
+        yield from row_problems(config, kind, algorithms)
+
+
 def _missing_reply_policy(config: Config, algorithms: Mapping[str, type[Any]]) -> Any:
     """What the algorithm can go on without: ``algorithms.base.MissingReplyPolicy``."""
     kind = algorithms[config.algorithm.name]
@@ -349,7 +357,7 @@ def compatibility_hash(config: Config, classes: Sequence[str], shape: Sequence[i
 
     Args:
         classes: names, in the order of the outputs.
-        shape: of a row: channels, height, width.
+        shape: of a row.
     """
     parts = result_relevant(config)
     for section, keys in _OF_ONE_MACHINE.items():

@@ -24,11 +24,13 @@ from privssl import data, models
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
 from privssl.core.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
+from privssl.core.rows import Shape, kind_of
 from privssl.core.task import Task
 from privssl.data.canonical import as_loaded, canonical
 from privssl.engines import batched, process_pool
-from privssl.errors import ConfigError, DataError, PrivacyError
+from privssl.errors import ConfigError, PrivacyError
 from privssl.experiment.config import Config
+from privssl.experiment.row_checks import refuse_other_rows
 from privssl.privacy.plan import Plan
 from privssl.settings.schema import PrivacySettings, RunSettings
 
@@ -60,7 +62,8 @@ class Prepared:
     def about_rows(self) -> dict[str, Any]:
         """The form of a row and the class names in output order, for users of the classifier."""
         dataset = self.federated_data.dataset
-        form = {"kind": "image", "shape": list(dataset.shape), "scaling": "[-1, 1]"}
+        kind = kind_of(dataset.shape)
+        form = {"kind": kind.name, "shape": list(dataset.shape), "scaling": kind.scaling}
         return {"rows": {**form, "encoder": None}, "class_names": list(dataset.class_names)}
 
     @property
@@ -93,7 +96,7 @@ def prepare(config: Config) -> Prepared:
     roster = data.agent_refs(config.data.labels, config.agents)
     federated_data = _federated_data(config)
     dataset, kind = federated_data.dataset, ALGORITHMS[config.algorithm.name]
-    check_privacy_sides(dataset.shape, config.algorithm.name, kind.sides_divisible_by)
+    refuse_other_rows(config, dataset.shape)
     task = task_of(config, dataset.classes, dataset.shape)
     plan, holders = None, _labelled(federated_data)
     if config.privacy is not None:
@@ -176,7 +179,7 @@ def _federated_data(config: Config) -> data.FederatedDataset:
     return data.test_rows_only(config.data, config.run.seed)
 
 
-def task_of(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
+def task_of(config: Config, classes: int, shape: Shape) -> Task:
     """What a config asks to be learned from rows of this shape."""
     assert config.run.precision != "auto", "config.load says what it is here"
     precision = config.run.precision
@@ -185,16 +188,6 @@ def task_of(config: Config, classes: int, shape: tuple[int, int, int]) -> Task:
         return models.build_classifier(config.model, shape, classes, precision)
 
     return Task(classes, shape, new_classifier, precision)
-
-
-def check_privacy_sides(shape: tuple[int, int, int], algorithm: str, divisor: int) -> None:
-    """Raise DataError if the sides of rows are no multiples of ``divisor``."""
-    _, height, width = shape
-    if height % divisor or width % divisor:
-        raise DataError(
-            f"rows are {height}x{width} pixels, and {algorithm} needs sides that are multiples of "
-            f"{divisor}. Resize or pad the images (image_folder: data.image_size)"
-        )
 
 
 def _labelled(federated_data: data.FederatedDataset) -> tuple[Agent, ...]:

@@ -91,10 +91,10 @@ Side = Annotated[int, Field(gt=0, lt=1 << 16)]
 
 
 class TaskEntry(TypedDict):
-    """Number of classes, and channels, height and width of a row."""
+    """Number of classes, and the shape of a row."""
 
     classes: Side
-    shape: Annotated[list[Side], Field(min_length=3, max_length=3)]
+    shape: Annotated[list[Side], Field(min_length=1, max_length=3)]
 
 
 class ReleaseEntry(TypedDict):

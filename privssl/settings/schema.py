@@ -198,10 +198,12 @@ class AgentSettings:
 class ModelSettings:
     """The classifier F. The generator and discriminator belong to the algorithm's section."""
 
-    name: Literal["small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2"] = "small_cnn"
-    """Network of the classifier."""
+    name: Literal[
+        "small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2", "linear", "mlp", "text_cnn"
+    ] = "small_cnn"
+    """Network of the classifier. Vectors take `linear` or `mlp`, sequences also `text_cnn`."""
     width: Positive = 16
-    """Scales the number of all channels; 16 is the standard size of each network."""
+    """Scales the number of all channels or units; 16 is the standard size of each network."""
     norm: Literal["group", "batch", "static", "none"] = "group"
     """Normalisation layer. Private runs need `group` or `none`."""
 

@@ -22,6 +22,7 @@ from accounting.ledger import Account, read_journal, refuse_problems
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
+from privssl.core.rows import Shape
 from privssl.data import datasets, split_manifest
 from privssl.data.npz import NO_LABEL, read_rows
 from privssl.data.split import RoleAssignment, holders
@@ -31,11 +32,11 @@ from privssl.experiment.config import Config
 from privssl.experiment.prepare import (
     account_plan,
     check_plan_networks,
-    check_privacy_sides,
     claim_rows,
     device_of,
     task_of,
 )
+from privssl.experiment.row_checks import refuse_other_rows
 from privssl.privacy.plan import Plan
 from privssl.settings.schema import BUILT_IN
 from privssl.site.request_handler import SiteRequestHandler
@@ -49,7 +50,7 @@ class _Held(NamedTuple):
     labelled: LabelledRows | None
     unlabelled: UnlabelledRows | None
     classes: Sequence[str]
-    shape: tuple[int, int, int]
+    shape: Shape
 
 
 def open_site(site: SiteConfig) -> SiteRequestHandler:
@@ -204,8 +205,7 @@ def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled
         without = UnlabelledRows(rest, torch.arange(len(rest)))
     known = with_labels or without
     assert known is not None  # every role has rows
-    channels, height, width = known.x.shape[1:]
-    return _Held(with_labels, without, classes, (channels, height, width))
+    return _Held(with_labels, without, classes, tuple(known.x.shape[1:]))
 
 
 # Algorithm and account ------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled
 def _algorithm(config: Config, held: _Held, who: RoleAssignment) -> Algorithm[Any]:
     """Build the algorithm as ``prepare.prepare`` does."""
     kind = ALGORITHMS[config.algorithm.name]
-    check_privacy_sides(held.shape, config.algorithm.name, kind.sides_divisible_by)
+    refuse_other_rows(config, held.shape)
     plan: Plan | None = None
     if config.privacy is not None:
         agents = len(who.labelled)
