@@ -19,10 +19,11 @@ from typing import Any, Literal
 import yaml
 
 from accounting.account_plan import DEVICE_NAMES
+from privssl import encoders
 from privssl.algorithms import ALGORITHMS
 from privssl.data.split import role_problems
 from privssl.errors import ConfigError
-from privssl.experiment.row_checks import kind_in, row_problems
+from privssl.experiment.row_checks import IMAGE_SETS, kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
 from privssl.settings.error_messages import either, problem_report, show
 from privssl.settings.schema import (
@@ -38,8 +39,13 @@ from privssl.settings.section_builder import ORDER, ConfigBuilder, unless_bad
 from privssl.settings.yaml_reader import as_yaml_number
 
 LONGEST_NAME = 200
-_OF_ONE_MACHINE = {"data": ("root", "split"), "privacy": ("ledger", "ledger_epsilon")}
-_PATHS = {"data": ("root", "split"), "run": ("certificate", "keys"), "privacy": ("ledger",)}
+_OF_ONE_MACHINE = {
+    "data": ("root", "split", "encoder_weights"), "privacy": ("ledger", "ledger_epsilon"),
+}  # fmt: skip
+_PATHS = {
+    "data": ("root", "split", "encoder_weights"), "run": ("certificate", "keys"),
+    "privacy": ("ledger",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -250,6 +256,14 @@ def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> 
 
 
 def _row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
+    encoder = config.data.encoder
+    if encoder and not encoders.is_known(encoder):
+        yield Problem("data.encoder", f"{show(encoder)} is unknown. Give {either(encoders.NAMES)}")
+        return
+    if encoder and encoders.reads_texts(encoder) and config.data.name in IMAGE_SETS:
+        text = f"{encoder} takes texts, and {config.data.name} has images"
+        yield Problem("data.encoder", f"{text}. Set {encoders.IMAGE_ENCODERS[0]}")
+        return
     kind = kind_in(config)
     if kind is not None:
         yield from row_problems(config, kind, algorithms)
@@ -350,7 +364,9 @@ def config_hash(config: Config) -> str:
     return _hash(result_relevant(config))
 
 
-def compatibility_hash(config: Config, classes: Sequence[str], shape: Sequence[int]) -> str:
+def compatibility_hash(
+    config: Config, classes: Sequence[str], shape: Sequence[int], encoder: str | None = None
+) -> str:
     """SHA-256 of everything that all parties of a run must share.
 
     Like ``config_hash``, without paths and budgets of one machine, and with the task.
@@ -358,12 +374,14 @@ def compatibility_hash(config: Config, classes: Sequence[str], shape: Sequence[i
     Args:
         classes: names, in the order of the outputs.
         shape: of a row.
+        encoder: checksum of its encoder's weights; sites with others would train on other features.
     """
     parts = result_relevant(config)
     for section, keys in _OF_ONE_MACHINE.items():
         for key in keys:
             (parts[section] or {}).pop(key, None)
-    return _hash({**parts, "task": {"classes": list(classes), "shape": list(shape)}})
+    task = {"classes": list(classes), "shape": list(shape)}
+    return _hash({**parts, "task": {**task, **({"encoder": encoder} if encoder else {})}})
 
 
 def _hash(parts: Mapping[str, Any]) -> str:

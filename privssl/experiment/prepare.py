@@ -26,7 +26,7 @@ from privssl.algorithms.base import Algorithm
 from privssl.core.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
 from privssl.core.rows import Shape, kind_of
 from privssl.core.task import Task
-from privssl.data.canonical import as_loaded, canonical
+from privssl.data.canonical import as_loaded_of, contents_of
 from privssl.engines import batched, process_pool
 from privssl.errors import ConfigError, PrivacyError
 from privssl.experiment.config import Config
@@ -64,7 +64,8 @@ class Prepared:
         dataset = self.federated_data.dataset
         kind = kind_of(dataset.shape)
         form = {"kind": kind.name, "shape": list(dataset.shape), "scaling": kind.scaling}
-        return {"rows": {**form, "encoder": None}, "class_names": list(dataset.class_names)}
+        encoder = None if dataset.unencoded is None else dataset.unencoded.encoder.about
+        return {"rows": {**form, "encoder": encoder}, "class_names": list(dataset.class_names)}
 
     @property
     def data_warnings(self) -> list[str]:
@@ -244,13 +245,13 @@ def _refuse_unaffordable(plan: Plan, privacy: PrivacySettings) -> None:
 
 def _refuse_shared_rows(holders: tuple[Agent, ...], federated_data: data.FederatedDataset) -> None:
     """Refuse a record with two accounts, or one that is also used without protection."""
-    labelled = {agent.id: list(canonical(agent.labelled.x)) for agent in holders}
+    labelled = {agent.id: list(contents_of(agent.labelled)) for agent in holders}
     for one, other, rows in row_registry.shared_rows(labelled):
         raise PrivacyError(
             f"{rows} labelled rows of {one} are rows of {other} as well, so that one record would "
             f"have two budgets. Remove doubled rows from the data"
         )
-    bare = chain.from_iterable(canonical(rows.x) for rows in bare_rows(federated_data))
+    bare = chain.from_iterable(contents_of(rows) for rows in bare_rows(federated_data))
     for name, rows in row_registry.unprotected_rows(labelled, bare):
         raise PrivacyError(
             f"{rows} labelled rows of {name} are unlabelled or validation rows as well, and would "
@@ -286,9 +287,9 @@ def claim_rows(
     """
     held, beside = list(holders), list(bare)
     # First by the form that version 0.1 stored: what it refused stays refused.
-    for contents, check in ((as_loaded, True), (canonical, only_check)):
-        labelled = {agent.id: contents(agent.labelled.x) for agent in held}
-        others = chain.from_iterable(contents(rows.x) for rows in beside)
+    for contents, check in ((as_loaded_of, True), (contents_of, only_check)):
+        labelled = {agent.id: contents(agent.labelled) for agent in held}
+        others = chain.from_iterable(contents(rows) for rows in beside)
         row_registry.claim(ledger, labelled, bare=others, only_check=check)
 
 

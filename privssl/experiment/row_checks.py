@@ -8,6 +8,7 @@ from typing import Any
 
 from privssl.algorithms import ALGORITHMS
 from privssl.core.rows import IMAGE, KINDS, RowKind, Shape, describe, kind_of
+from privssl.encoders import kind_of_output
 from privssl.errors import ConfigError, DataError
 from privssl.settings.error_messages import either
 from privssl.settings.schema import Problem
@@ -17,6 +18,8 @@ IMAGE_SETS = ("digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_fold
 
 def kind_in(config: Any) -> RowKind | None:
     """The kind of rows of a config, where it is known before they are read."""
+    if config.data.encoder:
+        return kind_of_output(config.data.encoder)
     return IMAGE if config.data.name in IMAGE_SETS else None
 
 
@@ -29,6 +32,8 @@ def row_problems(
         config: the ``privssl.experiment.config.Config`` being checked.
     """
     name, model, rows = config.algorithm.name, config.model, f"rows are {kind.name}s"
+    if config.data.encoder:
+        rows = f"{config.data.encoder} makes {kind.name}s"
     because = getattr(algorithms[name], "needs_images", "")
     if because and kind is not IMAGE:
         yield Problem("algorithm.name", f"{name} needs images: {because}; {rows}")

@@ -97,6 +97,14 @@ class TaskEntry(TypedDict):
     shape: Annotated[list[Side], Field(min_length=1, max_length=3)]
 
 
+class EncoderEntry(TypedDict):
+    """The frozen public network that mapped every row, and its data, which are public."""
+
+    name: str
+    weights: str
+    trained_on: str
+
+
 class ReleaseEntry(TypedDict):
     """A release, see ``Release``."""
 
@@ -112,6 +120,7 @@ class PrivacyCard(TypedDict):
     algorithm: str
     dataset: str
     task: TaskEntry | None
+    encoder: NotRequired[EncoderEntry | None]
     scope: Scope
     kind: Kind
     guarantee: Claim | None

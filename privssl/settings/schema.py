@@ -150,6 +150,11 @@ class DataSettings:
     """`k` of the labelled partition."""
     split: str = ""
     """A split.json to replay instead of drawing a split."""
+    encoder: str = ""
+    """Frozen public network that maps every row once: `efficientnet_lite0`, `minilm`,
+    `minilm_mean`, `minilm_words`, `torchvision:NAME`, `timm:NAME` or `huggingface:FOLDER`. Empty: none."""
+    encoder_weights: str = ""
+    """File of the weights of `torchvision:NAME` or `timm:NAME`. Empty: torch's cache."""
     image_size: Positive | None = None
     """Side in pixels to which `image_folder` resizes its images; at most 4096."""
 
@@ -175,6 +180,10 @@ class DataSettings:
                 "root",
                 f"has no effect: {self.name} comes with privssl. Give data.name of what lies there "
                 "(npz, image_folder, ...)",
+            )
+        if self.encoder_weights and not self.encoder.startswith(("torchvision:", "timm:")):
+            yield Problem(
+                "encoder_weights", "has no effect: torchvision:NAME and timm:NAME have it"
             )
         if self.image_size is not None and self.name != "image_folder":
             yield Problem("image_size", "has no effect: it belongs to image_folder")
