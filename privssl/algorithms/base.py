@@ -61,7 +61,9 @@ class Algorithm(ABC, Generic[StateT]):
     mechanism: ClassVar[Literal["dp-sgd", "census"]] = "dp-sgd"
     #: Whether agents send anything computed from their unlabelled rows.
     reads_unlabelled: ClassVar[bool] = True
-    #: What the height and width of rows must be multiples of.
+    #: Why rows must be images; "": rows of every kind can be.
+    needs_images: ClassVar[str] = ""
+    #: What the height and width of images must be multiples of.
     sides_divisible_by: ClassVar[int] = 1
     #: What happens in a run over sites when a reply is missing; unnamed steps need all agents.
     missing_reply_policy: ClassVar[MissingReplyPolicy] = MissingReplyPolicy()

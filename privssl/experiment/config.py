@@ -19,9 +19,11 @@ from typing import Any, Literal
 import yaml
 
 from accounting.account_plan import DEVICE_NAMES
+from privssl import encoders
 from privssl.algorithms import ALGORITHMS
 from privssl.data.split import role_problems
 from privssl.errors import ConfigError
+from privssl.experiment.row_checks import IMAGE_SETS, kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
 from privssl.settings.error_messages import either, problem_report, show
 from privssl.settings.schema import (
@@ -40,16 +42,16 @@ from privssl.settings.yaml_reader import as_yaml_number
 
 LONGEST_NAME = 200
 _OF_ONE_MACHINE = {
-    "data": ("root", "split"),
+    "data": ("root", "split", "encoder_weights"),
     "model": ("weights",),
     "privacy": ("ledger", "ledger_epsilon"),
 }
 #: Keys of later versions are in a hash only where they are used: older checkpoints stay valid.
 _LATER: Mapping[str, Mapping[str, Any]] = {
-    "data": {"checksum": ""}, "model": {"options": {}, "weights": ""},
+    "data": {"checksum": "", "encoder": ""}, "model": {"options": {}, "weights": ""},
 }  # fmt: skip
 _PATHS = {
-    "data": ("root", "split"),
+    "data": ("root", "split", "encoder_weights"),
     "model": ("weights",),
     "run": ("certificate", "keys"),
     "privacy": ("ledger",),
@@ -114,6 +116,7 @@ def load_config(
     builder.check("run.", _name_problems(config))
     builder.check("", _privacy_problems(config, algorithms))
     builder.check("", _algorithm_problems(config, algorithms))
+    builder.check("", _row_problems(config, algorithms))
     builder.check("run.", _absence_problems(config, algorithms))
     builder.check("run.", _together_problems(config))
     builder.check("", _batch_norm_problems(config, builder.bad))
@@ -278,6 +281,20 @@ def _size_problems(config: Config, bad: Collection[str]) -> Iterator[Problem]:
             yield Problem(f"algorithm.{key}", f"{value:g}: give at most {most:.0f} ({why})")
 
 
+def _row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
+    encoder = config.data.encoder
+    if encoder and not encoders.is_known(encoder):
+        yield Problem("data.encoder", f"{show(encoder)} is unknown. Give {either(encoders.NAMES)}")
+        return
+    if encoder and encoders.reads_texts(encoder) and config.data.name in IMAGE_SETS:
+        text = f"{encoder} takes texts, and {config.data.name} has images"
+        yield Problem("data.encoder", f"{text}. Set {encoders.IMAGE_ENCODERS[0]}")
+        return
+    kind = kind_in(config)
+    if kind is not None:
+        yield from row_problems(config, kind, algorithms)
+
+
 def _missing_reply_policy(config: Config, algorithms: Mapping[str, type[Any]]) -> Any:
     """What the algorithm can go on without: ``algorithms.base.MissingReplyPolicy``."""
     kind = algorithms[config.algorithm.name]
@@ -383,20 +400,24 @@ def config_hash(config: Config) -> str:
     return _hash(result_relevant(config))
 
 
-def compatibility_hash(config: Config, classes: Sequence[str], shape: Sequence[int]) -> str:
+def compatibility_hash(
+    config: Config, classes: Sequence[str], shape: Sequence[int], encoder: str | None = None
+) -> str:
     """SHA-256 of everything that all parties of a run must share.
 
     Like ``config_hash``, without paths and budgets of one machine, and with the task.
 
     Args:
         classes: names, in the order of the outputs.
-        shape: of a row: channels, height, width.
+        shape: of a row.
+        encoder: checksum of its encoder's weights; sites with others would train on other features.
     """
     parts = result_relevant(config)
     for section, keys in _OF_ONE_MACHINE.items():
         for key in keys:
             (parts[section] or {}).pop(key, None)
-    return _hash({**parts, "task": {"classes": list(classes), "shape": list(shape)}})
+    task = {"classes": list(classes), "shape": list(shape)}
+    return _hash({**parts, "task": {**task, **({"encoder": encoder} if encoder else {})}})
 
 
 def _hash(parts: Mapping[str, Any]) -> str:

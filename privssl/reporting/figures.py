@@ -18,6 +18,7 @@ from torch import Tensor
 
 from generators.base import ConditionalGenerator
 from privssl.core.agents import natural_order
+from privssl.core.rows import kind_of
 from privssl.runtime import randomness
 
 Picture = NDArray[np.uint8]
@@ -38,7 +39,8 @@ LAMBDAS = (1.0, 0.75, 0.5, 0.25, 0.0)  # rows of a grid of mixes
 def of_generator(
     generator: ConditionalGenerator, x: Tensor, y: Tensor, classes: int
 ) -> dict[str, Picture]:
-    """Outputs of a generator on held-out rows: ``images/mixes`` and ``images/reconstruction``.
+    """Outputs of a generator on held-out rows: ``images/mixes`` and ``images/reconstruction``; none
+    where rows are no images.
 
     Args:
         generator: in eval mode, on the CPU.
@@ -46,6 +48,8 @@ def of_generator(
         y: their classes (N,).
         classes: C; the grid of mixes has a column for each as the target.
     """
+    if not kind_of(tuple(x.shape[1:])).drawn:
+        return {}
     # Column c starts from a row of the nearest class before it, so that lambda 1 and 0 differ.
     first = [int(((c - 1 - y) % classes).argmin()) for c in range(classes)]
     names = torch.eye(classes)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from privssl.core.messages import StateDict
+from privssl.core.rows import IMAGE
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.models import CLASSIFIERS, build_classifier, optimize_layout
 from privssl.models.splice import splice
@@ -28,7 +29,7 @@ from privssl.training.local_training import weights_of
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 9, 15)]
 NORMS = ["group", "batch", "static", "none"]
-every_classifier = pytest.mark.parametrize("name", CLASSIFIERS)
+every_classifier = pytest.mark.parametrize("name", IMAGE.networks)
 
 
 def classifier(
@@ -268,7 +269,9 @@ def test_older_torches_are_never_asked_how_rows_lie_under_vmap_and_norms_are_the
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", [name for name in CLASSIFIERS if name != "trinet_cnn"])  # dropout
+@pytest.mark.parametrize(
+    "name", [name for name in IMAGE.networks if name != "trinet_cnn"]
+)  # dropout
 def test_a_private_run_refuses_the_norms_that_couple_rows_by_name(name: str, norm: str) -> None:
     network = classifier(name, norm=norm)
     if norm in ("group", "none"):

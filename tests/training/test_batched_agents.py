@@ -37,6 +37,7 @@ from privssl.algorithms.baselines.supervised import FedAvg, FedAvgConfig
 from privssl.core.agents import Agent, UnlabelledRows
 from privssl.core.engine import Call
 from privssl.core.messages import Message, Reply
+from privssl.core.rows import IMAGE
 from privssl.core.task import Task
 from privssl.engines import batched
 from privssl.engines.batched import BatchedEngine
@@ -299,7 +300,7 @@ def both_ways(
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", models.CLASSIFIERS)
+@pytest.mark.parametrize("name", IMAGE.networks)
 def test_a_stacked_pass_is_that_of_each_network_on_its_own_rows(name: str, norm: str) -> None:
     drops = name == "trinet_cnn"
     if drops and norm == "static":

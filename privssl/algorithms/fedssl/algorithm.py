@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting.errors import BudgetExhausted
-from generators import ConditionalGenerator, ImageDiscriminator, ImageGenerator
+from generators import ConditionalGenerator, networks_for
 from privssl.algorithms.base import Algorithm, CanaryLoss, MissingReplyPolicy
 from privssl.algorithms.fedssl import losses
 from privssl.algorithms.fedssl.losses import NETWORKS, GMixupSettings, Mixing
@@ -151,8 +151,7 @@ class FedSSL(Algorithm[FedSSLState]):
         super().__init__(config, task, plan)
         shape, classes, width = task.shape, task.classes, config.generator_width
         spectral = config.spectral_norm and not (plan is not None and "D" in plan.protect)
-        G = in_precision(ImageGenerator, task.precision)
-        D = in_precision(ImageDiscriminator, task.precision)
+        G, D = (in_precision(kind, task.precision) for kind in networks_for(shape))
         self._new: dict[str, NetworkFactory] = {
             "F": task.new_classifier,
             "G": lambda: optimize_layout(

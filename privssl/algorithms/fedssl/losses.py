@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot, softplus
 
+from generators import networks_for
 from generators.objectives import discriminator_loss, realistic_loss, reconstruction_loss
 from privssl.algorithms.base import CanaryLoss
 from privssl.algorithms.local_ssl import Amount, ClassifierTraining
@@ -223,15 +224,16 @@ def try_privately(
 
 
 def canary_losses(cfg: GMixupSettings, task: Task) -> Mapping[str, CanaryLoss]:
-    """Losses on a row: G's of reconstruction (lambda 1, z at 0.5), D's for a real row."""
+    """Losses on a row: G's distance from it (z at 0.5), D's for a real row."""
+    lam = networks_for(task.shape)[0].audit_lambda
 
     def label_of(y: Tensor) -> Tensor:  # as one_hot, without reading the tensor's values
         return (y[:, None] == torch.arange(task.classes, device=y.device)).float()
 
     def reconstruction(G: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
         label = label_of(y)
-        z, one = x.new_full((1, cfg.noise_size), 0.5), x.new_ones(1, 1)
-        return (G(x, label, label, z, one)[:, 0] - x).square().mean()
+        z, share = x.new_full((1, cfg.noise_size), 0.5), x.new_full((1, 1), lam)
+        return (G(x, label, label, z, share)[:, 0] - x).square().mean()
 
     def realism(D: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
         return softplus(-D(x, label_of(y))).mean()
