@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from privssl.privacy.label_histogram import CENSUS
 from privssl.privacy.privacy_card import guarantee_sentence, privacy_card, render_markdown
 from privssl.remote.discovery import SiteError
 from privssl.reporting import figures
+from privssl.reporting.generator_quality import GeneratorQuality
 from privssl.reporting.trackers import RoundRecord, Tracker, for_the_log
 from privssl.runs import checkpoint
 from privssl.runs.accounts import (
@@ -83,6 +85,7 @@ class RoundLoop:
             held_out["validation"] = (rows.x, rows.y)
         classifier = self._algorithm.task.new_classifier()
         self._evaluator = Evaluator(classifier, held_out, prepared.device)
+        self._quality = GeneratorQuality(*self._test, self._algorithm.task.classes)
         self._federation = Federation(self._engine, config.run.seed)
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []
@@ -179,8 +182,12 @@ class RoundLoop:
             tracker.round(RoundRecord(now.number, total, now.phase, values))
         if measured := for_the_log(values, nominal=self._prepared.is_nominal):
             log.info("Round %d of %d: %s", now.number, total, measured)
-        if last or now.number == 1 or now.number % self._config.run.images_every == 0:
+        if self._draws(now, last):
             self._log_images(now.number, state)
+
+    def _draws(self, now: Round, last: bool) -> bool:
+        """Whether the round has pictures."""
+        return last or now.number == 1 or now.number % self._config.run.images_every == 0
 
     def _finish_round(
         self, now: Round, values: Mapping[str, float], seconds: float, saves: bool
@@ -214,6 +221,7 @@ class RoundLoop:
                 values[f"dp/budget_left/{agent.id}"] = agent.account.left()
         if now.number % self._config.run.evaluate_every == 0 or last:
             values |= self._evaluate(state)
+            values |= self._evaluate_generator(state, copying=self._draws(now, last))
         return values
 
     def _evaluate(self, state: Any) -> dict[str, float]:
@@ -222,6 +230,19 @@ class RoundLoop:
         for name, other in self._algorithm.also_evaluated(state).items():
             classifiers[f"accuracy_{name}"] = other
         return self._evaluator.accuracies(classifiers)
+
+    def _evaluate_generator(self, state: Any, *, copying: bool) -> dict[str, float]:
+        """``gen/*``, by held-out rows; ``copying`` reads training rows, where none is private."""
+        generator = self._algorithm.generator(state)
+        if generator is None:
+            return {}
+        F = self._algorithm.classifier(state)
+        values = self._quality.measure(generator, partial(self._evaluator.classes_of, F))
+        agents = self._prepared.federated_data.agents  # none, where sites have the rows
+        held = [rows.x for a in agents for rows in (a.held_labelled, a.held_unlabelled) if rows]
+        if values and copying and held and self._prepared.plan is None:
+            values |= self._quality.nearest_ratio(generator, held)
+        return values
 
     def _log_images(self, number: int, state: Any) -> None:
         """Pictures of held-out rows: none may show an agent's row."""

@@ -533,7 +533,7 @@ def test_the_pictures_show_mixes_and_reconstructions() -> None:
     after = play(make("fedssl"), federated_data(), 0)
     x, y = 2 * drawn(20, 1, 8, 8) - 1, torch.arange(20) % 10
     shown = after.algorithm.pictures(after.state, x, y)
-    assert set(shown) == {"images/mixes", "images/reconstruction"}
+    assert set(shown) == {"images/mixes", "images/reconstruction", "images/samples"}
     assert all(image.dtype == "uint8" and image.size for image in shown.values())
 
 

@@ -352,10 +352,13 @@ class FedSSL(Algorithm[FedSSLState]):
             for name in NETWORKS
         }
 
-    def pictures(self, state: FedSSLState, x: Tensor, y: Tensor) -> Mapping[str, np.ndarray]:
+    def generator(self, state: FedSSLState) -> ConditionalGenerator:
         G = local_training.load_weights(self._networks["G"].cpu(), state.G).eval()
         assert isinstance(G, ConditionalGenerator)
-        return figures.of_generator(G, x, y, self.task.classes)
+        return G
+
+    def pictures(self, state: FedSSLState, x: Tensor, y: Tensor) -> Mapping[str, np.ndarray]:
+        return figures.of_generator(self.generator(state), x, y, self.task.classes)
 
 
 def _message(
