@@ -12,6 +12,7 @@ COMMANDS = {
     "train": "train one classifier from a config file",
     "compare": "run several configs on the same splits and seeds; one table, one plot",
     "audit": "check the ledger and the privacy claim of a finished run",
+    "generate": "write labelled synthetic rows made by the generator of a finished run",
     "site": "serve the rows of one site to a coordinator",
 }
 USAGE = "usage: privssl COMMAND [ARGUMENT ...]\n\ncommands:\n{}\n\n{}".format(
@@ -43,6 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from privssl.audit.__main__ import main as audit
 
             return audit(rest)
+        case ["generate", *rest]:
+            from privssl.generate import main as generate
+
+            return generate(rest)
         case ["site", *rest]:
             from privssl.site.__main__ import main as site
 

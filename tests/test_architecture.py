@@ -30,9 +30,9 @@ from tests.support.product import (
 ORDER = (
     *("errors", "storage", "runtime", "settings", "ops", "core", "models", "training", "data"),
     *("reporting", "privacy", "algorithms", "remote", "engines", "experiment", "runs", "audit"),
-    *("compare", "site", "train", "__main__", "__init__"),
+    *("generation", "compare", "site", "generate", "train", "__main__", "__init__"),
 )
-FLAT = ("__init__", "__main__", "errors", "train")  # files that lie in privssl/ itself
+FLAT = ("__init__", "__main__", "errors", "generate", "train")  # files that lie in privssl/ itself
 #: On top of the order. ``evaluation`` holds the true labels of query rows, which nothing that runs
 #: on an agent may see; nor does what runs there read data sets or write results.
 APART = {

@@ -19,7 +19,9 @@ def test_a_command_gets_its_arguments_and_its_status_is_returned(
         seen.append(list(arguments))
         return 3
 
-    module = f"privssl.{command}" if command == "train" else f"privssl.{command}.__main__"
+    module = (
+        f"privssl.{command}" if command in ("train", "generate") else f"privssl.{command}.__main__"
+    )
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(main=stand_in))
     assert main([command, "x.yaml", "--flag"]) == 3
     assert seen == [["x.yaml", "--flag"]]
