@@ -238,10 +238,10 @@ class RoundLoop:
             return {}
         F = self._algorithm.classifier(state)
         values = self._quality.measure(generator, partial(self._evaluator.classes_of, F))
-        agents = self._prepared.federated_data.agents  # none, where sites have the rows
-        held = [rows.x for a in agents for rows in (a.held_labelled, a.held_unlabelled) if rows]
-        if values and copying and held and self._prepared.plan is None:
-            values |= self._quality.nearest_ratio(generator, held)
+        if values and copying and self._prepared.plan is None:
+            agents = self._prepared.federated_data.agents  # none, where sites have the rows
+            held = [rows.x for a in agents for rows in (a.held_labelled, a.held_unlabelled) if rows]
+            values |= self._quality.nearest_ratio(generator, held) if held else {}
         return values
 
     def _log_images(self, number: int, state: Any) -> None:
