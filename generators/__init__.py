@@ -1,7 +1,10 @@
 """The conditional generator G and discriminator D of FedSSL, usable on their own.
 
-Depends on torch alone. ``image`` and ``feature`` have the networks, ``objectives`` their losses.
+Depends on torch alone. ``image``, ``variational`` and ``feature`` have the networks, ``objectives``
+their losses, ``sampling`` draws rows of given classes.
 """
+
+from typing import Literal
 
 from generators.base import ConditionalDiscriminator, ConditionalGenerator
 from generators.feature import FeatureDiscriminator, FeatureGenerator
@@ -12,6 +15,8 @@ from generators.objectives import (
     realistic_loss,
     reconstruction_loss,
 )
+from generators.sampling import draw_samples
+from generators.variational import VariationalImageGenerator
 
 __all__ = [
     "ConditionalDiscriminator",
@@ -20,7 +25,9 @@ __all__ = [
     "FeatureGenerator",
     "ImageDiscriminator",
     "ImageGenerator",
+    "VariationalImageGenerator",
     "discriminator_loss",
+    "draw_samples",
     "g",
     "realistic_loss",
     "networks_for",
@@ -29,10 +36,11 @@ __all__ = [
 
 
 def networks_for(
-    shape: tuple[int, ...],
+    shape: tuple[int, ...], kind: Literal["mixing", "variational"] = "mixing"
 ) -> tuple[type[ConditionalGenerator], type[ConditionalDiscriminator]]:
     """The classes of G and D for rows of this shape: (channels, height, width), (length, features)
-    or (features,)."""
+    or (features,). A variational G is for images alone."""
     if len(shape) == 3:
-        return ImageGenerator, ImageDiscriminator
+        made = VariationalImageGenerator if kind == "variational" else ImageGenerator
+        return made, ImageDiscriminator
     return FeatureGenerator, FeatureDiscriminator

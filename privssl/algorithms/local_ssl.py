@@ -95,10 +95,15 @@ class SelfTraining:
 
     def guess(self, teacher: nn.Module, x: Tensor, ctx: Context) -> Tensor:
         """Pseudo-labels (N, C) of stored rows (N, *shape): Fan et al., Eq. 2."""
+        return self.guess_input(teacher, local_training.network_input(x, ctx.device), ctx)
+
+    def guess_input(
+        self, teacher: nn.Module, x: Tensor, ctx: Context, purpose: str = "guess"
+    ) -> Tensor:
+        """The same of rows (N, *shape) in [-1, 1] on the device of a step."""
         return guess_labels(
-            teacher.eval(), local_training.network_input(x, ctx.device),
-            augment=self.augmentation("weak"), views=self.views,
-            sharpness=self.sharpness, rng=ctx.rng("guess"),
+            teacher.eval(), x, augment=self.augmentation("weak"), views=self.views,
+            sharpness=self.sharpness, rng=ctx.rng(purpose),
         )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def row_problems(
     because = getattr(algorithms[name], "needs_images", "")
     if because and kind is not IMAGE:
         yield Problem("algorithm.name", f"{name} needs images: {because}; {rows}")
-    if model.name not in kind.networks:
+    if ":" not in model.name and model.name not in kind.networks:
         takes = either([k.name + "s" for k in KINDS.values() if model.name in k.networks])
         text = f"{model.name} takes {takes}, and {rows}. Set {either(kind.networks)}"
         yield Problem("model.name", text)
@@ -47,6 +47,8 @@ def row_problems(
         if key != "name" and value in IMAGE.views and value not in kind.views:
             text = f"{value} is a view of images, and {rows}. Set {either(kind.views)}"
             yield Problem(f"algorithm.{key}", text)
+    if getattr(config.algorithm, "generator", "") == "variational" and kind is not IMAGE:
+        yield Problem("algorithm.generator", f"variational is for images, and {rows}. Set mixing")
     if getattr(config.algorithm, "flip", False) and not kind.flips:
         yield Problem("algorithm.flip", f"true mirrors images, and {rows}. Leave it out")
 

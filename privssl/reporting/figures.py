@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from generators.base import ConditionalGenerator
+from generators.sampling import draw_samples
 from privssl.core.agents import natural_order
 from privssl.core.rows import kind_of
 from privssl.runtime import randomness
@@ -33,14 +34,15 @@ LARGEST_FIGURE = (24.0, 12.0)  # inches
 CELL, LARGEST_MATRIX = 36, 1200  # pixels of a confusion matrix's cell, and of its side
 FULL, LONGEST_LABEL = (8, 48, 107), 16  # colour of a share of 1; letters of a class name
 LAMBDAS = (1.0, 0.75, 0.5, 0.25, 0.0)  # rows of a grid of mixes
+SAMPLES = 8  # of each class on a contact sheet
 
 
 @torch.no_grad()
 def of_generator(
     generator: ConditionalGenerator, x: Tensor, y: Tensor, classes: int
 ) -> dict[str, Picture]:
-    """Outputs of a generator on held-out rows: ``images/mixes`` and ``images/reconstruction``; none
-    where rows are no images.
+    """Outputs of a generator: ``images/mixes`` and ``images/reconstruction`` of held-out rows, and
+    ``images/samples``, which look at no row; none where rows are no images.
 
     Args:
         generator: in eval mode, on the CPU.
@@ -65,7 +67,30 @@ def of_generator(
     return {
         "images/mixes": mix_grid(x[first], mixes.transpose(0, 1), LAMBDAS),
         "images/reconstruction": reconstruction_grid(several, rebuilt),
+        "images/samples": samples_sheet(generator, classes, x.shape[1:]),
     }
+
+
+def samples_sheet(generator: ConditionalGenerator, classes: int, shape: Sequence[int]) -> Picture:
+    """Rows that a generator makes of nothing, a column per class: ``images/samples``."""
+    labels = torch.arange(classes).repeat(SAMPLES)
+    rng = randomness.stream(0, 0, "world", "samples on a sheet")
+    return contact_sheet(draw_samples(generator, labels, classes, shape, rng), labels, classes)
+
+
+def contact_sheet(rows: Tensor, labels: Tensor, classes: int) -> Picture:
+    """The first rows of each class, a column per class; blank where a class has fewer.
+
+    Args:
+        rows: (N, channels, H, W) in [-1, 1].
+        labels: classes (N,).
+    """
+    of_class = [rows[labels == c][:SAMPLES] for c in range(classes)]
+    lines = max(len(some) for some in of_class)
+    blank = rows.new_full((classes, lines, *rows.shape[1:]), 1.0)
+    for column, some in zip(blank, of_class, strict=True):
+        column[: len(some)] = some
+    return _tiles(blank.transpose(0, 1), [""] * lines, [str(c) for c in range(classes)])
 
 
 def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:

@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy
 from accounting.accountants import epsilon
 from accounting.events import PoissonSampledGaussianEvent
 from generators import FeatureDiscriminator, FeatureGenerator
-from privssl.algorithms.fedssl.losses import Callables, GMixupSettings, Mixing, mixing_losses
+from privssl.algorithms.fedssl.losses import Callables, Mixing, mixing_losses
+from privssl.algorithms.fedssl.settings import GMixupSettings
 from privssl.audit.canary_attack import attack_messages
 from privssl.experiment import config
 from privssl.experiment.prepare import prepare
