@@ -42,7 +42,7 @@ def default_root() -> Path:
         return Path(named).expanduser()
     except RuntimeError:
         raise DataError(
-            f"{named}: the home folder is unknown. Set PRIVSSL_DATA to a folder, its path written out"
+            f"{named}: the home folder is unknown. Set PRIVSSL_DATA to a full path"
         ) from None
 
 
