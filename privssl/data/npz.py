@@ -295,11 +295,19 @@ def _rows(
 
 def _channels_first(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
     """Images (N, channels, height, width), or vectors (N, F) as they are."""
-    if x.ndim == 2 and x.shape[1]:
+    if 0 in x.shape[1:]:
+        raise DataError(f"{path}: {name} has the shape {x.shape}: its rows have no number")
+    if x.ndim == 2:
         return x
     if x.ndim == 3:
         return x[:, None]
     if x.ndim == 4 and x.shape[3] in CHANNELS:
+        if x.shape[1] in CHANNELS:
+            log.warning(
+                "%s: %s has the shape %s, and is read as (N, H, W, C). If it is (N, C, H, W), give "
+                "x.transpose(0, 2, 3, 1).",
+                path, name, x.shape,
+            )  # fmt: skip
         return x.transpose(0, 3, 1, 2)
     if x.ndim == 4 and x.shape[1] in CHANNELS:
         return x

@@ -119,6 +119,7 @@ def load_config(
     builder.check("", _row_problems(config, algorithms))
     builder.check("run.", _absence_problems(config, algorithms))
     builder.check("run.", _together_problems(config))
+    builder.check("", _size_problems(config))
     builder.check("", _batch_norm_problems(config, builder.bad))
     builder.check("", _size_problems(config, builder.bad))
     if not builder.findings:  # the algorithm may have said it in its own words
@@ -321,6 +322,18 @@ def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> It
         )
     if config.run.quorum < 1 and not without.quorum:
         yield Problem("quorum", f"{name} needs the reply of every agent. Leave it out")
+
+
+#: Larger values would fill the memory, or never end, before anything could be said.
+LARGEST = {"agents": 10**6, "model": 2**16, "algorithm": 10**7}
+
+
+def _size_problems(config: Config) -> Iterator[Problem]:
+    """Whole numbers that no machine could carry out."""
+    for section, most in LARGEST.items():
+        for key, value in vars(getattr(config, section)).items():
+            if type(value) is int and value > most:
+                yield Problem(f"{section}.{key}", f"{value}: give at most {most}")
 
 
 def _together_problems(config: Config) -> Iterator[Problem]:

@@ -335,7 +335,7 @@ def test_a_folder_without_its_parts_or_classes_is_refused(tmp_path: Path) -> Non
 
 def test_classes_of_train_and_test_must_be_the_same(folder: Path) -> None:
     save_image(folder / "test/bird/x.png")
-    with pytest.raises(DataError, match="train and test differ in the classes bird"):
+    with pytest.raises(DataError, match="train and test differ in the classes 'bird'"):
         read(folder)
 
 
