@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import privssl
+from privssl.core.federation import Round
 from privssl.runs import round_loop
 from tests.api.digits import PRIVATE, Net, arrays, config, dataset
 from tests.support.command_line import command
@@ -121,7 +122,7 @@ def test_the_process_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.Monke
         os.umask(mask)
         return [
             *(torch.get_num_threads(), torch.get_rng_state().tolist(), signals, mask, os.getcwd()),
-            *(np.random.get_state()[1].tolist(), list(warnings.filters)),
+            *(str(np.random.get_state()), list(warnings.filters)),
             *(log.handlers[:], log.level, log.propagate, torch.is_grad_enabled()),
             dict(os.environ),
         ]
@@ -155,7 +156,7 @@ def test_an_interrupted_run_goes_on_from_its_folder(
     whole = privssl.train(path, None, data, Net, tmp_path / "whole")
     one_round = round_loop.RoundLoop._one_round
 
-    def stop(self: round_loop.RoundLoop, now: round_loop.Round, *, last: bool) -> None:
+    def stop(self: round_loop.RoundLoop, now: Round, *, last: bool) -> None:
         if now.number == 2:
             raise KeyboardInterrupt
         one_round(self, now, last=last)

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 from opacus.accountants.analysis import rdp
 
+import privssl.train as train
 from accounting import verify
 from accounting.canonical_json import real
 from accounting.errors import LedgerError
 from accounting.ledger import Account, read_journal
-import privssl.train as train
 from privssl.audit import __main__ as audit
 from privssl.engines.local import LocalEngine
 from privssl.experiment import prepare
