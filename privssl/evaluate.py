@@ -11,12 +11,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from privssl.predict import add_run_arguments
 from privssl.runtime.command import run_command
 from privssl.runtime.console import results_to_standard_output
+
+MOST_COLUMNS = 20  # classes up to which the confusion matrix is printed; --json has it always
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,9 +50,24 @@ def _evaluate(options: argparse.Namespace, console: Console, stack: ExitStack) -
         results_to_standard_output(json.dumps(found, indent=2))
     else:
         for name, value in found.items():
-            shown = f"{value:.4f}" if isinstance(value, float) else value
-            console.print(f"{name}: {shown}", markup=False)
+            if not isinstance(value, list | dict):
+                shown = f"{value:.4f}" if isinstance(value, float) else value
+                console.print(f"{name.replace('_', ' ')}: {shown}", markup=False)
+        console.print(_table(run.class_names, found))
     return 0
+
+
+def _table(classes: Sequence[str], found: dict[str, Any]) -> Table:
+    """Recall of each class, and as what its rows were classified."""
+    table = Table(
+        "class", "recall", *(map(escape, classes) if len(classes) <= MOST_COLUMNS else ())
+    )
+    for name, row in zip(classes, found["confusion"], strict=True):
+        recall = found["recall"][name]
+        shown = "-" if recall is None else f"{recall:.4f}"
+        counts = map(str, row) if len(classes) <= MOST_COLUMNS else ()
+        table.add_row(escape(name), shown, *counts)
+    return table
 
 
 if __name__ == "__main__":

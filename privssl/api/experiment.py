@@ -144,8 +144,8 @@ def _as_yaml(key: str, value: Any) -> str:
         text: str = yaml.safe_dump(plain, default_flow_style=True, width=2**20, allow_unicode=True)
     except yaml.YAMLError:
         raise ConfigError(
-            f"{key} is {repr(value)[:60]}. Give text, a number of Python's, a bool, None, or a "
-            "list or mapping of these"
+            f"{key} is {repr(value)[:60]}. Give text, a number of Python's, a bool, None, a list "
+            "or a mapping of these"
         ) from None
     return text.removesuffix("\n").removesuffix("\n...")
 

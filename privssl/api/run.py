@@ -24,8 +24,8 @@ from privssl.models.own_networks import NetworkSource, is_imported
 from privssl.privacy.privacy_card import guarantee_sentence
 from privssl.runs.run_dir import CLASSIFIER, read_outcome
 from privssl.storage.tensor_files import open_lazily
-from privssl.training.evaluation import CHUNK
-from privssl.training.local_training import load_weights, network_input
+from privssl.training.evaluation import CHUNK, score
+from privssl.training.local_training import load_weights, network_input, weights_of
 
 
 class Run:
@@ -201,7 +201,9 @@ class Run:
         return torch.cat(logits) if logits else torch.zeros(0, len(self.class_names))
 
     def evaluate(self, x: Any, y: Any) -> dict[str, Any]:
-        """Metrics on labelled rows: ``rows`` and ``accuracy``.
+        """Metrics on labelled rows: ``rows``, ``accuracy``, ``loss``, ``macro_f1``, ``recall`` by
+        class name, ``calibration_error``, ``confusion`` (rows of a true class, columns of a
+        predicted one), and ``not_finite``: rows with NaN or infinite outputs.
 
         Args:
             x: rows as of :meth:`predict`.
@@ -213,8 +215,16 @@ class Run:
                 f"evaluate: {len(rows)} rows and {len(true)} labels. Give a label for each row, "
                 "and at least one row"
             )
-        right = self._logits(rows).argmax(dim=1).numpy() == true
-        return {"rows": len(true), "accuracy": int(right.sum()) / len(true)}
+        (network, device), x = self._ready, torch.from_numpy(rows)
+        weights = weights_of(network)
+        scores = score(network, weights, x, torch.from_numpy(true), device=device)
+        return {
+            "rows": scores.rows,
+            "accuracy": scores.accuracy,
+            **scores.as_json(self.class_names),
+            "confusion": scores.confusion[:, :-1].tolist(),
+            "not_finite": scores.not_finite,
+        }
 
     def _classes(self, y: Any) -> NDArray[np.int64]:
         """Class numbers (N,) of numbers or names."""

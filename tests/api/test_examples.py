@@ -28,9 +28,8 @@ def test_the_example_of_the_readme_runs_as_it_stands_in_ten_lines(
     [cell] = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     assert len(cell.splitlines()) <= 10
     text = ran("README.md", tmp_path, monkeypatch)
-    assert re.fullmatch(r"\[('\d' ?){5}\] \{'rows': 397, 'accuracy': 0\.\d+.*\}\n", text), text
-    found = re.search(r"'accuracy': (0\.\d+)", text)
-    assert found is not None
+    found = re.fullmatch(r"\[(?:'\d' ?){5}\] (0\.\d+)\n", text)
+    assert found is not None, text
     assert float(found[1]) > 0.6  # ten classes; it learns something
 
 

@@ -81,6 +81,11 @@ def test_predictions_on_an_npz_file_are_right_as_often_as_the_run_says(
         assert row["class"] == max(by_class, key=by_class.__getitem__)
     found = json.loads(called(evaluate.main, capfd, run.folder, path, "--json"))
     assert (found["rows"], found["accuracy"]) == (30, reported)
+    # The rest is what the run wrote, and fits the lines that predict printed.
+    assert {name: found[name] for name in run.results["metrics"]} == run.results["metrics"]
+    pairs = [(str(true), row["class"]) for true, row in zip(Y_TEST, rows, strict=True)]
+    names = run.class_names
+    assert found["confusion"] == [[pairs.count((a, b)) for b in names] for a in names]
     assert f"accuracy: {reported:.4f}" in called(evaluate.main, capfd, run.folder, path)
 
 

@@ -122,7 +122,7 @@ def test_the_process_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.Monke
         os.umask(mask)
         return [
             *(torch.get_num_threads(), torch.get_rng_state().tolist(), signals, mask, os.getcwd()),
-            *(np.random.get_state(legacy=False)["state"]["key"].tolist(), list(warnings.filters)),
+            *(str(np.random.get_state()), list(warnings.filters)),
             *(log.handlers[:], log.level, log.propagate, torch.is_grad_enabled()),
             dict(os.environ),
         ]
