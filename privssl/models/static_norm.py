@@ -58,7 +58,10 @@ class StaticNorm(nn.BatchNorm2d):
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         single = x.numel() == self.num_features
-        var, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0 if single else 1)  # (channels,)
+        rows = x.float()  # of networks that multiply in bfloat16
+        var, mean = torch.var_mean(
+            rows, dim=(0, 2, 3), correction=0 if single else 1
+        )  # (channels,)
         self.num_batches_tracked += 1
         share = 1 / int(self.num_batches_tracked)
         self.running_mean.lerp_(mean, share)

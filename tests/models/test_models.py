@@ -331,6 +331,13 @@ def test_collected_statistics_are_means_over_batches_of_mean_and_unbiased_varian
     assert_close(layer.eval()(values(1.0, 100.0)).flatten(), torch.tensor(expected))
 
 
+def test_statistics_of_rows_in_bfloat16_are_float32() -> None:
+    layer = static(channels=1)
+    collect(layer, [values(0, 2).bfloat16(), values(4, 8).bfloat16()])  # exact in bfloat16
+    assert (layer.running_mean, layer.running_var) == (torch.tensor([3.5]), torch.tensor([5.0]))
+    assert layer.eval()(values(3.5).bfloat16()).item() == 0.0
+
+
 def test_collecting_is_torchs_cumulative_average_layer_by_layer() -> None:
     network = classifier("wresnet28x2", norm="static")
     plain = classifier("wresnet28x2", norm="batch")
