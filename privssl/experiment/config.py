@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_DOWN, Context
 from pathlib import Path
@@ -23,13 +23,12 @@ from privssl import encoders
 from privssl.algorithms import ALGORITHMS
 from privssl.data.split import role_problems
 from privssl.errors import ConfigError
+from privssl.experiment.number_checks import count_labelled_rows, number_problems
 from privssl.experiment.row_checks import IMAGE_SETS, kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
 from privssl.settings.error_messages import either, problem_report, show
 from privssl.settings.schema import (
     DP_SGD_KEYS,
-    MAX_LEARNING_RATE,
-    MAX_NUMBER,
     AgentSettings,
     DataSettings,
     ModelSettings,
@@ -119,9 +118,7 @@ def load_config(
     builder.check("", _row_problems(config, algorithms))
     builder.check("run.", _absence_problems(config, algorithms))
     builder.check("run.", _together_problems(config))
-    builder.check("", _size_problems(config))
-    builder.check("", _batch_norm_problems(config, builder.bad))
-    builder.check("", _size_problems(config, builder.bad))
+    builder.check("", number_problems(config, builder.bad))
     if not builder.findings:  # the algorithm may have said it in its own words
         builder.check("agents.", role_problems(config.data.labels, config.agents))
     if builder.findings:
@@ -172,16 +169,6 @@ def _name_problems(config: Config) -> Iterator[Problem]:
             yield Problem(key, f"has {len(text)} characters: give at most {LONGEST_NAME}")
 
 
-def _labelled_rows(config: Config) -> float:
-    """Labelled rows of an average agent that has any; 0 when nobody has."""
-    holders = {
-        "support": config.agents.support,
-        "labels-at-client": config.agents.mixed,
-        "labels-at-server": 1,
-    }[config.data.labels]
-    return config.data.labelled / holders if holders else 0.0
-
-
 def _privacy_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
     """What in other sections breaks the claim. docs/privacy.md."""
     if config.privacy is None:
@@ -190,7 +177,7 @@ def _privacy_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> It
         yield from _census_problems(config)
     else:
         yield from _dp_sgd_problems(config)
-    rows = _labelled_rows(config)
+    rows = count_labelled_rows(config)
     if rows and 1 / rows <= config.privacy.delta < 1:
         yield Problem(
             "privacy.delta",
@@ -269,19 +256,6 @@ def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> 
         )
 
 
-def _size_problems(config: Config, bad: Collection[str]) -> Iterator[Problem]:
-    """Numbers with which no network stays finite. ``bad``: keys reported already."""
-    for key, value in vars(config.algorithm).items():
-        most = MAX_LEARNING_RATE if key.endswith("learning_rate") else MAX_NUMBER
-        if isinstance(value, float) and not value <= most and f"algorithm.{key}" not in bad:
-            why = (
-                "one step would move the weights so far that the outputs are not finite"
-                if most == MAX_LEARNING_RATE
-                else "networks compute in float32, where larger ones soon are not finite"
-            )
-            yield Problem(f"algorithm.{key}", f"{value:g}: give at most {most:.0f} ({why})")
-
-
 def _row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
     encoder = config.data.encoder
     if encoder and not encoders.is_known(encoder):
@@ -324,18 +298,6 @@ def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> It
         yield Problem("quorum", f"{name} needs the reply of every agent. Leave it out")
 
 
-#: Larger values would fill the memory, or never end, before anything could be said.
-LARGEST = {"agents": 10**6, "model": 2**16, "algorithm": 10**7}
-
-
-def _size_problems(config: Config) -> Iterator[Problem]:
-    """Whole numbers that no machine could carry out."""
-    for section, most in LARGEST.items():
-        for key, value in vars(getattr(config, section)).items():
-            if type(value) is int and value > most:
-                yield Problem(f"{section}.{key}", f"{value}: give at most {most}")
-
-
 def _together_problems(config: Config) -> Iterator[Problem]:
     """What batched agents and networks from outside cannot have; ``prepare`` checks the device."""
     if config.run.precision == "bfloat16" and ":" in config.model.name:
@@ -352,25 +314,6 @@ def _together_problems(config: Config) -> Iterator[Problem]:
         )
 
 
-def _batch_norm_problems(config: Config, bad: Collection[str]) -> Iterator[Problem]:
-    """Batches of one row, of which batch norm has no variance. ``bad``: keys reported already."""
-    if config.model.norm != "batch" or config.privacy is not None:
-        return
-    for key, value in vars(config.algorithm).items():
-        if key.endswith("batch_size") and value == 1 and f"algorithm.{key}" not in bad:
-            yield Problem(
-                f"algorithm.{key}",
-                "1, but batch norm needs two rows in a batch. Give 2 or more, or set "
-                "model.norm: group",
-            )
-    if 0 < _labelled_rows(config) < 2:
-        yield Problem(
-            "data.labelled",
-            f"{config.data.labelled}: an agent has a single labelled row, and batch norm needs two "
-            "in a batch. Give more rows or fewer agents, or set model.norm: group",
-        )
-
-
 def _warnings(config: Config) -> Iterator[str]:
     if is_emulated(config.run.precision, config.run.device):
         yield (
@@ -382,7 +325,7 @@ def _warnings(config: Config) -> Iterator[str]:
             "run.keys is empty, so names are pinned to no keys: one site could use the name of "
             "another that is offline. Give the folder of the sites' public keys"
         )
-    rows = _labelled_rows(config)
+    rows = count_labelled_rows(config)
     if config.privacy and rows and config.privacy.delta > rows**-1.1:
         yield (
             f"privacy.delta is {config.privacy.delta}, large for about {rows:.0f} labelled rows "
