@@ -95,7 +95,11 @@ def beside(work: Callable[[Callable[[], None]], None]) -> Iterator[Callable[[], 
     if child == 0:
         try:
             os.close(ours)
-            work(lambda: os.write(theirs, b"!") and None)
+
+            def is_at_work() -> None:
+                os.write(theirs, b"!")
+
+            work(is_at_work)
         finally:
             os._exit(1)
     os.close(theirs)
