@@ -20,7 +20,7 @@ from hypothesis import settings
 from numpy.typing import NDArray
 
 from privssl.core.agents import Agent
-from privssl.engines import process_pool
+from privssl.engines.process_pool import resolve_worker_count
 from privssl.ops import dispatch
 from privssl.reporting import figures
 from privssl.runs import engine_factory
@@ -66,12 +66,11 @@ def equal_splits_are_drawn_once() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def runs_have_as_many_workers_as_they_ask_for() -> Iterator[None]:
     """Half the time of a short run is to start workers: "auto" is one process here."""
-    count = process_pool.resolve_worker_count
 
     def count_asked(
         asked: int | Literal["auto"], agents: Sequence[Agent], device: torch.device
     ) -> int:
-        return count(1 if asked == "auto" else asked, agents, device)
+        return resolve_worker_count(1 if asked == "auto" else asked, agents, device)
 
     with patch.object(engine_factory, "resolve_worker_count", count_asked):
         yield

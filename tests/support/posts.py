@@ -96,10 +96,10 @@ def beside(work: Callable[[Callable[[], None]], None]) -> Iterator[Callable[[], 
         try:
             os.close(ours)
 
-            def called() -> None:
+            def is_at_work() -> None:
                 os.write(theirs, b"!")
 
-            work(called)
+            work(is_at_work)
         finally:
             os._exit(1)
     os.close(theirs)
