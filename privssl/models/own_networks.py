@@ -39,6 +39,8 @@ from privssl.storage import tensor_files
 NetworkSource: TypeAlias = Callable[..., nn.Module] | nn.Module
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm
+#: Other classes may do more than batch norm.
+PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 TRIED = 3  # rows of the batch that a network is tried with
 
 
@@ -240,6 +242,15 @@ def _exchange_norms(network: nn.Module, settings: ModelSettings) -> None:
                 new.weight.copy_(old.weight)
                 assert new.bias is not None
                 new.bias.copy_(old.bias)
+        if type(old) not in PLAIN_NORMS:  # timm's BatchNormAct2d: norm, dropout, activation
+            drop, act = getattr(old, "drop", None), getattr(old, "act", None)
+            if not (isinstance(drop, nn.Module) and isinstance(act, nn.Module)):
+                raise ConfigError(
+                    f"{settings.name} has a {type(old).__name__} at {name}, which may do more than "
+                    "batch norm and cannot be replaced. Use another network, or without privacy "
+                    "model.norm: batch"
+                )
+            new = nn.Sequential(new, drop, act)
         network.set_submodule(name, new)
 
 

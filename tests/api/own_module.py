@@ -34,6 +34,33 @@ class Lazy(nn.Module):
         return logits
 
 
+class NormAct(nn.BatchNorm2d):
+    """Batch norm and more, as timm has it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.Hardtanh(0.0, 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.act(self.drop(super().forward(x)))
+        return out
+
+
+class Doubling(nn.BatchNorm2d):
+    """Batch norm and more, which nobody can know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def with_norm_act(shape: tuple[int, int, int], classes: int) -> nn.Module:
+    return nn.Sequential(NormAct(shape[0]), Lazy(shape, classes))
+
+
+def with_doubling(shape: tuple[int, int, int], classes: int) -> nn.Module:
+    return nn.Sequential(Doubling(shape[0]), Lazy(shape, classes))
+
+
 class Wide(_Linear):
     """Has one output too many."""
 

@@ -86,6 +86,17 @@ def test_resnet18_trains_on_colour_images_with_and_without_privacy(
     assert privssl.open_run(run.folder).evaluate(*arrays(rows=40, shape=(32, 32, 3))[2:])
 
 
+def test_a_norm_with_an_activation_keeps_it_and_what_else_a_norm_does_is_not_guessed() -> None:
+    network = build(NAMED.format("with_norm_act"))
+    first = network.get_submodule("0")
+    out = first(torch.randn(2, *COLOUR)).detach()
+    assert isinstance(first.get_submodule("0"), FittedGroupNorm)
+    assert (out.min(), out.max()) == (0.0, pytest.approx(0.1))
+    with pytest.raises(privssl.UserError, match="a Doubling at 0, which may do more"):
+        build(NAMED.format("with_doubling"))
+    assert build(NAMED.format("with_doubling"), norm="batch")
+
+
 def test_timm_networks_train_or_the_error_says_how_to_get_it(tmp_path: Path) -> None:
     try:
         import timm  # noqa: F401
@@ -143,7 +154,7 @@ REFUSED = {
     "Dropping": r"F\.drop \(Dropout\)",
     "Noisy": "random numbers",
     "Centred": "changed the loss of other rows",
-    "Remembering": "keeps something from one call to the next|random numbers",
+    "Remembering": "keeps something from one call|random numbers|loss of other rows",
     "Counting": r"keeps something from one call to the next \(calls\)",
     "Branching": "gradient of a single row cannot be computed",
     "Buffered": "its buffers would be sent without noise",

@@ -230,6 +230,11 @@ FAULTS: tuple[Fault, ...] = (
         (IN_SITE + "a_site_with_a_budget_takes_no_weights_that_training_does_not_come_to",),
     ),
     Fault(
+        "a site imports the network of any config",
+        ((STARTUP, "    _check_network(site, config)\n", ""),),
+        (IN_SITE + "a_site_imports_only_the_network_that_its_own_file_names",),
+    ),
+    Fault(
         "a site works under another config",
         ((SITE, "if frame.agreement != self.agreement:", "if not frame.agreement:"),),
         (IN_SITE + "less_noise_in_the_coordinators_config_is_another_config",),
