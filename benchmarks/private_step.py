@@ -37,8 +37,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.hot_loop import median_seconds
 from benchmarks.processes import about, at_least
 from generators import ImageDiscriminator, ImageGenerator
-from privssl.algorithms.fedssl.algorithm import FedSSLConfig
 from privssl.algorithms.fedssl.losses import Callables, Mixing, mixing_losses
+from privssl.algorithms.fedssl.settings import FedSSLConfig
 from privssl.models import CLASSIFIERS, build_classifier, optimize_layout
 from privssl.privacy.dp_sgd import PrivateTraining, microbatch_size
 from privssl.privacy.per_example_gradients import Parameters

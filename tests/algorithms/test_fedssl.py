@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from generators import ImageDiscriminator, ImageGenerator
-from privssl.algorithms.fedssl.algorithm import FedSSL, FedSSLConfig, FedSSLRequest, FedSSLUpdate
+from privssl.algorithms.fedssl.algorithm import FedSSL, FedSSLRequest, FedSSLUpdate
 from privssl.algorithms.fedssl.losses import (
     Callables,
     Mixing,
@@ -28,6 +28,7 @@ from privssl.algorithms.fedssl.losses import (
     scale_gradient,
     synthetic_places,
 )
+from privssl.algorithms.fedssl.settings import FedSSLConfig
 from privssl.core.engine import Call
 from privssl.core.messages import Reply
 from privssl.core.task import Context
@@ -553,7 +554,7 @@ def test_there_are_pictures_even_if_no_held_out_row_is_of_some_class() -> None:
 # Synthetic rows at query agents ---------------------------------------------------------------
 
 STUB_F = dataclasses.replace(STUBS, F=lambda x: x.flatten(1)[:, :5])
-VARIATIONAL = {
+VARIATIONAL: dict[str, Any] = {
     "generator": "variational", "weight_real": 0.0, "weight_guidance": 0.0, "weight_mix": 0.0,
     "generator_at": "query", "synthetic_share": 0.5, "warm_up": 0,
 }  # fmt: skip

@@ -28,7 +28,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from privssl.algorithms.baselines.dp_classifier import check_classifier
-from privssl.algorithms.fedssl.losses import Callables, GMixupSettings, Mixing, mixing_losses
+from privssl.algorithms.fedssl.losses import Callables, Mixing, mixing_losses
+from privssl.algorithms.fedssl.settings import GMixupSettings
 from privssl.core.agents import LabelledRows
 from privssl.core.task import Context, Task
 from privssl.errors import PrivacyError

@@ -132,7 +132,9 @@ class FedSSL(Algorithm[FedSSLState]):
         super().__init__(config, task, plan)
         shape, classes, width = task.shape, task.classes, config.generator_width
         spectral = config.spectral_norm and not (plan is not None and "D" in plan.protect)
-        kinds = {"mixing": ImageGenerator, "variational": VariationalImageGenerator}
+        kinds: dict[str, type[nn.Module]] = {
+            "mixing": ImageGenerator, "variational": VariationalImageGenerator,
+        }  # fmt: skip
         G = in_precision(kinds[config.generator], task.precision)
         D = in_precision(ImageDiscriminator, task.precision)
         self._new: dict[str, NetworkFactory] = {
