@@ -20,6 +20,9 @@ from generators.base import ConditionalGenerator
 from generators.image import quarter
 
 LARGEST_LOG_VARIANCE = 4.0
+#: Factor of labels: an agent that has one class moves the weights of its label alone, and averaging
+#: divides what it learned by the number of agents.
+LABEL_GAIN = 6.0
 
 
 class VariationalImageGenerator(ConditionalGenerator):
@@ -48,21 +51,21 @@ class VariationalImageGenerator(ConditionalGenerator):
         self.up_second = nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1)
         self.up_last = nn.ConvTranspose2d(width, channels, 4, stride=2, padding=1)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, x: Tensor, p: Tensor, p_target: Tensor, z: Tensor, lam: Tensor,
         with_cost: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """As the base class; with ``with_cost`` also the code's cost in nats, (B,)."""
         noise = 2**0.5 * torch.erfinv((2 * z - 1).clamp(-1 + 1e-6, 1 - 1e-6))  # N(0, 1)
-        moments = self.posterior(torch.cat([self.encoder(x), 2 * p], dim=1))
+        moments = self.posterior(torch.cat([self.encoder(x), LABEL_GAIN * p], dim=1))
         mean, log_variance = moments.chunk(2, dim=1)
         log_variance = LARGEST_LOG_VARIANCE * torch.tanh(log_variance / LARGEST_LOG_VARIANCE)
         share = lam[:, :, None]  # (B, L, 1)
         spread = share * (log_variance / 2).exp()[:, None] + 1 - share
         code = share * mean[:, None] + spread * noise[:, None]  # (B, L, code)
         label = share * p[:, None] + (1 - share) * p_target[:, None]  # (B, L, C)
-        mixes = self._decode(torch.cat([code, 2 * label], dim=2).flatten(0, 1))
-        rows = mixes.unflatten(0, lam.shape)
+        mixes = self._decode(torch.cat([code, LABEL_GAIN * label], dim=2).flatten(0, 1))
+        rows: Tensor = mixes.unflatten(0, lam.shape)
         if not with_cost:
             return rows
         cost = (mean.square() + log_variance.exp() - log_variance - 1).sum(dim=1) / 2

@@ -78,7 +78,7 @@ def generate_rows(
     shape = tuple(results["rows"]["shape"])
     algorithm = ALGORITHMS[config.algorithm.name](
         config.algorithm,
-        task_of(config, len(names), shape),  # type: ignore[arg-type]
+        task_of(config, len(names), shape),
     )
     snapshot = checkpoint.load_snapshot(folder / "checkpoints", configs.config_hash(config))
     if snapshot.round != results["rounds"]:
@@ -86,7 +86,8 @@ def generate_rows(
             f"{folder}: its last intact checkpoint is of round {snapshot.round}, not of its last, "
             f"{results['rounds']}. Restore the folder, or start a new run"
         )
-    generator = algorithm.generator(algorithm.StateType(**snapshot.state))
+    state = algorithm.StateType(**snapshot.state)  # type: ignore[arg-type]
+    generator = algorithm.generator(state)
     assert generator is not None
     wanted = torch.tensor([names.index(name) for name in dict.fromkeys(classes or names)])
     labels = wanted[torch.arange(count) % len(wanted)]

@@ -35,10 +35,10 @@ class Judge(nn.Module):
 
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
-        halve = {"kernel_size": 3, "stride": 2, "padding": 1}
         sides = [math.ceil(math.ceil(side / 2) / 2) for side in shape[1:]]
         self.features = nn.Sequential(
-            nn.Conv2d(shape[0], 16, **halve), nn.ReLU(), nn.Conv2d(16, 32, **halve), nn.ReLU(),
+            nn.Conv2d(shape[0], 16, 3, stride=2, padding=1), nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
             nn.Flatten(), nn.Linear(32 * sides[0] * sides[1], FEATURES), nn.ReLU(),
         )  # fmt: skip
         self.output = nn.Linear(FEATURES, classes)
@@ -120,7 +120,7 @@ class GeneratorQuality:
         ask = torch.cat([images, few]).flatten(1)
         nearest = torch.full((len(ask),), math.inf)
         for stored in training:
-            for part in stored.split(4096):
+            for part in torch.split(stored, 4096):
                 rows = network_input(part).flatten(1)
                 nearest = torch.minimum(nearest, torch.cdist(ask, rows).min(dim=1).values)
         ours, theirs = nearest[: len(images)].median(), nearest[len(images) :].median()
@@ -156,7 +156,7 @@ def _share(guesses: Tensor, labels: Tensor) -> float:
 
 def _spread(rows: Tensor, labels: Tensor) -> float:
     """Root mean square distance of two rows of a class, averaged over classes with two rows."""
-    of_class = [rows[labels == c].flatten(1) for c in labels.unique()]
+    of_class = [rows[labels == c].flatten(1) for c in torch.unique(labels)]
     # E|a - b|^2 over distinct pairs = 2 n / (n - 1) * variance
     squared = [
         2 * (some - some.mean(dim=0)).square().mean() * len(some) / (len(some) - 1)

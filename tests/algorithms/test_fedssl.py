@@ -554,7 +554,7 @@ def test_there_are_pictures_even_if_no_held_out_row_is_of_some_class() -> None:
 # Synthetic rows at query agents ---------------------------------------------------------------
 
 STUB_F = dataclasses.replace(STUBS, F=lambda x: x.flatten(1)[:, :5])
-VARIATIONAL = {
+VARIATIONAL: dict[str, Any] = {
     "generator": "variational", "weight_real": 0.0, "weight_guidance": 0.0, "weight_mix": 0.0,
     "generator_at": "query", "synthetic_share": 0.5, "warm_up": 0,
 }  # fmt: skip

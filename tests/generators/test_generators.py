@@ -24,6 +24,7 @@ from generators import (
     reconstruction_loss,
 )
 from generators.spectral import spectral_norm
+from generators.variational import LABEL_GAIN
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
 B, C = 3, 5
@@ -137,8 +138,10 @@ def test_several_mixes_of_a_row_are_those_made_one_at_a_time() -> None:
 # The variational generator ------------------------------------------------------------------
 
 
-def variational(shape: tuple[int, int, int] = (1, 8, 8)) -> nn.Module:
-    return make(lambda: VariationalImageGenerator(shape, C, width=4, noise_size=6))
+def variational(shape: tuple[int, int, int] = (1, 8, 8)) -> VariationalImageGenerator:
+    G = make(lambda: VariationalImageGenerator(shape, C, width=4, noise_size=6))
+    assert isinstance(G, VariationalImageGenerator)
+    return G
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -159,7 +162,7 @@ def test_the_cost_of_a_code_is_its_divergence_from_the_standard_gaussian() -> No
     G, given_ = variational(), inputs()
     rows, cost = G(**given_, with_cost=True)
     assert_close(rows, G(**given_))
-    moments = G.posterior(torch.cat([G.encoder(given_["x"]), 2 * given_["p"]], dim=1))
+    moments = G.posterior(torch.cat([G.encoder(given_["x"]), LABEL_GAIN * given_["p"]], dim=1))
     mean, raw = moments.chunk(2, dim=1)
     spread = (4 * torch.tanh(raw / 4) / 2).exp()
     own, standard = torch.distributions.Normal(mean, spread), torch.distributions.Normal(0.0, 1.0)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from generators import ImageDiscriminator, ImageGenerator
+from generators import ImageDiscriminator, ImageGenerator, VariationalImageGenerator
 from privssl.algorithms.fedssl.losses import Callables, Mixing, mixing_losses
 from privssl.algorithms.fedssl.settings import GMixupSettings
 from privssl.models.convnets import LeNet, SmallCNN
@@ -119,6 +119,10 @@ SHIPPED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
     "ResNet9": (lambda: ResNet9(SHAPE, CLASSES, width=2), classifier_rows),
     "WideResNet28x2": (lambda: WideResNet28x2(SHAPE, CLASSES, width=2), classifier_rows),
     "ImageGenerator": (lambda: networks()["G"], generator_rows),
+    "VariationalImageGenerator": (
+        lambda: VariationalImageGenerator(SHAPE, CLASSES, width=4, noise_size=NOISE),
+        generator_rows,
+    ),
     "ImageDiscriminator": (lambda: networks()["D"], discriminator_rows),
     # As the published scheme has it: spectral, therefore frozen and in eval.
     "spectral ImageDiscriminator": (
