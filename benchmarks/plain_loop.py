@@ -184,7 +184,8 @@ class Work:
     def plain(self, name: str, threads: int) -> Competitor:
         """The loop above."""
         dataset = self.federated_data.dataset
-        network = SmallCNN(dataset.shape, dataset.classes)
+        channels, height, width = dataset.shape
+        network = SmallCNN((channels, height, width), dataset.classes)
         network.load_state_dict(self.begin)
 
         def visit(agent: Agent, number: int) -> dict[str, Tensor]:

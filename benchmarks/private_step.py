@@ -38,9 +38,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.hot_loop import median_seconds
 from benchmarks.processes import about, at_least
 from generators import ImageDiscriminator, ImageGenerator
-from privssl.algorithms.fedssl.algorithm import FedSSLConfig
 from privssl.algorithms.fedssl.losses import Callables, Mixing, mixing_losses
-from privssl.models import CLASSIFIERS, build_classifier, optimize_layout
+from privssl.algorithms.fedssl.settings import FedSSLConfig
+from privssl.core.rows import IMAGE
+from privssl.models import build_classifier, optimize_layout
 from privssl.privacy.dp_sgd import PrivateTraining, microbatch_size
 from privssl.privacy.per_example_gradients import Parameters
 from privssl.privacy.plan import PrivatePlan
@@ -51,7 +52,7 @@ from privssl.training.batched.deferred import FunctionalModule
 SHAPE, CLASSES, NOISE = (1, 28, 28), 10, 32
 COLOUR = (3, 32, 32)
 PRIVATE: list[Any] = [
-    n for n in CLASSIFIERS if n != "trinet_cnn"
+    n for n in IMAGE.networks if n != "trinet_cnn"
 ]  # dropout is refused under DP-SGD
 MODES = ("hooks", "functorch", "ew", "ghost")
 LAYOUTS = {"channels-last": torch.channels_last, "plain": torch.contiguous_format}

@@ -21,6 +21,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from privssl.algorithms import ALGORITHMS
+from privssl.core.rows import IMAGE, VECTOR
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
 from privssl.settings.schema import (
@@ -291,7 +292,22 @@ def placements_page() -> str:
             reasons += [text] if text else []
     head = ["| algorithm | " + " | ".join(f"`{labels}`" for labels in AGENTS) + " | private |"]
     head.append("|" + "---|" * (len(AGENTS) + 2))
-    return PLACEMENTS_TEXT.format(table="\n".join(head + rows), reasons="\n".join(reasons))
+    return PLACEMENTS_TEXT.format(
+        table="\n".join(head + rows), reasons="\n".join(reasons), kinds="\n".join(kind_rows())
+    )
+
+
+def kind_rows() -> Iterator[str]:
+    """For each algorithm: whether it takes rows that are no images, and what to set or why not."""
+    for name, algorithm in ALGORITHMS.items():
+        settings = algorithm.Config()
+        views = [
+            f"`{key}`" for key, value in vars(settings).items()
+            if key != "name" and value in IMAGE.views and value not in VECTOR.views
+        ]  # fmt: skip
+        text = f"set {', '.join(views)}" if views else ""
+        text = algorithm.needs_images or text
+        yield f"| `{name}` | {'no' if algorithm.needs_images else 'yes'} | {text} |"
 
 
 # The prose ----------------------------------------------------------------------------------
@@ -361,6 +377,17 @@ whether the algorithm accepts a `privacy` section.
 Reasons of refusals, and what to set instead:
 
 {reasons}
+
+## Which kinds of rows
+
+Every algorithm takes images. Vectors take `model.name` `linear` or `mlp`, sequences also
+`text_cnn`; views of them are `none`, `weak`, `mid` and `strong`. RandAugment, `crop`, `shift` and
+`flip` are refused there, and so is `model.norm: static`. The label census learns an encoder of
+images; the features of vectors and the means of sequences are clustered as they are.
+
+| algorithm | vectors and sequences | what to set, or the reason |
+|---|---|---|
+{kinds}
 
 ## What a placement means for a method
 

@@ -2,6 +2,7 @@
 Learning", section 3.4. In a private run no layer may mix rows of a batch."""
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -13,13 +14,15 @@ class ConditionalGenerator(nn.Module, ABC):
     """
 
     noise_size: int
+    #: The lambda at which a row's own output differs most with the weights; for audits.
+    audit_lambda: ClassVar[float] = 1.0
 
     @abstractmethod
     def forward(self, x: Tensor, p: Tensor, p_target: Tensor, z: Tensor, lam: Tensor) -> Tensor:
         """Mix rows with classes.
 
         Args:
-            x: rows (B, *shape) in [-1, 1].
+            x: rows (B, *shape); images in [-1, 1].
             p: their label distributions (B, C).
             p_target: the classes to mix in, one-hot (B, C).
             z: noise (B, noise_size), uniform in [0, 1).
@@ -27,7 +30,7 @@ class ConditionalGenerator(nn.Module, ABC):
                 0 never looks at it.
 
         Returns:
-            Mixed rows (B, L, *shape) in [-1, 1].
+            Mixed rows (B, L, *shape); images in [-1, 1].
         """
 
 

@@ -26,7 +26,7 @@ class ImageGenerator(ConditionalGenerator):
         noise_size: int = 32,
     ) -> None:
         super().__init__()
-        channels, small = shape[0], _quarter(shape)
+        channels, small = shape[0], quarter(shape)
         features = 2 * width * small[0] * small[1]
         self.noise_size = noise_size
         self.encoder = nn.Sequential(
@@ -80,7 +80,7 @@ class ImageDiscriminator(ConditionalDiscriminator):
         spectral: bool = True,
     ) -> None:
         super().__init__()
-        small = _quarter(shape)
+        small = quarter(shape)
         layers: list[nn.Module] = [
             nn.Conv2d(shape[0], width, 4, stride=2, padding=1),
             nn.Conv2d(width, 2 * width, 4, stride=2, padding=1),
@@ -104,7 +104,7 @@ class ImageDiscriminator(ConditionalDiscriminator):
         return logits
 
 
-def _quarter(shape: tuple[int, int, int]) -> tuple[int, int]:
+def quarter(shape: tuple[int, int, int]) -> tuple[int, int]:
     """Height and width after two halvings. Raises ValueError unless both are multiples of 4."""
     _, height, width = shape
     if height % 4 or width % 4:

@@ -15,6 +15,7 @@ COMMANDS = {
     "evaluate": "measure a finished run on labelled rows",
     "reproduce": "run cells of published tables and keep what was measured",
     "audit": "check the ledger and the privacy claim of a finished run",
+    "generate": "write labelled synthetic rows made by the generator of a finished run",
     "site": "serve the rows of one site to a coordinator",
     "doctor": "check the installation",
 }
@@ -59,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from privssl.evaluate import main as evaluate
 
             return evaluate(rest)
+        case ["generate", *rest]:
+            from privssl.generate import main as generate
+
+            return generate(rest)
         case ["site", *rest]:
             from privssl.site.__main__ import main as site
 

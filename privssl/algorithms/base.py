@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from generators.base import ConditionalGenerator
 from privssl.core.federation import Federation
 from privssl.core.messages import StateDict
 from privssl.core.task import Context, Phase, Task
@@ -61,7 +62,9 @@ class Algorithm(ABC, Generic[StateT]):
     mechanism: ClassVar[Literal["dp-sgd", "census"]] = "dp-sgd"
     #: Whether agents send anything computed from their unlabelled rows.
     reads_unlabelled: ClassVar[bool] = True
-    #: What the height and width of rows must be multiples of.
+    #: Why rows must be images; "": rows of every kind can be.
+    needs_images: ClassVar[str] = ""
+    #: What the height and width of images must be multiples of.
     sides_divisible_by: ClassVar[int] = 1
     #: What happens in a run over sites when a reply is missing; unnamed steps need all agents.
     missing_reply_policy: ClassVar[MissingReplyPolicy] = MissingReplyPolicy()
@@ -174,6 +177,11 @@ class Algorithm(ABC, Generic[StateT]):
     def metrics(self, state: StateT) -> Mapping[str, float]:
         """Numbers of the server for the tracker."""
         return {}
+
+    def generator(self, state: StateT) -> ConditionalGenerator | None:
+        """The generator whose rows are measured and given out, in eval mode on the CPU; None where
+        there is none. It is overwritten by the next step."""
+        return None
 
     def pictures(self, state: StateT, x: Tensor, y: Tensor) -> Mapping[str, np.ndarray]:
         """Pictures for TensorBoard: tag -> uint8 image.

@@ -17,7 +17,7 @@ from privssl.core.aggregation import WeightedMean, average
 from privssl.core.federation import Federation, Roster
 from privssl.core.messages import Message, Reply, StateDict
 from privssl.core.task import Context
-from privssl.data.affine_augment import AUGMENTATIONS, Augmentation
+from privssl.data.augmentations import View
 from privssl.settings.schema import Count, Positive, Problem, Rate, strict
 from privssl.training import local_training
 from privssl.training.pseudo_labels import guess_labels
@@ -81,9 +81,9 @@ class SelfTraining:
     teacher_decay: Share = 0.8  # of the moving average of F that guesses labels and is released
     query_per_round: Positive | None = None  # query agents drawn for a round; all when absent
 
-    def augmentation(self, name: str = "") -> Augmentation:
+    def augmentation(self, name: str = "") -> View:
         """The named augmentation (default: of F's rows), with mirroring as configured."""
-        return AUGMENTATIONS[name or self.augment].flipping(self.flip)
+        return View(name or self.augment, self.flip)
 
     def decay(self, round_number: int) -> float:
         """Decay of the teacher after a round: small at first, when F is nearly untrained."""
@@ -95,10 +95,15 @@ class SelfTraining:
 
     def guess(self, teacher: nn.Module, x: Tensor, ctx: Context) -> Tensor:
         """Pseudo-labels (N, C) of stored rows (N, *shape): Fan et al., Eq. 2."""
+        return self.guess_input(teacher, local_training.network_input(x, ctx.device), ctx)
+
+    def guess_input(
+        self, teacher: nn.Module, x: Tensor, ctx: Context, purpose: str = "guess"
+    ) -> Tensor:
+        """The same of rows (N, *shape) in [-1, 1] on the device of a step."""
         return guess_labels(
-            teacher.eval(), local_training.network_input(x, ctx.device),
-            augment=self.augmentation("weak"), views=self.views,
-            sharpness=self.sharpness, rng=ctx.rng("guess"),
+            teacher.eval(), x, augment=self.augmentation("weak"), views=self.views,
+            sharpness=self.sharpness, rng=ctx.rng(purpose),
         )  # fmt: skip
 
 

@@ -167,8 +167,8 @@ class Dataset:
         return self.rows.class_names
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of a row."""
+    def shape(self) -> tuple[int, ...]:
+        """Channels, height and width of an image, or the features of a vector."""
         return self.rows.shape
 
     @cached_property

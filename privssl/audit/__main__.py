@@ -21,18 +21,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from accounting.budget import round_up
-from accounting.errors import AccountingError
 from accounting.events import is_protected
 from accounting.verify import dp_event_source
-from privssl.errors import UserError
-from privssl.runtime.console import Terminal, open_standard_streams, results_to_standard_output
-from privssl.runtime.process import (
-    INTERRUPTED,
-    STOPPING,
-    gc_paused,
-    in_one_thread,
-    interrupt_on_signals,
-)
+from privssl.runtime.command import run_command
+from privssl.runtime.console import Terminal, results_to_standard_output
+from privssl.runtime.process import gc_paused, in_one_thread
 
 if TYPE_CHECKING:
     from privssl.audit.canary_attack import AttackReport
@@ -114,16 +107,10 @@ def main(argv: Sequence[str]) -> int:
     about = "print a Python program that recomputes epsilon with dp-accounting alone"
     printed.add_argument("--dp-event", action="store_true", help=about)
     options = parser.parse_args(argv)
-    open_standard_streams()
-    with interrupt_on_signals(*STOPPING):
-        try:
-            return _audit(options)
-        except (UserError, AccountingError) as error:
-            print(error, file=sys.stderr)
-            return error.exit_status
-        except KeyboardInterrupt:
-            print("Interrupted; nothing was changed. There is no verdict.", file=sys.stderr)
-            return INTERRUPTED
+    return run_command(
+        lambda console, stack: _audit(options), json=options.json,
+        interrupted="Interrupted; nothing was changed. There is no verdict.",
+    )  # fmt: skip
 
 
 def _audit(options: argparse.Namespace) -> int:
@@ -225,25 +212,14 @@ def _print(report: Report) -> None:
 
 def _ledger_table(report: Report) -> Table:
     table = Table(title=f"audit of {escape(report.run)}")
-    for column in [
-        "agent",
-        "budget",
-        "claimed",
-        "recomputed",
-        "by",
-        "PLD bounds",
-        "visits",
-        "ledger",
-    ]:
+    numbers = ("budget", "claimed", "recomputed")
+    for column in ("agent", *numbers, "by", "PLD bounds", "visits", "ledger"):
         table.add_column(column)
     for agent in report.agents:
         bounds = "-" if agent.pld_lower is None else f"{agent.pld_lower:.4f}..{agent.pld_upper:.4f}"
-        numbers = [
-            "-" if number is None else round_up(number)
-            for number in (agent.budget, agent.claimed, agent.recomputed)
-        ]
+        shown = ["-" if (n := getattr(agent, name)) is None else round_up(n) for name in numbers]
         whole = "broken" if agent.problems else f"verified, {agent.head[:8]}"
-        table.add_row(escape(agent.agent), *numbers, agent.method, bounds, str(agent.visits), whole)
+        table.add_row(escape(agent.agent), *shown, agent.method, bounds, str(agent.visits), whole)
     return table
 
 

@@ -177,8 +177,8 @@ def attack(
 
 
 def _task(config: Config, entry: Mapping[str, Any]) -> Task:
-    classes, (channels, height, width) = int(entry["classes"]), map(int, entry["shape"])
-    shape, model = (channels, height, width), dataclasses.replace(config.model, weights="")
+    classes, shape = int(entry["classes"]), tuple(map(int, entry["shape"]))
+    model = dataclasses.replace(config.model, weights="")
     return Task(classes, shape, lambda: models.build_classifier(model, shape, classes))
 
 

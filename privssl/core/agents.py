@@ -32,14 +32,20 @@ class AgentLocation(enum.Enum):
     SERVER = "server"
 
 
+#: Rows before an encoder, which name the record to an account: images, or texts.
+Origin = Tensor | tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class LabelledRows:
-    """Rows with labels. x (N, channels, height, width) uint8 in 0..255 or float32 in [0, 1];
-    y (N,) int64 classes; ids (N,) int64 row numbers in the training set or the site's files."""
+    """Rows with labels. x (N, *shape) as stored, see ``core/rows.py``;
+    y (N,) int64 classes; ids (N,) int64 row numbers in the training set or the site's files;
+    origin what x was before an encoder, which steps do not read."""
 
     x: Tensor
     y: Tensor
     ids: Tensor
+    origin: Origin | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -51,6 +57,7 @@ class UnlabelledRows:
 
     x: Tensor
     ids: Tensor
+    origin: Origin | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from privssl.core.rows import Shape
 from privssl.ops.precision import Precision
 from privssl.runtime import randomness
 
@@ -64,13 +65,14 @@ class Context:
 class Task:
     """The learning task: shape of a row, classes, and the classifier's network.
 
-    ``shape`` is (channels, height, width). ``new_classifier`` builds an untrained F whose
-    input is (B, *shape) in [-1, 1] and whose output is (B, classes) logits, with initial weights
-    from torch's global generator. An algorithm's own networks compute in ``precision`` too.
+    ``shape`` is of one of the kinds in ``core/rows.py``. ``new_classifier`` builds an untrained F
+    whose input is (B, *shape) as ``rows.network_input`` makes it, and whose output is (B, classes)
+    logits, with initial weights from torch's global generator. An algorithm's own networks compute
+    in ``precision`` too.
     """
 
     classes: int
-    shape: tuple[int, int, int]
+    shape: Shape
     new_classifier: "NetworkFactory"
     precision: Precision = "float32"
 

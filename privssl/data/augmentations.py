@@ -1,32 +1,50 @@
-"""Augmentations by the names in configs.
+"""Augmentations by the names in configs, for rows of each kind.
 
-none, weak, mid, strong        for digits (data/affine_augment.py)
-crop                           of natural images: a shift, filled by mirroring
-fixmatch, fedmatch, fedseal    RandAugment of another view (rand_augment.py)
+none, weak, mid, strong        of images: digits (affine_augment.py); of others: feature_views.py
+crop, shift                    of natural images: a shift, filled by mirroring
+fixmatch, fedmatch, fedseal    of images: RandAugment of another view (rand_augment.py)
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from privssl.data.affine_augment import AUGMENTATIONS, Augmentation
+from privssl.data.feature_views import SEQUENCE_VIEWS, VECTOR_VIEWS
 from privssl.data.rand_augment import RANDAUGMENTS
 
 #: Up to an eighth of the side each way: 4 of 32 pixels (FixMatch, SemiFL).
 CROP = Augmentation(crop=1 / 8)
-_PLAIN = {**AUGMENTATIONS, "crop": CROP}
+_PLAIN = {**AUGMENTATIONS, "crop": CROP, "shift": CROP}
+
+
+@dataclass(frozen=True)
+class View:
+    """An augmentation by name; call it with rows (B, *shape) and a generator.
+
+    Args:
+        name: as above. ``row_checks`` has refused what the rows cannot have.
+        flip: of images: also mirror left to right with probability 1/2.
+        under: of images: the view to which RandAugment is applied.
+    """
+
+    name: str
+    flip: bool = False
+    under: str = "crop"
+
+    def __call__(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        """One view of each row, which depends on that row and its own random numbers alone."""
+        if not len(x):
+            return x
+        if x.dim() < 4:
+            return (SEQUENCE_VIEWS if x.dim() == 3 else VECTOR_VIEWS)[self.name](x, rng)
+        if self.name in _PLAIN:
+            return _PLAIN[self.name].flipping(self.flip)(x, rng)
+        seen: Tensor = RANDAUGMENTS[self.name](View(self.under, self.flip)(x, rng), rng)
+        return seen
 
 
 def view(name: str, x: Tensor, rng: torch.Generator, *, flip: bool, under: str = "crop") -> Tensor:
-    """One view of each row (B, *shape) in [-1, 1].
-
-    Args:
-        name: as above.
-        flip: also mirror left to right with probability 1/2.
-        under: the view to which RandAugment is applied.
-    """
-    if not len(x):
-        return x
-    if name in _PLAIN:
-        return _PLAIN[name].flipping(flip)(x, rng)
-    seen: Tensor = RANDAUGMENTS[name](view(under, x, rng, flip=flip), rng)
-    return seen
+    """One view of each row (B, *shape), see :class:`View`."""
+    return View(name, flip, under)(x, rng)

@@ -1,9 +1,12 @@
 """The content of a row, independent of its file: equal contents are one row to an account.
 
 An image as PNG or NPZ, uint8 or float, grey or RGB with three equal channels has one content.
+Vectors and sequences have the float32 numbers that networks take as their content.
+
 Registries of version 0.1 have fingerprints of rows as loaded (``as_loaded``); both are checked.
 """
 
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,23 +14,43 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from privssl.core.agents import LabelledRows, Origin, UnlabelledRows
+from privssl.core.rows import network_input
+
 CHUNK = 1024  # rows at a time, which bounds the memory
 # In levels of 1/255. Half-precision floats are off by up to 0.06; other floats
 # are not this close to whole levels in every pixel.
 TOLERANCE = 1 / 8
 
 
-def canonical(x: Tensor) -> Iterator[bytes]:
+def contents_of(rows: LabelledRows | UnlabelledRows) -> Iterator[bytes]:
+    """The content of each row of an agent: of an encoded row, of what it was before."""
+    yield from canonical(rows.x if rows.origin is None else rows.origin)
+
+
+def as_loaded_of(rows: LabelledRows | UnlabelledRows) -> Iterator[bytes]:
+    """The same as version 0.1 had it, which knew no encoders."""
+    yield from as_loaded(rows.x) if rows.origin is None else contents_of(rows)
+
+
+def canonical(x: Origin) -> Iterator[bytes]:
     """The content of each row.
 
     Rows that differ by less than the tolerance share it: an account then refuses one of them, which
     is sound. Rows that are not on 8-bit levels keep their float32 bits.
 
     Args:
-        x: (N, channels, height, width) uint8 in 0..255, or floats in [0, 1]; a row with a negative
-            value is read as one in [-1, 1].
+        x: texts, or (N, *shape). Images: uint8 in 0..255, or floats in [0, 1]; a row with a
+            negative value is read as one in [-1, 1].
     """
-    for start in range(0, len(x), CHUNK):
+    if not isinstance(x, Tensor):
+        for text in x:  # however it was typed and spaced
+            yield b"text " + " ".join(unicodedata.normalize("NFC", text).split()).encode()
+        return
+    for start in range(0, len(x) if x.dim() < 4 else 0, CHUNK):
+        for row in (network_input(x[start : start + CHUNK].cpu()) + 0.0).numpy():  # no -0.0
+            yield _content(row)
+    for start in range(0, len(x) if x.dim() == 4 else 0, CHUNK):
         for row in _levels(x[start : start + CHUNK].cpu().numpy()):
             yield _content(row[:1] if (row == row[:1]).all() else row)
 

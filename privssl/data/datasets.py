@@ -5,6 +5,7 @@ constant: means and deviations of the data would be one more release.
 """
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,9 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from privssl.core.rows import Shape, describe
 from privssl.data.downloads import PUBLISHED, default_root, read_published
+from privssl.data.encoded import Unencoded
 from privssl.data.image_folder import read_folder
 from privssl.data.npz import NO_LABEL, Arrays, read_npz
+from privssl.encoders import encode, open_encoder, reads_texts
 from privssl.errors import DataError
 from privssl.settings.schema import DataSettings
 
@@ -30,7 +34,7 @@ log = logging.getLogger("privssl")
 class Dataset:
     """Training and test rows; a row's id is its place in the training rows.
 
-    x (N, Ch, H, W) uint8 in 0..255 or float32 in [0, 1]; y (N,) int64 class numbers;
+    x (N, *shape), images as uint8 in 0..255 or float32 in [0, 1]; y (N,) int64 class numbers;
     ``npz.NO_LABEL`` in y_train where the class is unknown.
     """
 
@@ -43,6 +47,7 @@ class Dataset:
     said: tuple[logging.LogRecord, ...] = ()  # logged before the log file was open
     #: Agent -> ids of its rows with labels, and without; None: the settings divide the rows.
     held: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
+    unencoded: Unencoded | None = None  # where there is an encoder: x_train has no row then
 
     @property
     def classes(self) -> int:
@@ -50,10 +55,9 @@ class Dataset:
         return len(self.class_names)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of a row."""
-        channels, height, width = self.x_train.shape[1:]
-        return channels, height, width
+    def shape(self) -> Shape:
+        """Of a row."""
+        return tuple(self.x_train.shape[1:])
 
 
 def load_dataset(settings: DataSettings) -> Dataset:
@@ -68,7 +72,36 @@ def load_dataset(settings: DataSettings) -> Dataset:
         arrays = _read(settings)
     finally:
         log.removeHandler(recorder)
-    return replace(from_arrays(settings.name, arrays), said=tuple(recorder.buffer))
+    dataset = replace(from_arrays(settings.name, arrays), said=tuple(recorder.buffer))
+    return _to_encode(settings, dataset) if settings.encoder else dataset
+
+
+def _to_encode(settings: DataSettings, dataset: Dataset) -> Dataset:
+    """The data set before its encoder, which maps the rows that somebody holds."""
+    _refuse_other_input(settings, dataset.x_train)
+    encoder = open_encoder(settings.encoder, settings.encoder_weights)
+    raw = Unencoded(encoder, dataset.x_train, dataset.x_test, default_root())
+    none = torch.empty(0, *encoder.shape, dtype=torch.float16)
+    return replace(dataset, x_train=none, x_test=none, unencoded=raw)
+
+
+def encode_rows(settings: DataSettings, x: Tensor) -> tuple[Tensor, Tensor | None, str | None]:
+    """Rows that a site brings: encoded, with what they were, and the encoder's checksum."""
+    if not settings.encoder:
+        return x, None, None
+    encoder = open_encoder(settings.encoder, settings.encoder_weights)
+    _refuse_other_input(settings, x)
+    return encode(encoder, x, default_root()), x, encoder.checksum
+
+
+def _refuse_other_input(settings: DataSettings, x: Tensor) -> None:
+    """Raise DataError where the encoder takes no rows of this kind."""
+    if reads_texts(settings.encoder) or x.dim() != 4:
+        takes = "texts" if reads_texts(settings.encoder) else "images"
+        raise DataError(
+            f"data.encoder {settings.encoder} takes {takes}, and rows of {settings.name} are "
+            f"{describe(tuple(x.shape[1:]))}. Leave it out, or give another"
+        )
 
 
 def expand_path(key: str, text: str) -> Path:
@@ -88,9 +121,16 @@ def from_arrays(name: str, arrays: Arrays) -> Dataset:
 
 
 def checksum(dataset: Dataset) -> str:
-    """SHA-256, as hex digits, of all rows and labels with their shapes."""
+    """SHA-256, as hex digits, of all rows before an encoder and labels, with their shapes."""
     digest = hashlib.sha256()
-    for rows in (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test):
+    x_train, x_test, raw = dataset.x_train, dataset.x_test, dataset.unencoded
+    for rows in (
+        x_train if raw is None else raw.train, dataset.y_train,
+        x_test if raw is None else raw.test, dataset.y_test,
+    ):  # fmt: skip
+        if not isinstance(rows, torch.Tensor):
+            digest.update(json.dumps(rows).encode())
+            continue
         array = np.ascontiguousarray(rows.numpy())
         digest.update(f"{array.shape}{array.dtype.str}".encode())
         digest.update(array.data)

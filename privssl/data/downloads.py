@@ -36,8 +36,14 @@ log = logging.getLogger("privssl")
 
 
 def default_root() -> Path:
-    """The folder of data sets: $PRIVSSL_DATA, else ``~/.cache/privssl/data``."""
-    return Path(os.environ.get("PRIVSSL_DATA") or "~/.cache/privssl/data").expanduser()
+    """The folder of data sets: $PRIVSSL_DATA, else ``~/.cache/privssl/data``. Raises DataError."""
+    named = os.environ.get("PRIVSSL_DATA") or "~/.cache/privssl/data"
+    try:
+        return Path(named).expanduser()
+    except RuntimeError:
+        raise DataError(
+            f"{named}: the home folder is unknown. Set PRIVSSL_DATA to a full path"
+        ) from None
 
 
 class _Published(NamedTuple):

@@ -13,6 +13,7 @@ PostScript file called ``cat.png`` to Ghostscript, which runs it.
 
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,8 +83,14 @@ def read_folder(root: Path, image_size: int | None) -> Arrays:
     classes = _classes(root / "train", skipped)
     others = _classes(root / "test", skipped)
     if classes != others:
-        differing = ", ".join(sorted(set(classes) ^ set(others)))
+        # ascii: names that look alike can differ in how an accent is written, or in spaces
+        differing = ", ".join(ascii(name) for name in sorted(set(classes) ^ set(others)))
         raise DataError(f"{root}: train and test differ in the classes {differing}")
+    if odd := [ascii(name) for name in classes if not name.isprintable()]:
+        raise DataError(
+            f"{root}: the class folder {odd[0]} has characters that cannot be printed, and class "
+            "names are written to files. Rename it"
+        )
     train, y_train = _files(root / "train", classes, skipped)
     test, y_test = _files(root / "test", classes, skipped)
     beside = root / UNLABELLED
@@ -228,7 +235,9 @@ def _images(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
         skipped.update({"linked folders": len(linked), HIDDEN: len(hidden)})
         folders[:] = [name for name in folders if name not in {*linked, *hidden}]
         for path in (Path(place, name) for name in files if name[0] != "."):
-            if path.suffix.lower() in SUFFIXES:
+            if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+                skipped["pipes and devices"] += 1
+            elif path.suffix.lower() in SUFFIXES:
                 yield path
             else:
                 skipped[path.suffix.lower() or "without a suffix"] += 1
@@ -241,6 +250,8 @@ def _unreadable(path: Path, error: Exception) -> DataError:
 def _head(path: Path) -> _Head:
     try:
         with Image.open(path, formats=FORMATS) as image:
+            if image.mode in COLOUR and _is_deep(image):
+                raise ValueError("it has more than 8 bits per channel: save it with 8")
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"{image.width}x{image.height} pixels, more than {MAX_PIXELS}")
             orientation = _orientation(image)
@@ -250,6 +261,17 @@ def _head(path: Path) -> _Head:
             return _Head(path, image.mode, size, orientation > 1, frames)
     except Exception as error:  # Pillow's decoders raise many types on damaged files
         raise _unreadable(path, error) from None
+
+
+def _is_deep(image: Image.Image) -> bool:
+    """Whether Pillow would cut channels of 16 bits off to 8, as it does in colour."""
+    for tile in getattr(image, "tile", ()):
+        given = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
+        if any(isinstance(one, str) and re.search(r";16[BLN]", one) for one in given):
+            return True
+        if image.format == "PPM" and any(isinstance(one, int) and one > 255 for one in given[1:]):
+            return True
+    return False
 
 
 def _orientation(image: Image.Image) -> int:

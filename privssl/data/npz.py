@@ -3,7 +3,8 @@
 An NPZ file has ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Training rows without a label
 have y = -1, or are in ``x_unlabelled``, and come after the others. Images are (N, H, W), one
 channel; (N, H, W, C) as in NumPy and Keras; or (N, C, H, W) as in torch. With 1 or 3 in both
-places the last axis has the channels. Pickles are refused, because reading one can run code.
+places the last axis has the channels. Vectors are (N, F), as bytes or as finite floats, which
+networks take as they are. Pickles are refused, because reading one can run code.
 """
 
 import logging
@@ -25,6 +26,7 @@ CHANNELS = (1, 3)
 NO_LABEL = -1
 DARK = 64  # of 255: arrays without a pixel as bright are probably scaled wrongly
 
+MAX_FEATURE = 1e4  # of a vector: networks expect numbers of about 1
 MAX_CLASS = 2**20 - 1  # a classifier has an output for each
 MAX_BYTES = 2**34  # of one array, unpacked: a zip of a few MB can hold a thousand times more
 
@@ -41,7 +43,8 @@ class NpzRows(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """Images (N, C, H, W), uint8 in 0..255 or float32 in [0, 1]; classes (N,) int64."""
+    """Images (N, C, H, W), uint8 in 0..255 or float32 in [0, 1]; vectors (N, F), uint8 or float32;
+    classes (N,) int64."""
 
     x_train: NDArray[Any]
     y_train: NDArray[np.int64]  # NO_LABEL where the class is unknown
@@ -186,8 +189,11 @@ def _check_alike(path: object, parts: dict[str, NDArray[Any]]) -> None:
         if (x.shape[1:], x.dtype) != (other.shape[1:], other.dtype):
             raise DataError(
                 f"{path}: {first} has rows {x.shape[1:]} of {x.dtype} and {name} "
-                f"{other.shape[1:]} of {other.dtype} (channels, height, width). Make them alike"
+                f"{other.shape[1:]} of {other.dtype} (channels, height, width, or features). Make "
+                "them alike"
             )
+    if x.ndim < 4:
+        return
     full = 255 if x.dtype == np.uint8 else 1
     top = {name: float(part.max()) for name, part in parts.items() if part.size}
     dark = {name: value for name, value in top.items() if value < DARK * full / 255}
@@ -288,25 +294,50 @@ def _rows(
 
 
 def _channels_first(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
+    """Images (N, channels, height, width), or vectors (N, F) as they are."""
+    if 0 in x.shape[1:]:
+        raise DataError(f"{path}: {name} has the shape {x.shape}: its rows have no number")
+    if x.ndim == 2:
+        return x
     if x.ndim == 3:
         return x[:, None]
     if x.ndim == 4 and x.shape[3] in CHANNELS:
+        if x.shape[1] in CHANNELS:
+            log.warning(
+                "%s: %s has the shape %s, and is read as (N, H, W, C). If it is (N, C, H, W), give "
+                "x.transpose(0, 2, 3, 1).",
+                path, name, x.shape,
+            )  # fmt: skip
         return x.transpose(0, 3, 1, 2)
     if x.ndim == 4 and x.shape[1] in CHANNELS:
         return x
     raise DataError(
-        f"{path}: {name} has the shape {x.shape}. Give (N, H, W), (N, H, W, C) or (N, C, H, W) "
-        "with 1 or 3 channels"
+        f"{path}: {name} has the shape {x.shape}. Give images (N, H, W), (N, H, W, C) or "
+        "(N, C, H, W) with 1 or 3 channels, or vectors (N, F)"
     )
 
 
 def _numbers(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
     if x.dtype == np.uint8:
         return np.ascontiguousarray(x)
+    if x.ndim == 2:
+        return _features(path, name, x)
     # NaN is refused as well: no comparison with it is true.
     if x.dtype.kind == "f" and (not x.size or (x.min() >= 0 and x.max() <= 1)):
         return np.ascontiguousarray(x, dtype=np.float32)
     seen = f", from {x.min()} to {x.max()}" if x.dtype.kind in "iuf" and x.size else ""
     raise DataError(
         f"{path}: {name} is {x.dtype}{seen}. Give uint8 in 0..255, or floats in [0, 1] without NaN"
+    )
+
+
+def _features(path: object, name: str, x: NDArray[Any]) -> NDArray[Any]:
+    """Vectors as float32. Raises DataError where a number is not finite, or far from 1."""
+    top = float(np.abs(x).max(initial=0.0)) if x.dtype.kind == "f" else np.nan
+    if top <= MAX_FEATURE:  # no comparison with NaN is true
+        return np.ascontiguousarray(x, dtype=np.float32)
+    seen = f", with numbers up to {top:g}" if x.dtype.kind == "f" else ""
+    raise DataError(
+        f"{path}: {name} has vectors of {x.dtype}{seen}. Give uint8, or finite floats scaled by "
+        f"public bounds to about [-1, 1], none beyond {MAX_FEATURE:g}"
     )

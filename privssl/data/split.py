@@ -95,10 +95,13 @@ def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Data
     )
 
 
+_NOT_OF_SPLIT = ("root", "split", "checksum", "encoder", "encoder_weights")
+
+
 def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool | None]:
-    """The settings that determine a split: all but paths and the rows."""
-    settings, others = dataclasses.asdict(data), ("root", "split", "checksum")
-    return {key: value for key, value in settings.items() if key not in others}
+    """The settings that determine a split: all but paths, the rows and the encoder."""
+    settings = dataclasses.asdict(data)
+    return {key: value for key, value in settings.items() if key not in _NOT_OF_SPLIT}
 
 
 def _draw_rows(

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_DOWN, Context
 from pathlib import Path
@@ -19,15 +19,16 @@ from typing import Any, Literal
 import yaml
 
 from accounting.account_plan import DEVICE_NAMES
+from privssl import encoders
 from privssl.algorithms import ALGORITHMS
 from privssl.data.split import role_problems
 from privssl.errors import ConfigError
+from privssl.experiment.number_checks import count_labelled_rows, number_problems
+from privssl.experiment.row_checks import IMAGE_SETS, kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
 from privssl.settings.error_messages import either, problem_report, show
 from privssl.settings.schema import (
     DP_SGD_KEYS,
-    MAX_LEARNING_RATE,
-    MAX_NUMBER,
     AgentSettings,
     DataSettings,
     ModelSettings,
@@ -40,16 +41,16 @@ from privssl.settings.yaml_reader import as_yaml_number
 
 LONGEST_NAME = 200
 _OF_ONE_MACHINE = {
-    "data": ("root", "split"),
+    "data": ("root", "split", "encoder_weights"),
     "model": ("weights",),
     "privacy": ("ledger", "ledger_epsilon"),
 }
 #: Keys of later versions are in a hash only where they are used: older checkpoints stay valid.
 _LATER: Mapping[str, Mapping[str, Any]] = {
-    "data": {"checksum": ""}, "model": {"options": {}, "weights": ""},
+    "data": {"checksum": "", "encoder": ""}, "model": {"options": {}, "weights": ""},
 }  # fmt: skip
 _PATHS = {
-    "data": ("root", "split"),
+    "data": ("root", "split", "encoder_weights"),
     "model": ("weights",),
     "run": ("certificate", "keys"),
     "privacy": ("ledger",),
@@ -114,10 +115,10 @@ def load_config(
     builder.check("run.", _name_problems(config))
     builder.check("", _privacy_problems(config, algorithms))
     builder.check("", _algorithm_problems(config, algorithms))
+    builder.check("", _row_problems(config, algorithms))
     builder.check("run.", _absence_problems(config, algorithms))
     builder.check("run.", _together_problems(config))
-    builder.check("", _batch_norm_problems(config, builder.bad))
-    builder.check("", _size_problems(config, builder.bad))
+    builder.check("", number_problems(config, builder.bad))
     if not builder.findings:  # the algorithm may have said it in its own words
         builder.check("agents.", role_problems(config.data.labels, config.agents))
     if builder.findings:
@@ -168,16 +169,6 @@ def _name_problems(config: Config) -> Iterator[Problem]:
             yield Problem(key, f"has {len(text)} characters: give at most {LONGEST_NAME}")
 
 
-def _labelled_rows(config: Config) -> float:
-    """Labelled rows of an average agent that has any; 0 when nobody has."""
-    holders = {
-        "support": config.agents.support,
-        "labels-at-client": config.agents.mixed,
-        "labels-at-server": 1,
-    }[config.data.labels]
-    return config.data.labelled / holders if holders else 0.0
-
-
 def _privacy_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
     """What in other sections breaks the claim. docs/privacy.md."""
     if config.privacy is None:
@@ -186,7 +177,7 @@ def _privacy_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> It
         yield from _census_problems(config)
     else:
         yield from _dp_sgd_problems(config)
-    rows = _labelled_rows(config)
+    rows = count_labelled_rows(config)
     if rows and 1 / rows <= config.privacy.delta < 1:
         yield Problem(
             "privacy.delta",
@@ -265,17 +256,18 @@ def _algorithm_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> 
         )
 
 
-def _size_problems(config: Config, bad: Collection[str]) -> Iterator[Problem]:
-    """Numbers with which no network stays finite. ``bad``: keys reported already."""
-    for key, value in vars(config.algorithm).items():
-        most = MAX_LEARNING_RATE if key.endswith("learning_rate") else MAX_NUMBER
-        if isinstance(value, float) and not value <= most and f"algorithm.{key}" not in bad:
-            why = (
-                "one step would move the weights so far that the outputs are not finite"
-                if most == MAX_LEARNING_RATE
-                else "networks compute in float32, where larger ones soon are not finite"
-            )
-            yield Problem(f"algorithm.{key}", f"{value:g}: give at most {most:.0f} ({why})")
+def _row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterator[Problem]:
+    encoder = config.data.encoder
+    if encoder and not encoders.is_known(encoder):
+        yield Problem("data.encoder", f"{show(encoder)} is unknown. Give {either(encoders.NAMES)}")
+        return
+    if encoder and encoders.reads_texts(encoder) and config.data.name in IMAGE_SETS:
+        text = f"{encoder} takes texts, and {config.data.name} has images"
+        yield Problem("data.encoder", f"{text}. Set {encoders.IMAGE_ENCODERS[0]}")
+        return
+    kind = kind_in(config)
+    if kind is not None:
+        yield from row_problems(config, kind, algorithms)
 
 
 def _missing_reply_policy(config: Config, algorithms: Mapping[str, type[Any]]) -> Any:
@@ -322,25 +314,6 @@ def _together_problems(config: Config) -> Iterator[Problem]:
         )
 
 
-def _batch_norm_problems(config: Config, bad: Collection[str]) -> Iterator[Problem]:
-    """Batches of one row, of which batch norm has no variance. ``bad``: keys reported already."""
-    if config.model.norm != "batch" or config.privacy is not None:
-        return
-    for key, value in vars(config.algorithm).items():
-        if key.endswith("batch_size") and value == 1 and f"algorithm.{key}" not in bad:
-            yield Problem(
-                f"algorithm.{key}",
-                "1, but batch norm needs two rows in a batch. Give 2 or more, or set "
-                "model.norm: group",
-            )
-    if 0 < _labelled_rows(config) < 2:
-        yield Problem(
-            "data.labelled",
-            f"{config.data.labelled}: an agent has a single labelled row, and batch norm needs two "
-            "in a batch. Give more rows or fewer agents, or set model.norm: group",
-        )
-
-
 def _warnings(config: Config) -> Iterator[str]:
     if is_emulated(config.run.precision, config.run.device):
         yield (
@@ -352,7 +325,7 @@ def _warnings(config: Config) -> Iterator[str]:
             "run.keys is empty, so names are pinned to no keys: one site could use the name of "
             "another that is offline. Give the folder of the sites' public keys"
         )
-    rows = _labelled_rows(config)
+    rows = count_labelled_rows(config)
     if config.privacy and rows and config.privacy.delta > rows**-1.1:
         yield (
             f"privacy.delta is {config.privacy.delta}, large for about {rows:.0f} labelled rows "
@@ -383,20 +356,24 @@ def config_hash(config: Config) -> str:
     return _hash(result_relevant(config))
 
 
-def compatibility_hash(config: Config, classes: Sequence[str], shape: Sequence[int]) -> str:
+def compatibility_hash(
+    config: Config, classes: Sequence[str], shape: Sequence[int], encoder: str | None = None
+) -> str:
     """SHA-256 of everything that all parties of a run must share.
 
     Like ``config_hash``, without paths and budgets of one machine, and with the task.
 
     Args:
         classes: names, in the order of the outputs.
-        shape: of a row: channels, height, width.
+        shape: of a row.
+        encoder: checksum of its encoder's weights; sites with others would train on other features.
     """
     parts = result_relevant(config)
     for section, keys in _OF_ONE_MACHINE.items():
         for key in keys:
             (parts[section] or {}).pop(key, None)
-    return _hash({**parts, "task": {"classes": list(classes), "shape": list(shape)}})
+    task = {"classes": list(classes), "shape": list(shape)}
+    return _hash({**parts, "task": {**task, **({"encoder": encoder} if encoder else {})}})
 
 
 def _hash(parts: Mapping[str, Any]) -> str:

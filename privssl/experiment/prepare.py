@@ -25,12 +25,14 @@ from privssl import data, models
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
 from privssl.core.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
+from privssl.core.rows import Shape, kind_of
 from privssl.core.task import Task
-from privssl.data.canonical import as_loaded, canonical
+from privssl.data.canonical import as_loaded_of, contents_of
 from privssl.data.datasets import Dataset
 from privssl.engines import batched, process_pool
-from privssl.errors import ConfigError, DataError, PrivacyError
+from privssl.errors import ConfigError, PrivacyError
 from privssl.experiment.config import Config
+from privssl.experiment.row_checks import refuse_other_rows
 from privssl.models.own_networks import NetworkSource, check_network, describe_exchange
 from privssl.privacy.independence import refuse_memory
 from privssl.privacy.plan import Plan
@@ -64,8 +66,10 @@ class Prepared:
     def about_rows(self) -> dict[str, Any]:
         """The form of a row and the class names in output order, for users of the classifier."""
         dataset = self.federated_data.dataset
-        form = {"kind": "image", "shape": list(dataset.shape), "scaling": "[-1, 1]"}
-        return {"rows": {**form, "encoder": None}, "class_names": list(dataset.class_names)}
+        kind = kind_of(dataset.shape)
+        form = {"kind": kind.name, "shape": list(dataset.shape), "scaling": kind.scaling}
+        encoder = None if dataset.unencoded is None else dataset.unencoded.encoder.about
+        return {"rows": {**form, "encoder": encoder}, "class_names": list(dataset.class_names)}
 
     @property
     def warnings(self) -> list[str]:
@@ -117,7 +121,7 @@ def prepare(
     roster = data.agent_refs(config.data.labels, config.agents)
     federated_data = _federated_data(config, dataset)
     dataset, kind = federated_data.dataset, ALGORITHMS[config.algorithm.name]
-    check_privacy_sides(dataset.shape, config.algorithm.name, kind.sides_divisible_by)
+    refuse_other_rows(config, dataset.shape)
     task = task_of(config, dataset.classes, dataset.shape, network)
     if ":" in config.model.name:
         check_network(config.model.name, task.new_classifier, task.shape, task.classes)
@@ -257,7 +261,7 @@ def check_private(algorithm: Algorithm[Any], config: Config) -> None:
 
 
 def task_of(
-    config: Config, classes: int, shape: tuple[int, int, int], network: NetworkSource | None = None
+    config: Config, classes: int, shape: Shape, network: NetworkSource | None = None
 ) -> Task:
     """What a config asks to be learned from rows of this shape; ``network``: as of prepare."""
     assert config.run.precision != "auto", "config.load says what it is here"
@@ -267,16 +271,6 @@ def task_of(
         return models.build_classifier(config.model, shape, classes, precision, network)
 
     return Task(classes, shape, new_classifier, precision)
-
-
-def check_privacy_sides(shape: tuple[int, int, int], algorithm: str, divisor: int) -> None:
-    """Raise DataError if the sides of rows are no multiples of ``divisor``."""
-    _, height, width = shape
-    if height % divisor or width % divisor:
-        raise DataError(
-            f"rows are {height}x{width} pixels, and {algorithm} needs sides that are multiples of "
-            f"{divisor}. Resize or pad the images (image_folder: data.image_size)"
-        )
 
 
 def _labelled(federated_data: data.FederatedDataset) -> tuple[Agent, ...]:
@@ -333,13 +327,13 @@ def _refuse_unaffordable(plan: Plan, privacy: PrivacySettings) -> None:
 
 def _refuse_shared_rows(holders: tuple[Agent, ...], federated_data: data.FederatedDataset) -> None:
     """Refuse a record with two accounts, or one that is also used without protection."""
-    labelled = {agent.id: list(canonical(agent.labelled.x)) for agent in holders}
+    labelled = {agent.id: list(contents_of(agent.labelled)) for agent in holders}
     for one, other, rows in row_registry.shared_rows(labelled):
         raise PrivacyError(
             f"{rows} labelled rows of {one} are rows of {other} as well, so that one record would "
             f"have two budgets. Remove doubled rows from the data"
         )
-    bare = chain.from_iterable(canonical(rows.x) for rows in bare_rows(federated_data))
+    bare = chain.from_iterable(contents_of(rows) for rows in bare_rows(federated_data))
     for name, rows in row_registry.unprotected_rows(labelled, bare):
         raise PrivacyError(
             f"{rows} labelled rows of {name} are unlabelled or validation rows as well, and would "
@@ -375,9 +369,9 @@ def claim_rows(
     """
     held, beside = list(holders), list(bare)
     # First by the form that version 0.1 stored: what it refused stays refused.
-    for contents, check in ((as_loaded, True), (canonical, only_check)):
-        labelled = {agent.id: contents(agent.labelled.x) for agent in held}
-        others = chain.from_iterable(contents(rows.x) for rows in beside)
+    for contents, check in ((as_loaded_of, True), (contents_of, only_check)):
+        labelled = {agent.id: contents(agent.labelled) for agent in held}
+        others = chain.from_iterable(contents(rows) for rows in beside)
         row_registry.claim(ledger, labelled, bare=others, only_check=check)
 
 

@@ -5,9 +5,11 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from privssl.core.rows import IMAGE, Shape, kind_of
 from privssl.errors import DataError
 from privssl.models import own_networks
 from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
+from privssl.models.feature_nets import MLP, Linear, TextCNN
 from privssl.models.resnet import ResNet9
 from privssl.models.wide_resnet import WideResNet28x2
 from privssl.ops.dropout import Dropout
@@ -18,39 +20,42 @@ from privssl.settings.schema import ModelSettings
 Network = TypeVar("Network", bound=nn.Module)
 
 SMALLEST = 8  # pixels of a row's shorter side
-CLASSIFIERS = {
+CLASSIFIERS: dict[str, type[nn.Module]] = {
     "small_cnn": SmallCNN,
     "lenet": LeNet,
     "trinet_cnn": TriNetCNN,
     "resnet9": ResNet9,
     "wresnet28x2": WideResNet28x2,
+    "linear": Linear,
+    "mlp": MLP,
+    "text_cnn": TextCNN,
 }  # others: models/own_networks.py
 
 
 def build_classifier(
     settings: ModelSettings,
-    shape: tuple[int, int, int],
+    shape: Shape,
     classes: int,
     precision: Precision = "float32",
     source: own_networks.NetworkSource | None = None,
 ) -> nn.Module:
-    """An untrained F: (B, *shape) in [-1, 1] -> (B, classes) logits.
+    """An untrained F: (B, *shape) as ``rows.network_input`` makes them -> (B, classes) logits.
 
     Args:
-        settings: the section ``model``.
-        shape: (channels, height, width) of a row; height and width at least 8.
+        settings: the section ``model``; ``row_checks`` has checked that it fits the rows.
+        shape: of a row; height and width of images at least 8.
         classes: at least 2.
         precision: of multiplications; weights and logits are float32.
         source: a network given from Python, instead of ``model.name``.
 
     Raises:
-        DataError: the rows are too small to be halved three times.
+        DataError: images are too small to be halved three times.
         ConfigError: a network from outside cannot be built, or ``model.weights`` do not fit.
     """
     if source is not None or ":" in settings.name:
         return own_networks.build_network(settings, shape, classes, source)
-    _, height, width = shape
-    if min(height, width) < SMALLEST:
+    if kind_of(shape) is IMAGE and min(shape[1:]) < SMALLEST:
+        _, height, width = shape
         raise DataError(
             f"rows are {height}x{width} pixels, and {settings.name} needs at least "
             f"{SMALLEST}x{SMALLEST}. Resize or pad the images (image_folder: data.image_size)"

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from privssl.core.rows import Shape
 from privssl.errors import ConfigError
 from privssl.models.convnets import norm_layer
 from privssl.models.static_norm import StaticNorm
@@ -36,7 +37,6 @@ from privssl.storage import tensor_files
 
 #: A class or function of (shape, classes, **options), or a module whose last layer is replaced.
 NetworkSource: TypeAlias = Callable[..., nn.Module] | nn.Module
-Shape: TypeAlias = tuple[int, int, int]
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm
 #: Other classes may do more than batch norm.

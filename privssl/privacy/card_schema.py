@@ -91,10 +91,18 @@ Side = Annotated[int, Field(gt=0, lt=1 << 16)]
 
 
 class TaskEntry(TypedDict):
-    """Number of classes, and channels, height and width of a row."""
+    """Number of classes, and the shape of a row."""
 
     classes: Side
-    shape: Annotated[list[Side], Field(min_length=3, max_length=3)]
+    shape: Annotated[list[Side], Field(min_length=1, max_length=3)]
+
+
+class EncoderEntry(TypedDict):
+    """The frozen public network that mapped every row, and its data, which are public."""
+
+    name: str
+    weights: str
+    trained_on: str
 
 
 class ReleaseEntry(TypedDict):
@@ -112,6 +120,7 @@ class PrivacyCard(TypedDict):
     algorithm: str
     dataset: str
     task: TaskEntry | None
+    encoder: NotRequired[EncoderEntry | None]
     scope: Scope
     kind: Kind
     guarantee: Claim | None

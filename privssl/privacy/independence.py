@@ -15,23 +15,19 @@ _COUPLING = (nn.modules.batchnorm._BatchNorm,)
 def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
     """Raise PrivacyError naming every layer that mixes rows of a batch or draws randomness
     (dropout), in frozen networks too: the gradient of a protected network flows through them."""
-    found = [
-        f"{net}.{name} ({type(layer).__name__})"
-        for net, network in networks.items()
-        for name, layer in network.named_modules()
-        if isinstance(layer, _COUPLING) or getattr(layer, "track_running_stats", False)
-    ]
-    if found:
+    mixing, drawing = list[str](), list[str]()
+    for net, network in networks.items():
+        for name, layer in network.named_modules():
+            named = f"{net}.{name} ({type(layer).__name__})"
+            if isinstance(layer, _COUPLING) or getattr(layer, "track_running_stats", False):
+                mixing.append(named)
+            elif isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p:
+                drawing.append(named)
+    if mixing:
         raise PrivacyError(
-            f"rows of a batch are mixed by {', '.join(found)}, so clipping bounds nothing. Set "
+            f"rows of a batch are mixed by {', '.join(mixing)}, so clipping bounds nothing. Set "
             "model.norm: group"
         )
-    drawing = [
-        f"{net}.{name} ({type(layer).__name__})"
-        for net, network in networks.items()
-        for name, layer in network.named_modules()
-        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p
-    ]
     if drawing:
         raise PrivacyError(
             f"random numbers are drawn by a row's place in the batch in {', '.join(drawing)}: one "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from privssl.core.agents import LabelledRows
+from privssl.core.rows import Shape
 from privssl.core.task import Context
 from privssl.errors import PrivacyError
 from privssl.privacy.dp_sgd import PrivateTraining, microbatch_size
@@ -69,7 +70,7 @@ def train_rows_privately(
 
 
 def tried_out(
-    plan: PrivatePlan, shape: tuple[int, int, int], device: torch.device
+    plan: PrivatePlan, shape: Shape, device: torch.device
 ) -> tuple[PrivatePlan, LabelledRows, Context]:
     """A plan, rows and context for a visit that only checks: it has no steps and no rows, so it can
     precede the charge."""

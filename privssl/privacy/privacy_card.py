@@ -20,6 +20,7 @@ from privssl.privacy.card_numbers import agent_entry, paper_sum
 from privssl.privacy.card_schema import (
     AgentEntry,
     Claim,
+    EncoderEntry,
     FormerLedger,
     Headline,
     Kind,
@@ -73,6 +74,7 @@ def privacy_card(
     algorithm: str,
     dataset: str,
     task: TaskEntry | None = None,
+    encoder: EncoderEntry | None = None,
     this_run: Mapping[str, float] | None = None,
     planned: int | None = None,
     former: Sequence[FormerLedger] = (),
@@ -88,6 +90,7 @@ def privacy_card(
         releases: everything that leaves a support agent. Under "sound", nothing that an agent
             updates may be "not covered"; under "as_published" nothing may be "covered".
         task: what rows look like; with it the plan can be attacked without the data.
+        encoder: the frozen public network that mapped every row; None: there is none.
         this_run: agent -> epsilon of this run alone, where accounts outlive runs.
         planned: visits that the plan had fixed for each agent; None when the run was stopped: who
             saw its accuracy may have chosen the moment.
@@ -124,6 +127,7 @@ def privacy_card(
         "algorithm": algorithm,
         "dataset": dataset,
         "task": task,
+        "encoder": encoder,
         "scope": scope,
         "kind": kind,
         "guarantee": guarantee if claims else None,
@@ -152,6 +156,7 @@ def privacy_card(
         "not_protected": [
             *(_AS_PUBLISHED if scope == "as_published" else ()),
             *_NOT_PROTECTED,
+            *(() if encoder is None else (encoder_sentence(encoder),)),
             *(_IDEAL_BITS if census and claimed == 0 else _ROUNDING),
         ],
         "attack_bounds": attack_bounds(overall, claimed) if claims else None,
@@ -174,6 +179,14 @@ def _headline(agents: Sequence[AgentEntry], kind: Kind) -> Headline | None:
         found.append(min(*known, (numbers["value"], "RDP or exact")))
     epsilon, by = max(found)
     return {"kind": kind, "epsilon": epsilon, "by": by}
+
+
+def encoder_sentence(encoder: EncoderEntry) -> str:
+    """What the claim says of the data of an encoder: nothing."""
+    return (
+        f"What the frozen encoder {encoder['name']} was trained on, which is taken as public: "
+        f"{encoder['trained_on']}. Fine-tuning it on private rows would be outside of the claim."
+    )
 
 
 def headline_sentence(card: Mapping[str, Any] | None) -> str | None:

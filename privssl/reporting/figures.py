@@ -17,7 +17,9 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from generators.base import ConditionalGenerator
+from generators.sampling import draw_samples
 from privssl.core.agents import natural_order
+from privssl.core.rows import kind_of
 from privssl.runtime import randomness
 
 Picture = NDArray[np.uint8]
@@ -29,14 +31,18 @@ INK, PAPER = (60, 60, 60), (255, 255, 255)
 
 LABELLED, UNLABELLED = "#d95f02", "#5b7fb5"
 LARGEST_FIGURE = (24.0, 12.0)  # inches
+CELL, LARGEST_MATRIX = 36, 1200  # pixels of a confusion matrix's cell, and of its side
+FULL, LONGEST_LABEL = (8, 48, 107), 16  # colour of a share of 1; letters of a class name
 LAMBDAS = (1.0, 0.75, 0.5, 0.25, 0.0)  # rows of a grid of mixes
+SAMPLES = 8  # of each class on a contact sheet
 
 
 @torch.no_grad()
 def of_generator(
     generator: ConditionalGenerator, x: Tensor, y: Tensor, classes: int
 ) -> dict[str, Picture]:
-    """Outputs of a generator on held-out rows: ``images/mixes`` and ``images/reconstruction``.
+    """Outputs of a generator: ``images/mixes`` and ``images/reconstruction`` of held-out rows, and
+    ``images/samples``, which look at no row; none where rows are no images.
 
     Args:
         generator: in eval mode, on the CPU.
@@ -44,6 +50,8 @@ def of_generator(
         y: their classes (N,).
         classes: C; the grid of mixes has a column for each as the target.
     """
+    if not kind_of(tuple(x.shape[1:])).drawn:
+        return {}
     # Column c starts from a row of the nearest class before it, so that lambda 1 and 0 differ.
     first = [int(((c - 1 - y) % classes).argmin()) for c in range(classes)]
     names = torch.eye(classes)
@@ -59,7 +67,30 @@ def of_generator(
     return {
         "images/mixes": mix_grid(x[first], mixes.transpose(0, 1), LAMBDAS),
         "images/reconstruction": reconstruction_grid(several, rebuilt),
+        "images/samples": samples_sheet(generator, classes, x.shape[1:]),
     }
+
+
+def samples_sheet(generator: ConditionalGenerator, classes: int, shape: Sequence[int]) -> Picture:
+    """Rows that a generator makes of nothing, a column per class: ``images/samples``."""
+    labels = torch.arange(classes).repeat(SAMPLES)
+    rng = randomness.stream(0, 0, "world", "samples on a sheet")
+    return contact_sheet(draw_samples(generator, labels, classes, shape, rng), labels, classes)
+
+
+def contact_sheet(rows: Tensor, labels: Tensor, classes: int) -> Picture:
+    """The first rows of each class, a column per class; blank where a class has fewer.
+
+    Args:
+        rows: (N, channels, H, W) in [-1, 1].
+        labels: classes (N,).
+    """
+    of_class = [rows[labels == c][:SAMPLES] for c in range(classes)]
+    lines = max(len(some) for some in of_class)
+    blank = rows.new_full((classes, lines, *rows.shape[1:]), 1.0)
+    for column, some in zip(blank, of_class, strict=True):
+        column[: len(some)] = some
+    return _tiles(blank.transpose(0, 1), [""] * lines, [str(c) for c in range(classes)])
 
 
 def mix_grid(real: Tensor, mixes: Tensor, lambdas: Sequence[float]) -> Picture:
@@ -167,37 +198,43 @@ def confusion_csv(counts: NDArray[np.int64], names: Sequence[str]) -> str:
 
 
 def confusion_plot(counts: NDArray[np.int64], names: Sequence[str]) -> Picture:
-    """The same as a picture: the share of each true class that is given each class."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    classes, held = len(names), counts.sum(axis=1, keepdims=True)
-    side = min(2.5 + 0.4 * classes, LARGEST_FIGURE[1])
-    figure = Figure(figsize=(side + 1, side), dpi=100, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    image = axes.imshow(counts[:, :classes] / np.maximum(held, 1), cmap="Blues", vmin=0, vmax=1)
-    every = range(0, classes, math.ceil(classes / 30))
-    short = [plain_text(names[c], 12) for c in every]
-    axes.set_xticks(every, short, rotation=90 if max(map(len, short)) > 2 else 0)
-    axes.set_yticks(every, short)
-    axes.set(xlabel="predicted class", ylabel="true class", title="share of the true class")
-    if classes <= 20:
-        for (true, called), count in np.ndenumerate(counts[:, :classes]):
-            share = count / max(int(held[true, 0]), 1)
+    """The same as a picture: rows are true classes, columns predicted ones. The darker a cell, the
+    larger the share of the true class. With Pillow, which is there already: matplotlib takes half a
+    second."""
+    classes, cell = len(names), max(1, min(CELL, LARGEST_MATRIX // len(names)))
+    shares = counts[:, :classes] / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    colours = np.array(PAPER) + shares[..., None] * (np.array(FULL) - np.array(PAPER))
+    grid = colours.round().astype(np.uint8).repeat(cell, axis=0).repeat(cell, axis=1)
+    every = math.ceil(20 / cell)  # a name needs 20 pixels
+    labels = {c: _label(names[c]) for c in range(0, classes, every)}
+    margin = max(label.width for label in labels.values()) + 22
+    sheet = Image.new("RGB", (margin + len(grid), margin + len(grid)), PAPER)
+    sheet.paste(Image.fromarray(grid), (margin, margin))
+    for c, label in labels.items():
+        centre, turned = margin + c * cell + cell // 2, label.rotate(90, expand=True)
+        sheet.paste(label, (margin - 4 - label.width, centre - label.height // 2))
+        sheet.paste(turned, (centre - turned.width // 2, margin - 4 - turned.height))
+    true, predicted = _label("true class").rotate(90, expand=True), _label("predicted class")
+    sheet.paste(true, (2, margin))
+    sheet.paste(predicted, (margin, 2))
+    if cell == CELL:
+        draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
+        for (row, column), count in np.ndenumerate(counts[:, :classes]):
+            at = (margin + (column + 0.5) * cell, margin + (row + 0.5) * cell)
+            ink = PAPER if shares[row, column] > 0.5 else INK
             if count:
-                axes.text(
-                    called, true, str(count), ha="center", va="center", fontsize=7,
-                    color="white" if share > 0.5 else "black",
-                )  # fmt: skip
-    figure.colorbar(image)
-    return _pixels(canvas)
+                draw.text(at, str(count), ink, font, anchor="mm")
+    return np.asarray(sheet)
 
 
-def plain_text(name: str, longest: int) -> str:
-    """A name that matplotlib draws as it is: without formulas, control or missing letters."""
-    shown = "".join(c if c.isascii() and c.isprintable() and c != "$" else "?" for c in name)
-    return shown if len(shown) <= longest else shown[: longest - 1] + "~"
+def _label(text: str) -> Image.Image:
+    """A name as a picture of one line; what cannot be printed is a question mark."""
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    font = ImageFont.load_default(size=12)
+    shown = text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "~"
+    label = Image.new("RGB", (math.ceil(font.getlength(shown)) + 2, 16), PAPER)
+    ImageDraw.Draw(label).text((1, 8), shown, INK, font, anchor="lm")
+    return label
 
 
 def as_png(picture: Picture) -> bytes:

@@ -85,7 +85,10 @@ def _sites(prepared: Prepared, common: Mapping[str, Any]) -> SitesEngine:
     try:
         return SitesEngine(
             transport, prepared.roster, algorithm=prepared.algorithm,
-            agreement=configs.compatibility_hash(config, dataset.class_names, dataset.shape),
+            agreement=configs.compatibility_hash(
+                config, dataset.class_names, dataset.shape,
+                None if dataset.unencoded is None else dataset.unencoded.encoder.checksum,
+            ),
             home=LocalEngine(here, **common),
             ledgers=labelled if prepared.plan is not None else (),
             timeouts=timeouts, key_owner=transport.key_owner if keys is not None else None,

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
+from privssl.core.rows import kind_of
 from privssl.data import FederatedDataset, class_counts_of
 from privssl.experiment import config as configs
 from privssl.experiment.prepare import Prepared
@@ -78,6 +79,9 @@ def _log_start(prepared: Prepared) -> None:
         "Device %s, torch %s, kernels %s. Agents: %s",
         *(prepared.device, version("torch"), dispatch.instruction_set() or "torch", roles),
     )
+    kind = kind_of(prepared.federated_data.dataset.shape)
+    if not kind.drawn:
+        log.info("Rows are %ss, of which TensorBoard has no pictures", kind.name)
     warn([*config.warnings, *prepared.nominal_warnings])
 
 

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from accounting.errors import LedgerError
 from privssl import data
 from privssl.core.engine import Engine
 from privssl.core.federation import Federation, Round
+from privssl.core.rows import kind_of
 from privssl.engines.worker_process import WorkerError
 from privssl.errors import RunFolderError
 from privssl.experiment import config as configs
@@ -29,6 +31,7 @@ from privssl.privacy.label_histogram import CENSUS
 from privssl.privacy.privacy_card import guarantee_sentence, privacy_card, render_markdown
 from privssl.remote.discovery import SiteError
 from privssl.reporting import figures
+from privssl.reporting.generator_quality import GeneratorQuality
 from privssl.reporting.trackers import RoundRecord, Tracker, for_the_log
 from privssl.runs import checkpoint
 from privssl.runs.accounts import (
@@ -87,6 +90,7 @@ class RoundLoop:
             held_out["validation"] = (rows.x, rows.y)
         classifier = self._algorithm.task.new_classifier()
         self._evaluator = Evaluator(classifier, held_out, prepared.device)
+        self._quality = GeneratorQuality(*self._test, self._algorithm.task.classes)
         self._federation = Federation(self._engine, config.run.seed)
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []
@@ -189,8 +193,12 @@ class RoundLoop:
             tracker.round(RoundRecord(now.number, total, now.phase, values))
         if measured := for_the_log(values, nominal=self._prepared.is_nominal):
             log.info("Round %d of %d: %s", now.number, total, measured)
-        if last or now.number == 1 or now.number % self._config.run.images_every == 0:
+        if self._draws(now, last):
             self._log_images(now.number, state)
+
+    def _draws(self, now: Round, last: bool) -> bool:
+        """Whether the round has pictures."""
+        return last or now.number == 1 or now.number % self._config.run.images_every == 0
 
     def _finish_round(
         self, now: Round, values: Mapping[str, float], seconds: float, saves: bool
@@ -226,6 +234,7 @@ class RoundLoop:
                 values[f"dp/budget_left/{agent.id}"] = agent.account.left()
         if now.number % self._config.run.evaluate_every == 0 or last:
             values |= self._evaluate(state, now)
+            values |= self._evaluate_generator(state, copying=self._draws(now, last))
         return values
 
     def _evaluate(self, state: Any, now: Round) -> dict[str, float]:
@@ -243,6 +252,19 @@ class RoundLoop:
             self._events.append(f"round {now.number}: {said}")
             log.warning("%s", self._events[-1])
         return found
+
+    def _evaluate_generator(self, state: Any, *, copying: bool) -> dict[str, float]:
+        """``gen/*``, by held-out rows; ``copying`` reads training rows, where none is private."""
+        generator = self._algorithm.generator(state)
+        if generator is None or not kind_of(self._algorithm.task.shape).drawn:
+            return {}
+        F = self._algorithm.classifier(state)
+        values = self._quality.measure(generator, partial(self._evaluator.classes_of, F))
+        if values and copying and self._prepared.plan is None:
+            agents = self._prepared.federated_data.agents  # none, where sites have the rows
+            held = [rows.x for a in agents for rows in (a.held_labelled, a.held_unlabelled) if rows]
+            values |= self._quality.nearest_ratio(generator, held) if held else {}
+        return values
 
     def _log_images(self, number: int, state: Any) -> None:
         """Pictures of held-out rows: none may show an agent's row."""
@@ -359,6 +381,7 @@ class RoundLoop:
             scope=plan.scope, delta=privacy.delta, releases=releases(plan, self._config),
             algorithm=self._config.algorithm.name, dataset=self._config.data.name,
             task={"classes": task.classes, "shape": list(task.shape)},
+            encoder=self._prepared.about_rows["rows"]["encoder"],
             planned=plan.visits if over and not problems else None,
             this_run=this_run, former=former_ledgers(self._folder, journals),
             ledger_problems=problems, weights=released,

@@ -177,6 +177,11 @@ def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
     return results, "\n".join([*sentences, guarantee_sentence(card)])
 
 
+def read_card(folder: Path) -> dict[str, Any] | None:
+    """privacy.json of a run; None where there is none. Raises RunFolderError for a damaged file."""
+    return _read_json(folder / "privacy.json")
+
+
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())

@@ -170,6 +170,12 @@ class DataSettings:
     """`k` of the labelled partition."""
     split: str = ""
     """A split.json to replay instead of drawing a split."""
+    encoder: str = ""
+    """Frozen public network that maps every row once: `efficientnet_lite0`, `minilm`,
+    `minilm_mean`, `minilm_words`, `torchvision:NAME`, `timm:NAME` or `huggingface:FOLDER`. Empty:
+    none."""
+    encoder_weights: str = ""
+    """File of the weights of `torchvision:NAME` or `timm:NAME`. Empty: torch's cache."""
     image_size: Positive | None = None
     """Side in pixels to which `image_folder` resizes its images; at most 4096."""
 
@@ -199,6 +205,10 @@ class DataSettings:
             )
         if self.checksum and self.name != "arrays":
             yield Problem("checksum", "has no effect: it belongs to arrays")
+        if self.encoder_weights and not self.encoder.startswith(("torchvision:", "timm:")):
+            yield Problem(
+                "encoder_weights", "has no effect: torchvision:NAME and timm:NAME have it"
+            )
         if self.image_size is not None and self.name != "image_folder":
             yield Problem("image_size", "has no effect: it belongs to image_folder")
         elif self.image_size is not None and self.image_size > MAX_SIDE:
@@ -221,12 +231,17 @@ class AgentSettings:
 class ModelSettings:
     """The classifier F. The generator and discriminator belong to the algorithm's section."""
 
-    name: Literal["small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2"] | OwnNetwork = (
-        "small_cnn"
-    )
-    """Network of the classifier. A name with a colon is imported (docs/python.md)."""
+    name: (
+        Literal[
+            "small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2", "linear", "mlp",
+            "text_cnn",
+        ]
+        | OwnNetwork
+    ) = "small_cnn"  # fmt: skip
+    """Network of the classifier. Vectors take `linear` or `mlp`, sequences also `text_cnn`. A name
+    with a colon is imported (docs/python.md)."""
     width: Positive = 16
-    """Scales the channels of a network of privssl; 16 is its standard size."""
+    """Scales the channels or units of a network of privssl; 16 is its standard size."""
     norm: Literal["group", "batch", "static", "none"] = "group"
     """Normalisation layer. Private runs need `group` or `none`. In a network with a colon it
     replaces batch norm."""

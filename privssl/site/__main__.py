@@ -15,15 +15,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accounting.errors import AccountingError
-from privssl.errors import UserError
-from privssl.runtime.console import Screen, Terminal, open_standard_streams
+from privssl.runtime.command import run_command
+from privssl.runtime.console import Terminal
 from privssl.runtime.process import (
-    INTERRUPTED,
-    STOPPING,
     LogFile,
     in_one_thread,
-    interrupt_on_signals,
     logging_to,
     private_umask,
     tune_malloc,
@@ -39,18 +35,12 @@ log = logging.getLogger("privssl")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit status."""
     options = _parser().parse_args(argv)
-    open_standard_streams()
-    with ExitStack() as stack:
-        stack.enter_context(logging_to(Screen()))
-        stack.enter_context(interrupt_on_signals(*STOPPING))
+
+    def body(console: Terminal, stack: ExitStack) -> int:
         stack.enter_context(private_umask())
-        try:
-            return _site(options, stack)
-        except (UserError, AccountingError) as problem:
-            log.error("%s", problem)
-            return problem.exit_status
-        except KeyboardInterrupt:
-            return INTERRUPTED
+        return _site(options, console, stack)
+
+    return run_command(body, json=False, interrupted="Stopped. The same command starts it again.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _site(options: argparse.Namespace, stack: ExitStack) -> int:
+def _site(options: argparse.Namespace, console: Terminal, stack: ExitStack) -> int:
     from privssl.site import settings, socket_server
     from privssl.site.startup import open_site
     from privssl.site.supernode import SuperNode, check_files
@@ -83,7 +73,6 @@ def _site(options: argparse.Namespace, stack: ExitStack) -> int:
             "Other users of this system can read %s. Remove their rights: chmod -R go=", path
         )
     lines = _description(site, handler)
-    console = Terminal(highlight=False, soft_wrap=True)
     for line in lines:
         console.print(line, markup=False)
     if options.serve or options.superlink:

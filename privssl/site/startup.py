@@ -22,7 +22,9 @@ from accounting.ledger import Account, read_journal, refuse_problems
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
+from privssl.core.rows import Shape
 from privssl.data import datasets, split_manifest
+from privssl.data.encoded import HeldRows
 from privssl.data.npz import NO_LABEL, read_rows
 from privssl.data.split import RoleAssignment, holders
 from privssl.errors import ConfigError, DataError, PrivacyError
@@ -31,12 +33,12 @@ from privssl.experiment.config import Config
 from privssl.experiment.prepare import (
     account_plan,
     check_plan_networks,
-    check_privacy_sides,
     check_private,
     claim_rows,
     device_of,
     task_of,
 )
+from privssl.experiment.row_checks import refuse_other_rows
 from privssl.models.own_networks import check_network
 from privssl.privacy.plan import Plan
 from privssl.settings.schema import BUILT_IN
@@ -51,7 +53,8 @@ class _Held(NamedTuple):
     labelled: LabelledRows | None
     unlabelled: UnlabelledRows | None
     classes: Sequence[str]
-    shape: tuple[int, int, int]
+    shape: Shape
+    encoder: str | None  # checksum of its weights
 
 
 def open_site(site: SiteConfig) -> SiteRequestHandler:
@@ -79,8 +82,8 @@ def open_site(site: SiteConfig) -> SiteRequestHandler:
     shared = open_account is not None and site.site.share_ledger
     return SiteRequestHandler(
         agent=agent, algorithm=algorithm, seed=config.run.seed,
-        agreement=configs.compatibility_hash(config, held.classes, held.shape), store=store,
-        device=device, open_account=open_account,
+        agreement=configs.compatibility_hash(config, held.classes, held.shape, held.encoder),
+        store=store, device=device, open_account=open_account,
         journal=_journal_reader(site, agent, store) if shared else None,
         share_notes=site.site.share_notes,
     )  # fmt: skip
@@ -175,13 +178,18 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
             f"{site.source}: {site.path(site.rows.split)} lists rows without a label as "
             "labelled. Draw a new split"
         )
-    x, y = dataset.x_train, dataset.y_train
     with_labels, without = (torch.tensor(ids[k], dtype=torch.long) for k in (True, False))
-    return _Held(
-        LabelledRows(x[with_labels], y[with_labels], with_labels) if labelled else None,
-        UnlabelledRows(x[without], without) if unlabelled else None,
-        dataset.class_names, dataset.shape,
-    )  # fmt: skip
+    needed = (*(ids[True] if labelled else ()), *(ids[False] if unlabelled else ()))
+    rows = HeldRows(dataset.x_train, dataset.unencoded, needed)
+    mine = others = None
+    if labelled:
+        x, origin = rows.take(with_labels)
+        mine = LabelledRows(x, dataset.y_train[with_labels], with_labels, origin)
+    if unlabelled:
+        x, origin = rows.take(without)
+        others = UnlabelledRows(x, without, origin)
+    encoder = None if dataset.unencoded is None else dataset.unencoded.encoder.checksum
+    return _Held(mine, others, dataset.class_names, dataset.shape, encoder)
 
 
 def _count_is_private(config: Config) -> bool:
@@ -210,15 +218,16 @@ def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled
         )
     with_labels = without = None
     if found.x is not None and found.y is not None:
-        x = torch.from_numpy(found.x)
-        with_labels = LabelledRows(x, torch.from_numpy(found.y), torch.arange(len(x)))
+        x, origin, encoder = datasets.encode_rows(config.data, torch.from_numpy(found.x))
+        with_labels = LabelledRows(x, torch.from_numpy(found.y), torch.arange(len(x)), origin)
     if found.unlabelled is not None:
-        rest = torch.from_numpy(found.unlabelled)
-        without = UnlabelledRows(rest, torch.arange(len(rest)))
+        rest, origin, encoder = datasets.encode_rows(
+            config.data, torch.from_numpy(found.unlabelled)
+        )
+        without = UnlabelledRows(rest, torch.arange(len(rest)), origin)
     known = with_labels or without
     assert known is not None  # every role has rows
-    channels, height, width = known.x.shape[1:]
-    return _Held(with_labels, without, classes, (channels, height, width))
+    return _Held(with_labels, without, classes, tuple(known.x.shape[1:]), encoder)
 
 
 # Algorithm and account ------------------------------------------------------------------------
@@ -227,7 +236,7 @@ def _from_arrays(site: SiteConfig, config: Config, *, labelled: bool, unlabelled
 def _algorithm(config: Config, held: _Held, who: RoleAssignment) -> Algorithm[Any]:
     """Build the algorithm as ``prepare.prepare`` does."""
     kind = ALGORITHMS[config.algorithm.name]
-    check_privacy_sides(held.shape, config.algorithm.name, kind.sides_divisible_by)
+    refuse_other_rows(config, held.shape)
     plan: Plan | None = None
     if config.privacy is not None:
         agents = len(who.labelled)

@@ -179,6 +179,13 @@ class Evaluator:
         ]
         return found
 
+    @torch.no_grad()
+    def classes_of(self, weights: StateDict, x: Tensor) -> Tensor:
+        """The most likely classes (N,) of rows (N, *shape) in [-1, 1], on the CPU."""
+        network = load_weights(self._network, weights).eval()
+        parts = [network(rows.to(self._device)).argmax(dim=1).cpu() for rows in x.split(CHUNK)]
+        return torch.cat(parts)
+
 
 @dataclass
 class HiddenLabelMeter:

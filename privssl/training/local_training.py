@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from privssl.core.agents import Memory
 from privssl.core.messages import StateDict
+from privssl.core.rows import network_input as network_input  # every step starts with it
 from privssl.runtime import randomness
 from privssl.training import device_transfer, optim
 from privssl.training.batched import deferred
@@ -19,23 +20,6 @@ from privssl.training.batched import deferred
 #: Elements of the rows whose views are made at once: 512 rows of 3x32x32. Fewer pay the cost of a
 #: call more often, more leave the caches.
 SEEN_AT_ONCE = 3 * 2**19
-
-
-def network_input(x: Tensor, device: torch.device | str = "cpu") -> Tensor:
-    """Stored rows as networks take them, scaled by a public constant.
-
-    Args:
-        x: (B, channels, height, width), uint8 in 0..255 or float32 in [0, 1].
-
-    Returns:
-        float32 in [-1, 1] on the device, channels last in memory. Strides are fixed even for a
-        single channel, because a convolution's order of summation depends on them.
-    """
-    x = x.to(device)
-    scaled = x.float() / 127.5 - 1 if x.dtype == torch.uint8 else 2 * x - 1
-    scaled = scaled.contiguous(memory_format=torch.channels_last)
-    _, channels, height, width = x.shape
-    return scaled.as_strided(x.shape, (height * width * channels, 1, width * channels, channels))
 
 
 def draw_rows(held: int, count: int, rng: torch.Generator) -> Tensor:

@@ -23,7 +23,7 @@ from privssl.core.messages import Message, MessageError
 from privssl.data import FederatedDataset
 from privssl.engines.local import LocalEngine
 from privssl.remote.protocol import NOTE
-from tests.support.algorithm_contract import CASES, algorithm, relabelled
+from tests.support.algorithm_contract import CASES, algorithm, relabelled, rows_of
 from tests.support.toy_worlds import (
     Backwards,
     Lossy,
@@ -53,7 +53,9 @@ CENSUS_SHAPES = (
     (9, 9), (1,), (8, 9), (8,), (8, 1, 3, 3), (32,), (32, 32), (1, 32), (12, 32), (12,), (12, 12),
     (5, 10),
 )  # fmt: skip
-ALSO_SENT = {"label_census": {torch.Size(shape) for shape in CENSUS_SHAPES}}
+#: And of vectors of 64 numbers, or of sequences of 8, sums and cells.
+VECTOR_SHAPES = ((1, 1), (64,), (1, 64), (12, 64), (8,), (1, 8), (12, 8))
+ALSO_SENT = {"label_census": {torch.Size(shape) for shape in CENSUS_SHAPES + VECTOR_SHAPES}}
 PARALLEL = [case for case in CASES if case != "fedssl, one after the other"]
 PLACES = {"support": federated_data, "labels-at-server": at_server, "labels-at-client": at_clients}
 
@@ -90,7 +92,7 @@ ALGORITHMS_AND_PLACES = [
 def played(case: str, parties: FederatedDataset | None = None, **how: Any) -> Played:
     """The same rounds are played once for all tests, which read what came of them."""
     if parties is not None or "resume" in how:
-        return play(algorithm(case), parties or federated_data(), **how)
+        return play(algorithm(case), parties or federated_data(dataset=rows_of(case)), **how)
     if how.get("rounds") in (None, rounds_played(algorithm(case))):
         how.pop("rounds", None)
     return _played_once(case, tuple(sorted({"engine": Overheard, **how}.items())))
@@ -98,7 +100,7 @@ def played(case: str, parties: FederatedDataset | None = None, **how: Any) -> Pl
 
 @cache
 def _played_once(case: str, how: tuple[tuple[str, Any], ...]) -> Played:
-    return play(algorithm(case), federated_data(), **dict(how))
+    return play(algorithm(case), federated_data(dataset=rows_of(case)), **dict(how))
 
 
 def remembers(after: Played) -> bool:
@@ -151,8 +153,9 @@ def test_the_same_seed_gives_the_same_bits_whatever_the_global_generator_is_at(c
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20_241)  # nobody else's
         # not ``played``, which remembers
-        again = play(algorithm(case), federated_data()).state
-        other = play(algorithm(case), federated_data(), 1, seed=1).state
+        parties = federated_data(dataset=rows_of(case))
+        again = play(algorithm(case), parties).state
+        other = play(algorithm(case), parties, 1, seed=1).state
     assert same_bits(played(case).state, again)
     # the control: another seed is another run
     assert not same_bits(played(case, rounds=1).state, other)
@@ -211,7 +214,9 @@ def test_only_declared_fields_travel(case: str) -> None:
 @every_case
 def test_no_row_of_an_agent_travels(case: str) -> None:
     after = played(case)
-    known = {tensor.shape for tensor in _weights(after.algorithm)} | ALSO_SENT.get(case, set())
+    known = {tensor.shape for tensor in _weights(after.algorithm)} | ALSO_SENT.get(
+        case.partition(",")[0], set()
+    )
     sent = [tensor for message in said_and_heard(after) for tensor in _tensors(vars(message))]
     assert sent
     assert {tensor.shape for tensor in sent} <= known
@@ -287,14 +292,15 @@ def _poisoned(value: Any) -> Any:
 
 @variants_slowly
 def test_one_agent_of_each_kind_is_enough(case: str) -> None:
-    after = played(case, federated_data(support=1, query=1))
+    after = played(case, federated_data(support=1, query=1, dataset=rows_of(case)))
     assert finite(after.state)
     assert not same_bits(after.begun, after.state)
 
 
 @variants_slowly
 def test_agents_that_know_a_single_class_give_finite_weights(case: str) -> None:
-    parties = federated_data(partition="classes_per_agent", k=1, support=10, query=10)
+    cell: dict[str, Any] = {"partition": "classes_per_agent", "k": 1, "support": 10, "query": 10}
+    parties = federated_data(dataset=rows_of(case), **cell)
     assert all(len(set(a.labelled.y.tolist())) == 1 for a in parties.agents if a.role == "support")
     assert finite(played(case, parties, rounds=1).state)
 

@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from generators import ImageDiscriminator, ImageGenerator
-from privssl.algorithms.fedssl.algorithm import FedSSL, FedSSLConfig, FedSSLRequest, FedSSLUpdate
+from privssl.algorithms.fedssl.algorithm import FedSSL, FedSSLRequest, FedSSLUpdate
 from privssl.algorithms.fedssl.losses import (
     Callables,
     Mixing,
+    Synthetic,
     draw_mixing,
     mixing_losses,
     scale_gradient,
+    synthetic_places,
 )
+from privssl.algorithms.fedssl.settings import FedSSLConfig
 from privssl.core.engine import Call
 from privssl.core.messages import Reply
 from privssl.core.task import Context
@@ -313,13 +316,13 @@ def test_no_row_sees_another_in_any_loss() -> None:
     nets, batch = networks(), real_batch()
     whole, _ = mixing_losses(config(), functions(nets), batch, ALL, True)
     for row in range(4):
-        alone = Mixing(**{name: value[row : row + 1] for name, value in vars(batch).items()})
+        alone = Mixing(**{name: value[row : row + 1] for name, value in batch.fields().items()})
         found, _ = mixing_losses(config(), functions(nets), alone, ALL, True)
         for name in ALL:
             assert_close(found[name][0], whole[name][row])
     # the control: a classifier with batch norm would be seen
     coupled = nets | {"F": SmallCNN(SHAPE, CLASSES, width=4, norm="batch")}
-    pair = Mixing(**{name: value[:2] for name, value in vars(batch).items()})
+    pair = Mixing(**{name: value[:2] for name, value in batch.fields().items()})
     both, _ = mixing_losses(config(), functions(coupled), batch, ("F",), False)
     fewer, _ = mixing_losses(config(), functions(coupled), pair, ("F",), False)
     assert not torch.allclose(both["F"][:2], fewer["F"])
@@ -533,7 +536,7 @@ def test_the_pictures_show_mixes_and_reconstructions() -> None:
     after = play(make("fedssl"), federated_data(), 0)
     x, y = 2 * drawn(20, 1, 8, 8) - 1, torch.arange(20) % 10
     shown = after.algorithm.pictures(after.state, x, y)
-    assert set(shown) == {"images/mixes", "images/reconstruction"}
+    assert set(shown) == {"images/mixes", "images/reconstruction", "images/samples"}
     assert all(image.dtype == "uint8" and image.size for image in shown.values())
 
 
@@ -546,3 +549,122 @@ def test_there_are_pictures_even_if_no_held_out_row_is_of_some_class() -> None:
         for rows in ((x, y), (x[some], y[some]))
     )
     assert whole.shape == fewer.shape
+
+
+# Synthetic rows at query agents ---------------------------------------------------------------
+
+STUB_F = dataclasses.replace(STUBS, F=lambda x: x.flatten(1)[:, :5])
+VARIATIONAL = {
+    "generator": "variational", "weight_real": 0.0, "weight_guidance": 0.0, "weight_mix": 0.0,
+    "generator_at": "query", "synthetic_share": 0.5, "warm_up": 0,
+}  # fmt: skip
+
+
+def test_a_code_costs_its_divergence_from_the_noise_it_stands_in_for() -> None:
+    def coded(x: Tensor, p: Tensor, q: Tensor, z: Tensor, lam: Tensor, with_cost: bool) -> Any:
+        assert with_cost
+        return generate(x, p, q, z, lam), 7 * x[:, 0]
+
+    stubs = dataclasses.replace(STUBS, G=coded)
+    settings = config(generator="variational", weight_code=0.5, weight_guidance=0.0)
+    found, _ = mixing_losses(settings, stubs, BATCH, ("G",), mixes_teach=False)
+    plain = expected(lambda r: r["real"] + 0.0125 * r["rebuilt"])
+    without = [a - 3.5 * float(x[0]) for a, x in zip(found["G"].tolist(), BATCH.mild, strict=True)]
+    assert without == plain
+
+
+def test_g_learns_whole_rows_alone_where_no_loss_looks_at_mixes() -> None:
+    made: list[tuple[int, ...]] = []
+
+    def coded(x: Tensor, p: Tensor, q: Tensor, z: Tensor, lam: Tensor, with_cost: bool) -> Any:
+        made.append(tuple(lam.shape))
+        return generate(x, p, q, z, lam), torch.zeros(len(x))
+
+    stubs = dataclasses.replace(STUBS, G=coded)
+    found, _ = mixing_losses(config(**VARIATIONAL), stubs, BATCH, ("F", "G"), mixes_teach=True)
+    assert made == [(3, 1)]  # lambda 1 alone
+    assert found["G"].tolist() == expected(lambda r: 0.0125 * r["rebuilt"])
+    assert found["F"].tolist() == expected(lambda r: r["supervised"])
+
+
+def test_synthetic_rows_take_the_first_places_of_each_batch_with_labels_of_their_own() -> None:
+    cfg = config(augment="none", batch_size=4, synthetic_share=0.5)
+    x = (255 * drawn(10, *SHAPE)).to(torch.uint8)
+    p1 = torch.eye(5)[torch.arange(10) % 5]
+    places = [0, 1, 4, 5, 8, 9]
+    assert synthetic_places(cfg, 10).tolist() == places
+    given = Synthetic(torch.full((6, *SHAPE), 0.5), torch.full((6, 5), 0.2))
+    plain, mixed = (draw_mixing(cfg, x, p1, context(), some) for some in (None, given))
+    others = [i for i in range(10) if i not in places]
+    assert torch.equal(mixed.strong[others], plain.strong[others])
+    assert torch.equal(mixed.learned[others], p1[others])
+    assert bool((mixed.strong[places] == 0.5).all()) and bool((mixed.learned[places] == 0.2).all())
+    # What G learns from is real rows all the same, and nothing else was drawn otherwise.
+    assert torch.equal(plain.learned, p1)
+    for name in ("mild", "p1", "p2", "z", "lam"):
+        assert torch.equal(getattr(plain, name), getattr(mixed, name))
+    losses_of = [mixing_losses(cfg, STUB_F, some, ("F",), False)[0]["F"] for some in (plain, mixed)]
+    assert torch.equal(losses_of[0][others], losses_of[1][others])
+    assert_close(losses_of[1][places], torch.full((6,), math.log(5)))  # equal logits
+
+
+@pytest.mark.parametrize("at", ["query", "all"])
+def test_only_the_agents_that_are_meant_to_learn_from_synthetic_rows(at: str) -> None:
+    """Against a run in which nobody does: who sends another F after the same request."""
+    sent = []
+    for share in (0.5, 0.0):
+        _, heard = overheard(1, **(VARIATIONAL | {"synthetic_share": share, "synthetic_at": at,
+                                                  "gate": 0.0}))  # fmt: skip
+        sent.append({call.to.id: reply.payload.F for call, reply in heard})
+    changed = {agent for agent in sent[0] if not same_bits(sent[0][agent], sent[1][agent])}
+    assert changed == ({"q0", "q1"} if at == "query" else {"s0", "s1", "q0", "q1"})
+
+
+def test_support_agents_neither_get_nor_train_a_generator_that_learns_at_query_agents() -> None:
+    after, heard = overheard(1, **VARIATIONAL)
+    for call, reply in heard:
+        at_query = call.to.id.startswith("q")
+        assert bool(call.message.G) == (reply.payload.G is not None) == at_query
+        assert not call.message.D and reply.payload.D is None  # no loss asks it
+    assert not same_bits(after.begun.G, after.state.G)
+    everywhere, _ = overheard(1, **(VARIATIONAL | {"generator_at": "all"}))
+    assert not same_bits(everywhere.state.G, after.state.G)  # the control
+
+
+def test_the_gate_of_synthetic_rows_is_what_the_teacher_calls_them() -> None:
+    after, heard = overheard(1, **VARIATIONAL, gate=1.0)
+    said = {call.to.id: reply.payload.agreement for call, reply in heard}
+    assert said["s0"] is said["s1"] is None
+    assert after.state.agreement == pytest.approx((said["q0"] + said["q1"]) / 2)
+    closed, opened = (overheard(1, **VARIATIONAL, gate=gate)[0] for gate in (1.0, 0.0))
+    none = overheard(1, **(VARIATIONAL | {"synthetic_share": 0.0}), gate=0.0)[0]
+    assert same_bits(closed.state.F, none.state.F)
+    assert not same_bits(opened.state.F, none.state.F)
+
+
+@pytest.mark.parametrize("labels", ["teacher", "condition"])
+def test_synthetic_rows_are_of_all_classes_and_are_named_as_asked(labels: str) -> None:
+    algorithm = make("fedssl", **(VARIATIONAL | {"synthetic_labels": labels, "local_steps": 20}))
+    played = play(algorithm, federated_data(), 1, engine=Overheard)
+    assert isinstance(played.engine, Overheard) and isinstance(algorithm, FedSSL)
+    message = dataclasses.replace(played.engine.heard[-1][0].message, mixes_teach=True)
+    made, recognised = algorithm._synthetic(message, 120, context())
+    assert made is not None and recognised is not None and len(made.rows) == 60
+    named = made.labels.argmax(dim=1).bincount(minlength=10)
+    hard = bool((made.labels.max(dim=1).values == 1).all())
+    even = named.tolist() == [6] * 10
+    assert even == hard == (labels == "condition")
+    assert_close(made.labels.sum(dim=1), torch.ones(60))
+
+
+def test_a_private_run_gives_support_agents_no_synthetic_rows() -> None:
+    def keys(at: str, privacy: Any) -> list[str]:
+        asked = SimpleNamespace(
+            data=SimpleNamespace(labels="support"), agents=SimpleNamespace(query=1),
+            model=SimpleNamespace(norm="group"), privacy=privacy,
+            algorithm=config(synthetic_share=0.5, synthetic_at=at),
+        )  # fmt: skip
+        return [problem.key for problem in FedSSL.problems(asked)]
+
+    assert keys("all", object()) == ["algorithm.synthetic_at"]
+    assert keys("query", object()) == keys("all", None) == []

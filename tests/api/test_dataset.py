@@ -25,7 +25,8 @@ def test_arrays_are_the_rows_that_an_npz_file_of_them_has(tmp_path: Path) -> Non
     path = tmp_path / "rows.npz"
     names = ("x_train", "y_train", "x_test", "y_test", "x_unlabelled")
     given = (X, Y, X_TEST, Y_TEST, X_TEST[:5])
-    np.savez(path, **dict(zip(names, given, strict=True)))  # type: ignore[arg-type]
+    written: Any = dict(zip(names, given, strict=True))
+    np.savez(path, **written)
     read, made = (
         read_npz(path),
         Rows.from_arrays(X, Y, X_TEST, Y_TEST, x_unlabelled=X_TEST[:5]).rows,
@@ -40,7 +41,8 @@ def test_tensors_and_lists_are_arrays_and_a_later_change_of_them_changes_nothing
     x = X.copy()
     first = Rows.from_arrays(x, Y, X_TEST, Y_TEST)
     x[:] = 0
-    tensors = Rows.from_arrays(*(torch.tensor(p) for p in (X, Y, X_TEST, Y_TEST)))  # type: ignore[arg-type]
+    x_train, y_train, x_test, y_test = map(torch.tensor, (X, Y, X_TEST, Y_TEST))
+    tensors = Rows.from_arrays(x_train, y_train, x_test, y_test)
     lists = Rows.from_arrays(X.tolist(), Y.tolist(), X_TEST.tolist(), Y_TEST.tolist())
     assert first.checksum == tensors.checksum == lists.checksum == dataset().checksum
     assert Rows.from_arrays(x, Y, X_TEST, Y_TEST).checksum != first.checksum

@@ -19,7 +19,7 @@ def test_a_command_gets_its_arguments_and_its_status_is_returned(
         seen.append(list(arguments))
         return 3
 
-    flat = command in ("train", "predict", "evaluate", "doctor")
+    flat = command in ("train", "predict", "evaluate", "generate", "doctor")
     module = f"privssl.{command}" if flat else f"privssl.{command}.__main__"
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(main=stand_in))
     assert main([command, "x.yaml", "--flag"]) == 3

@@ -723,8 +723,13 @@ def test_tensorboard_has_the_tags_of_the_contract(plain: Finished, private: Fini
     numbers |= {"test/loss", "test/macro_f1", "test/calibration_error", "test/recall/9"}
     assert numbers <= tags["scalars"]
     assert tags["images"] == {
-        *("images/mixes", "images/reconstruction", "images/partition", "images/confusion")
+        *("images/mixes", "images/reconstruction", "images/samples", "images/partition"),
+        "images/confusion",
     }
+    assert {"gen/right_by_judge", "gen/nearest_training_row"} <= tags["scalars"]
+    assert "gen/right_by_judge" in private_tags["scalars"]
+    # Training rows of a private run are read by no metric.
+    assert "gen/nearest_training_row" not in private_tags["scalars"]
     budgets = {f"dp/{what}/s{n}" for what in ("epsilon", "budget_left") for n in (0, 1)}
     assert budgets <= private_tags["scalars"]
     # Losses on rows that are under a claim are not charged, so they may not be shown.

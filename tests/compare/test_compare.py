@@ -258,6 +258,18 @@ def test_versions_that_differ_between_runs_are_told_with_the_runs() -> None:
     assert not any("ersions" in note for note in compare_table.notes([bound]))
 
 
+def test_notes_name_the_runs_that_have_warnings() -> None:
+    """A sentence once, with its runs; older runs have no such key."""
+    runs = [results(seed=0, warnings=["it learned nothing"]), results(seed=1, warnings=[])]
+    ours = compare_table.row("ours", runs, None)
+    bound = compare_table.row("bound", [results(seed=0, warnings=["it learned nothing"])], None)
+    found = [note for note in compare_table.notes([ours, bound]) if "Warning" in note]
+    assert found == ["Warning of ours seed 0, bound seed 0: it learned nothing"]
+    # The control: nothing to name.
+    plain = compare_table.row("plain", [results()], None)
+    assert not any("Warning" in note for note in compare_table.notes([plain]))
+
+
 def test_a_package_that_one_run_does_not_name_is_unknown_there() -> None:
     old = compare_table.row("old", [results(versions={"torch": "2.0"})], None)
     new = compare_table.row("new", [results()], None)

@@ -153,7 +153,7 @@ def images(value: float, dtype: type = np.float32) -> NDArray[Any]:
         ({"x_train": images(float("nan"))}, "without NaN"),
         ({"x_train": images(float("inf"))}, "without NaN"),
         ({"x_train": images(3, np.int64)}, "x_train is int64"),
-        ({"x_train": np.zeros((6, 20), np.uint8)}, r"the shape \(6, 20\)"),
+        ({"x_train": np.zeros(6, np.uint8)}, r"the shape \(6,\)"),
         ({"x_train": np.zeros((6, 4, 5, 2), np.uint8)}, "with 1 or 3 channels"),
         ({"x_train": np.zeros((6, 4, 4), np.uint8)}, "Make them alike"),
         ({"x_train": np.zeros((0, 4, 5), np.uint8), "y_train": np.zeros(0, int)}, "at least one"),
@@ -335,7 +335,7 @@ def test_a_folder_without_its_parts_or_classes_is_refused(tmp_path: Path) -> Non
 
 def test_classes_of_train_and_test_must_be_the_same(folder: Path) -> None:
     save_image(folder / "test/bird/x.png")
-    with pytest.raises(DataError, match="train and test differ in the classes bird"):
+    with pytest.raises(DataError, match="train and test differ in the classes 'bird'"):
         read(folder)
 
 

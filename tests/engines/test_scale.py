@@ -512,6 +512,7 @@ def test_the_peak_that_is_told_is_that_of_the_process() -> None:
     assert 95 < float(done.stdout) < 110
 
 
+@pytest.mark.slow
 def test_the_benchmark_tells_a_line_for_each_number_of_agents(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -560,7 +560,7 @@ choices = st.fixed_dictionaries(
         "data.labelled": st.integers(200, 10**4).map(str),
         "data.root": st.sampled_from(["on", "1e5", "null", "1.0", "~", "a: b", "- x"]).map(quoted),
         "model.norm": st.sampled_from(["group", "none"]),
-        "algorithm.sharpness": st.floats(1e-300, 1e300).map(lambda x: f"{x:.17e}"),
+        "algorithm.sharpness": st.floats(1e-300, 1e6).map(lambda x: f"{x:.17e}"),
         "algorithm.layers": st.lists(st.integers(-5, 5), max_size=3).map(str),
         "privacy.epsilon": st.floats(0, 1e6).map(lambda x: f"{x:.17e}"),
     },
@@ -619,3 +619,19 @@ def test_a_config_is_frozen(write: Any) -> None:
     config: Config = load_config(write(SOUND), (), TABLE)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.run = None  # type: ignore[assignment, misc]
+
+
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [
+        ("agents.query", 10**6),
+        ("model.width", 2**16),
+        ("algorithm.rounds", 10**7),
+    ],
+)
+def test_numbers_that_no_machine_could_carry_out_are_refused(
+    write: Any, key: str, most: int
+) -> None:
+    load_config(write(SOUND), [f"{key}={most}"], TABLE)  # the control
+    [row] = refusal(write(SOUND), [f"{key}={most + 1}"])
+    assert row == f"argument {key} {most + 1}: give at most {most}"

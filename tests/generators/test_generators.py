@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from generators import (
     ImageDiscriminator,
     ImageGenerator,
+    VariationalImageGenerator,
     discriminator_loss,
     g,
     realistic_loss,
@@ -131,6 +132,62 @@ def test_several_mixes_of_a_row_are_those_made_one_at_a_time() -> None:
     for number in range(2):
         alone = G(**(given_ | {"lam": given_["lam"][:, number : number + 1]}))
         assert_close(alone[:, 0], together[:, number])
+
+
+# The variational generator ------------------------------------------------------------------
+
+
+def variational(shape: tuple[int, int, int] = (1, 8, 8)) -> nn.Module:
+    return make(lambda: VariationalImageGenerator(shape, C, width=4, noise_size=6))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_variational_generator_gives_mixes_in_range(shape: tuple[int, int, int]) -> None:
+    mixes = variational(shape)(**inputs(shape))
+    assert mixes.shape == (B, 2, *shape) and bool((mixes.abs() <= 1).all())
+
+
+def test_a_variational_generator_looks_at_the_row_or_at_the_target() -> None:
+    G, which = variational(), ("x", "p", "p_target", "z")
+    assert [changes(G, 0.0, w) for w in which] == [False, False, True, True]
+    # At lambda 1 the noise is that of the row's code.
+    assert [changes(G, 1.0, w) for w in which] == [True, True, False, True]
+    assert all(changes(G, 0.5, w) for w in which)
+
+
+def test_the_cost_of_a_code_is_its_divergence_from_the_standard_gaussian() -> None:
+    G, given_ = variational(), inputs()
+    rows, cost = G(**given_, with_cost=True)
+    assert_close(rows, G(**given_))
+    moments = G.posterior(torch.cat([G.encoder(given_["x"]), 2 * given_["p"]], dim=1))
+    mean, raw = moments.chunk(2, dim=1)
+    spread = (4 * torch.tanh(raw / 4) / 2).exp()
+    own, standard = torch.distributions.Normal(mean, spread), torch.distributions.Normal(0.0, 1.0)
+    assert_close(cost, torch.distributions.kl_divergence(own, standard).sum(dim=1))
+
+
+def test_codes_at_lambda_0_are_standard_gaussian_and_finite_at_the_ends() -> None:
+    heard: list[Tensor] = []
+    G = variational()
+    G.first.register_forward_pre_hook(lambda _, given_: heard.append(given_[0]))
+    z = drawn(4000, 6)
+    z[0], z[1] = 0.0, 1 - 2**-24  # the ends of [0, 1)
+    p = one_hot(torch.zeros(4000, dtype=torch.long), C).float()
+    G(torch.zeros(4000, 1, 8, 8), p, p, z, torch.zeros(4000, 1))
+    code = heard[0][2:, :6]
+    assert bool(heard[0].isfinite().all())
+    assert_close(code.mean(dim=0), torch.zeros(6), atol=0.07, rtol=0)
+    assert_close(code.std(dim=0), torch.ones(6), atol=0.05, rtol=0)
+
+
+def test_no_row_of_a_variational_generator_sees_another() -> None:
+    G, given_ = variational(), inputs()
+    rows, cost = G(**given_, with_cost=True)
+    for number in range(B):
+        alone = {name: value[number : number + 1] for name, value in given_.items()}
+        row, its_cost = G(**alone, with_cost=True)
+        assert_close(row[0], rows[number])
+        assert_close(its_cost[0], cost[number])
 
 
 # What D looks at ----------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from privssl.core.messages import StateDict
+from privssl.core.rows import IMAGE
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.models import CLASSIFIERS, build_classifier, optimize_layout
 from privssl.models.splice import splice
@@ -28,7 +29,7 @@ from privssl.training.local_training import weights_of
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 9, 15)]
 NORMS = ["group", "batch", "static", "none"]
-every_classifier = pytest.mark.parametrize("name", CLASSIFIERS)
+every_classifier = pytest.mark.parametrize("name", IMAGE.networks)
 
 
 def classifier(
@@ -268,7 +269,9 @@ def test_older_torches_are_never_asked_how_rows_lie_under_vmap_and_norms_are_the
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", [name for name in CLASSIFIERS if name != "trinet_cnn"])  # dropout
+@pytest.mark.parametrize(
+    "name", [name for name in IMAGE.networks if name != "trinet_cnn"]
+)  # dropout
 def test_a_private_run_refuses_the_norms_that_couple_rows_by_name(name: str, norm: str) -> None:
     network = classifier(name, norm=norm)
     if norm in ("group", "none"):
@@ -332,12 +335,11 @@ def test_collected_statistics_are_means_over_batches_of_mean_and_unbiased_varian
     assert_close(layer.eval()(values(1.0, 100.0)).flatten(), torch.tensor(expected))
 
 
-def test_statistics_are_float32_where_rows_are_multiplied_in_bfloat16() -> None:
-    layer, x = static(channels=3), rows(8, (3, 5, 6)).bfloat16()
-    collect(layer, [x])
-    assert layer.running_mean is not None and layer.running_var is not None
-    var, mean = torch.var_mean(x.double(), dim=(0, 2, 3))
-    assert_close((layer.running_mean, layer.running_var), (mean.float(), var.float()))
+def test_statistics_of_rows_in_bfloat16_are_float32() -> None:
+    layer = static(channels=1)
+    collect(layer, [values(0, 2).bfloat16(), values(4, 8).bfloat16()])  # exact in bfloat16
+    assert (layer.running_mean, layer.running_var) == (torch.tensor([3.5]), torch.tensor([5.0]))
+    assert layer.eval()(values(3.5).bfloat16()).item() == 0.0
 
 
 def test_collecting_is_torchs_cumulative_average_layer_by_layer() -> None:

@@ -10,6 +10,10 @@ CHECKPOINT = "privssl/runs/checkpoint.py"
 RESUME = "privssl/runs/resume.py"
 LOOP = "privssl/runs/round_loop.py"
 
+EVALUATION = "privssl/training/evaluation.py"
+
+IN_METRICS = "tests/training/test_metrics.py::test_"
+IN_MEANINGLESS = "tests/cli/test_meaningless_runs.py::test_"
 IN_LEDGER = "tests/accounting/test_ledger.py::test_"
 IN_REGISTRY = "tests/accounting/test_row_registry.py::test_"
 IN_FILES = "tests/storage/test_atomic_files.py::test_"
@@ -287,5 +291,46 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Counting]",),
+    ),
+    # Results --------------------------------------------------------------------------------------
+    Fault(
+        "outputs that are no numbers count as class 0",
+        ((EVALUATION, "np.where(finite, called, outputs)", "called"),),
+        (IN_METRICS + "rows_whose_outputs_are_not_finite_are_counted_and_wrong",),
+    ),
+    Fault(
+        "a class without rows lowers macro F1",
+        ((EVALUATION, "        there = held > 0\n", "        there = held >= 0\n"),),
+        (IN_METRICS + "metrics_are_those_of_scikit_learn",),
+    ),
+    Fault(
+        "a resumed run forgets the warnings of its rounds",
+        ((LOOP, "*json.loads(progress.warnings), ", ""),),
+        (IN_MEANINGLESS + "warnings_of_rounds_outlive_an_interruption",),
+    ),
+    Fault(
+        "an agent that sends back what it got has worked",
+        (
+            (
+                "privssl/core/federation.py",
+                "    return not both or any(",
+                "    return True or any(",
+            ),
+        ),
+        (IN_MEANINGLESS + "an_agent_worked_if_it_sent_other_tensors_than_it_got",),
+    ),
+    Fault(
+        "a private run tells that all its labels are of one class",
+        (
+            (
+                "privssl/experiment/prepare.py",
+                "    if config.privacy is not None:\n        return\n    here =",
+                "    here =",
+            ),
+        ),
+        (
+            IN_MEANINGLESS
+            + "training_rows_that_teach_nothing_are_warned_of_unless_the_run_is_private",
+        ),
     ),
 )

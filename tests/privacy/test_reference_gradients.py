@@ -10,7 +10,8 @@ from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 
 from generators.objectives import discriminator_loss
-from privssl.algorithms.fedssl.losses import Callables, GMixupSettings, Mixing, mixing_losses
+from privssl.algorithms.fedssl.losses import Callables, Mixing, mixing_losses
+from privssl.algorithms.fedssl.settings import GMixupSettings
 from privssl.models.convnets import LeNet, SmallCNN
 from privssl.privacy.per_example_gradients import (
     per_example_gradients,

@@ -108,3 +108,34 @@ def test_any_number_of_agents_and_classes_fits_a_bounded_picture(agents: int, cl
     height, width, _ = figures.partition_plot({}, counts).shape
     assert height <= 1400
     assert width <= 2600
+
+
+# The confusion matrix -----------------------------------------------------------------------
+
+
+COUNTS = np.array([[4, 0, 0], [1, 1, 2]])  # two classes; two rows whose outputs are not finite
+
+
+def test_a_confusion_matrix_is_darker_the_larger_the_share_of_the_true_class() -> None:
+    picture, cell = figures.confusion_plot(COUNTS, ["a", "b"]), figures.CELL
+    margin = picture.shape[0] - 2 * cell
+    corner = {(r, c): picture[margin + r * cell, margin + c * cell] for r in (0, 1) for c in (0, 1)}
+    assert tuple(corner[0, 0]) == figures.FULL  # 4 of 4
+    assert tuple(corner[0, 1]) == figures.PAPER  # none
+    quarter = [round(255 + (full - 255) / 4) for full in figures.FULL]  # 1 of 4 rows
+    assert corner[1, 0].tolist() == corner[1, 1].tolist() == quarter
+
+
+@pytest.mark.parametrize("classes", [2, 33, 34, 700])
+def test_a_confusion_matrix_has_a_bounded_size_and_takes_any_name(classes: int) -> None:
+    names = ["$x$", "a\nb", "щ", "very " * 9, *map(str, range(classes))][:classes]
+    picture = figures.confusion_plot(np.ones((classes, classes + 1), dtype=np.int64), names)
+    assert picture.shape[0] == picture.shape[1] <= figures.LARGEST_MATRIX + 150
+    assert figures.as_png(picture)[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_confusion_csv_has_a_column_for_outputs_that_are_not_finite_if_there_are_any() -> None:
+    text = figures.confusion_csv(COUNTS, ["a", "b, c"])
+    assert text == 'true class,a,"b, c",not finite\na,4,0,0\n"b, c",1,1,2\n'
+    finite = np.array([[4, 0, 0], [1, 1, 0]])
+    assert figures.confusion_csv(finite, ["a", "b"]) == "true class,a,b\na,4,0\nb,1,1\n"

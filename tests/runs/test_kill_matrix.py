@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -222,7 +223,7 @@ def drive(folder: Path, path: Path, kill: Kill | None, bug: str) -> None:
 
 
 def bear(calls: Connection, warm_up: Path, path: Path) -> None:
-    """In a process without threads: for each call make another one, which drives and may die.
+    """In a process of its own: for each call make another one, which drives and may die.
 
     What torch does only once was done here, so that a life takes half the time.
     """
@@ -249,18 +250,17 @@ Life = Callable[..., int | None]
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
     """``live(folder, kill, bug)``: ``drive`` in a process of its own; returns its exit code."""
-    # A server that has imported everything and started no thread makes the first process.
-    maker = multiprocessing.get_context("forkserver")
-    maker.set_forkserver_preload(
-        ["pytest", "privssl.runs.round_loop", "privssl.train", "torch._dynamo"]
-    )
+    # A fork: a process that starts anew would take seconds to import what is here already.
+    maker = multiprocessing.get_context("fork")
     place = tmp_path_factory.mktemp("killed")
     path, warm_up = place / "tiny.yaml", place / "warm_up"
     path.write_text(CONFIG)
     warm_up.mkdir()
     here, there = maker.Pipe()
     mother = maker.Process(target=bear, args=(there, warm_up, path), daemon=True)
-    mother.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
+        mother.start()
     there.close()  # so that its end is noticed here
 
     def live(folder: Path, kill: Kill | None = None, bug: str = "") -> int | None:

@@ -10,6 +10,7 @@ from privssl.data.datasets import Dataset
 from tests.support.toy_worlds import (
     TOY,
     make,
+    toy_rows,
 )
 
 NEEDS: dict[str, dict[str, Any]] = {
@@ -45,9 +46,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+#: Algorithms that take rows of every kind, and the view that takes the place of RandAugment.
+FOR_VECTORS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("supervise", "pseudo", "mixmatch", "server_sl", "fedavg", "fedprox")},
+    **{name: {"strong": "strong"} for name in ("fedmatch", "fixmatch", "uda")},
+    "fedssl": {"gate": 0.0, "warm_up": 0},
+    "fedsem": {},
+    "fedseal": {"server_view": "weak", "positive_view": "strong"},
+    "semifl": {"weak": "weak", "strong": "strong"},
+    "label_census": {},
+}
+CASES |= {
+    f"{name}, vectors": (name, NEEDS.get(name, {}) | own | {"rows": "vector"})
+    for name, own in FOR_VECTORS.items()
+}
+CASES["fedssl, sequences"] = ("fedssl", {**FOR_VECTORS["fedssl"], "rows": "sequence"})
+CASES["label_census, sequences"] = ("label_census", NEEDS["label_census"] | {"rows": "sequence"})
+
+
 def algorithm(case: str, **settings: Any) -> Algorithm[Any]:
     name, own = CASES[case]
     return make(name, **(own | settings))
+
+
+def rows_of(case: str) -> Dataset:
+    """The toy rows in the shape that a case takes."""
+    return toy_rows(CASES[case][1].get("rows", "image"))
 
 
 # Hidden labels -------------------------------------------------------------------------------

@@ -43,7 +43,9 @@ RUNS = {
     ),
     "agents under noise": ("fedavg_dp", ["algorithm.rounds=2", "privacy.steps=2"]),
     "agents under noise, together": (
-        "fedavg_dp", ["algorithm.rounds=2", "privacy.steps=2", "run.batched_agents=2"],
+        "fedavg_dp",
+        ["algorithm.rounds=2", "privacy.steps=2", "run.batched_agents=2", "data.name=toy",
+         "model.width=4"],
     ),
     "label census": (
         "label_census",

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from generators import ImageDiscriminator, ImageGenerator
-from privssl.algorithms.fedssl.losses import Callables, GMixupSettings, Mixing, mixing_losses
+from privssl.algorithms.fedssl.losses import Callables, Mixing, mixing_losses
+from privssl.algorithms.fedssl.settings import GMixupSettings
 from privssl.models.convnets import LeNet, SmallCNN
 from privssl.models.resnet import ResNet9
 from privssl.models.wide_resnet import WideResNet28x2

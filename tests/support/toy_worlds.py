@@ -82,16 +82,30 @@ def at_clients(**data: Any) -> FederatedDataset:
     return federated_data(labels="labels-at-client", support=0, query=0, mixed=2, **data)
 
 
+#: The toy rows as rows of each kind: shape, and a network.
+SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
+    "image": ((1, 8, 8), "small_cnn"),
+    "sequence": ((8, 8), "text_cnn"),
+    "vector": ((64,), "mlp"),
+}
+
+
+def toy_rows(kind: str) -> Dataset:
+    """The toy rows in the shape of a kind."""
+    x_train, x_test = (x.view(-1, *SHAPES[kind][0]) for x in (TOY.x_train, TOY.x_test))
+    return dataclasses.replace(TOY, x_train=x_train, x_test=x_test)
+
+
 def make(
     name: str, *, norm: str = "group", precision: Precision = "float32", width: int = 4,
-    **settings: Any,
+    rows: str = "image", **settings: Any,
 ) -> Algorithm[Any]:  # fmt: skip
-    """An algorithm for toy rows with a classifier of width 4, unless told otherwise."""
+    """An algorithm for toy rows of a kind with a classifier of width 4, unless told otherwise."""
     kind = ALGORITHMS[name]
     known = {field.name for field in dataclasses.fields(kind.Config)}
     quick = {key: value for key, value in QUICK.items() if key in known}
-    model = ModelSettings(width=width, norm=norm)  # type: ignore[arg-type]  # checked by pydantic
-    shape = (1, 8, 8)
+    shape, network = SHAPES[rows]
+    model = ModelSettings(network, width, norm)  # type: ignore[arg-type]  # checked by pydantic
 
     def new_classifier() -> nn.Module:
         return models.build_classifier(model, shape, 10, precision)

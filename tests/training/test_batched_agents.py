@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from privssl.algorithms.baselines.supervised import FedAvg, FedAvgConfig
 from privssl.core.agents import Agent, UnlabelledRows
 from privssl.core.engine import Call
 from privssl.core.messages import Message, Reply
+from privssl.core.rows import IMAGE
 from privssl.core.task import Task
 from privssl.engines import batched
 from privssl.engines.batched import BatchedEngine
@@ -299,7 +300,7 @@ def both_ways(
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", models.CLASSIFIERS)
+@pytest.mark.parametrize("name", IMAGE.networks)
 def test_a_stacked_pass_is_that_of_each_network_on_its_own_rows(name: str, norm: str) -> None:
     drops = name == "trinet_cnn"
     if drops and norm == "static":
@@ -532,12 +533,12 @@ def assert_equal_in_lockstep(algorithm: Algorithm[Any], place: str, within: floa
     assert alone.federation.traffic == together.federation.traffic
 
 
-def cases_but(*without: str) -> pytest.MarkDecorator:
-    """Every case wherever labels are; an algorithm as it comes, with support agents, is fast."""
+def cases_but(*without: str, fast: Collection[str] = tuple(ALGORITHMS)) -> pytest.MarkDecorator:
+    """Every case wherever labels are; those named, with support agents, are fast."""
     return pytest.mark.parametrize(
         ("case", "place"),
         [
-            pytest.param(c, p, marks=[pytest.mark.slow] * (c not in ALGORITHMS or p != "support"))
+            pytest.param(c, p, marks=[pytest.mark.slow] * (c not in fast or p != "support"))
             for c in CASES for p in PLACES if c not in without
         ],
     )  # fmt: skip
@@ -548,8 +549,10 @@ def cases_but(*without: str) -> pytest.MarkDecorator:
 GROWING = {("semifl", "support"), ("fedtrinet", "client"), ("fedtrinet", "support")}
 
 
-# Every bias before a batch norm is without effect, so Adam leads those of this case astray.
-@cases_but("pseudo, batch norm")
+# Every bias before a batch norm is without effect, so Adam leads those of this case astray. In
+# float64, below, a mistake shows that is a million times as small: here are a few, and those that
+# are not there.
+@cases_but("pseudo, batch norm", fast=("fedssl", "fedmatch", "semifl", "label_census"))
 def test_results_are_those_of_one_agent_after_the_other(case: str, place: str) -> None:
     if (case, place) in GROWING and torch.__version__ < "2.7":
         pytest.skip("a rounding grows")

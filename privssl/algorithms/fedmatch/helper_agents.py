@@ -14,10 +14,11 @@ from torch.nn.functional import one_hot
 
 from privssl.core.agents import natural_order
 from privssl.core.messages import StateDict
+from privssl.core.rows import Shape
 
 
-def draw_probe(shape: tuple[int, int, int], rng: torch.Generator) -> Tensor:
-    """The image of noise (1, *shape) in [-1, 1]: normal, mean and deviation 125 of 255 levels,
+def draw_probe(shape: Shape, rng: torch.Generator) -> Tensor:
+    """The row of noise (1, *shape) in [-1, 1]: normal, mean and deviation 125 of 255 levels,
     cut to 0..255. Authors' code."""
     levels = nn.init.trunc_normal_(torch.empty(1, *shape), 125.0, 125.0, 0.0, 255.0, generator=rng)
     return levels / 127.5 - 1

@@ -33,17 +33,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
 import numpy as np
-import pydantic.dataclasses
 import torch
 from torch import Tensor, nn
 
 from accounting.errors import BudgetExhausted
-from generators import ConditionalGenerator, ImageDiscriminator, ImageGenerator
+from generators import ConditionalGenerator, draw_samples, networks_for
 from privssl.algorithms.base import Algorithm, CanaryLoss, MissingReplyPolicy
 from privssl.algorithms.fedssl import losses
-from privssl.algorithms.fedssl.losses import NETWORKS, GMixupSettings, Mixing
+from privssl.algorithms.fedssl.losses import NETWORKS, Mixing, Synthetic
+from privssl.algorithms.fedssl.settings import FedSSLConfig
 from privssl.algorithms.local_ssl import (
-    Share,
     TeacherState,
     average_groups,
     needs_unlabelled,
@@ -58,9 +57,11 @@ from privssl.models import optimize_layout
 from privssl.ops.precision import in_precision
 from privssl.privacy.plan import PrivatePlan
 from privssl.reporting import figures
-from privssl.settings.schema import Positive, Problem, Rate, strict
+from privssl.settings.schema import Problem
 from privssl.training import local_training
 from privssl.training.batched.deferred import batched_call
+
+PROBED = 64  # synthetic rows that an agent looks at while the gate is closed
 
 # Messages and state -------------------------------------------------------------------------
 
@@ -100,32 +101,6 @@ class FedSSLState(TeacherState):
     gate_round: int = 0  # the round from which mixes train F; 0: not yet
 
 
-# Config -------------------------------------------------------------------------------------
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedSSLConfig(GMixupSettings):
-    """Section ``algorithm`` for FedSSL. Numbers are ours unless a source stands beside them."""
-
-    name: Literal["fedssl"] = "fedssl"
-    order: Literal["parallel", "sequential"] = "parallel"  # Alg. 1 or 2; a private run is Alg. 2
-    mix_every: Positive = 2  # local steps from one with G and D to the next; others train F alone
-    gate: Share = 0.85  # agreement from which mixes train F; 0: from the start
-    generator_learning_rate: Rate = 2e-3  # Adam
-    discriminator_learning_rate: Rate = 1e-3  # Adam
-    generator_width: Positive = 16
-    spectral_norm: bool = True  # of D's trunk; off where D is under DP
-
-    def problems(self) -> Iterator[Problem]:
-        """Settings under which F is never trained."""
-        if not self.real_rows and self.gate > 0:
-            yield Problem(
-                "gate",
-                f"{self.gate}, but with real_rows: false F learns from mixes alone, and recognises "
-                "none before that. Set gate: 0",
-            )
-
-
 # The algorithm ------------------------------------------------------------------------------
 
 
@@ -151,8 +126,10 @@ class FedSSL(Algorithm[FedSSLState]):
         super().__init__(config, task, plan)
         shape, classes, width = task.shape, task.classes, config.generator_width
         spectral = config.spectral_norm and not (plan is not None and "D" in plan.protect)
-        G = in_precision(ImageGenerator, task.precision)
-        D = in_precision(ImageDiscriminator, task.precision)
+        G, D = (
+            in_precision(network, task.precision)
+            for network in networks_for(shape, config.generator)
+        )
         self._new: dict[str, NetworkFactory] = {
             "F": task.new_classifier,
             "G": lambda: optimize_layout(
@@ -166,6 +143,14 @@ class FedSSL(Algorithm[FedSSLState]):
     def problems(cls, config: Any) -> Iterator[Problem]:
         yield from needs_unlabelled(config)
         yield from no_statistics(config)
+        if getattr(config, "privacy", None) is None:
+            return
+        if config.algorithm.synthetic_share and config.algorithm.synthetic_at == "all":
+            yield Problem(
+                "algorithm.synthetic_at",
+                "all, but in a private run support agents learn from labelled rows alone. Set "
+                "query",
+            )
 
     def networks(self) -> Mapping[str, nn.Module]:
         return self._networks
@@ -229,8 +214,13 @@ class FedSSL(Algorithm[FedSSLState]):
         self, state: FedSSLState, federation: Federation, query: bool = False
     ) -> FedSSLRequest:
         warm = federation.round.number <= self.cfg.warm_up and self.cfg.real_rows
+        G, D = state.G, state.D
+        if self.plan is None:  # what an agent neither trains nor draws from is not sent
+            D = D if self.cfg.weight_real else {}
+            if not query and self.cfg.generator_at == "query":
+                D, G = {}, G if self.cfg.synthetic_at == "all" else {}
         return FedSSLRequest(
-            F=state.F, G=state.G, D=state.D, teacher=state.teacher,
+            F=state.F, G=G, D=D, teacher=state.teacher,
             trains_classifier=not (query and warm),
             mixes_teach=self.cfg.gate == 0 or state.gate_round > 0,
         )  # fmt: skip
@@ -254,7 +244,10 @@ class FedSSL(Algorithm[FedSSLState]):
         if self.plan is not None:
             return self._private_pass(agent, msg, ctx)
         ctx.weight = float(len(agent.labelled))
-        return self._train(NETWORKS, self._labelled_mixing(agent, ctx), agent, msg, ctx, "support")
+        trained = NETWORKS if self.cfg.generator_at == "all" else ("F",)
+        return self._train(
+            trained, self._labelled_mixing(agent, ctx, msg), agent, msg, ctx, "support"
+        )
 
     @on_agent
     def query_pass(self, agent: QueryAgent, msg: FedSSLRequest, ctx: Context) -> FedSSLUpdate:
@@ -264,8 +257,10 @@ class FedSSL(Algorithm[FedSSLState]):
         picked = self.cfg.draw_rows(len(rows), ctx)
         q1 = self.cfg.guess(self.load_classifier(msg.teacher, ctx), rows.x[picked], ctx)
         ctx.pseudo_labels(rows.ids[picked], q1)
-        mixing = losses.draw_mixing(self.cfg, rows.x[picked], q1, ctx)
-        return self._train(NETWORKS, mixing, agent, msg, ctx, "query")
+        synthetic, recognised = self._synthetic(msg, len(picked), ctx)
+        mixing = losses.draw_mixing(self.cfg, rows.x[picked], q1, ctx, synthetic)
+        sent = self._train(NETWORKS, mixing, agent, msg, ctx, "query")
+        return sent if recognised is None else dataclasses.replace(sent, agreement=recognised)
 
     def _private_pass(
         self, agent: SupportAgent, msg: FedSSLRequest, ctx: Context
@@ -288,19 +283,47 @@ class FedSSL(Algorithm[FedSSLState]):
 
     # Local training -------------------------------------------------------------------------
 
-    def _labelled_mixing(self, agent: SupportAgent, ctx: Context) -> Mixing:
-        """The labelled rows of one step, with everything drawn for them."""
+    def _labelled_mixing(
+        self, agent: SupportAgent, ctx: Context, msg: FedSSLRequest | None = None
+    ) -> Mixing:
+        """The labelled rows of one step, with everything drawn for them; with a message also the
+        synthetic rows, where support agents get some."""
         rows = agent.labelled
         picked = self.cfg.draw_rows(len(rows), ctx)
         labels = one_hot(rows, picked, self.task.classes)
-        return losses.draw_mixing(self.cfg, rows.x[picked], labels, ctx)
+        synthetic = None
+        if msg is not None and self.cfg.synthetic_at == "all":
+            synthetic, _ = self._synthetic(msg, len(picked), ctx)
+        return losses.draw_mixing(self.cfg, rows.x[picked], labels, ctx, synthetic)
+
+    def _synthetic(
+        self, msg: FedSSLRequest, rows: int, ctx: Context
+    ) -> tuple[Synthetic | None, float | None]:
+        """Rows of G for a visit with ``rows`` rows, and the share that the teacher calls what G was
+        asked for. All classes equally often; none while the gate is closed."""
+        if not self.cfg.synthetic_share:
+            return None, None
+        learns = msg.mixes_teach and msg.trains_classifier
+        count = len(losses.synthetic_places(self.cfg, rows)) if learns else PROBED
+        wanted = local_training.draw_rows(self.task.classes, count, ctx.rng("synthetic classes"))
+        G = local_training.load_weights(self._networks["G"], msg.G, ctx.device).eval()
+        assert isinstance(G, ConditionalGenerator)
+        made = draw_samples(G, wanted, self.task.classes, self.task.shape, ctx.rng("synthetic"))
+        made = made.contiguous(memory_format=torch.channels_last)
+        labels = self.cfg.guess_input(self.load_classifier(msg.teacher, ctx), made, ctx, "names")
+        names = labels.argmax(dim=1).cpu()
+        recognised = float((names == wanted).float().mean())
+        if self.cfg.synthetic_labels == "condition":
+            labels = torch.eye(self.task.classes)[wanted].to(ctx.device)
+        return Synthetic(made, labels) if learns else None, recognised
 
     def _train(
         self, trained: Sequence[str], mixing: Mixing, agent: SupportAgent | QueryAgent,
         msg: FedSSLRequest, ctx: Context, group: str,
     ) -> FedSSLUpdate:  # fmt: skip
         """Ordinary local training of some of the networks."""
-        trained = [name for name in trained if name != "F" or msg.trains_classifier]
+        idle = {"F": not msg.trains_classifier, "D": not self.cfg.weight_real}
+        trained = [name for name in trained if not idle.get(name)]
         nets = self._load_networks(msg, ctx)
         rates = self.cfg.generator_learning_rate, self.cfg.discriminator_learning_rate
         how: dict[str, local_training.Group] = {
@@ -319,19 +342,20 @@ class FedSSL(Algorithm[FedSSLState]):
             if not now:
                 continue
             means, loss, agreement = batched_call(
-                losses.step_losses, vars(batch), self.cfg, now, mixes and msg.mixes_teach, **nets
+                losses.step_losses, batch.fields(), self.cfg, now, mixes and msg.mixes_teach, **nets
             )
             optimiser.minimise(loss)
             for name, mean in zip(NETWORKS, means.detach(), strict=True):
                 if name in now:
                     means_of[name].append(mean)
-            if mixes:
+            if mixes and (now != ("F",) or msg.mixes_teach):
                 agreements.append(agreement)
         agent.memory = {**agent.memory, **optimiser.remember()}
         for name, steps in means_of.items():
             if steps:
                 ctx.log_metric(f"train/loss_{name}/{group}", local_training.mean_of(steps))
-        return _message(nets, trained, local_training.mean_of(agreements))
+        agreed = local_training.mean_of(agreements) if agreements else None
+        return _message(nets, trained, None if self.cfg.synthetic_share else agreed)
 
     def _train_privately(
         self, agent: SupportAgent, msg: FedSSLRequest, ctx: Context
@@ -347,15 +371,20 @@ class FedSSL(Algorithm[FedSSLState]):
         return _message(nets, self.plan.protect)
 
     def _load_networks(self, msg: FedSSLRequest, ctx: Context) -> dict[str, nn.Module]:
+        sent = {name: getattr(msg, name) for name in NETWORKS}
         return {
-            name: local_training.load_weights(self._networks[name], getattr(msg, name), ctx.device)
-            for name in NETWORKS
-        }
+            name: local_training.load_weights(network, sent[name], ctx.device)
+            if sent[name] else network.to(ctx.device)
+            for name, network in self._networks.items()
+        }  # fmt: skip
 
-    def pictures(self, state: FedSSLState, x: Tensor, y: Tensor) -> Mapping[str, np.ndarray]:
+    def generator(self, state: FedSSLState) -> ConditionalGenerator:
         G = local_training.load_weights(self._networks["G"].cpu(), state.G).eval()
         assert isinstance(G, ConditionalGenerator)
-        return figures.of_generator(G, x, y, self.task.classes)
+        return G
+
+    def pictures(self, state: FedSSLState, x: Tensor, y: Tensor) -> Mapping[str, np.ndarray]:
+        return figures.of_generator(self.generator(state), x, y, self.task.classes)
 
 
 def _message(

@@ -8,16 +8,16 @@ reconstructs its row (Eq. 7). Support agents use labels, query agents pseudo-lab
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
-import pydantic.dataclasses
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot, softplus
 
+from generators import networks_for
 from generators.objectives import discriminator_loss, realistic_loss, reconstruction_loss
 from privssl.algorithms.base import CanaryLoss
-from privssl.algorithms.local_ssl import Amount, ClassifierTraining
+from privssl.algorithms.fedssl.settings import GMixupSettings
 from privssl.core.agents import LabelledRows
 from privssl.core.task import Context, Task
 from privssl.privacy import local_dp_sgd
@@ -25,27 +25,12 @@ from privssl.privacy.independence import check_rows_independent, refuse_coupling
 from privssl.privacy.per_example_gradients import Parameters
 from privssl.privacy.plan import PrivatePlan
 from privssl.runtime import randomness
-from privssl.settings.schema import Positive, Rate, strict
 from privssl.training import local_training
 from privssl.training.batched.deferred import FunctionalModule
 from privssl.training.losses import soft_cross_entropy
 from privssl.training.mixup import mix, sample_mix
 
 NETWORKS = ("F", "G", "D")
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class GMixupSettings(ClassifierTraining):
-    """How mixes are made, and the weights of their losses. Numbers are ours (docs/fedssl.md)."""
-
-    real_rows: bool = True  # false: Algorithm 1 read literally, F learns from mixes alone
-    mix_alpha: Rate = 0.5  # alpha of lambda ~ Beta(alpha, alpha), Eq. 3
-    noise_size: Positive = 32  # D_n
-    judge: Literal["mixed", "target"] = "mixed"  # the label D sees with a mix: p', or p2 (Eq. 6)
-    weight_mix: Amount = 0.5  # of the cross-entropy of mixes, for F
-    weight_guidance: Amount = 0.3  # of the same, for G
-    weight_real: Amount = 1.0  # of the realistic loss, Eq. 6; 0: ablation, D is not trained
-    weight_reconstruction: Amount = 0.0125  # of the squared error in [-1, 1], Eq. 7; 0: ablation
 
 
 @dataclass(frozen=True)
@@ -58,10 +43,20 @@ class Mixing:
     p2: Tensor  # (B, C) the class to mix in, one-hot
     z: Tensor  # (B, noise_size) in [0, 1)
     lam: Tensor  # (B,) in [0, 1]
+    p_strong: Tensor | None = None  # (B, C) labels of ``strong`` where some of it is synthetic
+
+    @property
+    def learned(self) -> Tensor:
+        """The labels of ``strong`` (B, C)."""
+        return self.p1 if self.p_strong is None else self.p_strong
+
+    def fields(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def batches(self, size: int) -> Iterator["Mixing"]:
         """Split into batches of ``size`` rows, in order."""
-        return (Mixing(**fields) for fields in local_training.batches(vars(self), size))
+        return (Mixing(**fields) for fields in local_training.batches(self.fields(), size))
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ class Callables:
     """The networks as functions; a frozen one passes gradients on but gets none."""
 
     F: Callable[..., Tensor]
-    G: Callable[..., Tensor]
+    G: Callable[..., Any]  # images, or images and the costs of codes
     D: Callable[..., Tensor]
     F_frozen: Callable[..., Tensor]
     D_frozen: Callable[..., Tensor]
@@ -83,25 +78,50 @@ class Callables:
         return cls(live["F"], live["G"], live["D"], frozen["F"], frozen["D"])
 
 
-def draw_mixing(cfg: GMixupSettings, x: Tensor, p1: Tensor, ctx: Context) -> Mixing:
+@dataclass(frozen=True)
+class Synthetic:
+    """Rows that G made of nothing."""
+
+    rows: Tensor  # (N, *shape) in [-1, 1]
+    labels: Tensor  # (N, C) what F is to learn
+
+
+def draw_mixing(
+    cfg: GMixupSettings, x: Tensor, p1: Tensor, ctx: Context, synthetic: Synthetic | None = None
+) -> Mixing:
     """Draw everything for the rows of one step.
 
     Args:
         x: rows (N, *shape) as stored.
         p1: their labels or pseudo-labels (N, C).
+        synthetic: rows that F learns in the place of real ones, for the first places of each
+            batch (``synthetic_places``).
     """
     rows, classes = p1.shape
     real = local_training.network_input(x, ctx.device)
+    p1 = p1.to(ctx.device)
+    learned, p_strong = real, None
+    if synthetic is not None:
+        places = synthetic_places(cfg, rows).to(ctx.device)
+        learned, p_strong = real.clone(), p1.clone()
+        learned[places], p_strong[places] = synthetic.rows, synthetic.labels
     target = torch.randint(classes, (rows,), generator=ctx.rng("classes"))
     mild = cfg.augmentation("none" if cfg.augment == "none" else "mid")
     return Mixing(
-        strong=cfg.augmentation()(real, ctx.rng("augment F")),
+        strong=cfg.augmentation()(learned, ctx.rng("augment F")),
         mild=mild(real, ctx.rng("augment G")),
-        p1=p1.to(ctx.device),
+        p1=p1,
         p2=one_hot(target, classes).float().to(ctx.device),
         z=torch.rand(rows, cfg.noise_size, generator=ctx.rng("z")).to(ctx.device),
         lam=sample_mix(rows, cfg.mix_alpha, ctx.rng("lambda")).to(ctx.device),
+        p_strong=p_strong,
     )
+
+
+def synthetic_places(cfg: GMixupSettings, rows: int) -> Tensor:
+    """Which of the rows of a visit, N in batches, are synthetic for F: numbers, in order."""
+    each = round(cfg.synthetic_share * cfg.batch_size)
+    return torch.tensor([i for i in range(rows) if i % cfg.batch_size < each], dtype=torch.int64)
 
 
 def mixing_losses(
@@ -125,12 +145,20 @@ def mixing_losses(
     loss = {name: torch.zeros_like(b.lam) for name in NETWORKS}
     if not learns_mixes and "G" not in trained and "D" not in trained:
         if learns_real:
-            loss["F"] = soft_cross_entropy(nets.F(b.strong), b.p1)
+            loss["F"] = soft_cross_entropy(nets.F(b.strong), b.learned)
         return loss, torch.zeros_like(b.lam, dtype=torch.bool)  # no mix was made
 
     p_mix = mix(b.lam, b.p1, b.p2)  # (B, C) p' of Eq. 4
-    both = torch.stack([b.lam, torch.ones_like(b.lam)], dim=1)  # (B, 2)
-    x_hat, x_rec = nets.G(b.mild, b.p1, b.p2, b.z, both).unbind(dim=1)
+    judged_by_d = cfg.weight_real > 0 and ("G" in trained or "D" in trained)
+    guides = learns_mixes or ("G" in trained and cfg.weight_guidance > 0)
+    # Where G learns from whole rows alone, its mixes are not even made.
+    mixes = judged_by_d or guides or not cfg.synthetic_share
+    whole = torch.ones_like(b.lam)
+    both = torch.stack([b.lam if mixes else whole, whole], dim=1)[:, 0 if mixes else 1 :]  # (B, L)
+    with_cost = cfg.generator == "variational"
+    made = nets.G(b.mild, b.p1, b.p2, b.z, both, *([True] if with_cost else []))
+    images, cost = made if with_cost else (made, None)
+    x_hat, x_rec = images[:, 0], images[:, -1]
 
     # G-Reg, Alg. 1 l. 4 and 7
     label = p_mix if cfg.judge == "mixed" else b.p2
@@ -142,6 +170,8 @@ def mixing_losses(
         if cfg.weight_real:  # Eq. 6, min over G
             loss["G"] = cfg.weight_real * realistic_loss(nets.D_frozen(x_hat, label), b.lam)
         loss["G"] = loss["G"] + cfg.weight_reconstruction * reconstruction_loss(x_rec, b.mild)
+        if cost is not None:
+            loss["G"] = loss["G"] + cfg.weight_code * cost
 
     # G-MixUp, Alg. 1 l. 5 and 8
     if learns_mixes:  # Eq. 4, 5: F and G together
@@ -152,13 +182,13 @@ def mixing_losses(
             logits_hat = nets.F(guided)
         loss["F"] = cfg.weight_mix * soft_cross_entropy(logits_hat, p_mix)
     else:  # Eq. 4, 5 for G alone, while mixes would mislead F
-        logits_hat = nets.F_frozen(x_hat)
-        if "G" in trained:
+        logits_hat = nets.F_frozen(x_hat) if mixes else p_mix
+        if "G" in trained and mixes:
             loss["G"] = loss["G"] + cfg.weight_guidance * soft_cross_entropy(logits_hat, p_mix)
         if learns_real:
             logits = nets.F(b.strong)
     if learns_real:
-        loss["F"] = loss["F"] + soft_cross_entropy(logits, b.p1)
+        loss["F"] = loss["F"] + soft_cross_entropy(logits, b.learned)
     return loss, logits_hat.argmax(dim=1) == p_mix.argmax(dim=1)
 
 
@@ -192,7 +222,7 @@ def train_networks_privately(
         network.requires_grad_(protected).train(protected)
 
     def draw(x: Tensor, y: Tensor, here: Context) -> Mapping[str, Tensor]:
-        return vars(draw_mixing(cfg, x, torch.eye(classes)[y], here))
+        return draw_mixing(cfg, x, torch.eye(classes)[y], here).fields()
 
     def row_loss(parameters: Parameters, fields: Mapping[str, Tensor]) -> Tensor:
         functions = Callables.of(nets, parameters)
@@ -223,15 +253,16 @@ def try_privately(
 
 
 def canary_losses(cfg: GMixupSettings, task: Task) -> Mapping[str, CanaryLoss]:
-    """Losses on a row: G's of reconstruction (lambda 1, z at 0.5), D's for a real row."""
+    """Losses on a row: G's distance from it (z at 0.5), D's for a real row."""
+    lam = networks_for(task.shape)[0].audit_lambda
 
     def label_of(y: Tensor) -> Tensor:  # as one_hot, without reading the tensor's values
         return (y[:, None] == torch.arange(task.classes, device=y.device)).float()
 
     def reconstruction(G: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
         label = label_of(y)
-        z, one = x.new_full((1, cfg.noise_size), 0.5), x.new_ones(1, 1)
-        return (G(x, label, label, z, one)[:, 0] - x).square().mean()
+        z, share = x.new_full((1, cfg.noise_size), 0.5), x.new_full((1, 1), lam)
+        return (G(x, label, label, z, share)[:, 0] - x).square().mean()
 
     def realism(D: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
         return softplus(-D(x, label_of(y))).mean()

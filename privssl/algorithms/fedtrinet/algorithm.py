@@ -103,6 +103,7 @@ class FedTriNet(Algorithm[FedTriNetState]):
 
     Config = FedTriNetConfig
     StateType = FedTriNetState
+    needs_images = "it splices networks at their convolutions"
     missing_reply_policy = MissingReplyPolicy(
         quorum=("supervised_pass", "confidence_pass", "mixed_pass", "support_pass", "query_pass")
     )

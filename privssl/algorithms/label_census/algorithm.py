@@ -5,7 +5,8 @@ without labels and cluster its features into K clusters; each support agent then
 question, once: how many of my records of each class are in each cluster? It adds noise to every
 count. Query agents train the classifier on the clusters' classes, then on its own predictions.
 
-    encoder         query agents: directions that two views of a row share    feature_map.py
+    encoder         query agents: directions that two views of an image share; not for
+                    vectors and sequences, which are features already         feature_map.py
     clusters        query agents: sums and counts of features                 feature_map.py
     census          support agents: K x C counts + discrete Laplace noise     answer
     votes           server: class of each cluster from the counts             cluster_labels.py
@@ -112,7 +113,7 @@ class LabelCensusConfig(MapConfig):
 
     @property
     def rounds(self) -> int:
-        """Of all phases."""
+        """Of all phases, for images."""
         return (
             feature_map.ENCODER_ROUNDS + self.cluster_rounds + 1
             + self.vote_rounds + self.self_training_rounds
@@ -159,8 +160,9 @@ class LabelCensus(FeatureMapRounds):
         yield from no_statistics(config)
 
     def phases(self) -> tuple[Phase, ...]:
+        encoder = (Phase("encoder", feature_map.ENCODER_ROUNDS),)
         return (
-            Phase("encoder", feature_map.ENCODER_ROUNDS),
+            *(encoder if self.learns_features else ()),
             Phase("clusters", self.cfg.cluster_rounds),
             Phase("census", 1, saved=True),
             Phase("votes", self.cfg.vote_rounds),

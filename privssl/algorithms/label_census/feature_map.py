@@ -26,6 +26,7 @@ from privssl.algorithms.local_ssl import SelfTraining
 from privssl.core.agents import QueryAgent
 from privssl.core.federation import Federation
 from privssl.core.messages import Message, MessageError, Reply, StateDict, check_numbers
+from privssl.core.rows import IMAGE, kind_of, pooled
 from privssl.core.task import Context, on_agent
 from privssl.settings.schema import Positive, strict
 from privssl.training import local_training
@@ -137,20 +138,27 @@ class FeatureMapRounds(Algorithm[Any]):
         """Number of clusters, from public numbers alone."""
 
     @property
+    def learns_features(self) -> bool:
+        """Whether features are learned here, from patches; vectors and sequences have some."""
+        return kind_of(self.task.shape) is IMAGE
+
+    @property
     def _patch(self) -> tuple[int, int, int]:
         """Shape of a patch."""
-        side = self.cfg.side(self.task.shape)
-        return self.task.shape[0], side, side
+        channels, height, width = self.task.shape
+        side = self.cfg.side((channels, height, width))
+        return channels, side, side
 
     def first_map(self) -> Mapping[str, Any]:
         """Fields of ``MapState`` before the first round."""
-        cfg, size = self.cfg, torch.Size(self._patch).numel()
+        cfg, whitener, encoder = self.cfg, torch.eye(1), dict[str, Tensor]()
+        if self.learns_features:
+            whitener = torch.eye(torch.Size(self._patch).numel())
+            encoder["filters"] = torch.zeros(cfg.filters, *self._patch)
+            encoder["map"] = torch.zeros(cfg.filters * cfg.places**2, self._features_in_use)
         return {
-            "whitener": torch.eye(size),
-            "encoder": {
-                "filters": torch.zeros(cfg.filters, *self._patch),
-                "map": torch.zeros(cfg.filters * cfg.places**2, self._features_in_use),
-            },
+            "whitener": whitener,
+            "encoder": encoder,
             "mean": torch.zeros(self._features_in_use),
             "centroids": torch.zeros(cfg.cells, self._features_in_use),
             "cluster": torch.zeros(cfg.cells, dtype=torch.int64),
@@ -160,6 +168,8 @@ class FeatureMapRounds(Algorithm[Any]):
 
     @property
     def _features_in_use(self) -> int:
+        if not self.learns_features:
+            return self.task.shape[-1]
         return min(self.cfg.features, self.cfg.filters * self.cfg.places**2)
 
     def encoder_round(self, state: S, federation: Federation) -> S:
@@ -293,6 +303,8 @@ class FeatureMapRounds(Algorithm[Any]):
 
     def _features(self, x: Tensor, msg: Map, device: torch.device) -> Tensor:
         """Features (N, E) of stored rows, on the CPU."""
+        if not self.learns_features:
+            return pooled(local_training.network_input(x))
         encoder = {name: value.to(device) for name, value in msg.encoder.items()}
         return patches.encode(
             local_training.network_input(x, device), encoder, self.cfg.places

@@ -1,0 +1,63 @@
+"""Section ``algorithm`` for FedSSL. Numbers are ours unless a source stands beside them
+(docs/fedssl.md)."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import pydantic.dataclasses
+from pydantic import Field
+
+from privssl.algorithms.local_ssl import Amount, ClassifierTraining, Share
+from privssl.settings.schema import Positive, Problem, Rate, strict
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class GMixupSettings(ClassifierTraining):
+    """How mixes are made, and the weights of their losses. Numbers are ours (docs/fedssl.md)."""
+
+    real_rows: bool = True  # false: Algorithm 1 read literally, F learns from mixes alone
+    mix_alpha: Rate = 0.5  # alpha of lambda ~ Beta(alpha, alpha), Eq. 3
+    noise_size: Positive = 32  # D_n
+    judge: Literal["mixed", "target"] = "mixed"  # the label D sees with a mix: p', or p2 (Eq. 6)
+    weight_mix: Amount = 0.5  # of the cross-entropy of mixes, for F
+    weight_guidance: Amount = 0.3  # of the same, for G
+    weight_real: Amount = 1.0  # of the realistic loss, Eq. 6; 0: ablation, D is not trained
+    weight_reconstruction: Amount = 0.0125  # of the squared error in [-1, 1], Eq. 7; 0: ablation
+    generator: Literal["mixing", "variational"] = "mixing"  # variational: diverse rows, a VAE
+    weight_code: Amount = 0.0125  # of a variational generator's cost of a row's code
+    # Rows made by G from nothing (lambda 0), in F's batches; they need no label of their own
+    synthetic_share: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of each batch of F
+    synthetic_at: Literal["query", "all"] = "query"  # support agents can keep to their labels
+    # teacher: sharpened predictions, as of real rows; condition: the class that G was given
+    synthetic_labels: Literal["teacher", "condition"] = "teacher"
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class FedSSLConfig(GMixupSettings):
+    """Section ``algorithm`` for FedSSL. Numbers are ours unless a source stands beside them."""
+
+    name: Literal["fedssl"] = "fedssl"
+    order: Literal["parallel", "sequential"] = "parallel"  # Alg. 1 or 2; a private run is Alg. 2
+    mix_every: Positive = 2  # local steps from one with G and D to the next; others train F alone
+    gate: Share = 0.85  # agreement from which mixes train F; 0: from the start
+    generator_learning_rate: Rate = 2e-3  # Adam
+    discriminator_learning_rate: Rate = 1e-3  # Adam
+    generator_width: Positive = 16
+    spectral_norm: bool = True  # of D's trunk; off where D is under DP
+    # query: support agents train F alone, so G learns no label; a private run: update_at_support
+    generator_at: Literal["query", "all"] = "all"
+
+    def problems(self) -> Iterator[Problem]:
+        """Settings under which F is never trained."""
+        if not self.real_rows and self.gate > 0:
+            yield Problem(
+                "gate",
+                f"{self.gate}, but with real_rows: false F learns from mixes alone, and recognises "
+                "none before that. Set gate: 0",
+            )
+        if self.synthetic_share and not self.real_rows:
+            yield Problem(
+                "synthetic_share",
+                f"{self.synthetic_share}, but with real_rows: false F learns from mixes alone. "
+                "Leave one of them out",
+            )

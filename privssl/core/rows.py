@@ -1,0 +1,101 @@
+"""Kinds of rows. The kind of a row follows from its shape; all that differs by kind is named here.
+
+    image      (channels, height, width)
+    sequence   (length, features): words of a text. A place whose features are all 0 is empty
+    vector     (features,): a line of a table, or an encoder's features
+
+Networks by kind are in ``models`` and ``generators``, views in ``data/augmentations.py``, refusals
+in ``experiment/row_checks.py``. An algorithm treats rows of all kinds alike.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+KindName = Literal["image", "sequence", "vector"]
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """What belongs to one kind of row."""
+
+    name: KindName
+    networks: tuple[str, ...]  # of ``model.name``
+    norms: tuple[str, ...]  # of ``model.norm``
+    views: tuple[str, ...]  # names of augmentations
+    flips: bool  # whether rows can be mirrored
+    drawn: bool  # whether pictures show rows
+    scaling: str  # of a network's input
+
+
+IMAGE = RowKind(
+    "image", ("small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2"),
+    ("group", "batch", "static", "none"),
+    ("none", "weak", "mid", "strong", "crop", "shift", "fixmatch", "fedmatch", "fedseal"),
+    flips=True, drawn=True, scaling="[-1, 1]",
+)  # fmt: skip
+SEQUENCE = RowKind(
+    "sequence", ("linear", "mlp", "text_cnn"), ("group", "batch", "none"),
+    ("none", "weak", "mid", "strong"), flips=False, drawn=False, scaling="as stored",
+)  # fmt: skip
+VECTOR = RowKind(
+    "vector", ("linear", "mlp"), ("group", "batch", "none"),
+    ("none", "weak", "mid", "strong"), flips=False, drawn=False,
+    scaling="bytes to [-1, 1], other numbers as stored",
+)  # fmt: skip
+KINDS = {3: IMAGE, 2: SEQUENCE, 1: VECTOR}  # by dimensions
+
+
+def kind_of(shape: Shape) -> RowKind:
+    """The kind of rows of this shape. Raises KeyError for another number of dimensions."""
+    return KINDS[len(shape)]
+
+
+def describe(shape: Shape) -> str:
+    """Rows of this shape in words.
+
+    >>> describe((30,)), describe((40, 384)), describe((3, 32, 48))
+    ('vectors of 30 numbers', 'sequences of 40 places with 384 numbers', 'images of 32x48 pixels')
+    """
+    match shape:
+        case (features,):
+            return f"vectors of {features} numbers"
+        case (length, features):
+            return f"sequences of {length} places with {features} numbers"
+    return f"images of {shape[1]}x{shape[2]} pixels"
+
+
+def network_input(x: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """Stored rows as networks take them: scaled by a public constant.
+
+    Args:
+        x: (B, *shape). uint8 in 0..255 becomes [-1, 1]. Floats of images are in [0, 1] and become
+            [-1, 1]; those of vectors and sequences are used as they are.
+
+    Returns:
+        float32 on the device; images channels last in memory. Strides are fixed even for a
+        single channel, because a convolution's order of summation depends on them.
+    """
+    x = x.to(device)
+    if x.dim() != 4:
+        return x.float() / 127.5 - 1 if x.dtype == torch.uint8 else x.float().contiguous()
+    scaled = x.float() / 127.5 - 1 if x.dtype == torch.uint8 else 2 * x - 1
+    scaled = scaled.contiguous(memory_format=torch.channels_last)
+    _, channels, height, width = x.shape
+    return scaled.as_strided(x.shape, (height * width * channels, 1, width * channels, channels))
+
+
+def filled(x: Tensor) -> Tensor:
+    """Which places of sequences (..., length, features) are not empty: (..., length, 1), 0 or 1."""
+    return (x != 0).any(dim=-1, keepdim=True).to(x.dtype)
+
+
+def pooled(x: Tensor) -> Tensor:
+    """The mean of the filled places of sequences (B, length, features), 0 of none; vectors as they
+    are: (B, features)."""
+    if x.dim() < 3:
+        return x
+    return x.sum(dim=1) / filled(x).sum(dim=1).clamp(min=1)

@@ -1,0 +1,76 @@
+"""Random views of vectors and sequences: masked features or words, and noise.
+
+Feature masking follows SCARF (Bahri et al., ICLR 2022). Differs from it: a masked feature becomes
+0, the middle of the public range; SCARF draws it from another row, which would couple the rows of a
+private step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from privssl.core.rows import filled
+from privssl.training.batched.deferred import batched_call
+
+_EDGE = 1e-6  # keeps uniform numbers inside (0, 1), where the normal quantile is finite
+
+
+@dataclass(frozen=True)
+class FeatureView:
+    """Strengths of random changes; call it with rows to get one view of each.
+
+    Args:
+        masked: probability that a feature of a vector, or a place of a sequence, becomes 0.
+        noise: standard deviation of normal noise on every feature, in root mean squares of the
+            row. Empty places stay empty.
+    """
+
+    masked: float = 0.0
+    noise: float = 0.0
+
+    def __call__(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        """One view of each row.
+
+        Args:
+            x: vectors (B, F) or sequences (B, L, F), float32; not written to.
+            rng: a generator on the CPU. Row i of one draw is all randomness of view i, so no view
+                depends on another row.
+        """
+        if self == FeatureView():
+            return x
+        places = x[0].numel() if x.dim() == 2 else x.shape[1]  # that may be masked
+        chance = torch.rand(len(x), places + x[0].numel(), generator=rng)
+        view: Tensor = batched_call(_views, {"x": x, "chance": chance}, self)
+        return view
+
+
+#: Strengths by name. Source: ours.
+VECTOR_VIEWS = {
+    "none": FeatureView(),
+    "weak": FeatureView(masked=0.05, noise=0.05),
+    "mid": FeatureView(masked=0.1, noise=0.1),
+    "strong": FeatureView(masked=0.3, noise=0.2),
+}
+SEQUENCE_VIEWS = {
+    "none": FeatureView(),
+    "weak": FeatureView(masked=0.05, noise=0.05),
+    "mid": FeatureView(masked=0.1, noise=0.1),
+    "strong": FeatureView(masked=0.2, noise=0.2),
+}
+
+
+def _views(fields: Mapping[str, Tensor], how: FeatureView) -> Tensor:
+    """A view of each row x, from its uniform numbers "chance": for masks, then for noise."""
+    x, chance = fields["x"], fields["chance"].to(fields["x"].device)
+    numbers = x[0].numel()
+    kept = chance[:, :-numbers] >= how.masked  # (B, F) or (B, L)
+    there = filled(x) if x.dim() == 3 else torch.ones_like(x[:, :1])
+    if how.noise:
+        size = x.flatten(1).square().sum(dim=1) / (there.expand_as(x).flatten(1).sum(dim=1) + 1e-12)
+        uniform = chance[:, -numbers:].clamp(_EDGE, 1 - _EDGE).view(x.shape)
+        normal = 2**0.5 * torch.erfinv(2 * uniform - 1)
+        scale = how.noise * size.sqrt().view(-1, *[1] * (x.dim() - 1))
+        x = x + scale * normal * there
+    return x * (kept if x.dim() == 2 else kept[:, :, None])

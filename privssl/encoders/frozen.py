@@ -1,0 +1,249 @@
+"""Encode rows once on all cores, and keep the features on disk.
+
+The cache is ``encoders/NAME-CHECKSUM`` in the folder of data sets, where the checksum covers the
+weights and everything else that decides a feature. It has blocks of rows, each a safetensors file
+with a digest of every row, the features and their checksum. Rows are found by digest, so runs with
+other splits share their features. A block that is cut or damaged is encoded anew.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from privssl.errors import DataError
+from privssl.runtime.console import Terminal
+from privssl.storage import atomic_files
+
+log = logging.getLogger("privssl")
+
+Rows = Tensor | Sequence[str]  # images (N, channels, height, width) as stored, or texts
+
+BLOCK_BYTES = 2**25  # of the features in one file
+FORMAT = "1"
+
+
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """A frozen public network."""
+
+    name: str  # as in ``data.encoder``
+    shape: tuple[int, ...]  # of an encoded row
+    checksum: str  # SHA-256 of the weights, and of the steps before and after them
+    trained_on: str  # for the privacy card
+    batch: int  # rows of one call
+    build: Callable[[], Callable[[Rows], Tensor]]  # loads the network: rows -> float32 (B, *shape)
+    cached: bool = True  # whether features are kept on disk
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What the results and the privacy card say of it."""
+        return {"name": self.name, "weights": self.checksum, "trained_on": self.trained_on}
+
+
+def encode(encoder: Encoder, rows: Rows, folder: Path) -> Tensor:
+    """The features of rows, float16 (N, *shape).
+
+    Args:
+        folder: of data sets; the cache is in it.
+
+    Raises:
+        DataError: a feature is not finite, or beyond float16.
+    """
+    found = torch.empty(len(rows), *encoder.shape, dtype=torch.float16)
+    if not len(rows):
+        return found
+    if not encoder.cached:
+        _fill(encoder, rows, found, range(len(rows)))
+        return found
+    names = [digest_of(row) for row in rows]
+    cache = _Cache(folder / "encoders" / f"{_folder_name(encoder.name)}-{encoder.checksum[:16]}")
+    known = cache.read(set(names), found.shape[1:])
+    missing = list({name: place for place, name in enumerate(names) if name not in known}.values())
+    if missing:
+        log.info("%s encodes %d of %d rows, once", encoder.name, len(missing), len(rows))
+        per_block = max(1, BLOCK_BYTES // (2 * math.prod(encoder.shape)))
+        with _progress() as bar:
+            task = bar.add_task(f"{encoder.name}: rows encoded", total=len(missing))
+            for start in range(0, len(missing), per_block):
+                block = missing[start : start + per_block]
+                _fill(encoder, rows, found, block, lambda n: bar.advance(task, n))
+                cache.write([names[place] for place in block], found[block])
+        known |= {names[place]: found[place] for place in missing}
+    for place, name in enumerate(names):
+        found[place] = known[name]
+    return found
+
+
+def digest_of(row: Tensor | str) -> bytes:
+    """16 bytes that name a stored row."""
+    if isinstance(row, str):
+        return hashlib.sha256(b"text " + row.encode()).digest()[:16]
+    head = f"{row.dtype} {tuple(row.shape)} ".encode()
+    return hashlib.sha256(head + row.contiguous().numpy().tobytes()).digest()[:16]
+
+
+_networks: dict[str, Callable[[Rows], Tensor]] = {}  # by checksum; one process opens few
+
+
+def _fill(
+    encoder: Encoder, rows: Rows, found: Tensor, places: Sequence[int],
+    done: Callable[[int], object] = lambda _: None,
+) -> None:  # fmt: skip
+    """Encode the rows at some places into ``found``, batches side by side in threads."""
+    if encoder.checksum not in _networks:
+        _networks[encoder.checksum] = encoder.build()
+    network = _networks[encoder.checksum]
+    batches = [places[at : at + encoder.batch] for at in range(0, len(places), encoder.batch)]
+
+    def one(batch: Sequence[int]) -> int:
+        # Each batch in one thread: torch's own threads would wait for each other.
+        with torch.inference_mode():
+            some = rows[list(batch)] if isinstance(rows, Tensor) else [rows[i] for i in batch]
+            features = network(some)
+        if tuple(features.shape) != (len(batch), *encoder.shape):
+            raise DataError(
+                f"{encoder.name} gives {tuple(features.shape[1:])} for a row, not {encoder.shape}: "
+                "its weights are of another network"
+            )
+        if not bool((features.abs() <= torch.finfo(torch.float16).max).all()):  # false for NaN
+            raise DataError(
+                f"{encoder.name} gives numbers that are not finite or too large for rows "
+                f"{batch[0]} to {batch[-1]}. Look at these rows, and at the encoder's weights"
+            )
+        found[list(batch)] = features.half()
+        return len(batch)
+
+    before = torch.get_num_threads()
+    workers = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            for count in pool.map(one, batches):
+                done(count)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _progress() -> Progress:
+    """A bar on standard error, if that is a terminal."""
+    return Progress(
+        console=Terminal(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    )  # fmt: skip
+
+
+def _folder_name(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)[-60:]
+
+
+class _Cache:
+    """The features that one encoder has made, in blocks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self, wanted: set[bytes], shape: Sequence[int]) -> dict[bytes, Tensor]:
+        """The features of those rows that are there; blocks with damage are removed."""
+        known: dict[bytes, Tensor] = {}
+        for path in sorted(self._folder.glob("*.safetensors")):
+            if len(known) == len(wanted):
+                break
+            try:
+                names, features = _read_block(path, shape)
+            except (OSError, SafetensorError, ValueError, KeyError) as error:
+                log.warning("%s is damaged (%s): its rows are encoded again.", path, error)
+                path.unlink(missing_ok=True)
+                continue
+            known |= {n: f for n, f in zip(names, features, strict=True) if n in wanted}
+        return known
+
+    def write(self, names: Sequence[bytes], features: Tensor) -> None:
+        """Add a block. Without room on the disk the features are used, and not kept."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            tensors = {
+                "rows": torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8).view(
+                    -1, 16
+                ),
+                "features": features.contiguous(),
+            }
+            about = {"format": FORMAT, "sha256": _checksum(tensors)}
+            name = hashlib.sha256(b"".join(names)).hexdigest()[:16]
+            atomic_files.replace(self._folder / f"{name}.safetensors", save(tensors, about))
+        except OSError as error:
+            log.warning("%s: features cannot be kept (%s), so the next run encodes again.",
+                        self._folder, error)  # fmt: skip
+
+
+def _read_block(path: Path, shape: Sequence[int]) -> tuple[list[bytes], Tensor]:
+    with safe_open(path, "pt") as file:
+        about = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in ("rows", "features")}
+    rows, features = tensors["rows"], tensors["features"]
+    if about.get("format") != FORMAT or about.get("sha256") != _checksum(tensors):
+        raise ValueError("its checksum differs")
+    if tuple(features.shape) != (len(rows), *shape) or features.dtype != torch.float16:
+        raise ValueError("it has features of another form")
+    whole = rows.numpy().tobytes()
+    return [whole[at : at + 16] for at in range(0, len(whole), 16)], features
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.numpy().data)
+    return digest.hexdigest()
+
+
+def checksum_of(files: Sequence[Path], settings: object) -> str:
+    """SHA-256 of files and settings. Raises DataError where a file cannot be read."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for path in files:
+        for piece in _pieces(path):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(2**20):
+                yield piece
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}. It is needed by data.encoder") from None
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Weights from a safetensors file, or from a torch file that has tensors alone.
+
+    Raises:
+        DataError: it is missing, damaged, or has anything but tensors.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        found = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
+    except Exception as error:  # torch raises many types on damaged files
+        raise DataError(
+            f"{path} cannot be read as weights ({str(error).splitlines()[0]}). Give a safetensors "
+            "file, or a state dict as torch.save writes it"
+        ) from None
+    found = found.get("state_dict", found) if isinstance(found, dict) else found
+    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
+        raise DataError(f"{path} has no state dict of tensors. Save network.state_dict()")
+    return found

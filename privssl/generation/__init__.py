@@ -1,0 +1,1 @@
+"""Synthetic rows from a finished run: ``rows`` makes them, ``files`` writes them."""

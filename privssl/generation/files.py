@@ -1,0 +1,72 @@
+"""Synthetic rows as an NPZ file or as pictures, with a contact sheet."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from privssl.errors import RunFolderError, UserError
+from privssl.generation.rows import SyntheticRows
+from privssl.reporting.figures import contact_sheet
+from privssl.storage import atomic_files
+from privssl.training.local_training import network_input
+
+SHEET = "contact_sheet.png"
+
+
+def check_free(output: Path) -> None:
+    """Raise RunFolderError where the output, or the sheet beside an NPZ file, exists."""
+    for path in (output, _sheet_of(output)):
+        if path.exists() or path.is_symlink():
+            raise RunFolderError(f"{path} exists. Choose another --output")
+
+
+def write_rows(made: SyntheticRows, output: Path) -> None:
+    """Write the rows, and ``contact_sheet.png``.
+
+    Args:
+        output: ``FILE.npz`` with ``x``, ``y`` and ``class_names``, or a folder of
+            ``CLASS/00000.png``. Neither may exist.
+    """
+    check_free(output)
+    with atomic_files.writing(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if output.suffix == ".npz":
+            buffer = io.BytesIO()
+            np.savez_compressed(buffer, x=made.x, y=made.y, class_names=np.array(made.class_names))
+            atomic_files.replace(output, buffer.getvalue())
+        else:
+            _write_pictures(made, output)
+        rows, labels = torch.from_numpy(made.x), torch.from_numpy(made.y)
+        sheet = contact_sheet(network_input(rows), labels, len(made.class_names))
+        atomic_files.replace(_sheet_of(output), _png(sheet))
+
+
+def _write_pictures(made: SyntheticRows, folder: Path) -> None:
+    channels = made.x.shape[1]
+    if channels not in (1, 3):
+        raise UserError(f"rows have {channels} channels, which no PNG has. Give --output FILE.npz")
+    for name in made.class_names:
+        if name in (".", "..") or set(name) & set('/\\:*?"<>|\0') or name != name.strip(" ."):
+            raise UserError(f"class {name!r} cannot name a folder. Give --output FILE.npz")
+    folder.mkdir()
+    for number, (row, label) in enumerate(zip(made.x, made.y.tolist(), strict=True)):
+        place = folder / made.class_names[label]
+        place.mkdir(exist_ok=True)
+        pixels = row[0] if channels == 1 else row.transpose(1, 2, 0)
+        atomic_files.write_new(place / f"{number:05d}.png", _png(pixels))
+
+
+def _png(pixels: NDArray[np.uint8]) -> bytes:
+    """A PNG file of pixels (H, W) or (H, W, 3)."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels)).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _sheet_of(output: Path) -> Path:
+    """The sheet lies in the folder of pictures, or beside an NPZ file."""
+    return (output.parent if output.suffix == ".npz" else output) / SHEET

@@ -1,0 +1,135 @@
+"""Labelled rows that the generator of a finished run makes of nothing, and what covers them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from accounting.budget import NO_GUARANTEE
+from generators.sampling import draw_samples
+from privssl.algorithms import ALGORITHMS
+from privssl.algorithms.base import Algorithm
+from privssl.errors import PrivacyError, RunFolderError, UserError
+from privssl.experiment import config as configs
+from privssl.experiment.prepare import task_of
+from privssl.privacy.privacy_card import guarantee_sentence
+from privssl.runs import checkpoint, run_dir
+from privssl.runtime import randomness
+from privssl.settings.error_messages import unknown
+
+NOT_PROTECTED = (
+    "Unlabelled rows are not protected: query agents trained the generator on them without noise, "
+    "and these rows may show them."
+)
+
+
+@dataclass(frozen=True)
+class SyntheticRows:
+    """``x`` (N, channels, height, width) uint8 in 0..255, ``y`` (N,) int64, the names of all
+    classes in order, and a sentence on what covers the rows."""
+
+    x: NDArray[np.uint8]
+    y: NDArray[np.int64]
+    class_names: tuple[str, ...]
+    covered_by: str
+
+
+def generate_rows(
+    folder: Path,
+    count: int,
+    classes: Sequence[str] | None = None,
+    seed: int = 0,
+    *,
+    acknowledge_query_rows: bool = False,
+) -> SyntheticRows:
+    """Rows of a run's generator at lambda 0, equally many of each class.
+
+    Args:
+        folder: of a finished run.
+        count: rows, >= 1.
+        classes: their names; None: all.
+        seed: the same seed gives the same rows.
+        acknowledge_query_rows: needed in a private run, whose claim does not cover the unlabelled
+            rows that the generator learned from.
+
+    Raises:
+        UserError: no finished run with a generator, an unknown class, or ``count`` below 1.
+        PrivacyError: the run is private, and nobody acknowledged what is not covered.
+    """
+    if count < 1:
+        raise UserError(f"--count is {count}: give 1 or more")
+    if seed < 0:
+        raise UserError(f"--seed is {seed}: give 0 or more")
+    config, results, card = _finished_run(folder)
+    names = tuple(results["class_names"])
+    for name in classes or ():
+        if name not in names:
+            raise UserError(f"--classes: {unknown('class', name, names)}")
+    covered_by = coverage_sentence(card)
+    if card is not None and not acknowledge_query_rows:
+        raise PrivacyError(
+            f"{folder} is a private run, and its claim does not cover what this would give out. "
+            f"{NOT_PROTECTED} If the owners of these rows agree, give --acknowledge-query-rows"
+        )
+    shape = tuple(results["rows"]["shape"])
+    algorithm = ALGORITHMS[config.algorithm.name](
+        config.algorithm,
+        task_of(config, len(names), shape),  # type: ignore[arg-type]
+    )
+    snapshot = checkpoint.load_snapshot(folder / "checkpoints", configs.config_hash(config))
+    if snapshot.round != results["rounds"]:
+        raise RunFolderError(
+            f"{folder}: its last intact checkpoint is of round {snapshot.round}, not of its last, "
+            f"{results['rounds']}. Restore the folder, or start a new run"
+        )
+    generator = algorithm.generator(algorithm.StateType(**snapshot.state))
+    assert generator is not None
+    wanted = torch.tensor([names.index(name) for name in dict.fromkeys(classes or names)])
+    labels = wanted[torch.arange(count) % len(wanted)]
+    rng = randomness.stream(seed, 0, "world", "generate")
+    rows = draw_samples(generator, labels, len(names), shape, rng).nan_to_num(0.0)
+    levels = ((rows + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    return SyntheticRows(levels.numpy(), labels.numpy(), names, covered_by)
+
+
+def coverage_sentence(card: Mapping[str, Any] | None) -> str:
+    """What synthetic rows are covered by, from the run's privacy card; None: not private."""
+    if card is None:
+        return f"{NO_GUARANTEE} That includes rows made by its generator."
+    claim = guarantee_sentence(card)
+    if card["guarantee"] is None:  # NOMINAL, or a damaged ledger
+        return f"{claim} Synthetic rows have no guarantee either. {NOT_PROTECTED}"
+    # In a sound scope no network saw a labelled row, or a label, without noise.
+    return (
+        f"Of labelled rows, these synthetic rows are post-processing of what is covered: {claim} "
+        f"{NOT_PROTECTED}"
+    )
+
+
+def _finished_run(folder: Path) -> tuple[configs.Config, dict[str, Any], dict[str, Any] | None]:
+    """Config, results and privacy card of a finished run that has a generator."""
+    if not (folder / "config.yaml").is_file() or not (folder / "split.json").is_file():
+        raise RunFolderError(f"{folder} is not the folder of a run. Give one that train wrote")
+    config = configs.load_config(folder / "config.yaml")
+    if ALGORITHMS[config.algorithm.name].generator is Algorithm.generator:
+        makers = [n for n, kind in ALGORITHMS.items() if kind.generator is not Algorithm.generator]
+        raise UserError(
+            f"{folder} is a run of {config.algorithm.name}, which has no generator. Give a run of "
+            f"{' or '.join(makers)}"
+        )
+    outcome = run_dir.read_outcome(folder)
+    if outcome is None or outcome[0]["status"] == "interrupted":
+        raise RunFolderError(
+            f"{folder} is not finished. End it with python -m privssl.train --resume {folder}"
+        )
+    results = outcome[0]
+    if not {"rows", "class_names"} <= results.keys():
+        raise RunFolderError(f"{folder}: results.json is of an older version. Start a new run")
+    card = run_dir.read_card(folder)
+    if config.privacy is not None and card is None:
+        raise RunFolderError(f"{folder}: privacy.json is missing. Restore it, or start a new run")
+    return config, results, card

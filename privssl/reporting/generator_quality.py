@@ -1,0 +1,184 @@
+"""How good a generator's rows are: the ``gen/*`` metrics of a run that has one.
+
+The judge is a small network trained on held-out test rows, the rows that test accuracy is measured
+on. No agent's row is read, so in a private run the metrics are post-processing of the networks
+that are evaluated anyway. Like test accuracy they choose nothing. ``nearest_ratio`` alone
+reads training rows, and only runs without privacy ask for it.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from generators.base import ConditionalGenerator
+from generators.sampling import draw_samples
+from privssl.data.affine_augment import AUGMENTATIONS
+from privssl.runtime import randomness
+from privssl.training.local_training import network_input
+
+FEATURES = 32  # of the judge
+SAMPLES = 500  # synthetic rows that are judged, at most; at least two of each class
+REAL = 2000  # test rows that they are compared with, at most
+TRAINED_ON = 8000  # test rows that the judge learns, at most
+BATCH = 64
+FEWEST = 20  # test rows without which nothing is measured
+TINY = 1e-9
+
+
+class Judge(nn.Module):
+    """A small CNN whose last hidden layer is the feature space of the Frechet distance."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        halve = {"kernel_size": 3, "stride": 2, "padding": 1}
+        sides = [math.ceil(math.ceil(side / 2) / 2) for side in shape[1:]]
+        self.features = nn.Sequential(
+            nn.Conv2d(shape[0], 16, **halve), nn.ReLU(), nn.Conv2d(16, 32, **halve), nn.ReLU(),
+            nn.Flatten(), nn.Linear(32 * sides[0] * sides[1], FEATURES), nn.ReLU(),
+        )  # fmt: skip
+        self.output = nn.Linear(FEATURES, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows (B, *shape) in [-1, 1] -> logits (B, C)."""
+        logits: Tensor = self.output(self.features(x))
+        return logits
+
+
+def train_judge(x: Tensor, y: Tensor, classes: int) -> Judge:
+    """A judge trained on rows (N, *shape) in [-1, 1], classes (N,): the same ones every time."""
+    steps = max(400, min(1000, 20 * len(x) // BATCH))
+    with randomness.seeded(randomness.stream(0, 0, "world", "judge")):
+        judge = Judge(tuple(x.shape[1:]), classes)  # type: ignore[arg-type]
+    rng = randomness.stream(0, 0, "world", "judge's rows")
+    optimiser = torch.optim.Adam(judge.parameters(), lr=2e-3, fused=True)
+    for step in range(steps):
+        rows = torch.randint(len(x), (BATCH,), generator=rng)
+        loss = cross_entropy(judge(AUGMENTATIONS["weak"](x[rows], rng)), y[rows])
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.param_groups[0]["lr"] = 2e-3 * (1 - step / steps)
+        optimiser.step()
+    return judge.eval().requires_grad_(False)
+
+
+class GeneratorQuality:
+    """Measures the lambda-0 rows of a generator against held-out rows. On the CPU."""
+
+    def __init__(self, x: Tensor, y: Tensor, classes: int) -> None:
+        """``x``, ``y``: test rows as stored (N, *shape) and their classes (N,)."""
+        self._x, self._y, self._classes = x, y, classes
+        self._judge: Judge | None = None
+        each = max(2, SAMPLES // classes)
+        self._labels = torch.arange(classes).repeat_interleave(each)
+
+    def sample(self, generator: ConditionalGenerator) -> Tensor:
+        """The rows that are judged, in order of class; their noise is the same every time."""
+        rng = randomness.stream(0, 0, "world", "judged samples")
+        shape = self._x.shape[1:]
+        images = draw_samples(generator, self._labels, self._classes, shape, rng)
+        return images.nan_to_num(0.0)  # of a generator that diverged
+
+    def measure(
+        self, generator: ConditionalGenerator, predict: Callable[[Tensor], Tensor]
+    ) -> dict[str, float]:
+        """All but the distance to training rows: docs/fedssl.md describes each.
+
+        Args:
+            generator: in eval mode, on the CPU.
+            predict: rows (N, *shape) in [-1, 1] -> classes (N,) by the released classifier.
+        """
+        if len(self._x) < FEWEST:
+            return {}
+        judge, images = self._prepare(), self.sample(generator)
+        with torch.no_grad():
+            seen = judge.features(images) / self._scale
+            named = judge.output(seen * self._scale).argmax(dim=1)
+        pixels, features = (_spread(rows, self._labels) for rows in (images, seen))
+        return {
+            "gen/right_by_classifier": _share(predict(images), self._labels),
+            "gen/right_by_judge": _share(named, self._labels),
+            "gen/judge_on_real_rows": self._judge_accuracy,
+            "gen/diversity_pixels": pixels / self._real_pixels,
+            "gen/diversity_features": features / self._real_features,
+            "gen/frechet": frechet_distance(seen, self._seen),
+        }
+
+    def nearest_ratio(
+        self, generator: ConditionalGenerator, training: Iterable[Tensor]
+    ) -> dict[str, float]:
+        """Median distance of synthetic rows to the nearest training row, over that of test rows.
+
+        Far below 1 the generator copies. ``training``: rows as stored, of one or several agents.
+        """
+        images = self.sample(generator)
+        few = network_input(self._x[: len(images)])
+        ask = torch.cat([images, few]).flatten(1)
+        nearest = torch.full((len(ask),), math.inf)
+        for stored in training:
+            for part in stored.split(4096):
+                rows = network_input(part).flatten(1)
+                nearest = torch.minimum(nearest, torch.cdist(ask, rows).min(dim=1).values)
+        ours, theirs = nearest[: len(images)].median(), nearest[len(images) :].median()
+        return {"gen/nearest_training_row": float(ours / theirs.clamp(min=1e-12))}
+
+    def _prepare(self) -> Judge:
+        """Train the judge once, when it is first needed, and measure real rows."""
+        if self._judge is None:
+            order = torch.randperm(
+                len(self._x), generator=randomness.stream(0, 0, "world", "judge's split")
+            )
+            apart = max(1, len(order) // 5)  # not seen in training: the judge is measured on them
+            seen, real = order[apart:][:TRAINED_ON], order[:REAL]
+            judge = train_judge(network_input(self._x[seen]), self._y[seen], self._classes)
+            held_out = network_input(self._x[order[:apart]])
+            rows, y = network_input(self._x[real]), self._y[real]
+            with torch.no_grad():
+                guesses = judge(held_out).argmax(dim=1)
+                features = judge.features(rows)
+            self._judge_accuracy = _share(guesses, self._y[order[:apart]])
+            # One scale for all features: a feature that is nearly constant must not dominate.
+            self._scale = max(float(features.var(dim=0).sum().sqrt()), TINY)
+            self._seen = features / self._scale
+            self._real_pixels = max(_spread(rows, y), TINY)
+            self._real_features = max(_spread(self._seen, y), TINY)
+            self._judge = judge
+        return self._judge
+
+
+def _share(guesses: Tensor, labels: Tensor) -> float:
+    return float((guesses.cpu() == labels).float().mean())
+
+
+def _spread(rows: Tensor, labels: Tensor) -> float:
+    """Root mean square distance of two rows of a class, averaged over classes with two rows."""
+    of_class = [rows[labels == c].flatten(1) for c in labels.unique()]
+    # E|a - b|^2 over distinct pairs = 2 n / (n - 1) * variance
+    squared = [
+        2 * (some - some.mean(dim=0)).square().mean() * len(some) / (len(some) - 1)
+        for some in of_class
+        if len(some) > 1
+    ]
+    return float(torch.stack(squared).sqrt().mean()) if squared else 0.0
+
+
+def frechet_distance(a: Tensor, b: Tensor) -> float:
+    """Squared Frechet distance of two sets of features (N, d) as Gaussians (Heusel et al. 2017):
+    |mean_a - mean_b|^2 + tr(A + B - 2 (A B)^(1/2)), A and B their covariances; 0: equal."""
+    first, second = (t.double().numpy() for t in (a, b))
+    means = first.mean(axis=0) - second.mean(axis=0)
+    A, B = (np.cov(rows, rowvar=False, ddof=1) for rows in (first, second))
+    half = _square_root(A)
+    cross = np.linalg.eigvalsh(half @ B @ half).clip(min=0)  # similar to A B, and symmetric
+    found = means @ means + np.trace(A) + np.trace(B) - 2 * np.sqrt(cross).sum()
+    return max(0.0, float(found))
+
+
+def _square_root(symmetric: NDArray[np.float64]) -> NDArray[np.float64]:
+    values, vectors = np.linalg.eigh(symmetric)
+    root: NDArray[np.float64] = (vectors * np.sqrt(values.clip(min=0))) @ vectors.T
+    return root

