@@ -65,7 +65,7 @@ class VariationalImageGenerator(ConditionalGenerator):
         code = share * mean[:, None] + spread * noise[:, None]  # (B, L, code)
         label = share * p[:, None] + (1 - share) * p_target[:, None]  # (B, L, C)
         mixes = self._decode(torch.cat([code, LABEL_GAIN * label], dim=2).flatten(0, 1))
-        rows: Tensor = mixes.unflatten(0, lam.shape)
+        rows = mixes.reshape(*lam.shape, *mixes.shape[1:])
         if not with_cost:
             return rows
         cost = (mean.square() + log_variance.exp() - log_variance - 1).sum(dim=1) / 2

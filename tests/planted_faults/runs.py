@@ -259,6 +259,39 @@ FAULTS: tuple[Fault, ...] = (
             "tests/engines/test_local_engine.py::test_a_visit_that_is_run_again_by_another_process_is_charged_anew",
         ),
     ),
+    # The Python interface -------------------------------------------------------------------------
+    Fault(
+        "a run folder chooses code that predicting imports",
+        (("privssl/api/run.py", "if self._model is None and is_imported(name):", "if False:"),),
+        (IN_NETWORKS + "a_run_folder_that_is_read_imports_no_code",),
+    ),
+    Fault(
+        "a run folder chooses code that an audit imports",
+        (("privssl/audit/canary_attack.py", "if is_imported(config.model.name):", "if False:"),),
+        (IN_NETWORKS + "a_run_folder_that_is_read_imports_no_code",),
+    ),
+    Fault(
+        "other rows in memory are taken for those of the run",
+        (
+            (
+                "privssl/api/experiment.py",
+                'if known not in ("", data.checksum):',
+                'if known == "" != data.checksum[:0]:',
+            ),
+        ),
+        ("tests/api/test_train.py::test_a_run_of_rows_in_memory_is_not_resumed_without_them",),
+    ),
+    Fault(
+        "a private run takes a network that remembers rows",
+        (
+            (
+                "privssl/privacy/independence.py",
+                "    if kept or not torch.equal",
+                "    if not kept and not torch.equal",
+            ),
+        ),
+        (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Counting]",),
+    ),
     # Results --------------------------------------------------------------------------------------
     Fault(
         "outputs that are no numbers count as class 0",
@@ -299,38 +332,5 @@ FAULTS: tuple[Fault, ...] = (
             IN_MEANINGLESS
             + "training_rows_that_teach_nothing_are_warned_of_unless_the_run_is_private",
         ),
-    ),
-    # The Python interface -------------------------------------------------------------------------
-    Fault(
-        "a run folder chooses code that predicting imports",
-        (("privssl/api/run.py", "if self._model is None and is_imported(name):", "if False:"),),
-        (IN_NETWORKS + "a_run_folder_that_is_read_imports_no_code",),
-    ),
-    Fault(
-        "a run folder chooses code that an audit imports",
-        (("privssl/audit/canary_attack.py", "if is_imported(config.model.name):", "if False:"),),
-        (IN_NETWORKS + "a_run_folder_that_is_read_imports_no_code",),
-    ),
-    Fault(
-        "other rows in memory are taken for those of the run",
-        (
-            (
-                "privssl/api/experiment.py",
-                'if known not in ("", data.checksum):',
-                'if known == "" != data.checksum[:0]:',
-            ),
-        ),
-        ("tests/api/test_train.py::test_a_run_of_rows_in_memory_is_not_resumed_without_them",),
-    ),
-    Fault(
-        "a private run takes a network that remembers rows",
-        (
-            (
-                "privssl/privacy/independence.py",
-                "    if kept or not torch.equal",
-                "    if not kept and not torch.equal",
-            ),
-        ),
-        (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Counting]",),
     ),
 )
