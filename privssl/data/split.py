@@ -95,7 +95,7 @@ def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Data
     )
 
 
-_NOT_OF_SPLIT = ("root", "split", "encoder", "encoder_weights")
+_NOT_OF_SPLIT = ("root", "split", "encoder", "encoder_weights", "label", "text", "columns")
 
 
 def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool | None]:

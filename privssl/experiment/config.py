@@ -40,10 +40,11 @@ from privssl.settings.yaml_reader import as_yaml_number
 
 LONGEST_NAME = 200
 _OF_ONE_MACHINE = {
-    "data": ("root", "split", "encoder_weights"), "privacy": ("ledger", "ledger_epsilon"),
+    "data": ("root", "split", "encoder_weights", "columns"),
+    "privacy": ("ledger", "ledger_epsilon"),
 }  # fmt: skip
 _PATHS = {
-    "data": ("root", "split", "encoder_weights"), "run": ("certificate", "keys"),
+    "data": ("root", "split", "encoder_weights", "columns"), "run": ("certificate", "keys"),
     "privacy": ("ledger",),
 }  # fmt: skip
 
@@ -260,10 +261,21 @@ def _row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterat
     if encoder and not encoders.is_known(encoder):
         yield Problem("data.encoder", f"{show(encoder)} is unknown. Give {either(encoders.NAMES)}")
         return
-    if encoder and encoders.reads_texts(encoder) and config.data.name in IMAGE_SETS:
-        text = f"{encoder} takes texts, and {config.data.name} has images"
-        yield Problem("data.encoder", f"{text}. Set {encoders.IMAGE_ENCODERS[0]}")
+    data, texts = config.data, config.data.name == "sent140" or bool(config.data.text)
+    if encoder and encoders.reads_texts(encoder) != texts and data.name != "npz":
+        takes, other = ("texts", encoders.IMAGE_ENCODERS[0]) if not texts else ("images", "minilm")
+        has = "texts" if texts else "images" if data.name in IMAGE_SETS else "a table"
+        advice = "Leave it out" if has == "a table" else f"Set {other}"
+        yield Problem(
+            "data.encoder", f"{encoder} takes {takes}, and {data.name} has {has}. {advice}"
+        )
         return
+    if config.privacy is not None and data.name == "csv" and not (data.text or data.columns):
+        yield Problem(
+            "data.columns",
+            "missing: bounds and categories taken from private rows would be one more release. "
+            "Declare them in a file, from public knowledge",
+        )
     kind = kind_in(config)
     if kind is not None:
         yield from row_problems(config, kind, algorithms)

@@ -121,7 +121,16 @@ class DataSettings:
     """Which rows there are and who holds them. One rule for unlabelled rows, one for labelled."""
 
     name: Literal[
-        "digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "npz", "toy"
+        "digits",
+        "mnist",
+        "fashion_mnist",
+        "cifar10",
+        "svhn",
+        "image_folder",
+        "npz",
+        "toy",
+        "csv",
+        "sent140",
     ] = "digits"
     """Data set."""
     root: str = ""
@@ -150,9 +159,16 @@ class DataSettings:
     """`k` of the labelled partition."""
     split: str = ""
     """A split.json to replay instead of drawing a split."""
+    label: str = "label"
+    """`csv`: column of the classes; an empty field is no label."""
+    text: str = ""
+    """`csv`: column of texts, for an encoder. Empty: all other columns are a table."""
+    columns: str = ""
+    """`csv`: YAML file of a table's columns, `name: [lowest, highest]` or a list of categories.
+    Empty: from the training rows, which private runs refuse."""
     encoder: str = ""
-    """Frozen public network that maps every row once: `efficientnet_lite0`, `minilm`,
-    `minilm_mean`, `minilm_words`, `torchvision:NAME`, `timm:NAME` or `huggingface:FOLDER`. Empty: none."""
+    """Frozen public network that maps every row once: `efficientnet_lite0`, `torchvision:NAME`,
+    `timm:NAME`, `minilm`, `minilm_mean`, `minilm_words` or `huggingface:FOLDER`. Empty: none."""
     encoder_weights: str = ""
     """File of the weights of `torchvision:NAME` or `timm:NAME`. Empty: torch's cache."""
     image_size: Positive | None = None
@@ -181,6 +197,7 @@ class DataSettings:
                 f"has no effect: {self.name} comes with privssl. Give data.name of what lies there "
                 "(npz, image_folder, ...)",
             )
+        yield from self._problems_of_csv()
         if self.encoder_weights and not self.encoder.startswith(("torchvision:", "timm:")):
             yield Problem(
                 "encoder_weights", "has no effect: torchvision:NAME and timm:NAME have it"
@@ -189,6 +206,18 @@ class DataSettings:
             yield Problem("image_size", "has no effect: it belongs to image_folder")
         elif self.image_size is not None and self.image_size > MAX_SIDE:
             yield Problem("image_size", f"{self.image_size}: give at most {MAX_SIDE}")
+
+    def _problems_of_csv(self) -> Iterator[Problem]:
+        """Keys of CSV files elsewhere, and texts without an encoder."""
+        if self.name == "csv" and not self.root:
+            yield Problem("root", "missing: csv reads train.csv and test.csv in it")
+        for key, usual in (("label", "label"), ("text", ""), ("columns", "")):
+            if getattr(self, key) != usual and self.name != "csv":
+                yield Problem(key, "has no effect: it belongs to csv")
+        if self.text and self.columns:
+            yield Problem("columns", "has no effect on texts (data.text)")
+        if (self.text or self.name == "sent140") and not self.encoder:
+            yield Problem("encoder", "missing: texts need one. Set minilm, or minilm_mean")
 
 
 @dataclass(frozen=True, config=strict)
