@@ -44,7 +44,12 @@ APART = {
     **dict.fromkeys(
         (
             *("privssl.data.datasets", "privssl.data.downloads", "privssl.data.image_folder"),
-            *("privssl.data.npz", "privssl.data.split", "privssl.data.split_manifest"),
+            *(
+                "privssl.data.csv_rows",
+                "privssl.data.npz",
+                "privssl.data.split",
+                "privssl.data.split_manifest",
+            ),
         ),
         ("algorithms", "engines", "remote"),
     ),

@@ -18,7 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from privssl.core.agents import Origin
 from privssl.core.rows import Shape, describe
+from privssl.data.csv_rows import Texts, read_sent140, read_table, read_texts
 from privssl.data.downloads import PUBLISHED, default_root, read_published
 from privssl.data.encoded import Unencoded
 from privssl.data.image_folder import read_folder
@@ -72,17 +74,25 @@ def load_dataset(settings: DataSettings) -> Dataset:
         arrays = _read(settings)
     finally:
         log.removeHandler(recorder)
-    dataset = replace(from_arrays(settings.name, arrays), said=tuple(recorder.buffer))
-    return _to_encode(settings, dataset) if settings.encoder else dataset
+    said = tuple(recorder.buffer)
+    if settings.encoder:
+        return replace(_to_encode(settings, arrays), said=said)
+    assert isinstance(arrays, Arrays)  # the config gives texts an encoder
+    return replace(from_arrays(settings.name, arrays), said=said)
 
 
-def _to_encode(settings: DataSettings, dataset: Dataset) -> Dataset:
+def _to_encode(settings: DataSettings, found: Arrays | Texts) -> Dataset:
     """The data set before its encoder, which maps the rows that somebody holds."""
-    _refuse_other_input(settings, dataset.x_train)
+    train: Origin = found.x_train if isinstance(found, Texts) else torch.from_numpy(found.x_train)
+    test: Origin = found.x_test if isinstance(found, Texts) else torch.from_numpy(found.x_test)
+    _refuse_other_input(settings, train)
     encoder = open_encoder(settings.encoder, settings.encoder_weights)
-    raw = Unencoded(encoder, dataset.x_train, dataset.x_test, default_root())
+    raw = Unencoded(encoder, train, test, default_root())
     none = torch.empty(0, *encoder.shape, dtype=torch.float16)
-    return replace(dataset, x_train=none, x_test=none, unencoded=raw)
+    y_train, y_test = torch.from_numpy(found.y_train), torch.from_numpy(found.y_test)
+    return Dataset(
+        settings.name, none, y_train, none, y_test, found.class_names, unencoded=raw
+    )  # fmt: skip
 
 
 def encode_rows(settings: DataSettings, x: Tensor) -> tuple[Tensor, Tensor | None, str | None]:
@@ -94,10 +104,11 @@ def encode_rows(settings: DataSettings, x: Tensor) -> tuple[Tensor, Tensor | Non
     return encode(encoder, x, default_root()), x, encoder.checksum
 
 
-def _refuse_other_input(settings: DataSettings, x: Tensor) -> None:
+def _refuse_other_input(settings: DataSettings, x: Origin) -> None:
     """Raise DataError where the encoder takes no rows of this kind."""
-    if reads_texts(settings.encoder) or x.dim() != 4:
-        takes = "texts" if reads_texts(settings.encoder) else "images"
+    texts = reads_texts(settings.encoder)
+    if isinstance(x, Tensor) and (texts or x.dim() != 4):
+        takes = "texts" if texts else "images"
         raise DataError(
             f"data.encoder {settings.encoder} takes {takes}, and rows of {settings.name} are "
             f"{describe(tuple(x.shape[1:]))}. Leave it out, or give another"
@@ -137,7 +148,7 @@ def checksum(dataset: Dataset) -> str:
     return digest.hexdigest()
 
 
-def _read(settings: DataSettings) -> Arrays:
+def _read(settings: DataSettings) -> Arrays | Texts:
     built_in: dict[str, Callable[[], Arrays]] = {"digits": _digits, "toy": _toy}
     if settings.name in built_in:
         return built_in[settings.name]()
@@ -150,8 +161,16 @@ def _read(settings: DataSettings) -> Arrays:
     root = expand_path("root", settings.root) if settings.root else default_root()
     if settings.name in PUBLISHED:
         return read_published(settings.name, root)
-    npz = settings.name == "npz"
-    arrays = read_npz(root) if npz else read_folder(root, settings.image_size)
+    if settings.name == "sent140":
+        return read_sent140(root)
+    if settings.text:
+        return read_texts(root, text=settings.text, label=settings.label)
+    if settings.name == "csv":
+        columns = expand_path("columns", settings.columns) if settings.columns else None
+        arrays = read_table(root, label=settings.label, columns=columns)
+    else:
+        npz = settings.name == "npz"
+        arrays = read_npz(root) if npz else read_folder(root, settings.image_size)
     warn_of_equal_rows(root, arrays)
     return arrays
 

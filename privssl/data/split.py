@@ -95,7 +95,9 @@ def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Data
     )
 
 
-_NOT_OF_SPLIT = ("root", "split", "checksum", "encoder", "encoder_weights")
+_NOT_OF_SPLIT = (
+    "root", "split", "checksum", "encoder", "encoder_weights", "label", "text", "columns",
+)  # fmt: skip
 
 
 def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool | None]:

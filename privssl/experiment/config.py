@@ -41,16 +41,21 @@ from privssl.settings.yaml_reader import as_yaml_number
 
 LONGEST_NAME = 200
 _OF_ONE_MACHINE = {
-    "data": ("root", "split", "encoder_weights"),
+    "data": ("root", "split", "encoder_weights", "columns"),
     "model": ("weights",),
     "privacy": ("ledger", "ledger_epsilon"),
 }
 #: Keys of later versions are in a hash only where they are used: older checkpoints stay valid.
 _LATER: Mapping[str, Mapping[str, Any]] = {
-    "data": {"checksum": "", "encoder": ""}, "model": {"options": {}, "weights": ""},
+    "data": {"checksum": "", "encoder": "", "label": "label", "text": ""},
+    "model": {"options": {}, "weights": ""},
+    "algorithm": {
+        "generator": "mixing", "weight_code": 0.0125, "generator_at": "all",
+        "synthetic_share": 0.0, "synthetic_at": "query", "synthetic_labels": "teacher",
+    },
 }  # fmt: skip
 _PATHS = {
-    "data": ("root", "split", "encoder_weights"),
+    "data": ("root", "split", "encoder_weights", "columns"),
     "model": ("weights",),
     "run": ("certificate", "keys"),
     "privacy": ("ledger",),
@@ -261,10 +266,21 @@ def _row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterat
     if encoder and not encoders.is_known(encoder):
         yield Problem("data.encoder", f"{show(encoder)} is unknown. Give {either(encoders.NAMES)}")
         return
-    if encoder and encoders.reads_texts(encoder) and config.data.name in IMAGE_SETS:
-        text = f"{encoder} takes texts, and {config.data.name} has images"
-        yield Problem("data.encoder", f"{text}. Set {encoders.IMAGE_ENCODERS[0]}")
+    data, texts = config.data, config.data.name == "sent140" or bool(config.data.text)
+    if encoder and encoders.reads_texts(encoder) != texts and data.name != "npz":
+        takes, other = ("texts", encoders.IMAGE_ENCODERS[0]) if not texts else ("images", "minilm")
+        has = "texts" if texts else "images" if data.name in IMAGE_SETS else "a table"
+        advice = "Leave it out" if has == "a table" else f"Set {other}"
+        yield Problem(
+            "data.encoder", f"{encoder} takes {takes}, and {data.name} has {has}. {advice}"
+        )
         return
+    if config.privacy is not None and data.name == "csv" and not (data.text or data.columns):
+        yield Problem(
+            "data.columns",
+            "missing: bounds and categories taken from private rows would be one more release. "
+            "Declare them in a file, from public knowledge",
+        )
     kind = kind_in(config)
     if kind is not None:
         yield from row_problems(config, kind, algorithms)
@@ -346,7 +362,7 @@ def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
     assert run is not None
     for name, keys in _LATER.items():
         for key, usual in keys.items():
-            if (section := sections[name]) and section[key] == usual:
+            if (section := sections[name]) and section.get(key) == usual:
                 del section[key]
     return {**sections, "run": {key: run[key] for key in ("seed", "precision")}}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from privssl.algorithms import ALGORITHMS
-from privssl.core.rows import IMAGE, KINDS, RowKind, Shape, describe, kind_of
+from privssl.core.rows import IMAGE, KINDS, VECTOR, RowKind, Shape, describe, kind_of
 from privssl.encoders import kind_of_output
 from privssl.errors import ConfigError, DataError
 from privssl.settings.error_messages import either
@@ -20,6 +20,8 @@ def kind_in(config: Any) -> RowKind | None:
     """The kind of rows of a config, where it is known before they are read."""
     if config.data.encoder:
         return kind_of_output(config.data.encoder)
+    if config.data.name == "csv":
+        return VECTOR
     return IMAGE if config.data.name in IMAGE_SETS else None
 
 

@@ -140,6 +140,8 @@ class DataSettings:
         "npz",
         "toy",
         "arrays",
+        "csv",
+        "sent140",
     ] = "digits"
     """Data set. `arrays`: rows in memory, given from Python (docs/python.md)."""
     root: str = ""
@@ -170,6 +172,13 @@ class DataSettings:
     """`k` of the labelled partition."""
     split: str = ""
     """A split.json to replay instead of drawing a split."""
+    label: str = "label"
+    """`csv`: column of the classes; an empty field is no label."""
+    text: str = ""
+    """`csv`: column of texts, for an encoder. Empty: all other columns are a table."""
+    columns: str = ""
+    """`csv`: YAML file of a table's columns, `name: [lowest, highest]` or a list of categories.
+    Empty: from the training rows, which private runs refuse."""
     encoder: str = ""
     """Frozen public network that maps every row once: `efficientnet_lite0`, `minilm`,
     `minilm_mean`, `minilm_words`, `torchvision:NAME`, `timm:NAME` or `huggingface:FOLDER`. Empty:
@@ -205,6 +214,7 @@ class DataSettings:
             )
         if self.checksum and self.name != "arrays":
             yield Problem("checksum", "has no effect: it belongs to arrays")
+        yield from self._problems_of_csv()
         if self.encoder_weights and not self.encoder.startswith(("torchvision:", "timm:")):
             yield Problem(
                 "encoder_weights", "has no effect: torchvision:NAME and timm:NAME have it"
@@ -213,6 +223,18 @@ class DataSettings:
             yield Problem("image_size", "has no effect: it belongs to image_folder")
         elif self.image_size is not None and self.image_size > MAX_SIDE:
             yield Problem("image_size", f"{self.image_size}: give at most {MAX_SIDE}")
+
+    def _problems_of_csv(self) -> Iterator[Problem]:
+        """Keys of CSV files elsewhere, and texts without an encoder."""
+        if self.name == "csv" and not self.root:
+            yield Problem("root", "missing: csv reads train.csv and test.csv in it")
+        for key, usual in (("label", "label"), ("text", ""), ("columns", "")):
+            if getattr(self, key) != usual and self.name != "csv":
+                yield Problem(key, "has no effect: it belongs to csv")
+        if self.text and self.columns:
+            yield Problem("columns", "has no effect on texts (data.text)")
+        if (self.text or self.name == "sent140") and not self.encoder:
+            yield Problem("encoder", "missing: texts need one. Set minilm, or minilm_mean")
 
 
 @dataclass(frozen=True, config=strict)

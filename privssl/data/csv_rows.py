@@ -1,0 +1,260 @@
+"""CSV files: tables of numbers and categories, and texts.
+
+The folder has ``train.csv`` and ``test.csv`` with the same columns, UTF-8 with or without a BOM. A
+training row whose label is empty has none. A table's columns become numbers in [-1, 1]: a numeric
+column by its bounds, a category by one number for each of its values, 1 where it is that and -1
+elsewhere. Bounds and categories come from a declared file (``data.columns``), or from the training
+rows, which a private run may not do: they would be one more release.
+"""
+
+import csv
+import html
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from privssl.data.npz import NO_LABEL, Arrays
+from privssl.errors import DataError
+
+log = logging.getLogger("privssl")
+
+MOST_CATEGORIES = 1000  # of a column
+
+
+class Texts(NamedTuple):
+    """Texts and classes, in the form of ``Arrays``."""
+
+    x_train: tuple[str, ...]
+    y_train: NDArray[np.int64]
+    x_test: tuple[str, ...]
+    y_test: NDArray[np.int64]
+    class_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file: its lines as text, without the label, and where they are."""
+
+    path: Path
+    columns: Mapping[str, Sequence[str]]
+    labels: Sequence[str]
+    lines: Sequence[int]
+
+
+# Reading -------------------------------------------------------------------------------------
+
+
+def read_texts(root: Path, *, text: str, label: str) -> Texts:
+    """The texts of two files. Raises DataError."""
+    train, test = (_read_part(root / f"{part}.csv", label, (text,)) for part in ("train", "test"))
+    names = _class_names(train)
+    return Texts(
+        tuple(train.columns[text]), _classes(train, names), tuple(test.columns[text]),
+        _classes(test, names, known=True), names,
+    )  # fmt: skip
+
+
+def read_sent140(root: Path) -> Texts:
+    """Tweets of Sentiment140 (Go, Bhayani and Huang 2009): ``label`` 0 or 1, ``text``.
+
+    HTML entities are resolved. Of equal tweets the first counts, because one record has one
+    account.
+    """
+    folder = root if (root / "train.csv").is_file() else root / "sent140"
+    if not (folder / "train.csv").is_file():
+        raise DataError(
+            f"sent140: no {folder / 'train.csv'}. Put train.csv and test.csv there, with the "
+            "columns label (0 negative, 1 positive) and text, or name their folder in data.root"
+        )
+    found = read_texts(folder, text="text", label="label")
+    if found.class_names != ("0", "1"):
+        raise DataError(f"{folder}: labels are {', '.join(found.class_names)}, not 0 and 1")
+    clean = [tuple(" ".join(html.unescape(t).split()) for t in part) for part in found[::2][:2]]
+    first = np.unique(np.array(clean[0], dtype=object), return_index=True)[1]
+    first.sort()
+    return Texts(
+        tuple(clean[0][i] for i in first), found.y_train[first], clean[1], found.y_test,
+        ("negative", "positive"),
+    )  # fmt: skip
+
+
+def read_table(root: Path, *, label: str, columns: Path | None) -> Arrays:
+    """The numbers of two files.
+
+    Args:
+        columns: a YAML file of bounds and categories, see :func:`_declared`; None: from the
+            training rows.
+
+    Raises:
+        DataError: a file or column is missing, or a value is no finite number.
+    """
+    declared = None if columns is None else _declared(columns, label)
+    wanted = None if declared is None else tuple(declared)
+    train = _read_part(root / "train.csv", label, wanted)
+    scales = declared or _scales_of(train)
+    test = _read_part(root / "test.csv", label, tuple(scales))
+    names = _class_names(train)
+    x_train, x_test = (
+        np.concatenate([_numbers(part, name, scale) for name, scale in scales.items()], axis=1)
+        for part in (train, test)
+    )
+    return Arrays(x_train, _classes(train, names), x_test, _classes(test, names, known=True), names)
+
+
+def _read_part(path: Path, label: str, wanted: Sequence[str] | None) -> Part:
+    """One file; ``wanted``: its columns, all but the label if None. Raises DataError."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, strict=True)
+            header = next(reader, [])
+            rows, lines = [], []
+            for row in reader:
+                if len(row) != len(header) and row:
+                    raise DataError(
+                        f"{path}, line {reader.line_num}: {len(row)} fields, and the first line "
+                        f"has {len(header)}. Quote fields with commas or line breaks"
+                    )
+                if row:
+                    rows.append(row)
+                    lines.append(reader.line_num)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}. Give the folder of train.csv and test.csv in "
+                        "data.root") from None  # fmt: skip
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is no CSV file in UTF-8: {error}. Save it again") from None
+    if twice := sorted({name for name in header if header.count(name) > 1}):
+        raise DataError(f"{path} has the column {twice[0]} twice. Rename one")
+    names = [name for name in header if name != label] if wanted is None else [*wanted]
+    if absent := [name for name in (label, *names) if name not in header]:
+        raise DataError(
+            f"{path} has no column {', '.join(absent)}; it has {', '.join(header)}. Set data.label "
+            "to the column of the classes, and data.text to that of texts"
+        )
+    if not rows:
+        raise DataError(f"{path} has no rows. Give at least one")
+    by_name = {name: [row[place] for row in rows] for place, name in enumerate(header)}
+    return Part(path, {n: by_name[n] for n in names}, [v.strip() for v in by_name[label]], lines)
+
+
+# Classes -------------------------------------------------------------------------------------
+
+
+def _class_names(train: Part) -> tuple[str, ...]:
+    """Names of the classes: numbers by size, others by name."""
+    names = sorted(set(train.labels) - {""})
+    if len(names) < 2:
+        raise DataError(f"{train.path} has {len(names)} classes in its label column. Give two")
+    return tuple(sorted(names, key=int) if all(n.isdecimal() for n in names) else names)
+
+
+def _classes(part: Part, names: Sequence[str], known: bool = False) -> NDArray[np.int64]:
+    """Class numbers; ``known``: all rows must have one that training rows have."""
+    numbers = {name: number for number, name in enumerate(names)} | {"": NO_LABEL}
+    for value, line in zip(part.labels, part.lines, strict=True):
+        if value not in numbers or (known and not value):
+            raise DataError(
+                f"{part.path}, line {line}: the label is {value!r}, which no training row has. "
+                f"Give one of {', '.join(names[:10])}"
+            )
+    return np.array([numbers[value] for value in part.labels], dtype=np.int64)
+
+
+# Columns -------------------------------------------------------------------------------------
+
+Scale = tuple[float, float] | tuple[str, ...]  # bounds of a number, or categories
+
+
+def _declared(path: Path, label: str) -> dict[str, Scale]:
+    """A file of ``column: [lowest, highest]`` or ``column: [category, category, ...]``, the
+    categories in quotes. Raises DataError."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DataError(f"{path} cannot be read as YAML: {error}") from None
+    if not isinstance(found, dict) or not found:
+        raise DataError(f"{path}: give a line for each column, name: [lowest, highest]")
+    scales: dict[str, Scale] = {}
+    for name, values in found.items():
+        numbers = isinstance(values, list) and all(type(v) in (int, float) for v in values)
+        if numbers and len(values) == 2 and -math.inf < values[0] < values[1] < math.inf:
+            scales[str(name)] = (float(values[0]), float(values[1]))
+        elif isinstance(values, list) and values and all(isinstance(v, str) for v in values):
+            scales[str(name)] = tuple(values)
+        else:
+            raise DataError(
+                f"{path}: {name} is {values!r}. Give [lowest, highest], two finite numbers, or a "
+                "list of categories in quotes"
+            )
+    if label in scales:
+        raise DataError(f"{path} declares {label}, which is data.label. Leave it out")
+    return scales
+
+
+def _scales_of(train: Part) -> dict[str, Scale]:
+    """Bounds and categories of the training rows: a column is numeric if all its values are."""
+    scales: dict[str, Scale] = {}
+    for name, values in train.columns.items():
+        if all(_is_number(value) for value in values):
+            numbers = [_number(train, name, v, at) for at, v in enumerate(values)]
+            low, high = min(numbers), max(numbers)
+            if low == high:
+                log.warning("%s: column %s is constant, so it tells nothing.", train.path, name)
+                high = low + 1
+            scales[name] = (low, high)
+            continue
+        categories = tuple(sorted(set(values)))
+        if len(categories) > MOST_CATEGORIES:
+            raise DataError(
+                f"{train.path}: column {name} has {len(categories)} different values that are no "
+                f"numbers. Leave it out, or set data.text: {name}"
+            )
+        scales[name] = categories
+    if not scales:
+        raise DataError(f"{train.path} has no column beside its label")
+    return scales
+
+
+def _numbers(part: Part, name: str, scale: Scale) -> NDArray[np.float32]:
+    """A column in [-1, 1]: (N, 1), or (N, categories)."""
+    values = part.columns[name]
+    if isinstance(scale[0], float):
+        low, high = float(scale[0]), float(scale[1])
+        x = np.array([_number(part, name, v, at) for at, v in enumerate(values)])
+        if beyond := int(((x < low) | (x > high)).sum()):
+            log.warning("%s: %d values of column %s are beyond its bounds, and are set to them.",
+                        part.path, beyond, name)  # fmt: skip
+        return (2 * (x.clip(low, high)[:, None] - low) / (high - low) - 1).astype(np.float32)
+    if new := sum(value not in scale for value in values):
+        log.warning("%s: %d values of column %s are no category of it, and count as none.",
+                    part.path, new, name)  # fmt: skip
+    hit = np.array([[value == category for category in scale] for value in values])
+    return (2.0 * hit - 1).astype(np.float32)
+
+
+def _number(part: Part, name: str, value: str, place: int) -> float:
+    """A finite number. Raises DataError that names the line."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(
+            f"{part.path}, line {part.lines[place]}: column {name} has {value!r}. Give finite "
+            "numbers, or leave out rows with missing values"
+        )
+    return number
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True

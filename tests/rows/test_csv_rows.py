@@ -1,0 +1,304 @@
+"""Tables and texts from CSV files, and what is wrong with them (privssl/data/csv_rows.py)."""
+
+import csv
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from numpy.testing import assert_allclose
+from sklearn.datasets import load_breast_cancer
+from torch import Tensor
+
+from privssl.data import datasets
+from privssl.data.csv_rows import Texts, read_sent140, read_table, read_texts
+from privssl.data.datasets import load_dataset
+from privssl.encoders.frozen import Encoder
+from privssl.errors import DataError, UserError
+from privssl.experiment import config
+from privssl.settings.schema import DataSettings
+from privssl.train import main as train
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+HEAD = ("label", "size", "colour")
+TRAIN = [("a", 0, "red"), ("b", 10, "blue"), ("", 5, "red"), ("a", 2.5, "green")]
+TEST = [("b", 20, "red"), ("a", 5, "purple")]
+
+
+def save(folder: Path, name: str, rows: Sequence[Sequence[Any]], *, bom: bool = False) -> Path:
+    folder.mkdir(exist_ok=True)
+    with (folder / f"{name}.csv").open(
+        "w", newline="", encoding="utf-8-sig" if bom else "utf-8"
+    ) as f:
+        csv.writer(f).writerows(rows)
+    return folder
+
+
+def table(folder: Path, *, head: Sequence[str] = HEAD, bom: bool = False, **parts: Any) -> Path:
+    given: dict[str, Any] = {"train": TRAIN, "test": TEST} | parts
+    for name, rows in given.items():
+        save(folder, name, [head, *rows], bom=bom)
+    return folder
+
+
+def declared(folder: Path, **columns: Any) -> Path:
+    path = folder / "columns.yaml"
+    path.write_text(yaml.safe_dump(columns, sort_keys=False))
+    return path
+
+
+# Tables --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bom", [False, True])
+def test_columns_become_numbers_by_bounds_and_categories_of_training_rows(
+    bom: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = read_table(table(tmp_path, bom=bom), label="label", columns=None)
+    assert found.class_names == ("a", "b")
+    assert found.y_train.tolist() == [0, 1, -1, 0]  # the third has no label
+    # size from 0 to 10; blue, green and red
+    assert_allclose(
+        found.x_train,
+        np.array([[-1, -1, -1, 1], [1, 1, -1, -1], [0, -1, -1, 1], [-0.5, -1, 1, -1]]),
+    )
+    assert_allclose(found.x_test, [[1, -1, -1, 1], [0, -1, -1, -1]])
+    assert "1 values of column size are beyond its bounds" in caplog.text
+    assert "1 values of column colour are no category of it" in caplog.text
+
+
+def test_declared_bounds_and_categories_say_all_of_a_scale(tmp_path: Path) -> None:
+    path = declared(table(tmp_path), size=[-20, 20], colour=["red"])
+    found = read_table(tmp_path, label="label", columns=path)
+    assert_allclose(found.x_train, np.array([[0, 1], [0.5, -1], [0.25, 1], [0.125, -1]]))
+    # The point of it: other rows change no number of these.
+    table(tmp_path, train=[*TRAIN, ("a", 19, "black")])
+    again = read_table(tmp_path, label="label", columns=path)
+    assert_allclose(again.x_train[:4], found.x_train)
+    # The control: without the file they do.
+    assert_allclose(read_table(tmp_path, label="label", columns=None).x_train[0, 0], -1)
+    assert read_table(tmp_path, label="label", columns=None).x_train[1, 0] < 1
+
+
+def test_a_constant_column_is_told_and_is_finite(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [(y, 7, c) for y, _, c in TRAIN]
+    found = read_table(table(tmp_path, train=rows), label="label", columns=None)
+    assert np.isfinite(found.x_train).all()
+    assert "column size is constant" in caplog.text
+
+
+def test_fields_may_have_quotes_commas_and_line_breaks(tmp_path: Path) -> None:
+    odd = 'a "red",\nkind'
+    found = read_table(
+        table(tmp_path, train=[*TRAIN, ("b", 1, odd)], test=[("a", 1, odd)]), label="label",
+        columns=None,
+    )  # fmt: skip
+    assert found.x_train.shape == (5, 5)
+    assert_allclose(found.x_test[0, 1:].max(), 1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"train": [("a", "nan", "red"), ("b", 1, "red")]}, "line 2: column size has 'nan'"),
+        ({"test": [("a", "inf", "red")]}, "line 2: column size has 'inf'"),
+        ({"test": [("a", "", "red")]}, "line 2: column size has ''"),
+        ({"test": [("c", 1, "red")]}, "line 2: the label is 'c', which no training row has"),
+        ({"test": [("", 1, "red")]}, "line 2: the label is ''"),
+        ({"train": [("a", 1)]}, "line 2: 2 fields, and the first line has 3"),
+        ({"train": []}, "has no rows"),
+        ({"train": [("a", 1, "red")]}, "1 classes in its label column"),
+        ({"head": ("class", "size", "colour")}, "has no column label; it has class, size, colour"),
+        ({"head": ("label", "size", "size")}, "has the column size twice"),
+        ({"train": [("ab"[i % 2], 1, f"c{i}") for i in range(1001)]}, "1001 different values"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_said_with_its_place(
+    parts: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=said):
+        read_table(table(tmp_path, **parts), label="label", columns=None)
+
+
+def test_a_column_that_the_test_rows_lack_is_named(tmp_path: Path) -> None:
+    table(tmp_path)
+    save(tmp_path, "test", [("label", "size"), ("a", 1)])
+    with pytest.raises(DataError, match="has no column colour"):
+        read_table(tmp_path, label="label", columns=None)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("size: [1, 1]", "size is"),
+        ("size: [0, .inf]", "size is"),
+        ("size: 3", "size is"),
+        ("colour: [red, 1]", "colour is"),
+        ("label: [a, b]\nsize: [0, 1]", "declares label"),
+        ("[", "cannot be read as YAML"),
+        ("", "give a line for each column"),
+        ("width: [0, 1]", "has no column width"),
+    ],
+)
+def test_what_is_wrong_with_declared_columns_is_said(
+    content: str, said: str, tmp_path: Path
+) -> None:
+    table(tmp_path)
+    (tmp_path / "columns.yaml").write_text(content)
+    with pytest.raises(DataError, match=said):
+        read_table(tmp_path, label="label", columns=tmp_path / "columns.yaml")
+
+
+def test_files_that_are_no_csv_in_utf8_are_refused(tmp_path: Path) -> None:
+    table(tmp_path)
+    (tmp_path / "train.csv").write_bytes(b"label,size\na,\xff\n")
+    with pytest.raises(DataError, match="is no CSV file"):
+        read_table(tmp_path, label="label", columns=None)
+    (tmp_path / "train.csv").write_text('label,size\na,"1\n')
+    with pytest.raises(DataError, match="is no CSV file"):
+        read_table(tmp_path, label="label", columns=None)
+
+
+# Texts ---------------------------------------------------------------------------------------
+
+ODD = ["", "\U0001f600", "word " * 2000, "今日は", 'a "quoted",\nline']
+
+
+def test_texts_are_read_as_they_are(tmp_path: Path) -> None:
+    rows = [("ab"[i % 2], text) for i, text in enumerate(ODD)]
+    table(tmp_path, head=("label", "text"), bom=True, train=rows, test=rows[:2])
+    found = read_texts(tmp_path, text="text", label="label")
+    assert list(found.x_train) == ODD
+    with pytest.raises(DataError, match="no column tweet"):
+        read_texts(tmp_path, text="tweet", label="label")
+
+
+def test_equal_tweets_are_one_record_and_entities_are_resolved(tmp_path: Path) -> None:
+    rows = [(1, "so &quot;good&quot;"), (0, "bad"), (0, 'so  "good"'), (1, "nice &amp; warm")]
+    table(tmp_path, head=("label", "text"), train=rows, test=rows[:1])
+    found = read_sent140(tmp_path)
+    assert found.x_train == ('so "good"', "bad", "nice & warm")
+    assert found.y_train.tolist() == [1, 0, 1]
+    assert found.class_names == ("negative", "positive")
+    with pytest.raises(DataError, match=r"Put train\.csv and test\.csv there"):
+        read_sent140(tmp_path / "nowhere")
+
+
+def fake_encoder() -> Encoder:
+    """Five words of four numbers: digests of words, without a network."""
+
+    def build() -> Any:
+        def run(texts: Any) -> Tensor:
+            rows = torch.zeros(len(texts), 5, 4)
+            for row, text in enumerate(texts):
+                for place, word in enumerate(text.split()[:5]):
+                    digest = hashlib.sha256(word.encode()).digest()[:4]
+                    rows[row, place] = torch.tensor([b / 128 - 1 for b in digest])
+            return rows
+
+        return run
+
+    return Encoder("minilm", (5, 4), "fake", "nothing", 16, build)
+
+
+@pytest.mark.parametrize("algorithm", ["fedssl", "pseudo", "mixmatch"])
+def test_a_run_on_texts_goes_from_file_to_results(
+    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIVSSL_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(datasets, "open_encoder", lambda name, weights: fake_encoder())
+    rows = [(i % 2, f"text {i} is {('bad', 'good')[i % 2]}") for i in range(80)]
+    table(tmp_path / "rows", head=("label", "text"), train=rows, test=rows[:20])
+    path = tmp_path / "texts.yaml"
+    text: dict[str, Any] = {
+        "run": {"workers": 1, "device": "cpu", "output": str(tmp_path / "run")},
+        "data": {"name": "sent140", "root": str(tmp_path / "rows"), "encoder": "minilm",
+                 "labelled": 20},
+        "agents": {"support": 1, "query": 3},
+        "model": {"name": "text_cnn", "width": 2},
+        "algorithm": {"name": algorithm, "rounds": 2, "local_steps": 2},
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump(text))
+    assert train([str(path), "--quiet"]) == 0
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["rows"]["kind"] == "sequence"
+    assert results["class_names"] == ["negative", "positive"]
+
+
+# Configs -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Callable[..., list[str]]:
+    def write(private: bool = False, model: str = "mlp", **data: Any) -> list[str]:
+        path = tmp_path / "c.yaml"
+        sections: dict[str, Any] = {
+            "data": data, "agents": {"support": 1}, "model": {"name": model},
+            "algorithm": {"name": "fedavg", "rounds": 1},
+        }  # fmt: skip
+        if private:
+            sections["privacy"] = {"epsilon": 4.0}
+        path.write_text(yaml.safe_dump(sections))
+        return [str(path)]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"name": "csv"}, "data.root +missing"),
+        ({"name": "csv", "root": "x", "text": "t"}, "data.encoder +missing: texts need one"),
+        ({"name": "sent140"}, "data.encoder +missing: texts need one"),
+        (
+            {"name": "sent140", "encoder": "efficientnet_lite0"},
+            "takes images, and sent140 has texts",
+        ),
+        ({"name": "csv", "root": "x", "encoder": "minilm"}, "takes texts, and csv has a table"),
+        ({"name": "digits", "text": "t"}, "data.text +has no effect"),
+        ({"name": "csv", "root": "x", "model": "small_cnn"}, "small_cnn takes images"),
+        ({"name": "csv", "root": "x", "private": True}, "one more release. Declare them in a file"),
+    ],
+)
+def test_what_csv_files_cannot_have_is_refused_when_the_config_is_read(
+    data: dict[str, Any], said: str, settings: Callable[..., list[str]]
+) -> None:
+    with pytest.raises(UserError, match=said):
+        config.load_config(Path(settings(**data)[0]))
+
+
+def test_a_private_table_with_declared_columns_is_accepted(
+    settings: Callable[..., list[str]],
+) -> None:
+    data = {"name": "csv", "root": "x", "columns": "c.yaml", "private": True}
+    assert config.load_config(Path(settings(**data)[0])).privacy is not None
+
+
+def test_the_shipped_table_is_that_of_scikit_learn() -> None:
+    loaded = load_dataset(
+        DataSettings(
+            name="csv", root=str(CONFIGS / "breast_cancer"), label="diagnosis",
+            columns=str(CONFIGS / "breast_cancer" / "columns.yaml"),
+        )
+    )  # fmt: skip
+    assert loaded.class_names == ("benign", "malignant")
+    original = load_breast_cancer()
+    low, high = original.data.min(axis=0), original.data.max(axis=0)
+    wanted = 2 * (original.data - low) / (high - low) - 1
+    both = np.concatenate([loaded.x_train.numpy(), loaded.x_test.numpy()])
+    labels = np.concatenate([loaded.y_train.numpy(), loaded.y_test.numpy()])
+    order, there = np.lexsort(both.T[:3]), np.lexsort(wanted.T[:3])
+    assert_allclose(both[order], wanted[there], atol=2e-3)  # printed with six digits
+    assert (labels[order] == 1 - original.target[there]).all()  # malignant is 0 there
+    assert len(loaded.y_test) == 171
+
+
+def test_texts_is_the_form_of_arrays() -> None:
+    assert Texts._fields == ("x_train", "y_train", "x_test", "y_test", "class_names")
