@@ -16,13 +16,13 @@ ARRAYS = (".npz", ".npy")
 
 
 def read_rows(
-    inputs: Sequence[Path], shape: tuple[int, int, int]
+    inputs: Sequence[Path], shape: tuple[int, ...]
 ) -> list[tuple[list[str], NDArray[Any]]]:
     """The rows of each input, as (names, rows), pictures together.
 
     Args:
         inputs: pictures, folders of pictures, NPZ files with x, x_test or x_unlabelled, NPY files.
-        shape: of the rows that pictures become: channels, height, width.
+        shape: of the run's rows, to which pictures are resized.
 
     Returns:
         A row's name is its file, and for arrays its number too.
@@ -47,11 +47,11 @@ def read_rows(
                 else f"{path}: no such file"
             )
     if pictures:
-        found.append(([str(p) for p in pictures], image_folder.read_images(pictures, shape)))
+        found.append(([str(p) for p in pictures], _pictures(pictures, shape)))
     return found
 
 
-def read_labelled(path: Path, shape: tuple[int, int, int]) -> tuple[NDArray[Any], NDArray[Any]]:
+def read_labelled(path: Path, shape: tuple[int, ...]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Rows and labels of an NPZ file (x and y, or x_test and y_test), or of a folder of classes.
 
     Returns:
@@ -59,6 +59,16 @@ def read_labelled(path: Path, shape: tuple[int, int, int]) -> tuple[NDArray[Any]
     """
     if path.is_dir():
         files, classes = image_folder.list_labelled_images(path)
-        return image_folder.read_images(files, shape), np.array(classes)
+        return _pictures(files, shape), np.array(classes)
     x, y = npz.read_one_of(path, LABELLED)
     return x, y
+
+
+def _pictures(files: Sequence[Path], shape: tuple[int, ...]) -> NDArray[Any]:
+    if len(shape) != 3:
+        raise DataError(
+            f"{files[0]} is a picture, and the run was trained on rows of {shape}. Encode the "
+            "pictures as the run's rows were, and give an NPZ or NPY file"
+        )
+    channels, height, width = shape
+    return image_folder.read_images(files, (channels, height, width))

@@ -87,10 +87,9 @@ class Run:
         return [str(name) for name in self._of_rows("class_names")]
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of a row."""
-        channels, height, width = self._of_rows("rows")["shape"]
-        return channels, height, width
+    def shape(self) -> tuple[int, ...]:
+        """Of a row; of an image channels, height and width."""
+        return tuple(self._of_rows("rows")["shape"])
 
     def _of_rows(self, key: str) -> Any:
         if key not in self.results:
@@ -166,8 +165,8 @@ class Run:
         rows, _ = check_rows(where, found)
         if rows.shape[1:] != shape:
             raise DataError(
-                f"{where}: rows are {rows.shape[1:]} (channels, height, width), and {self.folder} "
-                f"was trained on {shape}. Resize or convert them"
+                f"{where}: rows have the shape {rows.shape[1:]}, and {self.folder} was trained on "
+                f"{shape} (of images: channels, height, width). Resize, convert or encode them"
             )
         return rows
 

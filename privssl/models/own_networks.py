@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from privssl.core.rows import Shape
+from privssl.core.rows import Shape, network_input
 from privssl.errors import ConfigError
 from privssl.models.convnets import norm_layer
 from privssl.models.static_norm import StaticNorm
@@ -131,7 +131,7 @@ def _built(name: str, build: Callable[..., Any], options: Any) -> nn.Module:
     except Exception as error:
         raise ConfigError(
             f"model.name {name} cannot be built: {type(error).__name__}: {_line(error)}. A network "
-            "is made as Network(shape, classes, **model.options), shape (channels, height, width)"
+            "is made as Network(shape, classes, **model.options); shape: that of a row"
         ) from error
     if not isinstance(network, nn.Module):
         raise ConfigError(f"model.name {name} gives a {type(network).__name__}, no nn.Module")
@@ -330,15 +330,14 @@ def check_network(name: str, build: Callable[[], nn.Module], shape: Shape, class
         )
     if not any(p.requires_grad for p in network.parameters()):
         raise ConfigError(f"model.name {name} has no parameter that can be trained")
-    x = torch.rand(TRIED, *shape, generator=rng()) * 2 - 1
-    x = x.contiguous(memory_format=torch.channels_last)
+    x = network_input(torch.rand(TRIED, *shape, generator=rng()))
     for mode in (True, False):
         with torch.no_grad(), randomness.seeded(rng()):
             _check_output(name, network.train(mode), x, classes)
 
 
 def _check_output(name: str, network: nn.Module, x: Tensor, classes: int) -> None:
-    rows = f"rows {tuple(x.shape[1:])} (channels, height, width)"
+    rows = f"rows of shape {tuple(x.shape[1:])}"
     try:
         out = network(x)
     except Exception as error:

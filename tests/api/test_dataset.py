@@ -97,7 +97,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "lengths": (lambda: Rows.from_arrays(X, Y[:-1], X_TEST, Y_TEST), "120 rows and y_train 119"),
     "shape": (
         lambda: Rows.from_arrays(X.reshape(120, 64), Y, X_TEST, Y_TEST),
-        r"shape \(120, 64\)",
+        "Make them alike",
     ),
     "ragged": (lambda: Rows.from_arrays([[1], [1, 2]], Y, X, Y), "x_train is no array"),
     "range": (lambda: Rows.from_arrays(X * 9, Y, X_TEST, Y_TEST), r"floats in \[0, 1\]"),

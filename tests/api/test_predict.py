@@ -179,9 +179,9 @@ def test_what_is_no_finished_run_is_one_error(
 
 
 WRONG_ROWS = [
-    (X_TEST[..., :1], r"rows are \(1, 8, 8\) .* trained on \(3, 8, 8\)"),
-    (X_TEST[:, :4], r"rows are \(3, 4, 8\)"),
-    (X_TEST.reshape(30, -1), r"shape \(30, 192\)"),
+    (X_TEST[..., :1], r"the shape \(1, 8, 8\), .* trained on \(3, 8, 8\)"),
+    (X_TEST[:, :4], r"the shape \(3, 4, 8\)"),
+    (X_TEST.reshape(30, -1), r"the shape \(192,\)"),
     (X_TEST * 9, r"floats in \[0, 1\]"),
     (["a.png"], "Give numbers"),
     (None, "predict"),
