@@ -30,7 +30,7 @@ def draw_samples(
     device = next(generator.parameters()).device
     noise = torch.rand(len(labels), generator.noise_size, generator=rng)
     parts = [torch.empty(0, *shape, device=device)]
-    for target, z in zip(labels.split(AT_ONCE), noise.split(AT_ONCE), strict=True):
+    for target, z in zip(torch.split(labels, AT_ONCE), torch.split(noise, AT_ONCE), strict=True):
         p = one_hot(target.cpu(), classes).float().to(device)
         nothing = torch.zeros(len(p), *shape, device=device)
         lam = torch.zeros(len(p), 1, device=device)

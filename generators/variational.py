@@ -51,7 +51,7 @@ class VariationalImageGenerator(ConditionalGenerator):
         self.up_second = nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1)
         self.up_last = nn.ConvTranspose2d(width, channels, 4, stride=2, padding=1)
 
-    def forward(
+    def forward(  # type: ignore[override]  # two results with the flag, which is ours alone
         self, x: Tensor, p: Tensor, p_target: Tensor, z: Tensor, lam: Tensor,
         with_cost: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
@@ -65,7 +65,7 @@ class VariationalImageGenerator(ConditionalGenerator):
         code = share * mean[:, None] + spread * noise[:, None]  # (B, L, code)
         label = share * p[:, None] + (1 - share) * p_target[:, None]  # (B, L, C)
         mixes = self._decode(torch.cat([code, LABEL_GAIN * label], dim=2).flatten(0, 1))
-        rows: Tensor = mixes.unflatten(0, lam.shape)
+        rows = mixes.reshape(*lam.shape, *mixes.shape[1:])
         if not with_cost:
             return rows
         cost = (mean.square() + log_variance.exp() - log_variance - 1).sum(dim=1) / 2
