@@ -51,7 +51,7 @@ class VariationalImageGenerator(ConditionalGenerator):
         self.up_second = nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1)
         self.up_last = nn.ConvTranspose2d(width, channels, 4, stride=2, padding=1)
 
-    def forward(  # type: ignore[override]
+    def forward(  # type: ignore[override]  # two results with the flag, which is ours alone
         self, x: Tensor, p: Tensor, p_target: Tensor, z: Tensor, lam: Tensor,
         with_cost: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip

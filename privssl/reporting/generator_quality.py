@@ -6,8 +6,10 @@ that are evaluated anyway. Like test accuracy they choose nothing. ``nearest_rat
 reads training rows, and only runs without privacy ask for it.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -72,7 +74,7 @@ class GeneratorQuality:
     def __init__(self, x: Tensor, y: Tensor, classes: int) -> None:
         """``x``, ``y``: test rows as stored (N, *shape) and their classes (N,)."""
         self._x, self._y, self._classes = x, y, classes
-        self._judge: Judge | None = None
+        self._reference: _Reference | None = None
         each = max(2, SAMPLES // classes)
         self._labels = torch.arange(classes).repeat_interleave(each)
 
@@ -94,18 +96,18 @@ class GeneratorQuality:
         """
         if len(self._x) < FEWEST:
             return {}
-        judge, images = self._prepare(), self.sample(generator)
+        real, images = self._prepare(), self.sample(generator)
         with torch.no_grad():
-            seen = judge.features(images) / self._scale
-            named = judge.output(seen * self._scale).argmax(dim=1)
-        pixels, features = (_spread(rows, self._labels) for rows in (images, seen))
+            features = real.judge.features(images)
+            named = real.judge.output(features).argmax(dim=1)
+        seen = features / real.scale
         return {
             "gen/right_by_classifier": _share(predict(images), self._labels),
             "gen/right_by_judge": _share(named, self._labels),
-            "gen/judge_on_real_rows": self._judge_accuracy,
-            "gen/diversity_pixels": pixels / self._real_pixels,
-            "gen/diversity_features": features / self._real_features,
-            "gen/frechet": frechet_distance(seen, self._seen),
+            "gen/judge_on_real_rows": real.accuracy,
+            "gen/diversity_pixels": _spread(images, self._labels) / real.pixels,
+            "gen/diversity_features": _spread(seen, self._labels) / real.features,
+            "gen/frechet": frechet_distance(seen, real.seen),
         }
 
     def nearest_ratio(
@@ -126,28 +128,48 @@ class GeneratorQuality:
         ours, theirs = nearest[: len(images)].median(), nearest[len(images) :].median()
         return {"gen/nearest_training_row": float(ours / theirs.clamp(min=1e-12))}
 
-    def _prepare(self) -> Judge:
-        """Train the judge once, when it is first needed, and measure real rows."""
-        if self._judge is None:
-            order = torch.randperm(
-                len(self._x), generator=randomness.stream(0, 0, "world", "judge's split")
-            )
-            apart = max(1, len(order) // 5)  # not seen in training: the judge is measured on them
-            seen, real = order[apart:][:TRAINED_ON], order[:REAL]
-            judge = train_judge(network_input(self._x[seen]), self._y[seen], self._classes)
-            held_out = network_input(self._x[order[:apart]])
-            rows, y = network_input(self._x[real]), self._y[real]
-            with torch.no_grad():
-                guesses = judge(held_out).argmax(dim=1)
-                features = judge.features(rows)
-            self._judge_accuracy = _share(guesses, self._y[order[:apart]])
-            # One scale for all features: a feature that is nearly constant must not dominate.
-            self._scale = max(float(features.var(dim=0).sum().sqrt()), TINY)
-            self._seen = features / self._scale
-            self._real_pixels = max(_spread(rows, y), TINY)
-            self._real_features = max(_spread(self._seen, y), TINY)
-            self._judge = judge
-        return self._judge
+    def _prepare(self) -> "_Reference":
+        """The judge and real rows' numbers, made when they are first needed: once in a process for
+        the same test rows."""
+        if self._reference is None:
+            digest = hashlib.sha256(self._x.numpy().tobytes() + self._y.numpy().tobytes())
+            key = digest.hexdigest(), self._classes
+            if key not in _KNOWN:
+                _KNOWN[key] = _reference_of(self._x, self._y, self._classes)
+            self._reference = _KNOWN[key]
+        return self._reference
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What synthetic rows are compared with."""
+
+    judge: Judge
+    accuracy: float  # of the judge, on rows that it did not learn
+    scale: float  # one for all features: one that is nearly constant must not dominate
+    seen: Tensor  # (N, FEATURES) scaled features of real rows
+    pixels: float  # spread of real rows
+    features: float
+
+
+_KNOWN: dict[tuple[str, int], _Reference] = {}
+
+
+def _reference_of(x: Tensor, y: Tensor, classes: int) -> _Reference:
+    order = torch.randperm(len(x), generator=randomness.stream(0, 0, "world", "judge's split"))
+    apart = max(1, len(order) // 5)  # not seen in training: the judge is measured on them
+    learned, real = order[apart:][:TRAINED_ON], order[:REAL]
+    judge = train_judge(network_input(x[learned]), y[learned], classes)
+    rows = network_input(x[real])
+    with torch.no_grad():
+        guesses = judge(network_input(x[order[:apart]])).argmax(dim=1)
+        features = judge.features(rows)
+    scale = max(float(features.var(dim=0).sum().sqrt()), TINY)
+    return _Reference(
+        judge, _share(guesses, y[order[:apart]]), scale, features / scale,
+        pixels=max(_spread(rows, y[real]), TINY),
+        features=max(_spread(features / scale, y[real]), TINY),
+    )  # fmt: skip
 
 
 def _share(guesses: Tensor, labels: Tensor) -> float:

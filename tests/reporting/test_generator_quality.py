@@ -9,6 +9,7 @@ from torch import Tensor
 from generators.base import ConditionalGenerator
 from generators.sampling import draw_samples
 from privssl.reporting.generator_quality import (
+    _KNOWN,
     FEWEST,
     GeneratorQuality,
     frechet_distance,
@@ -45,7 +46,7 @@ def quality() -> GeneratorQuality:
 
 
 def measured(quality: GeneratorQuality, generator: ConditionalGenerator) -> dict[str, float]:
-    judge = quality._prepare()  # a classifier that is as good as the judge
+    judge = quality._prepare().judge  # a classifier that is as good as the judge
     return quality.measure(generator, lambda x: judge(x).argmax(dim=1))
 
 
@@ -63,7 +64,8 @@ def test_real_rows_are_called_right_and_are_as_diverse_as_real_rows(
 def test_one_picture_a_class_is_called_right_but_is_not_diverse(quality: GeneratorQuality) -> None:
     found = measured(quality, Bank(TOY.x_train, TOY.y_train, spread=1))
     assert max(found["gen/diversity_pixels"], found["gen/diversity_features"]) < 1e-5
-    assert found["gen/frechet"] > 0.05
+    diverse = measured(quality, Bank(TOY.x_train, TOY.y_train, spread=1000))
+    assert found["gen/frechet"] > 2 * diverse["gen/frechet"]
 
 
 def test_rows_of_the_wrong_class_are_diverse_but_not_called_right(
@@ -88,8 +90,10 @@ def test_the_numbers_repeat_and_a_diverged_generator_stops_no_run(
     quality: GeneratorQuality,
 ) -> None:
     good = Bank(TOY.x_train, TOY.y_train, spread=5)
-    other = GeneratorQuality(PIXELS, LABELS, CLASSES)
-    assert measured(quality, good) == measured(other, good)
+    assert measured(quality, good) == measured(GeneratorQuality(PIXELS, LABELS, CLASSES), good)
+    changed = GeneratorQuality(255 - PIXELS, LABELS, CLASSES)  # other test rows: another judge
+    assert measured(quality, good) != measured(changed, good)
+    assert len(_KNOWN) >= 2
     broken = Bank(TOY.x_train, TOY.y_train, spread=5)
     broken.scale.data.fill_(math.nan)
     found = measured(quality, broken)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from generators import ImageDiscriminator, ImageGenerator
+from generators import ImageDiscriminator, ImageGenerator, VariationalImageGenerator
 from privssl import models
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
@@ -336,6 +336,10 @@ def test_generators_and_discriminators_can_be_stacked(spectral: bool) -> None:
         for b in rows
     ]
     assert largest_gap(*both_ways(G, mixing)) < APART
+    with seeded(rng("variational G")):
+        coded = [VariationalImageGenerator(shape, 10, width=8) for _ in rows]
+    fresh = [tuple(one.detach().clone().requires_grad_() for one in some) for some in mixing]
+    assert largest_gap(*both_ways(coded, fresh)) < APART
     judged = [(numbers(b, *shape), numbers(b, 10)) for b in rows]
     assert largest_gap(*both_ways(D, judged)) < APART
 
