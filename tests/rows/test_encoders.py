@@ -27,6 +27,7 @@ from privssl.errors import DataError, UserError
 from privssl.experiment import config
 from privssl.experiment.prepare import prepare
 from privssl.settings.schema import AgentSettings, DataSettings
+from privssl.storage import atomic_files
 
 IMAGES = torch.randint(0, 256, (50, 1, 8, 8), generator=torch.Generator().manual_seed(0)).byte()
 
@@ -111,7 +112,7 @@ def test_without_room_on_the_disk_features_are_used_and_not_kept(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(frozen.atomic_files, "replace", full)
+    monkeypatch.setattr(atomic_files, "replace", full)
     assert torch.equal(encode(counting.encoder, IMAGES, tmp_path), expected(IMAGES))
     assert "cannot be kept" in caplog.text
 
@@ -261,10 +262,12 @@ def test_an_encoder_sees_rows_and_no_label(
     encoded_run: Callable[..., Path], counting: Counting
 ) -> None:
     seen: list[Any] = []
-    run = counting.run
-    encoder = replace(
-        counting.encoder, build=lambda: lambda rows: (seen.append(rows), run(rows))[1]
-    )
+
+    def run(rows: Any) -> Tensor:
+        seen.append(rows)
+        return counting.run(rows)
+
+    encoder = replace(counting.encoder, build=lambda: run)
     counting.encoder = encoder
     prepare(config.load_config(encoded_run()))
     assert all(isinstance(rows, Tensor) and rows.shape[1:] == (1, 8, 8) for rows in seen)
@@ -273,7 +276,7 @@ def test_an_encoder_sees_rows_and_no_label(
 def test_an_encoded_row_is_to_an_account_the_picture_that_it_was(
     encoded_run: Callable[..., Path],
 ) -> None:
-    data = {"name": "digits", "labelled": 40, "unlabelled": 60}
+    data: dict[str, Any] = {"name": "digits", "labelled": 40, "unlabelled": 60}
     agents = AgentSettings(support=2, query=2)
     plain = build(DataSettings(**data), agents, 0).agents
     encoded = build(DataSettings(**data, encoder="efficientnet_lite0"), agents, 0).agents
