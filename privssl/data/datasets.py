@@ -48,6 +48,7 @@ class Dataset:
     class_names: tuple[str, ...]
     said: tuple[logging.LogRecord, ...] = ()  # logged before the log file was open
     unencoded: Unencoded | None = None  # where there is an encoder: x_train has no row then
+    records: tuple[str, ...] | None = None  # what names training rows to an account; None: x_train
 
     @property
     def classes(self) -> int:
@@ -126,7 +127,9 @@ def from_arrays(name: str, arrays: Arrays) -> Dataset:
     x_train, y_train, x_test, y_test = (
         torch.from_numpy(np.ascontiguousarray(array)) for array in arrays[:4]
     )
-    return Dataset(name, x_train, y_train, x_test, y_test, arrays.class_names)
+    return Dataset(
+        name, x_train, y_train, x_test, y_test, arrays.class_names, records=arrays.records
+    )  # fmt: skip
 
 
 def checksum(dataset: Dataset) -> str:

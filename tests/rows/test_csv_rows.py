@@ -84,6 +84,19 @@ def test_declared_bounds_and_categories_say_all_of_a_scale(tmp_path: Path) -> No
     assert read_table(tmp_path, label="label", columns=None).x_train[1, 0] < 1
 
 
+def test_a_record_has_one_account_whatever_bounds_are_declared(tmp_path: Path) -> None:
+    table(tmp_path, train=[*TRAIN, ("b", "10.0", "blue")])
+    wide, narrow = (
+        read_table(tmp_path, label="label", columns=declared(tmp_path, size=[0, top]))
+        for top in (100, 20)
+    )
+    assert wide.records is not None
+    assert wide.records == narrow.records
+    assert wide.records[1] == wide.records[4]  # 10 and 10.0
+    assert len(set(wide.records)) == 4
+    assert (wide.x_train[1] != narrow.x_train[1]).any()  # the control: as numbers they differ
+
+
 def test_a_constant_column_is_told_and_is_finite(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
