@@ -32,7 +32,7 @@ class AgentLocation(enum.Enum):
     SERVER = "server"
 
 
-#: Rows before an encoder, which name the record to an account: images, or texts.
+#: Rows before an encoder or a scale, which name the record to an account: images, or texts.
 Origin = Tensor | tuple[str, ...]
 
 

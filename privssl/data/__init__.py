@@ -88,7 +88,9 @@ def build(
             split = draw_split(data, who, seed, dataset)
         holdings = split.agents.values()
         ids = [split.validation, *(ids for h in holdings for ids in (h.labelled, h.unlabelled))]
-        rows = HeldRows(dataset.x_train, dataset.unencoded, chain.from_iterable(ids))
+        rows = HeldRows(
+            dataset.x_train, dataset.unencoded, chain.from_iterable(ids), dataset.records
+        )  # fmt: skip
         # in natural order, not that of a file
         held = tuple(
             _agent(
@@ -131,7 +133,7 @@ def _without_training_rows(dataset: Dataset) -> Dataset:
     if raw is not None:
         x_test, raw = raw.encode(raw.test), dataclasses.replace(raw, train=(), test=())
     none = dataset.x_train[:0].clone()
-    return dataclasses.replace(dataset, x_train=none, x_test=x_test, unencoded=raw)
+    return dataclasses.replace(dataset, x_train=none, x_test=x_test, unencoded=raw, records=None)
 
 
 def class_counts(

@@ -46,6 +46,7 @@ class Part:
     columns: Mapping[str, Sequence[str]]
     labels: Sequence[str]
     lines: Sequence[int]
+    records: tuple[str, ...]  # all fields but the label, which name a record to an account
 
 
 # Reading -------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ def read_sent140(root: Path) -> Texts:
 
 
 def read_table(root: Path, *, label: str, columns: Path | None) -> Arrays:
-    """The numbers of two files.
+    """The numbers of two files. Records go by their fields, whatever the scales are.
 
     Args:
         columns: a YAML file of bounds and categories, see :func:`_declared`; None: from the
@@ -105,7 +106,8 @@ def read_table(root: Path, *, label: str, columns: Path | None) -> Arrays:
         np.concatenate([_numbers(part, name, scale) for name, scale in scales.items()], axis=1)
         for part in (train, test)
     )
-    return Arrays(x_train, _classes(train, names), x_test, _classes(test, names, known=True), names)
+    y_train, y_test = _classes(train, names), _classes(test, names, known=True)
+    return Arrays(x_train, y_train, x_test, y_test, names, train.records)
 
 
 def _read_part(path: Path, label: str, wanted: Sequence[str] | None) -> Part:
@@ -140,7 +142,13 @@ def _read_part(path: Path, label: str, wanted: Sequence[str] | None) -> Part:
     if not rows:
         raise DataError(f"{path} has no rows. Give at least one")
     by_name = {name: [row[place] for row in rows] for place, name in enumerate(header)}
-    return Part(path, {n: by_name[n] for n in names}, [v.strip() for v in by_name[label]], lines)
+    fields = [n for n in sorted(header) if n != label]
+    records = tuple(
+        "\x1f".join(f"{n}={_plain(v)}" for n, v in zip(fields, values, strict=True))
+        for values in zip(*(by_name[n] for n in fields), strict=True)
+    )
+    labels = [value.strip() for value in by_name[label]]
+    return Part(path, {n: by_name[n] for n in names}, labels, lines, records)
 
 
 # Classes -------------------------------------------------------------------------------------
@@ -250,6 +258,11 @@ def _number(part: Part, name: str, value: str, place: int) -> float:
             "numbers, or leave out rows with missing values"
         )
     return number
+
+
+def _plain(value: str) -> str:
+    """A field, numbers in one form: 1 and 1.0 are equal."""
+    return repr(float(value)) if _is_number(value) else value
 
 
 def _is_number(value: str) -> bool:

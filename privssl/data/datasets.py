@@ -50,6 +50,7 @@ class Dataset:
     #: Agent -> ids of its rows with labels, and without; None: the settings divide the rows.
     held: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
     unencoded: Unencoded | None = None  # where there is an encoder: x_train has no row then
+    records: tuple[str, ...] | None = None  # what names training rows to an account; None: x_train
 
     @property
     def classes(self) -> int:
@@ -128,7 +129,9 @@ def from_arrays(name: str, arrays: Arrays) -> Dataset:
     x_train, y_train, x_test, y_test = (
         torch.from_numpy(np.ascontiguousarray(array)) for array in arrays[:4]
     )
-    return Dataset(name, x_train, y_train, x_test, y_test, arrays.class_names)
+    return Dataset(
+        name, x_train, y_train, x_test, y_test, arrays.class_names, records=arrays.records
+    )  # fmt: skip
 
 
 def checksum(dataset: Dataset) -> str:

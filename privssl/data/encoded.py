@@ -32,9 +32,12 @@ class Unencoded:
 class HeldRows:
     """The training rows that somebody holds, encoded at once where there is an encoder."""
 
-    def __init__(self, x: Tensor, raw: Unencoded | None, ids: Iterable[int]) -> None:
-        """``x``: all training rows, where there is no encoder."""
-        self._x, self._raw = x, raw
+    def __init__(
+        self, x: Tensor, raw: Unencoded | None, ids: Iterable[int],
+        records: tuple[str, ...] | None = None,
+    ) -> None:  # fmt: skip
+        """``x``: all training rows, where there is no encoder; ``records``: what names them."""
+        self._x, self._raw, self._records = x, raw, records
         if self._raw is not None:
             held = torch.tensor(sorted(set(ids)), dtype=torch.int64)
             self._place = torch.full((len(self._raw.train),), -1)
@@ -42,9 +45,11 @@ class HeldRows:
             self._x = self._raw.encode(select(self._raw.train, held))
 
     def take(self, ids: Tensor) -> tuple[Tensor, Origin | None]:
-        """Copies of rows, and what they were before the encoder, if there is one."""
-        if self._raw is None:
-            return self._x.index_select(0, ids), None  # ``x[ids]`` takes ten times as long
+        """Copies of rows; and what names them to an account, if it is not x: what they were before
+        an encoder, or the fields of a table."""
+        if self._raw is None:  # ``x[ids]`` takes ten times as long
+            named = None if self._records is None else select(self._records, ids)
+            return self._x.index_select(0, ids), named
         return self._x.index_select(0, self._place[ids]), select(self._raw.train, ids)
 
 

@@ -51,6 +51,7 @@ class Arrays(NamedTuple):
     x_test: NDArray[Any]
     y_test: NDArray[np.int64]
     class_names: tuple[str, ...]
+    records: tuple[str, ...] | None = None  # what names training rows to an account; None: x
 
 
 def read_npz(path: Path) -> Arrays:

@@ -180,7 +180,7 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
         )
     with_labels, without = (torch.tensor(ids[k], dtype=torch.long) for k in (True, False))
     needed = (*(ids[True] if labelled else ()), *(ids[False] if unlabelled else ()))
-    rows = HeldRows(dataset.x_train, dataset.unencoded, needed)
+    rows = HeldRows(dataset.x_train, dataset.unencoded, needed, dataset.records)
     mine = others = None
     if labelled:
         x, origin = rows.take(with_labels)

@@ -270,6 +270,26 @@ def test_hidden_labels_change_no_bit_and_given_labels_do(
     assert not same_bits(reference, played(case, given).state)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case.startswith("fedssl") else pytest.mark.slow)
+        for case in CASES
+        if CASES[case][1].get("rows")
+    ],
+)
+def test_hidden_labels_of_rows_that_are_no_images_change_no_bit_either(
+    case: str, tmp_path: Path
+) -> None:
+    rows = rows_of(case)
+    parties = federated_data(dataset=rows)
+    reference = played(case, parties).state
+    for labelled in (False, True):  # the second is the control
+        moved = relabelled(parties, labelled=labelled, rows=rows)
+        other = federated_data(**held_as_in(parties, moved, tmp_path))
+        assert same_bits(reference, played(case, other).state) != labelled
+
+
 # Unusual parties -----------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from accounting import row_registry
 from accounting.errors import LedgerError
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
-from privssl.data.canonical import as_loaded, canonical
+from privssl.data.canonical import as_loaded, as_loaded_of, canonical, contents_of
 from privssl.data.image_folder import read_folder
 from privssl.data.npz import read_rows
 from privssl.experiment import prepare
@@ -130,7 +130,7 @@ def test_one_picture_as_bytes_and_as_floats_gets_no_two_accounts(
         prepare.claim_rows(tmp_path, [], bare(FLOATS))
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "registry").iterdir()}
     # The control: told apart by their bytes, they would get both.
-    monkeypatch.setattr(prepare, "canonical", as_loaded)
+    monkeypatch.setattr(prepare, "contents_of", as_loaded_of)
     prepare.claim_rows(tmp_path, [agent("s1", FLOATS)], [])
 
 
@@ -151,5 +151,5 @@ def test_a_registry_of_version_0_1_refuses_what_it_refused(
     # The control: by the new form alone, the old registry would know none of its rows.
     other = tmp_path / "other"
     row_registry.claim(other, {"s0": as_loaded(half)})
-    monkeypatch.setattr(prepare, "as_loaded", canonical)
+    monkeypatch.setattr(prepare, "as_loaded_of", contents_of)
     prepare.claim_rows(other, [agent("s1", half)], [])

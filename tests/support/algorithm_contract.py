@@ -90,10 +90,10 @@ def rows_of(case: str) -> Dataset:
 # Hidden labels -------------------------------------------------------------------------------
 
 
-def relabelled(parties: FederatedDataset, *, labelled: bool) -> Dataset:
+def relabelled(parties: FederatedDataset, *, labelled: bool, rows: Dataset = TOY) -> Dataset:
     """The toy rows with the labels of some rows moved on by one class, all else as it was."""
     kind = "labelled" if labelled else "unlabelled"
     ids = [i for holding in parties.manifest.agents.values() for i in getattr(holding, kind)]
     y = TOY.y_train.clone()
     y[ids] = (y[ids] + 1) % 10
-    return dataclasses.replace(TOY, y_train=y)
+    return dataclasses.replace(rows, y_train=y)
