@@ -20,7 +20,7 @@ CONFIGS = [
     if "algorithm:" in path.read_text(encoding="utf-8") and path.parent.name != "tables"
 ]  # fmt: skip
 SCHEMA = schema.config_schema()
-KINDS = {
+KINDS: dict[str, Any] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list | tuple,
     "object": dict, "null": type(None),
 }  # fmt: skip
