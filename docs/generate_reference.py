@@ -5,12 +5,10 @@ from the docstring under a field or the comment beside it. Which algorithm accep
 of labels comes from loading a config of each pair.
 """
 
-import ast
 import dataclasses
 import inspect
 import re
 import tempfile
-import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +22,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.core.rows import IMAGE, VECTOR
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
+from privssl.settings.descriptions import descriptions
 from privssl.settings.schema import (
     AgentSettings,
     DataSettings,
@@ -55,22 +54,6 @@ BASELINES = (
     ("server_sl", "fedavg", "fedprox", "fedsem"),
     ("fixmatch", "uda"),
 )
-#: The meaning of keys that every reader of the field knows, where the code has no comment.
-USUAL = {
-    "rounds": "rounds of training",
-    "batch_size": "rows in a batch",
-    "momentum": "of SGD",
-    "generator_width": "scales the channels of G and D",
-    "strong": "augmentation of the view that is trained on",
-    "weak": "augmentation of the view that is labelled, and of labelled rows",
-    "weight_decay": "l2 penalty of SGD",
-    "profile": "defaults of the authors' code, or of the paper",
-    "weight_rate": "rate of the schedule, per round",
-    "filters": "filters of the encoder",
-    "vote_rounds": "rounds from the answers of support agents",
-    "self_training_rounds": "rounds on pseudo-labels after that",
-    "local_steps": "training steps of an agent in a round",
-}
 NAMES = {
     str: "text", int: "integer", float: "number", bool: "true or false",
     Mapping[str, Any]: "keys with values",
@@ -142,36 +125,6 @@ def show(value: Any) -> str:
     return text.strip("'")
 
 
-def descriptions(section: type) -> dict[str, str]:
-    """The description of each field: its docstring, else the comments above and beside it."""
-    found: dict[str, str] = {}
-    for kind in reversed(section.__mro__[:-1]):
-        lines = textwrap.dedent(inspect.getsource(kind)).splitlines()
-        [tree] = ast.parse("\n".join(lines)).body
-        assert isinstance(tree, ast.ClassDef)
-        for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
-            if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
-                continue
-            name = node.target.id
-            match after:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = " ".join(text.split())
-                case _:
-                    text = read_comments(lines, node)
-                    found[name] = text or found.get(name, "")
-    return found
-
-
-def read_comments(lines: list[str], node: ast.AnnAssign) -> str:
-    """The comment lines above a field and the comment at its end, as one sentence."""
-    assert node.end_lineno is not None and node.end_col_offset is not None
-    first, texts = node.lineno - 1, [lines[node.end_lineno - 1][node.end_col_offset :]]
-    while lines[first - 1].lstrip().startswith("#"):
-        first -= 1
-        texts.insert(0, lines[first])
-    return " ".join(" ".join(texts).replace("#", " ").split())
-
-
 def keys(section: type) -> list[Key]:
     """The keys of a section in their order."""
     texts, hints = descriptions(section), typing.get_type_hints(section, include_extras=True)
@@ -184,8 +137,7 @@ def keys(section: type) -> list[Key]:
         if field.default_factory is not dataclasses.MISSING:
             default = "`empty`"
         values = describe_type(hints[field.name])
-        text = texts[field.name] or USUAL.get(field.name, "")
-        found.append(Key(field.name, values, default, text.replace("``", "`")))
+        found.append(Key(field.name, values, default, texts[field.name]))
     return found
 
 
@@ -322,6 +274,9 @@ A config has the sections `run`, `data`, `agents`, `model`, `algorithm` and, for
 `privacy`. The command line overrides the file: `python -m privssl.train CONFIG section.key=value`.
 An unknown key, a wrong type and an impossible combination are errors that name file and line.
 `python -m privssl.train CONFIG --dry-run` prints the complete config of a run.
+
+An editor completes and checks keys after `python -m privssl.schema --output privssl.schema.json`,
+with `# yaml-language-server: $schema=privssl.schema.json` as the first line of the config.
 
 `null` in the column "values" means that the key may be left out. The `algorithm` section:
 [FedSSL, FedSEAL, SemiFL, FedMatch, FedTriNet](config_algorithms.md);

@@ -16,6 +16,7 @@ COMMANDS = {
     "reproduce": "run cells of published tables and keep what was measured",
     "audit": "check the ledger and the privacy claim of a finished run",
     "generate": "write labelled synthetic rows made by the generator of a finished run",
+    "schema": "write a JSON schema of the config, for editors",
     "site": "serve the rows of one site to a coordinator",
     "doctor": "check the installation",
 }
@@ -64,6 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from privssl.generate import main as generate
 
             return generate(rest)
+        case ["schema", *rest]:
+            from privssl.schema import main as schema
+
+            return schema(rest)
         case ["site", *rest]:
             from privssl.site.__main__ import main as site
 

@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "data", type=Path, metavar="DATA",
         help="an NPZ file (x and y, or x_test and y_test), or a folder of folders of classes",
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     return run_command(partial(_evaluate, options), json=options.json, interrupted="Interrupted.")
 

@@ -31,19 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "inputs", nargs="+", type=Path, metavar="INPUT",
         help="picture, folder of pictures, NPZ file (x, x_test or x_unlabelled) or NPY file",
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", type=Path, metavar="FILE.csv", help="write the lines there")
     options = parser.parse_args(argv)
     return run_command(partial(_predict, options), json=True, interrupted="Interrupted.")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add RUN, ``--model`` and ``--json``."""
+    """Add RUN and ``--model``."""
     parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train wrote")
     parser.add_argument(
         "--model", metavar="PACKAGE.MODULE:NAME",
         help="the network, where it was your own: a run folder chooses no code that is imported",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _predict(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:

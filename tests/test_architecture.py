@@ -31,11 +31,15 @@ ORDER = (
     *("errors", "storage", "runtime", "settings", "ops", "core", "models", "training"),
     *("encoders", "data", "reporting", "privacy", "algorithms", "remote", "engines"),
     *("experiment", "runs", "audit", "generation", "compare", "reproduce", "site"),
-    *("installation", "api", "predict", "evaluate", "generate", "train", "doctor"),
+    *("installation", "api", "predict", "evaluate", "generate", "export", "schema", "train"),
+    "doctor",
     *("__main__", "__init__"),
 )
 #: Files that lie in privssl/ itself.
-FLAT = (*("__init__", "__main__", "doctor", "errors", "evaluate", "generate", "predict", "train"),)
+FLAT = (
+    *("__init__", "__main__", "doctor", "errors", "evaluate", "export", "generate", "predict"),
+    *("schema", "train"),
+)
 #: On top of the order. ``evaluation`` holds the true labels of query rows, which nothing that runs
 #: on an agent may see; nor does what runs there read data sets or write results.
 APART = {

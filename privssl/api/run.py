@@ -248,6 +248,38 @@ class Run:
                             f"from 0 to {len(names) - 1}")  # fmt: skip
         return found.astype(np.int64)
 
+    def generate(
+        self,
+        count: int,
+        classes: Sequence[str] | None = None,
+        seed: int = 0,
+        acknowledge_query_rows: bool = False,
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Labelled synthetic rows of the run's generator, equally many of each class.
+
+        Args:
+            count: rows, >= 1.
+            classes: their names; None: all.
+            seed: the same seed gives the same rows.
+            acknowledge_query_rows: needed in a private run, whose claim does not cover the
+                unlabelled rows that the generator learned from.
+
+        Returns:
+            x (count, channels, height, width) in 0..255, and y (count,): places in ``class_names``.
+
+        Raises:
+            privssl.UserError: the run has no generator, or a class or number is none.
+            PrivacyError: the run is private, and what is not covered is not acknowledged.
+        """
+        from privssl.generation.rows import generate_rows
+
+        names = [classes] if isinstance(classes, str) else classes
+        with torch.random.fork_rng(devices=[]):  # networks are made before weights are loaded
+            made = generate_rows(
+                self.folder, count, names, seed, acknowledge_query_rows=acknowledge_query_rows
+            )
+        return made.x, made.y
+
     def audit(self) -> dict[str, Any]:
         """The verdict on the run's claim, with the fields of ``audit --json``."""
         from privssl.audit.__main__ import as_json, audit

@@ -1,4 +1,4 @@
-"""``python -m privssl.compare CONFIG... [--seeds N] [section.key=value ...]``: compare configs.
+"""``python -m privssl.compare CONFIG... [--seeds N] [--vary key=a,b] [section.key=value ...]``.
 
 Every config runs with every seed, one run after another, on the same split of the same data. At
 the end there is one table and one plot. Each run is what ``privssl.train`` makes of the same
@@ -59,6 +59,13 @@ def _parser() -> argparse.ArgumentParser:
         help="number of seeds, from 0 (default 3), or a list: 3,4,5",
     )  # fmt: skip
     parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="section.key=A,B,C",
+        help="run each config with each of these values; given several times, with a grid",
+    )
+    parser.add_argument(
         "--output", type=Path, metavar="DIR",
         help="folder of the table, the plot and all runs (default runs/compare-NAMES)",
     )  # fmt: skip
@@ -92,11 +99,11 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 def _compare(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
     with gc_paused():  # here, so that --help and a typo in the command take no second
-        from privssl.compare import plan, runner, table
+        from privssl.compare import files, paired, plan, runner, table
 
     in_one_thread()
     tune_malloc()
-    loaded = plan.load_configs(options.arguments)
+    loaded = plan.load_configs(options.arguments, options.vary)
     planned = plan.all_runs(loaded, options.seeds, options.output or plan.default_output(loaded))
     output = planned[0].config.folder.parent  # without ~
     differs = plan.different_splits(planned)
@@ -115,9 +122,12 @@ def _compare(options: argparse.Namespace, console: Console, stack: ExitStack) ->
         console.print("Interrupted; nothing is lost. The same command continues.")
         return INTERRUPTED
     rows, runs = runner.rows_of(planned, differs), plan.by_name(planned).items()
-    table.write(output, rows, {name: [run.config.folder for run in of] for name, of in runs})
+    folders = {name: [run.config.folder for run in of] for name, of in runs}
+    files.write(output, rows, folders, plan.varied_values(loaded, options.vary))
     if options.json:
-        results_to_standard_output(json.dumps(table.as_json(rows), indent=2))
+        found = [one.as_json() for one in paired.differences(rows)]
+        whole = {**table.as_json(rows), "paired_differences": found}
+        results_to_standard_output(json.dumps(whole, indent=2))
     runner.report(rows, output, console)
     return 0
 

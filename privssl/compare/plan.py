@@ -2,12 +2,14 @@
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from accounting.errors import AccountingError
+from privssl.compare.vary import Variant, grid
 from privssl.data import split_manifest
 from privssl.errors import ConfigError, RunFolderError, UserError
 from privssl.experiment import config as configs
@@ -47,11 +49,12 @@ class Planned:
         return f"{self.name} seed {self.config.run.seed}"
 
 
-def load_configs(arguments: Sequence[str]) -> list[Config]:
-    """The configs, each with all overrides.
+def load_configs(arguments: Sequence[str], vary: Sequence[str] = ()) -> list[Config]:
+    """The configs, each with all overrides, and each in all variants.
 
     Args:
         arguments: paths of YAML files and ``section.key=value``, in any order.
+        vary: ``section.key=a,b,c``.
 
     Raises:
         ConfigError: with the problems of all of them; or two have one name.
@@ -60,14 +63,16 @@ def load_configs(arguments: Sequence[str]) -> list[Config]:
     overrides = [t for t in arguments if "=" in t and "/" not in t.partition("=")[0]]
     paths = [Path(text) for text in arguments if text not in overrides]
     for key, instead in DECIDED.items():
-        if any(text.startswith(f"{key}=") for text in overrides):
+        if any(text.startswith(f"{key}=") for text in (*overrides, *vary)):
             raise ConfigError(f"{key} cannot be an argument here: {instead}")
+    if any(text.startswith("run.name=") for text in vary):
+        raise ConfigError("--vary run.name would repeat the same runs. Vary another key")
     if not paths:
         raise ConfigError("No config was given: name one YAML file or more")
     loaded, problems = list[Config](), list[str]()
-    for path in paths:
+    for path, variant in itertools.product(paths, grid(vary)):
         try:
-            loaded.append(configs.load_config(path, overrides))
+            loaded.append(_load(path, overrides, variant))
         except ConfigError as problem:
             problems.append(str(problem))
     if problems:
@@ -82,6 +87,34 @@ def load_configs(arguments: Sequence[str]) -> list[Config]:
                 "names the folders of their runs. Give one another run.name in its file"
             )
     return loaded
+
+
+def _load(path: Path, overrides: Sequence[str], variant: Variant) -> Config:
+    config = configs.load_config(path, [*overrides, *variant.overrides])
+    if not variant.name:
+        return config
+    run = dataclasses.replace(config.run, name=config.run.name + variant.name)
+    return dataclasses.replace(config, run=run)
+
+
+def varied_values(loaded: Sequence[Config], vary: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Config -> the keys of ``--vary`` with its values."""
+    keys = [text.partition("=")[0] for text in vary]
+    return {config.run.name: {key: _value(config, key) for key in keys} for config in loaded}
+
+
+def _value(config: Config, key: str) -> Any:
+    section, *names = key.split(".")
+    found = getattr(config, section)
+    for name in names:
+        found = found[name] if isinstance(found, Mapping) else getattr(found, name)
+    return found
+
+
+def title_of(config: Config) -> str:
+    """The file of a config, with its name where that is another, as that of a variant is."""
+    plain = config.run.name == config.source.stem
+    return str(config.source) if plain else f"{config.source} ({config.run.name})"
 
 
 def default_output(loaded: Sequence[Config]) -> Path:
@@ -108,7 +141,7 @@ def all_runs(loaded: Sequence[Config], seeds: Sequence[int], output: Path) -> li
             try:
                 planned.append(_plan_run(whole))
             except (UserError, AccountingError) as problem:
-                raise ConfigError(f"{config.source}, seed {seed}: {problem}") from problem
+                raise ConfigError(f"{title_of(config)}, seed {seed}: {problem}") from problem
     return planned
 
 
@@ -193,10 +226,10 @@ def cannot_share(planned: Sequence[Planned], differs: Mapping[str, Sequence[str]
         values = _differing(named[name][0].config, first)
         told = [f"{key} is {mine}, not {theirs}" for key, (mine, theirs) in values.items()]
         told = told or ["the rows of its data set are others: it was changed between runs"]
-        lines.append(f"  {named[name][0].config.source}: {'; '.join(told)}")
+        lines.append(f"  {title_of(named[name][0].config)}: {'; '.join(told)}")
     return "\n".join(
         [
-            f"These configs cannot have the split of {first.source}, so that their accuracies "
+            f"These configs cannot have the split of {title_of(first)}, so that their accuracies "
             "could not be compared:",
             *lines,
             "Give all the same values (an argument section.key=value counts for all), or "

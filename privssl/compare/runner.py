@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from accounting.errors import AccountingError
 from privssl.compare import plan
 from privssl.compare import table as compare_table
+from privssl.compare.paired import differences, explanation
 from privssl.compare.plan import Planned
 from privssl.errors import ConfigError, DataError, UserError
 from privssl.experiment import config as configs
@@ -131,6 +132,14 @@ def report(rows: Sequence[compare_table.Row], output: Path, console: Console) ->
     _wide(console).print(table)
     for note in compare_table.notes(rows):
         console.print(note, markup=False)
+    found = differences(rows)
+    for one in found:
+        text = f"Difference {one.config} - {one.first}: {one.interval()}, p {one.p_text()}"
+        console.print(text, markup=False)
+    if found:
+        console.print(explanation(found), markup=False)
     console.print(
-        f"The whole table and the plot are in {output}: comparison.md, .csv, .png", markup=False
+        f"The whole table and the plot are in {output}: comparison.md, .csv, .tex, .png, .pdf; "
+        "runs.csv",
+        markup=False,
     )

@@ -9,12 +9,9 @@ import io
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from accounting.budget import round_up
-from privssl.compare.plot import curve, figure
-from privssl.storage import atomic_files
 
 Results: TypeAlias = Mapping[str, Any]  # results.json of a finished run
 
@@ -232,20 +229,25 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(
         [
             *("# Comparison", ""),
-            *(*_table(HEADINGS, [cells(of, rows[0].config) for of in rows]), ""),
+            *(*table_lines(HEADINGS, [cells(of, rows[0].config) for of in rows]), ""),
             *(f"- {note}" for note in notes(rows)),
-            *("", "## Each run", "", *_table(headings, runs), ""),
+            *("", "## Each run", "", *table_lines(headings, runs), ""),
         ]
     )
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table of Markdown."""
     return [f"| {' | '.join(line)} |" for line in (headings, ["---"] * len(headings), *rows)]
 
 
 def csv_text(rows: Sequence[Row]) -> str:
     """A line per config with all digits; what is unknown or does not exist is empty."""
-    lines = [_csv_line(of) for of in rows]
+    return csv_lines([_csv_line(of) for of in rows])
+
+
+def csv_lines(lines: Sequence[Mapping[str, object]]) -> str:
+    """Lines of the same columns, at least one, as CSV."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(lines[0]), lineterminator="\n")
     writer.writeheader()
@@ -304,19 +306,3 @@ def _json_row(of: Row) -> dict[str, Any]:
         },
         "statuses": [run["status"] for run in of.runs],
     }
-
-
-def write(folder: Path, rows: Sequence[Row], runs: Mapping[str, Sequence[Path]]) -> None:
-    """Write comparison.md, comparison.csv and comparison.png, each whole or not at all.
-
-    Args:
-        runs: config -> its run folders.
-
-    Raises:
-        RunFolderError: a file cannot be written, or the metrics of a run cannot be read.
-    """
-    for name, text in (("comparison.md", markdown(rows)), ("comparison.csv", csv_text(rows))):
-        atomic_files.write(folder / name, text)
-    picture = io.BytesIO()
-    figure({name: [curve(run) for run in of] for name, of in runs.items()}).savefig(picture)
-    atomic_files.write(folder / "comparison.png", picture.getvalue())

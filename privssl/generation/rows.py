@@ -73,7 +73,8 @@ def generate_rows(
     if card is not None and not acknowledge_query_rows:
         raise PrivacyError(
             f"{folder} is a private run, and its claim does not cover what this would give out. "
-            f"{NOT_PROTECTED} If the owners of these rows agree, give --acknowledge-query-rows"
+            f"{NOT_PROTECTED} If the owners of these rows agree, give --acknowledge-query-rows "
+            "(in Python acknowledge_query_rows=True)"
         )
     shape = tuple(results["rows"]["shape"])
     algorithm = ALGORITHMS[config.algorithm.name](

@@ -19,8 +19,8 @@ def test_a_command_gets_its_arguments_and_its_status_is_returned(
         seen.append(list(arguments))
         return 3
 
-    flat = command in ("train", "predict", "evaluate", "generate", "doctor")
-    module = f"privssl.{command}" if flat else f"privssl.{command}.__main__"
+    packages = ("compare", "reproduce", "audit", "site")
+    module = f"privssl.{command}.__main__" if command in packages else f"privssl.{command}"
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(main=stand_in))
     assert main([command, "x.yaml", "--flag"]) == 3
     assert seen == [["x.yaml", "--flag"]]

@@ -84,6 +84,8 @@ COMMANDS = (
     "privssl.audit.__main__",
     "privssl.site.__main__",
     "privssl.doctor",
+    "privssl.schema",
+    "privssl.export",
 )
 ASKED = """
 import io, sys

@@ -733,7 +733,7 @@ def test_a_run_that_lost_its_course_is_told_and_the_table_is_there(copy: Place, 
 
     assert_refused(copy.compare("--quiet"), "bound-1", "its course cannot be read")
     names = {path.name for path in copy.output.glob("comparison.*")}
-    assert names == {"comparison.md", "comparison.csv"}
+    assert names == {"comparison.md", "comparison.csv", "comparison.tex"}
 
 
 def test_the_plot_is_a_picture_that_opens(whole: Place) -> None:

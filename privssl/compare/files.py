@@ -1,0 +1,85 @@
+"""The files of a comparison: Markdown, CSV, LaTeX, and the plot as PNG and PDF."""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+from privssl.compare.latex import latex
+from privssl.compare.paired import Difference, differences, explanation
+from privssl.compare.plot import curve, figure
+from privssl.compare.table import Row, csv_lines, csv_text, markdown, table_lines
+from privssl.storage import atomic_files
+
+FILES = ("comparison.md", "comparison.csv", "runs.csv", "comparison.tex")
+
+
+def write(
+    folder: Path,
+    rows: Sequence[Row],
+    runs: Mapping[str, Sequence[Path]],
+    varied: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Write all files, each whole or not at all, the plot last.
+
+    Args:
+        runs: config -> its run folders.
+        varied: config -> the keys of ``--vary`` with its values.
+
+    Raises:
+        RunFolderError: a file cannot be written, or the metrics of a run cannot be read.
+    """
+    found = differences(rows)
+    texts = (
+        "\n".join([markdown(rows), *paired_section(found)]),
+        csv_text(rows), runs_text(rows, varied), latex(rows, found),
+    )  # fmt: skip
+    for name, text in zip(FILES, texts, strict=True):
+        atomic_files.write(folder / name, text)
+    drawing = figure({name: [curve(run) for run in of] for name, of in runs.items()})
+    for kind in ("png", "pdf"):
+        picture = io.BytesIO()
+        # Letters as outlines that publishers accept.
+        with mpl.rc_context({"pdf.fonttype": 42}):
+            drawing.savefig(picture, format=kind)
+        atomic_files.write(folder / f"comparison.{kind}", picture.getvalue())
+
+
+def paired_section(found: Sequence[Difference]) -> list[str]:
+    """The lines of the Markdown table of differences; none without one."""
+    if not found:
+        return []
+    lines = [(one.config, one.interval(), one.p_text()) for one in found]
+    headings = ("config", f"difference from {found[0].first} [95% interval]", "p")
+    return [
+        "## Paired differences",
+        "",
+        *table_lines(headings, lines),
+        "",
+        f"- {explanation(found)}",
+        "",
+    ]
+
+
+def runs_text(rows: Sequence[Row], varied: Mapping[str, Mapping[str, Any]]) -> str:
+    """A CSV line per run with all digits, and a column for each varied key."""
+    return csv_lines(
+        [
+            {
+                **{"config": of.config, "seed": run["seed"]},
+                **varied.get(of.config, {}),
+                **{key: run[key] for key in ("algorithm", "dataset", "labels", "rounds", "status")},
+                "final_test_accuracy": run["test_accuracy"]["final"],
+                "best_on_test_rows": run["test_accuracy"]["best"],
+                "seconds": run["seconds"]["total"],
+                **{f"bytes_{way}": run["bytes"][way] for way in ("up", "down")},
+                "epsilon": (run["privacy"]["guarantee"] or {}).get("epsilon"),
+                "nominal_epsilon": run["privacy"]["nominal_epsilon"],
+                "split_hash": run["split_hash"],
+            }
+            for of in rows
+            for run in of.runs
+        ]
+    )

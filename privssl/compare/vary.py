@@ -1,0 +1,63 @@
+"""``--vary section.key=a,b,c``: the variants of a config, one for each point of the grid."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from privssl.errors import ConfigError
+
+SEPARATOR = re.compile(r",(?![^\[{]*[\]}])")  # a comma that is not inside [F, G] or {a: 1, b: 2}
+NO_FOLDER = re.compile(r"[/\\:*?\"<>|\s]+")  # what the name of a run cannot have
+MOST = 200  # variants of a config
+
+
+class Variant(NamedTuple):
+    """One point of the grid."""
+
+    name: str  # what it adds to the name of a config, for example ",alpha=0.1"
+    overrides: tuple[str, ...]  # section.key=value
+
+
+def grid(vary: Sequence[str]) -> list[Variant]:
+    """The variants, the last key changing fastest; without keys, one that changes nothing.
+
+    Args:
+        vary: ``section.key=a,b,c``, of different keys.
+
+    Raises:
+        ConfigError: one is not of this form, a key or a value is given twice, or there are too
+            many variants.
+
+    >>> [variant.name for variant in grid(["data.alpha=0.1,1", "privacy.protect=[F],[F, G]"])][:3]
+    [',alpha=0.1,protect=[F]', ',alpha=0.1,protect=[F,G]', ',alpha=1,protect=[F]']
+    """
+    keys, choices = list[str](), list[list[str]]()
+    for text in vary:
+        key, equals, rest = text.partition("=")
+        values = [value.strip() for value in SEPARATOR.split(rest)]
+        if not equals or not re.fullmatch(r"\w+\.\w+(\.\w+)*", key) or "" in values:
+            raise ConfigError(f"--vary {text!r}: write section.key=a,b,c")
+        if key in keys:
+            raise ConfigError(f"--vary {key} is given twice: write all its values after one")
+        if len(set(values)) < len(values):
+            raise ConfigError(f"--vary {text!r}: give each value once")
+        keys.append(key)
+        choices.append(values)
+    points = list(itertools.islice(itertools.product(*choices), MOST + 1))
+    if len(points) > MOST:
+        raise ConfigError(f"--vary: more than {MOST} variants. Give fewer values")
+    last = [key.rpartition(".")[2] for key in keys]
+    titles = [name if last.count(name) == 1 else key for name, key in zip(last, keys, strict=True)]
+    return [_variant(keys, titles, point) for point in points]
+
+
+def _variant(keys: Sequence[str], titles: Sequence[str], point: Sequence[str]) -> Variant:
+    name = "".join(f",{title}={_plain(value)}" for title, value in zip(titles, point, strict=True))
+    return Variant(name, tuple(f"{key}={value}" for key, value in zip(keys, point, strict=True)))
+
+
+def _plain(value: str) -> str:
+    """A value as a part of a folder's name."""
+    close = re.sub(r"\s*([,\[\]{}])\s*", r"\1", value.replace(": ", "="))
+    return NO_FOLDER.sub("-", close).strip(".")

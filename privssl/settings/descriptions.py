@@ -1,0 +1,52 @@
+"""What each key of a section means, read from the code that defines it."""
+
+import ast
+import inspect
+import textwrap
+
+#: The meaning of keys that every reader of the field knows, where the code has no comment.
+USUAL = {
+    "rounds": "rounds of training",
+    "batch_size": "rows in a batch",
+    "momentum": "of SGD",
+    "generator_width": "scales the channels of G and D",
+    "strong": "augmentation of the view that is trained on",
+    "weak": "augmentation of the view that is labelled, and of labelled rows",
+    "weight_decay": "l2 penalty of SGD",
+    "profile": "defaults of the authors' code, or of the paper",
+    "weight_rate": "rate of the schedule, per round",
+    "filters": "filters of the encoder",
+    "vote_rounds": "rounds from the answers of support agents",
+    "self_training_rounds": "rounds on pseudo-labels after that",
+    "local_steps": "training steps of an agent in a round",
+}
+
+
+def descriptions(section: type) -> dict[str, str]:
+    """The description of each field of a dataclass: its docstring, else the comments above and
+    beside it, else that of ``USUAL``, else an empty text."""
+    found: dict[str, str] = {}
+    for kind in reversed(section.__mro__[:-1]):
+        lines = textwrap.dedent(inspect.getsource(kind)).splitlines()
+        [tree] = ast.parse("\n".join(lines)).body
+        assert isinstance(tree, ast.ClassDef)
+        for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+            if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+                continue
+            name = node.target.id
+            match after:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
+                case _:
+                    found[name] = _comments(lines, node) or found.get(name, "")
+    return {name: (text or USUAL.get(name, "")).replace("``", "`") for name, text in found.items()}
+
+
+def _comments(lines: list[str], node: ast.AnnAssign) -> str:
+    """The comment lines above a field and the comment at its end, as one sentence."""
+    assert node.end_lineno is not None and node.end_col_offset is not None
+    first, texts = node.lineno - 1, [lines[node.end_lineno - 1][node.end_col_offset :]]
+    while lines[first - 1].lstrip().startswith("#"):
+        first -= 1
+        texts.insert(0, lines[first])
+    return " ".join(" ".join(texts).replace("#", " ").split())

@@ -1,0 +1,173 @@
+"""``privssl schema``: editors accept what privssl accepts, and mark what it refuses."""
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from privssl import schema
+from privssl.algorithms import ALGORITHMS
+from privssl.experiment.config import load_config, to_yaml
+from privssl.settings.yaml_reader import ExponentText, read_document
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = [
+    path for path in sorted((ROOT / "configs").rglob("*.yaml"))
+    if "algorithm:" in path.read_text(encoding="utf-8") and path.parent.name != "tables"
+]  # fmt: skip
+SCHEMA = schema.config_schema()
+KINDS: dict[str, Any] = {
+    "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list | tuple,
+    "object": dict, "null": type(None),
+}  # fmt: skip
+#: Words that refuse nothing.
+TEXTS = {"$schema", "title", "description", "default", "definitions"}
+BOUNDS = {
+    "minimum": lambda value, limit: value >= limit,
+    "maximum": lambda value, limit: value <= limit,
+    "exclusiveMinimum": lambda value, limit: value > limit,
+    "exclusiveMaximum": lambda value, limit: value < limit,
+}
+
+
+def problems(value: Any, rule: Mapping[str, Any], at: str = "") -> Iterator[str]:
+    """What draft 7 of JSON schema finds wrong with a value, for the words that are used here."""
+    assert "$ref" not in rule or len(rule) == 1, "draft 7 ignores what stands beside a $ref"
+    keys = rule.get("properties", {})
+    for word, limit in rule.items():
+        match word:
+            case "type":
+                names = [limit] if isinstance(limit, str) else limit
+                fits = any(isinstance(value, KINDS[name]) for name in names)
+                if not fits or (isinstance(value, bool) and "boolean" not in names):
+                    yield f"{at} is no {limit}"
+            case "enum" | "const":
+                if value not in (limit if word == "enum" else [limit]):
+                    yield f"{at} is not {limit}"
+            case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
+                if isinstance(value, int | float) and not BOUNDS[word](value, limit):
+                    yield f"{at} {word} {limit}"
+            case "pattern":
+                if isinstance(value, str) and not re.search(limit, value):
+                    yield f"{at} has not the form {limit}"
+            case "properties" if isinstance(value, dict):
+                for name in value.keys() & limit.keys():
+                    yield from problems(value[name], limit[name], f"{at}.{name}")
+            case "additionalProperties" if isinstance(value, dict) and limit is False:
+                yield from (f"{at}.{name} is unknown" for name in sorted(value.keys() - keys))
+            case "required" if isinstance(value, dict):
+                yield from (f"{at}.{name} is missing" for name in limit if name not in value)
+            case "items" if isinstance(value, list | tuple):
+                for place, item in enumerate(value):
+                    yield from problems(item, limit, f"{at}.{place}")
+            case "anyOf":
+                if all(list(problems(value, one)) for one in limit):
+                    yield f"{at} is none of what is allowed"
+            case "allOf":
+                for one in limit:
+                    yield from problems(value, one, at)
+            case "if":
+                if not list(problems(value, limit)):
+                    yield from problems(value, rule["then"], at)
+            case "$ref":
+                yield from problems(value, SCHEMA["definitions"][limit.split("/")[-1]], at)
+            case "properties" | "additionalProperties" | "required" | "items" | "then":
+                pass
+            case _:
+                assert word in TEXTS, f"this test does not know the word {word}"
+
+
+def plain(value: Any) -> Any:
+    """A document as an editor reads it, in which 1e-3 is a number."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return float(value) if isinstance(value, ExponentText) else value
+
+
+def document(path: Path) -> Any:
+    return plain(read_document(path.read_text(encoding="utf-8")).value)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_config_is_accepted(path: Path) -> None:
+    assert list(problems(document(path), SCHEMA)) == []
+
+
+def test_every_method_is_met_among_shipped_configs() -> None:
+    methods = {document(path)["algorithm"]["name"] for path in CONFIGS}
+    assert len(CONFIGS) > 30 and methods == set(ALGORITHMS)
+
+
+def test_a_config_that_a_run_wrote_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(load_config(ROOT / "configs" / "fedssl_dp.yaml")))
+    assert list(problems(document(path), SCHEMA)) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "said"),
+    [
+        ("algorithm", "roundz", 3, ".algorithm.roundz is unknown"),
+        ("algorithm", "rounds", "three", ".algorithm.rounds is no integer"),
+        ("algorithm", "rounds", 0, ".algorithm.rounds minimum 1"),
+        ("algorithm", "rounds", True, ".algorithm.rounds is no integer"),
+        ("algorithm", "name", "fedsll", ".algorithm.name is not"),
+        ("algorithm", "client_epochs", 2, ".algorithm.client_epochs is unknown"),  # of FedSEAL
+        ("privacy", "epsilom", 2, ".privacy.epsilom is unknown"),
+        ("privacy", "protect", ["H"], ".privacy.protect.0 is not"),
+        ("privacy", "momentum", 1, ".privacy.momentum exclusiveMaximum 1"),
+        ("model", "name", "smal_cnn", ".model.name is none of"),
+        ("data", "partition", "idd", ".data.partition is not"),
+        ("runn", "seed", 0, ".runn is unknown"),
+    ],
+)
+def test_a_mistake_is_marked_at_its_key(section: str, key: str, value: Any, said: str) -> None:
+    config = copy.deepcopy(document(ROOT / "configs" / "fedssl_dp.yaml"))
+    assert list(problems(config, SCHEMA)) == []
+    config.setdefault(section, {})[key] = value
+    [problem] = problems(config, SCHEMA)
+    assert problem.startswith(said)
+
+
+def test_what_must_be_there_is_asked_for_and_what_may_be_empty_is_not() -> None:
+    assert list(problems({}, SCHEMA)) == [".algorithm is missing"]
+    assert list(problems({"algorithm": {}}, SCHEMA)) == [".algorithm.name is missing"]
+    fine = {"algorithm": {"name": "fedavg"}, "run": None, "privacy": None}
+    assert list(problems(fine, SCHEMA)) == []
+    assert list(problems(fine | {"privacy": {}}, SCHEMA)) == [".privacy.epsilon is missing"]
+    own = fine | {"model": {"name": "package.module:Net", "options": {"depth": 3}}}
+    assert list(problems(own, SCHEMA)) == []
+
+
+def test_every_key_says_what_it_means() -> None:
+    sections = {**SCHEMA["properties"], **SCHEMA["definitions"]}
+    silent = [
+        f"{section}.{key}"
+        for section, rule in sections.items()
+        for key, item in rule["properties"].items()
+        if not item.get("description") and key != "name"
+    ]
+    assert silent == []
+
+
+def test_the_command_prints_the_schema_or_writes_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert schema.main([]) == 0
+    assert json.loads(capfd.readouterr().out) == SCHEMA
+    path = tmp_path / "privssl.schema.json"
+    for _ in range(2):  # another version may be written over it
+        assert schema.main(["--output", str(path)]) == 0
+        assert "# yaml-language-server: $schema=privssl.schema.json" in capfd.readouterr().err
+    assert json.loads(path.read_text()) == SCHEMA
+    (tmp_path / "mine.yaml").write_text("algorithm: {name: fedssl}\n")
+    assert schema.main(["--output", str(tmp_path / "mine.yaml")]) == 2
+    assert "exists and is no JSON schema" in capfd.readouterr().err
+    assert (tmp_path / "mine.yaml").read_text() == "algorithm: {name: fedssl}\n"
+    assert schema.main(["--output", str(tmp_path / "no" / "folder.json")]) == 2

@@ -1,0 +1,236 @@
+"""``privssl compare --vary``, paired differences, and the files for a paper."""
+
+import contextlib
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from privssl.compare import __main__ as compare
+from privssl.compare import files, latex, paired, plan, vary
+from privssl.compare import table as compare_table
+from privssl.errors import ConfigError
+from tests.support.command_line import Outcome, assert_refused
+
+CONFIG = """\
+data: {name: toy, labelled: 40, unlabelled: 80}
+agents: {support: 2, query: 2}
+model: {name: small_cnn, width: 4}
+algorithm: {name: pseudo, rounds: 1, local_steps: 1, batch_size: 8}
+run: {images_every: 100, workers: 1}
+"""
+
+
+def command(*arguments: object) -> Outcome:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = compare.main([str(argument) for argument in arguments])
+    return Outcome(status, out.getvalue(), err.getvalue())
+
+
+def row(name: str, accuracies: Sequence[float], splits: Sequence[str] = (), **more: Any) -> Any:
+    runs = [
+        {
+            "algorithm": "pseudo", "dataset": "toy", "labels": 40, "rounds": 3, "seed": seed,
+            "status": "finished", "test_accuracy": {"final": value, "best": value},
+            "seconds": {"total": 1.0}, "bytes": {"up": 1, "down": 2}, "versions": {},
+            "privacy": {"guarantee": None, "nominal_epsilon": None},
+            "split_hash": splits[seed] if splits else f"split {seed}",
+        }
+        for seed, value in enumerate(accuracies)
+    ]  # fmt: skip
+    return compare_table.row(name, runs, None, **more)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """The folder of a sweep over two keys, two seeds each, and what the command said."""
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "base.yaml").write_text(CONFIG)
+    outcome = command(
+        folder / "base.yaml", "--vary", "algorithm.learning_rate=1e-3,0.1",
+        "--vary", "model.norm=group,none", "--seeds", 2, "--output", folder / "out", "--json",
+        "--quiet",
+    )  # fmt: skip
+    assert outcome.status == 0, outcome
+    return folder / "out", outcome
+
+
+NAMES = [f"base,learning_rate={rate},norm={norm}" for rate in ("1e-3", "0.1")
+         for norm in ("group", "none")]  # fmt: skip
+
+
+def test_each_point_of_the_grid_is_a_row_named_by_its_values(swept: tuple[Path, Outcome]) -> None:
+    folder, outcome = swept
+    assert [of["config"] for of in json.loads(outcome.out)["rows"]] == NAMES
+    for name in NAMES:
+        text = (folder / f"{name}-1" / "config.yaml").read_text()
+        assert f"norm: {name.rpartition('=')[2]}" in text
+        assert ("learning_rate: 0.001" in text) == ("1e-3" in name)
+
+
+def test_a_csv_has_a_line_for_each_run_with_the_values_that_were_varied(
+    swept: tuple[Path, Outcome],
+) -> None:
+    folder, _ = swept
+    with (folder / "runs.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["config"], line["seed"]) for line in lines] == [
+        (name, seed) for name in NAMES for seed in "01"
+    ]
+    for line in lines:
+        results = json.loads((folder / f"{line['config']}-{line['seed']}/results.json").read_text())
+        assert float(line["final_test_accuracy"]) == results["test_accuracy"]["final"]
+        assert line["split_hash"] == results["split_hash"]
+        assert f"norm={line['model.norm']}" in line["config"]
+        assert float(line["algorithm.learning_rate"]) == (
+            0.001 if "1e-3" in line["config"] else 0.1
+        )
+
+
+def test_a_paper_gets_latex_and_a_figure_in_vectors(swept: tuple[Path, Outcome]) -> None:
+    folder, _ = swept
+    text = (folder / "comparison.tex").read_text()
+    body = [line for line in text.splitlines() if not line.startswith("%")]
+    lines = [line for line in body if line.endswith(r"\\")]
+    assert (body[0][:15], body[-1]) == (r"\begin{tabular}", r"\end{tabular}")
+    columns = body[0].removeprefix(r"\begin{tabular}{").removesuffix("}")
+    assert {line.count(" & ") + 1 for line in lines} == {len(columns)}
+    assert [line.partition(" & ")[0] for line in lines[1:]] == [
+        name.replace("_", r"\_") for name in NAMES
+    ]
+    assert "Best is" in text and "best" not in lines[0]  # chosen on test rows: no result
+    picture = (folder / "comparison.pdf").read_bytes()
+    assert picture.startswith(b"%PDF") and b"/Type3" not in picture
+    assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_latex_would_read_as_a_command_is_escaped() -> None:
+    odd = r"a_b%c&d#e$f{g}h~i^j\k"
+    text = latex.latex([row(odd, [0.5]), row("b\n\\input{x}", [0.5])], [])
+    expected = r"a\_b\%c\&d\#e\$f\{g\}h\textasciitilde{}i\textasciicircum{}j\textbackslash{}k"
+    assert expected in text and odd not in text
+    assert r"\input" not in text
+
+
+def test_differences_of_a_sweep_are_those_of_its_results(swept: tuple[Path, Outcome]) -> None:
+    folder, outcome = swept
+    whole = json.loads(outcome.out)
+    finals = [np.array(of["final_test_accuracy"]["values"]) for of in whole["rows"]]
+    found = whole["paired_differences"]
+    assert [one["config"] for one in found] == NAMES[1:]
+    for one, values in zip(found, finals[1:], strict=True):
+        assert one["minus"] == NAMES[0]
+        assert one["values"] == (values - finals[0]).tolist()
+    text = (folder / "comparison.md").read_text()
+    assert "## Paired differences" in text and "There are 3 tests" in text
+
+
+# The statistics ---------------------------------------------------------------------------------
+
+
+def test_interval_and_p_are_those_of_scipys_paired_t_test() -> None:
+    ours, bound = [0.81, 0.84, 0.79, 0.90, 0.86], [0.80, 0.81, 0.80, 0.85, 0.83]
+    [one] = paired.differences([row("bound", bound), row("ours", ours)])
+    test = stats.ttest_rel(ours, bound)
+    interval = test.confidence_interval(0.95)
+    assert one.mean == pytest.approx(0.022)
+    assert (one.low, one.high) == pytest.approx((interval.low, interval.high))
+    assert one.p_value == pytest.approx(test.pvalue)
+    # The control: rows that are not paired have another p value.
+    assert one.p_value != pytest.approx(stats.ttest_ind(ours, bound).pvalue)
+
+
+def test_the_interval_covers_the_true_difference_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    luck = rng.normal(0, 0.3, (2000, 4))  # of a split; cancels
+    values = luck + rng.normal(0.1, 0.05, (2000, 4)) - luck
+    found = [paired.difference("a", "b", of.tolist()) for of in values]
+    covered = np.mean([one.low <= 0.1 <= one.high for one in found])
+    assert covered == pytest.approx(0.95, abs=0.015)  # 3 standard errors
+    # The control: an interval from the normal law would be too short for four seeds.
+    short = [abs(one.mean - 0.1) <= 1.96 * np.std(one.values, ddof=1) / 2 for one in found]
+    assert np.mean(short) < 0.90
+
+
+def test_equal_results_have_a_difference_of_nothing_and_no_p_value() -> None:
+    [one] = paired.differences([row("a", [0.1, 0.2, 0.3]), row("b", [0.1, 0.2, 0.3])])
+    assert (one.mean, one.low, one.high, one.p_value) == (0, 0, 0, None)
+    assert one.p_text() == "none" and json.dumps(one.as_json())
+    [shifted] = paired.differences([row("a", [0.1, 0.2, 0.3]), row("b", [0.2, 0.3, 0.4])])
+    assert shifted.p_value is None and math.isclose(shifted.low, 0.1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        row("b", [0.2, 0.3], ["split 0", "another"]),
+        row("b", [0.2, 0.3], differs=["data.alpha"]),
+    ],
+)
+def test_other_splits_are_not_paired(other: Any) -> None:
+    first = row("a", [0.1, 0.2])
+    assert paired.differences([first, other]) == []
+    assert len(paired.differences([first, other, row("c", [0.2, 0.3])])) == 1  # the control
+    assert "Paired" not in "".join(files.paired_section(paired.differences([first, other])))
+
+
+def test_one_seed_has_no_difference_with_an_interval() -> None:
+    assert paired.differences([row("a", [0.1]), row("b", [0.2])]) == []
+
+
+# Mistakes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["algorithm.rounds"], "write section.key=a,b,c"),
+        (["rounds=1,2"], "write section.key=a,b,c"),
+        (["algorithm.rounds=1,,2"], "write section.key=a,b,c"),
+        (["algorithm.rounds=1,2,1"], "give each value once"),
+        (["algorithm.rounds=1,2", "algorithm.rounds=3"], "is given twice"),
+        (["run.seed=1,2"], "use --seeds"),
+        (["run.name=a,b"], "--vary run.name"),
+        (["run.output=a,b"], "use --output"),
+        (["algorithm.roundz=1,2"], "Did you mean rounds?"),
+        (["algorithm.rounds=1,0"], "algorithm.rounds"),
+        ([f"algorithm.rounds={','.join(map(str, range(1, 202)))}"], "more than 200 variants"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_runs(
+    given: list[str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "base.yaml").write_text(CONFIG)
+    flags = [text for value in given for text in ("--vary", value)]
+    outcome = command(tmp_path / "base.yaml", *flags, "--output", tmp_path / "out")
+    assert_refused(outcome, said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_key_that_changes_the_split_is_named_with_the_variant(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(CONFIG)
+    outcome = command(
+        tmp_path / "base.yaml", "--vary", "data.labelled=40,50", "--output", tmp_path / "out"
+    )
+    assert_refused(outcome, "(base,labelled=50): data.labelled is 50, not 40")
+
+
+def test_names_are_folders_on_every_system_and_lists_stay_whole(tmp_path: Path) -> None:
+    found = vary.grid(["model.name=torchvision:resnet18,a.b:C", "privacy.protect=[F],[F, G]"])
+    assert [variant.overrides[1] for variant in found[:2]] == [
+        "privacy.protect=[F]", "privacy.protect=[F, G]",
+    ]  # fmt: skip
+    assert found[0].name == ",name=torchvision-resnet18,protect=[F]"
+    both = vary.grid(["data.alpha=1", "algorithm.alpha=2"])
+    assert both[0].name == ",data.alpha=1,algorithm.alpha=2"
+    (tmp_path / "base.yaml").write_text(CONFIG)
+    with pytest.raises(ConfigError, match="both have the name"):  # which differ in spaces alone
+        plan.load_configs([str(tmp_path / "base.yaml")], ["model.options={},{ }"])
