@@ -231,6 +231,8 @@ class DataSettings:
         for key, usual in (("label", "label"), ("text", ""), ("columns", "")):
             if getattr(self, key) != usual and self.name != "csv":
                 yield Problem(key, "has no effect: it belongs to csv")
+        if self.text and self.text == self.label:
+            yield Problem("text", f"{self.text} is data.label: rows would contain their labels")
         if self.text and self.columns:
             yield Problem("columns", "has no effect on texts (data.text)")
         if (self.text or self.name == "sent140") and not self.encoder:
