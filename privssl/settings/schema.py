@@ -147,7 +147,7 @@ class DataSettings:
     root: str = ""
     """Folder of the data; `npz`: the file. Empty: $PRIVSSL_DATA, else ~/.cache/privssl/data."""
     checksum: str = ""
-    """SHA-256 of the rows of `arrays`. A run writes it, and other rows are refused."""
+    """SHA-256 of the rows of `arrays`. A run without privacy writes it; other rows are refused."""
     labels: Literal["support", "labels-at-server", "labels-at-client"] = "support"
     """Who holds labels: support agents, the server, or agents that hold both kinds of rows."""
     labelled: Positive = 100
