@@ -78,7 +78,7 @@ class Experiment:
             more["run.output"] = str(output)
         config = _load(self.source, (*self.overrides, *_as_arguments(more)), self.text)
         source = None if isinstance(model, str) else model
-        return _train(_with_rows(config, data), data, source, folder, progress)
+        return _train(_with_rows(config, data, folder), data, source, folder, progress)
 
 
 def load(config: str | Path | Sections, overrides: Overrides | None = None) -> Experiment:
@@ -150,8 +150,12 @@ def _as_yaml(key: str, value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _with_rows(config: Config, data: Dataset | None) -> Config:
-    """The config with the checksum of rows in memory, which must be the one that it has already."""
+def _with_rows(config: Config, data: Dataset | None, folder: Path | None) -> Config:
+    """The config with the checksum of rows in memory, which must be the one that it has already.
+
+    A new private run has none: the checksum has no key, so whoever has all but one row and this
+    could try rows until it matches, and an audit needs config.yaml. On resume split.json has it.
+    """
     if data is None:
         return config
     known = config.data.checksum
@@ -166,7 +170,9 @@ def _with_rows(config: Config, data: Dataset | None) -> Config:
             "Dataset.federated writes the number of labelled rows to config.yaml, and "
             "privacy.record_counts is private. Give Dataset.from_arrays and data.split instead"
         )
-    rows = dataclasses.replace(config.data, checksum=data.checksum)
+    begun = "" if folder is None else known
+    checksum = data.checksum if privacy is None else begun
+    rows = dataclasses.replace(config.data, checksum=checksum)
     return dataclasses.replace(config, data=rows)
 
 

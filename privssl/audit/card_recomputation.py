@@ -62,6 +62,7 @@ def card_problems(
             scope=card["scope"], delta=card["delta"], releases=_stated_releases(card),
             algorithm=card["algorithm"], dataset=card["dataset"],
             task=card["task"], encoder=card.get("encoder"),
+            network=card.get("network"),
             this_run=card["this_run"], planned=card["planned_visits"],
             former=card["former_ledgers"], ledger_problems=card["ledger_problems"],
             weights=card.get("weights"), clip_norm=card.get("clip_norm"),

@@ -19,6 +19,7 @@ from privssl.audit.run_files import Findings, LedgerRecord, RunFiles
 from privssl.data.split import holders
 from privssl.errors import UserError
 from privssl.experiment.config import Config
+from privssl.privacy.card_schema import PrivacyCard
 from privssl.privacy.plan import Plan
 from privssl.privacy.privacy_card import render_markdown
 
@@ -136,11 +137,24 @@ def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findin
         )
     elif card["planned_visits"] is None and files.ended:
         found.problems.append(f"the run has ended, but its card does not plan {plan.visits} visits")
+    found.problems += _public_part_differences(config, card)
     clip_norm = card.get("clip_norm")
     if clip_norm not in (None, config.privacy.clip_norm):
         found.problems.append(
             f"config.yaml says clip_norm {config.privacy.clip_norm:g}, the card {clip_norm:g}"
         )
+
+
+def _public_part_differences(config: Config, card: PrivacyCard) -> Iterator[str]:
+    """Where the card keeps quiet of what the claim takes as public, or tells of another."""
+    encoder, network, model = card.get("encoder"), card.get("network"), config.model
+    if (encoder["name"] if encoder else "") != config.data.encoder:
+        yield f"config.yaml has the encoder {config.data.encoder or 'none'}, the card another"
+    outside = model.name if ":" in model.name or model.weights else ""
+    if (network["name"] if network else "") != outside:
+        yield f"config.yaml has the network {model.name}, which the card does not say"
+    elif network and bool(network["weights"]) != bool(model.weights):
+        yield "config.yaml and the card differ in whether the network has initial weights"
 
 
 def _plan_of(config: Config) -> tuple[Plan, float | None]:

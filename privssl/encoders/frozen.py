@@ -172,7 +172,7 @@ class _Cache:
     def write(self, names: Sequence[bytes], features: Tensor) -> None:
         """Add a block. Without room on the disk the features are used, and not kept."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(0o700, parents=True, exist_ok=True)  # names tell of rows
             tensors = {
                 "rows": torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8).view(
                     -1, 16

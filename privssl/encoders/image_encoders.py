@@ -97,6 +97,8 @@ def _untrained(name: str, prefix: str, network: str) -> nn.Module:
             raise DataError(
                 f"data.encoder {name} needs the package timm: pip install timm"
             ) from None
+        if not timm.is_model(network):  # other names read folders, or a hub
+            raise DataError(f"data.encoder is {name}, which timm does not have. Give another name")
         try:
             found: nn.Module = timm.create_model(network, pretrained=False, num_classes=0)
         except RuntimeError as error:

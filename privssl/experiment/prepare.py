@@ -32,7 +32,7 @@ from privssl.data.datasets import Dataset
 from privssl.engines import batched, process_pool
 from privssl.errors import ConfigError, PrivacyError
 from privssl.experiment.config import Config
-from privssl.experiment.row_checks import refuse_other_rows
+from privssl.experiment.row_checks import refuse_classes_of_labels_alone, refuse_other_rows
 from privssl.models.own_networks import NetworkSource, check_network, describe_exchange
 from privssl.privacy.independence import refuse_memory
 from privssl.privacy.plan import Plan
@@ -52,6 +52,7 @@ class Prepared:
     account_plans: Mapping[str, AccountPlan]  # of each agent with labels; empty when not private
     device: torch.device
     roster: tuple[AgentRef, ...]  # every agent; where they are sites, their rows are not here
+    network: models.PublicPart | None  # of the classifier, for the privacy card
 
     @property
     def labelled_agents(self) -> tuple[Agent, ...]:
@@ -122,6 +123,7 @@ def prepare(
     federated_data = _federated_data(config, dataset)
     dataset, kind = federated_data.dataset, ALGORITHMS[config.algorithm.name]
     refuse_other_rows(config, dataset.shape)
+    refuse_classes_of_labels_alone(config, dataset)
     task = task_of(config, dataset.classes, dataset.shape, network)
     if ":" in config.model.name:
         check_network(config.model.name, task.new_classifier, task.shape, task.classes)
@@ -150,7 +152,8 @@ def prepare(
         changed = describe_exchange(config.model, task.shape, task.classes, network)
         said += () if changed is None else (changed,)
     config = dataclasses.replace(config, warnings=said)
-    return Prepared(config, federated_data, algorithm, plan, promises, device, roster)
+    public = models.public_part(config.model)
+    return Prepared(config, federated_data, algorithm, plan, promises, device, roster, public)
 
 
 def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator[str]:

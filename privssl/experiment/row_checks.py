@@ -8,8 +8,9 @@ from typing import Any
 
 from privssl.algorithms import ALGORITHMS
 from privssl.core.rows import IMAGE, KINDS, VECTOR, RowKind, Shape, describe, kind_of
+from privssl.data.datasets import Dataset
 from privssl.encoders import kind_of_output
-from privssl.errors import ConfigError, DataError
+from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.settings.error_messages import either
 from privssl.settings.schema import Problem
 
@@ -74,4 +75,18 @@ def refuse_other_rows(config: Any, shape: Shape) -> None:
         raise DataError(
             f"rows are {shape[1]}x{shape[2]} pixels, and {config.algorithm.name} needs sides that "
             f"are multiples of {divisor}. Resize or pad the images (image_folder: data.image_size)"
+        )
+
+
+def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
+    """Raise PrivacyError for a class of a private run's CSV files that no test row has: its name,
+    and the number of outputs, would come from labels under the claim."""
+    if config.privacy is None or config.data.name != "csv":
+        return
+    counts = dataset.y_test.bincount(minlength=dataset.classes).tolist()
+    if absent := sum(not n for n in counts):
+        raise PrivacyError(
+            f"{absent} of {dataset.classes} classes are in train.csv alone, so their names and the "
+            "number of outputs would be released from private labels, without noise. Give a test "
+            "row of each class"
         )

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from accounting.budget import NO_GUARANTEE
 from generators.sampling import draw_samples
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
+from privssl.core.task import Task
 from privssl.errors import PrivacyError, RunFolderError, UserError
 from privssl.experiment import config as configs
-from privssl.experiment.prepare import task_of
 from privssl.privacy.privacy_card import guarantee_sentence
 from privssl.runs import checkpoint, run_dir
 from privssl.runtime import randomness
@@ -77,10 +78,10 @@ def generate_rows(
             "(in Python acknowledge_query_rows=True)"
         )
     shape = tuple(results["rows"]["shape"])
-    algorithm = ALGORITHMS[config.algorithm.name](
-        config.algorithm,
-        task_of(config, len(names), shape),
-    )
+    # Without the classifier: a run folder chooses no code that is imported.
+    assert config.run.precision != "auto"  # a run's config says what it was
+    task = Task(len(names), shape, nn.Identity, config.run.precision)
+    algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, task)
     snapshot = checkpoint.load_snapshot(folder / "checkpoints", configs.config_hash(config))
     if snapshot.round != results["rounds"]:
         raise RunFolderError(

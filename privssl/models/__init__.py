@@ -1,6 +1,7 @@
 """Classifiers by name."""
 
-from typing import TypeVar
+from pathlib import Path
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -16,8 +17,11 @@ from privssl.ops.dropout import Dropout
 from privssl.ops.fused_conv import fuse
 from privssl.ops.precision import Precision, in_precision
 from privssl.settings.schema import ModelSettings
+from privssl.storage.tensor_files import sha256_of
 
 Network = TypeVar("Network", bound=nn.Module)
+
+PublicPart: TypeAlias = dict[Literal["name", "weights"], str]
 
 SMALLEST = 8  # pixels of a row's shorter side
 CLASSIFIERS: dict[str, type[nn.Module]] = {
@@ -65,6 +69,15 @@ def build_classifier(
     if settings.weights:
         own_networks.load_initial_weights(made, settings.weights)
     return optimize_layout(made)
+
+
+def public_part(settings: ModelSettings) -> PublicPart | None:
+    """Name, and SHA-256 of ``model.weights`` or "", of a classifier from outside or with initial
+    weights, which a claim takes as public; None: neither. The weights have been read."""
+    if ":" not in settings.name and not settings.weights:
+        return None
+    path = Path(settings.weights).expanduser()
+    return {"name": settings.name, "weights": sha256_of(path) if settings.weights else ""}
 
 
 def optimize_layout(network: Network) -> Network:

@@ -12,7 +12,8 @@ A network is fitted when it is built, always alike, so that a resumed run has th
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -41,6 +42,10 @@ NetworkSource: TypeAlias = Callable[..., nn.Module] | nn.Module
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm
 #: Other classes may do more than batch norm.
 PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+#: Options of timm and torchvision that lead to files or downloads.
+_READING = re.compile(
+    "weights|pretrain|checkpoint|cache|features_only|scriptable|exportable|.*(cfg|_file|_dir|_url|hub)"
+)
 TRIED = 3  # rows of the batch that a network is tried with
 
 
@@ -102,12 +107,24 @@ def _made(
 ) -> nn.Module:
     library, _, name = settings.name.partition(":")
     if source is None and library in LIBRARIES:
+        _refuse_files(settings)
         return LIBRARIES[library](name, shape, classes, dict(settings.options))
     source = _imported(settings.name) if source is None else source
     if isinstance(source, nn.Module):
         return copy.deepcopy(source)
     build: Callable[..., Any] = source
     return _built(settings.name, partial(build, shape, classes), settings.options)
+
+
+def _refuse_files(settings: ModelSettings) -> None:
+    """Libraries download, or read pickles, for some options: a config may make nobody do it."""
+    for key, value in settings.options.items():
+        if _READING.match(key) or isinstance(value, Mapping):
+            raise ConfigError(
+                f"model.options.{key} of {settings.name}: give numbers and plain text that choose "
+                "the layers. No option may read or download a file; initial weights are a "
+                "safetensors file (model.weights)"
+            )
 
 
 def _imported(name: str) -> NetworkSource:

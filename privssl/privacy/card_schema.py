@@ -121,6 +121,7 @@ class PrivacyCard(TypedDict):
     dataset: str
     task: TaskEntry | None
     encoder: NotRequired[EncoderEntry | None]
+    network: NotRequired[dict[Literal["name", "weights"], str] | None]
     scope: Scope
     kind: Kind
     guarantee: Claim | None

@@ -1,6 +1,7 @@
 """Refuse networks and losses in which one row of a batch reaches another's loss;
 ``privacy/row_bits.py`` tests rounding."""
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from math import prod
 
@@ -35,7 +36,6 @@ def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
         )
 
 
-@torch.no_grad()
 def refuse_memory(network: nn.Module, shape: tuple[int, ...]) -> None:
     """Refuse a network that keeps something of a row for later calls: it would reach other rows'
     gradients past the clipping.
@@ -46,11 +46,22 @@ def refuse_memory(network: nn.Module, shape: tuple[int, ...]) -> None:
     Raises:
         PrivacyError: a call changes what the same rows give later, or an attribute of a layer.
     """
+    for with_gradients in (False, True):  # some remember in training alone
+        with torch.set_grad_enabled(with_gradients):
+            _refuse_memory(network.train(), shape)
+
+
+def _refuse_memory(network: nn.Module, shape: tuple[int, ...]) -> None:
     one = torch.linspace(-1, 1, 3 * prod(shape)).view(3, *shape)
-    before = _attributes(network.train())
+    before = _attributes(network)
+    values = {n: v.detach().clone() for n, v in before.items() if isinstance(v, torch.Tensor)}
     first = network(one)
     network(one.flip(-1) * 0.5 + 0.1)
-    kept = [name for name, value in _attributes(network).items() if before.get(name) is not value]
+    kept = [
+        name for name, value in _attributes(network).items()
+        if before.get(name) is not value
+        or (isinstance(value, torch.Tensor) and not torch.equal(value, values[name]))
+    ]  # fmt: skip
     if kept or not torch.equal(network(one), first):
         what = f" ({', '.join(sorted(kept)[:3])})" if kept else ""
         raise PrivacyError(
@@ -74,7 +85,7 @@ def _attributes(network: nn.Module) -> dict[str, object]:
 def _items(value: object) -> list[tuple[object, object]]:
     if isinstance(value, Mapping):
         return list(value.items())
-    return list(enumerate(value)) if isinstance(value, list) else []
+    return list(enumerate(value)) if isinstance(value, list | deque) else []
 
 
 def check_rows_independent(

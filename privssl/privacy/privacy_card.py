@@ -75,6 +75,7 @@ def privacy_card(
     dataset: str,
     task: TaskEntry | None = None,
     encoder: EncoderEntry | None = None,
+    network: Mapping[Literal["name", "weights"], str] | None = None,
     this_run: Mapping[str, float] | None = None,
     planned: int | None = None,
     former: Sequence[FormerLedger] = (),
@@ -91,6 +92,7 @@ def privacy_card(
             updates may be "not covered"; under "as_published" nothing may be "covered".
         task: what rows look like; with it the plan can be attacked without the data.
         encoder: the frozen public network that mapped every row; None: there is none.
+        network: a classifier from outside of privssl, or with initial weights; None: neither.
         this_run: agent -> epsilon of this run alone, where accounts outlive runs.
         planned: visits that the plan had fixed for each agent; None when the run was stopped: who
             saw its accuracy may have chosen the moment.
@@ -128,6 +130,7 @@ def privacy_card(
         "dataset": dataset,
         "task": task,
         "encoder": encoder,
+        "network": None if network is None else dict(network),
         "scope": scope,
         "kind": kind,
         "guarantee": guarantee if claims else None,
@@ -157,6 +160,7 @@ def privacy_card(
             *(_AS_PUBLISHED if scope == "as_published" else ()),
             *_NOT_PROTECTED,
             *(() if encoder is None else (encoder_sentence(encoder),)),
+            *(() if network is None else (network_sentence(network),)),
             *(_IDEAL_BITS if census and claimed == 0 else _ROUNDING),
         ],
         "attack_bounds": attack_bounds(overall, claimed) if claims else None,
@@ -186,6 +190,18 @@ def encoder_sentence(encoder: EncoderEntry) -> str:
     return (
         f"What the frozen encoder {encoder['name']} was trained on, which is taken as public: "
         f"{encoder['trained_on']}. Fine-tuning it on private rows would be outside of the claim."
+    )
+
+
+def network_sentence(network: Mapping[Literal["name", "weights"], str]) -> str:
+    """What the claim says of a network's code, and of what its initial weights learned from."""
+    file = f" (model.weights, SHA-256 {network['weights']})" if network["weights"] else ""
+    code = (
+        " Its code is not of privssl and was tried, not proved." if ":" in network["name"] else ""
+    )
+    return (
+        f"What the initial weights of {network['name']}{file} were trained on: they are taken as "
+        f"public. Weights that have seen the private rows break the claim.{code}"
     )
 
 

@@ -10,7 +10,7 @@ again: labelled rows are not read, and nothing is charged.
 import dataclasses
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,10 @@ class _OneOfEachKind(LocalEngine):
         self._roles: dict[str, list[Agent]] = {}
         for agent in real:
             self._roles.setdefault(agent.role, []).append(agent)
-        self._chosen = {role: _typical(agents) for role, agents in self._roles.items()}
+        under_account = prepared.account_plans.keys()
+        self._chosen = {
+            role: _typical(agents, under_account) for role, agents in self._roles.items()
+        }
         self._memories: dict[str, Any] = {role: {} for role in self._roles}
         # How many rows the one of a kind has in all rounds: what it remembers may be about them.
         self._rows: dict[str, int] = {}
@@ -283,9 +286,14 @@ class _OneOfEachKind(LocalEngine):
         return Account.open(place, promise, resume=False)
 
 
-def _typical(agents: Sequence[Agent]) -> Agent:
-    """The agent with the middle number of rows."""
-    return sorted(agents, key=_count)[len(agents) // 2]
+def _typical(agents: Sequence[Agent], under_account: Collection[str]) -> Agent:
+    """The agent with the middle number of rows; under accounts, where it may be private, the middle
+    one by place."""
+
+    def rows(agent: Agent) -> int:
+        return 0 if agent.id in under_account else _count(agent)
+
+    return sorted(agents, key=rows)[len(agents) // 2]
 
 
 def _count(agent: Agent) -> int:

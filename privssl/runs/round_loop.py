@@ -382,6 +382,7 @@ class RoundLoop:
             algorithm=self._config.algorithm.name, dataset=self._config.data.name,
             task={"classes": task.classes, "shape": list(task.shape)},
             encoder=self._prepared.about_rows["rows"]["encoder"],
+            network=self._prepared.network,
             planned=plan.visits if over and not problems else None,
             this_run=this_run, former=former_ledgers(self._folder, journals),
             ledger_problems=problems, weights=released,

@@ -147,7 +147,7 @@ class DataSettings:
     root: str = ""
     """Folder of the data; `npz`: the file. Empty: $PRIVSSL_DATA, else ~/.cache/privssl/data."""
     checksum: str = ""
-    """SHA-256 of the rows of `arrays`. A run writes it, and other rows are refused."""
+    """SHA-256 of the rows of `arrays`. A run without privacy writes it; other rows are refused."""
     labels: Literal["support", "labels-at-server", "labels-at-client"] = "support"
     """Who holds labels: support agents, the server, or agents that hold both kinds of rows."""
     labelled: Positive = 100
@@ -231,6 +231,8 @@ class DataSettings:
         for key, usual in (("label", "label"), ("text", ""), ("columns", "")):
             if getattr(self, key) != usual and self.name != "csv":
                 yield Problem(key, "has no effect: it belongs to csv")
+        if self.text and self.text == self.label:
+            yield Problem("text", f"{self.text} is data.label: rows would contain their labels")
         if self.text and self.columns:
             yield Problem("columns", "has no effect on texts (data.text)")
         if (self.text or self.name == "sent140") and not self.encoder:

@@ -38,7 +38,7 @@ from privssl.experiment.prepare import (
     device_of,
     task_of,
 )
-from privssl.experiment.row_checks import refuse_other_rows
+from privssl.experiment.row_checks import refuse_classes_of_labels_alone, refuse_other_rows
 from privssl.models.own_networks import check_network
 from privssl.privacy.plan import Plan
 from privssl.settings.schema import BUILT_IN
@@ -158,6 +158,7 @@ def _rows(site: SiteConfig, config: Config) -> _Held:
         )
     root = str(site.path(site.rows.root)) if site.rows.root else config.data.root
     dataset = datasets.load_dataset(dataclasses.replace(config.data, root=root))
+    refuse_classes_of_labels_alone(config, dataset)
     everything = tuple(range(len(dataset.y_train)))
     known = tuple(torch.nonzero(dataset.y_train != NO_LABEL)[:, 0].tolist())
     ids: dict[bool, tuple[int, ...]] = {True: known, False: everything}

@@ -1,5 +1,7 @@
 """A module of a user's, whose networks configs name as ``tests.api.own_module:Name``."""
 
+from collections import deque
+
 import torch
 from torch import Tensor, nn
 
@@ -127,6 +129,41 @@ class Remembering(_Linear):
         out = super().forward(x) - self.last
         self.last = out.detach().mean()
         return out
+
+
+class Tallying(_Linear):
+    """Adds to a tensor in place, which is no buffer, and changes no output yet."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__(shape, classes)
+        self.sums = torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sums[len(x) % 2] += 1
+        return super().forward(x)
+
+
+class Training(_Linear):
+    """Remembers where there are gradients, and not where one looks."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.last = x.detach()
+        return super().forward(x)
+
+
+class Queueing(_Linear):
+    """Keeps what it saw in a queue that is no list."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__(shape, classes)
+        self.queue = deque[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.queue.append(x.detach())
+        return super().forward(x)
 
 
 class Counting(_Linear):

@@ -1,6 +1,8 @@
 """Networks from outside: fitted when they are built, refused in words where they cannot be trained,
 and never imported because a message, or a folder that is read, names them."""
 
+import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import privssl
 from privssl import models
 from privssl.models import own_networks
 from privssl.models.own_networks import FittedGroupNorm
+from privssl.privacy.privacy_card import network_sentence
 from privssl.settings.schema import ModelSettings
 from tests.api import own_module
 from tests.api.digits import PLAIN, PRIVATE, Net, arrays, config, dataset, plain
@@ -164,6 +167,9 @@ REFUSED = {
     "Noisy": "random numbers",
     "Centred": "changed the loss of other rows",
     "Remembering": "keeps something from one call|random numbers|loss of other rows",
+    "Tallying": r"keeps something from one call to the next \(sums",
+    "Training": r"keeps something from one call to the next \(last",
+    "Queueing": r"keeps something from one call to the next \(\.?queue",
     "Counting": r"keeps something from one call to the next \(calls\)",
     "Branching": "gradient of a single row cannot be computed",
     "Buffered": "its buffers would be sent without noise",
@@ -233,8 +239,9 @@ def Net(shape, classes):
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A private run whose folder names a module that does harm, which can be imported here."""
     run = privssl.train(config(tmp_path, PRIVATE), None, dataset(), plain, tmp_path / "run")
-    path = run.folder / "config.yaml"
-    path.write_text(path.read_text().replace("tests.api.digits:plain", "harmful_network:Net"))
+    for name in ("config.yaml", "privacy.json", "privacy.md"):
+        path = run.folder / name
+        path.write_text(path.read_text().replace("tests.api.digits:plain", "harmful_network:Net"))
     (tmp_path / "harmful_network.py").write_text(HARM)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("MARK", str(tmp_path / "mark"))
@@ -261,3 +268,71 @@ def test_a_run_folder_that_is_read_imports_no_code(foreign: Path) -> None:
     # The control: who names the network has it imported.
     assert predict([str(foreign), str(rows), "--model", "harmful_network:Net"]) == 0
     assert mark.exists()
+
+
+def test_synthetic_rows_of_a_run_need_no_network_that_its_folder_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from privssl.generate import main as generate
+
+    named = NAMED.format("Net")
+    run = privssl.train(config(tmp_path), None, dataset(), named, tmp_path / "run")
+
+    def imported(key: str, reference: str) -> Any:
+        raise AssertionError(f"{reference} was imported")
+
+    monkeypatch.setattr(own_networks, "import_object", imported)
+    with pytest.raises(AssertionError, match="was imported"):  # the control
+        build(named)
+    out = tmp_path / "made.npz"
+    assert generate([str(run.folder), "--count", "3", "--output", str(out)]) == 0
+    assert out.exists()
+
+
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+@pytest.mark.parametrize("options", [
+    {"weights": "DEFAULT"}, {"pretrained": True}, {"checkpoint_path": "evil.pth"},
+    {"pretrained_cfg": "x"}, {"pretrained_cfg_overlay": {"file": "evil.pth"}}, {"cache_dir": "x"},
+    {"any_other": {"file": "evil.pth"}},
+])  # fmt: skip
+def test_no_option_of_a_library_reads_or_downloads_a_file(
+    options: dict[str, Any], library: str
+) -> None:
+    with pytest.raises(privssl.UserError, match="No option may read or download a file"):
+        build(f"{library}:resnet18", options=options)
+
+
+def test_layers_of_a_library_are_chosen_by_options() -> None:
+    network = build("torchvision:resnet18", options={"zero_init_residual": True})
+    assert not network.get_parameter("layer1.0.bn2.weight").any()
+
+
+# What the card says -------------------------------------------------------------------------------
+
+
+def test_the_card_says_that_network_and_initial_weights_are_taken_as_public(
+    tmp_path: Path,
+) -> None:
+    from privssl.audit.__main__ import Verdict, audit
+    from privssl.privacy.privacy_card import render_markdown
+
+    path = tmp_path / "w.safetensors"
+    safetensors.torch.save_file(plain((1, 8, 8), 3).state_dict(), path)
+    given = {"model.weights": str(path), "algorithm.rounds": 1}
+    run = privssl.train(config(tmp_path, PRIVATE), given, dataset(), plain, tmp_path / "run")
+    card = json.loads((run.folder / "privacy.json").read_text())
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert card["network"] == {"name": "tests.api.digits:plain", "weights": digest}
+    assert any(digest in text and "taken as public" in text for text in card["not_protected"])
+    assert audit(run.folder).verdict is Verdict.CONSISTENT
+
+    for network in (None, {"name": card["network"]["name"], "weights": ""}):  # who hides it
+        quiet = {**card, "network": network}
+        quiet["not_protected"] = [t for t in card["not_protected"] if digest not in t]
+        if network:
+            quiet["not_protected"].insert(-1, network_sentence(network))
+        (run.folder / "privacy.json").write_text(json.dumps(quiet, indent=2) + "\n")
+        (run.folder / "privacy.md").write_text(render_markdown(quiet))
+        report = audit(run.folder)
+        assert report.verdict is Verdict.VIOLATED
+        assert [p for p in report.problems if "network" in p] == report.problems, report.problems

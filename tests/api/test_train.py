@@ -15,6 +15,7 @@ import torch
 
 import privssl
 from privssl.core.federation import Round
+from privssl.experiment import config as configs
 from privssl.runs import round_loop
 from tests.api.digits import PRIVATE, Net, arrays, config, dataset
 from tests.support.command_line import command
@@ -218,3 +219,21 @@ def test_mistakes_raise_the_text_that_the_command_prints(tmp_path: Path) -> None
         privssl.train(path, {"run.seed": np.int64(1)})
     with pytest.raises(privssl.UserError, match="no such file"):
         privssl.load(tmp_path / "absent.yaml")
+
+
+def test_a_private_run_tells_no_hash_of_its_rows_and_goes_on_with_them_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has all rows but one could try rows until an unkeyed hash matches."""
+    given = {"algorithm.rounds": 1}
+    run = privssl.train(config(tmp_path, PRIVATE), given, dataset(), output=tmp_path / "run")
+    digest = dataset().checksum
+    told = {path.name for path in run.folder.rglob("*") if path.is_file()
+            if path.name != "split.json" and digest.encode() in path.read_bytes()}  # fmt: skip
+    assert not told
+    assert configs.load_config(run.folder / "config.yaml").data.checksum == ""
+    assert digest in (run.folder / "split.json").read_text()  # the owner's
+    (run.folder / "results.json").unlink()
+    with pytest.raises(privssl.UserError, match="began with other data"):
+        privssl.train(run.folder, data=dataset(rows=121))
+    assert privssl.train(run.folder, data=dataset()).results["status"] == "finished"

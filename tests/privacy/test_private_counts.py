@@ -421,6 +421,46 @@ def test_each_kind_of_network_is_looked_at_once(monkeypatch: pytest.MonkeyPatch)
     assert len(count) == first
 
 
+class Written(nn.Module):
+    """A user's network whose text does not say what it does."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.layers, self.mixes = nn.Linear(64, CLASSES), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.layers(x.flatten(1))
+        return Mixed.apply(logits) if self.mixes else logits
+
+
+class Mixed(torch.autograd.Function):
+    """Adds the mean over rows, past vmap."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(*_: Any) -> None: ...
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        return x + x.mean(dim=in_dims[0], keepdim=True), in_dims[0]
+
+
+def test_a_network_of_a_users_is_looked_at_again_after_another_of_the_same_text() -> None:
+    x, y = rows_of(12)
+    fields = {"x": x[:, None], "y": y[:, None]}
+    for mixes in (False, True):
+        F = Written(mixes).train()
+        loss = ExampleLoss(hard_label_loss, (), {"F": F})
+        if not mixes:
+            row_bits.refuse_batch_dependent_rounding({"F": F}, loss, fields)
+            continue
+        with pytest.raises(PrivacyError, match="depends on the other 11 rows"):
+            row_bits.refuse_batch_dependent_rounding({"F": F}, loss, fields)
+
+
 # Sums in float64 --------------------------------------------------------------------------------
 
 

@@ -19,8 +19,9 @@ from privssl.data import datasets
 from privssl.data.csv_rows import Texts, read_sent140, read_table, read_texts
 from privssl.data.datasets import load_dataset
 from privssl.encoders.frozen import Encoder
-from privssl.errors import DataError, UserError
+from privssl.errors import DataError, PrivacyError, UserError
 from privssl.experiment import config
+from privssl.experiment.prepare import prepare
 from privssl.settings.schema import DataSettings
 from privssl.train import main as train
 
@@ -276,6 +277,7 @@ def settings(tmp_path: Path) -> Callable[..., list[str]]:
         ({"name": "csv", "root": "x", "encoder": "minilm"}, "takes texts, and csv has a table"),
         ({"name": "digits", "text": "t"}, "data.text +has no effect"),
         ({"name": "csv", "root": "x", "model": "small_cnn"}, "small_cnn takes images"),
+        ({"name": "csv", "root": "x", "text": "label"}, "rows would contain their labels"),
         ({"name": "csv", "root": "x", "private": True}, "one more release. Declare them in a file"),
     ],
 )
@@ -291,6 +293,27 @@ def test_a_private_table_with_declared_columns_is_accepted(
 ) -> None:
     data = {"name": "csv", "root": "x", "columns": "c.yaml", "private": True}
     assert config.load_config(Path(settings(**data)[0])).privacy is not None
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_no_class_of_a_private_table_is_known_from_its_labels_alone(
+    private: bool, settings: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    rows = [*TRAIN[:2] * 3, ("rare disease", 1, "red")]
+    rows = [(label, size + place / 9, colour) for place, (label, size, colour) in enumerate(rows)]
+    table(tmp_path, train=rows)
+    columns = declared(tmp_path, size=[0, 20], colour=["red", "blue"])
+    data = {"name": "csv", "root": str(tmp_path), "columns": str(columns), "labelled": 7}
+    path = Path(settings(private=private, **data)[0])
+    ready = config.load_config(path, ["privacy.delta=0.01"] if private else [])
+    if not private:
+        assert prepare(ready).federated_data.dataset.class_names == ("a", "b", "rare disease")
+        return
+    with pytest.raises(PrivacyError, match="released from private labels") as refusal:
+        prepare(ready)
+    assert "rare" not in str(refusal.value)
+    save(tmp_path, "test", [HEAD, *TEST, ("rare disease", 3, "red")])
+    assert prepare(ready).federated_data.dataset.classes == 3
 
 
 def test_the_shipped_table_is_that_of_scikit_learn() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from privssl.algorithms.baselines.supervised import FedAvg
-from privssl.core.agents import LabelledRows
+from privssl.core.agents import Agent, AgentLocation, LabelledRows
 from privssl.experiment.config import load_config
 from privssl.experiment.prepare import Prepared, prepare
 from privssl.runs import dry_run, forecast
@@ -187,6 +187,22 @@ def test_a_private_visit_is_timed_on_made_up_rows_and_nothing_is_charged_or_kept
 
     with pytest.raises(AssertionError, match="a labelled row was read"):  # the control
         forecast.forecast(unreadable(prepared(tmp_path, RUNS["fedssl"])))
+
+
+def test_which_agent_is_timed_does_not_tell_how_many_private_rows_agents_have() -> None:
+    def agents(*rows: int) -> list[Agent]:
+        return [
+            Agent(id=f"s{n}", location=AgentLocation.EDGE, held_labelled=LabelledRows(
+                torch.zeros(count, 1), torch.zeros(count), torch.arange(count)))
+            for n, count in enumerate(rows)
+        ]  # fmt: skip
+
+    every = {"s0", "s1", "s2"}
+    timed = [
+        forecast._typical(agents(*rows), every).id for rows in ((1, 2, 3), (9, 8, 7), (5, 9, 1))
+    ]
+    assert len(set(timed)) == 1
+    assert forecast._typical(agents(5, 9, 1), set()).id == "s0"  # the control: by rows
 
 
 def test_what_cannot_be_timed_is_said_and_the_dry_run_goes_on(
