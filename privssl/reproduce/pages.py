@@ -98,12 +98,25 @@ def _with_blocks(text: str, path: Path, of_tables: Mapping[str, Measurements]) -
         begin, name, _, end = match.groups()
         if name not in of_tables:
             raise ConfigError(f"{path}: {begin.strip()} names no file of configs/tables")
-        of = of_tables[name]
-        page = (FOLDER / f"{name}.md").relative_to(path.parent)
-        lines = [*matrix(of), "", f"[Each cell, and what differs]({page})."] if of.found else []
-        return f"{begin}\n{chr(10).join(lines or ['Not measured yet.'])}\n\n{end}"
+        body = "\n".join(_block(of_tables[name], (FOLDER / f"{name}.md").relative_to(path.parent)))
+        return f"{begin}\n{body}\n\n{end}"
 
     return _BLOCK.sub(fill, text)
+
+
+def _block(of: Measurements, page: Path) -> list[str]:
+    """The table, a link to its page, and what is not measured yet."""
+    cells = [cell for cell in of.table.cells if cell.size != "absent"]
+    if not cells:
+        return ["Cannot be measured: its data or its network are absent."]
+    missing = [cell for cell in cells if not of.kept(cell)]
+    minutes = sum(cell.minutes for cell in missing) * len(of.table.file.seeds)
+    cells_of = f"{len(missing)} of {len(cells)}" if of.found else f"{len(missing)}"
+    time = f"{minutes / 60:.0f} hours" if minutes >= 90 else f"{minutes:.0f} minutes"
+    open_ = f"Not measured yet: {cells_of} cells, about {time}." if missing else ""
+    if not of.found:
+        return [open_]
+    return [*matrix(of), "", f"[Each cell, and what differs]({page}). {open_}".rstrip()]
 
 
 def _summary(of_tables: Sequence[Measurements]) -> dict[Path, str]:
