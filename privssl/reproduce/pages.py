@@ -13,7 +13,15 @@ from privssl.errors import ConfigError
 from privssl.reproduce import figure
 from privssl.reproduce.claims import Verdict
 from privssl.reproduce.store import Store
-from privssl.reproduce.table_page import GENERATED, PAPERS, Measurements, markdown, matrix, rows_of
+from privssl.reproduce.table_page import (
+    GENERATED,
+    PAPERS,
+    Measurements,
+    filled,
+    markdown,
+    matrix,
+    rows_of,
+)
 from privssl.reproduce.tables import Table
 from privssl.storage import atomic_files
 
@@ -105,10 +113,11 @@ def _with_blocks(text: str, path: Path, of_tables: Mapping[str, Measurements]) -
 
 
 def _block(of: Measurements, page: Path) -> list[str]:
-    """The table, a link to its page, and what is not measured yet."""
+    """The table, a link to its page, and the cells that have no entry."""
     cells = [cell for cell in of.table.cells if cell.size != "absent"]
     if not cells:
-        return ["Cannot be measured: its data or its network are absent."]
+        reasons = dict.fromkeys(cell.differs for cell in of.table.cells if cell.differs)
+        return [filled(f"Cannot be measured: {'; '.join(reasons)}.")]
     missing = [cell for cell in cells if not of.kept(cell)]
     minutes = sum(cell.minutes for cell in missing) * len(of.table.file.seeds)
     cells_of = f"{len(missing)} of {len(cells)}" if of.found else f"{len(missing)}"

@@ -193,6 +193,31 @@ def test_render_writes_pages_figures_and_blocks_once(clone: Clone) -> None:
     assert render(clone.tables, clone.store, clone.root) == []
 
 
+def block(clone: Clone) -> str:
+    """The block of the small table on a page, rendered."""
+    (clone.root / "docs" / "x.md").write_text("<!-- results: small -->\nold\n<!-- end -->\n")
+    return page(clone, "x.md").removeprefix("<!-- results: small -->\n").split("\n\n<!-- end")[0]
+
+
+def test_a_block_says_what_is_not_measured_yet_and_how_long_it_takes(clone: Clone) -> None:
+    clone.change("minutes: 0.1", "minutes: 20")
+    # Four cells of 20 minutes, two seeds: 160 minutes; three of them are two hours.
+    assert block(clone).strip() == "Not measured yet: 4 cells, about 3 hours."
+    clone.put("Supervise", FORTY, 0, 0.5)
+    assert block(clone).endswith(
+        "results/small.md). Not measured yet: 3 of 4 cells, about 2 hours."
+    )
+    for row, column in ((PSEUDO, FORTY), (PSEUDO, TWENTY), ("Supervise", TWENTY)):
+        clone.put(row, column, 0, 0.5)
+    assert block(clone).endswith("[Each cell, and what differs](results/small.md).")
+
+
+def test_a_block_without_data_says_why(clone: Clone) -> None:
+    clone.change("size: paper\n", 'size: absent\ndiffers: "no tweets"\n')
+    clone.change(", size: reduced", "")
+    assert block(clone).startswith("\nCannot be measured: no tweets")
+
+
 def test_a_block_of_an_unknown_table_is_refused(clone: Clone) -> None:
     (clone.root / "docs" / "x.md").write_text("<!-- results: nothing -->\n<!-- end -->\n")
     with pytest.raises(ConfigError, match="names no file of configs/tables"):
