@@ -16,16 +16,16 @@ GENERATED = {ROOT / "docs" / "results.md", *(ROOT / "docs").glob("config*.md")}
 PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("*.md")} - GENERATED)]
 
 _BLOCK = re.compile(r"^<!-- results: \S+ -->\n.*?^<!-- end -->\n", re.DOTALL | re.MULTILINE)
-_MARKER = re.compile(r"<!-- numbers: (.*?) -->")
-_COVERED = re.compile(rf"^{_MARKER.pattern}\n\n*(.+\n)*", re.MULTILINE)
+_MARKER = re.compile(r"^<!-- numbers: (.*?) -->\n", re.MULTILINE)
+_COVERED = re.compile(rf"{_MARKER.pattern}\n*(.+\n)*", re.MULTILINE)
 _CODE = re.compile(r"^```.*?^```|`[^`]+`", re.DOTALL | re.MULTILINE)
 _SETTING = re.compile(r"(?<![\w.])(?!\w*accuracy)[\w.]+(=|: )-?[\d.e,-]+")
 #: What looks measured: accuracies as fractions, percent with a decimal, differences in points.
 _ANYWHERE = re.compile(
     r"(?<![\d.])(0\.\d{3,4}|\d{1,3}\.\d+ ?%|\d+\.\d+ (percentage )?points)(?!\d)"
 )
-_IN_TABLES = re.compile(r"(?<![\d.:])\d\d\.\d{1,2}(?![\d.])")
-_OF_ACCURACY = re.compile(r"(?<![\d.:])(0\.\d\d|\d\d\.\d{1,2})(?![\d.])")
+_IN_TABLES = re.compile(r"(?<![\d.:])\d\d\.\d{1,2}(?!\.?\d)")
+_OF_ACCURACY = re.compile(r"(?<![\d.:])(0\.\d\d|\d\d\.\d{1,2})(?!\.?\d)")
 
 
 def typed_numbers(text: str) -> list[str]:
@@ -95,4 +95,4 @@ def test_a_marker_names_a_paper_or_a_benchmark_that_exists() -> None:
         "measured once": False,
     }
     for source, known in markers.items():
-        assert (list(unknown_sources(f"<!-- numbers: {source} -->")) == []) is known, source
+        assert (list(unknown_sources(f"<!-- numbers: {source} -->\n")) == []) is known, source
