@@ -1,7 +1,8 @@
 """All that is written from the store: a page a table, ``docs/results.md``, and blocks of pages.
 
 A block of a page in ``docs/`` or of the README begins with ``<!-- results: TABLE -->`` and ends
-with ``<!-- end -->``; the table stands between.
+with ``<!-- end -->``; the table stands between. ``<!-- results: TABLE link -->`` has a link to the
+table's page instead.
 """
 
 import re
@@ -31,7 +32,7 @@ OPEN_CLAIMS = FOLDER / "open_claims.md"
 LONGEST_PAGE = 200  # lines
 #: How many accuracies the tables of each paper print.
 PRINTED = {"fedssl": 136, "fedseal": 71, "semifl": 80, "fedmatch": 96, "fedtrinet": 108}
-_BLOCK = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- results: (\S+)( link)? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -103,29 +104,35 @@ def _with_blocks(text: str, path: Path, of_tables: Mapping[str, Measurements]) -
     """A page with its blocks filled."""
 
     def fill(match: re.Match[str]) -> str:
-        begin, name, _, end = match.groups()
+        begin, name, link, _, end = match.groups()
         if name not in of_tables:
             raise ConfigError(f"{path}: {begin.strip()} names no file of configs/tables")
-        body = "\n".join(_block(of_tables[name], (FOLDER / f"{name}.md").relative_to(path.parent)))
-        return f"{begin}\n{body}\n\n{end}"
+        page = (FOLDER / f"{name}.md").relative_to(path.parent)
+        of = of_tables[name]
+        lines = [_state(of, page)] if link else ["", *_block(of, page), ""]
+        return begin + "\n".join(lines) + "\n" + end
 
     return _BLOCK.sub(fill, text)
 
 
 def _block(of: Measurements, page: Path) -> list[str]:
-    """The table, a link to its page, and the cells that have no entry."""
+    """The table, if any of it is measured, and its state."""
+    return [*matrix(of), "", _state(of, page)] if of.found else [_state(of, page)]
+
+
+def _state(of: Measurements, page: Path) -> str:
+    """A link to the page of a table, and how many cells have no entry."""
     cells = [cell for cell in of.table.cells if cell.size != "absent"]
     if not cells:
         reasons = dict.fromkeys(cell.differs for cell in of.table.cells if cell.differs)
-        return [filled(f"Cannot be measured: {'; '.join(reasons)}.")]
+        return filled(f"Cannot be measured: {'; '.join(reasons)}.")
     missing = [cell for cell in cells if not of.kept(cell)]
     minutes = sum(cell.minutes for cell in missing) * len(of.table.file.seeds)
-    cells_of = f"{len(missing)} of {len(cells)}" if of.found else f"{len(missing)}"
     time = f"{minutes / 60:.0f} hours" if minutes >= 90 else f"{minutes:.0f} minutes"
-    open_ = f"Not measured yet: {cells_of} cells, about {time}." if missing else ""
-    if not of.found:
-        return [open_]
-    return [*matrix(of), "", f"[Each cell, and what differs]({page}). {open_}".rstrip()]
+    total = f" of {len(cells)}" if of.found else ""
+    link = f"[Each cell, and what differs]({page})." if of.found else ""
+    open_ = f"Not measured yet: {len(missing)}{total} cells, about {time}." if missing else ""
+    return f"{link} {open_}".strip()
 
 
 def _summary(of_tables: Sequence[Measurements]) -> dict[Path, str]:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 GENERATED = {ROOT / "docs" / "results.md", *(ROOT / "docs").glob("config*.md")}
 PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("*.md")} - GENERATED)]
 
-_BLOCK = re.compile(r"^<!-- results: \S+ -->\n.*?^<!-- end -->\n", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^<!-- results: \S+( link)? -->\n.*?^<!-- end -->\n", re.DOTALL | re.MULTILINE)
 _MARKER = re.compile(r"^<!-- numbers: (.*?) -->\n", re.MULTILINE)
 _COVERED = re.compile(rf"{_MARKER.pattern}\n*(.+\n)*", re.MULTILINE)
 _CODE = re.compile(r"^```.*?^```|`[^`]+`", re.DOTALL | re.MULTILINE)

@@ -212,6 +212,16 @@ def test_a_block_says_what_is_not_measured_yet_and_how_long_it_takes(clone: Clon
     assert block(clone).endswith("[Each cell, and what differs](results/small.md).")
 
 
+def test_a_link_block_has_the_link_and_no_table(clone: Clone) -> None:
+    text = "<!-- results: small link -->\nold\n<!-- end -->\n"
+    (clone.root / "docs" / "x.md").write_text(text)
+    clone.put("Supervise", FORTY, 0, 0.5)
+    line = (
+        "[Each cell, and what differs](results/small.md). Not measured yet: 3 of 4 cells, about 1"
+    )
+    assert page(clone, "x.md") == text.replace("old", f"{line} minutes.")
+
+
 def test_a_block_without_data_says_why(clone: Clone) -> None:
     clone.change("size: paper\n", 'size: absent\ndiffers: "no tweets"\n')
     clone.change(", size: reduced", "")
@@ -268,6 +278,19 @@ def test_the_control_a_changed_entry_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Store, "read", read)
     assert f"docs/results/{first.parts[-3]}.md" in differences(ROOT, Store(ROOT))
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_keeps_its_length_when_all_its_tables_are_measured(page: Path) -> None:
+    text, tables = page.read_text(encoding="utf-8"), {one.name: one for one in load_tables(ROOT)}
+    named = re.findall(r"^<!-- results: (\S+) -->$", text, re.MULTILINE)
+    around = re.sub(r"^<!-- results: \S+ -->\n.*?^<!-- end -->\n", "", text, flags=re.S | re.M)
+    # Two markers, two blank lines inside, the heading's two lines, a blank line and the link.
+    blocks = sum(len(tables[name].file.rows) + 8 for name in named)
+    assert around.count("\n") + blocks <= (130 if page.name == "README.md" else 200)
 
 
 def test_every_entry_of_the_store_belongs_to_a_cell_of_a_table() -> None:
