@@ -1,7 +1,8 @@
 """All that is written from the store: a page a table, ``docs/results.md``, and blocks of pages.
 
 A block of a page in ``docs/`` or of the README begins with ``<!-- results: TABLE -->`` and ends
-with ``<!-- end -->``; the table stands between.
+with ``<!-- end -->``; the table stands between. ``<!-- results: TABLE link -->`` has a link to the
+table's page instead.
 """
 
 import re
@@ -13,7 +14,15 @@ from privssl.errors import ConfigError
 from privssl.reproduce import figure
 from privssl.reproduce.claims import Verdict
 from privssl.reproduce.store import Store
-from privssl.reproduce.table_page import GENERATED, PAPERS, Measurements, markdown, matrix, rows_of
+from privssl.reproduce.table_page import (
+    GENERATED,
+    PAPERS,
+    Measurements,
+    filled,
+    markdown,
+    matrix,
+    rows_of,
+)
 from privssl.reproduce.tables import Table
 from privssl.storage import atomic_files
 
@@ -23,7 +32,7 @@ OPEN_CLAIMS = FOLDER / "open_claims.md"
 LONGEST_PAGE = 200  # lines
 #: How many accuracies the tables of each paper print.
 PRINTED = {"fedssl": 136, "fedseal": 71, "semifl": 80, "fedmatch": 96, "fedtrinet": 108}
-_BLOCK = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- results: (\S+)( link)? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -95,15 +104,35 @@ def _with_blocks(text: str, path: Path, of_tables: Mapping[str, Measurements]) -
     """A page with its blocks filled."""
 
     def fill(match: re.Match[str]) -> str:
-        begin, name, _, end = match.groups()
+        begin, name, link, _, end = match.groups()
         if name not in of_tables:
             raise ConfigError(f"{path}: {begin.strip()} names no file of configs/tables")
-        of = of_tables[name]
         page = (FOLDER / f"{name}.md").relative_to(path.parent)
-        lines = [*matrix(of), "", f"[Each cell, and what differs]({page})."] if of.found else []
-        return f"{begin}\n{chr(10).join(lines or ['Not measured yet.'])}\n\n{end}"
+        of = of_tables[name]
+        lines = [_state(of, page)] if link else ["", *_block(of, page), ""]
+        return begin + "\n".join(lines) + "\n" + end
 
     return _BLOCK.sub(fill, text)
+
+
+def _block(of: Measurements, page: Path) -> list[str]:
+    """The table, if any of it is measured, and its state."""
+    return [*matrix(of), "", _state(of, page)] if of.found else [_state(of, page)]
+
+
+def _state(of: Measurements, page: Path) -> str:
+    """A link to the page of a table, and how many cells have no entry."""
+    cells = [cell for cell in of.table.cells if cell.size != "absent"]
+    if not cells:
+        reasons = dict.fromkeys(cell.differs for cell in of.table.cells if cell.differs)
+        return filled(f"Cannot be measured: {'; '.join(reasons)}.")
+    missing = [cell for cell in cells if not of.kept(cell)]
+    minutes = sum(cell.minutes for cell in missing) * len(of.table.file.seeds)
+    time = f"{minutes / 60:.0f} hours" if minutes >= 90 else f"{minutes:.0f} minutes"
+    total = f" of {len(cells)}" if of.found else ""
+    link = f"[Each cell, and what differs]({page})." if of.found else ""
+    open_ = f"Not measured yet: {len(missing)}{total} cells, about {time}." if missing else ""
+    return f"{link} {open_}".strip()
 
 
 def _summary(of_tables: Sequence[Measurements]) -> dict[Path, str]:

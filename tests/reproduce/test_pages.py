@@ -193,6 +193,41 @@ def test_render_writes_pages_figures_and_blocks_once(clone: Clone) -> None:
     assert render(clone.tables, clone.store, clone.root) == []
 
 
+def block(clone: Clone) -> str:
+    """The block of the small table on a page, rendered."""
+    (clone.root / "docs" / "x.md").write_text("<!-- results: small -->\nold\n<!-- end -->\n")
+    return page(clone, "x.md").removeprefix("<!-- results: small -->\n").split("\n\n<!-- end")[0]
+
+
+def test_a_block_says_what_is_not_measured_yet_and_how_long_it_takes(clone: Clone) -> None:
+    clone.change("minutes: 0.1", "minutes: 20")
+    # Four cells of 20 minutes, two seeds: 160 minutes; three of them are two hours.
+    assert block(clone).strip() == "Not measured yet: 4 cells, about 3 hours."
+    clone.put("Supervise", FORTY, 0, 0.5)
+    assert block(clone).endswith(
+        "results/small.md). Not measured yet: 3 of 4 cells, about 2 hours."
+    )
+    for row, column in ((PSEUDO, FORTY), (PSEUDO, TWENTY), ("Supervise", TWENTY)):
+        clone.put(row, column, 0, 0.5)
+    assert block(clone).endswith("[Each cell, and what differs](results/small.md).")
+
+
+def test_a_link_block_has_the_link_and_no_table(clone: Clone) -> None:
+    text = "<!-- results: small link -->\nold\n<!-- end -->\n"
+    (clone.root / "docs" / "x.md").write_text(text)
+    clone.put("Supervise", FORTY, 0, 0.5)
+    line = (
+        "[Each cell, and what differs](results/small.md). Not measured yet: 3 of 4 cells, about 1"
+    )
+    assert page(clone, "x.md") == text.replace("old", f"{line} minutes.")
+
+
+def test_a_block_without_data_says_why(clone: Clone) -> None:
+    clone.change("size: paper\n", 'size: absent\ndiffers: "no tweets"\n')
+    clone.change(", size: reduced", "")
+    assert block(clone).startswith("\nCannot be measured: no tweets")
+
+
 def test_a_block_of_an_unknown_table_is_refused(clone: Clone) -> None:
     (clone.root / "docs" / "x.md").write_text("<!-- results: nothing -->\n<!-- end -->\n")
     with pytest.raises(ConfigError, match="names no file of configs/tables"):
@@ -243,6 +278,19 @@ def test_the_control_a_changed_entry_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Store, "read", read)
     assert f"docs/results/{first.parts[-3]}.md" in differences(ROOT, Store(ROOT))
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_keeps_its_length_when_all_its_tables_are_measured(page: Path) -> None:
+    text, tables = page.read_text(encoding="utf-8"), {one.name: one for one in load_tables(ROOT)}
+    named = re.findall(r"^<!-- results: (\S+) -->$", text, re.MULTILINE)
+    around = re.sub(r"^<!-- results: \S+ -->\n.*?^<!-- end -->\n", "", text, flags=re.S | re.M)
+    # Two markers, two blank lines inside, the heading's two lines, a blank line and the link.
+    blocks = sum(len(tables[name].file.rows) + 8 for name in named)
+    assert around.count("\n") + blocks <= (130 if page.name == "README.md" else 200)
 
 
 def test_every_entry_of_the_store_belongs_to_a_cell_of_a_table() -> None:
