@@ -1,6 +1,6 @@
-"""``python -m privssl.export RUN --onnx FILE | --torch-export FILE``: a run's classifier for others.
+"""``python -m privssl.export RUN --onnx FILE | --torch-export FILE``: write a classifier.
 
-The file takes rows (B, *shape) as ``Run.network_input`` makes them and returns logits (B, classes),
+The file takes rows (B, *shape) as ``Run.network_input`` makes them, returns logits (B, classes),
 for any B. It is written only if its outputs agree with those of the classifier on synthetic rows.
 Exit status: 0 written, 2 the user's mistake, 130 interrupted.
 """
@@ -155,7 +155,7 @@ def _traced(network: "nn.Module", shape: tuple[int, ...]) -> Any:
     """The network as a graph for any number of rows."""
     import torch
 
-    network.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    network.to(memory_format=torch.contiguous_format)
     rows = torch.zeros(3, *shape)
     return torch.export.export(network, (rows,), dynamic_shapes=({0: torch.export.Dim("rows")},))
 

@@ -326,7 +326,8 @@ def test_the_card_says_that_network_and_initial_weights_are_taken_as_public(
     assert any(digest in text and "taken as public" in text for text in card["not_protected"])
     assert audit(run.folder).verdict is Verdict.CONSISTENT
 
-    for network in (None, {"name": card["network"]["name"], "weights": ""}):  # who hides it
+    hidden: list[Any] = [None, {"name": card["network"]["name"], "weights": ""}]  # who hides it
+    for network in hidden:
         quiet = {**card, "network": network}
         quiet["not_protected"] = [t for t in card["not_protected"] if digest not in t]
         if network:
