@@ -26,17 +26,17 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the data set stays in reach of every step",
-        ((DATA, "x_train=dataset.x_train[:0].clone()", "x_train=dataset.x_train"),),
+        ((DATA, "none = dataset.x_train[:0].clone()", "none = dataset.x_train"),),
         (IN_FEDERATION + "no_training_row_stays_with_the_data_set",),
     ),
     Fault(
         "agents share memory",
         (
             (
-                DATA,
-                "return rows.index_select(0, ids)",
-                "return rows[int(ids.min()) : int(ids.max()) + 1][: len(ids)] if "
-                "len(ids) else rows[:0]",
+                "privssl/data/encoded.py",
+                "return self._x.index_select(0, ids), None",
+                "return self._x[int(ids.min()) : int(ids.max()) + 1][: len(ids)] if "
+                "len(ids) else self._x[:0], None",
             ),
         ),
         (IN_FEDERATION + "no_agent_shares_memory_with_the_data_set_or_another_agent",),
