@@ -10,6 +10,7 @@ from tests.planted_faults import (
     audit,
     data,
     engines,
+    outside,
     private_training,
     reproduce,
     runs,
@@ -20,7 +21,7 @@ FAULTS: tuple[Fault, ...] = tuple(
     fault
     for module in (
         *(private_training, accounting, runs, engines, data, audit, algorithms),
-        *(reproduce,),
+        *(outside, reproduce),
     )
     for fault in module.FAULTS
 )

@@ -1,0 +1,125 @@
+"""Mistakes with what comes from outside: networks, weights, run folders, and rows in memory."""
+
+from tests.planted_faults.fault import Fault
+
+IN_NETWORKS = "tests/api/test_own_networks.py::test_"
+
+FAULTS: tuple[Fault, ...] = (
+    # The Python interface -------------------------------------------------------------------------
+    Fault(
+        "a run folder chooses code that predicting imports",
+        (("privssl/api/run.py", "if self._model is None and is_imported(name):", "if False:"),),
+        (IN_NETWORKS + "a_run_folder_that_is_read_imports_no_code",),
+    ),
+    Fault(
+        "a run folder chooses code that generating imports",
+        (
+            (
+                "privssl/generation/rows.py",
+                "    task = Task(len(names), shape, nn.Identity, config.run.precision)\n",
+                "    from privssl.experiment.prepare import task_of\n\n"
+                "    task = task_of(config, len(names), shape)\n",
+            ),
+        ),
+        (IN_NETWORKS + "synthetic_rows_of_a_run_need_no_network_that_its_folder_names",),
+    ),
+    Fault(
+        "options of a library's network read files",
+        (("privssl/models/own_networks.py", "        _refuse_files(settings)\n", ""),),
+        (IN_NETWORKS + "no_option_of_a_library_reads_or_downloads_a_file",),
+    ),
+    Fault(
+        "config.yaml of a private run has a hash of its rows",
+        (
+            (
+                "privssl/api/experiment.py",
+                "data.checksum if privacy is None else begun",
+                "data.checksum",
+            ),
+        ),
+        (
+            "tests/api/test_train.py::"
+            "test_a_private_run_tells_no_hash_of_its_rows_and_goes_on_with_them_alone",
+        ),
+    ),
+    Fault(
+        "class names come from private labels",
+        (
+            (
+                "privssl/experiment/prepare.py",
+                "    refuse_classes_of_labels_alone(config, dataset)\n",
+                "",
+            ),
+        ),
+        (
+            "tests/rows/test_csv_rows.py::"
+            "test_no_class_of_a_private_table_is_known_from_its_labels_alone[True]",
+        ),
+    ),
+    Fault(
+        "an audit does not look for what a claim takes as public",
+        (
+            (
+                "privssl/audit/cross_checks.py",
+                "    found.problems += _public_part_differences(config, card)\n",
+                "",
+            ),
+        ),
+        (IN_NETWORKS + "the_card_says_that_network_and_initial_weights_are_taken_as_public",),
+    ),
+    Fault(
+        "a network is trusted because another has the same text",
+        (
+            (
+                "privssl/privacy/row_bits.py",
+                "return repr(network) if ours else weakref.ref(network)",
+                "return repr(network) if ours or network else None",
+            ),
+        ),
+        (
+            "tests/privacy/test_private_counts.py::"
+            "test_a_network_of_a_users_is_looked_at_again_after_another_of_the_same_text",
+        ),
+    ),
+    Fault(
+        "a dry run times the agent with the middle number of private rows",
+        (
+            (
+                "privssl/runs/forecast.py",
+                "return 0 if agent.id in under_account else _count(agent)",
+                "return _count(agent)",
+            ),
+        ),
+        (
+            "tests/runs/test_forecast.py::"
+            "test_which_agent_is_timed_does_not_tell_how_many_private_rows_agents_have",
+        ),
+    ),
+    Fault(
+        "a run folder chooses code that an audit imports",
+        (("privssl/audit/canary_attack.py", "if is_imported(config.model.name):", "if False:"),),
+        (IN_NETWORKS + "a_run_folder_that_is_read_imports_no_code",),
+    ),
+    Fault(
+        "other rows in memory are taken for those of the run",
+        (
+            (
+                "privssl/api/experiment.py",
+                'if known not in ("", data.checksum):',
+                'if known == "" != data.checksum[:0]:',
+            ),
+        ),
+        ("tests/api/test_train.py::test_a_run_of_rows_in_memory_is_not_resumed_without_them",),
+    ),
+    Fault(
+        "a private run takes a network that remembers rows",
+        (
+            (
+                "privssl/privacy/independence.py",
+                "    if kept or not torch.equal",
+                "    if not kept and not torch.equal",
+            ),
+        ),
+        (IN_NETWORKS + "a_private_run_refuses_by_name_what_clipping_does_not_bound[Counting]",),
+    ),
+)
