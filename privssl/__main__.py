@@ -13,6 +13,7 @@ COMMANDS = {
     "compare": "run several configs on the same splits and seeds; one table, one plot",
     "predict": "classify pictures and arrays with a finished run",
     "evaluate": "measure a finished run on labelled rows",
+    "export": "write the classifier of a finished run as ONNX or torch.export",
     "reproduce": "run cells of published tables and keep what was measured",
     "audit": "check the ledger and the privacy claim of a finished run",
     "generate": "write labelled synthetic rows made by the generator of a finished run",
@@ -65,6 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from privssl.generate import main as generate
 
             return generate(rest)
+        case ["export", *rest]:
+            from privssl.export import main as export
+
+            return export(rest)
         case ["schema", *rest]:
             from privssl.schema import main as schema
 

@@ -1,6 +1,12 @@
+<<<<<<< HEAD
 """``python -m privssl.export RUN --onnx FILE | --torch-export FILE``: write a classifier.
 
 The file takes rows (B, *shape) as ``Run.network_input`` makes them, returns logits (B, classes),
+=======
+"""``python -m privssl.export RUN --onnx FILE | --torch-export FILE``: a run's classifier as a file.
+
+The file takes rows (B, *shape) as ``Run.network_input`` makes them and gives logits (B, classes),
+>>>>>>> wt-bring
 for any B. It is written only if its outputs agree with those of the classifier on synthetic rows.
 Exit status: 0 written, 2 the user's mistake, 130 interrupted.
 """
@@ -53,11 +59,12 @@ def _export(options: argparse.Namespace, console: Console, _: ExitStack) -> int:
     if output.exists() or output.is_symlink():
         raise RunFolderError(f"{output} exists. Choose another file")
     run = open_run(options.run, options.model)
-    rows = run.results.get("rows", {})
-    network, shape = run.classifier(), tuple(rows.get("shape", ()))
+    network = run.classifier()  # which refuses folders without "rows"
+    rows = run.results["rows"]
+    shape = tuple(rows["shape"])
     about = {
         "class_names": "\n".join(run.class_names), "shape": "x".join(map(str, shape)),
-        "scaling": str(rows.get("scaling")),
+        "scaling": rows["scaling"],
     }  # fmt: skip
     write = as_onnx if options.onnx else as_torch_export
     written, apart = checked(write, network, shape, about)
@@ -131,7 +138,7 @@ def as_onnx(network: "nn.Module", shape: tuple[int, ...], about: dict[str, str])
     """An ONNX file: input ``x``, output ``logits``, ``about`` in its metadata."""
     try:
         import onnx
-        import onnxruntime  # type: ignore[import-untyped]
+        import onnxruntime
         import onnxscript  # noqa: F401  (torch.onnx needs it)
     except ImportError as error:
         raise ConfigError(

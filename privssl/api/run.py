@@ -117,9 +117,8 @@ class Run:
             )
         assert precision != "auto"  # a run's config says what it was
         settings = dataclasses.replace(config.model, weights="")
-        network = models.build_classifier(
-            settings, self.shape, len(self.class_names), precision, self._model
-        )
+        shape, classes = tuple(self._of_rows("rows")["shape"]), len(self.class_names)
+        network = models.build_classifier(settings, shape, classes, precision, self._model)
         try:
             weights = dict(open_lazily(self.folder / CLASSIFIER))
             return load_weights(network, weights, device).eval()

@@ -1,0 +1,178 @@
+"""``privssl export``: a file that computes what the classifier computes, or no file."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import privssl
+from privssl import export, models
+from privssl.api.experiment import train
+from privssl.errors import ConfigError, UserError
+from privssl.settings.schema import ModelSettings
+from tests.api.digits import config, dataset
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "small_cnn": (1, 8, 8), "lenet": (1, 8, 8), "trinet_cnn": (1, 8, 8), "resnet9": (3, 8, 8),
+    "wresnet28x2": (3, 8, 8), "linear": (5,), "mlp": (5,), "text_cnn": (6, 5),
+}  # fmt: skip
+FORMS = {"onnx": export.as_onnx, "torch-export": export.as_torch_export}
+ABOUT = {"class_names": "a\nb"}
+
+
+def classifier(name: str, norm: str = "group") -> nn.Module:
+    """A network whose weights, norms included, are nowhere at their start."""
+    torch.manual_seed(0)
+    settings = ModelSettings(name=name, width=4, norm=norm)  # type: ignore[arg-type]
+    network = models.build_classifier(settings, SHAPES[name], 3)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+        network(torch.randn(16, *SHAPES[name]))  # statistics of batch norm
+    return network.eval()
+
+
+def test_every_network_of_the_product_is_tested() -> None:
+    assert set(SHAPES) == set(models.CLASSIFIERS)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_torch_export_computes_what_the_network_does(name: str) -> None:
+    network = classifier(name)
+    written, apart = export.checked(export.as_torch_export, network, SHAPES[name], ABOUT)
+    assert len(written) > 1000 and apart <= 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["group", "batch", "static", "none"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_each_network_with_each_norm_is_exported_in_each_form(
+    name: str, form: str, norm: str
+) -> None:
+    if form == "onnx":
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+    if norm == "static" and len(SHAPES[name]) < 3:
+        return  # of images alone
+    export.checked(FORMS[form], classifier(name, norm), SHAPES[name], ABOUT)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> privssl.Run:
+    folder = tmp_path_factory.mktemp("export")
+    return train(config(folder), data=dataset(), output=folder / "run")
+
+
+def called(*arguments: object) -> int:
+    return export.main([str(argument) for argument in arguments])
+
+
+def test_the_command_writes_a_file_that_stands_alone(
+    run: privssl.Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new" / "net.pt2"
+    assert called(run.folder, "--torch-export", path) == 0
+    assert "(B, 1, 8, 8), [-1, 1], to logits (B, 3)" in " ".join(capfd.readouterr().out.split())
+    texts = dict.fromkeys(("class_names", "shape", "scaling"), "")
+    network = torch.export.load(path, extra_files=texts).module()
+    assert texts == {"class_names": "0\n1\n2", "shape": "1x8x8", "scaling": "[-1, 1]"}
+    for rows in (1, 7):
+        x = torch.randn(rows, 1, 8, 8)
+        assert torch.allclose(network(x), run.classifier()(x), atol=1e-4)
+    before = path.read_bytes()
+    assert called(run.folder, "--torch-export", path) == 2
+    assert "exists. Choose another file" in capfd.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_onnx_says_its_classes_and_gives_the_logits_of_any_number_of_rows(
+    run: privssl.Run, tmp_path: Path
+) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    path = tmp_path / "net.onnx"
+    assert called(run.folder, "--onnx", path) == 0
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    found = session.get_modelmeta().custom_metadata_map
+    assert found["class_names"].split("\n") == run.class_names
+    for rows in (1, 7):
+        x = torch.randn(rows, 1, 8, 8)
+        [logits] = session.run(["logits"], {"x": x.numpy()})
+        assert torch.allclose(torch.from_numpy(logits), run.classifier()(x), atol=1e-4)
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.linear(x)
+        return logits
+
+
+class Branching(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else super().forward(-x)
+
+
+class Chance(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.rand_like(x))
+
+
+class Three(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (2 if len(x) == 3 else 1))
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (Branching(), "no branch on their values"),
+        (Chance(), "so it was not written"),
+        (Three(), "cannot be exported"),
+    ],
+)
+def test_a_network_that_cannot_be_written_truly_is_refused(network: nn.Module, said: str) -> None:
+    export.checked(export.as_torch_export, Plain().eval(), (4,), ABOUT)  # the control
+    with pytest.raises(UserError, match=said):
+        export.checked(export.as_torch_export, network.eval(), (4,), ABOUT)
+
+
+@pytest.mark.parametrize("wrong", [2e-4, float("nan"), None])
+def test_a_file_whose_outputs_differ_is_not_written(wrong: float | None) -> None:
+    network = Plain().eval()
+
+    def faulty(network: nn.Module, *_: Any) -> Any:
+        return b"", lambda x: network(x)[:, :2] if wrong is None else network(x) + wrong
+
+    with pytest.raises(UserError, match="so it was not written"):
+        export.checked(faulty, network, (4,), ABOUT)
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxruntime", "onnxscript"])
+def test_a_package_that_is_missing_is_named_once(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("onnx", "onnxruntime", "onnxscript"):
+        monkeypatch.setitem(sys.modules, name, None if name == package else object())
+    with pytest.raises(ConfigError, match=f"needs {package}: pip install onnx onnxscript"):
+        export.as_onnx(Plain(), (4,), ABOUT)
+
+
+def test_what_is_no_run_and_no_form_are_mistakes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert called(tmp_path, "--onnx", tmp_path / "x.onnx") == 2
+    assert "has no results.json" in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        called(tmp_path)
+    assert list(tmp_path.iterdir()) == []
