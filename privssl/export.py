@@ -1,12 +1,6 @@
-<<<<<<< HEAD
 """``python -m privssl.export RUN --onnx FILE | --torch-export FILE``: write a classifier.
 
 The file takes rows (B, *shape) as ``Run.network_input`` makes them, returns logits (B, classes),
-=======
-"""``python -m privssl.export RUN --onnx FILE | --torch-export FILE``: a run's classifier as a file.
-
-The file takes rows (B, *shape) as ``Run.network_input`` makes them and gives logits (B, classes),
->>>>>>> wt-bring
 for any B. It is written only if its outputs agree with those of the classifier on synthetic rows.
 Exit status: 0 written, 2 the user's mistake, 130 interrupted.
 """

@@ -194,7 +194,9 @@ def _sizes(of: Measurements) -> Iterator[str]:
 
 
 def _tables(of_tables: Sequence[Measurements]) -> list[str]:
-    lines = [["table", "what", "cells measured", "reduced", "claims that hold, at least in the mean"]]
+    lines = [
+        ["table", "what", "cells measured", "reduced", "claims that hold, at least in the mean"]
+    ]
     for of in of_tables:
         cells = [cell for cell in of.table.cells if cell.size != "absent"]
         reduced = sum(cell.size == "reduced" for cell in cells if of.kept(cell))
