@@ -33,7 +33,8 @@ def federated_data(
 def held(agent: Agent) -> list[Tensor]:
     """Every tensor that an agent has, in a fixed order."""
     rows = [agent.held_labelled, agent.held_unlabelled]
-    return [getattr(r, f.name) for r in rows if r is not None for f in dataclasses.fields(r)]
+    every = [getattr(r, f.name) for r in rows if r is not None for f in dataclasses.fields(r)]
+    return [tensor for tensor in every if tensor is not None]  # origin: without an encoder None
 
 
 def ids(found: FederatedDataset) -> list[int]:
@@ -204,7 +205,9 @@ def test_the_labels_of_unlabelled_rows_reach_no_agent() -> None:
 
 def test_unlabelled_rows_have_no_field_that_could_hold_a_label() -> None:
     agent = federated_data(labelled=50).agents[-1]
-    assert {field.name for field in dataclasses.fields(agent.unlabelled)} == {"x", "ids"}
+    fields = {field.name for field in dataclasses.fields(agent.unlabelled)}
+    assert fields == {"x", "ids", "origin"}
+    assert agent.unlabelled.origin is None  # of a table: tests/rows/test_csv_rows.py
     assert agent.held_labelled is None
 
 

@@ -95,6 +95,7 @@ def test_a_record_has_one_account_whatever_bounds_are_declared(tmp_path: Path) -
     assert wide.records == narrow.records
     assert wide.records[1] == wide.records[4]  # 10 and 10.0
     assert len(set(wide.records)) == 4
+    assert wide.records[0] == "colour=red\x1fsize=0.0"  # and no label
     assert (wide.x_train[1] != narrow.x_train[1]).any()  # the control: as numbers they differ
 
 
