@@ -47,7 +47,10 @@ _OF_ONE_MACHINE = {
 }
 #: Keys of later versions are in a hash only where they are used: older checkpoints stay valid.
 _LATER: Mapping[str, Mapping[str, Any]] = {
-    "data": {"checksum": "", "encoder": "", "label": "label", "text": ""},
+    "data": {
+        "checksum": "", "encoder": "", "encoder_weights": "", "label": "label", "text": "",
+        "columns": "",
+    },
     "model": {"options": {}, "weights": ""},
     "algorithm": {
         "generator": "mixing", "weight_code": 0.0125, "generator_at": "all",
