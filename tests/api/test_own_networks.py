@@ -331,7 +331,9 @@ def test_the_card_says_that_network_and_initial_weights_are_taken_as_public(
         quiet = {**card, "network": network}
         quiet["not_protected"] = [t for t in card["not_protected"] if digest not in t]
         if network:
-            quiet["not_protected"].insert(-1, network_sentence(network))
+            quiet["not_protected"].insert(
+                -1, network_sentence({"name": network["name"], "weights": ""})
+            )
         (run.folder / "privacy.json").write_text(json.dumps(quiet, indent=2) + "\n")
         (run.folder / "privacy.md").write_text(render_markdown(quiet))
         report = audit(run.folder)
