@@ -5,6 +5,7 @@ for three times the time. Features are pooled over places, then each row is sign
 standardised over its own features. This uses no other row, so it releases nothing.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ def _weights_path(name: str, prefix: str, network: str, weights: str) -> Path:
             url: str = torchvision.models.get_model_weights(network).DEFAULT.url
         except ValueError as error:
             raise DataError(f"data.encoder is {name}: {error}. Give another name") from None
-        path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
+        cache = Path(os.environ.get("TORCH_HOME") or "~/.cache/torch").expanduser()
+        path = cache / "hub" / "checkpoints" / url.rpartition("/")[2]
         how = f"download {url} to it, or give data.encoder_weights"
     else:
         raise DataError(f"data.encoder {name} needs data.encoder_weights, the file of its weights")
