@@ -119,7 +119,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         from privssl.experiment import config as configs
         from privssl.experiment.prepare import prepare
         from privssl.reporting.trackers import ProgressTracker
-        from privssl.runs import accounts, dry_run, launch, resume, run_dir
+        from privssl.runs import accounts, dry_run, launch, lengthening, resume, run_dir
         from privssl.runs.round_plan import rounds_of
 
         in_one_thread()
@@ -127,9 +127,10 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         started = time.perf_counter()
         config = configs.load_config(options.config, options.overrides)
         if options.resume is not None:
-            resume.check_resumable(options.resume, config)
+            longer = lengthening.asks_for_more(options.resume, config)
+            resume.check_resumable(options.resume, config, longer=longer)
             known = run_dir.read_outcome(options.resume)
-            if known is not None and known[0]["status"] != "interrupted":
+            if not longer and known is not None and known[0]["status"] != "interrupted":
                 console.print("This run has finished already; nothing was changed.")
                 return _report(options, *known, options.resume, console)
         prepared = prepare(config)  # it stays, too, and imports Opacus for a private run

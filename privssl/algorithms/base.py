@@ -58,6 +58,8 @@ class Algorithm(ABC, Generic[StateT]):
     Config: ClassVar[type[Any]]
     #: Whether the algorithm can train under a privacy plan.
     can_be_private: ClassVar[bool] = False
+    #: Whether a round is the same whatever ``rounds`` is: a finished run can then be lengthened.
+    can_be_lengthened: ClassVar[bool] = False
     #: How labelled rows are protected there: noise on gradients, or on counts of labels.
     mechanism: ClassVar[Literal["dp-sgd", "census"]] = "dp-sgd"
     #: Whether agents send anything computed from their unlabelled rows.

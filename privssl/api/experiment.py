@@ -27,7 +27,7 @@ from privssl.experiment.config import Config
 from privssl.experiment.prepare import prepare
 from privssl.models.own_networks import NetworkSource, reference_of
 from privssl.reporting.trackers import ProgressTracker
-from privssl.runs import launch, resume, run_dir
+from privssl.runs import launch, lengthening, resume, run_dir
 from privssl.runs.round_plan import rounds_of
 from privssl.runtime.console import Screen
 from privssl.runtime.process import (
@@ -184,9 +184,10 @@ def _train(
     try:
         with _process(progress) as stack:
             if folder is not None:
-                resume.check_resumable(folder, config)
+                longer = lengthening.asks_for_more(folder, config)
+                resume.check_resumable(folder, config, longer=longer)
                 known = run_dir.read_outcome(folder)
-                if known is not None and known[0]["status"] != "interrupted":
+                if not longer and known is not None and known[0]["status"] != "interrupted":
                     return Run(folder, network)
             prepared = prepare(config, None if data is None else data.rows, network)
 

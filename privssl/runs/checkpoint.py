@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -151,12 +151,16 @@ def update_pointer(folder: Path, name: Literal["latest", "best"], round_number: 
         atomic_files.replace(path, f"round_{round_number:05d}\n".encode())
 
 
-def load_snapshot(folder: Path, expected_digest: str) -> Snapshot:
+def load_snapshot(
+    folder: Path, expected_digest: str, fewer: Callable[[int], str | None] = lambda _: None
+) -> Snapshot:
     """The latest intact snapshot; a damaged one is passed over with a warning.
 
     Args:
         folder: ``checkpoints`` of the run.
         expected_digest: ``config.config_hash`` of the config to resume.
+        fewer: that of the same config with as many rounds as the snapshot has, where such a run
+            can be lengthened.
 
     Raises:
         RunFolderError: there is none, none is intact, or it belongs to another config.
@@ -169,7 +173,7 @@ def load_snapshot(folder: Path, expected_digest: str) -> Snapshot:
             damage.append(f"{name}: {error}")
             logger.warning("checkpoint %s is damaged (%s), trying an older one", name, error)
             continue
-        if snapshot.config_digest != expected_digest:
+        if snapshot.config_digest not in (expected_digest, fewer(snapshot.round)):
             raise RunFolderError(
                 f"{folder / name} belongs to another config. Compare run.seed, run.precision and "
                 "the sections data, agents, model, algorithm and privacy with config.yaml of that "

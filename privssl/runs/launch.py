@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from privssl.experiment import config as configs
 from privssl.experiment.prepare import Prepared
 from privssl.ops import dispatch
 from privssl.reporting.trackers import CsvTracker, TensorBoardTracker, Tracker
-from privssl.runs import checkpoint, round_loop, run_dir
+from privssl.runs import checkpoint, lengthening, round_loop, run_dir
 from privssl.runs import resume as runs_resume
 from privssl.runs.engine_factory import refuse_unreachable
 from privssl.runtime.process import LogFile, logging_to
@@ -46,10 +47,13 @@ def launch(
     snapshot = None
     if resume is not None:
         digest = configs.config_hash(prepared.config)
-        snapshot = checkpoint.load_snapshot(folder / "checkpoints", digest)
+        fewer = partial(lengthening.digest_after, prepared.config)
+        snapshot = checkpoint.load_snapshot(folder / "checkpoints", digest, fewer)
         runs_resume.check_same_split(folder, prepared, snapshot)
         runs_resume.check_spending_shown(folder, prepared)
         warn(runs_resume.other_code_warnings(snapshot))
+        if lengthening.asks_for_more(folder, prepared.config):
+            lengthening.record(folder, prepared.config.algorithm.rounds)
     after = None if snapshot is None else snapshot.round
     _log_start(prepared)
     for record in rows_told(prepared):

@@ -28,8 +28,11 @@ SPLIT = "split"
 SOURCES = "sources"
 
 
-def check_resumable(folder: Path, config: Config) -> None:
+def check_resumable(folder: Path, config: Config, *, longer: bool = False) -> None:
     """Check that this is the folder of a run of this config.
+
+    Args:
+        longer: whether it may have fewer rounds.
 
     Raises:
         RunFolderError: it is no run, or a setting that decides over results differs.
@@ -47,6 +50,7 @@ def check_resumable(folder: Path, config: Config) -> None:
         f"{key} is {_shown(now, key)} here, but {_shown(then, key)} there"
         for key in sorted(now.keys() | then.keys())
         if now.get(key, "absent") != then.get(key, "absent")
+        and not (longer and key == "algorithm.rounds")
     ]
     if differing:
         moved = any(text.startswith(("data.root", "data.split")) for text in differing)

@@ -17,6 +17,8 @@ IN_MEANINGLESS = "tests/cli/test_meaningless_runs.py::test_"
 IN_LEDGER = "tests/accounting/test_ledger.py::test_"
 IN_REGISTRY = "tests/accounting/test_row_registry.py::test_"
 IN_FILES = "tests/storage/test_atomic_files.py::test_"
+LENGTHENING = "privssl/runs/lengthening.py"
+IN_LENGTHENING = "tests/runs/test_lengthening.py::test_"
 IN_CHECKPOINT = "tests/runs/test_checkpoint.py::test_"
 IN_RESUME = "tests/runs/test_resume.py::test_"
 
@@ -188,8 +190,19 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a checkpoint of another config is taken",
-        ((CHECKPOINT, "if snapshot.config_digest != expected_digest:", "if not expected_digest:"),),
+        (
+            (
+                CHECKPOINT,
+                "if snapshot.config_digest not in (expected_digest, fewer(snapshot.round)):",
+                "if not expected_digest:",
+            ),
+        ),
         (IN_CHECKPOINT + "another_config_is_refused",),
+    ),
+    Fault(
+        "a private run gets more rounds",
+        ((LENGTHENING, "if former.privacy is not None:", "if False:"),),
+        (IN_LENGTHENING + "what_cannot_be_lengthened_is_refused_with_the_reason",),
     ),
     Fault(
         "checkpoints remember no ledger",

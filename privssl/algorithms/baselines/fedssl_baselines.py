@@ -74,6 +74,7 @@ class _FedSSLBaseline(Algorithm[TeacherState]):
     """The shared rounds and steps; a subclass sets the switches and nothing else."""
 
     StateType = TeacherState
+    can_be_lengthened = True
     missing_reply_policy = MissingReplyPolicy(quorum=("support_pass", "query_pass"))
     cfg: ClassifierTraining
     uses_unlabelled: ClassVar[bool]

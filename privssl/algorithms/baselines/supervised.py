@@ -147,6 +147,7 @@ class _Supervised(Algorithm[ModelState]):
     """The shared round and step; a subclass says who learns."""
 
     StateType = ModelState
+    can_be_lengthened = True
     reads_unlabelled = False
     missing_reply_policy = MissingReplyPolicy(quorum=("labelled_pass",))
     cfg: LocalTrainingSettings

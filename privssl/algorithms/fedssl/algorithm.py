@@ -111,6 +111,7 @@ class FedSSL(Algorithm[FedSSLState]):
     Config = FedSSLConfig
     StateType = FedSSLState
     can_be_private = True
+    can_be_lengthened = True
     sides_divisible_by = 4  # G and D halve them twice
     cfg: FedSSLConfig
 

@@ -1,0 +1,123 @@
+"""``--resume RUN algorithm.rounds=N``: the bits of a run of N rounds, or a reason."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from privssl.algorithms import ALGORITHMS
+from privssl.experiment import config as configs
+from privssl.runs import round_loop
+from tests.support.command_line import PLAIN, assert_refused, command, tree
+
+FEDAVG = """\
+data: {name: toy, labelled: 40}
+agents: {support: 2}
+model: {name: small_cnn, width: 4}
+algorithm: {name: fedavg, rounds: 3, learning_rate_decay: 0.9, momentum: 0.9}
+"""
+PRIVATE = FEDAVG.replace(", learning_rate_decay: 0.9, momentum: 0.9", "") + (
+    "privacy: {epsilon: 8.0, sample_rate: 0.2, steps: 2}\n"
+)
+TEXTS = {"fedssl": PLAIN, "pseudo": PLAIN.replace("fedssl", "pseudo").replace(
+    "  generator_width: 4\n", ""), "fedavg": FEDAVG}  # fmt: skip
+QUIET = ("--quiet", "run.workers=1", "run.images_every=1")  # the last round has pictures
+
+
+def trained(folder: Path, text: str, rounds: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "run.yaml"
+    path.write_text(text)
+    output = folder / f"run-{rounds}"
+    outcome = command(path, f"algorithm.rounds={rounds}", f"run.output={output}", *QUIET)
+    assert outcome.status == 0, outcome
+    return output
+
+
+def longer(folder: Path, rounds: int) -> None:
+    outcome = command("--resume", folder, f"algorithm.rounds={rounds}", "--quiet")
+    assert outcome.status == 0, outcome
+
+
+def same(one: Path, other: Path) -> None:
+    for name in ("classifier.safetensors", "metrics.csv"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    found = [json.loads((folder / "results.json").read_text()) for folder in (one, other)]
+    for key in ("status", "rounds", "test_accuracy", "bytes", "metrics"):
+        assert found[0][key] == found[1][key], key
+    settings = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in (one, other)]
+    assert settings[0]["algorithm"] == settings[1]["algorithm"]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_longer_run_has_the_bits_of_one_that_was_asked_for_at_once(
+    name: str, tmp_path: Path
+) -> None:
+    at_once, run = trained(tmp_path, TEXTS[name], 4), trained(tmp_path, TEXTS[name], 2)
+    before = (run / "classifier.safetensors").read_bytes()
+    longer(run, 4)
+    same(run, at_once)
+    assert (run / "classifier.safetensors").read_bytes() != before  # it did learn on
+    again = tree(run)
+    assert command("--resume", run).status == 0  # finished: nothing is done
+    assert {k: v for k, v in tree(run).items() if k != "train.log"} == {
+        k: v for k, v in again.items() if k != "train.log"
+    }
+
+
+def test_a_kill_at_any_moment_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, run = trained(tmp_path, FEDAVG, 4), trained(tmp_path, FEDAVG, 2)
+    for module, name in ((configs, "to_yaml"), (round_loop, "train")):
+        with monkeypatch.context() as patch:
+
+            def killed(*_: object) -> None:
+                raise SystemExit(9)
+
+            patch.setattr(module, name, killed)
+            with pytest.raises(SystemExit):
+                longer(run, 4)
+        assert json.loads((run / "results.json").read_text())["status"] == "interrupted"
+        # After the first kill it is a run of two rounds again, after the second one of four.
+        assert command("--resume", run, "--quiet").status == 0
+    same(run, at_once)
+
+
+def test_what_cannot_be_lengthened_is_refused_with_the_reason(tmp_path: Path) -> None:
+    private = trained(tmp_path / "private", PRIVATE, 2)
+    semifl = "algorithm: {name: semifl, rounds: 2, epochs: 1}\n"
+    scheduled = trained(
+        tmp_path / "semifl", PLAIN.partition("algorithm")[0].replace(
+            "support: 2, ", "").replace("40,", "40, labels: labels-at-server,") + semifl, 2,
+    )  # fmt: skip
+    for folder, said in (
+        (private, "its privacy plan fixes"),
+        (scheduled, "rounds of semifl may depend on how many there are"),
+    ):
+        before = tree(folder)
+        refused = command("--resume", folder, "algorithm.rounds=3", "--quiet")
+        assert_refused(refused, "algorithm.rounds is 3 here, but 2 there", said)
+        assert tree(folder) == before
+
+
+def test_fewer_rounds_and_other_changes_are_refused_as_ever(tmp_path: Path) -> None:
+    run = trained(tmp_path, FEDAVG, 2)
+    before = tree(run)
+    for values, said in (
+        (["algorithm.rounds=1"], "algorithm.rounds is 1 here, but 2 there"),
+        (["algorithm.rounds=3", "algorithm.momentum=0.5"], "algorithm.momentum is 0.5 here"),
+    ):
+        assert_refused(command("--resume", run, *values, "--quiet"), said)
+    assert command("--resume", run, "algorithm.rounds=3", "--dry-run").status == 0
+    results = json.loads((run / "results.json").read_text())
+    assert tree(run) == before
+    (run / "results.json").write_text(json.dumps(results | {"status": "interrupted"}))
+    refused = command("--resume", run, "algorithm.rounds=3", "--quiet")
+    assert_refused(refused, "it has not finished. First end it")
+
+
+def test_methods_whose_rounds_know_their_number_cannot_be_lengthened() -> None:
+    able = {name for name, kind in ALGORITHMS.items() if kind.can_be_lengthened}
+    assert able == {
+        *("fedssl", "supervise", "pseudo", "mixmatch", "server_sl", "fedavg", "fedprox")
+    }
