@@ -48,9 +48,10 @@ from privssl.core.agents import Agent, LabelledRows
 from privssl.core.engine import Call
 from privssl.core.federation import Federation, Round
 from privssl.core.messages import Message, Reply, StateDict
+from privssl.core.rows import kind_of
 from privssl.core.task import Task
 from privssl.engines.local import LocalEngine
-from privssl.errors import RunFolderError
+from privssl.errors import RunFolderError, UserError
 from privssl.experiment.config import Config
 from privssl.models.own_networks import is_imported
 from privssl.privacy.label_histogram import CensusPlan
@@ -178,6 +179,9 @@ def attack(
 
 def _task(config: Config, entry: Mapping[str, Any]) -> Task:
     classes, shape = int(entry["classes"]), tuple(map(int, entry["shape"]))
+    name = config.model.name
+    if not is_imported(name) and name not in kind_of(shape).networks:
+        raise UserError(f"not a privacy card of this run: {name} takes no rows of shape {shape}")
     model = dataclasses.replace(config.model, weights="")
     return Task(classes, shape, lambda: models.build_classifier(model, shape, classes))
 

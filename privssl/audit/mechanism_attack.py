@@ -63,8 +63,8 @@ CANNOT_SEE = (
     "other processors",
     "low bits: noise with gaps, and sums that round differently if there is one row more",
     "noise that a seed repeats after a restart, in a fork or in another run",
-    "small faults: noise within 0.3% of its deviation (1% in whole visits), rows drawn within "
-    "1% of the rate, batch sizes whose variance is within 30%",
+    "small faults: noise within 1% of its deviation, rows drawn within 1% of the rate, batch sizes "
+    "whose variance is within 30%",
     "faults that show in fewer than one in a million releases, and leaks below the claim",
 )
 

@@ -52,7 +52,7 @@ def data_hash(shown: Mapping[str, Mapping[str, Line]]) -> str:
 def hash_in(path: Path) -> str | None:
     """That of the figure in a file; None: there is no figure that can be read."""
     try:
-        with Image.open(path) as picture:
+        with Image.open(path, formats=("PNG",)) as picture:
             found: str | None = picture.info.get(KEY)
             return found
     except OSError:

@@ -184,7 +184,7 @@ def _npz(**changes: Any) -> Callable[[Path], None]:
         ("image_folder", _without_classes, ["one for each class"]),
         ("npz", _npz(y_test=None), ["has no y_test", "it has x_train"]),
         ("npz", _npz(y_train=np.arange(19) % 2), ["20 rows", "19"]),
-        ("npz", _npz(x_train=np.zeros((20, 64), np.uint8)), ["(20, 64)", "(N, H, W)"]),
+        ("npz", _npz(x_train=np.zeros((20, 64), np.uint8)), ["(64,)", "(1, 8, 8)"]),
     ],
 )
 def test_data_of_the_users_own_that_cannot_be_used_says_what_is_expected(

@@ -154,7 +154,7 @@ def npz(folder: Path, **changes: Any) -> Dataset:
 
 @pytest.mark.parametrize("shape", [(0, 5), (4, 0), (0, 0)])
 def test_images_without_a_pixel_are_refused(tmp_path: Path, shape: tuple[int, int]) -> None:
-    with pytest.raises(DataError, match="have no pixel"):
+    with pytest.raises(DataError, match="have no number"):
         npz(tmp_path, x_train=pixels(6, *shape), x_test=pixels(3, *shape))
     assert npz(tmp_path).shape == (1, 4, 5)  # the control
 

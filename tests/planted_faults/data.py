@@ -34,9 +34,9 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/data/encoded.py",
-                "return self._x.index_select(0, ids), None",
+                "return self._x.index_select(0, ids), named",
                 "return (self._x[int(ids.min()) : int(ids.max()) + 1][: len(ids)] if "
-                "len(ids) else self._x[:0]), None",
+                "len(ids) else self._x[:0]), named",
             ),
         ),
         (IN_FEDERATION + "no_agent_shares_memory_with_the_data_set_or_another_agent",),

@@ -292,6 +292,7 @@ def test_an_encoded_row_is_to_an_account_the_picture_that_it_was(
 def test_the_card_of_a_private_run_names_the_encoder_and_its_data(
     encoded_run: Callable[..., Path], counting: Counting, tmp_path: Path
 ) -> None:
+    counting.encoder = replace(counting.encoder, name="efficientnet_lite0")
     privacy = {"epsilon": 50.0, "noise_multiplier": 4.0, "steps": 2, "sample_rate": 0.5}
     path = encoded_run(privacy=privacy, algorithm={"name": "fedavg", "rounds": 1})
     assert train([str(path), "--quiet"]) == 0
