@@ -298,7 +298,6 @@ MAY = {
     ),
     # `privssl reproduce` starts `privssl.train` and asks git for the commit
     **dict.fromkeys(("privssl.reproduce.machine", "privssl.reproduce.runner"), "subprocess"),
-    "privssl.encoders.image_encoders": "torch.hub.get_dir",  # where torchvision keeps weights
     "privssl.site.sandbox": "ctypes",
     # kernels that were compiled beside them when privssl was installed
     **dict.fromkeys(
