@@ -63,7 +63,12 @@ def draw(shown: Mapping[str, Mapping[str, Line]], rows: Sequence[str]) -> bytes:
     """A PNG. rows: all rows of the table, so that each has one colour in every panel."""
     across = min(ACROSS, len(shown))
     down = -(-len(shown) // across)
-    drawing = Figure(figsize=(3.6 * across, 2.8 * down + 0.6), dpi=80, layout="constrained")
+    named = [row for row in rows if any(row in lines for lines in shown.values())]
+    # An entry of the legend takes about 0.075 inches a letter, and half an inch beside them.
+    wide = 0.5 + 0.075 * max(map(len, named), default=0)
+    columns = max(1, min(4, len(named), int(3.6 * across / wide)))
+    height = 2.8 * down + 0.4 + 0.2 * -(-len(named) // columns)
+    drawing = Figure(figsize=(3.6 * across, height), dpi=80, layout="constrained")
     FigureCanvasAgg(drawing)
     grid = drawing.subplots(down, across, sharey=True, squeeze=False).flatten()
     handles = {}
@@ -81,7 +86,7 @@ def draw(shown: Mapping[str, Mapping[str, Line]], rows: Sequence[str]) -> bytes:
         panel.set_xlabel("rounds", fontsize="small")
     drawing.supylabel("test accuracy", fontsize="small")
     drawing.legend(
-        handles.values(), handles, loc="outside lower center", ncols=min(4, len(handles)),
+        handles.values(), handles, loc="outside lower center", ncols=columns,
         frameon=False, fontsize="small",
     )  # fmt: skip
     picture = io.BytesIO()
