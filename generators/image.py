@@ -30,11 +30,7 @@ class ImageGenerator(ConditionalGenerator):
         features = 2 * width * small[0] * small[1]
         self.noise_size = noise_size
         self.encoder = nn.Sequential(
-            nn.Conv2d(channels, width, 4, stride=2, padding=1),
-            nn.LeakyReLU(0.2),
-            nn.Conv2d(width, 2 * width, 4, stride=2, padding=1),
-            nn.LeakyReLU(0.2),
-            nn.Flatten(),
+            *halving_layers(channels, width),
             nn.Linear(features, code_size),
         )
         self.class_prior = nn.Sequential(
@@ -102,6 +98,17 @@ class ImageDiscriminator(ConditionalDiscriminator):
         match = (features * self.projection(p)).sum(dim=1)  # (B,)
         logits: Tensor = self.realism(features)[:, 0] + self.scale * match
         return logits
+
+
+def halving_layers(channels: int, width: int) -> tuple[nn.Module, ...]:
+    """Images (B, channels, H, W) -> features (B, 2 width H/4 W/4)."""
+    return (
+        nn.Conv2d(channels, width, 4, stride=2, padding=1),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(width, 2 * width, 4, stride=2, padding=1),
+        nn.LeakyReLU(0.2),
+        nn.Flatten(),
+    )
 
 
 def quarter(shape: tuple[int, int, int]) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from generators.base import ConditionalGenerator
-from generators.image import quarter
+from generators.image import halving_layers, quarter
 
 LARGEST_LOG_VARIANCE = 4.0
 #: Factor of labels: an agent that has one class moves the weights of its label alone, and averaging
@@ -35,13 +35,7 @@ class VariationalImageGenerator(ConditionalGenerator):
         channels, small = shape[0], quarter(shape)
         features = 2 * width * small[0] * small[1]
         self.noise_size = noise_size
-        self.encoder = nn.Sequential(
-            nn.Conv2d(channels, width, 4, stride=2, padding=1),
-            nn.LeakyReLU(0.2),
-            nn.Conv2d(width, 2 * width, 4, stride=2, padding=1),
-            nn.LeakyReLU(0.2),
-            nn.Flatten(),
-        )
+        self.encoder = nn.Sequential(*halving_layers(channels, width))
         self.posterior = nn.Linear(features + classes, 2 * noise_size)
         self.first = nn.Linear(noise_size + classes, features)
         self.unflatten = nn.Unflatten(1, (2 * width, *small))

@@ -177,7 +177,7 @@ def _report(
     words = {
         "finished": "Finished",
         "budget_exhausted": "Finished; the privacy budget ended visits to support agents early",
-        "interrupted": f"Interrupted; go on with --resume {folder}",
+        "interrupted": f"Interrupted; continue with --resume {folder}",
     }
     took = "" if seconds is None else f", {seconds:.0f} s"
     reached = (

@@ -72,7 +72,7 @@ class Experiment:
         if output is not None:
             if folder is not None:
                 raise RunFolderError(
-                    f"{folder} is a run to go on with, in its own folder. Leave output out, or "
+                    f"{folder} is a run to continue, in its own folder. Leave output out, or "
                     f"give {folder / 'config.yaml'} for a new run"
                 )
             more["run.output"] = str(output)
@@ -86,7 +86,7 @@ def load(config: str | Path | Sections, overrides: Overrides | None = None) -> E
 
     Args:
         config: a YAML file, or its sections ``{"algorithm": {"name": ...}, ...}``; or the folder of
-            a run, which running goes on with.
+            a run, which running continues.
         overrides: ``{"section.key": value}``, or a list of "section.key=value".
 
     Raises:
@@ -109,7 +109,7 @@ def train(
     """Train one classifier as a config says, as the command ``train`` does.
 
     Args:
-        config: a YAML file, or its sections as of :func:`load`. The folder of a run: go on with it
+        config: a YAML file, or its sections as of :func:`load`. The folder of a run: continue it
             from its last checkpoint; a finished one is returned as it is.
         overrides: ``{"section.key": value}``, or a list of "section.key=value".
         data: rows in memory, instead of those of ``data.name``.
@@ -199,7 +199,9 @@ def _train(
     except AccountingError as error:
         raise PrivacyError(str(error)) from error
     if run.results["status"] == "interrupted":
-        raise KeyboardInterrupt(f"Interrupted; go on with privssl.train({str(run.folder)!r}, ...)")
+        raise KeyboardInterrupt(
+            f"Interrupted; continue with privssl.train({str(run.folder)!r}, ...)"
+        )
     return run
 
 

@@ -124,7 +124,7 @@ class Run:
             return load_weights(network, weights, device).eval()
         except OSError:
             raise RunFolderError(
-                f"{self.folder} has no {CLASSIFIER}: the run has not ended. Go on with it "
+                f"{self.folder} has no {CLASSIFIER}: the run has not ended. Continue it "
                 "(--resume), or give another"
             ) from None
         except (RuntimeError, ValueError, SafetensorError) as error:

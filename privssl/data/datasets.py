@@ -159,7 +159,7 @@ def _read(settings: DataSettings) -> Arrays | Texts:
         raise DataError(
             "data.name is arrays: rows in memory, which no file holds. Give them from Python: "
             "privssl.train(CONFIG, data=privssl.Dataset.from_arrays(...)), or a run folder in "
-            "place of CONFIG to go on with its run"
+            "place of CONFIG to continue its run"
         )
     root = expand_path("root", settings.root) if settings.root else default_root()
     if settings.name in PUBLISHED:

@@ -290,7 +290,7 @@ def _row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterat
 
 
 def _missing_reply_policy(config: Config, algorithms: Mapping[str, type[Any]]) -> Any:
-    """What the algorithm can go on without: ``algorithms.base.MissingReplyPolicy``."""
+    """What the algorithm can continue without: ``algorithms.base.MissingReplyPolicy``."""
     kind = algorithms[config.algorithm.name]
     return kind.missing_reply_policy_for(config.algorithm, private=config.privacy is not None)
 

@@ -83,14 +83,16 @@ def check_gpu(root: Path = ROOT) -> Iterator[Finding]:
 
 
 def measured_gpus(root: Path) -> set[str]:
-    """Names of the GPUs that this project has measurements of (``GPU_FILES``)."""
+    """Names of the GPUs that have a report of ``make gpu-report`` (``GPU_FILES``), not a trial."""
     found = set()
     for file in root.glob(GPU_FILES):
         try:
-            name = json.loads(file.read_text("utf-8")).get("device")
-        except (OSError, ValueError, AttributeError):
+            report = json.loads(file.read_text("utf-8"))
+            name, tried = report["gpu"], report["small"]
+        except (OSError, ValueError, KeyError, TypeError):
             continue
-        found.add(name if isinstance(name, str) else file.stem)
+        if isinstance(name, str) and not tried:
+            found.add(name)
     return found
 
 

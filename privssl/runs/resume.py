@@ -56,13 +56,13 @@ def check_resumable(folder: Path, config: Config, *, longer: bool = False) -> No
         moved = any(text.startswith(("data.root", "data.split")) for text in differing)
         advice = " Data that was moved must be put back, or linked to." if moved else ""
         raise RunFolderError(
-            f"{folder} belongs to another config: {'; '.join(differing)}. Go on with "
+            f"{folder} belongs to another config: {'; '.join(differing)}. Continue with "
             f"{recorded}, or start a new run with another run.output.{advice}"
         )
     if config.run.engine != former.run.engine:  # elsewhere accounts would begin anew
         raise RunFolderError(
             f"{folder} was begun with run.engine={former.run.engine}, where its accounts and "
-            f"memories are. Go on with run.engine={former.run.engine}"
+            f"memories are. Continue with run.engine={former.run.engine}"
         )
 
 

@@ -157,7 +157,7 @@ class RoundLoop:
         except (WorkerError, SiteError) as error:
             self.save()
             of = f"The checkpoint is of round {self._kept.progress.round}"
-            raise type(error)(f"{error}. {of}: go on with --resume {self._folder}") from error
+            raise type(error)(f"{error}. {of}: continue with --resume {self._folder}") from error
         private = self._prepared.plan is not None  # early checkpoints counted other silences, too
         return "budget_exhausted" if private and self._kept.progress.refused else "finished"
 

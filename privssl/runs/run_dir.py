@@ -134,7 +134,7 @@ def _refuse_what_is_not_ours(folder: Path, entries: set[str]) -> None:
 
 def _in_the_way(folder: Path) -> str:
     begun = (folder / "checkpoints" / "latest").exists()
-    choices = [f"go on with it (--resume {folder})"] if begun else []
+    choices = [f"continue it (--resume {folder})"] if begun else []
     choices += ["choose another run.output or run.seed", "replace it with run.overwrite=true"]
     return f"{folder} exists and holds a run. You can {', or '.join(choices)}"
 

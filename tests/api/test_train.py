@@ -164,7 +164,7 @@ def test_an_interrupted_run_goes_on_from_its_folder(
 
     with monkeypatch.context() as patch:
         patch.setattr(round_loop.RoundLoop, "_one_round", stop)
-        with pytest.raises(KeyboardInterrupt, match=r"go on with privssl\.train"):
+        with pytest.raises(KeyboardInterrupt, match=r"continue with privssl\.train"):
             privssl.train(path, None, data, Net, tmp_path / "cut")
     assert privssl.open_run(tmp_path / "cut", Net).results["status"] == "interrupted"
     run = privssl.train(tmp_path / "cut", data=data, model=Net)

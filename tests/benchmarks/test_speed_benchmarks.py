@@ -84,7 +84,9 @@ def test_the_report_of_a_gpu_keeps_what_could_be_measured_when_a_section_fails(
     into = tmp_path / "new" / "cpu.json"
     given = ["--device", "cpu", "--small", "--output", str(into)]
     assert gpu_report.main([*given, "--only", "cell", "networks", "batched_agents"]) == 1
-    sections = json.loads(into.read_text())["sections"]
+    report = json.loads(into.read_text())
+    assert (report["gpu"], report["small"]) == (None, True)  # what the doctor reads
+    sections = report["sections"]
     assert sections["cell"]["error"] == "RuntimeError: CUDA out of memory"
     assert all(one["alike"] for one in sections["networks"]["measured"])
     seen = {

@@ -291,7 +291,11 @@ def test_a_gpu_is_said_with_what_was_measured_on_it(
     assert (found.status, "no GPU was ever measured" in found.text) == ("note", True)
 
     (tmp_path / "results/gpu").mkdir(parents=True)
-    (tmp_path / "results/gpu/x.json").write_text('{"device": "GPU X"}')
+    (tmp_path / "results/gpu/tried.json").write_text('{"gpu": "GPU X", "small": true}')
+    [found] = computing.check_gpu(tmp_path)
+    assert "no GPU was ever measured" in found.text
+
+    (tmp_path / "results/gpu/x.json").write_text('{"gpu": "GPU X", "small": false}')
     (tmp_path / "results/gpu/damaged.json").write_text("{")
     [found] = computing.check_gpu(tmp_path)
     assert (found.status, found.text) == ("ok", "GPU X; measured on GPU X")

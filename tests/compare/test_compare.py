@@ -10,7 +10,6 @@ import io
 import json
 import math
 import shutil
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +25,13 @@ from privssl.compare import __main__ as compare
 from privssl.compare import plan, plot
 from privssl.compare import table as compare_table
 from privssl.compare.plot import Curve
-from privssl.core.federation import Federation, Round
 from privssl.errors import RunFolderError
 from privssl.reporting import figures
 from privssl.runs import run_dir
 from privssl.storage import atomic_files
 from tests.support import command_line
 from tests.support.command_line import Outcome, assert_refused, tree
+from tests.support.interruption import interrupted_in
 
 SPLIT = """\
 data: {name: toy, labelled: 40, unlabelled: 80}
@@ -424,23 +423,6 @@ def test_the_same_rows_in_another_folder_are_the_same_split_and_other_rows_are_n
 
 
 # Going on -----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def interrupted_in(round_of_all: int) -> Iterator[None]:
-    """Ctrl-C at the start of a round, counted over all runs of the command."""
-    real, count = Federation.begin, 0
-
-    def begin(self: Federation, now: Round) -> None:
-        nonlocal count
-        count += now.number > 0  # round 0 is the start of a run
-        if count == round_of_all:
-            signal.raise_signal(signal.SIGINT)
-        real(self, now)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Federation, "begin", begin)
-        yield
 
 
 @pytest.mark.parametrize("damage", ["none", "killed before results.json", "no checkpoint either"])

@@ -924,7 +924,7 @@ def test_a_run_whose_workers_die_every_time_stops_after_a_checkpoint_and_can_go_
 
     assert_refused(
         outcome, "did not survive query_pass of q1", "run.workers=1",
-        f"The checkpoint is of round 1: go on with --resume {here.run}",
+        f"The checkpoint is of round 1: continue with --resume {here.run}",
     )  # fmt: skip
     assert command(here.config, "--resume", here.run, "run.workers=1").status == 0
     assert same(here, in_one_process)

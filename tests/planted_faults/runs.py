@@ -246,12 +246,12 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
-        "a run goes on with other rows",
+        "a run continues with other rows",
         ((RESUME, "if known not in (None, now.hash):", "if known not in (None, now.hash, then):"),),
         (IN_RESUME + "a_run_whose_data_is_other_than_it_was_does_not_go_on",),
     ),
     Fault(
-        "a private run goes on without its split",
+        "a private run continues without its split",
         ((RESUME, "if prepared.plan is not None:  #", "if prepared.plan is None and then:  #"),),
         (
             IN_RESUME
@@ -259,7 +259,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
-        "a run goes on with another config",
+        "a run continues with another config",
         ((RESUME, "    if differing:\n", "    if len(differing) > 99:\n"),),
         (IN_RESUME + "a_config_that_would_change_results_is_refused_with_what_differs",),
     ),

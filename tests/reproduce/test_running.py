@@ -1,10 +1,8 @@
 """Cells are run once, taken up again where they were broken off, and stored with what they cost."""
 
-import contextlib
 import json
 import os
 import random
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from privssl.reproduce import runner as reproduce_runner
 from privssl.reproduce.runner import Ended, Interrupted
 from privssl.reproduce.store import Store, _privacy, _value
 from privssl.reproduce.tables import Cell
+from tests.support.interruption import interrupted_in
 from tests.support.table_clone import Clone, make_clone, runner, train_here
 
 CELLS = ("supervise--40-labels-2-2", "pseudo-all--40-labels-2-2")
@@ -61,23 +60,6 @@ def entries(clone: Clone) -> dict[str, dict[str, Any]]:
 
 def command(clone: Clone, *arguments: str) -> int:
     return reproduce.main(list(arguments), root=clone.root)
-
-
-@contextlib.contextmanager
-def interrupted_in(round_of_all: int) -> Iterator[None]:
-    """Ctrl-C at the start of a round, counted over all runs."""
-    real, count = Federation.begin, 0
-
-    def begin(self: Federation, now: Round) -> None:
-        nonlocal count
-        count += now.number > 0  # round 0 is the start of a run
-        if count == round_of_all:
-            signal.raise_signal(signal.SIGINT)
-        real(self, now)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Federation, "begin", begin)
-        yield
 
 
 # The store --------------------------------------------------------------------------------------

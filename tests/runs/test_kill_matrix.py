@@ -209,7 +209,7 @@ BUGS = {"late": charge_late, "refund": refund_open_visits, "seeded": seed_the_no
 
 
 def drive(folder: Path, path: Path, kill: Kill | None, bug: str) -> None:
-    """The life of one process: begin a run or go on with it, to the end or until it is killed."""
+    """The life of one process: begin a run or continue it, to the end or until it is killed."""
     if bug:
         BUGS[bug]()
     observe(folder / "observed.txt")

@@ -199,7 +199,7 @@ def test_a_real_process_is_stopped_by_ctrl_c_pressed_twice(here: Place, unbroken
     out, err = process.communicate(timeout=60)
 
     assert process.returncode == 130, err
-    assert "Interrupted; go on with --resume" in out
+    assert "Interrupted; continue with --resume" in out
     assert "Traceback" not in err
     assert command(here.config, "--resume", here.run).status == 0
     assert same(here, unbroken)
@@ -583,7 +583,7 @@ def test_a_run_of_one_process_does_not_go_on_at_sites_whose_accounts_would_begin
     with signalled(LocalEngine, "deliver", 7, signal.SIGINT):
         assert command(at.config, at.output).status == 130
     there = command(at.config, "--resume", at.run, "run.engine=flower", "run.superlink=localhost:9")
-    assert_refused(there, "was begun with run.engine=local", "Go on with run.engine=local")
+    assert_refused(there, "was begun with run.engine=local", "Continue with run.engine=local")
 
 
 def test_a_link_to_nowhere_is_no_source(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_run_whose_site_dies_stops_after_a_checkpoint_and_goes_on_to_the_same_
     outcome = over.train(*how)
     assert_refused(
         outcome, "s0 has no reply to support_pass in round 3 (gone)",
-        f"The checkpoint is of round 2: go on with --resume {over.place.run}",
+        f"The checkpoint is of round 2: continue with --resume {over.place.run}",
     )  # fmt: skip
     charged = len(over.journal("s0").events)
     over.open()
@@ -284,11 +284,11 @@ def test_checkpoints_of_sites_and_of_one_process_are_not_mixed_up(tmp_path: Path
     assert over.train().status == 0
     (over.place.run / "results.json").unlink()
     outcome = command(over.place.config, "--resume", over.place.run)
-    assert_refused(outcome, "Go on with run.engine=flower")
+    assert_refused(outcome, "Continue with run.engine=flower")
     here = Place(over.place.config, tmp_path / "here")
     assert command(here.config, here.output).status == 0
     (here.run / "results.json").unlink()
-    assert_refused(over.train("--resume", here.run), "Go on with run.engine=local")
+    assert_refused(over.train("--resume", here.run), "Continue with run.engine=local")
 
 
 def test_a_site_that_is_missing_is_named_and_nothing_is_trained(private: Over) -> None:
