@@ -50,7 +50,7 @@ SITE_SECTIONS: dict[str, type] = {
 METHODS = (("fedssl",), ("fedseal",), ("semifl",), ("fedmatch",), ("fedtrinet",))
 BASELINES = (
     ("label_census",),
-    ("supervise", "pseudo", "mixmatch"),
+    ("supervise", "pseudo", "mixmatch", "fedmatch_mixup"),
     ("server_sl", "fedavg", "fedprox", "fedsem"),
     ("fixmatch", "uda"),
 )

@@ -6,8 +6,9 @@ from typing import Any
 from privssl.algorithms.base import Algorithm
 
 NAMES = (
-    *("fedssl", "supervise", "pseudo", "mixmatch", "fedseal", "fedtrinet", "fedmatch", "semifl"),
-    *("label_census", "server_sl", "fedavg", "fedprox", "fixmatch", "uda", "fedsem"),
+    *("fedssl", "supervise", "pseudo", "mixmatch", "fedmatch_mixup", "fedseal", "fedtrinet"),
+    *("fedmatch", "semifl", "label_census", "server_sl", "fedavg", "fedprox", "fixmatch", "uda"),
+    "fedsem",
 )
 
 
@@ -25,6 +26,8 @@ class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
                 from privssl.algorithms.baselines.fedssl_baselines import Pseudo as Kind
             case "mixmatch":
                 from privssl.algorithms.baselines.fedssl_baselines import MixMatch as Kind
+            case "fedmatch_mixup":
+                from privssl.algorithms.baselines.fedmatch_mixup import FedMatchMixup as Kind
             case "fedseal":
                 from privssl.algorithms.fedseal.algorithm import FedSEAL as Kind
             case "fedtrinet":

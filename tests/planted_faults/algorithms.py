@@ -17,6 +17,7 @@ VOTING = "privssl/algorithms/fedtrinet/voting.py"
 CENSUS = "privssl/algorithms/label_census/algorithm.py"
 NAMES = "privssl/algorithms/label_census/cluster_labels.py"
 UDA = "privssl/algorithms/baselines/fixmatch_uda.py"
+MIXUP = "privssl/algorithms/baselines/fedmatch_mixup.py"
 LOCAL = "privssl/algorithms/local_ssl.py"
 
 IN_FEDSSL = "tests/algorithms/test_fedssl.py::test_"
@@ -37,6 +38,28 @@ OPEN_GATE = (
 
 FAULTS: tuple[Fault, ...] = (
     # FedSSL --------------------------------------------------------------------------------------
+    Fault(
+        "FedMatch with L-MixUp: the divergence is a sum over helpers",
+        ((MIXUP, "terms.sum(dim=2).mean(dim=1)", "terms.sum(dim=2).sum(dim=1)"),),
+        (
+            "tests/algorithms/test_fedmatch_mixup.py::test_the_divergence_is_the_mean_over_helpers_of_"
+            "kl_from_the_helper_to_the_agent",
+        ),
+    ),
+    Fault(
+        "FedSSL, in turn: G-MixUp trains G by realism once more",
+        (
+            (
+                "privssl/algorithms/fedssl/settings.py",
+                "self, weight_real=0.0, weight_reconstruction=0.0, weight_code=0.0",
+                "self, weight_reconstruction=0.0, weight_code=0.0",
+            ),
+        ),
+        (
+            IN_FEDSSL
+            + "in_turn_g_reg_has_realism_and_rebuilding_and_g_mixup_the_cross_entropy_of_mixes",
+        ),
+    ),
     Fault(
         "FedSSL, Eq. 3: lambda weighs the class to mix in",
         ((MIXING, "p_mix = mix(b.lam, b.p1, b.p2)", "p_mix = mix(b.lam, b.p2, b.p1)"),),

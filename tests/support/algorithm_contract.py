@@ -14,6 +14,7 @@ from tests.support.toy_worlds import (
 )
 
 NEEDS: dict[str, dict[str, Any]] = {
+    "fedmatch_mixup": {"warm_up": 0},
     # with a higher threshold no agent is sure of a row, and none learns
     "semifl": {"threshold": 0.0, "epochs": 1.0, "server_epochs": 1.0},
     "fedseal": {"bootstrap_epochs": 3, "client_epochs": 1, "server_epochs": 1},
@@ -35,6 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, NEEDS.get(name, {})) for name in ALGORITHMS},
     "fedssl, gate open": ("fedssl", {"gate": 0.0, "mix_every": 1, "warm_up": 0}),
     "fedssl, one after the other": ("fedssl", {"order": "sequential", "gate": 0.0}),
+    "fedssl, in turn": ("fedssl", {"updates": "in_turn", "gate": 0.0, "warm_up": 0}),
     "fedssl, F by SGD": ("fedssl", {"optimiser": "sgd", "gate": 0.0, "warm_up": 0}),
     "fedssl, as printed": ("fedssl", {"gate": 0.0, "real_rows": False, "judge": "target"}),
     "fedssl, synthetic rows": (
@@ -64,6 +66,7 @@ FOR_VECTORS: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("supervise", "pseudo", "mixmatch", "server_sl", "fedavg", "fedprox")},
     **{name: {"strong": "strong"} for name in ("fedmatch", "fixmatch", "uda")},
     "fedssl": {"gate": 0.0, "warm_up": 0},
+    "fedmatch_mixup": {"warm_up": 0},
     "fedsem": {},
     "fedseal": {"server_view": "weak", "positive_view": "strong"},
     "semifl": {"weak": "weak", "strong": "strong"},
@@ -74,6 +77,8 @@ CASES |= {
     for name, own in FOR_VECTORS.items()
 }
 CASES["fedssl, sequences"] = ("fedssl", {**FOR_VECTORS["fedssl"], "rows": "sequence"})
+CASES["fedmatch_mixup, sequences"] = ("fedmatch_mixup", {"warm_up": 0, "rows": "sequence"})
+CASES["fedmatch_mixup, in sequence"] = ("fedmatch_mixup", {"warm_up": 0, "order": "sequential"})
 CASES["label_census, sequences"] = ("label_census", NEEDS["label_census"] | {"rows": "sequence"})
 
 
