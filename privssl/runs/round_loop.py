@@ -234,7 +234,7 @@ class RoundLoop:
                 values[f"dp/budget_left/{agent.id}"] = agent.account.left()
         if now.number % self._config.run.evaluate_every == 0 or last:
             values |= self._evaluate(state, now)
-            values |= self._evaluate_generator(state, copying=self._draws(now, last))
+            values |= self._evaluate_generator(state, now, closely=self._draws(now, last))
         return values
 
     def _evaluate(self, state: Any, now: Round) -> dict[str, float]:
@@ -253,14 +253,16 @@ class RoundLoop:
             log.warning("%s", self._events[-1])
         return found
 
-    def _evaluate_generator(self, state: Any, *, copying: bool) -> dict[str, float]:
-        """``gen/*``, by held-out rows; ``copying`` reads training rows, where none is private."""
+    def _evaluate_generator(self, state: Any, now: Round, *, closely: bool) -> dict[str, float]:
+        """``gen/*``, by held-out rows; ``closely`` reads training rows, where none is private."""
         generator = self._algorithm.generator(state)
         if generator is None or not kind_of(self._algorithm.task.shape).drawn:
             return {}
         F = self._algorithm.classifier(state)
         values = self._quality.measure(generator, partial(self._evaluator.classes_of, F))
-        if values and copying and self._prepared.plan is None:
+        if values and now.number % self._config.run.images_every == 0:  # it takes seconds
+            values |= self._quality.accuracy_from_synthetic_rows(generator)
+        if values and closely and self._prepared.plan is None:
             agents = self._prepared.federated_data.agents  # none, where sites have the rows
             held = [rows.x for a in agents for rows in (a.held_labelled, a.held_unlabelled) if rows]
             values |= self._quality.nearest_ratio(generator, held) if held else {}
