@@ -23,7 +23,9 @@ BUILT_IN: dict[plugins.Kind, tuple[str, ...]] = {
     "partitions": names.PARTITIONS,
     "trackers": names.TRACKERS,
 }
-_PREFIXES: dict[plugins.Kind, tuple[str, ...]] = {"models": ("torchvision", "timm"), "encoders": names.ENCODER_PREFIXES}
+_PREFIXES: dict[plugins.Kind, tuple[str, ...]] = {
+    "models": ("torchvision", "timm"), "encoders": names.ENCODER_PREFIXES,
+}  # fmt: skip
 
 
 def plugins_of(config: Any) -> Iterator[PluginName]:

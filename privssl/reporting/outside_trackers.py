@@ -57,7 +57,7 @@ def open_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
             made = plugins.call(f"run.trackers: {name} cannot start:", _maker(name), run)
         if not all(callable(getattr(made, method, None)) for method in ("round", "close")):
             raise ConfigError(
-                f"run.trackers: {name} gives a {type(made).__name__}, which has no round and close. "
+                f"run.trackers: {name} gives a {type(made).__name__} without round or close. "
                 "Return a privssl.reporting.trackers.Tracker"
             )
         opened.append(_Guarded(name, made, private=run.private))

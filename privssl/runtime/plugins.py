@@ -36,9 +36,8 @@ class Permission(NamedTuple):
     advice: str
 
 
-_permission: ContextVar[Permission] = ContextVar(
-    "permission", default=Permission(frozenset(), "train with it: privssl train, privssl.train")
-)
+NOTHING = Permission(frozenset(), "train with it: privssl train, privssl.train")
+_permission: ContextVar[Permission] = ContextVar("permission")
 
 
 @contextmanager
@@ -59,7 +58,7 @@ def imports_allowed(names: Collection[str] | None = None, advice: str = "") -> I
 
 def is_allowed(name: str) -> bool:
     """Whether a plug-in may be imported here."""
-    names = _permission.get().names
+    names = _permission.get(NOTHING).names
     return names is None or name in names
 
 
@@ -114,7 +113,7 @@ def load(kind: Kind, key: str, name: str) -> Any:
         ConfigError: nobody allowed the import, there is no such module or object, or the module
             raises an error when it is imported.
     """
-    permission = _permission.get()
+    permission = _permission.get(NOTHING)
     if not is_allowed(name):
         raise ConfigError(
             f"{key} is {name}, code from outside of privssl that would be imported here, and "
