@@ -38,6 +38,7 @@ class Permission(NamedTuple):
 
 NOTHING = Permission(frozenset(), "train with it: privssl train, privssl.train")
 _permission: ContextVar[Permission] = ContextVar("permission")
+_provided: ContextVar[Mapping[tuple[Kind, str], Any]] = ContextVar("provided")
 
 
 @contextmanager
@@ -62,6 +63,16 @@ def is_allowed(name: str) -> bool:
     return names is None or name in names
 
 
+@contextmanager
+def provided(kind: Kind, name: str, found: Any) -> Iterator[None]:
+    """Give an object a name inside the block, as if it were installed."""
+    token = _provided.set({**_provided.get({}), (kind, name): found})
+    try:
+        yield
+    finally:
+        _provided.reset(token)
+
+
 def is_reference(name: str) -> bool:
     """Whether a name has the form ``package.module:Name``."""
     return re.match(REFERENCE, name) is not None
@@ -69,7 +80,7 @@ def is_reference(name: str) -> bool:
 
 def is_known(kind: Kind, name: str) -> bool:
     """Whether a name is a reference, or an installed entry point. Imports nothing."""
-    return is_reference(name) or name in entry_points(kind)
+    return is_reference(name) or (kind, name) in _provided.get({}) or name in entry_points(kind)
 
 
 def entry_points(kind: Kind) -> Mapping[str, metadata.EntryPoint]:
@@ -113,6 +124,8 @@ def load(kind: Kind, key: str, name: str) -> Any:
         ConfigError: nobody allowed the import, there is no such module or object, or the module
             raises an error when it is imported.
     """
+    if (kind, name) in (given := _provided.get({})):
+        return given[kind, name]
     permission = _permission.get(NOTHING)
     if not is_allowed(name):
         raise ConfigError(
