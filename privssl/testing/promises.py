@@ -114,9 +114,7 @@ def determinism(trial: Trial) -> None:
             raise BrokenPromise(_why_not_the_same(trial))
         other = play(trial.algorithm(), trial.parties(), max(1, trial.last - 1), seed=1)
     if same_bits(trial.part.state if trial.last > 1 else trial.whole.state, other.state):
-        raise BrokenPromise(
-            "seeds 0 and 1 give the same bits. Draw from ctx.rng(purpose)"
-        )
+        raise BrokenPromise("seeds 0 and 1 give the same bits. Draw from ctx.rng(purpose)")
 
 
 def _why_not_the_same(trial: Trial) -> str:
@@ -264,8 +262,12 @@ def _compare(
         after = play(
             algorithm, trial.parties(), engine=lambda *given, **how: made(engine(*given, **how))
         )
+        # Sites keep their memories to themselves.
+        memories = None if what == "sites" else after.engine.memories()
     if not same_bits(trial.whole.state, after.state):
         raise BrokenPromise(f"{what} give another state than one process")
+    if memories is not None and not same_bits(trial.whole.engine.memories(), memories):
+        raise BrokenPromise(f"agents remember something else in {what}")
 
 
 @contextmanager
