@@ -19,7 +19,7 @@ def check_algorithm(
     labels: str = "support",
     promises: Collection[str] | None = None,
     also_sent: Sequence[Sequence[int]] = (),
-    privacy: Mapping[str, Any] | None = None,
+    private: Mapping[str, Any] | None = None,
     sequential: bool = False,
 ) -> dict[str, str]:
     """Check an algorithm on toy rows: two support and two query agents, two rounds, seconds.
@@ -31,7 +31,7 @@ def check_algorithm(
         labels: data.labels: support, labels-at-server or labels-at-client.
         promises: names of PROMISES; None: all.
         also_sent: shapes of tensors that travel and are no weights. None of them may be rows.
-        privacy: keys of the privacy section for its private run, beside epsilon and delta.
+        private: keys of its private run, as ``{"privacy.steps": 2, "algorithm.rounds": 4}``.
         sequential: whether its agents work one after the other, so that their order matters.
 
     Returns:
@@ -50,7 +50,7 @@ def check_algorithm(
     if kind.__module__.partition(".")[0] != "privssl":
         check_own(f"{kind.__module__}:{kind.__qualname__}", kind)
     sent = frozenset(torch.Size(shape) for shape in also_sent)
-    trial = Trial(kind, settings or {}, labels, sent, privacy, sequential)
+    trial = Trial(kind, settings or {}, labels, sent, private or {}, sequential)
     skipped: dict[str, str] = {}
     for name, check in PROMISES.items():
         if promises is not None and name not in promises:

@@ -7,44 +7,40 @@ from typing import Any
 
 from accounting.ledger import read_journal
 from privssl.algorithms.base import Algorithm
+from privssl.api.datasets import Dataset
 from privssl.api.experiment import train
 from privssl.runtime import plugins
-from privssl.testing.federations import QUICK, SHAPES, toy_rows
+from privssl.testing.federations import SHAPES, toy_rows
 
 NAME = "the-algorithm-under-test"
-USUAL: Mapping[str, Any] = {"epsilon": 8.0, "delta": 1e-3}
-DP_SGD: Mapping[str, Any] = {"sample_rate": 0.5, "steps": 2}
+DP_SGD: Mapping[str, Any] = {"privacy.sample_rate": 0.5, "privacy.steps": 2}
 
 
 def check_private_run(
-    kind: type[Algorithm[Any]], settings: Mapping[str, Any], privacy: Mapping[str, Any] | None
+    kind: type[Algorithm[Any]], form: str, private: Mapping[str, Any]
 ) -> str | None:
     """What is wrong with a private run of two support and two query agents; None: nothing.
 
     Args:
-        settings: as of ``check_algorithm``.
-        privacy: keys of the section beside epsilon and delta; None: small ones.
+        form: of the toy rows: image, vector or sequence.
+        private: keys of the run, as ``{"privacy.steps": 2}``.
     """
-    from privssl.api.datasets import Dataset
-
-    known = kind.Config.__dataclass_fields__
-    quick = {key: value for key, value in (QUICK | dict(settings)).items() if key in known}
-    form = settings.get("rows", "image")
     own = kind.__module__.partition(".")[0] != "privssl"
-    name = NAME if own else known["name"].default
-    given = {} if kind.mechanism == "census" else DP_SGD
+    name = NAME if own else kind.Config.__dataclass_fields__["name"].default
+    census = kind.mechanism == "census"
     config = {
         "run": {"workers": 1},
         "data": {"labelled": 40, "unlabelled": 60},
         "agents": {"support": 2, "query": 2},
         "model": {"name": SHAPES[form][1], "width": 4},
-        "algorithm": {**quick, "name": name},
-        "privacy": {**USUAL, **(given if privacy is None else privacy)},
+        "algorithm": {"name": name, **({} if census else {"rounds": 3})},
+        "privacy": {"epsilon": 8.0, "delta": 1e-3},
     }
+    given = {**({} if census else DP_SGD), **private}
     with tempfile.TemporaryDirectory() as folder, plugins.provided("algorithms", name, kind):
-        run = train(config, data=Dataset(toy_rows(form)), output=Path(folder) / "run")
+        run = train(config, given, Dataset(toy_rows(form)), output=Path(folder) / "run")
         ledgers = sorted((run.folder / "ledger").glob("*.jsonl"))
-        visits = {path.stem: sum(map(len, read_journal(path).visits)) for path in ledgers}
+        visits = {path.stem: len(read_journal(path).visits) for path in ledgers}
         verdict = run.audit()
     if sorted(visits) != ["s0", "s1"] or not all(visits.values()):
         return f"support agents were charged {visits}: labelled rows are read in charged visits"

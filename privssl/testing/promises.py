@@ -48,7 +48,7 @@ class Trial:
     settings: Mapping[str, Any]  # of its Config; and norm, precision, width, rows
     labels: str  # data.labels
     also_sent: frozenset[torch.Size]
-    privacy: Mapping[str, Any] | None
+    private: Mapping[str, Any]
     sequential: bool
 
     def algorithm(self) -> Algorithm[Any]:
@@ -295,7 +295,7 @@ def privacy(trial: Trial) -> None:
         raise NotChecked("it is tried where support agents have the labels")
     from privssl.testing.private_run import check_private_run
 
-    if problem := check_private_run(trial.kind, trial.settings, trial.privacy):
+    if problem := check_private_run(trial.kind, trial.settings.get("rows", "image"), trial.private):
         raise BrokenPromise(problem)
 
 
