@@ -47,7 +47,7 @@ def check_algorithm(
     ):
         if name not in known:
             raise ConfigError(f"check_algorithm: {name}: {unknown(what, name, known)}")
-    if kind.__module__.partition(".")[0] != "privssl":
+    if not kind.__module__.startswith("privssl.algorithms."):
         check_own(f"{kind.__module__}:{kind.__qualname__}", kind)
     sent = frozenset(torch.Size(shape) for shape in also_sent)
     trial = Trial(kind, settings or {}, labels, sent, private or {}, sequential)
