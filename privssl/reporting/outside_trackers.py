@@ -127,7 +127,7 @@ class WandbTracker(Tracker):
         quiet = wandb.Settings(
             console="off", silent=True, disable_code=True, disable_git=True, save_code=False,
             disable_job_creation=True, x_disable_meta=True, x_disable_stats=True,
-            x_disable_machine_info=True,
+            x_disable_machine_info=True, x_save_requirements=False,
         )  # fmt: skip
         project = os.environ.get("WANDB_PROJECT") or "privssl"
         self._image = wandb.Image
