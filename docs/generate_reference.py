@@ -23,11 +23,11 @@ from privssl.core.rows import IMAGE, VECTOR
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
 from privssl.settings.descriptions import descriptions
+from privssl.settings.names import PARTITIONS as NAMED_PARTITIONS
 from privssl.settings.schema import (
     AgentSettings,
     DataSettings,
     ModelSettings,
-    PartitionName,
     PrivacySettings,
     RunSettings,
 )
@@ -90,8 +90,10 @@ def describe_type(hint: Any) -> str:
     """The values that a type annotation accepts, in words."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        if description := getattr(arguments[1], "description", None):
-            return str(description)
+        if rule := getattr(arguments[-1], "json_schema", None):  # names, and plug-ins
+            names, others = rule["anyOf"]
+            listed = ", ".join(f"`{name}`" for name in names["enum"])
+            return f"{listed}, {others['description']}"
         limits = [text for note in arguments[1:] for text in describe_limits(note)]
         return " ".join([describe_type(arguments[0]), " and ".join(limits)]).strip()
     if origin is Literal:
@@ -235,7 +237,7 @@ def placement_rows(folder: Path) -> Iterator[tuple[str, list[str], bool, str]]:
 
 def placements_page() -> str:
     """docs/placements.md."""
-    assert set(PARTITIONS) == set(typing.get_args(PartitionName))
+    assert set(PARTITIONS) == set(NAMED_PARTITIONS)
     rows, reasons = [], []
     with tempfile.TemporaryDirectory() as folder:
         for name, cells, private, text in placement_rows(Path(folder)):

@@ -27,6 +27,7 @@ from privssl.experiment.number_checks import count_labelled_rows, number_problem
 from privssl.experiment.row_checks import IMAGE_SETS, kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
 from privssl.settings.error_messages import either, problem_report, show
+from privssl.settings.names import DATA_SETS, IMAGE_ENCODERS, is_outside
 from privssl.settings.schema import (
     DP_SGD_KEYS,
     AgentSettings,
@@ -270,8 +271,9 @@ def _row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterat
         yield Problem("data.encoder", f"{show(encoder)} is unknown. Give {either(encoders.NAMES)}")
         return
     data, texts = config.data, config.data.name == "sent140" or bool(config.data.text)
-    if encoder and encoders.reads_texts(encoder) != texts and data.name != "npz":
-        takes, other = ("texts", encoders.IMAGE_ENCODERS[0]) if not texts else ("images", "minilm")
+    takes_texts = encoders.reads_texts(encoder) if encoder else None
+    if takes_texts not in (None, texts) and data.name in DATA_SETS and data.name != "npz":
+        takes, other = ("texts", IMAGE_ENCODERS[0]) if not texts else ("images", "minilm")
         has = "texts" if texts else "images" if data.name in IMAGE_SETS else "a table"
         advice = "Leave it out" if has == "a table" else f"Set {other}"
         yield Problem(
@@ -319,7 +321,7 @@ def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> It
 
 def _together_problems(config: Config) -> Iterator[Problem]:
     """What batched agents and networks from outside cannot have; ``prepare`` checks the device."""
-    if config.run.precision == "bfloat16" and ":" in config.model.name:
+    if config.run.precision == "bfloat16" and is_outside(config.model.name):
         yield Problem(
             "precision",
             f"bfloat16 belongs to the networks of privssl, and model.name is {config.model.name}. "
@@ -356,6 +358,15 @@ def to_yaml(config: Config) -> str:
     """The config as YAML with every key; ``load_config`` reads it back as equal."""
     sections = {name: _plain(getattr(config, name)) for name in ORDER}
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def without_paths(config: Config) -> dict[str, Any]:
+    """All keys by section, without paths of this machine."""
+    sections = {name: _plain(getattr(config, name)) for name in ORDER}
+    for name, keys in {**_PATHS, "run": (*_PATHS["run"], "output")}.items():
+        for key in keys:
+            (sections[name] or {}).pop(key, None)
+    return sections
 
 
 def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:

@@ -16,6 +16,7 @@ from privssl.models.wide_resnet import WideResNet28x2
 from privssl.ops.dropout import Dropout
 from privssl.ops.fused_conv import fuse
 from privssl.ops.precision import Precision, in_precision
+from privssl.settings.names import is_outside
 from privssl.settings.schema import ModelSettings
 from privssl.storage.tensor_files import sha256_of
 
@@ -56,7 +57,7 @@ def build_classifier(
         DataError: images are too small to be halved three times.
         ConfigError: a network from outside cannot be built, or ``model.weights`` do not fit.
     """
-    if source is not None or ":" in settings.name:
+    if source is not None or is_outside(settings.name):
         return own_networks.build_network(settings, shape, classes, source)
     if kind_of(shape) is IMAGE and min(shape[1:]) < SMALLEST:
         _, height, width = shape
@@ -74,7 +75,7 @@ def build_classifier(
 def public_part(settings: ModelSettings) -> PublicPart | None:
     """Name, and SHA-256 of ``model.weights`` or "", of a classifier from outside or with initial
     weights, which a claim takes as public; None: neither. The weights have been read."""
-    if ":" not in settings.name and not settings.weights:
+    if not is_outside(settings.name) and not settings.weights:
         return None
     path = Path(settings.weights).expanduser()
     return {"name": settings.name, "weights": sha256_of(path) if settings.weights else ""}

@@ -50,7 +50,7 @@ from privssl.runs.result_warnings import (
     not_finite_warning,
     score_warnings,
 )
-from privssl.runs.resume import SOURCES, SPLIT, other_code_warnings
+from privssl.runs.resume import PLUGINS, SOURCES, SPLIT, other_code_warnings
 from privssl.runs.round_plan import planned_rounds, rounds_of
 from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim, write_text
 from privssl.runs.summary import summarise, write_confusion
@@ -92,6 +92,7 @@ class RoundLoop:
         self._evaluator = Evaluator(classifier, held_out, prepared.device)
         self._quality = GeneratorQuality(*self._test, self._algorithm.task.classes)
         self._federation = Federation(self._engine, config.run.seed)
+        self._plugins = prepared.plugins
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []
         self._names = dataset.class_names
@@ -290,6 +291,8 @@ class RoundLoop:
     def _save(self) -> None:
         kept, folder = self._kept, self._folder / "checkpoints"
         fixed: dict[str, str | int] = {SOURCES: fingerprint()}
+        if self._plugins:
+            fixed[PLUGINS] = json.dumps(self._plugins)
         if self._prepared.plan is None:
             fixed[SPLIT] = self._prepared.federated_data.manifest.hash
         for agent in self._prepared.labelled_agents:

@@ -18,7 +18,8 @@ from privssl.data.datasets import Dataset
 from privssl.data.datasets import load_dataset as load_dataset
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
-from privssl.settings.schema import AgentSettings, DataSettings, PartitionName
+from privssl.settings.names import PARTITIONS
+from privssl.settings.schema import AgentSettings, DataSettings
 
 AGENTS: dict[str, dict[str, int]] = {
     "support": {"support": 2, "query": 6},
@@ -27,7 +28,6 @@ AGENTS: dict[str, dict[str, int]] = {
 }
 NUMBERS = {"dirichlet": {"alpha": 0.5}, "dirichlet_equal": {"alpha": 0.5}}
 NUMBERS |= {"classes_per_agent": {"k": 5}}
-PARTITIONS = typing.get_args(PartitionName)
 AT_SERVER = "server_sl learns at a server that holds all labels. Set "
 AVERAGES = "averages agents that learn from labels, and the server alone would have any. Set "
 REFUSED = {

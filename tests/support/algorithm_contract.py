@@ -1,17 +1,12 @@
 """What test_algorithm_contract.py shares with other tests."""
 
-import dataclasses
 from typing import Any
 
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
-from privssl.data import FederatedDataset
 from privssl.data.datasets import Dataset
-from tests.support.toy_worlds import (
-    TOY,
-    make,
-    toy_rows,
-)
+from privssl.testing.federations import relabelled as relabelled
+from tests.support.toy_worlds import make, toy_rows
 
 NEEDS: dict[str, dict[str, Any]] = {
     "fedmatch_mixup": {"warm_up": 0},
@@ -90,15 +85,3 @@ def algorithm(case: str, **settings: Any) -> Algorithm[Any]:
 def rows_of(case: str) -> Dataset:
     """The toy rows in the shape that a case takes."""
     return toy_rows(CASES[case][1].get("rows", "image"))
-
-
-# Hidden labels -------------------------------------------------------------------------------
-
-
-def relabelled(parties: FederatedDataset, *, labelled: bool, rows: Dataset = TOY) -> Dataset:
-    """The toy rows with the labels of some rows moved on by one class, all else as it was."""
-    kind = "labelled" if labelled else "unlabelled"
-    ids = [i for holding in parties.manifest.agents.values() for i in getattr(holding, kind)]
-    y = TOY.y_train.clone()
-    y[ids] = (y[ids] + 1) % 10
-    return dataclasses.replace(rows, y_train=y)
