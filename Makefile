@@ -106,9 +106,9 @@ $(VENV)/.installed-dev: $(INSTALLS) | $(RUN)
 	$(RUN) -m pip install --editable '.[$(EXTRA)]'
 	@touch $@ $(VENV)/.installed
 
-$(VENV)/.installed-docs: $(INSTALLS) | $(VENV)/.installed-dev
-	$(RUN) -m pip install --editable '.[docs]'
-	@touch $@
+$(VENV)/.installed-docs: $(INSTALLS) | $(RUN)
+	$(RUN) -m pip install --editable '.[$(EXTRA),docs]'
+	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
 
 $(VENV)/.installed-flower: $(INSTALLS) | $(RUN)
 	@echo 'Installing privssl and Flower: torch is large, the first time takes minutes.'

@@ -70,9 +70,13 @@ def heading(name: str, item: Any) -> str:
     function: Any = getattr(item, "__func__", item)
     if not inspect.isfunction(function):
         return f"`{name}`"
-    given = inspect.signature(function).parameters.values()
-    shown = [str(p.replace(annotation=p.empty)) for p in given if p.name not in ("self", "cls")]
-    return f"`{name}({', '.join(shown)})`"
+    given = inspect.signature(function)
+    kept = [
+        parameter.replace(annotation=parameter.empty)
+        for parameter in given.parameters.values()
+        if parameter.name not in ("self", "cls")
+    ]
+    return f"`{name}{given.replace(parameters=kept, return_annotation=given.empty)}`"
 
 
 def prose(item: Any) -> str:

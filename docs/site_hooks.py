@@ -37,8 +37,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def with_site_links(markdown: str, up: str = "") -> str:
     """Links between docs/ and the root as links of the site; a link to code loses its target.
 
-    >>> with_site_links("[a](../SECURITY.md#x), [b](docs/data.md), [`c`](privssl/core), [d](e.ipynb)")  # noqa: E501
-    '[a](SECURITY.md#x), [b](data.md), `c`, [d](e.md)'
+    >>> with_site_links("[a](../SECURITY.md#x), [b](docs/data.md), [`c`](privssl/core)")
+    '[a](SECURITY.md#x), [b](data.md), `c`'
+    >>> with_site_links("[d](e.ipynb)")
+    '[d](e.md)'
     """
     names = "|".join(map(re.escape, PAGES))
     markdown = re.sub(rf"\]\((?:\.\./)+({names})", rf"]({up}\1", markdown)
