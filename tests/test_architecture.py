@@ -31,8 +31,8 @@ ORDER = (
     *("errors", "storage", "runtime", "settings", "ops", "core", "models", "training"),
     *("encoders", "data", "reporting", "privacy", "algorithms", "remote", "engines"),
     *("experiment", "runs", "audit", "generation", "compare", "reproduce", "site"),
-    *("installation", "api", "testing", "predict", "evaluate", "generate", "export", "schema", "train"),
-    "doctor",
+    *("installation", "api", "testing", "predict", "evaluate", "generate", "export", "schema"),
+    *("train", "doctor"),
     *("__main__", "__init__"),
 )
 #: Files that lie in privssl/ itself.

@@ -28,6 +28,8 @@ class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
                 from privssl.algorithms.baselines.fedssl_baselines import Pseudo as Kind
             case "mixmatch":
                 from privssl.algorithms.baselines.fedssl_baselines import MixMatch as Kind
+            case "fedmatch_mixup":
+                from privssl.algorithms.baselines.fedmatch_mixup import FedMatchMixup as Kind
             case "fedseal":
                 from privssl.algorithms.fedseal.algorithm import FedSEAL as Kind
             case "fedtrinet":

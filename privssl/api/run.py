@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from privssl import models
 from privssl.algorithms import WITH_UNREAD
-from privssl.api.datasets import to_array, to_pixels
-from privssl.data.npz import check_rows
+from privssl.api.new_rows import RowForm
 from privssl.errors import ConfigError, DataError, RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.prepare import device_of
@@ -114,7 +113,7 @@ class Run:
         return self._build(torch.device("cpu"))
 
     def _build(self, device: torch.device) -> nn.Module:
-        config = configs.load_config(self.folder / "config.yaml", algorithms=WITH_UNREAD)
+        config = self._config
         name, precision = config.model.name, config.run.precision
         if self._model is None and is_imported(name) and name not in self._plugins:
             raise ConfigError(
@@ -145,7 +144,7 @@ class Run:
     @cached_property
     def _ready(self) -> tuple[nn.Module, torch.device]:
         """The classifier on the device of the run, where that is here."""
-        config = configs.load_config(self.folder / "config.yaml", algorithms=WITH_UNREAD)
+        config = self._config
         try:
             device = device_of(config.run.device)
         except ConfigError:
@@ -158,24 +157,21 @@ class Run:
         Args:
             x: rows in a form of ``privssl.Dataset``, or a list of images of Pillow.
         """
-        return network_input(torch.from_numpy(self._rows(x)))
+        return network_input(torch.from_numpy(self._convert(x)))
 
-    def _rows(self, x: Any, y: Any = None) -> NDArray[Any]:
-        where, shape = "predict", self.shape
-        if isinstance(x, Sequence) and not isinstance(x, str):
-            x = [to_pixels(f"{where}: row {n}", row) for n, row in enumerate(x)]
-            if len({row.shape for row in x}) > 1:
-                raise DataError(f"{where}: rows have different shapes. Resize them to {shape}")
-        found = to_array(where, x)
-        if not len(found):
-            return np.zeros((0, *shape), dtype=np.float32)
-        rows, _ = check_rows(where, found)
-        if rows.shape[1:] != shape:
-            raise DataError(
-                f"{where}: rows have the shape {rows.shape[1:]}, and {self.folder} was trained on "
-                f"{shape} (of images: channels, height, width). Resize, convert or encode them"
-            )
-        return rows
+    @cached_property
+    def form(self) -> RowForm:
+        """How rows become the network's input."""
+        return RowForm.of(self.folder, self._config.data, self._of_rows("rows"))
+
+    def _convert(self, x: Any) -> NDArray[Any]:
+        """Rows as the network was trained on them."""
+        with imports_allowed(self._plugins, ALLOW):  # the encoder may be a plug-in
+            return self.form.convert(x)
+
+    @cached_property
+    def _config(self) -> configs.Config:
+        return configs.load_config(self.folder / "config.yaml", algorithms=WITH_UNREAD)
 
     @overload
     def predict(self, x: Any, probabilities: Literal[False] = ...) -> NDArray[np.str_]: ...
@@ -185,12 +181,15 @@ class Run:
         """Class names (N,) of rows, or with ``probabilities`` float32 (N, classes).
 
         Args:
-            x: rows in a form of ``privssl.Dataset``, or a list of images of Pillow.
+            x: rows in a form of ``privssl.Dataset``, or a list of images of Pillow. Where the run
+                was trained on texts, texts; on a table, a data frame or a mapping of columns. A
+                frozen encoder of the run maps them.
 
         Raises:
-            privssl.UserError: rows of another form than those that the run was trained on.
+            privssl.UserError: rows of another form than those that the run was trained on; its
+                encoder is absent, or has other weights.
         """
-        logits = self._logits(self._rows(x))
+        logits = self._logits(self._convert(x))
         if probabilities:
             found: NDArray[np.float32] = logits.softmax(dim=1).numpy()
             return found
@@ -215,7 +214,7 @@ class Run:
             x: rows as of :meth:`predict`.
             y: their class numbers, or class names (N,).
         """
-        rows, true = self._rows(x), self._classes(y)
+        rows, true = self._convert(x), self._classes(y)
         if len(rows) != len(true) or not len(rows):
             raise DataError(
                 f"evaluate: {len(rows)} rows and {len(true)} labels. Give a label for each row, "

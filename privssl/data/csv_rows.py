@@ -20,12 +20,13 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from privssl.data.npz import NO_LABEL, Arrays
+from privssl.data.npz import NO_LABEL, Arrays, Scale
 from privssl.errors import DataError
 
 log = logging.getLogger("privssl")
 
 MOST_CATEGORIES = 1000  # of a column
+TWEET_CLASSES = ("negative", "positive")  # 0 and 1 in the files of Sentiment140
 
 
 class Texts(NamedTuple):
@@ -47,6 +48,7 @@ class Part:
     labels: Sequence[str]
     lines: Sequence[int]
     records: tuple[str, ...]  # all fields but the label, which name a record to an account
+    numbered: str = "line"  # what ``lines`` count
 
 
 # Reading -------------------------------------------------------------------------------------
@@ -77,13 +79,22 @@ def read_sent140(root: Path) -> Texts:
     found = read_texts(folder, text="text", label="label")
     if found.class_names != ("0", "1"):
         raise DataError(f"{folder}: labels are {', '.join(found.class_names)}, not 0 and 1")
-    clean = [tuple(" ".join(html.unescape(t).split()) for t in part) for part in found[::2][:2]]
+    clean = [tuple(map(clean_tweet, part)) for part in found[::2][:2]]
     first = np.unique(np.array(clean[0], dtype=object), return_index=True)[1]
     first.sort()
     return Texts(
         tuple(clean[0][i] for i in first), found.y_train[first], clean[1], found.y_test,
-        ("negative", "positive"),
+        TWEET_CLASSES,
     )  # fmt: skip
+
+
+def clean_tweet(text: str) -> str:
+    """A tweet without HTML entities and repeated spaces.
+
+    >>> clean_tweet("so  good &lt;3")
+    'so good <3'
+    """
+    return " ".join(html.unescape(text).split())
 
 
 def read_table(root: Path, *, label: str, columns: Path | None) -> Arrays:
@@ -102,16 +113,32 @@ def read_table(root: Path, *, label: str, columns: Path | None) -> Arrays:
     scales = declared or _scales_of(train)
     test = _read_part(root / "test.csv", label, tuple(scales))
     names = _class_names(train)
-    x_train, x_test = (
-        np.concatenate([_numbers(part, name, scale) for name, scale in scales.items()], axis=1)
-        for part in (train, test)
-    )
+    x_train, x_test = (scaled(part, scales) for part in (train, test))
     y_train, y_test = _classes(train, names), _classes(test, names, known=True)
-    return Arrays(x_train, y_train, x_test, y_test, names, train.records)
+    return Arrays(x_train, y_train, x_test, y_test, names, train.records, scales)
 
 
-def _read_part(path: Path, label: str, wanted: Sequence[str] | None) -> Part:
-    """One file; ``wanted``: its columns, all but the label if None. Raises DataError."""
+def read_new(path: Path, columns: Sequence[str], label: str | None) -> Part:
+    """A file of new rows for a finished run, with at least these columns.
+
+    Raises:
+        DataError: it cannot be read, lacks a column, or with ``label`` a row has none.
+    """
+    part = _read_part(path, label, columns, "The run was trained on them: name yours the same")
+    if label is not None and "" in part.labels:
+        line = part.lines[part.labels.index("")]
+        raise DataError(f"{path}, line {line}: no label. Give each row its class in {label}")
+    return part
+
+
+def _read_part(
+    path: Path, label: str | None, wanted: Sequence[str] | None,
+    advice: str = "Set data.label to the column of the classes, and data.text to that of texts",
+) -> Part:  # fmt: skip
+    """One file; ``wanted``: its columns, all but the label if None. Raises DataError.
+
+    ``label``: None where the file needs no classes. ``advice``: on a column that is absent.
+    """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
@@ -134,10 +161,10 @@ def _read_part(path: Path, label: str, wanted: Sequence[str] | None) -> Part:
     if twice := sorted({name for name in header if header.count(name) > 1}):
         raise DataError(f"{path} has the column {twice[0]} twice. Rename one")
     names = [name for name in header if name != label] if wanted is None else [*wanted]
-    if absent := [name for name in (label, *names) if name not in header]:
+    needed = names if label is None else [label, *names]
+    if absent := [name for name in needed if name not in header]:
         raise DataError(
-            f"{path} has no column {', '.join(absent)}; it has {', '.join(header)}. Set data.label "
-            "to the column of the classes, and data.text to that of texts"
+            f"{path} has no column {', '.join(absent)}; it has {', '.join(header)}. {advice}"
         )
     if not rows:
         raise DataError(f"{path} has no rows. Give at least one")
@@ -147,7 +174,7 @@ def _read_part(path: Path, label: str, wanted: Sequence[str] | None) -> Part:
         "\x1f".join(f"{n}={_plain(v)}" for n, v in zip(fields, values, strict=True))
         for values in zip(*(by_name[n] for n in fields), strict=True)
     )
-    labels = [value.strip() for value in by_name[label]]
+    labels = [""] * len(rows) if label is None else [value.strip() for value in by_name[label]]
     return Part(path, {n: by_name[n] for n in names}, labels, lines, records)
 
 
@@ -176,7 +203,10 @@ def _classes(part: Part, names: Sequence[str], known: bool = False) -> NDArray[n
 
 # Columns -------------------------------------------------------------------------------------
 
-Scale = tuple[float, float] | tuple[str, ...]  # bounds of a number, or categories
+
+def scaled(part: Part, scales: Mapping[str, Scale]) -> NDArray[np.float32]:
+    """The columns of a table in [-1, 1], side by side (N, F). Raises DataError."""
+    return np.concatenate([_numbers(part, name, scale) for name, scale in scales.items()], axis=1)
 
 
 def _declared(path: Path, label: str) -> dict[str, Scale]:
@@ -254,8 +284,8 @@ def _number(part: Part, name: str, value: str, place: int) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise DataError(
-            f"{part.path}, line {part.lines[place]}: column {name} has {value!r}. Give finite "
-            "numbers, or leave out rows with missing values"
+            f"{part.path}, {part.numbered} {part.lines[place]}: column {name} has {value!r}. Give "
+            "finite numbers, or leave out rows with missing values"
         )
     return number
 

@@ -24,7 +24,7 @@ from privssl.data.csv_rows import Texts, read_sent140, read_table, read_texts
 from privssl.data.downloads import PUBLISHED, default_root, read_published
 from privssl.data.encoded import Unencoded
 from privssl.data.image_folder import read_folder
-from privssl.data.npz import NO_LABEL, Arrays, read_npz
+from privssl.data.npz import NO_LABEL, Arrays, Scale, read_npz
 from privssl.encoders import Encoder, encode, open_encoder, reads_texts
 from privssl.encoders.own_encoders import refuse_mixing
 from privssl.errors import ConfigError, DataError
@@ -54,6 +54,7 @@ class Dataset:
     held: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
     unencoded: Unencoded | None = None  # where there is an encoder: x_train has no row then
     records: tuple[str, ...] | None = None  # what names training rows to an account; None: x_train
+    scales: Mapping[str, Scale] | None = None  # of a table's columns
 
     @property
     def classes(self) -> int:
@@ -114,7 +115,8 @@ def _to_encode(settings: DataSettings, found: Arrays | Texts | Dataset) -> Datas
     train: Origin = found.x_train if isinstance(found, Texts) else torch.as_tensor(found.x_train)
     test: Origin = found.x_test if isinstance(found, Texts) else torch.as_tensor(found.x_test)
     encoder = _encoder(settings, train)
-    raw = Unencoded(encoder, train, test, default_root())
+    shape = tuple(test.shape[1:]) if isinstance(test, Tensor) else None
+    raw = Unencoded(encoder, train, test, default_root(), shape)
     none = torch.empty(0, *encoder.shape, dtype=torch.float16)
     y_train, y_test = torch.as_tensor(found.y_train), torch.as_tensor(found.y_test)
     return Dataset(
@@ -128,6 +130,25 @@ def encode_rows(settings: DataSettings, x: Tensor) -> tuple[Tensor, Tensor | Non
         return x, None, None
     encoder = _encoder(settings, x)
     return encode(encoder, x, default_root()), x, encoder.checksum
+
+
+def encode_new(settings: DataSettings, x: Origin, checksum: str) -> Tensor:
+    """Encode rows that a finished run has not seen, float16.
+
+    Args:
+        checksum: of the weights that made the features of the run.
+
+    Raises:
+        DataError: the encoder is absent, has other weights, or takes no such rows.
+    """
+    encoder = _encoder(settings, x)
+    if encoder.checksum != checksum:
+        raise DataError(
+            f"data.encoder {settings.encoder}: its weights here have the checksum "
+            f"{encoder.checksum[:12]}, and those of the run {checksum[:12]}. Install the weights "
+            "that the run was trained with, or train again"
+        )
+    return encode(encoder, x, default_root())
 
 
 def _encoder(settings: DataSettings, x: Origin) -> Encoder:
@@ -162,7 +183,8 @@ def from_arrays(name: str, arrays: Arrays) -> Dataset:
         torch.from_numpy(np.ascontiguousarray(array)) for array in arrays[:4]
     )
     return Dataset(
-        name, x_train, y_train, x_test, y_test, arrays.class_names, records=arrays.records
+        name, x_train, y_train, x_test, y_test, arrays.class_names,
+        records=arrays.records, scales=arrays.scales,
     )  # fmt: skip
 
 

@@ -76,9 +76,17 @@ class Prepared:
         """The form of a row and the class names in output order, for users of the classifier."""
         dataset = self.federated_data.dataset
         kind = kind_of(dataset.shape)
-        form = {"kind": kind.name, "shape": list(dataset.shape), "scaling": kind.scaling}
-        encoder = None if dataset.unencoded is None else dataset.unencoded.encoder.about
-        return {"rows": {**form, "encoder": encoder}, "class_names": list(dataset.class_names)}
+        form: dict[str, Any] = {
+            "kind": kind.name, "shape": list(dataset.shape), "scaling": kind.scaling,
+            "encoder": None,
+        }  # fmt: skip
+        if raw := dataset.unencoded:
+            form["encoder"] = raw.encoder.about
+            if raw.shape is not None:
+                form["raw_shape"] = list(raw.shape)
+        if dataset.scales is not None:  # of a private run they are declared: public
+            form["columns"] = {name: list(scale) for name, scale in dataset.scales.items()}
+        return {"rows": form, "class_names": list(dataset.class_names)}
 
     @property
     def warnings(self) -> list[str]:

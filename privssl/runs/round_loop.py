@@ -53,7 +53,7 @@ from privssl.runs.result_warnings import (
 from privssl.runs.resume import PLUGINS, SOURCES, SPLIT, other_code_warnings
 from privssl.runs.round_plan import planned_rounds, rounds_of
 from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim, write_text
-from privssl.runs.summary import summarise, write_confusion
+from privssl.runs.summary import summarise, write_confusion, write_summary
 from privssl.runs.untrained import fingerprint_networks, untrained_warnings
 from privssl.runtime.code_version import fingerprint
 from privssl.runtime.process import defer_interrupts, raise_if_interrupted
@@ -371,7 +371,7 @@ class RoundLoop:
             metrics={} if self._scores is None else self._scores.as_json(self._names),
             warnings=[*self._prepared.warnings, *self._events, *self._at_end],
         )  # fmt: skip
-        write_text(self._folder / "results.json", json.dumps(results, indent=2) + "\n")
+        write_summary(self._folder, results, card)
 
     def _card(
         self, status: Status, released: Mapping[Literal["file", "sha256"], str] | None

@@ -1,4 +1,4 @@
-"""The pages that docs/generate_reference.py writes from the code are the committed ones."""
+"""The pages that are written from the code are the committed ones."""
 
 import dataclasses
 import runpy
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import privssl
 from privssl.algorithms import ALGORITHMS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -17,6 +18,29 @@ GENERATOR: dict[str, Any] = runpy.run_path(str(DOCS / "generate_reference.py"))
 def test_a_committed_page_equals_what_the_code_generates(name: str) -> None:
     expected = (DOCS / name).read_text(encoding="utf-8")
     assert GENERATOR["PAGES"][name]() == expected, "run: python docs/generate_reference.py"
+
+
+def test_the_python_reference_is_what_the_docstrings_say() -> None:
+    generator = runpy.run_path(str(DOCS / "generate_python_reference.py"))
+    expected = (DOCS / "python_reference.md").read_text(encoding="utf-8")
+    assert generator["page"]() == expected, "run: python docs/generate_python_reference.py"
+    for name in privssl.__all__:
+        assert name in expected or name == "__version__"
+
+    def documented(x: int, *, rows: int = 3) -> None:
+        """Do it.
+
+        Args:
+            x, rows: both of
+                ``f``.
+
+        Raises:
+            E: no.
+        """
+
+    assert generator["heading"]("do", documented) == "`do(x, *, rows=3)`"
+    text = "Do it.\n\n- `x`, `rows`: both of `f`.\n- raises `E`: no.\n"
+    assert generator["prose"](documented) == text
 
 
 def test_every_key_of_every_section_has_a_description() -> None:
