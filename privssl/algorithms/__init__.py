@@ -8,7 +8,7 @@ from privssl.algorithms.base import Algorithm
 NAMES = (
     *("fedssl", "supervise", "pseudo", "mixmatch", "fedmatch_mixup", "fedseal", "fedtrinet"),
     *("fedmatch", "semifl", "label_census", "server_sl", "fedavg", "fedprox", "fixmatch", "uda"),
-    "fedsem",
+    *("fedsem", "pi_model", "mean_teacher", "remixmatch"),
 )
 
 
@@ -50,6 +50,12 @@ class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
                 from privssl.algorithms.baselines.fixmatch_uda import UDA as Kind  # noqa: N811
             case "fedsem":
                 from privssl.algorithms.baselines.pseudo_labeling import FedSem as Kind
+            case "pi_model":
+                from privssl.algorithms.baselines.mean_teacher import PiModel as Kind
+            case "mean_teacher":
+                from privssl.algorithms.baselines.mean_teacher import MeanTeacher as Kind
+            case "remixmatch":
+                from privssl.algorithms.baselines.remixmatch import ReMixMatch as Kind
             case _:
                 raise KeyError(name)
         return Kind
