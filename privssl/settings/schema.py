@@ -258,12 +258,12 @@ class ModelSettings:
     name: (
         Literal[
             "small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2", "linear", "mlp",
-            "text_cnn",
+            "text_cnn", "gru",
         ]
         | OwnNetwork
     ) = "small_cnn"  # fmt: skip
-    """Network of the classifier. Vectors take `linear` or `mlp`, sequences also `text_cnn`. A name
-    with a colon is imported (docs/python.md)."""
+    """Network of the classifier. Vectors take `linear` or `mlp`, sequences also `text_cnn` and
+    `gru`. A name with a colon is imported (docs/python.md)."""
     width: Positive = 16
     """Scales the channels or units of a network of privssl; 16 is its standard size."""
     norm: Literal["group", "batch", "static", "none"] = "group"
