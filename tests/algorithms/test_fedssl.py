@@ -678,14 +678,27 @@ def test_support_agents_neither_get_nor_train_a_generator_that_learns_at_query_a
 
 
 def test_the_gate_of_synthetic_rows_is_what_the_teacher_calls_them() -> None:
-    after, heard = overheard(1, **VARIATIONAL, gate=1.0)
+    asked = VARIATIONAL | {"synthetic_labels": "condition"}
+    after, heard = overheard(1, **asked, gate=1.0)
     said = {call.to.id: reply.payload.agreement for call, reply in heard}
     assert said["s0"] is said["s1"] is None
     assert after.state.agreement == pytest.approx((said["q0"] + said["q1"]) / 2)
-    closed, opened = (overheard(1, **VARIATIONAL, gate=gate)[0] for gate in (1.0, 0.0))
-    none = overheard(1, **(VARIATIONAL | {"synthetic_share": 0.0}), gate=0.0)[0]
+    closed, opened = (overheard(1, **asked, gate=gate)[0] for gate in (1.0, 0.0))
+    none = overheard(1, **(asked | {"synthetic_share": 0.0}), gate=0.0)[0]
     assert same_bits(closed.state.F, none.state.F)
     assert not same_bits(opened.state.F, none.state.F)
+
+
+def test_rows_that_the_teacher_names_need_no_open_gate() -> None:
+    closed, opened = (overheard(1, **VARIATIONAL, gate=gate)[0] for gate in (1.0, 0.0))
+    none = overheard(1, **(VARIATIONAL | {"synthetic_share": 0.0}), gate=1.0)[0]
+    assert same_bits(closed.state.F, opened.state.F)
+    assert not same_bits(closed.state.F, none.state.F)
+    warm, cold = (
+        overheard(1, **(VARIATIONAL | {"synthetic_share": share, "warm_up": 1}))[0]
+        for share in (0.5, 0.0)
+    )
+    assert same_bits(warm.state.F, cold.state.F)  # query agents leave F alone
 
 
 @pytest.mark.parametrize("labels", ["teacher", "condition"])

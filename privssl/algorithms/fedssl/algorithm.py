@@ -300,10 +300,12 @@ class FedSSL(Algorithm[FedSSLState]):
         self, msg: FedSSLRequest, rows: int, ctx: Context
     ) -> tuple[Synthetic | None, float | None]:
         """Rows of G for a visit with ``rows`` rows, and the share that the teacher calls what G was
-        asked for. All classes equally often; none while the gate is closed."""
+        asked for. All classes equally often; none in a warm-up, and none with the classes that G
+        was asked for while the gate is closed."""
         if not self.cfg.synthetic_share:
             return None, None
-        learns = msg.mixes_teach and msg.trains_classifier
+        named = self.cfg.synthetic_labels == "teacher"  # whatever G shows has the teacher's name
+        learns = (msg.mixes_teach or named) and msg.trains_classifier
         count = len(losses.synthetic_places(self.cfg, rows)) if learns else PROBED
         wanted = local_training.draw_rows(self.task.classes, count, ctx.rng("synthetic classes"))
         G = local_training.load_weights(self._networks["G"], msg.G, ctx.device).eval()
