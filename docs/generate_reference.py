@@ -53,6 +53,7 @@ BASELINES = (
     ("supervise", "pseudo", "mixmatch", "fedmatch_mixup"),
     ("server_sl", "fedavg", "fedprox", "fedsem"),
     ("fixmatch", "uda"),
+    ("pi_model", "mean_teacher", "remixmatch"),
 )
 NAMES = {
     str: "text", int: "integer", float: "number", bool: "true or false",

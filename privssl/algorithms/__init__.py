@@ -52,6 +52,12 @@ class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
                 from privssl.algorithms.baselines.fixmatch_uda import UDA as Kind  # noqa: N811
             case "fedsem":
                 from privssl.algorithms.baselines.pseudo_labeling import FedSem as Kind
+            case "pi_model":
+                from privssl.algorithms.baselines.mean_teacher import PiModel as Kind
+            case "mean_teacher":
+                from privssl.algorithms.baselines.mean_teacher import MeanTeacher as Kind
+            case "remixmatch":
+                from privssl.algorithms.baselines.remixmatch import ReMixMatch as Kind
             case _ if plugins.is_known("algorithms", name):
                 return check_own(name, plugins.load("algorithms", "algorithm.name", name))
             case _:

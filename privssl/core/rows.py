@@ -38,7 +38,7 @@ IMAGE = RowKind(
     flips=True, drawn=True, scaling="[-1, 1]",
 )  # fmt: skip
 SEQUENCE = RowKind(
-    "sequence", ("linear", "mlp", "text_cnn"), ("group", "batch", "none"),
+    "sequence", ("linear", "mlp", "text_cnn", "gru"), ("group", "batch", "none"),
     ("none", "weak", "mid", "strong"), flips=False, drawn=False, scaling="as stored",
 )  # fmt: skip
 VECTOR = RowKind(

@@ -54,7 +54,8 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
     },
     "model": {"options": {}, "weights": ""},
     "algorithm": {
-        "updates": "joint", "generator": "mixing", "weight_code": 0.0125, "generator_at": "all",
+        "updates": "joint", "reading": "bayes",
+        "generator": "mixing", "weight_code": 0.0125, "generator_at": "all",
         "synthetic_share": 0.0, "synthetic_at": "query", "synthetic_labels": "teacher",
     },
 }  # fmt: skip

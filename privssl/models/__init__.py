@@ -10,7 +10,7 @@ from privssl.core.rows import IMAGE, Shape, kind_of
 from privssl.errors import DataError
 from privssl.models import own_networks
 from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
-from privssl.models.feature_nets import MLP, Linear, TextCNN
+from privssl.models.feature_nets import GRU, MLP, Linear, TextCNN
 from privssl.models.resnet import ResNet9
 from privssl.models.wide_resnet import WideResNet28x2
 from privssl.ops.dropout import Dropout
@@ -34,6 +34,7 @@ CLASSIFIERS: dict[str, type[nn.Module]] = {
     "linear": Linear,
     "mlp": MLP,
     "text_cnn": TextCNN,
+    "gru": GRU,
 }  # others: models/own_networks.py
 
 

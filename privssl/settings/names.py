@@ -11,10 +11,11 @@ from privssl.runtime import plugins
 ALGORITHMS = (
     *("fedssl", "supervise", "pseudo", "mixmatch", "fedmatch_mixup", "fedseal", "fedtrinet"),
     *("fedmatch", "semifl", "label_census", "server_sl", "fedavg", "fedprox", "fixmatch", "uda"),
-    "fedsem",
+    *("fedsem", "pi_model", "mean_teacher", "remixmatch"),
 )
 NETWORKS = (
     *("small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2", "linear", "mlp", "text_cnn"),
+    "gru",
 )
 DATA_SETS = (
     *("digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "npz", "toy"),

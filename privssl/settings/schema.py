@@ -247,8 +247,8 @@ class ModelSettings:
     """The classifier F. The generator and discriminator belong to the algorithm's section."""
 
     name: NetworkName = "small_cnn"
-    """Network of the classifier. Vectors take `linear` or `mlp`, sequences also `text_cnn`.
-    Others: docs/extending.md."""
+    """Network of the classifier. Vectors take `linear` or `mlp`, sequences also `text_cnn` and
+    `gru`. Others: docs/extending.md."""
     width: Positive = 16
     """Scales the channels or units of a network of privssl; 16 is its standard size."""
     norm: Literal["group", "batch", "static", "none"] = "group"

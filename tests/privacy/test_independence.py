@@ -188,6 +188,13 @@ def test_what_is_drawn_for_a_row_may_not_depend_on_others(
     assert torch.equal(F.layer.weight, before)
 
 
+def test_torchs_recurrent_layers_are_refused_and_the_gru_of_linear_layers_is_not() -> None:
+    with pytest.raises(PrivacyError, match=r"torch computes F.0 \(GRU\) for all rows at once.*gru"):
+        refuse_coupling_layers({"F": nn.Sequential(nn.GRU(4, 3))})
+    ours = build_classifier(ModelSettings(name="gru", width=2), (6, 8), 3)
+    refuse_coupling_layers({"F": ours})
+
+
 @pytest.mark.parametrize("norm", ["group", "none"])
 def test_dropout_is_refused_when_the_config_is_read_and_by_its_layers_name(
     configured: Callable[..., config.Config], norm: Any

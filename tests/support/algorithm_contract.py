@@ -10,6 +10,21 @@ from tests.support.toy_worlds import make, toy_rows
 
 NEEDS: dict[str, dict[str, Any]] = {
     "fedmatch_mixup": {"warm_up": 0},
+    "pi_model": {"local_epochs": 1, "ramp_up": 0, "steps_of": "labelled"},
+    "mean_teacher": {
+        "local_epochs": 1,
+        "ramp_up": 0,
+        "steps_of": "labelled",
+        "teacher_decay": 0.5,
+    },
+    "remixmatch": {
+        "local_epochs": 1,
+        "ramp_up": 0,
+        "steps_of": "labelled",
+        "teacher_decay": 0.5,
+        "strong_views": 1,
+        "strong": "strong",
+    },
     # with a higher threshold no agent is sure of a row, and none learns
     "semifl": {"threshold": 0.0, "epochs": 1.0, "server_epochs": 1.0},
     "fedseal": {"bootstrap_epochs": 3, "client_epochs": 1, "server_epochs": 1},
@@ -62,6 +77,7 @@ FOR_VECTORS: dict[str, dict[str, Any]] = {
     **{name: {"strong": "strong"} for name in ("fedmatch", "fixmatch", "uda")},
     "fedssl": {"gate": 0.0, "warm_up": 0},
     "fedmatch_mixup": {"warm_up": 0},
+    **{name: {} for name in ("pi_model", "mean_teacher", "remixmatch")},
     "fedsem": {},
     "fedseal": {"server_view": "weak", "positive_view": "strong"},
     "semifl": {"weak": "weak", "strong": "strong"},
