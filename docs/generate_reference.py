@@ -69,6 +69,7 @@ PARTITIONS: dict[str, dict[str, float]] = {
     "dirichlet": {"alpha": 0.5},
     "dirichlet_equal": {"alpha": 0.5},
     "classes_per_agent": {"k": 5},
+    "shards": {"k": 5},
     "round_robin": {},
     "imbalanced": {},
 }

@@ -32,7 +32,7 @@ class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
             case "fedmatch":
                 from privssl.algorithms.fedmatch.algorithm import FedMatch as Kind
             case "semifl":
-                from privssl.algorithms.semifl import SemiFL as Kind
+                from privssl.algorithms.semifl.algorithm import SemiFL as Kind
             case "label_census":
                 from privssl.algorithms.label_census.algorithm import LabelCensus as Kind
             case "server_sl":

@@ -26,7 +26,7 @@ AGENTS: dict[str, dict[str, int]] = {
     "labels-at-client": {"mixed": 6},
 }
 NUMBERS = {"dirichlet": {"alpha": 0.5}, "dirichlet_equal": {"alpha": 0.5}}
-NUMBERS |= {"classes_per_agent": {"k": 5}}
+NUMBERS |= {"classes_per_agent": {"k": 5}, "shards": {"k": 5}}
 PARTITIONS = typing.get_args(PartitionName)
 AT_SERVER = "server_sl learns at a server that holds all labels. Set "
 AVERAGES = "averages agents that learn from labels, and the server alone would have any. Set "
