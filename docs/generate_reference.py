@@ -53,6 +53,8 @@ BASELINES = (
     ("supervise", "pseudo", "mixmatch"),
     ("server_sl", "fedavg", "fedprox", "fedsem"),
     ("fixmatch", "uda"),
+    ("feddyn", "lg_fedavg", "heterofl"),
+    ("fedrgd",),
 )
 NAMES = {
     str: "text", int: "integer", float: "number", bool: "true or false",
@@ -357,7 +359,8 @@ images; the features of vectors and the means of sequences are clustered as they
 | `semifl` | paper | all fine-tune the average in parallel | same |
 | `label_census` | the server answers the census | mixed agents answer and train | standard |
 | `server_sl` | the server alone | refused | refused |
-| `fedavg`, `fedprox` | refused | labelled rows of mixed agents | support agents alone |
+| `fedavg`, `fedprox`, `feddyn`, `lg_fedavg`, `heterofl` | refused | labelled rows of mixed agents | support agents alone |
+| `fedrgd` | paper: server and agents in parallel | their mean stands for the server | as at the server |
 | `fixmatch`, `uda` | server first, then agents | one step on both losses | as at the server |
 | `fedsem` | server first, then agents | both kinds of labels in one batch | as at the server |
 

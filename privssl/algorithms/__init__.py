@@ -8,6 +8,7 @@ from privssl.algorithms.base import Algorithm
 NAMES = (
     *("fedssl", "supervise", "pseudo", "mixmatch", "fedseal", "fedtrinet", "fedmatch", "semifl"),
     *("label_census", "server_sl", "fedavg", "fedprox", "fixmatch", "uda", "fedsem"),
+    *("feddyn", "lg_fedavg", "heterofl", "fedrgd"),
 )
 
 
@@ -47,6 +48,14 @@ class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
                 from privssl.algorithms.baselines.fixmatch_uda import UDA as Kind  # noqa: N811
             case "fedsem":
                 from privssl.algorithms.baselines.pseudo_labeling import FedSem as Kind
+            case "feddyn":
+                from privssl.algorithms.baselines.feddyn import FedDyn as Kind
+            case "lg_fedavg":
+                from privssl.algorithms.baselines.lg_fedavg import LGFedAvg as Kind
+            case "heterofl":
+                from privssl.algorithms.baselines.heterofl import HeteroFL as Kind
+            case "fedrgd":
+                from privssl.algorithms.baselines.fedrgd import FedRGD as Kind
             case _:
                 raise KeyError(name)
         return Kind

@@ -56,7 +56,7 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
         "generator": "mixing", "weight_code": 0.0125, "generator_at": "all",
         "synthetic_share": 0.0, "synthetic_at": "query", "synthetic_labels": "teacher",
         "soft_labels": None, "mix_rows": None, "mix_drawn": None, "mix_view": None,
-        "server_first": None,
+        "server_first": None, "schedule": "factor", "nesterov": False, "clip_gradients": None,
     },
 }  # fmt: skip
 _PATHS = {

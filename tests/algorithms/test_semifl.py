@@ -774,7 +774,10 @@ def test_the_configs_are_read(path: Path) -> None:
         ("algorithm.clip_norm=0", "algorithm.clip_norm"),
         ("algorithm.profile=semifl", "algorithm.profile"),
         ("algorithm.profile=semifl-text algorithm.clip_norm=2.0", "semifl-text does not clip"),
-        ("algorithm.fine_tune=false algorithm.server_first=true", "without fine_tune"),
+        (
+            "algorithm.fine_tune=false algorithm.server_first=true",
+            "with fine_tune false the server",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_when_it_is_read(override: str, words: str) -> None:

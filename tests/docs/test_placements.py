@@ -34,7 +34,10 @@ REFUSED = {
     ("server_sl", "support"): f"data.labels support, but {AT_SERVER}",
     ("server_sl", "labels-at-client"): f"data.labels labels-at-client, but {AT_SERVER}",
     ("fedavg", "labels-at-server"): f"data.labels labels-at-server, but fedavg {AVERAGES}",
-    ("fedprox", "labels-at-server"): f"data.labels labels-at-server, but fedprox {AVERAGES}",
+    **{
+        (name, "labels-at-server"): f"data.labels labels-at-server, but {name} {AVERAGES}"
+        for name in ("fedprox", "feddyn", "lg_fedavg", "heterofl")
+    },
 }
 CAN_BE_PRIVATE = {"fedssl", "label_census", "fedavg"}
 

@@ -26,7 +26,7 @@ moves parameters alone. An agent without a confident row declines. docs/semifl.m
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
@@ -51,7 +51,7 @@ from privssl.algorithms.static_statistics import (
 )
 from privssl.core.agents import LabelledRows, Memory, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.core.aggregation import WeightedMean, uniform_weight
-from privssl.core.federation import Federation
+from privssl.core.federation import Federation, Roster
 from privssl.core.messages import Declined, StateDict
 from privssl.core.task import Context, on_agent
 from privssl.runtime import randomness
@@ -139,7 +139,9 @@ class SemiFL(Algorithm[SemiFLState]):
 
     def _with_statistics(self, F: StateDict, federation: Federation) -> StateDict:
         """F with statistics gathered over agents, where its norm has any."""
-        sources = [(federation.support, self.support_statistics)]
+        sources: list[tuple[Roster, Callable[..., Any]]] = [
+            (federation.support, self.support_statistics)
+        ]
         if self.cfg.statistics == "everyone" and self.cfg.query_per_round != 0:
             sources.append((federation.query, self.query_statistics))
         return with_statistics(F, self._F, federation, TrainRequest(F), sources)
