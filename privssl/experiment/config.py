@@ -368,7 +368,7 @@ def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
     for name, keys in _LATER.items():
         for key, usual in keys.items():
             if (section := sections[name]) and section.get(key) == usual:
-                del section[key]
+                section.pop(key, None)  # absent in other algorithms
     return {**sections, "run": {key: run[key] for key in ("seed", "precision")}}
 
 
