@@ -263,8 +263,8 @@ class ModelSettings:
 
     name: (
         Literal[
-            "small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2", "linear", "mlp",
-            "text_cnn",
+            "small_cnn", "lenet", "fedavg_cnn", "trinet_cnn", "resnet9", "wresnet28x2", "linear",
+            "mlp", "text_cnn",
         ]
         | OwnNetwork
     ) = "small_cnn"  # fmt: skip
