@@ -53,9 +53,8 @@ BASELINES = (
     ("supervise", "pseudo", "mixmatch"),
     ("server_sl", "fedavg", "fedprox", "fedsem"),
     ("fixmatch", "uda"),
-    ("feddyn", "lg_fedavg", "heterofl"),
-    ("fedrgd",),
 )
+COMPARATORS = (("feddyn", "lg_fedavg", "heterofl"), ("fedrgd",))
 NAMES = {
     str: "text", int: "integer", float: "number", bool: "true or false",
     Mapping[str, Any]: "keys with values",
@@ -283,7 +282,8 @@ with `# yaml-language-server: $schema=privssl.schema.json` as the first line of 
 
 `null` in the column "values" means that the key may be left out. The `algorithm` section:
 [FedSSL, FedSEAL, SemiFL, FedMatch, FedTriNet](config_algorithms.md);
-[label census and baselines](config_baselines.md).
+[label census and baselines](config_baselines.md); [FedDyn, LG-FedAvg, HeteroFL,
+FedRGD](config_comparators.md).
 """
 SECTION_TEXTS = {
     "run": "How a run is carried out. Only `seed`, `precision`, `device` and `batched_agents` "
@@ -360,7 +360,7 @@ images; the features of vectors and the means of sequences are clustered as they
 | `label_census` | the server answers the census | mixed agents answer and train | standard |
 | `server_sl` | the server alone | refused | refused |
 | `fedavg`, `fedprox`, `feddyn`, `lg_fedavg`, `heterofl` | refused | labelled rows of mixed agents | support agents alone |
-| `fedrgd` | paper: server and agents in parallel | their mean stands for the server | as at the server |
+| `fedrgd` | paper: both at the same time | a step on each kind of rows | their mean is the server |
 | `fixmatch`, `uda` | server first, then agents | one step on both losses | as at the server |
 | `fedsem` | server first, then agents | both kinds of labels in one batch | as at the server |
 
@@ -384,6 +384,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "config.md": config_page,
     "config_algorithms.md": lambda: algorithms_page("methods of papers", METHODS),
     "config_baselines.md": lambda: algorithms_page("label census and baselines", BASELINES),
+    "config_comparators.md": lambda: algorithms_page("other federated methods", COMPARATORS),
     "placements.md": placements_page,
 }
 
