@@ -55,6 +55,7 @@ BASELINES = (
     ("fixmatch", "uda"),
     ("pi_model", "mean_teacher", "remixmatch"),
 )
+COMPARATORS = (("feddyn", "lg_fedavg", "heterofl"), ("fedrgd",))
 NAMES = {
     str: "text", int: "integer", float: "number", bool: "true or false",
     Mapping[str, Any]: "keys with values",
@@ -70,6 +71,7 @@ PARTITIONS: dict[str, dict[str, float]] = {
     "dirichlet": {"alpha": 0.5},
     "dirichlet_equal": {"alpha": 0.5},
     "classes_per_agent": {"k": 5},
+    "shards": {"k": 5},
     "round_robin": {},
     "imbalanced": {},
 }
@@ -283,7 +285,8 @@ with `# yaml-language-server: $schema=privssl.schema.json` as the first line of 
 
 `null` in the column "values" means that the key may be left out. The `algorithm` section:
 [FedSSL, FedSEAL, SemiFL, FedMatch, FedTriNet](config_algorithms.md);
-[label census and baselines](config_baselines.md).
+[label census and baselines](config_baselines.md); [FedDyn, LG-FedAvg, HeteroFL,
+FedRGD](config_comparators.md).
 """
 SECTION_TEXTS = {
     "run": "How a run is carried out. Only `seed`, `precision`, `device` and `batched_agents` "
@@ -359,7 +362,8 @@ images; the features of vectors and the means of sequences are clustered as they
 | `semifl` | paper | all fine-tune the average in parallel | same |
 | `label_census` | the server answers the census | mixed agents answer and train | standard |
 | `server_sl` | the server alone | refused | refused |
-| `fedavg`, `fedprox` | refused | labelled rows of mixed agents | support agents alone |
+| `fedavg`, `fedprox`, `feddyn`, `lg_fedavg`, `heterofl` | refused | labelled rows of mixed agents | support agents alone |
+| `fedrgd` | paper: both at the same time | a step on each kind of rows | their mean is the server |
 | `fixmatch`, `uda` | server first, then agents | one step on both losses | as at the server |
 | `fedsem` | server first, then agents | both kinds of labels in one batch | as at the server |
 
@@ -383,6 +387,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "config.md": config_page,
     "config_algorithms.md": lambda: algorithms_page("methods of papers", METHODS),
     "config_baselines.md": lambda: algorithms_page("label census and baselines", BASELINES),
+    "config_comparators.md": lambda: algorithms_page("other federated methods", COMPARATORS),
     "placements.md": placements_page,
 }
 

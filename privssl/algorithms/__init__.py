@@ -37,7 +37,7 @@ class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
             case "fedmatch":
                 from privssl.algorithms.fedmatch.algorithm import FedMatch as Kind
             case "semifl":
-                from privssl.algorithms.semifl import SemiFL as Kind
+                from privssl.algorithms.semifl.algorithm import SemiFL as Kind
             case "label_census":
                 from privssl.algorithms.label_census.algorithm import LabelCensus as Kind
             case "server_sl":
@@ -58,6 +58,14 @@ class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
                 from privssl.algorithms.baselines.mean_teacher import MeanTeacher as Kind
             case "remixmatch":
                 from privssl.algorithms.baselines.remixmatch import ReMixMatch as Kind
+            case "feddyn":
+                from privssl.algorithms.baselines.feddyn import FedDyn as Kind
+            case "lg_fedavg":
+                from privssl.algorithms.baselines.lg_fedavg import LGFedAvg as Kind
+            case "heterofl":
+                from privssl.algorithms.baselines.heterofl import HeteroFL as Kind
+            case "fedrgd":
+                from privssl.algorithms.baselines.fedrgd import FedRGD as Kind
             case _ if plugins.is_known("algorithms", name):
                 return check_own(name, plugins.load("algorithms", "algorithm.name", name))
             case _:

@@ -32,7 +32,7 @@ class RowKind:
 
 
 IMAGE = RowKind(
-    "image", ("small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2"),
+    "image", ("small_cnn", "lenet", "fedavg_cnn", "trinet_cnn", "resnet9", "wresnet28x2"),
     ("group", "batch", "static", "none"),
     ("none", "weak", "mid", "strong", "crop", "shift", "fixmatch", "fedmatch", "fedseal"),
     flips=True, drawn=True, scaling="[-1, 1]",

@@ -1,4 +1,4 @@
-"""Partition rules: six frozen classes that divide rows among agents.
+"""Partition rules: seven frozen classes that divide rows among agents.
 
 Every row goes to exactly one agent (``DirichletEqual`` may leave rows over). Sources: Dirichlet per
 class is Hsu et al. 2019 (arXiv:1909.06335), per agent FedSEAL's (Bian et al., arXiv:2110.07829);
@@ -180,17 +180,43 @@ class ClassesPerAgent(Partition):
                 f"partition classes_per_agent: k is {self.k}, but the rows have only "
                 f"{len(classes)} classes. Lower k"
             )
-        if agents * self.k < len(classes):
-            raise DataError(
-                f"partition classes_per_agent: {agents} agents with k={self.k} classes each "
-                f"cannot own all {len(classes)} classes. Raise k to "
-                f"{-(-len(classes) // agents)}, or add agents"
-            )
-        owners: dict[int, list[int]] = {int(number): [] for number in classes}
         # k consecutive places in a cycle of at least k classes: never the same class twice.
-        for place in range(agents * self.k):
-            owners[int(classes[place % len(classes)])].append(place // self.k)
-        return _share(_rows_of_classes(labels, rng), owners, agents, rng)
+        deck = _deck("classes_per_agent", classes, agents, self.k)
+        return _share(_rows_of_classes(labels, rng), _owners(deck, self.k), agents, rng)
+
+
+@dataclass(frozen=True)
+class Shards(Partition):
+    """Each agent gets ``k`` >= 1 random shards: parts of one class, of which each class has equally
+    many (within one). Two shards of an agent may be of the same class.
+
+    SemiFL's and HeteroFL's non-IID split with "at most K classes" (authors' code), after McMahan et
+    al. 2017.
+    """
+
+    k: int
+
+    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
+        deck = rng.permutation(_deck("shards", rng.permutation(np.unique(labels)), agents, self.k))
+        return _share(_rows_of_classes(labels, rng), _owners(deck, self.k), agents, rng)
+
+
+def _deck(rule: str, classes: Ints, agents: int, k: int) -> Ints:
+    """The class of each of the k places of all agents: the classes in turn."""
+    if agents * k < len(classes):
+        raise DataError(
+            f"partition {rule}: {agents} agents with k={k} classes each cannot own all "
+            f"{len(classes)} classes. Raise k to {-(-len(classes) // agents)}, or add agents"
+        )
+    return np.resize(classes, agents * k)
+
+
+def _owners(deck: Ints, k: int) -> dict[int, list[int]]:
+    """Class -> the agents that own a part of it, k places after the other."""
+    owners: dict[int, list[int]] = {}
+    for place, number in enumerate(deck.tolist()):
+        owners.setdefault(number, []).append(place // k)
+    return owners
 
 
 @dataclass(frozen=True)
@@ -246,7 +272,7 @@ def from_settings(name: str, alpha: float | None = None, k: int | None = None) -
     """The rule that a config names; a plug-in's class gets alpha and k, where they are given.
 
     Raises:
-        DataError: dirichlet without alpha, or classes_per_agent without k.
+        DataError: dirichlet without alpha, or classes_per_agent or shards without k.
         ConfigError: a plug-in cannot be imported, or is no rule.
     """
     if name not in PARTITIONS:
@@ -255,10 +281,10 @@ def from_settings(name: str, alpha: float | None = None, k: int | None = None) -
         if alpha is None:
             raise DataError(f"partition {name} needs alpha, for example 0.5")
         return Dirichlet(alpha) if name == "dirichlet" else DirichletEqual(alpha)
-    if name == "classes_per_agent":
+    if name in ("classes_per_agent", "shards"):
         if k is None:
-            raise DataError("partition classes_per_agent needs k, for example 2")
-        return ClassesPerAgent(k)
+            raise DataError(f"partition {name} needs k, for example 2")
+        return ClassesPerAgent(k) if name == "classes_per_agent" else Shards(k)
     return {"iid": Iid(), "round_robin": RoundRobin(), "imbalanced": Imbalanced()}[name]
 
 

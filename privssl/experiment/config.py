@@ -57,6 +57,8 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
         "updates": "joint", "reading": "bayes",
         "generator": "mixing", "weight_code": 0.0125, "generator_at": "all",
         "synthetic_share": 0.0, "synthetic_at": "query", "synthetic_labels": "teacher",
+        "soft_labels": None, "mix_rows": None, "mix_drawn": None, "mix_view": None,
+        "server_first": None, "schedule": "factor", "nesterov": False, "clip_gradients": None,
     },
 }  # fmt: skip
 _PATHS = {
@@ -378,7 +380,7 @@ def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
     for name, keys in _LATER.items():
         for key, usual in keys.items():
             if (section := sections[name]) and section.get(key) == usual:
-                del section[key]
+                section.pop(key, None)  # absent in other algorithms
     return {**sections, "run": {key: run[key] for key in ("seed", "precision")}}
 
 

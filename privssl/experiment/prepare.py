@@ -291,7 +291,12 @@ def task_of(
     def new_classifier() -> nn.Module:
         return models.build_classifier(config.model, shape, classes, precision, network)
 
-    return Task(classes, shape, new_classifier, precision)
+    def narrow_classifier(share: float) -> nn.Module:
+        narrow = dataclasses.replace(config.model, width=round(share * config.model.width))
+        return models.build_classifier(narrow, shape, classes, precision)
+
+    own = network is not None or ":" in config.model.name
+    return Task(classes, shape, new_classifier, precision, None if own else narrow_classifier)
 
 
 def _labelled(federated_data: data.FederatedDataset) -> tuple[Agent, ...]:

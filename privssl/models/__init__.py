@@ -9,7 +9,7 @@ from torch import nn
 from privssl.core.rows import IMAGE, Shape, kind_of
 from privssl.errors import DataError
 from privssl.models import own_networks
-from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
+from privssl.models.convnets import FedAvgCNN, LeNet, SmallCNN, TriNetCNN
 from privssl.models.feature_nets import GRU, MLP, Linear, TextCNN
 from privssl.models.resnet import ResNet9
 from privssl.models.wide_resnet import WideResNet28x2
@@ -28,6 +28,7 @@ SMALLEST = 8  # pixels of a row's shorter side
 CLASSIFIERS: dict[str, type[nn.Module]] = {
     "small_cnn": SmallCNN,
     "lenet": LeNet,
+    "fedavg_cnn": FedAvgCNN,
     "trinet_cnn": TriNetCNN,
     "resnet9": ResNet9,
     "wresnet28x2": WideResNet28x2,

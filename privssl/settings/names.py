@@ -11,10 +11,21 @@ from privssl.runtime import plugins
 ALGORITHMS = (
     *("fedssl", "supervise", "pseudo", "mixmatch", "fedmatch_mixup", "fedseal", "fedtrinet"),
     *("fedmatch", "semifl", "label_census", "server_sl", "fedavg", "fedprox", "fixmatch", "uda"),
-    *("fedsem", "pi_model", "mean_teacher", "remixmatch"),
+    *("fedsem", "pi_model", "mean_teacher", "remixmatch", "feddyn", "lg_fedavg"),
+    *("heterofl", "fedrgd"),
 )
 NETWORKS = (
-    *("small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2", "linear", "mlp", "text_cnn"),
+    *(
+        "small_cnn",
+        "lenet",
+        "fedavg_cnn",
+        "trinet_cnn",
+        "resnet9",
+        "wresnet28x2",
+        "linear",
+        "mlp",
+        "text_cnn",
+    ),
     "gru",
 )
 DATA_SETS = (
@@ -22,7 +33,15 @@ DATA_SETS = (
     *("arrays", "csv", "sent140"),
 )
 PARTITIONS = (
-    *("iid", "dirichlet", "dirichlet_equal", "classes_per_agent", "round_robin", "imbalanced"),
+    *(
+        "iid",
+        "dirichlet",
+        "dirichlet_equal",
+        "classes_per_agent",
+        "shards",
+        "round_robin",
+        "imbalanced",
+    ),
 )
 IMAGE_ENCODERS = ("efficientnet_lite0",)
 TEXT_ENCODERS = ("minilm", "minilm_mean", "minilm_words")

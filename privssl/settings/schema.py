@@ -153,7 +153,7 @@ class DataSettings:
     alpha: Rate | None = None
     """Concentration of `dirichlet` and `dirichlet_equal`: small values give skewed classes."""
     k: Positive | None = None
-    """Classes per agent, for `classes_per_agent`."""
+    """Classes per agent, for `classes_per_agent`; shards per agent, for `shards`."""
     labelled_partition: PartitionName | None = None
     """How labelled rows are divided. Absent: as `partition`."""
     labelled_alpha: Rate | None = None
@@ -186,7 +186,7 @@ class DataSettings:
         ):
             for number, names, value in (
                 ("alpha", ("dirichlet", "dirichlet_equal"), alpha),
-                ("k", ("classes_per_agent",), k),
+                ("k", ("classes_per_agent", "shards"), k),
             ):
                 if rule in names and value is None:
                     yield Problem(f"{kind}{number}", f"missing: {kind}partition {rule} needs it")

@@ -95,12 +95,12 @@ def make_algorithm(
     known = {field.name for field in dataclasses.fields(kind.Config)}
     quick = {key: value for key, value in QUICK.items() if key in known}
     shape, network = SHAPES[rows]
-    model = ModelSettings(network, width, norm)  # type: ignore[arg-type]  # checked by pydantic
 
-    def new_classifier() -> nn.Module:
+    def new_classifier(share: float = 1.0) -> nn.Module:
+        model = ModelSettings(network, round(share * width), norm)  # type: ignore[arg-type]
         return models.build_classifier(model, shape, 10, precision)
 
-    task = Task(10, shape, new_classifier, precision)
+    task = Task(10, shape, new_classifier, precision, new_classifier)
     return kind(kind.Config(**(quick | settings)), task)
 
 

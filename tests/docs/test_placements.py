@@ -27,14 +27,17 @@ AGENTS: dict[str, dict[str, int]] = {
     "labels-at-client": {"mixed": 6},
 }
 NUMBERS = {"dirichlet": {"alpha": 0.5}, "dirichlet_equal": {"alpha": 0.5}}
-NUMBERS |= {"classes_per_agent": {"k": 5}}
+NUMBERS |= {"classes_per_agent": {"k": 5}, "shards": {"k": 5}}
 AT_SERVER = "server_sl learns at a server that holds all labels. Set "
 AVERAGES = "averages agents that learn from labels, and the server alone would have any. Set "
 REFUSED = {
     ("server_sl", "support"): f"data.labels support, but {AT_SERVER}",
     ("server_sl", "labels-at-client"): f"data.labels labels-at-client, but {AT_SERVER}",
     ("fedavg", "labels-at-server"): f"data.labels labels-at-server, but fedavg {AVERAGES}",
-    ("fedprox", "labels-at-server"): f"data.labels labels-at-server, but fedprox {AVERAGES}",
+    **{
+        (name, "labels-at-server"): f"data.labels labels-at-server, but {name} {AVERAGES}"
+        for name in ("fedprox", "feddyn", "lg_fedavg", "heterofl")
+    },
 }
 CAN_BE_PRIVATE = {"fedssl", "label_census", "fedavg"}
 

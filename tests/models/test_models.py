@@ -100,6 +100,8 @@ def test_the_small_cnn_has_the_size_that_the_specification_counts() -> None:
 def test_lenet_has_the_size_of_lenet_5_where_nothing_is_normalised() -> None:
     # LeCun et al. 1998 with full connections: 156 + 2,416 + 48,120 + 10,164 + 850
     assert size(classifier("lenet", (1, 28, 28), width=16, norm="none")) == 61_706
+    # 32 * 76 + 64 * 801 + 512 * 4097 + 10 * 513: the 2.2 million of SemiFL's Table 3
+    assert size(classifier("fedavg_cnn", (3, 32, 32), width=16, norm="none")) == 2_156_490
 
 
 @pytest.mark.parametrize(("side", "parameters"), [(32, 30_840), (28, 21_840)])

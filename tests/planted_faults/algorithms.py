@@ -6,7 +6,8 @@ FEDSSL = "privssl/algorithms/fedssl/algorithm.py"
 MIXING = "privssl/algorithms/fedssl/losses.py"
 FEDSEAL = "privssl/algorithms/fedseal/algorithm.py"
 SIGNS = "privssl/algorithms/fedseal/negative_learning.py"
-SEMIFL = "privssl/algorithms/semifl.py"
+SEMIFL = "privssl/algorithms/semifl/algorithm.py"
+SEMIFL_LOSSES = "privssl/algorithms/semifl/losses.py"
 STATIC = "privssl/models/static_norm.py"
 FEDMATCH = "privssl/algorithms/fedmatch/algorithm.py"
 HALVES = "privssl/algorithms/fedmatch/disjoint_training.py"
@@ -265,7 +266,7 @@ FAULTS: tuple[Fault, ...] = (
         "SemiFL: MIX weighs the second label by lambda",
         (
             (
-                SEMIFL,
+                SEMIFL_LOSSES,
                 "return lam * cross_entropy(logits, y1) + (1 - lam) * cross_entropy(logits, y2)",
                 "return lam * cross_entropy(logits, y2) + (1 - lam) * cross_entropy(logits, y1)",
             ),
@@ -282,7 +283,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 SEMIFL,
-                "confident = P.max(dim=1).values >= self.cfg.threshold  # (N,)",
+                "confident = P.max(dim=1).values >= cfg.threshold  # (N,)",
                 "confident = P.max(dim=1).values >= 0.0  # (N,)",
             ),
         ),

@@ -40,7 +40,11 @@ NEEDS: dict[str, dict[str, Any]] = {
         "vote_rounds": 1,
         "self_training_rounds": 1,
     },
-    **{name: {"local_epochs": 1} for name in ("server_sl", "fedavg", "fedprox", "fedsem")},
+    **{
+        name: {"local_epochs": 1}
+        for name in ("server_sl", "fedavg", "fedprox", "fedsem", "feddyn", "lg_fedavg", "heterofl")
+    },
+    "fedrgd": {"threshold": 0.0, "local_epochs": 1},
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, NEEDS.get(name, {})) for name in ALGORITHMS},
@@ -68,6 +72,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fedmatch, every row sure": ("fedmatch", {"threshold": 0.0, "helpers_every": 1}),
     "semifl, nobody is sure": ("semifl", NEEDS["semifl"] | {"threshold": 0.95}),
     "semifl, static norm": ("semifl", NEEDS["semifl"] | {"norm": "static"}),
+    "semifl, as printed": ("semifl", NEEDS["semifl"] | {"profile": "semifl-text"}),
+    "heterofl, static norm": ("heterofl", {"local_epochs": 1, "norm": "static"}),
 }
 
 
@@ -77,8 +83,9 @@ FOR_VECTORS: dict[str, dict[str, Any]] = {
     **{name: {"strong": "strong"} for name in ("fedmatch", "fixmatch", "uda")},
     "fedssl": {"gate": 0.0, "warm_up": 0},
     "fedmatch_mixup": {"warm_up": 0},
-    **{name: {} for name in ("pi_model", "mean_teacher", "remixmatch")},
-    "fedsem": {},
+    **{name: {} for name in ("pi_model", "mean_teacher", "remixmatch", "fedsem")},
+    **{name: {} for name in ("feddyn", "lg_fedavg", "heterofl")},
+    "fedrgd": {"strong": "strong"},
     "fedseal": {"server_view": "weak", "positive_view": "strong"},
     "semifl": {"weak": "weak", "strong": "strong"},
     "label_census": {},

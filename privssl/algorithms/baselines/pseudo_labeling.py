@@ -24,7 +24,7 @@ authors of FedTriNet label with dropout and choose a round on test rows.
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import pydantic.dataclasses
 import torch
@@ -91,6 +91,7 @@ class FedSemConfig(Guessing):
 
     def problems(self) -> Iterator[Problem]:
         """Numbers that contradict each other."""
+        yield from super().problems()
         yield from warm_up_fits(self.warm_up, self.rounds)
 
 
@@ -100,7 +101,7 @@ class FedSemConfig(Guessing):
 class PseudoLabelled(Algorithm[PseudoLabelState]):
     """The shared rounds and steps; a subclass has the losses."""
 
-    StateType = PseudoLabelState
+    StateType: ClassVar[type[PseudoLabelState]] = PseudoLabelState
     missing_reply_policy = MissingReplyPolicy(quorum=("support_pass", "query_pass", "mixed_pass"))
     cfg: Guessing
 
