@@ -257,8 +257,8 @@ class ModelSettings:
 
     name: (
         Literal[
-            "small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2", "linear", "mlp",
-            "text_cnn",
+            "small_cnn", "lenet", "lenet32", "alexnet", "trinet_cnn", "trinet_svhn", "resnet9",
+            "resnet18", "resnet18_3x3", "wresnet28x2", "linear", "mlp", "text_cnn",
         ]
         | OwnNetwork
     ) = "small_cnn"  # fmt: skip
