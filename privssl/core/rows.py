@@ -36,7 +36,8 @@ IMAGE = RowKind(
     ("small_cnn", "lenet", "lenet32", "alexnet", "trinet_cnn", "trinet_svhn", "resnet9", "resnet18",
      "resnet18_3x3", "wresnet28x2"),
     ("group", "batch", "static", "none"),
-    ("none", "weak", "mid", "strong", "crop", "shift", "fixmatch", "fedmatch", "fedseal"),
+    ("none", "weak", "mid", "strong", "crop", "shift", "fixmatch", "fedmatch", "fedseal",
+     "fedtrinet"),
     flips=True, drawn=True, scaling="[-1, 1]",
 )  # fmt: skip
 SEQUENCE = RowKind(

@@ -56,6 +56,7 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
     "algorithm": {
         "generator": "mixing", "weight_code": 0.0125, "generator_at": "all",
         "synthetic_share": 0.0, "synthetic_at": "query", "synthetic_labels": "teacher",
+        "trains": "drawn", "local_player": "remembered", "labelled_by": "global",
     },
 }  # fmt: skip
 _PATHS = {
