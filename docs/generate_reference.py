@@ -53,6 +53,8 @@ BASELINES = (
     ("supervise", "pseudo", "mixmatch"),
     ("server_sl", "fedavg", "fedprox", "fedsem"),
     ("fixmatch", "uda"),
+    ("fl2",),
+    ("sage",),
 )
 NAMES = {
     str: "text", int: "integer", float: "number", bool: "true or false",

@@ -8,6 +8,7 @@ from privssl.algorithms.base import Algorithm
 NAMES = (
     *("fedssl", "supervise", "pseudo", "mixmatch", "fedseal", "fedtrinet", "fedmatch", "semifl"),
     *("label_census", "server_sl", "fedavg", "fedprox", "fixmatch", "uda", "fedsem"),
+    *("fl2", "sage"),
 )
 
 
@@ -47,6 +48,10 @@ class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
                 from privssl.algorithms.baselines.fixmatch_uda import UDA as Kind  # noqa: N811
             case "fedsem":
                 from privssl.algorithms.baselines.pseudo_labeling import FedSem as Kind
+            case "fl2":
+                from privssl.algorithms.fl2.algorithm import FL2 as Kind  # noqa: N811
+            case "sage":
+                from privssl.algorithms.baselines.sage import SAGE as Kind  # noqa: N811
             case _:
                 raise KeyError(name)
         return Kind

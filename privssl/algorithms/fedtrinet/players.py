@@ -38,6 +38,7 @@ def shallow_modules(network: nn.Module, cfg: FedTriNetConfig) -> tuple[str, ...]
 
 
 def as_memory(weights: StateDict) -> dict[str, Tensor]:
+    """l under its names in an agent's memory."""
     return {f"local/{name}": tensor for name, tensor in weights.items()}
 
 
