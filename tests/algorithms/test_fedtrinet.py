@@ -576,7 +576,8 @@ def test_the_labelled_player_is_w_after_e_epochs_on_labels() -> None:
     algorithm, parties = tri(local_player="labelled", warm_up=0), clients(mixed=1)
     ctx = Context(0, 1, "m0", "visit", "session", torch.device("cpu"))
     W = play(algorithm, parties, 1).begun.F
-    phase_1 = algorithm.supervised_pass(parties.agents[0], LabelRequest(W), ctx).F
+    phase_1 = algorithm.supervised_pass(parties.agents[0], LabelRequest(W), ctx)
+    assert isinstance(phase_1, ModelUpdate)
     players: list[Any] = []
 
     def overheard(probs: Any, *others: Any) -> Any:
@@ -588,7 +589,7 @@ def test_the_labelled_player_is_w_after_e_epochs_on_labels() -> None:
     parties.agents[0].memory = {}
     algorithm.mixed_pass(parties.agents[0], VoteRequest(W, 0.5), ctx)
     own, second, c = players
-    assert same_bits(own, phase_1)
+    assert same_bits(own, phase_1.F)
     assert same_bits(second, W)
     assert not same_bits(own, W) and not same_bits(c, own)  # the control
 

@@ -129,17 +129,20 @@ def test_the_servers_step_has_momentum_and_the_server_trains_first_and_last() ->
 
 
 def test_each_part_of_fl2_can_be_left_out_and_changes_what_is_learned() -> None:
-    whole = {"local_epochs": 1, "sure_above": 0.12, "radius": 0.5}
-    reference = play(make("fl2", **whole), at_server(), 2).state
-    for change in (
+    whole: dict[str, Any] = {"local_epochs": 1, "sure_above": 0.12, "radius": 0.5}
+    changes: tuple[dict[str, Any], ...] = (
         {"adaptive": False}, {"consistency_weight": 0.0}, {"aggregation": "equal"},
         {"perturbation": "sam"}, {"moving_target": False}, {"schedule": "factor"},
-    ):  # fmt: skip
+    )  # fmt: skip
+    reference = play(make("fl2", **whole), at_server(), 2).state
+    for change in changes:
         assert not same_bits(reference, play(make("fl2", **whole, **change), at_server(), 2).state)
 
 
 def test_settings_of_fl2_without_effect_are_refused() -> None:
-    keys = lambda **s: [p.key for p in FL2Config(**s).problems()]  # noqa: E731
+    def keys(**settings: Any) -> list[str]:
+        return [problem.key for problem in FL2Config(**settings).problems()]
+
     assert keys() == []
     assert keys(learning_rate_decay=0.9) == ["learning_rate_decay"]
     assert keys(learning_rate_decay=0.9, schedule="factor") == []

@@ -165,14 +165,14 @@ class FedTriNet(Algorithm[FedTriNetState]):
             asked = federation.agents if self.cfg.measured_at == "all" else taking_part
             confidence = self._ask_confidence(state, federation, asked)
         threshold = self.cfg.threshold(confidence, t)
-        mean, request = WeightedMean("F"), VoteRequest(state.F, threshold)
+        mean, voting = WeightedMean("F"), VoteRequest(state.F, threshold)
         for step, roles in (
             (self.mixed_pass, ("mixed",)),
             (self.support_pass, ("support", "server")),
             (self.query_pass, ("query",)),
         ):
             drawn, agents = having(taking_part, *roles), having(federation.agents, *roles)
-            self._train(federation, drawn, agents, step, request, mean)
+            self._train(federation, drawn, agents, step, voting, mean)
         return FedTriNetState(mean.value_or(state.F), confidence, threshold)  # Eq. 1
 
     def _train(

@@ -160,7 +160,7 @@ class FL2(Algorithm[FL2State]):
     def _loss(self, F: nn.Module, x: Tensor, y: Tensor, learned: Tensor, sure: Tensor) -> Tensor:
         """w_a L_a + w_cs L_cs of one batch, Eq. 14: strong views (B, *shape), labels (B,)."""
         logits, weights = F(x), dict(F.named_parameters())
-        loss = logits.new_zeros(())
+        loss: Tensor = logits.new_zeros(())
         if learned.any():
             loss = loss + self.cfg.learned_weight * cross_entropy(logits[learned], y[learned])
         if self.cfg.consistency_weight and sure.any():
