@@ -54,6 +54,8 @@ BASELINES = (
     ("server_sl", "fedavg", "fedprox", "fedsem"),
     ("fixmatch", "uda"),
     ("pi_model", "mean_teacher", "remixmatch"),
+    ("fl2",),
+    ("sage",),
 )
 COMPARATORS = (("feddyn", "lg_fedavg", "heterofl"), ("fedrgd",))
 NAMES = {

@@ -66,6 +66,10 @@ class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
                 from privssl.algorithms.baselines.heterofl import HeteroFL as Kind
             case "fedrgd":
                 from privssl.algorithms.baselines.fedrgd import FedRGD as Kind
+            case "fl2":
+                from privssl.algorithms.fl2.algorithm import FL2 as Kind  # noqa: N811
+            case "sage":
+                from privssl.algorithms.baselines.sage import SAGE as Kind  # noqa: N811
             case _ if plugins.is_known("algorithms", name):
                 return check_own(name, plugins.load("algorithms", "algorithm.name", name))
             case _:

@@ -21,6 +21,7 @@ import yaml
 from accounting.account_plan import DEVICE_NAMES
 from privssl import encoders
 from privssl.algorithms import ALGORITHMS
+from privssl.core.rows import WITH_DROPOUT
 from privssl.data.split import role_problems
 from privssl.errors import ConfigError
 from privssl.experiment.number_checks import count_labelled_rows, number_problems
@@ -59,6 +60,7 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
         "synthetic_share": 0.0, "synthetic_at": "query", "synthetic_labels": "teacher",
         "soft_labels": None, "mix_rows": None, "mix_drawn": None, "mix_view": None,
         "server_first": None, "schedule": "factor", "nesterov": False, "clip_gradients": None,
+        "trains": "drawn", "local_player": "remembered", "labelled_by": "global",
     },
 }  # fmt: skip
 _PATHS = {
@@ -242,11 +244,11 @@ def _dp_sgd_problems(config: Config) -> Iterator[Problem]:
             "run.precision",
             "private gradients are clipped and noised in float32. Set run.precision: float32",
         )
-    if config.model.name == "trinet_cnn":
+    if config.model.name in WITH_DROPOUT:
         yield Problem(
             "model.name",
-            "trinet_cnn has dropout, whose draws go by a row's place in the batch, so one row more "
-            "would change what others contribute. Set model.name: small_cnn",
+            f"{config.model.name} has dropout, whose draws go by a row's place in the batch, so "
+            "one row more would change what others contribute. Set model.name: small_cnn",
         )
 
 

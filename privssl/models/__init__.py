@@ -9,9 +9,18 @@ from torch import nn
 from privssl.core.rows import IMAGE, Shape, kind_of
 from privssl.errors import DataError
 from privssl.models import own_networks
-from privssl.models.convnets import FedAvgCNN, LeNet, SmallCNN, TriNetCNN
+from privssl.models.convnets import (
+    AlexNetLike,
+    FedAvgCNN,
+    LeNet,
+    LeNet32,
+    SmallCNN,
+    TriNetCNN,
+    TriNetSVHN,
+)
 from privssl.models.feature_nets import GRU, MLP, Linear, TextCNN
 from privssl.models.resnet import ResNet9
+from privssl.models.resnet18 import ResNet18, ResNet18Small
 from privssl.models.wide_resnet import WideResNet28x2
 from privssl.ops.dropout import Dropout
 from privssl.ops.fused_conv import fuse
@@ -29,8 +38,13 @@ CLASSIFIERS: dict[str, type[nn.Module]] = {
     "small_cnn": SmallCNN,
     "lenet": LeNet,
     "fedavg_cnn": FedAvgCNN,
+    "lenet32": LeNet32,
+    "alexnet": AlexNetLike,
     "trinet_cnn": TriNetCNN,
+    "trinet_svhn": TriNetSVHN,
     "resnet9": ResNet9,
+    "resnet18": ResNet18,
+    "resnet18_3x3": ResNet18Small,
     "wresnet28x2": WideResNet28x2,
     "linear": Linear,
     "mlp": MLP,

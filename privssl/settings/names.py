@@ -9,40 +9,23 @@ from pydantic_core import PydanticCustomError
 from privssl.runtime import plugins
 
 ALGORITHMS = (
-    *("fedssl", "supervise", "pseudo", "mixmatch", "fedmatch_mixup", "fedseal", "fedtrinet"),
-    *("fedmatch", "semifl", "label_census", "server_sl", "fedavg", "fedprox", "fixmatch", "uda"),
-    *("fedsem", "pi_model", "mean_teacher", "remixmatch", "feddyn", "lg_fedavg"),
-    *("heterofl", "fedrgd"),
-)
+    "fedssl", "supervise", "pseudo", "mixmatch", "fedmatch_mixup", "fedseal", "fedtrinet",
+    "fedmatch", "semifl", "label_census", "server_sl", "fedavg", "fedprox", "fixmatch", "uda",
+    "fedsem", "pi_model", "mean_teacher", "remixmatch", "feddyn", "lg_fedavg", "heterofl",
+    "fedrgd", "fl2", "sage",
+)  # fmt: skip
 NETWORKS = (
-    *(
-        "small_cnn",
-        "lenet",
-        "fedavg_cnn",
-        "trinet_cnn",
-        "resnet9",
-        "wresnet28x2",
-        "linear",
-        "mlp",
-        "text_cnn",
-    ),
-    "gru",
-)
+    "small_cnn", "lenet", "lenet32", "fedavg_cnn", "alexnet", "trinet_cnn", "trinet_svhn",
+    "resnet9", "resnet18", "resnet18_3x3", "wresnet28x2", "linear", "mlp", "text_cnn", "gru",
+)  # fmt: skip
 DATA_SETS = (
     *("digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "npz", "toy"),
     *("arrays", "csv", "sent140"),
 )
 PARTITIONS = (
-    *(
-        "iid",
-        "dirichlet",
-        "dirichlet_equal",
-        "classes_per_agent",
-        "shards",
-        "round_robin",
-        "imbalanced",
-    ),
-)
+    "iid", "dirichlet", "dirichlet_equal", "classes_per_agent", "shards", "round_robin",
+    "imbalanced",
+)  # fmt: skip
 IMAGE_ENCODERS = ("efficientnet_lite0",)
 TEXT_ENCODERS = ("minilm", "minilm_mean", "minilm_words")
 ENCODER_PREFIXES = ("torchvision", "timm", "huggingface")

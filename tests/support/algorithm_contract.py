@@ -30,6 +30,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     "fedseal": {"bootstrap_epochs": 3, "client_epochs": 1, "server_epochs": 1},
     "fixmatch": {"threshold": 0.0, "local_epochs": 1},
     "uda": {"threshold": 0.0, "annealing": "none", "local_epochs": 1},
+    "fl2": {"sure_above": 0.1, "local_epochs": 1},
+    "sage": {"threshold": 0.0, "local_epochs": 1, "batch_size": 20},
     # as few rounds as have every phase in them
     "label_census": {
         "clusters": 5,
@@ -81,6 +83,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 FOR_VECTORS: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("supervise", "pseudo", "mixmatch", "server_sl", "fedavg", "fedprox")},
     **{name: {"strong": "strong"} for name in ("fedmatch", "fixmatch", "uda")},
+    **{name: {"weak": "weak", "strong": "strong"} for name in ("fl2", "sage")},
     "fedssl": {"gate": 0.0, "warm_up": 0},
     "fedmatch_mixup": {"warm_up": 0},
     **{name: {} for name in ("pi_model", "mean_teacher", "remixmatch", "fedsem")},

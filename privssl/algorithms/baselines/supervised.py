@@ -88,7 +88,8 @@ class LocalTrainingSettings:
     learning_rate_decay: Annotated[float, Field(gt=0, le=1)] = 1.0  # factor per round
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     weight_decay: Share = 0.0
-    weak: Literal["none", "crop", "weak", "mid"] = "weak"  # view of rows with given labels
+    # View of rows with given labels
+    weak: Literal["none", "crop", "weak", "mid", "fedtrinet"] = "weak"
     flip: bool = False  # mirror images left to right: objects yes, digits no
     # of the rate: a factor per round, or half a cosine over all rounds (SemiFL)
     schedule: Literal["factor", "cosine"] = "factor"
