@@ -20,11 +20,16 @@ NAMES = "privssl/algorithms/label_census/cluster_labels.py"
 UDA = "privssl/algorithms/baselines/fixmatch_uda.py"
 MIXUP = "privssl/algorithms/baselines/fedmatch_mixup.py"
 LOCAL = "privssl/algorithms/local_ssl.py"
+FEDDYN = "privssl/algorithms/baselines/feddyn.py"
+LG = "privssl/algorithms/baselines/lg_fedavg.py"
+HETEROFL = "privssl/algorithms/baselines/heterofl.py"
+FEDRGD = "privssl/algorithms/baselines/fedrgd.py"
 
 IN_FEDSSL = "tests/algorithms/test_fedssl.py::test_"
 IN_BASELINES = "tests/algorithms/test_fedssl_baselines.py::test_"
 IN_FEDSEAL = "tests/algorithms/test_fedseal.py::test_"
 IN_SEMIFL = "tests/algorithms/test_semifl.py::test_"
+IN_COMPARATORS = "tests/algorithms/test_labelled_comparators.py::test_"
 IN_MODELS = "tests/models/test_models.py::test_"
 IN_FEDMATCH = "tests/algorithms/test_fedmatch.py::test_"
 IN_FEDTRINET = "tests/algorithms/test_fedtrinet.py::test_"
@@ -288,6 +293,36 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (IN_SEMIFL + "a_row_is_sure_from_tau_on_and_an_agent_without_one_is_silent",),
+    ),
+    Fault(
+        "SemiFL, Eq. 4: sure rows are mixed in as well",
+        ((SEMIFL_LOSSES, "pool = pool[~confident]", "pool = pool[:]"),),
+        (IN_SEMIFL + "the_text_mixes_with_unsure_rows_and_with_any_where_all_are_sure",),
+    ),
+    Fault(
+        "SemiFL: labels are never probabilities",
+        ((SEMIFL, "y = P if reading.soft_labels else P.argmax", "y = P.argmax"),),
+        (IN_SEMIFL + "an_agent_learns_from_the_probabilities_that_came_or_from_their_largest",),
+    ),
+    Fault(
+        "FedDyn: an agent moves away from what it gathered",
+        ((FEDDYN, "squared_distance(F, anchor) - linear", "squared_distance(F, anchor) + linear"),),
+        (IN_COMPARATORS + "an_agents_step_follows_its_gathered_gradient_which_it_renews",),
+    ),
+    Fault(
+        "LG-FedAvg: the whole model goes down",
+        ((LG, "LGRequest(self._part(state.F, shared=True))", "LGRequest(state.F)"),),
+        (IN_COMPARATORS + "after_the_warm_up_the_head_alone_goes_down_and_is_averaged",),
+    ),
+    Fault(
+        "HeteroFL: agents without an entry count for it",
+        ((HETEROFL, "count[_first(mean[name])] += sent", "count += sent"),),
+        (IN_COMPARATORS + "each_entry_is_the_mean_over_the_agents_that_have_it",),
+    ),
+    Fault(
+        "FedRGD: groups leave the server out",
+        ((FEDRGD, "count / (count + 1))", "min(count, 1.0))"),),
+        (IN_COMPARATORS + "a_group_is_the_mean_of_the_server_and_its_users",),
     ),
     # FedMatch ------------------------------------------------------------------------------------
     Fault(
