@@ -23,12 +23,11 @@ class ResNet18(nn.Module):
         self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
     ) -> None:
         super().__init__()
-        channels = 4 * width
-        sides: tuple[int, ...] = shape[1:]
+        channels, sides = 4 * width, list(shape[1:])
         stem = (7, 2, 3) if self.large_stem else (3, 1, 1)
         pooling = [nn.MaxPool2d(3, stride=2, padding=1)] if self.large_stem else []
         if self.large_stem:
-            sides = tuple(-(-side // 4) for side in sides)
+            sides = [-(-side // 4) for side in sides]
         self.stem = nn.Sequential(
             nn.Conv2d(shape[0], channels, *stem, bias=False),
             norm_layer(norm, channels),
@@ -40,7 +39,7 @@ class ResNet18(nn.Module):
             # Nothing halves one pixel; there, in bfloat16, torch's gradient of a stride is garbage.
             high, wide = (2 if number and side > 1 else 1 for side in sides)
             blocks += [_Block(channels, out, (high, wide), norm), _Block(out, out, (1, 1), norm)]
-            channels, sides = out, tuple(-(-side // 2) if number else side for side in sides)
+            channels, sides = out, [-(-side // 2) if number else side for side in sides]
         self.trunk = nn.Sequential(*blocks)
         self.head = nn.Linear(channels, classes)
         for layer in self.modules():

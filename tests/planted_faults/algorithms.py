@@ -19,6 +19,9 @@ CENSUS = "privssl/algorithms/label_census/algorithm.py"
 NAMES = "privssl/algorithms/label_census/cluster_labels.py"
 UDA = "privssl/algorithms/baselines/fixmatch_uda.py"
 MIXUP = "privssl/algorithms/baselines/fedmatch_mixup.py"
+FEDSEM = "privssl/algorithms/baselines/pseudo_labeling.py"
+FL2 = "privssl/algorithms/fl2/thresholds.py"
+SAGE = "privssl/algorithms/baselines/sage.py"
 LOCAL = "privssl/algorithms/local_ssl.py"
 FEDDYN = "privssl/algorithms/baselines/feddyn.py"
 LG = "privssl/algorithms/baselines/lg_fedavg.py"
@@ -36,6 +39,7 @@ IN_FEDTRINET = "tests/algorithms/test_fedtrinet.py::test_"
 IN_CENSUS = "tests/algorithms/test_label_census.py::test_"
 IN_HISTOGRAM = "tests/privacy/test_label_histogram.py::test_"
 IN_UDA = "tests/algorithms/test_baselines.py::test_"
+IN_NEWER = "tests/algorithms/test_fl2_and_sage.py::test_"
 IN_LOSSES = "tests/training/test_pseudo_mixup_losses.py::test_"
 
 OPEN_GATE = (
@@ -43,6 +47,56 @@ OPEN_GATE = (
 )
 
 FAULTS: tuple[Fault, ...] = (
+    # (FL)^2 and SAGE -----------------------------------------------------------------------------
+    Fault(
+        "(FL)^2, Eq. 9: a class's threshold is not scaled to the agent's",
+        ((FL2, "p / p.max() * tau", "p * tau"),),
+        (IN_NEWER + "thresholds_are_the_mean_confidence_scaled_by_the_mean_prediction_of_a_class",),
+    ),
+    Fault(
+        "(FL)^2, Eq. 12: weights move by T g, not T^2 g",
+        ((FL2, "radius * t * s / norm", "radius * s / norm"),),
+        (IN_NEWER + "weights_move_along_the_gradient_and_adaptively_by_their_size",),
+    ),
+    Fault(
+        "(FL)^2, Eq. 15: sure agents count more",
+        ((FL2, "1 - float(reply.payload.tau)", "float(reply.payload.tau)"),),
+        (IN_NEWER + "agents_that_have_learned_less_count_more",),
+    ),
+    Fault(
+        "SAGE: the global label counts where both agree in confidence",
+        ((SAGE, "l * mine + (1 - l) * theirs", "(1 - l) * mine + l * theirs"),),
+        (IN_NEWER + "sure_local_labels_are_halved_at_a_difference_of_confidences_of_five_percent",),
+    ),
+    Fault(
+        "FedSem, local labels: the global model labels",
+        ((FEDSEM, 'if self.cfg.labelled_by == "local":', "if False:"),),
+        (IN_UDA + "fedsem_may_label_by_the_local_model_which_knows_an_agents_own_labels_alone",),
+    ),
+    Fault(
+        "FedTriNet, Eq. 5: t counts from 0",
+        ((VOTING, "(t + self.first_round) / self.clock", "t / self.clock"),),
+        (IN_FEDTRINET + "rounds_count_from_one_as_printed_and_from_zero_as_in_the_code",),
+    ),
+    Fault(
+        "FedTriNet, III.B: every agent uploads",
+        (
+            (
+                FEDTRINET,
+                "dataclasses.replace(request, upload=False)",
+                "request, aggregator=mean",
+            ),
+        ),
+        (IN_FEDTRINET + "all_agents_may_train_of_which_the_drawn_ones_upload",),
+    ),
+    Fault(
+        "FedSEAL, Fig. 3: a complementary label is right where it is the class",
+        ((SIGNS, "both.y_minus != y", "both.y_minus == y"),),
+        (
+            IN_FEDSEAL
+            + "rates_of_right_labels_and_confidence_by_class_are_those_of_validation_rows",
+        ),
+    ),
     # FedSSL --------------------------------------------------------------------------------------
     Fault(
         "FedMatch with L-MixUp: the divergence is a sum over helpers",
