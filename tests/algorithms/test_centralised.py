@@ -101,8 +101,8 @@ def first_loss(name: str, teacher: float, **settings: Any) -> float:
 
 
 def predictions(plus: float) -> Tensor:
-    found: Tensor = Fixed(plus)(torch.linspace(-1, 1, 20).view(2, 10)).softmax(dim=1)
-    return found
+    p: Tensor = Fixed(plus)(torch.linspace(-1, 1, 20).view(2, 10)).softmax(dim=1)
+    return p
 
 
 def test_mean_teacher_adds_the_difference_from_the_teacher_and_the_pi_model_from_itself() -> None:

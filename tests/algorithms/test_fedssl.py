@@ -166,7 +166,9 @@ def test_d_judges_a_mix_by_its_target_where_eq_6_is_read_as_printed() -> None:
 
 
 def test_in_turn_g_reg_has_realism_and_rebuilding_and_g_mixup_the_cross_entropy_of_mixes() -> None:
-    weights = {"weight_mix": 0.5, "weight_real": 0.7, "weight_reconstruction": 0.2}
+    weights: dict[str, Any] = {
+        "weight_mix": 0.5, "weight_real": 0.7, "weight_reconstruction": 0.2,
+    }  # fmt: skip
     (reg, first), (mixup, second) = config(updates="in_turn", **weights).parts()
     assert (set(first), set(second)) == ({"G", "D"}, {"F", "G"})  # Alg. 1 l. 4 and 5
     found, _ = mixing_losses(reg, STUBS, BATCH, ("G", "D"), True)
