@@ -31,7 +31,8 @@ ORDER = (
     *("errors", "storage", "runtime", "settings", "ops", "core", "models", "training"),
     *("encoders", "data", "reporting", "privacy", "algorithms", "remote", "engines"),
     *("experiment", "runs", "audit", "generation", "compare", "reproduce", "site"),
-    *("installation", "api", "testing", "predict", "evaluate", "generate", "export", "schema", "train"),
+    *("installation", "api", "testing", "predict", "evaluate", "generate", "export", "schema"),
+    "train",
     "doctor",
     *("__main__", "__init__"),
 )
