@@ -114,7 +114,8 @@ class Twice(partition.Partition):
 
 class Raises(partition.Partition):
     def divide(self, labels: Any, agents: int, rng: Any) -> Any:
-        return {}["age"]
+        columns: dict[str, Any] = {}
+        return columns["age"]
 
 
 def _encoder(build: Any, takes: Any = "images") -> Encoder:
