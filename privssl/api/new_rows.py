@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from privssl.api.datasets import to_array, to_pixels
-from privssl.data.csv_rows import TWEET_CLASSES, Part, clean_tweet, read_new, scaled
+from privssl.data.csv_rows import TWEET_CLASSES, Part, clean_tweet, numbers_of, read_new
 from privssl.data.datasets import encode_new
 from privssl.data.npz import Scale, check_rows
 from privssl.encoders import reads_texts
@@ -88,7 +88,7 @@ class RowForm:
                 f"{self._what}. Give such rows"
             )  # fmt: skip
         part = read_new(path, tuple(self.columns), label)
-        return scaled(part, self.columns), np.array(part.labels)
+        return numbers_of(part, self.columns), np.array(part.labels)
 
     @property
     def _tweets(self) -> bool:
@@ -149,7 +149,7 @@ class RowForm:
         lengths = {len(values) for values in columns.values()}
         if len(lengths) > 1:
             raise DataError(f"{HERE}: columns have different lengths. Give each row all of them")
-        return scaled(Part(Path(HERE), columns, (), range(*lengths), (), "row"), self.columns)
+        return numbers_of(Part(Path(HERE), columns, (), range(*lengths), (), "row"), self.columns)
 
     def _encode_texts(self, texts: Sequence[str]) -> NDArray[Any]:
         known = is_own_encoder(self.data.encoder) or reads_texts(self.data.encoder)

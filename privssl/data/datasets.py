@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -55,6 +55,8 @@ class Dataset:
     unencoded: Unencoded | None = None  # where there is an encoder: x_train has no row then
     records: tuple[str, ...] | None = None  # what names training rows to an account; None: x_train
     scales: Mapping[str, Scale] | None = None  # of a table's columns
+    #: Of a table in memory: whether bounds were declared, or measured on its training rows.
+    table: Literal["", "declared", "measured"] = ""
 
     @property
     def classes(self) -> int:

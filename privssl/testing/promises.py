@@ -21,14 +21,28 @@ from privssl.core.messages import Message
 from privssl.data import FederatedDataset
 from privssl.engines.process_pool import WorkerEngine, unsupported_reason
 from privssl.remote.protocol import NOTE
-from privssl.testing import federations
 from privssl.testing.engines import CPU, Backwards, Mute, Overheard, Unused, sites_engine
-from privssl.testing.federations import Played, play, relabelled, same_bits, through_disk
+from privssl.testing.federations import (
+    Played,
+    apart,
+    at_clients,
+    at_server,
+    federated_data,
+    finite,
+    held_as_in,
+    make_algorithm,
+    play,
+    relabelled,
+    rounds_played,
+    same_bits,
+    through_disk,
+    toy_rows,
+)
 
 PLACES: dict[str, Callable[..., FederatedDataset]] = {
-    "support": federations.federated_data,
-    "labels-at-server": federations.at_server,
-    "labels-at-client": federations.at_clients,
+    "support": federated_data,
+    "labels-at-server": at_server,
+    "labels-at-client": at_clients,
 }
 
 
@@ -52,16 +66,16 @@ class Trial:
     sequential: bool
 
     def algorithm(self) -> Algorithm[Any]:
-        return federations.make_algorithm(self.kind, **self.settings)
+        return make_algorithm(self.kind, **self.settings)
 
     def parties(self, **how: Any) -> FederatedDataset:
-        rows = federations.toy_rows(self.settings.get("rows", "image"))
+        rows = toy_rows(self.settings.get("rows", "image"))
         return PLACES[self.labels](**{"dataset": rows, **how})
 
     @cached_property
     def last(self) -> int:
         """Rounds that exercise everything."""
-        return federations.rounds_played(self.algorithm())
+        return rounds_played(self.algorithm())
 
     @cached_property
     def whole(self) -> Played:
@@ -140,7 +154,7 @@ def order(trial: Trial) -> None:
     if trial.sequential:
         raise NotChecked("its agents work one after the other")
     backwards = play(trial.algorithm(), trial.parties(), engine=Backwards).state
-    if (gap := federations.apart(trial.whole.state, backwards)) > 1e-6:
+    if (gap := apart(trial.whole.state, backwards)) > 1e-6:
         raise BrokenPromise(f"in the opposite order of agents the state differs by {gap:.2g}")
 
 
@@ -197,11 +211,11 @@ def labels(trial: Trial) -> None:
     """Hidden labels change no bit, and given labels do."""
     there = trial.parties()
     reference = trial.whole.state
-    rows_there = federations.toy_rows(trial.settings.get("rows", "image"))
+    rows_there = toy_rows(trial.settings.get("rows", "image"))
     for given in (False, True):
         moved = relabelled(there, labelled=given, rows=rows_there)
         with tempfile.TemporaryDirectory() as folder:
-            held = federations.held_as_in(there, moved, Path(folder))
+            held = held_as_in(there, moved, Path(folder))
             others = trial.parties(**held)
         same = same_bits(reference, play(trial.algorithm(), others).state)
         if not same and not given:
@@ -220,16 +234,16 @@ def parties(trial: Trial) -> None:
         few, single = {"mixed": 1}, {**cell, "mixed": 10}
     for what, how, count in (("one agent of each kind", few, None), ("one class", single, 1)):
         after = play(trial.algorithm(), _parties(trial, how), count)
-        if not federations.finite(after.state):
+        if not finite(after.state):
             raise BrokenPromise(f"with {what} at an agent the state has NaN or infinite numbers")
         if what != "one class" and same_bits(after.begun, after.state):
             raise BrokenPromise("with one agent of each kind nothing is learned")
 
 
 def _parties(trial: Trial, how: Mapping[str, Any]) -> FederatedDataset:
-    rows_there = federations.toy_rows(trial.settings.get("rows", "image"))
+    rows_there = toy_rows(trial.settings.get("rows", "image"))
     usual = {"support": 0, "query": 0, "mixed": 0, "labels": trial.labels, "dataset": rows_there}
-    return federations.federated_data(**{**usual, **how})
+    return federated_data(**{**usual, **how})
 
 
 def workers(trial: Trial) -> None:

@@ -58,7 +58,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 # Mistakes -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("key", "value", "said"), [
+MISTAKES = [
     ("algorithm.name", "no_such_module:Own", "there is no module no_such_module here"),
     ("algorithm.name", OWN.format("Owm"), "has no Owm. Did you mean Own?"),
     ("algorithm.name", "tests.api.failing_module:Own", "OSError: the driver is not there"),
@@ -81,7 +81,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ("data.encoder", "tests.api.test_plugins:of_texts", "takes texts, and rows of toy are image"),
     ("run.trackers", "[tensorbord]", "got [tensorbord]"),
     ("run.trackers", "['tests.api.test_plugins:RUN']", "Name a class or function of (TrackedRun)"),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    MISTAKES,
+    ids=[f"{key}-{value.strip('[]').rpartition(':')[2]}" for key, value, _ in MISTAKES],
+)
 def test_a_mistake_is_one_clear_error(key: str, value: str, said: str, tmp_path: Path) -> None:
     given = [f"{key}={value}", f"run.output={tmp_path / 'run'}"]
     if key == "data.encoder":
@@ -114,7 +121,8 @@ class Twice(partition.Partition):
 
 class Raises(partition.Partition):
     def divide(self, labels: Any, agents: int, rng: Any) -> Any:
-        raise KeyError("age")
+        columns: dict[str, Any] = {}
+        return columns["age"]
 
 
 def _encoder(build: Any, takes: Any = "images") -> Encoder:

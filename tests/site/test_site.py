@@ -309,6 +309,11 @@ def test_a_site_imports_only_the_plug_ins_that_its_own_file_names(
     asked = [visit_to(desk, agreement="b" * 64), visit_to(desk, step="Own")]
     assert [ask(desk, request).error for request in asked] == ["config", "refused"]
     assert not mark.exists() and spent(place) == 0
+    # A tracker is the coordinator's: no site has one.
+    trackers = f"run: {{seed: 0, trackers: ['{named}'], "
+    (place / "c.yaml").write_text(text.replace("run: {seed: 0, ", trackers))
+    opened(place)
+    assert not mark.exists()
     # The same config at the site, without a word of its operator.
     (place / "c.yaml").write_text(theirs + text[text.index("privacy:") :])
     for here in ("", f", plugins: ['{named}2']", f", network: '{named}2'"):

@@ -169,7 +169,7 @@ class Fields(Own):
         request = Sent(state.F)
         object.__setattr__(request, "beside", 1.0)
         replies = federation.call_all(federation.support, self.learn, request)
-        return ModelState(replies[0].payload.F if replies else state.F)
+        return ModelState(dict(vars(replies[0].payload)["F"]) if replies else state.F)
 
 
 class Rows(Own):

@@ -41,7 +41,7 @@ def test_a_method_that_breaks_a_promise_fails_with_its_name(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     promise, said = BROKEN[name]
-    build = federations.build
+    build: Any = vars(federations)["build"]
 
     def leaking(*given: Any, **named: Any) -> Any:
         made = build(*given, **named)
@@ -74,7 +74,7 @@ def test_what_has_no_meaning_is_returned_with_its_reason() -> None:
     (own_method.OwnPlan, {}, "has a make_plan of its own, and only privssl's plans carry a claim"),
     (own_method.FixedName, {}, "needs a Config with name: str and rounds: int"),
     (privssl.Dataset, {}, "Name a class of privssl.algorithms.base.Algorithm"),
-])  # fmt: skip
+], ids=["promise", "place", "OwnPlan", "FixedName", "Dataset"])  # fmt: skip
 def test_mistakes_are_told_before_anything_is_played(
     kind: Any, given: dict[str, Any], said: str
 ) -> None:

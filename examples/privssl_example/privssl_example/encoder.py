@@ -4,14 +4,15 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from privssl.encoders import Encoder
-from privssl.encoders.frozen import checksum_of
+from privssl.encoders.frozen import Rows, checksum_of
 
 
 def brightness(weights: str) -> Encoder:
     """``weights`` is data.encoder_weights; this encoder has none."""
 
-    def encode(images: Tensor) -> Tensor:
+    def encode(images: Rows) -> Tensor:
         """(B, channels, height, width) as stored -> (B, 4) in [-1, 1]. No row reaches another."""
+        assert isinstance(images, Tensor)  # others take texts
         grey = images.float().mean(dim=1, keepdim=True) / 127.5 - 1
         return adaptive_avg_pool2d(grey, 2).flatten(1)
 
