@@ -19,6 +19,7 @@ from privssl.data.datasets import encode_new
 from privssl.data.npz import Scale, check_rows
 from privssl.encoders import reads_texts
 from privssl.errors import DataError
+from privssl.settings.names import is_own_encoder
 from privssl.settings.schema import DataSettings
 
 HERE = "predict"
@@ -151,7 +152,8 @@ class RowForm:
         return scaled(Part(Path(HERE), columns, (), range(*lengths), (), "row"), self.columns)
 
     def _encode_texts(self, texts: Sequence[str]) -> NDArray[Any]:
-        if self.weights is None or not reads_texts(self.data.encoder):
+        known = is_own_encoder(self.data.encoder) or reads_texts(self.data.encoder)
+        if self.weights is None or not known:
             raise DataError(f"{HERE}: texts, and {self.folder} was trained on {self._what}. Give "
                             "numbers")  # fmt: skip
         return self._encode(tuple(map(clean_tweet, texts)) if self._tweets else tuple(texts))

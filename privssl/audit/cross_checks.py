@@ -24,6 +24,7 @@ from privssl.privacy.plan import Plan
 from privssl.privacy.privacy_card import render_markdown
 from privssl.runs.model_card import privacy_section, read_privacy_section
 from privssl.runs.run_dir import MODEL_CARD, claim_sentences
+from privssl.settings.names import is_outside
 
 _RESUME = "; if the run was killed while it wrote them, resume it: it writes them anew"
 
@@ -156,7 +157,9 @@ def _public_part_differences(config: Config, card: PrivacyCard) -> Iterator[str]
     encoder, network, model = card.get("encoder"), card.get("network"), config.model
     if (encoder["name"] if encoder else "") != config.data.encoder:
         yield f"config.yaml has the encoder {config.data.encoder or 'none'}, the card another"
-    outside = model.name if ":" in model.name or model.weights else ""
+    if card["algorithm"] != config.algorithm.name:
+        yield f"config.yaml has the algorithm {config.algorithm.name}, the card another"
+    outside = model.name if is_outside(model.name) or model.weights else ""
     if (network["name"] if network else "") != outside:
         yield f"config.yaml has the network {model.name}, which the card does not say"
     elif network and bool(network["weights"]) != bool(model.weights):

@@ -21,12 +21,14 @@ import yaml
 from accounting.account_plan import DEVICE_NAMES
 from privssl import encoders
 from privssl.algorithms import ALGORITHMS
+from privssl.core.rows import WITH_DROPOUT
 from privssl.data.split import role_problems
 from privssl.errors import ConfigError
 from privssl.experiment.number_checks import count_labelled_rows, number_problems
 from privssl.experiment.row_checks import IMAGE_SETS, kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
 from privssl.settings.error_messages import either, problem_report, show
+from privssl.settings.names import DATA_SETS, IMAGE_ENCODERS, is_outside
 from privssl.settings.schema import (
     DP_SGD_KEYS,
     AgentSettings,
@@ -53,8 +55,12 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
     },
     "model": {"options": {}, "weights": ""},
     "algorithm": {
+        "updates": "joint", "reading": "bayes",
         "generator": "mixing", "weight_code": 0.0125, "generator_at": "all",
         "synthetic_share": 0.0, "synthetic_at": "query", "synthetic_labels": "teacher",
+        "soft_labels": None, "mix_rows": None, "mix_drawn": None, "mix_view": None,
+        "server_first": None, "schedule": "factor", "nesterov": False, "clip_gradients": None,
+        "trains": "drawn", "local_player": "remembered", "labelled_by": "global",
     },
 }  # fmt: skip
 _PATHS = {
@@ -238,11 +244,11 @@ def _dp_sgd_problems(config: Config) -> Iterator[Problem]:
             "run.precision",
             "private gradients are clipped and noised in float32. Set run.precision: float32",
         )
-    if config.model.name == "trinet_cnn":
+    if config.model.name in WITH_DROPOUT:
         yield Problem(
             "model.name",
-            "trinet_cnn has dropout, whose draws go by a row's place in the batch, so one row more "
-            "would change what others contribute. Set model.name: small_cnn",
+            f"{config.model.name} has dropout, whose draws go by a row's place in the batch, so "
+            "one row more would change what others contribute. Set model.name: small_cnn",
         )
 
 
@@ -270,8 +276,9 @@ def _row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterat
         yield Problem("data.encoder", f"{show(encoder)} is unknown. Give {either(encoders.NAMES)}")
         return
     data, texts = config.data, config.data.name == "sent140" or bool(config.data.text)
-    if encoder and encoders.reads_texts(encoder) != texts and data.name != "npz":
-        takes, other = ("texts", encoders.IMAGE_ENCODERS[0]) if not texts else ("images", "minilm")
+    takes_texts = encoders.reads_texts(encoder) if encoder else None
+    if takes_texts not in (None, texts) and data.name in DATA_SETS and data.name != "npz":
+        takes, other = ("texts", IMAGE_ENCODERS[0]) if not texts else ("images", "minilm")
         has = "texts" if texts else "images" if data.name in IMAGE_SETS else "a table"
         advice = "Leave it out" if has == "a table" else f"Set {other}"
         yield Problem(
@@ -319,7 +326,7 @@ def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> It
 
 def _together_problems(config: Config) -> Iterator[Problem]:
     """What batched agents and networks from outside cannot have; ``prepare`` checks the device."""
-    if config.run.precision == "bfloat16" and ":" in config.model.name:
+    if config.run.precision == "bfloat16" and is_outside(config.model.name):
         yield Problem(
             "precision",
             f"bfloat16 belongs to the networks of privssl, and model.name is {config.model.name}. "
@@ -358,6 +365,15 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=1000)
 
 
+def without_paths(config: Config) -> dict[str, Any]:
+    """All keys by section, without paths of this machine."""
+    sections = {name: _plain(getattr(config, name)) for name in ORDER}
+    for name, keys in {**_PATHS, "run": (*_PATHS["run"], "output")}.items():
+        for key in keys:
+            (sections[name] or {}).pop(key, None)
+    return sections
+
+
 def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
     """Everything that may change a trained bit, by section: of ``run``, seed and precision."""
     sections = {name: _plain(getattr(config, name)) for name in ORDER}
@@ -366,7 +382,7 @@ def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
     for name, keys in _LATER.items():
         for key, usual in keys.items():
             if (section := sections[name]) and section.get(key) == usual:
-                del section[key]
+                section.pop(key, None)  # absent in other algorithms
     return {**sections, "run": {key: run[key] for key in ("seed", "precision")}}
 
 

@@ -32,10 +32,13 @@ from privssl.data.datasets import Dataset
 from privssl.engines import batched, process_pool
 from privssl.errors import ConfigError, PrivacyError
 from privssl.experiment.config import Config
+from privssl.experiment.plugin_names import describe_plugins, refuse_taken_names
 from privssl.experiment.row_checks import refuse_classes_of_labels_alone, refuse_other_rows
 from privssl.models.own_networks import NetworkSource, check_network, describe_exchange
 from privssl.privacy.independence import refuse_memory
 from privssl.privacy.plan import Plan
+from privssl.reporting.outside_trackers import check_trackers
+from privssl.settings.names import is_outside
 from privssl.settings.schema import PrivacySettings, RunSettings
 
 WITHHELD = "withheld"  # what stands where another run would tell the hash of its split
@@ -57,6 +60,11 @@ class Prepared:
     @property
     def labelled_agents(self) -> tuple[Agent, ...]:
         return _labelled(self.federated_data)
+
+    @property
+    def plugins(self) -> dict[str, dict[str, str | None]]:
+        """Code from outside of privssl that the run imported, by the key that names it."""
+        return describe_plugins(self.config)
 
     @property
     def is_nominal(self) -> bool:
@@ -125,6 +133,8 @@ def prepare(
         privssl.errors.UserError: see the head of this module.
         accounting.errors.PlanError: no true claim could follow from the privacy section.
     """
+    refuse_taken_names()
+    check_trackers(config.run.trackers)
     device = device_of(config.run.device)
     _check_side_by_side(config.run, device)
     roster = data.agent_refs(config.data.labels, config.agents)
@@ -133,7 +143,7 @@ def prepare(
     refuse_other_rows(config, dataset.shape)
     refuse_classes_of_labels_alone(config, dataset)
     task = task_of(config, dataset.classes, dataset.shape, network)
-    if ":" in config.model.name:
+    if is_outside(config.model.name):
         check_network(config.model.name, task.new_classifier, task.shape, task.classes)
     plan, holders = None, _labelled(federated_data)
     if config.privacy is not None:
@@ -156,7 +166,7 @@ def prepare(
             if plan.visits and config.run.engine == "local":
                 algorithm.try_private(device)
     said = (*config.warnings, *_warnings(config, federated_data))
-    if ":" in config.model.name:
+    if is_outside(config.model.name):
         changed = describe_exchange(config.model, task.shape, task.classes, network)
         said += () if changed is None else (changed,)
     config = dataclasses.replace(config, warnings=said)
@@ -254,7 +264,7 @@ def _own_network_refused(config: Config) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
-        if ":" not in config.model.name:
+        if not is_outside(config.model.name):
             raise
         text = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
         raise PrivacyError(
@@ -267,7 +277,7 @@ def check_private(algorithm: Algorithm[Any], config: Config) -> None:
     """Raise PrivacyError where a row reaches another's loss: in a batch, or by what a network from
     outside keeps from one call to the next."""
     algorithm.check_private()
-    if ":" in config.model.name and algorithm.mechanism == "dp-sgd":
+    if is_outside(config.model.name) and algorithm.mechanism == "dp-sgd":
         refuse_memory(algorithm.task.new_classifier(), algorithm.task.shape)
 
 
@@ -281,7 +291,12 @@ def task_of(
     def new_classifier() -> nn.Module:
         return models.build_classifier(config.model, shape, classes, precision, network)
 
-    return Task(classes, shape, new_classifier, precision)
+    def narrow_classifier(share: float) -> nn.Module:
+        narrow = dataclasses.replace(config.model, width=round(share * config.model.width))
+        return models.build_classifier(narrow, shape, classes, precision)
+
+    own = network is not None or ":" in config.model.name
+    return Task(classes, shape, new_classifier, precision, None if own else narrow_classifier)
 
 
 def _labelled(federated_data: data.FederatedDataset) -> tuple[Agent, ...]:

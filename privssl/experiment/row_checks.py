@@ -12,6 +12,7 @@ from privssl.data.datasets import Dataset
 from privssl.encoders import kind_of_output
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.settings.error_messages import either
+from privssl.settings.names import is_outside
 from privssl.settings.schema import Problem
 
 IMAGE_SETS = ("digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "toy")
@@ -40,7 +41,7 @@ def row_problems(
     because = getattr(algorithms[name], "needs_images", "")
     if because and kind is not IMAGE:
         yield Problem("algorithm.name", f"{name} needs images: {because}; {rows}")
-    if ":" not in model.name and model.name not in kind.networks:
+    if not is_outside(model.name) and model.name not in kind.networks:
         takes = either([k.name + "s" for k in KINDS.values() if model.name in k.networks])
         text = f"{model.name} takes {takes}, and {rows}. Set {either(kind.networks)}"
         yield Problem("model.name", text)

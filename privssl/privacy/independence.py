@@ -14,9 +14,10 @@ _COUPLING = (nn.modules.batchnorm._BatchNorm,)
 
 
 def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
-    """Raise PrivacyError naming every layer that mixes rows of a batch or draws randomness
-    (dropout), in frozen networks too: the gradient of a protected network flows through them."""
-    mixing, drawing = list[str](), list[str]()
+    """Raise PrivacyError naming every layer that mixes rows of a batch, draws randomness (dropout),
+    or has no gradients of single rows (torch's recurrent layers), in frozen networks too: the
+    gradient of a protected network flows through them."""
+    mixing, drawing, recurrent = list[str](), list[str](), list[str]()
     for net, network in networks.items():
         for name, layer in network.named_modules():
             named = f"{net}.{name} ({type(layer).__name__})"
@@ -24,6 +25,13 @@ def refuse_coupling_layers(networks: Mapping[str, nn.Module]) -> None:
                 mixing.append(named)
             elif isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p:
                 drawing.append(named)
+            elif isinstance(layer, nn.RNNBase):
+                recurrent.append(named)
+    if recurrent:
+        raise PrivacyError(
+            f"torch computes {', '.join(recurrent)} for all rows at once, and gradients of single "
+            "rows are unknown. Set model.name: gru, or make the layer of nn.Linear"
+        )
     if mixing:
         raise PrivacyError(
             f"rows of a batch are mixed by {', '.join(mixing)}, so clipping bounds nothing. Set "

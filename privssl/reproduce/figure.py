@@ -1,4 +1,6 @@
-"""The figure of a table: test accuracy against rounds, a panel a column and a line a row."""
+"""The figure of a table: test accuracy against rounds, bytes and seconds, a panel a column and a
+line a row.
+"""
 
 import hashlib
 import io
@@ -9,7 +11,7 @@ from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 from PIL import Image
 
 from privssl.compare.plot import COLOURS, DASHES
@@ -17,36 +19,46 @@ from privssl.reproduce.store import Kept
 from privssl.reproduce.table_page import Measurements
 
 ACROSS = 3  # panels
-DRAWING = 1  # raise it when figures are drawn in another way
+DRAWING = 2  # raise it when figures are drawn in another way
 KEY = "Data"  # of the text in a PNG that has the hash of what it shows
 
-Line = tuple[tuple[int, ...], tuple[float, ...]]  # rounds, mean accuracy over seeds
+#: What accuracy is drawn against -> the label of the axis. Entries of former versions have rounds.
+AGAINST = {"round": "rounds", "bytes": "bytes, up and down", "seconds": "seconds of one process"}
+
+Line = tuple[tuple[float, ...], tuple[float, ...]]  # means over seeds: of x, of the accuracy
+Panels = Mapping[tuple[str, str], Mapping[str, Line]]  # (of AGAINST, column) -> row -> line
 
 
-def panels(of: Measurements) -> dict[str, dict[str, Line]]:
-    """Column -> row -> line; without cells of a single evaluation."""
-    found: dict[str, dict[str, Line]] = {}
-    for column in of.table.file.columns:
-        for row in of.table.file.rows:
-            kept = of.found.get((row.name, column.name))
-            line = None if kept is None else _mean_line(kept)
-            if line is not None and len(line[0]) > 1:
-                found.setdefault(column.name, {})[row.name] = line
+def panels(of: Measurements) -> Panels:
+    """All lines; without cells of a single evaluation."""
+    found: dict[tuple[str, str], dict[str, Line]] = {}
+    for against in AGAINST:
+        for column in of.table.file.columns:
+            for row in of.table.file.rows:
+                kept = of.found.get((row.name, column.name))
+                line = None if kept is None else _mean_line(kept, against)
+                if line is not None and len(line[0]) > 1:
+                    found.setdefault((against, column.name), {})[row.name] = line
     return found
 
 
-def _mean_line(kept: Kept) -> Line:
-    curves = [
-        dict(zip(entry["curve"]["round"], entry["curve"]["test_accuracy"], strict=True))
-        for entry in kept.shown.values()
-    ]
-    rounds = tuple(sorted(set.intersection(*(set(curve) for curve in curves))))
-    return rounds, tuple(statistics.fmean(curve[n] for curve in curves) for n in rounds)
+def _mean_line(kept: Kept, against: str) -> Line | None:
+    """None where an entry does not have the quantity."""
+    curves = [entry["curve"] for entry in kept.shown.values()]
+    if any(against not in curve for curve in curves):
+        return None
+    rounds = sorted(set.intersection(*(set(curve["round"]) for curve in curves)))
+
+    def mean(quantity: str) -> tuple[float, ...]:
+        known = [dict(zip(curve["round"], curve[quantity], strict=True)) for curve in curves]
+        return tuple(statistics.fmean(one[number] for one in known) for number in rounds)
+
+    return mean(against), mean("test_accuracy")
 
 
-def data_hash(shown: Mapping[str, Mapping[str, Line]]) -> str:
+def data_hash(shown: Panels) -> str:
     """Of everything that a figure shows."""
-    return hashlib.sha256(json.dumps([DRAWING, shown]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([DRAWING, list(shown.items())]).encode()).hexdigest()
 
 
 def hash_in(path: Path) -> str | None:
@@ -59,10 +71,13 @@ def hash_in(path: Path) -> str | None:
         return None
 
 
-def draw(shown: Mapping[str, Mapping[str, Line]], rows: Sequence[str]) -> bytes:
+def draw(shown: Panels, rows: Sequence[str]) -> bytes:
     """A PNG. rows: all rows of the table, so that each has one colour in every panel."""
-    across = min(ACROSS, len(shown))
-    down = -(-len(shown) // across)
+    kinds = [against for against in AGAINST if any(kind == against for kind, _ in shown)]
+    most = max(sum(kind == against for kind, _ in shown) for against in kinds)
+    across = min(ACROSS, most)
+    each = -(-most // across)  # lines of panels of one kind
+    down = each * len(kinds)
     named = [row for row in rows if any(row in lines for lines in shown.values())]
     # An entry of the legend takes about 0.075 inches a letter, and half an inch beside them.
     wide = 0.5 + 0.075 * max(map(len, named), default=0)
@@ -71,19 +86,22 @@ def draw(shown: Mapping[str, Mapping[str, Line]], rows: Sequence[str]) -> bytes:
     drawing = Figure(figsize=(3.6 * across, height), dpi=80, layout="constrained")
     FigureCanvasAgg(drawing)
     grid = drawing.subplots(down, across, sharey=True, squeeze=False).flatten()
-    handles = {}
-    for panel, (column, lines) in zip(grid, shown.items(), strict=False):
+    handles, free = {}, {kind: number * each * across for number, kind in enumerate(kinds)}
+    for (kind, column), lines in shown.items():
+        panel = grid[free[kind]]
+        free[kind] += 1
         for row, (x, y) in lines.items():
             place = rows.index(row)
             dash = DASHES[place // COLOURS % len(DASHES)]
             (handles[row],) = panel.plot(x, y, color=f"C{place % COLOURS}", ls=dash, lw=1.2)
         panel.set_title(column, fontsize="small")
         panel.grid(alpha=0.25)
+        panel.set_xlabel(AGAINST[kind], fontsize="small")
         panel.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    for panel in grid[len(shown) :]:
-        panel.set_visible(False)
-    for panel in grid[max(len(shown) - across, 0) : len(shown)]:
-        panel.set_xlabel("rounds", fontsize="small")
+        if kind == "bytes":
+            panel.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    for panel in grid:
+        panel.set_visible(bool(panel.lines))
     drawing.supylabel("test accuracy", fontsize="small")
     drawing.legend(
         handles.values(), handles, loc="outside lower center", ncols=columns,

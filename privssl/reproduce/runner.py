@@ -151,6 +151,8 @@ class Runner:
                 entry = self._store.read(cell, seed)
                 assert entry is not None
                 return entry
+            if (same := self._store.equal_entry(cell, seed)) is not None:
+                return self._store.share(cell, seed, same)
             return self._run(cell, seed, folder, lock, until)
 
     def _run(

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import yaml
 
+from privssl.compare import plot
 from privssl.data import split_manifest
 from privssl.errors import RunFolderError
 from privssl.experiment import config as configs
@@ -29,10 +30,12 @@ from privssl.runs.accounts import read_metrics, to_number
 from privssl.storage import atomic_files
 
 SCHEMA = 1
-ACCURACY = "test/accuracy"
 FINAL = "final"  # the metric that is the accuracy after the last round
 #: Keys of a config that name places on one machine.
 _PLACES = {"data": ("root", "split"), "run": ("output",), "privacy": ("ledger",)}
+
+#: Keys that name a file: its name counts, not its folder.
+_FILES = {"data": ("columns", "encoder_weights")}
 
 Entry = Mapping[str, Any]
 State = Literal["measured", "old", "missing", "absent"]
@@ -109,6 +112,26 @@ class Store:
             self._hashes[algorithm] = method_hash(algorithm, self._root)
         return self._hashes[algorithm]
 
+    def equal_entry(self, cell: Cell, seed: int) -> Entry | None:
+        """The entry of another cell that is the same run: code, config, seed and metric."""
+        for path in sorted((self._root / "results").glob(f"*/*/{seed}.json")):
+            entry: Entry = json.loads(path.read_bytes())
+            known = path != self.path(cell, seed) and entry["schema"] == SCHEMA
+            if known and self.why_old(cell, seed, entry) is None:
+                return entry
+        return None
+
+    def share(self, cell: Cell, seed: int, entry: Entry) -> Entry:
+        """Store the run of another cell for this one too."""
+        of_cell = {"table": cell.table, "row": cell.row, "column": cell.column}
+        same_run = entry.get("same_run_as", f"{entry['table']}: {entry['row']}/{entry['column']}")
+        shared = {
+            **entry, **of_cell, "size": cell.size, "differs": cell.differs,
+            "same_run_as": same_run,
+        }  # fmt: skip
+        self._write(self.path(cell, seed), shared)
+        return shared
+
     def forget(self) -> None:
         """Look at sources and configs again: they may change while a table is run."""
         self._hashes.clear()
@@ -117,12 +140,15 @@ class Store:
     def write(self, cell: Cell, seed: int, folder: Path, measured: Measured) -> Entry:
         """Store a finished run."""
         entry = _entry(cell, seed, folder, measured)
-        path = self.path(cell, seed)
+        self._write(self.path(cell, seed), entry)
+        return entry
+
+    @staticmethod
+    def _write(path: Path, entry: Entry) -> None:
         with atomic_files.writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_files.replace(path, as_text(entry).encode())
             path.chmod(0o644)
-        return entry
 
 
 @dataclass(frozen=True)
@@ -169,11 +195,14 @@ def _hash(parts: Mapping[str, Any]) -> str:
 
 
 def _without_places(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections of a config without ``_PLACES``."""
+    """The sections of a config without ``_PLACES``, and of ``_FILES`` the names alone."""
     return {
-        name: section and {k: v for k, v in section.items() if k not in _PLACES.get(name, ())}
+        name: section and {
+            key: Path(value).name if key in _FILES.get(name, ()) else value
+            for key, value in section.items() if key not in _PLACES.get(name, ())
+        }
         for name, section in parts.items()
-    }
+    }  # fmt: skip
 
 
 def changed_keys(then: Mapping[str, Any], now: Config) -> list[str]:
@@ -182,7 +211,7 @@ def changed_keys(then: Mapping[str, Any], now: Config) -> list[str]:
     A key that did not exist then must have its default: new keys keep what runs did before.
     """
     changed = []
-    for name, section in configs.result_relevant(now).items():
+    for name, section in _without_places(configs.result_relevant(now)).items():
         former = then.get(name)
         if (former is None) != (section is None):
             changed.append(name)
@@ -190,8 +219,6 @@ def changed_keys(then: Mapping[str, Any], now: Config) -> list[str]:
             kind = getattr(now, name)
             usual = {spec.name: spec.default for spec in dataclasses.fields(kind)}
             for key, value in section.items():
-                if key in _PLACES.get(name, ()):
-                    continue
                 if _as_json(former.get(key, usual.get(key))) != _as_json(value):
                     changed.append(f"{name}.{key}")
     return changed
@@ -209,10 +236,12 @@ def _entry(cell: Cell, seed: int, folder: Path, measured: Measured) -> dict[str,
     # As it is: other code may have written it than this process has loaded.
     recorded = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     relevant = {**recorded, "run": {key: recorded["run"][key] for key in ("seed", "precision")}}
-    evaluated = [line for line in metrics if ACCURACY in line]
+    course = plot.curve(folder)
     curve = {
-        "round": [int(line["round"]) for line in evaluated],
-        "test_accuracy": [round(to_number(line[ACCURACY]), 6) for line in evaluated],
+        "round": list(course.rounds),
+        "test_accuracy": [round(value, 6) for value in course.accuracy],
+        "bytes": [round(value) for value in course.bytes],
+        "seconds": [round(value, 1) for value in course.seconds],
     }
     seconds = {
         "wall": round(measured.wall, 1),

@@ -197,6 +197,12 @@ def notes(of: Measurements) -> Iterator[str]:
     if any(entry["privacy"]["kind"] == "nominal" for entry in entries):
         yield "NOMINAL: the number of a scheme that guarantees nothing."
     yield from _splits(of)
+    same = {
+        f"{entry['column']}, {entry['row']} is {entry['same_run_as']}"
+        for entry in entries if "same_run_as" in entry
+    }  # fmt: skip
+    if same:
+        yield f"One run answers two cells: {'; '.join(sorted(same))}."
     yield f"Minutes are CPU minutes of one run, the median over seeds, on {_machines(entries)}."
 
 

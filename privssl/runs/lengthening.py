@@ -49,6 +49,8 @@ def _refusal(folder: Path, former: Config) -> str:
             "its privacy plan fixes how often rows are used in all rounds together, and the noise "
             "for that. Start a new run, which has its own epsilon"
         )
+    if getattr(former.algorithm, "schedule", "") == "cosine":
+        return "its learning rate falls over all its rounds (algorithm.schedule). Start a new run"
     if not ALGORITHMS[name].can_be_lengthened:
         able = [other for other, kind in ALGORITHMS.items() if kind.can_be_lengthened]
         return (
@@ -65,6 +67,7 @@ def _refusal(folder: Path, former: Config) -> str:
 def digest_after(config: Config, rounds: int) -> str | None:
     """The ``config_hash`` of the same run with as few rounds; None where a run cannot go on."""
     able = ALGORITHMS[config.algorithm.name].can_be_lengthened and config.privacy is None
+    able = able and getattr(config.algorithm, "schedule", "") != "cosine"
     if not able or not 0 < rounds < config.algorithm.rounds:
         return None
     return configs.config_hash(with_rounds(config, rounds))

@@ -50,7 +50,7 @@ from privssl.runs.result_warnings import (
     not_finite_warning,
     score_warnings,
 )
-from privssl.runs.resume import SOURCES, SPLIT, other_code_warnings
+from privssl.runs.resume import PLUGINS, SOURCES, SPLIT, other_code_warnings
 from privssl.runs.round_plan import planned_rounds, rounds_of
 from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim, write_text
 from privssl.runs.summary import summarise, write_confusion, write_summary
@@ -92,6 +92,7 @@ class RoundLoop:
         self._evaluator = Evaluator(classifier, held_out, prepared.device)
         self._quality = GeneratorQuality(*self._test, self._algorithm.task.classes)
         self._federation = Federation(self._engine, config.run.seed)
+        self._plugins = prepared.plugins
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []
         self._names = dataset.class_names
@@ -234,7 +235,7 @@ class RoundLoop:
                 values[f"dp/budget_left/{agent.id}"] = agent.account.left()
         if now.number % self._config.run.evaluate_every == 0 or last:
             values |= self._evaluate(state, now)
-            values |= self._evaluate_generator(state, copying=self._draws(now, last))
+            values |= self._evaluate_generator(state, now, closely=self._draws(now, last))
         return values
 
     def _evaluate(self, state: Any, now: Round) -> dict[str, float]:
@@ -253,14 +254,16 @@ class RoundLoop:
             log.warning("%s", self._events[-1])
         return found
 
-    def _evaluate_generator(self, state: Any, *, copying: bool) -> dict[str, float]:
-        """``gen/*``, by held-out rows; ``copying`` reads training rows, where none is private."""
+    def _evaluate_generator(self, state: Any, now: Round, *, closely: bool) -> dict[str, float]:
+        """``gen/*``, by held-out rows; ``closely`` reads training rows, where none is private."""
         generator = self._algorithm.generator(state)
         if generator is None or not kind_of(self._algorithm.task.shape).drawn:
             return {}
         F = self._algorithm.classifier(state)
         values = self._quality.measure(generator, partial(self._evaluator.classes_of, F))
-        if values and copying and self._prepared.plan is None:
+        if values and now.number % self._config.run.images_every == 0:  # it takes seconds
+            values |= self._quality.accuracy_from_synthetic_rows(generator)
+        if values and closely and self._prepared.plan is None:
             agents = self._prepared.federated_data.agents  # none, where sites have the rows
             held = [rows.x for a in agents for rows in (a.held_labelled, a.held_unlabelled) if rows]
             values |= self._quality.nearest_ratio(generator, held) if held else {}
@@ -288,6 +291,8 @@ class RoundLoop:
     def _save(self) -> None:
         kept, folder = self._kept, self._folder / "checkpoints"
         fixed: dict[str, str | int] = {SOURCES: fingerprint()}
+        if self._plugins:
+            fixed[PLUGINS] = json.dumps(self._plugins)
         if self._prepared.plan is None:
             fixed[SPLIT] = self._prepared.federated_data.manifest.hash
         for agent in self._prepared.labelled_agents:

@@ -70,6 +70,7 @@ def summarise(
         },
         **prepared.about_rows,
         "warnings": list(dict.fromkeys(warnings)),
+        **({"plugins": prepared.plugins} if prepared.plugins else {}),
         "split_hash": prepared.published_split_hash,
         "versions": {
             "privssl": __version__,

@@ -165,6 +165,32 @@ def test_d_judges_a_mix_by_its_target_where_eq_6_is_read_as_printed() -> None:
     assert found["D"] != losses(judge="mixed")[0]["D"]  # the control: the labels differ
 
 
+def test_in_turn_g_reg_has_realism_and_rebuilding_and_g_mixup_the_cross_entropy_of_mixes() -> None:
+    weights = {"weight_mix": 0.5, "weight_real": 0.7, "weight_reconstruction": 0.2}
+    (reg, first), (mixup, second) = config(updates="in_turn", **weights).parts()
+    assert (set(first), set(second)) == ({"G", "D"}, {"F", "G"})  # Alg. 1 l. 4 and 5
+    found, _ = mixing_losses(reg, STUBS, BATCH, ("G", "D"), True)
+    numbers = {name: loss.tolist() for name, loss in found.items()}
+    assert numbers["G"] == expected(lambda r: 0.7 * r["real"] + 0.2 * r["rebuilt"])
+    assert numbers["D"] == expected(lambda r: r["D"])
+    assert numbers["F"] == [0.0, 0.0, 0.0]
+    opened, _ = mixing_losses(mixup, STUBS, BATCH, ("F", "G"), True)
+    assert opened["F"].tolist() == expected(lambda r: r["supervised"] + 0.5 * r["mix"])
+    assert opened["G"].tolist() == [0.0, 0.0, 0.0]  # Eq. 4 reaches G through F's loss
+    closed, _ = mixing_losses(mixup, STUBS, BATCH, ("F", "G"), False)
+    assert closed["G"].tolist() == expected(lambda r: 0.3 * r["mix"])
+    # the control: the joint step has all of it at once
+    joint, _ = losses(mixes_teach=False, **weights)
+    assert joint["G"] == pytest.approx((found["G"] + closed["G"]).tolist(), abs=1e-5)
+
+
+def test_a_part_without_a_loss_for_g_leaves_g_alone() -> None:
+    bare = {"weight_real": 0.0, "weight_reconstruction": 0.0, "weight_guidance": 0.0}
+    assert [networks for _, networks in config(updates="in_turn", **bare).parts()] == ["D", "F"]
+    coded = config(updates="in_turn", generator="variational", **bare).parts()
+    assert [networks for _, networks in coded] == ["GD", "F"]
+
+
 def test_a_weight_of_zero_switches_its_loss_off() -> None:
     no_realism, _ = losses(weight_real=0.0)
     assert no_realism["D"] == [0.0, 0.0, 0.0]
@@ -412,6 +438,26 @@ def test_local_steps_between_mixes_train_f_alone() -> None:
     assert steps == {"F": 3.0, "G": 1.0, "D": 1.0}
 
 
+def test_in_turn_all_rows_pass_g_reg_before_any_passes_g_mixup() -> None:
+    def steps(**settings: Any) -> list[tuple[str, ...]]:
+        method = make("fedssl", batch_size=2, mix_every=2, **settings)
+        assert isinstance(method, FedSSL)
+        return [now for _, now, _, _ in method._local_steps(ALL, real_batch())]
+
+    assert steps(updates="in_turn") == [("G", "D"), ("F", "G"), ("F",)]
+    assert steps(updates="joint") == [ALL, ("F",)]  # the control
+
+
+def test_in_turn_g_takes_twice_as_many_steps() -> None:
+    def counted(**settings: Any) -> dict[str, float]:
+        after, _ = overheard(1, mix_every=1, local_steps=3, gate=0.0, **settings)
+        memory = after.engine.memories()["s0"]
+        return {k.split("/")[1]: float(v) for k, v in memory.items() if k.endswith("#step")}
+
+    assert counted(updates="in_turn") == {"F": 3.0, "G": 6.0, "D": 3.0}
+    assert counted() == {"F": 3.0, "G": 3.0, "D": 3.0}
+
+
 class Scripted(LocalEngine):
     """Agents that train nothing and say what they were told to say of their mixes."""
 
@@ -632,14 +678,27 @@ def test_support_agents_neither_get_nor_train_a_generator_that_learns_at_query_a
 
 
 def test_the_gate_of_synthetic_rows_is_what_the_teacher_calls_them() -> None:
-    after, heard = overheard(1, **VARIATIONAL, gate=1.0)
+    asked = VARIATIONAL | {"synthetic_labels": "condition"}
+    after, heard = overheard(1, **asked, gate=1.0)
     said = {call.to.id: reply.payload.agreement for call, reply in heard}
     assert said["s0"] is said["s1"] is None
     assert after.state.agreement == pytest.approx((said["q0"] + said["q1"]) / 2)
-    closed, opened = (overheard(1, **VARIATIONAL, gate=gate)[0] for gate in (1.0, 0.0))
-    none = overheard(1, **(VARIATIONAL | {"synthetic_share": 0.0}), gate=0.0)[0]
+    closed, opened = (overheard(1, **asked, gate=gate)[0] for gate in (1.0, 0.0))
+    none = overheard(1, **(asked | {"synthetic_share": 0.0}), gate=0.0)[0]
     assert same_bits(closed.state.F, none.state.F)
     assert not same_bits(opened.state.F, none.state.F)
+
+
+def test_rows_that_the_teacher_names_need_no_open_gate() -> None:
+    closed, opened = (overheard(1, **VARIATIONAL, gate=gate)[0] for gate in (1.0, 0.0))
+    none = overheard(1, **(VARIATIONAL | {"synthetic_share": 0.0}), gate=1.0)[0]
+    assert same_bits(closed.state.F, opened.state.F)
+    assert not same_bits(closed.state.F, none.state.F)
+    warm, cold = (
+        overheard(1, **(VARIATIONAL | {"synthetic_share": share, "warm_up": 1}))[0]
+        for share in (0.5, 0.0)
+    )
+    assert same_bits(warm.state.F, cold.state.F)  # query agents leave F alone
 
 
 @pytest.mark.parametrize("labels", ["teacher", "condition"])

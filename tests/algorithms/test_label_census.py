@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from privssl.algorithms import local_ssl
 from privssl.algorithms.label_census import feature_map
 from privssl.algorithms.label_census.algorithm import Census, LabelCensus, SelfTrainingRequest
-from privssl.algorithms.label_census.cluster_labels import class_given_cluster, class_posterior
+from privssl.algorithms.label_census.cluster_labels import (
+    class_given_cluster,
+    class_posterior,
+    majority,
+    shares,
+)
 from privssl.algorithms.label_census.clustering import (
     center_and_normalize,
     centroid_sums,
@@ -45,6 +50,7 @@ from privssl.runs.round_plan import planned_rounds
 from privssl.runtime.process import INTERRUPTED
 from privssl.runtime.randomness import stream
 from privssl.settings.schema import PrivacySettings
+from tests.support.algorithm_contract import algorithm
 from tests.support.command_line import command
 from tests.support.toy_worlds import (
     Mute,
@@ -406,6 +412,31 @@ def test_there_are_two_clusters_to_a_class_where_noise_leaves_their_counts_to_be
     plan = make_census_plan(PrivacySettings(epsilon=epsilon), rows=labels)
     assert LabelCensus(census.cfg, census.task, plan).k == k
     assert LabelCensus(census.cfg, census.task).k == (clusters or 20)  # no noise
+
+
+NOISY = torch.tensor([[3, -1, 6], [2, 2, 0], [-4, -1, -2]])
+
+
+def test_noise_clusters_reading_is_the_largest_count_and_the_first_of_equals() -> None:
+    assert majority(NOISY).tolist() == [[0, 0, 1], [1, 0, 0], [0, 1, 0]]
+
+
+def test_shares_are_of_counts_above_zero_and_equal_where_there_are_none() -> None:
+    expected = torch.tensor([[3 / 9, 0, 6 / 9], [0.5, 0.5, 0.0], [1 / 3, 1 / 3, 1 / 3]])
+    torch.testing.assert_close(shares(NOISY), expected)
+
+
+@pytest.mark.parametrize("reading", ["majority", "shares"])
+def test_another_reading_changes_what_the_server_makes_of_the_same_released_table(
+    reading: str,
+) -> None:
+    other, usual = (
+        play(algorithm("label_census", reading=how), federated_data()) for how in (reading, "bayes")
+    )
+    assert torch.equal(other.state.histogram, usual.state.histogram)
+    read = {"majority": majority, "shares": shares}[reading](other.state.histogram)
+    assert torch.equal(other.state.classes, read)
+    assert not torch.equal(other.state.classes, usual.state.classes)  # the control
 
 
 def test_a_row_of_a_known_cluster_has_its_class_with_the_assumed_purity() -> None:

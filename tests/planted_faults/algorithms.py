@@ -6,7 +6,8 @@ FEDSSL = "privssl/algorithms/fedssl/algorithm.py"
 MIXING = "privssl/algorithms/fedssl/losses.py"
 FEDSEAL = "privssl/algorithms/fedseal/algorithm.py"
 SIGNS = "privssl/algorithms/fedseal/negative_learning.py"
-SEMIFL = "privssl/algorithms/semifl.py"
+SEMIFL = "privssl/algorithms/semifl/algorithm.py"
+SEMIFL_LOSSES = "privssl/algorithms/semifl/losses.py"
 STATIC = "privssl/models/static_norm.py"
 FEDMATCH = "privssl/algorithms/fedmatch/algorithm.py"
 HALVES = "privssl/algorithms/fedmatch/disjoint_training.py"
@@ -17,6 +18,7 @@ VOTING = "privssl/algorithms/fedtrinet/voting.py"
 CENSUS = "privssl/algorithms/label_census/algorithm.py"
 NAMES = "privssl/algorithms/label_census/cluster_labels.py"
 UDA = "privssl/algorithms/baselines/fixmatch_uda.py"
+MIXUP = "privssl/algorithms/baselines/fedmatch_mixup.py"
 LOCAL = "privssl/algorithms/local_ssl.py"
 
 IN_FEDSSL = "tests/algorithms/test_fedssl.py::test_"
@@ -37,6 +39,28 @@ OPEN_GATE = (
 
 FAULTS: tuple[Fault, ...] = (
     # FedSSL --------------------------------------------------------------------------------------
+    Fault(
+        "FedMatch with L-MixUp: the divergence is a sum over helpers",
+        ((MIXUP, "terms.sum(dim=2).mean(dim=1)", "terms.sum(dim=2).sum(dim=1)"),),
+        (
+            "tests/algorithms/test_fedmatch_mixup.py::test_the_divergence_is_the_mean_over_helpers_of_"
+            "kl_from_the_helper_to_the_agent",
+        ),
+    ),
+    Fault(
+        "FedSSL, in turn: G-MixUp trains G by realism once more",
+        (
+            (
+                "privssl/algorithms/fedssl/settings.py",
+                "self, weight_real=0.0, weight_reconstruction=0.0, weight_code=0.0",
+                "self, weight_reconstruction=0.0, weight_code=0.0",
+            ),
+        ),
+        (
+            IN_FEDSSL
+            + "in_turn_g_reg_has_realism_and_rebuilding_and_g_mixup_the_cross_entropy_of_mixes",
+        ),
+    ),
     Fault(
         "FedSSL, Eq. 3: lambda weighs the class to mix in",
         ((MIXING, "p_mix = mix(b.lam, b.p1, b.p2)", "p_mix = mix(b.lam, b.p2, b.p1)"),),
@@ -242,7 +266,7 @@ FAULTS: tuple[Fault, ...] = (
         "SemiFL: MIX weighs the second label by lambda",
         (
             (
-                SEMIFL,
+                SEMIFL_LOSSES,
                 "return lam * cross_entropy(logits, y1) + (1 - lam) * cross_entropy(logits, y2)",
                 "return lam * cross_entropy(logits, y2) + (1 - lam) * cross_entropy(logits, y1)",
             ),
@@ -259,7 +283,7 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 SEMIFL,
-                "confident = P.max(dim=1).values >= self.cfg.threshold  # (N,)",
+                "confident = P.max(dim=1).values >= cfg.threshold  # (N,)",
                 "confident = P.max(dim=1).values >= 0.0  # (N,)",
             ),
         ),

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +17,11 @@ from privssl.errors import RunFolderError
 from privssl.reporting import figures
 from privssl.reproduce import __main__ as reproduce
 from privssl.reproduce import runner as reproduce_runner
-from privssl.reproduce.runner import Ended, Interrupted
-from privssl.reproduce.store import Store, _privacy, _value
+from privssl.reproduce.runner import Ended, Interrupted, Runner
+from privssl.reproduce.store import Store, _privacy, _value, _without_places
 from privssl.reproduce.tables import Cell
 from tests.support.interruption import interrupted_in
+from tests.support.product import ROOT
 from tests.support.table_clone import Clone, make_clone, runner, train_here
 
 CELLS = ("supervise--40-labels-2-2", "pseudo-all--40-labels-2-2")
@@ -52,6 +54,7 @@ def entries(clone: Clone) -> dict[str, dict[str, Any]]:
     found = {}
     for path in sorted((clone.root / "results").rglob("*.json")):
         entry = json.loads(path.read_text())
+        del entry["curve"]["seconds"]
         found[str(path.relative_to(clone.root))] = {
             key: value for key, value in entry.items() if key not in TIMES
         }
@@ -74,6 +77,8 @@ def test_an_entry_says_what_was_run_what_came_out_and_what_it_cost(clone: Clone)
     assert (entry["schema"], entry["table"], entry["row"]) == (1, "small", "Supervise")
     assert (entry["column"], entry["seed"], entry["size"]) == ("40 labels, 2 + 2", 1, "paper")
     assert entry["curve"]["round"] == [1, 2, 3, 4]
+    assert entry["curve"]["bytes"][-1] == entry["bytes"]["up"] + entry["bytes"]["down"]
+    assert 0 < entry["curve"]["seconds"][-1] <= entry["seconds"]["rounds"] + 0.1
     assert entry["curve"]["test_accuracy"][-1] == pytest.approx(entry["value"], abs=1e-6)
     assert entry["value"] == entry["final_test_accuracy"]
     assert entry["config"]["algorithm"]["name"] == "supervise"
@@ -86,6 +91,39 @@ def test_an_entry_says_what_was_run_what_came_out_and_what_it_cost(clone: Clone)
     assert entry["processor"]["cores"] == os.cpu_count() and entry["threads"] == 1
     assert {"privssl", "torch", "opacus", "sources", "kernels"} <= entry["versions"].keys()
     assert len(entry["split_hash"]) == len(entry["config_hash"]) == 64
+
+
+def test_no_folder_of_a_machine_is_stored() -> None:
+    data = {"root": "/home/me", "columns": "/home/me/columns.yaml", "name": "csv", "text": ""}
+    assert _without_places({"data": data, "privacy": None}) == {
+        "data": {"columns": "columns.yaml", "name": "csv", "text": ""}, "privacy": None
+    }  # fmt: skip
+    stored = (ROOT / "results").rglob("*.json")
+    assert [path for path in stored if re.search(r': "(/|~)', path.read_text())] == []
+
+
+def test_cells_that_are_the_same_run_are_run_once(clone: Clone) -> None:
+    clone.change(
+        '  - {name: "Pseudo (all)"}', "  - {name: Again, set: {algorithm.name: supervise}}"
+    )
+    clone.change("Pseudo (all):", "Again:")
+    clone.change('"Pseudo (all)"', "Again")
+    again = cell(clone, "Again")
+    first = runner(clone).run(cell(clone), 0)
+    assert isinstance(first, dict)
+
+    shared = Runner(clone.root, clone.store, train=_never).run(again, 0)
+    assert isinstance(shared, dict)
+    assert (shared["row"], shared["value"]) == ("Again", first["value"])
+    assert shared["same_run_as"] == "small: Supervise/40 labels, 2 + 2"
+    assert clone.store.state(again, 0) == "measured"
+    for column, seed in (("20 labels", 0), ("40 labels, 2 + 2", 1)):  # the controls
+        with pytest.raises(AssertionError, match="not the same run"):
+            Runner(clone.root, clone.store, train=_never).run(cell(clone, "Again", column), seed)
+
+
+def _never(*_: object) -> Ended:
+    raise AssertionError("not the same run")
 
 
 def test_a_stored_run_is_removed_unless_it_is_to_be_kept(clone: Clone) -> None:

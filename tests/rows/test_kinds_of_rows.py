@@ -4,13 +4,13 @@ configs are refused (privssl/core/rows.py)."""
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from privssl.algorithms import ALGORITHMS
@@ -24,6 +24,7 @@ from privssl.errors import DataError, UserError
 from privssl.experiment import config
 from privssl.experiment.prepare import prepare
 from privssl.models import CLASSIFIERS, build_classifier
+from privssl.models.feature_nets import GRU
 from privssl.settings.schema import DataSettings, ModelSettings
 from privssl.train import main as train
 from tests.support.toy_worlds import TOY
@@ -177,12 +178,33 @@ def test_batch_norm_would_be_noticed() -> None:
     assert not torch.equal(F(other)[1:], F(x)[1:])
 
 
-def test_empty_places_after_a_text_change_nothing() -> None:
-    F = build_classifier(ModelSettings(name="text_cnn", width=2), (6, 8), 3)
+@pytest.mark.parametrize("name", ["text_cnn", "gru"])
+def test_empty_places_after_a_text_change_nothing(name: Literal["text_cnn", "gru"]) -> None:
+    F = build_classifier(ModelSettings(name=name, width=2), (6, 8), 3)
     x = some("sequence")
     x[:, 3:] = 0
     longer = torch.cat([x, torch.zeros(5, 4, 8)], dim=1)
     assert_close(F(longer), F(x))
+
+
+def test_the_gru_has_the_numbers_of_torchs() -> None:
+    F = GRU((6, 8), 3, width=2, norm="none")
+    twin = nn.GRU(8, 8, batch_first=True)
+    for name, layer in (("ih", F.read), ("hh", F.keep)):
+        getattr(twin, f"weight_{name}_l0").data = layer.weight.data
+        getattr(twin, f"bias_{name}_l0").data = layer.bias.data
+    x = some("sequence")
+    assert_close(F(x), F.head(twin(x)[0].mean(dim=1)))
+    # the control: the gates in another order
+    twin.weight_ih_l0.data = twin.weight_ih_l0.data.roll(8, 0)  # type: ignore[union-attr, operator]
+    assert not torch.allclose(F(x), F.head(twin(x)[0].mean(dim=1)), atol=1e-3)
+
+
+def test_an_empty_place_within_a_text_leaves_the_state_of_the_gru_as_it_is() -> None:
+    F = build_classifier(ModelSettings(name="gru", width=2), (6, 8), 3)
+    x = some("sequence")[:, :4]
+    gap = torch.cat([x[:, :2], torch.zeros(5, 1, 8), x[:, 2:]], dim=1)
+    assert_close(F(gap), F(x))
 
 
 # Files and configs ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ FedProx-UDA, as in FedMatch (Jeong et al., ICLR 2021) and FedSEAL (Bian et al., 
       max p >= tau, cross-entropy of a strong view            FixMatch._unlabelled
     UDA (Xie et al. 2020): KL(p of a clean view || p strong)  UDA._unlabelled, divergence
       training signal annealing (TSA)                         UDA._labelled
-    one step on L_s + L_u                                     _Consistent.losses
+    one step on L_s + L_u                                     Consistent.losses
     as many steps as on labels alone                          joint_batches
 
 Rounds, and where labels may be: algorithms/baselines/pseudo_labeling.py.
@@ -93,7 +93,7 @@ class UDAConfig(Consistency):
 # The algorithms -----------------------------------------------------------------------------
 
 
-class _Consistent(PseudoLabelled):
+class Consistent(PseudoLabelled):
     """The training steps; a subclass has the terms of the loss."""
 
     cfg: Consistency
@@ -165,7 +165,7 @@ class _Consistent(PseudoLabelled):
 
 
 @final
-class FixMatch(_Consistent):
+class FixMatch(Consistent):
     """FedAvg-FixMatch, FedProx-FixMatch."""
 
     Config = FixMatchConfig
@@ -176,7 +176,7 @@ class FixMatch(_Consistent):
 
 
 @final
-class UDA(_Consistent):
+class UDA(Consistent):
     """FedAvg-UDA, FedProx-UDA."""
 
     Config = UDAConfig

@@ -16,16 +16,15 @@ G the conditional generator, D the conditional discriminator.
     Eq. 2           pseudo-labels                query_pass -> guess
     Eq. 3           lambda, p'                   training/mixup.py
 
-Differs from the paper: (1) one joint step takes the place of G-Reg and then G-MixUp; the
-gradients are the same up to simultaneity and a third cheaper. (2) F also learns from real
+Differs from the paper: (1) one joint step takes the place of G-Reg and then G-MixUp, for the same
+gradients up to simultaneity at two thirds of the cost (``updates``). (2) F also learns from real
 rows, augmented (``real_rows``); read literally Algorithm 1 trains F on G's images alone.
 (3) Mixes train F only once F recognises them (``gate``). (4) D judges a mix against its mixed
 label p'; Eq. 6 prints p2, which contradicts Eq. 7 at lambda 1 (``judge``). (5) A moving
 average of F predicts pseudo-labels and is released (``teacher_decay``). (6) Query agents
 do not train F in the first rounds (``warm_up``). (7) In Algorithm 2 every support agent has its
 own budget, tested before its rows are read; the paper adds all agents up, and its test
-comes after and can overshoot. Each is a setting but the first and the last; reasons and numbers:
-docs/fedssl.md.
+comes after and can overshoot. Each is a setting but the last; reasons and numbers: docs/fedssl.md.
 """
 
 import dataclasses
@@ -301,10 +300,12 @@ class FedSSL(Algorithm[FedSSLState]):
         self, msg: FedSSLRequest, rows: int, ctx: Context
     ) -> tuple[Synthetic | None, float | None]:
         """Rows of G for a visit with ``rows`` rows, and the share that the teacher calls what G was
-        asked for. All classes equally often; none while the gate is closed."""
+        asked for. All classes equally often; none in a warm-up, and none with the classes that G
+        was asked for while the gate is closed."""
         if not self.cfg.synthetic_share:
             return None, None
-        learns = msg.mixes_teach and msg.trains_classifier
+        named = self.cfg.synthetic_labels == "teacher"  # whatever G shows has the teacher's name
+        learns = (msg.mixes_teach or named) and msg.trains_classifier
         count = len(losses.synthetic_places(self.cfg, rows)) if learns else PROBED
         wanted = local_training.draw_rows(self.task.classes, count, ctx.rng("synthetic classes"))
         G = local_training.load_weights(self._networks["G"], msg.G, ctx.device).eval()
@@ -337,13 +338,9 @@ class FedSSL(Algorithm[FedSSLState]):
         optimiser = local_training.LocalOptimiser({n: how[n] for n in trained}, agent.memory, group)
         means_of: dict[str, list[Tensor]] = {name: [] for name in NETWORKS}
         agreements = []
-        for step, batch in enumerate(mixing.batches(self.cfg.batch_size)):
-            mixes = step % self.cfg.mix_every == 0 or not self.cfg.real_rows
-            now = tuple(name for name in trained if mixes or name == "F")
-            if not now:
-                continue
+        for cfg, now, mixes, batch in self._local_steps(trained, mixing):
             means, loss, agreement = batched_call(
-                losses.step_losses, batch.fields(), self.cfg, now, mixes and msg.mixes_teach, **nets
+                losses.step_losses, batch.fields(), cfg, now, mixes and msg.mixes_teach, **nets
             )
             optimiser.minimise(loss)
             for name, mean in zip(NETWORKS, means.detach(), strict=True):
@@ -357,6 +354,17 @@ class FedSSL(Algorithm[FedSSLState]):
                 ctx.log_metric(f"train/loss_{name}/{group}", local_training.mean_of(steps))
         agreed = local_training.mean_of(agreements) if agreements else None
         return _message(nets, trained, None if self.cfg.synthetic_share else agreed)
+
+    def _local_steps(
+        self, trained: Sequence[str], mixing: Mixing
+    ) -> Iterator[tuple[FedSSLConfig, tuple[str, ...], bool, Mixing]]:
+        """Of each step: weights of losses, networks trained, whether it mixes, rows."""
+        for cfg, networks in self.cfg.parts():
+            for step, batch in enumerate(mixing.batches(self.cfg.batch_size)):
+                mixes = step % self.cfg.mix_every == 0 or not self.cfg.real_rows
+                now = tuple(n for n in trained if n in networks and (mixes or n == "F"))
+                if now:
+                    yield cfg, now, mixes, batch
 
     def _train_privately(
         self, agent: SupportAgent, msg: FedSSLRequest, ctx: Context

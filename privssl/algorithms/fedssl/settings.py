@@ -1,6 +1,7 @@
 """Section ``algorithm`` for FedSSL. Numbers are ours unless a source stands beside them
 (docs/fedssl.md)."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -38,6 +39,9 @@ class FedSSLConfig(GMixupSettings):
 
     name: Literal["fedssl"] = "fedssl"
     order: Literal["parallel", "sequential"] = "parallel"  # Alg. 1 or 2; a private run is Alg. 2
+    # joint: a step goes down all losses at once; in_turn: G-Reg over all rows of a visit, then
+    # G-MixUp over the same, as printed in Alg. 1 l. 4-5 and 7-8. A step under noise stays joint
+    updates: Literal["joint", "in_turn"] = "joint"
     mix_every: Positive = 2  # local steps from one with G and D to the next; others train F alone
     gate: Share = 0.85  # agreement from which mixes train F; 0: from the start
     generator_learning_rate: Rate = 2e-3  # Adam
@@ -46,6 +50,19 @@ class FedSSLConfig(GMixupSettings):
     spectral_norm: bool = True  # of D's trunk; off where D is under DP
     # query: support agents train F alone, so G learns no label; a private run: update_at_support
     generator_at: Literal["query", "all"] = "all"
+
+    def parts(self) -> tuple[tuple["FedSSLConfig", str], ...]:
+        """The parts of local training in order: weights of the losses, and networks trained."""
+        if self.updates == "joint":
+            return ((self, "FGD"),)
+        g_reg = dataclasses.replace(self, weight_mix=0.0, weight_guidance=0.0)
+        g_mixup = dataclasses.replace(
+            self, weight_real=0.0, weight_reconstruction=0.0, weight_code=0.0
+        )
+        coded = self.generator == "variational" and self.weight_code
+        of_g = self.weight_real or self.weight_reconstruction or coded
+        # Without a loss of its own, momentum alone would move G.
+        return ((g_reg, "GD" if of_g else "D"), (g_mixup, "FG" if self.weight_guidance else "F"))
 
     def problems(self) -> Iterator[Problem]:
         """Settings under which F is never trained."""

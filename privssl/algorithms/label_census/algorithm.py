@@ -33,7 +33,12 @@ from torch import Tensor
 from accounting.errors import BudgetExhausted
 from privssl.algorithms.base import MissingReplyPolicy
 from privssl.algorithms.label_census import feature_map
-from privssl.algorithms.label_census.cluster_labels import class_given_cluster, class_posterior
+from privssl.algorithms.label_census.cluster_labels import (
+    class_given_cluster,
+    class_posterior,
+    majority,
+    shares,
+)
 from privssl.algorithms.label_census.feature_map import FeatureMapRounds, Map, MapConfig, MapState
 from privssl.algorithms.local_ssl import (
     Amount,
@@ -105,6 +110,8 @@ class LabelCensusConfig(MapConfig):
     name: Literal["label_census"] = "label_census"
     vote_rounds: Positive = 16
     self_training_rounds: Positive = 40
+    # of the counts: Bayes' rule; the largest, as NoiseCluster; or the counts' shares (Ghazi et al.)
+    reading: Literal["bayes", "majority", "shares"] = "bayes"
     purity: Annotated[float, Field(gt=0.5, lt=1)] = 0.9  # expected of a cluster
     balanced: bool = True  # whether classes are expected to be equally frequent
     coupling: Amount = 8.0  # log odds that a cluster takes from its neighbours
@@ -207,16 +214,22 @@ class LabelCensus(FeatureMapRounds):
                     f"{table}, int64"
                 )
         histogram = torch.stack([answer.census for answer in answers]).sum(dim=0)
+        classes = self._read(histogram, state, len(answers), len(federation.support))
+        return replace(state, histogram=histogram, classes=classes, answers=len(answers))
+
+    def _read(self, histogram: Tensor, state: LabelCensusState, answers: int, asked: int) -> Tensor:
+        """Probability of each class for each cluster (K, C), from released numbers alone."""
+        if self.cfg.reading != "bayes":
+            return majority(histogram) if self.cfg.reading == "majority" else shares(histogram)
         labels = float(histogram.sum())  # exact without a plan, else as declared
         if self.plan is not None:
-            labels = self.plan.rows * len(answers) / len(federation.support)
-        classes = class_posterior(
-            histogram, state.mass, labels, agents=len(answers),
+            labels = self.plan.rows * answers / asked
+        return class_posterior(
+            histogram, state.mass, labels, agents=answers,
             epsilon=None if self.plan is None else self.plan.epsilon,
             purity=self.cfg.purity, balanced=self.cfg.balanced,
             borders=state.borders, coupling=self.cfg.coupling,
         )  # fmt: skip
-        return replace(state, histogram=histogram, classes=classes, answers=len(answers))
 
     def _training_round(self, state: LabelCensusState, federation: Federation) -> LabelCensusState:
         """One round of training F: on the clusters' classes, later on the teacher's guesses."""

@@ -72,6 +72,20 @@ def class_posterior(
     return posterior.float()
 
 
+def majority(histogram: Tensor) -> Tensor:
+    """Certainty (K, C) that a cluster's class is the one of its largest count, the first of equals:
+    NoiseCluster (Tang et al., PoPETs 2022)."""
+    return torch.nn.functional.one_hot(histogram.argmax(dim=1), histogram.shape[1]).float()
+
+
+def shares(histogram: Tensor) -> Tensor:
+    """Each class's share of a cluster's counts (K, C), negative ones as 0; equal shares of none:
+    the priors of Ghazi et al. (NeurIPS 2021)."""
+    counts = histogram.clamp(min=0).double()
+    counts = torch.where(counts.sum(dim=1, keepdim=True) > 0, counts, torch.ones_like(counts))
+    return (counts / counts.sum(dim=1, keepdim=True)).float()
+
+
 def class_given_cluster(posterior: Tensor, purity: float) -> Tensor:
     """Probability of each class for a row of each cluster (K, C).
 

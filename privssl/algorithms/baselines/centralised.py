@@ -1,0 +1,165 @@
+"""What Pi-Model, Mean Teacher and ReMixMatch share: training where all rows are, and a teacher.
+
+Their papers train where labelled and unlabelled rows are together, as upper bounds of federated
+methods do: one mixed agent (``data.labels: labels-at-client``, ``agents.mixed: 1``). Several agents
+train side by side, each on the rows that it has, and are averaged by their number of rows.
+
+Training: ``supervised.LocalTrainingSettings``, the same as FixMatch's and UDA's. Differs from the
+papers: SGD, whose momentum starts anew in every round, for Adam.
+"""
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pydantic.dataclasses
+import torch
+from torch import Tensor, nn
+
+from privssl.algorithms.base import Algorithm, MissingReplyPolicy
+from privssl.algorithms.baselines.fedssl_baselines import TeacherRequest
+from privssl.algorithms.baselines.supervised import Federated, ProximalRequest, run_sgd
+from privssl.algorithms.local_ssl import (
+    Share,
+    TeacherState,
+    needs_unlabelled,
+    no_labelled,
+    no_statistics,
+    no_unlabelled,
+)
+from privssl.core.agents import (
+    AgentRef,
+    LabelledRows,
+    MixedAgent,
+    QueryAgent,
+    SupportAgent,
+    UnlabelledRows,
+)
+from privssl.core.aggregation import average
+from privssl.core.federation import Federation
+from privssl.core.messages import Message, Reply, StateDict
+from privssl.core.task import Context, Task, on_agent
+from privssl.privacy.plan import Plan
+from privssl.settings.schema import Count, Problem, strict
+from privssl.training import local_training
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherUpdate(Message):
+    """Up: the classifier after training, and the moving average of its weights."""
+
+    F: StateDict
+    teacher: StateDict
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class CentralisedSettings(Federated):
+    """Settings of every method here and of ReMixMatch."""
+
+    teacher_decay: Share = 0.999  # alpha, per step; of the average that is released
+    ramp_up: Count = 80  # rounds until the losses of unlabelled rows have their weight; Laine, Aila
+    steps_of: Literal["labelled", "unlabelled"] = "unlabelled"  # joint_batches
+
+    def decay(self, round_number: int) -> float:
+        """The teacher's decay in a round; 0: it is F."""
+        return self.teacher_decay
+
+
+class Centralised(Algorithm[TeacherState]):
+    """Rounds and steps; a subclass has the losses."""
+
+    StateType = TeacherState
+    missing_reply_policy = MissingReplyPolicy(quorum=("support_pass", "query_pass", "mixed_pass"))
+    cfg: CentralisedSettings
+
+    def __init__(self, config: Any, task: Task, plan: Plan | None = None) -> None:
+        super().__init__(config, task, plan)
+        self._teacher = task.new_classifier()
+
+    @classmethod
+    def problems(cls, config: Any) -> Iterator[Problem]:
+        yield from needs_unlabelled(config)
+        yield from no_statistics(config)
+
+    def start(self, federation: Federation) -> TeacherState:
+        F = self.initial_classifier(federation)
+        return TeacherState(F, teacher=F)
+
+    def round(self, state: TeacherState, federation: Federation) -> TeacherState:
+        drawn = federation.sample(federation.agents, self.cfg.agents_per_round)
+        request, replies = TeacherRequest(state.F, state.teacher), list[Reply[TeacherUpdate]]()
+        for step, role in (
+            (self.support_pass, "support"), (self.query_pass, "query"), (self.mixed_pass, "mixed")
+        ):  # fmt: skip
+            agents = tuple(agent for agent in drawn if _role(agent) == role)
+            replies += federation.call_all(agents, step, request)
+        F = average(replies, "F", otherwise=state.F)
+        return TeacherState(F, average(replies, "teacher", otherwise=state.teacher))
+
+    def classifier(self, state: TeacherState) -> StateDict:
+        return state.teacher
+
+    def also_evaluated(self, state: TeacherState) -> dict[str, StateDict]:
+        return {"unaveraged": state.F}
+
+    # Steps: where the data is ---------------------------------------------------------------
+
+    @on_agent
+    def support_pass(self, agent: SupportAgent, msg: TeacherRequest, ctx: Context) -> TeacherUpdate:
+        """Learn from labelled rows alone."""
+        return self._visit(agent, agent.labelled, no_unlabelled(agent.labelled), msg, ctx)
+
+    @on_agent
+    def query_pass(self, agent: QueryAgent, msg: TeacherRequest, ctx: Context) -> TeacherUpdate:
+        """Learn from unlabelled rows alone."""
+        return self._visit(agent, no_labelled(agent.unlabelled), agent.unlabelled, msg, ctx)
+
+    @on_agent
+    def mixed_pass(self, agent: MixedAgent, msg: TeacherRequest, ctx: Context) -> TeacherUpdate:
+        """Learn from both kinds."""
+        return self._visit(agent, agent.labelled, agent.unlabelled, msg, ctx)
+
+    def _visit(
+        self, agent: Any, labelled: LabelledRows, unlabelled: UnlabelledRows,
+        msg: TeacherRequest, ctx: Context,
+    ) -> TeacherUpdate:  # fmt: skip
+        self.cfg.weigh(len(labelled) + len(unlabelled), ctx)
+        F, memory = self.load_classifier(msg.F, ctx), dict(agent.memory)
+        teacher = local_training.load_weights(self._teacher, msg.teacher, ctx.device)
+        losses = self.losses(F, teacher, labelled, unlabelled, memory, ctx)
+        run_sgd(F, self._followed(F, teacher, losses, ctx), self.cfg, ProximalRequest(msg.F), ctx)
+        agent.memory = memory
+        released = teacher if self.cfg.decay(ctx.round) else F
+        return TeacherUpdate(
+            local_training.to_send(F.state_dict()), local_training.to_send(released.state_dict())
+        )
+
+    def _followed(
+        self, F: nn.Module, teacher: nn.Module, losses: Iterator[Tensor], ctx: Context
+    ) -> Iterator[Tensor]:
+        decay = self.cfg.decay(ctx.round)
+        for loss in losses:
+            yield loss  # here the step is taken
+            if decay:
+                follow(teacher, F, decay)
+
+    @abstractmethod
+    def losses(
+        self, F: nn.Module, teacher: nn.Module, labelled: LabelledRows, unlabelled: UnlabelledRows,
+        memory: dict[str, Tensor], ctx: Context,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """The loss of each step. Either kind of rows may be empty; ``memory`` is the agent's."""
+
+
+def _role(agent: AgentRef) -> str:
+    """A labelled server is a support agent."""
+    return agent.role if agent.role in ("query", "mixed") else "support"
+
+
+@torch.no_grad()
+def follow(teacher: nn.Module, F: nn.Module, decay: float) -> None:
+    """theta' = decay theta' + (1 - decay) theta, in place: Tarvainen and Valpola, Eq. 1. Of integer
+    tensors (batch norm's counts) the new one is taken."""
+    for kept, new in zip(teacher.state_dict().values(), F.state_dict().values(), strict=True):
+        kept.lerp_(new, 1 - decay) if kept.is_floating_point() else kept.copy_(new)
