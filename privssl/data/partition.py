@@ -196,7 +196,7 @@ class Shards(Partition):
 
     k: int
 
-    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
+    def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         deck = rng.permutation(_deck("shards", rng.permutation(np.unique(labels)), agents, self.k))
         return _share(_rows_of_classes(labels, rng), _owners(deck, self.k), agents, rng)
 

@@ -101,4 +101,5 @@ class GRU(nn.Module):
         keep_r, keep_z, keep_n = self.keep(state).chunk(3, dim=-1)
         reset, update = (read_r + keep_r).sigmoid(), (read_z + keep_z).sigmoid()
         new = (read_n + reset * keep_n).tanh()
-        return new + update * (state - new)
+        after: Tensor = new + update * (state - new)
+        return after

@@ -23,7 +23,8 @@ class ResNet18(nn.Module):
         self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
     ) -> None:
         super().__init__()
-        channels, sides = 4 * width, shape[1:]
+        channels = 4 * width
+        sides: tuple[int, ...] = shape[1:]
         stem = (7, 2, 3) if self.large_stem else (3, 1, 1)
         pooling = [nn.MaxPool2d(3, stride=2, padding=1)] if self.large_stem else []
         if self.large_stem:

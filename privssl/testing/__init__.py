@@ -6,5 +6,5 @@ def test_my_method_keeps_its_promises():
     check_algorithm(MyMethod, {"local_epochs": 1})
 """
 
-from privssl.testing.check import BrokenPromise as BrokenPromise
+from privssl.testing.promises import BrokenPromise as BrokenPromise
 from privssl.testing.check import check_algorithm as check_algorithm

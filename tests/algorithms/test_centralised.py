@@ -43,9 +43,9 @@ def test_a_teacher_follows_weights_and_statistics_by_its_decay() -> None:
     for name, (kept, new) in {"weight": (1.0, 3.0), "running_mean": (0.0, 8.0)}.items():
         nn.init.constant_(getattr(teacher, name), kept)
         nn.init.constant_(getattr(F, name), new)
-    F.num_batches_tracked += 5
+    F.num_batches_tracked = torch.tensor(5)
     follow(teacher, F, 0.75)
-    assert (teacher.weight.item(), teacher.running_mean.item()) == (1.5, 2.0)  # type: ignore[union-attr, operator]
+    assert (teacher.weight.item(), teacher.running_mean.item()) == (1.5, 2.0)  # type: ignore[union-attr]
     assert int(teacher.num_batches_tracked) == 5  # type: ignore[arg-type]
 
 
@@ -101,7 +101,8 @@ def first_loss(name: str, teacher: float, **settings: Any) -> float:
 
 
 def predictions(plus: float) -> Tensor:
-    return Fixed(plus)(torch.linspace(-1, 1, 20).view(2, 10)).softmax(dim=1)
+    found: Tensor = Fixed(plus)(torch.linspace(-1, 1, 20).view(2, 10)).softmax(dim=1)
+    return found
 
 
 def test_mean_teacher_adds_the_difference_from_the_teacher_and_the_pi_model_from_itself() -> None:

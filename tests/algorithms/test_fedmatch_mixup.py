@@ -82,7 +82,8 @@ def test_helpers_are_other_agents_as_of_their_last_visit_nearest_first() -> None
     def prediction(weights: Any) -> Tensor:
         F.load_state_dict(dict(weights))
         with torch.no_grad():
-            return F.eval()(probe).softmax(dim=1)[0]
+            predicted: Tensor = F.eval()(probe).softmax(dim=1)[0]
+            return predicted
 
     places = {agent: prediction(weights) for agent, weights in sent.items()}
     for call, _ in heard:

@@ -114,7 +114,7 @@ class Twice(partition.Partition):
 
 class Raises(partition.Partition):
     def divide(self, labels: Any, agents: int, rng: Any) -> Any:
-        return {}["age"]
+        raise KeyError("age")
 
 
 def _encoder(build: Any, takes: Any = "images") -> Encoder:

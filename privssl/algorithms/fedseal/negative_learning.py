@@ -112,7 +112,7 @@ def validation_metrics(p: Tensor, y: Tensor, both: SignedLabels) -> dict[str, fl
         if mask.any():
             found[f"train/right_{sign}"] = float(right[mask].float().mean())
     if p.shape[1] <= LISTED:
-        for m in y.unique().tolist():
+        for m in torch.unique(y).tolist():
             found[f"train/confidence/{m}"] = float(p[y == m].amax(dim=1).mean())
     return found
 
