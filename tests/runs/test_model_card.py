@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 import privssl
-from tests.api.digits import PLAIN, PRIVATE, config, dataset
+from tests.api.digits import PRIVATE, config, dataset
+
+PLAIN = PRIVATE.partition("privacy:")[0] + "run: {workers: 1}\n"
 
 
 @pytest.fixture(scope="module")
