@@ -10,6 +10,7 @@ from typing import Any
 
 import privssl
 from privssl.api import experiment
+from privssl.testing import check_algorithm
 
 PAGE = Path(__file__).with_name("python_reference.md")
 HEAD = """\
@@ -27,6 +28,7 @@ CONTENT = {
     "Run": privssl.Run,
     "Dataset": privssl.Dataset,
     "UserError": privssl.UserError,
+    "privssl.testing.check_algorithm": check_algorithm,
 }
 SECTIONS = {"Args:": "", "Returns:": "returns: ", "Raises:": "raises "}  # of a docstring
 

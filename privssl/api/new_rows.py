@@ -17,9 +17,7 @@ from privssl.api.datasets import to_array, to_pixels
 from privssl.data.csv_rows import TWEET_CLASSES, Part, clean_tweet, numbers_of, read_new
 from privssl.data.datasets import encode_new
 from privssl.data.npz import Scale, check_rows
-from privssl.encoders import reads_texts
 from privssl.errors import DataError
-from privssl.settings.names import is_own_encoder
 from privssl.settings.schema import DataSettings
 
 HERE = "predict"
@@ -119,6 +117,8 @@ class RowForm:
         if not len(found):
             return np.zeros((0, *self.shape), dtype=np.float32)
         rows, _ = check_rows(HERE, found)
+        if self.weights is not None and rows.shape[1:] == self.raw_shape:
+            return self._encode(torch.from_numpy(rows))
         if rows.shape[1:] == self.shape:  # of an encoder: features
             if self.columns is not None and np.abs(rows).max() > 1:
                 raise DataError(
@@ -126,12 +126,10 @@ class RowForm:
                     "data frame, a mapping of columns, or a CSV file, which are scaled"
                 )
             return rows
-        if rows.shape[1:] != self._wanted:
-            raise DataError(
-                f"{HERE}: rows have the shape {rows.shape[1:]}, and {self.folder} was trained on "
-                f"{self._wanted} (of images: channels, height, width). Resize or convert them"
-            )
-        return self._encode(torch.from_numpy(rows))
+        raise DataError(
+            f"{HERE}: rows have the shape {rows.shape[1:]}, and {self.folder} was trained on "
+            f"{self._wanted} (of images: channels, height, width). Resize or convert them"
+        )
 
     @property
     def _wanted(self) -> tuple[int, ...]:
@@ -152,8 +150,7 @@ class RowForm:
         return numbers_of(Part(Path(HERE), columns, (), range(*lengths), (), "row"), self.columns)
 
     def _encode_texts(self, texts: Sequence[str]) -> NDArray[Any]:
-        known = is_own_encoder(self.data.encoder) or reads_texts(self.data.encoder)
-        if self.weights is None or not known:
+        if self.weights is None or self.raw_shape is not None:
             raise DataError(f"{HERE}: texts, and {self.folder} was trained on {self._what}. Give "
                             "numbers")  # fmt: skip
         return self._encode(tuple(map(clean_tweet, texts)) if self._tweets else tuple(texts))

@@ -207,8 +207,10 @@ class Run:
 
     def evaluate(self, x: Any, y: Any) -> dict[str, Any]:
         """Metrics on labelled rows: ``rows``, ``accuracy``, ``loss``, ``macro_f1``, ``recall`` by
-        class name, ``calibration_error``, ``confusion`` (rows of a true class, columns of a
-        predicted one), and ``not_finite``: rows with NaN or infinite outputs.
+        class name, ``calibration_error``, ``confusion`` and ``not_finite``.
+
+        A row of ``confusion`` is a true class, a column a predicted one; ``not_finite`` counts rows
+        with NaN or infinite outputs.
 
         Args:
             x: rows as of :meth:`predict`.

@@ -72,9 +72,9 @@ def _header(results: Mapping[str, Any]) -> dict[str, Any]:
 def _kind(results: Mapping[str, Any]) -> str:
     """image, text or tabular, whatever an encoder made of it."""
     rows = results["rows"]
-    if rows["encoder"] is not None:
-        return "image" if "raw_shape" in rows else "text"
-    return {"image": "image", "sequence": "text", "vector": "tabular"}[rows["kind"]]
+    if rows["encoder"] is None:
+        return {"image": "image", "sequence": "text", "vector": "tabular"}[rows["kind"]]
+    return {3: "image", 1: "tabular", 0: "text"}[len(rows.get("raw_shape", ()))]
 
 
 def _input_and_output(results: Mapping[str, Any]) -> list[str]:

@@ -51,12 +51,8 @@ def test_every_key_of_every_section_has_a_description() -> None:
 
 
 def test_every_algorithm_has_a_table() -> None:
-    listed = [
-        name
-        for page in ("METHODS", "BASELINES", "COMPARATORS")
-        for group in GENERATOR[page]
-        for name in group
-    ]
+    pages = [GENERATOR[page] for page in ("METHODS", "BASELINES", "COMPARATORS")]
+    listed = [name for page in pages for group in page for name in group]
     assert sorted(listed) == sorted(ALGORITHMS)
 
 

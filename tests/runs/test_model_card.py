@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 import privssl
-from tests.api.digits import PLAIN, PRIVATE, config, dataset
+from tests.api.digits import PRIVATE, config, dataset
+
+PLAIN = PRIVATE.partition("privacy:")[0] + "run: {workers: 1}\n"
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,7 @@ def test_the_audit_finds_a_model_card_that_claims_something_else(
         ({"kind": "image", "encoder": None}, "image-classification"),
         ({"kind": "vector", "encoder": None, "columns": {"a": [0, 1]}}, "tabular-classification"),
         ({"kind": "vector", "encoder": {}, "raw_shape": [3, 8, 8]}, "image-classification"),
+        ({"kind": "vector", "encoder": {}, "raw_shape": [9]}, "tabular-classification"),
         ({"kind": "sequence", "encoder": {}}, "text-classification"),
     ],
 )
