@@ -33,7 +33,8 @@ _exact = pydantic.ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, config=_exact)
 class AgentRows:
-    """Sorted ids of the rows that one agent holds, with labels and without."""
+    """Ids of the rows that one agent holds, with labels and without, in the order of ``data.order``:
+    sorted, or with its classes evenly spread."""
 
     labelled: Rows
     unlabelled: Rows

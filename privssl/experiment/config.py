@@ -49,12 +49,15 @@ _OF_ONE_MACHINE = {
 _LATER: Mapping[str, Mapping[str, Any]] = {
     "data": {
         "checksum": "", "encoder": "", "encoder_weights": "", "label": "label", "text": "",
-        "columns": "",
+        "columns": "", "test": None, "order": "stored",
     },
     "model": {"options": {}, "weights": ""},
     "algorithm": {
         "generator": "mixing", "weight_code": 0.0125, "generator_at": "all",
         "synthetic_share": 0.0, "synthetic_at": "query", "synthetic_labels": "teacher",
+        "decay_on": None, "inter_client_rows": None, "decomposition": True,
+        "measure_labelled": False, "refresh_helpers": None, "sparse_messages": None,
+        "slices_of": None, "evaluate_parts": False, "aggregation": "mean",
     },
 }  # fmt: skip
 _PATHS = {

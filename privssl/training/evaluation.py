@@ -167,6 +167,11 @@ class Evaluator:
             self._last.append((weights, known))
         return known
 
+    def score_on(self, rows: str, weights: StateDict) -> Scores:
+        """Scores on one of the sets, which are not kept: of the networks of single agents."""
+        x, y = self._sets[rows]
+        return score(self._network, weights, x, y, device=self._device)
+
     def accuracies(self, classifiers: Mapping[str, StateDict]) -> dict[str, float]:
         """By ``<set>/<name of the classifier>``. Only these are known until the next call."""
         found = {
