@@ -17,8 +17,7 @@ with gc_paused():
     from benchmarks.cell import work as cell
     from benchmarks.processes import tell
     from privssl import data
-    from privssl.algorithms.baselines.supervised import FedAvg, FedAvgConfig
-    from privssl.algorithms.local_ssl import ModelState
+    from privssl.algorithms.baselines.supervised import FedAvg, FedAvgConfig, SupervisedState
     from privssl.core.federation import Federation, Round
     from privssl.core.task import Task
     from privssl.data.datasets import from_arrays
@@ -43,7 +42,7 @@ def main() -> None:
 def play(
     folder: Path, rounds: int, word: str, workers: int, at: torch.device,
     ended: Callable[[int], None],
-) -> ModelState:  # fmt: skip
+) -> SupervisedState:  # fmt: skip
     """The rounds on a device; ``ended`` is called before the first (0) and after each."""
     precision: Precision = "bfloat16" if word == "bfloat16" else "float32"
     x, y = cell.rows(folder)
@@ -71,7 +70,7 @@ def play(
         )
     )
     with closing(engine):
-        federation, state = Federation(engine, 0), ModelState(cell.begin())
+        federation, state = Federation(engine, 0), SupervisedState(cell.begin())
         ended(0)
         for number in range(1, rounds + 1):
             federation.begin(Round(number))

@@ -103,12 +103,18 @@ def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Data
 _NOT_OF_SPLIT = (
     "root", "split", "checksum", "encoder", "encoder_weights", "label", "text", "columns",
 )  # fmt: skip
+#: Settings of later versions, which a split names only where they are used: hashes stay the same.
+_LATER = {"test": None, "order": "stored"}
 
 
 def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool | None]:
     """The settings that determine a split: all but paths, the rows and the encoder."""
     settings = dataclasses.asdict(data)
-    return {key: value for key, value in settings.items() if key not in _NOT_OF_SPLIT}
+    return {
+        key: value
+        for key, value in settings.items()
+        if key not in _NOT_OF_SPLIT and (key not in _LATER or value != _LATER[key])
+    }
 
 
 def _draw_rows(

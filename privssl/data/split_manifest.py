@@ -33,8 +33,8 @@ _exact = pydantic.ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, config=_exact)
 class AgentRows:
-    """Ids of the rows that one agent holds, with labels and without, in the order of ``data.order``:
-    sorted, or with its classes evenly spread."""
+    """Ids of the rows that one agent holds, with labels and without: sorted, or in the order of
+    ``data.order``."""
 
     labelled: Rows
     unlabelled: Rows

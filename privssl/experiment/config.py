@@ -57,8 +57,14 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
         "synthetic_share": 0.0, "synthetic_at": "query", "synthetic_labels": "teacher",
         "decay_on": None, "inter_client_rows": None, "decomposition": True,
         "measure_labelled": False, "refresh_helpers": None, "sparse_messages": None,
-        "slices_of": None, "evaluate_parts": False, "aggregation": "mean",
+        "slices_of": None, "evaluate_parts": False, "aggregation": "mean", "stream_slices": 1,
     },
+}  # fmt: skip
+#: FedMatch's settings that now may be null, and what they were then. Not with the paper's profile,
+#: under which null means something else than it did.
+_NULL_WAS: Mapping[str, Any] = {
+    "weight_decay": 0.0, "helpers_vote": "always", "probabilities": "clamped",
+    "keep_helpers": False, "stream_slices": 1,  # the last one is later elsewhere
 }  # fmt: skip
 _PATHS = {
     "data": ("root", "split", "encoder_weights", "columns"),
@@ -368,8 +374,13 @@ def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
     assert run is not None
     for name, keys in _LATER.items():
         for key, usual in keys.items():
-            if (section := sections[name]) and section.get(key) == usual:
+            section = sections[name] or {}
+            if key in section and section[key] == usual:
                 del section[key]
+    algorithm = sections["algorithm"]
+    if algorithm and algorithm.get("profile") == "fedmatch-release":
+        for key, former in _NULL_WAS.items():
+            algorithm[key] = former if algorithm.get(key) is None else algorithm[key]
     return {**sections, "run": {key: run[key] for key in ("seed", "precision")}}
 
 

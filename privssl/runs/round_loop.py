@@ -18,10 +18,8 @@ from torch.nn.functional import one_hot
 
 from accounting.errors import LedgerError
 from privssl import data
-from privssl.core.agents import natural_order
 from privssl.core.engine import Engine
 from privssl.core.federation import Federation, Round
-from privssl.core.messages import StateDict
 from privssl.core.rows import kind_of
 from privssl.engines.worker_process import WorkerError
 from privssl.errors import RunFolderError
@@ -64,7 +62,6 @@ from privssl.storage.spill_store import SpillStore
 from privssl.training.evaluation import Evaluator, HiddenLabelMeter, Scores
 from privssl.training.local_training import network_input
 
-MOST_AGENTS = 20  # up to which the accuracy of each agent's own network is a curve
 Status = Literal["finished", "budget_exhausted", "interrupted"]
 
 log = logging.getLogger("privssl")
@@ -94,11 +91,9 @@ class RoundLoop:
         classifier = self._algorithm.task.new_classifier()
         self._evaluator = Evaluator(classifier, held_out, prepared.device)
         self._quality = GeneratorQuality(*self._test, self._algorithm.task.classes)
-        # Under a claim nothing but what it names depends on labelled rows.
-        validated = "validation" in held_out and prepared.plan is None
-        self._federation = Federation(
-            self._engine, config.run.seed, self._validation_loss if validated else None
-        )
+        chosen = "validation" in held_out and prepared.plan is None  # a claim names no other rows
+        validate = self._evaluator.validation_loss if chosen else None
+        self._federation = Federation(self._engine, config.run.seed, validate)
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []
         self._names = dataset.class_names
@@ -254,29 +249,13 @@ class RoundLoop:
         for rows, of in scores.items():
             found |= {f"{rows}/{name}": value for name, value in of.as_curves(self._names).items()}
         if self._config.run.evaluate_agents:
-            found |= self._evaluate_agents(state)
+            found |= self._evaluator.of_agents(self._algorithm.own_classifiers(state))
         self._scores = scores["test"]
         said = not_finite_warning(self._scores)
         if said and not any(NOT_FINITE in text for text in self._events):
             self._events.append(f"round {now.number}: {said}")
             log.warning("%s", self._events[-1])
         return found
-
-    def _validation_loss(self, classifier: StateDict) -> float | None:
-        return self._evaluator.score_on("validation", classifier).loss
-
-    def _evaluate_agents(self, state: Any) -> dict[str, float]:
-        """Accuracy of single agents' own networks on the test rows: mean, and of each of a few."""
-        own = self._algorithm.own_classifiers(state)
-        reached = {
-            agent: self._evaluator.score_on("test", weights).accuracy
-            for agent, weights in sorted(own.items(), key=lambda item: natural_order(item[0]))
-        }
-        if not reached:
-            return {}
-        each = {f"test/accuracy_own/{agent}": found for agent, found in reached.items()}
-        mean = {"test/accuracy_own": sum(reached.values()) / len(reached)}
-        return mean | (each if len(each) <= MOST_AGENTS else {})
 
     def _evaluate_generator(self, state: Any, *, copying: bool) -> dict[str, float]:
         """``gen/*``, by held-out rows; ``copying`` reads training rows, where none is private."""

@@ -54,6 +54,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fedmatch, bfloat16": ("fedmatch", {"threshold": 0.0, "precision": "bfloat16"}),
     "pseudo, batch norm": ("pseudo", {"norm": "batch", "warm_up": 0}),
     "fedmatch, every row sure": ("fedmatch", {"threshold": 0.0, "helpers_every": 1}),
+    "fedmatch, as printed": ("fedmatch", {"profile": "fedmatch-paper", "threshold": 0.0}),
+    "fedmatch, without decomposition": ("fedmatch", {"threshold": 0.0, "decomposition": False}),
+    "fedavg, each alone": ("fedavg", NEEDS["fedavg"] | {"aggregation": "none"}),
     "semifl, nobody is sure": ("semifl", NEEDS["semifl"] | {"threshold": 0.95}),
     "semifl, static norm": ("semifl", NEEDS["semifl"] | {"norm": "static"}),
 }

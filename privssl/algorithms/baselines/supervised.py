@@ -29,7 +29,7 @@ that its released code never adds (``weight_decay``).
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, final
 
 import pydantic.dataclasses
@@ -48,8 +48,11 @@ from privssl.algorithms.local_ssl import (
     TrainRequest,
     average_over,
     can_learn_from,
+    first_of,
     model_update,
     no_statistics,
+    stream_slice,
+    train_alone,
 )
 from privssl.core.agents import LabelledRows, SupportAgent
 from privssl.core.federation import Federation, Roster
@@ -61,6 +64,13 @@ from privssl.settings.schema import Positive, Problem, Rate, strict
 from privssl.training import local_training, optim
 from privssl.training.batched.deferred import batched_call
 from privssl.training.losses import hard_label_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedState(ModelState):
+    """What the server keeps between rounds."""
+
+    own: Mapping[str, StateDict] = dataclasses.field(default_factory=dict)  # without aggregation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +113,21 @@ class Federated(LocalTrainingSettings):
 
     agents_per_round: Positive | None = None  # drawn from the agents averaged; null: all
     weights: Literal["rows", "equal"] = "rows"  # in the average; FedMatch: rows, FedProx equal
+    aggregation: Literal["mean", "none"] = "mean"  # none: each agent alone (FedMatch's Local-SL)
+    stream_slices: Positive = 1  # above 1: agents see one slice of their rows after the other
+
+    def current_slice(self, held: int, ctx: Context) -> Tensor:
+        """Numbers of the rows of this round, out of ``held``, as stored."""
+        return stream_slice(held, self.stream_slices, ctx.round, self.rounds)
+
+    def problems(self) -> Iterator[Problem]:
+        """Rows that are never used."""
+        if self.stream_slices > self.rounds:
+            yield Problem(
+                "stream_slices",
+                f"{self.stream_slices}, but there are {self.rounds} rounds: some rows would never "
+                "be used. Give at most that many",
+            )
 
     def weigh(self, rows: int, ctx: Context) -> None:
         """Weigh the reply by its rows; no count leaves the agent under "equal"."""
@@ -143,40 +168,51 @@ class FedProxConfig(Proximal):
 # The algorithms -----------------------------------------------------------------------------
 
 
-class _Supervised(Algorithm[ModelState]):
+class _Supervised(Algorithm[SupervisedState]):
     """The shared round and step; a subclass says who learns."""
 
-    StateType = ModelState
+    StateType = SupervisedState
     can_be_lengthened = True
     reads_unlabelled = False
     missing_reply_policy = MissingReplyPolicy(quorum=("labelled_pass",))
     cfg: LocalTrainingSettings
 
-    def start(self, federation: Federation) -> ModelState:
-        return ModelState(self.initial_classifier(federation))
+    def start(self, federation: Federation) -> SupervisedState:
+        return SupervisedState(self.initial_classifier(federation))
 
-    def round(self, state: ModelState, federation: Federation) -> ModelState:
+    def round(self, state: SupervisedState, federation: Federation) -> SupervisedState:
         mu = self.cfg.proximal if isinstance(self.cfg, Proximal) else 0.0
-        learners, request = self._learners(federation), ProximalRequest(state.F, mu)
-        return ModelState(average_over(federation, learners, self.labelled_pass, request, state.F))
+        learners, step = self._learners(federation), self.labelled_pass
+        if isinstance(self.cfg, Federated) and self.cfg.aggregation == "none":
+            own = train_alone(federation, learners, step, ProximalRequest, state.own, state.F)
+            return SupervisedState(state.F, own)
+        request = ProximalRequest(state.F, mu)
+        return SupervisedState(average_over(federation, learners, step, request, state.F))
 
     def _learners(self, federation: Federation) -> Roster:
         """The agents that train in this round."""
         drawn = self.cfg.agents_per_round if isinstance(self.cfg, Federated) else None
         return federation.sample(federation.support, drawn)
 
-    def classifier(self, state: ModelState) -> StateDict:
-        return state.F
+    def classifier(self, state: SupervisedState) -> StateDict:
+        return first_of(state.own, state.F)
+
+    def own_classifiers(self, state: SupervisedState) -> Mapping[str, StateDict]:
+        return state.own
 
     @on_agent
     def labelled_pass(
         self, agent: SupportAgent, msg: ProximalRequest, ctx: Context
     ) -> ModelUpdate | Declined:
         """Epochs of cross-entropy on labelled rows."""
+        rows = agent.labelled
         if isinstance(self.cfg, Federated):
-            self.cfg.weigh(len(agent.labelled), ctx)
+            if self.cfg.stream_slices > 1:
+                some = self.cfg.current_slice(len(rows), ctx)
+                rows = LabelledRows(rows.x[some], rows.y[some], rows.ids[some])
+            self.cfg.weigh(len(rows), ctx)
         F = self.load_classifier(msg.F, ctx)
-        return run_sgd(F, labelled_losses(F, agent.labelled, self.cfg, ctx), self.cfg, msg, ctx)
+        return run_sgd(F, labelled_losses(F, rows, self.cfg, ctx), self.cfg, msg, ctx)
 
 
 @final
@@ -213,6 +249,13 @@ class _Averaged(_Supervised):
                 "support or labels-at-client",
             )
         yield from no_statistics(config)
+        if config.privacy is not None and config.algorithm.aggregation == "none":
+            yield Problem(
+                "algorithm.aggregation",
+                "none releases a network of each agent, which no privacy plan covers. Set mean",
+            )
+        if config.privacy is not None and config.algorithm.stream_slices > 1:
+            yield Problem("algorithm.stream_slices", "not with privacy, whose steps draw all rows")
 
 
 @final

@@ -53,7 +53,7 @@ from privssl.algorithms.fedmatch.sparse_updates import (
     sparse_download,
     without_small,
 )
-from privssl.algorithms.local_ssl import needs_unlabelled
+from privssl.algorithms.local_ssl import needs_unlabelled, stream_slice
 from privssl.core.agents import MixedAgent, QueryAgent, SupportAgent
 from privssl.core.aggregation import average, uniform_weight
 from privssl.core.federation import Federation, Roster
@@ -184,9 +184,10 @@ class FedMatch(Algorithm[FedMatchState]):
         for agent, network in networks.items():
             small = without_small(network.psi, state.negligible)
             loss = federation.validation_loss(disjoint.theta(network.sigma, small))
-            plateaus[agent] = disjoint.step_plateau(
-                plateaus.get(agent, first), math.nan if loss is None else loss, numbers.patience
-            )
+            if loss is not None or agent in plateaus:
+                plateaus[agent] = disjoint.step_plateau(
+                    plateaus.get(agent, first), math.nan if loss is None else loss, numbers.patience
+                )
         return plateaus
 
     def _downloads(self, state: FedMatchState, federation: Federation) -> Downloads:
@@ -243,8 +244,10 @@ class FedMatch(Algorithm[FedMatchState]):
             embeddings={**state.embeddings, **embeddings},
             held_sigma={**state.held_sigma, **sigmas},
             held_psi={**state.held_psi, **psis},
-            helped_at=state.helped_at
-            | {agent: federation.round.number for agent in down.helpers if agent in psis},
+            helped_at={
+                **state.helped_at,
+                **{agent: federation.round.number for agent in down.helpers if agent in psis},
+            },
             plateaus=self._note_losses(state, networks, federation),
             cost_down=sum(d.cost for d in downs) / most,
             cost_down_sigma=sum(d.cost_of_sigma for d in downs) / most,
@@ -333,11 +336,10 @@ class FedMatch(Algorithm[FedMatchState]):
     def _slice(self, agent: QueryAgent, ctx: Context, of: SlicesOf) -> Tensor:
         """Numbers of the unlabelled rows of this round's slice of the stream, in kept order."""
         order = disjoint.kept_order("unlabelled", len(agent.unlabelled), agent, ctx)
-        slices = self.cfg.stream_slices
-        number = min((ctx.round - 1) * slices // self.cfg.rounds, slices - 1)
-        if of == "stored" and slices > 1:  # a slice's rows still come in the agent's own order
-            return order[torch.isin(order, torch.tensor_split(order.sort().values, slices)[number])]
-        return torch.tensor_split(order, slices)[number]
+        places = stream_slice(len(order), self.cfg.stream_slices, ctx.round, self.cfg.rounds)
+        if of == "stored":  # a slice's rows still come in the agent's own order
+            return order[torch.isin(order, places)]
+        return order[places]
 
 
 def _place(federation: Federation) -> Place:
