@@ -153,12 +153,13 @@ def test_what_is_counted_is_what_travels(place: str) -> None:
     settings = EAGER | {"smallest_change": 1e-3, "helpers_every": 10, "refresh_helpers": "age"}
     algorithm = fedmatch(sparse_messages=True, keep_helpers=True, **settings)
     after = play(algorithm, PLACES[place](), 3, engine=Overheard)
-    entries = sum(w.numel() for w in after.state.psi.values())
+    entries: int = sum(w.numel() for w in after.state.psi.values())
     metrics = {**after.federation.mean_metrics(), **algorithm.metrics(after.state)}
     parts = ("sigma", "psi") if place == "labels-at-client" else ("psi",)
 
     def bytes_of(share: float) -> float:
-        return 4 * share * entries + (math.ceil(entries / 8) if 0 < share < 1 else 0)
+        places = math.ceil(entries / 8) if 0 < share < 1 else 0
+        return 4 * share * entries + places
 
     lessons = heard(after, 3, STEPS[place])
     assert all(lesson.sparse and lesson.helpers is None for lesson in lessons.values())
@@ -245,7 +246,7 @@ def test_without_both_weights_psi_learns_from_its_penalties_alone() -> None:
 
 def test_the_papers_profile_is_the_paper() -> None:
     for place in ("server", "client"):
-        found = FedMatchConfig(profile="fedmatch-paper").hyperparameters(place)  # type: ignore[arg-type]
+        found = FedMatchConfig(profile="fedmatch-paper").hyperparameters(place)
         assert (found.threshold, found.patience, found.weight_decay) == (0.85, 5, 1e-4)
         assert (found.probabilities, found.inter_client_rows) == ("exact", "all")
         assert (found.decay_on, found.helpers_vote) == ("validation", "sure")

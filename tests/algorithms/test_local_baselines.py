@@ -26,8 +26,8 @@ def test_an_agent_alone_goes_on_from_its_own_network(name: str) -> None:
     half = len(after.engine.heard) // 2
     before = {call.to.id: reply.payload.F for call, reply in after.engine.heard[:half]}
     for call, reply in after.engine.heard[half:]:
-        assert same_bits(call.message.F, before[call.to.id])  # type: ignore[attr-defined]
-        assert call.message.proximal == 0.0  # type: ignore[attr-defined]  # there is nothing to pull to
+        assert same_bits(call.message.F, before[call.to.id])
+        assert call.message.proximal == 0.0  # there is nothing to pull to
         assert same_bits(after.algorithm.own_classifiers(after.state)[call.to.id], reply.payload.F)
     first, second = before.values()
     assert not same_bits(first, second)
@@ -37,7 +37,7 @@ def test_an_agent_alone_goes_on_from_its_own_network(name: str) -> None:
     # The control: with the mean all go on from one network, and nobody has an own.
     mean = play(make(name, local_epochs=1), parties, 2, engine=Overheard)
     assert isinstance(mean.engine, Overheard)
-    sent = [call.message.F for call, _ in mean.engine.heard[half:]]  # type: ignore[attr-defined]
+    sent = [call.message.F for call, _ in mean.engine.heard[half:]]
     assert same_bits(*sent) and not mean.algorithm.own_classifiers(mean.state)
 
 
@@ -52,10 +52,10 @@ def test_a_stream_shows_every_row_once(name: str) -> None:
         algorithm = make(name, local_epochs=1, rounds=4, stream_slices=2)
         F = {n: w.clone() for n, w in algorithm.task.new_classifier().state_dict().items()}
         if name == "fixmatch":
-            algorithm.mixed_pass(agent, _request(F), ctx)  # type: ignore[attr-defined]
+            algorithm.mixed_pass(agent, _request(F), ctx)
             seen.append(sorted(ear.ids))
         else:
-            algorithm.labelled_pass(agent, _request(F), ctx)  # type: ignore[attr-defined]
+            algorithm.labelled_pass(agent, _request(F), ctx)
             seen.append([round(ctx.weight)])
     if name == "fedavg":
         assert seen == [[5]] * 4  # half of ten rows
