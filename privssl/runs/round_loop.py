@@ -91,8 +91,7 @@ class RoundLoop:
         classifier = self._algorithm.task.new_classifier()
         self._evaluator = Evaluator(classifier, held_out, prepared.device)
         self._quality = GeneratorQuality(*self._test, self._algorithm.task.classes)
-        chosen = "validation" in held_out and prepared.plan is None  # a claim names no other rows
-        validate = self._evaluator.validation_loss if chosen else None
+        validate = None if prepared.plan else self._evaluator.validation_loss  # no claim names it
         self._federation = Federation(self._engine, config.run.seed, validate)
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []

@@ -170,7 +170,9 @@ class Evaluator:
         return known
 
     def validation_loss(self, weights: StateDict) -> float | None:
-        """Mean cross-entropy on the set of that name; None if no output is finite."""
+        """Mean cross-entropy on the set of that name; None without one, or a finite output."""
+        if "validation" not in self._sets:
+            return None
         x, y = self._sets["validation"]
         return score(self._network, weights, x, y, device=self._device).loss
 

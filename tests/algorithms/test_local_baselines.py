@@ -1,12 +1,13 @@
 """Local-SL, Local-UDA and Local-FixMatch: no aggregation, and the streams of FedMatch's Table 2."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
+from privssl.algorithms.baselines.supervised import ProximalRequest
 from privssl.core.messages import StateDict
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
@@ -52,10 +53,10 @@ def test_a_stream_shows_every_row_once(name: str) -> None:
         algorithm = make(name, local_epochs=1, rounds=4, stream_slices=2)
         F = {n: w.clone() for n, w in algorithm.task.new_classifier().state_dict().items()}
         if name == "fixmatch":
-            algorithm.mixed_pass(agent, _request(F), ctx)
+            cast(Any, algorithm).mixed_pass(agent, ProximalRequest(F), ctx)
             seen.append(sorted(ear.ids))
         else:
-            algorithm.labelled_pass(agent, _request(F), ctx)
+            cast(Any, algorithm).labelled_pass(agent, ProximalRequest(F), ctx)
             seen.append([round(ctx.weight)])
     if name == "fedavg":
         assert seen == [[5]] * 4  # half of ten rows
@@ -63,12 +64,6 @@ def test_a_stream_shows_every_row_once(name: str) -> None:
     held = parties.agents[0].unlabelled.ids.tolist()
     assert seen[0] == seen[1] and seen[2] == seen[3]
     assert (seen[0], seen[2]) == (sorted(held[:8]), sorted(held[8:]))  # as stored
-
-
-def _request(F: StateDict) -> Any:
-    from privssl.algorithms.baselines.supervised import ProximalRequest
-
-    return ProximalRequest(F)
 
 
 @pytest.mark.parametrize(("config", "settings", "key"), [
