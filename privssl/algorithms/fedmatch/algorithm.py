@@ -83,6 +83,8 @@ class FedMatchState:
     helped: float = 0.0  # share of the last round's agents that had helpers
     cost_down_sigma: float = 0.0  # of cost_down
     cost_down_psi: float = 0.0  # of cost_down; the rest is of helpers
+    bytes_down: float = 0.0  # of messages per agent of the last round, in dense models
+    bytes_up: float = 0.0
     helped_at: Mapping[str, int] = field(default_factory=dict)  # agent -> round of its helpers
     plateaus: Mapping[str, Tensor] = field(default_factory=dict)  # agent -> (3,), by validation
 
@@ -137,9 +139,16 @@ class FedMatch(Algorithm[FedMatchState]):
         if not at_clients:  # Alg. 2 l. 4-8
             state = self._learn_where_labels_are(state, federation)
         down = self._downloads(state, federation)  # Alg. 1 l. 4-6, Alg. 2 l. 9-11
-        step = self.learn_both if at_clients else self.learn_psi
+        step, before = self.learn_both if at_clients else self.learn_psi, federation.traffic
         replies = federation.call_all(down.agents, step, down.request)  # Alg. 1 l. 7, Alg. 2 l. 12
-        return self._collect(state, down, replies, federation)  # Alg. 1 l. 8-11, Alg. 2 l. 13-15
+        state = self._collect(state, down, replies, federation)  # Alg. 1 l. 8-11, Alg. 2 l. 13-15
+        dense = sum(w.numel() * w.element_size() for w in state.psi.values())
+        per_agent = dense * max(len(down.agents), 1)
+        return dataclasses.replace(
+            state,
+            bytes_down=(federation.traffic.down - before.down) / per_agent,
+            bytes_up=(federation.traffic.up - before.up) / per_agent,
+        )
 
     def _learn_where_labels_are(
         self, state: FedMatchState, federation: Federation
@@ -276,6 +285,8 @@ class FedMatch(Algorithm[FedMatchState]):
             "train/cost_down": state.cost_down,
             "train/cost_down_sigma": state.cost_down_sigma,
             "train/cost_down_psi": state.cost_down_psi,
+            "train/bytes_down": state.bytes_down,
+            "train/bytes_up": state.bytes_up,
             "train/helped": state.helped,
             "train/psi_gap": (gap / size) ** 0.5 if size else 0.0,  # |psi - sigma| / |sigma|
         }
