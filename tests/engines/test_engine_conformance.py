@@ -153,8 +153,9 @@ def tensors_kept(name: str) -> bool:
 THE_FIVE = ("fedssl", "fedseal", "semifl", "fedmatch", "fedtrinet")
 
 
-#: Each of the five on worker processes, and those that use most of what a site has, on sites.
-QUICK = {("2 workers", case) for case in THE_FIVE} | {
+#: Each of the five on worker processes, and sparse messages; those that use most of what a site
+#: has, on sites.
+QUICK = {("2 workers", case) for case in (*THE_FIVE, "fedmatch, as printed")} | {
     ("sites in processes", case) for case in ("fedssl", "semifl")
 }
 
