@@ -190,6 +190,30 @@ def from_arrays(name: str, arrays: Arrays) -> Dataset:
     )  # fmt: skip
 
 
+def redraw_test_rows(dataset: Dataset, count: int, rng: torch.Generator) -> Dataset:
+    """The data set with ``count`` test rows drawn from training and test rows together; all others
+    are training rows, the former training rows first.
+
+    Raises:
+        DataError: there are not so many rows with a label, or rows that belong to each other.
+    """
+    if dataset.records is not None or dataset.held is not None or dataset.unencoded is not None:
+        raise DataError(
+            f"data.test is {count}, but {dataset.name} brings its own test rows. Leave it out"
+        )
+    x = torch.cat([dataset.x_train, dataset.x_test])
+    y = torch.cat([dataset.y_train, dataset.y_test])
+    known = (y != NO_LABEL).nonzero()[:, 0]
+    if count >= len(known):
+        raise DataError(
+            f"data.test is {count}, but {dataset.name} has {len(known)} rows with a label. Ask for "
+            "fewer"
+        )
+    tests = known[torch.randperm(len(known), generator=rng)[:count]].sort().values
+    rest = torch.ones(len(y), dtype=torch.bool).index_fill(0, tests, False)
+    return replace(dataset, x_train=x[rest], y_train=y[rest], x_test=x[tests], y_test=y[tests])
+
+
 def checksum(dataset: Dataset) -> str:
     """SHA-256, as hex digits, of all rows before an encoder and labels, with their shapes."""
     digest = hashlib.sha256()

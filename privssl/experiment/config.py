@@ -51,7 +51,7 @@ _OF_ONE_MACHINE = {
 _LATER: Mapping[str, Mapping[str, Any]] = {
     "data": {
         "checksum": "", "encoder": "", "encoder_weights": "", "label": "label", "text": "",
-        "columns": "",
+        "columns": "", "test": None, "order": "stored",
     },
     "model": {"options": {}, "weights": ""},
     "algorithm": {
@@ -61,7 +61,16 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
         "soft_labels": None, "mix_rows": None, "mix_drawn": None, "mix_view": None,
         "server_first": None, "schedule": "factor", "nesterov": False, "clip_gradients": None,
         "trains": "drawn", "local_player": "remembered", "labelled_by": "global",
+        "decay_on": None, "inter_client_rows": None, "decomposition": True,
+        "measure_labelled": False, "refresh_helpers": None, "sparse_messages": None,
+        "slices_of": None, "evaluate_parts": False, "aggregation": "mean", "stream_slices": 1,
     },
+}  # fmt: skip
+#: FedMatch's settings that now may be null, and what they were then. Not with the paper's profile,
+#: under which null means something else than it did.
+_NULL_WAS: Mapping[str, Any] = {
+    "weight_decay": 0.0, "helpers_vote": "always", "probabilities": "clamped",
+    "keep_helpers": False, "stream_slices": 1,  # the last one is later elsewhere
 }  # fmt: skip
 _PATHS = {
     "data": ("root", "split", "encoder_weights", "columns"),
@@ -381,8 +390,13 @@ def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
     assert run is not None
     for name, keys in _LATER.items():
         for key, usual in keys.items():
-            if (section := sections[name]) and section.get(key) == usual:
-                section.pop(key, None)  # absent in other algorithms
+            section = sections[name] or {}
+            if key in section and section[key] == usual:
+                del section[key]
+    algorithm = sections["algorithm"]
+    if algorithm and algorithm.get("profile") == "fedmatch-release":
+        for key, former in _NULL_WAS.items():
+            algorithm[key] = former if algorithm.get(key) is None else algorithm[key]
     return {**sections, "run": {key: run[key] for key in ("seed", "precision")}}
 
 

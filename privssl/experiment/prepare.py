@@ -242,10 +242,14 @@ def _federated_data(config: Config, dataset: data.Dataset | None) -> data.Federa
         )
     privacy, at_server = config.privacy, config.data.labels == "labels-at-server"
     for key, wrong, why in (
-        ("data.validation", config.data.validation, "rows that no agent holds are at no site"),
+        ("data.test", config.data.test, "each site has its own rows"),
+        (
+            "data.validation", config.data.validation and not at_server,
+            "rows that no agent holds are at no site",
+        ),
         ("privacy.ledger", privacy is not None and privacy.ledger, "each site has its own"),
         ("privacy", privacy is not None and at_server, "a labelled server has no site"),
-    ):
+    ):  # fmt: skip
         if wrong:
             raise ConfigError(f"{key} has no meaning with run.engine flower: {why}. Leave it out")
     if privacy is not None and privacy.scope != "sound":

@@ -91,7 +91,8 @@ class RoundLoop:
         classifier = self._algorithm.task.new_classifier()
         self._evaluator = Evaluator(classifier, held_out, prepared.device)
         self._quality = GeneratorQuality(*self._test, self._algorithm.task.classes)
-        self._federation = Federation(self._engine, config.run.seed)
+        validate = None if prepared.plan else self._evaluator.validation_loss  # no claim names it
+        self._federation = Federation(self._engine, config.run.seed, validate)
         self._plugins = prepared.plugins
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []
@@ -247,6 +248,8 @@ class RoundLoop:
         scores = self._evaluator.scores(classifiers["accuracy"])
         for rows, of in scores.items():
             found |= {f"{rows}/{name}": value for name, value in of.as_curves(self._names).items()}
+        if self._config.run.evaluate_agents:
+            found |= self._evaluator.of_agents(self._algorithm.own_classifiers(state))
         self._scores = scores["test"]
         said = not_finite_warning(self._scores)
         if said and not any(NOT_FINITE in text for text in self._events):

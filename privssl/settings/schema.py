@@ -65,6 +65,8 @@ class RunSettings:
     """Replace an existing run folder. Its ledgers are moved, not deleted."""
     evaluate_every: Positive = 1
     """Rounds between evaluations on the test rows."""
+    evaluate_agents: bool = False
+    """Also the mean accuracy of single agents' own networks, where the server has them."""
     checkpoint_every: Positive = 10
     """Rounds between checkpoints. Ctrl-C writes one too."""
     images_every: Positive = 10
@@ -148,6 +150,10 @@ class DataSettings:
     """Draw equally many labelled rows of each class."""
     validation: Count = 0
     """Labelled training rows that no agent holds, to choose settings on."""
+    test: Positive | None = None
+    """Test rows, drawn from all rows; the others are training rows. Absent: the published ones."""
+    order: Literal["stored", "by-class"] = "stored"
+    """Order of an agent's rows. `by-class`: any stretch has its classes in their proportions."""
     partition: PartitionName = "iid"
     """How rows are divided among agents. Others: docs/extending.md."""
     alpha: Rate | None = None
@@ -194,6 +200,9 @@ class DataSettings:
                 if not own and rule not in names and value is not None:
                     text = f"has no effect: it belongs to {' and '.join(names)}"
                     yield Problem(f"{kind}{number}", text)
+        for key in ("encoder", "split"):
+            if self.test is not None and getattr(self, key):
+                yield Problem("test", f"draws other training rows, which data.{key} cannot have")
         if self.name in ("npz", "image_folder") and not self.root:
             yield Problem("root", f"missing: {self.name} reads it")
         if self.root and self.name in BUILT_IN:

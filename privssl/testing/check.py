@@ -21,6 +21,7 @@ def check_algorithm(
     also_sent: Sequence[Sequence[int]] = (),
     private: Mapping[str, Any] | None = None,
     sequential: bool = False,
+    sparse: bool = False,
 ) -> dict[str, str]:
     """Check an algorithm on toy rows: two support and two query agents, two rounds, seconds.
 
@@ -32,6 +33,8 @@ def check_algorithm(
         promises: names of PROMISES; None: all.
         also_sent: shapes of tensors that travel and are no weights. None of them may be rows.
         private: keys of its private run, as ``{"privacy.steps": 2, "algorithm.rounds": 4}``.
+        sparse: whether weights travel as privssl.core.sparse_tensors makes them: tensors of one
+            dimension, by whose shape nobody can tell that they are no row.
         sequential: whether its agents work one after the other, so that their order matters.
 
     Returns:
@@ -50,7 +53,7 @@ def check_algorithm(
     if not kind.__module__.startswith("privssl.algorithms."):
         check_own(f"{kind.__module__}:{kind.__qualname__}", kind)
     sent = frozenset(torch.Size(shape) for shape in also_sent)
-    trial = Trial(kind, settings or {}, labels, sent, private or {}, sequential)
+    trial = Trial(kind, settings or {}, labels, sent, private or {}, sequential, sparse)
     skipped: dict[str, str] = {}
     for name, check in PROMISES.items():
         if promises is not None and name not in promises:

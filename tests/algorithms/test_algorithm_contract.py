@@ -56,7 +56,7 @@ OF_VARIANTS = {"learns", "notes", "order", "fields", "rows"}
 #: Variants with other state or other arithmetic; what resumes and travels is alike in the rest.
 OTHER_STATE = (
     "fedssl, F by SGD", "fedssl, bfloat16", "fedmatch, bfloat16", "pseudo, batch norm",
-    "fedmatch, every row sure", "semifl, static norm",
+    "fedmatch, every row sure", "fedmatch, as printed", "semifl, static norm",
 )  # fmt: skip
 STATE = {"determinism", "resume"}
 #: Controls of an engine here, not of an algorithm: of four kinds of state and messages.
@@ -80,6 +80,7 @@ def check(case: str, promises: set[str], labels: str = "support") -> None:
     skipped = check_algorithm(
         ALGORITHMS[name], settings, labels=labels, promises=promises,
         also_sent=ALSO_SENT.get(name, ()), sequential=case in IN_SEQUENCE,
+        sparse=case == "fedmatch, as printed",
     )  # fmt: skip
     assert skipped.keys() <= {"order"}
 

@@ -1,7 +1,7 @@
 """``privssl.Dataset``: rows in memory, checked as an NPZ file is, and one clear error each."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

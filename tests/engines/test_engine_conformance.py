@@ -151,8 +151,10 @@ def tensors_kept(name: str) -> bool:
 
 
 #: Those that use most of what a site has, on sites in processes; the contract tests ask every
-#: algorithm on workers and on sites in one process.
-QUICK = {("sites in processes", case) for case in ("fedssl", "semifl")}
+#: algorithm on workers and on sites in one process. Sparse messages on workers.
+QUICK = {("sites in processes", case) for case in ("fedssl", "semifl")} | {
+    ("2 workers", "fedmatch, as printed")
+}
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ IN_SEMIFL = "tests/algorithms/test_semifl.py::test_"
 IN_COMPARATORS = "tests/algorithms/test_labelled_comparators.py::test_"
 IN_MODELS = "tests/models/test_models.py::test_"
 IN_FEDMATCH = "tests/algorithms/test_fedmatch.py::test_"
+AS_PRINTED = "tests/algorithms/test_fedmatch_as_printed.py::test_"
 IN_FEDTRINET = "tests/algorithms/test_fedtrinet.py::test_"
 IN_CENSUS = "tests/algorithms/test_label_census.py::test_"
 IN_HISTOGRAM = "tests/privacy/test_label_histogram.py::test_"
@@ -431,6 +432,78 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (IN_FEDMATCH + "an_upload_of_psi_keeps_what_the_server_has_where_the_difference_is_cut",),
+    ),
+    Fault(
+        "FedMatch, Eq. 1: rows below the threshold are not drawn to the helpers",
+        (
+            (
+                HALVES,
+                "used = torch.ones_like(confident) if of_all else confident",
+                "used = confident",
+            ),
+        ),
+        (AS_PRINTED + "every_unlabelled_row_is_drawn_to_the_helpers",),
+    ),
+    Fault(
+        "FedMatch, A.3: clients keep their rate",
+        (
+            (
+                FEDMATCH,
+                "float(state.plateaus.get(agent.id, first)[0])",
+                "float(first[0])",
+            ),
+        ),
+        (AS_PRINTED + "the_rate_of_every_agent_falls_by_the_validation_loss_of_its_own_network",),
+    ),
+    Fault(
+        "FedMatch, 3.1: helpers are never refreshed",
+        (
+            (
+                FEDMATCH,
+                "state.helped_at.get(a.id, never) >= every",
+                "state.helped_at.get(a.id, 0) < 0",
+            ),
+        ),
+        (AS_PRINTED + "helpers_are_used_in_every_round_and_refreshed_when_they_are_old",),
+    ),
+    Fault(
+        "FedMatch, 3.2: an agent forgets what the next differences are from",
+        (
+            (
+                "privssl/algorithms/fedmatch/exchange.py",
+                "agent.memory = {**agent.memory, **kept}",
+                "agent.memory = {**kept, **agent.memory}",
+            ),
+        ),
+        (
+            AS_PRINTED
+            + "sparse_messages_bring_the_weights_that_dense_ones_with_the_same_entries_bring",
+        ),
+    ),
+    Fault(
+        "Sparse messages: values come to other places",
+        (
+            (
+                "privssl/core/sparse_tensors.py",
+                "flat[where] = values",
+                "flat[where] = values.flip(0)",
+            ),
+        ),
+        ("tests/core/test_sparse_tensors.py::test_the_entries_that_changed_come_to_their_places",),
+    ),
+    Fault(
+        "data.test: test rows stay training rows",
+        (
+            (
+                "privssl/data/datasets.py",
+                "index_fill(0, tests, False)",
+                "index_fill(0, tests, True)",
+            ),
+        ),
+        (
+            "tests/data/test_drawn_test_rows.py::test_"
+            "every_row_is_trained_on_validated_on_or_tested_on_once",
+        ),
     ),
     # FedTriNet -----------------------------------------------------------------------------------
     Fault(

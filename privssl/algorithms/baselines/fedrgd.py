@@ -43,7 +43,8 @@ from privssl.training import local_training
 class FedRGDState(PseudoLabelState):
     """What the server keeps between rounds. F: the mean over groups."""
 
-    groups: Mapping[str, StateDict]  # group -> the mean of its users and the server
+    # group -> the mean of its users and the server
+    groups: Mapping[str, StateDict] = dataclasses.field(default_factory=dict)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
@@ -69,7 +70,7 @@ class FedRGD(Consistent):
 
     def start(self, federation: Federation) -> FedRGDState:
         F = self.initial_classifier(federation)
-        return FedRGDState(F, F, {str(g): F for g in range(self.cfg.groups)})
+        return FedRGDState(F, F, groups={str(g): F for g in range(self.cfg.groups)})
 
     def round(self, state: PseudoLabelState, federation: Federation) -> FedRGDState:
         assert isinstance(state, FedRGDState)
@@ -91,7 +92,7 @@ class FedRGD(Consistent):
             own = [r for r in users if group[r.sender.id] == name and not r.declined]
             mean = average(own, "F", otherwise=server, weight=uniform_weight)
             groups[name] = group_average(server, mean, len(own))
-        return FedRGDState(mean_of_groups(groups), server, groups)
+        return FedRGDState(mean_of_groups(groups), server, groups=groups)
 
     def _unlabelled(self, logits: Tensor, p: Tensor) -> Tensor:
         return cross_entropy(logits, p.argmax(dim=1), reduction="none")

@@ -68,6 +68,7 @@ class HeteroFL(Averaged):
     """FedAvg of networks of several widths."""
 
     Config = HeteroFLConfig
+    StateType = ModelState
     missing_reply_policy = MissingReplyPolicy(quorum=("level_pass", "labelled_statistics"))
     cfg: HeteroFLConfig
 

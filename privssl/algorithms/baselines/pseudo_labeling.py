@@ -24,7 +24,7 @@ model label (``labelled_by``).
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, final
 
 import pydantic.dataclasses
@@ -42,11 +42,13 @@ from privssl.algorithms.baselines.supervised import (
 from privssl.algorithms.local_ssl import (
     ModelUpdate,
     average_over,
+    first_of,
     needs_unlabelled,
     no_labelled,
     no_statistics,
     no_unlabelled,
     predict,
+    train_alone,
     warm_up_fits,
 )
 from privssl.core.agents import (
@@ -70,6 +72,7 @@ class PseudoLabelState:
 
     F: StateDict  # the average over agents
     labelled: StateDict  # after training where labels are, which agents started from
+    own: Mapping[str, StateDict] = dataclasses.field(default_factory=dict)  # without aggregation
 
 
 # Config -------------------------------------------------------------------------------------
@@ -113,6 +116,12 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
     def problems(cls, config: Any) -> Iterator[Problem]:
         yield from needs_unlabelled(config)
         yield from no_statistics(config)
+        if config.algorithm.aggregation == "none" and config.data.labels != "labels-at-client":
+            yield Problem(
+                "algorithm.aggregation",
+                f"none, but with data.labels {config.data.labels} an agent alone has one kind of "
+                "rows. Set data.labels: labels-at-client",
+            )
 
     def start(self, federation: Federation) -> PseudoLabelState:
         F = self.initial_classifier(federation)
@@ -151,7 +160,12 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
     ) -> PseudoLabelState:
         roster = federation.query if unlabelled else federation.support
         drawn = federation.sample(roster, self.cfg.agents_per_round)
-        mixed = [agent for agent in drawn if agent.role == "mixed"]
+        mixed = tuple(agent for agent in drawn if agent.role == "mixed")
+        if self.cfg.aggregation == "none":
+            own = train_alone(
+                federation, mixed, self.mixed_pass, ProximalRequest, state.own, state.F
+            )
+            return PseudoLabelState(state.F, state.F, own)
         others = [agent for agent in drawn if agent.role != "mixed"]
         request, mean = ProximalRequest(state.F, self.cfg.proximal), WeightedMean("F")
         step = self.mixed_pass if unlabelled else self.support_pass
@@ -160,7 +174,12 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         F = mean.value_or(state.F)
         return PseudoLabelState(F, F)
 
+    def own_classifiers(self, state: PseudoLabelState) -> Mapping[str, StateDict]:
+        return state.own
+
     def classifier(self, state: PseudoLabelState) -> StateDict:
+        if state.own:
+            return first_of(state.own, state.F)
         return state.labelled if self.cfg.released == "labelled" else state.F
 
     def also_evaluated(self, state: PseudoLabelState) -> dict[str, StateDict]:
@@ -191,6 +210,9 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         self, labelled: LabelledRows, unlabelled: UnlabelledRows, y: Tensor | None,
         msg: ProximalRequest, ctx: Context,
     ) -> ModelUpdate:  # fmt: skip
+        if self.cfg.stream_slices > 1:
+            some = self.cfg.current_slice(len(unlabelled), ctx)
+            unlabelled = UnlabelledRows(unlabelled.x[some], unlabelled.ids[some])
         self.cfg.weigh(len(labelled) + len(unlabelled), ctx)
         F = self.load_classifier(msg.F, ctx)
         return run_sgd(F, self.losses(F, labelled, unlabelled, y, ctx), self.cfg, msg, ctx)

@@ -32,7 +32,7 @@ that its released code never adds (``weight_decay``).
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, final
 
 import pydantic.dataclasses
@@ -51,7 +51,10 @@ from privssl.algorithms.local_ssl import (
     TrainRequest,
     average_over,
     can_learn_from,
+    first_of,
     model_update,
+    stream_slice,
+    train_alone,
 )
 from privssl.algorithms.static_statistics import Statistics, gather_statistics, with_statistics
 from privssl.core.agents import LabelledRows, SupportAgent
@@ -64,6 +67,13 @@ from privssl.settings.schema import Positive, Problem, Rate, strict
 from privssl.training import local_training, optim
 from privssl.training.batched.deferred import batched_call
 from privssl.training.losses import hard_label_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedState(ModelState):
+    """What the server keeps between rounds."""
+
+    own: Mapping[str, StateDict] = dataclasses.field(default_factory=dict)  # without aggregation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +132,25 @@ class Federated(LocalTrainingSettings):
 
     agents_per_round: Positive | None = None  # drawn from the agents averaged; null: all
     weights: Literal["rows", "equal"] = "rows"  # in the average; FedMatch: rows, FedProx equal
+    aggregation: Literal["mean", "none"] = "mean"  # none: each agent alone (FedMatch's Local-SL)
+    stream_slices: Positive = 1  # above 1: agents see one slice of their rows after the other
+
+    def current_slice(self, held: int, ctx: Context) -> Tensor:
+        """Numbers of the rows of this round, out of ``held``, as stored."""
+        return stream_slice(held, self.stream_slices, ctx.round, self.rounds)
+
+    def problems(self) -> Iterator[Problem]:
+        """Rows that are never used; what a method of rounds of its own does not have."""
+        own_rounds = getattr(self, "name", "") not in ("fedavg", "fedprox", "fixmatch", "uda")
+        for key, usual in (("aggregation", "mean"), ("stream_slices", 1)):
+            if own_rounds and (given := getattr(self, key)) != usual:
+                yield Problem(key, f"{given}, but every round averages over all rows. Set {usual}")
+        if self.stream_slices > self.rounds:
+            yield Problem(
+                "stream_slices",
+                f"{self.stream_slices}, but there are {self.rounds} rounds: some rows would never "
+                "be used. Give at most that many",
+            )
 
     def weigh(self, rows: int, ctx: Context) -> None:
         """Weigh the reply by its rows; no count leaves the agent under "equal"."""
@@ -165,20 +194,24 @@ class FedProxConfig(Proximal):
 class _Supervised(Algorithm[ModelState]):
     """The shared round and step; a subclass says who learns."""
 
-    StateType: ClassVar[type[ModelState]] = ModelState
+    StateType: ClassVar[type[ModelState]] = SupervisedState
     can_be_lengthened = True
     reads_unlabelled = False
     missing_reply_policy = MissingReplyPolicy(quorum=("labelled_pass", "labelled_statistics"))
     cfg: LocalTrainingSettings
 
     def start(self, federation: Federation) -> ModelState:
-        return ModelState(self.initial_classifier(federation))
+        return SupervisedState(self.initial_classifier(federation))
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
         mu = self.cfg.proximal if isinstance(self.cfg, Proximal) else 0.0
-        learners, request = self.learners(federation), ProximalRequest(state.F, mu)
-        F = average_over(federation, learners, self.labelled_pass, request, state.F)
-        return ModelState(self.with_statistics(F, federation))
+        learners, step = self.learners(federation), self.labelled_pass
+        if isinstance(self.cfg, Federated) and self.cfg.aggregation == "none":
+            own = self.own_classifiers(state)
+            own = train_alone(federation, learners, step, ProximalRequest, own, state.F)
+            return SupervisedState(state.F, own)
+        F = average_over(federation, learners, step, ProximalRequest(state.F, mu), state.F)
+        return SupervisedState(self.with_statistics(F, federation))
 
     def with_statistics(self, F: StateDict, federation: Federation) -> StateDict:
         """F with statistics of all labelled rows, where its norm has any."""
@@ -191,17 +224,24 @@ class _Supervised(Algorithm[ModelState]):
         return federation.sample(federation.support, drawn)
 
     def classifier(self, state: ModelState) -> StateDict:
-        return state.F
+        return first_of(self.own_classifiers(state), state.F)
+
+    def own_classifiers(self, state: ModelState) -> Mapping[str, StateDict]:
+        return state.own if isinstance(state, SupervisedState) else {}
 
     @on_agent
     def labelled_pass(
         self, agent: SupportAgent, msg: ProximalRequest, ctx: Context
     ) -> ModelUpdate | Declined:
         """Epochs of cross-entropy on labelled rows."""
+        rows = agent.labelled
         if isinstance(self.cfg, Federated):
-            self.cfg.weigh(len(agent.labelled), ctx)
+            if self.cfg.stream_slices > 1:
+                some = self.cfg.current_slice(len(rows), ctx)
+                rows = LabelledRows(rows.x[some], rows.y[some], rows.ids[some])
+            self.cfg.weigh(len(rows), ctx)
         F = self.load_classifier(msg.F, ctx)
-        return run_sgd(F, labelled_losses(F, agent.labelled, self.cfg, ctx), self.cfg, msg, ctx)
+        return run_sgd(F, labelled_losses(F, rows, self.cfg, ctx), self.cfg, msg, ctx)
 
     @on_agent
     def labelled_statistics(
@@ -243,6 +283,18 @@ class Averaged(_Supervised):
                 "server alone would have any. Set algorithm.name: server_sl, or data.labels: "
                 "support or labels-at-client",
             )
+        if config.algorithm.aggregation == "none" and config.model.norm == "static":
+            yield Problem(
+                "model.norm",
+                "static needs statistics of all agents, and aggregation none has none. Set group",
+            )
+        if config.privacy is not None and config.algorithm.aggregation == "none":
+            yield Problem(
+                "algorithm.aggregation",
+                "none releases a network of each agent, which no privacy plan covers. Set mean",
+            )
+        if config.privacy is not None and config.algorithm.stream_slices > 1:
+            yield Problem("algorithm.stream_slices", "not with privacy, whose steps draw all rows")
 
 
 @final
