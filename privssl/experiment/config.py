@@ -24,6 +24,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.core.rows import WITH_DROPOUT
 from privssl.data.split import role_problems
 from privssl.errors import ConfigError
+from privssl.experiment.later_keys import forget_later_keys
 from privssl.experiment.number_checks import count_labelled_rows, number_problems
 from privssl.experiment.row_checks import IMAGE_SETS, kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
@@ -47,31 +48,6 @@ _OF_ONE_MACHINE = {
     "model": ("weights",),
     "privacy": ("ledger", "ledger_epsilon"),
 }
-#: Keys of later versions are in a hash only where they are used: older checkpoints stay valid.
-_LATER: Mapping[str, Mapping[str, Any]] = {
-    "data": {
-        "checksum": "", "encoder": "", "encoder_weights": "", "label": "label", "text": "",
-        "columns": "", "test": None, "order": "stored",
-    },
-    "model": {"options": {}, "weights": ""},
-    "algorithm": {
-        "updates": "joint", "reading": "bayes",
-        "generator": "mixing", "weight_code": 0.0125, "generator_at": "all",
-        "synthetic_share": 0.0, "synthetic_at": "query", "synthetic_labels": "teacher",
-        "soft_labels": None, "mix_rows": None, "mix_drawn": None, "mix_view": None,
-        "server_first": None, "schedule": "factor", "nesterov": False, "clip_gradients": None,
-        "trains": "drawn", "local_player": "remembered", "labelled_by": "global",
-        "decay_on": None, "inter_client_rows": None, "decomposition": True,
-        "measure_labelled": False, "refresh_helpers": None, "sparse_messages": None,
-        "slices_of": None, "evaluate_parts": False, "aggregation": "mean", "stream_slices": 1,
-    },
-}  # fmt: skip
-#: FedMatch's settings that now may be null, and what they were then. Not with the paper's profile,
-#: under which null means something else than it did.
-_NULL_WAS: Mapping[str, Any] = {
-    "weight_decay": 0.0, "helpers_vote": "always", "probabilities": "clamped",
-    "keep_helpers": False, "stream_slices": 1,  # the last one is later elsewhere
-}  # fmt: skip
 _PATHS = {
     "data": ("root", "split", "encoder_weights", "columns"),
     "model": ("weights",),
@@ -388,15 +364,7 @@ def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
     sections = {name: _plain(getattr(config, name)) for name in ORDER}
     run = sections["run"]
     assert run is not None
-    for name, keys in _LATER.items():
-        for key, usual in keys.items():
-            section = sections[name] or {}
-            if key in section and section[key] == usual:
-                del section[key]
-    algorithm = sections["algorithm"]
-    if algorithm and algorithm.get("profile") == "fedmatch-release":
-        for key, former in _NULL_WAS.items():
-            algorithm[key] = former if algorithm.get(key) is None else algorithm[key]
+    forget_later_keys(sections)
     return {**sections, "run": {key: run[key] for key in ("seed", "precision")}}
 
 

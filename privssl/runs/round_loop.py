@@ -44,6 +44,7 @@ from privssl.runs.accounts import (
 )
 from privssl.runs.checkpoint import CompletedRound, Progress, Snapshot
 from privssl.runs.engine_factory import check_memory_names, log_traffic, make_engine, spending
+from privssl.runs.generator_metrics import measure_generator
 from privssl.runs.result_warnings import (
     NOT_FINITE,
     idle_agent_warnings,
@@ -236,7 +237,14 @@ class RoundLoop:
                 values[f"dp/budget_left/{agent.id}"] = agent.account.left()
         if now.number % self._config.run.evaluate_every == 0 or last:
             values |= self._evaluate(state, now)
-            values |= self._evaluate_generator(state, now, closely=self._draws(now, last))
+            predict = partial(self._evaluator.classes_of, self._algorithm.classifier(state))
+            generator = self._algorithm.generator(state)
+            if generator is not None and kind_of(self._algorithm.task.shape).drawn:
+                values |= measure_generator(
+                    self._quality, generator, predict, self._prepared,
+                    closely=self._draws(now, last),
+                    taught=now.number % self._config.run.images_every == 0,
+                )  # fmt: skip
         return values
 
     def _evaluate(self, state: Any, now: Round) -> dict[str, float]:
@@ -256,21 +264,6 @@ class RoundLoop:
             self._events.append(f"round {now.number}: {said}")
             log.warning("%s", self._events[-1])
         return found
-
-    def _evaluate_generator(self, state: Any, now: Round, *, closely: bool) -> dict[str, float]:
-        """``gen/*``, by held-out rows; ``closely`` reads training rows, where none is private."""
-        generator = self._algorithm.generator(state)
-        if generator is None or not kind_of(self._algorithm.task.shape).drawn:
-            return {}
-        F = self._algorithm.classifier(state)
-        values = self._quality.measure(generator, partial(self._evaluator.classes_of, F))
-        if values and now.number % self._config.run.images_every == 0:  # it takes seconds
-            values |= self._quality.accuracy_from_synthetic_rows(generator)
-        if values and closely and self._prepared.plan is None:
-            agents = self._prepared.federated_data.agents  # none, where sites have the rows
-            held = [rows.x for a in agents for rows in (a.held_labelled, a.held_unlabelled) if rows]
-            values |= self._quality.nearest_ratio(generator, held) if held else {}
-        return values
 
     def _log_images(self, number: int, state: Any) -> None:
         """Pictures of held-out rows: none may show an agent's row."""

@@ -94,7 +94,7 @@ def test_an_entry_says_what_was_run_what_came_out_and_what_it_cost(clone: Clone)
 
 
 def test_no_folder_of_a_machine_is_stored() -> None:
-    data = {"root": "/home/me", "columns": "/home/me/columns.yaml", "name": "csv", "text": ""}
+    data = {"root": "/data", "columns": "/data/columns.yaml", "name": "csv", "text": ""}
     assert _without_places({"data": data, "privacy": None}) == {
         "data": {"columns": "columns.yaml", "name": "csv", "text": ""}, "privacy": None
     }  # fmt: skip
