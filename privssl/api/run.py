@@ -19,7 +19,7 @@ from privssl.algorithms import WITH_UNREAD
 from privssl.api.new_rows import RowForm
 from privssl.errors import ConfigError, DataError, RunFolderError
 from privssl.experiment import config as configs
-from privssl.experiment.prepare import device_of
+from privssl.experiment.devices import device_of
 from privssl.models.own_networks import NetworkSource, check_source, is_imported
 from privssl.privacy.privacy_card import guarantee_sentence
 from privssl.runs.run_dir import CLASSIFIER, read_outcome

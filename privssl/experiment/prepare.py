@@ -29,9 +29,9 @@ from privssl.core.rows import Shape, kind_of
 from privssl.core.task import Task
 from privssl.data.canonical import as_loaded_of, contents_of
 from privssl.data.datasets import Dataset
-from privssl.engines import batched, process_pool
 from privssl.errors import ConfigError, PrivacyError
 from privssl.experiment.config import Config
+from privssl.experiment.devices import check_side_by_side, device_of
 from privssl.experiment.plugin_names import describe_plugins, refuse_taken_names
 from privssl.experiment.row_checks import refuse_classes_of_labels_alone, refuse_other_rows
 from privssl.models.own_networks import NetworkSource, check_network, describe_exchange
@@ -39,7 +39,7 @@ from privssl.privacy.independence import refuse_memory
 from privssl.privacy.plan import Plan
 from privssl.reporting.outside_trackers import check_trackers
 from privssl.settings.names import is_outside
-from privssl.settings.schema import PrivacySettings, RunSettings
+from privssl.settings.schema import PrivacySettings
 
 WITHHELD = "withheld"  # what stands where another run would tell the hash of its split
 
@@ -136,7 +136,7 @@ def prepare(
     refuse_taken_names()
     check_trackers(config.run.trackers)
     device = device_of(config.run.device)
-    _check_side_by_side(config.run, device)
+    check_side_by_side(config.run, device)
     roster = data.agent_refs(config.data.labels, config.agents)
     federated_data = _federated_data(config, dataset)
     dataset, kind = federated_data.dataset, ALGORITHMS[config.algorithm.name]
@@ -403,31 +403,3 @@ def claim_rows(
         labelled = {agent.id: contents(agent.labelled) for agent in held}
         others = chain.from_iterable(contents(rows) for rows in beside)
         row_registry.claim(ledger, labelled, bare=others, only_check=check)
-
-
-def device_of(name: str) -> torch.device:
-    """The device of that name; ``auto``: the first GPU, else the CPU. Raises ConfigError."""
-    cuda = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    there = ["cpu", *(["cuda", *cuda] if cuda else [])]
-    if torch.backends.mps.is_available():
-        there.append("mps")
-    if name != "auto" and name not in there:
-        raise ConfigError(
-            f"run.device is {name!r}, but this machine has {', '.join(there)}. Give one of "
-            "them, or auto"
-        )
-    return torch.device(("cuda" if cuda else "cpu") if name == "auto" else name)
-
-
-def _check_side_by_side(run: RunSettings, device: torch.device) -> None:
-    reason, threads = process_pool.unsupported_reason(device), torch.get_num_threads()
-    if reason is None and threads > 1:  # results would depend on the number of workers
-        reason = (
-            f"torch has {threads} threads here (OMP_NUM_THREADS), and a worker has one, which "
-            "rounds differently (OMP_NUM_THREADS=1 before the command gives all of them one)"
-        )
-    if run.workers != "auto" and run.workers > 1 and reason is not None:
-        raise ConfigError(f"run.workers is {run.workers}, but {reason}. Give 1, or auto")
-    reason = batched.unsupported_reason(device)
-    if run.batched_agents > 1 and reason is not None:
-        raise ConfigError(f"run.batched_agents is {run.batched_agents}, but {reason}. Give 1")

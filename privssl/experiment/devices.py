@@ -1,0 +1,36 @@
+"""The device of a run, and what can run side by side on it."""
+
+import torch
+
+from privssl.engines import batched, process_pool
+from privssl.errors import ConfigError
+from privssl.settings.schema import RunSettings
+
+
+def device_of(name: str) -> torch.device:
+    """The device of that name; ``auto``: the first GPU, else the CPU. Raises ConfigError."""
+    cuda = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    there = ["cpu", *(["cuda", *cuda] if cuda else [])]
+    if torch.backends.mps.is_available():
+        there.append("mps")
+    if name != "auto" and name not in there:
+        raise ConfigError(
+            f"run.device is {name!r}, but this machine has {', '.join(there)}. Give one of "
+            "them, or auto"
+        )
+    return torch.device(("cuda" if cuda else "cpu") if name == "auto" else name)
+
+
+def check_side_by_side(run: RunSettings, device: torch.device) -> None:
+    """Raise ConfigError where workers or batched agents would not agree with one process."""
+    reason, threads = process_pool.unsupported_reason(device), torch.get_num_threads()
+    if reason is None and threads > 1:  # results would depend on the number of workers
+        reason = (
+            f"torch has {threads} threads here (OMP_NUM_THREADS), and a worker has one, which "
+            "rounds differently (OMP_NUM_THREADS=1 before the command gives all of them one)"
+        )
+    if run.workers != "auto" and run.workers > 1 and reason is not None:
+        raise ConfigError(f"run.workers is {run.workers}, but {reason}. Give 1, or auto")
+    reason = batched.unsupported_reason(device)
+    if run.batched_agents > 1 and reason is not None:
+        raise ConfigError(f"run.batched_agents is {run.batched_agents}, but {reason}. Give 1")
