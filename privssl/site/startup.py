@@ -30,12 +30,12 @@ from privssl.data.split import RoleAssignment, holders
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
+from privssl.experiment.devices import device_of
 from privssl.experiment.prepare import (
     account_plan,
     check_plan_networks,
     check_private,
     claim_rows,
-    device_of,
     task_of,
 )
 from privssl.experiment.row_checks import refuse_classes_of_labels_alone, refuse_other_rows
