@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from privssl.core.agents import Origin
-from privssl.core.rows import Shape, describe
+from privssl.core.rows import Shape, describe, kind_of
 from privssl.data.csv_rows import Texts, read_sent140, read_table, read_texts
 from privssl.data.downloads import PUBLISHED, default_root, read_published
 from privssl.data.encoded import Unencoded
@@ -67,6 +67,21 @@ class Dataset:
     def shape(self) -> Shape:
         """Of a row."""
         return tuple(self.x_train.shape[1:])
+
+    @property
+    def about_rows(self) -> dict[str, Any]:
+        """The form of a row and the class names in output order, for users of the classifier."""
+        kind = kind_of(self.shape)
+        form: dict[str, Any] = {
+            "kind": kind.name, "shape": list(self.shape), "scaling": kind.scaling, "encoder": None,
+        }  # fmt: skip
+        if raw := self.unencoded:
+            form["encoder"] = raw.encoder.about
+            if raw.shape is not None:
+                form["raw_shape"] = list(raw.shape)
+        if self.scales is not None:  # of a private run they are declared: public
+            form["columns"] = {name: list(scale) for name, scale in self.scales.items()}
+        return {"rows": form, "class_names": list(self.class_names)}
 
 
 def load_dataset(settings: DataSettings) -> Dataset:

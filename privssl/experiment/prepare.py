@@ -25,7 +25,7 @@ from privssl import data, models
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
 from privssl.core.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
-from privssl.core.rows import Shape, kind_of
+from privssl.core.rows import Shape
 from privssl.core.task import Task
 from privssl.data.canonical import as_loaded_of, contents_of
 from privssl.data.datasets import Dataset
@@ -74,19 +74,7 @@ class Prepared:
     @property
     def about_rows(self) -> dict[str, Any]:
         """The form of a row and the class names in output order, for users of the classifier."""
-        dataset = self.federated_data.dataset
-        kind = kind_of(dataset.shape)
-        form: dict[str, Any] = {
-            "kind": kind.name, "shape": list(dataset.shape), "scaling": kind.scaling,
-            "encoder": None,
-        }  # fmt: skip
-        if raw := dataset.unencoded:
-            form["encoder"] = raw.encoder.about
-            if raw.shape is not None:
-                form["raw_shape"] = list(raw.shape)
-        if dataset.scales is not None:  # of a private run they are declared: public
-            form["columns"] = {name: list(scale) for name, scale in dataset.scales.items()}
-        return {"rows": form, "class_names": list(dataset.class_names)}
+        return self.federated_data.dataset.about_rows
 
     @property
     def warnings(self) -> list[str]:

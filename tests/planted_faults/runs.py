@@ -331,8 +331,8 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 "privssl/api/new_rows.py",
-                "return scaled(part, self.columns), np.array(part.labels)",
-                "return scaled(part, dict(sorted(self.columns.items()))), np.array(part.labels)",
+                "numbers_of(part, self.columns), np.array(part.labels)",
+                "numbers_of(part, dict(sorted(self.columns.items()))), np.array(part.labels)",
             ),
         ),
         ("tests/api/test_predict_encoded.py::test_predictions_are_right_as_often_as_the_run_says",),
