@@ -28,7 +28,10 @@ def test_every_key_of_every_section_has_a_description() -> None:
 
 def test_every_algorithm_has_a_table() -> None:
     listed = [
-        name for page in ("METHODS", "BASELINES", "COMPARATORS") for group in GENERATOR[page] for name in group
+        name
+        for page in ("METHODS", "BASELINES", "COMPARATORS")
+        for group in GENERATOR[page]
+        for name in group
     ]
     assert sorted(listed) == sorted(ALGORITHMS)
 
