@@ -68,7 +68,9 @@ class HeteroFL(Averaged):
     """FedAvg of networks of several widths."""
 
     Config = HeteroFLConfig
-    missing_reply_policy = MissingReplyPolicy(quorum=("level_pass", "labelled_statistics"))
+    missing_reply_policy = MissingReplyPolicy(
+        quorum=(*Averaged.missing_reply_policy.quorum, "level_pass")
+    )
     cfg: HeteroFLConfig
 
     @classmethod
