@@ -17,7 +17,8 @@ from tests.api.digits import config, dataset
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "small_cnn": (1, 8, 8), "lenet": (1, 8, 8), "fedavg_cnn": (1, 8, 8),
-    "trinet_cnn": (1, 8, 8), "resnet9": (3, 8, 8), "wresnet28x2": (3, 8, 8), "linear": (5,), "mlp": (5,), "text_cnn": (6, 5),
+    "trinet_cnn": (1, 8, 8), "resnet9": (3, 8, 8), "wresnet28x2": (3, 8, 8), "linear": (5,),
+    "mlp": (5,), "text_cnn": (6, 5),
 }  # fmt: skip
 FORMS = {"onnx": export.as_onnx, "torch-export": export.as_torch_export}
 ABOUT = {"class_names": "a\nb"}
