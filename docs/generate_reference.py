@@ -364,7 +364,8 @@ images; the features of vectors and the means of sequences are clustered as they
 | `semifl` | paper | all fine-tune the average in parallel | same |
 | `label_census` | the server answers the census | mixed agents answer and train | standard |
 | `server_sl` | the server alone | refused | refused |
-| `fedavg`, `fedprox`, `feddyn`, `lg_fedavg`, `heterofl` | refused | labelled rows of mixed agents | support agents alone |
+| `fedavg`, `fedprox` | refused | labelled rows of mixed agents | support agents alone |
+| `feddyn`, `lg_fedavg`, `heterofl` | refused | as `fedavg` | as `fedavg` |
 | `fedrgd` | paper: both at the same time | a step on each kind of rows | their mean is the server |
 | `fixmatch`, `uda` | server first, then agents | one step on both losses | as at the server |
 | `fedsem` | server first, then agents | both kinds of labels in one batch | as at the server |

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from privssl.algorithms.base import MissingReplyPolicy
 from privssl.algorithms.baselines.fixmatch_uda import Consistency, Consistent
 from privssl.algorithms.baselines.pseudo_labeling import PseudoLabelState
 from privssl.algorithms.baselines.supervised import ProximalRequest
@@ -65,7 +64,6 @@ class FedRGD(Consistent):
 
     Config = FedRGDConfig
     StateType = FedRGDState
-    missing_reply_policy = MissingReplyPolicy(quorum=("support_pass", "query_pass"))
     cfg: FedRGDConfig
 
     def start(self, federation: Federation) -> FedRGDState:

@@ -69,7 +69,9 @@ class HeteroFL(Averaged):
 
     Config = HeteroFLConfig
     StateType = ModelState
-    missing_reply_policy = MissingReplyPolicy(quorum=("level_pass", "labelled_statistics"))
+    missing_reply_policy = MissingReplyPolicy(
+        quorum=(*Averaged.missing_reply_policy.quorum, "level_pass")
+    )
     cfg: HeteroFLConfig
 
     @classmethod
