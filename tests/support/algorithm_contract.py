@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fedmatch, bfloat16": ("fedmatch", {"threshold": 0.0, "precision": "bfloat16"}),
     "pseudo, batch norm": ("pseudo", {"norm": "batch", "warm_up": 0}),
     "fedmatch, every row sure": ("fedmatch", {"threshold": 0.0, "helpers_every": 1}),
+    "fedtrinet, all clients train": ("fedtrinet", {"trains": "all", "local_player": "labelled"}),
     "semifl, nobody is sure": ("semifl", NEEDS["semifl"] | {"threshold": 0.95}),
     "semifl, static norm": ("semifl", NEEDS["semifl"] | {"norm": "static"}),
 }
