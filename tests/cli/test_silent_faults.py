@@ -20,7 +20,7 @@ from tests.support.command_line import PLAIN, Outcome, command
 #: Algorithms that train with batch norm, with keys that let them start.
 BATCH_NORM = {
     **dict.fromkeys(("fedssl", "supervise", "pseudo", "mixmatch", "fedavg", "fedprox"), "support"),
-    **dict.fromkeys(("fixmatch", "uda", "fedsem", "fedseal", "fedtrinet"), "support"),
+    **dict.fromkeys(("fixmatch", "uda", "fedsem", "fedseal", "fedtrinet", "sage"), "support"),
     "server_sl": "labels-at-server",
 }
 

@@ -75,6 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fedmatch, as printed": ("fedmatch", {"profile": "fedmatch-paper", "threshold": 0.0}),
     "fedmatch, without decomposition": ("fedmatch", {"threshold": 0.0, "decomposition": False}),
     "fedavg, each alone": ("fedavg", NEEDS["fedavg"] | {"aggregation": "none"}),
+    "fedtrinet, all clients train": ("fedtrinet", {"trains": "all", "local_player": "labelled"}),
     "semifl, nobody is sure": ("semifl", NEEDS["semifl"] | {"threshold": 0.95}),
     "semifl, static norm": ("semifl", NEEDS["semifl"] | {"norm": "static"}),
     "semifl, as printed": ("semifl", NEEDS["semifl"] | {"profile": "semifl-text"}),

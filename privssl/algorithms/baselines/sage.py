@@ -19,7 +19,6 @@ fresh at every visit (the code has one for all agents); a short last batch is ke
 code's, log(2) / 0.05: half of each label at a difference of 0.05.
 """
 
-import copy
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -34,8 +33,9 @@ from privssl.algorithms.baselines.fixmatch_uda import divergence
 from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelled
 from privssl.algorithms.local_ssl import Amount, Share, can_learn_from
 from privssl.core.agents import LabelledRows, UnlabelledRows
-from privssl.core.task import Context
+from privssl.core.task import Context, Task
 from privssl.data.augmentations import view
+from privssl.privacy.plan import Plan
 from privssl.settings.schema import Positive, Rate, strict
 from privssl.training import local_training
 
@@ -71,12 +71,16 @@ class SAGE(PseudoLabelled):
     Config = SAGEConfig
     cfg: SAGEConfig
 
+    def __init__(self, config: SAGEConfig, task: Task, plan: Plan | None = None) -> None:
+        super().__init__(config, task, plan)
+        self._G = task.new_classifier()  # the global model at a visit
+
     def losses(
         self, F: nn.Module, labelled: LabelledRows, unlabelled: UnlabelledRows,
         y: Tensor | None, ctx: Context,
     ) -> Iterator[Tensor]:  # fmt: skip
         """L_x + lambda_u L_u of each batch; F starts as the global model, which G remains."""
-        G, cfg = copy.deepcopy(F), self.cfg
+        cfg, G = self.cfg, local_training.load_weights(self._G, F.state_dict(), ctx.device)
         order, weak, strong = ctx.rng("order"), ctx.rng("weak view"), ctx.rng("strong view")
         guessed = (
             [unlabelled.x, labelled.x] if cfg.labelled_too and len(unlabelled) else [unlabelled.x]
