@@ -63,7 +63,7 @@ test-avx512: $(VENV)/.installed-dev  ## test what kernels do with AVX-512, on pr
 	$(RUN) tests/avx512_on_avx2.py $(TESTS)
 
 test-flower: $(VENV)/.installed-dev  ## run the tests over Flower that take minutes together
-	$(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/remote/test_flower*.py))
+	$(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/remote/test_flower*.py) tests/examples tests/docs/test_tutorials.py)
 
 test-all: $(VENV)/.installed-dev  ## run every test
 	$(RUN) -m pytest $(PARALLEL) --hypothesis-profile thorough $(TESTS)
@@ -83,9 +83,11 @@ format: $(VENV)/.installed-dev  ## mend what ruff can mend
 gpu-report:  ## measure a GPU in eight minutes (results/gpu); installs nothing, needs no network
 	$(PYTHON) -m benchmarks.gpu_report
 
-docs: $(VENV)/.installed-dev  ## write the generated pages of docs/
+docs: $(VENV)/.installed-docs  ## write the generated pages of docs/, and the site (build/site)
 	$(RUN) docs/generate_reference.py
+	$(RUN) docs/generate_python_reference.py
 	$(RUN) -m privssl.reproduce --render
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 clean:  ## remove caches and build files; .venv and runs stay
 	rm -rf build dist ./*.egg-info .coverage htmlcov .hypothesis
@@ -103,6 +105,10 @@ $(VENV)/.installed-dev: $(INSTALLS) | $(RUN)
 	@echo 'Installing privssl, what it needs and the tools: the first time takes minutes.'
 	$(RUN) -m pip install --editable '.[$(EXTRA)]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: $(INSTALLS) | $(RUN)
+	$(RUN) -m pip install --editable '.[$(EXTRA),docs]'
+	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
 
 $(VENV)/.installed-flower: $(INSTALLS) | $(RUN)
 	@echo 'Installing privssl and Flower: torch is large, the first time takes minutes.'

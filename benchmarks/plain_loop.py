@@ -47,7 +47,7 @@ from torchvision import transforms
 from benchmarks.processes import about, at_least, beside_option, other_work
 from privssl import data
 from privssl.algorithms.base import Algorithm
-from privssl.algorithms.baselines.supervised import FedAvg, FedAvgConfig
+from privssl.algorithms.baselines.supervised import FedAvg, FedAvgConfig, SupervisedState
 from privssl.algorithms.local_ssl import ModelState
 from privssl.core.agents import Agent
 from privssl.core.engine import Engine
@@ -214,7 +214,10 @@ class Work:
         task = Task(dataset.classes, dataset.shape, partial(self.new, precision), precision)
         algorithm, agents = FedAvg(config, task), self.federated_data.agents
         engine = stack.enter_context(closing(engine_of(agents, algorithm, workers)))
-        federation, states = Federation(engine, SEED), [ModelState(self.begin)]
+        federation, states = (
+            Federation(engine, SEED),
+            list[ModelState]([SupervisedState(self.begin)]),
+        )
 
         def play(number: int) -> None:
             federation.begin(Round(number))

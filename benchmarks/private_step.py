@@ -40,7 +40,7 @@ from benchmarks.processes import about, at_least
 from generators import ImageDiscriminator, ImageGenerator
 from privssl.algorithms.fedssl.losses import Callables, Mixing, mixing_losses
 from privssl.algorithms.fedssl.settings import FedSSLConfig
-from privssl.core.rows import IMAGE
+from privssl.core.rows import IMAGE, WITH_DROPOUT
 from privssl.models import build_classifier, optimize_layout
 from privssl.privacy.dp_sgd import PrivateTraining, microbatch_size
 from privssl.privacy.per_example_gradients import Parameters
@@ -52,7 +52,7 @@ from privssl.training.batched.deferred import FunctionalModule
 SHAPE, CLASSES, NOISE = (1, 28, 28), 10, 32
 COLOUR = (3, 32, 32)
 PRIVATE: list[Any] = [
-    n for n in IMAGE.networks if n != "trinet_cnn"
+    n for n in IMAGE.networks if n not in WITH_DROPOUT
 ]  # dropout is refused under DP-SGD
 MODES = ("hooks", "functorch", "ew", "ghost")
 LAYOUTS = {"channels-last": torch.channels_last, "plain": torch.contiguous_format}

@@ -23,11 +23,11 @@ from privssl.core.rows import IMAGE, VECTOR
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
 from privssl.settings.descriptions import descriptions
+from privssl.settings.names import PARTITIONS as NAMED_PARTITIONS
 from privssl.settings.schema import (
     AgentSettings,
     DataSettings,
     ModelSettings,
-    PartitionName,
     PrivacySettings,
     RunSettings,
 )
@@ -53,6 +53,12 @@ BASELINES = (
     ("supervise", "pseudo", "mixmatch", "fedmatch_mixup"),
     ("server_sl", "fedavg", "fedprox", "fedsem"),
     ("fixmatch", "uda"),
+    ("fl2",),
+    ("sage",),
+)
+COMPARATORS = (
+    ("feddyn", "lg_fedavg", "heterofl"),
+    ("fedrgd",),
     ("pi_model", "mean_teacher", "remixmatch"),
 )
 NAMES = {
@@ -70,6 +76,7 @@ PARTITIONS: dict[str, dict[str, float]] = {
     "dirichlet": {"alpha": 0.5},
     "dirichlet_equal": {"alpha": 0.5},
     "classes_per_agent": {"k": 5},
+    "shards": {"k": 5},
     "round_robin": {},
     "imbalanced": {},
 }
@@ -91,8 +98,10 @@ def describe_type(hint: Any) -> str:
     """The values that a type annotation accepts, in words."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        if description := getattr(arguments[1], "description", None):
-            return str(description)
+        if rule := getattr(arguments[-1], "json_schema", None):  # names, and plug-ins
+            names, others = rule["anyOf"]
+            listed = ", ".join(f"`{name}`" for name in names["enum"])
+            return f"{listed}, {others['description']}"
         limits = [text for note in arguments[1:] for text in describe_limits(note)]
         return " ".join([describe_type(arguments[0]), " and ".join(limits)]).strip()
     if origin is Literal:
@@ -236,7 +245,7 @@ def placement_rows(folder: Path) -> Iterator[tuple[str, list[str], bool, str]]:
 
 def placements_page() -> str:
     """docs/placements.md."""
-    assert set(PARTITIONS) == set(typing.get_args(PartitionName))
+    assert set(PARTITIONS) == set(NAMED_PARTITIONS)
     rows, reasons = [], []
     with tempfile.TemporaryDirectory() as folder:
         for name, cells, private, text in placement_rows(Path(folder)):
@@ -281,7 +290,8 @@ with `# yaml-language-server: $schema=privssl.schema.json` as the first line of 
 
 `null` in the column "values" means that the key may be left out. The `algorithm` section:
 [FedSSL, FedSEAL, SemiFL, FedMatch, FedTriNet](config_algorithms.md);
-[label census and baselines](config_baselines.md).
+[label census and baselines](config_baselines.md); [FedDyn, LG-FedAvg, HeteroFL,
+FedRGD, Pi-Model, Mean Teacher, ReMixMatch](config_comparators.md).
 """
 SECTION_TEXTS = {
     "run": "How a run is carried out. Only `seed`, `precision`, `device` and `batched_agents` "
@@ -357,7 +367,8 @@ images; the features of vectors and the means of sequences are clustered as they
 | `semifl` | paper | all fine-tune the average in parallel | same |
 | `label_census` | the server answers the census | mixed agents answer and train | standard |
 | `server_sl` | the server alone | refused | refused |
-| `fedavg`, `fedprox` | refused | labelled rows of mixed agents | support agents alone |
+| `fedavg`, `fedprox`, `feddyn`, `lg_fedavg`, `heterofl` | refused | labelled rows of mixed agents | support agents alone |
+| `fedrgd` | paper: both at the same time | a step on each kind of rows | their mean is the server |
 | `fixmatch`, `uda` | server first, then agents | one step on both losses | as at the server |
 | `fedsem` | server first, then agents | both kinds of labels in one batch | as at the server |
 
@@ -381,6 +392,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "config.md": config_page,
     "config_algorithms.md": lambda: algorithms_page("methods of papers", METHODS),
     "config_baselines.md": lambda: algorithms_page("label census and baselines", BASELINES),
+    "config_comparators.md": lambda: algorithms_page("other methods", COMPARATORS),
     "placements.md": placements_page,
 }
 

@@ -1,7 +1,7 @@
 """``python -m privssl.evaluate RUN DATA``: measure a finished run on labelled rows.
 
-DATA is an NPZ file (x and y, or x_test and y_test), or a folder with a folder of pictures for each
-class (``DATA/test`` if there is one).
+DATA is an NPZ file (x and y, or x_test and y_test), a CSV file with the columns that the run was
+trained on, or a folder with a folder of pictures for each class (``DATA/test`` if there is one).
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_run_arguments(parser)
     parser.add_argument(
         "data", type=Path, metavar="DATA",
-        help="an NPZ file (x and y, or x_test and y_test), or a folder of folders of classes",
+        help="an NPZ file (x and y, or x_test and y_test), a CSV file, or a folder of classes",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
@@ -46,7 +46,7 @@ def _evaluate(options: argparse.Namespace, console: Console, stack: ExitStack) -
 
     in_one_thread()
     run = open_run(options.run, options.model)
-    found = run.evaluate(*read_labelled(options.data, run.shape))
+    found = run.evaluate(*read_labelled(options.data, run.form))
     if options.json:
         results_to_standard_output(json.dumps(found, indent=2))
     else:

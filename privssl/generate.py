@@ -13,7 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from privssl.runtime.command import run_command
+from privssl.runtime.command import ALLOWED_BY_FLAG, add_plugin_flag, run_command
+from privssl.runtime.plugins import imports_allowed
 from privssl.runtime.process import gc_paused, in_one_thread
 
 
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         help="needed for a private run: its unlabelled rows are not protected, and the generator "
         "learned from them",
     )  # fmt: skip
+    add_plugin_flag(parser)
     return parser
 
 
@@ -52,6 +54,7 @@ def _generate(options: argparse.Namespace, console: Console, stack: ExitStack) -
         from privssl.generation.rows import generate_rows
 
     in_one_thread()
+    stack.enter_context(imports_allowed(options.plugin, ALLOWED_BY_FLAG))
     check_free(options.output)
     made = generate_rows(
         options.run, options.count, options.classes.split(",") if options.classes else None,

@@ -1,7 +1,8 @@
 """``python -m privssl.predict RUN INPUT...``: classify rows with a finished run.
 
-Inputs are pictures, folders of pictures, NPZ files (x, x_test or x_unlabelled) and NPY files. A
-line for each row: its file or number, its class, and the probability of each class.
+Inputs are pictures, folders of pictures, NPZ files (x, x_test or x_unlabelled), NPY files, and CSV
+files with the columns that the run was trained on. A line for each row: its file or number, its
+class, and the probability of each class.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_run_arguments(parser)
     parser.add_argument(
         "inputs", nargs="+", type=Path, metavar="INPUT",
-        help="picture, folder of pictures, NPZ file (x, x_test or x_unlabelled) or NPY file",
+        help="picture, folder of pictures, NPZ file (x, x_test or x_unlabelled), NPY or CSV file",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", type=Path, metavar="FILE.csv", help="write the lines there")
@@ -56,7 +57,7 @@ def _predict(options: argparse.Namespace, console: Console, stack: ExitStack) ->
     run = open_run(options.run, options.model)
     names: list[str] = []
     rows: list[list[float]] = []
-    for which, x in read_rows(options.inputs, run.shape):
+    for which, x in read_rows(options.inputs, run.form):
         names += which
         rows += run.predict(x, probabilities=True).tolist()
     if options.json:

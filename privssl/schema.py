@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from privssl.errors import UserError
+from privssl.runtime import plugins
 from privssl.runtime.command import run_command
 from privssl.runtime.console import results_to_standard_output
 
@@ -57,10 +58,17 @@ def config_schema() -> dict[str, Any]:
     from privssl.settings.section_builder import ORDER, SECTIONS
 
     sections = {name: _section(SECTIONS[name]) for name in ORDER if name in SECTIONS}
-    methods = {name: _section(kind.Config) for name, kind in ALGORITHMS.items()}
+    kinds = dict(ALGORITHMS)
+    with plugins.imports_allowed():  # what somebody installed as a plug-in
+        kinds |= {name: ALGORITHMS[name] for name in plugins.entry_points("algorithms")}
+    methods = {name: _section(kind.Config) for name, kind in kinds.items()}
     for name, method in methods.items():
         method["properties"]["name"] = {"const": name}
-    named = {"enum": list(methods), "description": "The method; its keys follow."}
+    reference = {"type": "string", "pattern": plugins.REFERENCE}
+    named = {
+        "anyOf": [{"enum": list(methods)}, reference],
+        "description": "The method; its keys follow.",
+    }
     algorithm = {
         "description": "The method and its settings.",
         "type": "object",
@@ -100,7 +108,17 @@ def _section(kind: type[Any]) -> dict[str, Any]:
         key.pop("title", None)
         if texts[name]:
             key["description"] = texts[name]
+        _add_plugins(key)
     return schema
+
+
+def _add_plugins(key: dict[str, Any]) -> None:
+    """The names of installed plug-ins beside those of privssl, at any depth of a key's rule."""
+    kind = key.pop("plugins", None)
+    if kind is not None:
+        key["anyOf"][0]["enum"] += sorted(plugins.entry_points(kind))
+    for part in (*key.get("anyOf", ()), *([key["items"]] if "items" in key else ())):
+        _add_plugins(part)
 
 
 if __name__ == "__main__":

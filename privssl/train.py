@@ -23,6 +23,7 @@ from rich.console import Console
 from privssl.errors import UserError
 from privssl.runtime.command import add_usual_flags, run_command
 from privssl.runtime.console import results_to_standard_output
+from privssl.runtime.plugins import imports_allowed
 from privssl.runtime.process import (
     INTERRUPTED,
     gc_paused,
@@ -125,6 +126,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         in_one_thread()
         tune_malloc()
         started = time.perf_counter()
+        stack.enter_context(imports_allowed())
         config = configs.load_config(options.config, options.overrides)
         if options.resume is not None:
             longer = lengthening.asks_for_more(options.resume, config)

@@ -31,8 +31,8 @@ ORDER = (
     *("errors", "storage", "runtime", "settings", "ops", "core", "models", "training"),
     *("encoders", "data", "reporting", "privacy", "algorithms", "remote", "engines"),
     *("experiment", "runs", "audit", "generation", "compare", "reproduce", "site"),
-    *("installation", "api", "predict", "evaluate", "generate", "export", "schema", "train"),
-    "doctor",
+    *("installation", "api", "testing", "predict", "evaluate", "generate", "export", "schema"),
+    *("train", "doctor"),
     *("__main__", "__init__"),
 )
 #: Files that lie in privssl/ itself.
@@ -45,6 +45,7 @@ FLAT = (
 APART = {
     "privssl.training.evaluation": ("algorithms", "engines", "core", "site"),
     "privssl.reporting.trackers": ("algorithms", "engines"),
+    "privssl.reporting.outside_trackers": ("algorithms", "engines", "remote", "site"),
     **dict.fromkeys(
         (
             *("privssl.data.datasets", "privssl.data.downloads", "privssl.data.image_folder"),

@@ -17,7 +17,7 @@ with gc_paused():
     from benchmarks.cell import work as cell
     from benchmarks.processes import tell
     from privssl import data
-    from privssl.algorithms.baselines.supervised import FedAvg, FedAvgConfig
+    from privssl.algorithms.baselines.supervised import FedAvg, FedAvgConfig, SupervisedState
     from privssl.algorithms.local_ssl import ModelState
     from privssl.core.federation import Federation, Round
     from privssl.core.task import Task
@@ -71,7 +71,8 @@ def play(
         )
     )
     with closing(engine):
-        federation, state = Federation(engine, 0), ModelState(cell.begin())
+        federation = Federation(engine, 0)
+        state: ModelState = SupervisedState(cell.begin())
         ended(0)
         for number in range(1, rounds + 1):
             federation.begin(Round(number))

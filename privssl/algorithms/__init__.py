@@ -1,19 +1,21 @@
-"""All algorithms by the name that a config uses."""
+"""All algorithms by the name that a config uses; others are plug-ins (``runtime/plugins.py``)."""
 
+import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from privssl.algorithms.base import Algorithm
-
-NAMES = (
-    *("fedssl", "supervise", "pseudo", "mixmatch", "fedmatch_mixup", "fedseal", "fedtrinet"),
-    *("fedmatch", "semifl", "label_census", "server_sl", "fedavg", "fedprox", "fixmatch", "uda"),
-    *("fedsem", "pi_model", "mean_teacher", "remixmatch"),
-)
+from privssl.errors import ConfigError
+from privssl.runtime import plugins
+from privssl.settings.names import ALGORITHMS as NAMES
 
 
 class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
-    """Imports an algorithm when it is looked up: importing all would take 0.1 s of each start."""
+    """Imports an algorithm when it is looked up: importing all would take 0.1 s of each start.
+
+    Iterates over those of privssl. Looking up a plug-in raises ConfigError if it is none.
+    """
 
     def __getitem__(self, name: str) -> type[Algorithm[Any]]:
         Kind: type[Algorithm[Any]]
@@ -35,7 +37,7 @@ class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
             case "fedmatch":
                 from privssl.algorithms.fedmatch.algorithm import FedMatch as Kind
             case "semifl":
-                from privssl.algorithms.semifl import SemiFL as Kind
+                from privssl.algorithms.semifl.algorithm import SemiFL as Kind
             case "label_census":
                 from privssl.algorithms.label_census.algorithm import LabelCensus as Kind
             case "server_sl":
@@ -56,12 +58,26 @@ class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
                 from privssl.algorithms.baselines.mean_teacher import MeanTeacher as Kind
             case "remixmatch":
                 from privssl.algorithms.baselines.remixmatch import ReMixMatch as Kind
+            case "feddyn":
+                from privssl.algorithms.baselines.feddyn import FedDyn as Kind
+            case "lg_fedavg":
+                from privssl.algorithms.baselines.lg_fedavg import LGFedAvg as Kind
+            case "heterofl":
+                from privssl.algorithms.baselines.heterofl import HeteroFL as Kind
+            case "fedrgd":
+                from privssl.algorithms.baselines.fedrgd import FedRGD as Kind
+            case "fl2":
+                from privssl.algorithms.fl2.algorithm import FL2 as Kind  # noqa: N811
+            case "sage":
+                from privssl.algorithms.baselines.sage import SAGE as Kind  # noqa: N811
+            case _ if plugins.is_known("algorithms", name):
+                return check_own(name, plugins.load("algorithms", "algorithm.name", name))
             case _:
                 raise KeyError(name)
         return Kind
 
     def __contains__(self, name: object) -> bool:
-        return name in NAMES
+        return name in NAMES or (isinstance(name, str) and plugins.is_known("algorithms", name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(NAMES)
@@ -70,4 +86,44 @@ class _Algorithms(Mapping[str, type[Algorithm[Any]]]):
         return len(NAMES)
 
 
+class Unread(Algorithm[Any]):
+    """Stands for a plug-in that is not imported, whose settings are read and not checked."""
+
+    Config = None  # type: ignore[assignment]  # any keys
+    can_be_private = True
+
+
+class _WithUnread(_Algorithms):
+    def __getitem__(self, name: str) -> type[Algorithm[Any]]:
+        if name in NAMES or plugins.is_allowed(name) or name not in self:
+            return super().__getitem__(name)
+        return Unread
+
+
+def check_own(name: str, found: Any) -> type[Algorithm[Any]]:
+    """The class that a plug-in names. Raises ConfigError where it is no algorithm."""
+    wrong = None
+    if not (inspect.isclass(found) and issubclass(found, Algorithm)):
+        wrong = f"is {str(found)[:60]}. Name a class of privssl.algorithms.base.Algorithm"
+    elif inspect.isabstract(found):
+        wrong = f"has no {', '.join(sorted(found.__abstractmethods__))}. Write it"
+    elif not (
+        dataclasses.is_dataclass(getattr(found, "Config", None))
+        and dataclasses.is_dataclass(getattr(found, "StateType", None))
+    ):
+        wrong = "needs Config and StateType, two frozen dataclasses (docs/extending.md)"
+    elif found.make_plan.__func__ is not Algorithm.make_plan.__func__:  # type: ignore[attr-defined]
+        wrong = "has a make_plan of its own, and only privssl's plans carry a claim. Remove it"
+    else:
+        types = {field.name: field.type for field in dataclasses.fields(found.Config)}
+        if types.get("name") not in (str, "str") or "rounds" not in types:
+            wrong = "needs a Config with name: str and rounds: int"
+    if wrong is not None:
+        raise ConfigError(f"algorithm.name {name} {wrong}")
+    kind: type[Algorithm[Any]] = found
+    return kind
+
+
 ALGORITHMS: Mapping[str, type[Algorithm[Any]]] = _Algorithms()
+#: The same for reading a run folder, where a plug-in that nobody allowed is :class:`Unread`.
+WITH_UNREAD: Mapping[str, type[Algorithm[Any]]] = _WithUnread()

@@ -176,6 +176,11 @@ class Algorithm(ABC, Generic[StateT]):
         """Other classifiers whose accuracy is logged: name -> weights."""
         return {}
 
+    def own_classifiers(self, state: StateT) -> Mapping[str, StateDict]:
+        """The networks of single agents, where the server has them: agent -> weights. Their mean
+        accuracy is measured with ``run.evaluate_agents``."""
+        return {}
+
     def metrics(self, state: StateT) -> Mapping[str, float]:
         """Numbers of the server for the tracker."""
         return {}

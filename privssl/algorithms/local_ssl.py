@@ -3,7 +3,7 @@ config checks.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from privssl.core.agents import LabelledRows, UnlabelledRows
+from privssl.core.agents import LabelledRows, UnlabelledRows, natural_order
 from privssl.core.aggregation import WeightedMean, average
 from privssl.core.federation import Federation, Roster
 from privssl.core.messages import Message, Reply, StateDict
@@ -195,6 +195,13 @@ def predict(F: nn.Module, x: Tensor, device: torch.device) -> Tensor:
     return torch.cat(parts)
 
 
+def stream_slice(held: int, slices: int, round_number: int, rounds: int) -> Tensor:
+    """Numbers of the rows (n,) of a round, of ``held`` in the order of the stream: equal slices
+    (within one row) for equally many rounds (within one)."""
+    number = min((round_number - 1) * slices // rounds, slices - 1)
+    return torch.tensor_split(torch.arange(held), slices)[number]
+
+
 # Averages -----------------------------------------------------------------------------------
 
 
@@ -216,6 +223,26 @@ def average_over(
     mean = WeightedMean("F", weight)
     federation.call_all(agents, step, message, aggregator=mean)
     return mean.value_or(otherwise)
+
+
+def train_alone(
+    federation: Federation, agents: Roster, step: Callable[..., Any],
+    message: Callable[[StateDict], Message], own: Mapping[str, StateDict], first: StateDict,
+) -> dict[str, StateDict]:  # fmt: skip
+    """No aggregation: each agent goes on from the F that it had. FedMatch's Local-SL and the like.
+
+    Args:
+        message: F -> what an agent is sent.
+        own: agent -> its F of former rounds.
+        first: F of an agent that has none.
+    """
+    replies = federation.call_all(agents, step, lambda to: message(own.get(to.id, first)))
+    return {**own, **{r.sender.id: r.payload.F for r in replies if not r.declined}}
+
+
+def first_of(own: Mapping[str, StateDict], otherwise: StateDict) -> StateDict:
+    """The F of the first agent: without aggregation there is none of all."""
+    return own[min(own, key=natural_order)] if own else otherwise
 
 
 def average_groups(

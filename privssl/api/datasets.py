@@ -31,6 +31,7 @@ class Dataset:
     def __init__(self, checked: datasets.Dataset) -> None:
         """``checked``: as the functions below make it."""
         self.rows = checked
+        self._scales: Mapping[str, Any] = {}  # of the columns of a frame
 
     @classmethod
     def from_arrays(
@@ -96,37 +97,75 @@ class Dataset:
         parts: dict[str, Any] = {}
         for part, items in (("train", train), ("test", test)):
             where = f"Dataset.from_huggingface: {part}"
-            features = getattr(items, "features", None)
-            if not isinstance(features, Mapping):
-                raise DataError(
-                    f"{where} is a {type(items).__name__} without features. Give a split of a "
-                    "Hugging Face data set, or use Dataset.from_torch"
-                )
-            for key, column in (("row", row), ("label", label)):
-                if column not in features:
-                    known = ", ".join(map(str, features))
-                    raise DataError(
-                        f"{where} has no column {column!r}. Set {key}= to one of {known}"
-                    )
-            pairs = ((item[row], item[label]) for item in _items(where, items))
-            parts[f"x_{part}"], parts[f"y_{part}"] = _collected(where, pairs)
+            parts[f"x_{part}"], parts[f"y_{part}"] = _of_split(where, items, row, label)
         names = getattr(train.features[label], "names", None)
         return _checked("Dataset.from_huggingface", parts, names)
+
+    @classmethod
+    def from_frame(
+        cls,
+        frame: Any,
+        label: str = "label",
+        test: Any = 0.2,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> "Dataset":
+        """A data set from a table: a frame of pandas, or of polars.
+
+        Numeric columns become numbers in [-1, 1] by their bounds, others one number for each
+        category. A row without a label has none.
+
+        Args:
+            frame: an object with ``columns`` and ``frame[column]``.
+            label: column of the classes.
+            test: share of the labelled rows of each class that are test rows, in (0, 1), the same
+                ones each time; or another frame.
+            columns: bounds and categories from public knowledge, ``{"age": [0, 120], "colour":
+                ["red", "blue"]}``; other columns are left out. None: from the training rows, which
+                a private run refuses.
+
+        Raises:
+            privssl.UserError: no such column, a missing number, or a wrong declaration.
+        """
+        from privssl.api.frames import read_frame
+
+        rows, scales = read_frame(frame, label, test, columns)
+        made = cls(rows)
+        made._scales = scales
+        return made
+
+    def network_rows(self, frame: Any) -> NDArray[np.float32]:
+        """Rows of another frame with these columns (N, features), as ``run.predict`` takes them.
+
+        Raises:
+            privssl.UserError: the data set is not from a frame, or a column is missing.
+        """
+        from privssl.api.frames import frame_rows
+
+        if not self._scales:
+            raise DataError(
+                "network_rows: this data set is from no frame. Give rows as it has them"
+            )
+        return frame_rows(frame, self._scales)
 
     @classmethod
     def federated(
         cls,
         agents: Mapping[str, Any],
-        test: tuple[Any, Any],
+        test: Any,
         class_names: Sequence[str] | None = None,
+        row: str = "image",
+        label: str = "label",
     ) -> "Dataset":
         """A data set whose rows lie at agents already: nothing is drawn or divided.
 
         Args:
             agents: the rows of each agent by its name. s0, s1, ... (support) and server: (x, y);
-                q0, q1, ... (query): x; m0, m1, ... (mixed): (x, y) with -1 for no label.
-            test: (x, y) of the test rows.
+                q0, q1, ... (query): x; m0, m1, ... (mixed): (x, y) with -1 for no label. Or for
+                any a split of a Hugging Face data set, as flwr-datasets' ``load_partition`` gives.
+            test: (x, y) of the test rows, or such a split.
             class_names: as of ``from_arrays``.
+            row: column of the rows in such splits.
+            label: column of their class numbers.
 
         Raises:
             privssl.UserError: names that no run has, or rows not in the form of the class.
@@ -135,8 +174,15 @@ class Dataset:
         x: list[NDArray[Any]] = []
         y: list[NDArray[Any]] = []
         held: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        if _is_split(test):
+            class_names = class_names or getattr(test.features.get(label), "names", None)
+            test = _of_split(f"{where}: test", test, row, label)
         for name in sorted(agents, key=natural_order):
-            rows, labels = _of_agent(where, name, agents[name])
+            given = agents[name]
+            if _is_split(given):
+                found = _of_split(f"{where}: {name}", given, row, label)
+                given = found[0] if name.startswith("q") else found
+            rows, labels = _of_agent(where, name, given)
             ids = np.arange(len(rows)) + sum(map(len, x))
             known = labels != NO_LABEL
             held[name] = tuple(ids[known].tolist()), tuple(ids[~known].tolist())
@@ -146,8 +192,8 @@ class Dataset:
             forms = {name: (r.dtype.name, r.shape[1:]) for name, r in zip(held, x, strict=True)}
             raise DataError(f"{where}: agents have rows of different forms or types: {forms}")
         _agents_of(where, held)
-        given = dict(zip(NAMES, (np.concatenate(x), np.concatenate(y), *test), strict=True))
-        return _checked(where, given, class_names, held)
+        arrays = dict(zip(NAMES, (np.concatenate(x), np.concatenate(y), *test), strict=True))
+        return _checked(where, arrays, class_names, held)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -272,6 +318,27 @@ def _items(where: str, items: Any) -> Iterator[Any]:
             raise DataError(
                 f"{where}: item {number} cannot be read: {type(error).__name__}: {error}"
             ) from error
+
+
+def _is_split(items: Any) -> bool:
+    """Whether it is a split of a Hugging Face data set."""
+    return isinstance(getattr(items, "features", None), Mapping)
+
+
+def _of_split(
+    where: str, items: Any, row: str, label: str
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Rows and labels of a split of a Hugging Face data set."""
+    if not _is_split(items):
+        raise DataError(
+            f"{where} is a {type(items).__name__} without features. Give a split of a "
+            "Hugging Face data set, or use Dataset.from_torch"
+        )
+    for key, column in (("row", row), ("label", label)):
+        if column not in items.features:
+            known = ", ".join(map(str, items.features))
+            raise DataError(f"{where} has no column {column!r}. Set {key}= to one of {known}")
+    return _collected(where, ((item[row], item[label]) for item in _items(where, items)))
 
 
 def _pairs(where: str, items: Any) -> Iterator[tuple[Any, Any]]:

@@ -24,12 +24,14 @@ from privssl.api.run import Run
 from privssl.errors import ConfigError, DataError, PrivacyError, RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
+from privssl.experiment.plugin_names import names_in
 from privssl.experiment.prepare import prepare
 from privssl.models.own_networks import NetworkSource, reference_of
 from privssl.reporting.trackers import ProgressTracker
 from privssl.runs import launch, lengthening, resume, run_dir
 from privssl.runs.round_plan import rounds_of
 from privssl.runtime.console import Screen
+from privssl.runtime.plugins import imports_allowed
 from privssl.runtime.process import (
     STOPPING,
     in_one_thread,
@@ -131,7 +133,8 @@ def train(
 
 def _load(source: Path, arguments: Sequence[str], text: str | None) -> Config:
     path = source / "config.yaml" if text is None and source.is_dir() else source
-    return configs.load_config(path, arguments, text=text)
+    with imports_allowed():
+        return configs.load_config(path, arguments, text=text)
 
 
 def _as_arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -188,14 +191,14 @@ def _train(
                 resume.check_resumable(folder, config, longer=longer)
                 known = run_dir.read_outcome(folder)
                 if not longer and known is not None and known[0]["status"] != "interrupted":
-                    return Run(folder, network)
+                    return Run(folder, network, names_in(config))
             prepared = prepare(config, None if data is None else data.rows, network)
 
             def bar(after: int | None) -> list[ProgressTracker]:
                 total, nominal = rounds_of(prepared.algorithm), prepared.is_nominal
                 return [ProgressTracker(total, after, nominal=nominal)] if progress else []
 
-            run = Run(launch.launch(prepared, folder, bar, stack), network)
+            run = Run(launch.launch(prepared, folder, bar, stack), network, names_in(config))
     except AccountingError as error:
         raise PrivacyError(str(error)) from error
     if run.results["status"] == "interrupted":
@@ -210,6 +213,7 @@ def _process(progress: bool) -> Iterator[ExitStack]:
     """The process as a run needs it, and afterwards as it was; holds the run's lock and log."""
     threads = torch.get_num_threads()
     with ExitStack() as stack:
+        stack.enter_context(imports_allowed())
         stack.enter_context(logging_to(Screen() if progress else logging.NullHandler()))
         if threading.current_thread() is threading.main_thread():
             stack.enter_context(interrupt_on_signals(*STOPPING))

@@ -3,7 +3,7 @@
 import csv
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -15,14 +15,15 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from privssl import models
-from privssl.api.datasets import to_array, to_pixels
-from privssl.data.npz import check_rows
+from privssl.algorithms import WITH_UNREAD
+from privssl.api.new_rows import RowForm
 from privssl.errors import ConfigError, DataError, RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.prepare import device_of
-from privssl.models.own_networks import NetworkSource, is_imported
+from privssl.models.own_networks import NetworkSource, check_source, is_imported
 from privssl.privacy.privacy_card import guarantee_sentence
 from privssl.runs.run_dir import CLASSIFIER, read_outcome
+from privssl.runtime.plugins import imports_allowed, load
 from privssl.storage.tensor_files import open_lazily
 from privssl.training.evaluation import CHUNK, score
 from privssl.training.local_training import load_weights, network_input, weights_of
@@ -31,14 +32,19 @@ from privssl.training.local_training import load_weights, network_input, weights
 class Run:
     """The folder of a run that has ended. ``privssl.train`` and ``privssl.open_run`` make it."""
 
-    def __init__(self, folder: str | Path, model: NetworkSource | None = None) -> None:
-        """``model``: the network, where it was given from Python.
+    def __init__(
+        self,
+        folder: str | Path,
+        model: NetworkSource | None = None,
+        plugins: Collection[str] = (),
+    ) -> None:
+        """Arguments as of :func:`open_run`; ``model``: no name.
 
         Raises:
             privssl.UserError: it is not the folder of a run that has ended, or is damaged.
         """
         self.folder = Path(folder)
-        self._model = model
+        self._model, self._plugins = model, frozenset(plugins)
         outcome = read_outcome(self.folder)
         if outcome is None:
             raise RunFolderError(
@@ -107,9 +113,9 @@ class Run:
         return self._build(torch.device("cpu"))
 
     def _build(self, device: torch.device) -> nn.Module:
-        config = configs.load_config(self.folder / "config.yaml")
+        config = self._config
         name, precision = config.model.name, config.run.precision
-        if self._model is None and is_imported(name):
+        if self._model is None and is_imported(name) and name not in self._plugins:
             raise ConfigError(
                 f"{self.folder} was trained with {name}, and no run folder may choose what code is "
                 f"imported. Give the network: privssl.open_run(FOLDER, model=...), in a command "
@@ -118,7 +124,8 @@ class Run:
         assert precision != "auto"  # a run's config says what it was
         settings = dataclasses.replace(config.model, weights="")
         shape, classes = tuple(self._of_rows("rows")["shape"]), len(self.class_names)
-        network = models.build_classifier(settings, shape, classes, precision, self._model)
+        with imports_allowed(self._plugins, ALLOW):
+            network = models.build_classifier(settings, shape, classes, precision, self._model)
         try:
             weights = dict(open_lazily(self.folder / CLASSIFIER))
             return load_weights(network, weights, device).eval()
@@ -137,7 +144,7 @@ class Run:
     @cached_property
     def _ready(self) -> tuple[nn.Module, torch.device]:
         """The classifier on the device of the run, where that is here."""
-        config = configs.load_config(self.folder / "config.yaml")
+        config = self._config
         try:
             device = device_of(config.run.device)
         except ConfigError:
@@ -150,24 +157,21 @@ class Run:
         Args:
             x: rows in a form of ``privssl.Dataset``, or a list of images of Pillow.
         """
-        return network_input(torch.from_numpy(self._rows(x)))
+        return network_input(torch.from_numpy(self._convert(x)))
 
-    def _rows(self, x: Any, y: Any = None) -> NDArray[Any]:
-        where, shape = "predict", self.shape
-        if isinstance(x, Sequence) and not isinstance(x, str):
-            x = [to_pixels(f"{where}: row {n}", row) for n, row in enumerate(x)]
-            if len({row.shape for row in x}) > 1:
-                raise DataError(f"{where}: rows have different shapes. Resize them to {shape}")
-        found = to_array(where, x)
-        if not len(found):
-            return np.zeros((0, *shape), dtype=np.float32)
-        rows, _ = check_rows(where, found)
-        if rows.shape[1:] != shape:
-            raise DataError(
-                f"{where}: rows have the shape {rows.shape[1:]}, and {self.folder} was trained on "
-                f"{shape} (of images: channels, height, width). Resize, convert or encode them"
-            )
-        return rows
+    @cached_property
+    def form(self) -> RowForm:
+        """How rows become the network's input."""
+        return RowForm.of(self.folder, self._config.data, self._of_rows("rows"))
+
+    def _convert(self, x: Any) -> NDArray[Any]:
+        """Rows as the network was trained on them."""
+        with imports_allowed(self._plugins, ALLOW):  # the encoder may be a plug-in
+            return self.form.convert(x)
+
+    @cached_property
+    def _config(self) -> configs.Config:
+        return configs.load_config(self.folder / "config.yaml", algorithms=WITH_UNREAD)
 
     @overload
     def predict(self, x: Any, probabilities: Literal[False] = ...) -> NDArray[np.str_]: ...
@@ -177,12 +181,15 @@ class Run:
         """Class names (N,) of rows, or with ``probabilities`` float32 (N, classes).
 
         Args:
-            x: rows in a form of ``privssl.Dataset``, or a list of images of Pillow.
+            x: rows in a form of ``privssl.Dataset``, or a list of images of Pillow. Where the run
+                was trained on texts, texts; on a table, a data frame or a mapping of columns. A
+                frozen encoder of the run maps them.
 
         Raises:
-            privssl.UserError: rows of another form than those that the run was trained on.
+            privssl.UserError: rows of another form than those that the run was trained on; its
+                encoder is absent, or has other weights.
         """
-        logits = self._logits(self._rows(x))
+        logits = self._logits(self._convert(x))
         if probabilities:
             found: NDArray[np.float32] = logits.softmax(dim=1).numpy()
             return found
@@ -200,14 +207,16 @@ class Run:
 
     def evaluate(self, x: Any, y: Any) -> dict[str, Any]:
         """Metrics on labelled rows: ``rows``, ``accuracy``, ``loss``, ``macro_f1``, ``recall`` by
-        class name, ``calibration_error``, ``confusion`` (rows of a true class, columns of a
-        predicted one), and ``not_finite``: rows with NaN or infinite outputs.
+        class name, ``calibration_error``, ``confusion`` and ``not_finite``.
+
+        A row of ``confusion`` is a true class, a column a predicted one; ``not_finite`` counts rows
+        with NaN or infinite outputs.
 
         Args:
             x: rows as of :meth:`predict`.
             y: their class numbers, or class names (N,).
         """
-        rows, true = self._rows(x), self._classes(y)
+        rows, true = self._convert(x), self._classes(y)
         if len(rows) != len(true) or not len(rows):
             raise DataError(
                 f"evaluate: {len(rows)} rows and {len(true)} labels. Give a label for each row, "
@@ -273,7 +282,8 @@ class Run:
         from privssl.generation.rows import generate_rows
 
         names = [classes] if isinstance(classes, str) else classes
-        with torch.random.fork_rng(devices=[]):  # networks are made before weights are loaded
+        # Networks are made before weights are loaded.
+        with torch.random.fork_rng(devices=[]), imports_allowed(self._plugins, ALLOW):
             made = generate_rows(
                 self.folder, count, names, seed, acknowledge_query_rows=acknowledge_query_rows
             )
@@ -283,25 +293,36 @@ class Run:
         """The verdict on the run's claim, with the fields of ``audit --json``."""
         from privssl.audit.__main__ import as_json, audit
 
-        return as_json(audit(self.folder))
+        with imports_allowed(self._plugins, ALLOW):
+            return as_json(audit(self.folder))
 
 
-def open_run(folder: str | Path, model: NetworkSource | str | None = None) -> Run:
+#: How a name is allowed, for errors.
+ALLOW = 'open the run with it: privssl.open_run(FOLDER, plugins=["{name}"])'
+
+
+def open_run(
+    folder: str | Path,
+    model: NetworkSource | str | None = None,
+    plugins: Collection[str] = (),
+) -> Run:
     """The run in a folder.
 
     Args:
         folder: of a run that has ended.
         model: the network, where it was the user's own: the class or function, or its name
             (package.module:Name). A run folder chooses no code that is imported.
+        plugins: names of its plug-ins that may be imported: ``generate`` and ``audit`` need the
+            algorithm.
 
     Raises:
         privssl.UserError: it is not the folder of a run that has ended, or is damaged.
     """
     if isinstance(model, str):
-        from privssl.runtime.plugins import import_object
-
-        return Run(folder, import_object("model", model))
-    return Run(folder, model)
+        with imports_allowed([model]):
+            found = check_source(f"model {model}", load("models", "model", model))
+        return Run(folder, found, plugins)
+    return Run(folder, model, plugins)
 
 
 def _number(text: str | None) -> float | None:

@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -23,8 +24,9 @@ from rich.table import Table
 from accounting.budget import round_up
 from accounting.events import is_protected
 from accounting.verify import dp_event_source
-from privssl.runtime.command import run_command
+from privssl.runtime.command import ALLOWED_BY_FLAG, add_plugin_flag, run_command
 from privssl.runtime.console import Terminal, results_to_standard_output
+from privssl.runtime.plugins import imports_allowed
 from privssl.runtime.process import gc_paused, in_one_thread
 
 if TYPE_CHECKING:
@@ -102,22 +104,24 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN_DIR", type=Path, help="a folder that train wrote")
     about = "attack the run's plan with canaries made here (minutes; needs none of its data)"
     parser.add_argument("--empirical", action="store_true", help=about)
+    add_plugin_flag(parser)
     printed = parser.add_mutually_exclusive_group()
     printed.add_argument("--json", action="store_true", help="print the report as JSON")
     about = "print a Python program that recomputes epsilon with dp-accounting alone"
     printed.add_argument("--dp-event", action="store_true", help=about)
     options = parser.parse_args(argv)
     return run_command(
-        lambda console, stack: _audit(options), json=options.json,
+        lambda console, stack: _audit(options, stack), json=options.json,
         interrupted="Interrupted; nothing was changed. There is no verdict.",
     )  # fmt: skip
 
 
-def _audit(options: argparse.Namespace) -> int:
+def _audit(options: argparse.Namespace, stack: ExitStack) -> int:
     with gc_paused():  # here, so that --help and a typo in the command need no second
         import privssl.audit.claim_verification  # noqa: F401
 
     in_one_thread()
+    stack.enter_context(imports_allowed(options.plugin, ALLOWED_BY_FLAG))
     if options.dp_event:
         return _print_program(options.run)
     report = audit(options.run, empirical=options.empirical)

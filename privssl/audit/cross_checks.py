@@ -2,8 +2,8 @@
 
 A ledger that was cut and a card made for the rest of it agree with each other. But checkpoints
 record number and hash of each ledger's last line, metrics.csv what each had spent after each round,
-results.json and privacy.md repeat the claim, and config.yaml says who has a ledger and what a local
-step costs. An editor has to find all of these places.
+results.json, privacy.md and model_card.md repeat the claim, and config.yaml says who has a ledger
+and what a local step costs. An editor has to find all of these places.
 """
 
 import dataclasses
@@ -22,6 +22,9 @@ from privssl.experiment.config import Config
 from privssl.privacy.card_schema import PrivacyCard
 from privssl.privacy.plan import Plan
 from privssl.privacy.privacy_card import render_markdown
+from privssl.runs.model_card import privacy_section, read_privacy_section
+from privssl.runs.run_dir import MODEL_CARD, claim_sentences
+from privssl.settings.names import is_outside
 
 _RESUME = "; if the run was killed while it wrote them, resume it: it writes them anew"
 
@@ -61,7 +64,7 @@ def _holds(journal: Journal, record: LedgerRecord) -> bool:
 
 
 def check_results(files: RunFiles, found: Findings) -> None:
-    """Compare results.json and privacy.md with the card."""
+    """Compare results.json, privacy.md and model_card.md with the card."""
     card, results = files.card, files.results
     if results is None and (files.run / "results.json").exists():
         found.doubts.append("results.json cannot be read, so it was not compared")
@@ -79,14 +82,18 @@ def check_results(files: RunFiles, found: Findings) -> None:
             found.problems.append(
                 "the run was interrupted, but the card says that all planned visits took place"
             )
-    page = files.run / "privacy.md"
-    if page.exists():
-        try:
-            same = page.is_file() and page.read_text(encoding="utf-8") == render_markdown(card)
-        except (OSError, ValueError):
-            same = False
-        if not same:
-            found.problems.append(f"privacy.md is not what privacy.json says{_RESUME}")
+    for name, read, expected in (
+        ("privacy.md", str, render_markdown(card)),
+        (MODEL_CARD, read_privacy_section, privacy_section(claim_sentences(card))),
+    ):
+        page = files.run / name
+        if page.exists():
+            try:
+                same = page.is_file() and read(page.read_text(encoding="utf-8")) == expected
+            except (OSError, ValueError):
+                same = False
+            if not same:
+                found.problems.append(f"{name} is not what privacy.json says{_RESUME}")
 
 
 def check_config(files: RunFiles, journals: Mapping[str, Journal], found: Findings) -> None:
@@ -150,7 +157,9 @@ def _public_part_differences(config: Config, card: PrivacyCard) -> Iterator[str]
     encoder, network, model = card.get("encoder"), card.get("network"), config.model
     if (encoder["name"] if encoder else "") != config.data.encoder:
         yield f"config.yaml has the encoder {config.data.encoder or 'none'}, the card another"
-    outside = model.name if ":" in model.name or model.weights else ""
+    if card["algorithm"] != config.algorithm.name:
+        yield f"config.yaml has the algorithm {config.algorithm.name}, the card another"
+    outside = model.name if is_outside(model.name) or model.weights else ""
     if (network["name"] if network else "") != outside:
         yield f"config.yaml has the network {model.name}, which the card does not say"
     elif network and bool(network["weights"]) != bool(model.weights):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from accounting.errors import AccountingError
 from accounting.journal_reader import Journal, read_journal
+from privssl.algorithms import WITH_UNREAD
 from privssl.errors import RunFolderError, UserError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
@@ -78,7 +79,7 @@ def read_run(run: Path) -> RunFiles:
     """
     card, unknown_keys = _read_card(run / "privacy.json")
     try:
-        config = configs.load_config(run / "config.yaml")
+        config = configs.load_config(run / "config.yaml", algorithms=WITH_UNREAD)
     except UserError:
         config = None
     own = {path.stem: read_journal(path) for path in _journals_in(run / "ledger")}

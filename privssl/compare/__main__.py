@@ -25,6 +25,7 @@ from rich.console import Console
 from privssl.errors import ConfigError, RunFolderError
 from privssl.runtime.command import add_usual_flags, run_command
 from privssl.runtime.console import results_to_standard_output
+from privssl.runtime.plugins import imports_allowed
 from privssl.runtime.process import (
     INTERRUPTED,
     gc_paused,
@@ -103,6 +104,7 @@ def _compare(options: argparse.Namespace, console: Console, stack: ExitStack) ->
 
     in_one_thread()
     tune_malloc()
+    stack.enter_context(imports_allowed())
     loaded = plan.load_configs(options.arguments, options.vary)
     planned = plan.all_runs(loaded, options.seeds, options.output or plan.default_output(loaded))
     output = planned[0].config.folder.parent  # without ~

@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib as mpl
 
 from privssl.compare.latex import latex
-from privssl.compare.paired import Difference, differences, explanation
+from privssl.compare.paired import Difference, differences, explanation, p_heading
 from privssl.compare.plot import curve, figure
 from privssl.compare.table import Row, csv_lines, csv_text, markdown, table_lines
 from privssl.storage import atomic_files
@@ -38,7 +38,8 @@ def write(
     )  # fmt: skip
     for name, text in zip(FILES, texts, strict=True):
         atomic_files.write(folder / name, text)
-    drawing = figure({name: [curve(run) for run in of] for name, of in runs.items()})
+    claimed = {of.config for of in rows if of.epsilon.kind == "guarantee"}
+    drawing = figure({n: [curve(run, n in claimed) for run in of] for n, of in runs.items()})
     for kind in ("png", "pdf"):
         picture = io.BytesIO()
         # Letters as outlines that publishers accept.
@@ -52,7 +53,7 @@ def paired_section(found: Sequence[Difference]) -> list[str]:
     if not found:
         return []
     lines = [(one.config, one.interval(), one.p_text()) for one in found]
-    headings = ("config", f"difference from {found[0].first} [95% interval]", "p")
+    headings = ("config", f"difference from {found[0].first} [95% interval]", p_heading(found))
     return [
         "## Paired differences",
         "",

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from privssl.compare.paired import Difference
+from privssl.compare.paired import Difference, p_heading
 from privssl.compare.table import Row, cells, notes
 
 ESCAPES = {
@@ -38,7 +38,7 @@ def latex(rows: Sequence[Row], found: Sequence[Difference]) -> str:
             line += [one.interval(), one.p_text()] if one else ["", ""]
         lines.append(" & ".join(map(escape, line)) + r" \\")
     if found:
-        headings += [f"difference from {rows[0].config}", "p"]
+        headings += [f"difference from {rows[0].config}", p_heading(found)]
     # A note of several lines would leave the comment.
     comments = [f"% {' '.join(note.split())}" for note in notes(rows)]
     return "\n".join(

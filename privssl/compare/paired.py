@@ -1,8 +1,11 @@
 """Differences of final test accuracy on the same splits: mean, confidence interval, paired t-test.
 
-The split of a seed is shared, so its luck cancels in the difference of two configs.
+The split of a seed is shared, so its luck cancels in the difference of two configs. Of several
+tests one is likely to find something by chance alone: Holm's correction (S. Holm, A simple
+sequentially rejective multiple test procedure, Scandinavian Journal of Statistics 6, 1979).
 """
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
@@ -22,6 +25,7 @@ class Difference:
 
     ``low`` and ``high`` bound the mean difference at ``LEVEL``, for normal differences.
     ``p_value`` is that of the two-sided paired t-test; None where all differences are equal.
+    ``holm`` is the same corrected for all tests of a comparison.
     """
 
     config: str
@@ -30,6 +34,7 @@ class Difference:
     low: float
     high: float
     p_value: float | None
+    holm: float | None
 
     @property
     def mean(self) -> float:
@@ -43,19 +48,20 @@ class Difference:
         return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
 
     def p_text(self) -> str:
-        """
+        """p, corrected for several tests.
+
         >>> difference("a", "b", (0.01, 0.03)).p_text()
         '0.295'
         """
-        if self.p_value is None:
+        if self.holm is None:
             return "none"
-        return f"{self.p_value:.3f}" if self.p_value >= 0.001 else "< 0.001"
+        return f"{self.holm:.3f}" if self.holm >= 0.001 else "< 0.001"
 
     def as_json(self) -> dict[str, Any]:
         return {
             "config": self.config, "minus": self.first, "values": list(self.values),
             "mean": self.mean, "level": LEVEL, "low": self.low, "high": self.high,
-            "p_value": self.p_value,
+            "p_value": self.p_value, "p_value_holm": self.holm,
         }  # fmt: skip
 
 
@@ -66,11 +72,34 @@ def difference(config: str, first: str, values: Sequence[float]) -> Difference:
     half = float(stdtrit(seeds - 1, (1 + LEVEL) / 2)) * error
     exact = error < 1e-12  # rounding apart, all are equal
     p_value = None if exact else 2 * float(stdtr(seeds - 1, -abs(mean) / error))
-    return Difference(config, first, tuple(values), mean - half, mean + half, p_value)
+    return Difference(config, first, tuple(values), mean - half, mean + half, p_value, p_value)
+
+
+def corrected(p_values: Sequence[float]) -> list[float]:
+    """p values by Holm: the smallest times their number, the next times one less, and so on, none
+    below an earlier one. The chance of any false claim at level a is then at most a.
+
+    >>> [round(p, 3) for p in corrected([0.04, 0.01, 0.02])]
+    [0.04, 0.03, 0.04]
+    """
+    found, largest = [0.0] * len(p_values), 0.0
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    for passed, place in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - passed) * p_values[place]))
+        found[place] = largest
+    return found
+
+
+def p_heading(found: Sequence[Difference]) -> str:
+    """The heading of a column of ``p_text``."""
+    return "p (Holm)" if len(found) > 1 else "p"
 
 
 def differences(rows: Sequence[Row]) -> list[Difference]:
-    """Each config minus the first, where both have the same splits and at least two seeds."""
+    """Each config minus the first, where both have the same splits and at least two seeds.
+
+    A config without a p value counts as no test.
+    """
     first, *others = rows
     found = []
     for of in others:
@@ -79,15 +108,15 @@ def differences(rows: Sequence[Row]) -> list[Difference]:
             continue
         pairs = zip(*(row.values["final_test_accuracy"].values for row in (of, first)), strict=True)
         found.append(difference(of.config, first.config, [mine - its for mine, its in pairs]))
-    return found
+    holm = iter(corrected([one.p_value for one in found if one.p_value is not None]))
+    return [
+        one if one.p_value is None else dataclasses.replace(one, holm=next(holm)) for one in found
+    ]
 
 
 def explanation(found: Sequence[Difference]) -> str:
     """What the differences say, and what they do not."""
-    many = (
-        f" There are {len(found)} tests: some p below 0.05 is likely by chance alone; multiply p "
-        f"by {len(found)} (Bonferroni) before a claim."
-    )
+    many = f" There are {len(found)} tests, for which p is corrected (Holm); the intervals are not."
     return (
         f"Difference: final test accuracy minus that of {found[0].first} on the same split, mean "
         f"over {len(found[0].values)} seeds with its {LEVEL:.0%} confidence interval. p: two-sided "

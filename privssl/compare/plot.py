@@ -1,7 +1,7 @@
-"""The plot of a comparison: test accuracy against rounds, seconds and bytes.
+"""The plot of a comparison: test accuracy against rounds, seconds, bytes and epsilon.
 
-metrics.csv has accuracy and bytes. The seconds of a round are in the run's TensorBoard events,
-because metrics.csv has only what the seed determines.
+metrics.csv has accuracy, bytes and what each account has spent. The seconds of a round are in the
+run's TensorBoard events, because metrics.csv has only what the seed determines.
 """
 
 import csv
@@ -21,6 +21,7 @@ from privssl.runtime.process import without_tensorflow
 
 DASHES = ("-", "--", ":", "-.")  # the next dash after ten colours
 COLOURS = 10  # of matplotlib's default cycle
+AXES = {"bytes": "bytes, up and down", "epsilon": "epsilon spent, largest over agents"}
 MARKED = 30  # a line of at most so many points shows them
 
 
@@ -32,10 +33,15 @@ class Curve:
     accuracy: tuple[float, ...]  # on test rows
     seconds: tuple[float, ...]
     bytes: tuple[float, ...]
+    #: The largest over agents of what an account has spent; empty without a guarantee.
+    epsilon: tuple[float, ...] = ()
 
 
-def curve(folder: Path) -> Curve:
+def curve(folder: Path, guaranteed: bool = False) -> Curve:
     """Read metrics.csv and tensorboard/ of a finished run.
+
+    Args:
+        guaranteed: whether its epsilon is a guarantee, which nominal ones are not.
 
     Raises:
         RunFolderError: one of them is missing or damaged.
@@ -43,6 +49,7 @@ def curve(folder: Path) -> Curve:
     path = folder / "metrics.csv"
     took = _round_seconds(folder / "tensorboard")
     rounds, accuracy, seconds, sent = list[int](), list[float](), list[float](), list[float]()
+    spent = list[float]()
     elapsed = traffic = 0.0
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -55,12 +62,14 @@ def curve(folder: Path) -> Curve:
                     accuracy.append(float(line["test/accuracy"]))
                     seconds.append(elapsed)
                     sent.append(traffic)
+                    of = [v for name, v in line.items() if name.startswith("dp/epsilon/") and v]
+                    spent += [max(map(float, of))] if of and guaranteed else []
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise RunFolderError(
             f"{folder}: its course cannot be read from metrics.csv and tensorboard ({error!r}). "
             "Put the files back, or remove the folder and the run is done again"
         ) from error
-    return Curve(tuple(rounds), tuple(accuracy), tuple(seconds), tuple(sent))
+    return Curve(tuple(rounds), tuple(accuracy), tuple(seconds), tuple(sent), tuple(spent))
 
 
 def _round_seconds(folder: Path) -> dict[int, float]:
@@ -76,16 +85,17 @@ def _round_seconds(folder: Path) -> dict[int, float]:
 
 
 def figure(curves: Mapping[str, Sequence[Curve]]) -> Figure:
-    """Three panels with a line per config: the mean over seeds, with a band of one sample standard
-    deviation of the accuracy. One seed has no band.
+    """Panels with a line per config: the mean over seeds, with a band of one sample standard
+    deviation of the accuracy. One seed has no band. Without a guarantee there is no epsilon.
 
     Args:
         curves: config -> its runs, at least one each.
     """
-    drawing = Figure(figsize=(13.0, 4.6), dpi=150, layout="constrained")
+    private = any(run.epsilon for runs in curves.values() for run in runs)
+    axes_names = ("rounds", "seconds", "bytes", *(["epsilon"] if private else []))
+    drawing = Figure(figsize=(4.35 * len(axes_names), 4.6), dpi=150, layout="constrained")
     FigureCanvasAgg(drawing)
-    panels = drawing.subplots(1, 3, sharey=True)
-    axes_names = ("rounds", "seconds", "bytes")
+    panels = drawing.subplots(1, len(axes_names), sharey=True)
     for number, (name, runs) in enumerate(curves.items()):
         shared = sorted(set.intersection(*(set(run.rounds) for run in runs)))
         accuracy = _at(runs, shared, "accuracy")
@@ -96,6 +106,8 @@ def figure(curves: Mapping[str, Sequence[Curve]]) -> Figure:
             "marker": "." if len(shared) <= MARKED else "",
         }
         for panel, quantity in zip(panels, axes_names, strict=True):
+            if not all(getattr(run, quantity) for run in runs):
+                continue
             x = [statistics.fmean(values) for values in _at(runs, shared, quantity)]
             panel.plot(x, y, label=name, **look)
             if len(runs) > 1:
@@ -104,7 +116,7 @@ def figure(curves: Mapping[str, Sequence[Curve]]) -> Figure:
                 high = [mean + wide for mean, wide in zip(y, half, strict=True)]
                 panel.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
     for panel, quantity in zip(panels, axes_names, strict=True):
-        panel.set_xlabel({"bytes": "bytes, up and down"}.get(quantity, quantity))
+        panel.set_xlabel(AXES.get(quantity, quantity))
         panel.grid(alpha=0.25)
         panel.set_axisbelow(True)
     panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from accounting.errors import AccountingError
 from privssl.compare import plan
 from privssl.compare import table as compare_table
-from privssl.compare.paired import differences, explanation
+from privssl.compare.paired import differences, explanation, p_heading
 from privssl.compare.plan import Planned
 from privssl.errors import ConfigError, DataError, UserError
 from privssl.experiment import config as configs
@@ -134,7 +134,8 @@ def report(rows: Sequence[compare_table.Row], output: Path, console: Console) ->
         console.print(note, markup=False)
     found = differences(rows)
     for one in found:
-        text = f"Difference {one.config} - {one.first}: {one.interval()}, p {one.p_text()}"
+        p = f"{p_heading(found)} {one.p_text()}"
+        text = f"Difference {one.config} - {one.first}: {one.interval()}, {p}"
         console.print(text, markup=False)
     if found:
         console.print(explanation(found), markup=False)

@@ -52,9 +52,13 @@ class Traffic:
 class Federation:
     """Agents and operations of one run over one engine."""
 
-    def __init__(self, engine: Engine, seed: int) -> None:
+    def __init__(
+        self, engine: Engine, seed: int, validate: Callable[[StateDict], float | None] | None = None
+    ) -> None:
+        """``validate``: the loss of a classifier on ``data.validation``; None: no such rows."""
         self._engine = engine
         self._seed = seed
+        self._validate = validate
         self.agents: Roster = tuple(engine.roster())
         self.server = next((a for a in self.agents if a.location is AgentLocation.SERVER), None)
         labelled = ("support", "mixed", "server")
@@ -121,6 +125,11 @@ class Federation:
             return roster
         chosen = torch.randperm(len(roster), generator=self.rng("sample"))[:n].tolist()
         return tuple(roster[i] for i in sorted(chosen))
+
+    def validation_loss(self, classifier: StateDict) -> float | None:
+        """Mean cross-entropy of a classifier on ``data.validation``, rows that no agent holds; None
+        where there are none, in a run with privacy, and where no output is finite."""
+        return None if self._validate is None else self._validate(classifier)
 
     def rng(self, purpose: str) -> torch.Generator:
         """The server's generator for one purpose in this round."""

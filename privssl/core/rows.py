@@ -32,9 +32,12 @@ class RowKind:
 
 
 IMAGE = RowKind(
-    "image", ("small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2"),
+    "image",
+    ("small_cnn", "lenet", "lenet32", "fedavg_cnn", "alexnet", "trinet_cnn", "trinet_svhn",
+     "resnet9", "resnet18", "resnet18_3x3", "wresnet28x2"),
     ("group", "batch", "static", "none"),
-    ("none", "weak", "mid", "strong", "crop", "shift", "fixmatch", "fedmatch", "fedseal"),
+    ("none", "weak", "mid", "strong", "crop", "shift", "fixmatch", "fedmatch", "fedseal",
+     "fedtrinet"),
     flips=True, drawn=True, scaling="[-1, 1]",
 )  # fmt: skip
 SEQUENCE = RowKind(
@@ -46,6 +49,8 @@ VECTOR = RowKind(
     ("none", "weak", "mid", "strong"), flips=False, drawn=False,
     scaling="bytes to [-1, 1], other numbers as stored",
 )  # fmt: skip
+#: Networks with dropout, which private runs refuse.
+WITH_DROPOUT = ("trinet_cnn", "trinet_svhn")
 KINDS = {3: IMAGE, 2: SEQUENCE, 1: VECTOR}  # by dimensions
 
 

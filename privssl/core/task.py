@@ -1,5 +1,6 @@
 """What an algorithm's step gets besides its agent and message: context and task."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -68,13 +69,15 @@ class Task:
     ``shape`` is of one of the kinds in ``core/rows.py``. ``new_classifier`` builds an untrained F
     whose input is (B, *shape) as ``rows.network_input`` makes it, and whose output is (B, classes)
     logits, with initial weights from torch's global generator. An algorithm's own networks compute
-    in ``precision`` too.
+    in ``precision`` too. ``narrow_classifier`` builds F with a share (0, 1] of its channels; None:
+    its network has no width.
     """
 
     classes: int
     shape: Shape
     new_classifier: "NetworkFactory"
     precision: Precision = "float32"
+    narrow_classifier: "Callable[[float], nn.Module] | None" = None
 
 
 class NetworkFactory(Protocol):

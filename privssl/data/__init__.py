@@ -29,12 +29,19 @@ from privssl.core.agents import (
     natural_order,
 )
 from privssl.data import split_manifest as manifests
-from privssl.data.datasets import Dataset, checksum, expand_path, load_dataset
+from privssl.data.datasets import (
+    Dataset,
+    checksum,
+    expand_path,
+    load_dataset,
+    redraw_test_rows,
+)
 from privssl.data.encoded import HeldRows
 from privssl.data.npz import NO_LABEL
 from privssl.data.split import SERVER, RoleAssignment, Split, draw_split, holders, settings_of_split
 from privssl.data.split_manifest import AgentRows, Manifest
 from privssl.errors import DataError
+from privssl.runtime import randomness
 from privssl.settings.schema import AgentSettings, DataSettings
 
 __all__ = [
@@ -75,6 +82,9 @@ def build(
         DataError: the data or the split does not fit the settings.
     """
     dataset = dataset or load_dataset(data)
+    if data.test is not None:
+        rng = randomness.stream(seed, 0, "world", "split test")
+        dataset = redraw_test_rows(dataset, data.test, rng)
     who = holders(data.labels, agents)
     # Hashing takes half of the time, and runs beside the rest.
     with ThreadPoolExecutor(1) as beside:

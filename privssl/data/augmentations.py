@@ -2,6 +2,7 @@
 
 none, weak, mid, strong        of images: digits (affine_augment.py); of others: feature_views.py
 crop, shift                    of natural images: a shift, filled by mirroring
+fedtrinet                      of images: the same, then contrast and grey
 fixmatch, fedmatch, fedseal    of images: RandAugment of another view (rand_augment.py)
 """
 
@@ -17,6 +18,10 @@ from privssl.data.rand_augment import RANDAUGMENTS
 #: Up to an eighth of the side each way: 4 of 32 pixels (FixMatch, SemiFL).
 CROP = Augmentation(crop=1 / 8)
 _PLAIN = {**AUGMENTATIONS, "crop": CROP, "shift": CROP}
+#: FedTriNet's view, by the authors' code: contrast by a factor up to this far from 1, and how often
+#: an image turns grey.
+CONTRAST, GREY = 0.3, 0.1
+LUMA = (0.299, 0.587, 0.114)  # ITU-R 601
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,28 @@ class View:
             return x
         if x.dim() < 4:
             return (SEQUENCE_VIEWS if x.dim() == 3 else VECTOR_VIEWS)[self.name](x, rng)
+        if self.name == "fedtrinet":
+            return contrast_and_grey(CROP.flipping(self.flip)(x, rng), rng)
         if self.name in _PLAIN:
             return _PLAIN[self.name].flipping(self.flip)(x, rng)
         seen: Tensor = RANDAUGMENTS[self.name](View(self.under, self.flip)(x, rng), rng)
         return seen
+
+
+def contrast_and_grey(x: Tensor, rng: torch.Generator) -> Tensor:
+    """Images (B, Ch, H, W) in [-1, 1] with another contrast, one in ten without its colours.
+
+    Che et al. (FedTriNet), IV.B; row i of one draw (B, 2) is all randomness of view i.
+    """
+    chance = torch.rand(len(x), 2, generator=rng).to(x.device)
+    if x.shape[1] == 3:
+        luma = (x * torch.tensor(LUMA, device=x.device).view(3, 1, 1)).sum(dim=1, keepdim=True)
+    else:
+        luma = x.mean(dim=1, keepdim=True)
+    middle = luma.mean(dim=(1, 2, 3), keepdim=True)
+    factor = (1 + CONTRAST * (2 * chance[:, 0] - 1)).view(-1, 1, 1, 1)
+    seen = torch.where((chance[:, 1] < GREY).view(-1, 1, 1, 1), luma.expand_as(x), x)
+    return (middle + factor * (seen - middle)).clamp_(-1.0, 1.0)
 
 
 def view(name: str, x: Tensor, rng: torch.Generator, *, flip: bool, under: str = "crop") -> Tensor:

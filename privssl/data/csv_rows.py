@@ -20,12 +20,13 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from privssl.data.npz import NO_LABEL, Arrays
+from privssl.data.npz import NO_LABEL, Arrays, Scale
 from privssl.errors import DataError
 
 log = logging.getLogger("privssl")
 
 MOST_CATEGORIES = 1000  # of a column
+TWEET_CLASSES = ("negative", "positive")  # 0 and 1 in the files of Sentiment140
 
 
 class Texts(NamedTuple):
@@ -40,13 +41,14 @@ class Texts(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One file: its lines as text, without the label, and where they are."""
+    """One file, or frame: its lines as text, without the label, and where they are."""
 
-    path: Path
+    path: object
     columns: Mapping[str, Sequence[str]]
     labels: Sequence[str]
     lines: Sequence[int]
     records: tuple[str, ...]  # all fields but the label, which name a record to an account
+    unit: str = "line"  # what ``lines`` are
 
 
 # Reading -------------------------------------------------------------------------------------
@@ -77,13 +79,22 @@ def read_sent140(root: Path) -> Texts:
     found = read_texts(folder, text="text", label="label")
     if found.class_names != ("0", "1"):
         raise DataError(f"{folder}: labels are {', '.join(found.class_names)}, not 0 and 1")
-    clean = [tuple(" ".join(html.unescape(t).split()) for t in part) for part in found[::2][:2]]
+    clean = [tuple(map(clean_tweet, part)) for part in found[::2][:2]]
     first = np.unique(np.array(clean[0], dtype=object), return_index=True)[1]
     first.sort()
     return Texts(
         tuple(clean[0][i] for i in first), found.y_train[first], clean[1], found.y_test,
-        ("negative", "positive"),
+        TWEET_CLASSES,
     )  # fmt: skip
+
+
+def clean_tweet(text: str) -> str:
+    """A tweet without HTML entities and repeated spaces.
+
+    >>> clean_tweet("so  good &lt;3")
+    'so good <3'
+    """
+    return " ".join(html.unescape(text).split())
 
 
 def read_table(root: Path, *, label: str, columns: Path | None) -> Arrays:
@@ -99,19 +110,62 @@ def read_table(root: Path, *, label: str, columns: Path | None) -> Arrays:
     declared = None if columns is None else _declared(columns, label)
     wanted = None if declared is None else tuple(declared)
     train = _read_part(root / "train.csv", label, wanted)
-    scales = declared or _scales_of(train)
-    test = _read_part(root / "test.csv", label, tuple(scales))
+    scales = declared or scales_of(train)
+    return table_of(train, _read_part(root / "test.csv", label, tuple(scales)), scales)
+
+
+def table_of(train: Part, test: Part, scales: Mapping[str, Scale]) -> Arrays:
+    """The numbers of two parts. Raises DataError."""
     names = _class_names(train)
-    x_train, x_test = (
-        np.concatenate([_numbers(part, name, scale) for name, scale in scales.items()], axis=1)
-        for part in (train, test)
-    )
+    x_train, x_test = (numbers_of(part, scales) for part in (train, test))
     y_train, y_test = _classes(train, names), _classes(test, names, known=True)
-    return Arrays(x_train, y_train, x_test, y_test, names, train.records)
+    return Arrays(x_train, y_train, x_test, y_test, names, train.records, scales)
 
 
-def _read_part(path: Path, label: str, wanted: Sequence[str] | None) -> Part:
-    """One file; ``wanted``: its columns, all but the label if None. Raises DataError."""
+def numbers_of(part: Part, scales: Mapping[str, Scale]) -> NDArray[np.float32]:
+    """All columns in [-1, 1], side by side (N, features). Raises DataError."""
+    return np.concatenate([_numbers(part, name, scale) for name, scale in scales.items()], axis=1)
+
+
+def part_of(
+    path: object, columns: Mapping[str, Sequence[str]], label: str, rows: Sequence[int]
+) -> Part:
+    """A part of columns that were read already; ``label``: one of them, or absent; ``rows``: the
+    numbers of its rows."""
+    fields = sorted(name for name in columns if name != label)
+    labels = [value.strip() for value in columns.get(label, ())]
+    rest = {name: columns[name] for name in columns if name != label}
+    return Part(path, rest, labels, rows, _records(fields, columns), "row")
+
+
+def _records(fields: Sequence[str], columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    return tuple(
+        "\x1f".join(f"{n}={_plain(v)}" for n, v in zip(fields, values, strict=True))
+        for values in zip(*(columns[n] for n in fields), strict=True)
+    )
+
+
+def read_new(path: Path, columns: Sequence[str], label: str | None) -> Part:
+    """A file of new rows for a finished run, with at least these columns.
+
+    Raises:
+        DataError: it cannot be read, lacks a column, or with ``label`` a row has none.
+    """
+    part = _read_part(path, label, columns, "The run was trained on them: name yours the same")
+    if label is not None and "" in part.labels:
+        line = part.lines[part.labels.index("")]
+        raise DataError(f"{path}, line {line}: no label. Give each row its class in {label}")
+    return part
+
+
+def _read_part(
+    path: Path, label: str | None, wanted: Sequence[str] | None,
+    advice: str = "Set data.label to the column of the classes, and data.text to that of texts",
+) -> Part:  # fmt: skip
+    """One file; ``wanted``: its columns, all but the label if None. Raises DataError.
+
+    ``label``: None where the file needs no classes. ``advice``: on a column that is absent.
+    """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
@@ -134,20 +188,16 @@ def _read_part(path: Path, label: str, wanted: Sequence[str] | None) -> Part:
     if twice := sorted({name for name in header if header.count(name) > 1}):
         raise DataError(f"{path} has the column {twice[0]} twice. Rename one")
     names = [name for name in header if name != label] if wanted is None else [*wanted]
-    if absent := [name for name in (label, *names) if name not in header]:
+    needed = names if label is None else [label, *names]
+    if absent := [name for name in needed if name not in header]:
         raise DataError(
-            f"{path} has no column {', '.join(absent)}; it has {', '.join(header)}. Set data.label "
-            "to the column of the classes, and data.text to that of texts"
+            f"{path} has no column {', '.join(absent)}; it has {', '.join(header)}. {advice}"
         )
     if not rows:
         raise DataError(f"{path} has no rows. Give at least one")
     by_name = {name: [row[place] for row in rows] for place, name in enumerate(header)}
-    fields = [n for n in sorted(header) if n != label]
-    records = tuple(
-        "\x1f".join(f"{n}={_plain(v)}" for n, v in zip(fields, values, strict=True))
-        for values in zip(*(by_name[n] for n in fields), strict=True)
-    )
-    labels = [value.strip() for value in by_name[label]]
+    records = _records([n for n in sorted(header) if n != label], by_name)
+    labels = [""] * len(rows) if label is None else [value.strip() for value in by_name[label]]
     return Part(path, {n: by_name[n] for n in names}, labels, lines, records)
 
 
@@ -168,15 +218,13 @@ def _classes(part: Part, names: Sequence[str], known: bool = False) -> NDArray[n
     for value, line in zip(part.labels, part.lines, strict=True):
         if value not in numbers or (known and not value):
             raise DataError(
-                f"{part.path}, line {line}: the label is {value!r}, which no training row has. "
-                f"Give one of {', '.join(names[:10])}"
+                f"{part.path}, {part.unit} {line}: the label is {value!r}, which no training row "
+                f"has. Give one of {', '.join(names[:10])}"
             )
     return np.array([numbers[value] for value in part.labels], dtype=np.int64)
 
 
 # Columns -------------------------------------------------------------------------------------
-
-Scale = tuple[float, float] | tuple[str, ...]  # bounds of a number, or categories
 
 
 def _declared(path: Path, label: str) -> dict[str, Scale]:
@@ -186,14 +234,21 @@ def _declared(path: Path, label: str) -> dict[str, Scale]:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise DataError(f"{path} cannot be read as YAML: {error}") from None
+    return check_scales(path, found, label)
+
+
+def check_scales(path: object, found: object, label: str) -> dict[str, Scale]:
+    """Declared bounds and categories, as of :func:`_declared`. Raises DataError."""
     if not isinstance(found, dict) or not found:
         raise DataError(f"{path}: give a line for each column, name: [lowest, highest]")
     scales: dict[str, Scale] = {}
     for name, values in found.items():
-        numbers = isinstance(values, list) and all(type(v) in (int, float) for v in values)
+        numbers = isinstance(values, list | tuple) and all(type(v) in (int, float) for v in values)
         if numbers and len(values) == 2 and -math.inf < values[0] < values[1] < math.inf:
             scales[str(name)] = (float(values[0]), float(values[1]))
-        elif isinstance(values, list) and values and all(isinstance(v, str) for v in values):
+        elif (
+            isinstance(values, list | tuple) and values and all(isinstance(v, str) for v in values)
+        ):
             scales[str(name)] = tuple(values)
         else:
             raise DataError(
@@ -205,7 +260,7 @@ def _declared(path: Path, label: str) -> dict[str, Scale]:
     return scales
 
 
-def _scales_of(train: Part) -> dict[str, Scale]:
+def scales_of(train: Part) -> dict[str, Scale]:
     """Bounds and categories of the training rows: a column is numeric if all its values are."""
     scales: dict[str, Scale] = {}
     for name, values in train.columns.items():
@@ -254,8 +309,8 @@ def _number(part: Part, name: str, value: str, place: int) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise DataError(
-            f"{part.path}, line {part.lines[place]}: column {name} has {value!r}. Give finite "
-            "numbers, or leave out rows with missing values"
+            f"{part.path}, {part.unit} {part.lines[place]}: column {name} has {value!r}. Give "
+            "finite numbers, or leave out rows with missing values"
         )
     return number
 

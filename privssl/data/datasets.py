@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,9 +24,12 @@ from privssl.data.csv_rows import Texts, read_sent140, read_table, read_texts
 from privssl.data.downloads import PUBLISHED, default_root, read_published
 from privssl.data.encoded import Unencoded
 from privssl.data.image_folder import read_folder
-from privssl.data.npz import NO_LABEL, Arrays, read_npz
-from privssl.encoders import encode, open_encoder, reads_texts
-from privssl.errors import DataError
+from privssl.data.npz import NO_LABEL, Arrays, Scale, read_npz
+from privssl.encoders import Encoder, encode, open_encoder, reads_texts
+from privssl.encoders.own_encoders import refuse_mixing
+from privssl.errors import ConfigError, DataError
+from privssl.runtime import plugins
+from privssl.settings.names import DATA_SETS, is_own_encoder
 from privssl.settings.schema import DataSettings
 
 log = logging.getLogger("privssl")
@@ -51,6 +54,9 @@ class Dataset:
     held: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
     unencoded: Unencoded | None = None  # where there is an encoder: x_train has no row then
     records: tuple[str, ...] | None = None  # what names training rows to an account; None: x_train
+    scales: Mapping[str, Scale] | None = None  # of a table's columns
+    #: Of a table in memory: whether bounds were declared, or measured on its training rows.
+    table: Literal["", "declared", "measured"] = ""
 
     @property
     def classes(self) -> int:
@@ -69,6 +75,9 @@ def load_dataset(settings: DataSettings) -> Dataset:
     Raises:
         DataError: it is missing, damaged, or not in its format.
     """
+    if settings.name not in DATA_SETS:
+        found = _own(settings)
+        return _to_encode(settings, found) if settings.encoder else found
     recorder = BufferingHandler(capacity=10**6)
     log.addHandler(recorder)
     try:
@@ -82,15 +91,36 @@ def load_dataset(settings: DataSettings) -> Dataset:
     return replace(from_arrays(settings.name, arrays), said=said)
 
 
-def _to_encode(settings: DataSettings, found: Arrays | Texts) -> Dataset:
+def _own(settings: DataSettings) -> Dataset:
+    """The data set of a plug-in: a function of (root) that returns a ``privssl.Dataset``."""
+    said = f"data.name {settings.name}"
+    found = plugins.load("datasets", "data.name", settings.name)
+    if not callable(found):
+        raise ConfigError(
+            f"{said} is {str(found)[:60]}. Name a function of (root) that returns a privssl.Dataset"
+        )
+    root = expand_path("root", settings.root) if settings.root else default_root()
+    made = plugins.call(f"{said} cannot be read:", found, root)
+    rows = getattr(made, "rows", None)  # privssl.Dataset is of the Python interface
+    if not isinstance(rows, Dataset):
+        raise ConfigError(f"{said} returns a {type(made).__name__}. Return a privssl.Dataset")
+    if rows.held is not None:
+        raise ConfigError(
+            f"{said} says which agent has which rows. Return Dataset.from_arrays and give "
+            "data.partition, or give Dataset.federated from Python (data=...)"
+        )
+    return replace(rows, name=settings.name)
+
+
+def _to_encode(settings: DataSettings, found: Arrays | Texts | Dataset) -> Dataset:
     """The data set before its encoder, which maps the rows that somebody holds."""
-    train: Origin = found.x_train if isinstance(found, Texts) else torch.from_numpy(found.x_train)
-    test: Origin = found.x_test if isinstance(found, Texts) else torch.from_numpy(found.x_test)
-    _refuse_other_input(settings, train)
-    encoder = open_encoder(settings.encoder, settings.encoder_weights)
-    raw = Unencoded(encoder, train, test, default_root())
+    train: Origin = found.x_train if isinstance(found, Texts) else torch.as_tensor(found.x_train)
+    test: Origin = found.x_test if isinstance(found, Texts) else torch.as_tensor(found.x_test)
+    encoder = _encoder(settings, train)
+    shape = tuple(test.shape[1:]) if isinstance(test, Tensor) else None
+    raw = Unencoded(encoder, train, test, default_root(), shape)
     none = torch.empty(0, *encoder.shape, dtype=torch.float16)
-    y_train, y_test = torch.from_numpy(found.y_train), torch.from_numpy(found.y_test)
+    y_train, y_test = torch.as_tensor(found.y_train), torch.as_tensor(found.y_test)
     return Dataset(
         settings.name, none, y_train, none, y_test, found.class_names, unencoded=raw
     )  # fmt: skip
@@ -100,20 +130,45 @@ def encode_rows(settings: DataSettings, x: Tensor) -> tuple[Tensor, Tensor | Non
     """Rows that a site brings: encoded, with what they were, and the encoder's checksum."""
     if not settings.encoder:
         return x, None, None
-    encoder = open_encoder(settings.encoder, settings.encoder_weights)
-    _refuse_other_input(settings, x)
+    encoder = _encoder(settings, x)
     return encode(encoder, x, default_root()), x, encoder.checksum
 
 
-def _refuse_other_input(settings: DataSettings, x: Origin) -> None:
-    """Raise DataError where the encoder takes no rows of this kind."""
-    texts = reads_texts(settings.encoder)
-    if isinstance(x, Tensor) and (texts or x.dim() != 4):
-        takes = "texts" if texts else "images"
+def encode_new(settings: DataSettings, x: Origin, checksum: str) -> Tensor:
+    """Encode rows that a finished run has not seen, float16.
+
+    Args:
+        checksum: of the weights that made the features of the run.
+
+    Raises:
+        DataError: the encoder is absent, has other weights, or takes no such rows.
+    """
+    encoder = _encoder(settings, x)
+    if encoder.checksum != checksum:
+        raise DataError(
+            f"data.encoder {settings.encoder}: its weights here have the checksum "
+            f"{encoder.checksum[:12]}, and those of the run {checksum[:12]}. Install the weights "
+            "that the run was trained with, or train again"
+        )
+    return encode(encoder, x, default_root())
+
+
+def _encoder(settings: DataSettings, x: Origin) -> Encoder:
+    """The encoder of these rows. Raises DataError where it takes no rows of this kind."""
+    own = is_own_encoder(settings.encoder)
+    opened = open_encoder(settings.encoder, settings.encoder_weights) if own else None
+    takes = opened.takes if opened else "texts" if reads_texts(settings.encoder) else "images"
+    is_images = isinstance(x, Tensor) and x.dim() == 4
+    if takes != ("images" if is_images else "texts" if not isinstance(x, Tensor) else "vectors"):
+        form = describe(tuple(x.shape[1:])) if isinstance(x, Tensor) else "texts"
         raise DataError(
             f"data.encoder {settings.encoder} takes {takes}, and rows of {settings.name} are "
-            f"{describe(tuple(x.shape[1:]))}. Leave it out, or give another"
+            f"{form}. Leave it out, or give another"
         )
+    if opened is None:  # after the check: its package may be missing
+        return open_encoder(settings.encoder, settings.encoder_weights)
+    refuse_mixing(opened, tuple(x.shape[1:]) if isinstance(x, Tensor) else None)
+    return opened
 
 
 def expand_path(key: str, text: str) -> Path:
@@ -130,8 +185,33 @@ def from_arrays(name: str, arrays: Arrays) -> Dataset:
         torch.from_numpy(np.ascontiguousarray(array)) for array in arrays[:4]
     )
     return Dataset(
-        name, x_train, y_train, x_test, y_test, arrays.class_names, records=arrays.records
+        name, x_train, y_train, x_test, y_test, arrays.class_names,
+        records=arrays.records, scales=arrays.scales,
     )  # fmt: skip
+
+
+def redraw_test_rows(dataset: Dataset, count: int, rng: torch.Generator) -> Dataset:
+    """The data set with ``count`` test rows drawn from training and test rows together; all others
+    are training rows, the former training rows first.
+
+    Raises:
+        DataError: there are not so many rows with a label, or rows that belong to each other.
+    """
+    if dataset.records is not None or dataset.held is not None or dataset.unencoded is not None:
+        raise DataError(
+            f"data.test is {count}, but {dataset.name} brings its own test rows. Leave it out"
+        )
+    x = torch.cat([dataset.x_train, dataset.x_test])
+    y = torch.cat([dataset.y_train, dataset.y_test])
+    known = (y != NO_LABEL).nonzero()[:, 0]
+    if count >= len(known):
+        raise DataError(
+            f"data.test is {count}, but {dataset.name} has {len(known)} rows with a label. Ask for "
+            "fewer"
+        )
+    tests = known[torch.randperm(len(known), generator=rng)[:count]].sort().values
+    rest = torch.ones(len(y), dtype=torch.bool).index_fill(0, tests, False)
+    return replace(dataset, x_train=x[rest], y_train=y[rest], x_test=x[tests], y_test=y[tests])
 
 
 def checksum(dataset: Dataset) -> str:

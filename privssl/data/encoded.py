@@ -23,6 +23,7 @@ class Unencoded:
     train: Origin
     test: Origin
     folder: Path  # of data sets, where features are kept
+    shape: tuple[int, ...] | None = None  # of an image before the encoder
 
     def encode(self, rows: Origin) -> Tensor:
         """The features of some of the rows, float16."""

@@ -42,6 +42,9 @@ class NpzRows(NamedTuple):
     unlabelled: NDArray[Any] | None
 
 
+Scale = tuple[float, float] | tuple[str, ...]  # of a table's column: bounds, or categories
+
+
 class Arrays(NamedTuple):
     """Images (N, C, H, W), uint8 in 0..255 or float32 in [0, 1]; vectors (N, F), uint8 or float32;
     classes (N,) int64."""
@@ -52,6 +55,7 @@ class Arrays(NamedTuple):
     y_test: NDArray[np.int64]
     class_names: tuple[str, ...]
     records: tuple[str, ...] | None = None  # what names training rows to an account; None: x
+    scales: Mapping[str, Scale] | None = None  # of a table's columns, in their order
 
 
 def read_npz(path: Path) -> Arrays:

@@ -1,4 +1,4 @@
-"""Partition rules: six frozen classes that divide rows among agents.
+"""Partition rules: seven frozen classes that divide rows among agents.
 
 Every row goes to exactly one agent (``DirichletEqual`` may leave rows over). Sources: Dirichlet per
 class is Hsu et al. 2019 (arXiv:1909.06335), per agent FedSEAL's (Bian et al., arXiv:2110.07829);
@@ -6,15 +6,18 @@ round robin is Fan et al., section 5.5; the imbalance table is FedMatch's releas
 """
 
 import heapq
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from privssl.errors import DataError
-from privssl.settings.schema import PartitionName
+from privssl.errors import ConfigError, DataError
+from privssl.runtime import plugins
+from privssl.settings.names import PARTITIONS
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -23,6 +26,7 @@ Floats = NDArray[np.float64]
 class Partition(ABC):
     """A rule that divides rows among agents by their class."""
 
+    @final
     def split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         """Sorted row numbers of each agent: disjoint, together 0..N-1 unless the rule has ``rows``.
 
@@ -40,21 +44,43 @@ class Partition(ABC):
                 f"{agents} agents are to share {self.total(labels)} rows, and each needs at least "
                 "one. Have fewer agents, or more rows"
             )
-        return self._split(labels, agents, rng)
+        if type(self).__module__ == __name__:
+            return self.divide(labels, agents, rng)
+        said = f"data.partition {self!r} fails:"
+        return self._checked(plugins.call(said, self.divide, labels, agents, rng), labels, agents)
+
+    def _checked(self, parts: Any, labels: Ints, agents: int) -> list[Ints]:
+        """What a plug-in's rule returns, sorted. Raises DataError unless it divides rows."""
+        rows = len(labels)
+        try:
+            found = [np.sort(np.asarray(part)) for part in parts]
+            ids = np.concatenate(found)
+            sound = len(found) == agents and ids.dtype.kind in "iu"
+            if sound and len(ids):
+                sound = ids.min() >= 0 and ids.max() < rows and np.bincount(ids).max() == 1
+        except (TypeError, ValueError):
+            sound = False
+        if not sound:
+            raise DataError(
+                f"data.partition {self!r} does not divide {rows} rows among {agents} agents. "
+                "Return a list of arrays of row numbers, one for each agent, each row at most once"
+            )
+        return [part.astype(np.int64) for part in found]
 
     def total(self, labels: Ints) -> int:
         """Number of rows that are divided."""
         return len(labels)
 
     @abstractmethod
-    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]: ...
+    def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
+        """The rule; arguments and result as of :meth:`split`, which checks them."""
 
 
 @dataclass(frozen=True)
 class Iid(Partition):
     """Equally many rows for each agent (within one), and of each class (within one)."""
 
-    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
+    def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         by_class = np.concatenate(list(_rows_of_classes(labels, rng).values()))
         return _deal(by_class, rng.permutation(agents))
 
@@ -72,7 +98,7 @@ class Dirichlet(Partition):
 
     alpha: float
 
-    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
+    def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         alpha = min(max(self.alpha, 1e-9), 1e9)  # outside, numpy's sampler is inexact
         classes = int(labels.max()) + 1
         # All shares before any row, so that they do not depend on how many rows there are.
@@ -109,7 +135,7 @@ class DirichletEqual(Partition):
             )
         return total
 
-    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
+    def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         total = self.total(labels)
         alpha = min(max(self.alpha, 1e-9), 1e9)
         classes = int(labels.max()) + 1
@@ -146,7 +172,7 @@ class ClassesPerAgent(Partition):
 
     k: int
 
-    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
+    def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         # Before any row, so that who gets which class does not depend on how many rows there are.
         classes = rng.permutation(np.unique(labels))
         if self.k > len(classes):
@@ -154,17 +180,43 @@ class ClassesPerAgent(Partition):
                 f"partition classes_per_agent: k is {self.k}, but the rows have only "
                 f"{len(classes)} classes. Lower k"
             )
-        if agents * self.k < len(classes):
-            raise DataError(
-                f"partition classes_per_agent: {agents} agents with k={self.k} classes each "
-                f"cannot own all {len(classes)} classes. Raise k to "
-                f"{-(-len(classes) // agents)}, or add agents"
-            )
-        owners: dict[int, list[int]] = {int(number): [] for number in classes}
         # k consecutive places in a cycle of at least k classes: never the same class twice.
-        for place in range(agents * self.k):
-            owners[int(classes[place % len(classes)])].append(place // self.k)
-        return _share(_rows_of_classes(labels, rng), owners, agents, rng)
+        deck = _deck("classes_per_agent", classes, agents, self.k)
+        return _share(_rows_of_classes(labels, rng), _owners(deck, self.k), agents, rng)
+
+
+@dataclass(frozen=True)
+class Shards(Partition):
+    """Each agent gets ``k`` >= 1 random shards: parts of one class, of which each class has equally
+    many (within one). Two shards of an agent may be of the same class.
+
+    SemiFL's and HeteroFL's non-IID split with "at most K classes" (authors' code), after McMahan et
+    al. 2017.
+    """
+
+    k: int
+
+    def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
+        deck = rng.permutation(_deck("shards", rng.permutation(np.unique(labels)), agents, self.k))
+        return _share(_rows_of_classes(labels, rng), _owners(deck, self.k), agents, rng)
+
+
+def _deck(rule: str, classes: Ints, agents: int, k: int) -> Ints:
+    """The class of each of the k places of all agents: the classes in turn."""
+    if agents * k < len(classes):
+        raise DataError(
+            f"partition {rule}: {agents} agents with k={k} classes each cannot own all "
+            f"{len(classes)} classes. Raise k to {-(-len(classes) // agents)}, or add agents"
+        )
+    return np.resize(classes, agents * k)
+
+
+def _owners(deck: Ints, k: int) -> dict[int, list[int]]:
+    """Class -> the agents that own a part of it, k places after the other."""
+    owners: dict[int, list[int]] = {}
+    for place, number in enumerate(deck.tolist()):
+        owners.setdefault(number, []).append(place // k)
+    return owners
 
 
 @dataclass(frozen=True)
@@ -174,7 +226,7 @@ class RoundRobin(Partition):
     With more agents than classes agent a shares class a mod C; the paper does not say.
     """
 
-    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
+    def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         classes = int(labels.max()) + 1
         owners = {
             number: list(range(number, agents, classes)) or [number % agents]
@@ -197,7 +249,7 @@ class Imbalanced(Partition):
     for which a class was used up, so that sizes differ by at most one.
     """
 
-    def _split(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
+    def divide(self, labels: Ints, agents: int, rng: np.random.Generator) -> list[Ints]:
         if labels.max() >= len(_BASE):
             raise DataError(
                 f"partition imbalanced is a table for {len(_BASE)} classes, and there is a "
@@ -216,23 +268,37 @@ class Imbalanced(Partition):
         return [np.sort(np.concatenate(pair)) for pair in zip(hands, filling, strict=True)]
 
 
-def from_settings(
-    name: PartitionName, alpha: float | None = None, k: int | None = None
-) -> Partition:
-    """The rule that a config names.
+def from_settings(name: str, alpha: float | None = None, k: int | None = None) -> Partition:
+    """The rule that a config names; a plug-in's class gets alpha and k, where they are given.
 
     Raises:
-        DataError: dirichlet without alpha, or classes_per_agent without k.
+        DataError: dirichlet without alpha, or classes_per_agent or shards without k.
+        ConfigError: a plug-in cannot be imported, or is no rule.
     """
+    if name not in PARTITIONS:
+        return _own(name, {key: v for key, v in (("alpha", alpha), ("k", k)) if v is not None})
     if name in ("dirichlet", "dirichlet_equal"):
         if alpha is None:
             raise DataError(f"partition {name} needs alpha, for example 0.5")
         return Dirichlet(alpha) if name == "dirichlet" else DirichletEqual(alpha)
-    if name == "classes_per_agent":
+    if name in ("classes_per_agent", "shards"):
         if k is None:
-            raise DataError("partition classes_per_agent needs k, for example 2")
-        return ClassesPerAgent(k)
+            raise DataError(f"partition {name} needs k, for example 2")
+        return ClassesPerAgent(k) if name == "classes_per_agent" else Shards(k)
     return {"iid": Iid(), "round_robin": RoundRobin(), "imbalanced": Imbalanced()}[name]
+
+
+def _own(name: str, options: dict[str, float | int]) -> Partition:
+    """The rule of a plug-in."""
+    found = plugins.load("partitions", "data.partition", name)
+    if inspect.isclass(found) and issubclass(found, Partition):
+        found = plugins.call(f"data.partition {name} cannot be made:", found, **options)
+    if not isinstance(found, Partition):
+        raise ConfigError(
+            f"data.partition {name} is {str(found)[:60]}. Name a class of "
+            "privssl.data.partition.Partition"
+        )
+    return found
 
 
 def _rows_of_classes(labels: Ints, rng: np.random.Generator) -> dict[int, Ints]:

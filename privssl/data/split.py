@@ -89,6 +89,11 @@ def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Data
         labelled_rule = from_settings(data.labelled_partition, data.labelled_alpha, data.labelled_k)
     with_labels = _hand_out("labelled", labelled_rule, who.labelled, labelled, labels, seed)
     without = _hand_out("unlabelled", rule, who.unlabelled, unlabelled, labels, seed)
+    if data.order == "by-class":
+        with_labels, without = (
+            {agent: _spread_classes(ids, labels) for agent, ids in kind.items()}
+            for kind in (with_labels, without)
+        )
     return Split(
         {a: AgentRows(with_labels.get(a, ()), without.get(a, ())) for a in who.everyone},
         tuple(validation.tolist()),
@@ -98,12 +103,18 @@ def draw_split(data: DataSettings, who: RoleAssignment, seed: int, dataset: Data
 _NOT_OF_SPLIT = (
     "root", "split", "checksum", "encoder", "encoder_weights", "label", "text", "columns",
 )  # fmt: skip
+#: Settings of later versions, which a split names only where they are used: hashes stay the same.
+_LATER = {"test": None, "order": "stored"}
 
 
 def settings_of_split(data: DataSettings) -> dict[str, str | int | float | bool | None]:
     """The settings that determine a split: all but paths, the rows and the encoder."""
     settings = dataclasses.asdict(data)
-    return {key: value for key, value in settings.items() if key not in _NOT_OF_SPLIT}
+    return {
+        key: value
+        for key, value in settings.items()
+        if key not in _NOT_OF_SPLIT and (key not in _LATER or value != _LATER[key])
+    }
 
 
 def _draw_rows(
@@ -197,6 +208,20 @@ def _hand_out(
                 f"data.{kind}, have fewer agents, or choose another partition"
             )
     return {a: tuple(rows[part].tolist()) for a, part in zip(agents, parts, strict=True)}
+
+
+def _spread_classes(ids: tuple[int, ...], labels: Ints) -> tuple[int, ...]:
+    """Row ids in an order in which the rows of each class are evenly spread.
+
+    Row i of n of a class gets the place (i + 1/2) / n, so that T equal slices have n / T of them,
+    within one.
+    """
+    rows = np.array(ids, dtype=np.int64)
+    places = np.empty(len(rows))
+    for number in np.unique(labels[rows]):
+        mine = np.flatnonzero(labels[rows] == number)
+        places[mine] = (np.arange(len(mine)) + 0.5) / len(mine)
+    return tuple(rows[np.argsort(places, kind="stable")].tolist())
 
 
 def _rng(seed: int, purpose: str) -> np.random.Generator:

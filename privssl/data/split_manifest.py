@@ -33,7 +33,8 @@ _exact = pydantic.ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, config=_exact)
 class AgentRows:
-    """Sorted ids of the rows that one agent holds, with labels and without."""
+    """Ids of the rows that one agent holds, with labels and without: sorted, or in the order of
+    ``data.order``."""
 
     labelled: Rows
     unlabelled: Rows

@@ -7,6 +7,7 @@
     minilm_mean            texts -> 384                mean of the same tokens
     minilm_words           texts -> 40 x 384           its word embeddings alone, without context
     huggingface:FOLDER     texts -> 40 x features      a BERT-like model with safetensors
+    package.module:Name    what it says                a function of (weights) -> Encoder
 
 An encoder sees rows without labels and is never trained. What it was trained on is public data, and
 the privacy card says so. Weights are read from safetensors, or by a ``torch.load`` that allows
@@ -17,28 +18,36 @@ from privssl.core.rows import SEQUENCE, VECTOR, RowKind
 from privssl.encoders.frozen import Encoder as Encoder
 from privssl.encoders.frozen import encode as encode
 from privssl.errors import DataError
+from privssl.runtime import plugins
+from privssl.settings.names import (
+    ENCODER_PREFIXES,
+    IMAGE_ENCODERS,
+    TEXT_ENCODERS,
+    is_own_encoder,
+)
 
-IMAGE_ENCODERS = ("efficientnet_lite0",)
-TEXT_ENCODERS = ("minilm", "minilm_mean", "minilm_words")
-PREFIXES = ("torchvision", "timm", "huggingface")
 NAMES = (*IMAGE_ENCODERS, *TEXT_ENCODERS, "torchvision:NAME", "timm:NAME", "huggingface:FOLDER")
 
 
 def is_known(name: str) -> bool:
-    """Whether a name is one of the above."""
+    """Whether a name is one of the above, or a plug-in's."""
     prefix, colon, rest = name.partition(":")
-    return name in (*IMAGE_ENCODERS, *TEXT_ENCODERS) or (
-        prefix in PREFIXES and bool(colon and rest)
-    )
+    if is_own_encoder(name):
+        return plugins.is_known("encoders", name)
+    return prefix not in ENCODER_PREFIXES or bool(colon and rest)
 
 
-def reads_texts(name: str) -> bool:
-    """Whether an encoder takes texts; the others take images."""
+def reads_texts(name: str) -> bool | None:
+    """Whether an encoder takes texts, or images; None: a plug-in, which says when it is opened."""
+    if is_own_encoder(name):
+        return None
     return name in TEXT_ENCODERS or name.startswith("huggingface:")
 
 
-def kind_of_output(name: str) -> RowKind:
-    """The kind of the encoded rows."""
+def kind_of_output(name: str) -> RowKind | None:
+    """The kind of the encoded rows; None: a plug-in's."""
+    if is_own_encoder(name):
+        return None
     return SEQUENCE if reads_texts(name) and name != "minilm_mean" else VECTOR
 
 
@@ -50,9 +59,14 @@ def open_encoder(name: str, weights: str = "") -> Encoder:
 
     Raises:
         DataError: a package, a file or a folder is missing, which the message names.
+        ConfigError: a plug-in cannot be imported, or is no encoder.
     """
     if not is_known(name):
         raise DataError(f"data.encoder is {name!r}. Give one of {', '.join(NAMES)}")
+    if is_own_encoder(name):
+        from privssl.encoders.own_encoders import open_own_encoder
+
+        return open_own_encoder(name, weights)
     if reads_texts(name):
         from privssl.encoders.text_encoders import open_text_encoder
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich.progress import Progress
@@ -46,6 +47,7 @@ class Encoder:
     batch: int  # rows of one call
     build: Callable[[], Callable[[Rows], Tensor]]  # loads the network: rows -> float32 (B, *shape)
     cached: bool = True  # whether features are kept on disk
+    takes: Literal["images", "texts"] = "images"
 
     @property
     def about(self) -> dict[str, str]:

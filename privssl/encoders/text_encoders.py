@@ -46,7 +46,8 @@ def open_text_encoder(name: str) -> Encoder:
 
     steps = {"form": form, "length": LENGTH, "scales": SCALES, "version": 1}
     checksum = checksum_of(files, steps)
-    return Encoder(name, shape, checksum, about, 32, build, cached=form != "words")
+    cached = form != "words"
+    return Encoder(name, shape, checksum, about, 32, build, cached=cached, takes="texts")
 
 
 def _minilm_folder(name: str) -> Path:

@@ -21,12 +21,15 @@ import yaml
 from accounting.account_plan import DEVICE_NAMES
 from privssl import encoders
 from privssl.algorithms import ALGORITHMS
+from privssl.core.rows import WITH_DROPOUT
 from privssl.data.split import role_problems
 from privssl.errors import ConfigError
+from privssl.experiment.later_keys import forget_later_keys
 from privssl.experiment.number_checks import count_labelled_rows, number_problems
 from privssl.experiment.row_checks import IMAGE_SETS, kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
 from privssl.settings.error_messages import either, problem_report, show
+from privssl.settings.names import DATA_SETS, IMAGE_ENCODERS, is_outside
 from privssl.settings.schema import (
     DP_SGD_KEYS,
     AgentSettings,
@@ -45,19 +48,6 @@ _OF_ONE_MACHINE = {
     "model": ("weights",),
     "privacy": ("ledger", "ledger_epsilon"),
 }
-#: Keys of later versions are in a hash only where they are used: older checkpoints stay valid.
-_LATER: Mapping[str, Mapping[str, Any]] = {
-    "data": {
-        "checksum": "", "encoder": "", "encoder_weights": "", "label": "label", "text": "",
-        "columns": "",
-    },
-    "model": {"options": {}, "weights": ""},
-    "algorithm": {
-        "updates": "joint", "reading": "bayes",
-        "generator": "mixing", "weight_code": 0.0125, "generator_at": "all",
-        "synthetic_share": 0.0, "synthetic_at": "query", "synthetic_labels": "teacher",
-    },
-}  # fmt: skip
 _PATHS = {
     "data": ("root", "split", "encoder_weights", "columns"),
     "model": ("weights",),
@@ -239,11 +229,11 @@ def _dp_sgd_problems(config: Config) -> Iterator[Problem]:
             "run.precision",
             "private gradients are clipped and noised in float32. Set run.precision: float32",
         )
-    if config.model.name == "trinet_cnn":
+    if config.model.name in WITH_DROPOUT:
         yield Problem(
             "model.name",
-            "trinet_cnn has dropout, whose draws go by a row's place in the batch, so one row more "
-            "would change what others contribute. Set model.name: small_cnn",
+            f"{config.model.name} has dropout, whose draws go by a row's place in the batch, so "
+            "one row more would change what others contribute. Set model.name: small_cnn",
         )
 
 
@@ -271,8 +261,9 @@ def _row_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> Iterat
         yield Problem("data.encoder", f"{show(encoder)} is unknown. Give {either(encoders.NAMES)}")
         return
     data, texts = config.data, config.data.name == "sent140" or bool(config.data.text)
-    if encoder and encoders.reads_texts(encoder) != texts and data.name != "npz":
-        takes, other = ("texts", encoders.IMAGE_ENCODERS[0]) if not texts else ("images", "minilm")
+    takes_texts = encoders.reads_texts(encoder) if encoder else None
+    if takes_texts not in (None, texts) and data.name in DATA_SETS and data.name != "npz":
+        takes, other = ("texts", IMAGE_ENCODERS[0]) if not texts else ("images", "minilm")
         has = "texts" if texts else "images" if data.name in IMAGE_SETS else "a table"
         advice = "Leave it out" if has == "a table" else f"Set {other}"
         yield Problem(
@@ -320,7 +311,7 @@ def _absence_problems(config: Config, algorithms: Mapping[str, type[Any]]) -> It
 
 def _together_problems(config: Config) -> Iterator[Problem]:
     """What batched agents and networks from outside cannot have; ``prepare`` checks the device."""
-    if config.run.precision == "bfloat16" and ":" in config.model.name:
+    if config.run.precision == "bfloat16" and is_outside(config.model.name):
         yield Problem(
             "precision",
             f"bfloat16 belongs to the networks of privssl, and model.name is {config.model.name}. "
@@ -359,15 +350,21 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=1000)
 
 
+def without_paths(config: Config) -> dict[str, Any]:
+    """All keys by section, without paths of this machine."""
+    sections = {name: _plain(getattr(config, name)) for name in ORDER}
+    for name, keys in {**_PATHS, "run": (*_PATHS["run"], "output")}.items():
+        for key in keys:
+            (sections[name] or {}).pop(key, None)
+    return sections
+
+
 def result_relevant(config: Config) -> dict[str, dict[str, Any] | None]:
     """Everything that may change a trained bit, by section: of ``run``, seed and precision."""
     sections = {name: _plain(getattr(config, name)) for name in ORDER}
     run = sections["run"]
     assert run is not None
-    for name, keys in _LATER.items():
-        for key, usual in keys.items():
-            if (section := sections[name]) and section.get(key) == usual:
-                del section[key]
+    forget_later_keys(sections)
     return {**sections, "run": {key: run[key] for key in ("seed", "precision")}}
 
 

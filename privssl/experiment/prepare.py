@@ -32,10 +32,13 @@ from privssl.data.datasets import Dataset
 from privssl.engines import batched, process_pool
 from privssl.errors import ConfigError, PrivacyError
 from privssl.experiment.config import Config
+from privssl.experiment.plugin_names import describe_plugins, refuse_taken_names
 from privssl.experiment.row_checks import refuse_classes_of_labels_alone, refuse_other_rows
 from privssl.models.own_networks import NetworkSource, check_network, describe_exchange
 from privssl.privacy.independence import refuse_memory
 from privssl.privacy.plan import Plan
+from privssl.reporting.outside_trackers import check_trackers
+from privssl.settings.names import is_outside
 from privssl.settings.schema import PrivacySettings, RunSettings
 
 WITHHELD = "withheld"  # what stands where another run would tell the hash of its split
@@ -59,6 +62,11 @@ class Prepared:
         return _labelled(self.federated_data)
 
     @property
+    def plugins(self) -> dict[str, dict[str, str | None]]:
+        """Code from outside of privssl that the run imported, by the key that names it."""
+        return describe_plugins(self.config)
+
+    @property
     def is_nominal(self) -> bool:
         """Whether its epsilons are those of a scheme that guarantees nothing."""
         return self.plan is not None and self.plan.scope == "as_published"
@@ -68,9 +76,17 @@ class Prepared:
         """The form of a row and the class names in output order, for users of the classifier."""
         dataset = self.federated_data.dataset
         kind = kind_of(dataset.shape)
-        form = {"kind": kind.name, "shape": list(dataset.shape), "scaling": kind.scaling}
-        encoder = None if dataset.unencoded is None else dataset.unencoded.encoder.about
-        return {"rows": {**form, "encoder": encoder}, "class_names": list(dataset.class_names)}
+        form: dict[str, Any] = {
+            "kind": kind.name, "shape": list(dataset.shape), "scaling": kind.scaling,
+            "encoder": None,
+        }  # fmt: skip
+        if raw := dataset.unencoded:
+            form["encoder"] = raw.encoder.about
+            if raw.shape is not None:
+                form["raw_shape"] = list(raw.shape)
+        if dataset.scales is not None:  # of a private run they are declared: public
+            form["columns"] = {name: list(scale) for name, scale in dataset.scales.items()}
+        return {"rows": form, "class_names": list(dataset.class_names)}
 
     @property
     def warnings(self) -> list[str]:
@@ -117,6 +133,8 @@ def prepare(
         privssl.errors.UserError: see the head of this module.
         accounting.errors.PlanError: no true claim could follow from the privacy section.
     """
+    refuse_taken_names()
+    check_trackers(config.run.trackers)
     device = device_of(config.run.device)
     _check_side_by_side(config.run, device)
     roster = data.agent_refs(config.data.labels, config.agents)
@@ -125,7 +143,7 @@ def prepare(
     refuse_other_rows(config, dataset.shape)
     refuse_classes_of_labels_alone(config, dataset)
     task = task_of(config, dataset.classes, dataset.shape, network)
-    if ":" in config.model.name:
+    if is_outside(config.model.name):
         check_network(config.model.name, task.new_classifier, task.shape, task.classes)
     plan, holders = None, _labelled(federated_data)
     if config.privacy is not None:
@@ -148,7 +166,7 @@ def prepare(
             if plan.visits and config.run.engine == "local":
                 algorithm.try_private(device)
     said = (*config.warnings, *_warnings(config, federated_data))
-    if ":" in config.model.name:
+    if is_outside(config.model.name):
         changed = describe_exchange(config.model, task.shape, task.classes, network)
         said += () if changed is None else (changed,)
     config = dataclasses.replace(config, warnings=said)
@@ -224,10 +242,14 @@ def _federated_data(config: Config, dataset: data.Dataset | None) -> data.Federa
         )
     privacy, at_server = config.privacy, config.data.labels == "labels-at-server"
     for key, wrong, why in (
-        ("data.validation", config.data.validation, "rows that no agent holds are at no site"),
+        ("data.test", config.data.test, "each site has its own rows"),
+        (
+            "data.validation", config.data.validation and not at_server,
+            "rows that no agent holds are at no site",
+        ),
         ("privacy.ledger", privacy is not None and privacy.ledger, "each site has its own"),
         ("privacy", privacy is not None and at_server, "a labelled server has no site"),
-    ):
+    ):  # fmt: skip
         if wrong:
             raise ConfigError(f"{key} has no meaning with run.engine flower: {why}. Leave it out")
     if privacy is not None and privacy.scope != "sound":
@@ -246,7 +268,7 @@ def _own_network_refused(config: Config) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
-        if ":" not in config.model.name:
+        if not is_outside(config.model.name):
             raise
         text = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
         raise PrivacyError(
@@ -259,7 +281,7 @@ def check_private(algorithm: Algorithm[Any], config: Config) -> None:
     """Raise PrivacyError where a row reaches another's loss: in a batch, or by what a network from
     outside keeps from one call to the next."""
     algorithm.check_private()
-    if ":" in config.model.name and algorithm.mechanism == "dp-sgd":
+    if is_outside(config.model.name) and algorithm.mechanism == "dp-sgd":
         refuse_memory(algorithm.task.new_classifier(), algorithm.task.shape)
 
 
@@ -273,7 +295,12 @@ def task_of(
     def new_classifier() -> nn.Module:
         return models.build_classifier(config.model, shape, classes, precision, network)
 
-    return Task(classes, shape, new_classifier, precision)
+    def narrow_classifier(share: float) -> nn.Module:
+        narrow = dataclasses.replace(config.model, width=round(share * config.model.width))
+        return models.build_classifier(narrow, shape, classes, precision)
+
+    own = network is not None or ":" in config.model.name
+    return Task(classes, shape, new_classifier, precision, None if own else narrow_classifier)
 
 
 def _labelled(federated_data: data.FederatedDataset) -> tuple[Agent, ...]:

@@ -12,6 +12,7 @@ from privssl.data.datasets import Dataset
 from privssl.encoders import kind_of_output
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.settings.error_messages import either
+from privssl.settings.names import is_outside
 from privssl.settings.schema import Problem
 
 IMAGE_SETS = ("digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "toy")
@@ -40,7 +41,7 @@ def row_problems(
     because = getattr(algorithms[name], "needs_images", "")
     if because and kind is not IMAGE:
         yield Problem("algorithm.name", f"{name} needs images: {because}; {rows}")
-    if ":" not in model.name and model.name not in kind.networks:
+    if not is_outside(model.name) and model.name not in kind.networks:
         takes = either([k.name + "s" for k in KINDS.values() if model.name in k.networks])
         text = f"{model.name} takes {takes}, and {rows}. Set {either(kind.networks)}"
         yield Problem("model.name", text)
@@ -79,14 +80,20 @@ def refuse_other_rows(config: Any, shape: Shape) -> None:
 
 
 def refuse_classes_of_labels_alone(config: Any, dataset: Dataset) -> None:
-    """Raise PrivacyError for a class of a private run's CSV files that no test row has: its name,
-    and the number of outputs, would come from labels under the claim."""
-    if config.privacy is None or config.data.name != "csv":
+    """Raise PrivacyError for a class of a private run's table that no test row has: its name, and
+    the number of outputs, would come from labels under the claim. And for bounds from its rows."""
+    if config.privacy is None or (config.data.name != "csv" and not dataset.table):
         return
+    if dataset.table == "measured":
+        raise PrivacyError(
+            "Dataset.from_frame took bounds and categories from training rows, which would be one "
+            'more release. Declare them, from public knowledge: columns={"age": [0, 120], '
+            '"colour": ["red", "blue"]}'
+        )
     counts = dataset.y_test.bincount(minlength=dataset.classes).tolist()
     if absent := sum(not n for n in counts):
         raise PrivacyError(
-            f"{absent} of {dataset.classes} classes are in train.csv alone, so their names and the "
-            "number of outputs would be released from private labels, without noise. Give a test "
-            "row of each class"
+            f"{absent} of {dataset.classes} classes are in training rows alone, so their names and "
+            "the number of outputs would be released from private labels, without noise. Give a "
+            "test row of each class"
         )

@@ -9,13 +9,23 @@ from torch import nn
 from privssl.core.rows import IMAGE, Shape, kind_of
 from privssl.errors import DataError
 from privssl.models import own_networks
-from privssl.models.convnets import LeNet, SmallCNN, TriNetCNN
+from privssl.models.convnets import (
+    AlexNetLike,
+    FedAvgCNN,
+    LeNet,
+    LeNet32,
+    SmallCNN,
+    TriNetCNN,
+    TriNetSVHN,
+)
 from privssl.models.feature_nets import GRU, MLP, Linear, TextCNN
 from privssl.models.resnet import ResNet9
+from privssl.models.resnet18 import ResNet18, ResNet18Small
 from privssl.models.wide_resnet import WideResNet28x2
 from privssl.ops.dropout import Dropout
 from privssl.ops.fused_conv import fuse
 from privssl.ops.precision import Precision, in_precision
+from privssl.settings.names import is_outside
 from privssl.settings.schema import ModelSettings
 from privssl.storage.tensor_files import sha256_of
 
@@ -27,8 +37,14 @@ SMALLEST = 8  # pixels of a row's shorter side
 CLASSIFIERS: dict[str, type[nn.Module]] = {
     "small_cnn": SmallCNN,
     "lenet": LeNet,
+    "fedavg_cnn": FedAvgCNN,
+    "lenet32": LeNet32,
+    "alexnet": AlexNetLike,
     "trinet_cnn": TriNetCNN,
+    "trinet_svhn": TriNetSVHN,
     "resnet9": ResNet9,
+    "resnet18": ResNet18,
+    "resnet18_3x3": ResNet18Small,
     "wresnet28x2": WideResNet28x2,
     "linear": Linear,
     "mlp": MLP,
@@ -57,7 +73,7 @@ def build_classifier(
         DataError: images are too small to be halved three times.
         ConfigError: a network from outside cannot be built, or ``model.weights`` do not fit.
     """
-    if source is not None or ":" in settings.name:
+    if source is not None or is_outside(settings.name):
         return own_networks.build_network(settings, shape, classes, source)
     if kind_of(shape) is IMAGE and min(shape[1:]) < SMALLEST:
         _, height, width = shape
@@ -75,7 +91,7 @@ def build_classifier(
 def public_part(settings: ModelSettings) -> PublicPart | None:
     """Name, and SHA-256 of ``model.weights`` or "", of a classifier from outside or with initial
     weights, which a claim takes as public; None: neither. The weights have been read."""
-    if ":" not in settings.name and not settings.weights:
+    if not is_outside(settings.name) and not settings.weights:
         return None
     path = Path(settings.weights).expanduser()
     return {"name": settings.name, "weights": sha256_of(path) if settings.weights else ""}

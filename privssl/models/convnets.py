@@ -1,11 +1,15 @@
 """Small CNNs for 8x8 to 32x32 images. Pooling precedes normalisation: on a CPU a group norm at full
 resolution costs more than the convolution before it."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from privssl.models.static_norm import StaticNorm
 from privssl.ops.group_norm import GroupNorm
+
+TRUNCATED = 0.87962566103423978  # standard deviation of a standard normal cut at +-2
 
 
 def norm_layer(norm: str, channels: int) -> nn.Module:
@@ -17,6 +21,15 @@ def norm_layer(norm: str, channels: int) -> nn.Module:
     if norm == "static":
         return StaticNorm(channels)
     return nn.Identity()
+
+
+def scale_variance(network: nn.Module) -> None:
+    """Weights as FedMatch's start: normal with variance 1 / fan-in, cut at two standard deviations
+    (Keras' VarianceScaling)."""
+    with torch.no_grad():
+        for weight in network.parameters():
+            std = math.sqrt(1 / weight[0].numel()) / TRUNCATED
+            nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
 class SmallCNN(nn.Module):
@@ -46,20 +59,54 @@ class SmallCNN(nn.Module):
         return logits
 
 
-class LeNet(nn.Module):
-    """LeNet-5 with ReLU and max pooling (LeCun et al. 1998), any input of 8x8 or more. The first
-    convolution pads by two, as for 28x28 digits; the second pads only small images. ``width``
-    scales 6/16/120/84 (16 keeps them)."""
+class FedAvgCNN(nn.Module):
+    """The network of FedAvg (McMahan et al. 2017) for CIFAR-10, as SemiFL's Table 3 and its code
+    have it: two 5x5 convolutions, each pooled, and a hidden layer. 2,156,490 parameters at width
+    16, 3x32x32, 10 classes without norm. ``width`` scales 32/64/512 (16 keeps them)."""
 
     def __init__(
         self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
     ) -> None:
         super().__init__()
         channels, height, breadth = shape
+        layers: list[nn.Module] = []
+        for out in (2 * width, 4 * width):
+            layers += [
+                nn.Conv2d(channels, out, 5, padding=2),
+                nn.MaxPool2d(2),
+                norm_layer(norm, out),
+                nn.ReLU(),
+            ]
+            channels = out
+        self.trunk = nn.Sequential(*layers, nn.Flatten())
+        features = channels * (height // 4) * (breadth // 4)
+        self.head = nn.Sequential(
+            nn.Linear(features, 32 * width), nn.ReLU(), nn.Linear(32 * width, classes)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.trunk(x))
+        return logits
+
+
+class LeNet(nn.Module):
+    """LeNet-5 with ReLU and max pooling (LeCun et al. 1998), any input of 8x8 or more. The first
+    convolution pads by two, as for 28x28 digits; the second pads only small images. ``width``
+    scales 6/16/120/84 (16 keeps them)."""
+
+    unpadded_from = math.inf  # the first convolution does not pad images with sides of this or more
+
+    def __init__(
+        self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
+    ) -> None:
+        super().__init__()
+        channels, height, breadth = shape
+        side = min(height, breadth)
         first, second, third, fourth = (max(1, n * width // 16) for n in (6, 16, 120, 84))
-        second_pad = 0 if min(height, breadth) >= 14 else 2
+        first_pad = 0 if side >= self.unpadded_from else 2
+        second_pad = 0 if side >= 14 else 2
         self.trunk = nn.Sequential(
-            nn.Conv2d(channels, first, 5, padding=2),
+            nn.Conv2d(channels, first, 5, padding=first_pad),
             nn.MaxPool2d(2),
             norm_layer(norm, first),
             nn.ReLU(),
@@ -79,6 +126,56 @@ class LeNet(nn.Module):
             nn.ReLU(),
             nn.Linear(fourth, classes),
         )
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.trunk(x))
+        return logits
+
+
+class LeNet32(LeNet):
+    """LeNet-5 as its authors feed it, 32x32 without padding: FedSEAL's network for SVHN. 62,006
+    parameters at width 16, 3x32x32, 10 classes without norm. Images below 28 pixels are padded."""
+
+    unpadded_from = 28
+
+
+class AlexNetLike(nn.Module):
+    """FedMatch's smaller network (Jeong et al., ICLR 2021, B.4; Serra et al. 2018): convolutions of
+    64, 128 and 256 filters with kernels of 4, 3 and 2, each followed by 2x2 max pooling, and two
+    linear layers of 2048 units. 6,519,808 parameters at width 16, 3x32x32, 10 classes without norm,
+    where it has no biases and starts as FedMatch's ResNet-9 does.
+
+    The paper gives neither padding nor dropout: there is none here (Serra et al. have dropout).
+    Images with a side below 19 pixels, which would be used up, are padded.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
+    ) -> None:
+        super().__init__()
+        channels, *sides = shape
+        small, bias = min(sides) < 19, norm != "none"
+        layers: list[nn.Module] = []
+        for out, kernel in ((4 * width, 4), (8 * width, 3), (16 * width, 2)):
+            pad = kernel // 2 if small else 0
+            layers += [
+                nn.Conv2d(channels, out, kernel, padding=pad, bias=bias),
+                nn.MaxPool2d(2),
+                norm_layer(norm, out),
+                nn.ReLU(),
+            ]
+            channels, sides = out, [(side + 2 * pad - kernel + 1) // 2 for side in sides]
+        units = 128 * width
+        self.trunk = nn.Sequential(*layers, nn.Flatten())
+        self.head = nn.Sequential(
+            nn.Linear(channels * sides[0] * sides[1], units, bias=bias),
+            nn.ReLU(),
+            nn.Linear(units, units, bias=bias),
+            nn.ReLU(),
+            nn.Linear(units, classes, bias=bias),
+        )
+        if not bias:
+            scale_variance(self)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.trunk(x))
@@ -128,3 +225,51 @@ class TriNetCNN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.deep(self.shallow(x))
         return logits
+
+
+class TriNetSVHN(nn.Module):
+    """FedTriNet's network for SVHN, as in the authors' code: six convolutions and three linear
+    layers. 5,852,170 parameters at width 16, 3x32x32, 10 classes with a norm, which follows the
+    first, third and fifth convolution; the authors' is batch norm.
+
+    ``shallow`` has the first two convolutions, as the paper splices (its code: the first alone),
+    ``deep`` the rest. ``width`` scales all channels and units (16 keeps them). Dropout as in
+    ``TriNetCNN``.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
+    ) -> None:
+        super().__init__()
+        channels, height, breadth = shape
+        self.shallow = nn.Sequential(*_pair(channels, 2 * width, 4 * width, norm))
+        units = 16 * width * (height // 8) * (breadth // 8)
+        self.deep = nn.Sequential(
+            *_pair(4 * width, 8 * width, 8 * width, norm),
+            nn.Dropout2d(0.05),
+            *_pair(8 * width, 16 * width, 16 * width, norm),
+            nn.Flatten(),
+            nn.Dropout(0.1),
+            nn.Linear(units, 64 * width),
+            nn.ReLU(),
+            nn.Linear(64 * width, 32 * width),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Linear(32 * width, classes),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.deep(self.shallow(x))
+        return logits
+
+
+def _pair(channels: int, first: int, second: int, norm: str) -> tuple[nn.Module, ...]:
+    """3x3, normalised, ReLU; 3x3, ReLU, halved."""
+    return (
+        nn.Conv2d(channels, first, 3, padding=1),
+        norm_layer(norm, first),
+        nn.ReLU(),
+        nn.Conv2d(first, second, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    )

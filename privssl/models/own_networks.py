@@ -30,9 +30,9 @@ from privssl.errors import ConfigError
 from privssl.models.convnets import norm_layer
 from privssl.models.static_norm import StaticNorm
 from privssl.ops.group_norm import GroupNorm
-from privssl.runtime import randomness
-from privssl.runtime.plugins import import_object
+from privssl.runtime import plugins, randomness
 from privssl.settings.error_messages import unknown
+from privssl.settings.names import is_outside
 from privssl.settings.schema import ModelSettings
 from privssl.storage import tensor_files
 
@@ -50,9 +50,8 @@ TRIED = 3  # rows of the batch that a network is tried with
 
 
 def is_imported(name: str) -> bool:
-    """Whether ``model.name`` is ``package.module:Name``: code that is neither ours nor a known
-    library's."""
-    return ":" in name and name.partition(":")[0] not in LIBRARIES
+    """Whether ``model.name`` is a plug-in: code that is neither ours nor a known library's."""
+    return is_outside(name) and name.partition(":")[0] not in LIBRARIES
 
 
 def reference_of(source: NetworkSource) -> str:
@@ -129,12 +128,16 @@ def _refuse_files(settings: ModelSettings) -> None:
 
 def _imported(name: str) -> NetworkSource:
     """The network that a name imports: nothing else is called."""
-    found = import_object("model.name", name)
+    return check_source(f"model.name {name}", plugins.load("models", "model.name", name))
+
+
+def check_source(said: str, found: Any) -> NetworkSource:
+    """What an import found, as a network. Raises ConfigError, which begins with ``said``."""
     is_class = inspect.isclass(found) and issubclass(found, nn.Module)
     if not (is_class or inspect.isfunction(found) or isinstance(found, nn.Module)):
         raise ConfigError(
-            f"model.name {name} is {str(found)[:60]}, which is no network. Name a torch.nn.Module "
-            "class, a function of (shape, classes), or a module"
+            f"{said} is {str(found)[:60]}, which is no network. Name a torch.nn.Module class, a "
+            "function of (shape, classes), or a module"
         )
     source: NetworkSource = found
     return source

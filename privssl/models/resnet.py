@@ -13,20 +13,14 @@ Differs from the papers: they pool 4x4 at the end, which at 32x32 pixels is the 
 it is always the global maximum, so the head has one size for all images from 8x8 up.
 """
 
-import math
-
-import torch
 from torch import Tensor, nn
 
-from privssl.models.convnets import norm_layer
-
-TRUNCATED = 0.87962566103423978  # standard deviation of a standard normal cut at +-2
+from privssl.models.convnets import norm_layer, scale_variance
 
 
 class ResNet9(nn.Module):
     """Input (B, *shape), output (B, classes). ``width`` 16 is full size: 64 to 512 channels. Bare,
-    weights start as in FedMatch: normal with variance 1 / fan-in, cut at two standard deviations
-    (Keras' VarianceScaling); otherwise by torch's rule."""
+    weights start by ``scale_variance``; otherwise by torch's rule."""
 
     def __init__(
         self, shape: tuple[int, int, int], classes: int, *, width: int = 16, norm: str = "group"
@@ -41,8 +35,7 @@ class ResNet9(nn.Module):
         self.residual2 = _residual(fourth, norm)
         self.head = nn.Linear(fourth, classes, bias=norm != "none")
         if norm == "none":
-            for parameter in self.parameters():
-                _scale_variance(parameter)
+            scale_variance(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv2(self.conv1(x))
@@ -65,10 +58,3 @@ def _residual(channels: int, norm: str) -> nn.Sequential:
     return nn.Sequential(
         _convolution(channels, channels, norm), _convolution(channels, channels, norm)
     )
-
-
-def _scale_variance(weight: nn.Parameter) -> None:
-    fan_in = weight[0].numel()
-    std = math.sqrt(1 / fan_in) / TRUNCATED
-    with torch.no_grad():
-        nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)

@@ -30,6 +30,7 @@ from privssl.privacy.card_schema import (
 )
 from privssl.privacy.former_ledgers import former_sentences
 from privssl.privacy.label_histogram import CENSUS
+from privssl.settings.names import ALGORITHMS, is_outside
 
 #: agent id, its plan, one event per charged visit, hash of its ledger's last line
 AgentSpend = tuple[str, AccountPlan, Sequence[Event], str]
@@ -62,6 +63,10 @@ _NOT_SENT_IN_CENSUS = (
 )
 _AS_PUBLISHED = (
     "Every labelled record: networks trained on it without noise leave its agent in every round.",
+)
+_OWN_ALGORITHM = (
+    "Mistakes of the algorithm {} that privssl cannot see: its code is not of privssl, and its "
+    "author is trusted."
 )
 
 
@@ -161,6 +166,7 @@ def privacy_card(
             *_NOT_PROTECTED,
             *(() if encoder is None else (encoder_sentence(encoder),)),
             *(() if network is None else (network_sentence(network),)),
+            *(() if algorithm in ALGORITHMS else (_OWN_ALGORITHM.format(algorithm),)),
             *(_IDEAL_BITS if census and claimed == 0 else _ROUNDING),
         ],
         "attack_bounds": attack_bounds(overall, claimed) if claims else None,
@@ -196,9 +202,8 @@ def encoder_sentence(encoder: EncoderEntry) -> str:
 def network_sentence(network: Mapping[Literal["name", "weights"], str]) -> str:
     """What the claim says of a network's code, and of what its initial weights learned from."""
     file = f" (model.weights, SHA-256 {network['weights']})" if network["weights"] else ""
-    code = (
-        " Its code is not of privssl and was tried, not proved." if ":" in network["name"] else ""
-    )
+    own = is_outside(network["name"])
+    code = " Its code is not of privssl and was tried, not proved." if own else ""
     return (
         f"What the initial weights of {network['name']}{file} were trained on: they are taken as "
         f"public. Weights that have seen the private rows break the claim.{code}"

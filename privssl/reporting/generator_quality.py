@@ -24,6 +24,7 @@ from privssl.runtime import randomness
 from privssl.training.local_training import network_input
 
 FEATURES = 32  # of the judge
+TAUGHT = 1000  # synthetic rows from which a classifier learns
 SAMPLES = 500  # synthetic rows that are judged, at most; at least two of each class
 REAL = 2000  # test rows that they are compared with, at most
 TRAINED_ON = 8000  # test rows that the judge learns, at most
@@ -109,6 +110,20 @@ class GeneratorQuality:
             "gen/diversity_features": _spread(seen, self._labels) / real.features,
             "gen/frechet": frechet_distance(seen, real.seen),
         }
+
+    def accuracy_from_synthetic_rows(self, generator: ConditionalGenerator) -> dict[str, float]:
+        """Accuracy on test rows of a network like the judge that learned synthetic rows alone."""
+        if len(self._x) < FEWEST:
+            return {}
+        labels = torch.arange(TAUGHT) % self._classes
+        rng, shape = randomness.stream(0, 0, "world", "taught rows"), self._x.shape[1:]
+        rows = draw_samples(generator, labels, self._classes, shape, rng).nan_to_num(0.0)
+        taught = train_judge(rows, labels, self._classes)
+        with torch.no_grad():
+            named = torch.cat(
+                [taught(network_input(part)).argmax(dim=1) for part in torch.split(self._x, 2048)]
+            )
+        return {"gen/accuracy_from_synthetic_rows": _share(named, self._y)}
 
     def nearest_ratio(
         self, generator: ConditionalGenerator, training: Iterable[Tensor]

@@ -34,6 +34,9 @@ FINAL = "final"  # the metric that is the accuracy after the last round
 #: Keys of a config that name places on one machine.
 _PLACES = {"data": ("root", "split"), "run": ("output",), "privacy": ("ledger",)}
 
+#: Keys that name a file: its name counts, not its folder.
+_FILES = {"data": ("columns", "encoder_weights")}
+
 Entry = Mapping[str, Any]
 State = Literal["measured", "old", "missing", "absent"]
 
@@ -192,11 +195,14 @@ def _hash(parts: Mapping[str, Any]) -> str:
 
 
 def _without_places(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections of a config without ``_PLACES``."""
+    """The sections of a config without ``_PLACES``, and of ``_FILES`` the names alone."""
     return {
-        name: section and {k: v for k, v in section.items() if k not in _PLACES.get(name, ())}
+        name: section and {
+            key: Path(value).name if key in _FILES.get(name, ()) else value
+            for key, value in section.items() if key not in _PLACES.get(name, ())
+        }
         for name, section in parts.items()
-    }
+    }  # fmt: skip
 
 
 def changed_keys(then: Mapping[str, Any], now: Config) -> list[str]:
@@ -205,7 +211,7 @@ def changed_keys(then: Mapping[str, Any], now: Config) -> list[str]:
     A key that did not exist then must have its default: new keys keep what runs did before.
     """
     changed = []
-    for name, section in configs.result_relevant(now).items():
+    for name, section in _without_places(configs.result_relevant(now)).items():
         former = then.get(name)
         if (former is None) != (section is None):
             changed.append(name)
@@ -213,8 +219,6 @@ def changed_keys(then: Mapping[str, Any], now: Config) -> list[str]:
             kind = getattr(now, name)
             usual = {spec.name: spec.default for spec in dataclasses.fields(kind)}
             for key, value in section.items():
-                if key in _PLACES.get(name, ()):
-                    continue
                 if _as_json(former.get(key, usual.get(key))) != _as_json(value):
                     changed.append(f"{name}.{key}")
     return changed

@@ -89,8 +89,10 @@ def filled(text: str, bullet: str = "") -> str:
 def _what_numbers_are(of: Measurements) -> str:
     metric = of.table.file.metric
     what = "Test accuracy after the last round" if metric == FINAL else f"The last `{metric}`"
+    others = [f"{row.name}: the last `{row.metric}`" for row in of.table.file.rows if row.metric]
+    also = f" ({'; '.join(others)})" if others else ""
     printed = ", and after the slash what the paper prints" if _has_printed(of) else ""
-    return f"{what}, in percent: mean ± sample standard deviation over seeds{printed}."
+    return f"{what}{also}, in percent: mean ± sample standard deviation over seeds{printed}."
 
 
 def _has_printed(of: Measurements) -> bool:

@@ -41,6 +41,7 @@ class _Entry(BaseModel):
     size: Size | None = None
     differs: Name | None = None
     minutes: Minutes | None = None
+    metric: Name | None = None  # "final", or a column of metrics.csv
 
 
 class Line(_Entry):
@@ -290,7 +291,8 @@ def _cells(name: str, file: TableFile, root: Path) -> Iterator[Cell]:
         yield Cell(
             name, row.name, column.name, root / (_last("config", *entries) or ""),
             tuple(f"{key}={_yaml(value)}" for key, value in settings.items()),
-            _last("size", *entries), _differs(*entries), _last("minutes", *entries), file.metric,
+            _last("size", *entries), _differs(*entries), _last("minutes", *entries),
+            _last("metric", *entries),
             None if printed is None else printed / file.scale,
         )  # fmt: skip
 

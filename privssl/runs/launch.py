@@ -12,6 +12,7 @@ from privssl.data import FederatedDataset, class_counts_of
 from privssl.experiment import config as configs
 from privssl.experiment.prepare import Prepared
 from privssl.ops import dispatch
+from privssl.reporting.outside_trackers import TrackedRun, open_trackers
 from privssl.reporting.trackers import CsvTracker, TensorBoardTracker, Tracker
 from privssl.runs import checkpoint, lengthening, round_loop, run_dir
 from privssl.runs import resume as runs_resume
@@ -52,6 +53,7 @@ def launch(
         runs_resume.check_same_split(folder, prepared, snapshot)
         runs_resume.check_spending_shown(folder, prepared)
         warn(runs_resume.other_code_warnings(snapshot))
+        warn(runs_resume.check_same_plugins(folder, prepared, snapshot))
         if lengthening.asks_for_more(folder, prepared.config):
             lengthening.record(folder, prepared.config.algorithm.rounds)
     after = None if snapshot is None else snapshot.round
@@ -63,11 +65,19 @@ def launch(
         return [
             CsvTracker(folder / "metrics.csv", resume_after=after),
             TensorBoardTracker(folder / "tensorboard", resume_after=after),
+            *open_trackers(prepared.config.run.trackers, _tracked(prepared, folder, after)),
             *watchers(after),
         ]
 
     round_loop.train(prepared, folder, trackers, snapshot)
     return folder
+
+
+def _tracked(prepared: Prepared, folder: Path, after: int | None) -> TrackedRun:
+    """What trackers of ``run.trackers`` are told of a run."""
+    config = prepared.config
+    sections = configs.without_paths(config)
+    return TrackedRun(config.run.name, folder, sections, config.privacy is not None, after)
 
 
 def _log_start(prepared: Prepared) -> None:

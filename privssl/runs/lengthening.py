@@ -49,7 +49,9 @@ def _refusal(folder: Path, former: Config) -> str:
             "its privacy plan fixes how often rows are used in all rounds together, and the noise "
             "for that. Start a new run, which has its own epsilon"
         )
-    if not ALGORITHMS[name].can_be_lengthened:
+    if getattr(former.algorithm, "schedule", "") == "cosine":
+        return "its learning rate falls over all its rounds (algorithm.schedule). Start a new run"
+    if not _is_alike_in_all_rounds(former):
         able = [other for other, kind in ALGORITHMS.items() if kind.can_be_lengthened]
         return (
             f"rounds of {name} may depend on how many there are. Start a new run (these can be "
@@ -62,9 +64,16 @@ def _refusal(folder: Path, former: Config) -> str:
     return ""
 
 
+def _is_alike_in_all_rounds(config: Config) -> bool:
+    """Whether a round is the same whatever ``rounds`` is; a stream is divided among them."""
+    streams = getattr(config.algorithm, "stream_slices", 1) > 1
+    return ALGORITHMS[config.algorithm.name].can_be_lengthened and not streams
+
+
 def digest_after(config: Config, rounds: int) -> str | None:
     """The ``config_hash`` of the same run with as few rounds; None where a run cannot go on."""
-    able = ALGORITHMS[config.algorithm.name].can_be_lengthened and config.privacy is None
+    able = _is_alike_in_all_rounds(config) and config.privacy is None
+    able = able and getattr(config.algorithm, "schedule", "") != "cosine"
     if not able or not 0 < rounds < config.algorithm.rounds:
         return None
     return configs.config_hash(with_rounds(config, rounds))

@@ -4,7 +4,9 @@ A claim counts what was released about the rows of each account. With other rows
 interruption, visits to one row would be spread over accounts.
 """
 
+import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +28,8 @@ log = logging.getLogger("privssl")
 SPLIT = "split"
 #: The key under which a checkpoint stores the code that made it.
 SOURCES = "sources"
+#: The key under which it stores the plug-ins, as JSON.
+PLUGINS = "plugins"
 
 
 def check_resumable(folder: Path, config: Config, *, longer: bool = False) -> None:
@@ -137,6 +141,40 @@ def check_spending_shown(folder: Path, prepared: Prepared) -> None:
     sound = {name: journal for name, journal in journals.items() if not journal.problems}
     for problem in check_metrics(read_metrics(folder), sound):
         raise LedgerError(f"{problem}. Put the true ledger back")
+
+
+def check_same_plugins(folder: Path, prepared: Prepared, snapshot: Snapshot) -> list[str]:
+    """Check that plug-ins have the versions that the checkpoint was made with.
+
+    Returns:
+        A sentence for each plug-in whose file was changed.
+
+    Raises:
+        RunFolderError: a package has another version, or is another one.
+    """
+    said = []
+    then = json.loads(str(snapshot.extra.get(PLUGINS, "{}")))
+    for key, now in prepared.plugins.items():
+        before = then.get(key, now)
+        for part in ("distribution", "version"):
+            if before[part] != now[part]:
+                raise RunFolderError(
+                    f"{folder}: {key} {now['name']} was of {_package(before)}, and is of "
+                    f"{_package(now)}. Install what the run began with, or start a new run"
+                )
+        if before["sha256"] != now["sha256"]:
+            said.append(
+                f"The file of {key} {now['name']} was changed since the checkpoint of round "
+                f"{snapshot.round}. The rounds from here on are made by this one."
+            )
+    return said
+
+
+def _package(about: Mapping[str, str | None]) -> str:
+    """A distribution and its version."""
+    if about["distribution"] is None:
+        return "no installed package"
+    return f"{about['distribution']} {about['version']}"
 
 
 def other_code_warnings(snapshot: Snapshot) -> list[str]:

@@ -44,16 +44,17 @@ from privssl.runs.accounts import (
 )
 from privssl.runs.checkpoint import CompletedRound, Progress, Snapshot
 from privssl.runs.engine_factory import check_memory_names, log_traffic, make_engine, spending
+from privssl.runs.generator_metrics import measure_generator
 from privssl.runs.result_warnings import (
     NOT_FINITE,
     idle_agent_warnings,
     not_finite_warning,
     score_warnings,
 )
-from privssl.runs.resume import SOURCES, SPLIT, other_code_warnings
+from privssl.runs.resume import PLUGINS, SOURCES, SPLIT, other_code_warnings
 from privssl.runs.round_plan import planned_rounds, rounds_of
 from privssl.runs.run_dir import CLASSIFIER, damaged, remove_claim, write_text
-from privssl.runs.summary import summarise, write_confusion
+from privssl.runs.summary import summarise, write_confusion, write_summary
 from privssl.runs.untrained import fingerprint_networks, untrained_warnings
 from privssl.runtime.code_version import fingerprint
 from privssl.runtime.process import defer_interrupts, raise_if_interrupted
@@ -91,7 +92,9 @@ class RoundLoop:
         classifier = self._algorithm.task.new_classifier()
         self._evaluator = Evaluator(classifier, held_out, prepared.device)
         self._quality = GeneratorQuality(*self._test, self._algorithm.task.classes)
-        self._federation = Federation(self._engine, config.run.seed)
+        validate = None if prepared.plan else self._evaluator.validation_loss  # no claim names it
+        self._federation = Federation(self._engine, config.run.seed, validate)
+        self._plugins = prepared.plugins
         self._digest = configs.config_hash(config)
         self._durations: list[float] = []
         self._names = dataset.class_names
@@ -234,7 +237,14 @@ class RoundLoop:
                 values[f"dp/budget_left/{agent.id}"] = agent.account.left()
         if now.number % self._config.run.evaluate_every == 0 or last:
             values |= self._evaluate(state, now)
-            values |= self._evaluate_generator(state, copying=self._draws(now, last))
+            predict = partial(self._evaluator.classes_of, self._algorithm.classifier(state))
+            generator = self._algorithm.generator(state)
+            if generator is not None and kind_of(self._algorithm.task.shape).drawn:
+                values |= measure_generator(
+                    self._quality, generator, predict, self._prepared,
+                    closely=self._draws(now, last),
+                    taught=now.number % self._config.run.images_every == 0,
+                )  # fmt: skip
         return values
 
     def _evaluate(self, state: Any, now: Round) -> dict[str, float]:
@@ -246,25 +256,14 @@ class RoundLoop:
         scores = self._evaluator.scores(classifiers["accuracy"])
         for rows, of in scores.items():
             found |= {f"{rows}/{name}": value for name, value in of.as_curves(self._names).items()}
+        if self._config.run.evaluate_agents:
+            found |= self._evaluator.of_agents(self._algorithm.own_classifiers(state))
         self._scores = scores["test"]
         said = not_finite_warning(self._scores)
         if said and not any(NOT_FINITE in text for text in self._events):
             self._events.append(f"round {now.number}: {said}")
             log.warning("%s", self._events[-1])
         return found
-
-    def _evaluate_generator(self, state: Any, *, copying: bool) -> dict[str, float]:
-        """``gen/*``, by held-out rows; ``copying`` reads training rows, where none is private."""
-        generator = self._algorithm.generator(state)
-        if generator is None or not kind_of(self._algorithm.task.shape).drawn:
-            return {}
-        F = self._algorithm.classifier(state)
-        values = self._quality.measure(generator, partial(self._evaluator.classes_of, F))
-        if values and copying and self._prepared.plan is None:
-            agents = self._prepared.federated_data.agents  # none, where sites have the rows
-            held = [rows.x for a in agents for rows in (a.held_labelled, a.held_unlabelled) if rows]
-            values |= self._quality.nearest_ratio(generator, held) if held else {}
-        return values
 
     def _log_images(self, number: int, state: Any) -> None:
         """Pictures of held-out rows: none may show an agent's row."""
@@ -288,6 +287,8 @@ class RoundLoop:
     def _save(self) -> None:
         kept, folder = self._kept, self._folder / "checkpoints"
         fixed: dict[str, str | int] = {SOURCES: fingerprint()}
+        if self._plugins:
+            fixed[PLUGINS] = json.dumps(self._plugins)
         if self._prepared.plan is None:
             fixed[SPLIT] = self._prepared.federated_data.manifest.hash
         for agent in self._prepared.labelled_agents:
@@ -366,7 +367,7 @@ class RoundLoop:
             metrics={} if self._scores is None else self._scores.as_json(self._names),
             warnings=[*self._prepared.warnings, *self._events, *self._at_end],
         )  # fmt: skip
-        write_text(self._folder / "results.json", json.dumps(results, indent=2) + "\n")
+        write_summary(self._folder, results, card)
 
     def _card(
         self, status: Status, released: Mapping[Literal["file", "sha256"], str] | None

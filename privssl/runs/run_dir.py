@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,14 @@ log = logging.getLogger("privssl")
 CLASSIFIER = "classifier.safetensors"
 #: The confusion matrix on test rows, as numbers and as a picture.
 CONFUSION = ("confusion.csv", "confusion.png")
+#: The model card.
+MODEL_CARD = "model_card.md"
 #: Everything that a run may write into its folder. What holds anything else is not replaced.
 CONTENTS = {
     *("config.yaml", "split.json", "metrics.csv", "results.json", CLASSIFIER),
     *("privacy.json", "privacy.md", "ledger", "tensorboard", "checkpoints", "train.log"),
     *CONFUSION,
+    MODEL_CARD,
 }
 
 
@@ -170,11 +173,16 @@ def read_outcome(folder: Path) -> tuple[dict[str, Any], str] | None:
             raise RunFolderError(
                 f"{folder / name} is not what a run writes. Remove it, then --resume writes it anew"
             )
+    return results, claim_sentences(card)
+
+
+def claim_sentences(card: Mapping[str, Any] | None) -> str:
+    """What a run says of its guarantee at its end; None: a run without a card."""
     sentences = [tighter] if (tighter := headline_sentence(card)) else []
     sentences += former_sentences((card or {}).get("former_ledgers", ()))
     if card is not None and SHIPPED_CODE[0] in {release["name"] for release in card["releases"]}:
         sentences.append(f"Not covered over sites: {SHIPPED_CODE[0]} ({SHIPPED_CODE[2]}).")
-    return results, "\n".join([*sentences, guarantee_sentence(card)])
+    return "\n".join([*sentences, guarantee_sentence(card)])
 
 
 def read_card(folder: Path) -> dict[str, Any] | None:
@@ -202,6 +210,15 @@ def damaged(prepared: Prepared) -> bool:
 
 def remove_claim(folder: Path) -> None:
     """Remove the card of an earlier session, where no new one can be made."""
+    _unlink(folder, "privacy.json", "privacy.md", MODEL_CARD)
+
+
+def remove_model_card(folder: Path) -> None:
+    """Remove the model card of an earlier session, where the run is not finished."""
+    _unlink(folder, MODEL_CARD)
+
+
+def _unlink(folder: Path, *names: str) -> None:
     with atomic_files.writing(folder):
-        for name in ("privacy.json", "privacy.md"):
+        for name in names:
             (folder / name).unlink(missing_ok=True)

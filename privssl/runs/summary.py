@@ -1,5 +1,6 @@
-"""What a run writes at its end about its metrics: results.json and the confusion matrix."""
+"""What a run writes at its end about its metrics: results.json, model card, confusion matrix."""
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -11,7 +12,14 @@ from privssl.experiment.prepare import Prepared
 from privssl.ops import dispatch
 from privssl.reporting import figures
 from privssl.runs.checkpoint import Progress
-from privssl.runs.run_dir import CONFUSION, write_text
+from privssl.runs.model_card import model_card
+from privssl.runs.run_dir import (
+    CONFUSION,
+    MODEL_CARD,
+    claim_sentences,
+    remove_model_card,
+    write_text,
+)
 from privssl.runtime.code_version import fingerprint
 from privssl.storage import atomic_files
 from privssl.training.evaluation import Scores
@@ -62,6 +70,7 @@ def summarise(
         },
         **prepared.about_rows,
         "warnings": list(dict.fromkeys(warnings)),
+        **({"plugins": prepared.plugins} if prepared.plugins else {}),
         "split_hash": prepared.published_split_hash,
         "versions": {
             "privssl": __version__,
@@ -71,6 +80,15 @@ def summarise(
             "kernels": dispatch.instruction_set() or "torch",
         },
     }
+
+
+def write_summary(folder: Path, results: Mapping[str, Any], card: Mapping[str, Any] | None) -> None:
+    """Write the model card of a run that is over, and results.json; ``card``: of privacy."""
+    if results["status"] == "interrupted":
+        remove_model_card(folder)
+    else:
+        write_text(folder / MODEL_CARD, model_card(results, claim_sentences(card)))
+    write_text(folder / "results.json", json.dumps(results, indent=2) + "\n")
 
 
 def write_confusion(folder: Path, scores: Scores, names: Sequence[str]) -> figures.Picture:

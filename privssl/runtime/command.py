@@ -23,6 +23,18 @@ def add_usual_flags(parser: argparse.ArgumentParser, *, dry_run: str, json: str)
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
+#: How a command that reads a run folder is allowed to import a plug-in, for errors.
+ALLOWED_BY_FLAG = "give --plugin {name}"
+
+
+def add_plugin_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--plugin``: a run folder chooses no code that is imported."""
+    parser.add_argument(
+        "--plugin", action="append", default=[], metavar="NAME",
+        help="a plug-in of the run, by its name in config.yaml, whose code may be imported",
+    )  # fmt: skip
+
+
 def run_command(body: Callable[[Terminal, ExitStack], int], *, json: bool, interrupted: str) -> int:
     """Run the body of a command; returns its exit status. A user's mistake is printed in words.
 

@@ -1,58 +1,216 @@
-"""Import what a config names as ``package.module:Name``: the one place where text chooses code.
+"""Code from outside of privssl: the one place where a text chooses what is imported.
 
-Only what a user runs leads here: the config of a run, an argument of a command or of the Python
-interface. No message of a coordinator does, and no run folder that is merely read
-(tests/api/test_own_networks.py); a site asks its own SITE.yaml first.
+A plug-in is ``package.module:Name``, or the name of an entry point of an installed package in the
+group ``privssl.KIND``: algorithms, models, datasets, encoders, partitions, trackers.
+
+Nothing is imported unless whoever runs the process allowed it (:func:`imports_allowed`): training
+allows what its config names, a site what SITE.yaml names, and what reads a run folder nothing but
+the names among its arguments. No message of a coordinator leads here.
 """
 
 import difflib
+import hashlib
 import importlib
-from functools import reduce
-from typing import Any
+import inspect
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache, reduce
+from importlib import metadata
+from typing import Any, Literal, NamedTuple, get_args
 
-from privssl.errors import ConfigError
+from privssl.errors import ConfigError, UserError
+
+Kind = Literal["algorithms", "models", "datasets", "encoders", "partitions", "trackers"]
+
+#: ``package.module:Name``; <> as in ``f.<locals>.Name``, which no module has.
+REFERENCE = r"^[A-Za-z_][\w.]*:[A-Za-z_<][\w.<>]*$"
 
 
-def import_object(key: str, reference: str) -> Any:
-    """The object that a reference names.
+class Permission(NamedTuple):
+    """What may be imported, and how to allow more; None: everything."""
+
+    names: frozenset[str] | None
+    advice: str
+
+
+NOTHING = Permission(frozenset(), "train with it: privssl train, privssl.train")
+_permission: ContextVar[Permission] = ContextVar("permission")
+_provided: ContextVar[Mapping[tuple[Kind, str], Any]] = ContextVar("provided")
+
+
+@contextmanager
+def imports_allowed(names: Collection[str] | None = None, advice: str = "") -> Iterator[None]:
+    """Allow plug-ins inside the block.
 
     Args:
-        key: where it was given, for errors, for example "model.name".
-        reference: ``package.module:Name``; Name may have dots.
+        names: the only ones that may be imported; None: all, because the user names them.
+        advice: how the user allows another one, for errors.
+    """
+    allowed = None if names is None else frozenset(names)
+    token = _permission.set(Permission(allowed, advice))
+    try:
+        yield
+    finally:
+        _permission.reset(token)
+
+
+def is_allowed(name: str) -> bool:
+    """Whether a plug-in may be imported here."""
+    names = _permission.get(NOTHING).names
+    return names is None or name in names
+
+
+@contextmanager
+def provided(kind: Kind, name: str, found: Any) -> Iterator[None]:
+    """Give an object a name inside the block, as if it were installed."""
+    token = _provided.set({**_provided.get({}), (kind, name): found})
+    try:
+        yield
+    finally:
+        _provided.reset(token)
+
+
+def is_reference(name: str) -> bool:
+    """Whether a name has the form ``package.module:Name``."""
+    return re.match(REFERENCE, name) is not None
+
+
+def is_known(kind: Kind, name: str) -> bool:
+    """Whether a name is a reference, or an installed entry point. Imports nothing."""
+    return is_reference(name) or (kind, name) in _provided.get({}) or name in entry_points(kind)
+
+
+def entry_points(kind: Kind) -> Mapping[str, metadata.EntryPoint]:
+    """The installed entry points of a kind by name."""
+    return {point.name: point for point in _installed(tuple(sys.path))[kind]}
+
+
+@lru_cache(maxsize=8)
+def _installed(_: tuple[str, ...]) -> Mapping[str, Sequence[metadata.EntryPoint]]:
+    """All entry points of privssl's groups: reading them takes 10 ms."""
+    every = metadata.entry_points()
+    return {kind: tuple(every.select(group=f"privssl.{kind}")) for kind in get_args(Kind)}
+
+
+def check_names(kind: Kind, built_in: Collection[str]) -> None:
+    """Raise ConfigError for an installed plug-in whose name privssl or another one has."""
+    found: dict[str, metadata.EntryPoint] = {}
+    for point in _installed(tuple(sys.path))[kind]:
+        other = found.setdefault(point.name, point)
+        if point.name in built_in or other.value != point.value:
+            owner = "privssl itself" if point.name in built_in else _package(other)
+            raise ConfigError(
+                f"{_package(point)} installs a plug-in {point.name} (privssl.{kind}), a name that "
+                f"{owner} has. Uninstall one, or name it as package.module:Name in a package "
+                "without that entry point"
+            )
+
+
+def _package(point: metadata.EntryPoint) -> str:
+    return point.value if point.dist is None else f"{point.dist.name} {point.dist.version}"
+
+
+def load(kind: Kind, key: str, name: str) -> Any:
+    """The object of a plug-in.
+
+    Args:
+        key: where the name was given, for errors, for example "model.name".
+        name: of an entry point, or ``package.module:Name``.
 
     Raises:
-        ConfigError: no such module or object, or the module raises an error when it is imported.
+        ConfigError: nobody allowed the import, there is no such module or object, or the module
+            raises an error when it is imported.
+    """
+    if (kind, name) in (given := _provided.get({})):
+        return given[kind, name]
+    permission = _permission.get(NOTHING)
+    if not is_allowed(name):
+        raise ConfigError(
+            f"{key} is {name}, code from outside of privssl that would be imported here, and "
+            f"nobody allowed it. Read that code; then {permission.advice.format(name=name)}"
+        )
+    point = entry_points(kind).get(name)
+    if point is not None and not is_reference(name):
+        return import_object(f"{key} is {name} of {_package(point)}, and", point.value)
+    return import_object(f"{key} is {name}, and", name)
+
+
+def import_object(said: str, reference: str) -> Any:
+    """The object that ``package.module:Name`` names.
+
+    Args:
+        said: the beginning of the sentence of an error.
+
+    Raises:
+        ConfigError: as of :func:`load`.
     """
     module_name, _, path = reference.partition(":")
     if module_name == "__main__" or "<" in path:
         raise ConfigError(
-            f"{key} is {reference}, which was defined in a notebook, a script or a function and "
-            "cannot be imported. Give it from Python (model=...), or put it into a file and name "
-            "that: package.module:Name"
+            f"{said} it was defined in a notebook, a script or a function and cannot be imported. "
+            "Give a network from Python (model=...), or put it into a file and name that: "
+            "package.module:Name"
         )
+    failed = f"{said} importing {module_name} failed: "
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):  # an import of the module's own
-            raise ConfigError(_failed(key, reference, error)) from error
+            raise ConfigError(f"{failed}{type(error).__name__}: {error}") from error
         raise ConfigError(
-            f"{key} is {reference}, but there is no module {error.name} here. Install it, or start "
-            "in the folder that holds it (PYTHONPATH=.)"
+            f"{said} there is no module {error.name} here. Install it, or start in the folder that "
+            "holds it (PYTHONPATH=.)"
         ) from None
     except Exception as error:
-        raise ConfigError(_failed(key, reference, error)) from error
+        raise ConfigError(f"{failed}{type(error).__name__}: {error}") from error
     try:
         return reduce(getattr, path.split("."), module)
     except AttributeError:
         near = difflib.get_close_matches(path, dir(module), n=1)
         advice = f"Did you mean {near[0]}?" if near else "Write package.module:Name"
-        raise ConfigError(
-            f"{key} is {reference}, but {module_name} has no {path}. {advice}"
-        ) from None
+        raise ConfigError(f"{said} {module_name} has no {path}. {advice}") from None
 
 
-def _failed(key: str, reference: str, error: Exception) -> str:
-    return (
-        f"{key} is {reference}, and importing {reference.partition(':')[0]} failed: "
-        f"{type(error).__name__}: {error}"
-    )
+def call(said: str, build: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What a plug-in's function returns; its errors as a ConfigError that begins with ``said``."""
+    try:
+        return build(*arguments, **options)
+    except UserError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or ["no message"])[0][:200].rstrip(".")
+        raise ConfigError(f"{said} {type(error).__name__}: {first}") from error
+
+
+def describe(kind: Kind, name: str) -> dict[str, str | None]:
+    """What a run records of a plug-in: ``name``, ``distribution``, ``version`` (None where no
+    installed package has it) and ``sha256`` of the file that defines it."""
+    point = None if is_reference(name) else entry_points(kind).get(name)
+    reference = name if point is None else point.value
+    module = sys.modules.get(reference.partition(":")[0])
+    about = None if point is None else point.dist
+    if about is None:
+        about = _distribution_of(reference.partition(".")[0].partition(":")[0])
+    module = None if module is sys.modules.get("__main__") else module  # a script or a notebook
+    file = None if module is None else inspect.getsourcefile(module)
+    digest = None
+    if file is not None:
+        with open(file, "rb") as source:
+            digest = hashlib.sha256(source.read()).hexdigest()
+    return {
+        "name": name,
+        "distribution": None if about is None else about.name,
+        "version": None if about is None else about.version,
+        "sha256": digest,
+    }
+
+
+def _distribution_of(package: str) -> metadata.Distribution | None:
+    """The installed distribution of the name of a top-level package, which most have."""
+    try:
+        return metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -133,9 +133,16 @@ def _refused(value: object, schema: Mapping[str, Any]) -> str:
         return f"{text}. Put it in quotes"
     if value in schema.get("items", {}).get("enum", []):
         return f"{text}. Write [{value}]"
-    names = [name for option in schema.get("anyOf", [schema]) for name in option.get("enum", [])]
+    names = list(_enumerated(schema))
     near = difflib.get_close_matches(str(value), names, n=1)
     return f"{text}. Did you mean {near[0]}?" if near else text
+
+
+def _enumerated(schema: Mapping[str, Any]) -> Iterator[str]:
+    """All names of a JSON schema, at any depth of its alternatives."""
+    yield from schema.get("enum", [])
+    for option in schema.get("anyOf", []):
+        yield from _enumerated(option)
 
 
 def _needed(schema: Mapping[str, Any]) -> str:

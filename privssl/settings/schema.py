@@ -11,21 +11,20 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from privssl.settings.names import (
+    PARTITIONS,
+    DataSetName,
+    NetworkName,
+    PartitionName,
+    TrackerName,
+    is_outside,
+    is_own_encoder,
+)
+
 # Schemas are built when a section is read, which saves start-up time.
 strict = ConfigDict(extra="forbid", strict=True, defer_build=True)
 
 Network = Literal["F", "G", "D"]
-#: A network from outside: ``package.module:Name``; <> as in ``f.<locals>.Name``, which no file has.
-OwnNetwork = Annotated[
-    str,
-    Field(
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_<][\w.<>]*$",
-        description="`torchvision:NAME`, `timm:NAME`, `package.module:Name`",
-    ),
-]
-PartitionName = Literal[
-    "iid", "dirichlet", "dirichlet_equal", "classes_per_agent", "round_robin", "imbalanced"
-]
 #: Keys of the privacy section that apply to DP-SGD alone.
 DP_SGD_KEYS = (
     *("update_at_support", "protect", "noise_multiplier", "clip_norm", "sample_rate", "steps"),
@@ -66,10 +65,14 @@ class RunSettings:
     """Replace an existing run folder. Its ledgers are moved, not deleted."""
     evaluate_every: Positive = 1
     """Rounds between evaluations on the test rows."""
+    evaluate_agents: bool = False
+    """Also the mean accuracy of single agents' own networks, where the server has them."""
     checkpoint_every: Positive = 10
     """Rounds between checkpoints. Ctrl-C writes one too."""
     images_every: Positive = 10
     """Rounds between pictures in TensorBoard."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Where metrics go beside TensorBoard and metrics.csv (docs/extending.md)."""
     memories_mb: Count = 512
     """RAM in MB for what agents remember between rounds; the rest goes to a temporary file."""
     check_wire: bool = False
@@ -130,20 +133,9 @@ MAX_SIDE = 4096  # pixels of an image, as in ``data.image_folder.MAX_PIXELS``
 class DataSettings:
     """Which rows there are and who holds them. One rule for unlabelled rows, one for labelled."""
 
-    name: Literal[
-        "digits",
-        "mnist",
-        "fashion_mnist",
-        "cifar10",
-        "svhn",
-        "image_folder",
-        "npz",
-        "toy",
-        "arrays",
-        "csv",
-        "sent140",
-    ] = "digits"
-    """Data set. `arrays`: rows in memory, given from Python (docs/python.md)."""
+    name: DataSetName = "digits"
+    """Data set. `arrays`: rows in memory, given from Python (docs/python.md). Others:
+    docs/extending.md."""
     root: str = ""
     """Folder of the data; `npz`: the file. Empty: $PRIVSSL_DATA, else ~/.cache/privssl/data."""
     checksum: str = ""
@@ -158,12 +150,16 @@ class DataSettings:
     """Draw equally many labelled rows of each class."""
     validation: Count = 0
     """Labelled training rows that no agent holds, to choose settings on."""
+    test: Positive | None = None
+    """Test rows, drawn from all rows; the others are training rows. Absent: the published ones."""
+    order: Literal["stored", "by-class"] = "stored"
+    """Order of an agent's rows. `by-class`: any stretch has its classes in their proportions."""
     partition: PartitionName = "iid"
-    """How rows are divided among agents."""
+    """How rows are divided among agents. Others: docs/extending.md."""
     alpha: Rate | None = None
     """Concentration of `dirichlet` and `dirichlet_equal`: small values give skewed classes."""
     k: Positive | None = None
-    """Classes per agent, for `classes_per_agent`."""
+    """Classes per agent, for `classes_per_agent`; shards per agent, for `shards`."""
     labelled_partition: PartitionName | None = None
     """How labelled rows are divided. Absent: as `partition`."""
     labelled_alpha: Rate | None = None
@@ -181,8 +177,8 @@ class DataSettings:
     Empty: from the training rows, which private runs refuse."""
     encoder: str = ""
     """Frozen public network that maps every row once: `efficientnet_lite0`, `minilm`,
-    `minilm_mean`, `minilm_words`, `torchvision:NAME`, `timm:NAME` or `huggingface:FOLDER`. Empty:
-    none."""
+    `minilm_mean`, `minilm_words`, `torchvision:NAME`, `timm:NAME`, `huggingface:FOLDER`, or another
+    (docs/extending.md). Empty: none."""
     encoder_weights: str = ""
     """File of the weights of `torchvision:NAME` or `timm:NAME`. Empty: torch's cache."""
     image_size: Positive | None = None
@@ -196,13 +192,17 @@ class DataSettings:
         ):
             for number, names, value in (
                 ("alpha", ("dirichlet", "dirichlet_equal"), alpha),
-                ("k", ("classes_per_agent",), k),
+                ("k", ("classes_per_agent", "shards"), k),
             ):
                 if rule in names and value is None:
                     yield Problem(f"{kind}{number}", f"missing: {kind}partition {rule} needs it")
-                if rule not in names and value is not None:
+                own = rule is not None and rule not in PARTITIONS  # takes what it takes
+                if not own and rule not in names and value is not None:
                     text = f"has no effect: it belongs to {' and '.join(names)}"
                     yield Problem(f"{kind}{number}", text)
+        for key in ("encoder", "split"):
+            if self.test is not None and getattr(self, key):
+                yield Problem("test", f"draws other training rows, which data.{key} cannot have")
         if self.name in ("npz", "image_folder") and not self.root:
             yield Problem("root", f"missing: {self.name} reads it")
         if self.root and self.name in BUILT_IN:
@@ -215,10 +215,10 @@ class DataSettings:
         if self.checksum and self.name != "arrays":
             yield Problem("checksum", "has no effect: it belongs to arrays")
         yield from self._problems_of_csv()
-        if self.encoder_weights and not self.encoder.startswith(("torchvision:", "timm:")):
-            yield Problem(
-                "encoder_weights", "has no effect: torchvision:NAME and timm:NAME have it"
-            )
+        libraries = self.encoder.startswith(("torchvision:", "timm:"))
+        if self.encoder_weights and not (libraries or is_own_encoder(self.encoder)):
+            text = "has no effect: torchvision:NAME, timm:NAME and plug-ins have it"
+            yield Problem("encoder_weights", text)
         if self.image_size is not None and self.name != "image_folder":
             yield Problem("image_size", "has no effect: it belongs to image_folder")
         elif self.image_size is not None and self.image_size > MAX_SIDE:
@@ -255,31 +255,25 @@ class AgentSettings:
 class ModelSettings:
     """The classifier F. The generator and discriminator belong to the algorithm's section."""
 
-    name: (
-        Literal[
-            "small_cnn", "lenet", "trinet_cnn", "resnet9", "wresnet28x2", "linear", "mlp",
-            "text_cnn", "gru",
-        ]
-        | OwnNetwork
-    ) = "small_cnn"  # fmt: skip
+    name: NetworkName = "small_cnn"
     """Network of the classifier. Vectors take `linear` or `mlp`, sequences also `text_cnn` and
-    `gru`. A name with a colon is imported (docs/python.md)."""
+    `gru`. Others: docs/extending.md."""
     width: Positive = 16
     """Scales the channels or units of a network of privssl; 16 is its standard size."""
     norm: Literal["group", "batch", "static", "none"] = "group"
-    """Normalisation layer. Private runs need `group` or `none`. In a network with a colon it
-    replaces batch norm."""
+    """Normalisation layer. Private runs need `group` or `none`. In networks from outside of
+    privssl it replaces batch norm."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of a network with a colon."""
+    """Further arguments of a network from outside of privssl."""
     weights: str = ""
     """Initial weights: a safetensors file of a state dict. The last layer may have another size."""
 
     def problems(self) -> Iterator[Problem]:
         """Settings of the other kind of network."""
-        if ":" in self.name and self.width != 16:
+        if is_outside(self.name) and self.width != 16:
             text = f"has no effect on {self.name}. Leave it out, or give model.options"
             yield Problem("width", text)
-        if ":" not in self.name and self.options:
+        if not is_outside(self.name) and self.options:
             yield Problem("options", f"has no effect on {self.name}: it belongs to other networks")
 
 

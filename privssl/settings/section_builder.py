@@ -154,7 +154,14 @@ class ConfigBuilder:
         """The Config class of the named algorithm, or None with the problem noted."""
         name = given.get("name")
         if isinstance(name, str) and name in self._algorithms:
-            return self._algorithms[name].Config  # type: ignore[no-any-return]
+            try:
+                kind: type[Any] | None = self._algorithms[name].Config
+            except ConfigError as error:  # a plug-in that cannot be imported
+                self.add("algorithm.name", str(error).removeprefix("algorithm.name "))
+                return None
+            if kind is not None:
+                return kind
+            return dataclasses.make_dataclass("Unread", [(key, Any) for key in given], frozen=True)
         if "algorithm.name" not in self.bad:
             known = list(self._algorithms)
             got = unknown("algorithm", name, known) if isinstance(name, str) else None

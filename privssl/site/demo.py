@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from privssl.errors import RunFolderError, UserError
+from privssl.runtime.plugins import imports_allowed
 from privssl.runtime.process import INTERRUPTED
 from privssl.site import keys
 
@@ -81,13 +82,15 @@ def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> 
         privssl.errors.UserError: the config is invalid, or the folder exists.
     """
     from privssl.experiment import config as configs
+    from privssl.experiment.plugin_names import names_in
     from privssl.experiment.prepare import prepare
 
     given = {text.partition("=")[0] for text in overrides}
     small = SMALL if config is None else ()
     chosen = [*(text for text in small if text.partition("=")[0] not in given), *overrides]
-    loaded = configs.load_config(config or Path(CONFIG), chosen)
-    prepared = prepare(loaded)
+    with imports_allowed():
+        loaded = configs.load_config(config or Path(CONFIG), chosen)
+        prepared = prepare(loaded)
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -100,6 +103,7 @@ def write_sites(folder: Path, config: Path | None, overrides: Sequence[str]) -> 
             "site": {
                 "agent": agent.id, "role": agent.role, "config": "../experiment.yaml",
                 "folder": ".", "share_ledger": True, "share_notes": True,
+                "plugins": sorted(names_in(loaded)),
             },
             "rows": {"split": "../split.json"},
         }  # fmt: skip

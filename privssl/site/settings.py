@@ -47,7 +47,10 @@ class SiteSettings:
     keep_visits: Annotated[int, Field(ge=2, le=10**6)] = 64
     """Steps whose replies are stored; more than there are between two checkpoints."""
     network: str = ""
-    """`model.name` of the config, if it has a colon: the site imports no network but this one."""
+    """`model.name` of the config, if it is not of privssl: the site imports no network but this."""
+    plugins: tuple[str, ...] = ()
+    """Other plug-ins that this site may import, by their names in the config: the algorithm, the
+    data set, the encoder."""
     share_notes: bool = False
     """Send training losses of rows without a budget."""
     share_ledger: bool = False

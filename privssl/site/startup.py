@@ -41,6 +41,8 @@ from privssl.experiment.prepare import (
 from privssl.experiment.row_checks import refuse_classes_of_labels_alone, refuse_other_rows
 from privssl.models.own_networks import check_network
 from privssl.privacy.plan import Plan
+from privssl.runtime import plugins
+from privssl.settings.names import is_outside
 from privssl.settings.schema import BUILT_IN
 from privssl.site.request_handler import SiteRequestHandler
 from privssl.site.settings import SiteConfig
@@ -65,6 +67,13 @@ def open_site(site: SiteConfig) -> SiteRequestHandler:
             invalid, or no valid claim could be made.
         accounting.errors.AccountingError: the ledger is missing, damaged, or does not match.
     """
+    named = (site.site.network, *site.site.plugins)
+    advice = f"allow it in {site.source}: site.plugins: ['{{name}}']"
+    with plugins.imports_allowed(named, advice):
+        return _open_site(site)
+
+
+def _open_site(site: SiteConfig) -> SiteRequestHandler:
     config = configs.load_config(site.path(site.site.config))
     who = holders(config.data.labels, config.agents)
     _check_network(site, config)
@@ -95,7 +104,7 @@ def open_site(site: SiteConfig) -> SiteRequestHandler:
 def _check_network(site: SiteConfig, config: Config) -> None:
     """The operator names the code that is imported here, not whoever wrote the experiment."""
     named = config.model.name
-    if ":" in named and site.site.network != named:
+    if is_outside(named) and named not in (site.site.network, *site.site.plugins):
         raise ConfigError(
             f"{site.source}: model.name of {config.source} is {named}, whose code this site would "
             f"import. Read that code; then allow it with site.network: {named}"
@@ -248,7 +257,7 @@ def _algorithm(config: Config, held: _Held, who: RoleAssignment) -> Algorithm[An
     # Initial weights come from the coordinator.
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=""))
     task = task_of(config, len(held.classes), held.shape)
-    if ":" in config.model.name:
+    if is_outside(config.model.name):
         check_network(config.model.name, task.new_classifier, task.shape, task.classes)
     algorithm = kind(config.algorithm, task, plan)
     if plan is not None:

@@ -10,11 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from privssl.core.agents import natural_order
 from privssl.core.messages import StateDict
 from privssl.training.local_training import load_weights, network_input
 
 CHUNK = 256  # rows of one forward pass: their activations stay in the caches
 BINS = 15  # of the calibration error; Guo et al. 2017
+MOST_AGENTS = 20  # up to which the accuracy of each agent's own network is a curve
 MOST_RECALLS = 20  # classes up to which each recall is a curve
 
 
@@ -166,6 +168,27 @@ class Evaluator:
             }
             self._last.append((weights, known))
         return known
+
+    def validation_loss(self, weights: StateDict) -> float | None:
+        """Mean cross-entropy on the set of that name; None without one, or a finite output."""
+        if "validation" not in self._sets:
+            return None
+        x, y = self._sets["validation"]
+        return score(self._network, weights, x, y, device=self._device).loss
+
+    def of_agents(self, own: Mapping[str, StateDict]) -> dict[str, float]:
+        """Accuracy of single agents' networks on the test rows: the mean, and that of each of a
+        few."""
+        x, y = self._sets["test"]
+        reached = {
+            agent: score(self._network, own[agent], x, y, device=self._device).accuracy
+            for agent in sorted(own, key=natural_order)
+        }
+        if not reached:
+            return {}
+        each = {f"test/accuracy_own/{agent}": found for agent, found in reached.items()}
+        mean = {"test/accuracy_own": sum(reached.values()) / len(reached)}
+        return mean | (each if len(each) <= MOST_AGENTS else {})
 
     def accuracies(self, classifiers: Mapping[str, StateDict]) -> dict[str, float]:
         """By ``<set>/<name of the classifier>``. Only these are known until the next call."""

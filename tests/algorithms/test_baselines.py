@@ -413,6 +413,26 @@ def test_no_rows_at_all_are_no_steps() -> None:
 # FedSem -------------------------------------------------------------------------------------
 
 
+def test_fedsem_may_label_by_the_local_model_which_knows_an_agents_own_labels_alone() -> None:
+    # Each of two agents has labels of five classes: its local model knows no other.
+    parties = at_clients(partition="iid", labelled_partition="classes_per_agent", labelled_k=5)
+    given = {}
+    for by in ("local", "global"):
+        algorithm = make("fedsem", warm_up=1, labelled_by=by, local_epochs=12, learning_rate=0.1)
+        after = play(algorithm, parties, 2, engine=Overheard)
+        steps = {call.step.__name__ for call, _ in heard(after)}
+        assert ("label_locally" in steps, "label_pass" in steps) == (by == "local", by == "global")
+        given[by] = {name: m["pseudo_labels"] for name, m in after.engine.memories().items()}
+    own = {a.id: torch.tensor(sorted(set(a.labelled.y.tolist()))) for a in parties.agents}
+    assert [len(classes) for classes in own.values()] == [5, 5]
+    shares = {
+        by: [float(torch.isin(y, own[name]).float().mean()) for name, y in labels.items()]
+        for by, labels in given.items()
+    }
+    assert min(shares["local"]) > 0.99
+    assert min(shares["global"]) < 0.9
+
+
 def test_pseudo_labels_are_the_global_classifiers_likeliest_classes_and_stay() -> None:
     algorithm = make("fedsem", warm_up=1)
     parties = at_clients()

@@ -118,6 +118,34 @@ def test_several_holders_of_labels_are_averaged_where_they_can_judge() -> None:
     assert negative_learning.mean_where_known([], 2).tolist() == [NEVER_SEEN, NEVER_SEEN]
 
 
+def test_rates_of_right_labels_and_confidence_by_class_are_those_of_validation_rows() -> None:
+    # Sure enough of their class are rows 0 and 1 (class 0) and 4 (class 1); y+ of the first two and
+    # of row 4 are right. Complementary labels of the others: row 2 is class 0 and row 3 too.
+    both = SignedLabels(
+        y_plus=torch.tensor([0, 0, 1, 1, 1, 2]), targets=torch.empty(0),
+        positive=torch.tensor([True, False, False, False, True, True]),
+        y_minus=torch.tensor([0, 1, 0, 2, 0, 0]),
+        negative=torch.tensor([False, True, True, True, False, False]),
+    )  # fmt: skip
+    found = negative_learning.validation_metrics(VALIDATION, TRUE, both)
+    # y+ of rows 0, 4, 5 against 0, 1, 1: two of three; y- of rows 1, 2, 3 against 0: two of three
+    assert found == pytest.approx({
+        "train/right_positive": 2 / 3, "train/right_negative": 2 / 3,
+        "train/confidence/0": 3.0 / 4, "train/confidence/1": 1.3 / 2,
+    })  # fmt: skip
+    nothing = both._replace(positive=both.positive & False, negative=both.negative & False)
+    assert set(negative_learning.validation_metrics(VALIDATION, TRUE, nothing)) == {
+        "train/confidence/0", "train/confidence/1",
+    }  # fmt: skip
+
+
+def test_the_servers_part_of_a_round_logs_them_and_no_bit_of_training_knows() -> None:
+    after = play(brief(), at_server(labelled=40), 1)
+    metrics = after.federation.mean_metrics()
+    assert {"train/right_negative", "train/confidence/0"} <= set(metrics)
+    assert 0 <= metrics["train/right_negative"] <= 1
+
+
 # Eq. 7, 8: history ---------------------------------------------------------------------------
 
 

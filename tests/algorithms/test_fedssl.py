@@ -182,7 +182,7 @@ def test_in_turn_g_reg_has_realism_and_rebuilding_and_g_mixup_the_cross_entropy_
     closed, _ = mixing_losses(mixup, STUBS, BATCH, ("F", "G"), False)
     assert closed["G"].tolist() == expected(lambda r: 0.3 * r["mix"])
     # the control: the joint step has all of it at once
-    joint, _ = losses(mixes_teach=False, **weights)
+    joint, _ = losses(ALL, False, **weights)
     assert joint["G"] == pytest.approx((found["G"] + closed["G"]).tolist(), abs=1e-5)
 
 

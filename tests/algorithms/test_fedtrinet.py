@@ -15,16 +15,18 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from privssl import models
-from privssl.algorithms.fedtrinet.algorithm import FedTriNet, _shallow_modules
+from privssl.algorithms.fedtrinet.algorithm import FedTriNet, LabelRequest, VoteRequest
+from privssl.algorithms.fedtrinet.players import shallow_modules
 from privssl.algorithms.fedtrinet.voting import FedTriNetConfig, Part, ramp, shrinkage, steps, vote
 from privssl.algorithms.local_ssl import ModelUpdate
 from privssl.core.agents import Agent, AgentRef, LabelledRows, UnlabelledRows
 from privssl.core.aggregation import average
 from privssl.core.federation import Federation, Round
 from privssl.core.messages import Reply
-from privssl.core.task import Task
+from privssl.core.task import Context, Task
 from privssl.data import FederatedDataset
 from privssl.data.affine_augment import Augmentation
+from privssl.data.augmentations import CONTRAST, GREY, contrast_and_grey
 from privssl.engines.local import LocalEngine
 from privssl.errors import ConfigError
 from privssl.experiment import config
@@ -85,9 +87,11 @@ def visited(after: Played, step: str) -> list[tuple[int, str]]:
     ],
 )  # fmt: skip
 def test_the_threshold_sinks_as_printed(schedule: Any, t: int, expected: float) -> None:
-    cfg = FedTriNetConfig(schedule=schedule)
-    assert cfg.threshold(1.0, t) == pytest.approx(expected)
-    assert cfg.threshold(0.5, t) == pytest.approx(expected / 2)
+    code, paper = (FedTriNetConfig(schedule=schedule, first_round=first) for first in (0, 1))
+    assert code.threshold(1.0, t) == pytest.approx(expected)
+    assert code.threshold(0.5, t) == pytest.approx(expected / 2)
+    if t:  # Algorithm 1, line 5: t = 1, 2, ...
+        assert paper.threshold(1.0, t - 1) == pytest.approx(expected)
 
 
 def test_the_printed_schedule_is_not_monotone_and_the_floor_is() -> None:
@@ -97,15 +101,17 @@ def test_the_printed_schedule_is_not_monotone_and_the_floor_is() -> None:
 
 
 def test_a_clock_of_one_half_halves_the_break_points() -> None:
-    half = FedTriNetConfig(clock=0.5)
+    half = FedTriNetConfig(clock=0.5, first_round=0)
     # t < 5: s(0..8); t = 5: s(10); t = 17: s(34); t = 18: s(36)
     assert [half.threshold(1.0, t) for t in (4, 5, 17, 18)] == pytest.approx(
         [0.93, 0.744, 0.2976, 0.465]
     )
 
 
-def test_rounds_may_count_from_one() -> None:
-    assert FedTriNetConfig(first_round=1).threshold(1.0, 9) == pytest.approx(0.744)
+def test_rounds_count_from_one_as_printed_and_from_zero_as_in_the_code() -> None:
+    # s(10) = 0.8 is met in the tenth round of phase 2, in the code in the eleventh
+    assert FedTriNetConfig().threshold(1.0, 9) == pytest.approx(0.744)
+    assert FedTriNetConfig(first_round=0).threshold(1.0, 9) == pytest.approx(0.93)
 
 
 def test_without_pseudo_labels_no_mean_of_probabilities_can_pass() -> None:
@@ -270,7 +276,7 @@ def test_the_shallow_half_ends_before_the_third_convolution_or_the_first_linear_
     name: Any, norm: Any, first_deep: str
 ) -> None:
     network = models.build_classifier(ModelSettings(name=name, norm=norm), (1, 32, 32), 10)
-    shallow = _shallow_modules(network, FedTriNetConfig())
+    shallow = shallow_modules(network, FedTriNetConfig())
     ones = {key: torch.ones_like(tensor) for key, tensor in network.state_dict().items()}
     zeros = {key: torch.zeros_like(tensor) for key, tensor in ones.items()}
     cut = splice(ones, zeros, shallow)
@@ -286,7 +292,7 @@ def test_the_shallow_half_ends_before_the_third_convolution_or_the_first_linear_
 def test_the_papers_network_is_cut_in_5280_and_25560_parameters() -> None:
     model = ModelSettings(name="trinet_cnn", norm="none")
     network = models.build_classifier(model, (1, 32, 32), 10)
-    shallow = _shallow_modules(network, FedTriNetConfig())
+    shallow = shallow_modules(network, FedTriNetConfig())
     counts = {
         key: tensor.numel() for key, tensor in network.state_dict().items()
         if key.rpartition(".")[0] in shallow
@@ -450,7 +456,7 @@ def test_fine_tuning_learns_from_the_agents_own_labels_and_never_from_admitted_r
 RELEASE = (
     *("algorithm.cold_start", "algorithm.freeze_shallow", "algorithm.alpha"),
     *("algorithm.confidence", "algorithm.measured", "algorithm.pseudo_labels"),
-    "algorithm.retrain",
+    *("algorithm.retrain", "algorithm.first_round"),
 )
 
 
@@ -538,6 +544,54 @@ def test_who_is_not_drawn_keeps_its_memory() -> None:
     ]  # fmt: skip
     assert changed == drawn
     assert len(drawn) == 1
+
+
+def test_all_agents_may_train_of_which_the_drawn_ones_upload() -> None:
+    for trains, trained in (("drawn", 1), ("all", 4)):
+        algorithm, parties = tri(trains=trains, agents_per_round=1, warm_up=1), clients(mixed=4)
+        after = play(algorithm, parties, 2, engine=Overheard)
+        for round_number, step in ((1, "supervised_pass"), (2, "mixed_pass")):
+            replies = [r for c, r in heard(after, round_number) if c.step.__name__ == step]
+            assert len(replies) == trained
+            [sent] = [r.payload.F for r in replies if isinstance(r.payload, ModelUpdate)]
+        assert apart(after.state.F, sent) < 1e-6  # the mean is over the one that uploads
+        assert len([agent for agent in parties.agents if local(agent)]) >= trained
+
+
+def test_l_may_be_the_network_of_labels_alone_and_then_nothing_is_remembered_of_it() -> None:
+    # The last network of an agent is far away; under "labelled" nobody looks at it.
+    found = {}
+    for player, far in itertools.product(("remembered", "labelled"), (0.0, 1.0)):
+        algorithm, parties = tri(local_player=player, warm_up=0), clients(mixed=1)
+        begun = play(algorithm, parties, 1).begun
+        own = {f"local/{key}": tensor + far for key, tensor in begun.F.items()}
+        parties.agents[0].memory = own
+        found[player, far] = one_round(algorithm, *parties.agents, F=begun.F).state.F
+    assert same_bits(found["labelled", 0.0], found["labelled", 1.0])
+    assert not same_bits(found["remembered", 0.0], found["remembered", 1.0])
+
+
+def test_the_labelled_player_is_w_after_e_epochs_on_labels() -> None:
+    # In the same context: what phase 1 would upload from the same W.
+    algorithm, parties = tri(local_player="labelled", warm_up=0), clients(mixed=1)
+    ctx = Context(0, 1, "m0", "visit", "session", torch.device("cpu"))
+    W = play(algorithm, parties, 1).begun.F
+    phase_1 = algorithm.supervised_pass(parties.agents[0], LabelRequest(W), ctx)
+    assert isinstance(phase_1, ModelUpdate)
+    players: list[Any] = []
+
+    def overheard(probs: Any, *others: Any) -> Any:
+        players.extend(probs)
+        return fedtrinet_vote(probs, *others)
+
+    algorithm._pseudo_labels = overheard  # type: ignore[method-assign, assignment]
+    fedtrinet_vote = FedTriNet._pseudo_labels.__get__(algorithm)
+    parties.agents[0].memory = {}
+    algorithm.mixed_pass(parties.agents[0], VoteRequest(W, 0.5), ctx)
+    own, second, c = players
+    assert same_bits(own, phase_1.F)
+    assert same_bits(second, W)
+    assert not same_bits(own, W) and not same_bits(c, own)  # the control
 
 
 @pytest.mark.parametrize(("pseudo_labels", "frozen"), [("kept", True), ("fresh", False)])
@@ -700,6 +754,29 @@ def test_the_authors_shift_is_an_eighth_of_the_side() -> None:
     assert FedTriNetConfig().augmentation()(x, torch.Generator()) is x
 
 
+def test_the_papers_view_changes_contrast_about_the_middle_and_turns_one_image_in_ten_grey() -> (
+    None
+):
+    rng = torch.Generator().manual_seed(0)
+    x = torch.tensor([0.5, -0.1, 0.3]).view(1, 3, 1, 1).repeat(4000, 1, 4, 4)
+    x[:, :, 0] = -0.5
+    seen = contrast_and_grey(x, rng)
+    grey = (seen[:, 0] == seen[:, 1]).flatten(1).all(dim=1)
+    assert float(grey.float().mean()) == pytest.approx(GREY, abs=0.02)
+    luma = 0.299 * x[:, 0] + 0.587 * x[:, 1] + 0.114 * x[:, 2]
+    middle = float(luma[0].mean())
+    colour = seen[~grey]
+    factor = (colour[:, 0, 3, 3] - middle) / (0.5 - middle)
+    assert 1 - CONTRAST <= float(factor.min()) < 0.72 and 1.28 < float(factor.max()) <= 1 + CONTRAST
+    assert_close(
+        colour[:, 2, 3, 3], middle + factor * (0.3 - middle)
+    )  # one factor for all channels
+    assert_close(colour[:, 1, 0, 0], middle + factor * (-0.5 - middle))
+    whole = FedTriNetConfig(augment="fedtrinet", flip=True).augmentation()
+    same, again = (whole(x[:9], torch.Generator().manual_seed(1)) for _ in range(2))
+    assert torch.equal(same, again) and not torch.equal(same, x[:9])
+
+
 # The whole ----------------------------------------------------------------------------------
 
 
@@ -744,7 +821,9 @@ def test_the_configs_are_the_papers_profile(path: Path) -> None:
     defaults = FedTriNetConfig()
     differs = {f.name for f in dataclasses.fields(loaded)
                if getattr(loaded, f.name) != getattr(defaults, f.name)}  # fmt: skip
-    assert differs <= (set() if path.parent.name == "papers" else ours)
+    svhn = {"warm_up", "augment", "flip"}
+    papers = svhn if "svhn" in path.name else set[str]()
+    assert differs <= (papers if path.parent.name == "papers" else ours)
 
 
 def test_a_client_has_labels_of_two_classes_and_unlabelled_rows_of_all() -> None:
@@ -784,6 +863,8 @@ def test_settings_that_cannot_be_meant_are_refused() -> None:
     assert problems(norm="batch") == problems(votes_in="train") == []  # either alone
     assert [p.key for p in FedTriNetConfig(rounds=5, warm_up=6).problems()] == ["warm_up"]
     assert list(FedTriNetConfig(rounds=5, warm_up=5).problems()) == []
+    unused = FedTriNetConfig(local_player="labelled", remember="fine_tuned")
+    assert [p.key for p in unused.problems()] == ["remember"]
 
 
 def test_voting_by_batch_statistics_is_refused_with_what_to_do() -> None:

@@ -14,16 +14,14 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 from privssl import models
-from privssl.algorithms import semifl
+from privssl.algorithms import static_statistics
 from privssl.algorithms.local_ssl import ModelUpdate, TrainRequest
-from privssl.algorithms.semifl import (
-    SemiFL,
-    SemiFLConfig,
-    Statistics,
-    mix_loss,
-    momentum_step,
-    passes,
-)
+from privssl.algorithms.semifl import algorithm as semifl
+from privssl.algorithms.semifl import losses
+from privssl.algorithms.semifl.algorithm import SemiFL, momentum_step
+from privssl.algorithms.semifl.losses import fix_and_mix_loss, mix_loss, pair_rows, passes
+from privssl.algorithms.semifl.settings import SemiFLConfig
+from privssl.algorithms.static_statistics import Statistics
 from privssl.core.agents import Agent, LabelledRows, UnlabelledRows
 from privssl.core.messages import Declined, Reply
 from privssl.core.task import Context, Task
@@ -317,7 +315,7 @@ def mixed_with(
     P[:sure] = torch.eye(10)[0]
     mixed = Mixed()
     monkeypatch.setattr(semifl, "guess_labels", lambda *_, **__: P)
-    monkeypatch.setattr(semifl, "mix_loss", mixed)
+    monkeypatch.setattr(losses, "mix_loss", mixed)
     algorithm = new(threshold=0.95, profile=profile, epochs=4.0, batch_size=10)
     said = algorithm.query_pass(query_agent(rows), TrainRequest(untrained(algorithm)), context())
     assert isinstance(said, ModelUpdate) and finite(said)
@@ -336,11 +334,108 @@ def test_sure_rows_are_mixed_with_as_many_of_all_local_rows(
     assert min(mixed.lam) < 0.5 < max(mixed.lam)  # not max(lambda, 1 - lambda)
 
 
-def test_the_text_mixes_with_unsure_rows_and_with_any_where_all_are_sure(
+def pairs(profile: str, sure: int, **given_: Any) -> list[tuple[list[int], list[int]]]:
+    """D+ and D- of three epochs where the first of 90 rows are confident."""
+    reading = SemiFLConfig(profile=profile, **given_).reading  # type: ignore[arg-type]
+    confident, rng = torch.arange(90) < sure, torch.Generator().manual_seed(0)
+    orders = passes(sure, 10, 3.0, rng)
+    found = pair_rows(confident, orders, reading, torch.Generator().manual_seed(1))
+    return [(plus.tolist(), minus.tolist()) for plus, minus in found]
+
+
+def test_the_text_mixes_with_unsure_rows_and_with_any_where_all_are_sure() -> None:
+    for plus, minus in pairs("semifl-text", sure=33):
+        assert sorted(plus) == list(range(33)) and len(minus) == 33
+        assert min(minus) >= 33 and len(set(minus)) < 33  # Eq. 4: unsure, with replacement
+    assert all(len(minus) == 90 for _, minus in pairs("semifl-text", sure=90))
+    for key in ({"mix_rows": "unsure"}, {"mix_rows": "unsure", "mix_drawn": "visit"}):
+        assert min(min(minus) for _, minus in pairs("semifl-2021", sure=33, **key)) >= 33
+    # the control: the code draws from all
+    assert min(min(minus) for _, minus in pairs("semifl-2021", sure=33)) < 33
+
+
+def test_the_text_draws_the_rows_to_mix_once_and_the_code_in_every_epoch() -> None:
+    (_, first), *others = pairs("semifl-text", sure=33)
+    assert all(sorted(minus) == sorted(first) and minus != first for _, minus in others)
+    for again in (pairs("semifl-2021", 33), pairs("semifl-text", 33, mix_drawn="epoch")):
+        (_, first), (_, second), _ = again
+        assert sorted(first) != sorted(second)  # the control
+
+
+def test_soft_labels_weigh_the_logarithms_of_all_classes() -> None:
+    logits = torch.tensor([[3.0, 1.0]]).log()  # P = (3/4, 1/4), of the strong view and of the mix
+    rows = {"strong": torch.zeros(1), "mix": torch.zeros(1), "lam": torch.tensor(0.3)}
+    a, b = -math.log(3 / 4), -math.log(1 / 4)
+    soft = rows | {"y": torch.tensor([[0.9, 0.1]]), "y2": torch.tensor([[0.4, 0.6]])}
+    expected = (0.9 * a + 0.1 * b) * (1 + 2 * 0.3) + 2 * 0.7 * (0.4 * a + 0.6 * b)
+    assert float(fix_and_mix_loss(soft, 2.0, F=lambda _: logits)) == pytest.approx(expected)
+    hard = rows | {"y": torch.tensor([0]), "y2": torch.tensor([1])}
+    expected = a * (1 + 2 * 0.3) + 2 * 0.7 * b
+    assert float(fix_and_mix_loss(hard, 2.0, F=lambda _: logits)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("soft", [True, False])
+def test_an_agent_learns_from_the_probabilities_that_came_or_from_their_largest(soft: bool) -> None:
+    algorithm = new(soft_labels=soft, mix_weight=0.0)
+    weights, agent, ctx = untrained(algorithm), query_agent(), context()
+    logits = logits_of(algorithm, weights, agent)
+    y = logits.softmax(dim=1) if soft else logits.argmax(dim=1)
+    algorithm.query_pass(agent, TrainRequest(weights), ctx)
+    assert ctx.metrics["train/loss_F/query"] == pytest.approx(float(cross_entropy(logits, y)))
+
+
+def test_the_text_sees_a_weak_view_of_the_mix_and_the_code_a_mix_of_weak_views(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert set(mixed_with(monkeypatch, "semifl-text", sure=33).second) == {1}
-    assert set(mixed_with(monkeypatch, "semifl-text", sure=90).second) == {0}
+    monkeypatch.setattr(SemiFLConfig, "weak_view", lambda self, x, rng: x**2)
+    seen: list[Mapping[str, Tensor]] = []
+
+    def remembered(loss: Any, batch: Mapping[str, Tensor], *how: Any, F: nn.Module) -> Tensor:
+        seen.append(batch)
+        return loss(batch, *how, F=F)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(semifl, "batched_call", remembered)
+    agent = query_agent(rows=1)  # which is mixed with itself
+    x = network_input(agent.unlabelled.x)
+    for view, expected in (("mix", {"mix": x**2}), ("rows", {"x1": x**2, "x2": x**2})):
+        algorithm = new(mix_view=view)
+        algorithm.query_pass(agent, TrainRequest(untrained(algorithm)), context())
+        given_ = {key: seen[-1][key] for key in seen[-1] if key in ("mix", "x1", "x2")}
+        assert given_.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_close(given_[key], value)
+    # of two rows: the square of a mix is not the mix of squares
+    agent, algorithm = query_agent(rows=2), new(mix_view="mix")
+    algorithm.query_pass(agent, TrainRequest(untrained(algorithm)), context())
+    x, lam = network_input(agent.unlabelled.x), float(seen[-1]["lam"])
+    mixes = [(lam * a + (1 - lam) * b) ** 2 for a in x for b in x]
+    for found in seen[-1]["mix"]:
+        assert min(float((found - mixed).abs().max()) for mixed in mixes) < 1e-6
+
+
+def test_in_the_order_of_the_text_the_server_trains_before_the_agents_and_at_the_end() -> None:
+    def order(**settings: Any) -> list[str]:
+        return [
+            agent for agent, *_ in heard(play(new(**settings), at_server(), 2, engine=Overheard))
+        ]
+
+    assert order(server_first=True) == ["server", *["q0", "q1", "server"] * 2]
+    assert order(profile="semifl-text") == order(server_first=True)
+    assert order() == ["q0", "q1", "server"] * 2  # the control: the authors' code
+    after = play(new(server_first=True), at_server(), 1, engine=Overheard)
+    (_, _, _, first), (_, _, lesson, _), *_ = heard(after)
+    assert same_bits(first.payload.F, lesson.F)  # agents start from what the server trained
+
+
+def test_the_server_alone_learns_from_its_labels_and_asks_nobody() -> None:
+    after = play(new("static", query_per_round=0), at_server(), 2, engine=Overheard)
+    assert {step for _, step, *_ in heard(after)} == {"support_pass", "support_statistics"}
+    assert {agent for agent, *_ in heard(after)} == {"server"}
+    assert not same_bits(after.begun.F, after.state.F)
+    # the control: a threshold of 1 is no such switch
+    sure = new(threshold=1.0, query_per_round=1)
+    reply = sure.query_pass(query_agent(), TrainRequest(saturated(sure, 200.0)), context())
+    assert isinstance(reply, ModelUpdate)
 
 
 def test_labels_are_given_by_the_model_that_came_and_not_by_the_one_in_training(
@@ -350,7 +445,7 @@ def test_labels_are_given_by_the_model_that_came_and_not_by_the_one_in_training(
     weights, agent = untrained(algorithm), query_agent()
     expected = logits_of(algorithm, weights, agent).argmax(dim=1)
     mixed = Mixed()
-    monkeypatch.setattr(semifl, "mix_loss", mixed)
+    monkeypatch.setattr(losses, "mix_loss", mixed)
     algorithm.query_pass(agent, TrainRequest(weights), context())
     for epoch in range(3):
         given_ = mixed.first[12 * epoch : 12 * epoch + 12]
@@ -393,16 +488,18 @@ def gradient(algorithm: SemiFL, weights: Mapping[str, Tensor], agent: Agent) -> 
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
-@pytest.mark.parametrize("clip", [0.1, None])
+@pytest.mark.parametrize(
+    ("profile", "clip"), [("semifl-2021", 0.1), ("semifl-2021", None), ("semifl-text", 0.1)]
+)
 def test_a_first_step_is_nesterovs_on_the_clipped_gradient_with_weight_decay(
-    clip: float | None,
+    profile: str, clip: float | None
 ) -> None:
-    algorithm = new(clip_norm=clip, weight_decay=0.01, learning_rate=0.2)
+    algorithm = new(profile=profile, clip_norm=clip, weight_decay=0.01, learning_rate=0.2)
     weights, agent = untrained(algorithm), support_agent()
     raw = gradient(algorithm, weights, agent)
     norm = math.sqrt(sum(float((g**2).sum()) for g in raw.values()))
     assert norm > 0.2  # so that 0.1 does clip
-    scale = 1.0 if clip is None else clip / norm
+    scale = 1.0 if clip is None or profile == "semifl-text" else clip / norm  # the text: none
     said = algorithm.support_pass(agent, TrainRequest(weights), context())
     # buffer = d; the step is d + 0.9 buffer, with d = clipped gradient + 0.01 w
     expected = {n: weights[n] - 0.2 * 1.9 * (scale * g + 0.01 * weights[n]) for n, g in raw.items()}
@@ -474,7 +571,7 @@ def test_statistics_are_those_of_one_pass_over_the_batches_of_all_or_of_the_serv
     whose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 20 labelled rows: 7, 7, 6; 30 rows of each query agent: 8, 8, 7, 7. An agent weighs by rows.
-    monkeypatch.setattr(semifl, "BIG_BATCH", 8)
+    monkeypatch.setattr(static_statistics, "BIG_BATCH", 8)
     parties = at_server()
     held = {a.id: (a.labelled if a.role == "server" else a.unlabelled).x for a in parties.agents}
     assert {name: len(x) for name, x in held.items()} == {"server": 20, "q0": 30, "q1": 30}
@@ -564,6 +661,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "head": {"profile": "semifl-head"},
     "parallel": {"fine_tune": False, "pseudo_labels": "training"},
     "static": {"norm": "static"},
+    "text": {"profile": "semifl-text"},
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -675,11 +773,16 @@ def test_the_configs_are_read(path: Path) -> None:
         ("algorithm.epochs=0", "algorithm.epochs"),
         ("algorithm.clip_norm=0", "algorithm.clip_norm"),
         ("algorithm.profile=semifl", "algorithm.profile"),
+        ("algorithm.profile=semifl-text algorithm.clip_norm=2.0", "semifl-text does not clip"),
+        (
+            "algorithm.fine_tune=false algorithm.server_first=true",
+            "with fine_tune false the server",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_when_it_is_read(override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        config.load_config(CONFIGS / "semifl.yaml", [override])
+        config.load_config(CONFIGS / "semifl.yaml", override.split())
 
 
 def test_static_norm_with_statistics_of_the_server_alone_is_accepted() -> None:

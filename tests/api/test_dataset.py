@@ -1,7 +1,7 @@
 """``privssl.Dataset``: rows in memory, checked as an NPZ file is, and one clear error each."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import privssl
 from privssl.data.npz import read_npz
-from tests.api.digits import PRIVATE, arrays, config, dataset
+from tests.api.digits import PRIVATE, arrays, config, dataset, plain
 
 Rows = privssl.Dataset
 X, Y, X_TEST, Y_TEST = arrays()
@@ -185,3 +185,91 @@ def test_settings_that_would_divide_given_rows_are_refused(tmp_path: Path) -> No
     with pytest.raises(privssl.UserError, match=r"writes the number of labelled rows"):
         privssl.train(config(tmp_path, PRIVATE), private, data, output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+class Frame:
+    """What pandas and polars have in common."""
+
+    def __init__(self, **columns: Any) -> None:
+        self._columns = {name.replace("__", " "): list(v) for name, v in columns.items()}
+        self.columns = list(self._columns)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return self._columns[name]
+
+
+AGES = [20, 30, 40, 60, 25, 35, 45, 55]
+FRAME = Frame(age=AGES, colour=["red", "blue"] * 4, target=["no", "yes"] * 4)
+COLUMNS: dict[str, Sequence[Any]] = {"age": [0, 80], "colour": ["blue", "red", "green"]}
+
+
+def test_a_frame_is_scaled_by_declared_bounds_or_by_its_training_rows() -> None:
+    found = Rows.from_frame(FRAME, "target", test=0.25, columns=COLUMNS)
+    assert (found.shape, found.class_names) == ((4,), ("no", "yes"))
+    assert (len(found), len(found.rows.y_test)) == (6, 2)  # a quarter of the four of each class
+    every = torch.cat([found.rows.x_train, found.rows.x_test])
+    wanted = sorted([2 * age / 80 - 1, -1.0, 1.0, -1.0] if at % 2 == 0 else
+                    [2 * age / 80 - 1, 1.0, -1.0, -1.0] for at, age in enumerate(AGES))  # fmt: skip
+    assert np.allclose(sorted(every.tolist()), wanted)
+    rows = found.network_rows(Frame(colour=["green"], age=[80.0], other=[1]))
+    assert rows.tolist() == [[1.0, -1.0, -1.0, 1.0]]
+    measured = Rows.from_frame(FRAME, "target", test=FRAME)  # bounds 20 and 60, blue and red
+    assert measured.network_rows(Frame(age=[40], colour=["red"])).tolist() == [[0.0, -1.0, 1.0]]
+    assert measured.shape == (3,)
+
+
+def test_a_row_without_a_label_trains_and_is_no_test_row() -> None:
+    labels = [0.0, 1.0, None, float("nan"), 0.0, 1.0, 0.0, 1.0]  # as pandas has them
+    found = Rows.from_frame(Frame(x=AGES, label=labels), test=0.3)
+    assert found.class_names == ("0", "1")
+    assert found.rows.y_train.tolist().count(-1) == 2 and -1 not in found.rows.y_test.tolist()
+
+
+def test_a_private_run_refuses_bounds_from_its_rows_and_takes_declared_ones(
+    tmp_path: Path,
+) -> None:
+    many = Frame(x=np.linspace(0, 1, 60), y=["a", "b", "c"] * 20)
+    given = {"data.labelled": 12, "agents.support": 1, "agents.query": 1,
+             "privacy.steps": 1, "algorithm.rounds": 1}  # fmt: skip
+    path = config(tmp_path, PRIVATE)
+    measured = Rows.from_frame(many, "y")
+    with pytest.raises(privssl.UserError, match=r"would be one more release\. Declare them"):
+        privssl.train(path, given, measured, plain, output=tmp_path / "run")
+    declared = Rows.from_frame(many, "y", columns={"x": [0, 1]})
+    run = privssl.train(path, given, declared, plain, output=tmp_path / "run")  # the control
+    assert run.guarantee and run.predict(declared.network_rows(many)).shape == (60,)
+
+
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda: Rows.from_frame(FRAME), "has no label; it has age, colour, target"),
+    (lambda: Rows.from_frame([1, 2]), "a list without columns"),
+    (lambda: Rows.from_frame(FRAME, "target", test=1.5), r"a share in \(0, 1\)"),
+    (lambda: Rows.from_frame(FRAME, "target", columns={"age": 3}), "columns: age is 3"),  # type: ignore[dict-item]
+    (lambda: Rows.from_frame(FRAME, "target", columns={"age": [80, 0]}), "columns: age is"),
+    (lambda: Rows.from_frame(FRAME, "target", columns={"size": [0, 1]}), "has no size; it has"),
+    (lambda: Rows.from_frame(
+        Frame(x=[1.0, 1.0, None] * 4, label=[0, 1] * 6), columns={"x": [0, 1]}),
+     r"row \d+: column x has ''"),
+    (lambda: Rows.from_arrays(X, Y, X_TEST, Y_TEST).network_rows(FRAME), "is from no frame"),
+])  # fmt: skip
+def test_a_wrong_frame_is_one_error(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(privssl.UserError, match=said):
+        make()
+
+
+def test_partitions_of_flwr_datasets_are_the_rows_of_agents() -> None:
+    parts = {"s0": table(X[:6], Y[:6]), "s1": table(X[6:9], Y[6:9]), "q0": table(X[9:], Y[9:])}
+    found = Rows.federated(parts, test=table(X_TEST, Y_TEST), label="digit")
+    assert found.class_names == ("a", "b", "c")
+    assert found.rows.held is not None
+    assert {name: tuple(map(len, ids)) for name, ids in found.rows.held.items()} == {
+        "q0": (0, len(X) - 9), "s0": (6, 0), "s1": (3, 0),
+    }  # fmt: skip
+    same = {"s0": (X[:6], Y[:6]), "s1": (X[6:9], Y[6:9]), "q0": X[9:]}
+    other = Rows.federated(same, test=(X_TEST, Y_TEST), class_names=["a", "b", "c"])
+    assert found.checksum == other.checksum
+    with pytest.raises(privssl.UserError, match="q0 has no column 'label'"):
+        Rows.federated(parts, test=(X_TEST, Y_TEST))

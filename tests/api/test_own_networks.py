@@ -17,6 +17,7 @@ from privssl import models
 from privssl.models import own_networks
 from privssl.models.own_networks import FittedGroupNorm
 from privssl.privacy.privacy_card import network_sentence
+from privssl.runtime import plugins
 from privssl.settings.schema import ModelSettings
 from tests.api import own_module
 from tests.api.digits import PLAIN, PRIVATE, Net, arrays, config, dataset, plain
@@ -29,7 +30,8 @@ COLOUR = (3, 32, 32)
 def build(
     name: str, shape: tuple[int, int, int] = COLOUR, classes: int = 4, **more: Any
 ) -> nn.Module:
-    return models.build_classifier(ModelSettings(name=name, **more), shape, classes)
+    with plugins.imports_allowed():
+        return models.build_classifier(ModelSettings(name=name, **more), shape, classes)
 
 
 # What works ---------------------------------------------------------------------------------------
@@ -214,7 +216,7 @@ def test_a_module_that_is_absent_fails_or_was_typed_in_a_notebook_is_one_error(
         ("no_such_module:Net", "no module no_such_module here"),
         ("tests.api.absent:Net", r"no module tests\.api\.absent here"),
         ("tests.api.failing_module:Net", "OSError: the driver is not there"),
-        ("__main__:Net", "cannot be imported. Give it from Python"),
+        ("__main__:Net", "cannot be imported. Give a network from Python"),
         ("torchvision:resnet", "unknown network. Did you mean resnet50"),
         ("os:getcwd", "<built-in function getcwd>, which is no network"),
     ):
@@ -278,10 +280,10 @@ def test_synthetic_rows_of_a_run_need_no_network_that_its_folder_names(
     named = NAMED.format("Net")
     run = privssl.train(config(tmp_path), None, dataset(), named, tmp_path / "run")
 
-    def imported(key: str, reference: str) -> Any:
+    def imported(said: str, reference: str) -> Any:
         raise AssertionError(f"{reference} was imported")
 
-    monkeypatch.setattr(own_networks, "import_object", imported)
+    monkeypatch.setattr(plugins, "import_object", imported)
     with pytest.raises(AssertionError, match="was imported"):  # the control
         build(named)
     out = tmp_path / "made.npz"

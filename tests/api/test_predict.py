@@ -221,7 +221,7 @@ def test_inputs_that_cannot_be_read_are_one_error(
         ("absent.npz", "no such file"),
         ("absent", "no such file"),
         ("empty", "holds no image"),
-        ("notes.txt", "no picture, folder, NPZ or NPY file"),
+        ("notes.txt", "no picture, folder, NPZ, NPY or CSV file"),
         ("bad.png", "cannot be read as an image"),
         ("bad.npy", "cannot be read as an NPY file"),
         ("other.npz", "has no x, or x_test, or x_unlabelled"),

@@ -280,7 +280,7 @@ def test_without_the_check_of_witnesses_a_deleted_one_goes_unseen(
     """Negative control: cut to 2 visits of 4, and nothing left that remembers more."""
     all_of(
         ledgers_anew(visits=2, planned=None),
-        without("checkpoints", "metrics.csv", "results.json"),
+        without("checkpoints", "metrics.csv", "results.json", "model_card.md"),
     )(run)
     assert audit.audit(run).verdict == Verdict.INCONCLUSIVE
     monkeypatch.setattr(witnesses, "check", lambda *_: None)
@@ -362,7 +362,8 @@ def _roll_back(run: Path) -> None:
     """The folder as it would be had the run been interrupted before its first round."""
     for path in (run / "ledger").glob("*.jsonl"):
         path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
-    remove(run, ("checkpoints/round_00004", "metrics.csv", "classifier.safetensors"))
+    traces = ("checkpoints/round_00004", "metrics.csv", "classifier.safetensors", "model_card.md")
+    remove(run, traces)
     (run / "checkpoints" / "latest").write_text("round_00000\n")
     results = json.loads((run / "results.json").read_text())
     results |= {"status": "interrupted", "rounds": 0, "bytes": {"up": 0, "down": 0}}

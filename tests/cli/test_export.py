@@ -16,9 +16,13 @@ from privssl.settings.schema import ModelSettings
 from tests.api.digits import config, dataset
 
 SHAPES: dict[str, tuple[int, ...]] = {
-    "small_cnn": (1, 8, 8), "lenet": (1, 8, 8), "trinet_cnn": (1, 8, 8), "resnet9": (3, 8, 8),
+    "small_cnn": (1, 8, 8), "lenet": (1, 8, 8), "lenet32": (3, 8, 8), "alexnet": (3, 8, 8),
+    "fedavg_cnn": (1, 8, 8), "trinet_cnn": (1, 8, 8), "trinet_svhn": (3, 8, 8),
+    "resnet9": (3, 8, 8), "resnet18": (1, 8, 8), "resnet18_3x3": (3, 8, 8),
     "wresnet28x2": (3, 8, 8), "linear": (5,), "mlp": (5,), "text_cnn": (6, 5), "gru": (2, 5),
 }  # fmt: skip
+#: Made of the layers of others; an export takes seconds.
+SLOWLY = ("lenet32", "alexnet", "trinet_svhn", "resnet18", "resnet18_3x3")
 FORMS = {"onnx": export.as_onnx, "torch-export": export.as_torch_export}
 ABOUT = {"class_names": "a\nb"}
 
@@ -39,7 +43,9 @@ def test_every_network_of_the_product_is_tested() -> None:
     assert set(SHAPES) == set(models.CLASSIFIERS)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOWLY else ()) for n in SHAPES]
+)
 def test_torch_export_computes_what_the_network_does(name: str) -> None:
     network = classifier(name)
     written, apart = export.checked(export.as_torch_export, network, SHAPES[name], ABOUT)

@@ -117,13 +117,13 @@ def test_a_config_that_a_run_wrote_is_accepted(tmp_path: Path) -> None:
         ("algorithm", "rounds", "three", ".algorithm.rounds is no integer"),
         ("algorithm", "rounds", 0, ".algorithm.rounds minimum 1"),
         ("algorithm", "rounds", True, ".algorithm.rounds is no integer"),
-        ("algorithm", "name", "fedsll", ".algorithm.name is not"),
+        ("algorithm", "name", "fedsll", ".algorithm.name is none of"),
         ("algorithm", "client_epochs", 2, ".algorithm.client_epochs is unknown"),  # of FedSEAL
         ("privacy", "epsilom", 2, ".privacy.epsilom is unknown"),
         ("privacy", "protect", ["H"], ".privacy.protect.0 is not"),
         ("privacy", "momentum", 1, ".privacy.momentum exclusiveMaximum 1"),
         ("model", "name", "smal_cnn", ".model.name is none of"),
-        ("data", "partition", "idd", ".data.partition is not"),
+        ("data", "partition", "idd", ".data.partition is none of"),
         ("runn", "seed", 0, ".runn is unknown"),
     ],
 )

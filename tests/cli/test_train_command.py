@@ -500,6 +500,7 @@ def test_the_command_line_beats_the_file_wherever_it_stands(tmp_path: Path) -> N
 
 ALWAYS = {"config.yaml", "split.json", "metrics.csv", "results.json", "tensorboard"}
 ALWAYS |= {"checkpoints", "train.log", "classifier.safetensors", "confusion.csv", "confusion.png"}
+ALWAYS |= {"model_card.md"}
 
 
 def names(folder: Path) -> set[str]:

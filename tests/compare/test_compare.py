@@ -685,6 +685,35 @@ def test_the_band_is_one_standard_deviation_and_one_seed_has_none() -> None:
     assert [len(axes.collections) for axes in alone.axes] == [0, 0, 0]
 
 
+def test_what_a_private_config_has_spent_is_a_panel_of_its_own() -> None:
+    a = Curve((1, 2), (0.2, 0.6), (1.0, 2.0), (10.0, 20.0), (0.5, 1.0))
+    b = Curve((1, 2), (0.4, 0.7), (1.0, 2.0), (10.0, 20.0))
+
+    drawn = plot.figure({"private": [a, a], "plain": [b, b]})
+
+    assert len(drawn.axes) == 4
+    assert lines_of(drawn, 3) == {"private": ([0.5, 1.0], [0.2, 0.6])}
+    assert drawn.axes[3].get_xlabel() == "epsilon spent, largest over agents"
+    assert len(plot.figure({"plain": [b]}).axes) == 3
+
+
+def test_the_epsilon_of_a_round_is_the_largest_over_agents_and_nominal_ones_are_left_out(
+    whole: Place, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole.output / "bound-0", run)
+    with (run / "metrics.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    for number, line in enumerate(lines, 1):
+        line |= {"dp/epsilon/s0": str(number / 2), "dp/epsilon/s1": str(number)}
+    with (run / "metrics.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    assert plot.curve(run, guaranteed=True).epsilon == (2.0, 3.0)  # rounds 2 and 3 are evaluated
+    assert plot.curve(run).epsilon == ()
+
+
 def test_many_configs_stay_apart() -> None:
     curve = Curve((1,), (0.5,), (1.0,), (1.0,))
 

@@ -131,6 +131,7 @@ def test_differences_of_a_sweep_are_those_of_its_results(swept: tuple[Path, Outc
         assert one["values"] == (values - finals[0]).tolist()
     text = (folder / "comparison.md").read_text()
     assert "## Paired differences" in text and "There are 3 tests" in text
+    assert "| p (Holm) |" in text and "p (Holm)" in (folder / "comparison.tex").read_text()
 
 
 # The statistics ---------------------------------------------------------------------------------
@@ -158,6 +159,32 @@ def test_the_interval_covers_the_true_difference_as_often_as_it_says() -> None:
     # The control: an interval from the normal law would be too short for four seeds.
     short = [abs(one.mean - 0.1) <= 1.96 * np.std(one.values, ddof=1) / 2 for one in found]
     assert np.mean(short) < 0.90
+
+
+def test_corrected_p_values_hold_the_rate_of_any_false_claim() -> None:
+    """Holm's definition by hand, and what it promises, where the plain values break it."""
+    p = [0.01, 0.04, 0.03, 0.005]  # in order times 4, 3, 2, 1: 0.02, 0.03, 0.06, 0.04 -> 0.06
+    assert paired.corrected(p) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert paired.corrected([0.5, 0.9]) == [1, 1] and paired.corrected([]) == []
+    rng = np.random.default_rng(0)
+    none_differs = rng.normal(0, 1, (1000, 5, 4))  # comparisons, configs, seeds
+    tests = [
+        [paired.difference("a", "b", v.tolist()).p_value or 0.0 for v in c] for c in none_differs
+    ]
+    false = np.mean([min(paired.corrected(of)) < 0.05 for of in tests])
+    assert false == pytest.approx(0.05, abs=0.02)  # 3 standard errors
+    assert np.mean([min(of) < 0.05 for of in tests]) > 0.18  # the control: 1 - 0.95^5 = 0.23
+
+
+def test_p_is_corrected_over_the_configs_of_a_comparison() -> None:
+    first = row("a", [0.1, 0.2, 0.3])
+    others = [row("b", [0.2, 0.31, 0.42]), row("c", [0.2, 0.3, 0.4]), row("d", [0.3, 0.1, 0.3])]
+    b, c, d = paired.differences([first, *others])
+    assert c.p_value is None and c.holm is None  # no test
+    assert b.p_value and d.p_value and b.p_value < d.p_value
+    assert b.holm == pytest.approx(2 * b.p_value) and d.holm == d.p_value
+    [alone] = paired.differences([first, others[0]])
+    assert alone.holm == alone.p_value == b.p_value
 
 
 def test_equal_results_have_a_difference_of_nothing_and_no_p_value() -> None:

@@ -14,6 +14,7 @@ from privssl.data.partition import (
     Ints,
     Partition,
     RoundRobin,
+    Shards,
     _draw_classes,
     from_settings,
 )
@@ -89,7 +90,7 @@ def test_classes_per_agent_gives_every_row_an_owner_or_says_why_not(
     assert all(len(set(np.array(labels)[hand])) <= k for hand in hands)
 
 
-@pytest.mark.parametrize("rule", [*RULES, ClassesPerAgent(2)], ids=str)
+@pytest.mark.parametrize("rule", [*RULES, ClassesPerAgent(2), Shards(2)], ids=str)
 def test_the_same_generator_gives_the_same_split_and_another_gives_another(rule: Partition) -> None:
     labels = balanced(200)
     split = [hand.tolist() for hand in rule.split(labels, 12, rng(3))]
@@ -97,7 +98,7 @@ def test_the_same_generator_gives_the_same_split_and_another_gives_another(rule:
     assert split != [hand.tolist() for hand in rule.split(labels, 12, rng(4))]
 
 
-@pytest.mark.parametrize("rule", [*RULES, ClassesPerAgent(2)], ids=str)
+@pytest.mark.parametrize("rule", [*RULES, ClassesPerAgent(2), Shards(2)], ids=str)
 def test_more_agents_than_rows_is_refused(rule: Partition) -> None:
     with pytest.raises(DataError, match="6 agents are to share 5 rows"):
         rule.split(balanced(5), 6, rng())
@@ -223,6 +224,28 @@ def test_each_agent_owns_k_classes_and_each_class_has_as_many_owners_as_any_othe
     assert all(np.ptp(column[column > 0]) <= 1 for column in table.T)
 
 
+def pairs_of_classes(rule: Partition, agents: int) -> list[tuple[int, ...]]:
+    """The classes of each agent, sorted."""
+    labels = balanced(100 * agents)
+    return [tuple(sorted(set(labels[h].tolist()))) for h in rule.split(labels, agents, rng())]
+
+
+def test_shards_are_of_one_class_and_dealt_at_random() -> None:
+    labels = balanced(2000)
+    table = counts(labels, Shards(2).split(labels, 100, rng()))
+    # 200 shards of 10 rows, 20 of each class; an agent has two, of one class or of two
+    assert set(table[table > 0].tolist()) <= {10, 20}
+    assert table.sum(axis=1).tolist() == [20] * 100 and table.sum(axis=0).tolist() == [200] * 10
+    # 55 kinds of hands; 100 draws show most of them. The control: five fixed pairs.
+    assert len(set(pairs_of_classes(Shards(2), 100))) > 25
+    assert len(set(pairs_of_classes(ClassesPerAgent(2), 100))) == 5
+
+
+def test_shards_too_few_for_all_classes_are_refused() -> None:
+    with pytest.raises(DataError, match=r"partition shards: 3 agents .* Raise k to 4"):
+        Shards(3).split(balanced(100), 3, rng())
+
+
 def test_agents_that_cannot_own_all_classes_are_refused_with_the_k_that_would_do() -> None:
     with pytest.raises(DataError, match=r"cannot own all 10 classes.* Raise k to 4"):
         ClassesPerAgent(3).split(balanced(100), 3, rng())
@@ -286,6 +309,7 @@ def test_a_config_names_each_rule() -> None:
     assert from_settings("dirichlet", alpha=0.1) == Dirichlet(0.1)
     assert from_settings("dirichlet_equal", alpha=0.3) == DirichletEqual(0.3)
     assert from_settings("classes_per_agent", k=2) == ClassesPerAgent(2)
+    assert from_settings("shards", k=2) == Shards(2)
     assert from_settings("round_robin") == RoundRobin()
     assert from_settings("imbalanced") == Imbalanced()
 
@@ -295,3 +319,5 @@ def test_a_rule_without_its_number_is_refused() -> None:
         from_settings("dirichlet")
     with pytest.raises(DataError, match="needs k"):
         from_settings("classes_per_agent")
+    with pytest.raises(DataError, match="shards needs k"):
+        from_settings("shards")

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from accounting.ledger import read_journal
-from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
 from privssl.audit import __main__ as audit
 from privssl.data import split_manifest
 from tests.support import command_line
 
-DOCS = Path(__file__).parents[2] / "docs"
-METHOD, PARTITION, PREDICTING = (
+ROOT = Path(__file__).parents[2]
+DOCS, PACKAGE = ROOT / "docs", ROOT / "examples" / "privssl_example"
+METHOD, CHECK, PARTITION, PREDICTING = (
     block
     for page in ("extending.md", "own_networks_and_data.md")
     for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
@@ -26,7 +26,7 @@ CONFIG = """\
 data: {name: toy, labelled: 40, unlabelled: 80}
 agents: {support: 2, query: 2}
 model: {name: small_cnn, width: 4}
-algorithm: {name: fedown, rounds: 3, threshold: 0.15}
+algorithm: {name: 'privssl_example.method:FedOwn', rounds: 3, threshold: 0.15}
 """
 PRIVACY = "privacy: {epsilon: 4.0, delta: 1.0e-3, sample_rate: 0.5, steps: 2}\n"
 
@@ -40,16 +40,22 @@ def imported(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Algorithm[Any]]:
-    """The class of the page, known to everybody under its name."""
-    kind: type[Algorithm[Any]] = imported("fedown", METHOD, tmp_path, monkeypatch).FedOwn
-    known = type(ALGORITHMS)
-    given = known.__getitem__
-    monkeypatch.setattr(
-        known, "__getitem__", lambda self, name: kind if name == "fedown" else given(self, name)
-    )
-    monkeypatch.setattr("privssl.algorithms.NAMES", (*ALGORITHMS, "fedown"))
-    return kind
+def method(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Algorithm[Any]]]:
+    """The class of the page, importable."""
+    monkeypatch.syspath_prepend(PACKAGE)
+    yield importlib.import_module("privssl_example.method").FedOwn
+    for name in [name for name in sys.modules if name.startswith("privssl_example")]:
+        del sys.modules[name]
+
+
+def test_the_method_of_the_page_is_that_of_the_example() -> None:
+    assert (PACKAGE / "privssl_example" / "method.py").read_text() == METHOD
+
+
+def test_the_page_checks_it(
+    method: type[Algorithm[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported("check_of_the_page", CHECK, tmp_path, monkeypatch)
 
 
 def runs(folder: Path, text: str, *given: str) -> Path:
@@ -77,12 +83,12 @@ def test_its_private_form_pays_for_every_visit_and_its_claim_is_borne_out(
     run = runs(tmp_path / "private", CONFIG + PRIVACY)
     visits = {p.stem: read_journal(p).visits for p in (run / "ledger").glob("*.jsonl")}
     assert {name: len(each) for name, each in visits.items()} == {"s0": 3, "s1": 3}
-    assert audit.main([str(run)]) == 0
+    assert audit.main([str(run), "--plugin", "privssl_example.method:FedOwn"]) == 0
     capsys.readouterr()
     strange = "{epsilon: 4.0, delta: 1.0e-3, update_at_support: [F, G], protect: [F, G]}"
     (tmp_path / "c.yaml").write_text(CONFIG + f"privacy: {strange}\n")
     refused = command_line.command(tmp_path / "c.yaml", f"run.output={tmp_path / 'other'}")
-    assert refused.status == 2 and "fedown trains F alone" in refused.err
+    assert refused.status == 2 and "privssl_example.method:FedOwn trains F alone" in refused.err
 
 
 def test_a_plan_for_networks_that_the_method_has_not_is_refused(
@@ -92,7 +98,7 @@ def test_a_plan_for_networks_that_the_method_has_not_is_refused(
     strange = "{epsilon: 4.0, delta: 1.0e-3, update_at_support: [F, G], protect: [F, G]}"
     (tmp_path / "c.yaml").write_text(CONFIG + f"privacy: {strange}\n")
     refused = command_line.command(tmp_path / "c.yaml", f"run.output={tmp_path / 'other'}")
-    assert refused.status == 2 and "fedown has no network G" in refused.err
+    assert refused.status == 2 and "FedOwn has no network G" in refused.err
 
 
 @pytest.fixture

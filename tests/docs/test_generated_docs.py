@@ -1,4 +1,4 @@
-"""The pages that docs/generate_reference.py writes from the code are the committed ones."""
+"""The pages that are written from the code are the committed ones."""
 
 import dataclasses
 import runpy
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import privssl
 from privssl.algorithms import ALGORITHMS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -19,6 +20,29 @@ def test_a_committed_page_equals_what_the_code_generates(name: str) -> None:
     assert GENERATOR["PAGES"][name]() == expected, "run: python docs/generate_reference.py"
 
 
+def test_the_python_reference_is_what_the_docstrings_say() -> None:
+    generator = runpy.run_path(str(DOCS / "generate_python_reference.py"))
+    expected = (DOCS / "python_reference.md").read_text(encoding="utf-8")
+    assert generator["page"]() == expected, "run: python docs/generate_python_reference.py"
+    for name in privssl.__all__:
+        assert name in expected or name == "__version__"
+
+    def documented(x: int, *, rows: int = 3) -> None:
+        """Do it.
+
+        Args:
+            x, rows: both of
+                ``f``.
+
+        Raises:
+            E: no.
+        """
+
+    assert generator["heading"]("do", documented) == "`do(x, *, rows=3)`"
+    text = "Do it.\n\n- `x`, `rows`: both of `f`.\n- raises `E`: no.\n"
+    assert generator["prose"](documented) == text
+
+
 def test_every_key_of_every_section_has_a_description() -> None:
     sections = [*GENERATOR["SECTIONS"].values(), *GENERATOR["SITE_SECTIONS"].values()]
     sections += [algorithm.Config for algorithm in ALGORITHMS.values()]
@@ -27,9 +51,8 @@ def test_every_key_of_every_section_has_a_description() -> None:
 
 
 def test_every_algorithm_has_a_table() -> None:
-    listed = [
-        name for page in ("METHODS", "BASELINES") for group in GENERATOR[page] for name in group
-    ]
+    pages = [GENERATOR[page] for page in ("METHODS", "BASELINES", "COMPARATORS")]
+    listed = [name for page in pages for group in page for name in group]
     assert sorted(listed) == sorted(ALGORITHMS)
 
 

@@ -11,7 +11,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
-PLACES = ("privssl", "accounting", "generators", "benchmarks", "tests", "configs", "docs")
+PLACES = (
+    "privssl",
+    "accounting",
+    "generators",
+    "benchmarks",
+    "tests",
+    "configs",
+    "docs",
+    "examples",
+)
 #: Names of papers' formulas and codes, of files that a reader writes or that style forbids, and of
 #: curves whose names the code puts together.
 FOREIGN = {"sigma_a", "psi_a", "main_fed", "main_fed.py", "check.py", "utils.py"}

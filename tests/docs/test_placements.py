@@ -18,7 +18,8 @@ from privssl.data.datasets import Dataset
 from privssl.data.datasets import load_dataset as load_dataset
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
-from privssl.settings.schema import AgentSettings, DataSettings, PartitionName
+from privssl.settings.names import PARTITIONS
+from privssl.settings.schema import AgentSettings, DataSettings
 
 AGENTS: dict[str, dict[str, int]] = {
     "support": {"support": 2, "query": 6},
@@ -26,15 +27,17 @@ AGENTS: dict[str, dict[str, int]] = {
     "labels-at-client": {"mixed": 6},
 }
 NUMBERS = {"dirichlet": {"alpha": 0.5}, "dirichlet_equal": {"alpha": 0.5}}
-NUMBERS |= {"classes_per_agent": {"k": 5}}
-PARTITIONS = typing.get_args(PartitionName)
+NUMBERS |= {"classes_per_agent": {"k": 5}, "shards": {"k": 5}}
 AT_SERVER = "server_sl learns at a server that holds all labels. Set "
 AVERAGES = "averages agents that learn from labels, and the server alone would have any. Set "
 REFUSED = {
     ("server_sl", "support"): f"data.labels support, but {AT_SERVER}",
     ("server_sl", "labels-at-client"): f"data.labels labels-at-client, but {AT_SERVER}",
     ("fedavg", "labels-at-server"): f"data.labels labels-at-server, but fedavg {AVERAGES}",
-    ("fedprox", "labels-at-server"): f"data.labels labels-at-server, but fedprox {AVERAGES}",
+    **{
+        (name, "labels-at-server"): f"data.labels labels-at-server, but {name} {AVERAGES}"
+        for name in ("fedprox", "feddyn", "lg_fedavg", "heterofl")
+    },
 }
 CAN_BE_PRIVATE = {"fedssl", "label_census", "fedavg"}
 

@@ -101,7 +101,7 @@ def walked(case: str, step: str, folder: Path, terms: RemoteTimeouts) -> tuple[P
     def engine(agents: Any, *, seed: int, **_: Any) -> Any:
         return posts.engine(agents, there, seed, folder, post=Bent, terms=terms)
 
-    return play(there, parties, engine=engine), len(away)  # type: ignore[arg-type]
+    return play(there, parties, engine=engine), len(away)
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_mean_of_nobody_is_not_made(tmp_path: Path) -> None:
         return posts.engine(agents, there, seed, tmp_path, post=Away, terms=low)
 
     with pytest.raises(SiteError, match="Nobody else replied either"):
-        play(there, parties, engine=engine)  # type: ignore[arg-type]
+        play(there, parties, engine=engine)
 
 
 def test_a_labelled_server_is_always_there(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_labelled_server_is_always_there(tmp_path: Path) -> None:
     def engine(agents: Any, *, seed: int, **_: Any) -> Any:
         return posts.engine(agents, there, seed, tmp_path, terms=STRICT)
 
-    assert finite(play(there, at_server(), engine=engine).classifier)  # type: ignore[arg-type]
+    assert finite(play(there, at_server(), engine=engine).classifier)
 
 
 # Refused ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from privssl.core.messages import StateDict
-from privssl.core.rows import IMAGE
+from privssl.core.rows import IMAGE, WITH_DROPOUT
 from privssl.errors import ConfigError, DataError, PrivacyError
 from privssl.models import CLASSIFIERS, build_classifier, optimize_layout
 from privssl.models.splice import splice
@@ -100,6 +100,8 @@ def test_the_small_cnn_has_the_size_that_the_specification_counts() -> None:
 def test_lenet_has_the_size_of_lenet_5_where_nothing_is_normalised() -> None:
     # LeCun et al. 1998 with full connections: 156 + 2,416 + 48,120 + 10,164 + 850
     assert size(classifier("lenet", (1, 28, 28), width=16, norm="none")) == 61_706
+    # 32 * 76 + 64 * 801 + 512 * 4097 + 10 * 513: the 2.2 million of SemiFL's Table 3
+    assert size(classifier("fedavg_cnn", (3, 32, 32), width=16, norm="none")) == 2_156_490
 
 
 @pytest.mark.parametrize(("side", "parameters"), [(32, 30_840), (28, 21_840)])
@@ -122,6 +124,85 @@ def test_fedtrinets_network_pads_only_where_its_convolutions_would_use_the_image
     # 16 -> 12 -> 6 -> 2 -> 1; padded 8 -> 8 -> 4 -> 4 -> 2
     network = classifier("trinet_cnn", shape, width=16, norm="none")
     assert size(network.get_submodule("deep")) == (features + 1) * 50 + 51 * 10
+
+
+def test_lenet32_is_fedseals_lenet_for_svhn_which_does_not_pad() -> None:
+    # 32 -> 28 -> 14 -> 10 -> 5 pixels: 400 features, as from 28 pixels padded by two
+    assert 76 * 6 + 151 * 16 + 401 * 120 + 121 * 84 + 85 * 10 == 62_006
+    assert size(classifier("lenet32", (3, 32, 32), width=16, norm="none")) == 62_006
+    padded = size(classifier("lenet", (3, 32, 32), width=16, norm="none"))
+    assert padded == 62_006 + (36 - 25) * 16 * 120  # the control: 32 -> 32 -> 16 -> 12 -> 6
+
+
+@pytest.mark.parametrize("side", [28, 32])
+def test_the_network_like_alexnet_has_fedmatchs_layers(side: int) -> None:
+    # 32 -> 29 -> 14 -> 12 -> 6 -> 5 -> 2 and 28 -> 25 -> 12 -> 10 -> 5 -> 4 -> 2: 1,024 features
+    convolutions = 16 * 3 * 64 + 9 * 64 * 128 + 4 * 128 * 256
+    bare = convolutions + 1024 * 2048 + 2048 * 2048 + 2048 * 10
+    assert bare == 6_519_808
+    assert size(unfilled("alexnet", (3, side, side), "none")) == bare
+    # a bias, a weight and a shift of the norm per channel; a bias per unit and class
+    normed = bare + 3 * (64 + 128 + 256) + 2 * 2048 + 10
+    assert size(unfilled("alexnet", (3, side, side), "group")) == normed
+
+
+def test_fedtrinets_network_for_svhn_has_the_size_of_the_authors() -> None:
+    network = unfilled("trinet_svhn", (3, 32, 32), "batch")
+    shallow, deep = (size(network.get_submodule(half)) for half in ("shallow", "deep"))
+    # convolution and norm, convolution: by blocks, as the specification counts them
+    assert shallow == (28 * 32 + 2 * 32) + 289 * 64 == 960 + 18_496
+    convolutions = 577 * 128 + 2 * 128 + 1153 * 128 + 1153 * 256 + 2 * 256 + 2305 * 256
+    linear = 4097 * 1024 + 1025 * 512 + 513 * 10
+    assert (convolutions, linear) == (1_107_456, 4_725_258)
+    assert deep == convolutions + linear
+    assert size(network) == 5_852_170
+
+
+def size_of_resnet18(name: str, channels: int, width: int) -> int:
+    first = 4 * width
+    total, before = (49 if name == "resnet18" else 9) * channels * first + 2 * first, first
+    for out in (first, 2 * first, 4 * first, 8 * first):
+        total += 9 * before * out + 3 * 9 * out * out + 4 * 2 * out
+        total += 0 if out == before else before * out + 2 * out  # shortcut
+        before = out
+    return total + (before + 1) * 10
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet18_3x3"])
+def test_resnet18_has_the_sizes_of_both_stems(name: str) -> None:
+    of_the_paper = {"resnet18": 11_175_370, "resnet18_3x3": 11_172_810}[name]
+    assert size_of_resnet18(name, 1, 16) == of_the_paper
+    assert size(classifier(name, (1, 28, 28), width=16)) == of_the_paper
+    for norm in ("batch", "static"):
+        narrow = classifier(name, (3, 32, 32), width=2, norm=norm)
+        assert size(narrow) == size_of_resnet18(name, 3, 2)
+
+
+@pytest.mark.parametrize(("name", "side"), [("resnet18", 28 // 4), ("resnet18_3x3", 28)])
+def test_the_stem_of_7x7_quarters_the_image_and_the_stem_of_3x3_keeps_it(
+    name: str, side: int
+) -> None:
+    network, seen = classifier(name, (1, 28, 28), width=1), list[torch.Size]()
+    for part in ("stem", "trunk"):
+        hook = lambda _m, _x, y: seen.append(y.shape)  # noqa: E731
+        network.get_submodule(part).register_forward_hook(hook)
+    network(rows(2, (1, 28, 28)))
+    last = math.ceil(side / 8)  # three blocks halve
+    assert seen == [(2, 4, side, side), (2, 32, last, last)]
+
+
+@pytest.mark.slow
+def test_resnet18_computes_what_torchvisions_does() -> None:
+    torchvision = pytest.importorskip("torchvision")
+    x = rows(2, (3, 32, 32))
+    ours = classifier("resnet18", (3, 32, 32), width=16, norm="batch").eval()
+    theirs = torchvision.models.resnet18(num_classes=10).eval()
+    state = list(ours.state_dict().values())
+    assert [t.shape for t in theirs.state_dict().values()] == [t.shape for t in state]
+    theirs.load_state_dict(dict(zip(theirs.state_dict(), state, strict=True)))
+    assert_close(ours(x), theirs(x), rtol=1e-3, atol=1e-4)
+    theirs.layer3[1].conv2.weight.data.mul_(1.01)  # the control
+    assert float((ours(x) - theirs(x)).abs().max().detach()) > 1e-3
 
 
 RESNET9 = ((3, 64), (64, 128), (128, 128), (128, 128), (128, 256), (256, 512), *[(512, 512)] * 2)
@@ -269,9 +350,7 @@ def test_older_torches_are_never_asked_how_rows_lie_under_vmap_and_norms_are_the
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize(
-    "name", [name for name in IMAGE.networks if name != "trinet_cnn"]
-)  # dropout
+@pytest.mark.parametrize("name", [name for name in IMAGE.networks if name not in WITH_DROPOUT])
 def test_a_private_run_refuses_the_norms_that_couple_rows_by_name(name: str, norm: str) -> None:
     network = classifier(name, norm=norm)
     if norm in ("group", "none"):
@@ -542,9 +621,11 @@ def test_a_narrow_network_has_the_weights_of_a_wide_one_and_nearly_its_gradients
         assert torch.equal(value, wide.get_parameter(key)), key
     (logits, gradient), (rounded, coarse) = found[wide], found[thin]
     assert rounded.dtype == coarse.dtype == torch.float32
-    # 8 bits of fraction: 0.4% in a product, some percent after eight layers and a ReLU's kinks
-    assert (rounded - logits).norm() < 0.05 * logits.norm()
-    assert torch.cosine_similarity(gradient, coarse, dim=0) > 0.98
+    # 8 bits of fraction: 0.4% in a product, some percent after eight layers and a ReLU's kinks,
+    # more after 18 whose batch norms are of 32 numbers
+    deep = name.startswith("resnet18") and norm in ("batch", "static")
+    assert (rounded - logits).norm() < (0.1 if deep else 0.05) * logits.norm()
+    assert torch.cosine_similarity(gradient, coarse, dim=0) > (0.85 if deep else 0.98)
     assert not torch.equal(rounded, logits)  # it is on
 
 

@@ -11,6 +11,7 @@ from tests.planted_faults import (
     data,
     engines,
     outside,
+    plugins,
     private_training,
     reproduce,
     runs,
@@ -21,7 +22,7 @@ FAULTS: tuple[Fault, ...] = tuple(
     fault
     for module in (
         *(private_training, accounting, runs, engines, data, audit, algorithms),
-        *(outside, reproduce),
+        *(outside, plugins, reproduce),
     )
     for fault in module.FAULTS
 )

@@ -6,7 +6,8 @@ FEDSSL = "privssl/algorithms/fedssl/algorithm.py"
 MIXING = "privssl/algorithms/fedssl/losses.py"
 FEDSEAL = "privssl/algorithms/fedseal/algorithm.py"
 SIGNS = "privssl/algorithms/fedseal/negative_learning.py"
-SEMIFL = "privssl/algorithms/semifl.py"
+SEMIFL = "privssl/algorithms/semifl/algorithm.py"
+SEMIFL_LOSSES = "privssl/algorithms/semifl/losses.py"
 STATIC = "privssl/models/static_norm.py"
 FEDMATCH = "privssl/algorithms/fedmatch/algorithm.py"
 HALVES = "privssl/algorithms/fedmatch/disjoint_training.py"
@@ -18,18 +19,28 @@ CENSUS = "privssl/algorithms/label_census/algorithm.py"
 NAMES = "privssl/algorithms/label_census/cluster_labels.py"
 UDA = "privssl/algorithms/baselines/fixmatch_uda.py"
 MIXUP = "privssl/algorithms/baselines/fedmatch_mixup.py"
+FEDSEM = "privssl/algorithms/baselines/pseudo_labeling.py"
+FL2 = "privssl/algorithms/fl2/thresholds.py"
+SAGE = "privssl/algorithms/baselines/sage.py"
 LOCAL = "privssl/algorithms/local_ssl.py"
+FEDDYN = "privssl/algorithms/baselines/feddyn.py"
+LG = "privssl/algorithms/baselines/lg_fedavg.py"
+HETEROFL = "privssl/algorithms/baselines/heterofl.py"
+FEDRGD = "privssl/algorithms/baselines/fedrgd.py"
 
 IN_FEDSSL = "tests/algorithms/test_fedssl.py::test_"
 IN_BASELINES = "tests/algorithms/test_fedssl_baselines.py::test_"
 IN_FEDSEAL = "tests/algorithms/test_fedseal.py::test_"
 IN_SEMIFL = "tests/algorithms/test_semifl.py::test_"
+IN_COMPARATORS = "tests/algorithms/test_labelled_comparators.py::test_"
 IN_MODELS = "tests/models/test_models.py::test_"
 IN_FEDMATCH = "tests/algorithms/test_fedmatch.py::test_"
+AS_PRINTED = "tests/algorithms/test_fedmatch_as_printed.py::test_"
 IN_FEDTRINET = "tests/algorithms/test_fedtrinet.py::test_"
 IN_CENSUS = "tests/algorithms/test_label_census.py::test_"
 IN_HISTOGRAM = "tests/privacy/test_label_histogram.py::test_"
 IN_UDA = "tests/algorithms/test_baselines.py::test_"
+IN_NEWER = "tests/algorithms/test_fl2_and_sage.py::test_"
 IN_LOSSES = "tests/training/test_pseudo_mixup_losses.py::test_"
 
 OPEN_GATE = (
@@ -37,6 +48,56 @@ OPEN_GATE = (
 )
 
 FAULTS: tuple[Fault, ...] = (
+    # (FL)^2 and SAGE -----------------------------------------------------------------------------
+    Fault(
+        "(FL)^2, Eq. 9: a class's threshold is not scaled to the agent's",
+        ((FL2, "p / p.max() * tau", "p * tau"),),
+        (IN_NEWER + "thresholds_are_the_mean_confidence_scaled_by_the_mean_prediction_of_a_class",),
+    ),
+    Fault(
+        "(FL)^2, Eq. 12: weights move by T g, not T^2 g",
+        ((FL2, "radius * t * s / norm", "radius * s / norm"),),
+        (IN_NEWER + "weights_move_along_the_gradient_and_adaptively_by_their_size",),
+    ),
+    Fault(
+        "(FL)^2, Eq. 15: sure agents count more",
+        ((FL2, "1 - float(reply.payload.tau)", "float(reply.payload.tau)"),),
+        (IN_NEWER + "agents_that_have_learned_less_count_more",),
+    ),
+    Fault(
+        "SAGE: the global label counts where both agree in confidence",
+        ((SAGE, "l * mine + (1 - l) * theirs", "(1 - l) * mine + l * theirs"),),
+        (IN_NEWER + "sure_local_labels_are_halved_at_a_difference_of_confidences_of_five_percent",),
+    ),
+    Fault(
+        "FedSem, local labels: the global model labels",
+        ((FEDSEM, 'if self.cfg.labelled_by == "local":', "if False:"),),
+        (IN_UDA + "fedsem_may_label_by_the_local_model_which_knows_an_agents_own_labels_alone",),
+    ),
+    Fault(
+        "FedTriNet, Eq. 5: t counts from 0",
+        ((VOTING, "(t + self.first_round) / self.clock", "t / self.clock"),),
+        (IN_FEDTRINET + "rounds_count_from_one_as_printed_and_from_zero_as_in_the_code",),
+    ),
+    Fault(
+        "FedTriNet, III.B: every agent uploads",
+        (
+            (
+                FEDTRINET,
+                "dataclasses.replace(request, upload=False)",
+                "request, aggregator=mean",
+            ),
+        ),
+        (IN_FEDTRINET + "all_agents_may_train_of_which_the_drawn_ones_upload",),
+    ),
+    Fault(
+        "FedSEAL, Fig. 3: a complementary label is right where it is the class",
+        ((SIGNS, "both.y_minus != y", "both.y_minus == y"),),
+        (
+            IN_FEDSEAL
+            + "rates_of_right_labels_and_confidence_by_class_are_those_of_validation_rows",
+        ),
+    ),
     # FedSSL --------------------------------------------------------------------------------------
     Fault(
         "FedMatch with L-MixUp: the divergence is a sum over helpers",
@@ -293,7 +354,7 @@ FAULTS: tuple[Fault, ...] = (
         "SemiFL: MIX weighs the second label by lambda",
         (
             (
-                SEMIFL,
+                SEMIFL_LOSSES,
                 "return lam * cross_entropy(logits, y1) + (1 - lam) * cross_entropy(logits, y2)",
                 "return lam * cross_entropy(logits, y2) + (1 - lam) * cross_entropy(logits, y1)",
             ),
@@ -310,11 +371,41 @@ FAULTS: tuple[Fault, ...] = (
         (
             (
                 SEMIFL,
-                "confident = P.max(dim=1).values >= self.cfg.threshold  # (N,)",
+                "confident = P.max(dim=1).values >= cfg.threshold  # (N,)",
                 "confident = P.max(dim=1).values >= 0.0  # (N,)",
             ),
         ),
         (IN_SEMIFL + "a_row_is_sure_from_tau_on_and_an_agent_without_one_is_silent",),
+    ),
+    Fault(
+        "SemiFL, Eq. 4: sure rows are mixed in as well",
+        ((SEMIFL_LOSSES, "pool = pool[~confident]", "pool = pool[:]"),),
+        (IN_SEMIFL + "the_text_mixes_with_unsure_rows_and_with_any_where_all_are_sure",),
+    ),
+    Fault(
+        "SemiFL: labels are never probabilities",
+        ((SEMIFL, "y = P if reading.soft_labels else P.argmax", "y = P.argmax"),),
+        (IN_SEMIFL + "an_agent_learns_from_the_probabilities_that_came_or_from_their_largest",),
+    ),
+    Fault(
+        "FedDyn: an agent moves away from what it gathered",
+        ((FEDDYN, "squared_distance(F, anchor) - linear", "squared_distance(F, anchor) + linear"),),
+        (IN_COMPARATORS + "an_agents_step_follows_its_gathered_gradient_which_it_renews",),
+    ),
+    Fault(
+        "LG-FedAvg: the whole model goes down",
+        ((LG, "LGRequest(self._part(state.F, shared=True))", "LGRequest(state.F)"),),
+        (IN_COMPARATORS + "after_the_warm_up_the_head_alone_goes_down_and_is_averaged",),
+    ),
+    Fault(
+        "HeteroFL: agents without an entry count for it",
+        ((HETEROFL, "count[_first(mean[name])] += sent", "count += sent"),),
+        (IN_COMPARATORS + "each_entry_is_the_mean_over_the_agents_that_have_it",),
+    ),
+    Fault(
+        "FedRGD: groups leave the server out",
+        ((FEDRGD, "count / (count + 1))", "min(count, 1.0))"),),
+        (IN_COMPARATORS + "a_group_is_the_mean_of_the_server_and_its_users",),
     ),
     # FedMatch ------------------------------------------------------------------------------------
     Fault(
@@ -369,6 +460,78 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         (IN_FEDMATCH + "an_upload_of_psi_keeps_what_the_server_has_where_the_difference_is_cut",),
+    ),
+    Fault(
+        "FedMatch, Eq. 1: rows below the threshold are not drawn to the helpers",
+        (
+            (
+                HALVES,
+                "used = torch.ones_like(confident) if of_all else confident",
+                "used = confident",
+            ),
+        ),
+        (AS_PRINTED + "every_unlabelled_row_is_drawn_to_the_helpers",),
+    ),
+    Fault(
+        "FedMatch, A.3: clients keep their rate",
+        (
+            (
+                FEDMATCH,
+                "float(state.plateaus.get(agent.id, first)[0])",
+                "float(first[0])",
+            ),
+        ),
+        (AS_PRINTED + "the_rate_of_every_agent_falls_by_the_validation_loss_of_its_own_network",),
+    ),
+    Fault(
+        "FedMatch, 3.1: helpers are never refreshed",
+        (
+            (
+                FEDMATCH,
+                "state.helped_at.get(a.id, never) >= every",
+                "state.helped_at.get(a.id, 0) < 0",
+            ),
+        ),
+        (AS_PRINTED + "helpers_are_used_in_every_round_and_refreshed_when_they_are_old",),
+    ),
+    Fault(
+        "FedMatch, 3.2: an agent forgets what the next differences are from",
+        (
+            (
+                "privssl/algorithms/fedmatch/exchange.py",
+                "agent.memory = {**agent.memory, **kept}",
+                "agent.memory = {**kept, **agent.memory}",
+            ),
+        ),
+        (
+            AS_PRINTED
+            + "sparse_messages_bring_the_weights_that_dense_ones_with_the_same_entries_bring",
+        ),
+    ),
+    Fault(
+        "Sparse messages: values come to other places",
+        (
+            (
+                "privssl/core/sparse_tensors.py",
+                "flat[where] = values",
+                "flat[where] = values.flip(0)",
+            ),
+        ),
+        ("tests/core/test_sparse_tensors.py::test_the_entries_that_changed_come_to_their_places",),
+    ),
+    Fault(
+        "data.test: test rows stay training rows",
+        (
+            (
+                "privssl/data/datasets.py",
+                "index_fill(0, tests, False)",
+                "index_fill(0, tests, True)",
+            ),
+        ),
+        (
+            "tests/data/test_drawn_test_rows.py::test_"
+            "every_row_is_trained_on_validated_on_or_tested_on_once",
+        ),
     ),
     # FedTriNet -----------------------------------------------------------------------------------
     Fault(

@@ -129,4 +129,18 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (IN_CARD + "the_claim_is_the_agent_that_spent_most_and_never_a_sum",),
     ),
+    Fault(
+        "a model card may claim what it likes",
+        (
+            (
+                CROSS,
+                "(MODEL_CARD, read_privacy_section, privacy_section(claim_sentences(card))),",
+                "(MODEL_CARD, lambda _: 0, 0),",
+            ),
+        ),
+        (
+            "tests/runs/test_model_card.py::"
+            "test_the_audit_finds_a_model_card_that_claims_something_else",
+        ),
+    ),
 )

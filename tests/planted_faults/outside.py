@@ -8,7 +8,14 @@ FAULTS: tuple[Fault, ...] = (
     # The Python interface -------------------------------------------------------------------------
     Fault(
         "a run folder chooses code that predicting imports",
-        (("privssl/api/run.py", "if self._model is None and is_imported(name):", "if False:"),),
+        (
+            (
+                "privssl/api/run.py",
+                "if self._model is None and is_imported(name) and name not in self._plugins:",
+                "if False:",
+            ),
+            ("privssl/runtime/plugins.py", "    if not is_allowed(name):\n", "    if False:\n"),
+        ),
         (IN_NETWORKS + "a_run_folder_that_is_read_imports_no_code",),
     ),
     Fault(

@@ -312,4 +312,40 @@ FAULTS: tuple[Fault, ...] = (
             + "training_rows_that_teach_nothing_are_warned_of_unless_the_run_is_private",
         ),
     ),
+    Fault(
+        "new rows go through whatever weights an encoder has",
+        (
+            (
+                "privssl/data/datasets.py",
+                "    if encoder.checksum != checksum:\n",
+                '    if checksum == "":\n',
+            ),
+        ),
+        (
+            "tests/api/test_predict_encoded.py::"
+            "test_an_encoder_that_is_absent_or_has_other_weights_is_one_error",
+        ),
+    ),
+    Fault(
+        "new rows of a table are scaled in the order of their file",
+        (
+            (
+                "privssl/api/new_rows.py",
+                "return scaled(part, self.columns), np.array(part.labels)",
+                "return scaled(part, dict(sorted(self.columns.items()))), np.array(part.labels)",
+            ),
+        ),
+        ("tests/api/test_predict_encoded.py::test_predictions_are_right_as_often_as_the_run_says",),
+    ),
+    Fault(
+        "p values of several tests are those of one",
+        (
+            (
+                "privssl/compare/paired.py",
+                "min(1.0, (len(order) - passed) * p_values[place])",
+                "min(1.0, p_values[place])",
+            ),
+        ),
+        ("tests/compare/test_vary.py::test_corrected_p_values_hold_the_rate_of_any_false_claim",),
+    ),
 )

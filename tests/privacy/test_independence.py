@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from privssl.algorithms.baselines.dp_classifier import check_classifier
 from privssl.core.agents import LabelledRows
+from privssl.core.rows import WITH_DROPOUT
 from privssl.core.task import Context, Task
 from privssl.errors import ConfigError, PrivacyError
 from privssl.experiment import config
@@ -199,8 +200,9 @@ def test_torchs_recurrent_layers_are_refused_and_the_gru_of_linear_layers_is_not
 def test_dropout_is_refused_when_the_config_is_read_and_by_its_layers_name(
     configured: Callable[..., config.Config], norm: Any
 ) -> None:
-    with pytest.raises(ConfigError, match="trinet_cnn has dropout"):
-        configured("model.name=trinet_cnn")
+    for name in WITH_DROPOUT:
+        with pytest.raises(ConfigError, match=f"{name} has dropout"):
+            configured(f"model.name={name}")
     good = configured()
     object.__setattr__(good, "model", ModelSettings("trinet_cnn", 4, norm))
     with pytest.raises(PrivacyError, match=r"F\.deep\.3 \(Dropout\)"):

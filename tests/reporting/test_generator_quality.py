@@ -76,6 +76,20 @@ def test_rows_of_the_wrong_class_are_diverse_but_not_called_right(
     assert found["gen/diversity_pixels"] == pytest.approx(1.0, abs=0.1)
 
 
+def test_a_classifier_learns_the_classes_from_synthetic_rows_alone(
+    quality: GeneratorQuality,
+) -> None:
+    right, wrong = (
+        quality.accuracy_from_synthetic_rows(
+            Bank(TOY.x_train, TOY.y_train, spread=1000, shift=shift)
+        )["gen/accuracy_from_synthetic_rows"]
+        for shift in (0, 1)
+    )
+    assert right > 0.8 and wrong < 0.1
+    few = GeneratorQuality(PIXELS[: FEWEST - 1], LABELS[: FEWEST - 1], CLASSES)
+    assert few.accuracy_from_synthetic_rows(Bank(PIXELS, LABELS, 5)) == {}
+
+
 def test_copies_of_training_rows_are_seen_and_test_rows_are_no_copies(
     quality: GeneratorQuality,
 ) -> None:

@@ -10,7 +10,7 @@ from privssl.errors import ConfigError
 from privssl.reproduce.method_sources import _modules, method_hash
 from tests.support.product import ROOT
 
-SEMIFL = "privssl/algorithms/semifl.py"
+SEMIFL = "privssl/algorithms/semifl/algorithm.py"
 
 
 @pytest.fixture(scope="module")

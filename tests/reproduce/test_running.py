@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +18,10 @@ from privssl.reporting import figures
 from privssl.reproduce import __main__ as reproduce
 from privssl.reproduce import runner as reproduce_runner
 from privssl.reproduce.runner import Ended, Interrupted, Runner
-from privssl.reproduce.store import Store, _privacy, _value
+from privssl.reproduce.store import Store, _privacy, _value, _without_places
 from privssl.reproduce.tables import Cell
 from tests.support.interruption import interrupted_in
+from tests.support.product import ROOT
 from tests.support.table_clone import Clone, make_clone, runner, train_here
 
 CELLS = ("supervise--40-labels-2-2", "pseudo-all--40-labels-2-2")
@@ -89,6 +91,15 @@ def test_an_entry_says_what_was_run_what_came_out_and_what_it_cost(clone: Clone)
     assert entry["processor"]["cores"] == os.cpu_count() and entry["threads"] == 1
     assert {"privssl", "torch", "opacus", "sources", "kernels"} <= entry["versions"].keys()
     assert len(entry["split_hash"]) == len(entry["config_hash"]) == 64
+
+
+def test_no_folder_of_a_machine_is_stored() -> None:
+    data = {"root": "/data", "columns": "/data/columns.yaml", "name": "csv", "text": ""}
+    assert _without_places({"data": data, "privacy": None}) == {
+        "data": {"columns": "columns.yaml", "name": "csv", "text": ""}, "privacy": None
+    }  # fmt: skip
+    stored = (ROOT / "results").rglob("*.json")
+    assert [path for path in stored if re.search(r': "(/|~)', path.read_text())] == []
 
 
 def test_cells_that_are_the_same_run_are_run_once(clone: Clone) -> None:

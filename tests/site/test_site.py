@@ -286,6 +286,47 @@ def test_a_site_imports_only_the_network_that_its_own_file_names(
     assert spent(place) == 1
 
 
+HARM_OF_METHOD = """\
+import os
+os.mkdir(os.environ["MARK"])
+from tests.testing.own_method import Own
+"""
+
+
+def test_a_site_imports_only_the_plug_ins_that_its_own_file_names(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark, named = place / "mark", "harmful_site_method:Own"
+    (place / "harmful_site_method.py").write_text(HARM_OF_METHOD)
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setenv("MARK", str(mark))
+    # A coordinator with such a config is refused by a site of another one, which imports nothing.
+    desk, text = opened(place), (place / "c.yaml").read_text()
+    theirs = text[: text.index("algorithm:")] + f"algorithm: {{name: '{named}', rounds: 8}}\n"
+    for key in ("step", "message"):  # a request has no place for a reference
+        with pytest.raises(ValueError, match="should match pattern"):
+            visit_to(desk, **{key: named})
+    asked = [visit_to(desk, agreement="b" * 64), visit_to(desk, step="Own")]
+    assert [ask(desk, request).error for request in asked] == ["config", "refused"]
+    assert not mark.exists() and spent(place) == 0
+    # A tracker is the coordinator's: no site has one.
+    trackers = f"run: {{seed: 0, trackers: ['{named}'], "
+    (place / "c.yaml").write_text(text.replace("run: {seed: 0, ", trackers))
+    opened(place)
+    assert not mark.exists()
+    # The same config at the site, without a word of its operator.
+    (place / "c.yaml").write_text(theirs + text[text.index("privacy:") :])
+    for here in ("", f", plugins: ['{named}2']", f", network: '{named}2'"):
+        (place / "site.yaml").write_text(SITE.replace("folder: kept", f"folder: kept{here}"))
+        with pytest.raises(ConfigError, match=r"nobody allowed it(.|\n)*site\.plugins"):
+            opened(place)
+        assert not mark.exists()
+    allowed = SITE.replace("folder: kept", f"folder: kept, plugins: ['{named}']")
+    (place / "site.yaml").write_text(allowed)
+    desk = opened(place)  # the control
+    assert mark.exists() and type(desk.algorithm).__name__ == "Own"
+
+
 def test_less_noise_in_the_coordinators_config_is_another_config(place: Path) -> None:
     desk = opened(place)
     edit(place / "c.yaml", ("noise_multiplier: 2.0", "noise_multiplier: 0.5"))

@@ -1,17 +1,12 @@
 """What test_algorithm_contract.py shares with other tests."""
 
-import dataclasses
 from typing import Any
 
 from privssl.algorithms import ALGORITHMS
 from privssl.algorithms.base import Algorithm
-from privssl.data import FederatedDataset
 from privssl.data.datasets import Dataset
-from tests.support.toy_worlds import (
-    TOY,
-    make,
-    toy_rows,
-)
+from privssl.testing.federations import relabelled as relabelled
+from tests.support.toy_worlds import make, toy_rows
 
 NEEDS: dict[str, dict[str, Any]] = {
     "fedmatch_mixup": {"warm_up": 0},
@@ -35,6 +30,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     "fedseal": {"bootstrap_epochs": 3, "client_epochs": 1, "server_epochs": 1},
     "fixmatch": {"threshold": 0.0, "local_epochs": 1},
     "uda": {"threshold": 0.0, "annealing": "none", "local_epochs": 1},
+    "fl2": {"sure_above": 0.1, "local_epochs": 1},
+    "sage": {"threshold": 0.0, "local_epochs": 1, "batch_size": 20},
     # as few rounds as have every phase in them
     "label_census": {
         "clusters": 5,
@@ -45,7 +42,11 @@ NEEDS: dict[str, dict[str, Any]] = {
         "vote_rounds": 1,
         "self_training_rounds": 1,
     },
-    **{name: {"local_epochs": 1} for name in ("server_sl", "fedavg", "fedprox", "fedsem")},
+    **{
+        name: {"local_epochs": 1}
+        for name in ("server_sl", "fedavg", "fedprox", "fedsem", "feddyn", "lg_fedavg", "heterofl")
+    },
+    "fedrgd": {"threshold": 0.0, "local_epochs": 1},
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, NEEDS.get(name, {})) for name in ALGORITHMS},
@@ -71,8 +72,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fedmatch, bfloat16": ("fedmatch", {"threshold": 0.0, "precision": "bfloat16"}),
     "pseudo, batch norm": ("pseudo", {"norm": "batch", "warm_up": 0}),
     "fedmatch, every row sure": ("fedmatch", {"threshold": 0.0, "helpers_every": 1}),
+    "fedmatch, as printed": ("fedmatch", {"profile": "fedmatch-paper", "threshold": 0.0}),
+    "fedmatch, without decomposition": ("fedmatch", {"threshold": 0.0, "decomposition": False}),
+    "fedavg, each alone": ("fedavg", NEEDS["fedavg"] | {"aggregation": "none"}),
     "semifl, nobody is sure": ("semifl", NEEDS["semifl"] | {"threshold": 0.95}),
     "semifl, static norm": ("semifl", NEEDS["semifl"] | {"norm": "static"}),
+    "semifl, as printed": ("semifl", NEEDS["semifl"] | {"profile": "semifl-text"}),
+    "heterofl, static norm": ("heterofl", {"local_epochs": 1, "norm": "static"}),
 }
 
 
@@ -80,10 +86,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 FOR_VECTORS: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("supervise", "pseudo", "mixmatch", "server_sl", "fedavg", "fedprox")},
     **{name: {"strong": "strong"} for name in ("fedmatch", "fixmatch", "uda")},
+    **{name: {"weak": "weak", "strong": "strong"} for name in ("fl2", "sage")},
     "fedssl": {"gate": 0.0, "warm_up": 0},
     "fedmatch_mixup": {"warm_up": 0},
-    **{name: {} for name in ("pi_model", "mean_teacher", "remixmatch")},
-    "fedsem": {},
+    **{name: {} for name in ("pi_model", "mean_teacher", "remixmatch", "fedsem")},
+    **{name: {} for name in ("feddyn", "lg_fedavg", "heterofl")},
+    "fedrgd": {"strong": "strong"},
     "fedseal": {"server_view": "weak", "positive_view": "strong"},
     "semifl": {"weak": "weak", "strong": "strong"},
     "label_census": {},
@@ -106,15 +114,3 @@ def algorithm(case: str, **settings: Any) -> Algorithm[Any]:
 def rows_of(case: str) -> Dataset:
     """The toy rows in the shape that a case takes."""
     return toy_rows(CASES[case][1].get("rows", "image"))
-
-
-# Hidden labels -------------------------------------------------------------------------------
-
-
-def relabelled(parties: FederatedDataset, *, labelled: bool, rows: Dataset = TOY) -> Dataset:
-    """The toy rows with the labels of some rows moved on by one class, all else as it was."""
-    kind = "labelled" if labelled else "unlabelled"
-    ids = [i for holding in parties.manifest.agents.values() for i in getattr(holding, kind)]
-    y = TOY.y_train.clone()
-    y[ids] = (y[ids] + 1) % 10
-    return dataclasses.replace(rows, y_train=y)

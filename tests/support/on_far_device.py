@@ -71,7 +71,7 @@ def rounds(case: str, device: torch.device, *, together: bool, seed: int = 0) ->
             return BatchedEngine(agents, algorithm=ours, at_once=8, **how)
         return LocalEngine(agents, **how)
 
-    after = play(ours, federated_data(), engine=engine, seed=seed)  # type: ignore[arg-type]
+    after = play(ours, federated_data(), engine=engine, seed=seed)
     return {"state": vars(after.state), "memories": after.engine.memories()}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from generators import ImageDiscriminator, ImageGenerator, VariationalImageGenerator
 from privssl.algorithms.fedssl.losses import Callables, Mixing, mixing_losses
 from privssl.algorithms.fedssl.settings import GMixupSettings
-from privssl.core.rows import IMAGE
+from privssl.core.rows import IMAGE, WITH_DROPOUT
 from privssl.models.convnets import LeNet, SmallCNN
 from privssl.models.resnet import ResNet9
 from privssl.models.wide_resnet import WideResNet28x2
@@ -215,5 +215,5 @@ def shipped_classifiers() -> list[ModelSettings]:
     """Every classifier that a private run can name."""
     hints = get_type_hints(ModelSettings)
     norms = [norm for norm in get_args(hints["norm"]) if norm not in ("batch", "static")]
-    names = [name for name in IMAGE.networks if name != "trinet_cnn"]  # it has dropout
+    names = [name for name in IMAGE.networks if name not in WITH_DROPOUT]
     return [ModelSettings(name, 4, norm) for name in names for norm in norms]

@@ -37,7 +37,7 @@ from privssl.algorithms.baselines.supervised import FedAvg, FedAvgConfig
 from privssl.core.agents import Agent, UnlabelledRows
 from privssl.core.engine import Call
 from privssl.core.messages import Message, Reply
-from privssl.core.rows import IMAGE
+from privssl.core.rows import IMAGE, WITH_DROPOUT
 from privssl.core.task import Task
 from privssl.engines import batched
 from privssl.engines.batched import BatchedEngine
@@ -302,7 +302,7 @@ def both_ways(
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", IMAGE.networks)
 def test_a_stacked_pass_is_that_of_each_network_on_its_own_rows(name: str, norm: str) -> None:
-    drops = name == "trinet_cnn"
+    drops = name in WITH_DROPOUT
     if drops and norm == "static":
         return  # neither dropout in training nor static norm in evaluation is stacked
     networks = [network.train(not drops) for network in classifiers(name, norm)]

@@ -32,6 +32,9 @@ OVERRIDDEN_BY_PRIVACY = {
     "momentum": "momentum",
     "weight_decay": "clip_norm",
     "weak": "augment",
+    "schedule": "learning_rate",
+    "nesterov": "learning_rate",
+    "clip_gradients": "clip_norm",
 }
 
 

@@ -8,7 +8,7 @@ FedProx-UDA, as in FedMatch (Jeong et al., ICLR 2021) and FedSEAL (Bian et al., 
       max p >= tau, cross-entropy of a strong view            FixMatch._unlabelled
     UDA (Xie et al. 2020): KL(p of a clean view || p strong)  UDA._unlabelled, divergence
       training signal annealing (TSA)                         UDA._labelled
-    one step on L_s + L_u                                     _Consistent.losses
+    one step on L_s + L_u                                     Consistent.losses
     as many steps as on labels alone                          joint_batches
 
 Rounds, and where labels may be: algorithms/baselines/pseudo_labeling.py.
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelled
-from privssl.algorithms.local_ssl import Amount, Share, can_learn_from
+from privssl.algorithms.local_ssl import Amount, Share, can_learn_from, predict
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
 from privssl.data.augmentations import view
@@ -56,6 +56,7 @@ class Consistency(Guessing):
     labelled_weight: Rate = 1.0  # of L_s; FedMatch: 10
     unlabelled_weight: Amount = 1.0  # of L_u; both papers
     steps_of: Literal["labelled", "unlabelled"] = "labelled"  # joint_batches
+    measure_labelled: bool = False  # accuracy on an agent's labels after each step (Fig. 6c)
 
     def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
@@ -93,7 +94,7 @@ class UDAConfig(Consistency):
 # The algorithms -----------------------------------------------------------------------------
 
 
-class _Consistent(PseudoLabelled):
+class Consistent(PseudoLabelled):
     """The training steps; a subclass has the terms of the loss."""
 
     cfg: Consistency
@@ -105,7 +106,7 @@ class _Consistent(PseudoLabelled):
         """L_s + L_u of each batch, in one forward pass; a batch without any term is no step."""
         order, weak, strong = ctx.rng("order"), ctx.rng("weak view"), ctx.rng("strong view")
         size, held = self.cfg.batch_size, (len(labelled), len(unlabelled))
-        shares = []
+        shares, right = [], []
 
         weak_view = partial(self.cfg.weak_view, rng=weak)
         strong_view = partial(self.cfg.strong_view, rng=strong)
@@ -137,7 +138,12 @@ class _Consistent(PseudoLabelled):
                 ]
                 loss = torch.stack(terms).sum()
                 if not loss.detach() <= 0:  # FedMatch: no step, else momentum alone would move F
-                    yield loss
+                    yield loss  # here the step is taken
+                if self.cfg.measure_labelled and len(labelled):
+                    called = predict(F, labelled.x, ctx.device).argmax(dim=1).cpu()
+                    right.append(float((called == labelled.y).float().mean()))
+        if right:
+            ctx.log_metric("train/labelled_accuracy", sum(right) / len(right))
         if shares:
             ctx.log_metric("train/kept", sum(shares) / len(shares))
 
@@ -165,7 +171,7 @@ class _Consistent(PseudoLabelled):
 
 
 @final
-class FixMatch(_Consistent):
+class FixMatch(Consistent):
     """FedAvg-FixMatch, FedProx-FixMatch."""
 
     Config = FixMatchConfig
@@ -176,7 +182,7 @@ class FixMatch(_Consistent):
 
 
 @final
-class UDA(_Consistent):
+class UDA(Consistent):
     """FedAvg-UDA, FedProx-UDA."""
 
     Config = UDAConfig

@@ -7,7 +7,7 @@ compare themselves with these. FixMatch and UDA: algorithms/baselines/fixmatch_u
     labels at the server: it trains, then the agents do  PseudoLabelled.one_round
     labels at clients: all train, on both kinds of rows  the same -> mixed_pass
     FedSem (Albaseer et al. 2020): T1 rounds of FedAvg   FedSem.round
-      W labels all unlabelled rows, once                 label_pass
+      all unlabelled rows are labelled, once             label_pass, label_locally
       FedAvg on labels and pseudo-labels, mixed          FedSem.losses
 
 Where labels may be: at the server (FedMatch, FedSEAL), at mixed agents (FedMatch, FedTriNet), and
@@ -18,13 +18,14 @@ kind of rows has the other term alone.
 Local training: ``supervised.LocalTrainingSettings``. Differs from the papers, beside what
 supervised.py says: an agent with nothing to learn sends its weights back unchanged, so that the
 share of the others does not grow. FedSem labels in evaluation mode, and its last round counts; the
-authors of FedTriNet label with dropout and choose a round on test rows.
+authors of FedTriNet label with dropout and choose a round on test rows. Their paper lets the local
+model label (``labelled_by``).
 """
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import Any, Literal, final
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, final
 
 import pydantic.dataclasses
 import torch
@@ -41,11 +42,13 @@ from privssl.algorithms.baselines.supervised import (
 from privssl.algorithms.local_ssl import (
     ModelUpdate,
     average_over,
+    first_of,
     needs_unlabelled,
     no_labelled,
     no_statistics,
     no_unlabelled,
     predict,
+    train_alone,
     warm_up_fits,
 )
 from privssl.core.agents import (
@@ -69,6 +72,7 @@ class PseudoLabelState:
 
     F: StateDict  # the average over agents
     labelled: StateDict  # after training where labels are, which agents started from
+    own: Mapping[str, StateDict] = dataclasses.field(default_factory=dict)  # without aggregation
 
 
 # Config -------------------------------------------------------------------------------------
@@ -88,9 +92,13 @@ class FedSemConfig(Guessing):
 
     name: Literal["fedsem"] = "fedsem"
     warm_up: Count = 40  # T1: rounds on labels alone, then all rows are labelled; FedTriNet, MNIST
+    # Who labels an agent's rows: W (code of FedTriNet's authors), or W after local_epochs on the
+    # agent's labels ("the local model", their paper, IV.A)
+    labelled_by: Literal["global", "local"] = "global"
 
     def problems(self) -> Iterator[Problem]:
         """Numbers that contradict each other."""
+        yield from super().problems()
         yield from warm_up_fits(self.warm_up, self.rounds)
 
 
@@ -100,7 +108,7 @@ class FedSemConfig(Guessing):
 class PseudoLabelled(Algorithm[PseudoLabelState]):
     """The shared rounds and steps; a subclass has the losses."""
 
-    StateType = PseudoLabelState
+    StateType: ClassVar[type[PseudoLabelState]] = PseudoLabelState
     missing_reply_policy = MissingReplyPolicy(quorum=("support_pass", "query_pass", "mixed_pass"))
     cfg: Guessing
 
@@ -108,6 +116,12 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
     def problems(cls, config: Any) -> Iterator[Problem]:
         yield from needs_unlabelled(config)
         yield from no_statistics(config)
+        if config.algorithm.aggregation == "none" and config.data.labels != "labels-at-client":
+            yield Problem(
+                "algorithm.aggregation",
+                f"none, but with data.labels {config.data.labels} an agent alone has one kind of "
+                "rows. Set data.labels: labels-at-client",
+            )
 
     def start(self, federation: Federation) -> PseudoLabelState:
         F = self.initial_classifier(federation)
@@ -146,7 +160,12 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
     ) -> PseudoLabelState:
         roster = federation.query if unlabelled else federation.support
         drawn = federation.sample(roster, self.cfg.agents_per_round)
-        mixed = [agent for agent in drawn if agent.role == "mixed"]
+        mixed = tuple(agent for agent in drawn if agent.role == "mixed")
+        if self.cfg.aggregation == "none":
+            own = train_alone(
+                federation, mixed, self.mixed_pass, ProximalRequest, state.own, state.F
+            )
+            return PseudoLabelState(state.F, state.F, own)
         others = [agent for agent in drawn if agent.role != "mixed"]
         request, mean = ProximalRequest(state.F, self.cfg.proximal), WeightedMean("F")
         step = self.mixed_pass if unlabelled else self.support_pass
@@ -155,7 +174,12 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         F = mean.value_or(state.F)
         return PseudoLabelState(F, F)
 
+    def own_classifiers(self, state: PseudoLabelState) -> Mapping[str, StateDict]:
+        return state.own
+
     def classifier(self, state: PseudoLabelState) -> StateDict:
+        if state.own:
+            return first_of(state.own, state.F)
         return state.labelled if self.cfg.released == "labelled" else state.F
 
     def also_evaluated(self, state: PseudoLabelState) -> dict[str, StateDict]:
@@ -173,24 +197,29 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
     @on_agent
     def query_pass(self, agent: QueryAgent, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
         """Learn from unlabelled rows alone."""
-        rows, y = agent.unlabelled, self.recall_labels(agent, msg, ctx)
-        return self._visit(no_labelled(rows), rows, y, msg, ctx)
+        rows, none = agent.unlabelled, no_labelled(agent.unlabelled)
+        return self._visit(none, rows, self.recall_labels(agent, none, msg, ctx), msg, ctx)
 
     @on_agent
     def mixed_pass(self, agent: MixedAgent, msg: ProximalRequest, ctx: Context) -> ModelUpdate:
         """Learn from both kinds."""
-        y = self.recall_labels(agent, msg, ctx)
+        y = self.recall_labels(agent, agent.labelled, msg, ctx)
         return self._visit(agent.labelled, agent.unlabelled, y, msg, ctx)
 
     def _visit(
         self, labelled: LabelledRows, unlabelled: UnlabelledRows, y: Tensor | None,
         msg: ProximalRequest, ctx: Context,
     ) -> ModelUpdate:  # fmt: skip
+        if self.cfg.stream_slices > 1:
+            some = self.cfg.current_slice(len(unlabelled), ctx)
+            unlabelled = UnlabelledRows(unlabelled.x[some], unlabelled.ids[some])
         self.cfg.weigh(len(labelled) + len(unlabelled), ctx)
         F = self.load_classifier(msg.F, ctx)
         return run_sgd(F, self.losses(F, labelled, unlabelled, y, ctx), self.cfg, msg, ctx)
 
-    def recall_labels(self, agent: QueryAgent, msg: ProximalRequest, ctx: Context) -> Tensor | None:
+    def recall_labels(
+        self, agent: QueryAgent, labelled: LabelledRows, msg: ProximalRequest, ctx: Context
+    ) -> Tensor | None:
         """Fixed pseudo-labels (N,) of the unlabelled rows; None: there are none."""
         return None
 
@@ -209,7 +238,7 @@ class FedSem(PseudoLabelled):
     Config = FedSemConfig
     # An agent that missed label_pass labels its rows at its next visit (recall_labels).
     missing_reply_policy = MissingReplyPolicy(
-        quorum=(*PseudoLabelled.missing_reply_policy.quorum, "label_pass")
+        quorum=(*PseudoLabelled.missing_reply_policy.quorum, "label_pass", "label_locally")
     )
     cfg: FedSemConfig
 
@@ -223,19 +252,39 @@ class FedSem(PseudoLabelled):
     def round(self, state: PseudoLabelState, federation: Federation) -> PseudoLabelState:
         since = federation.round.number - self.cfg.warm_up
         if since == 1:  # every agent, drawn or not
-            federation.call_all(federation.query, self.label_pass, ProximalRequest(state.F))
+            request, local = ProximalRequest(state.F), self.cfg.labelled_by == "local"
+            mixed = [agent for agent in federation.query if local and agent.role == "mixed"]
+            others = [agent for agent in federation.query if agent not in set(mixed)]
+            federation.call_all(mixed, self.label_locally, request)
+            federation.call_all(others, self.label_pass, request)
         return self.one_round(state, federation, unlabelled=since > 0)
 
     @on_agent
     def label_pass(self, agent: QueryAgent, msg: ProximalRequest, ctx: Context) -> Ack:
         """Label all unlabelled rows (N,), not augmented, with the global classifier."""
-        logits = predict(self.load_classifier(msg.F, ctx), agent.unlabelled.x, ctx.device)
-        agent.memory = {**agent.memory, "pseudo_labels": logits.argmax(dim=1).cpu()}
+        self._label(agent, no_labelled(agent.unlabelled), msg, ctx)
         return Ack()
 
-    def recall_labels(self, agent: QueryAgent, msg: ProximalRequest, ctx: Context) -> Tensor:
+    @on_agent
+    def label_locally(self, agent: MixedAgent, msg: ProximalRequest, ctx: Context) -> Ack:
+        """The same with the global classifier after training on the agent's labels."""
+        self._label(agent, agent.labelled, msg, ctx)
+        return Ack()
+
+    def _label(
+        self, agent: QueryAgent, labelled: LabelledRows, msg: ProximalRequest, ctx: Context
+    ) -> None:
+        F = self.load_classifier(msg.F, ctx)
+        if self.cfg.labelled_by == "local":
+            run_sgd(F, labelled_losses(F, labelled, self.cfg, ctx), self.cfg, msg, ctx)
+        logits = predict(F, agent.unlabelled.x, ctx.device)
+        agent.memory = {**agent.memory, "pseudo_labels": logits.argmax(dim=1).cpu()}
+
+    def recall_labels(
+        self, agent: QueryAgent, labelled: LabelledRows, msg: ProximalRequest, ctx: Context
+    ) -> Tensor:
         if "pseudo_labels" not in agent.memory:  # the agent missed label_pass
-            self.label_pass(agent, msg, ctx)
+            self._label(agent, labelled, msg, ctx)
         y = agent.memory["pseudo_labels"]
         ctx.pseudo_labels(agent.unlabelled.ids, one_hot(y, self.task.classes))
         return y

@@ -9,6 +9,8 @@
     FedAvg: the mean, by rows held                    _Supervised.round, Federated.weigh
     FedAvg under a plan: DP-SGD at agents             FedAvg, dp_classifier
     FedProx: + mu / 2 |theta - theta_global|^2        run_sgd, squared_distance
+    SemiFL's recipe: cosine, Nesterov, clipping       LocalTrainingSettings, run_sgd
+    static batch norm: statistics of labelled rows    _Supervised.round, labelled_statistics
 
 ``LocalTrainingSettings`` is the one set of settings for these, FixMatch, UDA and FedSem
 (pseudo_labeling.py, fixmatch_uda.py): a difference in a table is the effect of the method.
@@ -29,8 +31,9 @@ that its released code never adds (``weight_decay``).
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, final
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import pydantic.dataclasses
 import torch
@@ -48,9 +51,12 @@ from privssl.algorithms.local_ssl import (
     TrainRequest,
     average_over,
     can_learn_from,
+    first_of,
     model_update,
-    no_statistics,
+    stream_slice,
+    train_alone,
 )
+from privssl.algorithms.static_statistics import Statistics, gather_statistics, with_statistics
 from privssl.core.agents import LabelledRows, SupportAgent
 from privssl.core.federation import Federation, Roster
 from privssl.core.messages import BUDGET_EXHAUSTED, Declined, StateDict
@@ -61,6 +67,13 @@ from privssl.settings.schema import Positive, Problem, Rate, strict
 from privssl.training import local_training, optim
 from privssl.training.batched.deferred import batched_call
 from privssl.training.losses import hard_label_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedState(ModelState):
+    """What the server keeps between rounds."""
+
+    own: Mapping[str, StateDict] = dataclasses.field(default_factory=dict)  # without aggregation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +98,27 @@ class LocalTrainingSettings:
     learning_rate_decay: Annotated[float, Field(gt=0, le=1)] = 1.0  # factor per round
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     weight_decay: Share = 0.0
-    weak: Literal["none", "crop", "weak", "mid"] = "weak"  # view of rows with given labels
+    # View of rows with given labels
+    weak: Literal["none", "crop", "weak", "mid", "fedtrinet"] = "weak"
     flip: bool = False  # mirror images left to right: objects yes, digits no
+    # of the rate: a factor per round, or half a cosine over all rounds (SemiFL)
+    schedule: Literal["factor", "cosine"] = "factor"
+    nesterov: bool = False  # SemiFL: true
+    clip_gradients: Rate | None = None  # norm of a whole gradient at most; SemiFL's code: 1
+
+    def problems(self) -> Iterator[Problem]:
+        """Settings that contradict each other."""
+        if self.schedule == "cosine" and self.learning_rate_decay != 1:
+            text = f"{self.learning_rate_decay:g} has no effect with schedule cosine. Leave it out"
+            yield Problem("learning_rate_decay", text)
+        if self.nesterov and not self.momentum:
+            yield Problem("nesterov", "true, but momentum is 0. Give momentum, or leave it out")
 
     def rate(self, round_number: int) -> float:
         """Learning rate in a round, counted from 1."""
+        if self.schedule == "cosine":
+            done = (round_number - 1) / self.rounds
+            return self.learning_rate * (1 + math.cos(math.pi * done)) / 2
         return self.learning_rate * self.learning_rate_decay ** max(0, round_number - 1)
 
     def weak_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
@@ -103,6 +132,25 @@ class Federated(LocalTrainingSettings):
 
     agents_per_round: Positive | None = None  # drawn from the agents averaged; null: all
     weights: Literal["rows", "equal"] = "rows"  # in the average; FedMatch: rows, FedProx equal
+    aggregation: Literal["mean", "none"] = "mean"  # none: each agent alone (FedMatch's Local-SL)
+    stream_slices: Positive = 1  # above 1: agents see one slice of their rows after the other
+
+    def current_slice(self, held: int, ctx: Context) -> Tensor:
+        """Numbers of the rows of this round, out of ``held``, as stored."""
+        return stream_slice(held, self.stream_slices, ctx.round, self.rounds)
+
+    def problems(self) -> Iterator[Problem]:
+        """Rows that are never used; what a method of rounds of its own does not have."""
+        own_rounds = getattr(self, "name", "") not in ("fedavg", "fedprox", "fixmatch", "uda")
+        for key, usual in (("aggregation", "mean"), ("stream_slices", 1)):
+            if own_rounds and (given := getattr(self, key)) != usual:
+                yield Problem(key, f"{given}, but every round averages over all rows. Set {usual}")
+        if self.stream_slices > self.rounds:
+            yield Problem(
+                "stream_slices",
+                f"{self.stream_slices}, but there are {self.rounds} rounds: some rows would never "
+                "be used. Give at most that many",
+            )
 
     def weigh(self, rows: int, ctx: Context) -> None:
         """Weigh the reply by its rows; no count leaves the agent under "equal"."""
@@ -146,37 +194,61 @@ class FedProxConfig(Proximal):
 class _Supervised(Algorithm[ModelState]):
     """The shared round and step; a subclass says who learns."""
 
-    StateType = ModelState
+    StateType: ClassVar[type[ModelState]] = SupervisedState
     can_be_lengthened = True
     reads_unlabelled = False
-    missing_reply_policy = MissingReplyPolicy(quorum=("labelled_pass",))
+    missing_reply_policy = MissingReplyPolicy(quorum=("labelled_pass", "labelled_statistics"))
     cfg: LocalTrainingSettings
 
     def start(self, federation: Federation) -> ModelState:
-        return ModelState(self.initial_classifier(federation))
+        return SupervisedState(self.initial_classifier(federation))
 
     def round(self, state: ModelState, federation: Federation) -> ModelState:
         mu = self.cfg.proximal if isinstance(self.cfg, Proximal) else 0.0
-        learners, request = self._learners(federation), ProximalRequest(state.F, mu)
-        return ModelState(average_over(federation, learners, self.labelled_pass, request, state.F))
+        learners, step = self.learners(federation), self.labelled_pass
+        if isinstance(self.cfg, Federated) and self.cfg.aggregation == "none":
+            own = self.own_classifiers(state)
+            own = train_alone(federation, learners, step, ProximalRequest, own, state.F)
+            return SupervisedState(state.F, own)
+        F = average_over(federation, learners, step, ProximalRequest(state.F, mu), state.F)
+        return SupervisedState(self.with_statistics(F, federation))
 
-    def _learners(self, federation: Federation) -> Roster:
+    def with_statistics(self, F: StateDict, federation: Federation) -> StateDict:
+        """F with statistics of all labelled rows, where its norm has any."""
+        sources = [(federation.support, self.labelled_statistics)]
+        return with_statistics(F, self._F, federation, TrainRequest(F), sources)
+
+    def learners(self, federation: Federation) -> Roster:
         """The agents that train in this round."""
         drawn = self.cfg.agents_per_round if isinstance(self.cfg, Federated) else None
         return federation.sample(federation.support, drawn)
 
     def classifier(self, state: ModelState) -> StateDict:
-        return state.F
+        return first_of(self.own_classifiers(state), state.F)
+
+    def own_classifiers(self, state: ModelState) -> Mapping[str, StateDict]:
+        return state.own if isinstance(state, SupervisedState) else {}
 
     @on_agent
     def labelled_pass(
         self, agent: SupportAgent, msg: ProximalRequest, ctx: Context
     ) -> ModelUpdate | Declined:
         """Epochs of cross-entropy on labelled rows."""
+        rows = agent.labelled
         if isinstance(self.cfg, Federated):
-            self.cfg.weigh(len(agent.labelled), ctx)
+            if self.cfg.stream_slices > 1:
+                some = self.cfg.current_slice(len(rows), ctx)
+                rows = LabelledRows(rows.x[some], rows.y[some], rows.ids[some])
+            self.cfg.weigh(len(rows), ctx)
         F = self.load_classifier(msg.F, ctx)
-        return run_sgd(F, labelled_losses(F, agent.labelled, self.cfg, ctx), self.cfg, msg, ctx)
+        return run_sgd(F, labelled_losses(F, rows, self.cfg, ctx), self.cfg, msg, ctx)
+
+    @on_agent
+    def labelled_statistics(
+        self, agent: SupportAgent, msg: TrainRequest, ctx: Context
+    ) -> Statistics:
+        """Statistics of labelled rows."""
+        return gather_statistics(self.load_classifier(msg.F, ctx), agent.labelled.x, ctx)
 
 
 @final
@@ -185,7 +257,7 @@ class ServerSL(_Supervised):
 
     Config = ServerSLConfig
     missing_reply_policy = MissingReplyPolicy(
-        needed=("labelled_pass",), needed_because="It has all the labels"
+        needed=("labelled_pass", "labelled_statistics"), needed_because="It has all the labels"
     )
 
     @classmethod
@@ -196,10 +268,9 @@ class ServerSL(_Supervised):
                 f"{config.data.labels}, but server_sl learns at a server that holds all labels. "
                 "Set data.labels: labels-at-server, or algorithm.name: fedavg",
             )
-        yield from no_statistics(config)
 
 
-class _Averaged(_Supervised):
+class Averaged(_Supervised):
     """Several agents hold labels."""
 
     @classmethod
@@ -212,11 +283,22 @@ class _Averaged(_Supervised):
                 "server alone would have any. Set algorithm.name: server_sl, or data.labels: "
                 "support or labels-at-client",
             )
-        yield from no_statistics(config)
+        if config.algorithm.aggregation == "none" and config.model.norm == "static":
+            yield Problem(
+                "model.norm",
+                "static needs statistics of all agents, and aggregation none has none. Set group",
+            )
+        if config.privacy is not None and config.algorithm.aggregation == "none":
+            yield Problem(
+                "algorithm.aggregation",
+                "none releases a network of each agent, which no privacy plan covers. Set mean",
+            )
+        if config.privacy is not None and config.algorithm.stream_slices > 1:
+            yield Problem("algorithm.stream_slices", "not with privacy, whose steps draw all rows")
 
 
 @final
-class FedAvg(_Averaged):
+class FedAvg(Averaged):
     """The mean of agents that learn from their labels, under a plan by DP-SGD."""
 
     Config = FedAvgConfig
@@ -235,9 +317,9 @@ class FedAvg(_Averaged):
     def try_private(self, device: torch.device) -> None:
         dp_classifier.try_classifier(self.plan, self._F, self.task, device, flip=self.cfg.flip)
 
-    def _learners(self, federation: Federation) -> Roster:
+    def learners(self, federation: Federation) -> Roster:
         over = self.plan is not None and federation.round.number > self.plan.visits
-        return () if over else super()._learners(federation)
+        return () if over else super().learners(federation)
 
     @on_agent
     def labelled_pass(
@@ -254,7 +336,7 @@ class FedAvg(_Averaged):
 
 
 @final
-class FedProx(_Averaged):
+class FedProx(Averaged):
     """FedAvg whose agents are pulled towards the global weights."""
 
     Config = FedProxConfig
@@ -264,9 +346,15 @@ class FedProx(_Averaged):
 
 
 def labelled_losses(
-    F: nn.Module, rows: LabelledRows, cfg: LocalTrainingSettings, ctx: Context
-) -> Iterator[Tensor]:
-    """Mean cross-entropy of each batch of weak views, epoch after epoch."""
+    F: nn.Module, rows: LabelledRows, cfg: LocalTrainingSettings, ctx: Context,
+    loss: Callable[..., Tensor] = hard_label_loss, **more: Tensor,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Mean cross-entropy, or another loss, of each batch of weak views, epoch after epoch.
+
+    Args:
+        loss: of a batch with ``x`` and ``y``, for ``deferred.batched_call``.
+        more: what every batch has beside them.
+    """
     order, chance = ctx.rng("order"), ctx.rng("weak view")
     for _ in range(cfg.local_epochs):
         epoch = local_training.epoch_batches(len(rows), cfg.batch_size, order)
@@ -276,12 +364,12 @@ def labelled_losses(
         )
         for picked, x in zip(batches, seen, strict=True):
             y = rows.y[picked].to(ctx.device)
-            yield batched_call(hard_label_loss, {"x": x, "y": y}, F=F)
+            yield batched_call(loss, {"x": x, "y": y, **more}, F=F)
 
 
 def run_sgd(
     F: nn.Module, losses: Iterator[Tensor], cfg: LocalTrainingSettings, msg: ProximalRequest,
-    ctx: Context,
+    ctx: Context, penalty: Callable[[], Tensor] | None = None,
 ) -> ModelUpdate:  # fmt: skip
     """One step of a fresh SGD on each loss, then the reply.
 
@@ -289,19 +377,22 @@ def run_sgd(
         F: has the weights of ``msg``, towards which ``msg.proximal`` pulls.
         losses: scalars; each is computed after the step on the one before. With none, F is sent
             back unchanged.
+        penalty: a scalar of F's weights, added to each loss but not to the loss that is logged.
     """
     anchor = [p.detach().clone() for p in F.parameters()] if msg.proximal else []
     values = []
     sgd = optim.SGD(
         F.parameters(), lr=cfg.rate(ctx.round),
-        momentum=cfg.momentum, weight_decay=cfg.weight_decay,
+        momentum=cfg.momentum, weight_decay=cfg.weight_decay, nesterov=cfg.nesterov,
     )  # fmt: skip
     with randomness.seeded(ctx.rng("dropout")):
         for loss in losses:
             values.append(loss.detach())
             if msg.proximal:
                 loss = loss + msg.proximal / 2 * squared_distance(F, anchor)
-            local_training.minimise(sgd, loss)
+            if penalty is not None:
+                loss = loss + penalty()
+            local_training.minimise(sgd, loss, clip_norm=cfg.clip_gradients)
     if values:
         ctx.log_metric("train/loss_F", local_training.mean_of(values))
     return model_update(F)

@@ -11,69 +11,57 @@ learns from labelled rows and psi from unlabelled ones, each while the other is 
     Eq. 4  L_s(sigma)                                  DisjointTrainer.learn_sigma
     Eq. 5  L_u(psi)                                    DisjointTrainer.learn_psi, penalties
     3.1    embeddings, KD-tree, every 10 rounds        _collect, _downloads, helper_agents
-    3.2    sparse differences                          sparse_updates
+    3.2    sparse differences                          sparse_updates, core/sparse_tensors
+    A.3    learning rate by the validation loss        _note_losses, step_plateau
     Alg. 1 labels at clients                           round -> learn_both
     Alg. 2 labels at the server                        round -> learn_sigma, learn_psi
 
 Where labels may be: at the server (Alg. 2), at mixed agents (Alg. 1), and at support agents (ours:
 each does what the server does, and the mean of their sigma is taken).
 
-Where paper and authors' code differ we do as the code does, and every such difference is an option
-(docs/fedmatch.md). Differs from both: (1) No labelled validation rows. There every client and the
-server lower their learning rate when the loss on one common labelled set stalls; here the loss on
-an agent's own labelled rows decides, and an agent without labels keeps its rate. (2) Rows are in
-[-1, 1], not in [0, 1]. (3) A first visit always counts as two dense models (the code compares with
-what another client left). (4) The slices of a stream are cut from an agent's shuffled rows, not
-class by class, which would need their labels. (5) Every visit has at least one local step. (6) No
-row is dropped when rows are divided among agents.
+Where paper and authors' code differ we do as the code does; ``profile: fedmatch-paper`` does as the
+paper (settings.py). Differs from both: (1) The server computes the loss of an agent's network on
+``data.validation`` and sends it its rate: there every client has the labelled validation set.
+(2) Rows are in [-1, 1], not in [0, 1]. (3) A first visit always counts as two dense models (the
+code compares with what another client left). (4) Every visit has at least one local step. (5) No
+row is dropped when rows are divided among agents. docs/fedmatch.md has them all.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, final
+from dataclasses import dataclass, field
+from typing import Any, final
 
-import pydantic.dataclasses
 import torch
 from torch import Tensor
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.fedmatch import disjoint_training as disjoint
-from privssl.algorithms.fedmatch.disjoint_training import DisjointTrainer, DisjointTraining, Place
-from privssl.algorithms.fedmatch.helper_agents import bundle, draw_probe, nearest_agents, unbundle
+from privssl.algorithms.fedmatch.disjoint_training import DisjointTrainer
+from privssl.algorithms.fedmatch.exchange import (
+    Downloads,
+    FedMatchRequest,
+    FedMatchUpdate,
+    receive,
+    upload,
+)
+from privssl.algorithms.fedmatch.helper_agents import draw_probe, nearest_agents
+from privssl.algorithms.fedmatch.settings import FedMatchConfig, Place, SlicesOf
 from privssl.algorithms.fedmatch.sparse_updates import (
     DecomposedWeights,
-    Download,
     sparse_download,
-    sparse_upload,
     without_small,
 )
-from privssl.algorithms.local_ssl import Amount, needs_unlabelled
-from privssl.core.agents import AgentRef, MixedAgent, QueryAgent, SupportAgent
+from privssl.algorithms.local_ssl import needs_unlabelled, stream_slice
+from privssl.core.agents import MixedAgent, QueryAgent, SupportAgent
 from privssl.core.aggregation import average, uniform_weight
 from privssl.core.federation import Federation, Roster
-from privssl.core.messages import Declined, Message, Reply, StateDict
+from privssl.core.messages import Declined, Reply, StateDict
 from privssl.core.task import Context, on_agent
-from privssl.settings.schema import Count, Positive, Problem, strict
+from privssl.settings.schema import Problem
 
-# Messages and state -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FedMatchRequest(Message):
-    """Down to an agent: sigma and psi, and psi of its helpers (``helper_agents.bundle``)."""
-
-    sigma: StateDict
-    psi: StateDict
-    helpers: StateDict | None = None
-
-
-@dataclass(frozen=True)
-class FedMatchUpdate(Message):
-    """Up from an agent: what it trained."""
-
-    sigma: StateDict | None
-    psi: StateDict | None
+# State ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -93,41 +81,12 @@ class FedMatchState:
     held_psi: Mapping[str, StateDict]
     cost_down: float = 0.0  # dense models per agent of the last round, paper's accounting
     helped: float = 0.0  # share of the last round's agents that had helpers
-
-
-# Config -------------------------------------------------------------------------------------
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedMatchConfig(DisjointTraining):
-    """Section ``algorithm`` for FedMatch. Numbers are the authors' code's (CIFAR-10)."""
-
-    name: Literal["fedmatch"] = "fedmatch"
-    rounds: Positive = 200
-    query_per_round: Positive | None = 5  # 0.05 of 100 agents; all when null or fewer
-    server_epochs: Positive = 1  # of an agent with labels alone
-    psi_factor: Amount = 0.2  # psi_0 / sigma_0; the paper has none
-    sparse_down: bool = False  # true: agents train with what sparse differences give (paper)
-    helpers: Count = 2  # H; 0: none
-    helpers_every: Positive = 10  # rounds
-    keep_helpers: bool = False  # true: an agent uses them until it gets others (paper)
-    stream_slices: Positive = 1  # above 1: agents see one slice of their rows after the other
-
-    def problems(self) -> Iterator[Problem]:
-        """Settings under which psi diverges, or rows are never used."""
-        product = self.learning_rate * self.l2_weight
-        if product >= 1:
-            yield Problem(
-                "learning_rate",
-                f"{self.learning_rate:g} times l2_weight {self.l2_weight:g} is {product:g}: from 1 "
-                "on psi diverges from sigma. Lower one of them",
-            )
-        if self.stream_slices > self.rounds:
-            yield Problem(
-                "stream_slices",
-                f"{self.stream_slices}, but there are {self.rounds} rounds: some rows would never "
-                "be used. Give at most that many",
-            )
+    cost_down_sigma: float = 0.0  # of cost_down
+    cost_down_psi: float = 0.0  # of cost_down; the rest is of helpers
+    bytes_down: float = 0.0  # of messages per agent of the last round, in dense models
+    bytes_up: float = 0.0
+    helped_at: Mapping[str, int] = field(default_factory=dict)  # agent -> round of its helpers
+    plateaus: Mapping[str, Tensor] = field(default_factory=dict)  # agent -> (3,), by validation
 
 
 # The algorithm ------------------------------------------------------------------------------
@@ -152,6 +111,13 @@ class FedMatch(Algorithm[FedMatchState]):
                 f"{config.agents.query}, but with labels at clients every agent of fedmatch holds "
                 "both kinds of rows. Set agents.query to 0",
             )
+        numbers = config.algorithm.hyperparameters("server")
+        if numbers.decay_on == "validation" and not config.data.validation:
+            yield Problem(
+                "data.validation",
+                "0, but learning rates fall by the loss on validation rows, as in the paper. Give "
+                "some (paper: 3,000), or set algorithm.decay_on: labelled",
+            )
         if config.model.norm in ("batch", "static"):
             yield Problem(
                 "model.norm",
@@ -162,6 +128,8 @@ class FedMatch(Algorithm[FedMatchState]):
     def start(self, federation: Federation) -> FedMatchState:
         sigma = self.initial_classifier(federation)
         psi = {name: self.cfg.psi_factor * weight for name, weight in sigma.items()}
+        if not self.cfg.decomposition:  # psi is the whole network
+            psi, sigma = {name: weight + psi[name] for name, weight in sigma.items()}, {}
         probe = draw_probe(self.task.shape, federation.rng("probe"))
         negligible = self.cfg.hyperparameters(_place(federation)).negligible
         return FedMatchState(sigma, psi, probe, negligible, {}, {}, {})
@@ -169,39 +137,100 @@ class FedMatch(Algorithm[FedMatchState]):
     def round(self, state: FedMatchState, federation: Federation) -> FedMatchState:
         at_clients = _place(federation) == "client"
         if not at_clients:  # Alg. 2 l. 4-8
-            request = FedMatchRequest(state.sigma, state.psi)
-            replies = federation.call_all(federation.support, self.learn_sigma, request)
-            sigma = average(replies, "sigma", otherwise=state.sigma, weight=uniform_weight)
-            state = dataclasses.replace(state, sigma=sigma)
+            state = self._learn_where_labels_are(state, federation)
         down = self._downloads(state, federation)  # Alg. 1 l. 4-6, Alg. 2 l. 9-11
-        step = self.learn_both if at_clients else self.learn_psi
+        step, before = self.learn_both if at_clients else self.learn_psi, federation.traffic
         replies = federation.call_all(down.agents, step, down.request)  # Alg. 1 l. 7, Alg. 2 l. 12
-        return self._collect(state, down, replies)  # Alg. 1 l. 8-11, Alg. 2 l. 13-15
+        state = self._collect(state, down, replies, federation)  # Alg. 1 l. 8-11, Alg. 2 l. 13-15
+        dense = sum(w.numel() * w.element_size() for w in state.psi.values())
+        per_agent = dense * max(len(down.agents), 1)
+        return dataclasses.replace(
+            state,
+            bytes_down=(federation.traffic.down - before.down) / per_agent,
+            bytes_up=(federation.traffic.up - before.up) / per_agent,
+        )
 
-    def _downloads(self, state: FedMatchState, federation: Federation) -> "Downloads":
+    def _learn_where_labels_are(
+        self, state: FedMatchState, federation: Federation
+    ) -> FedMatchState:
+        rates = self._rates(state, federation.support, "server")
+        replies = federation.call_all(
+            federation.support, self.learn_sigma,
+            lambda to: FedMatchRequest(state.sigma, state.psi, learning_rate=rates[to.id]),
+        )  # fmt: skip
+        networks = {
+            reply.sender.id: DecomposedWeights(
+                reply.payload.sigma or state.sigma, reply.payload.psi or state.psi
+            )
+            for reply in replies
+            if not reply.declined
+        }
+        return dataclasses.replace(
+            state,
+            sigma=average(replies, "sigma", otherwise=state.sigma, weight=uniform_weight),
+            psi=average(replies, "psi", otherwise=state.psi, weight=uniform_weight),
+            plateaus=self._note_losses(state, networks, federation),
+        )
+
+    def _rates(self, state: FedMatchState, agents: Roster, place: Place) -> dict[str, float | None]:
+        """The rate that each agent is sent; None: its own, by the loss on its labels."""
+        numbers = self.cfg.hyperparameters(place)
+        if numbers.decay_on == "labelled":
+            return dict.fromkeys(agent.id for agent in agents)
+        first = disjoint.initial_plateau(self.cfg.learning_rate, numbers.patience)
+        return {agent.id: float(state.plateaus.get(agent.id, first)[0]) for agent in agents}
+
+    def _note_losses(
+        self, state: FedMatchState, networks: Mapping[str, DecomposedWeights],
+        federation: Federation,
+    ) -> Mapping[str, Tensor]:  # fmt: skip
+        """A.3: after each visit, the agent's plateau with its network's loss on validation rows."""
+        numbers = self.cfg.hyperparameters(_place(federation))
+        if numbers.decay_on == "labelled":
+            return state.plateaus
+        first = disjoint.initial_plateau(self.cfg.learning_rate, numbers.patience)
+        plateaus = dict(state.plateaus)
+        for agent, network in networks.items():
+            small = without_small(network.psi, state.negligible)
+            loss = federation.validation_loss(disjoint.theta(network.sigma, small))
+            if loss is not None or agent in plateaus:
+                plateaus[agent] = disjoint.step_plateau(
+                    plateaus.get(agent, first), math.nan if loss is None else loss, numbers.patience
+                )
+        return plateaus
+
+    def _downloads(self, state: FedMatchState, federation: Federation) -> Downloads:
         """The agents of a round, and what each is sent."""
+        numbers, now = self.cfg.hyperparameters(_place(federation)), federation.round.number
         agents = federation.sample(federation.query, self.cfg.query_per_round)
-        names: Mapping[str, tuple[str, ...]] = {}
-        if federation.round.number % self.cfg.helpers_every == 0:
-            ids = [agent.id for agent in agents]
-            names = nearest_agents(state.embeddings, ids, self.cfg.helpers)
+        every, never = self.cfg.helpers_every, -self.cfg.helpers_every
+        if numbers.refresh_helpers == "age":
+            due = [a.id for a in agents if now - state.helped_at.get(a.id, never) >= every]
+        else:
+            due = [a.id for a in agents if now % every == 0]
+        names = nearest_agents(state.embeddings, due, self.cfg.helpers)
         helpers = {agent: [state.held_psi[h] for h in chosen] for agent, chosen in names.items()}
-        cuts = self.cfg.hyperparameters(_place(federation)).sparsity_thresholds
         sent, by_agent = DecomposedWeights(state.sigma, state.psi), {}
+        sparse = self.cfg.sparse_down or numbers.sparse_messages
         for agent in (agent.id for agent in agents):
             held = None
             if agent in state.held_psi:
                 held = DecomposedWeights(state.held_sigma[agent], state.held_psi[agent])
-            sparse = sparse_download(held, sent, helpers.get(agent, []), cuts)
-            by_agent[agent] = sparse if self.cfg.sparse_down else Download(sent, sparse.cost)
-        return Downloads(agents, by_agent, helpers)
+            down = sparse_download(
+                held, sent, helpers.get(agent, []), numbers.sparsity_thresholds,
+                decodable=numbers.sparse_messages,
+            )  # fmt: skip
+            by_agent[agent] = down if sparse else dataclasses.replace(down, weights=sent)
+        rates = self._rates(state, agents, _place(federation))
+        return Downloads(agents, by_agent, helpers, rates, numbers.sparse_messages)
 
     def _collect(
-        self, state: FedMatchState, down: "Downloads", replies: Sequence[Reply[FedMatchUpdate]]
-    ) -> FedMatchState:
+        self, state: FedMatchState, down: Downloads, replies: Sequence[Reply[FedMatchUpdate]],
+        federation: Federation,
+    ) -> FedMatchState:  # fmt: skip
         """Embed the new models and average them, each with the same weight (Alg. 1 l. 10, Alg. 2
         l. 15)."""
-        replies = [reply for reply in replies if not reply.declined]
+        replies = [down.decode(reply) for reply in replies if not reply.declined]
         sigmas, psis, embeddings = {}, {}, {}
         for reply in replies:
             agent, sigma, psi = reply.sender.id, reply.payload.sigma, reply.payload.psi
@@ -212,6 +241,11 @@ class FedMatch(Algorithm[FedMatchState]):
             embeddings[agent] = disjoint.predict(
                 self._F, disjoint.theta(sigmas[agent], psi), state.probe
             )[0]
+        networks = {agent: DecomposedWeights(sigmas[agent], psi) for agent, psi in psis.items()}
+        helped = set(down.helpers)
+        if self.cfg.hyperparameters(_place(federation)).keep_helpers:
+            helped |= {agent.id for agent in down.agents} & state.helped_at.keys()
+        downs, most = down.by_agent.values(), max(len(down.agents), 1)
         return dataclasses.replace(
             state,
             sigma=average(replies, "sigma", otherwise=state.sigma, weight=uniform_weight),
@@ -219,18 +253,40 @@ class FedMatch(Algorithm[FedMatchState]):
             embeddings={**state.embeddings, **embeddings},
             held_sigma={**state.held_sigma, **sigmas},
             held_psi={**state.held_psi, **psis},
-            cost_down=sum(d.cost for d in down.by_agent.values()) / max(len(down.agents), 1),
-            helped=len(down.helpers) / max(len(down.agents), 1),
+            helped_at={
+                **state.helped_at,
+                **{agent: federation.round.number for agent in down.helpers if agent in psis},
+            },
+            plateaus=self._note_losses(state, networks, federation),
+            cost_down=sum(d.cost for d in downs) / most,
+            cost_down_sigma=sum(d.cost_of_sigma for d in downs) / most,
+            cost_down_psi=sum(d.cost_of_psi for d in downs) / most,
+            helped=len(helped) / most,
         )
 
     def classifier(self, state: FedMatchState) -> StateDict:
         return disjoint.theta(state.sigma, without_small(state.psi, state.negligible))
+
+    def also_evaluated(self, state: FedMatchState) -> dict[str, StateDict]:
+        if not self.cfg.evaluate_parts:
+            return {}
+        return {"sigma": state.sigma, "psi": without_small(state.psi, state.negligible)}
+
+    def own_classifiers(self, state: FedMatchState) -> dict[str, StateDict]:
+        return {
+            agent: disjoint.theta(state.held_sigma[agent], without_small(psi, state.negligible))
+            for agent, psi in state.held_psi.items()
+        }
 
     def metrics(self, state: FedMatchState) -> dict[str, float]:
         gap = sum(float((w - state.psi[n]).square().sum()) for n, w in state.sigma.items())
         size = sum(float(w.square().sum()) for w in state.sigma.values())
         return {
             "train/cost_down": state.cost_down,
+            "train/cost_down_sigma": state.cost_down_sigma,
+            "train/cost_down_psi": state.cost_down_psi,
+            "train/bytes_down": state.bytes_down,
+            "train/bytes_up": state.bytes_up,
             "train/helped": state.helped,
             "train/psi_gap": (gap / size) ** 0.5 if size else 0.0,  # |psi - sigma| / |sigma|
         }
@@ -245,10 +301,12 @@ class FedMatch(Algorithm[FedMatchState]):
         numbers, rows = self.cfg.hyperparameters("server"), agent.labelled
         order = disjoint.kept_order("labelled", len(rows), agent, ctx)
         start = DecomposedWeights(msg.sigma, without_small(msg.psi, numbers.negligible))
-        trainer = DisjointTrainer(self.cfg, "server", self._F, start, agent, ctx)
+        trainer = DisjointTrainer(self.cfg, "server", self._F, start, agent, ctx, msg.learning_rate)
         for picked in torch.split(order, numbers.batch_size) * self.cfg.server_epochs:
             trainer.learn_sigma(rows, picked)
         trainer.end()
+        if not self.cfg.decomposition:
+            return FedMatchUpdate(None, trainer.update_of("psi"))
         return FedMatchUpdate(trainer.update_of("sigma"), None)
 
     @on_agent
@@ -257,69 +315,42 @@ class FedMatch(Algorithm[FedMatchState]):
     ) -> FedMatchUpdate | Declined:
         """Eq. 5 at an agent without labels: psi learns beside a fixed sigma."""
         numbers, rows = self.cfg.hyperparameters("server"), agent.unlabelled
-        order, helpers = self._slice(agent, ctx), self._helpers(agent, msg)
+        order = self._slice(agent, ctx, numbers.slices_of)
+        got, helpers = receive(agent, msg, keep_helpers=numbers.keep_helpers)
         if not len(order):
             return Declined("no rows in this slice of the stream")
-        start = DecomposedWeights(msg.sigma, msg.psi)
-        trainer = DisjointTrainer(self.cfg, "server", self._F, start, agent, ctx)
+        trainer = DisjointTrainer(self.cfg, "server", self._F, got, agent, ctx, msg.learning_rate)
         for picked in disjoint.whole_batches(order, numbers.batch_size) * self.cfg.epochs:
             trainer.learn_psi(rows, picked, helpers)
         trainer.end()
-        cuts = numbers.sparsity_thresholds
-        psi, cost = sparse_upload(trainer.update_of("psi"), msg.psi, cuts, is_psi=True)
-        ctx.log_metric("train/cost_up", cost)
-        return FedMatchUpdate(None, psi)
+        trained = DecomposedWeights({}, trainer.update_of("psi"))
+        return upload(trained, got, agent, numbers, ctx)
 
     @on_agent
     def learn_both(self, agent: MixedAgent, msg: FedMatchRequest, ctx: Context) -> FedMatchUpdate:
         """Eq. 4 and 5 in turn, step by step: Alg. 1 l. 15-19."""
         numbers, rows, more = self.cfg.hyperparameters("client"), agent.labelled, agent.unlabelled
         labelled = disjoint.kept_order("labelled", len(rows), agent, ctx)
-        unlabelled, helpers = self._slice(agent, ctx), self._helpers(agent, msg)
-        start = DecomposedWeights(msg.sigma, msg.psi)
-        trainer = DisjointTrainer(self.cfg, "client", self._F, start, agent, ctx)
+        unlabelled = self._slice(agent, ctx, numbers.slices_of)
+        got, helpers = receive(agent, msg, keep_helpers=numbers.keep_helpers)
+        trainer = DisjointTrainer(self.cfg, "client", self._F, got, agent, ctx, msg.learning_rate)
         for s, u in (
             disjoint.paired_batches(labelled, unlabelled, numbers.batch_size) * self.cfg.epochs
         ):
             trainer.learn_sigma(rows, s)
             trainer.learn_psi(more, u, helpers)
+            trainer.measure(rows)
         trainer.end()
-        cuts = numbers.sparsity_thresholds
-        sigma, cost = sparse_upload(trainer.update_of("sigma"), msg.sigma, cuts, is_psi=False)
-        psi, cost_of_psi = sparse_upload(trainer.update_of("psi"), msg.psi, cuts, is_psi=True)
-        ctx.log_metric("train/cost_up", cost + cost_of_psi)
-        return FedMatchUpdate(sigma, psi)
+        trained = DecomposedWeights(trainer.update_of("sigma"), trainer.update_of("psi"))
+        return upload(trained, got, agent, numbers, ctx)
 
-    def _slice(self, agent: QueryAgent, ctx: Context) -> Tensor:
+    def _slice(self, agent: QueryAgent, ctx: Context, of: SlicesOf) -> Tensor:
         """Numbers of the unlabelled rows of this round's slice of the stream, in kept order."""
         order = disjoint.kept_order("unlabelled", len(agent.unlabelled), agent, ctx)
-        slices = self.cfg.stream_slices
-        number = min((ctx.round - 1) * slices // self.cfg.rounds, slices - 1)
-        return torch.tensor_split(order, slices)[number]
-
-    def _helpers(self, agent: QueryAgent, msg: FedMatchRequest) -> list[dict[str, Tensor]]:
-        """Psi of the helpers in the message, or of those that the agent keeps."""
-        if not self.cfg.keep_helpers:
-            return unbundle(msg.helpers)
-        if msg.helpers is not None:
-            rest = {k: v for k, v in agent.memory.items() if not k.startswith("helper/")}
-            agent.memory = rest | {f"helper/{k}": v for k, v in msg.helpers.items()}
-        kept = {k: v for k, v in agent.memory.items() if k.startswith("helper/")}
-        return unbundle({k.removeprefix("helper/"): v for k, v in kept.items()})
-
-
-@dataclass(frozen=True)
-class Downloads:
-    """What a round sends: to which agents, which weights, which helpers."""
-
-    agents: Roster
-    by_agent: Mapping[str, Download]
-    helpers: Mapping[str, Sequence[StateDict]]  # psi of each helper; only of agents that get any
-
-    def request(self, agent: AgentRef) -> FedMatchRequest:
-        """The message for one agent."""
-        weights = self.by_agent[agent.id].weights
-        return FedMatchRequest(weights.sigma, weights.psi, bundle(self.helpers.get(agent.id, ())))
+        places = stream_slice(len(order), self.cfg.stream_slices, ctx.round, self.cfg.rounds)
+        if of == "stored":  # a slice's rows still come in the agent's own order
+            return order[torch.isin(order, places)]
+        return order[places]
 
 
 def _place(federation: Federation) -> Place:

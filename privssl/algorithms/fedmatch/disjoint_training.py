@@ -7,98 +7,27 @@ The penalties on psi are sums over all weights, not means: at the published numb
 psi's loss. Means of the other losses are over the rows that are kept, not over the batch.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-import pydantic.dataclasses
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, kl_div
 
 from privssl.algorithms.fedmatch.helper_agents import vote_agreement
-from privssl.algorithms.fedmatch.sparse_updates import DecomposedWeights, SparsityThresholds
-from privssl.algorithms.local_ssl import Amount, Share
+from privssl.algorithms.fedmatch.settings import DisjointTraining, Form, Place
+from privssl.algorithms.fedmatch.sparse_updates import DecomposedWeights
 from privssl.core.agents import LabelledRows, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.core.messages import StateDict
 from privssl.core.task import Context
-from privssl.data.augmentations import view
 from privssl.runtime import randomness
-from privssl.settings.schema import Positive, Rate, strict
 from privssl.training import device_transfer, local_training, optim
 from privssl.training.batched.deferred import batched_call
 
 Component: TypeAlias = Literal["sigma", "psi"]
-Form: TypeAlias = Literal["clamped", "exact"]
-Place: TypeAlias = Literal["server", "client"]
 TINY = 1e-7  # Keras' epsilon
 RATE_CUT = 3.0  # what a learning rate is divided by
-
-
-# Config -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Hyperparameters:
-    """Numbers that depend on where labels are and on the profile, unless the config gives them."""
-
-    batch_size: int
-    patience: int
-    threshold: float
-    l1_weight: float
-    negligible: float
-    smallest_change: float
-
-    @property
-    def sparsity_thresholds(self) -> SparsityThresholds:
-        return SparsityThresholds(self.negligible, self.smallest_change)
-
-
-#: Authors' code. Support agents count as a server.
-RELEASED: Mapping[Place, Hyperparameters] = {
-    "server": Hyperparameters(100, 20, 0.75, 1e-5, negligible=1e-5, smallest_change=1e-5),
-    "client": Hyperparameters(10, 5, 0.75, 1e-4, negligible=5e-6, smallest_change=5e-5),
-}
-#: What a profile changes of them. The paper's rows: 54,000 + 3,000 + 3,000 (data.validation).
-PROFILES: Mapping[str, Mapping[str, Any]] = {
-    "fedmatch-release": {},
-    "fedmatch-paper": {"threshold": 0.85, "patience": 5},
-}
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class DisjointTraining:
-    """Local training. Numbers are the authors' code's; null: RELEASED and PROFILES."""
-
-    profile: Literal["fedmatch-release", "fedmatch-paper"] = "fedmatch-release"
-    epochs: Positive = 1  # of an agent's visit
-    batch_size: Positive | None = None  # labelled rows at clients; rows of either kind otherwise
-    learning_rate: Rate = 1e-3  # SGD without momentum, of sigma and psi
-    patience: Positive | None = None  # visits without a lower labelled loss until rate / 3
-    threshold: Share | None = None  # tau: a row is used where the agent's max p >= tau
-    labelled_weight: Rate = 10.0  # lambda_s
-    inter_client_weight: Amount = 0.01  # lambda_ICCS, of Eq. 1
-    agreement_weight: Amount = 0.01  # lambda_ICCS, of the pseudo-labels
-    l2_weight: Amount = 10.0  # of sum (sigma - psi)^2
-    l1_weight: Amount | None = None  # of sum |psi|
-    weight_decay: Amount = 0.0  # of sum theta^2; the paper's 1e-4 is not added in the code
-    negligible: Amount | None = None  # l1_thres: entries of psi that count as 0
-    smallest_change: Amount | None = None  # delta: differences up to it are not sent
-    helpers_vote: Literal["always", "sure"] = "always"  # sure: where their max p >= tau (paper)
-    probabilities: Form = "clamped"  # in losses, as Keras does; exact: by log softmax
-    strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fedmatch"
-
-    def hyperparameters(self, place: Place) -> Hyperparameters:
-        """The numbers that hold where labels are at ``place``."""
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Hyperparameters)}
-        given = {name: value for name, value in own.items() if value is not None}
-        return dataclasses.replace(RELEASED[place], **{**PROFILES[self.profile], **given})
-
-    def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """A strong view of rows (B, *shape) in [-1, 1]. There is no weak view."""
-        return view(self.strong, x, rng, flip=False, under="none")
 
 
 # Training -----------------------------------------------------------------------------------
@@ -109,16 +38,19 @@ class DisjointTrainer:
 
     def __init__(
         self, cfg: DisjointTraining, place: Place, F: nn.Module, start: DecomposedWeights,
-        agent: SupportAgent | QueryAgent, ctx: Context,
+        agent: SupportAgent | QueryAgent, ctx: Context, rate: float | None = None,
     ) -> None:  # fmt: skip
         """``F``: the network, whose weights are not used; ``start`` is copied.
 
-        The learning rate continues from the agent's memory.
+        Args:
+            rate: the learning rate; None: it continues from the agent's memory.
         """
         self._cfg, self._numbers = cfg, cfg.hyperparameters(place)
         self._F, self._agent, self._ctx = F.train(), agent, ctx
-        first = initial_plateau(cfg.learning_rate, self._numbers.patience)
-        self._plateau = agent.memory.get("pace", first)
+        self._own_rate = rate is None
+        first = initial_plateau(rate or cfg.learning_rate, self._numbers.patience)
+        self._plateau = agent.memory.get("pace", first) if self._own_rate else first
+        self._of_labels: Component = "sigma" if cfg.decomposition else "psi"
         self._weights: dict[Component, dict[str, Tensor]] = {
             "sigma": _leaves(start.sigma, ctx.device),
             "psi": _leaves(start.psi, ctx.device),
@@ -128,8 +60,10 @@ class DisjointTrainer:
         self._sgd = {
             name: optim.SGD(list(weights.values()), lr=float(self._plateau[0]))
             for name, weights in self._weights.items()
+            if weights  # without decomposition there is no sigma
         }
         self._losses: dict[Component, list[Tensor]] = {name: [] for name in self._weights}
+        self._labelled_right: list[float] = []
         self._views, self._dropout = ctx.rng("strong view"), ctx.rng("dropout")
 
     def learn_sigma(self, rows: LabelledRows, picked: Tensor) -> None:
@@ -137,20 +71,24 @@ class DisjointTrainer:
         weights = self._theta()
         x = local_training.network_input(rows.x[picked], self._ctx.device)
         y = rows.y[picked].to(self._ctx.device)
-        loss = label_loss(self._logits(weights, x), y, self._cfg.probabilities)
+        loss = label_loss(self._logits(weights, x), y, self._numbers.probabilities)
         self._losses["sigma"].append(loss.detach())
         loss = self._cfg.labelled_weight * loss
-        if self._cfg.weight_decay:
-            loss = loss + batched_call(_decay, {"theta": weights}, self._cfg.weight_decay)
-        self._step("sigma", loss)
+        if self._numbers.weight_decay:
+            loss = loss + batched_call(_decay, {"theta": weights}, self._numbers.weight_decay)
+        self._step(self._of_labels, loss)
 
     def learn_psi(
         self, rows: UnlabelledRows, picked: Tensor, helpers: Sequence[StateDict] = ()
     ) -> None:
-        """One step on L_u: Eq. 5. Without a confident row it is on the penalties alone."""
-        cfg, weights = self._cfg, self._theta()
-        strengths = cfg.l2_weight, self._numbers.l1_weight, cfg.weight_decay
-        loss = batched_call(_apply_penalties, {**self._weights, "theta": weights}, *strengths)
+        """One step on L_u: Eq. 5. Without a row that counts it is on the penalties alone; without
+        decomposition there are none."""
+        cfg, numbers, weights = self._cfg, self._numbers, self._theta()
+        if cfg.decomposition:
+            strengths = cfg.l2_weight, numbers.l1_weight, numbers.weight_decay
+            loss = batched_call(_apply_penalties, {**self._weights, "theta": weights}, *strengths)
+        else:
+            loss = batched_call(_decay, {"theta": weights}, numbers.weight_decay)
         if len(picked):
             loss = loss + self._consistency(weights, rows, picked, helpers)
         self._losses["psi"].append(loss.detach())
@@ -161,12 +99,21 @@ class DisjointTrainer:
         plain = {n: weight.contiguous() for n, weight in self._weights[name].items()}
         return device_transfer.copy_tensors(plain)
 
+    def measure(self, rows: LabelledRows) -> None:
+        """Note the accuracy on labelled rows: Fig. 6c, after each step."""
+        if self._cfg.measure_labelled:
+            x = local_training.network_input(rows.x, self._ctx.device)
+            called = predict(self._F, self._theta(), x).argmax(dim=1).cpu()
+            self._labelled_right.append(float((called == rows.y).float().mean()))
+
     def end(self) -> None:
-        """Log the losses, and remember the learning rate where labels set it."""
+        """Log what was measured, and remember the learning rate where labels set it."""
         for name, losses in self._losses.items():
             if losses:
                 self._ctx.log_metric(f"train/loss_{name}", local_training.mean_of(losses))
-        if self._losses["sigma"]:
+        if right := self._labelled_right:
+            self._ctx.log_metric("train/labelled_accuracy", sum(right) / len(right))
+        if self._losses["sigma"] and self._own_rate:
             loss = local_training.mean_of(self._losses["sigma"])
             plateau = step_plateau(self._plateau, loss, self._numbers.patience)
             self._agent.memory = {**self._agent.memory, "pace": plateau}
@@ -174,25 +121,32 @@ class DisjointTrainer:
     def _consistency(
         self, weights: StateDict, rows: UnlabelledRows, picked: Tensor, helpers: Sequence[StateDict]
     ) -> Tensor:
-        """lambda_ICCS Phi of Eq. 2, a mean over the confident rows; 0 without any."""
-        cfg, tau = self._cfg, self._numbers.threshold
+        """lambda_ICCS Phi of Eq. 2: pseudo-labels are a mean over the confident rows, and Eq. 1 is
+        one over these or all (``inter_client_rows``); 0 without any."""
+        cfg, numbers = self._cfg, self._numbers
         x = local_training.network_input(rows.x[picked], self._ctx.device)  # (B, *shape)
         with torch.set_grad_enabled(bool(helpers)):  # Eq. 1 alone learns from clean rows
             logits = self._logits(weights, x)  # (B, C)
         p = logits.detach().softmax(dim=1)
-        confident = p.max(dim=1).values >= tau  # (B,)
-        if not confident.any():
+        confident = p.max(dim=1).values >= numbers.threshold  # (B,)
+        of_all = bool(helpers) and numbers.inter_client_rows == "all"
+        used = torch.ones_like(confident) if of_all else confident  # (B,), rows of Eq. 1
+        if not used.any():
             self._ctx.pseudo_labels(rows.ids[picked], p, confident.cpu())
             return p.new_zeros(())
-        others = [self._helper_predictions(psi, x[confident]) for psi in helpers]  # (S, C) each
-        votes = vote_agreement(p[confident], others, tau if cfg.helpers_vote == "sure" else 0.0)
-        y = votes.argmax(dim=1)  # (S,), Eq. 3
-        p[confident] = votes.to(p.dtype)  # the metric is of the labels that are learned
+        others = [self._helper_predictions(psi, x[used]) for psi in helpers]  # (S, C) each
+        loss = p.new_zeros(())
+        if confident.any():
+            sure_from = numbers.threshold if numbers.helpers_vote == "sure" else 0.0
+            said = [prediction[confident[used]] for prediction in others]
+            votes = vote_agreement(p[confident], said, sure_from)
+            y = votes.argmax(dim=1)  # Eq. 3
+            p[confident] = votes.to(p.dtype)  # the metric is of the labels that are learned
+            seen = self._logits(weights, cfg.strong_view(x[confident], self._views))
+            loss = cfg.agreement_weight * label_loss(seen, y, numbers.probabilities)
         self._ctx.pseudo_labels(rows.ids[picked], p, confident.cpu())
-        seen = self._logits(weights, cfg.strong_view(x[confident], self._views))
-        loss = cfg.agreement_weight * label_loss(seen, y, cfg.probabilities)
         if others:
-            apart = inter_client_loss(logits[confident], others, cfg.probabilities)
+            apart = inter_client_loss(logits[used], others, numbers.probabilities)
             loss = loss + cfg.inter_client_weight * apart
         return loss
 
@@ -308,8 +262,8 @@ def step_plateau(plateau: Tensor, loss: float, patience: int) -> Tensor:
 
 
 def theta(sigma: StateDict, psi: StateDict) -> dict[str, Tensor]:
-    """sigma + psi by name: the weights of the network."""
-    return {name: weight + psi[name] for name, weight in sigma.items()}
+    """sigma + psi by name: the weights of the network. sigma is empty without decomposition."""
+    return {name: sigma[name] + part if sigma else part for name, part in psi.items()}
 
 
 @torch.no_grad()

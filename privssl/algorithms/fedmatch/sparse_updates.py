@@ -7,7 +7,8 @@ Jeong et al. (ICLR 2021), section 3.2, in the form of the authors' code, with tw
 
 A cost is the number of entries sent, divided by the entries of one dense model: 1.0 is what FedAvg
 sends in one direction, the unit (100%) of the paper's tables. ``comm/up_bytes`` and
-``comm/down_bytes`` are the bytes of the messages, which are dense.
+``comm/down_bytes`` are the bytes of the messages: dense by default, and with ``sparse_messages``
+those of ``core/sparse_tensors.py``.
 
 In an upload, an entry that is not sent keeps the server's value. In a download, the code counts the
 entries but uses the dense weights; ``sparse_download`` gives the weights that were counted.
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from privssl.core.messages import StateDict
 
+Masks = Mapping[str, Tensor]  # name -> bool, where an entry is sent
 #: Of a first visit: with nothing to compare, two dense models are sent.
 FIRST_COST = 2.0
 
@@ -42,11 +44,27 @@ class DecomposedWeights:
 
 
 @dataclass(frozen=True, eq=False)
+class DownloadMasks:
+    """Which entries of a download are sent."""
+
+    sigma: Masks
+    psi: Masks
+    helpers: tuple[Masks, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Download:
-    """An agent's weights after a sparse download, and its cost in dense models."""
+    """An agent's weights after a sparse download, and its costs in dense models."""
 
     weights: DecomposedWeights
-    cost: float
+    cost_of_sigma: float
+    cost_of_psi: float
+    cost_of_helpers: float = 0.0
+    masks: DownloadMasks | None = None  # None: a first visit, at which everything is sent
+
+    @property
+    def cost(self) -> float:
+        return self.cost_of_sigma + self.cost_of_psi + self.cost_of_helpers
 
 
 def without_small(weights: StateDict, negligible: float) -> dict[str, Tensor]:
@@ -63,6 +81,14 @@ def differs(new: Tensor, old: Tensor | float, change: float) -> Tensor:
     return ~((new - old).abs() <= change)
 
 
+def upload_mask(
+    trained: StateDict, received: StateDict, cuts: SparsityThresholds, *, is_psi: bool
+) -> dict[str, Tensor]:
+    """Which entries an agent sends of sigma or psi; arguments of ``sparse_upload``."""
+    compared = without_small(trained, cuts.negligible) if is_psi else trained
+    return {n: differs(w, received[n], cuts.change) for n, w in compared.items()}
+
+
 def sparse_upload(
     trained: StateDict, received: StateDict, cuts: SparsityThresholds, *, is_psi: bool
 ) -> tuple[dict[str, Tensor], float]:
@@ -75,8 +101,7 @@ def sparse_upload(
     Returns:
         The weights with the old value where the difference is not sent, and the cost.
     """
-    compared = without_small(trained, cuts.negligible) if is_psi else trained
-    sent = {n: differs(w, received[n], cuts.change) for n, w in compared.items()}
+    sent = upload_mask(trained, received, cuts, is_psi=is_psi)
     return _merge(trained, received, sent), _count(sent) / _entries(received)
 
 
@@ -85,32 +110,36 @@ def sparse_download(
     sent: DecomposedWeights,
     helpers: Sequence[StateDict],
     cuts: SparsityThresholds,
+    *,
+    decodable: bool = False,
 ) -> Download:
     """The weights of an agent after sparse differences from ``held`` to ``sent``, and their cost.
 
     Args:
         held: the agent's weights after its last visit; None at its first.
         helpers: psi of its helpers, each compared with the agent's own.
+        decodable: an entry of a helper that is 0 is sent where the agent's own is not. The authors'
+            code does not count it, and no receiver could know it.
     """
     if held is None:
-        return Download(sent, FIRST_COST)
+        return Download(sent, FIRST_COST / 2 if sent.sigma else 0.0, FIRST_COST / 2)
     own = without_small(held.psi, cuts.negligible)
     new = without_small(sent.psi, cuts.negligible)
     psi = {n: differs(w, own[n], cuts.change) for n, w in new.items()}
     sigma = {n: differs(w, held.sigma[n], cuts.change) for n, w in sent.sigma.items()}
-    counted = _count(psi) + _count(sigma)
+    of_helpers = []
     for helper in helpers:
         theirs = without_small(helper, cuts.negligible)
-        counted += _count(
-            {
-                n: differs(a, torch.where(a != 0, own[n], 0.0), cuts.change)
-                for n, a in theirs.items()
-            }
-        )
+        basis = {n: own[n] if decodable else own[n].where(a != 0, 0.0) for n, a in theirs.items()}
+        of_helpers.append({n: differs(a, basis[n], cuts.change) for n, a in theirs.items()})
     patched = DecomposedWeights(
         _merge(sent.sigma, held.sigma, sigma), _merge(sent.psi, held.psi, psi)
     )
-    return Download(patched, counted / _entries(sent.psi))
+    entries = _entries(sent.psi)
+    return Download(
+        patched, _count(sigma) / entries, _count(psi) / entries,
+        sum(map(_count, of_helpers)) / entries, DownloadMasks(sigma, psi, tuple(of_helpers)),
+    )  # fmt: skip
 
 
 def _merge(new: StateDict, old: StateDict, where: Mapping[str, Tensor]) -> dict[str, Tensor]:

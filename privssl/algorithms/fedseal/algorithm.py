@@ -276,7 +276,7 @@ class FedSEAL(Algorithm[FedSEALState]):
     def class_thresholds(
         self, agent: SupportAgent, msg: TrainRequest, ctx: Context
     ) -> ClassThresholds:
-        """Eq. 5 on the validation rows, not augmented."""
+        """Eq. 5 on the validation rows, not augmented; logs Figures 3 and 4 on them."""
         rows, (_, checked) = agent.labelled, self._split_rows(agent.labelled, ctx)
         p = _probabilities(self.load_classifier(msg.F, ctx), rows.x[checked], ctx)
         tau = negative_learning.class_thresholds(p, rows.y[checked])
@@ -285,6 +285,14 @@ class FedSEAL(Algorithm[FedSEALState]):
         if len(known):
             ctx.log_metric("train/threshold_min", float(known.min()))
             ctx.log_metric("train/threshold_max", float(known.max()))
+            both = negative_learning.signed_labels(
+                p, tau, self.cfg.unlikely_at_most, ctx.rng("complement"),
+                exclude_likeliest=self.cfg.exclude_likeliest,
+            )  # fmt: skip
+            for name, value in negative_learning.validation_metrics(
+                p, rows.y[checked], both
+            ).items():
+                ctx.log_metric(name, value)
         # NaN stays, and is refused as a message: training diverged
         return ClassThresholds(torch.where(tau.isposinf(), negative_learning.NEVER_SEEN, tau))
 

@@ -6,6 +6,7 @@ Bian, Fu, Xu (arXiv:2110.07829). The rounds are in ``algorithms/fedseal/algorith
     Eq. 9 to 12    signed_labels
     Eq. 13         batch_loss, over signed_batches, lambda from sign_weights
     Eq. 15         complementary_loss
+    Fig. 3, 4      validation_metrics
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ Schedule = Literal[
 Batching = Literal["union", "exact", "zip", "sequential"]
 #: In place of +inf, which messages refuse: no confidence reaches it.
 NEVER_SEEN = torch.finfo(torch.float32).max
+LISTED = 20  # classes at most whose confidence is logged one by one
 
 
 class SignedLabels(NamedTuple):
@@ -88,6 +90,31 @@ def signed_labels(
     chances = torch.where(negative[:, None], unlikely.float(), 1.0)
     y_minus = torch.multinomial(chances, 1, generator=rng)[:, 0]
     return SignedLabels(y_plus, likeliest.float() if hard else p_bar, positive, y_minus, negative)
+
+
+def validation_metrics(p: Tensor, y: Tensor, both: SignedLabels) -> dict[str, float]:
+    """What Figures 3 and 4 draw, on validation rows, whose classes are known.
+
+    right_positive and right_negative: share of right labels among rows of D+ (y+ is the class) and
+    of D- (y- is not); absent where there is no such row. confidence/m: mean of the largest
+    probability of rows of class m.
+
+    Args:
+        p: predictions (V, C).
+        y: classes (V,).
+        both: labels that these rows would get.
+    """
+    found = {}
+    for sign, right, mask in (
+        ("positive", both.y_plus == y, both.positive),
+        ("negative", both.y_minus != y, both.negative),
+    ):
+        if mask.any():
+            found[f"train/right_{sign}"] = float(right[mask].float().mean())
+    if p.shape[1] <= LISTED:
+        for m in sorted(set(y.tolist())):
+            found[f"train/confidence/{m}"] = float(p[y == m].amax(dim=1).mean())
+    return found
 
 
 def complementary_loss(logits: Tensor, y_minus: Tensor) -> Tensor:

@@ -23,25 +23,25 @@ W for l, so that c is W. (3) Rows are in [-1, 1] and in their own size; the auth
 to 32x32. (4) No augmentation, as in the authors' code (``augment``). (5) T1, T2, E, batches and
 rates are the authors' code's. (6) Agents send the trained network: the algorithm box adds up
 differences, which equals Eq. 1 only for differences from W, and phase 2 starts from c. Where
-the code is another method than the paper, a setting has both readings: docs/fedtrinet.md.
+the paper contradicts itself or its code, a setting has both readings: docs/fedtrinet.md.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
+from privssl.algorithms.fedtrinet.players import as_memory, from_memory, having, shallow_modules
 from privssl.algorithms.fedtrinet.voting import PROFILED, FedTriNetConfig, Part, steps, vote
 from privssl.algorithms.local_ssl import (
     ModelState,
     ModelUpdate,
     TrainRequest,
-    average_over,
     can_learn_from,
     needs_unlabelled,
     no_labelled,
@@ -57,7 +57,7 @@ from privssl.core.agents import (
 )
 from privssl.core.aggregation import WeightedMean
 from privssl.core.federation import Federation, Roster
-from privssl.core.messages import Declined, Message, StateDict
+from privssl.core.messages import Ack, Declined, Message, StateDict
 from privssl.core.task import Context, Phase, Task, on_agent
 from privssl.data.affine_augment import NONE
 from privssl.models.splice import splice
@@ -73,10 +73,18 @@ CHUNK = 512  # rows of one forward pass when labels are predicted
 
 
 @dataclasses.dataclass(frozen=True)
+class LabelRequest(TrainRequest):
+    """Down in phase 1: W. Without ``upload`` the agent trains for itself."""
+
+    upload: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class VoteRequest(TrainRequest):
     """Down in phase 2: W, and theta(t), which a vote must exceed."""
 
     threshold: float
+    upload: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +121,7 @@ class FedTriNet(Algorithm[FedTriNetState]):
         self, config: FedTriNetConfig, task: Task, plan: PrivatePlan | None = None
     ) -> None:
         super().__init__(config, task, plan)
-        self._shallow = _shallow_modules(self._F, config)
+        self._shallow = shallow_modules(self._F, config)
 
     @classmethod
     def problems(cls, config: Any) -> Iterator[Problem]:
@@ -148,23 +156,34 @@ class FedTriNet(Algorithm[FedTriNetState]):
         if t < 0:  # phase 1
             cold, agents = federation.round.number <= self.cfg.cold_start, federation.support
             learners = agents if cold else self._sample_agents(federation, agents)
-            request = TrainRequest(state.F)
-            F = average_over(federation, learners, self.supervised_pass, request, state.F)  # Eq. 1
-            return dataclasses.replace(state, F=F)
+            request, mean = LabelRequest(state.F), WeightedMean("F")
+            self._train(federation, learners, agents, self.supervised_pass, request, mean)
+            return dataclasses.replace(state, F=mean.value_or(state.F))  # Eq. 1
         taking_part = self._sample_agents(federation, federation.agents)
         confidence = state.confidence
         if self.cfg.measured == "every_round" or t == 0:
             asked = federation.agents if self.cfg.measured_at == "all" else taking_part
             confidence = self._ask_confidence(state, federation, asked)
         threshold = self.cfg.threshold(confidence, t)
-        mean, request = WeightedMean("F"), VoteRequest(state.F, threshold)
+        mean, voting = WeightedMean("F"), VoteRequest(state.F, threshold)
         for step, roles in (
             (self.mixed_pass, ("mixed",)),
             (self.support_pass, ("support", "server")),
             (self.query_pass, ("query",)),
         ):
-            federation.call_all(_having(taking_part, *roles), step, request, aggregator=mean)
+            drawn, agents = having(taking_part, *roles), having(federation.agents, *roles)
+            self._train(federation, drawn, agents, step, voting, mean)
         return FedTriNetState(mean.value_or(state.F), confidence, threshold)  # Eq. 1
+
+    def _train(
+        self, federation: Federation, drawn: Roster, agents: Roster, step: Callable[..., Any],
+        request: LabelRequest | VoteRequest, mean: WeightedMean,
+    ) -> None:  # fmt: skip
+        """The drawn agents train and upload; the others train for themselves, if all do."""
+        federation.call_all(drawn, step, request, aggregator=mean)
+        if self.cfg.trains == "all":
+            others = [agent for agent in agents if agent not in set(drawn)]
+            federation.call_all(others, step, dataclasses.replace(request, upload=False))
 
     def _clock(self, round_number: int) -> int:
         """Rounds since phase 2 began: 0 in its first, negative in phase 1."""
@@ -180,7 +199,7 @@ class FedTriNet(Algorithm[FedTriNetState]):
         self, state: FedTriNetState, federation: Federation, asked: Roster
     ) -> float:
         """theta-bar of Eq. 4: the mean over agents, or over all their rows ("mean")."""
-        group = _having(asked, "mixed", "query")
+        group = having(asked, "mixed", "query")
         replies = federation.call_all(group, self.confidence_pass, TrainRequest(state.F))
         sent = [(reply.payload.value, reply.weight) for reply in replies if not reply.declined]
         if not sent:  # no agent with unlabelled rows replied
@@ -196,7 +215,9 @@ class FedTriNet(Algorithm[FedTriNetState]):
     # Steps: where the data is ---------------------------------------------------------------
 
     @on_agent
-    def supervised_pass(self, agent: SupportAgent, msg: TrainRequest, ctx: Context) -> ModelUpdate:
+    def supervised_pass(
+        self, agent: SupportAgent, msg: LabelRequest, ctx: Context
+    ) -> ModelUpdate | Ack:
         """Phase 1: E epochs on labelled rows, from W."""
         rows = agent.labelled
         self._weigh(len(rows), ctx)
@@ -204,8 +225,8 @@ class FedTriNet(Algorithm[FedTriNetState]):
             self._load(msg.F, ctx)
             self._learn_labels(rows, self.cfg.local_epochs, ctx, "labels")
         trained = local_training.weights_of(self._F)
-        agent.memory = {**agent.memory, **_as_memory(trained)}
-        return ModelUpdate(trained)
+        agent.memory = {**agent.memory, **as_memory(trained)}
+        return ModelUpdate(trained) if msg.upload else Ack()
 
     @on_agent
     def confidence_pass(self, agent: QueryAgent, msg: TrainRequest, ctx: Context) -> Confidence:
@@ -219,31 +240,35 @@ class FedTriNet(Algorithm[FedTriNetState]):
     @on_agent
     def mixed_pass(
         self, agent: MixedAgent, msg: VoteRequest, ctx: Context
-    ) -> ModelUpdate | Declined:
+    ) -> ModelUpdate | Ack | Declined:
         """Phase 2 with rows of both kinds: the paper's only case."""
         return self._visit(agent, agent.labelled, agent.unlabelled, msg, ctx)
 
     @on_agent
     def support_pass(
         self, agent: SupportAgent, msg: VoteRequest, ctx: Context
-    ) -> ModelUpdate | Declined:
+    ) -> ModelUpdate | Ack | Declined:
         """Phase 2 without unlabelled rows: c learns from labels."""
         return self._visit(agent, agent.labelled, no_unlabelled(agent.labelled), msg, ctx)
 
     @on_agent
     def query_pass(
         self, agent: QueryAgent, msg: VoteRequest, ctx: Context
-    ) -> ModelUpdate | Declined:
+    ) -> ModelUpdate | Ack | Declined:
         """Phase 2 without labels: c votes without fine-tuning and learns from pseudo-labels."""
         return self._visit(agent, no_labelled(agent.unlabelled), agent.unlabelled, msg, ctx)
 
     def _visit(
         self, agent: SupportAgent | QueryAgent, labelled: LabelledRows,
         unlabelled: UnlabelledRows, msg: VoteRequest, ctx: Context,
-    ) -> ModelUpdate | Declined:  # fmt: skip
+    ) -> ModelUpdate | Ack | Declined:  # fmt: skip
         self._weigh(len(labelled) + len(unlabelled), ctx)
-        own = _from_memory(agent.memory) or msg.F
+        own = from_memory(agent.memory) or msg.F
         with randomness.seeded(ctx.rng("dropout")):
+            if self.cfg.local_player == "labelled":
+                self._load(msg.F, ctx)
+                self._learn_labels(labelled, self.cfg.local_epochs, ctx, "labels")
+                own = local_training.weights_of(self._F)
             self._load(splice(msg.F, own, self._shallow), ctx)
             self._learn_labels(labelled, self.cfg.fine_tune_epochs, ctx, "fine-tuning")
             tuned = local_training.weights_of(self._F)
@@ -261,8 +286,8 @@ class FedTriNet(Algorithm[FedTriNetState]):
             self._learn(x, torch.cat([labelled.y, y[admitted]]), planned, ctx, "both")
         trained = local_training.weights_of(self._F)
         own = tuned if self.cfg.remember == "fine_tuned" else trained
-        agent.memory = {**agent.memory, **_as_memory(own), **kept}
-        return ModelUpdate(trained)
+        agent.memory = {**agent.memory, **as_memory(own), **kept}
+        return ModelUpdate(trained) if msg.upload else Ack()
 
     def _pseudo_labels(
         self, players: Sequence[StateDict], rows: UnlabelledRows, memory: Memory,
@@ -345,41 +370,3 @@ class FedTriNet(Algorithm[FedTriNetState]):
             losses.append(local_training.minimise(sgd, loss))
         if losses:
             ctx.log_metric(f"train/loss/{purpose}", local_training.mean_of(losses))
-
-
-def _having(roster: Roster, *roles: str) -> Roster:
-    """The agents of a roster that have one of the roles."""
-    return tuple(agent for agent in roster if agent.role in roles)
-
-
-def _shallow_modules(network: nn.Module, cfg: FedTriNetConfig) -> tuple[str, ...]:
-    """Names of the modules that c takes from W.
-
-    Raises:
-        ConfigError: ``shallow`` names one that is not there.
-    """
-    weights = network.state_dict()
-    if cfg.shallow:
-        splice(weights, weights, cfg.shallow)
-        return cfg.shallow
-    owners = dict.fromkeys(key.rpartition(".")[0] for key in weights)  # in the order they run
-    layers = {name: network.get_submodule(name) for name in owners}
-    if cfg.shallow_convolutions is None:
-        return tuple(layers)
-    found, shallow = 0, []
-    for name, module in layers.items():
-        found += isinstance(module, nn.Conv2d)
-        if found > cfg.shallow_convolutions or isinstance(module, nn.Linear):
-            break
-        shallow.append(name)
-    return tuple(shallow)
-
-
-def _as_memory(weights: StateDict) -> dict[str, Tensor]:
-    return {f"local/{name}": tensor for name, tensor in weights.items()}
-
-
-def _from_memory(memory: Memory) -> dict[str, Tensor]:
-    """l; empty where an agent never trained."""
-    local = {n: tensor for n, tensor in memory.items() if n.startswith("local/")}
-    return {name.removeprefix("local/"): tensor for name, tensor in local.items()}

@@ -6,7 +6,7 @@ another method than their paper, a setting has both readings.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal
 
 import pydantic.dataclasses
@@ -15,8 +15,8 @@ from pydantic import Field
 from torch import Tensor
 
 from privssl.algorithms.local_ssl import Amount, warm_up_fits
-from privssl.data.affine_augment import AUGMENTATIONS, Augmentation
-from privssl.data.augmentations import CROP
+from privssl.data.affine_augment import AUGMENTATIONS
+from privssl.data.augmentations import CROP, View
 from privssl.settings.schema import Count, Positive, Problem, Rate, strict
 from privssl.training import local_training
 
@@ -43,11 +43,18 @@ class FedTriNetConfig:
     batch_size: Positive = 50  # of labelled and of admitted rows; paper
     learning_rate: Rate = 0.01  # SGD, fresh at every call; code
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5  # code
-    augment: Literal["none", "shift", "weak", "mid", "strong"] = "none"  # code; SVHN there: shift
+    # code: none; SVHN there: shift. Paper, for all: fedtrinet, with flip
+    augment: Literal["none", "shift", "weak", "mid", "strong", "fedtrinet"] = "none"
     flip: bool = False  # mirror left to right; code: SVHN alone
     shallow_convolutions: Positive | None = 2  # c has W's layers up to here; null: all of W's
     shallow: tuple[str, ...] = ()  # names of modules, in place of counting convolutions
     freeze_shallow: bool = False  # while c is fine-tuned; code: true on MNIST
+    # Who trains in a round: the drawn agents (the algorithm box), or all, of which the drawn upload
+    # (section III.B)
+    trains: Literal["drawn", "all"] = "drawn"
+    # l: the agent's network after its last visit (the box; code), or W after E epochs on its labels
+    # in this visit ("trained with labeled data", section I)
+    local_player: Literal["remembered", "labelled"] = "remembered"
     remember: Literal["trained", "fine_tuned"] = "trained"  # what an agent keeps as l; code
     local_votes: bool = True  # false: W and c alone, their sum on the scale of three; code
     votes_in: Literal["eval", "train"] = "eval"  # train: with dropout; code
@@ -57,35 +64,44 @@ class FedTriNetConfig:
     measured_at: Literal["all", "taking_part"] = "all"  # Eq. 4: all
     schedule: Literal["printed", "floor", "unprotected"] = "printed"  # of theta(t): shrinkage
     clock: Rate = 1.0  # rounds of this run per round of the schedules: 0.5 for runs half as long
-    first_round: Literal[0, 1] = 0  # t of the first round of phase 2; code: 0
+    first_round: Literal[0, 1] = 1  # t of the first round of phase 2; code: 0
     pseudo_labels: Literal["fresh", "kept", "never"] = "fresh"  # code: kept, for ever
     retrain: Literal["two_streams", "mixed", "ramp"] = "two_streams"  # see steps; code: ramp
     pseudo_weight: Amount = 1.0  # lambda of Eq. 6, in two streams; ours
     weights: Literal["equal", "rows"] = "equal"  # of agents in the mean; Eq. 1: equal
 
     def problems(self) -> Iterator[Problem]:
-        """Numbers that contradict each other."""
+        """Settings that contradict each other, or have no effect."""
         yield from warm_up_fits(self.warm_up, self.rounds)
+        if self.local_player == "labelled" and self.remember != "trained":
+            yield Problem("remember", "has no effect: local_player labelled remembers no network")
 
     def threshold(self, confidence: float, t: int) -> float:
-        """theta(t) = alpha * theta-bar * s(t), Eq. 5; t counts from 0 when phase 2 begins.
+        """theta(t) = alpha * theta-bar * s(t), Eq. 5.
 
-        The mean of three probabilities must exceed it: at 2 no row passes, at 0 every row does.
+        Args:
+            confidence: theta-bar.
+            t: rounds since phase 2 began, 0 in its first; the paper's t is ``first_round`` more.
+
+        Returns:
+            What the mean of three probabilities must exceed: at 2 no row passes, at 0 all do.
         """
         if self.pseudo_labels == "never":
             return 2.0
         now = (t + self.first_round) / self.clock
         return self.alpha * confidence * shrinkage(now, self.schedule)
 
-    def augmentation(self) -> Augmentation:
+    def augmentation(self) -> Callable[[Tensor, torch.Generator], Tensor]:
         """The augmentation of rows before training and voting."""
         if self.augment == "shift":  # the authors' SVHN: 4 of 32 pixels, mirrored borders
             return CROP.flipping(self.flip)
+        if self.augment == "fedtrinet":
+            return View(self.augment, self.flip)
         return AUGMENTATIONS[self.augment].flipping(self.flip)
 
 
 def shrinkage(t: float, schedule: str) -> float:
-    """s(t) of Eq. 5, t = 0, 1, ... since phase 2 began.
+    """s(t) of Eq. 5; the paper's t = 1, 2, ... since phase 2 began.
 
     As printed it is not monotone: 0.32 at t = 34, then 0.5. ``floor`` is at least 0.5;
     ``unprotected`` is the paper's ablation "threshold guarantee off", below 0 from t = 51.

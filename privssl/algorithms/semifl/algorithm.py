@@ -8,7 +8,7 @@ visit, not from the model that they train; (2) the server fine-tunes the average
     paper, authors' code                              here
     agents drawn for the round                        round -> federation.sample
     pseudo-labels of the global model, max P >= tau   query_pass -> guess_labels
-    FIX: rows with a confident label, MIX: any row    _fixed_label_losses
+    FIX: rows with a confident label, MIX: others     _fixed_label_losses, mixes
     CE(strong view, y) + lambda CE(mix, y1, y2)       fix_and_mix_loss, mix_loss
     average of active agents, global momentum 0.5     _aggregate, momentum_step
     server trains E epochs on its labels              support_pass
@@ -19,21 +19,17 @@ visit, not from the model that they train; (2) the server fine-tunes the average
 Where labels may be: at the server (the paper). At support or mixed agents (ours) all of them
 fine-tune the average at the same time; the mean of their weights, by rows, is taken.
 
-Differs from the paper, as the authors' code does: agents work first and the server last in a
-round; gradients are clipped; the average is stepped with momentum; MIX draws from all local rows
-(profile semifl-text: from rows without a confident label, if there are any). Differs from both:
-rows are in [-1, 1] and not standardised, batches of statistics are one agent's rows, shuffled, and
-momentum moves parameters alone. An agent without a confident row declines. docs/semifl.md.
+Where the authors' code differs from the paper's text there is a switch, ``PROFILES``: the profiles
+semifl-2021 and semifl-head are the code, semifl-text is the text. Differs from both: rows are in
+[-1, 1] and not standardised, batches of statistics are one agent's rows, shuffled, and momentum
+moves parameters alone. An agent without a confident row declines. docs/semifl.md.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal, final
+from collections.abc import Callable, Iterator
+from typing import Any, final
 
-import pydantic.dataclasses
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -41,41 +37,36 @@ from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.local_ssl import (
     ModelState,
     ModelUpdate,
-    Share,
     TrainRequest,
     average_over,
     needs_unlabelled,
 )
+from privssl.algorithms.semifl.losses import fix_and_mix_loss, pair_rows, passes
+from privssl.algorithms.semifl.settings import SemiFLConfig
+from privssl.algorithms.static_statistics import (
+    BIG_BATCH,
+    Statistics,
+    gather_statistics,
+    with_statistics,
+)
 from privssl.core.agents import LabelledRows, Memory, QueryAgent, SupportAgent, UnlabelledRows
 from privssl.core.aggregation import WeightedMean, uniform_weight
-from privssl.core.federation import Federation
-from privssl.core.messages import Declined, Message, StateDict
+from privssl.core.federation import Federation, Roster
+from privssl.core.messages import Declined, StateDict
 from privssl.core.task import Context, on_agent
-from privssl.data.augmentations import view
-from privssl.models.static_norm import collect, statistics_of
 from privssl.runtime import randomness
-from privssl.settings.schema import Positive, Problem, Rate, strict
+from privssl.settings.schema import Problem
 from privssl.training import device_transfer, local_training, optim
 from privssl.training.batched.deferred import batched_call
 from privssl.training.losses import hard_label_loss
-from privssl.training.mixup import sample_mix
+from privssl.training.mixup import mix, sample_mix
 from privssl.training.pseudo_labels import guess_labels
 
-Momentum = Annotated[float, Field(ge=0, lt=1)]
 Losses = Iterator[Tensor]  # scalars; each is computed after the step on the one before
 
-BIG_BATCH = 250  # rows at most in a pass for pseudo-labels or statistics; authors' code
 
-
-# Messages and state -------------------------------------------------------------------------
+# State --------------------------------------------------------------------------------------
 # ModelUpdate has the parameters alone, without statistics of a norm.
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics(Message):
-    """Up from an agent: its rows' mean and variance at every static norm; weight: its rows."""
-
-    statistics: StateDict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,51 +75,6 @@ class SemiFLState(ModelState):
 
     velocity: StateDict  # of the global momentum, by parameter; zeros at first
     active: int = 0  # agents that had a confident row in the last round
-
-
-# Config -------------------------------------------------------------------------------------
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class SemiFLConfig:
-    """Section ``algorithm`` for SemiFL. Numbers are the paper's (CIFAR-10) unless marked."""
-
-    name: Literal["semifl"] = "semifl"
-    rounds: Positive = 800
-    # semifl-2021, behind most published numbers: momentum of fine-tuning starts anew each round.
-    # semifl-head, the code since Sept 2022: it is kept. semifl-text: MIX draws from the other rows.
-    profile: Literal["semifl-2021", "semifl-head", "semifl-text"] = "semifl-2021"
-    query_per_round: Positive | None = 10  # 0.1 of 100 agents; all when null or fewer
-    epochs: Rate = 5.0  # E of a visit; below 1: that share of one epoch's batches
-    server_epochs: Rate = 5.0  # E of fine-tuning
-    batch_size: Positive = 10
-    server_batch_size: Positive = 10  # 10 with 250 labels, 250 with 2500 or more
-    learning_rate: Rate = 0.03  # SGD with Nesterov momentum, in round 1; see rate
-    momentum: Momentum = 0.9
-    weight_decay: Share = 5e-4  # of all parameters, biases included
-    clip_norm: Rate | None = 1.0  # of the whole gradient; authors' code, the paper has none
-    threshold: Share = 0.95  # tau: a label is confident where max P >= tau
-    mix_alpha: Rate = 0.75  # a of lambda ~ Beta(a, a), one draw per batch
-    mix_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  # 0: FIX alone
-    global_momentum: Momentum = 0.5  # beta_g of the server's step; 0: the plain average
-    fine_tune: bool = True  # false: the server trains beside the agents and counts one half
-    pseudo_labels: Literal["global", "training"] = "global"  # training: FixMatch, without MIX
-    statistics: Literal["everyone", "labelled"] = "everyone"  # whose rows, for norm: static
-    weak: Literal["none", "weak", "mid", "crop"] = "crop"
-    strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fixmatch"
-    flip: bool = False  # mirror images left to right: CIFAR yes (authors' code); digits no
-
-    def rate(self, round_number: int) -> float:
-        """Learning rate of agents and server in a round, counted from 1: cosine down to near 0."""
-        return self.learning_rate * (1 + math.cos(math.pi * (round_number - 1) / self.rounds)) / 2
-
-    def weak_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """A weak view of rows (B, *shape) in [-1, 1]."""
-        return view(self.weak, x, rng, flip=self.flip)
-
-    def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
-        """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
-        return view(self.strong, x, rng, flip=self.flip, under=self.weak)
 
 
 # The algorithm ------------------------------------------------------------------------------
@@ -157,6 +103,10 @@ class SemiFL(Algorithm[SemiFLState]):
     def start(self, federation: Federation) -> SemiFLState:
         F = self.initial_classifier(federation)
         zeros = {name: torch.zeros_like(F[name]) for name, _ in self._F.named_parameters()}
+        if self.cfg.fine_tune and self.cfg.reading.server_first:
+            # The server's turn of round t + 1 ends round t, so that of the last round is the
+            # paper's final fine-tuning: Algorithm 1 but for its learning rate.
+            F = self._fine_tune(F, federation)
         return SemiFLState(self._with_statistics(F, federation), zeros)
 
     def round(self, state: SemiFLState, federation: Federation) -> SemiFLState:
@@ -188,17 +138,13 @@ class SemiFL(Algorithm[SemiFLState]):
         return {**F, **average_over(federation, federation.support, self.support_pass, request, F)}
 
     def _with_statistics(self, F: StateDict, federation: Federation) -> StateDict:
-        """F with statistics gathered over agents, where its norm has any.
-
-        The next round distributes the same weights, so the paper's two gatherings are one.
-        """
-        if not statistics_of(self._F):
-            return F
-        request, mean = TrainRequest(F), WeightedMean("statistics")
-        federation.call_all(federation.support, self.support_statistics, request, aggregator=mean)
-        if self.cfg.statistics == "everyone":
-            federation.call_all(federation.query, self.query_statistics, request, aggregator=mean)
-        return {**F, **mean.value_or({})}
+        """F with statistics gathered over agents, where its norm has any."""
+        sources: list[tuple[Roster, Callable[..., Any]]] = [
+            (federation.support, self.support_statistics)
+        ]
+        if self.cfg.statistics == "everyone" and self.cfg.query_per_round != 0:
+            sources.append((federation.query, self.query_statistics))
+        return with_statistics(F, self._F, federation, TrainRequest(F), sources)
 
     def classifier(self, state: SemiFLState) -> StateDict:
         return state.F
@@ -230,7 +176,7 @@ class SemiFL(Algorithm[SemiFLState]):
         rows = agent.labelled
         ctx.weight = float(len(rows))
         F = self.load_classifier(msg.F, ctx)
-        kept = self.cfg.profile == "semifl-head"
+        kept = self.cfg.reading.keeps_momentum
         losses = self._true_label_losses(F, rows, ctx)
         momentum = local_descent(F, losses, self.cfg, agent.memory if kept else {}, "support", ctx)
         if kept and momentum is not None:
@@ -242,45 +188,51 @@ class SemiFL(Algorithm[SemiFLState]):
         self, agent: SupportAgent, msg: TrainRequest, ctx: Context
     ) -> Statistics:
         """Statistics of labelled rows."""
-        return self._gather_rows(agent.labelled.x, msg, ctx)
+        return gather_statistics(self.load_classifier(msg.F, ctx), agent.labelled.x, ctx)
 
     @on_agent
     def query_statistics(self, agent: QueryAgent, msg: TrainRequest, ctx: Context) -> Statistics:
         """Statistics of unlabelled rows."""
-        return self._gather_rows(agent.unlabelled.x, msg, ctx)
+        return gather_statistics(self.load_classifier(msg.F, ctx), agent.unlabelled.x, ctx)
 
     # Losses, one batch after the other ------------------------------------------------------
 
     def _fixed_label_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
         """FIX and MIX: ``fix_and_mix_loss`` of rows with a confident label."""
+        cfg, reading = self.cfg, self.cfg.reading
         x = local_training.network_input(rows.x, ctx.device)
         P = guess_labels(
-            F.eval(), x, augment=self.cfg.weak_view, views=1, sharpness=1.0,
+            F.eval(), x, augment=cfg.weak_view, views=1, sharpness=1.0,
             rng=ctx.rng("guess"), chunk=BIG_BATCH,
         ).cpu()  # (N, C)  # fmt: skip
         F.train()
-        confident = P.max(dim=1).values >= self.cfg.threshold  # (N,)
+        confident = P.max(dim=1).values >= cfg.threshold  # (N,)
         ctx.pseudo_labels(rows.ids, P, confident)
-        y = P.argmax(dim=1)  # (N,)
-        fix, others = confident.nonzero()[:, 0], (~confident).nonzero()[:, 0]
-        if not len(fix):
+        y = P if reading.soft_labels else P.argmax(dim=1)  # (N, C) or (N,)
+        if not confident.any():
             return
-        text = self.cfg.profile == "semifl-text" and len(others)
-        pool = others if text else torch.arange(len(x))
         weak, strong, mixing = ctx.rng("weak view"), ctx.rng("strong view"), ctx.rng("mix")
-        for order in passes(len(fix), self.cfg.batch_size, self.cfg.epochs, ctx.rng("order")):
-            one = fix[order]
-            other = pool[torch.randint(len(pool), (len(one),), generator=mixing)]
+        orders = passes(int(confident.sum()), cfg.batch_size, cfg.epochs, ctx.rng("order"))
+        for one, other in pair_rows(confident, orders, reading, mixing):
             views = {
-                "strong": self.cfg.strong_view(x[one], strong), "y": y[one].to(ctx.device),
-                "x1": self.cfg.weak_view(x[one], weak),
-                "x2": self.cfg.weak_view(x[other], weak), "y2": y[other].to(ctx.device),
+                "strong": cfg.strong_view(x[one], strong),
+                "y": y[one].to(ctx.device), "y2": y[other].to(ctx.device),
             }  # fmt: skip
-            for batch in local_training.batches(views, self.cfg.batch_size):
-                if self.cfg.mix_weight:
-                    lam = sample_mix(1, self.cfg.mix_alpha, mixing)[0].double()  # so is 1 - lam
-                    batch = {**batch, "lam": lam.to(ctx.device)}
-                yield batched_call(fix_and_mix_loss, batch, self.cfg.mix_weight, F=F)
+            if cfg.mix_weight and reading.mix_view == "rows":
+                views["x1"] = cfg.weak_view(x[one], weak)
+                views["x2"] = cfg.weak_view(x[other], weak)
+            elif cfg.mix_weight:
+                each = sample_mix(-(-len(one) // cfg.batch_size), cfg.mix_alpha, mixing)
+                lam = each.repeat_interleave(cfg.batch_size)[: len(one)].to(ctx.device)
+                mixed = cfg.weak_view(mix(lam, x[one], x[other]), weak)
+                views |= {"lam": lam.double(), "mix": mixed}
+            for batch in local_training.batches(views, cfg.batch_size):
+                if "lam" in batch:
+                    batch["lam"] = batch["lam"][0]  # one for a batch
+                elif cfg.mix_weight:
+                    lam = sample_mix(1, cfg.mix_alpha, mixing)[0].double()  # so is 1 - lam
+                    batch["lam"] = lam.to(ctx.device)
+                yield batched_call(fix_and_mix_loss, batch, cfg.mix_weight, F=F)
 
     def _fixmatch_losses(self, F: nn.Module, rows: UnlabelledRows, ctx: Context) -> Losses:
         """FixMatch: the model in training labels every batch; confident rows are used."""
@@ -308,16 +260,6 @@ class SemiFL(Algorithm[SemiFLState]):
             for batch in local_training.batches(views, size):
                 yield batched_call(hard_label_loss, batch, F=F)
 
-    def _gather_rows(self, x: Tensor, msg: TrainRequest, ctx: Context) -> Statistics:
-        """Mean of the statistics of batches that differ by at most a row; not augmented."""
-        F = self.load_classifier(msg.F, ctx)
-        rng = randomness.stream(ctx.seed, 0, ctx.agent, "statistics")  # one order for all rounds
-        x = x[torch.randperm(len(x), generator=rng)]  # batches of one class would vary too little
-        parts = torch.tensor_split(x, -(-len(x) // BIG_BATCH))
-        ctx.weight = float(len(x))
-        collect(F, (local_training.network_input(part, ctx.device) for part in parts))
-        return Statistics(statistics_of(F))
-
 
 # Local training and the server's step -------------------------------------------------------
 
@@ -343,7 +285,7 @@ def local_descent(
     values = []
     with randomness.seeded(ctx.rng("dropout")):
         for loss in losses:
-            values.append(local_training.minimise(sgd, loss, clip_norm=cfg.clip_norm))
+            values.append(local_training.minimise(sgd, loss, clip_norm=cfg.clipped_at))
     if not values:
         return None
     ctx.log_metric(f"train/loss_F/{group}", local_training.mean_of(values))
@@ -360,33 +302,3 @@ def momentum_step(
     """
     v = {name: momentum * velocity[name] + (F[name] - value) for name, value in mean.items()}
     return {**F, **{name: F[name] - step for name, step in v.items()}}, v
-
-
-def fix_and_mix_loss(
-    batch: Mapping[str, Tensor], mix_weight: float, *, F: Callable[..., Tensor]
-) -> Tensor:
-    """CE(F(strong), y) + mix_weight mix_loss of F(lam x1 + (1 - lam) x2), a scalar. y is the class
-    of strong and of x1."""
-    loss = cross_entropy(F(batch["strong"]), batch["y"])
-    if not mix_weight:
-        return loss
-    logits = F(batch["lam"] * batch["x1"] + (1 - batch["lam"]) * batch["x2"])
-    return loss + mix_weight * mix_loss(logits, batch["y"], batch["y2"], batch["lam"])
-
-
-def mix_loss(logits: Tensor, y1: Tensor, y2: Tensor, lam: float | Tensor) -> Tensor:
-    """lam CE(logits, y1) + (1 - lam) CE(logits, y2): logits (B, C), y1 and y2 (B,), scalar."""
-    return lam * cross_entropy(logits, y1) + (1 - lam) * cross_entropy(logits, y2)
-
-
-def passes(held: int, size: int, epochs: float, rng: torch.Generator) -> Iterator[Tensor]:
-    """Row numbers of each epoch, shuffled, for batches of ``size``.
-
-    Args:
-        held: rows, >= 0; none give empty epochs.
-        epochs: > 0, rounded up; up to 1, one epoch stops after that share of its batches.
-    """
-    share = min(epochs, 1.0)
-    rows = size * math.ceil(share * math.ceil(held / size))
-    for _ in range(math.ceil(epochs)):
-        yield torch.randperm(held, generator=rng)[:rows]

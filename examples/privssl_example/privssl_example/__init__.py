@@ -1,0 +1,1 @@
+"""Parts for privssl, named by entry points (pyproject.toml)."""

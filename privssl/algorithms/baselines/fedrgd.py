@@ -1,0 +1,114 @@
+"""FedRGD: FixMatch at agents beside the server's training, averaged in groups, with group norm.
+
+Zhang, Yang, Yao, Yan, Gonzalez, Mahoney: "Improving Semi-supervised Federated Learning by Reducing
+the Gradient Diversity of Models" (2020; arXiv:2008.11364). Labels are at the server.
+
+    paper and authors' code                                      here
+    users: CE(strong view, label of the weak view), max >= tau   _unlabelled, as FixMatch
+    server: cross-entropy of labelled rows, at the same time     round -> support_pass
+    group g: mean of the server and of its users                 group_average
+    users of g go on from the mean of g, the server from the
+      mean over groups                                           round, FedRGDState.groups
+    group norm in place of batch norm                            model.norm: group
+
+Differs from the authors' code: their users and server exchange weights every T steps of a stream of
+batches, here a visit is epochs over an agent's rows; each group has a copy of the server, which
+trains on its own, here the server trains once for all groups; agent i is in group i mod ``groups``.
+SemiFL's code has this method as ``start_from: average``: every user goes on from the mean over
+groups.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal, final
+
+import pydantic.dataclasses
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from privssl.algorithms.base import MissingReplyPolicy
+from privssl.algorithms.baselines.fixmatch_uda import Consistency, Consistent
+from privssl.algorithms.baselines.pseudo_labeling import PseudoLabelState
+from privssl.algorithms.baselines.supervised import ProximalRequest
+from privssl.algorithms.local_ssl import Share
+from privssl.core.aggregation import average, uniform_weight
+from privssl.core.federation import Federation
+from privssl.core.messages import StateDict
+from privssl.settings.schema import Positive, strict
+from privssl.training import local_training
+
+
+@dataclasses.dataclass(frozen=True)
+class FedRGDState(PseudoLabelState):
+    """What the server keeps between rounds. F: the mean over groups."""
+
+    # group -> the mean of its users and the server
+    groups: Mapping[str, StateDict] = dataclasses.field(default_factory=dict)
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class FedRGDConfig(Consistency):
+    """Section ``algorithm`` for FedRGD."""
+
+    name: Literal["fedrgd"] = "fedrgd"
+    groups: Positive = 2  # authors' code, CIFAR-10 and SVHN; 1: FedAvg
+    start_from: Literal["group", "average"] = "group"  # what a user goes on from
+    threshold: Share = 0.95  # tau: authors' code
+    mean_over: Literal["kept", "batch"] = "batch"  # authors' code
+    released: Literal["labelled", "averaged"] = "averaged"  # the mean over groups, or the server's
+
+
+@final
+class FedRGD(Consistent):
+    """FixMatch in parallel with the server, averaged in groups."""
+
+    Config = FedRGDConfig
+    StateType = FedRGDState
+    missing_reply_policy = MissingReplyPolicy(quorum=("support_pass", "query_pass"))
+    cfg: FedRGDConfig
+
+    def start(self, federation: Federation) -> FedRGDState:
+        F = self.initial_classifier(federation)
+        return FedRGDState(F, F, groups={str(g): F for g in range(self.cfg.groups)})
+
+    def round(self, state: PseudoLabelState, federation: Federation) -> FedRGDState:
+        assert isinstance(state, FedRGDState)
+        group = {a.id: str(i % self.cfg.groups) for i, a in enumerate(federation.query)}
+        starts = state.groups
+        if self.cfg.start_from == "average":
+            starts = dict.fromkeys(state.groups, state.F)
+        request = ProximalRequest(state.F)
+        trained = federation.call_all(federation.support, self.support_pass, request)
+        users = federation.call_all(
+            federation.sample(federation.query, self.cfg.agents_per_round), self.query_pass,
+            lambda to: ProximalRequest(starts[group[to.id]], self.cfg.proximal),
+        )  # fmt: skip
+        if all(reply.declined for reply in (*trained, *users)):
+            return state
+        server = average(trained, "F", otherwise=state.F)
+        groups = {}
+        for name in state.groups:
+            own = [r for r in users if group[r.sender.id] == name and not r.declined]
+            mean = average(own, "F", otherwise=server, weight=uniform_weight)
+            groups[name] = group_average(server, mean, len(own))
+        return FedRGDState(mean_of_groups(groups), server, groups=groups)
+
+    def _unlabelled(self, logits: Tensor, p: Tensor) -> Tensor:
+        return cross_entropy(logits, p.argmax(dim=1), reduction="none")
+
+
+def group_average(server: StateDict, users: StateDict, count: int) -> StateDict:
+    """(server + sum of ``count`` users) / (count + 1), of the users' mean."""
+    return local_training.moving_average(users, server, count / (count + 1))
+
+
+def mean_of_groups(groups: Mapping[str, StateDict]) -> StateDict:
+    """The plain mean over groups; of integer tensors the first one."""
+    first = next(iter(groups.values()))
+    return {
+        name: torch.stack([one[name] for one in groups.values()]).mean(dim=0)
+        if value.is_floating_point()
+        else value
+        for name, value in first.items()
+    }

@@ -1,0 +1,164 @@
+"""HeteroFL: agents with less power train a narrower network, cut out of the global one.
+
+Diao, Ding, Tarokh: "HeteroFL: Computation and Communication Efficient Federated Learning for
+Heterogeneous Clients" (ICLR 2021; arXiv:2010.01264). Agents hold labels, as in FedAvg.
+
+    paper                                                     here
+    level l: a share 2^-l of all channels                     HeteroFL.networks, levels
+    W_l: the first channels of each parameter                 cut_out
+    each entry: the mean over the agents that have it         put_together
+    masked cross-entropy: logits of absent classes are 0      masked_loss
+    static batch norm: statistics of all agents, at the end   Averaged.with_statistics
+    scaler: activations / share in training                   not needed, see below
+
+Differs from the paper: agent i has level i mod ``levels`` (the paper's fixed assignment, evenly
+shared). The scaler precedes a norm, which removes a factor, so with a norm (``static`` in the
+paper) it has no effect and is left out; without one HeteroFL is refused. The authors' code also
+averages a row of the last layer over the agents that hold its class alone; here over all, as in the
+paper. One level: FedAvg with static norm and masks, HeteroFL's row in SemiFL's Table 3.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, final
+
+import pydantic.dataclasses
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from privssl.algorithms.base import MissingReplyPolicy
+from privssl.algorithms.baselines.supervised import (
+    Averaged,
+    Federated,
+    ProximalRequest,
+    labelled_losses,
+    run_sgd,
+)
+from privssl.algorithms.local_ssl import ModelState, ModelUpdate
+from privssl.core.agents import SupportAgent
+from privssl.core.aggregation import average, uniform_weight
+from privssl.core.federation import Federation
+from privssl.core.messages import MessageError, StateDict
+from privssl.core.task import Context, on_agent
+from privssl.settings.schema import Problem, strict
+from privssl.training import local_training
+
+
+@dataclasses.dataclass(frozen=True)
+class LevelRequest(ProximalRequest):
+    """Down: the part of the global classifier for a level (F), and the level."""
+
+    level: int = 0
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class HeteroFLConfig(Federated):
+    """Section ``algorithm`` for HeteroFL."""
+
+    name: Literal["heterofl"] = "heterofl"
+    weights: Literal["equal"] = "equal"  # in the average: the paper's
+    levels: Annotated[int, Field(ge=1, le=5)] = 2  # of widths: 1, 1/2, ..., 1/16; paper: 1 to 5
+    masked: bool = True  # an agent's loss leaves out the classes that it has no row of
+
+
+@final
+class HeteroFL(Averaged):
+    """FedAvg of networks of several widths."""
+
+    Config = HeteroFLConfig
+    StateType = ModelState
+    missing_reply_policy = MissingReplyPolicy(quorum=("level_pass", "labelled_statistics"))
+    cfg: HeteroFLConfig
+
+    @classmethod
+    def problems(cls, config: Any) -> Iterator[Problem]:
+        yield from super().problems(config)
+        levels, width = config.algorithm.levels, config.model.width
+        if config.model.norm in ("none", "batch"):
+            text = f"{config.model.norm}, but heterofl needs static (paper) or group"
+            yield Problem("model.norm", text)
+        if ":" in config.model.name and levels > 1:
+            text = f"{levels}, but a network from outside has no width. Set 1"
+            yield Problem("algorithm.levels", text)
+        if width % 2 ** (levels - 1):
+            text = f"{width}, which cannot be halved {levels - 1} times. Give a multiple"
+            yield Problem("model.width", text)
+
+    def __init__(self, config: Any, *of_task: Any) -> None:
+        super().__init__(config, *of_task)
+        self._networks = [self._F]
+        for level in range(1, config.levels):
+            assert self.task.narrow_classifier is not None, "problems refuses other networks"
+            self._networks.append(self.task.narrow_classifier(0.5**level))
+
+    def networks(self) -> Mapping[str, nn.Module]:
+        return {"F" if not level else f"F_{level}": F for level, F in enumerate(self._networks)}
+
+    def round(self, state: ModelState, federation: Federation) -> ModelState:
+        level = {agent.id: i % self.cfg.levels for i, agent in enumerate(federation.support)}
+        requests = [
+            LevelRequest(cut_out(state.F, F.state_dict()), level=number)
+            for number, F in enumerate(self._networks)
+        ]
+        replies = federation.call_all(
+            self.learners(federation), self.level_pass, lambda to: requests[level[to.id]]
+        )
+        parts = []
+        for number, request in enumerate(requests):
+            sent = [r for r in replies if level[r.sender.id] == number and not r.declined]
+            mean = average(sent, "F", otherwise=request.F, weight=uniform_weight)
+            if {k: v.shape for k, v in mean.items()} != {k: v.shape for k, v in request.F.items()}:
+                raise MessageError(f"{sent[0].sender.id} sent F in other shapes than it got")
+            parts.append((len(sent), mean))
+        return ModelState(self.with_statistics(put_together(state.F, parts), federation))
+
+    @on_agent
+    def level_pass(self, agent: SupportAgent, msg: LevelRequest, ctx: Context) -> ModelUpdate:
+        """Epochs of masked cross-entropy on the network of the agent's level."""
+        F = local_training.load_weights(self._networks[msg.level], msg.F, ctx.device)
+        held = torch.ones(self.task.classes)
+        if self.cfg.masked:
+            held = torch.bincount(agent.labelled.y, minlength=self.task.classes).clamp(max=1)
+        loss: Callable[..., Tensor] = masked_loss
+        losses = labelled_losses(
+            F, agent.labelled, self.cfg, ctx, loss, held=held.float().to(ctx.device)
+        )
+        return run_sgd(F, losses, self.cfg, msg, ctx)
+
+
+def masked_loss(batch: Mapping[str, Tensor], *, F: Callable[..., Tensor]) -> Tensor:
+    """Mean cross-entropy of ``y`` (B,) where logits of classes not in ``held`` (C,) are 0."""
+    return cross_entropy(F(batch["x"]) * batch["held"], batch["y"])
+
+
+def cut_out(F: StateDict, narrow: StateDict) -> StateDict:
+    """The first channels of each parameter, as many as ``narrow`` has."""
+    return {name: F[name][_first(part)].clone() for name, part in narrow.items()}
+
+
+def put_together(F: StateDict, parts: Sequence[tuple[int, StateDict]]) -> StateDict:
+    """Each entry's mean over the agents that have it; F's where none does.
+
+    Args:
+        parts: for each level how many agents sent, and the plain mean of what they sent.
+    """
+    whole = {}
+    for name, before in F.items():
+        if not before.is_floating_point():
+            whole[name] = before
+            continue
+        total = torch.zeros(before.shape, dtype=torch.float64)
+        count = torch.zeros(before.shape, dtype=torch.float64)
+        for sent, mean in parts:
+            total[_first(mean[name])] += sent * mean[name]
+            count[_first(mean[name])] += sent
+        means = (total / count.clamp(min=1)).to(before.dtype)
+        whole[name] = torch.where(count > 0, means, before)
+    return whole
+
+
+def _first(part: Tensor) -> tuple[slice, ...]:
+    """Where a part lies in the whole."""
+    return tuple(slice(size) for size in part.shape)

@@ -1,0 +1,164 @@
+"""SAGE: pseudo-labels of the local and the global model, mixed by how far their confidences differ.
+
+Liu, Shang, Zhang, Lu, Gong, Xue, Wang: "Mind the Gap: Confidence Discrepancy Can Guide Federated
+Semi-Supervised Learning Across Pseudo-Mismatch" (CVPR 2025; arXiv:2503.13227). Agents hold labelled
+and unlabelled rows of skewed classes. The local model is surer of their rows than the global one,
+and more often wrong. SAGE is a local loss in FixMatch's place; rounds are FedAvg's.
+
+    paper, authors' code                                    here
+    both models label a weak view (CPG)                     losses -> _probabilities
+    mixed target, exp(-kappa |c_local - c_global|) (CDSC)   soft_correction
+    KL(target || strong view) where either is sure          losses
+    FedAvg by rows                                          PseudoLabelled
+
+Where labels may be: at mixed agents (the paper); elsewhere as in pseudo_labeling.py, whose rounds
+these are.
+
+Differs from the code: weak views are predicted in evaluation mode, by the local model too; SGD is
+fresh at every visit (the code has one for all agents); a short last batch is kept. Kappa is the
+code's, log(2) / 0.05: half of each label at a difference of 0.05.
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Literal, final
+
+import pydantic.dataclasses
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, one_hot
+
+from privssl.algorithms.baselines.fixmatch_uda import divergence
+from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelled
+from privssl.algorithms.local_ssl import Amount, Share, can_learn_from
+from privssl.core.agents import LabelledRows, UnlabelledRows
+from privssl.core.task import Context
+from privssl.data.augmentations import view
+from privssl.settings.schema import Positive, Rate, strict
+from privssl.training import local_training
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class SAGEConfig(Guessing):
+    """Section ``algorithm`` for SAGE. Numbers are the authors' code's (CIFAR-10) unless marked."""
+
+    name: Literal["sage"] = "sage"
+    rounds: Positive = 300
+    agents_per_round: Positive | None = 8  # of 20
+    batch_size: Positive = 128  # of labelled rows
+    unlabelled_ratio: Positive = 2  # mu: unlabelled rows per labelled one in a batch
+    learning_rate: Rate = 0.1
+    weight_decay: Share = 1e-4
+    threshold: Share = 0.95  # of either model's confidence
+    half_at: Rate = 0.05  # difference of confidences at which both labels count one half
+    unlabelled_weight: Amount = 1.0  # lambda_u
+    labelled_too: bool = True  # labelled rows are also among the unlabelled ones
+    correction: Literal["soft", "local", "global"] = "soft"  # local: FixMatch; ours, as controls
+    weak: Literal["none", "crop", "weak", "mid", "fedtrinet"] = "crop"
+    strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fixmatch"
+
+    def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
+        """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""
+        return view(self.strong, x, rng, flip=self.flip, under=self.weak)
+
+
+@final
+class SAGE(PseudoLabelled):
+    """FedAvg of agents that learn from corrected pseudo-labels."""
+
+    Config = SAGEConfig
+    cfg: SAGEConfig
+
+    def losses(
+        self, F: nn.Module, labelled: LabelledRows, unlabelled: UnlabelledRows,
+        y: Tensor | None, ctx: Context,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """L_x + lambda_u L_u of each batch; F starts as the global model, which G remains."""
+        G, cfg = copy.deepcopy(F), self.cfg
+        order, weak, strong = ctx.rng("order"), ctx.rng("weak view"), ctx.rng("strong view")
+        guessed = (
+            [unlabelled.x, labelled.x] if cfg.labelled_too and len(unlabelled) else [unlabelled.x]
+        )
+        x_u, gaps, shares = torch.cat(guessed), list[Tensor](), list[Tensor]()
+        weak_view = partial(cfg.weak_view, rng=weak)
+        strong_view = partial(cfg.strong_view, rng=strong)
+        for _ in range(cfg.local_epochs):
+            mine, others = self._batches(len(labelled), len(x_u), order)
+            views = zip(
+                local_training.views_of(labelled.x, mine, weak_view, ctx.device),
+                local_training.views_of(x_u, others, weak_view, ctx.device),
+                local_training.views_of(x_u, others, strong_view, ctx.device),
+                strict=True,
+            )
+            for one, other, (x_l, x_weak, x_strong) in zip(mine, others, views, strict=True):
+                local, world = (self._probabilities(network, x_weak) for network in (F, G))
+                target, used = soft_correction(
+                    local, world, cfg.threshold, cfg.half_at, cfg.correction
+                )
+                seen = other < len(unlabelled)
+                ctx.pseudo_labels(unlabelled.ids[other[seen]], target.cpu()[seen], used.cpu()[seen])
+                gaps.append(
+                    (local.amax(dim=1) - world.amax(dim=1)).abs().sum() / max(1, len(other))
+                )
+                shares.append(used.float().sum() / max(1, len(other)))
+                rows = torch.cat([x_l, x_strong[used]])
+                if not can_learn_from(F, len(rows)):
+                    continue
+                logits = F(rows)
+                L_x = cross_entropy(
+                    logits[: len(one)], labelled.y[one].to(ctx.device), reduction="sum"
+                ) / max(1, len(one))
+                L_u = divergence(target[used], logits[len(one) :]).sum() / max(1, len(other))
+                yield L_x + cfg.unlabelled_weight * L_u
+        if gaps:
+            ctx.log_metric("train/gap", local_training.mean_of(gaps))
+            ctx.log_metric("train/kept", local_training.mean_of(shares))
+
+    def _batches(
+        self, labelled: int, unlabelled: int, rng: torch.Generator
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Row numbers of an epoch's steps: labelled (B,) and unlabelled (mu B,), as many steps as
+        batches of B unlabelled rows; labelled rows are reused. Without one kind its batches are
+        empty."""
+        size = self.cfg.batch_size
+        steps = -(-(unlabelled or labelled) // size)
+        none = [torch.empty(0, dtype=torch.int64)] * steps
+        mine = local_training.draw_rows(labelled, steps * size, rng) if labelled else None
+        more = size * self.cfg.unlabelled_ratio
+        others = local_training.draw_rows(unlabelled, steps * more, rng) if unlabelled else None
+        return (
+            none if mine is None else list(torch.split(mine, size)),
+            none if others is None else list(torch.split(others, more)),
+        )
+
+    @torch.no_grad()
+    def _probabilities(self, network: nn.Module, x: Tensor) -> Tensor:
+        """Class probabilities (B, C) of weak views."""
+        if not len(x):
+            return torch.empty(0, self.task.classes, device=x.device)
+        p: Tensor = network.eval()(x).softmax(dim=1)
+        network.train()
+        return p
+
+
+def soft_correction(
+    local: Tensor, world: Tensor, threshold: float, half_at: float,
+    correction: Literal["soft", "local", "global"] = "soft",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Targets (B, C) and which rows are used (B,), from both models' probabilities (B, C).
+
+    Where the local model is sure: l onehot(local) + (1 - l) onehot(global), l = exp(-kappa gap) of
+    their largest probabilities; elsewhere onehot(global). A row is used where either is sure.
+    """
+    (c_local, y_local), (c_world, y_world) = local.max(dim=1), world.max(dim=1)
+    classes, sure = local.shape[1], c_local >= threshold
+    l = torch.exp(-math.log(2) / half_at * (c_local - c_world).abs())[:, None]  # noqa: E741
+    mine, theirs = one_hot(y_local, classes).float(), one_hot(y_world, classes).float()
+    if correction == "local":
+        return mine, sure
+    if correction == "global":
+        return theirs, c_world >= threshold
+    target = torch.where(sure[:, None], l * mine + (1 - l) * theirs, theirs)
+    return target, sure | (c_world >= threshold)

@@ -1,0 +1,1 @@
+"""(FL)^2: its rounds, and its thresholds and perturbed weights."""

@@ -1,0 +1,187 @@
+"""(FL)^2: few labels at a server, thresholds by agent and class, and flat minima for sure rows.
+
+Lee, Le, Shin, Lee: "(FL)^2: Overcoming Few Labels in Federated Semi-Supervised Learning" (NeurIPS
+2024; arXiv:2410.23227). It keeps SemiFL's rounds, where the global model gives all pseudo-labels of
+a visit and the server fine-tunes the average, and replaces its fixed threshold.
+
+    paper                                               here
+    server: E epochs on its labels (Eq. 2)              support_pass
+    agents: threshold, and one for each class (7 to 9)  adaptive_thresholds
+    cross-entropy of rows above it (Eq. 10)             _loss
+    weights moved against rows above tau_f (11, 12)     perturbation
+    KL between both predictions of them (Eq. 13)        _loss
+    average with weights 1 - tau_k (Eq. 15)             learning_status
+    momentum 0.5 of the server's step (appendix C)      _step
+
+Where labels may be: at the server (the paper). At support or mixed agents (ours) all of them
+fine-tune the average at the same time; the mean of their weights, by rows, is taken.
+
+Readings, where the paper is open: the consistency term is over the rows above tau_f (its text; Eq.
+13 has no indicator), KL(Q* || Q), and its gradient goes through both (``moving_target``). Differs
+from the paper: group norm (the paper: static batch norm); an agent's momentum starts anew.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+from privssl.algorithms.base import Algorithm, MissingReplyPolicy
+from privssl.algorithms.baselines.fixmatch_uda import divergence
+from privssl.algorithms.baselines.supervised import labelled_losses
+from privssl.algorithms.fl2.thresholds import (
+    FL2Config,
+    adaptive_thresholds,
+    learning_status,
+    perturbation,
+)
+from privssl.algorithms.local_ssl import (
+    ModelState,
+    TrainRequest,
+    average_over,
+    needs_unlabelled,
+    no_statistics,
+)
+from privssl.core.agents import QueryAgent, SupportAgent
+from privssl.core.aggregation import WeightedMean, uniform_weight
+from privssl.core.federation import Federation
+from privssl.core.messages import Message, StateDict
+from privssl.core.task import Context, on_agent
+from privssl.runtime import randomness
+from privssl.settings.schema import Problem
+from privssl.training import local_training, optim
+from privssl.training.pseudo_labels import guess_labels
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterUpdate(Message):
+    """Up from an agent: its parameters; of one without labels also tau, in (0, 1]."""
+
+    F: StateDict
+    tau: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class FL2State(ModelState):
+    """What the server keeps between rounds. F: fine-tuned; is released."""
+
+    velocity: StateDict  # of the server's momentum, by parameter; zeros at first
+
+
+@final
+class FL2(Algorithm[FL2State]):
+    """Algorithm 1, with the server's training last in a round, so that it is released."""
+
+    Config = FL2Config
+    StateType = FL2State
+    missing_reply_policy = MissingReplyPolicy(quorum=("support_pass", "query_pass"))
+    cfg: FL2Config
+
+    @classmethod
+    def problems(cls, config: Any) -> Iterator[Problem]:
+        yield from needs_unlabelled(config)
+        yield from no_statistics(config)
+        if config.model.norm == "batch":
+            text = "batch keeps averages that fl2 does not average. Set group or none"
+            yield Problem("model.norm", text)
+
+    def start(self, federation: Federation) -> FL2State:
+        F = self.initial_classifier(federation)
+        zeros = {name: torch.zeros_like(F[name]) for name, _ in self._F.named_parameters()}
+        return FL2State(self._fine_tune(F, federation), zeros)
+
+    def round(self, state: FL2State, federation: Federation) -> FL2State:
+        drawn = federation.sample(federation.query, self.cfg.query_per_round)
+        equal = self.cfg.aggregation == "equal"
+        mean = WeightedMean("F", uniform_weight if equal else learning_status)
+        federation.call_all(drawn, self.query_pass, TrainRequest(state.F), aggregator=mean)
+        F, velocity = self._step(state, mean.value_or(state.F))
+        return FL2State(self._fine_tune(F, federation), velocity)
+
+    def _fine_tune(self, F: StateDict, federation: Federation) -> StateDict:
+        return average_over(federation, federation.support, self.support_pass, TrainRequest(F), F)
+
+    def _step(self, state: FL2State, mean: StateDict) -> tuple[StateDict, StateDict]:
+        """FedAvgM: the difference from the mean is a gradient, taken with momentum."""
+        v = {
+            name: self.cfg.global_momentum * old + (state.F[name] - mean[name])
+            for name, old in state.velocity.items()
+        }
+        return {**state.F, **{name: state.F[name] - step for name, step in v.items()}}, v
+
+    def classifier(self, state: FL2State) -> StateDict:
+        return state.F
+
+    # Steps: where the data is ---------------------------------------------------------------
+
+    @on_agent
+    def support_pass(self, agent: SupportAgent, msg: TrainRequest, ctx: Context) -> ParameterUpdate:
+        """E epochs of cross-entropy on weak views of labelled rows: Eq. 2."""
+        ctx.weight = float(len(agent.labelled))
+        F = self.load_classifier(msg.F, ctx)
+        cfg = dataclasses.replace(self.cfg, batch_size=self.cfg.server_batch_size)
+        return self._descend(F, labelled_losses(F, agent.labelled, cfg, ctx), 0.0, ctx)
+
+    @on_agent
+    def query_pass(self, agent: QueryAgent, msg: TrainRequest, ctx: Context) -> ParameterUpdate:
+        """Learn from pseudo-labels that the global model gives once, of weak views."""
+        F, rows = self.load_classifier(msg.F, ctx), agent.unlabelled
+        q = guess_labels(
+            F.eval(), local_training.network_input(rows.x, ctx.device), views=1, sharpness=1.0,
+            augment=self.cfg.weak_view, rng=ctx.rng("guess"),
+        ).cpu()  # (N, C)  # fmt: skip
+        (confidence, y), (tau, by_class) = q.max(dim=1), adaptive_thresholds(q)
+        sure = confidence > self.cfg.sure_above
+        learned = confidence > by_class[y] if self.cfg.adaptive else sure
+        ctx.pseudo_labels(rows.ids, q, learned)
+        ctx.log_metric("train/tau", tau)
+        ctx.log_metric("train/sure", float(sure.float().mean()))
+        order, chance = ctx.rng("order"), ctx.rng("strong view")
+
+        def losses() -> Iterator[Tensor]:
+            F.train()
+            for _ in range(self.cfg.local_epochs):
+                epoch = local_training.epoch_batches(len(q), self.cfg.batch_size, order)
+                used = [batch[(learned | sure)[batch]] for batch in epoch]
+                batches = [batch for batch in used if len(batch)]
+                seen = local_training.views_of(
+                    rows.x, batches, lambda x: self.cfg.strong_view(x, chance), ctx.device
+                )
+                for batch, x in zip(batches, seen, strict=True):
+                    target = y[batch].to(ctx.device)
+                    yield self._loss(F, x, target, learned[batch], sure[batch])
+
+        return self._descend(F, losses(), tau, ctx)
+
+    def _loss(self, F: nn.Module, x: Tensor, y: Tensor, learned: Tensor, sure: Tensor) -> Tensor:
+        """w_a L_a + w_cs L_cs of one batch, Eq. 14: strong views (B, *shape), labels (B,)."""
+        logits, weights = F(x), dict(F.named_parameters())
+        loss: Tensor = logits.new_zeros(())
+        if learned.any():
+            loss = loss + self.cfg.learned_weight * cross_entropy(logits[learned], y[learned])
+        if self.cfg.consistency_weight and sure.any():
+            L_p = cross_entropy(logits[sure], y[sure])  # Eq. 11
+            g = torch.autograd.grad(L_p, list(weights.values()), retain_graph=True)
+            moved = perturbation(weights, g, self.cfg.radius, self.cfg.perturbation == "asam")
+            at = {name: w + moved[name] for name, w in weights.items()}  # W*, Eq. 12
+            Q = functional_call(F, at, (x[sure],)).softmax(dim=1)
+            target = Q if self.cfg.moving_target else Q.detach()
+            loss = loss + self.cfg.consistency_weight * divergence(target, logits[sure]).mean()
+        return loss
+
+    def _descend(
+        self, F: nn.Module, losses: Iterator[Tensor], tau: float, ctx: Context
+    ) -> ParameterUpdate:
+        """A step of a fresh SGD on each loss; Nesterov momentum."""
+        sgd = optim.SGD(
+            F.parameters(), lr=self.cfg.rate(max(1, ctx.round)), momentum=self.cfg.momentum,
+            weight_decay=self.cfg.weight_decay, nesterov=self.cfg.nesterov,
+        )  # fmt: skip
+        with randomness.seeded(ctx.rng("dropout")):
+            taken = [local_training.minimise(sgd, loss) for loss in losses]
+        ctx.log_metric("train/loss_F", local_training.mean_of(taken))
+        return ParameterUpdate(local_training.to_send(dict(F.named_parameters())), tau)

@@ -1,0 +1,1 @@
+"""SemiFL: settings, losses and the algorithm."""

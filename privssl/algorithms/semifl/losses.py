@@ -1,0 +1,73 @@
+"""SemiFL's batches and losses: rows that meet in a mix, Eq. 5 to 7."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from privssl.algorithms.semifl.settings import Reading
+
+
+def passes(held: int, size: int, epochs: float, rng: torch.Generator) -> Iterator[Tensor]:
+    """Row numbers of each epoch, shuffled, for batches of ``size``.
+
+    Args:
+        held: rows, >= 0; none give empty epochs.
+        epochs: > 0, rounded up; up to 1, one epoch stops after that share of its batches.
+    """
+    share = min(epochs, 1.0)
+    rows = size * math.ceil(share * math.ceil(held / size))
+    for _ in range(math.ceil(epochs)):
+        yield torch.randperm(held, generator=rng)[:rows]
+
+
+def pair_rows(
+    confident: Tensor, orders: Iterable[Tensor], reading: Reading, rng: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each epoch the rows of D+ and those of D- that they are mixed with (B,): Eq. 3 and 4.
+
+    D- is drawn with replacement: from all rows or, as printed, from unsure ones (from all, where
+    none is unsure); in every epoch or, as printed, once, and then shuffled in every epoch.
+
+    Args:
+        confident: which rows (N,) have a label of probability tau or more; at least one has.
+        orders: of the confident rows, ``passes``.
+    """
+    sure, pool = confident.nonzero()[:, 0], torch.arange(len(confident))
+    if reading.mix_rows == "unsure" and not confident.all():
+        pool = pool[~confident]
+    drawn = pool[:0]
+    if reading.mix_drawn == "visit":
+        drawn = pool[torch.randint(len(pool), (len(sure),), generator=rng)]
+    for order in orders:
+        if reading.mix_drawn == "visit":
+            other = drawn[torch.randperm(len(drawn), generator=rng)[: len(order)]]
+        else:
+            other = pool[torch.randint(len(pool), (len(order),), generator=rng)]
+        yield sure[order], other
+
+
+def fix_and_mix_loss(
+    batch: Mapping[str, Tensor], mix_weight: float, *, F: Callable[..., Tensor]
+) -> Tensor:
+    """CE(F(strong), y) + mix_weight mix_loss, a scalar: Eq. 6 and 7.
+
+    Args:
+        batch: ``strong`` (B, *shape) and its labels ``y``; for the mix ``y2``, ``lam`` and either
+            ``mix``, a view of mixed rows, or weak views ``x1`` and ``x2`` to mix. y is the label of
+            strong and of x1. Labels are classes (B,) or probabilities (B, C).
+    """
+    loss = cross_entropy(F(batch["strong"]), batch["y"])
+    if not mix_weight:
+        return loss
+    lam = batch["lam"]
+    mixed = batch["mix"] if "mix" in batch else lam * batch["x1"] + (1 - lam) * batch["x2"]
+    return loss + mix_weight * mix_loss(F(mixed), batch["y"], batch["y2"], lam)
+
+
+def mix_loss(logits: Tensor, y1: Tensor, y2: Tensor, lam: float | Tensor) -> Tensor:
+    """lam CE(logits, y1) + (1 - lam) CE(logits, y2), a scalar: logits (B, C), labels (B,) classes
+    or (B, C) probabilities."""
+    return lam * cross_entropy(logits, y1) + (1 - lam) * cross_entropy(logits, y2)

@@ -1,0 +1,113 @@
+"""Tables in memory: frames of pandas or polars, read as CSV files are (``data/csv_rows.py``)."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from logging.handlers import BufferingHandler
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from privssl.data import csv_rows, datasets
+from privssl.data.csv_rows import Part
+from privssl.data.npz import Scale
+from privssl.errors import DataError
+from privssl.runtime.process import logging_to
+
+WHERE = "Dataset.from_frame"
+
+
+def read_frame(
+    frame: Any, label: str, test: Any, columns: Mapping[str, Sequence[Any]] | None
+) -> tuple[datasets.Dataset, Mapping[str, Scale]]:
+    """The rows of a frame, and the scales of its columns; arguments and errors as of
+    ``Dataset.from_frame``."""
+    declared = None if columns is None else _declared(columns, label)
+    wanted = None if declared is None else tuple(declared)
+    everything = _columns(WHERE, frame, label, wanted)
+    if isinstance(test, float):
+        kept = _drawn(everything[label], test)
+        parts = [_part(WHERE, everything, label, rows) for rows in (~kept, kept)]
+    else:
+        held = _columns(f"{WHERE}: test", test, label, tuple(everything))
+        parts = [_part(WHERE, everything, label), _part(f"{WHERE}: test", held, label)]
+    recorder = BufferingHandler(capacity=10**6)
+    with logging_to(recorder):
+        scales = declared or csv_rows.scales_of(parts[0])
+        arrays = csv_rows.table_of(parts[0], parts[1], scales)
+        datasets.warn_of_equal_rows(WHERE, arrays)
+    made = datasets.from_arrays("arrays", arrays)
+    table: Any = "measured" if declared is None else "declared"
+    return replace(made, said=tuple(recorder.buffer), table=table), scales
+
+
+def frame_rows(frame: Any, scales: Mapping[str, Scale]) -> NDArray[np.float32]:
+    """Rows (N, features) by known scales. Raises DataError."""
+    found = _columns("network_rows", frame, None, tuple(scales))
+    return csv_rows.numbers_of(_part("network_rows", found, ""), scales)
+
+
+def _declared(columns: Mapping[str, Sequence[Any]], label: str) -> dict[str, Scale]:
+    def plain(value: Any) -> Any:
+        return value.item() if isinstance(value, np.generic) else value
+
+    values = {
+        str(name): [plain(v) for v in given] if isinstance(given, Iterable) else given
+        for name, given in columns.items()
+    }
+    return csv_rows.check_scales(f"{WHERE}: columns", values, label)
+
+
+def _columns(
+    where: str, frame: Any, label: str | None, wanted: Sequence[str] | None
+) -> dict[str, list[str]]:
+    """The columns of a frame as text, as a CSV file has them. Raises DataError."""
+    there = getattr(frame, "columns", None)
+    if there is None or not hasattr(frame, "__getitem__"):
+        raise DataError(
+            f"{where} is a {type(frame).__name__} without columns. Give a frame of pandas or polars"
+        )
+    by_name = {str(name): name for name in there}
+    names = list(by_name) if wanted is None else [*wanted]
+    needed = dict.fromkeys([*([] if label is None else [label]), *names])
+    if len(by_name) < len(list(there)) or not set(needed) <= set(by_name):
+        lacking = ", ".join(sorted(set(needed) - set(by_name))) or "columns of one name each"
+        raise DataError(f"{where} has no {lacking}; it has {', '.join(map(str, there))}")
+    found = {name: [_text(value) for value in frame[by_name[name]]] for name in needed}
+    if label is not None:  # whole numbers beside a missing one are floats in pandas
+        found[label] = [text.removesuffix(".0") for text in found[label]]
+    if not found or not len(next(iter(found.values()))):
+        raise DataError(f"{where} has no rows. Give at least one")
+    return found
+
+
+def _text(value: Any) -> str:
+    """A field as text; missing values are empty."""
+    if value is None or value != value or type(value).__name__ == "NAType":
+        return ""
+    return repr(float(value)) if isinstance(value, float | np.floating) else str(value)
+
+
+def _drawn(labels: Sequence[str], share: float) -> NDArray[np.bool_]:
+    """Which rows are test rows: a share of each class, the same ones each time."""
+    if not 0 < share < 1:
+        raise DataError(f"{WHERE}: test is {share}. Give a share in (0, 1), or a frame")
+    y, kept = np.array([text.strip() for text in labels]), np.zeros(len(labels), dtype=bool)
+    order = np.random.RandomState(0).permutation(len(y))  # whose numbers NumPy guarantees
+    for name in sorted(set(y.tolist()) - {""}):
+        rows = order[y[order] == name]
+        kept[rows[: round(share * len(rows))]] = True
+    if not kept.any():
+        raise DataError(f"{WHERE}: test {share} of {len(y)} rows is none. Give a larger share")
+    return kept
+
+
+def _part(
+    where: str, columns: Mapping[str, list[str]], label: str, rows: NDArray[np.bool_] | None = None
+) -> Part:
+    """Some of the rows, or all."""
+    places = list(range(len(next(iter(columns.values())))))
+    if rows is not None:
+        places = np.flatnonzero(rows).tolist()
+    picked = {name: [values[at] for at in places] for name, values in columns.items()}
+    return csv_rows.part_of(where, picked, label, places)

@@ -1,0 +1,173 @@
+"""Rows that a finished run has not seen, made as its own rows were: scaled, or encoded.
+
+What that takes is in the run folder: shape, columns of a table, and name and checksum of a frozen
+encoder, whose package or file of weights must be at hand.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from privssl.api.datasets import to_array, to_pixels
+from privssl.data.csv_rows import TWEET_CLASSES, Part, clean_tweet, numbers_of, read_new
+from privssl.data.datasets import encode_new
+from privssl.data.npz import Scale, check_rows
+from privssl.errors import DataError
+from privssl.settings.schema import DataSettings
+
+HERE = "predict"
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """What the rows of a run were."""
+
+    folder: Path  # of the run
+    data: DataSettings
+    shape: tuple[int, ...]  # of a row as the network takes it
+    raw_shape: tuple[int, ...] | None  # of an image before an encoder
+    columns: Mapping[str, Scale] | None  # of a table
+    weights: str | None  # checksum of the encoder's weights; None: no encoder
+
+    @classmethod
+    def of(cls, folder: Path, data: DataSettings, rows: Mapping[str, Any]) -> "RowForm":
+        """``rows``: of results.json."""
+        raw, columns, encoder = (rows.get(key) for key in ("raw_shape", "columns", "encoder"))
+        scales = columns and {name: tuple(scale) for name, scale in columns.items()}
+        return cls(
+            folder, data, tuple(rows["shape"]), raw and tuple(raw), scales,
+            encoder and encoder["weights"],
+        )  # fmt: skip
+
+    @property
+    def picture_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of a picture. Raises DataError where rows are none."""
+        match self.shape if self.weights is None else self.raw_shape:
+            case (channels, height, width):
+                return channels, height, width
+        raise DataError(
+            f"{self.folder} was not trained on pictures, but on {self._what}. Give such rows"
+        )
+
+    @property
+    def _what(self) -> str:
+        """Its rows, in words."""
+        if self._text_column:
+            return f"texts: a CSV file with the column {self._text_column}, or a list of texts"
+        if self.columns is not None:
+            return f"a table: a CSV file with the columns {', '.join([*self.columns][:10])}"
+        return f"rows of {self.shape if self.weights is None else self.raw_shape}"
+
+    @property
+    def _text_column(self) -> str:
+        return "text" if self.data.name == "sent140" else self.data.text
+
+    def read_csv(self, path: Path, labelled: bool) -> tuple[Any, NDArray[np.str_]]:
+        """The rows of a CSV file as ``convert`` takes them, and with ``labelled`` their classes.
+
+        Raises:
+            DataError: it cannot be read, lacks a column, or the run had no such rows.
+        """
+        label = self.data.label if labelled else None
+        if text := self._text_column:
+            part = read_new(path, (text,), label)
+            names = dict(zip("01", TWEET_CLASSES, strict=True)) if self._tweets else {}
+            return part.columns[text], np.array([names.get(c, c) for c in part.labels])
+        if self.columns is None:
+            old = self.data.name == "csv"  # results.json of former versions has no columns
+            raise DataError(
+                f"{self.folder} has no columns in results.json: an older version wrote it. Train "
+                "again" if old else f"{path} is a CSV file, and {self.folder} was trained on "
+                f"{self._what}. Give such rows"
+            )  # fmt: skip
+        part = read_new(path, tuple(self.columns), label)
+        return numbers_of(part, self.columns), np.array(part.labels)
+
+    @property
+    def _tweets(self) -> bool:
+        return self.data.name == "sent140"
+
+    def convert(self, x: Any) -> NDArray[Any]:
+        """Rows as the run stored its own (N, *shape).
+
+        Args:
+            x: arrays, tensors, lists of images of Pillow; texts where the run was trained on
+                texts; a data frame or mapping of columns where it was on a table.
+
+        Raises:
+            DataError: rows of another form, or the encoder is absent or has other weights.
+        """
+        if isinstance(x, Mapping) or hasattr(x, "columns"):
+            return self._convert_table(x)
+        texts = _texts(x)
+        if texts is not None:
+            return self._encode_texts(texts)
+        if isinstance(x, Sequence):
+            x = [to_pixels(f"{HERE}: row {n}", row) for n, row in enumerate(x)]
+            if len({row.shape for row in x}) > 1:
+                raise DataError(
+                    f"{HERE}: rows have different shapes. Resize them to {self._wanted}"
+                )
+        found = to_array(HERE, x)
+        if not len(found):
+            return np.zeros((0, *self.shape), dtype=np.float32)
+        rows, _ = check_rows(HERE, found)
+        if self.weights is not None and rows.shape[1:] == self.raw_shape:
+            return self._encode(torch.from_numpy(rows))
+        if rows.shape[1:] == self.shape:  # of an encoder: features
+            if self.columns is not None and np.abs(rows).max() > 1:
+                raise DataError(
+                    f"{HERE}: numbers beyond [-1, 1], to which the run scaled its columns. Give a "
+                    "data frame, a mapping of columns, or a CSV file, which are scaled"
+                )
+            return rows
+        raise DataError(
+            f"{HERE}: rows have the shape {rows.shape[1:]}, and {self.folder} was trained on "
+            f"{self._wanted} (of images: channels, height, width). Resize or convert them"
+        )
+
+    @property
+    def _wanted(self) -> tuple[int, ...]:
+        return self.raw_shape or self.shape
+
+    def _convert_table(self, x: Any) -> NDArray[np.float32]:
+        if self.columns is None:
+            raise DataError(f"{HERE}: {self.folder} was trained on {self._what}, not on columns")
+        if absent := [name for name in self.columns if name not in x]:
+            raise DataError(
+                f"{HERE}: no column {', '.join(absent[:3])}. Name columns as those that "
+                f"{self.folder} was trained on"
+            )
+        columns = {name: [str(value) for value in x[name]] for name in self.columns}
+        lengths = {len(values) for values in columns.values()}
+        if len(lengths) > 1:
+            raise DataError(f"{HERE}: columns have different lengths. Give each row all of them")
+        return numbers_of(Part(Path(HERE), columns, (), range(*lengths), (), "row"), self.columns)
+
+    def _encode_texts(self, texts: Sequence[str]) -> NDArray[Any]:
+        if self.weights is None or self.raw_shape is not None:
+            raise DataError(f"{HERE}: texts, and {self.folder} was trained on {self._what}. Give "
+                            "numbers")  # fmt: skip
+        return self._encode(tuple(map(clean_tweet, texts)) if self._tweets else tuple(texts))
+
+    def _encode(self, rows: Any) -> NDArray[Any]:
+        assert self.weights is not None
+        found: NDArray[Any] = encode_new(self.data, rows, self.weights).numpy()
+        return found
+
+
+def _texts(x: Any) -> list[str] | None:
+    """Texts of a list, an array or a series; None where they are none."""
+    if isinstance(x, str):
+        raise DataError(f"{HERE}: one text. Give a list of texts")
+    if isinstance(x, Sequence):
+        return list(x) if len(x) and all(isinstance(row, str) for row in x) else None
+    kind = getattr(getattr(x, "dtype", None), "kind", "")
+    if kind in ("U", "O") and len(x) and all(isinstance(row, str) for row in x):
+        return [str(row) for row in x]
+    return None

@@ -1,0 +1,90 @@
+"""Weights in sparse form: the entries that a receiver does not have yet, and where they belong.
+
+The N entries of a mapping of tensors are numbered end to end, in the order of its names. A sparse
+form of k of them is a mapping like any other in a message, so it is counted, serialised and checked
+as the rest of ``core/messages.py`` is:
+
+    values     (k,), in the type of the weights
+    indices    (k,) int32, ascending      where k <= N / 32
+    bits       (ceil(N / 8),) uint8       one bit an entry, lowest first, where that is smaller
+    (neither)                             all N entries
+
+So a message of k float32 entries has 4k + min(4k, ceil(N / 8)) bytes, and 4N if k is N.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from privssl.core.messages import MessageError, StateDict
+
+
+def to_sparse(weights: StateDict, sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sparse form of the entries of ``weights`` where ``sent`` (bool, same shapes) is true.
+
+    >>> to_sparse({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([False, True])})
+    {'values': tensor([2.]), 'bits': tensor([2], dtype=torch.uint8)}
+    """
+    if not weights:
+        return {}
+    where = torch.cat([sent[name].reshape(-1) for name in weights]).cpu()
+    found = {"values": torch.cat([weight.reshape(-1) for weight in weights.values()])[where]}
+    entries, count = len(where), len(found["values"])
+    if count == entries:
+        return found
+    if 4 * count <= -(-entries // 8):
+        return {**found, "indices": where.nonzero()[:, 0].to(torch.int32)}
+    return {**found, "bits": torch.from_numpy(np.packbits(where.numpy(), bitorder="little"))}
+
+
+def from_sparse(held: StateDict, sparse: StateDict) -> dict[str, Tensor]:
+    """``held`` with the entries of a sparse form in their places.
+
+    Raises:
+        MessageError: it is no sparse form of these weights. Senders are untrusted.
+    """
+    if not held and not sparse:
+        return {}
+    flat = torch.cat([weight.reshape(-1) for weight in held.values()] or [torch.empty(0)])  # (N,)
+    values = sparse.get("values")
+    if values is None or values.dim() != 1 or values.dtype != flat.dtype:
+        raise MessageError(f"sparse weights lack values of {flat.dtype}. {ADVICE}")
+    if sparse.keys() == {"values"}:
+        where = torch.arange(len(flat))
+    elif sparse.keys() == {"values", "indices"}:
+        where = _check_indices(sparse["indices"], len(flat))
+    elif sparse.keys() == {"values", "bits"}:
+        where = _read_bits(sparse["bits"], len(flat))
+    else:
+        raise MessageError(f"sparse weights have {', '.join(sparse)}. {ADVICE}")
+    if len(where) != len(values):
+        raise MessageError(f"{len(values)} values for {len(where)} places. {ADVICE}")
+    flat[where] = values
+    parts = torch.split(flat, [weight.numel() for weight in held.values()])
+    return {
+        name: part.view(weight.shape)
+        for (name, weight), part in zip(held.items(), parts, strict=True)
+    }
+
+
+ADVICE = "Its sender has other weights than the receiver, or is malicious (leave it out)"
+
+
+def _check_indices(indices: Tensor, entries: int) -> Tensor:
+    places = indices.long()
+    if indices.dtype != torch.int32 or indices.dim() != 1 or (places.diff() <= 0).any():
+        raise MessageError(f"indices of sparse weights are not ascending int32. {ADVICE}")
+    if len(places) and not 0 <= int(places[0]) <= int(places[-1]) < entries:
+        raise MessageError(f"an index of sparse weights is outside of {entries}. {ADVICE}")
+    return places
+
+
+def _read_bits(bits: Tensor, entries: int) -> Tensor:
+    if bits.dtype != torch.uint8 or bits.shape != (-(-entries // 8),):
+        raise MessageError(f"bits of sparse weights do not fit {entries} entries. {ADVICE}")
+    read = np.unpackbits(bits.cpu().numpy(), bitorder="little")
+    if read[entries:].any():
+        raise MessageError(f"bits of sparse weights lie beyond {entries} entries. {ADVICE}")
+    return torch.from_numpy(np.flatnonzero(read))

@@ -1,0 +1,43 @@
+"""Keys of the config that earlier versions did not have: their checkpoints stay valid."""
+
+from collections.abc import Mapping
+from typing import Any
+
+#: Keys of later versions are in a hash only where they are used: older checkpoints stay valid.
+_LATER: Mapping[str, Mapping[str, Any]] = {
+    "data": {
+        "checksum": "", "encoder": "", "encoder_weights": "", "label": "label", "text": "",
+        "columns": "", "test": None, "order": "stored",
+    },
+    "model": {"options": {}, "weights": ""},
+    "algorithm": {
+        "updates": "joint", "reading": "bayes",
+        "generator": "mixing", "weight_code": 0.0125, "generator_at": "all",
+        "synthetic_share": 0.0, "synthetic_at": "query", "synthetic_labels": "teacher",
+        "soft_labels": None, "mix_rows": None, "mix_drawn": None, "mix_view": None,
+        "server_first": None, "schedule": "factor", "nesterov": False, "clip_gradients": None,
+        "trains": "drawn", "local_player": "remembered", "labelled_by": "global",
+        "decay_on": None, "inter_client_rows": None, "decomposition": True,
+        "measure_labelled": False, "refresh_helpers": None, "sparse_messages": None,
+        "slices_of": None, "evaluate_parts": False, "aggregation": "mean", "stream_slices": 1,
+    },
+}  # fmt: skip
+#: FedMatch's settings that now may be null, and what they were then. Not with the paper's profile,
+#: under which null means something else than it did.
+_NULL_WAS: Mapping[str, Any] = {
+    "weight_decay": 0.0, "helpers_vote": "always", "probabilities": "clamped",
+    "keep_helpers": False, "stream_slices": 1,  # the last one is later elsewhere
+}  # fmt: skip
+
+
+def forget_later_keys(sections: Mapping[str, dict[str, Any] | None]) -> None:
+    """Make a config what an earlier version wrote, where it does not use what is new."""
+    for name, keys in _LATER.items():
+        for key, usual in keys.items():
+            section = sections[name] or {}
+            if key in section and section[key] == usual:
+                del section[key]
+    algorithm = sections["algorithm"]
+    if algorithm and algorithm.get("profile") == "fedmatch-release":
+        for key, former in _NULL_WAS.items():
+            algorithm[key] = former if algorithm.get(key) is None else algorithm[key]

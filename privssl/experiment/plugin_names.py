@@ -1,0 +1,69 @@
+"""Which plug-ins a config names, and what a run records of them."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from privssl.runtime import plugins
+from privssl.settings import names
+
+
+class PluginName(NamedTuple):
+    """A name of code from outside of privssl, and its key in the config."""
+
+    kind: plugins.Kind
+    key: str
+    name: str
+
+
+BUILT_IN: dict[plugins.Kind, tuple[str, ...]] = {
+    "algorithms": names.ALGORITHMS,
+    "models": names.NETWORKS,
+    "datasets": names.DATA_SETS,
+    "encoders": (*names.IMAGE_ENCODERS, *names.TEXT_ENCODERS),
+    "partitions": names.PARTITIONS,
+    "trackers": names.TRACKERS,
+}
+_PREFIXES: dict[plugins.Kind, tuple[str, ...]] = {
+    "models": ("torchvision", "timm"), "encoders": names.ENCODER_PREFIXES,
+}  # fmt: skip
+
+
+def plugins_of(config: Any) -> Iterator[PluginName]:
+    """Every plug-in that a config names.
+
+    Args:
+        config: a ``privssl.experiment.config.Config``.
+    """
+    data = config.data
+    given: list[tuple[plugins.Kind, str, str | None]] = [
+        ("algorithms", "algorithm.name", config.algorithm.name),
+        ("models", "model.name", config.model.name),
+        ("datasets", "data.name", data.name),
+        ("encoders", "data.encoder", data.encoder),
+        ("partitions", "data.partition", data.partition),
+        ("partitions", "data.labelled_partition", data.labelled_partition),
+        *(("trackers", "run.trackers", name) for name in config.run.trackers),
+    ]
+    for kind, key, name in given:
+        library = name and name.partition(":")[0] in _PREFIXES.get(kind, ())
+        if name and name not in BUILT_IN[kind] and not library:
+            yield PluginName(kind, key, name)
+
+
+def names_in(config: Any) -> frozenset[str]:
+    """Their names."""
+    return frozenset(name for _, _, name in plugins_of(config))
+
+
+def refuse_taken_names() -> None:
+    """Raise ConfigError where an installed plug-in has the name of another, or of privssl."""
+    for kind, built_in in BUILT_IN.items():
+        plugins.check_names(kind, built_in)
+
+
+def describe_plugins(config: Any) -> dict[str, dict[str, str | None]]:
+    """What a run records of each plug-in, by key (``plugins.describe``)."""
+    found: dict[str, dict[str, str | None]] = {}
+    for kind, key, name in plugins_of(config):
+        found[f"{key}: {name}" if key in found else key] = plugins.describe(kind, name)
+    return found

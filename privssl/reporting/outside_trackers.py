@@ -1,0 +1,211 @@
+"""Trackers of ``run.trackers``: Weights & Biases, MLflow, and plug-ins.
+
+They work where the run is started and get what the coordinator knows; no site has one. Of a private
+run they get what ``metrics.csv`` has: no pictures and no times. What the two packages would report
+of the machine (system statistics, code, output) is off in every run. A tracker that fails while the
+run goes on is left out with a warning, because a charged round is worth more than a curve.
+
+A plug-in is a function or class of (``TrackedRun``) that gives a ``Tracker``.
+"""
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from privssl.errors import ConfigError
+from privssl.reporting.trackers import Image, RoundRecord, Tracker
+from privssl.runtime import plugins
+from privssl.runtime.process import defer_interrupts
+from privssl.settings.names import TRACKERS
+from privssl.storage import atomic_files
+
+log = logging.getLogger("privssl")
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of a run when it is made."""
+
+    name: str
+    folder: Path  # of the run; a tracker may keep files in it
+    config: Mapping[str, Any]  # section -> key -> value, without paths of this machine
+    private: bool
+    resume_after: int | None  # the last round of the checkpoint; None: a new run
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError where a tracker is not installed, cannot be imported, or is none."""
+    for name in names:
+        if name in TRACKERS and find_spec(name) is None:
+            raise ConfigError(
+                f"run.trackers has {name}, which is not installed: pip install 'privssl[{name}]'"
+            )
+        _maker(name)
+
+
+def open_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
+    """The trackers of a run. Raises ConfigError where one cannot start."""
+    opened: list[Tracker] = []
+    for name in dict.fromkeys(names):
+        with defer_interrupts():
+            made = plugins.call(f"run.trackers: {name} cannot start:", _maker(name), run)
+        if not all(callable(getattr(made, method, None)) for method in ("round", "close")):
+            raise ConfigError(
+                f"run.trackers: {name} gives a {type(made).__name__} without round or close. "
+                "Return a privssl.reporting.trackers.Tracker"
+            )
+        opened.append(_Guarded(name, made, private=run.private))
+    return opened
+
+
+def _maker(name: str) -> Callable[[TrackedRun], Any]:
+    if name in TRACKERS:
+        return {"wandb": WandbTracker, "mlflow": MLflowTracker}[name]
+    found = plugins.load("trackers", "run.trackers", name)
+    if not callable(found):
+        raise ConfigError(
+            f"run.trackers {name} is {str(found)[:60]}. Name a class or function of (TrackedRun) "
+            "that gives a privssl.reporting.trackers.Tracker"
+        )
+    maker: Callable[[TrackedRun], Any] = found
+    return maker
+
+
+class _Guarded(Tracker):
+    """Gives a tracker what it may have, until it fails."""
+
+    def __init__(self, name: str, tracker: Tracker, *, private: bool) -> None:
+        self._name, self._tracker, self._private = name, tracker, private
+        self._works = True
+
+    def round(self, record: RoundRecord) -> None:
+        values = record.values
+        if self._private:
+            values = {k: v for k, v in values.items() if not k.startswith("time/")}
+        with self._guard():
+            self._tracker.round(RoundRecord(record.round, record.total, record.phase, values))
+
+    def images(self, round_number: int, tag: str, image: Image) -> None:
+        if not self._private and hasattr(self._tracker, "images"):
+            with self._guard():
+                self._tracker.images(round_number, tag, image)
+
+    def keep(self) -> None:
+        if hasattr(self._tracker, "keep"):
+            with self._guard():
+                self._tracker.keep()
+
+    def close(self) -> None:
+        with self._guard():
+            self._tracker.close()
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        try:
+            with defer_interrupts():
+                yield
+        except Exception as error:
+            if self._works:
+                log.warning("run.trackers: %s stopped: %s: %s", self._name, type(error).__name__,
+                            error)  # fmt: skip
+                self._works = False
+
+
+class WandbTracker(Tracker):
+    """Weights & Biases. Project and mode are the package's own: $WANDB_PROJECT, $WANDB_MODE."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ["WANDB_ERROR_REPORTING"] = "false"
+        import wandb
+
+        quiet = wandb.Settings(
+            console="off", silent=True, disable_code=True, disable_git=True, save_code=False,
+            disable_job_creation=True, x_disable_meta=True, x_disable_stats=True,
+            x_disable_machine_info=True, x_save_requirements=False,
+        )  # fmt: skip
+        project = os.environ.get("WANDB_PROJECT") or "privssl"
+        self._image = wandb.Image
+        self._run = wandb.init(
+            project=project, name=run.name, id=_kept_id(run, "wandb.id", secrets.token_hex(8)),
+            dir=str(run.folder), config=dict(run.config), resume="allow", settings=quiet,
+        )  # fmt: skip
+
+    def round(self, record: RoundRecord) -> None:
+        self._run.log(dict(record.values), step=record.round)
+
+    def images(self, round_number: int, tag: str, image: Image) -> None:
+        self._run.log({tag: self._image(image)}, step=round_number)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflowTracker(Tracker):
+    """MLflow. Server and experiment are the package's own: $MLFLOW_TRACKING_URI,
+    $MLFLOW_EXPERIMENT_NAME. Rounds that a resumed run repeats are not sent again."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ["MLFLOW_DISABLE_TELEMETRY"] = os.environ["DO_NOT_TRACK"] = "true"
+        import mlflow
+        from mlflow.entities import Metric, Param
+
+        self._metric, self._client = Metric, mlflow.MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "privssl"
+        known = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if known is None else known.experiment_id
+        before = _kept_id(run, "mlflow.id")
+        self._sent = -1
+        if before is None:
+            self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
+            _kept_id(run, "mlflow.id", self._id)
+            params = [Param(k, str(v)[:500]) for k, v in _flat(run.config) if v not in ("", None)]
+            for start in range(0, len(params), 100):  # the most that a call takes
+                self._client.log_batch(self._id, params=params[start : start + 100])
+        else:
+            self._id = before
+            history = self._client.get_metric_history(self._id, "comm/up_bytes")
+            self._sent = max((metric.step for metric in history), default=-1)
+
+    def round(self, record: RoundRecord) -> None:
+        if record.round <= self._sent:
+            return
+        values = {_metric_name(name): float(value) for name, value in record.values.items()}
+        metrics = [self._metric(name, v, 0, record.round) for name, v in values.items()]
+        for start in range(0, len(metrics), 1000):
+            self._client.log_batch(self._id, metrics=metrics[start : start + 1000])
+
+    def images(self, round_number: int, tag: str, image: Image) -> None:
+        self._client.log_image(self._id, image, f"{_metric_name(tag)}_{round_number:05}.png")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _kept_id(run: TrackedRun, file: str, new: str | None = None) -> str | None:
+    """The id under which a service knows the run: that of the run's folder when it is resumed, else
+    ``new``, which is kept."""
+    path = run.folder / file
+    if run.resume_after is not None and path.is_file():
+        return path.read_text(encoding="ascii").strip()
+    if new is not None:
+        atomic_files.write(path, new + "\n")
+    return new
+
+
+def _metric_name(tag: str) -> str:
+    """A tag in the characters that MLflow takes; class names may have others."""
+    return "".join(c if c.isascii() and (c.isalnum() or c in "_-. /") else "_" for c in tag)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

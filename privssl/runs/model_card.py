@@ -1,0 +1,122 @@
+"""``model_card.md``: the model card of a finished run, in the form of Hugging Face.
+
+A YAML header for programs and a page for people, made from results.json and the privacy card alone.
+As README.md beside the weights it is what a hub of models shows.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+PRIVACY = "## Privacy\n\n"
+MOST_RECALLS = 20  # classes
+
+
+def model_card(results: Mapping[str, Any], sentences: str) -> str:
+    """The page.
+
+    Args:
+        results: results.json of a finished run.
+        sentences: on its guarantee, as ``run_dir.read_outcome`` gives them.
+    """
+    header = yaml.safe_dump(_header(results), sort_keys=False, allow_unicode=True)
+    agents = ", ".join(f"{count} {kind}" for kind, count in results["agents"].items())
+    lines = [
+        f"# {results['name']}",
+        "",
+        f"A classifier of {len(results['class_names'])} classes, trained by privssl with "
+        f"{results['algorithm']} on {results['dataset']}: federated ({agents} agents), from "
+        f"{results['labels']} labelled rows, {results['rounds']} rounds.",
+        "",
+        *privacy_section(sentences).splitlines(),
+        "",
+        *("## Input and output", "", *_input_and_output(results), ""),
+        *("## Results", "", *_results(results), ""),
+    ]
+    if results["warnings"]:
+        lines += ["## Warnings", "", *(f"- {text}" for text in results["warnings"]), ""]
+    return f"---\n{header}---\n\n" + "\n".join([*lines, *_use(results), ""])
+
+
+def privacy_section(sentences: str) -> str:
+    """What the page says of privacy, with its heading. The audit compares it."""
+    return f"{PRIVACY}{sentences}\n"
+
+
+def read_privacy_section(page: str) -> str:
+    """That section of a page; empty where there is none, or several."""
+    _, *found = page.split(f"\n{PRIVACY}")
+    return PRIVACY + found[0].split("\n\n## ")[0] + "\n" if len(found) == 1 else ""
+
+
+def _header(results: Mapping[str, Any]) -> dict[str, Any]:
+    private = results["privacy"]["guarantee"] is not None
+    task = f"{_kind(results)}-classification"
+    accuracy = {"type": "accuracy", "value": results["test_accuracy"]["final"]}
+    f1 = {"type": "f1", "name": "macro F1", "value": results["metrics"]["macro_f1"]}
+    measured = {
+        "task": {"type": task},
+        "dataset": {"name": results["dataset"], "type": results["dataset"], "split": "test"},
+        "metrics": [accuracy, f1],
+    }
+    return {
+        "library_name": "privssl",
+        "pipeline_tag": task,
+        "tags": ["federated-learning", "semi-supervised-learning", results["algorithm"]]
+        + ["differential-privacy"] * private,
+        "model-index": [{"name": results["name"], "results": [measured]}],
+    }
+
+
+def _kind(results: Mapping[str, Any]) -> str:
+    """image, text or tabular, whatever an encoder made of it."""
+    rows = results["rows"]
+    if rows["encoder"] is None:
+        return {"image": "image", "sequence": "text", "vector": "tabular"}[rows["kind"]]
+    return {3: "image", 1: "tabular", 0: "text"}[len(rows.get("raw_shape", ()))]
+
+
+def _input_and_output(results: Mapping[str, Any]) -> list[str]:
+    rows, names = results["rows"], results["class_names"]
+    encoder = rows["encoder"]
+    return [
+        f"- input: {rows['kind']} rows (B, {', '.join(map(str, rows['shape']))}), float32, "
+        f"scaling: {rows['scaling']}",
+        *([f"- encoder: {encoder['name']}, weights {encoder['weights'][:12]}, trained on "
+           f"{encoder['trained_on']}"] if encoder else []),
+        *([f"- columns: {', '.join(rows['columns'])}"] if "columns" in rows else []),
+        f"- output: logits (B, {len(names)}); classes in order: {', '.join(names)}",
+    ]  # fmt: skip
+
+
+def _results(results: Mapping[str, Any]) -> list[str]:
+    metrics, recall = results["metrics"], results["metrics"]["recall"]
+    values = [
+        ("accuracy", results["test_accuracy"]["final"]), ("macro F1", metrics["macro_f1"]),
+        ("cross-entropy (nats)", metrics["loss"]),
+        ("calibration error (15 bins)", metrics["calibration_error"]),
+    ]  # fmt: skip
+    if len(recall) <= MOST_RECALLS:
+        values += [(f"recall of {name.replace('|', ' ')}", value) for name, value in recall.items()]
+    return ["On test rows, after the last round.", "", *_table(("metric", "value"), values)]
+
+
+def _table(head: Sequence[str], rows: Sequence[tuple[str, float | None]]) -> list[str]:
+    shown = [(name, "-" if value is None else f"{value:.4f}") for name, value in rows]
+    return [f"| {a} | {b} |" for a, b in (head, ("---", "---"), *shown)]
+
+
+def _use(results: Mapping[str, Any]) -> list[str]:
+    versions = results["versions"]
+    return [
+        *("## Use", "", "```python", "import privssl", ""),
+        'run = privssl.open_run("FOLDER")  # the run folder',
+        *("print(run.predict(x))  # class names", "```", ""),
+        "`classifier.safetensors` is a plain state dict; `privssl export` writes ONNX.",
+        "",
+        f"Trained for {results['seconds']['total']:.0f} seconds, "
+        f"{results['bytes']['up'] + results['bytes']['down']:,} bytes between server and agents. "
+        f"privssl {versions['privssl']}, torch {versions['torch']}. Split hash: "
+        f"{results['split_hash']}.",
+    ]

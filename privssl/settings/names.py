@@ -1,0 +1,75 @@
+"""Names that a config can give: those of privssl, and plug-ins (``runtime/plugins.py``)."""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from privssl.runtime import plugins
+
+ALGORITHMS = (
+    "fedssl", "supervise", "pseudo", "mixmatch", "fedmatch_mixup", "fedseal", "fedtrinet",
+    "fedmatch", "semifl", "label_census", "server_sl", "fedavg", "fedprox", "fixmatch", "uda",
+    "fedsem", "pi_model", "mean_teacher", "remixmatch", "feddyn", "lg_fedavg", "heterofl",
+    "fedrgd", "fl2", "sage",
+)  # fmt: skip
+NETWORKS = (
+    "small_cnn", "lenet", "lenet32", "fedavg_cnn", "alexnet", "trinet_cnn", "trinet_svhn",
+    "resnet9", "resnet18", "resnet18_3x3", "wresnet28x2", "linear", "mlp", "text_cnn", "gru",
+)  # fmt: skip
+DATA_SETS = (
+    *("digits", "mnist", "fashion_mnist", "cifar10", "svhn", "image_folder", "npz", "toy"),
+    *("arrays", "csv", "sent140"),
+)
+PARTITIONS = (
+    "iid", "dirichlet", "dirichlet_equal", "classes_per_agent", "shards", "round_robin",
+    "imbalanced",
+)  # fmt: skip
+IMAGE_ENCODERS = ("efficientnet_lite0",)
+TEXT_ENCODERS = ("minilm", "minilm_mean", "minilm_words")
+ENCODER_PREFIXES = ("torchvision", "timm", "huggingface")
+TRACKERS = ("wandb", "mlflow")
+
+
+def _names(kind: plugins.Kind, built_in: tuple[str, ...], others: str = "") -> tuple[Any, Any]:
+    """Annotations of a key that takes a built-in name, a reference or an entry point."""
+    description = f"{others}`package.module:Name` or an installed plug-in"
+
+    def check(name: str) -> str:
+        if name not in built_in and not plugins.is_known(kind, name):
+            raise PydanticCustomError("unknown_name", "unknown name")  # described by the schema
+        return name
+
+    validate: Callable[[str], str] = check
+    return AfterValidator(validate), WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": list(built_in), "type": "string"},
+                {"type": "string", "pattern": plugins.REFERENCE, "description": description},
+            ],
+            "plugins": kind,
+        }
+    )
+
+
+_NETWORK = _names("models", NETWORKS, "`torchvision:NAME`, `timm:NAME`, ")
+_DATA_SET = _names("datasets", DATA_SETS)
+_PARTITION = _names("partitions", PARTITIONS)
+_TRACKER = _names("trackers", TRACKERS)
+
+NetworkName = Annotated[str, _NETWORK[0], _NETWORK[1]]
+DataSetName = Annotated[str, _DATA_SET[0], _DATA_SET[1]]
+PartitionName = Annotated[str, _PARTITION[0], _PARTITION[1]]
+TrackerName = Annotated[str, _TRACKER[0], _TRACKER[1]]
+
+
+def is_outside(network: str) -> bool:
+    """Whether ``model.name`` is no network of privssl: a plug-in, torchvision's or timm's."""
+    return network not in NETWORKS
+
+
+def is_own_encoder(encoder: str) -> bool:
+    """Whether ``data.encoder`` names a plug-in."""
+    known = encoder in ("", *IMAGE_ENCODERS, *TEXT_ENCODERS)
+    return not known and encoder.partition(":")[0] not in ENCODER_PREFIXES

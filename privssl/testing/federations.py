@@ -1,0 +1,228 @@
+"""Small federations: toy rows, tiny networks, a step or two; and what a few rounds came to.
+
+``play`` carries out rounds as a run does, without a run folder.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from privssl import models
+from privssl.algorithms.base import Algorithm
+from privssl.core.federation import Federation, Round
+from privssl.core.task import Task
+from privssl.data import FederatedDataset, build
+from privssl.data.datasets import Dataset, checksum, load_dataset
+from privssl.engines.local import LocalEngine
+from privssl.ops.precision import Precision
+from privssl.runs import checkpoint
+from privssl.runs.checkpoint import Snapshot
+from privssl.settings.schema import AgentSettings, DataSettings, ModelSettings
+
+#: Settings that make any algorithm quick; each is given to those that know it.
+QUICK = {
+    "rounds": 3,
+    "local_steps": 2,
+    "batch_size": 6,
+    "warm_up": 1,
+    "views": 1,
+    "generator_width": 4,
+    "noise_size": 4,
+}
+
+
+def federated_data(
+    *,
+    labels: str = "support",
+    support: int = 2,
+    query: int = 2,
+    mixed: int = 0,
+    dataset: Dataset | None = None,
+    **data: Any,
+) -> FederatedDataset:
+    """Toy rows at agents: 20 labelled, 60 unlabelled unless told otherwise."""
+    asked: dict[str, Any] = {"labels": labels, "labelled": 20, "unlabelled": 60} | data
+    agents = AgentSettings(support, query, mixed)
+    return build(DataSettings(name="toy", **asked), agents, 0, dataset or toy_rows("image"))
+
+
+def held_as_in(parties: FederatedDataset, dataset: Dataset, folder: Path) -> dict[str, Any]:
+    """What a federation is to be given so that each agent holds the same rows, of this data set:
+    a new draw would look at all classes."""
+    split = dataclasses.replace(parties.manifest, checksum=checksum(dataset))
+    split.write(folder / "split.json")
+    return {"dataset": dataset, "split": str(folder / "split.json")}
+
+
+def at_server(**data: Any) -> FederatedDataset:
+    """All labels at a labelled server."""
+    return federated_data(labels="labels-at-server", support=0, **data)
+
+
+def at_clients(**data: Any) -> FederatedDataset:
+    """Agents that hold both kinds of rows."""
+    return federated_data(labels="labels-at-client", support=0, query=0, mixed=2, **data)
+
+
+#: The toy rows as rows of each kind: shape, and a network.
+SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
+    "image": ((1, 8, 8), "small_cnn"),
+    "sequence": ((8, 8), "text_cnn"),
+    "vector": ((64,), "mlp"),
+}
+
+
+@cache
+def toy_rows(kind: str) -> Dataset:
+    """1,000 training rows, 100 of each of ten classes, in the shape of a kind."""
+    toy = load_dataset(DataSettings(name="toy"))
+    x_train, x_test = (x.view(-1, *SHAPES[kind][0]) for x in (toy.x_train, toy.x_test))
+    return dataclasses.replace(toy, x_train=x_train, x_test=x_test)
+
+
+def make_algorithm(
+    kind: type[Algorithm[Any]], *, norm: str = "group", precision: Precision = "float32",
+    width: int = 4, rows: str = "image", **settings: Any,
+) -> Algorithm[Any]:  # fmt: skip
+    """An algorithm for toy rows of a kind with a classifier of width 4, unless told otherwise."""
+    known = {field.name for field in dataclasses.fields(kind.Config)}
+    quick = {key: value for key, value in QUICK.items() if key in known}
+    shape, network = SHAPES[rows]
+
+    def new_classifier(share: float = 1.0) -> nn.Module:
+        model = ModelSettings(network, round(share * width), norm)  # type: ignore[arg-type]
+        return models.build_classifier(model, shape, 10, precision)
+
+    task = Task(10, shape, new_classifier, precision, new_classifier)
+    return kind(kind.Config(**(quick | settings)), task)
+
+
+def relabelled(
+    parties: FederatedDataset, *, labelled: bool, rows: Dataset | None = None
+) -> Dataset:
+    """The toy rows with the labels of some rows moved on by one class, all else as it was."""
+    kind, rows = "labelled" if labelled else "unlabelled", rows or toy_rows("image")
+    ids = [i for holding in parties.manifest.agents.values() for i in getattr(holding, kind)]
+    y = rows.y_train.clone()
+    y[ids] = (y[ids] + 1) % 10
+    return dataclasses.replace(rows, y_train=y)
+
+
+# Rounds -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Played:
+    """Where a few rounds have led."""
+
+    algorithm: Algorithm[Any]
+    engine: Any
+    federation: Federation
+    begun: Any  # the state before round 1
+    state: Any
+
+    @property
+    def classifier(self) -> Mapping[str, Tensor]:
+        return self.algorithm.classifier(self.state)
+
+
+def rounds_played(algorithm: Algorithm[Any]) -> int:
+    """Two, and all of them where there are phases, which differ in what they do."""
+    phases = algorithm.phases()
+    return 2 if len(phases) == 1 else sum(phase.rounds for phase in phases)
+
+
+def _round(algorithm: Algorithm[Any], number: int) -> Round:
+    """Round ``number`` of a run; after the last phase, another one of it."""
+    before = 0
+    for phase in algorithm.phases():
+        if number <= before + phase.rounds:
+            break
+        before += phase.rounds
+    return Round(number, phase.name, number - before)
+
+
+def play(
+    algorithm: Algorithm[Any],
+    parties: FederatedDataset,
+    rounds: int | None = None,
+    *,
+    seed: int = 0,
+    engine: Callable[..., Any] = LocalEngine,
+    check_wire: bool = False,
+    resume: Snapshot | None = None,
+) -> Played:
+    """Rounds 1 to ``rounds``, or those after a snapshot. Agents start without a memory.
+
+    By default as many as ``rounds_played`` says.
+    """
+    rounds = rounds_played(algorithm) if rounds is None else rounds
+    for agent in parties.agents:
+        agent.memory = {}
+    there = engine(parties.agents, seed=seed, device=torch.device("cpu"), check_wire=check_wire)
+    federation = Federation(there, seed)
+    if resume is None:
+        begun, done = algorithm.start(federation), 0
+    else:
+        begun, done = algorithm.StateType(**resume.state), resume.round  # type: ignore[arg-type]
+        there.restore(resume.memories)
+    state = begun
+    for number in range(done + 1, rounds + 1):
+        federation.begin(_round(algorithm, number))
+        state = algorithm.round(state, federation)
+    return Played(algorithm, there, federation, begun, state)
+
+
+def through_disk(played: Played, number: int) -> Snapshot:
+    """What a checkpoint after round ``number`` brings back."""
+    snapshot = Snapshot(number, vars(played.state), played.engine.memories(), "digest")
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save_snapshot(Path(folder), snapshot)
+        back = checkpoint.load_snapshot(Path(folder), "digest")
+        # Read while the file is there: of agents, a snapshot holds only where it is.
+        return dataclasses.replace(back, state=_read(back.state), memories=_read(back.memories))
+
+
+def _read(tree: Any) -> Any:
+    return {key: _read(item) for key, item in tree.items()} if isinstance(tree, Mapping) else tree
+
+
+# Comparing ----------------------------------------------------------------------------------
+
+
+def flat(tree: Any, path: str = "") -> dict[str, Any]:
+    """A state, memory or message as path -> tensor or number."""
+    inner = tree if isinstance(tree, Mapping) else vars(tree)
+    found: dict[str, Any] = {}
+    for key, value in inner.items():
+        deeper = isinstance(value, Mapping)
+        found |= flat(value, f"{path}/{key}") if deeper else {f"{path}/{key}": value}
+    return found
+
+
+def same_bits(first: Any, second: Any) -> bool:
+    """Whether two states, memories or messages are equal to the last bit."""
+    a, b = flat(first), flat(second)
+    return a.keys() == b.keys() and all(
+        torch.equal(v, b[k]) if isinstance(v, Tensor) else v == b[k] for k, v in a.items()
+    )
+
+
+def apart(first: Any, second: Any) -> float:
+    """The largest difference between two states of equal shape."""
+    a, b = flat(first), flat(second)
+    assert a.keys() == b.keys()
+    gaps = [(torch.as_tensor(v) - torch.as_tensor(b[k])).abs().max() for k, v in a.items()]
+    return float(torch.stack([gap.double() for gap in gaps]).max())
+
+
+def finite(tree: Any) -> bool:
+    """Whether no number in it is infinite or NaN."""
+    return all(bool(torch.as_tensor(v).isfinite().all()) for v in flat(tree).values())

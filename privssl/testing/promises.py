@@ -1,0 +1,325 @@
+"""The promises that every algorithm keeps, each as a check of its own.
+
+A check takes a :class:`Trial` and raises BrokenPromise with what it saw. Rounds that several checks
+look at are played once.
+"""
+
+import dataclasses
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from privssl.algorithms.base import Algorithm
+from privssl.core.messages import Message
+from privssl.data import FederatedDataset
+from privssl.engines.process_pool import WorkerEngine, unsupported_reason
+from privssl.remote.protocol import NOTE
+from privssl.testing.engines import CPU, Backwards, Mute, Overheard, Unused, sites_engine
+from privssl.testing.federations import (
+    Played,
+    apart,
+    at_clients,
+    at_server,
+    federated_data,
+    finite,
+    held_as_in,
+    make_algorithm,
+    play,
+    relabelled,
+    rounds_played,
+    same_bits,
+    through_disk,
+    toy_rows,
+)
+
+PLACES: dict[str, Callable[..., FederatedDataset]] = {
+    "support": federated_data,
+    "labels-at-server": at_server,
+    "labels-at-client": at_clients,
+}
+
+
+class BrokenPromise(AssertionError):  # noqa: N818
+    """An algorithm breaks a promise; the text says which, and what was seen."""
+
+
+class NotChecked(Exception):  # noqa: N818
+    """A promise cannot be checked here, or has no meaning for this algorithm."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """An algorithm on toy rows, and rounds that were played."""
+
+    kind: type[Algorithm[Any]]
+    settings: Mapping[str, Any]  # of its Config; and norm, precision, width, rows
+    labels: str  # data.labels
+    also_sent: frozenset[torch.Size]
+    private: Mapping[str, Any]
+    sequential: bool
+    sparse: bool
+
+    def algorithm(self) -> Algorithm[Any]:
+        return make_algorithm(self.kind, **self.settings)
+
+    def parties(self, **how: Any) -> FederatedDataset:
+        rows = toy_rows(self.settings.get("rows", "image"))
+        return PLACES[self.labels](**{"dataset": rows, **how})
+
+    @cached_property
+    def last(self) -> int:
+        """Rounds that exercise everything."""
+        return rounds_played(self.algorithm())
+
+    @cached_property
+    def whole(self) -> Played:
+        """All rounds, with all that crossed the border."""
+        return play(self.algorithm(), self.parties(), engine=Overheard)
+
+    @cached_property
+    def part(self) -> Played:
+        """All rounds but the last."""
+        return play(self.algorithm(), self.parties(), self.last - 1)
+
+    @property
+    def messages(self) -> list[Message]:
+        """All that crossed the border, in either direction."""
+        heard = self.whole.engine.heard
+        return [m for call, reply in heard for m in (call.message, reply.content)]
+
+
+def learns(trial: Trial) -> None:
+    """A round changes the released classifier."""
+    if same_bits(trial.whole.algorithm.classifier(trial.whole.begun), trial.whole.classifier):
+        raise BrokenPromise(f"after {trial.last} rounds it has the bits of the first state")
+
+
+def silence(trial: Trial) -> None:
+    """A round in which no agent replies changes no weight."""
+    after = play(trial.algorithm(), trial.parties(), 1, engine=Mute)
+    if not same_bits(_weights_in(after.begun), _weights_in(after.state)):
+        raise BrokenPromise("weights of the state moved although no agent replied")
+
+
+def _weights_in(state: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(state).items() if isinstance(value, Mapping)}
+
+
+def notes(trial: Trial) -> None:
+    """Agents log numbers under names that a site sends."""
+    named = {name for _, reply in trial.whole.engine.heard for name in reply.metrics}
+    if strange := sorted(name for name in named if not re.fullmatch(NOTE, name)):
+        raise BrokenPromise(f"a site does not send {', '.join(strange)}. Name it train/WORD")
+
+
+def determinism(trial: Trial) -> None:
+    """The same seed gives the same bits, in any process; another seed gives others."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(20_241)  # nobody else's
+        # Each visit of a new algorithm object, each message as bytes.
+        again = play(trial.algorithm(), trial.parties(), engine=Unused, check_wire=True)
+        if not same_bits(trial.whole.state, again.state):
+            raise BrokenPromise(_why_not_the_same(trial))
+        other = play(trial.algorithm(), trial.parties(), max(1, trial.last - 1), seed=1)
+    if same_bits(trial.part.state if trial.last > 1 else trial.whole.state, other.state):
+        raise BrokenPromise("seeds 0 and 1 give the same bits. Draw from ctx.rng(purpose)")
+
+
+def _why_not_the_same(trial: Trial) -> str:
+    """The first of the reasons for other bits that a play of its own shows."""
+    torch.manual_seed(20_242)
+    if not same_bits(trial.whole.state, play(trial.algorithm(), trial.parties()).state):
+        return (
+            "two runs of one seed differ: something draws from torch's global generator, from time "
+            "or from a set. Draw from ctx.rng(purpose)"
+        )
+    if not same_bits(
+        trial.whole.state, play(trial.algorithm(), trial.parties(), engine=Unused).state
+    ):
+        return (
+            "a visit depends on what its process did before: the algorithm object keeps something "
+            "between visits. Keep it in agent.memory"
+        )
+    return "messages that travel as bytes give other bits: a field is no tensor, number or text"
+
+
+def order(trial: Trial) -> None:
+    """Agents of a parallel step may work in any order."""
+    if trial.sequential:
+        raise NotChecked("its agents work one after the other")
+    backwards = play(trial.algorithm(), trial.parties(), engine=Backwards).state
+    if (gap := apart(trial.whole.state, backwards)) > 1e-6:
+        raise BrokenPromise(f"in the opposite order of agents the state differs by {gap:.2g}")
+
+
+def fields(trial: Trial) -> None:
+    """Only declared fields travel, in messages that nobody can change."""
+    for message in trial.messages:
+        name = type(message).__name__
+        if not dataclasses.is_dataclass(message):
+            raise BrokenPromise(f"{name} is no dataclass")
+        declared = [field.name for field in dataclasses.fields(message)]
+        if list(vars(message)) != declared:
+            raise BrokenPromise(f"{name} carries {list(vars(message))} and declares {declared}")
+        if not type(message).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise BrokenPromise(f"{name} can be changed. Make it @dataclass(frozen=True)")
+
+
+def rows(trial: Trial) -> None:
+    """No row travels: every tensor has the shape of a weight, or one that is declared."""
+    networks = [*trial.whole.algorithm.networks().values()]
+    networks.append(trial.whole.algorithm.task.new_classifier())
+    known = {tensor.shape for n in networks for tensor in n.state_dict().values()}
+    for message in trial.messages:
+        for name, tensor in _tensors(vars(message)):
+            if trial.sparse and tensor.dim() == 1:
+                continue
+            if tensor.shape not in known | trial.also_sent:
+                raise BrokenPromise(
+                    f"{type(message).__name__}.{name} is {tuple(tensor.shape)}, the shape of no "
+                    "weight. If it is no row, declare it: also_sent=[...]"
+                )
+
+
+def _tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    for name, item in tree.items() if isinstance(tree, Mapping) else ():
+        if isinstance(item, Tensor):
+            yield f"{path}{name}", item
+        else:
+            yield from _tensors(item, f"{path}{name}.")
+
+
+def resume(trial: Trial) -> None:
+    """A resumed run ends with the bits of one that never stopped."""
+    stop = trial.last - 1
+    before = trial.part
+    rest = play(trial.algorithm(), trial.parties(), trial.last, resume=through_disk(before, stop))
+    if not same_bits(trial.whole.state, rest.state):
+        raise BrokenPromise(
+            f"resumed after round {stop}, it ends in another state: something that matters is "
+            "neither in the state nor in agent.memory"
+        )
+    if not same_bits(trial.whole.engine.memories(), rest.engine.memories()):
+        raise BrokenPromise(f"resumed after round {stop}, agents remember something else")
+
+
+def labels(trial: Trial) -> None:
+    """Hidden labels change no bit, and given labels do."""
+    there = trial.parties()
+    reference = trial.whole.state
+    rows_there = toy_rows(trial.settings.get("rows", "image"))
+    for given in (False, True):
+        moved = relabelled(there, labelled=given, rows=rows_there)
+        with tempfile.TemporaryDirectory() as folder:
+            held = held_as_in(there, moved, Path(folder))
+            others = trial.parties(**held)
+        same = same_bits(reference, play(trial.algorithm(), others).state)
+        if not same and not given:
+            raise BrokenPromise("labels that agents do not have change the result")
+        if same and given:
+            raise BrokenPromise("labels that agents have change nothing: nobody learns from them")
+
+
+def parties(trial: Trial) -> None:
+    """One agent of each kind is enough, and agents with rows of one class give finite weights."""
+    few, cell = {"query": 1}, {"partition": "classes_per_agent", "k": 1}
+    single: dict[str, Any] = {**cell, "query": 10}
+    if trial.labels == "support":
+        few, single = few | {"support": 1}, single | {"support": 10}
+    elif trial.labels == "labels-at-client":
+        few, single = {"mixed": 1}, {**cell, "mixed": 10}
+    for what, how, count in (("one agent of each kind", few, None), ("one class", single, 1)):
+        after = play(trial.algorithm(), _parties(trial, how), count)
+        if not finite(after.state):
+            raise BrokenPromise(f"with {what} at an agent the state has NaN or infinite numbers")
+        if what != "one class" and same_bits(after.begun, after.state):
+            raise BrokenPromise("with one agent of each kind nothing is learned")
+
+
+def _parties(trial: Trial, how: Mapping[str, Any]) -> FederatedDataset:
+    rows_there = toy_rows(trial.settings.get("rows", "image"))
+    usual = {"support": 0, "query": 0, "mixed": 0, "labels": trial.labels, "dataset": rows_there}
+    return federated_data(**{**usual, **how})
+
+
+def workers(trial: Trial) -> None:
+    """Worker processes give the bits of one process."""
+    if reason := unsupported_reason(CPU):
+        raise NotChecked(reason)
+    algorithm = trial.algorithm()
+
+    def engine(agents: Any, *, seed: int, device: torch.device, check_wire: bool) -> WorkerEngine:
+        return WorkerEngine(agents, algorithm=algorithm, workers=2, seed=seed, device=device)
+
+    _compare(trial, algorithm, engine, "two worker processes")
+
+
+def sites(trial: Trial) -> None:
+    """Sites that exchange bytes give the bits of one process."""
+    algorithm = trial.algorithm()
+    with tempfile.TemporaryDirectory() as folder:
+
+        def engine(agents: Any, *, seed: int, device: torch.device, check_wire: bool) -> Any:
+            return sites_engine(agents, algorithm, seed, Path(folder))
+
+        _compare(trial, algorithm, engine, "sites")
+
+
+def _compare(
+    trial: Trial, algorithm: Algorithm[Any], engine: Callable[..., Any], what: str
+) -> None:
+    with _closed() as made:
+        after = play(
+            algorithm, trial.parties(), engine=lambda *given, **how: made(engine(*given, **how))
+        )
+        # Sites keep their memories to themselves.
+        memories = None if what == "sites" else after.engine.memories()
+    if not same_bits(trial.whole.state, after.state):
+        raise BrokenPromise(f"{what} give another state than one process")
+    if memories is not None and not same_bits(trial.whole.engine.memories(), memories):
+        raise BrokenPromise(f"agents remember something else in {what}")
+
+
+@contextmanager
+def _closed() -> Iterator[Callable[[Any], Any]]:
+    """Gives a function that notes an engine, which is closed at the end."""
+    noted: list[Any] = []
+
+    def note(engine: Any) -> Any:
+        noted.append(engine)
+        return engine
+
+    try:
+        yield note
+    finally:
+        for engine in noted:
+            with closing(engine):
+                pass
+
+
+def privacy(trial: Trial) -> None:
+    """A private run spends as its plan says, and its audit finds the claim borne out."""
+    if not trial.kind.can_be_private:
+        raise NotChecked("can_be_private is False")
+    if trial.labels != "support":
+        raise NotChecked("it is tried where support agents have the labels")
+    from privssl.testing.private_run import check_private_run
+
+    if problem := check_private_run(trial.kind, trial.settings.get("rows", "image"), trial.private):
+        raise BrokenPromise(problem)
+
+
+PROMISES: dict[str, Callable[[Trial], None]] = {
+    check.__name__: check
+    for check in (
+        learns, silence, notes, determinism, order, fields, rows, resume, labels, parties,
+        workers, sites, privacy,
+    )
+}  # fmt: skip

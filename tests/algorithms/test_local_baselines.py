@@ -1,0 +1,108 @@
+"""Local-SL, Local-UDA and Local-FixMatch: no aggregation, and the streams of FedMatch's Table 2."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from privssl.algorithms.baselines.supervised import ProximalRequest
+from privssl.core.messages import StateDict
+from privssl.errors import ConfigError
+from privssl.experiment.config import load_config
+from privssl.training.evaluation import MOST_AGENTS, Evaluator
+from tests.support.fedmatch import Ear, context
+from tests.support.toy_worlds import Overheard, at_clients, federated_data, make, play, same_bits
+
+PLAIN: dict[str, Any] = {"local_epochs": 1, "aggregation": "none"}
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fixmatch", "uda"])
+def test_an_agent_alone_goes_on_from_its_own_network(name: str) -> None:
+    parties = federated_data(labelled=20) if name in ("fedavg", "fedprox") else at_clients()
+    after = play(make(name, **PLAIN), parties, 2, engine=Overheard)
+    assert isinstance(after.engine, Overheard)
+    half = len(after.engine.heard) // 2
+    before = {call.to.id: reply.payload.F for call, reply in after.engine.heard[:half]}
+    for call, reply in after.engine.heard[half:]:
+        assert same_bits(call.message.F, before[call.to.id])
+        assert call.message.proximal == 0.0  # there is nothing to pull to
+        assert same_bits(after.algorithm.own_classifiers(after.state)[call.to.id], reply.payload.F)
+    first, second = before.values()
+    assert not same_bits(first, second)
+    assert same_bits(
+        after.classifier, next(iter(after.algorithm.own_classifiers(after.state).values()))
+    )
+    # The control: with the mean all go on from one network, and nobody has an own.
+    mean = play(make(name, local_epochs=1), parties, 2, engine=Overheard)
+    assert isinstance(mean.engine, Overheard)
+    sent = [call.message.F for call, _ in mean.engine.heard[half:]]
+    assert same_bits(*sent) and not mean.algorithm.own_classifiers(mean.state)
+
+
+@pytest.mark.parametrize("name", ["fixmatch", "fedavg"])
+def test_a_stream_shows_every_row_once(name: str) -> None:
+    parties = at_clients(unlabelled=30) if name == "fixmatch" else federated_data(labelled=20)
+    seen: list[list[int]] = []
+    for number in (1, 2, 3, 4):
+        agent = parties.agents[0]
+        ear, ctx = Ear(), context(number)
+        ctx.meter = ear
+        algorithm = make(name, local_epochs=1, rounds=4, stream_slices=2)
+        F = {n: w.clone() for n, w in algorithm.task.new_classifier().state_dict().items()}
+        if name == "fixmatch":
+            cast(Any, algorithm).mixed_pass(agent, ProximalRequest(F), ctx)
+            seen.append(sorted(ear.ids))
+        else:
+            cast(Any, algorithm).labelled_pass(agent, ProximalRequest(F), ctx)
+            seen.append([round(ctx.weight)])
+    if name == "fedavg":
+        assert seen == [[5]] * 4  # half of ten rows
+        return
+    held = parties.agents[0].unlabelled.ids.tolist()
+    assert seen[0] == seen[1] and seen[2] == seen[3]
+    assert (seen[0], seen[2]) == (sorted(held[:8]), sorted(held[8:]))  # as stored
+
+
+@pytest.mark.parametrize(("config", "settings", "key"), [
+    ("fixmatch", ["algorithm.aggregation=none"], "algorithm.aggregation"),
+    ("fedsem", ["algorithm.aggregation=none"], "aggregation"),
+    ("fedsem", ["algorithm.stream_slices=2"], "stream_slices"),
+    ("fedavg_dp", ["algorithm.aggregation=none"], "algorithm.aggregation"),
+    ("fedavg_dp", ["algorithm.stream_slices=2"], "algorithm.stream_slices"),
+    ("fedavg", ["algorithm.stream_slices=1000"], "stream_slices"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused(config: str, settings: list[str], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        load_config(CONFIGS / f"{config}.yaml", settings)
+
+
+def test_accuracy_of_agents_is_the_mean_over_their_own_networks() -> None:
+    x, y = torch.zeros(4, 1, 1, 2), torch.tensor([0, 0, 0, 1])
+    judge = Evaluator(
+        nn.Sequential(nn.Flatten(), nn.Linear(2, 2)), {"test": (x, y)}, torch.device("cpu")
+    )
+
+    def says(choice: int) -> StateDict:
+        return {"1.weight": torch.zeros(2, 2), "1.bias": torch.eye(2)[choice]}
+
+    found = judge.of_agents({"m10": says(0), "m9": says(1)})
+    assert found == {
+        "test/accuracy_own": (0.75 + 0.25) / 2, "test/accuracy_own/m9": 0.25,
+        "test/accuracy_own/m10": 0.75,
+    }  # fmt: skip
+    many = judge.of_agents({f"m{i}": says(0) for i in range(MOST_AGENTS + 1)})
+    assert many == {"test/accuracy_own": 0.75} and judge.of_agents({}) == {}
+
+
+def test_the_validation_loss_is_the_mean_cross_entropy() -> None:
+    x, y = torch.zeros(4, 1, 1, 2), torch.tensor([0, 0, 0, 1])
+    judge = Evaluator(
+        nn.Sequential(nn.Flatten(), nn.Linear(2, 2)), {"validation": (x, y)}, torch.device("cpu")
+    )
+    p = torch.tensor([0.8, 0.2])
+    found = judge.validation_loss({"1.weight": torch.zeros(2, 2), "1.bias": p.log()})
+    assert found == pytest.approx(-(3 * p[0].log() + p[1].log()).item() / 4)
+    assert judge.validation_loss({"1.weight": torch.full((2, 2), torch.nan), "1.bias": p}) is None

@@ -1,0 +1,298 @@
+"""Plug-ins: one clear error for each mistake, and no code that nobody allowed is imported."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import privssl
+from privssl import schema
+from privssl.audit.__main__ import main as audit
+from privssl.data import partition
+from privssl.data.datasets import load_dataset
+from privssl.encoders import Encoder
+from privssl.errors import ConfigError, DataError
+from privssl.runtime import plugins
+from privssl.settings.schema import DataSettings
+from tests.api.digits import config
+from tests.support.command_line import command
+from tests.testing import own_method
+
+OWN = "tests.testing.own_method:{}"
+RUN = """\
+data: {name: toy, labelled: 40, unlabelled: 60}
+agents: {support: 2, query: 2}
+model: {name: small_cnn, width: 4}
+algorithm: {name: 'tests.testing.own_method:Own', rounds: 2}
+"""
+PRIVACY = "privacy: {epsilon: 8.0, delta: 1.0e-3, sample_rate: 0.5, steps: 1}\n"
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that puts a package with entry points on the path."""
+    before = set(sys.modules)
+
+    def put(name: str, points: str, module: str = "", version: str = "1.0") -> None:
+        folder = tmp_path / f"site-of-{name}"
+        about = folder / f"{name}-{version}.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}")
+        (about / "entry_points.txt").write_text(points)
+        (folder / f"{name}.py").write_text(module)
+        monkeypatch.syspath_prepend(str(folder))
+
+    yield put
+    for module in set(sys.modules) - before:
+        if getattr(sys.modules[module], "__file__", "") and str(tmp_path) in str(
+            sys.modules[module].__file__
+        ):
+            del sys.modules[module]
+
+
+# Mistakes -----------------------------------------------------------------------------------------
+
+
+MISTAKES = [
+    ("algorithm.name", "no_such_module:Own", "there is no module no_such_module here"),
+    ("algorithm.name", OWN.format("Owm"), "has no Owm. Did you mean Own?"),
+    ("algorithm.name", "tests.api.failing_module:Own", "OSError: the driver is not there"),
+    ("algorithm.name", OWN.format("OwnConfig"), "Name a class of privssl.algorithms.base.Algor"),
+    ("algorithm.name", OWN.format("OwnPlan"), "only privssl's plans carry a claim"),
+    ("algorithm.name", OWN.format("FixedName"), "needs a Config with name: str"),
+    ("algorithm.name", "fedavgg", "unknown algorithm. Did you mean fedavg?"),
+    ("model.name", "smal_cnn", "or an installed plug-in, got 'smal_cnn'. Did you mean small_cnn?"),
+    ("data.name", "no_such_module:rows", "there is no module no_such_module here"),
+    ("data.name", "tests.api.test_plugins:nothing", "returns a NoneType. Return a privssl.Dataset"),
+    ("data.name", "tests.api.test_plugins:broken", "cannot be read: ValueError: no such table"),
+    ("data.name", "tests.api.test_plugins:RUN", "Name a function of (root)"),
+    ("data.name", "tests.api.test_plugins:federated", "says which agent has which rows"),
+    ("data.partition", "idd", "or an installed plug-in, got 'idd'. Did you mean iid?"),
+    ("data.partition", "tests.api.test_plugins:Twice", "each row at most once"),
+    ("data.partition", "tests.api.test_plugins:Raises", "fails: KeyError: 'age'"),
+    ("data.partition", "tests.api.test_plugins:RUN", "Name a class of privssl.data.partition"),
+    ("data.encoder", "tests.api.test_plugins:nothing", "Return a privssl.encoders.Encoder"),
+    ("data.encoder", "tests.api.test_plugins:mixing", "other features beside other rows"),
+    ("data.encoder", "tests.api.test_plugins:of_texts", "takes texts, and rows of toy are image"),
+    ("run.trackers", "[tensorbord]", "got [tensorbord]"),
+    ("run.trackers", "['tests.api.test_plugins:RUN']", "Name a class or function of (TrackedRun)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    MISTAKES,
+    ids=[f"{key}-{value.strip('[]').rpartition(':')[2]}" for key, value, _ in MISTAKES],
+)
+def test_a_mistake_is_one_clear_error(key: str, value: str, said: str, tmp_path: Path) -> None:
+    given = [f"{key}={value}", f"run.output={tmp_path / 'run'}"]
+    if key == "data.encoder":
+        given.append("model.name=linear")
+    outcome = command(config(tmp_path, RUN), *given)
+    assert outcome.status == 2
+    assert said in " ".join(outcome.err.split())
+    assert "Traceback" not in outcome.err
+    assert not (tmp_path / "run").exists()
+
+
+def nothing(_: object) -> None:
+    """Neither a data set nor an encoder."""
+
+
+def broken(root: Path) -> None:
+    raise ValueError("no such table")
+
+
+def federated(root: Path) -> privssl.Dataset:
+    x = np.zeros((4, 8, 8), dtype=np.uint8)
+    y = np.array([0, 1, 0, 1])
+    return privssl.Dataset.federated({"s0": (x, y), "q0": x}, test=(x, y))
+
+
+class Twice(partition.Partition):
+    def divide(self, labels: Any, agents: int, rng: Any) -> Any:
+        return [np.arange(len(labels))] * agents
+
+
+class Raises(partition.Partition):
+    def divide(self, labels: Any, agents: int, rng: Any) -> Any:
+        columns: dict[str, Any] = {}
+        return columns["age"]
+
+
+def _encoder(build: Any, takes: Any = "images") -> Encoder:
+    return Encoder("", (64,), "0" * 64, "nothing", 16, lambda: build, cached=False, takes=takes)
+
+
+def mixing(weights: str) -> Encoder:
+    return _encoder(lambda x: (x.float() - x.float().mean(dim=0)).flatten(1) / 255)
+
+
+def apart(weights: str) -> Encoder:
+    return _encoder(lambda x: x.float().flatten(1) / 255)
+
+
+def of_texts(weights: str) -> Encoder:
+    return _encoder(None, "texts")
+
+
+def test_an_encoder_that_maps_each_row_by_itself_is_taken() -> None:
+    # The control of the encoder that mixes rows.
+    with plugins.imports_allowed():
+        made = load_dataset(DataSettings("toy", encoder="tests.api.test_plugins:apart"))
+    assert made.shape == (64,) and made.unencoded is not None
+    assert made.unencoded.encoder.name == "tests.api.test_plugins:apart"
+
+
+def test_a_name_of_privssl_or_of_another_package_is_refused(install: Any, tmp_path: Path) -> None:
+    given = [f"run.output={tmp_path / 'run'}"]
+    points = "[privssl.algorithms]\n{} = tests.testing.own_method:{}\n"
+    install("one", points.format("own", "Own"))
+    path = config(tmp_path, RUN)
+    assert command(path, *given, "algorithm.name=own", "--dry-run").status == 0  # the control
+    install("two", points.format("own", "Resume"))
+    outcome = command(path, *given, "algorithm.name=own")
+    assert outcome.status == 2
+    assert "a name that" in outcome.err and "two 1.0" in outcome.err and "one 1.0" in outcome.err
+    install("three", points.format("fedavg", "Own"))
+    outcome = command(path, *given)
+    assert outcome.status == 2
+    assert "three 1.0 installs a plug-in fedavg (privssl.algorithms), a name that" in " ".join(
+        outcome.err.split()
+    )
+
+
+def test_an_entry_point_that_fails_to_import_names_its_package(
+    install: Any, tmp_path: Path
+) -> None:
+    install("fails", "[privssl.algorithms]\nfails = fails:Own\n", "import no_such_dependency")
+    with pytest.raises(privssl.UserError, match=r"of fails 1\.0, and importing fails failed: Mod"):
+        privssl.train(config(tmp_path, RUN), {"algorithm.name": "fails"})
+    with pytest.raises(privssl.UserError, match=r"of fails 1\.0, and importing fails failed"):
+        schema.config_schema()
+
+
+# Who chooses code ---------------------------------------------------------------------------------
+
+HARM = """\
+import os
+os.mkdir(os.environ["MARK"])
+from tests.testing.own_method import Own
+"""
+
+
+@pytest.fixture
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that exists once ``harmful_method`` was imported."""
+    (tmp_path / "harmful_method.py").write_text(HARM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("MARK", str(tmp_path / "mark"))
+    yield tmp_path / "mark"
+    sys.modules.pop("harmful_method", None)
+
+
+def test_a_private_run_of_an_own_method_is_audited_only_with_its_name(
+    mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = privssl.train(config(tmp_path, RUN + PRIVACY), output=tmp_path / "run")
+    card = json.loads((run.folder / "privacy.json").read_text())
+    assert card["guarantee"]["covers"] == ["F"]
+    assert any("its code is not of privssl" in text for text in card["not_protected"])
+    assert run.audit()["verdict"] == "consistent"
+    for name in ("config.yaml", "privacy.json", "privacy.md", "results.json"):
+        path = run.folder / name
+        path.write_text(path.read_text().replace("tests.testing.own_method", "harmful_method"))
+    capsys.readouterr()
+    assert audit([str(run.folder)]) == 2  # what a visit costs is not known without it
+    assert "then give --plugin harmful_method:Own" in capsys.readouterr().err
+    other = privssl.open_run(run.folder)
+    assert other.predict(np.zeros((1, 8, 8), dtype=np.uint8)).shape == (1,)
+    for use in (other.audit, lambda: other.generate(1, acknowledge_query_rows=True)):
+        with pytest.raises(privssl.UserError, match=r"open the run with it: privssl\.open_run"):
+            use()
+    assert not mark.exists()
+    # The control: who names it has it imported, and another name allows nothing.
+    assert audit([str(run.folder), "--plugin", "harmful_method:Other"]) == 2
+    assert not mark.exists()
+    assert audit([str(run.folder), "--plugin", "harmful_method:Own"]) == 3  # an edited config
+    assert mark.exists()
+
+
+def test_a_card_that_hides_the_own_method_is_found(tmp_path: Path) -> None:
+    from privssl.privacy.privacy_card import render_markdown
+
+    run = privssl.train(config(tmp_path, RUN + PRIVACY), output=tmp_path / "run")
+    card = json.loads((run.folder / "privacy.json").read_text())
+    card["algorithm"] = "fedavg"
+    card["not_protected"] = [t for t in card["not_protected"] if "is not of privssl" not in t]
+    (run.folder / "privacy.json").write_text(json.dumps(card, indent=2) + "\n")
+    (run.folder / "privacy.md").write_text(render_markdown(card))
+    report = run.audit()
+    assert report["verdict"] == "violated"
+    assert any("the card another" in problem for problem in report["problems"])
+
+
+def test_nothing_is_imported_where_nobody_allowed_it(mark: Path) -> None:
+    name = "harmful_method:Own"
+    for names in ((), ["harmful_method:Other"]):
+        with (
+            plugins.imports_allowed(names, "say so"),
+            pytest.raises(ConfigError, match=r"nobody allowed it\. Read that code; then say so"),
+        ):
+            plugins.load("algorithms", "algorithm.name", name)
+    with pytest.raises(ConfigError, match="nobody allowed it"):
+        plugins.load("algorithms", "algorithm.name", name)
+    assert not mark.exists()
+    with plugins.imports_allowed([name]):
+        plugins.load("algorithms", "algorithm.name", name)
+    assert mark.exists()
+    with pytest.raises(ConfigError, match="nobody allowed it"):  # the permission has ended
+        plugins.load("algorithms", "algorithm.name", name)
+
+
+# What works ---------------------------------------------------------------------------------------
+
+
+def test_a_run_records_the_own_method_and_goes_on_with_it_alone(tmp_path: Path) -> None:
+    run = privssl.train(config(tmp_path, RUN), output=tmp_path / "run")
+    [about] = run.results["plugins"].values()
+    assert about["name"] == OWN.format("Own") and about["version"] is None
+    assert "name: tests.testing.own_method:Own" in (run.folder / "config.yaml").read_text()
+    (run.folder / "results.json").unlink()  # as if it had been killed at its end
+    outcome = command("--resume", run.folder, f"algorithm.name={OWN.format('Resume')}")
+    assert outcome.status == 2 and "belongs to another config: algorithm.name" in outcome.err
+    assert command("--resume", run.folder).status == 0
+
+
+def test_the_rule_of_a_plug_in_gets_the_numbers_that_it_takes() -> None:
+    with plugins.provided("partitions", "first", First):
+        rule = partition.from_settings("first", k=3)
+        parts = rule.split(np.zeros(10, dtype=np.int64), 2, np.random.default_rng(0))
+        assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5, 6, 7, 8, 9]]
+        with pytest.raises(ConfigError, match="cannot be made: TypeError"):
+            partition.from_settings("first", alpha=1.0)
+        with pytest.raises(DataError, match="3 agents are to share 2 rows"):
+            rule.split(np.zeros(2, dtype=np.int64), 3, np.random.default_rng(0))
+
+
+class First(partition.Partition):
+    """The first agent gets the first k rows."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def divide(self, labels: Any, agents: int, rng: Any) -> Any:
+        return [list(range(self.k, len(labels)))[::-1], list(range(self.k))][::-1]
+
+
+def test_reading_the_installed_names_takes_no_import(install: Any, mark: Path) -> None:
+    install("lazy", "[privssl.datasets]\nlazy = harmful_method:Own\n")
+    assert plugins.is_known("datasets", "lazy")
+    plugins.check_names("datasets", ["toy"])
+    assert not mark.exists() and "lazy" not in sys.modules
+    assert os.environ["MARK"] and own_method.HERE

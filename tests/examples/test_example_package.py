@@ -1,0 +1,120 @@
+"""The package of examples/, installed as its users install it, without the index."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import privssl
+from privssl import schema
+from privssl.runtime import plugins
+from tests.support.command_line import command
+
+PACKAGE = Path(__file__).parents[2] / "examples" / "privssl_example"
+CONFIG = PACKAGE / "fedown.yaml"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The package in a folder that Python finds, with its entry points."""
+    folder = tmp_path_factory.mktemp("installed")
+    source = folder / "source"  # setuptools writes beside it
+    shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    pip += ["--no-build-isolation", "--no-compile", "--target", str(folder / "there"), str(source)]
+    done = subprocess.run(
+        pip, capture_output=True, text=True, check=False,
+        env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder / "there"))
+        yield folder / "there"
+    for name in [name for name in sys.modules if name.startswith("privssl_example")]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def tests_of_author(installed: Path) -> Any:
+    """``test_example.py``, which its author runs."""
+    path = PACKAGE / "test_example.py"
+    spec = importlib.util.spec_from_file_location("tests_of_the_example", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", [
+    "test_the_method_keeps_its_promises",
+    pytest.param("test_a_run_uses_every_part", marks=pytest.mark.slow),
+    "test_features_of_the_encoder_are_learned",
+])  # fmt: skip
+def test_the_tests_of_the_package_pass(name: str, tests_of_author: Any, tmp_path: Path) -> None:
+    test = getattr(tests_of_author, name)
+    test(**({"tmp_path": tmp_path} if test.__code__.co_argcount else {}))
+
+
+def test_a_run_names_every_part_and_records_where_it_is_from(
+    installed: Path, tmp_path: Path
+) -> None:
+    run = privssl.train(CONFIG, {"algorithm.rounds": 1}, output=tmp_path / "run")
+    kinds = ("algorithm.name", "model.name", "data.name", "data.partition", "run.trackers")
+    assert sorted(run.results["plugins"]) == sorted(kinds)
+    for about in run.results["plugins"].values():
+        assert (about["distribution"], about["version"]) == ("privssl-example", "0.1.0")
+        assert len(about["sha256"]) == 64
+    assert run.predict([[[0.5] * 8] * 8]).shape == (1,)
+
+
+def test_editors_know_the_parts_and_their_keys(installed: Path) -> None:
+    known = schema.config_schema()
+    assert "fedown" in known["definitions"]
+    assert known["definitions"]["fedown"]["properties"]["decay"]["maximum"] == 1
+    sections = known["properties"]
+    assert "two_convolutions" in sections["model"]["properties"]["name"]["anyOf"][0]["enum"]
+    trackers = sections["run"]["properties"]["trackers"]["items"]["anyOf"][0]["enum"]
+    assert trackers == ["wandb", "mlflow", "json_lines"]
+    assert "plugins" not in str(sections["data"]["properties"]["name"].keys())
+
+
+def test_another_version_of_a_plug_in_does_not_continue_a_run(
+    installed: Path, tmp_path: Path
+) -> None:
+    # Interrupted runs are made elsewhere: the checkpoint of a finished one is lengthened here.
+    about = installed / "privssl_example-0.1.0.dist-info" / "METADATA"
+    run = privssl.train(CONFIG, {"algorithm.rounds": 1}, output=tmp_path / "run")
+    (run.folder / "results.json").unlink()  # as if it had been killed at its end
+    kept = about.read_text()
+    try:
+        about.write_text(kept.replace("Version: 0.1.0", "Version: 0.2.0"))
+        plugins._installed.cache_clear()
+        outcome = command("--resume", run.folder)
+        assert outcome.status == 2
+        assert "was of privssl-example 0.1.0, and is of privssl-example 0.2.0" in outcome.err
+    finally:
+        about.write_text(kept)
+        plugins._installed.cache_clear()
+    assert command("--resume", run.folder).status == 0  # the control
+
+
+@pytest.mark.flower
+def test_over_flower_the_method_gives_the_same_weights(installed: Path, tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    small = ["algorithm.rounds=2", "agents.support=1", "agents.query=1", "run.trackers=[]"]
+    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+    demo = [sys.executable, "-m", "privssl.site.demo", str(tmp_path / "demo"), "--config"]
+    done = subprocess.run(
+        [*demo, str(CONFIG), *small], capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone = privssl.train(CONFIG, small, output=tmp_path / "alone")
+    weights = [f / "classifier.safetensors" for f in (alone.folder, tmp_path / "demo" / "run")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()

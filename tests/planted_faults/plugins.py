@@ -1,0 +1,129 @@
+"""Mistakes with code from outside of privssl: who may have it imported, and what it may do."""
+
+from tests.planted_faults.fault import Fault
+
+IN_PLUGINS = "tests/api/test_plugins.py::test_"
+IN_CHECK = "tests/testing/test_check_algorithm.py::test_"
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "a site imports whatever the experiment names",
+        (
+            (
+                "privssl/site/startup.py",
+                "    with plugins.imports_allowed(named, advice):\n",
+                "    with plugins.imports_allowed(None, advice):\n",
+            ),
+        ),
+        ("tests/site/test_site.py::test_a_site_imports_only_the_plug_ins_that_its_own_file_names",),
+    ),
+    Fault(
+        "what reads a run folder imports what it names",
+        (("privssl/runtime/plugins.py", "    if not is_allowed(name):\n", "    if False:\n"),),
+        (
+            IN_PLUGINS + "nothing_is_imported_where_nobody_allowed_it",
+            IN_PLUGINS + "a_private_run_of_an_own_method_is_audited_only_with_its_name",
+        ),
+    ),
+    Fault(
+        "a permission to import outlives its block",
+        (("privssl/runtime/plugins.py", "        _permission.reset(token)\n", "        pass\n"),),
+        (IN_PLUGINS + "nothing_is_imported_where_nobody_allowed_it",),
+    ),
+    Fault(
+        "a method of one's own says what a visit costs",
+        (
+            (
+                "privssl/algorithms/__init__.py",
+                "found.make_plan.__func__ is not Algorithm.make_plan.__func__",
+                "found.make_plan.__func__ is None",
+            ),
+        ),
+        (IN_CHECK + "mistakes_are_told_before_anything_is_played[OwnPlan]",),
+    ),
+    Fault(
+        "the card is silent about a method of one's own",
+        (
+            (
+                "privssl/privacy/privacy_card.py",
+                "if algorithm in ALGORITHMS else",
+                "if algorithm else",
+            ),
+        ),
+        (IN_PLUGINS + "a_private_run_of_an_own_method_is_audited_only_with_its_name",),
+    ),
+    Fault(
+        "an audit believes a card that names another algorithm",
+        (
+            (
+                "privssl/audit/cross_checks.py",
+                'if card["algorithm"] != config.algorithm.name:',
+                "if not config.algorithm.name:",
+            ),
+        ),
+        (IN_PLUGINS + "a_card_that_hides_the_own_method_is_found",),
+    ),
+    Fault(
+        "a partition of one's own gives a row to two agents",
+        (("privssl/data/partition.py", " and np.bincount(ids).max() == 1", ""),),
+        (IN_PLUGINS + "a_mistake_is_one_clear_error[data.partition-Twice]",),
+    ),
+    Fault(
+        "an encoder of one's own mixes rows",
+        (
+            (
+                "privssl/data/datasets.py",
+                "    refuse_mixing(opened, ",
+                "    print(opened.name, ",
+            ),
+        ),
+        (IN_PLUGINS + "a_mistake_is_one_clear_error[data.encoder-mixing]",),
+    ),
+    Fault(
+        "a run goes on with another version of a plug-in",
+        (("privssl/runs/resume.py", "if before[part] != now[part]:", "if not before:"),),
+        (
+            "tests/examples/test_example_package.py::"
+            "test_another_version_of_a_plug_in_does_not_continue_a_run",
+        ),
+    ),
+    Fault(
+        "a tracker gets pictures of a private run",
+        (
+            (
+                "privssl/reporting/outside_trackers.py",
+                'if not self._private and hasattr(self._tracker, "images"):',
+                'if hasattr(self._tracker, "images"):',
+            ),
+        ),
+        (
+            "tests/reporting/test_outside_trackers.py::"
+            "test_of_a_private_run_a_tracker_gets_neither_pictures_nor_times[True]",
+        ),
+    ),
+    Fault(
+        "bounds of a private table come from its rows",
+        (
+            (
+                "privssl/experiment/row_checks.py",
+                'if dataset.table == "measured":',
+                'if dataset.table == "never":',
+            ),
+        ),
+        (
+            "tests/api/test_dataset.py::"
+            "test_a_private_run_refuses_bounds_from_its_rows_and_takes_declared_ones",
+        ),
+    ),
+    Fault(
+        "check_algorithm does not look at a resumed run",
+        (
+            (
+                "privssl/testing/promises.py",
+                "    if not same_bits(trial.whole.state, rest.state):\n",
+                "    if rest is None:\n",
+            ),
+        ),
+        (IN_CHECK + "a_method_that_breaks_a_promise_fails_with_its_name[Resume]",),
+    ),
+)

@@ -1,0 +1,113 @@
+"""``model_card.md``: the facts of results.json and the privacy card, and no other claim."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import privssl
+from tests.api.digits import PRIVATE, config, dataset
+
+PLAIN = PRIVATE.partition("privacy:")[0] + "run: {workers: 1}\n"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, privssl.Run]:
+    """A run without privacy, and a private one."""
+    folder = tmp_path_factory.mktemp("cards")
+    return {
+        name: privssl.train(config(folder, text), data=dataset(), output=folder / name)
+        for name, text in (("plain", PLAIN), ("private", PRIVATE))
+    }
+
+
+def read(run: privssl.Run) -> tuple[dict[str, Any], str]:
+    """Header and page."""
+    _, header, page = (run.folder / "model_card.md").read_text().split("---\n", 2)
+    found: dict[str, Any] = yaml.safe_load(header)
+    return found, page
+
+
+@pytest.mark.parametrize("name", ["plain", "private"])
+def test_the_header_has_the_metrics_of_results_json_in_the_form_of_a_hub(
+    name: str, runs: dict[str, privssl.Run]
+) -> None:
+    header, _ = read(runs[name])
+    results = runs[name].results
+    [index] = header["model-index"]
+    [measured] = index["results"]
+    assert measured["dataset"] == {"name": "arrays", "type": "arrays", "split": "test"}
+    assert {m["type"]: m["value"] for m in measured["metrics"]} == {
+        "accuracy": results["test_accuracy"]["final"], "f1": results["metrics"]["macro_f1"]
+    }  # fmt: skip
+    assert measured["task"]["type"] == header["pipeline_tag"] == "image-classification"
+    assert ("differential-privacy" in header["tags"]) == (name == "private")
+
+
+@pytest.mark.parametrize("name", ["plain", "private"])
+def test_the_page_repeats_the_last_line_of_the_run_and_nothing_stronger(
+    name: str, runs: dict[str, privssl.Run]
+) -> None:
+    run = runs[name]
+    _, page = read(run)
+    said = run.guarantee or "NO GUARANTEE: this run is not private."
+    assert said in page
+    assert page.count("GUARANTEE") == 1
+    assert f"classes in order: {', '.join(run.class_names)}" in page
+    assert f"| accuracy | {run.results['test_accuracy']['final']:.4f} |" in page
+
+
+def test_the_audit_finds_a_model_card_that_claims_something_else(
+    runs: dict[str, privssl.Run],
+) -> None:
+    run = runs["private"]
+    assert run.audit()["problems"] == []
+    path = run.folder / "model_card.md"
+    true = path.read_text()
+    for old, new in (
+        ("1e-05)-DP", "1e-06)-DP"),
+        ("## Privacy", "## Privacy\n\n(1.0000, 1e-05)-DP\n\n## Privacy"),
+        ("## Privacy", "## Secrecy"),
+    ):
+        assert old in true
+        path.write_text(true.replace(old, new))
+        assert any("model_card.md is not" in text for text in run.audit()["problems"])
+    path.write_text(true.replace("A classifier of", "Our classifier of"))  # an author's words
+    assert run.audit()["problems"] == []
+    path.unlink()  # runs of former versions have none
+    assert run.audit()["problems"] == []
+    path.write_text(true)
+
+
+@pytest.mark.parametrize(
+    ("rows", "task"),
+    [
+        ({"kind": "image", "encoder": None}, "image-classification"),
+        ({"kind": "vector", "encoder": None, "columns": {"a": [0, 1]}}, "tabular-classification"),
+        ({"kind": "vector", "encoder": {}, "raw_shape": [3, 8, 8]}, "image-classification"),
+        ({"kind": "vector", "encoder": {}, "raw_shape": [9]}, "tabular-classification"),
+        ({"kind": "sequence", "encoder": {}}, "text-classification"),
+    ],
+)
+def test_the_task_is_that_of_the_rows_before_an_encoder(
+    rows: dict[str, Any], task: str, runs: dict[str, privssl.Run]
+) -> None:
+    from privssl.runs.model_card import model_card
+
+    if rows["encoder"] is not None:
+        rows["encoder"] = {"name": "minilm", "weights": "0" * 64, "trained_on": "books"}
+    results = json.loads(json.dumps(runs["plain"].results))
+    results["rows"] |= rows
+    page = model_card(results, "NO GUARANTEE")
+    assert f"pipeline_tag: {task}\n" in page
+    assert ("minilm" in page) == (rows["encoder"] is not None)
+
+
+def test_a_card_is_removed_when_a_run_is_not_finished_any_more(tmp_path: Path) -> None:
+    from privssl.runs.run_dir import MODEL_CARD, remove_claim
+
+    (tmp_path / MODEL_CARD).write_text("x")
+    remove_claim(tmp_path)
+    assert not (tmp_path / MODEL_CARD).exists()

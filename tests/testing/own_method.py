@@ -1,0 +1,272 @@
+"""A method from outside of privssl, and for each promise one that breaks it."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import pydantic.dataclasses
+import torch
+from torch import Tensor
+
+from accounting.errors import BudgetExhausted
+from privssl.algorithms.base import Algorithm
+from privssl.algorithms.baselines import dp_classifier
+from privssl.algorithms.local_ssl import ModelState, ModelUpdate, model_update
+from privssl.core.agents import QueryAgent, SupportAgent
+from privssl.core.aggregation import WeightedMean
+from privssl.core.federation import Federation
+from privssl.core.messages import BUDGET_EXHAUSTED, Declined, Message, StateDict
+from privssl.core.task import Context, on_agent
+from privssl.settings.schema import Positive, strict
+from privssl.training import local_training, optim
+from privssl.training.losses import hard_label_loss
+
+HERE = os.getpid()  # of the process that is no worker
+HIDDEN: list[Tensor] = []  # the true labels, where a test leaks them
+
+
+@dataclass(frozen=True)
+class Sent(Message):
+    """Weights, and what a method that breaks a promise sends beside them."""
+
+    F: StateDict
+    more: StateDict = field(default_factory=dict)
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class OwnConfig:
+    """Section ``algorithm``."""
+
+    name: str = "own"
+    rounds: Positive = 3
+
+
+class Own(Algorithm[ModelState]):
+    """Averages one step on labels with one step on guesses; remembers how often it guessed."""
+
+    Config, StateType, can_be_private = OwnConfig, ModelState, True
+
+    def start(self, federation: Federation) -> ModelState:
+        return ModelState(self.initial_classifier(federation))
+
+    def round(self, state: ModelState, federation: Federation) -> ModelState:
+        F = WeightedMean("F")
+        if self.plan is None or federation.round.number <= self.plan.visits:
+            federation.call_all(federation.support, self.learn, Sent(state.F), aggregator=F)
+        federation.call_all(federation.query, self.guess, Sent(state.F), aggregator=F)
+        return ModelState(F.value_or(state.F))
+
+    def classifier(self, state: ModelState) -> StateDict:
+        return state.F
+
+    def check_private(self) -> None:
+        dp_classifier.check_classifier(self._F, self.task)
+
+    @on_agent
+    def learn(self, agent: SupportAgent, msg: Sent, ctx: Context) -> Sent | ModelUpdate | Declined:
+        F = self.load_classifier(msg.F, ctx)
+        if self.plan is None:
+            return self.step(agent.labelled.x, agent.labelled.y, msg, ctx)
+        try:
+            dp_classifier.train_classifier(self.plan, F, agent, ctx, flip=False)
+        except BudgetExhausted:
+            return BUDGET_EXHAUSTED
+        return model_update(F)  # what is sent of labelled rows under a plan: F alone
+
+    @on_agent
+    def guess(self, agent: QueryAgent, msg: Sent, ctx: Context) -> Sent | Declined:
+        x = agent.unlabelled.x
+        seen = local_training.network_input(x, ctx.device)
+        y = self.load_classifier(msg.F, ctx)(seen).argmax(dim=1)
+        agent.memory = {"n": agent.memory.get("n", torch.zeros(())) + 1}
+        return self.step(x, y, msg, ctx, rate=0.05 / float(agent.memory["n"]))
+
+    def step(self, x: Tensor, y: Tensor, msg: Sent, ctx: Context, rate: float = 0.1) -> Sent:
+        """One step on 8 of the rows."""
+        F = self.load_classifier(msg.F, ctx)
+        picked = local_training.draw_rows(len(x), 8, ctx.rng("rows"))
+        seen = local_training.network_input(x[picked], ctx.device)
+        loss = hard_label_loss({"x": seen, "y": y[picked]}, F=F)
+        local_training.minimise(optim.SGD(F.parameters(), lr=rate), loss)
+        ctx.log_metric("train/loss_F", local_training.mean_of([loss.detach()]))
+        return Sent(local_training.to_send(F.state_dict()), self.also(x, ctx))
+
+    def also(self, x: Tensor, ctx: Context) -> StateDict:
+        """What is sent beside weights: nothing."""
+        return {}
+
+
+def moved(weights: StateDict, by: float | Tensor) -> StateDict:
+    return {name: tensor + by for name, tensor in weights.items()}
+
+
+# Each breaks the promise of its name ----------------------------------------------------------
+
+
+class Learns(Own):
+    def round(self, state: ModelState, federation: Federation) -> ModelState:
+        super().round(state, federation)
+        return state
+
+
+class Silence(Own):
+    def round(self, state: ModelState, federation: Federation) -> ModelState:
+        return ModelState(moved(super().round(state, federation).F, 1e-3))
+
+
+class Notes(Own):
+    def also(self, x: Tensor, ctx: Context) -> StateDict:
+        ctx.log_metric("Mean of my rows!", float(x.float().mean()))
+        return {}
+
+
+class Determinism(Own):
+    """Draws from the global generator."""
+
+    def round(self, state: ModelState, federation: Federation) -> ModelState:
+        return ModelState(moved(super().round(state, federation).F, 1e-3 * torch.rand(1)))
+
+
+class Kept(Own):
+    """Keeps the number of its visits on itself."""
+
+    visits = 0
+
+    @on_agent
+    def guess(self, agent: QueryAgent, msg: Sent, ctx: Context) -> Sent | Declined:
+        self.visits += 1
+        x = agent.unlabelled.x
+        return self.step(x, torch.zeros(len(x), dtype=torch.long), msg, ctx, 0.1 / self.visits)
+
+
+class Unseeded(Own):
+    """Draws nothing from the run's seed."""
+
+    def initial_classifier(self, federation: Federation) -> StateDict:
+        return moved({n: torch.zeros_like(w) for n, w in self._F.state_dict().items()}, 0.01)
+
+    def step(self, x: Tensor, y: Tensor, msg: Sent, ctx: Context, rate: float = 0.1) -> Sent:
+        F = self.load_classifier(msg.F, ctx)
+        seen = local_training.network_input(x[:8], ctx.device)
+        loss = hard_label_loss({"x": seen, "y": y[:8]}, F=F)
+        local_training.minimise(optim.SGD(F.parameters(), lr=rate), loss)
+        return Sent(local_training.to_send(F.state_dict()))
+
+
+class Order(Kept):
+    """Its agents get what the object counted."""
+
+
+class Fields(Own):
+    """Smuggles a value past the fields of a message."""
+
+    def step(self, x: Tensor, y: Tensor, msg: Sent, ctx: Context, rate: float = 0.1) -> Sent:
+        reply = super().step(x, y, msg, ctx, rate)
+        object.__setattr__(reply, "beside", 1.0)
+        return reply
+
+    def round(self, state: ModelState, federation: Federation) -> ModelState:
+        request = Sent(state.F)
+        object.__setattr__(request, "beside", 1.0)
+        replies = federation.call_all(federation.support, self.learn, request)
+        return ModelState(dict(vars(replies[0].payload)["F"]) if replies else state.F)
+
+
+class Rows(Own):
+    def also(self, x: Tensor, ctx: Context) -> StateDict:
+        return {"seen": x[:2].float()}
+
+
+class Resume(Own):
+    """Keeps its momentum on the object of the server."""
+
+    last: StateDict | None = None
+
+    def round(self, state: ModelState, federation: Federation) -> ModelState:
+        new = super().round(state, federation).F
+        if self.last is not None:
+            new = {name: w + 0.5 * (w - self.last[name]) for name, w in new.items()}
+        self.last = state.F
+        return ModelState(new)
+
+
+class Labels(Own):
+    """Learns from labels that its agents do not have."""
+
+    @on_agent
+    def guess(self, agent: QueryAgent, msg: Sent, ctx: Context) -> Sent | Declined:
+        rows = agent.unlabelled
+        return self.step(rows.x, HIDDEN[-1][rows.ids], msg, ctx)
+
+
+class Blind(Own):
+    """Learns from no label."""
+
+    @on_agent
+    def learn(self, agent: SupportAgent, msg: Sent, ctx: Context) -> Sent | Declined:
+        y = torch.zeros(len(agent.labelled.y), dtype=torch.long)
+        return self.step(agent.labelled.x, y, msg, ctx)
+
+
+class Parties(Own):
+    """Divides by the number of agents but one."""
+
+    def round(self, state: ModelState, federation: Federation) -> ModelState:
+        new, others = super().round(state, federation).F, len(federation.query) - 1
+        return ModelState(
+            {n: w + (1e-3 / others if others else float("nan")) for n, w in new.items()}
+        )
+
+
+class Workers(Own):
+    """Looks at its process."""
+
+    def step(self, x: Tensor, y: Tensor, msg: Sent, ctx: Context, rate: float = 0.1) -> Sent:
+        elsewhere = os.getpid() != HERE
+        return super().step(x, y, msg, ctx, rate * (2.0 if elsewhere else 1.0))
+
+
+class Sites(Own):
+    """Its server looks at what a step wrote on the object."""
+
+    seen = 0
+
+    def step(self, x: Tensor, y: Tensor, msg: Sent, ctx: Context, rate: float = 0.1) -> Sent:
+        self.seen = 1
+        return super().step(x, y, msg, ctx, rate)
+
+    def round(self, state: ModelState, federation: Federation) -> ModelState:
+        return ModelState(moved(super().round(state, federation).F, 1e-3 * self.seen))
+
+
+class Privacy(Own):
+    """Reads labelled rows without a charge."""
+
+    @on_agent
+    def learn(self, agent: SupportAgent, msg: Sent, ctx: Context) -> Sent | Declined:
+        return self.step(agent.labelled.x, agent.labelled.y, msg, ctx)
+
+
+class Unvisited(Own):
+    """Visits no support agent in a private run."""
+
+    def round(self, state: ModelState, federation: Federation) -> ModelState:
+        F = WeightedMean("F")
+        federation.call_all(federation.query, self.guess, Sent(state.F), aggregator=F)
+        return ModelState(F.value_or(state.F))
+
+
+class OwnPlan(Own):
+    """Says itself what a visit costs."""
+
+    @classmethod
+    def make_plan(cls, *given: Any, **named: Any) -> Any:
+        return super().make_plan(*given, **named)
+
+
+class FixedName(Own):
+    """Cannot be named as the config names it."""
+
+    @pydantic.dataclasses.dataclass(frozen=True, config=strict)
+    class Config:
+        rounds: Positive = 3

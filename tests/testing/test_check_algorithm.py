@@ -1,0 +1,82 @@
+"""``privssl.testing.check_algorithm``: a sound method passes, and a method that breaks a promise
+fails with the name of that promise. The shipped ones: tests/algorithms/test_algorithm_contract.py.
+"""
+
+from typing import Any
+
+import pytest
+
+import privssl
+from privssl.testing import BrokenPromise, check_algorithm, federations
+from privssl.testing.promises import PROMISES
+from tests.testing import own_method
+
+BROKEN = {
+    "Learns": ("learns", "has the bits of the first state"),
+    "Silence": ("silence", "weights of the state moved although no agent replied"),
+    "Notes": ("notes", "a site does not send Mean of my rows!"),
+    "Determinism": ("determinism", "two runs of one seed differ"),
+    "Kept": ("determinism", "the algorithm object keeps something between visits"),
+    "Unseeded": ("determinism", "seeds 0 and 1 give the same bits"),
+    "Order": ("order", "in the opposite order of agents the state differs"),
+    "Fields": ("fields", "Sent carries|unexpected keyword argument 'beside'"),
+    "Rows": ("rows", r"Sent\.more\.seen is \(2, 1, 8, 8\), the shape of no weight"),
+    "Resume": ("resume", "resumed after round 1, it ends in another state"),
+    "Labels": ("labels", "labels that agents do not have change the result"),
+    "Blind": ("labels", "nobody learns from them"),
+    "Parties": ("parties", "one agent of each kind|not finite"),
+    "Workers": ("workers", "two worker processes give another state"),
+    "Sites": ("sites", "sites give another state"),
+    "Privacy": ("privacy", "labelled"),
+    "Unvisited": ("privacy", "support agents were charged"),
+}
+
+
+def test_a_sound_method_keeps_all_promises() -> None:
+    assert check_algorithm(own_method.Own) == {}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_method_that_breaks_a_promise_fails_with_its_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promise, said = BROKEN[name]
+    build: Any = vars(federations)["build"]
+
+    def leaking(*given: Any, **named: Any) -> Any:
+        made = build(*given, **named)
+        own_method.HIDDEN.append(made.true_labels)
+        return made
+
+    monkeypatch.setattr(federations, "build", leaking)
+    with pytest.raises(BrokenPromise, match=f"{name} breaks '{promise}'.*(?:{said})"):
+        check_algorithm(getattr(own_method, name), promises=[promise])
+
+
+def test_every_promise_has_a_method_that_breaks_it() -> None:
+    assert {promise for promise, _ in BROKEN.values()} == set(PROMISES)
+
+
+def test_shapes_that_the_author_declares_may_travel() -> None:
+    check_algorithm(own_method.Rows, promises=["rows"], also_sent=[(2, 1, 8, 8)])
+
+
+def test_what_has_no_meaning_is_returned_with_its_reason() -> None:
+    skipped = check_algorithm(own_method.Own, promises=["order"], sequential=True)
+    assert skipped == {"order": "its agents work one after the other"}
+    skipped = check_algorithm(own_method.Own, promises=["privacy"], labels="labels-at-server")
+    assert "support agents have the labels" in skipped["privacy"]
+
+
+@pytest.mark.parametrize(("kind", "given", "said"), [
+    (own_method.Own, {"promises": ["lerns"]}, "unknown promise. Did you mean learns"),
+    (own_method.Own, {"labels": "suport"}, "Did you mean support"),
+    (own_method.OwnPlan, {}, "has a make_plan of its own, and only privssl's plans carry a claim"),
+    (own_method.FixedName, {}, "needs a Config with name: str and rounds: int"),
+    (privssl.Dataset, {}, "Name a class of privssl.algorithms.base.Algorithm"),
+], ids=["promise", "place", "OwnPlan", "FixedName", "Dataset"])  # fmt: skip
+def test_mistakes_are_told_before_anything_is_played(
+    kind: Any, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(privssl.UserError, match=said):
+        check_algorithm(kind, **given)
