@@ -54,11 +54,11 @@ BASELINES = (
     ("server_sl", "fedavg", "fedprox", "fedsem"),
     ("fixmatch", "uda"),
     ("fl2",),
-    ("sage",),
 )
 COMPARATORS = (
     ("feddyn", "lg_fedavg", "heterofl"),
     ("fedrgd",),
+    ("sage",),
     ("pi_model", "mean_teacher", "remixmatch"),
 )
 NAMES = {
@@ -291,7 +291,7 @@ with `# yaml-language-server: $schema=privssl.schema.json` as the first line of 
 `null` in the column "values" means that the key may be left out. The `algorithm` section:
 [FedSSL, FedSEAL, SemiFL, FedMatch, FedTriNet](config_algorithms.md);
 [label census and baselines](config_baselines.md); [FedDyn, LG-FedAvg, HeteroFL,
-FedRGD, Pi-Model, Mean Teacher, ReMixMatch](config_comparators.md).
+FedRGD, SAGE, Pi-Model, Mean Teacher, ReMixMatch](config_comparators.md).
 """
 SECTION_TEXTS = {
     "run": "How a run is carried out. Only `seed`, `precision`, `device` and `batched_agents` "
