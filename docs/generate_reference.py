@@ -53,11 +53,14 @@ BASELINES = (
     ("supervise", "pseudo", "mixmatch", "fedmatch_mixup"),
     ("server_sl", "fedavg", "fedprox", "fedsem"),
     ("fixmatch", "uda"),
-    ("pi_model", "mean_teacher", "remixmatch"),
     ("fl2",),
-    ("sage",),
 )
-COMPARATORS = (("feddyn", "lg_fedavg", "heterofl"), ("fedrgd",))
+COMPARATORS = (
+    ("feddyn", "lg_fedavg", "heterofl"),
+    ("fedrgd",),
+    ("sage",),
+    ("pi_model", "mean_teacher", "remixmatch"),
+)
 NAMES = {
     str: "text", int: "integer", float: "number", bool: "true or false",
     Mapping[str, Any]: "keys with values",
@@ -288,7 +291,7 @@ with `# yaml-language-server: $schema=privssl.schema.json` as the first line of 
 `null` in the column "values" means that the key may be left out. The `algorithm` section:
 [FedSSL, FedSEAL, SemiFL, FedMatch, FedTriNet](config_algorithms.md);
 [label census and baselines](config_baselines.md); [FedDyn, LG-FedAvg, HeteroFL,
-FedRGD](config_comparators.md).
+FedRGD, SAGE, Pi-Model, Mean Teacher, ReMixMatch](config_comparators.md).
 """
 SECTION_TEXTS = {
     "run": "How a run is carried out. Only `seed`, `precision`, `device` and `batched_agents` "
@@ -390,7 +393,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "config.md": config_page,
     "config_algorithms.md": lambda: algorithms_page("methods of papers", METHODS),
     "config_baselines.md": lambda: algorithms_page("label census and baselines", BASELINES),
-    "config_comparators.md": lambda: algorithms_page("other federated methods", COMPARATORS),
+    "config_comparators.md": lambda: algorithms_page("other methods", COMPARATORS),
     "placements.md": placements_page,
 }
 

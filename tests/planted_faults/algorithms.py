@@ -108,6 +108,34 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        "ReMixMatch: guesses move away from the labels' frequencies",
+        (
+            (
+                "privssl/algorithms/baselines/remixmatch.py",
+                "q * (known + 1e-6) / (predicted + 1e-6)",
+                "q * (predicted + 1e-6) / (known + 1e-6)",
+            ),
+        ),
+        (
+            "tests/algorithms/test_centralised.py::test_predictions_are_aligned_with_the_frequencies_of_"
+            "labels",
+        ),
+    ),
+    Fault(
+        "Mean Teacher: the network is its own teacher",
+        (
+            (
+                "privssl/algorithms/baselines/mean_teacher.py",
+                "        logits: Tensor = teacher(x)",
+                "        logits: Tensor = F(x)",
+            ),
+        ),
+        (
+            "tests/algorithms/test_centralised.py::test_mean_teacher_adds_the_difference_from_the_"
+            "teacher_and_the_pi_model_from_itself",
+        ),
+    ),
+    Fault(
         "FedSSL, in turn: G-MixUp trains G by realism once more",
         (
             (

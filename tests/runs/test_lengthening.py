@@ -119,6 +119,6 @@ def test_fewer_rounds_and_other_changes_are_refused_as_ever(tmp_path: Path) -> N
 def test_methods_whose_rounds_know_their_number_cannot_be_lengthened() -> None:
     able = {name for name, kind in ALGORITHMS.items() if kind.can_be_lengthened}
     assert able == {
-        *("fedssl", "supervise", "pseudo", "mixmatch", "server_sl", "fedavg", "fedprox"),
-        *("feddyn", "lg_fedavg", "heterofl"),
+        *("fedssl", "supervise", "pseudo", "mixmatch", "fedmatch_mixup", "server_sl", "fedavg"),
+        *("fedprox", "feddyn", "lg_fedavg", "heterofl"),
     }

@@ -19,7 +19,11 @@ from torch import Tensor, nn
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.baselines.fedssl_baselines import TeacherRequest
-from privssl.algorithms.baselines.supervised import Federated, ProximalRequest, run_sgd
+from privssl.algorithms.baselines.supervised import (
+    LocalTrainingSettings,
+    ProximalRequest,
+    run_sgd,
+)
 from privssl.algorithms.local_ssl import (
     Share,
     TeacherState,
@@ -54,7 +58,7 @@ class TeacherUpdate(Message):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class CentralisedSettings(Federated):
+class CentralisedSettings(LocalTrainingSettings):
     """Settings of every method here and of ReMixMatch."""
 
     teacher_decay: Share = 0.999  # alpha, per step; of the average that is released
@@ -87,12 +91,11 @@ class Centralised(Algorithm[TeacherState]):
         return TeacherState(F, teacher=F)
 
     def round(self, state: TeacherState, federation: Federation) -> TeacherState:
-        drawn = federation.sample(federation.agents, self.cfg.agents_per_round)
         request, replies = TeacherRequest(state.F, state.teacher), list[Reply[TeacherUpdate]]()
         for step, role in (
             (self.support_pass, "support"), (self.query_pass, "query"), (self.mixed_pass, "mixed")
         ):  # fmt: skip
-            agents = tuple(agent for agent in drawn if _role(agent) == role)
+            agents = tuple(agent for agent in federation.agents if _role(agent) == role)
             replies += federation.call_all(agents, step, request)
         F = average(replies, "F", otherwise=state.F)
         return TeacherState(F, average(replies, "teacher", otherwise=state.teacher))
@@ -124,7 +127,7 @@ class Centralised(Algorithm[TeacherState]):
         self, agent: Any, labelled: LabelledRows, unlabelled: UnlabelledRows,
         msg: TeacherRequest, ctx: Context,
     ) -> TeacherUpdate:  # fmt: skip
-        self.cfg.weigh(len(labelled) + len(unlabelled), ctx)
+        ctx.weight = float(len(labelled) + len(unlabelled))
         F, memory = self.load_classifier(msg.F, ctx), dict(agent.memory)
         teacher = local_training.load_weights(self._teacher, msg.teacher, ctx.device)
         losses = self.losses(F, teacher, labelled, unlabelled, memory, ctx)
