@@ -63,7 +63,7 @@ test-avx512: $(VENV)/.installed-dev  ## test what kernels do with AVX-512, on pr
 	$(RUN) tests/avx512_on_avx2.py $(TESTS)
 
 test-flower: $(VENV)/.installed-dev  ## run the tests over Flower that take minutes together
-	$(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/remote/test_flower*.py) tests/examples tests/docs/test_tutorials.py)
+	$(RUN) -m pytest -m "flower and not slow" $(or $(TESTS),$(wildcard tests/remote/test_flower*.py) tests/docs/test_tutorials.py)
 
 test-all: $(VENV)/.installed-dev  ## run every test
 	$(RUN) -m pytest $(PARALLEL) --hypothesis-profile thorough $(TESTS)

@@ -118,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
     with gc_paused():  # here, so that --help and a typo in the command need no second
         from privssl.experiment import config as configs
+        from privssl.experiment.plugin_names import imports_of
         from privssl.experiment.prepare import prepare
         from privssl.reporting.trackers import ProgressTracker
         from privssl.runs import accounts, dry_run, launch, lengthening, resume, run_dir
@@ -128,6 +129,7 @@ def _train(options: argparse.Namespace, console: Console, stack: ExitStack) -> i
         started = time.perf_counter()
         stack.enter_context(imports_allowed())
         config = configs.load_config(options.config, options.overrides)
+        stack.enter_context(imports_of(config))
         if options.resume is not None:
             longer = lengthening.asks_for_more(options.resume, config)
             resume.check_resumable(options.resume, config, longer=longer)

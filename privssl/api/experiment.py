@@ -24,7 +24,7 @@ from privssl.api.run import Run
 from privssl.errors import ConfigError, DataError, PrivacyError, RunFolderError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
-from privssl.experiment.plugin_names import names_in
+from privssl.experiment.plugin_names import imports_of, names_in
 from privssl.experiment.prepare import prepare
 from privssl.models.own_networks import NetworkSource, reference_of
 from privssl.reporting.trackers import ProgressTracker
@@ -186,6 +186,7 @@ def _train(
     """Run from the start, or with ``folder`` from its last checkpoint."""
     try:
         with _process(progress) as stack:
+            stack.enter_context(imports_of(config))
             if folder is not None:
                 longer = lengthening.asks_for_more(folder, config)
                 resume.check_resumable(folder, config, longer=longer)
@@ -213,7 +214,6 @@ def _process(progress: bool) -> Iterator[ExitStack]:
     """The process as a run needs it, and afterwards as it was; holds the run's lock and log."""
     threads = torch.get_num_threads()
     with ExitStack() as stack:
-        stack.enter_context(imports_allowed())
         stack.enter_context(logging_to(Screen() if progress else logging.NullHandler()))
         if threading.current_thread() is threading.main_thread():
             stack.enter_context(interrupt_on_signals(*STOPPING))

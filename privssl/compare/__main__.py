@@ -101,11 +101,13 @@ def _seeds(text: str) -> tuple[int, ...]:
 def _compare(options: argparse.Namespace, console: Console, stack: ExitStack) -> int:
     with gc_paused():  # here, so that --help and a typo in the command take no second
         from privssl.compare import files, paired, plan, runner, table
+        from privssl.experiment.plugin_names import imports_of
 
     in_one_thread()
     tune_malloc()
     stack.enter_context(imports_allowed())
     loaded = plan.load_configs(options.arguments, options.vary)
+    stack.enter_context(imports_of(*loaded))
     planned = plan.all_runs(loaded, options.seeds, options.output or plan.default_output(loaded))
     output = planned[0].config.folder.parent  # without ~
     differs = plan.different_splits(planned)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from accounting.errors import AccountingError
+from privssl.algorithms import WITH_UNREAD
 from privssl.compare import plan
 from privssl.compare import table as compare_table
 from privssl.compare.paired import differences, explanation, p_heading
@@ -101,6 +102,11 @@ def overview(
     _wide(console).print(table)
 
 
+def _evaluate_every(folder: Path) -> int:
+    config = configs.load_config(folder / "config.yaml", algorithms=WITH_UNREAD)
+    return config.run.evaluate_every
+
+
 def rows_of(
     planned: Sequence[Planned], differs: Mapping[str, Sequence[str]]
 ) -> list[compare_table.Row]:
@@ -111,7 +117,7 @@ def rows_of(
     rows = []
     for name, of in plan.by_name(planned).items():
         privacy, folders = of[0].config.privacy, [run.config.folder for run in of]
-        every = [configs.load_config(f / "config.yaml").run.evaluate_every for f in folders]
+        every = [_evaluate_every(folder) for folder in folders]
         rows.append(
             compare_table.row(
                 name, list(map(_outcome, folders)), privacy.delta if privacy else None,

@@ -1,6 +1,7 @@
 """Which plug-ins a config names, and what a run records of them."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from privssl.runtime import plugins
@@ -53,6 +54,13 @@ def plugins_of(config: Any) -> Iterator[PluginName]:
 def names_in(config: Any) -> frozenset[str]:
     """Their names."""
     return frozenset(name for _, _, name in plugins_of(config))
+
+
+def imports_of(*configs: Any) -> AbstractContextManager[None]:
+    """Allow the plug-ins of configs that the user trains on, and no others: a run folder that is
+    read meanwhile chooses no code."""
+    allowed = frozenset().union(*map(names_in, configs))
+    return plugins.imports_allowed(allowed, "name it in the config that you train on")
 
 
 def refuse_taken_names() -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from privssl.algorithms import ALGORITHMS
+from privssl.algorithms import ALGORITHMS, WITH_UNREAD
 from privssl.errors import ConfigError
 from privssl.experiment import config as configs
 from privssl.experiment.config import Config
@@ -27,7 +27,7 @@ def asks_for_more(folder: Path, config: Config) -> bool:
     path = folder / "config.yaml"
     if not path.is_file():
         return False  # ``check_resumable`` says what is missing
-    former = configs.load_config(path)
+    former = configs.load_config(path, algorithms=WITH_UNREAD)
     if former.algorithm.name != config.algorithm.name:
         return False
     now, then = config.algorithm.rounds, former.algorithm.rounds

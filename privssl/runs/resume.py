@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from accounting.errors import LedgerError
 from accounting.ledger import read_journal
+from privssl.algorithms import WITH_UNREAD
 from privssl.data import split_manifest
 from privssl.errors import DataError, RunFolderError
 from privssl.experiment import config as configs
@@ -48,7 +49,7 @@ def check_resumable(folder: Path, config: Config, *, longer: bool = False) -> No
             f"{folder} is not the folder of a run: it has no config.yaml. Give --resume the "
             "folder that an earlier run named in its last lines"
         )
-    former = configs.load_config(recorded)
+    former = configs.load_config(recorded, algorithms=WITH_UNREAD)
     now, then = _result_relevant(config), _result_relevant(former)
     differing = [
         f"{key} is {_shown(now, key)} here, but {_shown(then, key)} there"

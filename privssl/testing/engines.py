@@ -79,20 +79,28 @@ class _Carrier:
 
 
 def sites_engine(agents: Sequence[Agent], algorithm: Any, seed: int, folder: Path) -> SitesEngine:
-    """An engine over a site for each agent, in this process; a labelled server has none.
+    """An engine over a site for each agent, in this process; a labelled server has none. Each visit
+    is of an algorithm that did nothing before.
 
     Args:
         folder: where sites keep what they remember.
     """
 
-    def site(agent: Agent) -> SiteRequestHandler:
-        return SiteRequestHandler(
-            agent=agent, algorithm=copy.deepcopy(algorithm), seed=seed, agreement=AGREED,
+    def site(agent: Agent) -> Callable[[bytes], bytes | None]:
+        handler = SiteRequestHandler(
+            agent=agent, algorithm=algorithm, seed=seed, agreement=AGREED,
             store=Store(folder / agent.id, 64), device=CPU, open_account=None, share_notes=True,
         )  # fmt: skip
 
+        def handle(frame: bytes) -> bytes | None:
+            new = dataclasses.replace(handler, algorithm=copy.deepcopy(unused))
+            return new.handle(frame)
+
+        return handle
+
+    unused = copy.deepcopy(algorithm)
     here = [agent for agent in agents if agent.location is AgentLocation.SERVER]
-    sites = {f"at {a.id}": site(a).handle for a in agents if a not in here}
+    sites = {f"at {a.id}": site(a) for a in agents if a not in here}
     return SitesEngine(
         _Carrier(sites), [agent.ref for agent in agents], algorithm=algorithm, agreement=AGREED,
         home=LocalEngine(here, seed=seed, device=CPU),

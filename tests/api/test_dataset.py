@@ -1,7 +1,7 @@
 """``privssl.Dataset``: rows in memory, checked as an NPZ file is, and one clear error each."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -203,7 +203,8 @@ class Frame:
 
 AGES = [20, 30, 40, 60, 25, 35, 45, 55]
 FRAME = Frame(age=AGES, colour=["red", "blue"] * 4, target=["no", "yes"] * 4)
-COLUMNS: dict[str, Sequence[Any]] = {"age": [0, 80], "colour": ["blue", "red", "green"]}
+WRONG: dict[str, Any] = {"age": 3}
+COLUMNS: dict[str, Any] = {"age": [0, 80], "colour": ["blue", "red", "green"]}
 
 
 def test_a_frame_is_scaled_by_declared_bounds_or_by_its_training_rows() -> None:
@@ -247,7 +248,7 @@ def test_a_private_run_refuses_bounds_from_its_rows_and_takes_declared_ones(
     (lambda: Rows.from_frame(FRAME), "has no label; it has age, colour, target"),
     (lambda: Rows.from_frame([1, 2]), "a list without columns"),
     (lambda: Rows.from_frame(FRAME, "target", test=1.5), r"a share in \(0, 1\)"),
-    (lambda: Rows.from_frame(FRAME, "target", columns={"age": 3}), "columns: age is 3"),  # type: ignore[dict-item]
+    (lambda: Rows.from_frame(FRAME, "target", columns=WRONG), "columns: age is 3"),
     (lambda: Rows.from_frame(FRAME, "target", columns={"age": [80, 0]}), "columns: age is"),
     (lambda: Rows.from_frame(FRAME, "target", columns={"size": [0, 1]}), "has no size; it has"),
     (lambda: Rows.from_frame(

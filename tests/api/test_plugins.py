@@ -237,6 +237,20 @@ def test_a_card_that_hides_the_own_method_is_found(tmp_path: Path) -> None:
     assert any("the card another" in problem for problem in report["problems"])
 
 
+def test_a_run_folder_that_another_config_continues_chooses_no_code(
+    mark: Path, tmp_path: Path
+) -> None:
+    path = config(tmp_path, RUN)
+    run = privssl.train(path, output=tmp_path / "run")
+    recorded = run.folder / "config.yaml"
+    recorded.write_text(recorded.read_text().replace("tests.testing.own_method", "harmful_method"))
+    outcome = command(path, "--resume", run.folder)
+    assert outcome.status == 2 and "belongs to another config: algorithm.name" in outcome.err
+    assert not mark.exists()
+    command("--resume", run.folder)  # the control: who trains on its config has it imported
+    assert mark.exists()
+
+
 def test_nothing_is_imported_where_nobody_allowed_it(mark: Path) -> None:
     name = "harmful_method:Own"
     for names in ((), ["harmful_method:Other"]):

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -104,17 +105,24 @@ def test_another_version_of_a_plug_in_does_not_continue_a_run(
     assert command("--resume", run.folder).status == 0  # the control
 
 
+@pytest.mark.slow  # five processes of Flower
 @pytest.mark.flower
 def test_over_flower_the_method_gives_the_same_weights(installed: Path, tmp_path: Path) -> None:
     pytest.importorskip("flwr")
     small = ["algorithm.rounds=2", "agents.support=1", "agents.query=1", "run.trackers=[]"]
     path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
     demo = [sys.executable, "-m", "privssl.site.demo", str(tmp_path / "demo"), "--config"]
-    done = subprocess.run(
-        [*demo, str(CONFIG), *small], capture_output=True, text=True, check=False, timeout=300,
+    process = subprocess.Popen(
+        [*demo, str(CONFIG), *small], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    try:
+        said = process.communicate(timeout=600)[0]
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)  # so that it ends the processes that it started
+            process.wait(timeout=60)
+    assert process.returncode == 0, said
     alone = privssl.train(CONFIG, small, output=tmp_path / "alone")
     weights = [f / "classifier.safetensors" for f in (alone.folder, tmp_path / "demo" / "run")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
