@@ -178,6 +178,12 @@ def _warnings(config: Config, federated_data: data.FederatedDataset) -> Iterator
             f"learned. Give {len(classes)} or more"
         )
     yield from _test_row_warnings(federated_data.dataset)
+    own = ALGORITHMS[config.algorithm.name].own_classifiers
+    if config.run.evaluate_agents and own is Algorithm.own_classifiers:
+        yield (
+            f"run.evaluate_agents has no effect: the server of {config.algorithm.name} has no "
+            "network of a single agent. Leave it out"
+        )
     if config.privacy is not None:
         return
     here = [agent.held_labelled for agent in federated_data.agents if agent.held_labelled]

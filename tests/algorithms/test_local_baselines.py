@@ -11,6 +11,7 @@ from privssl.algorithms.baselines.supervised import ProximalRequest
 from privssl.core.messages import StateDict
 from privssl.errors import ConfigError
 from privssl.experiment.config import load_config
+from privssl.experiment.prepare import prepare
 from privssl.training.evaluation import MOST_AGENTS, Evaluator
 from tests.support.fedmatch import Ear, context
 from tests.support.toy_worlds import Overheard, at_clients, federated_data, make, play, same_bits
@@ -77,6 +78,13 @@ def test_a_stream_shows_every_row_once(name: str) -> None:
 def test_what_makes_no_sense_is_refused(config: str, settings: list[str], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         load_config(CONFIGS / f"{config}.yaml", settings)
+
+
+@pytest.mark.parametrize(("name", "said"), [("semifl", 1), ("fedmatch", 0)])
+def test_where_no_agent_has_a_network_of_its_own_that_is_said(name: str, said: int) -> None:
+    prepared = prepare(load_config(CONFIGS / f"{name}.yaml", ["run.evaluate_agents=true"]))
+    warned = [text for text in prepared.warnings if "run.evaluate_agents has no effect" in text]
+    assert len(warned) == said
 
 
 def test_accuracy_of_agents_is_the_mean_over_their_own_networks() -> None:
