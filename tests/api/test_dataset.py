@@ -203,7 +203,7 @@ class Frame:
 
 AGES = [20, 30, 40, 60, 25, 35, 45, 55]
 FRAME = Frame(age=AGES, colour=["red", "blue"] * 4, target=["no", "yes"] * 4)
-WRONG: dict[str, Any] = {"age": 3}
+NO_COLUMNS: dict[str, Any] = {"age": 3}
 COLUMNS: dict[str, Any] = {"age": [0, 80], "colour": ["blue", "red", "green"]}
 
 
@@ -248,7 +248,7 @@ def test_a_private_run_refuses_bounds_from_its_rows_and_takes_declared_ones(
     (lambda: Rows.from_frame(FRAME), "has no label; it has age, colour, target"),
     (lambda: Rows.from_frame([1, 2]), "a list without columns"),
     (lambda: Rows.from_frame(FRAME, "target", test=1.5), r"a share in \(0, 1\)"),
-    (lambda: Rows.from_frame(FRAME, "target", columns=WRONG), "columns: age is 3"),
+    (lambda: Rows.from_frame(FRAME, "target", columns=NO_COLUMNS), "columns: age is 3"),
     (lambda: Rows.from_frame(FRAME, "target", columns={"age": [80, 0]}), "columns: age is"),
     (lambda: Rows.from_frame(FRAME, "target", columns={"size": [0, 1]}), "has no size; it has"),
     (lambda: Rows.from_frame(
