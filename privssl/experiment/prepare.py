@@ -34,13 +34,7 @@ from privssl.errors import ConfigError, PrivacyError
 from privssl.experiment.config import Config
 from privssl.experiment.plugin_names import describe_plugins, refuse_taken_names
 from privssl.experiment.row_checks import refuse_classes_of_labels_alone, refuse_other_rows
-from privssl.models.own_networks import (
-    NetworkSource,
-    check_network,
-    describe_exchange,
-    import_network,
-    is_imported,
-)
+from privssl.models.own_networks import NetworkSource, check_network, describe_exchange
 from privssl.privacy.independence import refuse_memory
 from privssl.privacy.plan import Plan
 from privssl.reporting.outside_trackers import check_trackers
@@ -285,8 +279,8 @@ def task_of(
     """What a config asks to be learned from rows of this shape; ``network``: as of prepare."""
     assert config.run.precision != "auto", "config.load says what it is here"
     precision = config.run.precision
-    if network is None and is_imported(config.model.name):  # now: later nobody may allow it
-        network = import_network(config.model.name)
+    if network is None and models.own_networks.is_imported(config.model.name):
+        network = models.own_networks.import_network(config.model.name)
 
     def new_classifier() -> nn.Module:
         return models.build_classifier(config.model, shape, classes, precision, network)
