@@ -285,6 +285,8 @@ def task_of(
     """What a config asks to be learned from rows of this shape; ``network``: as of prepare."""
     assert config.run.precision != "auto", "config.load says what it is here"
     precision = config.run.precision
+    if network is None and models.own_networks.is_imported(config.model.name):
+        network = models.own_networks.import_network(config.model.name)
 
     def new_classifier() -> nn.Module:
         return models.build_classifier(config.model, shape, classes, precision, network)

@@ -108,7 +108,7 @@ def _made(
     if source is None and library in LIBRARIES:
         _refuse_files(settings)
         return LIBRARIES[library](name, shape, classes, dict(settings.options))
-    source = _imported(settings.name) if source is None else source
+    source = import_network(settings.name) if source is None else source
     if isinstance(source, nn.Module):
         return copy.deepcopy(source)
     build: Callable[..., Any] = source
@@ -126,7 +126,7 @@ def _refuse_files(settings: ModelSettings) -> None:
             )
 
 
-def _imported(name: str) -> NetworkSource:
+def import_network(name: str) -> NetworkSource:
     """The network that a name imports: nothing else is called."""
     return check_source(f"model.name {name}", plugins.load("models", "model.name", name))
 
