@@ -1,6 +1,6 @@
 """What the site adds to docs/: pages of the repository's root, and notebooks as pages.
 
-mkdocs calls the functions on_files and on_page_markdown (mkdocs.yml).
+mkdocs calls the functions on_config, on_files and on_page_markdown (mkdocs.yml).
 """
 
 import json
@@ -12,6 +12,14 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")  # of the root
 #: What lies outside of the site.
 CODE = r"privssl|configs|tests|accounting|generators|benchmarks|examples|containers|README\.md"
+
+
+def on_config(config: Any) -> Any:
+    """List the pages of measured tables, which `reproduce --render` writes, under Results."""
+    [results] = [part["Results"] for part in config["nav"] if "Results" in part]
+    pages = sorted(path.name for path in (ROOT / "docs" / "results").glob("*.md"))
+    results[1:1] = [f"results/{name}" for name in pages]
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -21,6 +21,7 @@ from tests.support.command_line import PLAIN, Outcome, command
 BATCH_NORM = {
     **dict.fromkeys(("fedssl", "supervise", "pseudo", "mixmatch", "fedavg", "fedprox"), "support"),
     **dict.fromkeys(("fixmatch", "uda", "fedsem", "fedseal", "fedtrinet", "sage"), "support"),
+    **dict.fromkeys(("feddyn", "lg_fedavg", "fedrgd"), "support"),
     **dict.fromkeys(("fedmatch_mixup", "pi_model", "mean_teacher", "remixmatch"), "support"),
     "server_sl": "labels-at-server",
 }

@@ -669,7 +669,7 @@ def test_no_file_of_a_private_run_but_its_split_tells_the_hash_of_its_split(
 
     assert tellers(private) == {"split.json"}
     assert private.results()["split_hash"] == "withheld"
-    others = {"results.json", "train.log", "snapshot.json"}
+    others = {"results.json", "model_card.md", "train.log", "snapshot.json"}
     assert tellers(plain) == {"split.json", *others}  # the control
 
 

@@ -31,7 +31,8 @@ def test_the_examples_of_the_hooks_are_right() -> None:
 
 def test_the_navigation_of_the_site_has_every_page() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    listed = set(re.findall(r"[\w/-]+\.md", yaml.safe_dump(yaml.safe_load(text)["nav"])))
+    nav = hooks().on_config(yaml.safe_load(text))["nav"]
+    listed = set(re.findall(r"[\w/-]+\.md", yaml.safe_dump(nav)))
     pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     notebooks = {str(p.relative_to(DOCS).with_suffix(".md")) for p in DOCS.rglob("*.ipynb")}
     assert listed == pages | notebooks | {*hooks().PAGES}

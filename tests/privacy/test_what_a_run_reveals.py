@@ -53,6 +53,7 @@ NAME = "canary-class"  # begins the name of every class
 # What outputs stand for is public; warnings and metrics of test rows name classes, too.
 NAMES_CLASSES = (
     *("results.json", "classifier.safetensors", "train.log", "metrics.csv", "confusion.csv"),
+    "model_card.md",
 )
 
 

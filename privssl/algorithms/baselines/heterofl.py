@@ -33,6 +33,7 @@ from privssl.algorithms.baselines.supervised import (
     Averaged,
     Federated,
     ProximalRequest,
+    SupervisedState,
     labelled_losses,
     run_sgd,
 )
@@ -68,7 +69,6 @@ class HeteroFL(Averaged):
     """FedAvg of networks of several widths."""
 
     Config = HeteroFLConfig
-    StateType = ModelState
     missing_reply_policy = MissingReplyPolicy(
         quorum=(*Averaged.missing_reply_policy.quorum, "level_pass")
     )
@@ -114,7 +114,7 @@ class HeteroFL(Averaged):
             if {k: v.shape for k, v in mean.items()} != {k: v.shape for k, v in request.F.items()}:
                 raise MessageError(f"{sent[0].sender.id} sent F in other shapes than it got")
             parts.append((len(sent), mean))
-        return ModelState(self.with_statistics(put_together(state.F, parts), federation))
+        return SupervisedState(self.with_statistics(put_together(state.F, parts), federation))
 
     @on_agent
     def level_pass(self, agent: SupportAgent, msg: LevelRequest, ctx: Context) -> ModelUpdate:

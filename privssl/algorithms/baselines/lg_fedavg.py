@@ -28,6 +28,7 @@ from privssl.algorithms.baselines.supervised import (
     Averaged,
     Federated,
     ProximalRequest,
+    SupervisedState,
     labelled_losses,
     run_sgd,
 )
@@ -78,7 +79,6 @@ class LGFedAvg(Averaged):
     """FedAvg of some layers; the others stay."""
 
     Config = LGFedAvgConfig
-    StateType = ModelState
     can_be_lengthened = True
     missing_reply_policy = MissingReplyPolicy(
         quorum=(*Averaged.missing_reply_policy.quorum, "keep_pass", "local_pass")
@@ -98,7 +98,7 @@ class LGFedAvg(Averaged):
         request = LGRequest(self._part(state.F, shared=True))
         replies = federation.call_all(self.learners(federation), self.local_pass, request)
         shared, local = (average(replies, key, otherwise={}) for key in ("shared", "local"))
-        return ModelState(self.with_statistics({**state.F, **local, **shared}, federation))
+        return SupervisedState(self.with_statistics({**state.F, **local, **shared}, federation))
 
     @on_agent
     def keep_pass(self, agent: SupportAgent, msg: TrainRequest, ctx: Context) -> Ack:

@@ -141,6 +141,7 @@ class Federated(LocalTrainingSettings):
 
     def problems(self) -> Iterator[Problem]:
         """Rows that are never used; what a method of rounds of its own does not have."""
+        yield from super().problems()
         own_rounds = getattr(self, "name", "") not in ("fedavg", "fedprox", "fixmatch", "uda")
         for key, usual in (("aggregation", "mean"), ("stream_slices", 1)):
             if own_rounds and (given := getattr(self, key)) != usual:
