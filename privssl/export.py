@@ -83,7 +83,7 @@ def checked(
 
     Args:
         write: ``as_onnx`` or ``as_torch_export``.
-        network: in evaluation mode, on the CPU. Its weights become contiguous.
+        network: in evaluation mode, on the CPU.
         shape: of a row.
         about: texts that the file says of its rows.
 
@@ -156,7 +156,9 @@ def _traced(network: "nn.Module", shape: tuple[int, ...]) -> Any:
     """The network as a graph for any number of rows."""
     import torch
 
-    network.to(memory_format=torch.contiguous_format)
+    from privssl.models.static_norm import as_batch_norms
+
+    network = as_batch_norms(network).to(memory_format=torch.contiguous_format)
     rows = torch.zeros(3, *shape)
     return torch.export.export(network, (rows,), dynamic_shapes=({0: torch.export.Dim("rows")},))
 

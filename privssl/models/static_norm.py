@@ -19,11 +19,14 @@ Rows of a batch are coupled: private runs refuse the layer as a batch norm
 (``privacy.independence.refuse_coupling_layers``).
 """
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from privssl.errors import UserError
 
 
 class StaticNorm(nn.BatchNorm2d):
@@ -67,6 +70,26 @@ class StaticNorm(nn.BatchNorm2d):
 
 
 @torch.no_grad()
+def as_batch_norms(model: nn.Module) -> nn.Module:
+    """A copy in evaluation mode whose static norms are batch norms of the collected statistics: a
+    graph of it has no branch on whether there are any.
+
+    Raises:
+        UserError: nothing was collected.
+    """
+    plain = copy.deepcopy(model).eval()
+    for parent in list(plain.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, StaticNorm):
+                assert layer.num_batches_tracked is not None
+                if not int(layer.num_batches_tracked):
+                    raise UserError("Its static norms have no statistics. Train it first")
+                norm = nn.BatchNorm2d(layer.num_features, layer.eps)
+                norm.load_state_dict(layer.state_dict())
+                setattr(parent, name, norm.eval())
+    return plain
+
+
 def collect(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
     """Set the statistics of all static norms in a network from batches of rows, in one pass.
 

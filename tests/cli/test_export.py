@@ -12,6 +12,7 @@ import privssl
 from privssl import export, models
 from privssl.api.experiment import train
 from privssl.errors import ConfigError, UserError
+from privssl.models.static_norm import collect
 from privssl.settings.schema import ModelSettings
 from tests.api.digits import config, dataset
 
@@ -35,7 +36,9 @@ def classifier(name: str, norm: str = "group") -> nn.Module:
     with torch.no_grad():
         for weight in network.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
-        network(torch.randn(16, *SHAPES[name]))  # statistics of batch norm
+        rows = torch.randn(16, *SHAPES[name])
+        network(rows)  # statistics of batch norm
+        collect(network, [rows])  # and of static norm
     return network.eval()
 
 
@@ -50,6 +53,16 @@ def test_torch_export_computes_what_the_network_does(name: str) -> None:
     network = classifier(name)
     written, apart = export.checked(export.as_torch_export, network, SHAPES[name], ABOUT)
     assert len(written) > 1000 and apart <= 1e-4
+
+
+def test_static_norms_are_exported_with_the_statistics_that_were_collected() -> None:
+    _, apart = export.checked(
+        export.as_torch_export, classifier("small_cnn", "static"), SHAPES["small_cnn"], ABOUT
+    )
+    assert apart <= 1e-4
+    bare = models.build_classifier(ModelSettings("small_cnn", 4, "static"), SHAPES["small_cnn"], 3)
+    with pytest.raises(UserError, match="no statistics"):
+        export.checked(export.as_torch_export, bare.eval(), SHAPES["small_cnn"], ABOUT)
 
 
 @pytest.mark.slow
