@@ -78,7 +78,7 @@ def test_an_entry_says_what_was_run_what_came_out_and_what_it_cost(clone: Clone)
     assert (entry["column"], entry["seed"], entry["size"]) == ("40 labels, 2 + 2", 1, "paper")
     assert entry["curve"]["round"] == [1, 2, 3, 4]
     assert entry["curve"]["bytes"][-1] == entry["bytes"]["up"] + entry["bytes"]["down"]
-    assert 0 < entry["curve"]["seconds"][-1] <= entry["seconds"]["rounds"] + 0.1
+    assert 0 <= entry["curve"]["seconds"][-1] <= entry["seconds"]["rounds"] + 0.1
     assert entry["curve"]["test_accuracy"][-1] == pytest.approx(entry["value"], abs=1e-6)
     assert entry["value"] == entry["final_test_accuracy"]
     assert entry["config"]["algorithm"]["name"] == "supervise"
