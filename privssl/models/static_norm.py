@@ -69,7 +69,6 @@ class StaticNorm(nn.BatchNorm2d):
         self.running_var.lerp_(var, share)
 
 
-@torch.no_grad()
 def as_batch_norms(model: nn.Module) -> nn.Module:
     """A copy in evaluation mode whose static norms are batch norms of the collected statistics: a
     graph of it has no branch on whether there are any.
@@ -90,6 +89,7 @@ def as_batch_norms(model: nn.Module) -> nn.Module:
     return plain
 
 
+@torch.no_grad()
 def collect(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
     """Set the statistics of all static norms in a network from batches of rows, in one pass.
 
