@@ -65,7 +65,10 @@ def markdown(of: Measurements) -> str:
     ]
     if of.verdicts:
         lines += ["## What the paper claims", "", *_claims(of.verdicts), ""]
-    lines += ["## Notes", "", *(filled(note, "- ") for note in notes(of)), ""]
+    lines += ["## Notes", ""]
+    for note, points in notes(of):
+        lines += [filled(note, "- "), *(filled(point, "  - ") for point in points)]
+    lines.append("")
     if _has_curves(of):
         lines += [f"![Test accuracy against rounds]({of.table.name}.png)", ""]
     return "\n".join(lines)
@@ -87,12 +90,16 @@ def filled(text: str, bullet: str = "") -> str:
 
 
 def _what_numbers_are(of: Measurements) -> str:
-    metric = of.table.file.metric
-    what = "Test accuracy after the last round" if metric == FINAL else f"The last `{metric}`"
-    others = [f"{row.name}: the last `{row.metric}`" for row in of.table.file.rows if row.metric]
-    also = f" ({'; '.join(others)})" if others else ""
-    printed = ", and after the slash what the paper prints" if _has_printed(of) else ""
-    return f"{what}{also}, in percent: mean ± sample standard deviation over seeds{printed}."
+    rows, metric = of.table.file.rows, of.table.file.metric
+    usual = "test accuracy after the last round" if metric == FINAL else f"the last `{metric}`"
+    named = [f"{row.name}: the last `{row.metric}`" for row in rows if row.metric]
+    if len(named) < len(rows):
+        named.insert(0, f"other rows: {usual}" if named else usual)
+    printed = " After the slash stands what the paper prints." if _has_printed(of) else ""
+    return (
+        "In percent, mean ± sample standard deviation over seeds: "
+        f"{'; '.join(named)}.{printed}"
+    )  # fmt: skip
 
 
 def _has_printed(of: Measurements) -> bool:
@@ -176,73 +183,78 @@ def _claims(of: Sequence[Verdict]) -> list[str]:
     return rows_of(lines)
 
 
-def notes(of: Measurements) -> Iterator[str]:
+#: A sentence, and points below it.
+Note = tuple[str, Sequence[str]]
+
+
+def notes(of: Measurements) -> Iterator[Note]:
     """What the numbers do not say."""
-    cells = of.table.cells
-    measured = [cell for cell in cells if of.kept(cell)]
+    measured = [cell for cell in of.table.cells if of.kept(cell)]
     seeds = sorted({len(of.found[cell.row, cell.column].shown) for cell in measured})
     if 1 in seeds:
-        yield "A value without ± has one seed: its variation over seeds is not known."
-    for text, places in _grouped(cells).items():
-        yield f"{places}: {text}."
+        yield "A value without ± has one seed: its variation over seeds is not known.", ()
+    yield from _differences(of.table)
     if any(cell.size == "reduced" for cell in measured):
-        yield f"{REDUCED} Smaller than in the paper: compare orders, not numbers."
+        yield f"{REDUCED} Smaller than in the paper: compare orders, not numbers.", ()
     reasons = {why for kept in of.found.values() if kept.is_old for why in kept.why_old.values()}
     if reasons:
-        yield f"{OLD} Measured before a change: {'; '.join(sorted(reasons))}. To be run again."
+        yield f"{OLD} Measured before a change, to be run again:", sorted(reasons)
     entries = [entry for kept in of.found.values() for entry in kept.shown.values()]
     if any(entry["privacy"]["kind"] != "none" for entry in entries):
         yield (
             "Private noise is drawn anew in every run, so a repetition of a private run differs. "
-            "An epsilon is that of one run, the largest over seeds."
-        )
+            "An epsilon is that of one run, the largest over seeds.", ()
+        )  # fmt: skip
     if any(entry["privacy"]["kind"] == "nominal" for entry in entries):
-        yield "NOMINAL: the number of a scheme that guarantees nothing."
+        yield "NOMINAL: the number of a scheme that guarantees nothing.", ()
     yield from _splits(of)
     same = {
         f"{entry['column']}, {entry['row']} is {entry['same_run_as']}"
         for entry in entries if "same_run_as" in entry
     }  # fmt: skip
     if same:
-        yield f"One run answers two cells: {'; '.join(sorted(same))}."
-    yield f"Minutes are CPU minutes of one run, the median over seeds, on {_machines(entries)}."
+        yield "One run answers two cells:", sorted(same)
+    yield f"Minutes are CPU minutes of one run, the median over seeds, on {_machines(entries)}.", ()
 
 
-def _grouped(cells: Sequence[Cell]) -> dict[str, str]:
-    """What differs -> where: rows, and the columns unless it is all of these rows."""
+def _differences(table: Table) -> Iterator[Note]:
+    """What differs from the paper, of the same rows and columns together."""
     places: dict[str, list[Cell]] = {}
-    for cell in cells:
+    for cell in table.cells:
         if cell.differs:
             kind = {"paper": "", "reduced": "reduced; ", "absent": "data absent; "}[cell.size]
             places.setdefault(f"{kind}{cell.differs}".rstrip("."), []).append(cell)
-    named = {}
     for text, of in places.items():
-        rows = dict.fromkeys(cell.row for cell in of)
-        columns = dict.fromkeys(cell.column for cell in of)
-        whole = len(of) == sum(cell.row in rows for cell in cells)
-        named[text] = ", ".join(rows) + ("" if whole else f" ({'; '.join(columns)})")
-    return named
+        rows, columns = (
+            list(dict.fromkeys(names))
+            for names in ((cell.row for cell in of), (cell.column for cell in of))
+        )
+        whole = len(of) == sum(cell.row in rows for cell in table.cells)
+        where = "All rows" if len(rows) == len(table.file.rows) else ", ".join(rows)
+        points = [] if whole else [f"of {'; '.join(columns)}"]
+        yield f"{where}:", points + text.split("; ")
 
 
-def _splits(of: Measurements) -> Iterator[str]:
+def _splits(of: Measurements) -> Iterator[Note]:
     """Whether the rows of each column had one split in each seed."""
-    different = []
+    alike = True
     for column in of.table.file.columns:
         kept = [(row.name, of.found.get((row.name, column.name))) for row in of.table.file.rows]
         found = [(name, one) for name, one in kept if one is not None]
         if not found:
             continue
-        first, reference = found[0]
+        (first, reference), different = found[0], []
         for name, one in found[1:]:
             shared = reference.shown.keys() & one.shown.keys()
             pairs = [(reference.shown[seed], one.shown[seed]) for seed in sorted(shared)]
             if other := [pair for pair in pairs if pair[0]["split_hash"] != pair[1]["split_hash"]]:
                 keys = ", ".join(data_keys(*other[0])) or "the rows of the data set"
-                different.append(f"{name} than {first} in {column.name!r} ({keys})")
-    if different:
-        yield f"Other rows, labels or agents: {'; '.join(different)}."
-    else:
-        yield "In each column all rows had the same split in each seed."
+                different.append(f"{name} ({keys})")
+        if different:
+            alike = False
+            yield f"Other rows, labels or agents than {first}, {column.name}:", different
+    if alike:
+        yield "In each column all rows had the same split in each seed.", ()
 
 
 def data_keys(one: Entry, other: Entry) -> list[str]:
