@@ -53,10 +53,8 @@ def test_one_seed_has_no_deviation_and_a_reduced_cell_its_reason(clone: Clone) -
 
     assert f"| {TWENTY} | Supervise | 39.25 | 1 | 40.25 | -1.0 | reduced | 1.0 |" in text
     assert "39.25‡ / 40.25" in text
-    assert (
-        "has one seed" in text
-        and "Supervise, Pseudo (all) (20 labels): reduced; half the labels." in text
-    )
+    assert "has one seed" in text
+    assert "- All rows:\n  - of 20 labels\n  - reduced\n  - half the labels\n" in text
     assert "compare orders, not numbers" in text
 
 
@@ -68,7 +66,7 @@ def test_an_old_entry_counts_only_where_there_is_nothing_newer(clone: Clone) -> 
 
     assert "| Supervise | 50.00 / 50.0 |" in text
     assert "| Pseudo (all) | 30.00† / 60.0 |" in text
-    assert "† Measured before a change: its method has changed." in text
+    assert "- † Measured before a change, to be run again:\n  - its method has changed\n" in text
 
 
 def test_an_epsilon_is_the_weakest_claim_over_seeds(clone: Clone) -> None:
@@ -90,9 +88,11 @@ def test_rows_of_a_column_with_other_splits_are_told(clone: Clone) -> None:
 
     path.write_text(path.read_text().replace(f"split {FORTY} 0", "another"))
     text = page(clone)
-    assert f"Pseudo (all) than Supervise in '{FORTY}' (the rows of the data set)" in text
+    told = f"- Other rows, labels or agents than Supervise, {FORTY}:\n  - Pseudo (all) "
+    assert f"{told}(the rows of the data set)\n" in text
+    assert "all rows had the same split" not in text
     path.write_text(path.read_text().replace('"labelled": 40', '"labelled": 30'))
-    assert f"Pseudo (all) than Supervise in '{FORTY}' (data.labelled)" in page(clone)
+    assert f"{told}(data.labelled)\n" in page(clone)
 
 
 # Claims -----------------------------------------------------------------------------------------
