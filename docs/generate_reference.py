@@ -53,11 +53,11 @@ BASELINES = (
     ("supervise", "pseudo", "mixmatch", "fedmatch_mixup"),
     ("server_sl", "fedavg", "fedprox", "fedsem"),
     ("fixmatch", "uda"),
-    ("fl2",),
 )
 COMPARATORS = (
     ("feddyn", "lg_fedavg", "heterofl"),
     ("fedrgd",),
+    ("fl2",),
     ("sage",),
     ("pi_model", "mean_teacher", "remixmatch"),
 )

@@ -225,6 +225,17 @@ def average_over(
     return mean.value_or(otherwise)
 
 
+def momentum_step(
+    F: StateDict, velocity: StateDict, mean: StateDict, momentum: float
+) -> tuple[StateDict, StateDict]:
+    """g = F - mean; v = momentum v + g; F - v: SGD of rate 1 on a pseudo-gradient (FedAvgM).
+
+    Names that ``mean`` lacks are kept from F. Returns the new weights and the new v.
+    """
+    v = {name: momentum * velocity[name] + (F[name] - value) for name, value in mean.items()}
+    return {**F, **{name: F[name] - step for name, step in v.items()}}, v
+
+
 def train_alone(
     federation: Federation, agents: Roster, step: Callable[..., Any],
     message: Callable[[StateDict], Message], own: Mapping[str, StateDict], first: StateDict,

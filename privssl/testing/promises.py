@@ -28,6 +28,7 @@ from privssl.testing.federations import (
     at_server,
     federated_data,
     finite,
+    flat,
     held_as_in,
     make_algorithm,
     play,
@@ -115,18 +116,39 @@ def learns(trial: Trial) -> None:
         raise BrokenPromise(f"after {trial.last} rounds it has the bits of the first state")
 
 
-def silence(trial: Trial) -> None:
-    """A round in which no agent replies changes no weight."""
-    after = play(trial.algorithm(), trial.parties(), 1, engine=Mute)
-    if not same_bits(_weights_in(after.begun), _weights_in(after.state)):
-        raise BrokenPromise("weights of the state moved although no agent replied")
+def no_reply(trial: Trial) -> None:
+    """A round in which no agent replies teaches nothing, be it the first or the last.
+
+    Each weight stays, becomes that of another network, or lies between both (a moving average).
+    """
+    first = play(trial.algorithm(), trial.parties(), 1, engine=Mute)
+    before = through_disk(trial.part, trial.last - 1)
+    last = play(trial.algorithm(), trial.parties(), trial.last, engine=Mute, resume=before)
+    for number, after in ((1, first), (trial.last, last)):
+        held = _weights_in(after.begun)
+        for path, weight in _weights_in(after.state).items():
+            name = path.rpartition("/")[2]
+            others = [old for there, old in held.items() if there.endswith(f"/{name}")]
+            if not any(_is_between(weight, held.get(path, old), old) for old in others):
+                raise BrokenPromise(
+                    f"weights of the state moved although no agent replied in round {number}"
+                )
 
 
-def _weights_in(state: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(state).items() if isinstance(value, Mapping)}
+def _weights_in(state: Any) -> dict[str, Tensor]:
+    weights = flat({n: value for n, value in vars(state).items() if isinstance(value, Mapping)})
+    return {path: torch.as_tensor(value).double() for path, value in weights.items()}
 
 
-def notes(trial: Trial) -> None:
+def _is_between(weight: Tensor, one: Tensor, other: Tensor) -> bool:
+    """Entry by entry, but for rounding."""
+    if not weight.shape == one.shape == other.shape:
+        return False
+    low, high = torch.minimum(one, other) - 1e-6, torch.maximum(one, other) + 1e-6
+    return bool(((low <= weight) & (weight <= high)).all())
+
+
+def metrics(trial: Trial) -> None:
     """Agents log numbers under names that a site sends."""
     named = {name for _, reply in trial.whole.engine.heard for name in reply.metrics}
     if strange := sorted(name for name in named if not re.fullmatch(NOTE, name)):
@@ -311,7 +333,7 @@ def privacy(trial: Trial) -> None:
 PROMISES: dict[str, Callable[[Trial], None]] = {
     check.__name__: check
     for check in (
-        learns, silence, notes, determinism, order, fields, rows, resume, labels, parties,
+        learns, no_reply, metrics, determinism, order, fields, rows, resume, labels, parties,
         workers, sites, privacy,
     )
 }  # fmt: skip

@@ -52,7 +52,7 @@ ALSO_SENT = {"label_census": CENSUS_SHAPES + VECTOR_SHAPES}
 #: ``privacy`` is asked in tests/privacy, of each mechanism.
 EVERY = set(PROMISES) - {"labels", "privacy"}
 #: What may differ between an algorithm and its variants; the rest is tried in slow tests.
-OF_VARIANTS = {"learns", "notes", "order", "fields", "rows"}
+OF_VARIANTS = {"learns", "metrics", "order", "fields", "rows"}
 #: Variants with other state or other arithmetic; what resumes and travels is alike in the rest.
 OTHER_STATE = (
     "fedssl, F by SGD", "fedssl, bfloat16", "fedmatch, bfloat16", "pseudo, batch norm",

@@ -13,12 +13,8 @@ from torch.testing import assert_close
 
 from privssl.algorithms.baselines.sage import soft_correction
 from privssl.algorithms.fl2.algorithm import FL2, ParameterUpdate
-from privssl.algorithms.fl2.thresholds import (
-    FL2Config,
-    adaptive_thresholds,
-    learning_status,
-    perturbation,
-)
+from privssl.algorithms.fl2.settings import FL2Config
+from privssl.algorithms.fl2.thresholds import adaptive_thresholds, learning_status, perturbation
 from privssl.core.agents import AgentRef
 from privssl.core.aggregation import average
 from privssl.core.messages import Reply
@@ -27,6 +23,7 @@ from privssl.experiment.config import load_config
 from privssl.training.evaluation import accuracy
 from tests.support.toy_worlds import (
     TOY,
+    Mute,
     Overheard,
     apart,
     at_clients,
@@ -34,6 +31,7 @@ from tests.support.toy_worlds import (
     make,
     play,
     same_bits,
+    through_disk,
 )
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -119,13 +117,23 @@ def test_the_servers_step_has_momentum_and_the_server_trains_first_and_last() ->
     assert isinstance(after.engine, Overheard)
     steps = [call.step.__name__ for call, _ in after.engine.heard]
     assert steps[0] == steps[-1] == "support_pass"
-    state = algorithm.start(after.federation)
-    ones = {name: torch.ones_like(v) for name, v in state.velocity.items()}
-    moved, v = algorithm._step(  # type: ignore[attr-defined]
-        type(state)(state.F, ones), {name: w - 1 for name, w in state.F.items()}
-    )
-    assert apart(v, {name: 1.5 * one for name, one in ones.items()}) < 1e-6  # 0.5 v + (F - mean)
-    assert apart(moved, {name: w - 1.5 for name, w in state.F.items()}) < 1e-6
+    before = play(algorithm, at_server(), 1).state
+    heard = after.engine.heard[2:]  # of round 2; the second half is that of round 1
+    sent = [reply for call, reply in after.engine.heard if call.step.__name__ == "query_pass"][2:]
+    mean = average(sent, "F", otherwise={}, weight=learning_status)
+    v = {name: 0.5 * before.velocity[name] + (before.F[name] - w) for name, w in mean.items()}
+    assert apart(after.state.velocity, v) < 1e-6
+    tuned = heard[-1][0].message.F  # what the server goes on from
+    assert apart(tuned, {name: before.F[name] - step for name, step in v.items()}) < 1e-6
+    assert apart(tuned, mean) > 1e-4  # the control: the mean itself
+
+
+def test_a_round_without_replies_moves_nothing_though_there_is_momentum() -> None:
+    algorithm = make("fl2", local_epochs=1, sure_above=0.1)
+    begun = play(algorithm, at_server(), 1)
+    silent = play(algorithm, at_server(), 2, engine=Mute, resume=through_disk(begun, 1))
+    assert max(float(v.abs().max()) for v in begun.state.velocity.values()) > 1e-4  # or no control
+    assert same_bits(begun.state, silent.state)
 
 
 def test_each_part_of_fl2_can_be_left_out_and_changes_what_is_learned() -> None:
@@ -137,6 +145,23 @@ def test_each_part_of_fl2_can_be_left_out_and_changes_what_is_learned() -> None:
     reference = play(make("fl2", **whole), at_server(), 2).state
     for change in changes:
         assert not same_bits(reference, play(make("fl2", **whole, **change), at_server(), 2).state)
+
+
+@pytest.mark.parametrize(("clip", "step"), [(0.01, 0.01), (None, None)])
+def test_a_step_of_fl2_is_as_long_as_the_clipped_gradient(
+    clip: float | None, step: float | None
+) -> None:
+    algorithm = make(
+        "fl2", clip_gradients=clip, learning_rate=1.0, schedule="factor", local_epochs=1,
+        server_batch_size=100, batch_size=100, momentum=0.0, nesterov=False, weight_decay=0.0,
+        sure_above=0.1, consistency_weight=0.0,
+    )  # fmt: skip
+    after = play(algorithm, at_server(), 1, engine=Overheard)
+    assert isinstance(after.engine, Overheard)
+    for call, reply in after.engine.heard:
+        moved = [reply.payload.F[name] - call.message.F[name] for name in reply.payload.F]
+        length = math.sqrt(sum(float(part.square().sum()) for part in moved))
+        assert length == pytest.approx(step, rel=1e-3) if step else length > 0.1
 
 
 def test_settings_of_fl2_without_effect_are_refused() -> None:

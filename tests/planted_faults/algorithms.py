@@ -21,6 +21,7 @@ UDA = "privssl/algorithms/baselines/fixmatch_uda.py"
 MIXUP = "privssl/algorithms/baselines/fedmatch_mixup.py"
 FEDSEM = "privssl/algorithms/baselines/pseudo_labeling.py"
 FL2 = "privssl/algorithms/fl2/thresholds.py"
+FL2_ROUNDS = "privssl/algorithms/fl2/algorithm.py"
 SAGE = "privssl/algorithms/baselines/sage.py"
 LOCAL = "privssl/algorithms/local_ssl.py"
 FEDDYN = "privssl/algorithms/baselines/feddyn.py"
@@ -53,6 +54,14 @@ FAULTS: tuple[Fault, ...] = (
         "(FL)^2, Eq. 9: a class's threshold is not scaled to the agent's",
         ((FL2, "p / p.max() * tau", "p * tau"),),
         (IN_NEWER + "thresholds_are_the_mean_confidence_scaled_by_the_mean_prediction_of_a_class",),
+    ),
+    Fault(
+        "(FL)^2: momentum moves the weights though nobody replied",
+        ((FL2_ROUNDS, "if any(not reply.declined for reply in replies)", "if True"),),
+        (
+            IN_NEWER + "a_round_without_replies_moves_nothing_though_there_is_momentum",
+            "tests/algorithms/test_algorithm_contract.py::test_an_algorithm_keeps_its_promises[fl2]",
+        ),
     ),
     Fault(
         "(FL)^2, Eq. 12: weights move by T g, not T^2 g",
@@ -363,7 +372,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "SemiFL: the server's momentum is forgotten",
-        ((SEMIFL, "momentum * velocity[name] + (F[name] - value)", "F[name] - value"),),
+        ((LOCAL, "momentum * velocity[name] + (F[name] - value)", "F[name] - value"),),
         (IN_SEMIFL + "a_constant_pull_is_followed_in_growing_steps",),
     ),
     Fault(

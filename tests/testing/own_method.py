@@ -109,12 +109,12 @@ class Learns(Own):
         return state
 
 
-class Silence(Own):
+class NoReply(Own):
     def round(self, state: ModelState, federation: Federation) -> ModelState:
         return ModelState(moved(super().round(state, federation).F, 1e-3))
 
 
-class Notes(Own):
+class Metrics(Own):
     def also(self, x: Tensor, ctx: Context) -> StateDict:
         ctx.log_metric("Mean of my rows!", float(x.float().mean()))
         return {}

@@ -13,8 +13,8 @@ from tests.testing import own_method
 
 BROKEN = {
     "Learns": ("learns", "has the bits of the first state"),
-    "Silence": ("silence", "weights of the state moved although no agent replied"),
-    "Notes": ("notes", "a site does not send Mean of my rows!"),
+    "NoReply": ("no_reply", "moved although no agent replied in round 1"),
+    "Metrics": ("metrics", "a site does not send Mean of my rows!"),
     "Determinism": ("determinism", "two runs of one seed differ"),
     "Kept": ("determinism", "the algorithm object keeps something between visits"),
     "Unseeded": ("determinism", "seeds 0 and 1 give the same bits"),

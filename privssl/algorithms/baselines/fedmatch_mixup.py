@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from privssl.algorithms.base import MissingReplyPolicy
-from privssl.algorithms.baselines.fedssl_baselines import TeacherRequest, _FedSSLBaseline
+from privssl.algorithms.baselines.fedssl_baselines import TeacherRequest, FedSSLBaseline
 from privssl.algorithms.fedmatch.helper_agents import bundle, draw_probe, nearest_agents, unbundle
 from privssl.algorithms.local_ssl import (
     Amount,
@@ -78,7 +78,7 @@ class FedMatchMixupConfig(ClassifierTraining):
 
 
 @final
-class FedMatchMixup(_FedSSLBaseline):
+class FedMatchMixup(FedSSLBaseline):
     """MixMatch whose agents are drawn to the predictions of their helpers."""
 
     Config = FedMatchMixupConfig

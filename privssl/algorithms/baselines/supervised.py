@@ -112,14 +112,14 @@ class LocalTrainingSettings:
             text = f"{self.learning_rate_decay:g} has no effect with schedule cosine. Leave it out"
             yield Problem("learning_rate_decay", text)
         if self.nesterov and not self.momentum:
-            yield Problem("nesterov", "true, but momentum is 0. Give momentum, or leave it out")
+            yield Problem("nesterov", "true, but momentum is 0. Give momentum, or set false")
 
     def rate(self, round_number: int) -> float:
         """Learning rate in a round, counted from 1."""
+        before = max(0, round_number - 1)  # what trains before round 1 has its rate
         if self.schedule == "cosine":
-            done = (round_number - 1) / self.rounds
-            return self.learning_rate * (1 + math.cos(math.pi * done)) / 2
-        return self.learning_rate * self.learning_rate_decay ** max(0, round_number - 1)
+            return self.learning_rate * (1 + math.cos(math.pi * before / self.rounds)) / 2
+        return self.learning_rate * self.learning_rate_decay**before
 
     def weak_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """A weak view of rows (B, *shape) in [-1, 1]."""

@@ -1,1 +1,1 @@
-"""(FL)^2: its rounds, and its thresholds and perturbed weights."""
+"""(FL)^2: its rounds, its settings, and its thresholds and perturbed weights."""

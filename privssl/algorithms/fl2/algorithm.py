@@ -11,7 +11,7 @@ a visit and the server fine-tunes the average, and replaces its fixed threshold.
     weights moved against rows above tau_f (11, 12)     perturbation
     KL between both predictions of them (Eq. 13)        _loss
     average with weights 1 - tau_k (Eq. 15)             learning_status
-    momentum 0.5 of the server's step (appendix C)      _step
+    momentum 0.5 of the server's step (appendix C)      round, momentum_step
 
 Where labels may be: at the server (the paper). At support or mixed agents (ours) all of them
 fine-tune the average at the same time; the mean of their weights, by rows, is taken.
@@ -32,17 +32,14 @@ from torch.nn.functional import cross_entropy
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.baselines.fixmatch_uda import divergence
-from privssl.algorithms.baselines.supervised import labelled_losses
-from privssl.algorithms.fl2.thresholds import (
-    FL2Config,
-    adaptive_thresholds,
-    learning_status,
-    perturbation,
-)
+from privssl.algorithms.baselines.supervised import ProximalRequest, labelled_losses, run_sgd
+from privssl.algorithms.fl2.settings import FL2Config
+from privssl.algorithms.fl2.thresholds import adaptive_thresholds, learning_status, perturbation
 from privssl.algorithms.local_ssl import (
     ModelState,
     TrainRequest,
     average_over,
+    momentum_step,
     needs_unlabelled,
     no_statistics,
 )
@@ -51,9 +48,8 @@ from privssl.core.aggregation import WeightedMean, uniform_weight
 from privssl.core.federation import Federation
 from privssl.core.messages import Message, StateDict
 from privssl.core.task import Context, on_agent
-from privssl.runtime import randomness
 from privssl.settings.schema import Problem
-from privssl.training import local_training, optim
+from privssl.training import local_training
 from privssl.training.pseudo_labels import guess_labels
 
 
@@ -98,20 +94,14 @@ class FL2(Algorithm[FL2State]):
         drawn = federation.sample(federation.query, self.cfg.query_per_round)
         equal = self.cfg.aggregation == "equal"
         mean = WeightedMean("F", uniform_weight if equal else learning_status)
-        federation.call_all(drawn, self.query_pass, TrainRequest(state.F), aggregator=mean)
-        F, velocity = self._step(state, mean.value_or(state.F))
+        F, velocity = state.F, state.velocity
+        replies = federation.call_all(drawn, self.query_pass, TrainRequest(F), aggregator=mean)
+        if any(not reply.declined for reply in replies):  # else momentum alone would move F
+            F, velocity = momentum_step(F, velocity, mean.value_or(F), self.cfg.global_momentum)
         return FL2State(self._fine_tune(F, federation), velocity)
 
     def _fine_tune(self, F: StateDict, federation: Federation) -> StateDict:
         return average_over(federation, federation.support, self.support_pass, TrainRequest(F), F)
-
-    def _step(self, state: FL2State, mean: StateDict) -> tuple[StateDict, StateDict]:
-        """FedAvgM: the difference from the mean is a gradient, taken with momentum."""
-        v = {
-            name: self.cfg.global_momentum * old + (state.F[name] - mean[name])
-            for name, old in state.velocity.items()
-        }
-        return {**state.F, **{name: state.F[name] - step for name, step in v.items()}}, v
 
     def classifier(self, state: FL2State) -> StateDict:
         return state.F
@@ -124,7 +114,7 @@ class FL2(Algorithm[FL2State]):
         ctx.weight = float(len(agent.labelled))
         F = self.load_classifier(msg.F, ctx)
         cfg = dataclasses.replace(self.cfg, batch_size=self.cfg.server_batch_size)
-        return self._descend(F, labelled_losses(F, agent.labelled, cfg, ctx), 0.0, ctx)
+        return self._descend(F, labelled_losses(F, agent.labelled, cfg, ctx), 0.0, msg, ctx)
 
     @on_agent
     def query_pass(self, agent: QueryAgent, msg: TrainRequest, ctx: Context) -> ParameterUpdate:
@@ -155,7 +145,7 @@ class FL2(Algorithm[FL2State]):
                     target = y[batch].to(ctx.device)
                     yield self._loss(F, x, target, learned[batch], sure[batch])
 
-        return self._descend(F, losses(), tau, ctx)
+        return self._descend(F, losses(), tau, msg, ctx)
 
     def _loss(self, F: nn.Module, x: Tensor, y: Tensor, learned: Tensor, sure: Tensor) -> Tensor:
         """w_a L_a + w_cs L_cs of one batch, Eq. 14: strong views (B, *shape), labels (B,)."""
@@ -174,14 +164,8 @@ class FL2(Algorithm[FL2State]):
         return loss
 
     def _descend(
-        self, F: nn.Module, losses: Iterator[Tensor], tau: float, ctx: Context
+        self, F: nn.Module, losses: Iterator[Tensor], tau: float, msg: TrainRequest, ctx: Context
     ) -> ParameterUpdate:
-        """A step of a fresh SGD on each loss; Nesterov momentum."""
-        sgd = optim.SGD(
-            F.parameters(), lr=self.cfg.rate(max(1, ctx.round)), momentum=self.cfg.momentum,
-            weight_decay=self.cfg.weight_decay, nesterov=self.cfg.nesterov,
-        )  # fmt: skip
-        with randomness.seeded(ctx.rng("dropout")):
-            taken = [local_training.minimise(sgd, loss) for loss in losses]
-        ctx.log_metric("train/loss_F", local_training.mean_of(taken))
+        """A step of a fresh SGD on each loss, then the reply."""
+        run_sgd(F, losses, self.cfg, ProximalRequest(msg.F), ctx)
         return ParameterUpdate(local_training.to_send(dict(F.named_parameters())), tau)

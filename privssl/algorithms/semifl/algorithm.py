@@ -39,6 +39,7 @@ from privssl.algorithms.local_ssl import (
     ModelUpdate,
     TrainRequest,
     average_over,
+    momentum_step,
     needs_unlabelled,
 )
 from privssl.algorithms.semifl.losses import fix_and_mix_loss, pair_rows, passes
@@ -261,7 +262,7 @@ class SemiFL(Algorithm[SemiFLState]):
                 yield batched_call(hard_label_loss, batch, F=F)
 
 
-# Local training and the server's step -------------------------------------------------------
+# Local training -----------------------------------------------------------------------------
 
 
 def local_descent(
@@ -291,14 +292,3 @@ def local_descent(
     ctx.log_metric(f"train/loss_F/{group}", local_training.mean_of(values))
     buffers = {key: sgd.state[p].get("momentum_buffer") for key, p in named.items()}
     return device_transfer.copy_tensors({key: b for key, b in buffers.items() if b is not None})
-
-
-def momentum_step(
-    F: StateDict, velocity: StateDict, mean: StateDict, momentum: float
-) -> tuple[StateDict, StateDict]:
-    """g = F - mean; v = momentum v + g; F - v: SGD of rate 1 on a pseudo-gradient (FedAvgM).
-
-    Names that ``mean`` lacks are kept from F. Returns the new weights and the new v.
-    """
-    v = {name: momentum * velocity[name] + (F[name] - value) for name, value in mean.items()}
-    return {**F, **{name: F[name] - step for name, step in v.items()}}, v
