@@ -24,7 +24,7 @@ from privssl.algorithms import ALGORITHMS
 from privssl.core.rows import WITH_DROPOUT
 from privssl.data.split import role_problems
 from privssl.errors import ConfigError
-from privssl.experiment.later_keys import forget_later_keys
+from privssl.experiment.later_keys import FORMER, forget_later_keys
 from privssl.experiment.number_checks import count_labelled_rows, number_problems
 from privssl.experiment.row_checks import IMAGE_SETS, kind_in, row_problems
 from privssl.ops.precision import Precision, fastest_precision, is_emulated
@@ -106,6 +106,9 @@ def load_config(
         raise ConfigError(f"{show(str(path))}: its name is not UTF-8. Rename the file") from None
     builder = ConfigBuilder(path, algorithms)
     builder.read_file(text)
+    of_run = path.name == "config.yaml" and (path.parent / "split.json").exists()
+    if of_run:
+        builder.leave_out(FORMER)
     for override in overrides:
         builder.override(override)
     values: dict[str, Any] = {name: builder.section(name) for name in ORDER}
@@ -128,7 +131,6 @@ def load_config(
     )  # fmt: skip
     config = dataclasses.replace(config, run=run, warnings=tuple(_warnings(config)))
     # In the folder of a run paths are absolute already; older runs have others in their checksum.
-    of_run = path.name == "config.yaml" and (path.parent / "split.json").exists()
     return config if of_run else _with_absolute_paths(config)
 
 

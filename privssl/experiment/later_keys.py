@@ -1,4 +1,4 @@
-"""Keys of the config that earlier versions did not have: their checkpoints stay valid."""
+"""Keys of the config that only earlier or only later versions have: checkpoints stay valid."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +28,10 @@ _NULL_WAS: Mapping[str, Any] = {
     "weight_decay": 0.0, "helpers_vote": "always", "probabilities": "clamped",
     "keep_helpers": False, "stream_slices": 1,  # the last one is later elsewhere
 }  # fmt: skip
+#: Keys that some algorithms no longer have, at the only value that their runs could have.
+FORMER: Mapping[str, Mapping[str, Any]] = {
+    "algorithm": {"aggregation": "mean", "stream_slices": 1},
+}
 
 
 def forget_later_keys(sections: Mapping[str, dict[str, Any] | None]) -> None:

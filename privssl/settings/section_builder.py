@@ -92,6 +92,14 @@ class ConfigBuilder:
             self.add(name, unknown("section", name, self.order))
         self._empty = set(document.empty)
 
+    def leave_out(self, former: Mapping[str, Mapping[str, Any]]) -> None:
+        """Drop keys of earlier versions (by section) that have these values, the usual ones."""
+        for section, usual in former.items():
+            given = self._values.get(section)
+            if isinstance(given, dict):
+                kept = {k: v for k, v in given.items() if k not in usual or usual[k] != v}
+                self._values[section] = kept
+
     def override(self, argument: str) -> None:
         """Apply one ``section.key=value``."""
         key, equals, text = argument.partition("=")

@@ -10,7 +10,7 @@ from torch import nn
 from privssl.algorithms.baselines.supervised import ProximalRequest
 from privssl.core.messages import StateDict
 from privssl.errors import ConfigError
-from privssl.experiment.config import load_config
+from privssl.experiment.config import config_hash, load_config
 from privssl.experiment.prepare import prepare
 from privssl.training.evaluation import MOST_AGENTS, Evaluator
 from tests.support.fedmatch import Ear, context
@@ -41,6 +41,9 @@ def test_an_agent_alone_goes_on_from_its_own_network(name: str) -> None:
     assert isinstance(mean.engine, Overheard)
     sent = [call.message.F for call, _ in mean.engine.heard[half:]]
     assert same_bits(*sent) and not mean.algorithm.own_classifiers(mean.state)
+    counted = [reply.weight != 1.0 for _, reply in mean.engine.heard]
+    assert all(counted) == (name != "fedprox")  # by rows, but for FedProx's default
+    assert all(reply.weight == 1.0 for _, reply in after.engine.heard)  # alone: no count leaves
 
 
 @pytest.mark.parametrize("name", ["fixmatch", "fedavg"])
@@ -74,10 +77,29 @@ def test_a_stream_shows_every_row_once(name: str) -> None:
     ("fedavg_dp", ["algorithm.aggregation=none"], "algorithm.aggregation"),
     ("fedavg_dp", ["algorithm.stream_slices=2"], "algorithm.stream_slices"),
     ("fedavg", ["algorithm.stream_slices=1000"], "stream_slices"),
+    ("fedprox", ["algorithm.aggregation=none"], r"proximal\s+0.01, but with aggregation"),
+    ("fedavg", ["algorithm.aggregation=none", "algorithm.weights=equal"], r"weights\s+equal, but with"),
+    ("feddyn", ["algorithm.aggregation=none"], "unknown key"),
+    ("fedrgd", ["algorithm.stream_slices=2"], "unknown key"),
+    ("fedrgd", ["algorithm.weights=rows"], "weights"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(config: str, settings: list[str], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         load_config(CONFIGS / f"{config}.yaml", settings)
+
+
+def test_a_run_that_had_a_key_at_its_only_value_still_goes_on(tmp_path: Path) -> None:
+    text = (CONFIGS / "fedsem.yaml").read_text()
+    former = text.replace("name: fedsem", "name: fedsem\n  aggregation: mean\n  stream_slices: 1")
+    path = tmp_path / "config.yaml"
+    path.write_text(former)
+    with pytest.raises(ConfigError, match="unknown key"):  # it is no run's: there is no split
+        load_config(path)
+    (tmp_path / "split.json").write_text("{}")
+    assert config_hash(load_config(path)) == config_hash(load_config(CONFIGS / "fedsem.yaml"))
+    path.write_text(former.replace("aggregation: mean", "aggregation: none"))  # the control
+    with pytest.raises(ConfigError, match="aggregation"):
+        load_config(path)
 
 
 @pytest.mark.parametrize(("name", "said"), [("semifl", 1), ("fedmatch", 0)])

@@ -28,6 +28,7 @@ FEDDYN = "privssl/algorithms/baselines/feddyn.py"
 LG = "privssl/algorithms/baselines/lg_fedavg.py"
 HETEROFL = "privssl/algorithms/baselines/heterofl.py"
 FEDRGD = "privssl/algorithms/baselines/fedrgd.py"
+SUPERVISED = "privssl/algorithms/baselines/supervised.py"
 
 IN_FEDSSL = "tests/algorithms/test_fedssl.py::test_"
 IN_BASELINES = "tests/algorithms/test_fedssl_baselines.py::test_"
@@ -41,6 +42,7 @@ IN_FEDTRINET = "tests/algorithms/test_fedtrinet.py::test_"
 IN_CENSUS = "tests/algorithms/test_label_census.py::test_"
 IN_HISTOGRAM = "tests/privacy/test_label_histogram.py::test_"
 IN_UDA = "tests/algorithms/test_baselines.py::test_"
+IN_LOCAL = "tests/algorithms/test_local_baselines.py::test_"
 IN_NEWER = "tests/algorithms/test_fl2_and_sage.py::test_"
 IN_LOSSES = "tests/training/test_pseudo_mixup_losses.py::test_"
 
@@ -54,6 +56,11 @@ FAULTS: tuple[Fault, ...] = (
         "(FL)^2, Eq. 9: a class's threshold is not scaled to the agent's",
         ((FL2, "p / p.max() * tau", "p * tau"),),
         (IN_NEWER + "thresholds_are_the_mean_confidence_scaled_by_the_mean_prediction_of_a_class",),
+    ),
+    Fault(
+        "an agent alone sends the number of its rows",
+        ((SUPERVISED, 'if self.aggregation == "mean":', "if True:"),),
+        (IN_LOCAL + "an_agent_alone_goes_on_from_its_own_network",),
     ),
     Fault(
         "(FL)^2: momentum moves the weights though nobody replied",

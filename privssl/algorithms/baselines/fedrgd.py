@@ -51,6 +51,7 @@ class FedRGDConfig(Consistency):
     """Section ``algorithm`` for FedRGD."""
 
     name: Literal["fedrgd"] = "fedrgd"
+    weights: Literal["equal"] = "equal"  # of users in a group, and of agents with labels
     groups: Positive = 2  # authors' code, CIFAR-10 and SVHN; 1: FedAvg
     start_from: Literal["group", "average"] = "group"  # what a user goes on from
     threshold: Share = 0.95  # tau: authors' code

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from privssl.algorithms.baselines.pseudo_labeling import Guessing, PseudoLabelled
+from privssl.algorithms.baselines.supervised import Streamed
 from privssl.algorithms.local_ssl import Amount, Share, can_learn_from, predict
 from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context
@@ -64,14 +65,14 @@ class Consistency(Guessing):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FixMatchConfig(Consistency):
+class FixMatchConfig(Consistency, Streamed):
     """Section ``algorithm`` for FedAvg-FixMatch and FedProx-FixMatch."""
 
     name: Literal["fixmatch"] = "fixmatch"
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class UDAConfig(Consistency):
+class UDAConfig(Consistency, Streamed):
     """Section ``algorithm`` for FedAvg-UDA and FedProx-UDA."""
 
     name: Literal["uda"] = "uda"

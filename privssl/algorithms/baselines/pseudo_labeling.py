@@ -36,6 +36,7 @@ from privssl.algorithms.base import Algorithm, MissingReplyPolicy
 from privssl.algorithms.baselines.supervised import (
     Proximal,
     ProximalRequest,
+    Streamed,
     labelled_losses,
     run_sgd,
 )
@@ -116,7 +117,7 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
     def problems(cls, config: Any) -> Iterator[Problem]:
         yield from needs_unlabelled(config)
         yield from no_statistics(config)
-        if config.algorithm.aggregation == "none" and config.data.labels != "labels-at-client":
+        if _is_alone(config.algorithm) and config.data.labels != "labels-at-client":
             yield Problem(
                 "algorithm.aggregation",
                 f"none, but with data.labels {config.data.labels} an agent alone has one kind of "
@@ -161,7 +162,7 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         roster = federation.query if unlabelled else federation.support
         drawn = federation.sample(roster, self.cfg.agents_per_round)
         mixed = tuple(agent for agent in drawn if agent.role == "mixed")
-        if self.cfg.aggregation == "none":
+        if _is_alone(self.cfg):
             own = train_alone(
                 federation, mixed, self.mixed_pass, ProximalRequest, state.own, state.F
             )
@@ -210,7 +211,7 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         self, labelled: LabelledRows, unlabelled: UnlabelledRows, y: Tensor | None,
         msg: ProximalRequest, ctx: Context,
     ) -> ModelUpdate:  # fmt: skip
-        if self.cfg.stream_slices > 1:
+        if isinstance(self.cfg, Streamed) and self.cfg.stream_slices > 1:
             some = self.cfg.current_slice(len(unlabelled), ctx)
             unlabelled = UnlabelledRows(unlabelled.x[some], unlabelled.ids[some])
         self.cfg.weigh(len(labelled) + len(unlabelled), ctx)
@@ -229,6 +230,11 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
         y: Tensor | None, ctx: Context,
     ) -> Iterator[Tensor]:  # fmt: skip
         """The loss of each training step; either kind of rows may be empty."""
+
+
+def _is_alone(cfg: Guessing) -> bool:
+    """Whether nothing is averaged."""
+    return isinstance(cfg, Streamed) and cfg.aggregation == "none"
 
 
 @final

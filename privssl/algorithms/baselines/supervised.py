@@ -132,26 +132,6 @@ class Federated(LocalTrainingSettings):
 
     agents_per_round: Positive | None = None  # drawn from the agents averaged; null: all
     weights: Literal["rows", "equal"] = "rows"  # in the average; FedMatch: rows, FedProx equal
-    aggregation: Literal["mean", "none"] = "mean"  # none: each agent alone (FedMatch's Local-SL)
-    stream_slices: Positive = 1  # above 1: agents see one slice of their rows after the other
-
-    def current_slice(self, held: int, ctx: Context) -> Tensor:
-        """Numbers of the rows of this round, out of ``held``, as stored."""
-        return stream_slice(held, self.stream_slices, ctx.round, self.rounds)
-
-    def problems(self) -> Iterator[Problem]:
-        """Rows that are never used; what a method of rounds of its own does not have."""
-        yield from super().problems()
-        own_rounds = getattr(self, "name", "") not in ("fedavg", "fedprox", "fixmatch", "uda")
-        for key, usual in (("aggregation", "mean"), ("stream_slices", 1)):
-            if own_rounds and (given := getattr(self, key)) != usual:
-                yield Problem(key, f"{given}, but every round averages over all rows. Set {usual}")
-        if self.stream_slices > self.rounds:
-            yield Problem(
-                "stream_slices",
-                f"{self.stream_slices}, but there are {self.rounds} rounds: some rows would never "
-                "be used. Give at most that many",
-            )
 
     def weigh(self, rows: int, ctx: Context) -> None:
         """Weigh the reply by its rows; no count leaves the agent under "equal"."""
@@ -167,6 +147,40 @@ class Proximal(Federated):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
+class Streamed(Federated):
+    """A method of which an agent may be alone, or see its rows as a stream (FedMatch's Table 2)."""
+
+    aggregation: Literal["mean", "none"] = "mean"  # none: each agent alone (FedMatch's Local-SL)
+    stream_slices: Positive = 1  # above 1: agents see one slice of their rows after the other
+
+    def current_slice(self, held: int, ctx: Context) -> Tensor:
+        """Numbers of the rows of this round, out of ``held``, as stored."""
+        return stream_slice(held, self.stream_slices, ctx.round, self.rounds)
+
+    def problems(self) -> Iterator[Problem]:
+        """Rows that are never used, and what an agent alone has no use for."""
+        yield from super().problems()
+        if self.aggregation == "none":
+            usual = {spec.name: spec.default for spec in dataclasses.fields(self)}["weights"]
+            if self.weights != usual:
+                text = f"{self.weights}, but with aggregation none there is no average. Leave it"
+                yield Problem("weights", f"{text} out, or set {usual}")
+            if mu := getattr(self, "proximal", 0.0):
+                text = f"{mu:g}, but with aggregation none an agent has nothing to be pulled to"
+                yield Problem("proximal", f"{text}. Set 0")
+        if self.stream_slices > self.rounds:
+            yield Problem(
+                "stream_slices",
+                f"{self.stream_slices}, but there are {self.rounds} rounds: some rows would never "
+                "be used. Give at most that many",
+            )
+
+    def weigh(self, rows: int, ctx: Context) -> None:
+        if self.aggregation == "mean":
+            super().weigh(rows, ctx)
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=strict)
 class ServerSLConfig(LocalTrainingSettings):
     """Section ``algorithm`` for Server-SL: labels at the server and nothing else."""
 
@@ -174,14 +188,14 @@ class ServerSLConfig(LocalTrainingSettings):
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedAvgConfig(Federated):
+class FedAvgConfig(Streamed):
     """Section ``algorithm`` for FedAvg on labelled rows."""
 
     name: Literal["fedavg"] = "fedavg"
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
-class FedProxConfig(Proximal):
+class FedProxConfig(Proximal, Streamed):
     """Section ``algorithm`` for FedProx on labelled rows."""
 
     name: Literal["fedprox"] = "fedprox"
@@ -207,7 +221,7 @@ class _Supervised(Algorithm[ModelState]):
     def round(self, state: ModelState, federation: Federation) -> ModelState:
         mu = self.cfg.proximal if isinstance(self.cfg, Proximal) else 0.0
         learners, step = self.learners(federation), self.labelled_pass
-        if isinstance(self.cfg, Federated) and self.cfg.aggregation == "none":
+        if isinstance(self.cfg, Streamed) and self.cfg.aggregation == "none":
             own = self.own_classifiers(state)
             own = train_alone(federation, learners, step, ProximalRequest, own, state.F)
             return SupervisedState(state.F, own)
@@ -236,10 +250,10 @@ class _Supervised(Algorithm[ModelState]):
     ) -> ModelUpdate | Declined:
         """Epochs of cross-entropy on labelled rows."""
         rows = agent.labelled
+        if isinstance(self.cfg, Streamed) and self.cfg.stream_slices > 1:
+            some = self.cfg.current_slice(len(rows), ctx)
+            rows = LabelledRows(rows.x[some], rows.y[some], rows.ids[some])
         if isinstance(self.cfg, Federated):
-            if self.cfg.stream_slices > 1:
-                some = self.cfg.current_slice(len(rows), ctx)
-                rows = LabelledRows(rows.x[some], rows.y[some], rows.ids[some])
             self.cfg.weigh(len(rows), ctx)
         F = self.load_classifier(msg.F, ctx)
         return run_sgd(F, labelled_losses(F, rows, self.cfg, ctx), self.cfg, msg, ctx)
@@ -284,17 +298,20 @@ class Averaged(_Supervised):
                 "server alone would have any. Set algorithm.name: server_sl, or data.labels: "
                 "support or labels-at-client",
             )
-        if config.algorithm.aggregation == "none" and config.model.norm == "static":
+        cfg = config.algorithm
+        if not isinstance(cfg, Streamed):
+            return
+        if cfg.aggregation == "none" and config.model.norm == "static":
             yield Problem(
                 "model.norm",
                 "static needs statistics of all agents, and aggregation none has none. Set group",
             )
-        if config.privacy is not None and config.algorithm.aggregation == "none":
+        if config.privacy is not None and cfg.aggregation == "none":
             yield Problem(
                 "algorithm.aggregation",
                 "none releases a network of each agent, which no privacy plan covers. Set mean",
             )
-        if config.privacy is not None and config.algorithm.stream_slices > 1:
+        if config.privacy is not None and cfg.stream_slices > 1:
             yield Problem("algorithm.stream_slices", "not with privacy, whose steps draw all rows")
 
 
