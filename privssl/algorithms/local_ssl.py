@@ -202,7 +202,12 @@ def stream_slice(held: int, slices: int, round_number: int, rounds: int) -> Tens
     return torch.tensor_split(torch.arange(held), slices)[number]
 
 
-# Averages -----------------------------------------------------------------------------------
+# Agents and averages ------------------------------------------------------------------------
+
+
+def having(roster: Roster, *roles: str) -> Roster:
+    """The agents of a roster that have one of the roles; a labelled server's is ``server``."""
+    return tuple(agent for agent in roster if agent.role in roles)
 
 
 def average_over(

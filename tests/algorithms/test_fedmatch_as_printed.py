@@ -346,6 +346,17 @@ def test_accuracy_on_the_labelled_rows_is_measured_after_each_step() -> None:
     assert "train/labelled_accuracy" not in quiet.metrics
 
 
+def test_accuracy_on_the_labelled_rows_is_measured_where_labels_are_alone_too() -> None:
+    sent, ctx, quiet = FedMatchRequest(weights(SIGMA), weights(PSI)), context(), context()
+    reply = linear(measure_labelled=True).learn_sigma(party("support"), sent, ctx)
+    assert reply.sigma is not None
+    after = (reply.sigma[KEY] + torch.from_numpy(PSI)).double().numpy()
+    right = float((softmax(X @ after.T).argmax(axis=1) == Y).mean())  # one step: all four rows
+    assert ctx.metrics["train/labelled_accuracy"] == pytest.approx(right)
+    linear().learn_sigma(party("support"), sent, quiet)
+    assert "train/labelled_accuracy" not in quiet.metrics  # the control
+
+
 def test_the_network_of_each_agent_is_the_one_it_ended_with() -> None:
     algorithm = fedmatch(**EAGER | {"negligible": 0.0, "smallest_change": 0.0})
     after = play(algorithm, at_clients(), 2, engine=Overheard)

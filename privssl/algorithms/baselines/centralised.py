@@ -27,13 +27,13 @@ from privssl.algorithms.baselines.supervised import (
 from privssl.algorithms.local_ssl import (
     Share,
     TeacherState,
+    having,
     needs_unlabelled,
     no_labelled,
     no_statistics,
     no_unlabelled,
 )
 from privssl.core.agents import (
-    AgentRef,
     LabelledRows,
     MixedAgent,
     QueryAgent,
@@ -51,10 +51,10 @@ from privssl.training import local_training
 
 @dataclasses.dataclass(frozen=True)
 class TeacherUpdate(Message):
-    """Up: the classifier after training, and the moving average of its weights."""
+    """Up: the classifier after training, and the moving average of its weights; None: it is F."""
 
     F: StateDict
-    teacher: StateDict
+    teacher: StateDict | None
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=strict)
@@ -91,13 +91,17 @@ class Centralised(Algorithm[TeacherState]):
         return TeacherState(F, teacher=F)
 
     def round(self, state: TeacherState, federation: Federation) -> TeacherState:
-        request, replies = TeacherRequest(state.F, state.teacher), list[Reply[TeacherUpdate]]()
-        for step, role in (
-            (self.support_pass, "support"), (self.query_pass, "query"), (self.mixed_pass, "mixed")
-        ):  # fmt: skip
-            agents = tuple(agent for agent in federation.agents if _role(agent) == role)
-            replies += federation.call_all(agents, step, request)
+        replies = list[Reply[TeacherUpdate]]()
+        request = TeacherRequest(state.F, state.teacher if self.cfg.teacher_decay else {})
+        for step, roles in (
+            (self.support_pass, ("support", "server")),
+            (self.query_pass, ("query",)),
+            (self.mixed_pass, ("mixed",)),
+        ):
+            replies += federation.call_all(having(federation.agents, *roles), step, request)
         F = average(replies, "F", otherwise=state.F)
+        if not self.cfg.teacher_decay:
+            return TeacherState(F, F)
         return TeacherState(F, average(replies, "teacher", otherwise=state.teacher))
 
     def classifier(self, state: TeacherState) -> StateDict:
@@ -129,14 +133,12 @@ class Centralised(Algorithm[TeacherState]):
     ) -> TeacherUpdate:  # fmt: skip
         ctx.weight = float(len(labelled) + len(unlabelled))
         F, memory = self.load_classifier(msg.F, ctx), dict(agent.memory)
-        teacher = local_training.load_weights(self._teacher, msg.teacher, ctx.device)
+        teacher = local_training.load_weights(self._teacher, msg.teacher or msg.F, ctx.device)
         losses = self.losses(F, teacher, labelled, unlabelled, memory, ctx)
         run_sgd(F, self._followed(F, teacher, losses, ctx), self.cfg, ProximalRequest(msg.F), ctx)
         agent.memory = memory
-        released = teacher if self.cfg.decay(ctx.round) else F
-        return TeacherUpdate(
-            local_training.to_send(F.state_dict()), local_training.to_send(released.state_dict())
-        )
+        followed = local_training.to_send(teacher.state_dict()) if self.cfg.teacher_decay else None
+        return TeacherUpdate(local_training.to_send(F.state_dict()), followed)
 
     def _followed(
         self, F: nn.Module, teacher: nn.Module, losses: Iterator[Tensor], ctx: Context
@@ -153,11 +155,6 @@ class Centralised(Algorithm[TeacherState]):
         memory: dict[str, Tensor], ctx: Context,
     ) -> Iterator[Tensor]:  # fmt: skip
         """The loss of each step. Either kind of rows may be empty; ``memory`` is the agent's."""
-
-
-def _role(agent: AgentRef) -> str:
-    """A labelled server is a support agent."""
-    return agent.role if agent.role in ("query", "mixed") else "support"
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ teacher's (Eq. 2), not votes. Differs from Jeong et al.: (1) no sigma and psi: o
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, final
 
 import pydantic.dataclasses
@@ -43,7 +43,7 @@ from privssl.core.agents import AgentRef, QueryAgent, SupportAgent
 from privssl.core.federation import Federation, Roster
 from privssl.core.messages import Reply, StateDict
 from privssl.core.task import Context, on_agent
-from privssl.settings.schema import Positive, Rate, strict
+from privssl.settings.schema import Positive, Problem, Rate, strict
 from privssl.training import local_training
 from privssl.training.batched.deferred import FunctionalModule, batched_call
 from privssl.training.losses import soft_cross_entropy
@@ -76,6 +76,12 @@ class FedMatchMixupConfig(ClassifierTraining):
     divergence_weight: Amount = 0.01  # Jeong et al., Table 4; 0: MixMatch
     order: Literal["parallel", "sequential"] = "parallel"  # FedSSL's Alg. 1 or 2
 
+    def problems(self) -> Iterator[Problem]:
+        """A number of helpers whom nobody gets."""
+        if not self.divergence_weight and self.helpers != 2:
+            text = f"{self.helpers} has no effect: divergence_weight is 0. Leave it out"
+            yield Problem("helpers", text)
+
 
 @final
 class FedMatchMixup(FedSSLBaseline):
@@ -105,7 +111,8 @@ class FedMatchMixup(FedSSLBaseline):
         if federation.round.number > self.cfg.warm_up:
             taking_part = federation.sample(federation.query, self.cfg.query_per_round)
         asked = {agent.id for agent in (*federation.support, *taking_part)}
-        chosen = nearest_agents(state.embeddings, sorted(asked), self.cfg.helpers)
+        count = self.cfg.helpers if self.cfg.divergence_weight else 0
+        chosen = nearest_agents(state.embeddings, sorted(asked), count)
 
         def request(to: AgentRef) -> HelpedRequest:
             helpers = bundle([state.sent[helper] for helper in chosen.get(to.id, ())])
@@ -159,7 +166,7 @@ class FedMatchMixup(FedSSLBaseline):
             predict(self.load_classifier(weights, ctx), x, ctx.device).softmax(dim=1)
             for weights in unbundle(msg.helpers)
         ]
-        if not helpers or not self.cfg.divergence_weight:
+        if not helpers:
             return super()._train(x, p, agent, msg, ctx, group)
         F = self.load_classifier(msg.F, ctx)
         optimiser = local_training.LocalOptimiser({"F": self.cfg.stepping(F)}, agent.memory, group)

@@ -79,7 +79,6 @@ class LGFedAvg(Averaged):
     """FedAvg of some layers; the others stay."""
 
     Config = LGFedAvgConfig
-    can_be_lengthened = True
     missing_reply_policy = MissingReplyPolicy(
         quorum=(*Averaged.missing_reply_policy.quorum, "keep_pass", "local_pass")
     )

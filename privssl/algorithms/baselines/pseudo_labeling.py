@@ -44,6 +44,7 @@ from privssl.algorithms.local_ssl import (
     ModelUpdate,
     average_over,
     first_of,
+    having,
     needs_unlabelled,
     no_labelled,
     no_statistics,
@@ -161,13 +162,12 @@ class PseudoLabelled(Algorithm[PseudoLabelState]):
     ) -> PseudoLabelState:
         roster = federation.query if unlabelled else federation.support
         drawn = federation.sample(roster, self.cfg.agents_per_round)
-        mixed = tuple(agent for agent in drawn if agent.role == "mixed")
+        mixed, others = having(drawn, "mixed"), having(drawn, "query")
         if _is_alone(self.cfg):
             own = train_alone(
                 federation, mixed, self.mixed_pass, ProximalRequest, state.own, state.F
             )
             return PseudoLabelState(state.F, state.F, own)
-        others = [agent for agent in drawn if agent.role != "mixed"]
         request, mean = ProximalRequest(state.F, self.cfg.proximal), WeightedMean("F")
         step = self.mixed_pass if unlabelled else self.support_pass
         federation.call_all(mixed, step, request, aggregator=mean)
@@ -259,7 +259,7 @@ class FedSem(PseudoLabelled):
         since = federation.round.number - self.cfg.warm_up
         if since == 1:  # every agent, drawn or not
             request, local = ProximalRequest(state.F), self.cfg.labelled_by == "local"
-            mixed = [agent for agent in federation.query if local and agent.role == "mixed"]
+            mixed = having(federation.query, "mixed") if local else ()
             others = [agent for agent in federation.query if agent not in set(mixed)]
             federation.call_all(mixed, self.label_locally, request)
             federation.call_all(others, self.label_pass, request)

@@ -36,7 +36,7 @@ from privssl.core.agents import LabelledRows, UnlabelledRows
 from privssl.core.task import Context, Task
 from privssl.data.augmentations import view
 from privssl.privacy.plan import Plan
-from privssl.settings.schema import Positive, Rate, strict
+from privssl.settings.schema import Positive, Problem, Rate, strict
 from privssl.training import local_training
 
 
@@ -58,6 +58,13 @@ class SAGEConfig(Guessing):
     correction: Literal["soft", "local", "global"] = "soft"  # local: FixMatch; ours, as controls
     weak: Literal["none", "crop", "weak", "mid", "fedtrinet"] = "crop"
     strong: Literal["none", "weak", "mid", "strong", "fixmatch", "fedmatch", "fedseal"] = "fixmatch"
+
+    def problems(self) -> Iterator[Problem]:
+        """A number of the soft correction without it."""
+        yield from super().problems()
+        if self.correction != "soft" and self.half_at != 0.05:
+            text = f"{self.half_at:g} has no effect: correction is {self.correction}. Leave it out"
+            yield Problem("half_at", text)
 
     def strong_view(self, x: Tensor, rng: torch.Generator) -> Tensor:
         """A strong view of rows (B, *shape) in [-1, 1]; RandAugment works on a weak one."""

@@ -304,6 +304,7 @@ class FedMatch(Algorithm[FedMatchState]):
         trainer = DisjointTrainer(self.cfg, "server", self._F, start, agent, ctx, msg.learning_rate)
         for picked in torch.split(order, numbers.batch_size) * self.cfg.server_epochs:
             trainer.learn_sigma(rows, picked)
+            trainer.measure(rows)
         trainer.end()
         if not self.cfg.decomposition:
             return FedMatchUpdate(None, trainer.update_of("psi"))

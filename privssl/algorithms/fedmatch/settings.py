@@ -150,3 +150,6 @@ class FedMatchConfig(DisjointTraining):
             )
         if self.evaluate_parts and not self.decomposition:
             yield Problem("evaluate_parts", "has no effect: without decomposition there is no part")
+        if self.sparse_down and self.hyperparameters("server").sparse_messages:
+            text = "has no effect: with sparse_messages agents train with what differences give"
+            yield Problem("sparse_down", f"{text}. Leave it out")

@@ -36,13 +36,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from privssl.algorithms.base import Algorithm, MissingReplyPolicy
-from privssl.algorithms.fedtrinet.players import as_memory, from_memory, having, shallow_modules
+from privssl.algorithms.fedtrinet.players import as_memory, from_memory, shallow_modules
 from privssl.algorithms.fedtrinet.voting import PROFILED, FedTriNetConfig, Part, steps, vote
 from privssl.algorithms.local_ssl import (
     ModelState,
     ModelUpdate,
     TrainRequest,
     can_learn_from,
+    having,
     needs_unlabelled,
     no_labelled,
     no_unlabelled,

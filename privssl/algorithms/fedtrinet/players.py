@@ -4,14 +4,8 @@ from torch import Tensor, nn
 
 from privssl.algorithms.fedtrinet.voting import FedTriNetConfig
 from privssl.core.agents import Memory
-from privssl.core.federation import Roster
 from privssl.core.messages import StateDict
 from privssl.models.splice import splice
-
-
-def having(roster: Roster, *roles: str) -> Roster:
-    """The agents of a roster that have one of the roles."""
-    return tuple(agent for agent in roster if agent.role in roles)
 
 
 def shallow_modules(network: nn.Module, cfg: FedTriNetConfig) -> tuple[str, ...]:

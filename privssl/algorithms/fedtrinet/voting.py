@@ -75,6 +75,13 @@ class FedTriNetConfig:
         yield from warm_up_fits(self.warm_up, self.rounds)
         if self.local_player == "labelled" and self.remember != "trained":
             yield Problem("remember", "has no effect: local_player labelled remembers no network")
+        unused = self.retrain != "two_streams" or self.pseudo_labels == "never"
+        if self.pseudo_weight != 1 and unused:
+            text = "has no effect: it belongs to retrain two_streams, and to rows that are admitted"
+            yield Problem("pseudo_weight", f"{text}. Leave it out")
+        if self.freeze_shallow and not self.fine_tune_epochs:
+            text = "has no effect: with fine_tune_epochs 0 there is no fine-tuning. Leave it out"
+            yield Problem("freeze_shallow", text)
 
     def threshold(self, confidence: float, t: int) -> float:
         """theta(t) = alpha * theta-bar * s(t), Eq. 5.

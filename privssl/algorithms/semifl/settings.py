@@ -97,6 +97,13 @@ class SemiFLConfig:
         if not self.reading.clips and self.clip_norm not in (None, 1.0):
             text = f"{self.clip_norm:g} has no effect: {self.profile} does not clip. Leave it out"
             yield Problem("clip_norm", text)
+        if not self.mix_weight or self.pseudo_labels == "training":
+            why = "mix_weight is 0" if not self.mix_weight else "pseudo_labels training has no mix"
+            for key, usual in (
+                ("mix_alpha", 0.75), ("mix_rows", None), ("mix_drawn", None), ("mix_view", None)
+            ):  # fmt: skip
+                if (given := getattr(self, key)) != usual:
+                    yield Problem(key, f"{given} has no effect: {why}. Leave it out")
         if self.server_first and not self.fine_tune:
             text = (
                 "true, but with fine_tune false the server trains beside the agents. Leave it out"
